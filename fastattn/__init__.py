@@ -1,0 +1,24 @@
+"""Attention that is fused, takes the masks real models have, and means the same on CPU and GPU."""
+
+from .api import (
+    Explanation,
+    attention,
+    attention_weights,
+    attention_with_weights,
+    explain,
+    scaled_dot_product_attention,
+)
+from .backends import FallbackWarning
+from .spec import Mask
+
+__version__ = "0.1.0"
+__all__ = [
+    "Explanation",
+    "FallbackWarning",
+    "Mask",
+    "attention",
+    "attention_weights",
+    "attention_with_weights",
+    "explain",
+    "scaled_dot_product_attention",
+]

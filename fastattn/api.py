@@ -1,0 +1,390 @@
+"""What users call on tensors. Every call is validated here, once, and becomes a `Spec`; nothing below checks again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .backends import BACKENDS, objections, reference, select
+from .spec import Mask, Spec
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T + bias, where the mask allows) v, as [B, H, n_q, d_v]; with `return_lse` also the lse [B, H, n_q].
+
+    score = softcap * tanh(scale * q k^T / softcap) + bias - alibi_slope * |position_q - position_k|, then the mask. A query
+    that may see nothing gives exactly 0 (lse -inf, gradients 0), and what padding hides is never read.
+
+    Args:
+        q: queries [B, H, n_q, D]; fp32, fp16, bf16 or fp64.
+        k: keys [B, H_kv, n_k, D], in the dtype and on the device of q; H_kv divides H, and query head h reads key head
+            h // (H / H_kv).
+        v: values [B, H_kv, n_k, d_v].
+        mask: which keys each query may see; None is all of them.
+        scale: factor on q k^T; None is 1 / sqrt(D).
+        bias: float, broadcastable to [B, H, n_q, n_k], added to the scores; it gets a gradient. -inf hides a key.
+        softcap: bound on |scale * q k^T|.
+        alibi_slopes: float [H] or [B, H].
+        sinks: float [H], one more logit in each softmax, without a value.
+        dropout_p: probability to drop a weight; the others are divided by 1 - dropout_p. Applied whenever it is above 0, as
+            in PyTorch's scaled_dot_product_attention.
+        generator: where the dropout seed is drawn from; None is PyTorch's default generator.
+        deterministic: the same inputs give the same bits.
+        return_lse: also return log(sum(exp(score))) over the visible keys (and the sink), in nats, fp32 (fp64 for fp64 q);
+            it is differentiable and ignores dropout.
+        backend: None for the first that takes the call (the reference with a `FallbackWarning`), "fused" for the first
+            fused one, or a name from `fastattn info`; what is named is used or refused, never replaced.
+
+    Returns:
+        o [B, H, n_q, d_v] in the dtype of q, or (o, lse).
+
+    Raises:
+        ValueError: the call is malformed.
+        NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
+
+    Sources:
+        Dao, FlashAttention-2 (2023); Rabe and Staats, Self-attention Does Not Need O(n^2) Memory (2021).
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = v = torch.ones(1, 1, 2, 4)
+        >>> real_keys = torch.tensor([[True, False]])
+        >>> fastattn.attention(q, k, v, fastattn.Mask(real_keys=real_keys), backend="reference").shape
+        torch.Size([1, 1, 2, 4])
+    """
+    q, k, v, spec = _validated(
+        q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic
+    )
+    o, lse = ops.attention(q, k, v, spec, select(q, k, v, spec, backend))
+    return (o, lse) if return_lse else o
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    average_heads: bool = True,
+) -> Tensor:
+    """The weights each query gives the keys, after dropout: [B, n_q, n_k] averaged over the heads, or [B, H, n_q, n_k].
+
+    Computed by the reference in O(B * H * n_q * n_k) memory, differentiable to any order. Arguments as in `attention`.
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = torch.ones(1, 2, 3, 4)
+        >>> fastattn.attention_weights(q, k, fastattn.Mask(causal=True))[0, 1]
+        tensor([0.5000, 0.5000, 0.0000])
+    """
+    q, k, _, spec = _validated(q, k, k, mask, scale, bias, None, None, None, dropout_p, generator, True)
+    return reference.weights(q, k, spec, average_heads)
+
+
+def attention_with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    average_heads: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The results of `attention` and of `attention_weights` under one dropout: (o, weights). Arguments as there.
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = v = torch.ones(1, 2, 3, 4)
+        >>> o, weights = fastattn.attention_with_weights(q, k, v, backend="reference")
+        >>> o.shape, weights.shape
+        (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
+    """
+    q, k, v, spec = _validated(q, k, v, mask, scale, bias, None, None, None, dropout_p, generator, True)
+    o, _ = ops.attention(q, k, v, spec, select(q, k, v, spec, backend))
+    return o, reference.weights(q, k, spec, average_heads)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch.nn.functional.scaled_dot_product_attention returns, by the fused backends: [N, ..., H, L, E_v].
+
+    Arguments, broadcasting and refusals are torch's, with one difference: where torch multiplies padding by zero, a bool
+    mask that is the same for every query ([N, 1, 1, S]) is skipped work here.
+
+    Args:
+        query: [N, ..., H, L, E]; key: [N, ..., H_kv, S, E]; value: [N, ..., H_kv, S, E_v].
+        attn_mask: bool (True may see) or float (added), broadcastable to [N, ..., H, L, S].
+        dropout_p: as in torch, applied whenever it is above 0.
+        is_causal: key j is seen by query i where j <= i; not together with attn_mask.
+        scale: factor on query key^T; None is 1 / sqrt(E).
+        enable_gqa: H may be a multiple of H_kv.
+
+    Raises:
+        RuntimeError: torch's class for what torch refuses.
+
+    Example:
+        >>> import torch, fastattn
+        >>> x = torch.ones(1, 2, 3, 8)
+        >>> fastattn.scaled_dot_product_attention(x, x, x, is_causal=True).shape
+        torch.Size([1, 2, 3, 8])
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x.dim() < 2:
+            raise RuntimeError(f"{name} must have at least 2 dimensions, got {x.dim()}")
+    if attn_mask is not None and is_causal:
+        raise RuntimeError("attn_mask must be None when is_causal is True, got both")
+
+    *batch, H, L, E = _at_least_3d(query).shape
+    batches = [_at_least_3d(x).shape[:-3] for x in (query, key, value)]
+    H_kv = _at_least_3d(key).shape[-3]
+    try:
+        batch = torch.broadcast_shapes(*batches)
+        if not enable_gqa:
+            H = H_kv = torch.broadcast_shapes((H,), (H_kv,), (_at_least_3d(value).shape[-3],))[0]
+        folded = [
+            _at_least_3d(x).expand(*batch, heads, *x.shape[-2:]).flatten(0, -4) if batch else _at_least_3d(x).expand(heads, *x.shape[-2:])[None]
+            for x, heads in ((query, H), (key, H_kv), (value, H_kv))
+        ]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"query, key and value must agree in all but their last two dimensions, got {list(query.shape)}, "
+            f"{list(key.shape)} and {list(value.shape)} with enable_gqa={enable_gqa}"
+        ) from error
+    q, k, v = folded
+    try:
+        mask, bias = _from_attn_mask(attn_mask, (*batch, H, L, k.shape[2]), is_causal)
+        o = attention(q, k, v, mask, scale=scale, bias=bias, dropout_p=dropout_p)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+    return o.reshape(*batch, *o.shape[1:]) if query.dim() > 2 or batch else o[0]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend computes a call, and why the others do not. `str()` of it is meant for people.
+
+    backend: the name of the backend that an automatic choice takes; None if none does.
+    objections: by name of backend, in order of preference, its sentences; an empty list means it takes the call.
+    """
+
+    backend: str | None
+    objections: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend or 'none'}"]
+        for name, why in self.objections.items():
+            verdict = "; ".join(why) if why else "takes this call" if name == self.backend else "would take this call too"
+            lines.append(f"  {name}: {verdict}")
+        return "\n".join(lines)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options: object) -> Explanation:
+    """Which backend `attention` with these arguments would choose, and every other backend's objections in sentences.
+
+    Args:
+        options: `scale`, `bias`, `softcap`, `alibi_slopes`, `sinks`, `dropout_p`, `generator` and `deterministic`, as in
+            `attention`.
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = v = torch.ones(1, 1, 2, 4, dtype=torch.float64)
+        >>> fastattn.explain(q, k, v).backend
+        'reference'
+    """
+    defaults = dict(
+        scale=None, bias=None, softcap=None, alibi_slopes=None, sinks=None, dropout_p=0.0, generator=None, deterministic=True
+    )
+    if unknown := options.keys() - defaults.keys():
+        raise TypeError(f"explain() got unknown options: {', '.join(sorted(unknown))}")
+    q, k, v, spec = _validated(q, k, v, mask, **(defaults | options))
+    refusals = {b.NAME: objections(b, q, k, v, spec, named=False) for b in BACKENDS}
+    return Explanation(next((name for name, why in refusals.items() if not why), None), refusals)
+
+
+def _validated(
+    q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic
+) -> tuple[Tensor, Tensor, Tensor, Spec]:
+    """q, k and v after autocast, and the Spec; ValueError names the argument, what it must be and what it was."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [batch, heads, length, head_dim], got {list(x.shape)}")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be of a floating dtype, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
+    q, k, v = _autocast(q, k, v)
+    B, H, n_q, D = q.shape
+    H_kv, n_k = k.shape[1:3]
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"k and v must be of dtype {q.dtype} like q, got {k.dtype} and {v.dtype}")
+    if k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(f"k must be [{B}, H_kv, n_k, {D}] like q, got {list(k.shape)}")
+    if H_kv == 0 or H % H_kv != 0:
+        raise ValueError(f"the heads of k must divide the {H} heads of q, got {H_kv}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v must be [{B}, {H_kv}, {n_k}, d_v] like k, got {list(v.shape)}")
+    if scale is None:
+        scale = D**-0.5 if D else 1.0
+    elif not _is_number(scale) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale}")
+    if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
+        raise ValueError(f"softcap must be a positive finite number or None, got {softcap}")
+    if not _is_number(dropout_p) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
+    mask = Mask() if mask is None else mask
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a fastattn.Mask or None, got {type(mask).__name__}")
+    _check_mask(mask, q.device, B, H, n_q, n_k)
+    _check_learned("bias", bias, q.device, [(B, H, n_q, n_k)], broadcast=True)
+    _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
+    _check_learned("sinks", sinks, q.device, [(H,)])
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    seed = None
+    if dropout_p > 0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device, generator=generator)
+    return q, k, v, Spec(
+        mask, float(scale), bias, softcap, alibi_slopes, sinks, float(dropout_p), seed, bool(deterministic)
+    )
+
+
+def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k: int) -> None:
+    for name, x in mask.tensors().items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"mask.{name} must be a Tensor, got {type(x).__name__}")
+        if x.device != device:
+            raise ValueError(f"mask.{name} must be on {device} like q, got {x.device}")
+    if isinstance(mask.q_start, Tensor):
+        _check_table("q_start", mask.q_start, (B,), integer=True)
+    elif not _is_int(mask.q_start):
+        raise ValueError(f"mask.q_start must be an int or an integer tensor [{B}], got {mask.q_start!r}")
+    if not isinstance(mask.window, tuple) or len(mask.window) != 2:
+        raise ValueError(f"mask.window must be a pair (left, right), got {mask.window!r}")
+    for side, width in zip(("left", "right"), mask.window, strict=True):
+        if width is not None and not (_is_int(width) and width >= 0):
+            raise ValueError(f"mask.window's {side} must be None or an int of at least 0, got {width!r}")
+    if mask.real_keys is not None:
+        _check_table("real_keys", mask.real_keys, (B, n_k))
+    if mask.real_queries is not None:
+        _check_table("real_queries", mask.real_queries, (B, n_q))
+    if mask.segments is not None:
+        _check_table("segments[0]", mask.segments[0], (B, n_q), integer=True)
+        _check_table("segments[1]", mask.segments[1], (B, n_k), integer=True)
+    if mask.dense is not None:
+        if mask.dense.dtype != torch.bool:
+            raise ValueError(f"mask.dense must be bool (True may see; a float mask is a bias), got {mask.dense.dtype}")
+        if not _broadcasts(mask.dense.shape, (B, H, n_q, n_k)):
+            raise ValueError(
+                f"mask.dense must be broadcastable to {[B, H, n_q, n_k]}, got {list(mask.dense.shape)}"
+            )
+
+
+def _check_table(name: str, x: Tensor, shape: tuple[int, ...], integer: bool = False) -> None:
+    if integer and x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"mask.{name} must be int32 or int64, got {x.dtype}")
+    if not integer and x.dtype != torch.bool:
+        raise ValueError(f"mask.{name} must be bool (True is real), got {x.dtype}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"mask.{name} must be {list(shape)}, got {list(x.shape)}")
+
+
+def _check_learned(
+    name: str, x: Tensor | None, device: torch.device, shapes: list[tuple[int, ...]], broadcast: bool = False
+) -> None:
+    if x is None:
+        return
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"{name} must be a floating Tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device} like q, got {x.device}")
+    if not (_broadcasts(x.shape, shapes[0]) if broadcast else tuple(x.shape) in shapes):
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} must be {'broadcastable to ' if broadcast else ''}{wanted}, got {list(x.shape)}")
+
+
+def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    """Whether `shape` broadcasts to exactly `target`."""
+    return len(shape) <= len(target) and all(
+        n in (1, wanted) for n, wanted in zip(reversed(shape), reversed(target), strict=False)
+    )
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+
+
+def _is_number(x: object) -> bool:
+    return _is_int(x) or isinstance(x, (float, torch.SymFloat))
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does to the arguments of scaled_dot_product_attention: all but fp64 in the autocast dtype."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _at_least_3d(x: Tensor) -> Tensor:
+    return x if x.dim() > 2 else x[None]
+
+
+def _from_attn_mask(attn_mask: Tensor | None, shape: tuple[int, ...], is_causal: bool) -> tuple[Mask, Tensor | None]:
+    """The mask and the bias of torch's attn_mask, given the shape [*batch, H, L, S] of the scores."""
+    if attn_mask is None:
+        return Mask(causal=is_causal), None
+    *batch, H, L, S = shape
+    if not _broadcasts(attn_mask.shape, shape):
+        raise ValueError(f"attn_mask must be broadcastable to {list(shape)}, got {list(attn_mask.shape)}")
+    if attn_mask.dim() > 3:  # fold the batch dimensions as those of q were
+        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
+    if attn_mask.dtype != torch.bool:
+        return Mask(), attn_mask
+    same_for_all_queries = attn_mask.dim() < 2 or (
+        attn_mask.shape[-2] == 1 and (attn_mask.dim() < 3 or attn_mask.shape[-3] == 1)
+    )
+    if same_for_all_queries:
+        B = math.prod(batch)
+        keys = attn_mask[:, 0, 0] if attn_mask.dim() == 4 else attn_mask.reshape(-1, attn_mask.shape[-1])
+        return Mask(real_keys=keys.expand(B, S)), None
+    return Mask(dense=attn_mask), None

@@ -1,0 +1,96 @@
+"""The registry and the policy: `BACKENDS` in order of preference, why one refuses a call, and which one serves it.
+
+A backend is a module with these names, and nothing else is asked of it:
+
+    NAME                                  how users call it
+    features(device) -> frozenset[str]    the features of spec.py it computes there; what is not listed is refused
+    unsupported(q, k, v, spec)            sentences about dtype, head dims or device it does not take; [] means yes
+    unavailable() -> str | None           one sentence why it cannot run on this machine at all (asked last: may build)
+    by_name_only(device) -> str | None    one sentence why it is used there only when named
+    forward(q, k, v, spec) -> (o, lse)
+    backward(do, dlse, q, k, v, o, lse, spec, output_mask) -> (dq, dk, dv, dbias, dalibi_slopes, dsinks)
+
+`do` and `dlse` may each be None (no gradient arrives through that output). Of the six gradients those whose entry in
+`output_mask` is False may be None. A backend may also have `weights` and `weights_backward` (see reference.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+
+from torch import Tensor
+
+from ..spec import Spec
+from . import native, reference, triton
+
+BACKENDS: tuple[ModuleType, ...] = (triton, native, reference)
+
+
+class FallbackWarning(UserWarning):
+    """No fused backend takes this call, so the reference computes it, in O(n_q * n_k) memory."""
+
+
+def backend_by_name(name: str) -> ModuleType:
+    """The backend called `name`; ValueError that lists the known names otherwise."""
+    for backend in BACKENDS:
+        if backend.NAME == name:
+            return backend
+    raise ValueError(f"backend must be one of {_known_names()}, got {name!r}")
+
+
+def objections(backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, named: bool = True) -> list[str]:
+    """Why `backend` does not compute this call, in sentences; an empty list means it does.
+
+    Args:
+        named: the user asked for this backend, so a backend that serves only by name has no objection.
+    """
+    missing = spec.features() - backend.features(q.device)
+    found = [f"does not support {name} on {q.device.type}" for name in sorted(missing)]
+    found += backend.unsupported(q, k, v, spec)
+    if not named and (why := backend.by_name_only(q.device)):
+        found.append(why)
+    if not found and (why := backend.unavailable()):  # last, since it may have to build the backend first
+        found.append(why)
+    return found
+
+
+def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None) -> str:
+    """The name of the backend that computes this call.
+
+    Args:
+        name: None takes the first backend without objections; "fused" the first but the reference; any other name that
+            backend or nothing.
+
+    Raises:
+        ValueError: there is no backend of that name.
+        NotImplementedError: every backend asked objects; the message gives each one's reasons.
+    """
+    candidates = {None: BACKENDS, "fused": BACKENDS[:-1]}.get(name) or (backend_by_name(name),)
+    refusals = {}
+    for backend in candidates:
+        refusals[backend.NAME] = objections(backend, q, k, v, spec, named=name not in (None, "fused"))
+        if not refusals[backend.NAME]:
+            if name is None and backend is reference:
+                _warn_of_fallback(refusals)
+            return backend.NAME
+    raise NotImplementedError("no backend computes this call:\n" + _listed(refusals))
+
+
+def _warn_of_fallback(refusals: dict[str, list[str]]) -> None:
+    reasons = _listed({name: why for name, why in refusals.items() if why})
+    # The stack level is ours on purpose: Python then shows each distinct reason once, not once per line of user code.
+    warnings.warn(
+        "the reference computes this attention, in O(n_q * n_k) memory, since no fused backend takes it:\n"
+        f'{reasons}\nbackend="reference" asks for it without this warning; backend="fused" refuses instead.',
+        FallbackWarning,
+        stacklevel=1,
+    )
+
+
+def _listed(refusals: dict[str, list[str]]) -> str:
+    return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals.items())
+
+
+def _known_names() -> str:
+    return ", ".join(repr(name) for name in ("fused", *(backend.NAME for backend in BACKENDS)))

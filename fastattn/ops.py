@@ -1,0 +1,242 @@
+"""The only place PyTorch is told about attention: one op pair, its fakes, its vmap rule and the autograd Functions over it.
+
+Eager calls go through `_Attention`, whose backward applies `_AttentionBackward`, so that every derivative of every order
+exists (the second from `derivatives.py`). Under torch.compile, which cannot trace such a pair, `_CompiledAttention` has a
+first derivative only. The name of the backend is a constant string in the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from . import derivatives
+from .backends import backend_by_name
+from .spec import Mask, Spec, accumulation_dtype, empty_output
+
+_SPEC = (
+    "Tensor? q_start_per_sample, Tensor? real_keys, Tensor? real_queries, Tensor? segments_q, Tensor? segments_k, "
+    "Tensor? dense, Tensor? seed, bool causal, SymInt q_start, SymInt? window_left, SymInt? window_right, float scale, "
+    "float? softcap, float dropout_p, bool deterministic, str backend"
+)
+_LEARNED = "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks"
+
+torch.library.define("fastattn::forward", f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_SPEC}) -> (Tensor o, Tensor lse)")
+torch.library.define(
+    "fastattn::backward",
+    "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{_LEARNED}, bool[6] output_mask, {_SPEC}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)",
+)
+
+_TENSOR = "a tensor stood here"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tuple[Tensor, Tensor]:
+    """o [B, H, n_q, d_v] and lse [B, H, n_q] of a validated call, computed by the backend of that name."""
+    arguments = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks, *_flatten(spec, backend))
+    if torch.compiler.is_compiling():
+        return _CompiledAttention.apply(*arguments)
+    if _derivative_wanted(arguments[:6]):
+        return _Attention.apply(*arguments)
+    return torch.ops.fastattn.forward(*arguments)
+
+
+def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
+    forward_mode = forward_ad._current_level >= 0  # there is no public way to ask
+    return forward_mode or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+
+
+def _flatten(spec: Spec, backend: str) -> tuple:
+    """The arguments that `_SPEC` declares."""
+    mask = spec.mask
+    per_sample = isinstance(mask.q_start, Tensor)
+    return (
+        mask.q_start if per_sample else None,
+        mask.real_keys,
+        mask.real_queries,
+        *(mask.segments or (None, None)),
+        mask.dense,
+        spec.seed,
+        mask.causal,
+        0 if per_sample else mask.q_start,
+        *mask.window,
+        spec.scale,
+        spec.softcap,
+        spec.dropout_p,
+        spec.deterministic,
+        backend,
+    )
+
+
+def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, str]:
+    """The spec and the name of the backend that `_flatten` was given."""
+    per_sample, real_keys, real_queries, segments_q, segments_k, dense, seed, causal, q_start, left, right = flat[:11]
+    scale, softcap, dropout_p, deterministic, backend = flat[11:]
+    mask = Mask(
+        causal=causal,
+        q_start=q_start if per_sample is None else per_sample,
+        window=(left, right),
+        real_keys=real_keys,
+        real_queries=real_queries,
+        segments=None if segments_q is None else (segments_q, segments_k),
+        dense=dense,
+    )
+    bias, alibi_slopes, sinks = learned
+    return Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic), backend
+
+
+class _Attention(Function):
+    """Attention with derivatives of every order; its backward is itself a Function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fastattn.forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        tensors, ctx.constants = _split(inputs)
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        *tensors, o, lse = ctx.saved_tensors
+        q, k, v, *others = _join(tensors, ctx.constants)
+        learned, flat = others[:3], others[3:]
+        output_mask = list(ctx.needs_input_grad[:6])
+        gradients = _AttentionBackward.apply(do, dlse, q, k, v, o, lse, *learned, output_mask, *flat)
+        gradients = [g if wanted else None for g, wanted in zip(gradients, output_mask, strict=True)]
+        return *gradients, *(None for _ in flat)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        primals, spec = _primals(_join(ctx.saved_for_forward, ctx.constants))
+        return derivatives.forward_tangents(primals, tangents[:6], spec)
+
+
+class _AttentionBackward(Function):
+    """The gradients of attention; o and lse are functions of the other inputs, so no gradient is due to them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fastattn.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        tensors, ctx.constants = _split(inputs)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        do, dlse, q, k, v, _, _, *others = _join(ctx.saved_tensors, ctx.constants)
+        primals, spec = _primals((q, k, v, *others[:3], *others[4:]))
+        ddo, ddlse, gradients = derivatives.second_order(do, dlse, primals, cotangents, spec)
+        return ddo, ddlse, *gradients[:3], None, None, *gradients[3:], None, *(None for _ in others[4:])
+
+    @staticmethod
+    def jvp(ctx, do_t, dlse_t, q_t, k_t, v_t, _o_t, _lse_t, bias_t, alibi_t, sinks_t, *_):
+        do, dlse, q, k, v, o, lse, *others = _join(ctx.saved_for_forward, ctx.constants)
+        learned, output_mask, flat = others[:3], others[3], others[4:]
+        primals, spec = _primals((q, k, v, *learned, *flat))
+        tangents = (q_t, k_t, v_t, bias_t, alibi_t, sinks_t)
+        _, _, along_inputs = derivatives.second_order(do, dlse, primals, tangents, spec)
+        along_do = torch.ops.fastattn.backward(do_t, dlse_t, q, k, v, o, lse, *learned, output_mask, *flat)
+        return tuple(
+            a + b if wanted else torch.zeros_like(b)
+            for a, b, wanted in zip(along_inputs, along_do, output_mask, strict=True)
+        )
+
+
+class _CompiledAttention(Function):
+    """Attention with a first derivative, in the form that torch.compile can trace (no jvp, no Function inside backward)."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        o, lse = torch.ops.fastattn.forward(*arguments)
+        tensors, ctx.constants = _split(arguments)
+        ctx.save_for_backward(*tensors, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        *tensors, o, lse = ctx.saved_tensors
+        q, k, v, *others = _join(tensors, ctx.constants)
+        learned, flat = others[:3], others[3:]
+        output_mask = list(ctx.needs_input_grad[:6])
+        gradients = torch.ops.fastattn.backward(do, dlse, q, k, v, o, lse, *learned, output_mask, *flat)
+        gradients = [g if wanted else None for g, wanted in zip(gradients, output_mask, strict=True)]
+        return *gradients, *(None for _ in flat)
+
+
+def _split(arguments: tuple) -> tuple[list[Tensor], list]:
+    """The tensors among the arguments, for save_for_backward, and the arguments with `_TENSOR` where they stood."""
+    tensors = [a for a in arguments if isinstance(a, Tensor)]
+    return tensors, [_TENSOR if isinstance(a, Tensor) else a for a in arguments]
+
+
+def _join(tensors, constants: list) -> list:
+    """What `_split` took apart."""
+    tensors = iter(tensors)
+    return [next(tensors) if c is _TENSOR else c for c in constants]
+
+
+def _primals(arguments: list) -> tuple[tuple[Tensor | None, ...], Spec]:
+    """(q, k, v, bias, alibi_slopes, sinks) and the spec of the arguments of `fastattn::forward`."""
+    primals = tuple(arguments[:6])
+    return primals, _unflatten(primals[3:], tuple(arguments[6:]))[0]
+
+
+def _forward(q, k, v, bias, alibi_slopes, sinks, *flat):
+    spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
+    return backend_by_name(backend).forward(q, k, v, spec)
+
+
+def _backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, output_mask, *flat):
+    spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
+    gradients = backend_by_name(backend).backward(do, dlse, q, k, v, o, lse, spec, tuple(output_mask))
+    return tuple(
+        g if wanted else q.new_empty(0) for g, wanted in zip(gradients, output_mask, strict=True)
+    )
+
+
+def _fake_forward(q, k, v, *_):
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return empty_output(q, v.shape[3]), lse
+
+
+def _fake_backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, output_mask, *_):
+    inputs = (q, k, v, bias, alibi_slopes, sinks)
+    return tuple(
+        torch.empty_like(x) if wanted else q.new_empty(0) for x, wanted in zip(inputs, output_mask, strict=True)
+    )
+
+
+def _over_samples(op, in_dims, arguments):
+    """vmap of either op: one call a sample.
+
+    Folding the mapped dimension into B would be one call in all, but changes what dropout, sinks and slopes mean.
+    """
+    size = next(a.shape[d] for a, d in zip(arguments, in_dims, strict=True) if d is not None)
+    outputs = [
+        op(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True))) for i in range(size)
+    ]
+    stacked = tuple(torch.stack(column) for column in zip(*outputs, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+for _name, _kernel, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
+    _qualified = f"fastattn::{_name}"
+    torch.library.impl(_qualified, "CompositeExplicitAutograd", _kernel)
+    torch.library.register_fake(_qualified, _fake)
+    _op = getattr(torch.ops.fastattn, _name)
+    torch.library.register_vmap(
+        _qualified, lambda info, in_dims, *arguments, op=_op: _over_samples(op, in_dims, arguments)
+    )

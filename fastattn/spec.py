@@ -1,0 +1,246 @@
+"""What to compute: `Mask` says which keys each query may see, `Spec` adds everything else a backend needs.
+
+This file is the definition. A backend is right when it agrees with `Mask.keep`, `Mask.positions` and
+`Spec.dropout_keep`; it is free in how it gets there. True always means *may see*.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """Which keys each query may see; every field that is set hides more, and all of them combine.
+
+    Letters: B batch, H heads, n_q queries, n_k keys. `position` is where a token stands among the keys: key j
+    stands at j, query i at `q_start + i`; with `segments`, both are counted within the token's own document.
+
+    Args:
+        causal: a query sees only keys at its own position or before it.
+        q_start: position of query 0 among the keys: 0 is PyTorch's `is_causal` (aligned top left), `n_k - n_q` is
+            FlashAttention's (aligned bottom right), the cache length when decoding. An int, or an integer tensor [B] on
+            the device of q.
+        window: how far to the (left, right) of its own position a query may look; None is no limit.
+        real_keys: bool [B, n_k]; False marks padding, in any pattern.
+        real_queries: bool [B, n_q]; a False row is never read: its output is 0, its lse -inf, its gradient 0.
+        segments: integer document ids ([B, n_q], [B, n_k]); a query sees only keys of its own document, a negative id is
+            padding.
+        dense: bool, broadcastable to [B, H, n_q, n_k]: the general case.
+
+    Example:
+        >>> import torch, fastattn
+        >>> fastattn.Mask(causal=True, q_start=1).keep(2, 3)[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
+    """
+
+    causal: bool = False
+    q_start: int | Tensor = 0
+    window: tuple[int | None, int | None] = (None, None)
+    real_keys: Tensor | None = None
+    real_queries: Tensor | None = None
+    segments: tuple[Tensor, Tensor] | None = None
+    dense: Tensor | None = None
+
+    def features(self) -> frozenset[str]:
+        """The names of the fields in use: what a backend must list to be given this mask."""
+        in_use = {
+            "causal": self.causal,
+            "q_start": isinstance(self.q_start, Tensor) or self.q_start != 0,
+            "window": self.window[0] is not None or self.window[1] is not None,
+            "real_keys": self.real_keys is not None,
+            "real_queries": self.real_queries is not None,
+            "segments": self.segments is not None,
+            "dense": self.dense is not None,
+        }
+        return frozenset(name for name, used in in_use.items() if used)
+
+    def positions(self, n_q: int, n_k: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+        """Where queries and keys stand among the keys: two int64 tensors, [B or 1, n_q] and [B or 1, n_k]."""
+        if self.segments is None:
+            rank_q = torch.arange(n_q, device=device)[None]
+            rank_k = torch.arange(n_k, device=device)[None]
+        else:
+            rank_q, rank_k = (_rank_in_document(ids) for ids in self.segments)
+        q_start = self.q_start[:, None] if isinstance(self.q_start, Tensor) else self.q_start
+        return rank_q + q_start, rank_k
+
+    def keep(
+        self, n_q: int, n_k: int, device: torch.device | str | None = None, rows: slice = slice(None)
+    ) -> Tensor:
+        """bool [B or 1, H or 1, n_q, n_k], True where the query may see the key. THE definition of every field.
+
+        Args:
+            rows: only these of the n_q queries.
+        """
+        position_q, position_k = self.positions(n_q, n_k, device)
+        behind = position_q[:, rows, None] - position_k[:, None, :]  # how far the key lies behind the query
+        left, right = self.window
+        keep = torch.ones_like(behind, dtype=torch.bool)
+        if self.causal:
+            keep = keep & (behind >= 0)
+        if left is not None:
+            keep = keep & (behind <= left)
+        if right is not None:
+            keep = keep & (behind >= -right)
+        if self.real_keys is not None:
+            keep = keep & self.real_keys[:, None, :]
+        if self.real_queries is not None:
+            keep = keep & self.real_queries[:, rows, None]
+        if self.segments is not None:
+            ids_q, ids_k = self.segments
+            keep = keep & (ids_q[:, rows, None] == ids_k[:, None, :]) & (ids_k >= 0)[:, None, :]
+        keep = keep[:, None]
+        return keep if self.dense is None else keep & _rows_of(self.dense, rows)
+
+    def readable_keys(self) -> Tensor | None:
+        """bool [B, n_k], False for keys that padding hides from every query, which nobody may read; None if there are none."""
+        in_document = None if self.segments is None else self.segments[1] >= 0
+        return _both(self.real_keys, in_document)
+
+    def readable_queries(self) -> Tensor | None:
+        """bool [B, n_q], False for padded rows, which nobody may read; None if there are none."""
+        in_document = None if self.segments is None else self.segments[0] >= 0
+        return _both(self.real_queries, in_document)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of this mask, by the name of its field (for checks of device and dtype)."""
+        found = {
+            "q_start": self.q_start if isinstance(self.q_start, Tensor) else None,
+            "real_keys": self.real_keys,
+            "real_queries": self.real_queries,
+            "segments[0]": None if self.segments is None else self.segments[0],
+            "segments[1]": None if self.segments is None else self.segments[1],
+            "dense": self.dense,
+        }
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _rank_in_document(ids: Tensor) -> Tensor:
+    """int64 [B, n]: how many tokens of the same document stand before each token."""
+    sorted_ids, order = ids.sort(dim=-1, stable=True)
+    start_of_document = torch.searchsorted(sorted_ids, sorted_ids)
+    rank = torch.arange(ids.shape[-1], device=ids.device) - start_of_document
+    return torch.empty_like(rank).scatter_(-1, order, rank)
+
+
+def _rows_of(table: Tensor, rows: slice) -> Tensor:
+    """These query rows of something broadcastable to [B, H, n_q, n_k]."""
+    return table if table.dim() < 2 or table.shape[-2] == 1 else table[..., rows, :]
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a & b
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """Everything a backend is told about a call besides q, k and v.
+
+    score = softcap * tanh(scale * q k^T / softcap) + bias - slope * |position_q - position_k|, then the mask; `bias` of -inf
+    counts as masked. lse = log(sum over keys of exp(score), and of exp(sink)). Weights exp(score - lse) are multiplied by
+    keep / (1 - dropout_p) after that.
+
+    Args:
+        mask: which keys each query may see.
+        scale: factor on q k^T.
+        bias: float, broadcastable to [B, H, n_q, n_k].
+        softcap: bound on |scale * q k^T|, or None.
+        alibi_slopes: float [H] or [B, H].
+        sinks: float [H], one more logit a head, whose value is zero.
+        dropout_p: probability to drop a weight.
+        seed: int64 scalar tensor on the device of q; None when dropout_p is 0.
+        deterministic: same inputs give the same bits.
+    """
+
+    mask: Mask
+    scale: float
+    bias: Tensor | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    deterministic: bool = True
+
+    def features(self) -> frozenset[str]:
+        """The names of everything in use, the mask's fields among them: what a backend must list to be given this call."""
+        in_use = {
+            "bias": self.bias is not None,
+            "softcap": self.softcap is not None,
+            "alibi_slopes": self.alibi_slopes is not None,
+            "sinks": self.sinks is not None,
+            "dropout": self.dropout_p > 0.0,
+        }
+        return self.mask.features() | frozenset(name for name, used in in_use.items() if used)
+
+    def bias_rows(self, rows: slice) -> Tensor | None:
+        """The bias of these query rows."""
+        return None if self.bias is None else _rows_of(self.bias, rows)
+
+    def dropout_keep(self, B: int, H: int, n_q: int, n_k: int, first_query: int = 0) -> Tensor:
+        """bool [B, H, n_q, n_k], False where dropout removes a weight. THE definition, the same bits on every device.
+
+        Element (b, h, i, j) takes word j % 4 of Philox4x32-10 with key `seed` and counter (j // 4, i, h, b), and is kept when
+        that word is at least floor(dropout_p * 2^32). `first_query` is the index of the first of the n_q rows.
+        """
+        device = self.seed.device
+        index = [torch.arange(n, device=device) for n in (B, H, n_q, (n_k + 3) // 4)]
+        b, h, i, j4 = torch.meshgrid(*index, indexing="ij")
+        words = torch.stack(philox(self.seed, (j4, i + first_query, h, b)), dim=-1)
+        return words.flatten(-2)[..., :n_k] >= math.floor(self.dropout_p * 2**32)
+
+
+FEATURES = frozenset({f.name for f in fields(Mask)} | {"bias", "softcap", "alibi_slopes", "sinks", "dropout"})
+"""Every feature a call can use; a backend's `features()` is a subset of it."""
+
+
+def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random 32-bit words (in int64 tensors) for each counter, by Philox4x32-10.
+
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011), and its Random123 known answers.
+    """
+    low32 = 0xFFFFFFFF
+    x0, x1, x2, x3 = counter
+    key0, key1 = seed & low32, (seed >> 32) & low32
+    for _ in range(10):
+        product0, product1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57  # int64 wraps, which keeps all 64 bits of the product
+        high0, high1 = (product0 >> 32) & low32, (product1 >> 32) & low32
+        x0, x1, x2, x3 = high1 ^ x1 ^ key0, product1 & low32, high0 ^ x3 ^ key1, product0 & low32
+        key0, key1 = (key0 + 0x9E3779B9) & low32, (key1 + 0xBB67AE85) & low32
+    return x0, x1, x2, x3
+
+
+def _register_as_pytree(cls: type) -> None:
+    """Lets vmap, compile and export look through a frozen dataclass at the tensors inside it."""
+    names = tuple(f.name for f in fields(cls))
+    pytree.register_pytree_node(
+        cls,
+        lambda value: ([getattr(value, name) for name in names], None),
+        lambda children, _: cls(**dict(zip(names, children, strict=True))),
+        serialized_type_name=f"fastattn.{cls.__name__}",
+    )
+
+
+_register_as_pytree(Mask)
+
+
+def empty_output(q: Tensor, d_v: int) -> Tensor:
+    """An uninitialised output [B, H, n_q, d_v] in the memory order of q, so that merging the heads again needs no copy."""
+    B, H, n_q, _ = q.shape
+    if q.stride(1) < q.stride(2):  # heads lie inside tokens, as after a projection
+        return q.new_empty(B, n_q, H, d_v).transpose(1, 2)
+    return q.new_empty(B, H, n_q, d_v)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax statistics, accumulators and lse: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)

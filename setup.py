@@ -42,6 +42,9 @@ def native_module() -> dict:
             return os.path.join(*fullname.split(".")[:-1], native.file_name())
 
         def build_extension(self, ext: CppExtension) -> None:
+            target = Path(self.get_ext_fullpath(ext.name))
+            for other in set(target.parent.glob(native.ANY_FILE)) - {target}:
+                other.unlink()  # left in build/ by another torch or older sources, it would travel in the wheel
             try:
                 super().build_extension(ext)
             except RuntimeError as error:  # what torch makes of a compile error; `optional` knows only this one:

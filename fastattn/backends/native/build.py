@@ -29,6 +29,7 @@ except ImportError:  # Windows, where nothing here has been tried: without the l
 
 MODULE = "fastattn._native_cpu"
 SOURCES = ("binding.cpp", "cpu/avx512.cpp", "cpu/avx2.cpp", "cpu/portable.cpp")
+ANY_FILE = f"{MODULE.rpartition('.')[2]}.*"  # matches every build of the module, whatever it was built for
 BUILD_SECONDS = 60  # about: measured with GCC 12 on 2 cores
 
 # at::parallel_for is inline code of torch's headers: compiled without OpenMP it silently runs on one thread.
@@ -160,7 +161,7 @@ def _build(target: Path) -> str | None:
         with _only_builder_of(target):
             return None if target.is_file() else _compile(target)
     except OSError as error:
-        return f"the native module cannot be kept in {target.parent} ({error}): set TORCH_EXTENSIONS_DIR to another folder"
+        return f"the native module cannot be kept in {target.parent} ({error}): set TORCH_EXTENSIONS_DIR elsewhere"
 
 
 _one_thread = threading.Lock()
@@ -182,7 +183,7 @@ def _only_builder_of(target: Path) -> Iterator[None]:
 def _compile(target: Path) -> str | None:
     import torch
 
-    stale = any(_PACKAGE_DIR.glob(f"{_stem()}.*"))
+    stale = any(_PACKAGE_DIR.glob(ANY_FILE))
     why = "the installed one is for another torch or other sources" if stale else "none was built ahead of time"
     print(
         f"fastattn: compiling the native CPU module for torch {torch.__version__} ({why}); "

@@ -1,0 +1,82 @@
+"""The portable Triton backend: FlashAttention-2 for every NVIDIA GPU since Ampere, and for Triton's interpreter.
+
+Only `forward` and `backward` import Triton, so that importing fastattn needs torch alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from ...spec import Spec
+
+NAME = "triton"
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_HEAD_DIM = 256
+
+
+def features(device: torch.device) -> frozenset[str]:
+    """What the kernels compute, the same on every device."""
+    return frozenset({"causal", "q_start", "window", "real_keys", "real_queries"})
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
+    """Sentences about the device, the dtype and the head dims."""
+    found = _device_objections(q.device)
+    if q.dtype not in _DTYPES:
+        found.append(f"needs float32, float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
+    for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
+        if dim > _LARGEST_HEAD_DIM:
+            found.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
+    return found
+
+
+def unavailable() -> str | None:
+    """One sentence where Triton is not installed."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"needs the package triton, which cannot be imported: {error}"
+    return None
+
+
+def by_name_only(device: torch.device) -> str | None:
+    """One sentence on the CPU, where kernels are interpreted."""
+    return "interprets its kernels on the CPU, which is for tests" if device.type == "cpu" else None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
+    from .flash_forward import forward
+
+    return forward(q, k, v, spec)
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: Spec,
+    output_mask: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """dq, dk and dv where `output_mask` asks for them; the other three gradients belong to features refused here."""
+    from .flash_backward import backward
+
+    return (*backward(do, dlse, q, k, v, o, lse, spec, output_mask), None, None, None)
+
+
+def _device_objections(device: torch.device) -> list[str]:
+    if device.type == "cpu":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return [] if interpreted else ["runs on the CPU only in Triton's interpreter, with TRITON_INTERPRET=1"]
+    if device.type != "cuda" or torch.version.cuda is None:
+        return [f"needs an NVIDIA GPU, got {device.type}"]
+    major, minor = torch.cuda.get_device_capability(device)
+    return [] if major >= 8 else [f"needs compute capability 8.0 (Ampere) or later, got {major}.{minor}"]

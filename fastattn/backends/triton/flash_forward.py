@@ -1,0 +1,139 @@
+"""Forward: the online softmax of FlashAttention-2 (Dao, 2023, algorithm 1), in base 2."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import Spec, empty_output
+from .configs import config_for
+from .tiles import (
+    LOG2E,
+    Heads,
+    Visibility,
+    dot,
+    dot_precision,
+    head_of,
+    heads,
+    keep,
+    key_range,
+    launch,
+    load_tile,
+    padded_head_dim,
+    position_of_first_query,
+    program_share,
+    readable_heads,
+    real_tokens,
+    steps,
+    store_tile,
+    tile_of_step,
+    visibility,
+)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o [B, H, n_q, d_v] in the dtype and memory order of q, and lse [B, H, n_q] in fp32."""
+    (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
+    o = empty_output(q, d_v)
+    lse = q.new_empty(B, H, n_q, dtype=torch.float32)
+    block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
+    config = config_for("forward", q, max(block_qk, block_v))
+    launch(
+        forward_kernel,
+        B * H * triton.cdiv(n_q, config.BLOCK_M),
+        readable_heads(q),
+        readable_heads(k),
+        readable_heads(v),
+        heads(o),
+        lse,
+        visibility(spec.mask),
+        spec.scale * LOG2E.value,
+        H,
+        n_q,
+        n_k,
+        GROUP=H // max(H_kv, 1),
+        D_QK=d_qk,
+        D_V=d_v,
+        BLOCK_QK=block_qk,
+        BLOCK_V=block_v,
+        PRECISION=dot_precision(),
+        **config._asdict(),
+    )
+    return o, lse
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k"])
+def forward_kernel(
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    o: Heads,
+    lse,
+    visible: Visibility,
+    scale_log2,
+    H,
+    n_q,
+    n_k,
+    GROUP: tl.constexpr,
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program computes BLOCK_M rows of a head's output: first over the full key tiles, then over the edge tiles."""
+    n_tiles = tl.cdiv(n_q, BLOCK_M)
+    i_m, i_h, i_b = program_share(n_tiles, H)
+    if visible.right is not None:
+        i_m = n_tiles - 1 - i_m  # the last tiles see most keys: start them first, so that none is left for the end
+    q_start = position_of_first_query(visible, i_b)
+    tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+
+    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+    # [M, D]
+    b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+    p_k = head_of(k, i_b, i_h // GROUP)
+    p_v = head_of(v, i_b, i_h // GROUP)
+
+    b_max_log2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for EDGE in tl.static_range(2):
+        first, stop = steps(tile_range, EDGE)
+        for i_step in tl.range(first, stop):
+            i_n = tile_of_step(i_step, tile_range, EDGE)
+            o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m_k = real_tokens(o_k, n_k, visible.real_keys, i_b) if EDGE else None
+            # [N, D]
+            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+            # [M, N]
+            b_s_log2 = dot(b_q, tl.trans(b_k), None, PRECISION) * scale_log2
+            if EDGE:
+                m_keep = keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible)
+                b_s_log2 = tl.where(m_keep, b_s_log2, float("-inf"))
+
+            b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
+            # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
+            b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
+            b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
+            b_rescale = tl.exp2(b_max_log2 - b_base_log2)
+            b_max_log2 = b_new_max_log2
+            b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
+            # [N, D]
+            b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+            # [M, D]
+            b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
+
+    # Equal to 0, not "not above 0": a NaN that was seen must come out.
+    m_nothing_seen = (b_sum == 0.0) | ~m_q
+    b_sum = tl.where(m_nothing_seen, 1.0, b_sum)
+    b_o = tl.where(m_nothing_seen[:, None], 0.0, b_o / b_sum[:, None])
+    b_lse = tl.where(m_nothing_seen, float("-inf"), (b_max_log2 + tl.log2(b_sum)) / LOG2E)
+    m_row = o_q < n_q
+    store_tile(head_of(o, i_b, i_h), o.s, i_m, m_row, b_o, D_V, BLOCK_M, BLOCK_V)
+    tl.store(lse + (i_b * H + i_h) * n_q + o_q, b_lse, mask=m_row)

@@ -30,10 +30,10 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + bias, where the mask allows) v, as [B, H, n_q, d_v]; with `return_lse` also the lse [B, H, n_q].
+    """softmax(scale * q k^T + bias) v over the keys that the mask shows, as [B, H, n_q, d_v]; or (o, lse).
 
-    score = softcap * tanh(scale * q k^T / softcap) + bias - alibi_slope * |position_q - position_k|, then the mask. A query
-    that may see nothing gives exactly 0 (lse -inf, gradients 0), and what padding hides is never read.
+    score = softcap * tanh(scale * q k^T / softcap) + bias - alibi_slope * |position_q - position_k|, then the mask. A
+    query that may see nothing gives exactly 0 (lse -inf, gradients 0), and what padding hides is never read.
 
     Args:
         q: queries [B, H, n_q, D]; fp32, fp16, bf16 or fp64.
@@ -46,12 +46,12 @@ def attention(
         softcap: bound on |scale * q k^T|.
         alibi_slopes: float [H] or [B, H].
         sinks: float [H], one more logit in each softmax, without a value.
-        dropout_p: probability to drop a weight; the others are divided by 1 - dropout_p. Applied whenever it is above 0, as
-            in PyTorch's scaled_dot_product_attention.
+        dropout_p: probability to drop a weight; the others are divided by 1 - dropout_p. Applied whenever it is above
+            0, as in PyTorch's scaled_dot_product_attention.
         generator: where the dropout seed is drawn from; None is PyTorch's default generator.
         deterministic: the same inputs give the same bits.
-        return_lse: also return log(sum(exp(score))) over the visible keys (and the sink), in nats, fp32 (fp64 for fp64 q);
-            it is differentiable and ignores dropout.
+        return_lse: also return log(sum(exp(score))) over the visible keys (and the sink), in nats, fp32 (fp64 for
+            fp64 q); it is differentiable and ignores dropout.
         backend: None for the first that takes the call (the reference with a `FallbackWarning`), "fused" for the first
             fused one, or a name from `fastattn info`; what is named is used or refused, never replaced.
 
@@ -143,8 +143,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """What torch.nn.functional.scaled_dot_product_attention returns, by the fused backends: [N, ..., H, L, E_v].
 
-    Arguments, broadcasting and refusals are torch's, with one difference: where torch multiplies padding by zero, a bool
-    mask that is the same for every query ([N, 1, 1, S]) is skipped work here.
+    Arguments, broadcasting and refusals are torch's, with one difference: where torch multiplies padding by zero, a
+    bool mask that is the same for every query ([N, 1, 1, S]) is skipped work here.
 
     Args:
         query: [N, ..., H, L, E]; key: [N, ..., H_kv, S, E]; value: [N, ..., H_kv, S, E_v].
@@ -171,29 +171,29 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise RuntimeError("attn_mask must be None when is_causal is True, got both")
 
-    *batch, H, L, E = _at_least_3d(query).shape
+    H, L = _at_least_3d(query).shape[-3:-1]
     batches = [_at_least_3d(x).shape[:-3] for x in (query, key, value)]
     H_kv = _at_least_3d(key).shape[-3]
     try:
         batch = torch.broadcast_shapes(*batches)
         if not enable_gqa:
             H = H_kv = torch.broadcast_shapes((H,), (H_kv,), (_at_least_3d(value).shape[-3],))[0]
-        folded = [
-            _at_least_3d(x).expand(*batch, heads, *x.shape[-2:]).flatten(0, -4) if batch else _at_least_3d(x).expand(heads, *x.shape[-2:])[None]
+        q, k, v = (
+            _fold_batch(_at_least_3d(x).expand(*batch, heads, *x.shape[-2:]))
             for x, heads in ((query, H), (key, H_kv), (value, H_kv))
-        ]
+        )
     except RuntimeError as error:
         raise RuntimeError(
             f"query, key and value must agree in all but their last two dimensions, got {list(query.shape)}, "
             f"{list(key.shape)} and {list(value.shape)} with enable_gqa={enable_gqa}"
         ) from error
-    q, k, v = folded
     try:
         mask, bias = _from_attn_mask(attn_mask, (*batch, H, L, k.shape[2]), is_causal)
         o = attention(q, k, v, mask, scale=scale, bias=bias, dropout_p=dropout_p)
     except ValueError as error:
         raise RuntimeError(str(error)) from error
-    return o.reshape(*batch, *o.shape[1:]) if query.dim() > 2 or batch else o[0]
+    o = o.reshape(*batch, *o.shape[1:])
+    return o if max(query.dim(), key.dim(), value.dim()) > 2 else o[0]
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"backend: {self.backend or 'none'}"]
         for name, why in self.objections.items():
-            verdict = "; ".join(why) if why else "takes this call" if name == self.backend else "would take this call too"
-            lines.append(f"  {name}: {verdict}")
+            willing = "takes this call" if name == self.backend else "would take this call too"
+            lines.append(f"  {name}: {'; '.join(why) or willing}")
         return "\n".join(lines)
 
 
@@ -219,8 +219,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     """Which backend `attention` with these arguments would choose, and every other backend's objections in sentences.
 
     Args:
-        options: `scale`, `bias`, `softcap`, `alibi_slopes`, `sinks`, `dropout_p`, `generator` and `deterministic`, as in
-            `attention`.
+        options: `scale`, `bias`, `softcap`, `alibi_slopes`, `sinks`, `dropout_p`, `generator` and `deterministic`, as
+            in `attention`.
 
     Example:
         >>> import torch, fastattn
@@ -228,9 +228,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
         >>> fastattn.explain(q, k, v).backend
         'reference'
     """
-    defaults = dict(
-        scale=None, bias=None, softcap=None, alibi_slopes=None, sinks=None, dropout_p=0.0, generator=None, deterministic=True
-    )
+    defaults = dict.fromkeys(("scale", "bias", "softcap", "alibi_slopes", "sinks", "generator"))
+    defaults |= {"dropout_p": 0.0, "deterministic": True}
     if unknown := options.keys() - defaults.keys():
         raise TypeError(f"explain() got unknown options: {', '.join(sorted(unknown))}")
     q, k, v, spec = _validated(q, k, v, mask, **(defaults | options))
@@ -279,12 +278,18 @@ def _validated(
     _check_learned("sinks", sinks, q.device, [(H,)])
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
-    seed = None
-    if dropout_p > 0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device, generator=generator)
-    return q, k, v, Spec(
-        mask, float(scale), bias, softcap, alibi_slopes, sinks, float(dropout_p), seed, bool(deterministic)
+    seed = draw_seed(q.device, generator) if dropout_p > 0 else None
+    return (
+        q,
+        k,
+        v,
+        Spec(mask, float(scale), bias, softcap, alibi_slopes, sinks, float(dropout_p), seed, bool(deterministic)),
     )
+
+
+def draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """The seed of one call's dropout, an int64 scalar on `device`: drawing it there needs no synchronisation."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
 
 
 def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k: int) -> None:
@@ -313,9 +318,7 @@ def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k:
         if mask.dense.dtype != torch.bool:
             raise ValueError(f"mask.dense must be bool (True may see; a float mask is a bias), got {mask.dense.dtype}")
         if not _broadcasts(mask.dense.shape, (B, H, n_q, n_k)):
-            raise ValueError(
-                f"mask.dense must be broadcastable to {[B, H, n_q, n_k]}, got {list(mask.dense.shape)}"
-            )
+            raise ValueError(f"mask.dense must be broadcastable to {[B, H, n_q, n_k]}, got {list(mask.dense.shape)}")
 
 
 def _check_table(name: str, x: Tensor, shape: tuple[int, ...], integer: bool = False) -> None:
@@ -333,7 +336,8 @@ def _check_learned(
     if x is None:
         return
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(f"{name} must be a floating Tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be a floating Tensor, got {kind}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {x.device}")
     if not (_broadcasts(x.shape, shapes[0]) if broadcast else tuple(x.shape) in shapes):
@@ -369,11 +373,16 @@ def _at_least_3d(x: Tensor) -> Tensor:
     return x if x.dim() > 2 else x[None]
 
 
+def _fold_batch(x: Tensor) -> Tensor:
+    """[*batch, H, N, D] as [B, H, N, D]."""
+    return x.flatten(0, -4) if x.dim() > 3 else x[None]
+
+
 def _from_attn_mask(attn_mask: Tensor | None, shape: tuple[int, ...], is_causal: bool) -> tuple[Mask, Tensor | None]:
     """The mask and the bias of torch's attn_mask, given the shape [*batch, H, L, S] of the scores."""
     if attn_mask is None:
         return Mask(causal=is_causal), None
-    *batch, H, L, S = shape
+    batch, S = shape[:-3], shape[-1]
     if not _broadcasts(attn_mask.shape, shape):
         raise ValueError(f"attn_mask must be broadcastable to {list(shape)}, got {list(attn_mask.shape)}")
     if attn_mask.dim() > 3:  # fold the batch dimensions as those of q were

@@ -4,8 +4,9 @@ Everything here follows from the tangents of attention. With the score S, the we
 
     lse' = sum(P * S') + P_sink * sink'          o' = (Z * P * (S' - lse')) v + (Z * P) v'
 
-The gradients G of attention are linear in (do, dlse), and <G, x'> = <do, o'> + <dlse, lse'> for any direction x'. So the
-derivative of G against a cotangent x' is the gradient of the right-hand side, and (o', lse') itself by (do, dlse).
+The gradients G of attention are linear in (do, dlse), and <G, x'> = <do, o'> + <dlse, lse'> for any direction x'. So
+the derivative of G against a cotangent x' is the gradient of the right-hand side, and (o', lse') itself by (do,
+dlse).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def forward_tangents(primals: Six, tangents: Six, spec: Spec) -> tuple[Tensor, T
 def second_order(
     do: Tensor | None, dlse: Tensor | None, primals: Six, tangents: Six, spec: Spec
 ) -> tuple[Tensor | None, Tensor | None, Six]:
-    """Gradients of <do, o'> + <dlse, lse'> by do, dlse and each primal, where (o', lse') are the tangents along `tangents`."""
+    """Gradients of <do, o'> + <dlse, lse'> by do, dlse and each primal; (o', lse') are those of `tangents`."""
     tangents = _zeros_for_none(primals, tangents)
     present = [i for i, x in enumerate(primals) if x is not None]
     gradients = [None if x is None else torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in primals]

@@ -1,11 +1,13 @@
-"""The only place PyTorch is told about attention: one op pair, its fakes, its vmap rule and the autograd Functions over it.
+"""The only place PyTorch is told about attention: one op pair, its fakes and vmap rule, the Functions over it.
 
-Eager calls go through `_Attention`, whose backward applies `_AttentionBackward`, so that every derivative of every order
-exists (the second from `derivatives.py`). Under torch.compile, which cannot trace such a pair, `_CompiledAttention` has a
-first derivative only. The name of the backend is a constant string in the graph.
+Eager calls go through `_Attention`, whose backward applies `_AttentionBackward`, so that every derivative of every
+order exists (the second from `derivatives.py`). Under torch.compile, which cannot trace such a pair,
+`_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the graph.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -21,12 +23,15 @@ _SPEC = (
     "float? softcap, float dropout_p, bool deterministic, str backend"
 )
 _LEARNED = "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks"
+_WANTED = ", ".join(f"bool {name}_wanted" for name in ("dq", "dk", "dv", "dbias", "dalibi", "dsinks"))
 
-torch.library.define("fastattn::forward", f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_SPEC}) -> (Tensor o, Tensor lse)")
+torch.library.define(
+    "fastattn::forward", f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_SPEC}) -> (Tensor o, Tensor lse)"
+)
 torch.library.define(
     "fastattn::backward",
     "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{_LEARNED}, bool[6] output_mask, {_SPEC}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)",
+    f"{_LEARNED}, {_WANTED}, {_SPEC}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)",
 )
 
 _TENSOR = "a tensor stood here"
@@ -43,8 +48,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tupl
 
 
 def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
-    forward_mode = forward_ad._current_level >= 0  # there is no public way to ask
+    forward_mode = forward_ad._current_level >= 0  # PyTorch has no public way to ask
+    if forward_mode and _nested_forward_mode():
+        raise NotImplementedError(
+            "forward mode inside forward mode is not available: PyTorch's autograd.Function would give zeros. Nest "
+            "torch.func.grad or torch.func.vjp inside one torch.func.jvp instead (torch.func.hessian does)."
+        )
     return forward_mode or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+
+
+def _nested_forward_mode() -> bool:
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
 
 
 def _flatten(spec: Spec, backend: str) -> tuple:
@@ -107,14 +122,14 @@ class _Attention(Function):
         *tensors, o, lse = ctx.saved_tensors
         q, k, v, *others = _join(tensors, ctx.constants)
         learned, flat = others[:3], others[3:]
-        output_mask = list(ctx.needs_input_grad[:6])
-        gradients = _AttentionBackward.apply(do, dlse, q, k, v, o, lse, *learned, output_mask, *flat)
-        gradients = [g if wanted else None for g, wanted in zip(gradients, output_mask, strict=True)]
+        wanted = ctx.needs_input_grad[:6]
+        gradients = _AttentionBackward.apply(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
+        gradients = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
         return *gradients, *(None for _ in flat)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        primals, spec = _primals(_join(ctx.saved_for_forward, ctx.constants))
+        primals, spec = _primals(_join(ctx.saved_tensors, ctx.constants))
         return derivatives.forward_tangents(primals, tangents[:6], spec)
 
 
@@ -137,26 +152,25 @@ class _AttentionBackward(Function):
     @staticmethod
     def backward(ctx, *cotangents):
         do, dlse, q, k, v, _, _, *others = _join(ctx.saved_tensors, ctx.constants)
-        primals, spec = _primals((q, k, v, *others[:3], *others[4:]))
+        primals, spec = _primals((q, k, v, *others[:3], *others[9:]))
         ddo, ddlse, gradients = derivatives.second_order(do, dlse, primals, cotangents, spec)
-        return ddo, ddlse, *gradients[:3], None, None, *gradients[3:], None, *(None for _ in others[4:])
+        return ddo, ddlse, *gradients[:3], None, None, *gradients[3:], *(None for _ in others[3:])
 
     @staticmethod
     def jvp(ctx, do_t, dlse_t, q_t, k_t, v_t, _o_t, _lse_t, bias_t, alibi_t, sinks_t, *_):
-        do, dlse, q, k, v, o, lse, *others = _join(ctx.saved_for_forward, ctx.constants)
-        learned, output_mask, flat = others[:3], others[3], others[4:]
+        do, dlse, q, k, v, o, lse, *others = _join(ctx.saved_tensors, ctx.constants)
+        learned, wanted, flat = others[:3], others[3:9], others[9:]
         primals, spec = _primals((q, k, v, *learned, *flat))
         tangents = (q_t, k_t, v_t, bias_t, alibi_t, sinks_t)
         _, _, along_inputs = derivatives.second_order(do, dlse, primals, tangents, spec)
-        along_do = torch.ops.fastattn.backward(do_t, dlse_t, q, k, v, o, lse, *learned, output_mask, *flat)
+        along_do = torch.ops.fastattn.backward(do_t, dlse_t, q, k, v, o, lse, *learned, *wanted, *flat)
         return tuple(
-            a + b if wanted else torch.zeros_like(b)
-            for a, b, wanted in zip(along_inputs, along_do, output_mask, strict=True)
+            a + b if w else torch.zeros_like(b) for a, b, w in zip(along_inputs, along_do, wanted, strict=True)
         )
 
 
 class _CompiledAttention(Function):
-    """Attention with a first derivative, in the form that torch.compile can trace (no jvp, no Function inside backward)."""
+    """Attention with a first derivative only, as torch.compile can trace it: no jvp, no Function in the backward."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -170,9 +184,9 @@ class _CompiledAttention(Function):
         *tensors, o, lse = ctx.saved_tensors
         q, k, v, *others = _join(tensors, ctx.constants)
         learned, flat = others[:3], others[3:]
-        output_mask = list(ctx.needs_input_grad[:6])
-        gradients = torch.ops.fastattn.backward(do, dlse, q, k, v, o, lse, *learned, output_mask, *flat)
-        gradients = [g if wanted else None for g, wanted in zip(gradients, output_mask, strict=True)]
+        wanted = ctx.needs_input_grad[:6]
+        gradients = torch.ops.fastattn.backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
+        gradients = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
         return *gradients, *(None for _ in flat)
 
 
@@ -195,28 +209,38 @@ def _primals(arguments: list) -> tuple[tuple[Tensor | None, ...], Spec]:
 
 
 def _forward(q, k, v, bias, alibi_slopes, sinks, *flat):
+    if _nothing_to_see(q, k):
+        return empty_output(q, v.shape[3]).zero_(), _empty_lse(q).fill_(-math.inf)
     spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
     return backend_by_name(backend).forward(q, k, v, spec)
 
 
-def _backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, output_mask, *flat):
+def _backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest):
+    wanted, flat = rest[:6], rest[6:]
+    if _nothing_to_see(q, k):
+        inputs = (q, k, v, bias, alibi_slopes, sinks)
+        return tuple(torch.zeros_like(x) if w else q.new_empty(0) for x, w in zip(inputs, wanted, strict=True))
     spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
-    gradients = backend_by_name(backend).backward(do, dlse, q, k, v, o, lse, spec, tuple(output_mask))
-    return tuple(
-        g if wanted else q.new_empty(0) for g, wanted in zip(gradients, output_mask, strict=True)
-    )
+    gradients = backend_by_name(backend).backward(do, dlse, q, k, v, o, lse, spec, wanted)
+    return tuple(g if w else q.new_empty(0) for g, w in zip(gradients, wanted, strict=True))
+
+
+def _nothing_to_see(q: Tensor, k: Tensor) -> bool:
+    """Whether there is no pair of query and key: no backend is asked. Inside the op, so lengths choose no graph."""
+    return q.shape[:3].numel() * k.shape[2] == 0
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
 def _fake_forward(q, k, v, *_):
-    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return empty_output(q, v.shape[3]), lse
+    return empty_output(q, v.shape[3]), _empty_lse(q)
 
 
-def _fake_backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, output_mask, *_):
+def _fake_backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest):
     inputs = (q, k, v, bias, alibi_slopes, sinks)
-    return tuple(
-        torch.empty_like(x) if wanted else q.new_empty(0) for x, wanted in zip(inputs, output_mask, strict=True)
-    )
+    return tuple(torch.empty_like(x) if w else q.new_empty(0) for x, w in zip(inputs, rest[:6], strict=True))
 
 
 def _over_samples(op, in_dims, arguments):
@@ -224,10 +248,12 @@ def _over_samples(op, in_dims, arguments):
 
     Folding the mapped dimension into B would be one call in all, but changes what dropout, sinks and slopes mean.
     """
+
+    def sample(i: int) -> list:
+        return [a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True)]
+
     size = next(a.shape[d] for a, d in zip(arguments, in_dims, strict=True) if d is not None)
-    outputs = [
-        op(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True))) for i in range(size)
-    ]
+    outputs = [op(*sample(i)) for i in range(size)]
     stacked = tuple(torch.stack(column) for column in zip(*outputs, strict=True))
     return stacked, (0,) * len(stacked)
 

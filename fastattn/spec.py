@@ -31,8 +31,8 @@ class Mask:
         window: how far to the (left, right) of its own position a query may look; None is no limit.
         real_keys: bool [B, n_k]; False marks padding, in any pattern.
         real_queries: bool [B, n_q]; a False row is never read: its output is 0, its lse -inf, its gradient 0.
-        segments: integer document ids ([B, n_q], [B, n_k]); a query sees only keys of its own document, a negative id is
-            padding.
+        segments: integer document ids ([B, n_q], [B, n_k]); a query sees only keys of its own document, a negative id
+            is padding.
         dense: bool, broadcastable to [B, H, n_q, n_k]: the general case.
 
     Example:
@@ -73,9 +73,7 @@ class Mask:
         q_start = self.q_start[:, None] if isinstance(self.q_start, Tensor) else self.q_start
         return rank_q + q_start, rank_k
 
-    def keep(
-        self, n_q: int, n_k: int, device: torch.device | str | None = None, rows: slice = slice(None)
-    ) -> Tensor:
+    def keep(self, n_q: int, n_k: int, device: torch.device | str | None = None, rows: slice = slice(None)) -> Tensor:
         """bool [B or 1, H or 1, n_q, n_k], True where the query may see the key. THE definition of every field.
 
         Args:
@@ -102,7 +100,7 @@ class Mask:
         return keep if self.dense is None else keep & _rows_of(self.dense, rows)
 
     def readable_keys(self) -> Tensor | None:
-        """bool [B, n_k], False for keys that padding hides from every query, which nobody may read; None if there are none."""
+        """bool [B, n_k], False for keys that padding hides from every query: nobody may read them. None if none are."""
         in_document = None if self.segments is None else self.segments[1] >= 0
         return _both(self.real_keys, in_document)
 
@@ -145,9 +143,9 @@ def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 class Spec:
     """Everything a backend is told about a call besides q, k and v.
 
-    score = softcap * tanh(scale * q k^T / softcap) + bias - slope * |position_q - position_k|, then the mask; `bias` of -inf
-    counts as masked. lse = log(sum over keys of exp(score), and of exp(sink)). Weights exp(score - lse) are multiplied by
-    keep / (1 - dropout_p) after that.
+    score = softcap * tanh(scale * q k^T / softcap) + bias - slope * |position_q - position_k|, then the mask; `bias`
+    of -inf counts as masked. lse = log(sum over keys of exp(score), and of exp(sink)). Weights exp(score - lse) are
+    multiplied by keep / (1 - dropout_p) after that.
 
     Args:
         mask: which keys each query may see.
@@ -172,7 +170,7 @@ class Spec:
     deterministic: bool = True
 
     def features(self) -> frozenset[str]:
-        """The names of everything in use, the mask's fields among them: what a backend must list to be given this call."""
+        """The names of everything in use, the mask's fields among them: what a backend must list to take this call."""
         in_use = {
             "bias": self.bias is not None,
             "softcap": self.softcap is not None,
@@ -189,8 +187,9 @@ class Spec:
     def dropout_keep(self, B: int, H: int, n_q: int, n_k: int, first_query: int = 0) -> Tensor:
         """bool [B, H, n_q, n_k], False where dropout removes a weight. THE definition, the same bits on every device.
 
-        Element (b, h, i, j) takes word j % 4 of Philox4x32-10 with key `seed` and counter (j // 4, i, h, b), and is kept when
-        that word is at least floor(dropout_p * 2^32). `first_query` is the index of the first of the n_q rows.
+        Element (b, h, i, j) takes word j % 4 of Philox4x32-10 with key `seed` and counter (j // 4, i, h, b), and is
+        kept when that word is at least floor(dropout_p * 2^32). `first_query` is the index of the first of the n_q
+        rows.
         """
         device = self.seed.device
         index = [torch.arange(n, device=device) for n in (B, H, n_q, (n_k + 3) // 4)]
@@ -234,7 +233,7 @@ _register_as_pytree(Mask)
 
 
 def empty_output(q: Tensor, d_v: int) -> Tensor:
-    """An uninitialised output [B, H, n_q, d_v] in the memory order of q, so that merging the heads again needs no copy."""
+    """An uninitialised output [B, H, n_q, d_v] in the memory order of q: merging the heads again needs no copy."""
     B, H, n_q, _ = q.shape
     if q.stride(1) < q.stride(2):  # heads lie inside tokens, as after a projection
         return q.new_empty(B, n_q, H, d_v).transpose(1, 2)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from ..spec import Spec
@@ -34,7 +35,7 @@ class FallbackWarning(UserWarning):
 def backend_by_name(name: str) -> ModuleType:
     """The backend called `name`; ValueError that lists the known names otherwise."""
     for backend in BACKENDS:
-        if backend.NAME == name:
+        if name == backend.NAME:
             return backend
     raise ValueError(f"backend must be one of {_known_names()}, got {name!r}")
 
@@ -50,7 +51,7 @@ def objections(backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec,
     found += backend.unsupported(q, k, v, spec)
     if not named and (why := backend.by_name_only(q.device)):
         found.append(why)
-    if not found and (why := backend.unavailable()):  # last, since it may have to build the backend first
+    if not found and (why := _unavailable(backend.NAME)):  # last, since it may have to build the backend first
         found.append(why)
     return found
 
@@ -72,13 +73,18 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None)
         refusals[backend.NAME] = objections(backend, q, k, v, spec, named=name not in (None, "fused"))
         if not refusals[backend.NAME]:
             if name is None and backend is reference:
-                _warn_of_fallback(refusals)
+                _warn_of_fallback(_listed({name: why for name, why in refusals.items() if why}))
             return backend.NAME
     raise NotImplementedError("no backend computes this call:\n" + _listed(refusals))
 
 
-def _warn_of_fallback(refusals: dict[str, list[str]]) -> None:
-    reasons = _listed({name: why for name, why in refusals.items() if why})
+@torch.compiler.assume_constant_result  # under torch.compile: build, if need be, while tracing
+def _unavailable(name: str) -> str | None:
+    return backend_by_name(name).unavailable()
+
+
+@torch.compiler.assume_constant_result  # under torch.compile: warn while tracing
+def _warn_of_fallback(reasons: str) -> None:
     # The stack level is ours on purpose: Python then shows each distinct reason once, not once per line of user code.
     warnings.warn(
         "the reference computes this attention, in O(n_q * n_k) memory, since no fused backend takes it:\n"

@@ -154,7 +154,9 @@ def backward(
     dbias = ds.sum_to_size(spec.bias.shape).to(spec.bias.dtype) if output_mask[3] else None
     dalibi_slopes = dsinks = None
     if output_mask[4]:
-        dalibi_slopes = -(ds * s.distance).sum((-2, -1)).sum_to_size(spec.alibi_slopes.shape).to(spec.alibi_slopes.dtype)
+        dalibi_slopes = (
+            -(ds * s.distance).sum((-2, -1)).sum_to_size(spec.alibi_slopes.shape).to(spec.alibi_slopes.dtype)
+        )
     if output_mask[5]:
         dsinks = -(s.p_sink * delta).sum((0, 2, 3)).to(spec.sinks.dtype)
     return (
@@ -168,7 +170,7 @@ def backward(
 
 
 def weights(q: Tensor, k: Tensor, spec: Spec, average_heads: bool) -> Tensor:
-    """The weights after dropout, [B, n_q, n_k] averaged over the heads or [B, H, n_q, n_k]; plain differentiable torch."""
+    """The weights after dropout, [B, n_q, n_k] (averaged over heads) or [B, H, n_q, n_k]; differentiable torch."""
     dtype = q.dtype
     H = q.shape[1]
     s = softmax(readable(q, spec.mask.readable_queries(), H), readable(k, spec.mask.readable_keys(), H), spec)

@@ -1,0 +1,422 @@
+"""What tests and benchmarks share: the table of cases, the inputs of a case, and the one error budget.
+
+A result is right when it is as good as naive PyTorch in the same dtype. With `exact` the reference in fp64 on the same
+inputs, and `naive` the plain formula in the dtype of the inputs:
+
+    max|actual - exact| <= 2 max|naive - exact| + 4 eps max|exact|
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .api import attention, draw_seed
+from .backends import reference
+from .spec import Mask, Spec
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape and mask, and the reason it is in the table.
+
+    keys: pattern of real_keys: "right" padding with lengths uniform in [n_k / 4, n_k], "left" the same on the other
+        side, "holes" anywhere, "none" where the first sample has no real key at all.
+    queries: real_queries, padded by the same lengths as the keys ("right" where `keys` is None).
+    layout: memory order of q, k and v: "BHND" as [B, H, N, D]; "BNHD" as a projection leaves them; "sliced" as parts
+        of one wider tensor, with a stride between tokens that is no multiple of D.
+    timed: a shape of the benchmarks, too large for the tests.
+    """
+
+    name: str
+    why: str
+    B: int = 2
+    H: int = 2
+    H_kv: int | None = None
+    n_q: int = 64
+    n_k: int | None = None
+    D: int = 32
+    d_v: int | None = None
+    causal: bool = False
+    q_start: int | tuple[int, ...] = 0
+    window: tuple[int | None, int | None] = (None, None)
+    keys: str | None = None
+    queries: bool = False
+    segments: bool = False
+    dense: bool = False
+    bias: tuple[int, ...] | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dropout_p: float = 0.0
+    scale: float | None = None
+    layout: str = "BHND"
+    timed: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """[B, H, n_q, D] of q, and the shapes of k and v."""
+        H_kv, n_k, d_v = self.H_kv or self.H, self.n_q if self.n_k is None else self.n_k, self.d_v or self.D
+        return (self.B, self.H, self.n_q, self.D), (self.B, H_kv, n_k, self.D), (self.B, H_kv, n_k, d_v)
+
+
+def _timed(name: str, B: int, H: int, L: int, D: int) -> list[Case]:
+    masks = (
+        ("none", {}),
+        ("causal", {"causal": True}),
+        ("pad", {"keys": "right"}),
+        ("both", {"causal": True, "keys": "right"}),
+    )
+    why = "benchmark: {}"
+    return [
+        Case(f"{name}-{mask}", why.format(mask), B=B, H=H, n_q=L, D=D, timed=True, **options) for mask, options in masks
+    ]
+
+
+CASES: tuple[Case, ...] = (
+    Case("plain", "nothing special"),
+    Case("one-query", "decoding: one query, many keys", n_q=1, n_k=70, causal=True, q_start=69),
+    Case("one-key", "softmax over a single key", n_q=5, n_k=1),
+    Case("one-by-one", "the smallest call", B=1, H=1, n_q=1, n_k=1, D=1),
+    Case("tail-below", "one less than a block of 16, 32, 64 and 128", n_q=127, n_k=63),
+    Case("tail-above", "one more than a block of 16, 32, 64 and 128", n_q=65, n_k=129),
+    Case("cross-long", "more keys than queries", n_q=17, n_k=100),
+    Case("cross-short", "more queries than keys", n_q=100, n_k=17),
+    Case("odd-head-dim", "a head dim that is no multiple of 8", D=33, n_q=20),
+    Case("small-head-dim", "a head dim below the smallest matrix tile", D=3, n_q=20),
+    Case("head-dim-80", "between two powers of two", D=80, n_q=40),
+    Case("head-dim-256", "the widest head the GPU kernels take", B=1, H=1, D=256, n_q=40),
+    Case("wide-values", "d_v above d_qk", D=16, d_v=48, n_q=40),
+    Case("narrow-values", "d_v below d_qk", D=48, d_v=8, n_q=40),
+    Case("grouped-heads", "grouped-query attention", H=6, H_kv=2, n_q=40),
+    Case("multi-query", "one key head for all, causal, padded", H=4, H_kv=1, n_q=40, causal=True, keys="right"),
+    Case("causal", "PyTorch's is_causal", n_q=100, causal=True),
+    Case("causal-cross", "top-left causal with fewer keys: late queries see all", n_q=70, n_k=33, causal=True),
+    Case("causal-end", "bottom-right causal", n_q=33, n_k=70, causal=True, q_start=37),
+    Case("causal-before", "queries that stand before every key see nothing", n_q=70, n_k=33, causal=True, q_start=-37),
+    Case("causal-cached", "another cache length for each sample", n_q=9, n_k=60, causal=True, q_start=(51, 20)),
+    Case("window", "a window on both sides", n_q=100, window=(10, 5)),
+    Case("window-causal", "sliding-window attention", n_q=100, causal=True, window=(16, None)),
+    Case("window-right", "only the right is bounded", n_q=60, n_k=90, window=(None, 3), q_start=10),
+    Case("window-zero", "a query sees only itself", n_q=40, window=(0, 0)),
+    Case("window-outside", "windows that lie beyond the last key are empty", n_q=40, n_k=20, window=(3, 3), q_start=10),
+    Case("pad-right", "key padding on the right", B=3, n_q=90, keys="right"),
+    Case("pad-left", "key padding on the left", B=3, n_q=90, keys="left"),
+    Case("pad-holes", "padding anywhere", B=3, n_q=90, keys="holes"),
+    Case("pad-all", "a sample without any real key", B=3, n_q=40, keys="none"),
+    Case("pad-left-causal", "batched generation: rows of padding see nothing", B=3, n_q=70, keys="left", causal=True),
+    Case("pad-holes-causal-window", "all positions", n_q=70, keys="holes", causal=True, window=(20, None)),
+    Case("pad-queries", "queries padded like the keys", B=3, n_q=90, keys="right", queries=True),
+    Case(
+        "pad-queries-causal",
+        "padded queries, causal, grouped",
+        B=3, H=4, H_kv=2, n_q=50, keys="left", queries=True, causal=True,
+    ),
+    Case("pad-queries-only", "padded queries, all keys real", n_q=50, n_k=20, queries=True),
+    Case("projection-layout", "q, k and v as a projection leaves them", n_q=50, layout="BNHD", keys="right"),
+    Case("sliced-layout", "q, k and v cut out of one tensor", n_q=50, layout="sliced", causal=True),
+    Case("large-scores", "scores of thousands", n_q=40, scale=300.0, causal=True),
+    Case("zero-scale", "every visible key weighs the same", n_q=40, scale=0.0, keys="right"),
+    Case("negative-scale", "the least similar key wins", n_q=40, scale=-0.5),
+    Case("segments", "packed documents with a padded tail", n_q=60, segments=True),
+    Case("segments-causal", "positions count in the document", n_q=60, segments=True, causal=True, window=(8, None)),
+    Case("dense", "an arbitrary bool mask", n_q=40, dense=True),
+    Case("bias", "an additive bias for each head", n_q=40, bias=(1, 2, 40, 40)),
+    Case("bias-broadcast", "a bias over keys only, with padding", n_q=40, bias=(40,), keys="right"),
+    Case("softcap", "bounded scores", n_q=40, softcap=2.0, causal=True),
+    Case("alibi", "linear distance bias", n_q=40, alibi=True, causal=True),
+    Case("sinks", "one learned logit a head", n_q=40, sinks=True, keys="none"),
+    Case("dropout", "dropped weights, the same on every backend", n_q=40, dropout_p=0.3, causal=True),
+    Case("dropout-all", "every weight dropped", n_q=20, dropout_p=1.0),
+    Case(
+        "everything",
+        "all features in one call",
+        H=4, H_kv=2, n_q=40, n_k=50, causal=True, q_start=10, window=(30, None), keys="holes", queries=True, dense=True,
+        bias=(2, 1, 40, 50), softcap=5.0, alibi=True, sinks=True, dropout_p=0.2,
+    ),
+    *_timed("L128", B=8, H=12, L=128, D=64),
+    *_timed("L512", B=4, H=12, L=512, D=64),
+    *_timed("L2048", B=1, H=16, L=2048, D=64),
+    *_timed("L4096", B=1, H=8, L=4096, D=128),
+)  # fmt: skip
+
+
+@dataclass
+class Inputs:
+    """The tensors of a case: NaN stands in all that nobody may read.
+
+    options: keyword arguments of `attention`, without q, k, v and mask.
+    do, dlse: gradients that arrive at o and lse.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    dlse: Tensor
+    mask: Mask
+    options: dict[str, object] = field(default_factory=dict)
+
+    def spec(self) -> Spec:
+        """What a backend is given for these inputs."""
+        options = dict(self.options)
+        scale = options.pop("scale")
+        generator = options.pop("generator", None)
+        seed = None
+        if generator is not None:
+            seed = draw_seed(self.q.device, generator.clone_state())
+        return Spec(self.mask, scale, seed=seed, **options)
+
+    def learned(self) -> dict[str, Tensor]:
+        """The tensors that get a gradient, by name."""
+        names = ("bias", "alibi_slopes", "sinks")
+        return {"q": self.q, "k": self.k, "v": self.v} | {n: self.options[n] for n in names if n in self.options}
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+    """Random inputs of a case, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    shapes = case.shapes()
+    (B, H, n_q, D), (_, _, n_k, d_v) = shapes[0], shapes[2]
+    lengths = torch.randint(math.ceil(n_k / 4), n_k + 1, (B,), generator=generator)
+    lengths[-1] = n_k  # some sample is full, as in every padded batch
+    real_keys = _real_keys(case.keys, lengths, n_k, generator)
+    real_queries = None
+    if case.queries:
+        real_queries = (
+            real_keys if n_q == n_k and real_keys is not None else torch.arange(n_q) < (lengths * n_q // n_k)[:, None]
+        )
+    segments = tuple(_documents(B, n, generator) for n in (n_q, n_k)) if case.segments else None
+    dense = None
+    if case.dense:
+        dense = torch.rand(B, 1, n_q, n_k, generator=generator) < 0.7
+        dense[0, 0, n_q // 2] = False  # a query that sees nothing
+    q_start = (
+        torch.tensor(case.q_start, dtype=torch.int32, device=device)
+        if isinstance(case.q_start, tuple)
+        else case.q_start
+    )
+
+    def there(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device)
+
+    mask = Mask(
+        causal=case.causal,
+        q_start=q_start,
+        window=case.window,
+        real_keys=there(real_keys),
+        real_queries=there(real_queries),
+        segments=None if segments is None else (there(segments[0]), there(segments[1])),
+        dense=there(dense),
+    )
+    options: dict[str, object] = {"scale": D**-0.5 if case.scale is None else case.scale}
+    if case.bias is not None:
+        options["bias"] = normal(*case.bias).to(device, dtype)
+    if case.softcap is not None:
+        options["softcap"] = case.softcap
+    if case.alibi:
+        options["alibi_slopes"] = (2.0 ** -torch.arange(1, H + 1)).to(device)
+    if case.sinks:
+        options["sinks"] = normal(H).to(device, torch.float32)
+    if case.dropout_p:
+        options |= {"dropout_p": case.dropout_p, "generator": torch.Generator(device).manual_seed(seed)}
+
+    queries, keys = mask.readable_queries(), mask.readable_keys()
+    q, k, v = (_laid_out(normal(*shape).to(device, dtype), case.layout) for shape in shapes)
+    do, dlse = normal(B, H, n_q, d_v).to(device, dtype), normal(B, H, n_q).to(device, torch.float32)
+    for x, rows in ((q, queries), (k, keys), (v, keys), (do, queries)):
+        if rows is not None:
+            x.masked_fill_(~rows[:, None, :, None], math.nan)
+    return Inputs(q, k, v, do, dlse, mask, options)
+
+
+def _real_keys(pattern: str | None, lengths: Tensor, n_k: int, generator: torch.Generator) -> Tensor | None:
+    index, lengths = torch.arange(n_k), lengths[:, None]
+    if pattern is None:
+        return None
+    if pattern == "right":
+        return index < lengths
+    if pattern == "left":
+        return index >= n_k - lengths
+    if pattern == "holes":
+        return torch.rand(len(lengths), n_k, generator=generator) < 0.6
+    if pattern == "none":
+        lengths = lengths.clone()
+        lengths[0] = 0
+        return index < lengths
+    raise ValueError(f"keys must be right, left, holes or none, got {pattern!r}")
+
+
+def _documents(B: int, n: int, generator: torch.Generator) -> Tensor:
+    """int32 [B, n]: three documents of random length, then padding."""
+    ends = torch.rand(B, 3, generator=generator).sort(dim=-1).values * n
+    ids = (torch.arange(n)[None, :, None] >= ends[:, None, :]).sum(-1)
+    return ids.masked_fill(ids == 3, -1).int()
+
+
+def _laid_out(x: Tensor, layout: str) -> Tensor:
+    B, H, N, D = x.shape
+    if layout == "BHND":
+        return x
+    if layout == "BNHD":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        wide = x.new_full((B, N, H, D + 5), math.nan)
+        view = wide[..., 2 : 2 + D].transpose(1, 2)
+        return view.copy_(x)
+    raise ValueError(f"layout must be BHND, BNHD or sliced, got {layout!r}")
+
+
+def run(inputs: Inputs, backend: str | None) -> dict[str, Tensor]:
+    """Outputs and gradients of `attention` by that backend: a dict over the names of OUTPUTS."""
+    learned = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
+    options = dict(inputs.options)
+    if "generator" in options:
+        options["generator"] = options["generator"].clone_state()
+    options |= {name: x for name, x in learned.items() if name in options}
+    o, lse = attention(
+        learned["q"], learned["k"], learned["v"], inputs.mask, **options, return_lse=True, backend=backend
+    )
+    gradients = torch.autograd.grad((o, lse), list(learned.values()), (inputs.do, inputs.dlse.to(lse.dtype)))
+    return {"o": o.detach(), "lse": lse.detach()} | {f"d{n}": g for n, g in zip(learned, gradients, strict=True)}
+
+
+def exact(inputs: Inputs) -> dict[str, Tensor]:
+    """The same in fp64 by the reference, from the same (rounded) inputs."""
+
+    def double(x: object) -> object:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    options = {name: double(x) for name, x in inputs.options.items()}
+    tensors = (double(x) for x in (inputs.q, inputs.k, inputs.v, inputs.do, inputs.dlse))
+    return run(Inputs(*tensors, inputs.mask, options), reference.NAME)
+
+
+def formula(inputs: Inputs, learned: dict[str, Tensor]) -> tuple[Tensor, Tensor, Callable[..., tuple[Tensor, ...]]]:
+    """(o, lse, gradients) by softmax(q k^T) v in the dtype of `learned`; differentiable, and as simple as it can be.
+
+    Args:
+        learned: `inputs.learned()`, or copies of it in one dtype.
+
+    Returns:
+        o, lse, and the textbook gradients as a function of (do, dlse), in the order of `learned`. They subtract
+        delta = sum(do * o), as every fused kernel does; autograd's softmax cancels it exactly where a query sees one
+        key.
+    """
+    spec, mask, (q, k, v) = inputs.spec(), inputs.mask, (learned[name] for name in "qkv")
+    (B, H, n_q, _), (_, H_kv, n_k, _) = q.shape, k.shape
+    queries, keys = mask.readable_queries(), mask.readable_keys()
+
+    def readable(x: Tensor, rows: Tensor | None) -> Tensor:
+        return x if rows is None else x.masked_fill(~rows[:, None, :, None], 0)
+
+    q, k, v = readable(q, queries), readable(k, keys), readable(v, keys)
+    k, v = k.repeat_interleave(H // H_kv, 1), v.repeat_interleave(H // H_kv, 1)
+    scores, capped = q @ k.mT * spec.scale, None
+    if spec.softcap is not None:
+        capped = torch.tanh(scores / spec.softcap)
+        scores = spec.softcap * capped
+    if "bias" in learned:
+        scores = scores + learned["bias"]
+    position_q, position_k = mask.positions(n_q, n_k, q.device)
+    distance = (position_q[:, :, None] - position_k[:, None, :]).abs()[:, None].to(q.dtype)
+    if "alibi_slopes" in learned:
+        scores = scores - learned["alibi_slopes"][..., None, None] * distance
+    keep = mask.keep(n_q, n_k, q.device)
+    seen = keep.any(-1, keepdim=True)
+    scores = scores.masked_fill(~keep, torch.finfo(q.dtype).min)  # not -inf, so that empty rows stay finite
+    if "sinks" in learned:
+        scores = torch.cat([scores, learned["sinks"][:, None, None].expand(B, H, n_q, 1)], -1)
+    p_all = torch.softmax(scores, -1) * seen
+    p, factor = p_all[..., :n_k], 1.0
+    if spec.dropout_p > 0:
+        factor = spec.dropout_keep(B, H, n_q, n_k).to(q.dtype) / (1 - spec.dropout_p) if spec.dropout_p < 1 else 0.0
+    o, lse = (p * factor) @ v, torch.logsumexp(scores, -1).masked_fill(~seen.squeeze(-1), -math.inf)
+
+    def gradients(do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+        do = readable(do, queries)
+        delta = (do * o).sum(-1, keepdim=True) - dlse[..., None]
+        ds = p * (do @ v.mT * factor - delta)
+        dqk = ds * spec.scale if capped is None else ds * (1 - capped**2) * spec.scale
+        by_head = (dqk.mT @ q, (p * factor).mT @ do)
+        found = {
+            "q": dqk @ k,
+            "k": by_head[0].unflatten(1, (H_kv, -1)).sum(2),
+            "v": by_head[1].unflatten(1, (H_kv, -1)).sum(2),
+        }
+        if "bias" in learned:
+            found["bias"] = ds.sum_to_size(learned["bias"].shape)
+        if "alibi_slopes" in learned:
+            found["alibi_slopes"] = -(ds * distance).sum((0, 2, 3))
+        if "sinks" in learned:
+            found["sinks"] = -(p_all[..., n_k:] * delta).sum((0, 2, 3))
+        return tuple(found[name] for name in learned)
+
+    return o, lse, gradients
+
+
+def naive(inputs: Inputs) -> dict[str, Tensor]:
+    """The same by the plain formula in the dtype of the inputs."""
+    learned = {name: x.detach().to(inputs.q.dtype) for name, x in inputs.learned().items()}
+    o, lse, gradients = formula(inputs, learned)
+    found = gradients(inputs.do, inputs.dlse.to(o.dtype))
+    return {"o": o, "lse": lse} | {f"d{name}": g for name, g in zip(learned, found, strict=True)}
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far one output is from exact, and how far it may be; `right` says which is larger. NaN is never right."""
+
+    output: str
+    largest: float
+    budget: float
+
+    @property
+    def right(self) -> bool:
+        """Whether the output is within the budget."""
+        return self.largest <= self.budget  # False for NaN
+
+    def __str__(self) -> str:
+        return f"{self.output}: max error {self.largest:.3g}, budget {self.budget:.3g}"
+
+
+def compare(output: str, actual: Tensor, naive: Tensor, exact: Tensor) -> Error:
+    """The error of one output against the budget. -inf must stand exactly where exact has it."""
+    actual64, naive64 = actual.double(), naive.double()
+    empty = exact == -math.inf
+    if not torch.equal(actual64 == -math.inf, empty):
+        return Error(output, math.inf, 0.0)
+    difference = (actual64 - exact).masked_fill(empty, 0).abs()
+    tolerated = (naive64 - exact).masked_fill(empty, 0).abs()
+    magnitude = exact.masked_fill(empty, 0).abs()
+
+    def largest(x: Tensor) -> float:
+        return x.max().item() if x.numel() else 0.0
+
+    eps = torch.finfo(actual.dtype).eps
+    return Error(output, largest(difference), 2 * largest(tolerated) + 4 * eps * largest(magnitude))
+
+
+def errors(inputs: Inputs, actual: dict[str, Tensor]) -> list[Error]:
+    """The error of each of these outputs (names from OUTPUTS) for these inputs."""
+    right, plain = exact(inputs), naive(inputs)
+    return [compare(name, value, plain[name], right[name]) for name, value in actual.items()]
+
+
+def assert_right(inputs: Inputs, actual: dict[str, Tensor]) -> None:
+    """AssertionError naming each output that is outside the budget."""
+    wrong = [error for error in errors(inputs, actual) if not error.right]
+    assert not wrong, "; ".join(str(error) for error in wrong)

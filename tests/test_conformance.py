@@ -1,0 +1,156 @@
+"""Every case on every backend: computed and within the budget, or refused with exactly its objections."""
+
+import re
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends import BACKENDS, objections
+from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
+
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+TESTED = [case for case in CASES if not case.timed]
+
+POSITIONS = {"causal", "q_start", "window", "real_keys", "real_queries"}
+PROMISES = {  # what each backend must take, so that none gets greener by refusing more
+    "triton": {"features": POSITIONS, "dtypes": set(DTYPES), "head_dims": range(1, 257)},
+    "native": {"features": POSITIONS, "dtypes": set(DTYPES), "head_dims": range(1, 513)},
+    "reference": {
+        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "dtypes": {*DTYPES, torch.float64},
+        "head_dims": range(1, 513),
+    },
+}
+
+
+def device_of(backend) -> str:
+    return "cpu" if backend.NAME == "native" else DEVICES[-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", TESTED, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_case_is_right_or_refused(backend, case, dtype):
+    inputs = make_inputs(case, dtype, device_of(backend))
+    why = objections(backend, inputs.q, inputs.k, inputs.v, inputs.spec())
+    if why:
+        with pytest.raises(NotImplementedError, match=re.escape("; ".join(why))):
+            run(inputs, backend.NAME)
+    else:
+        assert_right(inputs, run(inputs, backend.NAME))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_backend_keeps_its_promises(backend):
+    promise, device = PROMISES[backend.NAME], torch.device(device_of(backend))
+    assert backend.unavailable() is None
+    assert backend.features(device) == promise["features"]
+    for dtype in promise["dtypes"]:
+        for head_dim in promise["head_dims"]:
+            q = torch.empty(1, 2, 3, head_dim, dtype=dtype, device=device)
+            assert objections(backend, q, q, q, fastattn.spec.Spec(fastattn.Mask(), 1.0)) == []
+
+
+@pytest.mark.parametrize("case", TESTED, ids=str)
+def test_reference_agrees_with_autograd_of_the_formula(case):
+    """The oracle itself: its written-out gradients against autograd of the plain formula, both in fp64."""
+    inputs = make_inputs(case, torch.float64)
+    written = exact(inputs)
+    assert set(written) <= set(OUTPUTS)
+    leaves = {name: x.detach().double().requires_grad_() for name, x in inputs.learned().items()}
+    o, lse, _ = formula(inputs, leaves)
+    arriving = (inputs.do.nan_to_num(), inputs.dlse.double().masked_fill(lse == -float("inf"), 0))
+    gradients = torch.autograd.grad((o, lse), list(leaves.values()), arriving)
+    derived = {"o": o, "lse": lse} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    for name, value in written.items():
+        torch.testing.assert_close(value, derived[name], rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_hidden_values_change_nothing(backend):
+    """Bit for bit the same output and gradients, whatever stands in padded keys and padded query rows."""
+    case = next(case for case in CASES if case.name == "pad-queries")
+    inputs = make_inputs(case, torch.float32, device_of(backend))
+    poisoned = run(inputs, backend.NAME)
+    for x in (inputs.q, inputs.k, inputs.v, inputs.do):
+        x.nan_to_num_(nan=7.0)
+    clean = run(inputs, backend.NAME)
+    for name, value in poisoned.items():
+        assert torch.equal(value, clean[name]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_visible_nan_stays_in_its_sample(backend):
+    inputs = make_inputs(next(case for case in CASES if case.name == "plain"), torch.float32, device_of(backend))
+    inputs.k[0, 0, 3] = float("nan")
+    for name, value in run(inputs, backend.NAME).items():
+        assert value[0, 0].isnan().any(), f"{name} hides a NaN"
+        assert value[1].isfinite().all(), f"{name} spreads a NaN to another sample"
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_queries_that_see_nothing_give_exactly_zero(backend):
+    case = next(case for case in CASES if case.name == "pad-left-causal")
+    inputs = make_inputs(case, torch.float32, device_of(backend))
+    seen = inputs.mask.keep(*case.shapes()[0][2:3], case.shapes()[1][2], inputs.q.device).any(-1)  # [B, 1, n_q]
+    assert not seen.all()
+    empty = (~seen).expand(inputs.q.shape[:3])
+    outputs = run(inputs, backend.NAME)
+    assert (outputs["o"][empty] == 0).all()
+    assert (outputs["lse"][empty] == -float("inf")).all()
+    assert (outputs["dq"][empty] == 0).all()
+    unread = ~inputs.mask.real_keys[:, None].expand(inputs.k.shape[:3])
+    assert (outputs["dk"][unread] == 0).all()
+    assert (outputs["dv"][unread] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_same_inputs_give_the_same_bits(backend):
+    case = next(case for case in CASES if case.name == "pad-queries-causal")
+    inputs = make_inputs(case, torch.float32, device_of(backend))
+    first = run(inputs, backend.NAME)
+    for _ in range(3):
+        for name, value in run(inputs, backend.NAME).items():
+            assert torch.equal(first[name], value), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("q", "v"), ("k", "v")], ids="".join)
+def test_gradients_of_any_subset(backend, wanted):
+    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device_of(backend))
+    every = run(inputs, backend.NAME)
+    leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.learned().items()}
+    o, lse = fastattn.attention(**leaves, mask=inputs.mask, return_lse=True, backend=backend.NAME)
+    gradients = torch.autograd.grad((o, lse), [leaves[n] for n in wanted], (inputs.do, inputs.dlse))
+    for name, gradient in zip(wanted, gradients, strict=True):
+        assert torch.equal(gradient, every[f"d{name}"]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@pytest.mark.parametrize("output", ["o", "lse"])
+def test_gradient_through_one_output_only(backend, output):
+    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device_of(backend))
+    unused = inputs.dlse if output == "o" else inputs.do
+    unused.zero_()
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
+    o, lse = fastattn.attention(**leaves, mask=inputs.mask, return_lse=True, backend=backend.NAME)
+    arriving = (o, inputs.do) if output == "o" else (lse, inputs.dlse)
+    gradients = torch.autograd.grad(*(arriving[0], list(leaves.values()), arriving[1]))
+    assert_right(inputs, {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)})
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@pytest.mark.parametrize("empty", ["B", "n_q", "n_k", "H"])
+def test_zero_length_inputs(backend, empty):
+    size = {"B": 2, "H": 2, "n_q": 3, "n_k": 4} | {empty: 0}
+    device = device_of(backend)
+    q = torch.ones(size["B"], size["H"], size["n_q"], 8, device=device, requires_grad=True)
+    k, v = (torch.ones(size["B"], max(size["H"], 1), size["n_k"], 8, device=device, requires_grad=True) for _ in "kv")
+    o, lse = fastattn.attention(q, k, v, fastattn.Mask(causal=True), return_lse=True, backend=backend.NAME)
+    assert o.shape == q.shape
+    assert (o == 0).all()
+    assert (lse == -float("inf")).all()
+    for x, gradient in zip((q, k, v), torch.autograd.grad(o.sum(), (q, k, v)), strict=True):
+        assert gradient.shape == x.shape
+        assert (gradient == 0).all()

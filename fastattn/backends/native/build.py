@@ -30,7 +30,7 @@ except ImportError:  # Windows, where nothing here has been tried: without the l
 MODULE = "fastattn._native_cpu"
 SOURCES = ("binding.cpp", "cpu/avx512.cpp", "cpu/avx2.cpp", "cpu/portable.cpp")
 ANY_FILE = f"{MODULE.rpartition('.')[2]}.*"  # matches every build of the module, whatever it was built for
-BUILD_SECONDS = 60  # about: measured with GCC 12 on 2 cores
+BUILD_SECONDS = 40  # about: GCC 12, 2 cores
 
 # at::parallel_for is inline code of torch's headers: compiled without OpenMP it silently runs on one thread.
 OPENMP_FLAGS = ["-fopenmp"] if sys.platform == "linux" else []
@@ -111,6 +111,8 @@ def state() -> str:
         return f"cached: {_cached()}"
     if why := obstacle():
         return f"cannot be built: {why}"
+    if _log(_cached()).is_file():
+        return f"did not compile (messages in {_log(_cached())}): `fastattn build` or the next use tries again"
     return f"not built yet: `fastattn build` (about {BUILD_SECONDS} s) or the first use builds it"
 
 
@@ -124,6 +126,10 @@ def _built_ahead() -> Path:
 
 def _cached() -> Path:
     return cache_dir() / file_name()
+
+
+def _log(target: Path) -> Path:
+    return target.with_name(f"{target.name}.log")
 
 
 @functools.cache  # a failure too: nobody waits twice for the same compile error
@@ -193,6 +199,7 @@ def _compile(target: Path) -> str | None:
     )
     for leftover in target.parent.glob(f"{target.name}.build-*"):  # its builder was killed: we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
+    _log(target).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.build-", dir=target.parent) as folder:
         child = subprocess.run(
             [sys.executable, __file__, folder],
@@ -202,9 +209,8 @@ def _compile(target: Path) -> str | None:
             stderr=subprocess.STDOUT,
         )
         if child.returncode != 0:
-            log = target.with_name(f"{target.name}.log")
-            log.write_bytes(child.stdout)
-            return f"the native module did not compile (the compiler's messages are in {log})"
+            _log(target).write_bytes(child.stdout)
+            return f"the native module did not compile (the compiler's messages are in {_log(target)})"
         Path(folder, f"{_stem()}.so").replace(target)
     return None
 

@@ -1,0 +1,20 @@
+// 8 lanes, 16 registers.
+#if defined(__x86_64__)
+
+#include <type_traits>
+#include <utility>
+
+#include "../softmax.h"
+#include "problem.h"
+
+#pragma GCC target("avx2,fma")
+
+#define FASTATTN_ISA avx2
+#define FASTATTN_LANES 8
+#define FASTATTN_SCORE_ROWS 6
+#define FASTATTN_VALUE_ROWS 4
+#define FASTATTN_OUTER_ROWS 6
+#define FASTATTN_OUTER_COLUMNS 2
+#include "kernels.h"
+
+#endif

@@ -1,0 +1,20 @@
+// 16 lanes, 32 registers.
+#if defined(__x86_64__)
+
+#include <type_traits>
+#include <utility>
+
+#include "../softmax.h"
+#include "problem.h"
+
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+
+#define FASTATTN_ISA avx512
+#define FASTATTN_LANES 16
+#define FASTATTN_SCORE_ROWS 12
+#define FASTATTN_VALUE_ROWS 8
+#define FASTATTN_OUTER_ROWS 6
+#define FASTATTN_OUTER_COLUMNS 4
+#include "kernels.h"
+
+#endif

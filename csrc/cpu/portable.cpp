@@ -1,0 +1,14 @@
+// 4 lanes: SSE2 or NEON, whatever every machine of the architecture has.
+#include <type_traits>
+#include <utility>
+
+#include "../softmax.h"
+#include "problem.h"
+
+#define FASTATTN_ISA portable
+#define FASTATTN_LANES 4
+#define FASTATTN_SCORE_ROWS 6
+#define FASTATTN_VALUE_ROWS 4
+#define FASTATTN_OUTER_ROWS 6
+#define FASTATTN_OUTER_COLUMNS 2
+#include "kernels.h"

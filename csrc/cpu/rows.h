@@ -1,0 +1,104 @@
+// Rows in memory, of any dtype, to and from rows of floats. All arithmetic in between is fp32.
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+typedef uint16_t HalvesInMemory __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+FASTATTN_INLINE Bits load_bits(const uint16_t* p) {
+  return __builtin_convertvector(*reinterpret_cast<const HalvesInMemory*>(p), Bits);
+}
+FASTATTN_INLINE void store_bits(uint16_t* p, Bits x) {
+  *reinterpret_cast<HalvesInMemory*>(p) = __builtin_convertvector(x, HalvesInMemory);
+}
+
+FASTATTN_INLINE Floats widen(const float* p) { return load(p); }
+
+FASTATTN_INLINE Floats widen(const BFloat16* p) { return (Floats)(load_bits(&p->bits) << 16); }
+
+FASTATTN_INLINE Floats widen(const Float16* p) {
+  const Bits half = load_bits(&p->bits);
+  const Bits magnitude = half & 0x7fff;
+  // The shifted bits are the number times 2^-112, also where it is subnormal; the largest exponent is Inf or NaN.
+  const Floats finite = (Floats)(magnitude << 13) * 0x1p112f;
+  const Bits special = (magnitude << 13) | 0x7f800000;
+  return (Floats)(((magnitude >= 0x7c00) ? special : (Bits)finite) | (half & 0x8000) << 16);
+}
+
+FASTATTN_INLINE void narrow(float* p, Floats x) { store(p, x); }
+
+// Both round to nearest even; every NaN becomes the quiet one.
+FASTATTN_INLINE void narrow(BFloat16* p, Floats x) {
+  const Bits bits = (Bits)x;
+  const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  store_bits(&p->bits, x == x ? rounded : (Bits{} + 0x7fc0));
+}
+
+FASTATTN_INLINE void narrow(Float16* p, Floats x) {
+  const Bits sign = ((Bits)x >> 16) & 0x8000;
+  const Bits magnitude = (Bits)x & 0x7fffffff;
+  constexpr uint32_t kRebias = (127 - 15) << 23;
+  const Bits normal = (magnitude - kRebias + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const Bits subnormal = (Bits)((Floats)magnitude + 0.5f) - 0x3f000000;  // the last place of 0.5 is 2^-24
+  Bits half = magnitude < 0x38800000 ? subnormal : normal;
+  half = magnitude >= 0x47800000 ? (Bits{} + 0x7c00) : half;
+  half = magnitude > 0x7f800000 ? (Bits{} + 0x7e00) : half;
+  store_bits(&p->bits, half | sign);
+}
+
+// to[0..d) = from[0..d), and 0 up to the next multiple of kLanes.
+template <class Element>
+FASTATTN_INLINE void widen_row(const Element* from, int64_t d, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= d; i += kLanes) store(to + i, widen(from + i));
+  if (i == d) return;
+  Element last[kLanes] = {};
+  for (int64_t j = 0; i + j < d; ++j) last[j] = from[i + j];
+  store(to + i, widen(last));
+}
+
+// to[0..d) = factor * from[0..d); from may be read up to the next multiple of kLanes.
+template <class Element>
+FASTATTN_INLINE void narrow_row(const float* from, float factor, int64_t d, Element* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= d; i += kLanes) narrow(to + i, load(from + i) * factor);
+  if (i == d) return;
+  Element last[kLanes];
+  narrow(last, load(from + i) * factor);
+  for (int64_t j = 0; i + j < d; ++j) to[i + j] = last[j];
+}
+
+template <class Row, class Use>
+FASTATTN_INLINE void with_elements(Row row, DType dtype, Use use) {
+  constexpr bool kConst = std::is_same<Row, const char*>::value;
+  switch (dtype) {
+    case DType::f32:
+      return use(reinterpret_cast<std::conditional_t<kConst, const float, float>*>(row));
+    case DType::bf16:
+      return use(reinterpret_cast<std::conditional_t<kConst, const BFloat16, BFloat16>*>(row));
+    case DType::f16:
+      return use(reinterpret_cast<std::conditional_t<kConst, const Float16, Float16>*>(row));
+  }
+}
+
+void read_row(const Input& x, int64_t b, int64_t h, int64_t i, int64_t d, float* to) {
+  with_elements(x.row(b, h, i), x.dtype, [&](auto* from) { widen_row(from, d, to); });
+}
+
+void write_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d, const float* from, float factor) {
+  with_elements(x.row(b, h, i), x.dtype, [&](auto* to) { narrow_row(from, factor, d, to); });
+}
+
+void zero_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d) {
+  __builtin_memset(x.row(b, h, i), 0, bytes_of(x.dtype) * d);
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

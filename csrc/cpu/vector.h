@@ -1,0 +1,91 @@
+// Vectors of kLanes floats in GCC's vector extensions: the same source for every instruction set.
+//
+// Included by each instruction set's translation unit, after its `#pragma GCC target`. Everything is in an anonymous
+// namespace, since the linker may merge equal inline functions and must not pick one that the machine cannot run.
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+#define FASTATTN_INLINE __attribute__((always_inline)) inline
+
+constexpr int kLanes = FASTATTN_LANES;
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
+typedef float FloatsInMemory __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+FASTATTN_INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsInMemory*>(p); }
+FASTATTN_INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsInMemory*>(p) = x; }
+FASTATTN_INLINE Floats splat(float x) { return x - Floats{}; }
+
+// NaN in x is ignored by the maximum and kept by the minimum, whose limit is no NaN.
+FASTATTN_INLINE Floats larger(Floats x, Floats than) { return x > than ? x : than; }
+FASTATTN_INLINE Floats at_most(Floats x, float limit) { return x > limit ? splat(limit) : x; }
+
+// 2^f on |f| <= 1/2: the minimax polynomial for the relative error (2e-9; 8e-8 once evaluated in fp32), highest power
+// first. The degree below is off by 7e-8, always to the same side at f = 0, which the error budget would notice.
+constexpr float kExp2Coefficients[] = {1.534581243e-04f, 1.339993090e-03f, 9.618489072e-03f, 5.550328642e-02f,
+                                       2.402264625e-01f, 6.931471825e-01f, 1.0f};
+
+// 2^x for x <= 127, 0 below the normal numbers, NaN for NaN. x = n + f, where n is the nearest integer: adding x to a
+// number whose last place is 1 leaves n + 127, the biased exponent of 2^n, in the low bits.
+FASTATTN_INLINE Floats exp2(Floats x) {
+  constexpr float kShifter = 12582912.0f + 127.0f;  // 1.5 * 2^23, and the bias of the exponent
+  const Floats shifted = x + kShifter;
+  const Floats f = x - (shifted - kShifter);
+  Floats y = {};
+#pragma GCC unroll 8
+  for (const float coefficient : kExp2Coefficients) y = y * f + coefficient;
+  const Floats power = (Floats)((Bits)shifted << 23);
+  return x < -126.0f ? Floats{} : y * power;
+}
+
+// Rows i and i + S of the two become those of the transposed 2x2 blocks of size S.
+template <int S, bool kUpper>
+constexpr int transposed_lane(int j) {
+  if (kUpper) return j & S ? kLanes + j - S : j;
+  return j & S ? kLanes + j : j + S;
+}
+
+template <int S, bool kUpper, int... J>
+FASTATTN_INLINE Floats exchange(Floats a, Floats b, std::integer_sequence<int, J...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, transposed_lane<S, kUpper>(J)...);
+#else
+  return __builtin_shuffle(a, b, Ints{transposed_lane<S, kUpper>(J)...});
+#endif
+}
+
+template <int S = 1>
+FASTATTN_INLINE void transpose(Floats (&rows)[kLanes]) {
+  using Lanes = std::make_integer_sequence<int, kLanes>;
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & S) continue;
+    const Floats upper = exchange<S, true>(rows[i], rows[i + S], Lanes{});
+    rows[i + S] = exchange<S, false>(rows[i], rows[i + S], Lanes{});
+    rows[i] = upper;
+  }
+  if constexpr (2 * S < kLanes) transpose<2 * S>(rows);
+}
+
+// to[j][i] = factor * from[i][j]; rows and columns are multiples of kLanes.
+FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float factor,
+                               float* to, int64_t to_stride) {
+  for (int64_t i = 0; i < rows; i += kLanes) {
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      Floats tile[kLanes];
+#pragma GCC unroll 16
+      for (int r = 0; r < kLanes; ++r) tile[r] = load(from + (i + r) * from_stride + j) * factor;
+      transpose(tile);
+#pragma GCC unroll 16
+      for (int r = 0; r < kLanes; ++r) store(to + (j + r) * to_stride + i, tile[r]);
+    }
+  }
+}
+
+constexpr int64_t padded(int64_t d) { return (d + kLanes - 1) / kLanes * kLanes; }
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

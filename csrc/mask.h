@@ -1,0 +1,55 @@
+// Which keys a query may see by position: the twin of Mask.keep in fastattn/spec.py, for host and device.
+//
+// Padding is not in here: it is a list of rows that are never visited (cpu/index_list.h).
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+
+namespace fastattn {
+
+// Stands for "no limit", and bounds every position: sums of a few of these do not overflow.
+constexpr int64_t kFar = int64_t(1) << 60;
+
+FASTATTN_HD int64_t lesser(int64_t x, int64_t y) { return x < y ? x : y; }
+FASTATTN_HD int64_t greater(int64_t x, int64_t y) { return x < y ? y : x; }
+FASTATTN_HD int64_t clamp(int64_t x, int64_t low, int64_t high) { return greater(low, lesser(x, high)); }
+
+// Keys begin, begin + 1, ..., end - 1.
+struct KeyRange {
+  int64_t begin, end;
+
+  FASTATTN_HD bool empty() const { return begin >= end; }
+  FASTATTN_HD bool contains(int64_t key) const { return begin <= key && key < end; }
+};
+
+// A query at position x sees the keys x - left, ..., x + right.
+struct Band {
+  int64_t left, right;
+};
+
+FASTATTN_HD Band make_band(bool causal, int64_t left, int64_t right) {
+  const Band window{clamp(left, -kFar, kFar), clamp(right, -kFar, kFar)};
+  return {window.left, causal ? lesser(window.right, 0) : window.right};
+}
+
+FASTATTN_HD int64_t position_of(int64_t query, int64_t q_start) { return query + clamp(q_start, -kFar, kFar); }
+
+FASTATTN_HD KeyRange visible_keys(Band band, int64_t position, int64_t n_k) {
+  const int64_t begin = clamp(position - band.left, 0, n_k);
+  const int64_t end = clamp(position + band.right + 1, 0, n_k);
+  return {begin, greater(begin, end)};
+}
+
+// What a block of queries sees, given its first and its last one: both ends of visible_keys grow with the position.
+struct BlockRange {
+  KeyRange some;  // keys that some query of the block may see: the rest is never loaded
+  KeyRange all;   // keys that every query sees: they need no mask
+};
+
+FASTATTN_HD BlockRange block_range(KeyRange first, KeyRange last) {
+  return {{first.begin, last.end}, {last.begin, first.end}};
+}
+
+}  // namespace fastattn

@@ -1,0 +1,39 @@
+// The scalar facts of softmax in base 2, for host and device. Names ending in _log2 are in bits, lse is in nats.
+#pragma once
+
+#include <cmath>
+
+#include "host_device.h"
+
+namespace fastattn {
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+constexpr float kInfinity = __builtin_inff();
+
+// score_log2 = on_score_log2 * ((on_query * q) . k), with on_score_log2 > 0, so that the maximum may be taken before
+// the multiplication and a hidden score of -inf stays one. on_query is exact: the query is not rounded.
+struct ScoreScale {
+  float on_query;
+  float on_score_log2;
+};
+
+FASTATTN_HD ScoreScale split_scale(double scale) {
+  if (scale == 0) return {0.0f, 1.0f};
+  return {scale > 0 ? 1.0f : -1.0f, float((scale > 0 ? scale : -scale) * kLog2E)};
+}
+
+// What the scores of a row with this maximum are measured from: a row that has seen nothing yet has no maximum.
+FASTATTN_HD float finite_max(float max) { return max == -kInfinity ? 0.0f : max; }
+
+// log(sum of exp(score)), given the maximum before its multiplication by on_score_log2, and the sum of
+// 2^(score_log2 - max_log2).
+FASTATTN_HD float lse_of(float max, float on_score_log2, float sum) {
+  const double max_log2 = double(finite_max(max)) * on_score_log2;
+  return float(kLn2 * (max_log2 + double(log2f(sum))));  // log2f(0) = -inf: nothing was seen
+}
+
+// A row that saw nothing has the output 0.
+FASTATTN_HD float one_over_sum(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
+
+}  // namespace fastattn

@@ -1,0 +1,123 @@
+"""Attention on the CPU in C++ (csrc/): fused forward and backward that visit only the keys and queries a mask leaves."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...spec import Mask, Spec, empty_output
+from . import build
+
+NAME = "native"
+
+_FEATURES = frozenset({"causal", "q_start", "window", "real_keys", "real_queries"})
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_KEYS = 2**31 - 1  # keys are numbered by 32-bit integers inside the kernels
+
+
+def features(device: torch.device) -> frozenset[str]:
+    """What csrc/cpu computes; nothing on other devices."""
+    return _FEATURES if device.type == "cpu" else frozenset()
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
+    """Sentences about what it does not take."""
+    found = []
+    if q.device.type != "cpu":
+        found.append(f"q must be on the CPU, got {q.device}")
+    if q.dtype not in _DTYPES:
+        found.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
+    if max(q.shape[2], k.shape[2]) > _MOST_KEYS:
+        found.append(f"n_q and n_k must be at most {_MOST_KEYS}, got {q.shape[2]} and {k.shape[2]}")
+    return found
+
+
+def unavailable() -> str | None:
+    """Why the C++ module cannot be had, or None; builds it if that has not been done."""
+    return build.unavailable()
+
+
+def by_name_only(device: torch.device) -> str | None:
+    """Never: it serves every call that it supports."""
+    return None
+
+
+def capability() -> str:
+    """The instruction set in use: "avx512", "avx2" or "portable"; FASTATTN_CPU_CAPABILITY lowers it.
+
+    Raises:
+        ValueError: FASTATTN_CPU_CAPABILITY is none of these.
+    """
+    return build.load().capability()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
+    native = build.load()
+    o = empty_output(q, v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    native.forward(*map(_rows, (q, k, v)), o, lse, spec.scale, _mask(native, spec.mask, q, k))
+    return o, lse
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: Spec,
+    output_mask: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k and v, in their dtypes, and None for the rest; dk and dv come together."""
+    native = build.load()
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    wants_dq, wants_dkv = output_mask[0], output_mask[1] or output_mask[2]
+    # dq is summed over the keys in memory, so in fp32; dk and dv are summed in the kernel's own.
+    sums = (_writable(dq, torch.float32) if wants_dq else None, *(_writable(x) if wants_dkv else None for x in (dk, dv)))
+    native.backward(
+        None if do is None else _rows(do),
+        None if dlse is None else dlse.contiguous(),
+        *map(_rows, (q, k, v, o)),
+        lse.contiguous(),
+        *sums,
+        spec.scale,
+        _mask(native, spec.mask, q, k),
+    )
+    for gradient, written in zip((dq, dk, dv), sums, strict=True):
+        if written is not None and written is not gradient:
+            gradient.copy_(written)
+    return (dq if wants_dq else None, dk if wants_dkv else None, dv if wants_dkv else None, None, None, None)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x` with the elements of a row side by side, copied if they are not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _writable(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`x` itself if a kernel can write it in that dtype, else a new tensor of its shape."""
+    if dtype in (None, x.dtype) and _rows(x) is x:
+        return x
+    return torch.empty(x.shape, dtype=dtype or x.dtype)
+
+
+def _mask(native: ModuleType, mask: Mask, q: Tensor, k: Tensor):
+    """The mask as native.Mask, for the sizes of q and k."""
+    B = q.shape[0]
+    left, right = mask.window
+    return native.Mask(
+        B=B,
+        n_q=q.shape[2],
+        n_k=k.shape[2],
+        causal=mask.causal,
+        left=left,
+        right=right,
+        q_start=mask.q_start.tolist() if isinstance(mask.q_start, Tensor) else [mask.q_start] * B,
+        real_queries=mask.real_queries,
+        real_keys=mask.real_keys,
+    )

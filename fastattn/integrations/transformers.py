@@ -1,0 +1,352 @@
+"""Hugging Face transformers: the attention implementation "fastattn".
+
+Two functions are registered under that name, and a model needs both: `attention_mask`, which transformers calls once a
+forward pass to make its mask, and `attention_forward`, which each attention module calls with that mask. With the second
+alone transformers would make no mask at all, and padding would be attended to without a word.
+
+What comes from transformers is either computed as its own eager attention does, or refused in a sentence. One thing
+differs on purpose: where it is certain that the queries are the tokens of the keys, padded queries are not computed, and
+their attention output is 0 (as with its flash_attention_2). What a model returns at padded positions means nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.utils.output_capturing import _active_collector
+
+from ..api import attention, attention_with_weights
+from ..spec import Mask
+
+IMPLEMENTATION = "fastattn"
+
+_SELF_ATTENTION_ONLY = frozenset({"albert", "bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"})
+"""Model types without `add_cross_attention` in which a mask that is not causal belongs to self-attention. It cannot be
+told from the call: a cross-attention whose queries happen to be as many as its keys looks the same."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "encoder_attention_mask",
+        "encoder_hidden_states",
+        "kernel_options",
+        "labels",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Keyword arguments that transformers passes down to attention and that its eager attention reads for nothing; positions
+and padding are in the mask already."""
+
+
+class PreparedMask(Mask):
+    """A `Mask` that travels through transformers in place of the 4-D tensor which it expects a mask function to make."""
+
+    __slots__ = ()
+    ndim = 4
+
+    def contiguous(self) -> PreparedMask:
+        """Itself: `generate` asks this of the masks that it makes ahead for a static cache."""
+        return self
+
+
+def register() -> None:
+    """Makes `attn_implementation="fastattn"` known to transformers. Doing it again changes nothing."""
+    AttentionInterface.register(IMPLEMENTATION, attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
+
+
+def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """What was set to fastattn, what had been before, and what cannot be, of the transformers models in `model`.
+
+    Returns:
+        swapped: by qualified name, the class of each attention module that now computes by fastattn.
+        already: the same for those that did before.
+        refused: by qualified name of a module or a whole model, the sentence why not.
+    """
+    register()
+    swapped: dict[str, str] = {}
+    already: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for prefix, outermost in _outermost_models(model).items():
+        pretrained = [module for module in outermost.modules() if isinstance(module, PreTrainedModel)]
+        before = {module: module.config._attn_implementation for module in pretrained}
+        attention = _attention_modules(outermost)
+        try:
+            if attention:
+                outermost.set_attn_implementation(IMPLEMENTATION)
+        except (ValueError, ImportError) as error:
+            for module, implementation in before.items():
+                module.config._attn_implementation = implementation
+            refused[prefix] = str(error)
+            continue
+        for module in pretrained:
+            if not module._can_set_attn_implementation():
+                name = type(module).__name__
+                refused[_qualified(prefix, outermost, module)] = f"{name} does not use transformers' AttentionInterface"
+        for name, (module, owner) in attention.items():
+            done = already if before[owner] == IMPLEMENTATION else swapped
+            if owner.config._attn_implementation == IMPLEMENTATION:
+                done[".".join(filter(None, (prefix, name)))] = type(module).__name__
+    return swapped, already, refused
+
+
+def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """By name, the models of transformers in `model` that are in no other one."""
+    found: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[name] = module
+    return found
+
+
+def _attention_modules(model: PreTrainedModel) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
+    """By name, each module that asks transformers for the attention implementation, and the model whose config decides."""
+    owners: dict[str, PreTrainedModel] = {}
+    found = {}
+    for name, module in model.named_modules():
+        parent = owners.get(name.rpartition(".")[0])
+        owners[name] = module if isinstance(module, PreTrainedModel) else parent
+        if not isinstance(module, PreTrainedModel) and _asks_for_implementation(type(module)):
+            found[name] = (module, parent)
+    return found
+
+
+@functools.cache
+def _asks_for_implementation(cls: type[nn.Module]) -> bool:
+    """Whether the forward of this class looks its implementation up; transformers itself finds out in the same way."""
+    if cls.__module__.startswith("torch."):
+        return False
+    try:
+        return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(cls.forward)
+    except (OSError, TypeError):  # there is no source to read
+        return False
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: Tensor | Mask | None = None,
+    config: PreTrainedConfig | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **options: object,
+) -> Mask:
+    """The `Mask` of one forward pass; it never allocates [q_length, kv_length] for the mask functions of transformers.
+
+    A function that is not known here, such as a user's own, is evaluated by transformers itself into `Mask.dense`.
+
+    Args:
+        batch_size: B.
+        q_length: n_q.
+        kv_length: n_k.
+        q_offset: position of the first query in the sequence; a tensor with a static cache.
+        kv_offset: position of the first key in the sequence; above 0 where a sliding cache has dropped the older ones.
+        mask_function: (batch, head, query position, key position) -> may see.
+        attention_mask: bool [B, n], False at padding; positions from n on are padding too.
+        config: that of the model.
+        use_vmap: `mask_function` works on single indices only, so it is the user's own.
+        options: what other implementations are told, without a meaning here.
+    """
+    if isinstance(attention_mask, Mask):  # `generate` has made it ahead of the forward pass, for a static cache
+        return attention_mask
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask must be [B, n] or [B, H, n_q, n_k], got {list(attention_mask.shape)}")
+    real_keys = None
+    if attention_mask is not None:
+        padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        real_keys = padded[:, kv_offset : kv_offset + kv_length].expand(batch_size, -1)
+
+    fields = None if use_vmap else _fields(mask_function)
+    if fields is None:
+        dense = masking_utils.sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return PreparedMask(dense=dense, real_keys=real_keys)
+
+    q_start = q_offset - kv_offset
+    if isinstance(q_start, Tensor):  # a static cache, longer than the sequence so far
+        q_start = q_start.to(device).expand(batch_size) if fields else 0
+        return PreparedMask(**fields, q_start=q_start, real_keys=real_keys)
+    real_queries = None
+    if q_start + q_length == kv_length:  # the queries are the last tokens of the keys, unless this is cross-attention
+        if q_length == 1:
+            fields.pop("causal", None)  # the last token sees every key
+        elif real_keys is not None and (fields.get("causal") or _self_attention_only(config)):
+            real_queries = real_keys[:, q_start:]
+    return PreparedMask(**fields, q_start=q_start if fields else 0, real_keys=real_keys, real_queries=real_queries)
+
+
+def _self_attention_only(config: PreTrainedConfig | None) -> bool:
+    return getattr(config, "model_type", None) in _SELF_ATTENTION_ONLY and not getattr(config, "add_cross_attention", False)
+
+
+def _fields(function: Callable) -> dict[str, object] | None:
+    """The fields of `Mask` that say what a mask function of transformers says; None for a function not known here."""
+    if function is masking_utils.bidirectional_mask_function:
+        return {}
+    if function is masking_utils.causal_mask_function:
+        return {"causal": True}
+    enclosed = _enclosed_by(function)
+    match _maker(function):
+        case "sliding_window_overlay":
+            return {"window": (enclosed["sliding_window"] - 1, None)}
+        case "sliding_window_bidirectional_overlay":
+            return {"window": (enclosed["sliding_window"], enclosed["sliding_window"])}
+        case "packed_sequence_mask_function":
+            ids = enclosed["packed_sequence_mask"]
+            return {"segments": (ids, ids)}
+        case "and_masks":
+            return _all_of(enclosed["mask_functions"])
+    return None
+
+
+def _all_of(functions: tuple[Callable, ...]) -> dict[str, object] | None:
+    """The fields that say what all these functions say together."""
+    merged: dict[str, object] = {}
+    for function in functions:
+        if "segments" in merged and _maker(function) == "remap_positions_for_packed_sequence":
+            function = _enclosed_by(function)["mask_function"]  # in a Mask, positions count within the segment anyway
+        fields = _fields(function)
+        if fields is None or fields.keys() & merged.keys():
+            return None
+        merged |= fields
+    return merged
+
+
+def _maker(function: Callable) -> str | None:
+    """The name of the function of `masking_utils` that made this closure."""
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        return None
+    return function.__qualname__.partition(".<locals>")[0]
+
+
+def _enclosed_by(function: Callable) -> dict[str, object]:
+    """What the closure was made with."""
+    cells = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)} if cells else {}
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **options: object,
+) -> tuple[Tensor, Tensor | None]:
+    """What an attention module of transformers asks for: (output [B, n_q, H, d_v], weights [B, H, n_q, n_k] or None).
+
+    Args:
+        module: the attention module that calls.
+        query: [B, H, n_q, D].
+        key: [B, H_kv, n_k, D].
+        value: [B, H_kv, n_k, d_v].
+        attention_mask: what `attention_mask` returned, or a mask that a user or a model made: bool (True may see) or float
+            (added), broadcastable to [B, H, n_q, n_k]. None is causal where the module says so, else everything.
+        dropout: probability to drop a weight; without effect unless the module is in training.
+        scaling: factor on query key^T; None is 1 / sqrt(D).
+        is_causal: overrides `module.is_causal`, when there is no mask.
+        position_bias: added to the scores.
+        softcap: bound on the scores.
+        s_aux: [H], attention sinks.
+        sliding_window: the window that the mask has already.
+        cu_seq_lens_q: with `cu_seq_lens_k`, where packed sequences start, which the mask has already.
+        options: `_WITHOUT_EFFECT`, or None.
+
+    Raises:
+        NotImplementedError: an option that would change the result is not known here.
+    """
+    unknown = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
+    if unknown:
+        raise _refusal(module, f"the option {', '.join(sorted(unknown))} is not supported")
+    n_q, n_k = query.shape[2], key.shape[2]
+    if attention_mask is None:
+        if sliding_window is not None and sliding_window < n_k:
+            raise _refusal(module, f"sliding_window={sliding_window} came without a mask that has it")
+        causal = n_q > 1 and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+        mask, bias = Mask(causal=causal), None
+    elif isinstance(attention_mask, Mask):
+        mask, bias = attention_mask, None
+        if mask.causal and is_causal is False and n_q > 1:
+            raise _refusal(module, "is_causal=False came with a causal mask; set config.is_causal = False instead")
+    else:
+        mask, bias = _from_tensor(attention_mask)
+    packed = [x for x in (cu_seq_lens_q, cu_seq_lens_k) if x is not None and x.numel() > 2]
+    if packed and mask.segments is None and mask.dense is None and bias is None:
+        raise _refusal(module, "cu_seq_lens came without a mask that separates the sequences; pass position_ids as well")
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+
+    dropout_p = dropout if module.training else 0.0
+    if not _weights_wanted(options):
+        o = attention(
+            query, key, value, mask, scale=scaling, bias=bias, softcap=softcap, sinks=s_aux, dropout_p=dropout_p
+        )
+        return o.transpose(1, 2).contiguous(), None
+    if softcap is not None or s_aux is not None:
+        raise _refusal(module, "output_attentions is not supported with a softcap or with attention sinks")
+    o, weights = attention_with_weights(
+        query, key, value, mask, scale=scaling, bias=bias, dropout_p=dropout_p, average_heads=False
+    )
+    return o.transpose(1, 2).contiguous(), weights
+
+
+def _from_tensor(attention_mask: Tensor) -> tuple[Mask, Tensor | None]:
+    """The mask and the bias of a tensor that somebody else made."""
+    if attention_mask.is_floating_point():
+        return Mask(), attention_mask
+    if attention_mask.dtype != torch.bool:
+        raise ValueError(f"a 4-D attention_mask must be bool or floating, got {attention_mask.dtype}")
+    return Mask(dense=attention_mask), None
+
+
+def _weights_wanted(options: dict[str, object]) -> bool:
+    # Some models (GPT-2) keep the option to themselves and collect the weights by a hook, which would then find None.
+    collected = _active_collector.get() or ()
+    return bool(options.get("output_attentions")) or any(name.endswith("attentions") for name in collected)
+
+
+def _refusal(module: nn.Module, why: str) -> NotImplementedError:
+    return NotImplementedError(
+        f'fastattn in {type(module).__name__}: {why}. model.set_attn_implementation("eager") goes back to transformers.'
+    )

@@ -1,0 +1,113 @@
+"""Puts fastattn into a model that exists, and says what was replaced, what was not, and why."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .nn import MultiHeadAttention
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What `swap` did; `str()` of it is meant for people.
+
+    swapped: by qualified name in the model ("" is the model itself), the class of each attention module that computes by
+        fastattn since this call.
+    already: the same for those that did before.
+    refused: by qualified name, the sentence why this one stays what it was.
+    """
+
+    swapped: dict[str, str] = field(default_factory=dict)
+    already: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not (self.swapped or self.already or self.refused):
+            return "nothing to swap: the model has no attention that fastattn knows"
+        lines = [f"swapped: {_counted(self.swapped)}"]
+        if self.already:
+            lines.append(f"swapped before: {_counted(self.already)}")
+        lines += [f"not swapped: {name or 'the model'}: {why}" for name, why in self.refused.items()]
+        return "\n".join(lines)
+
+
+def swap(model: nn.Module) -> SwapReport:
+    """A report of what computes by fastattn from now on; the model is changed in place, and its parameters stay as they are.
+
+    Every `nn.MultiheadAttention` becomes a `fastattn.MultiHeadAttention`: the same object with another class, so that
+    parameters, optimizers, hooks, modes, and modules used in two places (or that are the model itself) need no care.
+    `nn.TransformerEncoder` and its layers then leave their fast path, which would go around the attention module. Models
+    of Hugging Face transformers are set to the attention implementation "fastattn"; `model.set_attn_implementation("sdpa")`
+    takes that back. Whatever cannot be replaced is left as it was, and listed in the report with the reason. Doing it
+    again changes nothing.
+
+    Args:
+        model: any module.
+
+    Example:
+        >>> import torch, fastattn
+        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True), num_layers=3)
+        >>> print(fastattn.swap(model))
+        swapped: 3 MultiheadAttention
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    report = SwapReport()
+    if "transformers.modeling_utils" in sys.modules:  # else no module can be one of its models
+        from .integrations import transformers as integration
+
+        report = SwapReport(*integration.switch(model))
+    for name, module in model.named_modules():
+        if isinstance(module, MultiHeadAttention):
+            report.already[name] = type(module).__name__
+        elif _is_torch_attention(module):
+            if why := _objection(module):
+                report.refused[name] = why
+            else:
+                report.swapped[name] = type(module).__name__
+                module.__class__ = MultiHeadAttention
+    for module in model.modules():
+        _leave_fast_path(module)
+    return report
+
+
+def _is_torch_attention(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention) or getattr(module, "original_name", None) == "MultiheadAttention"
+
+
+def _objection(module: nn.Module) -> str | None:
+    """Why this nn.MultiheadAttention cannot become a fastattn.MultiHeadAttention; None if it can."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return "it is compiled by TorchScript; swap the model before torch.jit.script"
+    cls = type(module)
+    if cls.__module__.startswith("torch.ao."):
+        return f"{cls.__module__}.{cls.__name__} is quantised, or observed to be; swap a model in floating point"
+    if cls is not nn.MultiheadAttention:
+        return f"{cls.__module__}.{cls.__name__} is a subclass of nn.MultiheadAttention and may compute something else"
+    if "forward" in vars(module):
+        return "its forward was replaced on the module itself"
+    if not isinstance(module.out_proj, nn.Linear):
+        return f"its out_proj is a {type(module.out_proj).__name__}, not a Linear"
+    return None
+
+
+def _leave_fast_path(module: nn.Module) -> None:
+    """Makes torch's encoder call its attention module in every mode.
+
+    In eval, without gradients, the layer would run one fused op on the module's weights, and the encoder would hand it
+    nested tensors. These attributes serve that decision alone.
+    """
+    if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.self_attn, MultiHeadAttention):
+        module.activation_relu_or_gelu = 0
+    if isinstance(module, nn.TransformerEncoder) and any(
+        isinstance(part, MultiHeadAttention) for part in module.layers.modules()
+    ):
+        module.use_nested_tensor = False
+
+
+def _counted(names: dict[str, str]) -> str:
+    return ", ".join(f"{count} {cls}" for cls, count in sorted(Counter(names.values()).items())) or "nothing"

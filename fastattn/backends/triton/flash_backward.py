@@ -22,6 +22,7 @@ from .tiles import (
     dot_precision,
     head_of,
     heads,
+    is_edge,
     keep,
     key_range,
     launch,
@@ -33,9 +34,7 @@ from .tiles import (
     query_range,
     readable_heads,
     real_tokens,
-    steps,
     store_tile,
-    tile_of_step,
     visibility,
 )
 
@@ -138,16 +137,9 @@ def rows_kernel(
 
 
 @triton.jit
-def weights_and_ds(b_x, b_y, b_gx, b_gy, b_lse_log2, b_delta, m_keep, scale_log2, PRECISION: tl.constexpr):
-    """P and dS of a tile: [M, N] where x is Q, y K, gx dO and gy V; [N, M] where x is K, y Q, gx V and gy dO.
-
-    `b_lse_log2` and `b_delta` are a column or a row accordingly; `m_keep` is None in a full tile.
-    """
-    b_p = tl.exp2(dot(b_x, tl.trans(b_y), None, PRECISION) * scale_log2 - b_lse_log2)
-    if m_keep is not None:
-        b_p = tl.where(m_keep, b_p, 0.0)
-    b_ds = b_p * (dot(b_gx, tl.trans(b_gy), None, PRECISION) - b_delta)
-    return b_p, b_ds
+def weights(b_x, b_y, b_lse_log2, scale_log2, PRECISION: tl.constexpr):
+    """P"""
+    return tl.exp2(dot(b_x, tl.trans(b_y), None, PRECISION) * scale_log2 - b_lse_log2)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -193,28 +185,24 @@ def dk_dv_kernel(
         p_q = head_of(q, i_b, i_hq)
         p_do = head_of(do, i_b, i_hq)
         i_row = (i_b * H + i_hq) * n_q
-        for EDGE in tl.static_range(2):
-            first, stop = steps(tile_range, EDGE)
-            for i_step in tl.range(first, stop):
-                i_m = tile_of_step(i_step, tile_range, EDGE)
-                o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-                m_q = real_tokens(o_q, n_q, visible.real_queries, i_b) if EDGE else None
-                m_keep = (
-                    keep(o_q[None, :], o_k[:, None], m_q[None, :], m_k[:, None], q_start, visible) if EDGE else None
-                )
-                # [M, D]
-                b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-                b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
-                # [M]
-                b_lse_log2 = load_per_row(lse_log2 + i_row + o_q, m_q, float("inf"))
-                b_delta = load_per_row(delta + i_row + o_q, m_q, 0.0)
-                # [N, M]
-                b_p, b_ds = weights_and_ds(
-                    b_k, b_q, b_v, b_do, b_lse_log2[None, :], b_delta[None, :], m_keep, scale_log2, PRECISION
-                )
-                # [N, D]
-                b_dv = dot(b_p.to(b_do.dtype), b_do, b_dv, PRECISION)
-                b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
+        for i_m in tl.range(tile_range[0], tile_range[3]):
+            edge = is_edge(i_m, tile_range)
+            o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+            m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+            # [M, D]
+            b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+            b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
+            # [M]
+            b_lse_log2 = load_per_row(lse_log2 + i_row + o_q, m_q, float("inf"))
+            b_delta = load_per_row(delta + i_row + o_q, m_q, 0.0)
+            # [N, M]
+            b_p = weights(b_k, b_q, b_lse_log2[None, :], scale_log2, PRECISION)
+            if edge:
+                b_p = tl.where(keep(o_q[None, :], o_k[:, None], m_q[None, :], m_k[:, None], q_start, visible), b_p, 0.0)
+            b_ds = b_p * (dot(b_v, tl.trans(b_do), None, PRECISION) - b_delta[None, :])
+            # [N, D]
+            b_dv = dot(b_p.to(b_do.dtype), b_do, b_dv, PRECISION)
+            b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
 
     # A full tile is full for the real keys only: what was summed up for the others is thrown away.
     b_dk = tl.where(m_k[:, None], b_dk * scale, 0.0)
@@ -269,22 +257,20 @@ def dq_kernel(
     p_v = head_of(v, i_b, i_h // GROUP)
 
     b_dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
-    for EDGE in tl.static_range(2):
-        first, stop = steps(tile_range, EDGE)
-        for i_step in tl.range(first, stop):
-            i_n = tile_of_step(i_step, tile_range, EDGE)
-            o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            m_k = real_tokens(o_k, n_k, visible.real_keys, i_b) if EDGE else None
-            m_keep = keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible) if EDGE else None
-            # [N, D]
-            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-            b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
-            # [M, N]
-            _, b_ds = weights_and_ds(
-                b_q, b_k, b_do, b_v, b_lse_log2[:, None], b_delta[:, None], m_keep, scale_log2, PRECISION
-            )
-            # [M, D]
-            b_dq = dot(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
+    for i_n in tl.range(tile_range[0], tile_range[3]):
+        edge = is_edge(i_n, tile_range)
+        o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
+        # [N, D]
+        b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+        b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+        # [M, N]
+        b_p = weights(b_q, b_k, b_lse_log2[:, None], scale_log2, PRECISION)
+        if edge:
+            b_p = tl.where(keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible), b_p, 0.0)
+        b_ds = b_p * (dot(b_do, tl.trans(b_v), None, PRECISION) - b_delta[:, None])
+        # [M, D]
+        b_dq = dot(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
 
     b_dq = tl.where(m_q[:, None], b_dq * scale, 0.0)
     store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)

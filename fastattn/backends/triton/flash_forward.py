@@ -17,6 +17,7 @@ from .tiles import (
     dot_precision,
     head_of,
     heads,
+    is_edge,
     keep,
     key_range,
     launch,
@@ -26,9 +27,7 @@ from .tiles import (
     program_share,
     readable_heads,
     real_tokens,
-    steps,
     store_tile,
-    tile_of_step,
     visibility,
 )
 
@@ -103,31 +102,29 @@ def forward_kernel(
     b_max_log2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for EDGE in tl.static_range(2):
-        first, stop = steps(tile_range, EDGE)
-        for i_step in tl.range(first, stop):
-            i_n = tile_of_step(i_step, tile_range, EDGE)
-            o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            m_k = real_tokens(o_k, n_k, visible.real_keys, i_b) if EDGE else None
-            # [N, D]
-            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-            # [M, N]
-            b_s_log2 = dot(b_q, tl.trans(b_k), None, PRECISION) * scale_log2
-            if EDGE:
-                m_keep = keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible)
-                b_s_log2 = tl.where(m_keep, b_s_log2, float("-inf"))
+    for i_n in tl.range(tile_range[0], tile_range[3]):
+        edge = is_edge(i_n, tile_range)
+        o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
+        # [N, D]
+        b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+        # [M, N]
+        b_s_log2 = dot(b_q, tl.trans(b_k), None, PRECISION) * scale_log2
+        if edge:
+            m_keep = keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible)
+            b_s_log2 = tl.where(m_keep, b_s_log2, float("-inf"))
 
-            b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
-            # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
-            b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
-            b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
-            b_rescale = tl.exp2(b_max_log2 - b_base_log2)
-            b_max_log2 = b_new_max_log2
-            b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
-            # [N, D]
-            b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
-            # [M, D]
-            b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
+        b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
+        # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
+        b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
+        b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
+        b_rescale = tl.exp2(b_max_log2 - b_base_log2)
+        b_max_log2 = b_new_max_log2
+        b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
+        # [N, D]
+        b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+        # [M, D]
+        b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
 
     # Equal to 0, not "not above 0": a NaN that was seen must come out.
     m_nothing_seen = (b_sum == 0.0) | ~m_q

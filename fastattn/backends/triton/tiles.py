@@ -221,23 +221,10 @@ def column_range(row_first, row_end, shift, before, after, first, hole, end, BLO
 
 
 @triton.jit
-def steps(tile_range, EDGE: tl.constexpr):
-    """(first, stop) of the loop over the full tiles of `tile_range`, or of the loop over its edge tiles."""
-    begin, full_begin, full_end, end = tile_range
-    if EDGE:
-        return begin, end - (full_end - full_begin)
-    else:
-        return full_begin, full_end
-
-
-@triton.jit
-def tile_of_step(i_step, tile_range, EDGE: tl.constexpr):
-    """The tile that a step of such a loop works on: the one over edge tiles jumps over the full ones."""
+def is_edge(i_tile, tile_range):
+    """Whether a tile of a `key_range` or `query_range` holds pairs that may not be seen."""
     _, full_begin, full_end, _ = tile_range
-    if EDGE:
-        return i_step + tl.where(i_step >= full_begin, full_end - full_begin, 0)
-    else:
-        return i_step
+    return (i_tile < full_begin) | (i_tile >= full_end)
 
 
 @triton.jit

@@ -150,12 +150,13 @@ def scaled_dot_product_attention(
         query: [N, ..., H, L, E]; key: [N, ..., H_kv, S, E]; value: [N, ..., H_kv, S, E_v].
         attn_mask: bool (True may see) or float (added), broadcastable to [N, ..., H, L, S].
         dropout_p: as in torch, applied whenever it is above 0.
-        is_causal: key j is seen by query i where j <= i; not together with attn_mask.
+        is_causal: key j is seen by query i where j <= i. With attn_mask both apply (torch does so in its CPU kernel
+            and refuses elsewhere).
         scale: factor on query key^T; None is 1 / sqrt(E).
         enable_gqa: H may be a multiple of H_kv.
 
     Raises:
-        RuntimeError: torch's class for what torch refuses.
+        RuntimeError, IndexError, TypeError: torch's class for what torch refuses.
 
     Example:
         >>> import torch, fastattn
@@ -168,8 +169,11 @@ def scaled_dot_product_attention(
             raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
         if x.dim() < 2:
             raise RuntimeError(f"{name} must have at least 2 dimensions, got {x.dim()}")
-    if attn_mask is not None and is_causal:
-        raise RuntimeError("attn_mask must be None when is_causal is True, got both")
+    if attn_mask is not None and attn_mask.dim() < 2:
+        raise IndexError(f"attn_mask must have at least 2 dimensions, got {attn_mask.dim()}")
+
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(f"attn_mask must be bool, float32 or {query.dtype} like query, got {attn_mask.dtype}")
 
     H, L = _at_least_3d(query).shape[-3:-1]
     batches = [_at_least_3d(x).shape[:-3] for x in (query, key, value)]
@@ -388,12 +392,10 @@ def _from_attn_mask(attn_mask: Tensor | None, shape: tuple[int, ...], is_causal:
     if attn_mask.dim() > 3:  # fold the batch dimensions as those of q were
         attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
     if attn_mask.dtype != torch.bool:
-        return Mask(), attn_mask
-    same_for_all_queries = attn_mask.dim() < 2 or (
-        attn_mask.shape[-2] == 1 and (attn_mask.dim() < 3 or attn_mask.shape[-3] == 1)
-    )
+        return Mask(causal=is_causal), attn_mask
+    same_for_all_queries = attn_mask.shape[-2] == 1 and (attn_mask.dim() < 3 or attn_mask.shape[-3] == 1)
     if same_for_all_queries:
         B = math.prod(batch)
         keys = attn_mask[:, 0, 0] if attn_mask.dim() == 4 else attn_mask.reshape(-1, attn_mask.shape[-1])
-        return Mask(real_keys=keys.expand(B, S)), None
-    return Mask(dense=attn_mask), None
+        return Mask(causal=is_causal, real_keys=keys.expand(B, S)), None
+    return Mask(causal=is_causal, dense=attn_mask), None

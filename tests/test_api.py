@@ -1,0 +1,266 @@
+"""The public functions on tensors: refusals in sentences, the choice of a backend, the drop-in for torch's SDPA."""
+
+import math
+import re
+import warnings
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
+from torch.testing._internal.common_methods_invocations import op_db
+
+import fastattn
+from fastattn import FallbackWarning, Mask
+from fastattn.backends import BACKENDS, native
+from fastattn.testing import compare
+
+Q = torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(0))
+K = torch.randn(2, 2, 7, 8, generator=torch.Generator().manual_seed(1))
+ONES = torch.ones(2, 7, dtype=torch.bool)
+
+MALFORMED = {  # what is passed instead, and the sentence that answers
+    "rank": ({"q": Q[0]}, "q must be [batch, heads, length, head_dim], got [4, 5, 8]"),
+    "type": ({"k": 3}, "k must be a Tensor, got int"),
+    "integers": ({"q": Q.long()}, "q must be of a floating dtype, got torch.int64"),
+    "dtypes": ({"k": K.half()}, "k and v must be of dtype torch.float32 like q, got torch.float16 and torch.float32"),
+    "device": ({"v": K.to("meta")}, "v must be on cpu like q, got meta"),
+    "batch": ({"k": K[:1]}, "k must be [2, H_kv, n_k, 8] like q, got [1, 2, 7, 8]"),
+    "head_dim": ({"k": K[..., :4]}, "k must be [2, H_kv, n_k, 8] like q, got [2, 2, 7, 4]"),
+    "length": ({"v": K[:, :, :3]}, "v must be [2, 2, 7, d_v] like k, got [2, 2, 3, 8]"),
+    "heads": ({"q": Q[:, :3]}, "the heads of k must divide the 3 heads of q, got 2"),
+    "no heads": ({"k": K[:, :0], "v": K[:, :0]}, "the heads of k must divide the 4 heads of q, got 0"),
+    "nan scale": ({"scale": math.nan}, "scale must be a finite number, got nan"),
+    "text scale": ({"scale": "1"}, "scale must be a finite number, got 1"),
+    "softcap": ({"softcap": 0.0}, "softcap must be a positive finite number or None, got 0.0"),
+    "dropout": ({"dropout_p": 1.5}, "dropout_p must be between 0 and 1, got 1.5"),
+    "nan dropout": ({"dropout_p": math.nan}, "dropout_p must be between 0 and 1, got nan"),
+    "generator": ({"dropout_p": 0.5, "generator": 3}, "generator must be a torch.Generator or None, got int"),
+    "mask": ({"mask": ONES}, "mask must be a fastattn.Mask or None, got Tensor"),
+    "mask dtype": ({"mask": Mask(real_keys=ONES.float())}, "mask.real_keys must be bool (True is real), got torch.float32"),
+    "mask shape": ({"mask": Mask(real_keys=ONES.T)}, "mask.real_keys must be [2, 7], got [7, 2]"),
+    "mask type": ({"mask": Mask(real_keys=[1])}, "mask.real_keys must be a Tensor, got list"),
+    "mask device": ({"mask": Mask(real_keys=ONES.to("meta"))}, "mask.real_keys must be on cpu like q, got meta"),
+    "real_queries": ({"mask": Mask(real_queries=ONES)}, "mask.real_queries must be [2, 5], got [2, 7]"),
+    "dense": ({"mask": Mask(dense=torch.zeros(5, 7))}, "mask.dense must be bool (True may see; a float mask is a bias)"),
+    "dense shape": ({"mask": Mask(dense=ONES)}, "mask.dense must be broadcastable to [2, 4, 5, 7], got [2, 7]"),
+    "window": ({"mask": Mask(window=(-1, None))}, "mask.window's left must be None or an int of at least 0, got -1"),
+    "window pair": ({"mask": Mask(window=3)}, "mask.window must be a pair (left, right), got 3"),
+    "q_start": ({"mask": Mask(q_start=0.5)}, "mask.q_start must be an int or an integer tensor [2], got 0.5"),
+    "q_start tensor": ({"mask": Mask(q_start=torch.zeros(2))}, "mask.q_start must be int32 or int64, got torch.float32"),
+    "segments": ({"mask": Mask(segments=(ONES, ONES))}, "mask.segments[0] must be int32 or int64, got torch.bool"),
+    "bias": ({"bias": torch.zeros(5, 5)}, "bias must be broadcastable to [2, 4, 5, 7], got [5, 5]"),
+    "bias dtype": ({"bias": ONES}, "bias must be a floating Tensor, got torch.bool"),
+    "slopes": ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be [4] or [2, 4], got [3]"),
+    "sinks": ({"sinks": torch.zeros(2, 4)}, "sinks must be [4], got [2, 4]"),
+    "backend": ({"backend": "cuda"}, "backend must be one of 'fused', 'triton', 'native', 'reference', got 'cuda'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_call_is_refused_in_a_sentence(name):
+    wrong, sentence = MALFORMED[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fastattn.attention(**({"q": Q, "k": K, "v": K} | wrong))
+
+
+def test_nothing_is_drawn_for_a_refused_call():
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="sinks"):
+        fastattn.attention(Q, K, K, dropout_p=0.5, sinks=torch.zeros(1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_first_willing_backend_is_chosen_and_explained():
+    explanation = fastattn.explain(Q, K, K, Mask(causal=True))
+    assert explanation.backend == "native"
+    assert explanation.objections["native"] == []
+    assert explanation.objections["triton"]
+    assert "native: takes this call" in str(explanation)
+    assert "reference: would take this call too" in str(explanation)
+
+
+def test_explain_does_not_run_warn_or_draw():
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        explanation = fastattn.explain(Q, K, K, softcap=1.0)
+    assert explanation.backend == "reference"
+    assert explanation.objections["native"] == ["does not support softcap on cpu"]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_explain_refuses_unknown_options():
+    with pytest.raises(TypeError, match="unknown options: return_lse"):
+        fastattn.explain(Q, K, K, return_lse=True)
+
+
+def test_reference_serves_with_a_warning_that_says_why():
+    with pytest.warns(FallbackWarning, match="native: does not support softcap on cpu"):
+        served = fastattn.attention(Q, K, K, softcap=1.0)
+    assert torch.equal(served, fastattn.attention(Q, K, K, softcap=1.0, backend="reference"))
+
+
+def test_the_warning_comes_once_per_reason():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            fastattn.attention(Q, K, K, softcap=1.0)
+            fastattn.attention(Q, K, K, sinks=torch.zeros(4))
+    assert len([w for w in caught if w.category is FallbackWarning]) == 2
+
+
+def test_fused_refuses_instead_of_falling_back():
+    with pytest.raises(NotImplementedError, match="native: does not support softcap on cpu") as refusal:
+        fastattn.attention(Q, K, K, softcap=1.0, backend="fused")
+    assert "reference" not in str(refusal.value)
+
+
+def test_named_backend_is_used_or_refused():
+    with pytest.raises(NotImplementedError, match="native: does not support softcap on cpu"):
+        fastattn.attention(Q, K, K, softcap=1.0, backend="native")
+    named = fastattn.attention(Q, K, K, backend="native")
+    assert torch.equal(named, fastattn.attention(Q, K, K))
+
+
+def test_backend_that_cannot_run_here_is_an_objection(monkeypatch):
+    monkeypatch.setattr(native, "unavailable", lambda: "needs a C++ compiler, found none")
+    with pytest.warns(FallbackWarning, match="native: needs a C\\+\\+ compiler, found none"):
+        fastattn.attention(Q, K, K)
+
+
+def test_a_backend_that_is_not_asked_is_not_built(monkeypatch):
+    def build():
+        raise AssertionError("built for a call it does not take")
+
+    monkeypatch.setattr(native, "unavailable", build)
+    assert fastattn.explain(Q.double(), K.double(), K.double()).backend == "reference"
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_backend_lists_only_known_features(backend):
+    for device in ("cpu", "cuda"):
+        assert backend.features(torch.device(device)) <= fastattn.spec.FEATURES
+
+
+def test_weights_are_the_softmax_and_sum_to_one():
+    mask = Mask(causal=True, q_start=2)
+    weights = fastattn.attention_weights(Q, K, mask, average_heads=False)
+    scores = (Q @ K.repeat_interleave(2, 1).mT / math.sqrt(8)).masked_fill(~mask.keep(5, 7), -math.inf)
+    torch.testing.assert_close(weights, scores.softmax(-1))
+    torch.testing.assert_close(fastattn.attention_weights(Q, K, mask), weights.mean(1))
+
+
+def test_output_and_weights_share_one_dropout():
+    generator = torch.Generator().manual_seed(3)
+    o, weights = fastattn.attention_with_weights(
+        Q, K, K, dropout_p=0.5, generator=generator, average_heads=False, backend="reference"
+    )
+    assert (weights == 0).any()
+    torch.testing.assert_close(o, weights @ K.repeat_interleave(2, 1))
+
+
+def test_dropout_follows_the_seed():
+    def drop(seed):
+        torch.manual_seed(seed)
+        return fastattn.attention(Q, K, K, dropout_p=0.5, backend="reference")
+
+    assert torch.equal(drop(1), drop(1))
+    assert not torch.equal(drop(1), drop(2))
+    a, b = (fastattn.attention(Q, K, K, dropout_p=0.5, generator=torch.Generator().manual_seed(1), backend="reference")
+            for _ in range(2))  # fmt: skip
+    assert torch.equal(a, b)
+
+
+# --- the drop-in for torch.nn.functional.scaled_dot_product_attention
+
+(SDPA,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+
+
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_sdpa_is_as_good_as_torch_on_torchs_own_samples(dtype):
+    tested = 0
+    for sample in SDPA.sample_inputs("cpu", dtype, requires_grad=True):
+        if sample.kwargs.get("dropout_p", 0.0) > 0:
+            continue  # another random stream than torch's: test_spec.py tests dropout
+        # torch's samples have scores of hundreds, whose gradients are nothing but cancellation below fp64
+        query = sample.input.detach() * (1.0 if dtype == torch.float64 else 0.02)
+        tensors = [query, *(x.detach() for x in sample.args)]
+        arriving = torch.randn_like(torch_sdpa(*tensors, **sample.kwargs))
+
+        def outputs(attend, to, tensors=tensors, arriving=arriving, kwargs=sample.kwargs):
+            leaves = [x.to(to).requires_grad_() for x in tensors]
+            if (attn_mask := kwargs.get("attn_mask")) is not None:
+                kwargs = kwargs | {"attn_mask": attn_mask.detach().to(to)}
+            o = attend(*leaves, **kwargs)
+            return o, *torch.autograd.grad(o, leaves, arriving.to(to))
+
+        mine, torchs = outputs(fastattn.scaled_dot_product_attention, dtype), outputs(torch_sdpa, dtype)
+        right = outputs(torch_sdpa, torch.float64)
+        for name, *values in zip(("o", "dq", "dk", "dv"), mine, torchs, right, strict=True):
+            actual, torchs_own, exact = (x.detach() for x in values)
+            if dtype == torch.float64:
+                torch.testing.assert_close(actual, exact)
+            else:
+                error = compare(name, actual, torchs_own, exact)
+                assert error.right, f"{list(query.shape)}, {sample.kwargs}: {error}"
+        tested += 1
+    assert tested >= 10
+
+
+MASKS = {
+    "none": None,
+    "padding": ONES.tril()[:, None, None].expand(2, 1, 1, 7),
+    "per query": torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) < 0.7,
+    "per head": torch.rand(2, 4, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.7,
+    "keys": (torch.arange(7) < 4)[None],
+    "float": torch.randn(5, 7, generator=torch.Generator().manual_seed(0)),
+    "half hidden": torch.zeros(2, 1, 5, 7).masked_fill(torch.arange(7) > 3, -math.inf),
+}
+
+
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+@pytest.mark.parametrize("dims", [3, 4, 5])
+@pytest.mark.parametrize("name", MASKS)
+def test_sdpa_takes_every_form_of_mask(name, dims):
+    mask = MASKS[name]
+    q, k = Q, K.repeat_interleave(2, 1)
+    if dims == 3:
+        q, k, mask = q[0], k[0], mask if mask is None or mask.dim() < 3 else mask[0]
+    if dims == 5:
+        q, k = (x[None].expand(3, *x.shape) for x in (q, k))
+    torch.testing.assert_close(
+        fastattn.scaled_dot_product_attention(q, k, k, mask), torch_sdpa(q, k, k, mask), msg=lambda m: f"{name}: {m}"
+    )
+
+
+def test_sdpa_padding_mask_runs_fused():
+    k = K.repeat_interleave(2, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastattn.scaled_dot_product_attention(Q, k, k, MASKS["padding"])
+
+
+REFUSED_BY_TORCH = {
+    "one-dimensional mask": {"attn_mask": torch.ones(7, dtype=torch.bool)},
+    "heads without gqa": {"key": K, "value": K},
+    "mask shape": {"attn_mask": torch.ones(3, 7, dtype=torch.bool)},
+    "head dim": {"key": torch.ones(2, 4, 7, 4)},
+    "one dimension": {"query": torch.ones(8)},
+    "mixed dtypes": {"key": torch.ones(2, 4, 7, 8, dtype=torch.float64)},
+    "integer mask": {"attn_mask": torch.ones(5, 7, dtype=torch.int64)},
+    "half mask": {"attn_mask": torch.ones(5, 7, dtype=torch.float16)},
+    "not a tensor": {"query": None},
+    "heads that do not divide": {"query": torch.ones(2, 3, 5, 8), "key": K, "value": K, "enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_TORCH)
+def test_sdpa_refuses_with_torchs_class(name):
+    arguments = {"query": Q, "key": K.repeat_interleave(2, 1), "value": K.repeat_interleave(2, 1)}
+    arguments |= REFUSED_BY_TORCH[name]
+    with pytest.raises((RuntimeError, TypeError, IndexError)) as torchs:
+        torch_sdpa(**arguments)
+    with pytest.raises(torchs.type, match="must") as ours:
+        fastattn.scaled_dot_product_attention(**arguments)
+    assert ours.type is torchs.type

@@ -1,0 +1,89 @@
+"""Who may import whom: the layers, read from the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "fastattn"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+MAY_IMPORT = {  # layer -> layers of the package that it may import, besides itself
+    "spec": set(),
+    "backends.reference": {"spec"},
+    "backends.native": {"spec"},
+    "backends.triton": {"spec"},
+    "backends": {"spec", "backends.reference", "backends.native", "backends.triton"},
+    "derivatives": {"spec", "backends.reference"},
+    "ops": {"spec", "backends", "derivatives"},
+    "api": {"spec", "backends", "backends.reference", "ops"},  # reference: the weights, which no fused backend gives yet
+    "nn": {"spec", "api"},
+    "integrations": {"spec", "api", "nn"},
+    "swap": {"spec", "api", "nn", "integrations"},
+    "testing": {"spec", "api", "backends.reference"},
+    "": {"spec", "api", "backends", "nn", "swap"},
+    "bench": {"", "testing", "backends"},
+    "demo": {"", "bench"},
+    "__main__": {"", "bench", "demo", "backends", "backends.native"},
+}
+
+
+def layer_of(parts: tuple[str, ...]) -> str:
+    """The longest prefix of a dotted name that is a layer."""
+    for length in range(len(parts), -1, -1):
+        if (name := ".".join(parts[:length])) in MAY_IMPORT and (name or not parts):
+            return name
+    raise AssertionError(f"{'.'.join(parts)} belongs to no layer: add it to MAY_IMPORT")
+
+
+def parts_of(path: Path) -> tuple[str, ...]:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imported_layers(path: Path) -> set[str]:
+    """The layers of the package that the module names in import statements."""
+    package = parts_of(path) if path.name == "__init__.py" else parts_of(path)[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = (*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else ()))
+            elif node.module and node.module.split(".")[0] == "fastattn":
+                base = tuple(node.module.split(".")[1:])
+            else:
+                continue
+            for alias in node.names:
+                whole = (*base, alias.name)
+                target = PACKAGE.joinpath(*whole)
+                is_module = target.is_dir() or target.with_suffix(".py").exists()
+                found.add(layer_of(whole if is_module else base))
+        elif isinstance(node, ast.Import):
+            found |= {layer_of(tuple(a.name.split(".")[1:])) for a in node.names if a.name.split(".")[0] == "fastattn"}
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: ".".join(parts_of(p)) or "fastattn")
+def test_module_imports_only_what_its_layer_may(path):
+    layer = layer_of(parts_of(path))
+    assert imported_layers(path) <= MAY_IMPORT[layer] | {layer}
+
+
+def test_every_layer_exists():
+    layers = {layer_of(parts_of(path)) for path in MODULES}
+    assert layers == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: ".".join(parts_of(p)) or "fastattn")
+def test_no_forbidden_names(path):
+    """Block pointers are gone from Triton 3.9; a bare except hides bugs; a bool called mask hides its polarity."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in {"make_block_ptr", "advance"}
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None
+            assert not (isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"})
+
+
+def test_no_catch_all_modules():
+    assert not {"utils", "util", "common", "helpers", "misc"} & {path.stem for path in MODULES}

@@ -1,0 +1,5 @@
+"""Modules built on `fastattn.attention`."""
+
+from .attention import MultiHeadAttention
+
+__all__ = ["MultiHeadAttention"]

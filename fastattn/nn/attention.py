@@ -1,0 +1,275 @@
+"""`MultiHeadAttention`: torch.nn.MultiheadAttention's parameters, arguments and answers, on fused attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..api import attention, attention_with_weights
+from ..spec import Mask
+
+
+class MultiHeadAttention(nn.MultiheadAttention):
+    """A drop-in for torch.nn.MultiheadAttention: its parameters, initialisation, state_dict, arguments and answers.
+
+    concat_h(softmax(q_h k_h^T / sqrt(D) + masks) v_h) W_out + b_out, with q, k, v = x W_in + b_in split into heads. It
+    differs from torch's where torch's is slow, or not one answer:
+
+    * Padding and causal masks reach the fused kernels as what they are, bool or float, so padding is skipped work.
+    * A query that may see nothing gets 0 (so `out_proj.bias` after the projection) and weights of 0. In torch that, or
+      NaN, depends on `need_weights` and on `eval()`. Gradients are finite.
+    * `need_weights` changes what is returned, not how the output is computed: the weights are a second pass, under the
+      same dropout.
+    * It has no separate fast path in eval mode, and torch.nn.TransformerEncoderLayer calls it in eval mode too.
+    * A float32 mask goes with inputs of every dtype, also with `need_weights`.
+
+    It is not for torch.jit.script, nor for quantisation.
+
+    Args:
+        embed_dim: width E of query and of the output.
+        num_heads: number of heads H, which divides E.
+        dropout: probability to drop a weight while training.
+        bias: whether the four projections have one.
+        add_bias_kv: append a learned key and value, which every query sees.
+        add_zero_attn: append a key and value of zeros, which every query sees.
+        kdim: width of key, if not E.
+        vdim: width of value, if not E.
+        batch_first: inputs and output are [N, L, E], not [L, N, E].
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: `embed_dim` or `num_heads` is not positive.
+        AssertionError: `num_heads` does not divide `embed_dim`.
+
+    Sources:
+        Vaswani et al., Attention Is All You Need (2017), section 3.2.2; torch.nn.MultiheadAttention.
+
+    Example:
+        >>> import torch, fastattn
+        >>> layer = fastattn.MultiHeadAttention(embed_dim=8, num_heads=2, batch_first=True)
+        >>> x = torch.ones(1, 3, 8)
+        >>> padding = torch.tensor([[False, False, True]])
+        >>> output, weights = layer(x, x, x, key_padding_mask=padding)
+        >>> output.shape, weights[0, 0]
+        (torch.Size([1, 3, 8]), tensor([0.5000, 0.5000, 0.0000], grad_fn=<SelectBackward0>))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.register_forward_pre_hook(_call_me)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output, weights after dropout or None), laid out as torch.nn.MultiheadAttention does.
+
+        `is_causal` is torch's hint that `attn_mask` is the causal mask. It is trusted where torch trusts it, which is
+        with `need_weights=False` and no `key_padding_mask`; everywhere else the values of `attn_mask` decide. So a hint
+        that contradicts its mask gives, here as in torch, an answer that depends on `need_weights`. Right is then the
+        mask: it is the request, the hint only an optimisation, and outside torch.compile not even that, since a causal
+        `attn_mask` is recognised without it.
+
+        Args:
+            query: [L, N, E], [N, L, E] with `batch_first`, or [L, E] without a batch.
+            key: [S, N, kdim], [N, S, kdim] or [S, kdim].
+            value: [S, N, vdim], [N, S, vdim] or [S, vdim].
+            key_padding_mask: [N, S] or [S]; bool (True hides the key) or float (added to the scores).
+            need_weights: also return the weights.
+            attn_mask: [L, S] or [N * H, L, S]; bool (True hides the key) or float (added to the scores).
+            average_attn_weights: average the weights over the heads; otherwise they are [N, H, L, S].
+            is_causal: hint that `attn_mask` hides the keys after each query's own position, and nothing else.
+
+        Raises:
+            AssertionError, RuntimeError: whichever of them torch raises for the same call.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            self._check_nested(query, key, value, key_padding_mask, attn_mask)
+            return self._forward_nested(query, need_weights, average_attn_weights)
+
+        batched = query.dim() == 3
+        self._check_inputs(query, key, value)
+        q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
+        if not batched and key_padding_mask is not None and key_padding_mask.dim() == 1:
+            key_padding_mask = key_padding_mask[None]
+        hint_decides = is_causal and key_padding_mask is None and not need_weights
+        _check_masks(key_padding_mask, attn_mask, q, k, batched=batched, is_causal=is_causal, hint_decides=hint_decides)
+        k, v = self._append_keys(k, self.bias_k), self._append_keys(v, self.bias_v)
+        if hint_decides:
+            mask, bias = Mask(causal=True), None
+        else:
+            mask, bias = Mask.from_torch(key_padding_mask, attn_mask, (*q.shape[:3], k.shape[2]))
+        o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights)
+        if weights is not None and not batched:
+            weights = weights[0]
+        return self.out_proj(self._merge_heads(o, batched)), weights
+
+    def _forward_nested(
+        self, x: Tensor, need_weights: bool, average_attn_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Self-attention of a nested tensor: the output is nested, the weights [N, L, L] are padded with zeros."""
+        lengths = [len(sample) for sample in x.unbind()]
+        padded = torch.nested.to_padded_tensor(x, 0.0)
+        real = torch.arange(padded.shape[1], device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
+        q, k, v = (self._split_heads(x) for x in self._project(padded, padded, padded))
+        mask = Mask(real_keys=real, real_queries=real)
+        o, weights = self._attend(q, k, v, mask, None, need_weights, average_attn_weights)
+        output = self.out_proj(self._merge_heads(o, batched=True))
+        return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths, strict=True)]), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k and v, each [..., E]; inputs that are the same tensor share one product."""
+        if self.in_proj_weight is None:
+            parts = (1, 1, 1)
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        else:
+            parts = (3,) if query is key and key is value else (1, 2) if key is value else (1, 1, 1)
+            weights = self.in_proj_weight.split([n * self.embed_dim for n in parts])
+        biases = [None] * len(parts)
+        if self.in_proj_bias is not None:
+            biases = self.in_proj_bias.split([n * self.embed_dim for n in parts])
+        products = zip((query, key, value), weights, biases, parts, strict=False)  # the first input of each product
+        return [part for x, w, b, n in products for part in F.linear(x, w, b).chunk(n, dim=-1)]
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        bias: Tensor | None,
+        need_weights: bool,
+        average_heads: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """o [N, H, L, D] and the weights, or None."""
+        dropout_p = self.dropout if self.training else 0.0
+        if need_weights:
+            return attention_with_weights(q, k, v, mask, bias=bias, dropout_p=dropout_p, average_heads=average_heads)
+        return attention(q, k, v, mask, bias=bias, dropout_p=dropout_p), None
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """[N, H, L, D] of a projection, without a copy."""
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if x.dim() == 3:
+            return x.transpose(0, 1)[None]
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def _merge_heads(self, o: Tensor, batched: bool) -> Tensor:
+        """`_split_heads` undone: [L, E], or with a batch [N, L, E] or [L, N, E]."""
+        if not batched:
+            return o[0].transpose(0, 1).flatten(-2)
+        return (o.transpose(1, 2) if self.batch_first else o.permute(2, 0, 1, 3)).flatten(-2)
+
+    def _append_keys(self, x: Tensor, learned: Tensor | None) -> Tensor:
+        """k or v [N, H, S, D] with the row of `add_bias_kv` [1, 1, E] and the one of `add_zero_attn` at its end."""
+        shape = (x.shape[0], self.num_heads, 1, self.head_dim)
+        if learned is not None:
+            x = torch.cat([x, learned.view(1, self.num_heads, 1, self.head_dim).expand(shape)], dim=2)
+        if self.add_zero_attn:
+            x = torch.cat([x, x.new_zeros(shape)], dim=2)
+        return x
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuses what torch refuses, with its class; torch's own F.linear refuses the wrong dtype or device."""
+        if query.dim() not in (2, 3):
+            raise AssertionError(f"query must have 3 dimensions, or 2 without a batch, got {list(query.shape)}")
+        for name, x in (("key", key), ("value", value)):
+            if x.dim() != query.dim():
+                raise AssertionError(f"{name} must have {query.dim()} dimensions like query, got {list(x.shape)}")
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"query must be [..., {self.embed_dim}], got {list(query.shape)}")
+        packed = self.in_proj_weight is not None
+        if key.shape[:-1] != value.shape[:-1] or (packed and key.shape != value.shape):
+            raise AssertionError(f"value must be {[*key.shape[:-1], self.vdim]} like key, got {list(value.shape)}")
+        for name, x, width in (("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.shape[-1] != width:
+                error = RuntimeError if packed else AssertionError
+                raise error(f"{name} must be [..., {width}], got {list(x.shape)}")
+        batch = 0 if self.batch_first else 1
+        if query.dim() == 3 and key.shape[batch] != query.shape[batch]:
+            raise RuntimeError(f"key must have a batch of {query.shape[batch]} like query, got {key.shape[batch]}")
+
+    def _check_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+    ) -> None:
+        """Refuses every nested tensor but those that torch.nn.TransformerEncoder makes of a padded batch."""
+        if query is not key or key is not value:
+            raise AssertionError("query, key and value must be one tensor when nested, got several")
+        if query.layout != torch.strided:
+            raise AssertionError(f"query must be of layout torch.strided when nested, got {query.layout}")
+        if not self.batch_first or self.bias_k is not None or self.add_zero_attn:
+            raise AssertionError("query must not be nested without batch_first, with add_bias_kv or with add_zero_attn")
+        if key_padding_mask is not None or attn_mask is not None:
+            raise AssertionError("key_padding_mask and attn_mask must be None when query is nested, got a mask")
+
+
+def _check_masks(
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    *,
+    batched: bool,
+    is_causal: bool,
+    hint_decides: bool,
+) -> None:
+    """Refuses what torch refuses, with its class.
+
+    Args:
+        q: [N, H, L, D] after the projection, and k: [N, H, S, D].
+        hint_decides: the values of `attn_mask` are not read, and torch takes any shape then.
+    """
+    (B, H, L, _), S = q.shape, k.shape[2]
+    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if mask is None or mask.dtype == torch.bool:
+            continue
+        if not mask.is_floating_point():
+            raise AssertionError(f"{name} must be bool or of a floating dtype, got {mask.dtype}")
+        if mask.dtype not in (q.dtype, torch.float32):
+            raise RuntimeError(f"{name} must be bool, torch.float32 or {q.dtype} like the queries, got {mask.dtype}")
+    if key_padding_mask is not None and key_padding_mask.shape != (B, S):
+        wanted = [B, S] if batched else [S]
+        raise AssertionError(f"key_padding_mask must be {wanted}, got {list(key_padding_mask.shape)}")
+    if attn_mask is None:
+        if is_causal:
+            raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")
+        return
+    wanted = (L, S) if attn_mask.dim() == 2 else (B * H, L, S)
+    if attn_mask.dim() not in (2, 3) or (not batched and attn_mask.dim() == 3 and attn_mask.shape != wanted):
+        raise AssertionError(f"attn_mask must be {[L, S]} or {[B * H, L, S]}, got {list(attn_mask.shape)}")
+    if not hint_decides and attn_mask.shape != wanted:
+        raise RuntimeError(f"attn_mask must be {list(wanted)}, got {list(attn_mask.shape)}")
+
+
+def _call_me(module: nn.Module, arguments: tuple) -> None:
+    """Does nothing, as a hook: torch.nn.TransformerEncoderLayer in eval mode computes attention from the parameters of
+    its `self_attn` without calling it, unless some module inside it has a hook."""

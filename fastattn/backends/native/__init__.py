@@ -1,4 +1,4 @@
-"""Attention on the CPU in C++ (csrc/): fused forward and backward that visit only the keys and queries a mask leaves."""
+"""Attention on the CPU in C++ (csrc/): fused forward and backward over the keys and queries that a mask leaves."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def backward(
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     wants_dq, wants_dkv = output_mask[0], output_mask[1] or output_mask[2]
     # dq is summed over the keys in memory, so in fp32; dk and dv are summed in the kernel's own.
-    sums = (_writable(dq, torch.float32) if wants_dq else None, *(_writable(x) if wants_dkv else None for x in (dk, dv)))
+    sums = (
+        _writable(dq, torch.float32) if wants_dq else None,
+        *(_writable(x) if wants_dkv else None for x in (dk, dv)),
+    )
     native.backward(
         None if do is None else _rows(do),
         None if dlse is None else dlse.contiguous(),

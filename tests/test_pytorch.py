@@ -1,0 +1,305 @@
+"""Attention as a citizen of PyTorch: derivatives of every order, transforms, compile, autocast, checkpointing."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+from fastattn import Mask, ops
+from fastattn.testing import CASES, assert_right, compare, make_inputs
+
+FUSED_ON_CPU = ("native", "reference")  # Triton's interpreter is too slow for everything here; ops.py is the same
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+Q, K, V = random(2, 2, 3, 2, seed=1), random(2, 1, 5, 2, seed=2), random(2, 1, 5, 3, seed=3)
+REAL_KEYS = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 0, 0]]).bool()
+REAL_QUERIES = torch.tensor([[1, 1, 1], [0, 1, 1]]).bool()
+SEGMENTS = (torch.tensor([[0, 0, 1], [2, 2, -1]]), torch.tensor([[0, 0, 1, 1, -1], [2, 2, 3, 3, 3]]))
+DENSE = torch.rand(2, 2, 3, 5, generator=torch.Generator().manual_seed(0)) < 0.7
+MASKS = {
+    "none": Mask(),
+    "positions": Mask(causal=True, q_start=torch.tensor([1, 2]), window=(2, None)),
+    "padding": Mask(causal=True, q_start=1, real_keys=REAL_KEYS, real_queries=REAL_QUERIES),
+    "segments": Mask(causal=True, segments=SEGMENTS),
+    "dense": Mask(dense=DENSE),
+}
+LEARNED = {"bias": random(1, 2, 3, 5, seed=4), "alibi_slopes": random(2, seed=5), "sinks": random(2, seed=6)}
+
+
+def leaves(*tensors):
+    return tuple(x.detach().clone().requires_grad_() for x in tensors)
+
+
+def attend_with_everything(mask, dropout_p=0.0):
+    """A function of (q, k, v, bias, slopes, sinks) -> (o, lse) in which every derivative is finite."""
+
+    def attend(q, k, v, bias, slopes, sinks):
+        generator = torch.Generator().manual_seed(3) if dropout_p else None
+        o, lse = fastattn.attention(
+            q, k, v, mask, bias=bias, alibi_slopes=slopes, sinks=sinks, softcap=2.0, dropout_p=dropout_p,
+            generator=generator, return_lse=True, backend="reference",
+        )  # fmt: skip
+        return o, lse.masked_fill(lse == -math.inf, 0)
+
+    return attend
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_first_order(name):
+    inputs = leaves(Q, K, V, *LEARNED.values())
+    assert gradcheck(attend_with_everything(MASKS[name]), inputs, check_forward_ad=True)
+    assert gradcheck(attend_with_everything(MASKS[name], dropout_p=0.4), inputs)
+    assert gradcheck(attend_with_everything(MASKS[name]), inputs, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_second_order(name):
+    inputs = leaves(Q, K, V, *LEARNED.values())
+    assert gradgradcheck(attend_with_everything(MASKS[name]), inputs, check_fwd_over_rev=True)
+    assert gradgradcheck(attend_with_everything(MASKS[name], dropout_p=0.4), inputs)
+
+
+def test_second_order_goes_through_in_blocks(monkeypatch):
+    monkeypatch.setattr(ops.derivatives, "BLOCK_ELEMENTS", 45)  # one query row at a time
+    assert gradgradcheck(attend_with_everything(MASKS["padding"], dropout_p=0.4), leaves(Q, K, V, *LEARNED.values()))
+
+
+def test_hessian_vector_products_agree_in_every_order():
+    def loss(q):
+        return fastattn.attention(q, K, V, MASKS["padding"], backend="reference").sin().sum()
+
+    direction = random(*Q.shape, seed=9)
+    forward_over_reverse = jvp(grad(loss), (Q,), (direction,))[1]
+    reverse_over_reverse = vjp(grad(loss), Q)[1](direction)[0]
+    reverse_over_forward = grad(lambda q: jvp(loss, (q,), (direction,))[1])(Q)
+    whole = (hessian(loss)(Q).flatten(4).flatten(0, 3) @ direction.flatten()).view_as(Q)
+    for other in (reverse_over_reverse, reverse_over_forward, whole):
+        torch.testing.assert_close(forward_over_reverse, other)
+    torch.testing.assert_close(hessian(loss)(Q), jacrev(jacrev(loss))(Q))
+
+
+def test_forward_over_forward_is_refused_instead_of_zero():
+    def loss(q):
+        return fastattn.attention(q, K, V, backend="reference").sin().sum()
+
+    with pytest.raises(NotImplementedError, match="forward mode inside forward mode"):
+        jacfwd(jacfwd(loss))(Q)
+
+
+def test_second_order_of_a_fused_backend():
+    inputs = make_inputs(next(c for c in CASES if c.name == "pad-left-causal"), torch.float32)
+    inputs.q.nan_to_num_(), inputs.k.nan_to_num_(), inputs.v.nan_to_num_()
+
+    def squared_gradients(dtype, backend):
+        q, k, v = leaves(*(x.to(dtype) for x in (inputs.q, inputs.k, inputs.v)))
+        o = fastattn.attention(q, k, v, inputs.mask, backend=backend)
+        first = torch.autograd.grad(o, (q, k, v), inputs.do.to(dtype), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (q, k, v))
+
+    ours, plain = squared_gradients(torch.float32, "native"), squared_gradients(torch.float32, "reference")
+    for values in zip("qkv", ours, plain, squared_gradients(torch.float64, "reference"), strict=True):
+        assert (error := compare(*values)).right, error
+
+
+@pytest.mark.parametrize("backend", FUSED_ON_CPU)
+def test_vmap_over_any_argument(backend):
+    q, k, v = random(3, 2, 2, 3, 2).float(), K.float(), random(2, 3, 1, 5, 3).float()  # mapped at dim 0, not, at dim 1
+    keys = torch.stack([REAL_KEYS, ~REAL_KEYS, REAL_KEYS.flip(0)], dim=-1)  # at the last
+
+    def attend(q, k, v, real_keys):
+        return fastattn.attention(q, k, v, Mask(real_keys=real_keys), backend=backend)
+
+    def sample(i):
+        return attend(q[i], k, v[:, i], keys[..., i])
+
+    mapped = vmap(attend, in_dims=(0, None, 1, -1))(q, k, v, keys)
+    assert torch.equal(mapped, torch.stack([sample(i) for i in range(3)]))
+
+    def loss(q, v, real_keys):
+        return attend(q, k, v, real_keys).square().sum()
+
+    per_sample = vmap(grad(loss), in_dims=(0, 1, -1))(q, v, keys)
+    expected = torch.stack([grad(loss)(q[i], v[:, i], keys[..., i]) for i in range(3)])
+    torch.testing.assert_close(per_sample, expected)
+
+
+def test_vmap_takes_a_mask_as_a_pytree():
+    masks = Mask(causal=True, real_keys=torch.stack([REAL_KEYS, ~REAL_KEYS]))
+    in_dims = Mask(causal=None, q_start=None, real_keys=0)
+    mapped = vmap(lambda mask: fastattn.attention(Q, K, V, mask, backend="reference"), in_dims=(in_dims,))
+    expected = [
+        fastattn.attention(Q, K, V, Mask(True, real_keys=keys), backend="reference") for keys in masks.real_keys
+    ]
+    assert torch.equal(mapped(masks), torch.stack(expected))
+
+
+@pytest.mark.parametrize("backend", FUSED_ON_CPU)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiles_whole_to_two_graphs_over_all_lengths(backend, compiler):
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(compiler)(graph, example_inputs)
+
+    def attend(q, k, v, real_keys):
+        mask = Mask(causal=True, q_start=k.shape[2] - q.shape[2], real_keys=real_keys)
+        return fastattn.attention(q, k, v, mask, backend=None if backend == "native" else backend)
+
+    compiled = torch.compile(attend, backend=count, fullgraph=True)
+    for n_q, n_k in ((3, 5), (4, 9), (7, 8), (2, 30), (65, 130)):
+        q, k, v = leaves(random(2, 4, n_q, 8).float(), random(2, 2, n_k, 8).float(), random(2, 2, n_k, 8).float())
+        real_keys = torch.rand(2, n_k) < 0.7
+        eager, fast = attend(q, k, v, real_keys), compiled(q, k, v, real_keys)
+        assert torch.equal(eager, fast)
+        arriving = torch.randn_like(eager)
+        for a, b in zip(*(torch.autograd.grad(o, (q, k, v), arriving) for o in (eager, fast)), strict=True):
+            assert torch.equal(a, b)
+    assert len(graphs) <= 2
+
+
+def test_compiled_second_order_is_refused():
+    q = Q.clone().requires_grad_()
+    compiled = torch.compile(
+        lambda q: fastattn.attention(q, K, V, backend="reference"), fullgraph=True, backend="aot_eager"
+    )
+    first = torch.autograd.grad(compiled(q).sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(first.sum(), q)
+
+
+def test_exports():
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v, real_keys):
+            return fastattn.attention(q, k, v, Mask(real_keys=real_keys))
+
+    inputs = (Q.float(), K.float(), V.float(), REAL_KEYS)
+    assert torch.equal(torch.export.export(Attend(), inputs).module()(*inputs), Attend()(*inputs))
+
+
+@pytest.mark.parametrize("backend", FUSED_ON_CPU)
+@pytest.mark.parametrize("name", ["plain", "pad-queries-causal", "projection-layout", "causal-cached"])
+def test_opcheck(backend, name):
+    inputs = make_inputs(next(case for case in CASES if case.name == name), torch.float32)
+    for x in (inputs.q, inputs.k, inputs.v, inputs.do):
+        x.nan_to_num_()  # opcheck compares results, and NaN is not equal to NaN
+    spec = inputs.spec()
+    flat = ops._flatten(spec, backend)
+    forward = (inputs.q, inputs.k, inputs.v, None, None, None, *flat)
+    o, lse = torch.ops.fastattn.forward(*forward)
+    wanted = (True, True, True, False, False, False)
+    torch.library.opcheck(torch.ops.fastattn.forward.default, forward)
+    backward = (inputs.do, inputs.dlse, inputs.q, inputs.k, inputs.v, o, lse, None, None, None, *wanted, *flat)
+    torch.library.opcheck(torch.ops.fastattn.backward.default, backward)
+
+
+def test_opcheck_with_everything_learned():
+    spec = fastattn.spec.Spec(
+        MASKS["padding"], 0.5, LEARNED["bias"], 2.0, LEARNED["alibi_slopes"], LEARNED["sinks"], 0.3, torch.tensor(7)
+    )
+    flat = ops._flatten(spec, "reference")
+    forward = (Q, K, V, *LEARNED.values(), *flat)
+    o, lse = torch.ops.fastattn.forward(*forward)
+    torch.library.opcheck(torch.ops.fastattn.forward.default, forward)
+    backward = (torch.ones_like(o), None, Q, K, V, o, lse, *LEARNED.values(), *(True,) * 6, *flat)
+    torch.library.opcheck(torch.ops.fastattn.backward.default, backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_does_what_it_does_to_sdpa(dtype):
+    q, k, v = leaves(Q.float(), K.float(), V.float())
+    with torch.autocast("cpu", dtype=dtype):
+        o = fastattn.attention(q, k, v)
+        assert o.dtype == dtype
+        assert torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).dtype == dtype
+    assert torch.equal(o, fastattn.attention(q.to(dtype), k.to(dtype), v.to(dtype)))
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_recomputes_the_same_dropout(use_reentrant, dropout_p):
+    def attend(q, k, v):
+        return fastattn.attention(q, k, v, dropout_p=dropout_p, backend="reference")
+
+    def outputs(run):
+        torch.manual_seed(4)
+        q, k, v = leaves(Q, K, V)
+        o = run(q, k, v)
+        o.square().sum().backward()  # the reentrant kind does not take torch.autograd.grad
+        return o, q.grad, k.grad, v.grad
+
+    plain = outputs(attend)
+    saved = outputs(lambda *x: checkpoint(attend, *x, use_reentrant=use_reentrant))
+    for a, b in zip(plain, saved, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", FUSED_ON_CPU)
+def test_any_strides(backend):
+    q, k, v = Q.float(), K.float(), V.float()
+    expected = fastattn.attention(q, k, v, MASKS["padding"], backend=backend)
+
+    def reordered(x):
+        return x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0)  # the head dim is the slowest
+
+    variants = {
+        "last stride not 1": (reordered(q), reordered(k), reordered(v)),
+        "expanded": (q, k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1)),
+        "every other token": tuple(x.repeat_interleave(2, 2)[:, :, ::2] for x in (q, k, v)),
+    }
+    for name, tensors in variants.items():
+        whole = fastattn.attention(*(x.contiguous() for x in tensors), MASKS["padding"], backend=backend)
+        assert torch.equal(fastattn.attention(*tensors, MASKS["padding"], backend=backend), whole), name
+    torch.testing.assert_close(
+        fastattn.attention(*variants["last stride not 1"], MASKS["padding"], backend=backend), expected
+    )
+
+
+def test_no_function_when_no_gradient_is_wanted():
+    q = Q.float().requires_grad_()
+    with torch.no_grad():
+        assert fastattn.attention(q, K.float(), V.float()).grad_fn is None
+    assert fastattn.attention(q, K.float(), V.float()).grad_fn is not None
+
+
+def test_functional_call_and_deepcopy_of_a_mask():
+    mask = copy.deepcopy(MASKS["padding"])
+    assert torch.equal(mask.keep(3, 5), MASKS["padding"].keep(3, 5))
+    linear = torch.nn.Linear(2, 2, dtype=torch.float64)
+
+    def loss(parameters):
+        x = functional_call(linear, parameters, Q)
+        return fastattn.attention(x, K, V, mask, backend="reference").square().sum()
+
+    gradients = grad(loss)(dict(linear.named_parameters()))
+    loss(dict(linear.named_parameters())).backward()
+    for name, parameter in linear.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_merging_the_heads_of_the_output_needs_no_copy():
+    x = random(2, 5, 3 * 8).float()
+    q = x.unflatten(-1, (3, 8)).transpose(1, 2)
+    o = fastattn.attention(q, q, q)
+    assert o.transpose(1, 2).flatten(2).data_ptr() == o.data_ptr()
+
+
+def test_batch_times_heads_beyond_a_cuda_grid_dimension():
+    case = next(case for case in CASES if case.name == "one-by-one")
+    q = random(70_000, 1, 2, 1).float()
+    o = fastattn.attention(q, q, q)
+    sample = make_inputs(case, torch.float32)
+    sample.q = sample.k = sample.v = q[69_999:]
+    sample.do, sample.dlse = torch.zeros_like(q[:1]), torch.zeros(1, 1, 2)
+    assert_right(sample, {"o": o[69_999:]})

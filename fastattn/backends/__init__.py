@@ -17,6 +17,7 @@ A backend is a module with these names, and nothing else is asked of it:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -46,14 +47,24 @@ def objections(backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec,
     Args:
         named: the user asked for this backend, so a backend that serves only by name has no objection.
     """
-    missing = spec.features() - backend.features(q.device)
-    found = [f"does not support {name} on {q.device.type}" for name in sorted(missing)]
-    found += backend.unsupported(q, k, v, spec)
+    return list(_objections(backend, q, k, v, spec, spec.features(), named))
+
+
+def _objections(
+    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec, features: frozenset[str], named: bool
+) -> Iterator[str]:
+    willing = True
+    for name in sorted(features - backend.features(q.device)):
+        willing = False
+        yield f"does not support {name} on {q.device.type}"
     if not named and (why := backend.by_name_only(q.device)):
-        found.append(why)
-    if not found and (why := _unavailable(backend.NAME)):  # last, since it may have to build the backend first
-        found.append(why)
-    return found
+        willing = False
+        yield why
+    for why in backend.unsupported(q, k, v, spec):
+        willing = False
+        yield why
+    if willing and (why := _unavailable(backend.NAME)):  # last, since it may have to build the backend first
+        yield why
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None) -> str:
@@ -68,14 +79,15 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None)
         NotImplementedError: every backend asked objects; the message gives each one's reasons.
     """
     candidates = {None: BACKENDS, "fused": BACKENDS[:-1]}.get(name) or (backend_by_name(name),)
-    refusals = {}
+    named, features = name not in (None, "fused"), spec.features()
     for backend in candidates:
-        refusals[backend.NAME] = objections(backend, q, k, v, spec, named=name not in (None, "fused"))
-        if not refusals[backend.NAME]:
+        for _ in _objections(backend, q, k, v, spec, features, named):
+            break  # one is enough: the rest is worked out only for somebody who reads it
+        else:
             if name is None and backend is reference:
-                _warn_of_fallback(_listed({name: why for name, why in refusals.items() if why}))
+                _warn_of_fallback(_listed_objections(BACKENDS[:-1], q, k, v, spec, named))
             return backend.NAME
-    raise NotImplementedError("no backend computes this call:\n" + _listed(refusals))
+    raise NotImplementedError("no backend computes this call:\n" + _listed_objections(candidates, q, k, v, spec, named))
 
 
 @torch.compiler.assume_constant_result  # under torch.compile: build, if need be, while tracing
@@ -94,8 +106,11 @@ def _warn_of_fallback(reasons: str) -> None:
     )
 
 
-def _listed(refusals: dict[str, list[str]]) -> str:
-    return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refusals.items())
+def _listed_objections(
+    backends: tuple[ModuleType, ...], q: Tensor, k: Tensor, v: Tensor, spec: Spec, named: bool
+) -> str:
+    reasons = {b.NAME: objections(b, q, k, v, spec, named=named) for b in backends}
+    return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
 
 
 def _known_names() -> str:

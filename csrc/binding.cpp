@@ -71,7 +71,7 @@ struct Mask {
 
   Mask(int64_t B, int64_t n_q, int64_t n_k, bool causal, std::optional<int64_t> left, std::optional<int64_t> right,
        std::vector<int64_t> q_start, const MaybeTensor& real_queries, const MaybeTensor& real_keys)
-      : band(make_band(causal, left.value_or(kFar), right.value_or(kFar))),
+      : band(make_band(causal, left.value_or(kNoLimit), right.value_or(kNoLimit))),
         q_start(std::move(q_start)),
         queries(real_queries, B, n_q),
         keys(real_keys, B, n_k),

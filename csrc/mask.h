@@ -9,8 +9,9 @@
 
 namespace fastattn {
 
-// Stands for "no limit", and bounds every position: sums of a few of these do not overflow.
-constexpr int64_t kFar = int64_t(1) << 60;
+// Positions and windows are exact up to kFar, and a window of kNoLimit hides nothing from there; no sum overflows.
+constexpr int64_t kFar = int64_t(1) << 61;
+constexpr int64_t kNoLimit = 2 * kFar;
 
 FASTATTN_HD int64_t lesser(int64_t x, int64_t y) { return x < y ? x : y; }
 FASTATTN_HD int64_t greater(int64_t x, int64_t y) { return x < y ? y : x; }
@@ -30,8 +31,7 @@ struct Band {
 };
 
 FASTATTN_HD Band make_band(bool causal, int64_t left, int64_t right) {
-  const Band window{clamp(left, -kFar, kFar), clamp(right, -kFar, kFar)};
-  return {window.left, causal ? lesser(window.right, 0) : window.right};
+  return {clamp(left, -kFar, kNoLimit), clamp(causal ? lesser(right, 0) : right, -kFar, kNoLimit)};
 }
 
 FASTATTN_HD int64_t position_of(int64_t query, int64_t q_start) { return query + clamp(q_start, -kFar, kFar); }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -58,7 +56,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     native = build.load()
     o = empty_output(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    native.forward(*map(_rows, (q, k, v)), o, lse, spec.scale, _mask(native, spec.mask, q, k))
+    native.forward(*map(_rows, (q, k, v)), o, lse, spec.scale, native_mask(spec.mask, q, k))
     return o, lse
 
 
@@ -89,7 +87,7 @@ def backward(
         lse.contiguous(),
         *sums,
         spec.scale,
-        _mask(native, spec.mask, q, k),
+        native_mask(spec.mask, q, k),
     )
     for gradient, written in zip((dq, dk, dv), sums, strict=True):
         if written is not None and written is not gradient:
@@ -109,11 +107,11 @@ def _writable(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype)
 
 
-def _mask(native: ModuleType, mask: Mask, q: Tensor, k: Tensor):
-    """The mask as native.Mask, for the sizes of q and k."""
+def native_mask(mask: Mask, q: Tensor, k: Tensor) -> object:
+    """The mask as the C++ module takes it, for the sizes of q and k."""
     B = q.shape[0]
     left, right = mask.window
-    return native.Mask(
+    return build.load().Mask(
         B=B,
         n_q=q.shape[2],
         n_k=k.shape[2],

@@ -9,16 +9,21 @@ from .api import (
     scaled_dot_product_attention,
 )
 from .backends import FallbackWarning
+from .nn import MultiHeadAttention
 from .spec import Mask
+from .swap import SwapReport, swap
 
 __version__ = "0.1.0"
 __all__ = [
     "Explanation",
     "FallbackWarning",
     "Mask",
+    "MultiHeadAttention",
+    "SwapReport",
     "attention",
     "attention_weights",
     "attention_with_weights",
     "explain",
     "scaled_dot_product_attention",
+    "swap",
 ]

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .nn import MultiHeadAttention
 
@@ -15,8 +16,8 @@ from .nn import MultiHeadAttention
 class SwapReport:
     """What `swap` did; `str()` of it is meant for people.
 
-    swapped: by qualified name in the model ("" is the model itself), the class of each attention module that computes by
-        fastattn since this call.
+    swapped: by qualified name in the model ("" is the model itself), the class that each attention module had which
+        computes by fastattn since this call.
     already: the same for those that did before.
     refused: by qualified name, the sentence why this one stays what it was.
     """
@@ -36,14 +37,14 @@ class SwapReport:
 
 
 def swap(model: nn.Module) -> SwapReport:
-    """A report of what computes by fastattn from now on; the model is changed in place, and its parameters stay as they are.
+    """A report of what computes by fastattn from now on; the model is changed in place, its parameters stay.
 
     Every `nn.MultiheadAttention` becomes a `fastattn.MultiHeadAttention`: the same object with another class, so that
     parameters, optimizers, hooks, modes, and modules used in two places (or that are the model itself) need no care.
-    `nn.TransformerEncoder` and its layers then leave their fast path, which would go around the attention module. Models
-    of Hugging Face transformers are set to the attention implementation "fastattn"; `model.set_attn_implementation("sdpa")`
-    takes that back. Whatever cannot be replaced is left as it was, and listed in the report with the reason. Doing it
-    again changes nothing.
+    `nn.TransformerEncoder` and its layers then leave their fast path, which would go around the attention module.
+    Models of Hugging Face transformers are set to the attention implementation "fastattn", which
+    `model.set_attn_implementation("sdpa")` takes back. Whatever cannot be replaced is left as it was, and listed in the
+    report with the reason. Doing it again changes nothing.
 
     Args:
         model: any module.
@@ -90,7 +91,7 @@ def _objection(module: nn.Module) -> str | None:
         return f"{cls.__module__}.{cls.__name__} is a subclass of nn.MultiheadAttention and may compute something else"
     if "forward" in vars(module):
         return "its forward was replaced on the module itself"
-    if not isinstance(module.out_proj, nn.Linear):
+    if type(module.out_proj) not in (nn.Linear, NonDynamicallyQuantizableLinear):
         return f"its out_proj is a {type(module.out_proj).__name__}, not a Linear"
     return None
 

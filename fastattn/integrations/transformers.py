@@ -1,12 +1,12 @@
 """Hugging Face transformers: the attention implementation "fastattn".
 
-Two functions are registered under that name, and a model needs both: `attention_mask`, which transformers calls once a
-forward pass to make its mask, and `attention_forward`, which each attention module calls with that mask. With the second
-alone transformers would make no mask at all, and padding would be attended to without a word.
+Two functions are registered under that name, and a model needs both: `attention_mask`, which transformers calls once
+a forward pass to make its mask, and `attention_forward`, which each attention module calls with that mask. With the
+second alone transformers would make no mask at all, and padding would be attended to without a word.
 
 What comes from transformers is either computed as its own eager attention does, or refused in a sentence. One thing
-differs on purpose: where it is certain that the queries are the tokens of the keys, padded queries are not computed, and
-their attention output is 0 (as with its flash_attention_2). What a model returns at padded positions means nothing.
+differs on purpose: where it is certain that the queries are the tokens of the keys, padded queries are not computed,
+and their attention output is 0 (as with its flash_attention_2). What a model returns at padding means nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from ..spec import Mask
 
 IMPLEMENTATION = "fastattn"
 
-_SELF_ATTENTION_ONLY = frozenset({"albert", "bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"})
+_SELF_ATTENTION_ONLY = frozenset(
+    {"albert", "bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"}
+)
 """Model types without `add_cross_attention` in which a mask that is not causal belongs to self-attention. It cannot be
 told from the call: a cross-attention whose queries happen to be as many as its keys looks the same."""
 
@@ -50,12 +52,12 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Keyword arguments that transformers passes down to attention and that its eager attention reads for nothing; positions
+"""Keyword arguments that transformers passes down to attention, and that its eager attention does not read; positions
 and padding are in the mask already."""
 
 
 class PreparedMask(Mask):
-    """A `Mask` that travels through transformers in place of the 4-D tensor which it expects a mask function to make."""
+    """A `Mask` that goes through transformers in place of the 4-D tensor it expects a mask function to make."""
 
     __slots__ = ()
     ndim = 4
@@ -84,8 +86,8 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
     already: dict[str, str] = {}
     refused: dict[str, str] = {}
     for prefix, outermost in _outermost_models(model).items():
-        pretrained = [module for module in outermost.modules() if isinstance(module, PreTrainedModel)]
-        before = {module: module.config._attn_implementation for module in pretrained}
+        pretrained = {n: module for n, module in outermost.named_modules() if isinstance(module, PreTrainedModel)}
+        before = {module: module.config._attn_implementation for module in pretrained.values()}
         attention = _attention_modules(outermost)
         try:
             if attention:
@@ -95,15 +97,19 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
                 module.config._attn_implementation = implementation
             refused[prefix] = str(error)
             continue
-        for module in pretrained:
+        for name, module in pretrained.items():
             if not module._can_set_attn_implementation():
-                name = type(module).__name__
-                refused[_qualified(prefix, outermost, module)] = f"{name} does not use transformers' AttentionInterface"
+                why = f"{type(module).__name__} does not use the AttentionInterface of transformers"
+                refused[_joined(prefix, name)] = why
         for name, (module, owner) in attention.items():
-            done = already if before[owner] == IMPLEMENTATION else swapped
             if owner.config._attn_implementation == IMPLEMENTATION:
-                done[".".join(filter(None, (prefix, name)))] = type(module).__name__
+                done = already if before[owner] == IMPLEMENTATION else swapped
+                done[_joined(prefix, name)] = type(module).__name__
     return swapped, already, refused
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
@@ -117,7 +123,7 @@ def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def _attention_modules(model: PreTrainedModel) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
-    """By name, each module that asks transformers for the attention implementation, and the model whose config decides."""
+    """By name, each module that asks transformers for its implementation, and the model whose config decides."""
     owners: dict[str, PreTrainedModel] = {}
     found = {}
     for name, module in model.named_modules():
@@ -208,7 +214,9 @@ def attention_mask(
 
 
 def _self_attention_only(config: PreTrainedConfig | None) -> bool:
-    return getattr(config, "model_type", None) in _SELF_ATTENTION_ONLY and not getattr(config, "add_cross_attention", False)
+    return getattr(config, "model_type", None) in _SELF_ATTENTION_ONLY and not getattr(
+        config, "add_cross_attention", False
+    )
 
 
 def _fields(function: Callable) -> dict[str, object] | None:
@@ -217,8 +225,9 @@ def _fields(function: Callable) -> dict[str, object] | None:
         return {}
     if function is masking_utils.causal_mask_function:
         return {"causal": True}
-    enclosed = _enclosed_by(function)
-    match _maker(function):
+    maker = _maker(function)
+    enclosed = {} if maker is None else _enclosed_by(function)
+    match maker:
         case "sliding_window_overlay":
             return {"window": (enclosed["sliding_window"] - 1, None)}
         case "sliding_window_bidirectional_overlay":
@@ -254,7 +263,11 @@ def _maker(function: Callable) -> str | None:
 def _enclosed_by(function: Callable) -> dict[str, object]:
     """What the closure was made with."""
     cells = getattr(function, "__closure__", None) or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)} if cells else {}
+    return (
+        {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+        if cells
+        else {}
+    )
 
 
 def attention_forward(
@@ -281,7 +294,7 @@ def attention_forward(
         query: [B, H, n_q, D].
         key: [B, H_kv, n_k, D].
         value: [B, H_kv, n_k, d_v].
-        attention_mask: what `attention_mask` returned, or a mask that a user or a model made: bool (True may see) or float
+        attention_mask: what `attention_mask` returned, or what a user or a model made: bool (True may see) or float
             (added), broadcastable to [B, H, n_q, n_k]. None is causal where the module says so, else everything.
         dropout: probability to drop a weight; without effect unless the module is in training.
         scaling: factor on query key^T; None is 1 / sqrt(D).
@@ -313,7 +326,7 @@ def attention_forward(
         mask, bias = _from_tensor(attention_mask)
     packed = [x for x in (cu_seq_lens_q, cu_seq_lens_k) if x is not None and x.numel() > 2]
     if packed and mask.segments is None and mask.dense is None and bias is None:
-        raise _refusal(module, "cu_seq_lens came without a mask that separates the sequences; pass position_ids as well")
+        raise _refusal(module, "cu_seq_lens came without a mask that separates the sequences; pass position_ids too")
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
 

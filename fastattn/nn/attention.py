@@ -114,10 +114,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         batched = query.dim() == 3
         self._check_inputs(query, key, value)
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
-        if not batched and key_padding_mask is not None and key_padding_mask.dim() == 1:
-            key_padding_mask = key_padding_mask[None]
         hint_decides = is_causal and key_padding_mask is None and not need_weights
         _check_masks(key_padding_mask, attn_mask, q, k, batched=batched, is_causal=is_causal, hint_decides=hint_decides)
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask[None]
         k, v = self._append_keys(k, self.bias_k), self._append_keys(v, self.bias_v)
         if hint_decides:
             mask, bias = Mask(causal=True), None
@@ -256,9 +256,9 @@ def _check_masks(
             raise AssertionError(f"{name} must be bool or of a floating dtype, got {mask.dtype}")
         if mask.dtype not in (q.dtype, torch.float32):
             raise RuntimeError(f"{name} must be bool, torch.float32 or {q.dtype} like the queries, got {mask.dtype}")
-    if key_padding_mask is not None and key_padding_mask.shape != (B, S):
-        wanted = [B, S] if batched else [S]
-        raise AssertionError(f"key_padding_mask must be {wanted}, got {list(key_padding_mask.shape)}")
+    wanted = (B, S) if batched else (S,)
+    if key_padding_mask is not None and key_padding_mask.shape != wanted:
+        raise AssertionError(f"key_padding_mask must be {list(wanted)}, got {list(key_padding_mask.shape)}")
     if attn_mask is None:
         if is_causal:
             raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")

@@ -26,7 +26,6 @@ from .tiles import (
     keep,
     key_range,
     launch,
-    load_per_row,
     load_tile,
     padded_head_dim,
     position_of_first_query,
@@ -37,6 +36,9 @@ from .tiles import (
     store_tile,
     visibility,
 )
+
+PRECISE_UP_TO_LOG2: tl.constexpr = tl.constexpr(16.0)
+"""The rounding of an lse up to this costs a weight at most some 6 units in the last place."""
 
 
 def backward(
@@ -54,33 +56,11 @@ def backward(
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     dq_wanted, dk_wanted, dv_wanted = output_mask[:3]
     block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
-    visible = visibility(spec.mask)
+    visible, scale_log2 = visibility(spec.mask), spec.scale * LOG2E.value
     q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
     do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
 
-    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    rows = config_for("rows", q, block_v)
-    launch(
-        rows_kernel,
-        B * H * triton.cdiv(n_q, rows.BLOCK_M),
-        readable_heads(o),
-        do_heads,
-        lse.contiguous(),
-        None if dlse is None else dlse.contiguous(),
-        lse_log2,
-        delta,
-        visible,
-        H,
-        n_q,
-        D_V=d_v,
-        BLOCK_V=block_v,
-        BLOCK_M=rows.BLOCK_M,
-        num_warps=rows.num_warps,
-    )
-
-    inputs = (q_heads, k_heads, v_heads, do_heads, lse_log2, delta)
-    scalars = (visible, spec.scale, spec.scale * LOG2E.value, H, n_q, n_k)
-    constants = {
+    shape = {
         "GROUP": H // max(H_kv, 1),
         "D_QK": d_qk,
         "D_V": d_v,
@@ -88,36 +68,71 @@ def backward(
         "BLOCK_V": block_v,
         "PRECISION": dot_precision(),
     }
+    scalars = (H, n_q, n_k)
+    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    rest_log2 = torch.empty_like(lse) if q.dtype == torch.float32 else None
+    config = config_for("rows", q, max(block_qk, block_v))
+    launch(
+        rows_kernel,
+        B * H * triton.cdiv(n_q, config.BLOCK_M),
+        q_heads,
+        k_heads,
+        readable_heads(o),
+        do_heads,
+        lse.contiguous(),
+        None if dlse is None else dlse.contiguous(),
+        lse_log2,
+        rest_log2,
+        delta,
+        visible,
+        scale_log2,
+        *scalars,
+        **shape,
+        **config._asdict(),
+    )
+
+    inputs = (q_heads, k_heads, v_heads, do_heads, lse_log2, rest_log2, delta)
+    scalars = (visible, spec.scale, scale_log2, *scalars)
     dq = dk = dv = None
     if dk_wanted or dv_wanted:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         config = config_for("dk_dv", q, max(block_qk, block_v))
         programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
-        launch(dk_dv_kernel, programs, *inputs, heads(dk), heads(dv), *scalars, **constants, **config._asdict())
+        launch(dk_dv_kernel, programs, *inputs, heads(dk), heads(dv), *scalars, **shape, **config._asdict())
     if dq_wanted:
         dq = torch.empty_like(q)
         config = config_for("dq", q, max(block_qk, block_v))
         programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-        launch(dq_kernel, programs, *inputs, heads(dq), *scalars, **constants, **config._asdict())
+        launch(dq_kernel, programs, *inputs, heads(dq), *scalars, **shape, **config._asdict())
     return dq, dk, dv
 
 
-@triton.jit(do_not_specialize=["n_q"])
+@triton.jit(do_not_specialize=["n_q", "n_k"])
 def rows_kernel(
+    q: Heads,
+    k: Heads,
     o: Heads,
     do: Heads,
     lse,
     dlse,
     lse_log2,
+    rest_log2,
     delta,
     visible: Visibility,
+    scale_log2,
     H,
     n_q,
+    n_k,
+    GROUP: tl.constexpr,
+    D_QK: tl.constexpr,
     D_V: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """What the other two kernels need of each query row: delta, and lse in base 2."""
+    """What the other two kernels need of BLOCK_M query rows: delta, and lse in base 2, as a sum of two floats in fp32."""
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
     o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
@@ -127,19 +142,43 @@ def rows_kernel(
     b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
     b_delta = tl.sum(b_o * b_do, 1)
     if dlse is not None:
-        b_delta -= load_per_row(dlse + p_row, m_q, 0.0)
-    b_lse = load_per_row(lse + p_row, m_q, float("-inf"))
+        b_delta -= tl.load(dlse + p_row, mask=m_q, other=0.0)
+    b_lse = tl.load(lse + p_row, mask=m_q, other=float("-inf"))
     # An lse of +inf makes every weight exp2(score - lse) of a row that sees nothing 0, without a NaN.
     b_lse_log2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
     m_row = o_q < n_q
     tl.store(delta + p_row, b_delta, mask=m_row)
     tl.store(lse_log2 + p_row, b_lse_log2, mask=m_row)
 
+    if rest_log2 is not None:
+        # Every weight of a row is off by the rounding of its lse. They sum to 1, so one more pass tells by how much.
+        rounded = tl.max(tl.where(b_lse == float("-inf"), 0.0, tl.abs(b_lse_log2)), 0) > PRECISE_UP_TO_LOG2
+        q_start = position_of_first_query(visible, i_b)
+        tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        # [M, D]
+        b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+        p_k = head_of(k, i_b, i_h // GROUP)
+        b_sum = tl.zeros([BLOCK_M], tl.float32)
+        for i_n in tl.range(tile_range[0], tl.where(rounded, tile_range[3], tile_range[0])):
+            o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
+            # [N, D]
+            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+            # [M, N]
+            b_p = weights(b_q, b_k, b_lse_log2[:, None], None, scale_log2, PRECISION)
+            if is_edge(i_n, tile_range):
+                b_p = tl.where(keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible), b_p, 0.0)
+            b_sum += tl.sum(b_p, 1)
+        tl.store(rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
+
 
 @triton.jit
-def weights(b_x, b_y, b_lse_log2, scale_log2, PRECISION: tl.constexpr):
-    """P"""
-    return tl.exp2(dot(b_x, tl.trans(b_y), None, PRECISION) * scale_log2 - b_lse_log2)
+def weights(b_x, b_y, b_lse_log2, b_rest_log2, scale_log2, PRECISION: tl.constexpr):
+    """P of a tile before the mask: [M, N] where x is Q and y is K, [N, M] the other way round, which lse broadcasts to."""
+    b_p_log2 = dot(b_x, tl.trans(b_y), None, PRECISION) * scale_log2 - b_lse_log2
+    if b_rest_log2 is not None:
+        b_p_log2 -= b_rest_log2
+    return tl.exp2(b_p_log2)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -149,6 +188,7 @@ def dk_dv_kernel(
     v: Heads,
     do: Heads,
     lse_log2,
+    rest_log2,
     delta,
     dk: Heads,
     dv: Heads,
@@ -193,10 +233,13 @@ def dk_dv_kernel(
             b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
             b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
             # [M]
-            b_lse_log2 = load_per_row(lse_log2 + i_row + o_q, m_q, float("inf"))
-            b_delta = load_per_row(delta + i_row + o_q, m_q, 0.0)
+            b_lse_log2 = tl.load(lse_log2 + i_row + o_q, mask=m_q, other=float("inf"))
+            b_rest_log2 = None
+            if rest_log2 is not None:
+                b_rest_log2 = tl.load(rest_log2 + i_row + o_q, mask=m_q, other=0.0)[None, :]
+            b_delta = tl.load(delta + i_row + o_q, mask=m_q, other=0.0)
             # [N, M]
-            b_p = weights(b_k, b_q, b_lse_log2[None, :], scale_log2, PRECISION)
+            b_p = weights(b_k, b_q, b_lse_log2[None, :], b_rest_log2, scale_log2, PRECISION)
             if edge:
                 b_p = tl.where(keep(o_q[None, :], o_k[:, None], m_q[None, :], m_k[:, None], q_start, visible), b_p, 0.0)
             b_ds = b_p * (dot(b_v, tl.trans(b_do), None, PRECISION) - b_delta[None, :])
@@ -219,6 +262,7 @@ def dq_kernel(
     v: Heads,
     do: Heads,
     lse_log2,
+    rest_log2,
     delta,
     dq: Heads,
     visible: Visibility,
@@ -251,8 +295,11 @@ def dq_kernel(
     b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
     # [M]
     p_row = (i_b * H + i_h) * n_q + o_q
-    b_lse_log2 = load_per_row(lse_log2 + p_row, m_q, float("inf"))
-    b_delta = load_per_row(delta + p_row, m_q, 0.0)
+    b_lse_log2 = tl.load(lse_log2 + p_row, mask=m_q, other=float("inf"))
+    b_rest_log2 = None
+    if rest_log2 is not None:
+        b_rest_log2 = tl.load(rest_log2 + p_row, mask=m_q, other=0.0)[:, None]
+    b_delta = tl.load(delta + p_row, mask=m_q, other=0.0)
     p_k = head_of(k, i_b, i_h // GROUP)
     p_v = head_of(v, i_b, i_h // GROUP)
 
@@ -265,7 +312,7 @@ def dq_kernel(
         b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
         b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
         # [M, N]
-        b_p = weights(b_q, b_k, b_lse_log2[:, None], scale_log2, PRECISION)
+        b_p = weights(b_q, b_k, b_lse_log2[:, None], b_rest_log2, scale_log2, PRECISION)
         if edge:
             b_p = tl.where(keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible), b_p, 0.0)
         b_ds = b_p * (dot(b_do, tl.trans(b_v), None, PRECISION) - b_delta[:, None])

@@ -252,24 +252,10 @@ def tile_pointers(p_head, s, i_tile, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def load_tile(p_head, s, i_tile, m_row, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of a head [BLOCK, BLOCK_D]; 0 past column D and, unread, where `m_row` (None: all may be read) is False."""
+    """Rows of a head [BLOCK, BLOCK_D]; where `m_row` is False and past column D nothing is read, and 0 returned."""
     p_rows = tile_pointers(p_head, s, i_tile, BLOCK, BLOCK_D)
     m_col = (tl.arange(0, BLOCK_D) < D)[None, :]
-    if m_row is not None:
-        return tl.load(p_rows, mask=m_row[:, None] & m_col, other=0.0)
-    elif D < BLOCK_D:
-        return tl.load(p_rows, mask=m_col, other=0.0)
-    else:
-        return tl.load(p_rows)
-
-
-@triton.jit
-def load_per_row(p_row, m_row, other):
-    """One number a row [BLOCK]; `other` where `m_row` (None: all may be read) is False."""
-    if m_row is None:
-        return tl.load(p_row)
-    else:
-        return tl.load(p_row, mask=m_row, other=other)
+    return tl.load(p_rows, mask=m_row[:, None] & m_col, other=0.0)
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from torch.testing._internal.common_modules import module_db
 
 import fastattn
 from fastattn.nn import MultiHeadAttention
-from fastattn.testing import compare
 
 # The decorator of tests whose masks have no fused kernel on every machine; the others fail where one would be missing.
 may_fall_back = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")

@@ -128,27 +128,28 @@ def _demonstrate(args: argparse.Namespace) -> None:
         advance("loading the model", 0, 1)
         model, tokenizer, name = _load(args.model)
         model = model.to(args.device)
+    try:
         batches = Batches.of(sentences, tokenizer, args.batch_size, args.device)
-        swapped = copy.deepcopy(model)
-        report = swap(swapped)
-        if not report.swapped:
-            raise DemoError(f"{name} has no attention that can be swapped ({report})")
-        before = model.config._attn_implementation
-        fill = batches.real / batches.padded
+    except ValueError as error:
+        raise DemoError(f"the tokenizer of {name} must be able to pad: {error}") from error
+    swapped = copy.deepcopy(model)
+    report = swap(swapped)
+    if not report.swapped:
+        raise DemoError(f"{name} has no attention that can be swapped ({report})")
+    print(f"{name}, fp32 on {args.device}, {torch.get_num_threads()} threads")
+    print(report)
+    print(
+        f"{len(sentences)} sentences of {source} in {len(batches.inputs)} batches of {args.batch_size}: "
+        f"{batches.real} tokens in {batches.padded} places, {batches.real / batches.padded:.0%} full"
+    )
 
-        print(f"{name}, fp32 on {args.device}, {torch.get_num_threads()} threads")
-        print(report)
-        print(
-            f"{len(sentences)} sentences of {source} in {len(batches.inputs)} batches of {args.batch_size}: "
-            f"{batches.real} tokens in {batches.padded} places, {fill:.0%} full"
-        )
+    with _progress() as advance:
         difference, bound = _check(model, swapped, batches, advance)
-        print(
-            f"largest difference of an embedding: {difference:.1e} (fp32 rounding allows {bound:.1e}; the largest is 1)"
-        )
+    print(f"largest difference in the embeddings, which have length 1: {difference:.1e}, of {bound:.1e} allowed")
 
+    before = model.config._attn_implementation
+    with _progress() as advance:
         seconds = _interleaved({before: model, "fastattn": swapped}, batches, args.rounds, advance)
-
     print(_comparison("whole model", {name: s.whole for name, s in seconds.items()}))
     if seconds[before].attention:
         print(_comparison("inside attention", {name: s.attention for name, s in seconds.items()}))
@@ -267,8 +268,9 @@ def _kernels(device: str) -> None:
     from .bench import cases, report, run
 
     print("\nattention alone, as `fastattn bench --quick` has it:")
-    rows = run.measure_all(cases.jobs(["fp32"], True, ""), device, True)
-    report.print_table(report.Report.of(rows, device))
+    kind = torch.device(device).type
+    rows = run.measure_all(cases.jobs(["fp32"], True, ""), kind, True)
+    report.print_table(report.Report.of(rows, kind))
     if any(row.failed for row in rows):
         raise DemoError("a kernel gave a wrong answer, see the table; please report this")
 
@@ -298,7 +300,7 @@ def _load(model: str | None) -> tuple[PreTrainedModel, Callable, str]:
 
 
 def _bundled_model() -> str:
-    """The folder with MiniLM. The package is only looked up: importing it would start a download of its own."""
+    """The folder with MiniLM, in a package that is looked up and not imported: nothing but its files is wanted."""
     spec = importlib.util.find_spec(_MODEL_PACKAGE)
     if spec is None:
         raise _missing(_MODEL_PACKAGE)
@@ -348,7 +350,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("")
 
         def advance(what: str, done: int, total: int) -> None:

@@ -196,7 +196,7 @@ def _contents(mask: Tensor) -> _Contents:
 def _look_at(mask: Tensor) -> _Contents:
     hidden = _hidden_by(mask)
     only_hides = (hidden | (mask == 0)).all()
-    causal = (hidden == torch.ones_like(hidden).triu(1)).all()
+    causal = (hidden == hidden.new_ones(hidden.shape[-2:]).triu(1)).all()
     return _Contents(*torch.stack([only_hides, causal]).tolist())
 
 

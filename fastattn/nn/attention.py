@@ -202,7 +202,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 raise AssertionError(f"{name} must have {query.dim()} dimensions like query, got {list(x.shape)}")
         if query.shape[-1] != self.embed_dim:
             raise AssertionError(f"query must be [..., {self.embed_dim}], got {list(query.shape)}")
-        packed = self.in_proj_weight is not None
+        packed = self.in_proj_weight is not None  # all three inputs are E wide then
         if key.shape[:-1] != value.shape[:-1] or (packed and key.shape != value.shape):
             raise AssertionError(f"value must be {[*key.shape[:-1], self.vdim]} like key, got {list(value.shape)}")
         for name, x, width in (("key", key, self.kdim), ("value", value, self.vdim)):
@@ -227,7 +227,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if query.layout != torch.strided:
             raise AssertionError(f"query must be of layout torch.strided when nested, got {query.layout}")
         if not self.batch_first or self.bias_k is not None or self.add_zero_attn:
-            raise AssertionError("query must not be nested without batch_first, with add_bias_kv or with add_zero_attn")
+            raise AssertionError("query must not be nested without batch_first or with appended keys, got a nested one")
         if key_padding_mask is not None or attn_mask is not None:
             raise AssertionError("key_padding_mask and attn_mask must be None when query is nested, got a mask")
 
@@ -271,5 +271,5 @@ def _check_masks(
 
 
 def _call_me(module: nn.Module, arguments: tuple) -> None:
-    """Does nothing, as a hook: torch.nn.TransformerEncoderLayer in eval mode computes attention from the parameters of
-    its `self_attn` without calling it, unless some module inside it has a hook."""
+    """Nothing, as a hook: torch.nn.TransformerEncoderLayer in eval mode computes attention from the parameters of its
+    `self_attn` without calling it, unless some module inside the layer has a hook."""

@@ -238,6 +238,12 @@ except RuntimeError as error:
     assert err == ""
 
 
+def test_missing_ninja_is_a_sentence(stand_in):
+    out, err = finish(start(stand_in, "import sys; sys.modules['ninja'] = None; print(build.unavailable())"))
+    assert out == "the package ninja, which torch builds with, is not installed (pip install ninja)"
+    assert err == ""
+
+
 def test_cache_that_cannot_be_written_is_a_sentence(stand_in, tmp_path):
     (tmp_path / "file").write_text("")
     out, err = finish(start(stand_in, "print(build.unavailable())", TORCH_EXTENSIONS_DIR=str(tmp_path / "file")))

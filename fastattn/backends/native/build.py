@@ -29,7 +29,8 @@ except ImportError:  # Windows, where nothing here has been tried: without the l
 
 MODULE = "fastattn._native_cpu"
 SOURCES = ("binding.cpp", "cpu/avx512.cpp", "cpu/avx2.cpp", "cpu/portable.cpp")
-ANY_FILE = f"{MODULE.rpartition('.')[2]}.*"  # matches every build of the module, whatever it was built for
+_STEM = MODULE.rpartition(".")[2]
+ANY_FILE = f"{_STEM}.*"  # matches every build of the module, whatever it was built for
 BUILD_SECONDS = 40  # about: GCC 12, 2 cores
 
 # at::parallel_for is inline code of torch's headers: compiled without OpenMP it silently runs on one thread.
@@ -64,7 +65,7 @@ def file_name() -> str:
         identity.update(path.as_posix().encode() + b"\0")
         identity.update((source_dir() / path).read_bytes())
     abi_and_machine = sysconfig.get_config_var("EXT_SUFFIX")  # such as .cpython-311-x86_64-linux-gnu.so
-    return f"{_stem()}.{identity.hexdigest()[:12]}.torch-{torch.__version__}{abi_and_machine}"
+    return f"{_STEM}.{identity.hexdigest()[:12]}.torch-{torch.__version__}{abi_and_machine}"
 
 
 def cache_dir() -> Path:
@@ -76,12 +77,14 @@ def cache_dir() -> Path:
 
 def obstacle() -> str | None:
     """Why this machine cannot compile the module, in one sentence, or None where nothing is known to be missing."""
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]  # as torch.utils.cpp_extension chooses it
+    compiler = next(iter(shlex.split(os.environ.get("CXX", "c++"))), "")  # as torch.utils.cpp_extension chooses it
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler: {compiler!r} is not on the PATH (install g++, or set CXX)"
     include_dir = sysconfig.get_path("include")
     if not Path(include_dir, "Python.h").is_file():
         return f"Python's own headers are missing: no Python.h in {include_dir} (install python3-dev)"
+    if importlib.util.find_spec("ninja") is None:
+        return "the package ninja, which torch builds with, is not installed (pip install ninja)"
     return None
 
 
@@ -114,10 +117,6 @@ def state() -> str:
     if _log(_cached()).is_file():
         return f"did not compile (messages in {_log(_cached())}): `fastattn build` or the next use tries again"
     return f"not built yet: `fastattn build` (about {BUILD_SECONDS} s) or the first use builds it"
-
-
-def _stem() -> str:
-    return MODULE.rpartition(".")[2]
 
 
 def _built_ahead() -> Path:
@@ -211,7 +210,7 @@ def _compile(target: Path) -> str | None:
         if child.returncode != 0:
             _log(target).write_bytes(child.stdout)
             return f"the native module did not compile (the compiler's messages are in {_log(target)})"
-        Path(folder, f"{_stem()}.so").replace(target)
+        Path(folder, f"{_STEM}{target.suffix}").replace(target)
     return None
 
 
@@ -230,7 +229,7 @@ def _compile_in(folder: str) -> None:
     from torch.utils import cpp_extension
 
     cpp_extension.load(
-        _stem(),
+        _STEM,
         [str(source_dir() / source) for source in SOURCES],
         extra_cflags=COMPILE_FLAGS,
         extra_ldflags=LINK_FLAGS,

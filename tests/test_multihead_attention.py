@@ -129,8 +129,8 @@ def test_every_flag(data):
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     if key.shape == value.shape and draw("key is value", False, True):
         value = key
-        if query.shape == key.shape and draw("query is key", False, True):
-            query = key
+    if key.shape == query.shape and draw("query is key", False, True):
+        query = key
 
     attn_mask_shape = draw("attn_mask", (L, S), ((B or 1) * ours.num_heads, L, S))
     kinds = (None, "bool", "hiding float", "float", "negative float")
@@ -173,6 +173,21 @@ def test_the_hint_is_trusted_where_torch_trusts_it(attn_mask, need_weights, key_
     x = normal(2, 5, 8)
     options = {"attn_mask": attn_mask, "need_weights": need_weights, "key_padding_mask": key_padding_mask}
     actual, expected = (results(module, x, x, x, is_causal=True, **options) for module in (ours, theirs))
+    assert_same(actual, expected)
+
+
+def test_a_trusted_hint_takes_a_mask_of_any_shape():
+    theirs, ours = pair(8, 2, batch_first=True)
+    x, longer = normal(2, 5, 8), causal_mask(7).double()
+    options = {"attn_mask": longer, "is_causal": True, "need_weights": False}
+    assert_same(results(ours, x, x, x, **options), results(theirs, x, x, x, **options))
+
+
+@pytest.mark.parametrize("which", [(0, 0, 0), (0, 1, 1), (0, 0, 1), (0, 1, 0), (0, 1, 2)])
+def test_inputs_that_are_one_tensor(which):
+    theirs, ours = pair(8, 2, batch_first=True)
+    tensors = [normal(2, 5, 8, seed=seed) for seed in range(3)]
+    actual, expected = (results(module, *(tensors[i] for i in which)) for module in (ours, theirs))
     assert_same(actual, expected)
 
 

@@ -329,6 +329,7 @@ def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
     position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 1]])
     blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1], [-1] * 4 + [0] * 5])
     causal, left_padding = m.causal_mask_function, torch.tensor([0, 2])
+    remapped = m.remap_positions_for_packed_sequence(causal, position_ids)
     window, local = m.sliding_window_causal_mask_function(3), m.sliding_window_bidirectional_mask_function(2)
 
     def own(batch, head, q, k):
@@ -341,7 +342,8 @@ def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
         ("local", local, True),
         ("packed", m.packed_sequence_compatibility_function(causal, position_ids, packed), True),
         ("packed window", m.packed_sequence_compatibility_function(window, position_ids, packed), True),
-        ("remapped alone", m.remap_positions_for_packed_sequence(causal, position_ids), False),
+        ("remapped, not packed", remapped, False),
+        ("remapped and more, not packed", m.and_masks(m.bidirectional_mask_function, remapped), False),
         ("two windows", m.and_masks(window, local), False),
         ("chunked", m.chunked_causal_mask_function(4, left_padding), False),
         ("blocks", m.or_masks(causal, m.blockwise_overlay(blocks)), False),

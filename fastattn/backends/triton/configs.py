@@ -1,9 +1,15 @@
-"""Tile sizes and launch parameters: every number that depends on the hardware."""
+"""Tile sizes and launch parameters: every number that depends on the hardware.
+
+None was measured on a GPU yet. All were chosen by compiling: the comments say how many registers a thread takes with no
+mask and with the worst one (causal, padded keys and queries), when Triton 3.7.1 compiles for that GPU; tests print the
+same with `python tests/triton_compile.py 90`. No line spills registers.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -17,11 +23,63 @@ class Config(NamedTuple):
     num_stages: int
 
 
-_INTERPRETED = Config(32, 32, num_warps=4, num_stages=1)
+_HOPPER, _AMPERE, _FP32 = "sm_90", "sm_80 and everything but Hopper", "fp32 on every GPU"
+
+_TABLE = {
+    # Hopper: wgmma wants 64 rows a warp group; up to 227 KB of shared memory.
+    ("forward", _HOPPER, 64): Config(64, 128, 4, 2),  # untuned; 216, 227 registers: two programs an SM overlap
+    ("forward", _HOPPER, 128): Config(128, 64, 8, 3),  # untuned; 210, 236 registers
+    ("forward", _HOPPER, 256): Config(64, 64, 8, 2),  # untuned; 211, 237 registers
+    ("rows", _HOPPER, 256): Config(32, 64, 4, 1),  # untuned; reads O and dO once
+    ("dk_dv", _HOPPER, 64): Config(64, 128, 8, 2),  # untuned; 233, 254 registers
+    ("dk_dv", _HOPPER, 128): Config(64, 64, 8, 2),  # untuned; 254, 255 registers; 64 x 128 spills
+    ("dk_dv", _HOPPER, 256): Config(64, 32, 8, 1),  # untuned; 224, 186 registers; mma.sync, 64 keys spill
+    ("dq", _HOPPER, 64): Config(128, 64, 8, 2),  # untuned; 128, 181 registers
+    ("dq", _HOPPER, 128): Config(128, 64, 8, 2),  # untuned; 192, 240 registers
+    ("dq", _HOPPER, 256): Config(64, 64, 8, 2),  # untuned; 230, 246 registers
+    # At most 99 KB of shared memory, which is all that sm_86, sm_89 and sm_120 have.
+    ("forward", _AMPERE, 64): Config(64, 64, 4, 3),  # untuned; 184, 231 registers
+    ("forward", _AMPERE, 128): Config(128, 64, 8, 2),  # untuned; 255, 255 registers
+    ("forward", _AMPERE, 256): Config(64, 32, 8, 2),  # untuned; 183, 214 registers
+    ("rows", _AMPERE, 256): Config(32, 64, 4, 1),  # untuned; reads O and dO once
+    ("dk_dv", _AMPERE, 64): Config(64, 32, 4, 2),  # untuned; 135, 228 registers; 64 x 64 spills with a mask
+    ("dk_dv", _AMPERE, 128): Config(64, 64, 8, 2),  # untuned; 181, 255 registers
+    ("dk_dv", _AMPERE, 256): Config(32, 32, 8, 1),  # untuned; 182, 201 registers
+    ("dq", _AMPERE, 64): Config(64, 32, 4, 2),  # untuned; 212, 203 registers
+    ("dq", _AMPERE, 128): Config(64, 64, 8, 2),  # untuned; 184, 196 registers
+    ("dq", _AMPERE, 256): Config(64, 32, 8, 1),  # untuned; 242, 251 registers
+    # Exact fp32 products hold whole rows of their operands in registers, so tiles are small.
+    ("forward", _FP32, 64): Config(32, 32, 4, 1),  # untuned; 147 registers with a mask, on sm_80
+    ("forward", _FP32, 128): Config(32, 16, 4, 1),  # untuned; 143 registers with a mask, on sm_80
+    ("rows", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 114 registers with a mask, on sm_80
+    ("dk_dv", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 189 registers with a mask, on sm_80
+    ("dq", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 152 registers with a mask, on sm_80
+    ("forward", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 138 registers with a mask, on sm_80
+    ("rows", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 90 registers with a mask, on sm_80
+    ("dk_dv", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 184 registers with a mask, on sm_80
+    ("dq", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 144 registers with a mask, on sm_80
+}
+
+_INTERPRETED = Config(32, 32, num_warps=4, num_stages=1)  # small, so that short test cases have several tiles
 
 
-def config_for(kernel: str, q: Tensor, head_dim: int) -> Config:
-    """The line of the table for a kernel, the GPU and dtype of q, and a padded head dim."""
+def config_for(kernel: str, q: Tensor, padded_head_dim: int) -> Config:
+    """The parameters of a kernel ("forward", "rows", "dk_dv" or "dq") on the GPU and for the dtype of q."""
     if triton.knobs.runtime.interpret:
         return _INTERPRETED
-    return Config(64, 64, 4, 2)
+    family = _FP32 if q.dtype == torch.float32 else _HOPPER if _is_hopper(q) else _AMPERE
+    fitting = (dim for name, of, dim in _TABLE if (name, of) == (kernel, family) and dim >= padded_head_dim)
+    return _TABLE[kernel, family, min(fitting)]
+
+
+def padded_head_dim(dim: int, q: Tensor) -> int:
+    """The power of two that a head dim is padded to: at least 16, which `tl.dot` wants, and 64 on Hopper.
+
+    A wgmma of 32 columns reads beyond its shared memory with Triton 3.7 (triton#11366).
+    """
+    smallest = 64 if not triton.knobs.runtime.interpret and _is_hopper(q) else 16
+    return max(smallest, triton.next_power_of_2(dim))
+
+
+def _is_hopper(q: Tensor) -> bool:
+    return torch.cuda.get_device_capability(q.device)[0] == 9

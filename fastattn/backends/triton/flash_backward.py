@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec
-from .configs import config_for
+from .configs import config_for, padded_head_dim
 from .tiles import (
     LOG2E,
     Heads,
@@ -27,7 +27,6 @@ from .tiles import (
     key_range,
     launch,
     load_tile,
-    padded_head_dim,
     position_of_first_query,
     program_share,
     query_range,
@@ -55,7 +54,7 @@ def backward(
     """(dq, dk, dv), like q, k and v; a gradient is None, and not computed, where `output_mask` does not ask for it."""
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     dq_wanted, dk_wanted, dv_wanted = output_mask[:3]
-    block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
+    block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
     visible, scale_log2 = visibility(spec.mask), spec.scale * LOG2E.value
     q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
     do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
@@ -132,7 +131,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What the other two kernels need of BLOCK_M query rows: delta, and lse in base 2, as a sum of two floats in fp32."""
+    """What the other two kernels need of BLOCK_M query rows: delta, and lse in base 2, in fp32 as two floats."""
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
     o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
@@ -174,7 +173,7 @@ def rows_kernel(
 
 @triton.jit
 def weights(b_x, b_y, b_lse_log2, b_rest_log2, scale_log2, PRECISION: tl.constexpr):
-    """P of a tile before the mask: [M, N] where x is Q and y is K, [N, M] the other way round, which lse broadcasts to."""
+    """P of a tile, before the mask: [M, N] where x is Q and y is K, [N, M] the other way round."""
     b_p_log2 = dot(b_x, tl.trans(b_y), None, PRECISION) * scale_log2 - b_lse_log2
     if b_rest_log2 is not None:
         b_p_log2 -= b_rest_log2

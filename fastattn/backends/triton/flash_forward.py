@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec, empty_output
-from .configs import config_for
+from .configs import config_for, padded_head_dim
 from .tiles import (
     LOG2E,
     Heads,
@@ -22,7 +22,6 @@ from .tiles import (
     key_range,
     launch,
     load_tile,
-    padded_head_dim,
     position_of_first_query,
     program_share,
     readable_heads,
@@ -37,7 +36,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     o = empty_output(q, d_v)
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
-    block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
+    block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
     config = config_for("forward", q, max(block_qk, block_v))
     launch(
         forward_kernel,

@@ -89,11 +89,6 @@ def readable_heads(x: Tensor) -> Heads:
     return heads(x if x.stride(3) == 1 or x.shape[3] <= 1 else x.contiguous())
 
 
-def padded_head_dim(dim: int) -> int:
-    """The power of two of at least 16 that a head dim fits in: what `tl.dot` takes."""
-    return max(16, triton.next_power_of_2(dim))
-
-
 def dot_precision() -> str:
     """How fp32 is multiplied: exactly, unless torch is told that less will do for matrix products."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -1,0 +1,192 @@
+"""What is particular to the Triton backend: its twin of the mask, its refusals, and its kernels compiled for GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton_compile import COMPILED
+
+from fastattn.backends import triton as backend
+from fastattn.backends.triton.tiles import (
+    dot_precision,
+    keep,
+    key_range,
+    position_of_first_query,
+    query_range,
+    real_tokens,
+    visibility,
+)
+from fastattn.spec import Mask, Spec
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+B, N_Q, N_K, BLOCK_M, BLOCK_N = 2, 20, 30, 8, 8
+TILES_Q, TILES_K = triton.cdiv(N_Q, BLOCK_M), triton.cdiv(N_K, BLOCK_N)
+
+
+@triton.jit
+def twin_kernel(kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes what `keep`, `key_range` and `query_range` say of one sample."""
+    i_b = tl.program_id(0)
+    q_start = position_of_first_query(visible, i_b)
+    n_tiles_q, n_tiles_k = tl.cdiv(n_q, BLOCK_M), tl.cdiv(n_k, BLOCK_N)
+    for i_m in tl.range(0, n_tiles_q):
+        begin, full_begin, full_end, end = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        p_range = key_ranges + (i_b * n_tiles_q + i_m) * 4
+        tl.store(p_range, begin)
+        tl.store(p_range + 1, full_begin)
+        tl.store(p_range + 2, full_end)
+        tl.store(p_range + 3, end)
+        o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)[:, None]
+        for i_n in tl.range(0, n_tiles_k):
+            o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)[None, :]
+            m_keep = keep(o_q[:, None], o_k[None, :], m_q, m_k, q_start, visible)
+            p_row = kept + (i_b * n_tiles_q * BLOCK_M + o_q[:, None]) * (n_tiles_k * BLOCK_N)
+            tl.store(p_row + o_k[None, :], m_keep)
+    for i_n in tl.range(0, n_tiles_k):
+        begin, full_begin, full_end, end = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        p_range = query_ranges + (i_b * n_tiles_k + i_n) * 4
+        tl.store(p_range, begin)
+        tl.store(p_range + 1, full_begin)
+        tl.store(p_range + 2, full_end)
+        tl.store(p_range + 3, end)
+
+
+def padding(pattern: str | None, n: int, seed: int = 0) -> torch.Tensor | None:
+    """bool [B, n] with another length for each sample, on DEVICE."""
+    lengths, index = torch.tensor([[n // 3], [n - 2]]), torch.arange(n)
+    patterns = {
+        "right": index < lengths,
+        "left": index >= n - lengths,
+        "both": (index >= 2) & (index < lengths),
+        "holes": torch.rand(B, n, generator=torch.Generator().manual_seed(seed)) < 0.8,
+        "none": (index < 0) | (torch.arange(B)[:, None] == 1),
+    }
+    return None if pattern is None else patterns[pattern].to(DEVICE)
+
+
+def tiled(pairs: torch.Tensor) -> torch.Tensor:
+    """[B, TILES_Q, TILES_K, BLOCK_M, BLOCK_N] of a bool [B, TILES_Q * BLOCK_M, TILES_K * BLOCK_N]."""
+    return pairs.unflatten(2, (TILES_K, BLOCK_N)).unflatten(1, (TILES_Q, BLOCK_M)).transpose(2, 3)
+
+
+def padded(rows: torch.Tensor, n_tiles: int, block: int) -> torch.Tensor:
+    """bool [B, n_tiles * block]: `rows` [B, n], and False for what lies beyond them."""
+    return torch.nn.functional.pad(rows, (0, n_tiles * block - rows.shape[1]))
+
+
+def in_range(ranges: torch.Tensor, n_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [B, tiles, n_tiles]: which tiles are visited, and which are called full."""
+    begin, full_begin, full_end, end = ranges[..., None].unbind(2)
+    i = torch.arange(n_tiles, device=ranges.device)
+    return (begin <= i) & (i < end), (full_begin <= i) & (i < full_end)
+
+
+@pytest.mark.parametrize("q_start", [0, 1, 9, -11, 40, (5, -3)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["any order", "causal"])
+def test_keep_and_ranges_are_twins_of_the_mask(causal, q_start):
+    """Each visible pair lies in a visited tile, each pair of a full tile is visible, and no other tile is visited."""
+    start = torch.tensor(q_start, device=DEVICE) if isinstance(q_start, tuple) else q_start
+    windows = [(None, None), (0, 0), (6, None), (None, 2), (9, 4)]
+    keys, queries = [None, "right", "left", "both", "holes", "none"], [None, "right", "left", "holes", "none"]
+    every = list(itertools.product(windows, keys, queries))
+    for window, keys_pattern, queries_pattern in random.Random(0).sample(every, 15):
+        mask = Mask(causal, start, window, padding(keys_pattern, N_K), padding(queries_pattern, N_Q, seed=1))
+        kept = torch.empty(B, TILES_Q * BLOCK_M, TILES_K * BLOCK_N, dtype=torch.bool, device=DEVICE)
+        key_ranges = torch.empty(B, TILES_Q, 4, dtype=torch.int32, device=DEVICE)
+        query_ranges = torch.empty(B, TILES_K, 4, dtype=torch.int32, device=DEVICE)
+        twin_kernel[(B,)](kept, key_ranges, query_ranges, visibility(mask), N_Q, N_K, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+
+        expected = torch.zeros_like(kept)
+        expected[:, :N_Q, :N_K] = mask.keep(N_Q, N_K, DEVICE)[:, 0]
+        assert torch.equal(kept, expected)
+
+        everything = torch.ones(B, max(N_Q, N_K), dtype=torch.bool, device=DEVICE)
+        real_queries = everything[:, :N_Q] if mask.real_queries is None else mask.real_queries
+        real_keys = everything[:, :N_K] if mask.real_keys is None else mask.real_keys
+        # A full tile may hold rows that are not real on the side that the program owns: those are never written.
+        excused_queries = ~padded(real_queries, TILES_Q, BLOCK_M)[:, :, None]
+        excused_keys = ~padded(real_keys, TILES_K, BLOCK_N)[:, None, :]
+        seen = tiled(expected).any((-1, -2))
+        for visited, full, excused in (
+            (*in_range(key_ranges, TILES_K), excused_queries),
+            (*(tiles.mT for tiles in in_range(query_ranges, TILES_Q)), excused_keys),
+        ):
+            all_seen = tiled(expected | excused).all(-1).all(-1)
+            assert (visited | ~seen).all(), "a visible pair is skipped"
+            assert (all_seen | ~full).all(), "a full tile hides a pair"
+            if "holes" not in (keys_pattern, queries_pattern):
+                assert torch.equal(visited, seen), "a tile without a visible pair is visited"
+                assert torch.equal(full, all_seen & seen), "a tile without a hidden pair is not called full"
+
+
+def test_fp32_is_multiplied_exactly_unless_torch_is_told_otherwise():
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert dot_precision() == "ieee"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert dot_precision() == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def objections(shape=(1, 1, 4, 16), d_v=16, dtype=torch.float32) -> list[str]:
+    q = torch.empty(shape, dtype=dtype)
+    return backend.unsupported(q, q, q.new_empty(*shape[:3], d_v), Spec(Mask(), 1.0))
+
+
+def test_refusals_are_sentences(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert objections() == []
+    assert objections(dtype=torch.float64) == ["needs float32, float16 or bfloat16, got float64"]
+    assert objections((1, 1, 4, 257)) == ["takes head dims up to 256, got 257 for q and k"]
+    assert objections(d_v=300) == ["takes head dims up to 256, got 300 for v"]
+    assert backend.by_name_only(torch.device("cpu")) == "interprets its kernels on the CPU, which is for tests"
+    assert backend.by_name_only(torch.device("cuda")) is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert objections() == ["runs on the CPU only in Triton's interpreter, with TRITON_INTERPRET=1"]
+
+
+def test_old_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for capability, expected in (((9, 0), []), ((8, 0), []), ((7, 5), ["7.5"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        found = backend._device_objections(torch.device("cuda"))
+        assert [sentence.rpartition(" ")[2] for sentence in found] == expected
+
+
+SHARED_MEMORY = {
+    80: 99 * 1024,
+    90: 227 * 1024,
+}  # what sm_86, sm_89 and sm_120 have, which use the tiles of sm_80; sm_90
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", COMPILED)
+def test_kernels_compile_for_gpus_without_spills(arch, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, Path(__file__).with_name("triton_compile.py"), str(arch), "--json"]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    rows = [json.loads(line) for line in printed.splitlines()]
+    with_products = {"forward_kernel", "dk_dv_kernel", "dq_kernel"}
+    for D, dtype, mask in COMPILED[arch]:
+        name = str(dtype).removeprefix("torch.")
+        kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["mask"]) == (D, name, mask)}
+        assert with_products | {"rows_kernel"} <= kernels
+    for row in rows:
+        assert row["stack"] == 0, f"spills: {row}"
+        assert row["shared"] <= SHARED_MEMORY[arch], f"does not fit: {row}"
+        uses_tensor_cores = row["kernel"] in with_products and row["dtype"] != "float32"  # exact fp32 has none
+        assert (row["mma"] > 0) == uses_tensor_cores, row

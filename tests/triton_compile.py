@@ -1,0 +1,108 @@
+"""Compiles the Triton kernels ahead of time, for GPUs that need not be there, and prints what each of them takes.
+
+`python tests/triton_compile.py 80` prints a table for sm_80, `--json` one object a line. It runs the own `forward` and
+`backward` of the backend and stops each launch after compiling: what is compiled is what would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fastattn.backends import triton as backend
+from fastattn.spec import Mask, Spec
+
+B, H, N = 2, 2, 256
+REAL = torch.ones(B, N, dtype=torch.bool)
+MASKS = {
+    "plain": Mask(),
+    "causal": Mask(causal=True),
+    "keys": Mask(real_keys=REAL),
+    "worst": Mask(causal=True, q_start=torch.zeros(B, dtype=torch.int32), real_keys=REAL, real_queries=REAL),
+}
+HOT = [(D, torch.bfloat16, mask) for D in (64, 128) for mask in ("plain", "causal", "keys")]
+COMPILED = {
+    80: [*HOT, (64, torch.float16, "worst"), (256, torch.bfloat16, "causal"), (64, torch.float32, "causal")],
+    90: [*HOT, (128, torch.float16, "worst"), (256, torch.bfloat16, "causal"), (64, torch.float32, "causal")],
+}
+
+
+class NoGPU:
+    """A Triton driver that knows which GPU to compile for, and nothing else."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def compiled(arch: int) -> Iterator[dict[str, object]]:
+    """What every kernel of `COMPILED[arch]` takes: registers, bytes of stack and shared memory, matrix instructions."""
+    driver.set_active(NoGPU(arch))
+    torch.cuda.get_device_capability = lambda device: divmod(arch, 10)
+    launch, kernels = JITFunction.run, []
+
+    @functools.wraps(launch)
+    def compile_only(self, *args, grid, warmup, **options):
+        kernels.append((self.__name__, launch(self, *args, grid=grid, warmup=True, **options)))
+
+    JITFunction.run = compile_only
+    for D, dtype, mask in COMPILED[arch]:
+        q = torch.zeros(B, H, N, D, dtype=dtype)
+        lse, spec = torch.zeros(B, H, N), Spec(MASKS[mask], D**-0.5)
+        backend.forward(q, q, q, spec)
+        backend.backward(q, lse, q, q, q, q, lse, spec, (True, True, True, False, False, False))
+        for name, kernel in kernels:
+            call = {"arch": arch, "kernel": name, "D": D, "dtype": str(dtype).removeprefix("torch."), "mask": mask}
+            yield call | _resources(kernel)
+        kernels.clear()
+
+
+def _resources(kernel) -> dict[str, int]:
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [cuobjdump, "--dump-resource-usage", cubin.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
+    return {
+        "registers": int(registers),
+        "stack": int(stack),  # where registers are spilled to
+        "shared": kernel.metadata.shared,
+        "mma": len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async", kernel.asm["ptx"])),
+    }
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arch", type=int, choices=COMPILED)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    for row in compiled(options.arch):
+        text = json.dumps(row) if options.json else "  ".join(f"{name} {value!s:>8}" for name, value in row.items())
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,10 +17,9 @@ A backend is a module with these names, and nothing else is asked of it:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from ..spec import Spec
@@ -90,12 +89,18 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None)
     raise NotImplementedError("no backend computes this call:\n" + _listed_objections(candidates, q, k, v, spec, named))
 
 
-@torch.compiler.assume_constant_result  # under torch.compile: build, if need be, while tracing
+def _while_tracing(function: Callable) -> Callable:
+    """`function`, which torch.compile then calls once, while it traces, and takes for a constant."""
+    function._dynamo_marked_constant = True  # all that torch.compiler.assume_constant_result does but import dynamo
+    return function
+
+
+@_while_tracing
 def _unavailable(name: str) -> str | None:
     return backend_by_name(name).unavailable()
 
 
-@torch.compiler.assume_constant_result  # under torch.compile: warn while tracing
+@_while_tracing
 def _warn_of_fallback(reasons: str) -> None:
     # The stack level is ours on purpose: Python then shows each distinct reason once, not once per line of user code.
     warnings.warn(

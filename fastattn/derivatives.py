@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .backends.reference import readable, softmax
-from .spec import Spec, accumulation_dtype
+from .spec import Spec, accumulation_dtype, as_output
 
 BLOCK_ELEMENTS = 2**24  # of one [B, H, rows, n_k] intermediate
 
@@ -30,7 +30,8 @@ def forward_tangents(primals: Six, tangents: Six, spec: Spec) -> tuple[Tensor, T
     """The tangents of (o, lse), [B, H, n_q, d_v] and [B, H, n_q], in the direction `tangents` (None is zero)."""
     tangents = _zeros_for_none(primals, tangents)
     blocks = [_tangents_of_rows(primals, tangents, spec, rows) for rows in _blocks(primals)]
-    return torch.cat([o for o, _ in blocks], 2).to(primals[0].dtype), torch.cat([lse for _, lse in blocks], 2)
+    o_t = torch.cat([o for o, _ in blocks], 2).to(primals[0].dtype)
+    return as_output(o_t, primals[0]), torch.cat([lse for _, lse in blocks], 2)
 
 
 def second_order(

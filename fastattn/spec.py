@@ -340,9 +340,19 @@ _register_as_pytree(Mask)
 def empty_output(q: Tensor, d_v: int) -> Tensor:
     """An uninitialised output [B, H, n_q, d_v] in the memory order of q: merging the heads again needs no copy."""
     B, H, n_q, _ = q.shape
-    if q.stride(1) < q.stride(2):  # heads lie inside tokens, as after a projection
+    if _heads_inside_tokens(q):
         return q.new_empty(B, n_q, H, d_v).transpose(1, 2)
     return q.new_empty(B, H, n_q, d_v)
+
+
+def as_output(o: Tensor, q: Tensor) -> Tensor:
+    """`o` in the memory order of `empty_output`."""
+    return o.transpose(1, 2).contiguous().transpose(1, 2) if _heads_inside_tokens(q) else o.contiguous()
+
+
+def _heads_inside_tokens(q: Tensor) -> bool:
+    """Whether [B, H, n, D] lies in memory as [B, n, H, D], as after a projection."""
+    return q.stride(1) < q.stride(2)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -68,6 +68,11 @@ def test_second_order(name):
     assert gradgradcheck(attend_with_everything(MASKS[name], dropout_p=0.4), inputs)
 
 
+def test_forward_mode_in_the_layout_of_a_projection():
+    inputs = leaves(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (Q, K, V)))
+    assert gradcheck(lambda q, k, v: fastattn.attention(q, k, v, backend="reference"), inputs, check_forward_ad=True)
+
+
 def test_second_order_goes_through_in_blocks(monkeypatch):
     monkeypatch.setattr(ops.derivatives, "BLOCK_ELEMENTS", 45)  # one query row at a time
     assert gradgradcheck(attend_with_everything(MASKS["padding"], dropout_p=0.4), leaves(Q, K, V, *LEARNED.values()))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .swap import swap
+import fastattn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,7 +133,7 @@ def _demonstrate(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise DemoError(f"the tokenizer of {name} must be able to pad: {error}") from error
     swapped = copy.deepcopy(model)
-    report = swap(swapped)
+    report = fastattn.swap(swapped)
     if not report.swapped:
         raise DemoError(f"{name} has no attention that can be swapped ({report})")
     print(f"{name}, fp32 on {args.device}, {torch.get_num_threads()} threads")

@@ -25,9 +25,7 @@ from ..spec import Mask
 
 IMPLEMENTATION = "fastattn"
 
-_SELF_ATTENTION_ONLY = frozenset(
-    {"albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"}
-)
+_SELF_ATTENTION_ONLY = frozenset({"albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"})
 """Model types without `add_cross_attention` in which a mask that is not causal belongs to self-attention. It cannot be
 told from the call: a cross-attention whose queries happen to be as many as its keys looks the same."""
 

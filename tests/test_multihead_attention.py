@@ -16,8 +16,10 @@ from torch.autograd import forward_ad
 from torch.testing._internal.common_modules import module_db
 from torch.utils.checkpoint import checkpoint
 
-from fastattn import Mask, MultiHeadAttention, spec
+from fastattn import MultiHeadAttention
 from fastattn.nn import attention as module_file
+from fastattn.nn import masks
+from fastattn.nn.masks import from_torch
 from fastattn.testing import compare
 
 # Modules are compared in float64 and with masks of every kind, which not every fused kernel takes.
@@ -292,25 +294,25 @@ def test_heads_are_views(attended):
 
 
 def test_one_mask_object_is_looked_at_once(monkeypatch):
-    monkeypatch.setattr(spec, "_remembered", lambda mask: True)  # as on a GPU, where a look waits for the device
+    monkeypatch.setattr(masks, "_remembered", lambda mask: True)  # as on a GPU, where a look waits for the device
     shape, mask = (1, 1, 3, 3), as_float(padded(2, 3, 1))
-    assert Mask.from_torch(None, mask, shape)[1] is None
+    assert from_torch(None, mask, shape)[1] is None
     mask.data.fill_(1.0)  # unseen by the version counter
-    assert Mask.from_torch(None, mask, shape)[1] is None
+    assert from_torch(None, mask, shape)[1] is None
     mask.fill_(1.0)
-    assert Mask.from_torch(None, mask, shape)[1] is mask
+    assert from_torch(None, mask, shape)[1] is mask
     del mask
     gc.collect()
-    assert len(spec._SEEN) == 0
+    assert len(masks._SEEN) == 0
 
 
 def test_a_changed_mask_is_looked_at_again():
     shape, mask = (1, 1, 3, 3), as_float(padded(2, 3, 1))
-    assert Mask.from_torch(None, mask, shape)[1] is None
+    assert from_torch(None, mask, shape)[1] is None
     mask.data.fill_(1.0)
-    assert Mask.from_torch(None, mask, shape)[1] is mask
+    assert from_torch(None, mask, shape)[1] is mask
     with torch.inference_mode():  # no version counter here
-        assert Mask.from_torch(None, causal_mask(3), shape)[0].causal
+        assert from_torch(None, causal_mask(3), shape)[0].causal
 
 
 def test_a_learned_mask_gets_its_gradient():
@@ -336,7 +338,7 @@ def test_a_mask_has_its_tangent():
     assert_same(tangents(ours), tangents(theirs))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(mask, tangent)
-        assert Mask.from_torch(None, dual, (2, 2, 4, 4))[1] is dual
+        assert from_torch(None, dual, (2, 2, 4, 4))[1] is dual
 
 
 def test_vmap_over_masks():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..api import attention, attention_with_weights
 from ..spec import Mask
+from .masks import from_torch
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
@@ -122,7 +123,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if hint_decides:
             mask, bias = Mask(causal=True), None
         else:
-            mask, bias = Mask.from_torch(key_padding_mask, attn_mask, (*q.shape[:3], k.shape[2]))
+            mask, bias = from_torch(key_padding_mask, attn_mask, (*q.shape[:3], k.shape[2]))
         o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights)
         if weights is not None and not batched:
             weights = weights[0]

@@ -1,0 +1,115 @@
+"""What the masks of torch.nn.MultiheadAttention mean here: the only place that knows torch's inverted polarity."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..spec import Mask
+
+
+def from_torch(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, shape: tuple[int, int, int, int]
+) -> tuple[Mask, Tensor | None]:
+    """The mask, and the bias or None, that the two masks of torch.nn.MultiheadAttention stand for.
+
+    True in a bool mask of torch's means *hidden*, and a float one is added to the scores. A float mask of nothing
+    but 0 and -inf only hides, so it becomes part of the mask, and an `attn_mask` that hides exactly what lies above
+    the diagonal becomes `causal`. To know, the values are looked at: on CUDA one synchronisation, remembered while
+    the tensor's version counter stands still. Where nobody can look (under torch.compile or vmap, while a CUDA
+    graph is captured), and where the mask is differentiated, a float mask stays a bias and a bool one `dense`.
+
+    Args:
+        key_padding_mask: [B, S], bool or float.
+        attn_mask: [L, S] or [B * H, L, S], bool or float.
+        shape: [B, H, L, n_k] of the scores; keys beyond S, which the module has appended, are seen by every query.
+
+    Example:
+        >>> import torch
+        >>> padding = torch.tensor([[False, False, True]])
+        >>> mask, bias = from_torch(padding, torch.ones(3, 3).triu(1).bool(), (1, 8, 3, 3))
+        >>> mask.causal, mask.real_keys, bias
+        (True, tensor([[ True,  True, False]]), None)
+    """
+    B, H, _, n_k = shape
+    real_keys, dense, causal, bias = None, None, False, None
+    if key_padding_mask is not None:
+        if key_padding_mask.dtype == torch.bool or _contents(key_padding_mask).only_hides:
+            real_keys = _extended(~_hidden_by(key_padding_mask), n_k, True)
+        else:
+            bias = _extended(key_padding_mask[:, None, None], n_k, 0.0)
+    if attn_mask is not None:
+        contents = _contents(attn_mask)
+        if attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (B, H))
+        if not contents.only_hides:
+            added = _extended(attn_mask, n_k, 0.0)
+            bias = added if bias is None else bias + added
+        elif contents.causal and attn_mask.shape[-1] == n_k:
+            causal = True
+        else:
+            dense = _extended(~_hidden_by(attn_mask), n_k, True)
+    return Mask(causal=causal, real_keys=real_keys, dense=dense), bias
+
+
+class _Contents(NamedTuple):
+    """What the values of one of torch's masks say; False where nobody can look."""
+
+    only_hides: bool  # a bool mask, or a float one of 0 and -inf
+    causal: bool  # hides exactly what lies above the diagonal
+
+
+_SEEN = WeakTensorKeyDictionary()  # mask -> (its version, its _Contents)
+
+
+def _contents(mask: Tensor) -> _Contents:
+    """What the values of this mask, in torch's polarity, say."""
+    if not _can_look_at(mask):
+        return _Contents(only_hides=mask.dtype == torch.bool, causal=False)
+    if not _remembered(mask):
+        return _look_at(mask)
+    version, contents = _SEEN.get(mask, (None, None))
+    if version != mask._version:
+        contents = _look_at(mask)
+        _SEEN[mask] = mask._version, contents
+    return contents
+
+
+def _look_at(mask: Tensor) -> _Contents:
+    hidden = _hidden_by(mask)
+    only_hides = (hidden | (mask == 0)).all()
+    causal = (hidden == hidden.new_ones(hidden.shape[-2:]).triu(1)).all()
+    return _Contents(*torch.stack([only_hides, causal]).tolist())
+
+
+def _remembered(mask: Tensor) -> bool:
+    """Whether a look is costly, as it waits for a device, and a version counter tells when the mask has changed."""
+    return not mask.is_cpu and not mask.is_inference()
+
+
+def _can_look_at(mask: Tensor) -> bool:
+    """Whether the values are there to be read now, and nobody differentiates by them."""
+    if torch.compiler.is_compiling() or mask.is_meta or type(mask) is not Tensor:
+        return False
+    if mask.requires_grad or forward_ad.unpack_dual(mask).tangent is not None:
+        return False
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return torch.func.debug_unwrap(mask) is mask  # not inside vmap or another transform
+
+
+def _hidden_by(mask: Tensor) -> Tensor:
+    """bool, True where a mask of torch's hides the key; of a float mask the -inf."""
+    return mask if mask.dtype == torch.bool else mask == -math.inf
+
+
+def _extended(table: Tensor, n_k: int, value: float) -> Tensor:
+    """A table [..., S] continued with `value` to [..., n_k]."""
+    appended = n_k - table.shape[-1]
+    return F.pad(table, (0, appended), value=value) if appended else table

@@ -4,7 +4,7 @@
 //   S^T = K Q^T    P^T = 2^(S^T - lse)    dP^T = V dO^T    dS^T = P^T * (dP^T - delta + dlse)
 //   dV += P^T dO   dK += dS^T Q           dQ^T += K^T dS^T
 //
-// An item owns the gradients it writes and sums them in the order of the queries and of the blocks of keys: no
+// An item owns the gradients it writes, and sums each over all of its queries or over all of its keys, in order: no
 // atomics, and the same bits however the work is split.
 
 namespace fastattn::FASTATTN_ISA {

@@ -64,17 +64,13 @@ struct QueryBlock {
   }
 };
 
-// The places in the key list that a block of queries sees and that lie in [first, last), cut at multiples of
-// kBlockKeys: run(place of the first key, number of keys). Cutting at fixed places makes the sums over keys
-// independent of [first, last).
+// The places in the key list that a block of queries sees and that lie in [first, last), kBlockKeys at a time:
+// run(place of the first key, number of keys).
 template <class Run>
 FASTATTN_INLINE void each_key_block(const IndexList& keys, KeyRange seen, int64_t first, int64_t last, Run run) {
-  const int64_t begin = greater(first, keys.lower_bound(seen.begin));
   const int64_t end = lesser(last, keys.lower_bound(seen.end));
-  for (int64_t i = begin; i < end;) {
-    const int64_t next = lesser(end, (i / kBlockKeys + 1) * kBlockKeys);
-    run(i, next - i);
-    i = next;
+  for (int64_t i = greater(first, keys.lower_bound(seen.begin)); i < end; i += kBlockKeys) {
+    run(i, lesser(kBlockKeys, end - i));
   }
 }
 

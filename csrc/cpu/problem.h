@@ -73,7 +73,7 @@ struct BackwardItem {
 struct Kernels {
   const char* name;
   int64_t block_queries;  // queries of a ForwardItem
-  int64_t block_keys;     // chunks of keys are cut at multiples of this
+  int64_t block_keys;     // keys that are worth an item: a multiple of this
   int64_t (*forward_scratch)(const Problem&);
   void (*forward)(const Problem&, const ForwardOutputs&, const ForwardItem&, float* scratch);
   int64_t (*backward_scratch)(const Problem&);

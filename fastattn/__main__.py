@@ -1,0 +1,195 @@
+"""The command line: `fastattn info | bench | demo | build`. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+_DTYPES = ("fp32", "bf16", "fp16")  # the names in bench.cases.DTYPES, which parsing need not import
+_A_NAME = "attention L512-pad fp32 backward"
+
+
+class CommandError(Exception):
+    """A command cannot do what was asked; the message is one sentence for stderr, and the exit code is 1."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0 done, 1 failed, 2 wrongly called (argparse exits with it).
+
+    Args:
+        argv: the arguments after the program's name; None takes them from sys.argv.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except CommandError as failure:
+        print(f"fastattn: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as shells have it
+
+
+def _parser() -> argparse.ArgumentParser:
+    from fastattn import __version__
+    from fastattn import demo as demo_module
+
+    parser = argparse.ArgumentParser(
+        prog="fastattn", description="Exact attention for PyTorch that skips padding and masks."
+    )
+    parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    info = commands.add_parser(
+        "info",
+        help="which backends work here, and why others do not",
+        description="Which backends work here, for which devices, dtypes and features, and why others do not. "
+        "Builds nothing.",
+    )
+    info.set_defaults(run=_info)
+
+    build = commands.add_parser(
+        "build",
+        help="compile the native CPU backend now instead of on first use",
+        description="Compiles the native CPU backend for the installed torch, unless that has been done, and says "
+        "where it lies. Without this command the first call that needs it does the same.",
+    )
+    build.set_defaults(run=_build)
+
+    demo = commands.add_parser(
+        "demo",
+        help="see it work inside a real model",
+        description="Puts fastattn into a real encoder of transformers, checks its answers on real text, and times both.",
+    )
+    demo_module.add_arguments(demo)
+    demo.set_defaults(run=demo_module.run)
+
+    bench = commands.add_parser(
+        "bench",
+        help="time every backend next to torch's own attention",
+        description="Times fastattn's backends, torch's attention kernels and the naive formula in the same run, in "
+        "turns. Each is first checked against fp64, and a wrong answer is shown as wrong instead of timed.",
+        epilog="examples: `fastattn bench --quick`; `fastattn bench --dtype fp32 bf16 --filter 'L512 pad' --json "
+        "out.json`. On a busy machine look at the p20-p80 column: where it is wide, the median says little.",
+    )
+    bench.add_argument("--quick", action="store_true", help="a few small cases, in under half a minute on two cores")
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    bench.add_argument("--dtype", nargs="+", choices=_DTYPES, default=["fp32"], help="default: fp32")
+    bench.add_argument(
+        "--filter",
+        default="",
+        metavar="TEXT",
+        help=f"only what has every word of TEXT in its name, such as '{_A_NAME}'",
+    )
+    bench.add_argument("--json", type=_file_to_write, metavar="FILE", help="keep every figure and every sample here")
+    bench.add_argument(
+        "--plot", type=_picture_to_write, metavar="FILE.png|.svg", help="draw the speed-up by length and mask"
+    )
+    bench.set_defaults(run=_bench, usage_error=bench.error)
+    return parser
+
+
+def _file_to_write(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be in an existing folder, got {text}")
+    return path
+
+
+def _picture_to_write(text: str) -> Path:
+    path = _file_to_write(text)
+    if path.suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"must end in .png or .svg, got {text}")
+    return path
+
+
+def _info(args: argparse.Namespace) -> int:
+    import torch
+
+    from fastattn.backends import BACKENDS, native
+    from fastattn.bench.machine import machine, versions
+
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    print(", ".join(f"{name} {value}" for name, value in versions().items()))
+    print(", ".join(f"{name} {value}" for name, value in machine(devices[-1]).items()))
+    for backend in BACKENDS:
+        state = _native_state() if backend is native else backend.unavailable() or "ready"
+        print(f"\n{backend.NAME}: {state}")
+        for device in devices:
+            print(f"  {device}: {_backend_on(backend, device)}")
+    return 0
+
+
+def _build(args: argparse.Namespace) -> int:
+    from fastattn.backends.native import build, capability
+
+    start = time.perf_counter()
+    if why := build.unavailable():
+        raise CommandError(why)
+    print(f"{build.state()} ({time.perf_counter() - start:.1f} s, instruction set {capability()})")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        args.usage_error("--device must be cpu here, since torch sees no CUDA device, got cuda")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install 'fastattn[bench]'")
+
+    from fastattn.bench import cases, report, run
+
+    jobs = cases.jobs(args.dtype, args.quick, args.filter)
+    if not jobs:
+        args.usage_error(f"--filter must leave something to time, got {args.filter!r}; names look like '{_A_NAME}'")
+    rows = run.measure_all(jobs, device, args.quick)
+    measured = report.Report.of(rows, device)
+    report.print_table(measured)
+    if args.json:
+        args.json.write_text(report.as_json(measured))
+    if args.plot:
+        try:
+            report.plot(measured, args.plot)
+        except ValueError as error:
+            raise CommandError(f"--plot: {error}") from error
+    if wrong := [f"{row.contender} in {row.job} ({row.note})" for row in rows if row.failed]:
+        raise CommandError(f"wrong answers, which were not timed: {'; '.join(wrong)}")
+    return 0
+
+
+def _backend_on(backend: ModuleType, device: str) -> str:
+    """What a backend computes on a device, or why nothing, in one line; builds nothing."""
+    import torch
+
+    from fastattn import Mask
+    from fastattn.spec import Spec
+
+    refusals = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = torch.zeros(1, 1, 1, 64, dtype=dtype, device=device)
+        refusals[str(dtype).removeprefix("torch.")] = backend.unsupported(x, x, x, Spec(Mask(), scale=1.0))
+    dtypes = [name for name, refusal in refusals.items() if not refusal]
+    if not dtypes:
+        return f"no: {'; '.join(refusals['float32'])}"
+    features = ", ".join(sorted(backend.features(torch.device(device))))
+    by_name_only = backend.by_name_only(torch.device(device))
+    return f"{', '.join(dtypes)}; {features}" + (f"; only by name: {by_name_only}" if by_name_only else "")
+
+
+def _native_state() -> str:
+    """How the native module stands, without building it."""
+    from fastattn.backends.native import build, capability
+
+    state = build.state()
+    is_built = state.startswith(("built", "cached"))
+    return f"{state}; instruction set {capability()}" if is_built else state
+
+
+if __name__ == "__main__":
+    sys.exit(main())

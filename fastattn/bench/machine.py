@@ -1,0 +1,89 @@
+"""What a measurement ran on: the machine, the versions, the moment."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import fastattn
+
+_REPOSITORY = Path(fastattn.__file__).resolve().parents[1]
+
+
+def machine(device: str) -> dict[str, str | int]:
+    """The processor, and the GPU for "cuda", by name of the property."""
+    found = {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cpu_capability_of_torch": torch.backends.cpu.get_cpu_capability(),
+        "os": platform.platform(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_mib": properties.total_memory // 2**20,
+            "gpu_multiprocessors": properties.multi_processor_count,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "driver": _gpu_driver(),
+        }
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of fastattn (with its commit, in a checkout), torch, the CUDA that torch was built for, triton and Python."""
+    commit = _commit()
+    return {
+        "fastattn": fastattn.__version__ + (f" ({commit})" if commit else ""),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "not installed",
+        "python": platform.python_version(),
+    }
+
+
+def now() -> str:
+    """The date and time, ISO 8601 in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _cpu_model() -> str:
+    """As Linux names it, with family, model and stepping: virtual machines often hide the name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return platform.processor() or platform.machine()
+    first = cpuinfo.read_text().partition("\n\n")[0]
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    if "model name" not in fields:  # Arm
+        return platform.machine()
+    numbers = "/".join(fields.get(key, "?") for key in ("cpu family", "model", "stepping"))
+    return f"{fields['model name']} (family/model/stepping {numbers})"
+
+
+def _gpu_driver() -> str:
+    return (
+        _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or "unknown"
+    )
+
+
+def _commit() -> str:
+    """The commit of the checkout that this package is imported from, marked when files differ; "" outside one."""
+    if not (_REPOSITORY / ".git").exists():
+        return ""
+    return _output_of("git", "-C", str(_REPOSITORY), "describe", "--always", "--dirty", "--exclude=*")
+
+
+def _output_of(*command: str) -> str:
+    """What the command prints; "" where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

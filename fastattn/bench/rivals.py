@@ -1,0 +1,192 @@
+"""Who computes a problem: fastattn's backends, torch's, and the naive formula, each as a contender or a refusal."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fastattn
+from fastattn.testing import Inputs
+
+from .cases import Problem, naive_attention
+from .timing import Call
+
+_SDPA = {
+    "SDPA math": SDPBackend.MATH,
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+_SDPA_ON_CPU = ("SDPA math", "SDPA flash")
+
+
+class RefusalError(Exception):
+    """A contender does not compute a problem; the message is a sentence that says why."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute a problem.
+
+    family: "fastattn"; "torch", whose fastest right member is the one to beat; or "naive".
+    compute: the output, from `tensors`.
+    tensors: what gets a gradient, by name.
+    do: the gradient that arrives at the output.
+    context: what the forward pass runs in.
+    refusal: why there is nothing to compute; the rest is empty then.
+    """
+
+    name: str
+    family: str
+    compute: Callable[[], Tensor] | None = None
+    tensors: dict[str, Tensor] | None = None
+    do: Tensor | None = None
+    context: Callable[[], AbstractContextManager] = nullcontext
+    refusal: str | None = None
+
+    def call(self, timed: str) -> Call:
+        """What is timed: a forward pass without autograd, or a backward pass alone over a graph that is kept."""
+        if timed == "forward":
+            return Call(self.compute, self._inference)
+        with self.context():
+            o = self.compute()
+        leaves = list(self.tensors.values())
+        return Call(lambda: torch.autograd.grad(o, leaves, self.do, retain_graph=True))
+
+    def whole(self, timed: str) -> Call:
+        """What memory is measured of: the forward pass, or both passes, since backward needs what forward leaves."""
+        if timed == "forward":
+            return self.call(timed)
+
+        def both_passes() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(self.compute(), list(self.tensors.values()), self.do)
+
+        return Call(both_passes, self.context)
+
+    def trial(self, timed: str) -> tuple[Call, dict[str, Tensor]]:
+        """The call and its results by name: "o", or a gradient for each of `tensors`.
+
+        Raises:
+            RefusalError: it cannot be computed; the message is the reason in short.
+        """
+        if self.refusal:
+            raise RefusalError(self.refusal)
+        with warnings.catch_warnings(record=True) as caught:  # torch says in warnings why it refuses
+            warnings.simplefilter("always")
+            try:
+                call = self.call(timed)
+                with call.context():
+                    results = call.run()
+            except RuntimeError as error:
+                raise RefusalError(_in_short(error, [str(warning.message) for warning in caught])) from error
+        if timed == "forward":
+            return call, {"o": results}
+        return call, {f"d{name}": gradient for name, gradient in zip(self.tensors, results, strict=True)}
+
+    @contextmanager
+    def _inference(self):
+        with torch.no_grad(), self.context():
+            yield
+
+
+def contenders(problem: Problem) -> list[Contender]:
+    """Everyone who might compute this problem."""
+    if problem.job.level == "attention":
+        return [*_fastattn(problem.inputs), *_sdpa(problem.inputs), _naive(problem.inputs)]
+    return [_fastattn_layer(problem), _torch_layer(problem)]
+
+
+def _fastattn(inputs: Inputs) -> list[Contender]:
+    objections = fastattn.explain(inputs.q, inputs.k, inputs.v, inputs.mask).objections
+
+    def contender(backend: str) -> Contender:
+        leaves = _leaves(q=inputs.q, k=inputs.k, v=inputs.v)
+        return Contender(
+            f"fastattn {backend}",
+            "fastattn",
+            lambda: fastattn.attention(**leaves, mask=inputs.mask, backend=backend),
+            leaves,
+            inputs.do,
+            refusal="; ".join(objections[backend]) or None,
+        )
+
+    return [contender(backend) for backend in objections]
+
+
+def _sdpa(inputs: Inputs) -> list[Contender]:
+    inputs, options = _without_nan(inputs), _sdpa_mask(inputs)
+
+    def contender(name: str) -> Contender:
+        leaves = _leaves(query=inputs.q, key=inputs.k, value=inputs.v)
+        return Contender(
+            name,
+            "torch",
+            lambda: F.scaled_dot_product_attention(**leaves, **options),
+            {"q": leaves["query"], "k": leaves["key"], "v": leaves["value"]},
+            inputs.do,
+            lambda: sdpa_kernel(_SDPA[name]),
+        )
+
+    return [contender(name) for name in (_SDPA_ON_CPU if inputs.q.device.type == "cpu" else _SDPA)]
+
+
+def _naive(inputs: Inputs) -> Contender:
+    inputs, keep = _without_nan(inputs), inputs.mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
+    leaves = _leaves(q=inputs.q, k=inputs.k, v=inputs.v)
+    return Contender("naive", "naive", lambda: naive_attention(**leaves, keep=keep), leaves, inputs.do)
+
+
+def _fastattn_layer(problem: Problem) -> Contender:
+    return _layer(problem, "fastattn.MultiHeadAttention", "fastattn", fastattn.MultiHeadAttention)
+
+
+def _torch_layer(problem: Problem) -> Contender:
+    return _layer(problem, "torch.nn.MultiheadAttention", "torch", torch.nn.MultiheadAttention)
+
+
+def _layer(problem: Problem, name: str, family: str, module_class: type) -> Contender:
+    x, mask, H = problem.x.detach().requires_grad_(), problem.inputs.mask, problem.inputs.q.shape[1]
+    module = module_class(x.shape[2], H, batch_first=True, device=x.device, dtype=x.dtype)
+    module.load_state_dict(problem.weights)
+    options: dict[str, object] = {"need_weights": False}  # with torch.nn's polarity: True hides
+    if mask.causal:
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        options |= {"attn_mask": hidden, "is_causal": True}
+    if mask.real_keys is not None:
+        options["key_padding_mask"] = ~mask.real_keys
+    module.eval()  # without autograd that allows torch its fast path
+    tensors = {"x": x} | {name: module.get_parameter(name) for name in problem.weights}
+    return Contender(name, family, lambda: module(x, x, x, **options)[0], tensors, problem.do)
+
+
+def _leaves(**tensors: Tensor) -> dict[str, Tensor]:
+    return {name: x.detach().requires_grad_() for name, x in tensors.items()}
+
+
+def _without_nan(inputs: Inputs) -> Inputs:
+    """The same with zeros in padding: torch multiplies padding by zero, and NaN would spread from it."""
+    return replace(inputs, **{name: getattr(inputs, name).nan_to_num(0.0) for name in ("q", "k", "v", "do")})
+
+
+def _sdpa_mask(inputs: Inputs) -> dict[str, object]:
+    """The mask in the words SDPA is fastest with: is_causal, a mask over keys, or both merged into one table."""
+    mask, features = inputs.mask, inputs.mask.features()
+    if features <= {"causal"}:
+        return {"is_causal": mask.causal}
+    if features == {"real_keys"}:
+        return {"attn_mask": mask.real_keys[:, None, None, :]}
+    return {"attn_mask": mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)}
+
+
+def _in_short(error: RuntimeError, warned: list[str]) -> str:
+    """The reason on one line: torch's warnings where they name it, else the error."""
+    reasons = [text.partition(" (Triggered internally")[0].strip() for text in warned]
+    reasons = [text for text in reasons if not text.endswith("because:") and "runtime disabled" not in text]
+    return " ".join(dict.fromkeys(reasons)) or str(error).partition("\n")[0]

@@ -1,0 +1,119 @@
+"""From a job to its rows: every contender is checked against fp64 first, and only right answers are timed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastattn.testing import compare
+
+from .cases import DTYPES, Job, Problem, make_problem
+from .rivals import Contender, RefusalError, contenders
+from .timing import Timing, interleave, matmul, peak_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's result in one job.
+
+    verdict: "right" (and so timed), "wrong" (its answer is outside the error budget) or "n/a" (it refuses).
+    note: the sentence that explains a verdict other than "right".
+    timing, gflops, matmul_share, peak_mib, speedup: None unless right. gflops counts useful work only; matmul_share is
+        of torch.matmul's rate in the same rounds; speedup is over torch's fastest right rival (None without one).
+    """
+
+    job: Job
+    contender: str
+    family: str
+    verdict: str
+    note: str = ""
+    timing: Timing | None = None
+    gflops: float | None = None
+    matmul_share: float | None = None
+    peak_mib: float | None = None
+    speedup: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether fastattn itself gave a wrong answer."""
+        return self.family == "fastattn" and self.verdict == "wrong"
+
+
+def measure_all(jobs: list[Job], device: str, quick: bool) -> list[Row]:
+    """The rows of each job in turn; a progress bar on stderr where that is a terminal."""
+    budget_s = 0.4 if quick else 3.0
+    rows: list[Row] = []
+    with _progress(len(jobs)) as advance:
+        for job in jobs:
+            advance(str(job))
+            rows += measure(job, device, budget_s)
+    return rows
+
+
+def measure(job: Job, device: str, budget_s: float) -> list[Row]:
+    """The rows of a job, fastest first, and those that could not be timed after them."""
+    problem = make_problem(job, device)
+    untimed: list[Row] = []
+    calls, right = {}, {}
+    for contender in contenders(problem):
+        try:
+            call, results = contender.trial(job.timed)
+        except RefusalError as refusal:
+            failed = contender.family == "fastattn" and not contender.refusal  # it promised to compute this
+            untimed.append(_row(job, contender, "wrong" if failed else "n/a", str(refusal)))
+            continue
+        if why := wrong(problem, results):
+            untimed.append(_row(job, contender, "wrong", why))
+            continue
+        calls[contender.name], right[contender.name] = call, contender
+
+    yardstick, yardstick_call, yardstick_flops = matmul(DTYPES[job.dtype], device)
+    timings = interleave(calls | {yardstick: yardstick_call}, budget_s, device)
+    matmul_rate = yardstick_flops / timings[yardstick].median
+    to_beat = min((timings[name].median for name, c in right.items() if c.family == "torch"), default=None)
+    calls.clear()  # frees the graphs, whose memory is measured from nothing next
+    timed = [
+        Row(
+            job,
+            name,
+            contender.family,
+            "right",
+            timing=timings[name],
+            gflops=problem.flops / timings[name].median / 1e9,
+            matmul_share=problem.flops / timings[name].median / matmul_rate,
+            peak_mib=peak_bytes(contender.whole(job.timed), device) / 2**20,
+            speedup=None if to_beat is None else to_beat / timings[name].median,
+        )
+        for name, contender in right.items()
+    ]
+    return sorted(timed, key=lambda row: row.timing.median) + untimed
+
+
+def wrong(problem: Problem, results: dict[str, Tensor]) -> str:
+    """What is outside the error budget among these results, in one sentence; "" where nothing is."""
+    compared = [compare(name, x, problem.naive[name], problem.exact[name]) for name, x in results.items()]
+    return "; ".join(str(error) for error in compared if not error.right)
+
+
+def _row(job: Job, contender: Contender, verdict: str, note: str) -> Row:
+    return Row(job, contender.name, contender.family, verdict, note)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A function to call with the name of each job as it begins."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield lambda name: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total, completed=-1)
+        yield lambda name: progress.update(task, advance=1, description=name)

@@ -1,0 +1,119 @@
+"""How long calls take, and how much memory: all contenders in turn, round by round, so that noise meets them alike."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+MIN_ROUNDS, MAX_ROUNDS = 5, 50
+SAMPLE_S = 0.01  # a sample repeats a shorter call until it takes about this long
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something to time: `run`, inside a `context` that is entered outside the clock."""
+
+    run: Callable[[], object]
+    context: Callable[[], AbstractContextManager] = nullcontext
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The samples of one call, in the order they were taken: seconds per call, each the mean of `repetitions`."""
+
+    seconds: tuple[float, ...]
+    repetitions: int
+
+    @property
+    def median(self) -> float:
+        """Seconds per call."""
+        return statistics.median(self.seconds)
+
+    def percentile(self, percent: int) -> float:
+        """Seconds that so many percent of the samples stay below (linear between samples)."""
+        return statistics.quantiles(self.seconds, n=100, method="inclusive")[percent - 1]
+
+
+def interleave(calls: dict[str, Call], budget_s: float, device: str) -> dict[str, Timing]:
+    """The timing of each call, in rounds that give every call one sample.
+
+    Every other round runs backwards, so that no call always follows the same neighbour.
+
+    Args:
+        budget_s: about how long all rounds together may take; MIN_ROUNDS are run in any case.
+        device: "cpu" or "cuda", which is waited for at both ends of a sample.
+    """
+    repetitions, round_s = {}, 0.0
+    for name, call in calls.items():
+        once = _sample(call, 1, device)
+        if once < SAMPLE_S:  # short enough for a first call to mislead
+            once = _sample(call, 1, device)
+        repetitions[name] = max(1, math.ceil(SAMPLE_S / max(once, 1e-6)))
+        round_s += once * repetitions[name]
+    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(budget_s / max(round_s, 1e-6))))
+
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(rounds):
+        for name in order:
+            seconds[name].append(_sample(calls[name], repetitions[name], device))
+        order.reverse()
+    return {name: Timing(tuple(taken), repetitions[name]) for name, taken in seconds.items()}
+
+
+def _sample(call: Call, repetitions: int, device: str) -> float:
+    with call.context():
+        _wait_for(device)
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            call.run()
+        _wait_for(device)
+        return (time.perf_counter() - start) / repetitions
+
+
+def _wait_for(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def matmul(dtype: torch.dtype, device: str) -> tuple[str, Call, float]:
+    """The machine's yardstick, torch.matmul on square matrices: its name, the call, and its operations."""
+    n = 8192 if device == "cuda" else 1024  # reaches the machine's rate, and is short enough to run in each round
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return f"torch.matmul {n}x{n}", Call(lambda: a @ b), 2.0 * n**3
+
+
+def peak_bytes(call: Call, device: str) -> int:
+    """The most memory that torch's allocator had handed out during one call, above what it had before.
+
+    Memory that an extension takes from elsewhere (malloc) is not seen.
+    """
+    with call.context():
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            call.run()
+            return torch.cuda.max_memory_allocated() - before
+        return _peak_bytes_on_cpu(call.run)
+
+
+def _peak_bytes_on_cpu(run: Callable[[], object]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes two lines to stderr each time it is used
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    # The public events() leaves out the memory events that happen inside an operator.
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    held = peak = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak

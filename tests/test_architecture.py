@@ -24,7 +24,7 @@ MAY_IMPORT = {  # layer -> layers of the package that it may import, besides its
     "": {"spec", "api", "backends", "nn", "swap"},
     "bench": {"", "testing", "backends"},
     "demo": {"", "bench"},
-    "__main__": {"", "bench", "demo", "backends", "backends.native"},
+    "__main__": {"", "spec", "bench", "demo", "backends", "backends.native"},
 }
 
 

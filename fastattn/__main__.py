@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="see it work inside a real model",
-        description="Puts fastattn into a real encoder of transformers, checks its answers on real text, and times both.",
+        description="Puts fastattn into a real encoder of transformers, checks its answers on real text, times both.",
     )
     demo_module.add_arguments(demo)
     demo.set_defaults(run=demo_module.run)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 
 from .machine import machine, now, versions
@@ -84,9 +84,8 @@ def plot(report: Report, path: Path) -> None:
     rows = [row for row in rows if row.contender != "fastattn reference"]
     if not rows:
         raise ValueError("there is nothing to draw: no fused backend of fastattn was timed next to torch's attention")
-    passes, masks = (
-        list(dict.fromkeys(values)) for values in zip(*((r.job.timed, _mask(r)) for r in rows), strict=True)
-    )
+    passes = list(dict.fromkeys(row.job.timed for row in rows))
+    masks = sorted({_mask(row) for row in rows}, key=list(_MASK_TITLES).index)
     series = list(dict.fromkeys((row.contender, row.job.dtype) for row in rows))
     lengths = list(dict.fromkeys(_shape(row) for row in rows))
 
@@ -94,7 +93,7 @@ def plot(report: Report, path: Path) -> None:
     panels = figure.subplots(len(passes), len(masks), sharex=True, sharey=True, squeeze=False)
     for line, timed in zip(panels, passes, strict=True):
         for panel, mask in zip(line, masks, strict=True):
-            for (contender, dtype), (colour, marker) in zip(series, _STYLES, strict=False):
+            for (contender, dtype), (colour, marker) in zip(series, cycle(_STYLES), strict=False):
                 drawn = [
                     row
                     for row in rows
@@ -102,21 +101,22 @@ def plot(report: Report, path: Path) -> None:
                 ]
                 _draw_series(panel, drawn, lengths, f"{contender}, {dtype}", colour, marker)
             panel.axhline(1, color="black", linewidth=1)
-            panel.set_title(f"{timed}, {_MASK_TITLES.get(mask, mask)}", fontsize=9)
+            panel.set_title(f"{timed}, {_MASK_TITLES[mask]}", fontsize=9)
             panel.set_yscale("log", base=2)
             panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
             panel.yaxis.set_minor_formatter(NullFormatter())
             panel.set_xticks(range(len(lengths)), lengths, fontsize=7)
-            panel.margins(x=0.15, y=0.2)
+            panel.margins(x=0.2, y=0.15)
             panel.grid(axis="y", color="0.85", linewidth=0.6)
             panel.spines[["top", "right"]].set_visible(False)
     figure.supylabel("speed-up over torch's fastest attention", fontsize=9)
     figure.suptitle("fastattn next to torch.scaled_dot_product_attention, in the same run", fontsize=11)
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(series), frameon=False, fontsize=8)
     hardware = report.machine.get("gpu", f"{report.machine['cpu']}, {report.machine['torch_threads']} threads")
     caption = f"{hardware}; torch {report.versions['torch']}; {report.date[:10]}. Line at 1x: torch. Bars: p20 to p80."
-    figure.supxlabel(caption, fontsize=7, color="0.3")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    columns = min(len(series), 3)
+    legend = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 8, "title_fontsize": 7}
+    figure.legend(handles, labels, title=caption, **legend)
     figure.savefig(path, dpi=160)
 
 
@@ -132,9 +132,8 @@ def _draw_series(panel, rows: list[Row], lengths: list[str], label: str, colour:
         panel.annotate(
             f"{y_value:.1f}",
             (x_value, y_value),
-            (0, 7),
+            (4, 3),  # clear of the line and of the bar
             textcoords="offset points",
-            ha="center",
             fontsize=7,
             color=colour,
         )

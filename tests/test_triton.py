@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton_compile import COMPILED
+from triton_compile import COMPILED, HOT
 
 from fastattn.backends import triton as backend
 from fastattn.backends.triton.tiles import (
@@ -174,7 +174,7 @@ SHARED_MEMORY = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", COMPILED)
-def test_kernels_compile_for_gpus_without_spills(arch, tmp_path):
+def test_kernels_compile_and_fit_and_hot_ones_do_not_spill(arch, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, Path(__file__).with_name("triton_compile.py"), str(arch), "--json"]
@@ -186,7 +186,8 @@ def test_kernels_compile_for_gpus_without_spills(arch, tmp_path):
         kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["mask"]) == (D, name, mask)}
         assert with_products | {"rows_kernel"} <= kernels
     for row in rows:
-        assert row["stack"] == 0, f"spills: {row}"
+        if (row["D"], getattr(torch, row["dtype"]), row["mask"]) in HOT:
+            assert row["stack"] == 0, f"spills: {row}"
         assert row["shared"] <= SHARED_MEMORY[arch], f"does not fit: {row}"
         uses_tensor_cores = row["kernel"] in with_products and row["dtype"] != "float32"  # exact fp32 has none
         assert (row["mma"] > 0) == uses_tensor_cores, row

@@ -2,7 +2,7 @@
 
 None was measured on a GPU yet. All were chosen by compiling: the comments say how many registers a thread takes with no
 mask and with the worst one (causal, padded keys and queries), when Triton 3.7.1 compiles for that GPU; tests print the
-same with `python tests/triton_compile.py 90`. No line spills registers.
+same with `python tests/triton_compile.py 90`. No line spills with it.
 """
 
 from __future__ import annotations

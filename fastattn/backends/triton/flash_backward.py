@@ -68,6 +68,7 @@ def backward(
         "PRECISION": dot_precision(),
     }
     scalars = (H, n_q, n_k)
+    lse = lse.contiguous()
     lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
     rest_log2 = torch.empty_like(lse) if q.dtype == torch.float32 else None
     config = config_for("rows", q, max(block_qk, block_v))
@@ -78,7 +79,7 @@ def backward(
         k_heads,
         readable_heads(o),
         do_heads,
-        lse.contiguous(),
+        lse,
         None if dlse is None else dlse.contiguous(),
         lse_log2,
         rest_log2,

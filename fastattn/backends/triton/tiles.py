@@ -103,7 +103,7 @@ def launch(kernel: triton.JITFunction, programs: int, *args: object, **options: 
         kernel[(programs,)](*args, **options, enable_fp_fusion=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def spans_kernel(real, spans, n, BLOCK: tl.constexpr):
     """One sample's row of `real_spans`."""
     i_b = tl.program_id(0).to(tl.int64)

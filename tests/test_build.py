@@ -317,7 +317,8 @@ subprocess.Popen = None
 import torch
 loaded_by_torch = set(sys.modules)
 import fastattn
-print(sorted({name.partition(".")[0] for name in set(sys.modules) - loaded_by_torch} - {"torch"} - set(sys.stdlib_module_names)))
+packages = {name.partition(".")[0] for name in set(sys.modules) - loaded_by_torch}
+print(sorted(packages - {"torch", *sys.stdlib_module_names}))
 print("torch._dynamo" in sys.modules)
 """
     imported = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)

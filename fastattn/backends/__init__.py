@@ -56,10 +56,10 @@ def _objections(
     for name in sorted(features - backend.features(q.device)):
         willing = False
         yield f"does not support {name} on {q.device.type}"
-    if not named and (why := backend.by_name_only(q.device)):
+    for why in backend.unsupported(q, k, v, spec):
         willing = False
         yield why
-    for why in backend.unsupported(q, k, v, spec):
+    if willing and not named and (why := backend.by_name_only(q.device)):
         willing = False
         yield why
     if willing and (why := _unavailable(backend.NAME)):  # last, since it may have to build the backend first
@@ -86,7 +86,8 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None)
             if name is None and backend is reference:
                 _warn_of_fallback(_listed_objections(BACKENDS[:-1], q, k, v, spec, named))
             return backend.NAME
-    raise NotImplementedError("no backend computes this call:\n" + _listed_objections(candidates, q, k, v, spec, named))
+    who = f"backend {name!r} does not compute" if named else "no fused backend computes"
+    raise NotImplementedError(f"{who} this call:\n" + _listed_objections(candidates, q, k, v, spec, named))
 
 
 def _while_tracing(function: Callable) -> Callable:

@@ -45,8 +45,8 @@ class Row:
 
 
 def measure_all(jobs: list[Job], device: str, quick: bool) -> list[Row]:
-    """The rows of each job in turn; a progress bar on stderr where that is a terminal."""
-    budget_s = 0.4 if quick else 3.0
+    """The rows of each job in turn; a progress bar on stderr, or a line for each where that is no terminal."""
+    budget_s = 0.4 if quick else 5.0
     rows: list[Row] = []
     with _progress(len(jobs)) as show:
         for done, job in enumerate(jobs):
@@ -108,7 +108,7 @@ def _row(job: Job, contender: Contender, verdict: str, note: str) -> Row:
 def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
     """A function to call with how many jobs are done and the name of the one that begins."""
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield lambda done, name: None
+        yield lambda done, name: print(f"[{done + 1}/{total}] {name}", file=sys.stderr, flush=True)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-MIN_ROUNDS, MAX_ROUNDS = 5, 50
+MIN_ROUNDS, MAX_ROUNDS = 3, 50
 SAMPLE_S = 0.01  # a sample repeats a shorter call until it takes about this long
 
 

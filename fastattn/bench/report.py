@@ -132,10 +132,11 @@ def _draw_series(panel, rows: list[Row], lengths: list[str], label: str, colour:
         panel.annotate(
             f"{y_value:.1f}",
             (x_value, y_value),
-            (4, 3),  # clear of the line and of the bar
+            (6, 4),
             textcoords="offset points",
             fontsize=7,
             color=colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},  # readable on the line
         )
 
 

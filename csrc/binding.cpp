@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <atomic>
 #include <optional>
 #include <string>
@@ -81,7 +82,8 @@ struct Mask {
   }
 };
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Mask& mask) {
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Mask& mask,
+                   const Dropout& dropout) {
   Problem p{};
   p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
   p.n_q = q.size(2), p.n_k = k.size(2), p.d_qk = q.size(3), p.d_v = v.size(3);
@@ -93,6 +95,7 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, double sca
   p.queries = mask.queries.lists();
   p.keys = mask.keys.lists();
   p.q = rows_of<Input>(q), p.k = rows_of<Input>(k), p.v = rows_of<Input>(v);
+  p.dropout = dropout;
   return p;
 }
 
@@ -109,9 +112,9 @@ void take_in_turn(const std::vector<Item>& items, int64_t scratch_floats, Run ru
 }
 
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, double scale,
-             const Mask& mask) {
+             const Mask& mask, double dropout_p, int64_t seed) {
   const Kernels& kernels = choose_kernels();
-  const Problem p = problem_of(q, k, v, scale, mask);
+  const Problem p = problem_of(q, k, v, scale, mask, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
   take_in_turn(forward_items(p, kernels), kernels.forward_scratch(p),
                [&](const ForwardItem& item, float* scratch) { kernels.forward(p, out, item, scratch); });
@@ -119,9 +122,9 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
-              double scale, const Mask& mask) {
+              double scale, const Mask& mask, double dropout_p, int64_t seed) {
   const Kernels& kernels = choose_kernels();
-  const Problem p = problem_of(q, k, v, scale, mask);
+  const Problem p = problem_of(q, k, v, scale, mask, make_dropout(dropout_p, seed));
   BackwardTensors t{};
   t.o = rows_of<Input>(o);
   if (d_o) t.d_o = rows_of<Input>(*d_o);
@@ -161,6 +164,12 @@ Tensor keep(const Mask& mask, int64_t block) {
   return result;
 }
 
+// For the tests: philox.h against published answers.
+std::array<uint32_t, 4> philox_words(int64_t seed, const std::array<uint32_t, 4>& counter) {
+  const PhiloxWords words = philox(philox_key(seed), {counter[0], counter[1], counter[2], counter[3]});
+  return {words.x0, words.x1, words.x2, words.x3};
+}
+
 std::string capability() { return choose_kernels().name; }
 
 pybind11::dict build_info() {
@@ -190,6 +199,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forward", &forward, without_gil);
   m.def("backward", &backward, without_gil);
   m.def("keep", &keep);
+  m.def("philox", &philox_words);
   m.def("capability", &capability);
   m.def("build_info", &build_info);
 }

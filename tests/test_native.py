@@ -1,16 +1,18 @@
 """What only the native backend has: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_spec import PHILOX_ANSWERS
 
 import fastattn
 from fastattn.backends import native
 from fastattn.spec import Mask, Spec
-from fastattn.testing import CASES, DTYPES, Case, assert_right, make_inputs, run
+from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, make_inputs, run
 
 CAPABILITIES = ("avx512", "avx2", "portable")
 HALVES = (torch.float16, torch.bfloat16)
@@ -32,6 +34,16 @@ ONE_HEAD = (
     Case("one-group", "dk and dv of a group of heads", B=1, H=4, H_kv=1, n_q=200, n_k=500, keys="holes", queries=True),
     Case("three-heads", "one head more than two threads", B=3, H=1, n_q=130, n_k=500, window=(100, 40), keys="right"),
 )
+DROPPED = (
+    Case(
+        "dropout-holes",
+        "keys and queries keep their own numbers",
+        B=3, H=4, H_kv=2, n_q=70, D=33, keys="holes", queries=True, dropout_p=0.3,
+    ),
+    Case("dropout-window", "blocks that begin among four keys", n_q=150, window=(13, 6), q_start=3, dropout_p=0.5),
+    Case("dropout-chunks", "over chunks", B=1, H=2, H_kv=1, n_q=40, n_k=500, D=256, keys="left", dropout_p=0.1),
+    Case("dropout-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, causal=True, dropout_p=0.1),
+)  # fmt: skip
 
 
 @pytest.fixture(params=CAPABILITIES)
@@ -59,7 +71,7 @@ def test_unknown_instruction_set_is_refused(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", COMPUTED, ids=str)
+@pytest.mark.parametrize("case", [*COMPUTED, *DROPPED], ids=str)
 @pytest.mark.parametrize("capability", ["avx2", "portable"], indirect=True)
 def test_lower_instruction_sets_are_right(capability, case, dtype):
     inputs = make_inputs(case, dtype)
@@ -67,7 +79,7 @@ def test_lower_instruction_sets_are_right(capability, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD], ids=str)
+@pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED], ids=str)
 def test_many_keys_are_right(case, dtype):
     inputs = make_inputs(case, dtype)
     assert_right(inputs, run(inputs, "native"))
@@ -80,7 +92,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD], ids=str)
+@pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED], ids=str)
 def test_bits_do_not_depend_on_the_number_of_threads(case, threads, capability):
     """One thread takes all gradients of a head together; more threads may take dq apart from dk and dv."""
     inputs = make_inputs(case, torch.float32)
@@ -92,16 +104,21 @@ def test_bits_do_not_depend_on_the_number_of_threads(case, threads, capability):
             assert torch.equal(alone[name], value), f"{name} with {number} threads"
 
 
+def results(inputs: Inputs, spec: Spec, wanted: tuple[bool, ...] = (True,) * 3) -> tuple[torch.Tensor | None, ...]:
+    """o, lse, dq, dk and dv, None for gradients that are not wanted."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    o, lse = native.forward(q, k, v, spec)
+    return o, lse, *native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, wanted + (False,) * 3)[:3]
+
+
 def test_subset_of_gradients_has_the_same_bits(threads):
     """What is not wanted is not computed, and the rest is unchanged."""
     threads(1)
     inputs = make_inputs(CHUNKED[2], torch.float32)
-    q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
-    saved = native.forward(q, k, v, spec)
-    every = native.backward(inputs.do, inputs.dlse, q, k, v, *saved, spec, (True,) * 3 + (False,) * 3)
+    every = results(inputs, inputs.spec())[2:]
     for wanted in ((True, False, False), (False, True, True)):
-        some = native.backward(inputs.do, inputs.dlse, q, k, v, *saved, spec, wanted + (False,) * 3)
-        for is_wanted, gradient, complete in zip(wanted, some[:3], every[:3], strict=True):
+        some = results(inputs, inputs.spec(), wanted)[2:]
+        for is_wanted, gradient, complete in zip(wanted, some, every, strict=True):
             assert torch.equal(gradient, complete) if is_wanted else gradient is None
 
 
@@ -136,6 +153,58 @@ def test_far_positions_do_not_overflow(q_start, window, causal):
     x = torch.empty(1, 1, 5, 1)
     found = native.build.load().keep(native.native_mask(mask, x, x), 4)
     assert torch.equal(found, mask.keep(5, 5)[:, 0])
+
+
+@pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)
+def test_philox_in_cpp_gives_the_published_answers(seed, counter, words):
+    assert tuple(native.build.load().philox(seed, counter)) == words
+
+
+def holes(n: int, seed: int) -> torch.Tensor:
+    return torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+
+@pytest.mark.parametrize("seed", [0, 7 << 32, -1, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize(("n_q", "n_k"), [(37, 131), (70, 33), (1, 3)])
+@pytest.mark.parametrize("masked", ["nothing", "causal", "window", "holes", "everything"])
+def test_dropout_keeps_what_the_definition_keeps(masked, n_q, n_k, seed, capability):
+    """With equal scores and values of 0 and 1 the output, and then dv, shows each weight by itself."""
+    p, B, H, H_kv, group = 0.4, 2, 6, 2, 3
+    padding = {"real_keys": holes(n_k, 1), "real_queries": holes(n_q, 2)}
+    mask = {
+        "nothing": Mask(),
+        "causal": Mask(causal=True, q_start=2),
+        "window": Mask(window=(5, 4), q_start=torch.tensor([3, 30])),
+        "holes": Mask(**padding),
+        "everything": Mask(causal=True, q_start=9, window=(50, None), **padding),
+    }[masked]
+    spec = Spec(mask, 1.0, dropout_p=p, seed=torch.tensor(seed))
+    visible = mask.keep(n_q, n_k).expand(B, H, n_q, n_k)
+    kept = visible & spec.dropout_keep(B, H, n_q, n_k)
+    expected = kept / ((1 - p) * visible.sum(-1, keepdim=True).clamp(min=1))
+
+    q, k = torch.zeros(B, H, n_q, 5), torch.zeros(B, H_kv, n_k, 5)
+    d_v = max(n_k, group * n_q)
+    v = torch.eye(n_k, d_v).expand(B, H_kv, n_k, d_v)
+    o, lse = native.forward(q, k, v, spec)
+    assert torch.equal(o[..., :n_k] != 0, kept)
+    torch.testing.assert_close(o[..., :n_k], expected)
+    torch.testing.assert_close(lse, visible.sum(-1).log())
+
+    do = torch.eye(group * n_q, d_v).unflatten(0, (group, n_q)).repeat(B, H_kv, 1, 1)
+    dv = native.backward(do, None, q, k, v, o, lse, spec, (True,) * 3 + (False,) * 3)[2]
+    weights = dv.mT[:, :, : group * n_q].unflatten(2, (group, n_q)).flatten(1, 2)  # [B, H, n_q, n_k]
+    assert torch.equal(weights != 0, kept)
+    torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-12])
+def test_dropping_nothing_changes_no_bit(p, capability):
+    inputs = make_inputs(Case("plain", "", H=4, H_kv=2, n_q=70, n_k=120, D=33, causal=True, q_start=9), torch.float32)
+    spec = inputs.spec()
+    dropping = replace(spec, dropout_p=p, seed=torch.tensor(3))
+    for plain, dropped in zip(results(inputs, spec), results(inputs, dropping), strict=True):
+        assert torch.equal(plain, dropped)
 
 
 def every_pattern(dtype: torch.dtype) -> torch.Tensor:

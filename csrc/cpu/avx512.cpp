@@ -1,6 +1,8 @@
 // 16 lanes, 32 registers.
 #if defined(__x86_64__)
 
+#include <immintrin.h>
+
 #include <type_traits>
 #include <utility>
 

@@ -4,6 +4,8 @@
 //   S^T = K Q^T    P^T = 2^(S^T - lse)    dP^T = V dO^T    dS^T = P^T * (dP^T - delta + dlse)
 //   dV += P^T dO   dK += dS^T Q           dQ^T += K^T dS^T
 //
+// Dropout multiplies the weights by Z, which changes two of these: dP^T = Z^T * V dO^T, and dV += (Z^T * P^T) dO.
+//
 // An item owns the gradients it writes, and sums each over all of its queries or over all of its keys, in order: no
 // atomics, and the same bits however the work is split.
 
@@ -22,6 +24,7 @@ struct BackwardScratch {
   float *d_o, *d_o_t, *o, *o_t;  // [M, d_v] and its transpose
   float *k, *v;                  // copies of a block of keys, where one is needed
   float *p_t, *ds_t;             // [kBlockKeys, M]
+  float* dropped_p_t;            // [kBlockKeys, M], Z^T and then Z^T * P^T
   float *dq_t, *dq;              // [d_qk, M] and its transpose
   float *dk, *dv;                // [cached_keys, d]
   int32_t* queries;              // [n_q]
@@ -41,6 +44,7 @@ struct BackwardScratch {
     v = arena.take(kBlockKeys * d_v);
     p_t = arena.take(kBlockKeys * M);
     ds_t = arena.take(kBlockKeys * M);
+    dropped_p_t = arena.take(kBlockKeys * M);
     dq_t = arena.take(M * d_qk);
     dq = arena.take(M * d_qk);
     dk = arena.take(cached_keys(p) * d_qk);
@@ -144,7 +148,7 @@ void refine_lse(const Problem& p, int64_t b, int64_t h_kv, const QueryBlock<C>& 
   }
 }
 
-// Writes P^T and dS^T of n keys.
+// Writes P^T and dS^T of n keys, and with dropout turns Z^T into Z^T * P^T.
 template <int C>
 FASTATTN_INLINE void weights_and_gradients(const Problem& p, const QueryBlock<C>& queries, const RowStatistics<C>& rows,
                                            const IndexList& keys, int64_t first, int64_t n, Panel k, Panel v,
@@ -156,6 +160,14 @@ FASTATTN_INLINE void weights_and_gradients(const Problem& p, const QueryBlock<C>
     weight_tile(p, queries, rows, keys, first + i, k.data + i * k.stride, k.stride, w.q_t, tile);
     each_vector<R, C>([&](int r, int c) { store(w.p_t + (i + r) * M + c * kLanes, tile[r][c]); });
     product(p.d_v, v.data + i * v.stride, v.stride, 1, w.d_o_t, M, tile);
+    if (p.dropout.drops) {
+      each_vector<R, C>([&](int r, int c) {
+        const int64_t at = (i + r) * M + c * kLanes;
+        const Floats factors = load(w.dropped_p_t + at);
+        tile[r][c] *= factors;
+        store(w.dropped_p_t + at, factors * load(w.p_t + at));
+      });
+    }
     each_vector<R, C>([&](int r, int c) {
       const int64_t at = (i + r) * M + c * kLanes;
       store(w.ds_t + at, load(w.p_t + at) * (tile[r][c] - rows.delta[c] + rows.d_lse[c]));
@@ -207,10 +219,16 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
   each_key_block(key_list, queries.range.some, chunk_begin, chunk_end, [&](int64_t i, int64_t n_keys) {
     const Panel k = key_panel(p.k, b, item.h_kv, key_list, i, n_keys, p.d_qk, w.k);
     const Panel v = key_panel(p.v, b, item.h_kv, key_list, i, n_keys, p.d_v, w.v);
+    if (p.dropout.drops) {
+      each_dropout_factor(p.dropout, b, h, queries, key_list, i, n_keys, [&](int64_t row, int c, Floats factors) {
+        store(w.dropped_p_t + row * M + c * kLanes, factors);
+      });
+    }
     weights_and_gradients<C>(p, queries, rows, key_list, i, n_keys, k, v, w);
     if (item.wants_dq) accumulate_dq<C>(n_keys, p.d_qk, k, w.ds_t, w.dq_t);
     if (!item.wants_dkv) return;
-    accumulate_rows(w.p_t, M, n_keys, n, w.d_o, w.dv + (i - chunk_begin) * d_v, d_v);
+    const float* weights_of_v = p.dropout.drops ? w.dropped_p_t : w.p_t;
+    accumulate_rows(weights_of_v, M, n_keys, n, w.d_o, w.dv + (i - chunk_begin) * d_v, d_v);
     accumulate_rows(w.ds_t, M, n_keys, n, w.q, w.dk + (i - chunk_begin) * d_qk, d_qk);
   });
 

@@ -43,13 +43,16 @@ struct QueryBlock {
   static constexpr int M = C * kLanes;
 
   BlockRange range;
+  Bits index[C];  // of the queries
   Ints begin[C];
   Bits length[C];
 
   QueryBlock(const Problem& p, int64_t b, const IndexList& queries, int64_t first, int64_t n)
       : range(block_range(p.visible(b, queries.at(first)), p.visible(b, queries.at(first + n - 1)))) {
     for (int lane = 0; lane < M; ++lane) {
-      const KeyRange keys = p.visible(b, queries.at(first + (lane < n ? lane : n - 1)));
+      const int64_t query = queries.at(first + (lane < n ? lane : n - 1));
+      const KeyRange keys = p.visible(b, query);
+      index[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(query);
       begin[lane / kLanes][lane % kLanes] = static_cast<int32_t>(keys.begin);
       length[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(keys.end - keys.begin);
     }

@@ -123,6 +123,12 @@ void attend(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, i
     for (int c = 0; c < C; ++c) new_m[c] = state.m[c];
     scores<C>(queries, w.q_t, p.d_qk, key_list, i, n_keys, k, w.p_t, new_m);
     softmax_step<C>(n_keys, scale.on_score_log2, new_m, w.p_t, state, decay);
+    if (p.dropout.drops) {  // after the sums: lse knows nothing of it
+      each_dropout_factor(p.dropout, b, h, queries, key_list, i, n_keys, [&](int64_t row, int c, Floats factors) {
+        float* at = w.p_t + row * M + c * kLanes;
+        store(at, load(at) * factors);
+      });
+    }
     const Panel v = key_panel(p.v, b, h_kv, key_list, i, n_keys, p.d_v, w.v);
     accumulate_output<C>(n_keys, p.d_v, v, w.p_t, decay, w.o_t);
   });

@@ -22,6 +22,7 @@ constexpr int kOuterColumns = FASTATTN_OUTER_COLUMNS;
 #include "product.h"
 #include "rows.h"
 #include "blocks.h"
+#include "dropout.h"
 #include "forward.h"
 #include "backward.h"
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../mask.h"
+#include "../philox.h"
 #include "index_list.h"
 
 namespace fastattn {
@@ -34,6 +35,7 @@ struct Problem {
   const IndexList* queries;  // [B], the real ones
   const IndexList* keys;     // [B], the real ones
   Input q, k, v;
+  Dropout dropout;
 
   int64_t group() const { return H / H_kv; }
 

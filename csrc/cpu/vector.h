@@ -13,6 +13,7 @@ constexpr int kLanes = FASTATTN_LANES;
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
+typedef uint64_t Wide __attribute__((vector_size(kLanes * 4)));  // half as many lanes
 typedef float FloatsInMemory __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 FASTATTN_INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsInMemory*>(p); }
@@ -83,6 +84,18 @@ FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t r
       for (int r = 0; r < kLanes; ++r) store(to + (j + r) * to_stride + i, tile[r]);
     }
   }
+}
+
+// The low half of each lane times y: one instruction, which GCC 12 does not find in the plain expression.
+FASTATTN_INLINE Wide product_of_low_halves(Wide x, uint32_t y) {
+  const Wide wide_y = Wide{} + y;
+#if FASTATTN_LANES == 16
+  return (Wide)_mm512_mul_epu32((__m512i)x, (__m512i)wide_y);
+#elif FASTATTN_LANES == 8
+  return (Wide)_mm256_mul_epu32((__m256i)x, (__m256i)wide_y);
+#else
+  return (x & 0xffffffff) * wide_y;
+#endif
 }
 
 constexpr int64_t padded(int64_t d) { return (d + kLanes - 1) / kLanes * kLanes; }

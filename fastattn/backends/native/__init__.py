@@ -10,7 +10,7 @@ from . import build
 
 NAME = "native"
 
-_FEATURES = frozenset({"causal", "q_start", "window", "real_keys", "real_queries"})
+_FEATURES = frozenset({"causal", "q_start", "window", "real_keys", "real_queries", "dropout"})
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_KEYS = 2**31 - 1  # keys are numbered by 32-bit integers inside the kernels
 
@@ -56,7 +56,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     native = build.load()
     o = empty_output(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    native.forward(*map(_rows, (q, k, v)), o, lse, spec.scale, native_mask(spec.mask, q, k))
+    native.forward(*map(_rows, (q, k, v)), o, lse, spec.scale, native_mask(spec.mask, q, k), *_dropout(spec))
     return o, lse
 
 
@@ -88,6 +88,7 @@ def backward(
         *sums,
         spec.scale,
         native_mask(spec.mask, q, k),
+        *_dropout(spec),
     )
     for gradient, written in zip((dq, dk, dv), sums, strict=True):
         if written is not None and written is not gradient:
@@ -122,3 +123,8 @@ def native_mask(mask: Mask, q: Tensor, k: Tensor) -> object:
         real_queries=mask.real_queries,
         real_keys=mask.real_keys,
     )
+
+
+def _dropout(spec: Spec) -> tuple[float, int]:
+    """The probability to drop a weight, and the seed."""
+    return spec.dropout_p, 0 if spec.seed is None else spec.seed.item()

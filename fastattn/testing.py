@@ -95,6 +95,7 @@ CASES: tuple[Case, ...] = (
     Case("small-head-dim", "a head dim below the smallest matrix tile", D=3, n_q=20),
     Case("head-dim-80", "between two powers of two", D=80, n_q=40),
     Case("head-dim-256", "the widest head the GPU kernels take", B=1, H=1, D=256, n_q=40),
+    Case("head-dim-512", "wider than the GPU kernels take: long sums", B=1, H=1, D=512, n_q=40),
     Case("wide-values", "d_v above d_qk", D=16, d_v=48, n_q=40),
     Case("narrow-values", "d_v below d_qk", D=48, d_v=8, n_q=40),
     Case("grouped-heads", "grouped-query attention", H=6, H_kv=2, n_q=40),

@@ -105,9 +105,13 @@ RowStatistics<C> load_queries(const Problem& p, const BackwardTensors& t, int64_
   transpose(w.q, d_qk, M, d_qk, split_scale(p.scale).on_query, w.q_t, M);
   transpose(w.d_o, d_v, M, d_v, 1.0f, w.d_o_t, M);
   transpose(w.o, d_v, M, d_v, 1.0f, w.o_t, M);
-  // In the order in which dP is summed: a query that sees a single key, where O = V, then has dS = 0 to the bit.
-  for (int64_t d = 0; d < p.d_v; ++d) {
-    for (int c = 0; c < C; ++c) rows.delta[c] += load(w.o_t + d * M + c * kLanes) * load(w.d_o_t + d * M + c * kLanes);
+  // As dP is summed, in the same order: a query that sees a single key, where O = V, then has dS = 0 to the bit.
+  for (int64_t begin = 0; begin < p.d_v; begin += kPartOfHeadDim) {
+    Floats part[C] = {};
+    for (int64_t d = begin; d < lesser(begin + kPartOfHeadDim, p.d_v); ++d) {
+      for (int c = 0; c < C; ++c) part[c] += load(w.o_t + d * M + c * kLanes) * load(w.d_o_t + d * M + c * kLanes);
+    }
+    for (int c = 0; c < C; ++c) rows.delta[c] += part[c];
   }
   return rows;
 }
@@ -118,7 +122,7 @@ FASTATTN_INLINE void weight_tile(const Problem& p, const QueryBlock<C>& queries,
                                  const IndexList& keys, int64_t i, const float* k, int64_t k_stride, const float* q_t,
                                  Floats (&tile)[R][C]) {
   const float on_score_log2 = split_scale(p.scale).on_score_log2;
-  product(p.d_qk, k, k_stride, 1, q_t, C * kLanes, tile);
+  product_over_head_dim(p.d_qk, k, k_stride, q_t, C * kLanes, tile);
   each_vector<R, C>([&](int r, int c) {
     const Floats p_log2 = tile[r][c] * on_score_log2 - rows.lse_log2[c] - rows.lse_log2_rest[c];
     tile[r][c] = exp2(at_most(p_log2, 64.0f));  // it is above 0 by rounding only, which takes an lse of 1e9 to get there
@@ -159,7 +163,7 @@ FASTATTN_INLINE void weights_and_gradients(const Problem& p, const QueryBlock<C>
     Floats tile[R][C];
     weight_tile(p, queries, rows, keys, first + i, k.data + i * k.stride, k.stride, w.q_t, tile);
     each_vector<R, C>([&](int r, int c) { store(w.p_t + (i + r) * M + c * kLanes, tile[r][c]); });
-    product(p.d_v, v.data + i * v.stride, v.stride, 1, w.d_o_t, M, tile);
+    product_over_head_dim(p.d_v, v.data + i * v.stride, v.stride, w.d_o_t, M, tile);
     if (p.dropout.drops) {
       each_vector<R, C>([&](int r, int c) {
         const int64_t at = (i + r) * M + c * kLanes;

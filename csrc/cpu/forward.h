@@ -40,7 +40,7 @@ FASTATTN_INLINE void scores(const QueryBlock<C>& queries, const float* q_t, int6
   each_tile<kScoreRows>(0, n, [&](auto rows, int64_t i) {
     constexpr int R = decltype(rows)::value;
     Floats s[R][C];
-    product(d_qk, k.data + i * k.stride, k.stride, 1, q_t, M, s);
+    product_over_head_dim(d_qk, k.data + i * k.stride, k.stride, q_t, M, s);
     if (!queries.sees_all(keys.at(first + i), keys.at(first + i + R - 1))) {
       each_vector<R, C>([&](int r, int c) {
         s[r][c] = queries.sees(c, keys.at(first + i + r)) ? s[r][c] : splat(-kInfinity);

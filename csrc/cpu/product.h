@@ -3,6 +3,16 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+// visit(r, c) for every vector of a tile, unrolled: the accumulators must never be indexed at run time.
+template <int R, int C, class Visit>
+FASTATTN_INLINE void each_vector(Visit visit) {
+#pragma GCC unroll 32
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) visit(r, c);
+  }
+}
+
 // acc[r][c] = sum over k of a[r * a_row + k * a_step] * (vector c of row k of b).
 //
 // The accumulators fill the registers, and each element is one chain of FMAs in the order of k, so the result does not
@@ -28,13 +38,17 @@ FASTATTN_INLINE void product(int64_t steps, const float* a, int64_t a_row, int64
   }
 }
 
-// visit(r, c) for every vector of a tile, unrolled: the accumulators must never be indexed at run time.
-template <int R, int C, class Visit>
-FASTATTN_INLINE void each_vector(Visit visit) {
-#pragma GCC unroll 32
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) visit(r, c);
+// The same over a head dim, which may be long: summed in parts, whose rounding errors do not all pile up in one chain.
+constexpr int64_t kPartOfHeadDim = 64;
+
+template <int R, int C>
+FASTATTN_INLINE void product_over_head_dim(int64_t dim, const float* a, int64_t a_row, const float* b, int64_t b_step,
+                                           Floats (&acc)[R][C]) {
+  product(lesser(dim, kPartOfHeadDim), a, a_row, 1, b, b_step, acc);
+  for (int64_t d = kPartOfHeadDim; d < dim; d += kPartOfHeadDim) {
+    Floats part[R][C];
+    product(lesser(dim - d, kPartOfHeadDim), a + d, a_row, 1, b + d * b_step, b_step, part);
+    each_vector<R, C>([&](int r, int c) { acc[r][c] += part[r][c]; });
   }
 }
 

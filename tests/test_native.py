@@ -14,7 +14,7 @@ from fastattn.backends import native
 from fastattn.spec import Mask, Spec
 from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, make_inputs, run
 
-CAPABILITIES = ("avx512", "avx2", "portable")
+CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
 HALVES = (torch.float16, torch.bfloat16)
 
 COMPUTED = [

@@ -71,14 +71,19 @@ FASTATTN_INLINE void transpose(Floats (&rows)[kLanes]) {
   if constexpr (2 * S < kLanes) transpose<2 * S>(rows);
 }
 
-// to[j][i] = factor * from[i][j]; rows and columns are multiples of kLanes.
-FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float factor,
-                               float* to, int64_t to_stride) {
+struct Unchanged {
+  FASTATTN_INLINE Floats operator()(Floats x) const { return x; }
+};
+
+// to[j][i] = map(from[i][j]); rows and columns are multiples of kLanes.
+template <class Map>
+FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
+                               int64_t to_stride, Map map) {
   for (int64_t i = 0; i < rows; i += kLanes) {
     for (int64_t j = 0; j < columns; j += kLanes) {
       Floats tile[kLanes];
 #pragma GCC unroll 16
-      for (int r = 0; r < kLanes; ++r) tile[r] = load(from + (i + r) * from_stride + j) * factor;
+      for (int r = 0; r < kLanes; ++r) tile[r] = map(load(from + (i + r) * from_stride + j));
       transpose(tile);
 #pragma GCC unroll 16
       for (int r = 0; r < kLanes; ++r) store(to + (j + r) * to_stride + i, tile[r]);

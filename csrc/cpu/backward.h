@@ -34,7 +34,7 @@ struct BackwardBlock {
 struct BackwardScratch {
   float *o, *o_t, *d_o, *d_o_t;  // fp32 [M, d_v] and its transpose
   float *k, *v, *k_t;            // copies of a block of keys, where they are needed
-  float *p_t, *z_t;              // [kBlockKeys, M]
+  float *s_t, *dp_t, *z_t;       // [kBlockKeys, M]
   float *weights, *ds, *ds_t;    // Z^T * P^T and dS^T as left factors, and dS^T as a right one
   float* dq;                     // [M, d_qk]
   float *dk, *dv;                // [cached_keys, d]
@@ -52,12 +52,11 @@ struct BackwardScratch {
     k = arena.take(kBlockKeys * units(p.d_qk));
     v = arena.take(kBlockKeys * units(p.d_v));
     k_t = arena.take(transposed_size(kBlockKeys, p.d_qk));
-    p_t = arena.take(kBlockKeys * M);
+    s_t = arena.take(kBlockKeys * M);
+    dp_t = arena.take(kBlockKeys * M);
     z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
-    ds = arena.take(kBlockKeys * M);
-    // Where both forms are the same floats, they are stored once.
-    weights = kOneForm && !p.dropout.drops ? p_t : arena.take(kBlockKeys * M);
-    ds_t = kOneForm ? ds : arena.take(kBlockKeys * M);
+    weights = s_t, ds = dp_t;  // in place, which both forms allow
+    ds_t = kOneForm ? ds : arena.take(kBlockKeys * M / kPerUnit);
     dq = arena.take(M * padded(p.d_qk));
     dk = arena.take(cached_keys(p) * padded(p.d_qk));
     dv = arena.take(cached_keys(p) * padded(p.d_v));
@@ -104,24 +103,17 @@ IndexList contributing_queries(const Problem& p, const BackwardTensors& t, const
   return {table, 0, count};
 }
 
-// Writes P^T of a part of the keys: use(row, tile).
-template <int C, class Use>
-FASTATTN_INLINE void weights(const Problem& p, const BackwardBlock& block, const KeyBlock& keys, Part part, Use use) {
-  const float on_score_log2 = split_scale(p.scale).on_score_log2;
-  const QueryBlock& queries = block.queries;
-  const Rows k = keys.k.at_row(part.begin);
-  const Right q_t{block.q_t, C * kLanes};
-  multiply_over_head_dim<kScoreRows, C>(part.n, steps_over(p.d_qk), k, q_t, [&](int64_t row, auto& tile) {
-    each_vector(tile, [&](Floats& x, int, int c) {
-      const Floats p_log2 = x * on_score_log2 - block.lse_log2[c] - block.lse_log2_rest[c];
-      x = exp2(at_most(p_log2, 64.0f));  // it is above 0 by rounding only, which takes an lse of 1e9 to get there
-    });
-    const int64_t i = part.begin + row;
-    if (!queries.sees_all(keys, i, sizeof(tile) / sizeof(tile[0]))) {
-      each_vector(tile, [&](Floats& x, int r, int c) { x = queries.sees(c, keys, i + r) ? x : Floats{}; });
-    }
-    use(row, tile);
-  });
+// P of vector c of the queries from S. It is above 1 by rounding only, and an lse of 1e9 takes it far.
+FASTATTN_INLINE Floats weight_again(const BackwardBlock& block, int c, Floats s, float on_score_log2) {
+  return exp2(at_most(s * on_score_log2 - block.lse_log2[c] - block.lse_log2_rest[c], 64.0f));
+}
+
+// Writes S^T of a part of the keys, hidden ones -inf.
+template <int C>
+FASTATTN_INLINE void scores(const Problem& p, const BackwardBlock& block, const KeyBlock& keys, Part part, float* s_t) {
+  constexpr int64_t M = C * kLanes;
+  assign_product<kScoreRows, C>({s_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
+  hide<C>(block.queries, keys, part, s_t, -kInfinity);
 }
 
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor. The weights of a row sum
@@ -129,13 +121,16 @@ FASTATTN_INLINE void weights(const Problem& p, const BackwardBlock& block, const
 template <int C>
 void refine_lse(const Problem& p, int64_t b, int64_t h_kv, BackwardBlock& block, const BackwardScratch& w) {
   const IndexList& list = p.keys[b];
+  const float on_score_log2 = split_scale(p.scale).on_score_log2;
   Floats sum[C] = {};
   each_key_block(list, block.queries.range.some, 0, list.count, [&](int64_t first, int64_t n) {
     KeyBlock keys{&list, first, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, h_kv, list, first, n, up_to_grain(n), p.d_qk, false, w.k);
-    weights<C>(p, block, keys, visible_part(block.queries, keys), [&](int64_t, auto& tile) {
-      each_vector(tile, [&](Floats& x, int, int c) { sum[c] += x; });
-    });
+    const Part part = visible_part(block.queries, keys);
+    scores<C>(p, block, keys, part, w.s_t);
+    for (int64_t i = 0; i < part.n; ++i) {
+      for (int c = 0; c < C; ++c) sum[c] += weight_again(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
+    }
   });
   for (int lane = 0; lane < C * kLanes; ++lane) {
     block.lse_log2_rest[lane / kLanes][lane % kLanes] += log2f(sum[lane / kLanes][lane % kLanes]);
@@ -197,29 +192,26 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   if (needs_refinement && p.q.dtype == DType::f32) refine_lse<C>(p, b, item.h_kv, block, w);
 }
 
-// Writes what the sums take: Z^T * P^T and dS^T of a part of the keys.
+// Turns S^T and dP^T [n, M] into Z^T * P^T and dS^T, in the forms that the sums take.
 template <int C>
-FASTATTN_INLINE void weights_and_gradients(const Problem& p, const BackwardBlock& block, const KeyBlock& keys,
-                                           Part part, const BackwardScratch& w) {
-  weights<C>(p, block, keys, part, [&](int64_t row, auto& tile) {
-    store_floats(w.p_t, row, tile);
-    if (w.weights == w.p_t) return;
-    if (p.dropout.drops) {
-      each_vector(tile, [&](Floats& x, int r, int c) { x *= load(w.z_t + ((row + r) * C + c) * kLanes); });
-    }
-    store_left(w.weights, row, tile);
-  });
-  const Rows v = keys.v.at_row(part.begin);
-  const Right d_o_t{block.d_o_t, C * kLanes};
-  multiply_over_head_dim<kScoreRows, C>(part.n, steps_over(p.d_v), v, d_o_t, [&](int64_t row, auto& tile) {
-    each_vector(tile, [&](Floats& x, int r, int c) {
-      const int64_t at = ((row + r) * C + c) * kLanes;
-      if (p.dropout.drops) x *= load(w.z_t + at);
-      x = load(w.p_t + at) * (x - block.delta[c] + block.d_lse[c]);
+FASTATTN_INLINE void gradients_of_scores(int64_t n, const BackwardBlock& block, float on_score_log2, bool drops,
+                                         const BackwardScratch& w) {
+  Floats d_lse_minus_delta[C];
+  for (int c = 0; c < C; ++c) d_lse_minus_delta[c] = block.d_lse[c] - block.delta[c];
+  for (int64_t i = 0; i < n; i += kPerUnit) {
+    Floats weights[kPerUnit][C], ds[kPerUnit][C];
+    each_vector(weights, [&](Floats& p, int r, int c) {
+      const int64_t at = ((i + r) * C + c) * kLanes;
+      p = weight_again(block, c, load(w.s_t + at), on_score_log2);
+      Floats dp = load(w.dp_t + at);
+      if (drops) dp *= load(w.z_t + at);
+      ds[r][c] = p * (dp + d_lse_minus_delta[c]);
+      if (drops) p *= load(w.z_t + at);
     });
-    store_right(w.ds_t, row, tile);
-    if (!kOneForm) store_left(w.ds, row, tile);
-  });
+    store_left(w.weights, i, weights);
+    store_right(w.ds_t, i, ds);
+    if (!kOneForm) store_left(w.ds, i, ds);
+  }
 }
 
 // x[n] += a * y for n rows of d, a sum over the queries: the gradient of keys or values.
@@ -228,14 +220,9 @@ FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_querie
   constexpr int64_t M = C * kLanes;
   const Rows left{a, M / kPerUnit};
   each_tile<kOuterColumns>(0, padded(d) / kLanes, [&](auto vectors, int64_t first_vector) {
-    constexpr int V = decltype(vectors)::value;
     const int64_t column = first_vector * kLanes;
-    multiply<kOuterRows, V>(n, query_steps(n_queries, M), left, y.at_column(column), [&](int64_t i, auto& sum) {
-      each_vector(sum, [&](Floats& value, int r, int c) {
-        float* at = x + (i + r) * padded(d) + column + c * kLanes;
-        store(at, load(at) + value);
-      });
-    });
+    const Target to{x + column, padded(d)};
+    add_product<kOuterRows, vectors>(to, n, query_steps(n_queries, M), left, y.at_column(column));
   });
 }
 
@@ -243,18 +230,16 @@ FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_querie
 template <int C>
 void add_gradients(const Problem& p, const BackwardItem& item, int64_t h, const KeyBlock& keys, BackwardBlock& block,
                    float* dk, float* dv, const BackwardScratch& w) {
+  constexpr int64_t M = C * kLanes;
   const Part part = visible_part(block.queries, keys);
   if (part.n == 0) return;
   if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, block.queries, keys, part, w.z_t);
-  weights_and_gradients<C>(p, block, keys, part, w);
+  scores<C>(p, block, keys, part, w.s_t);
+  assign_product<kScoreRows, C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), {block.d_o_t, M});
+  gradients_of_scores<C>(part.n, block, split_scale(p.scale).on_score_log2, p.dropout.drops, w);
   if (item.wants_dq) {
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
-    multiply<kValueRows, C>(p.d_qk, part.n / kPerUnit, k_t, {w.ds_t, C * kLanes}, [&](int64_t d, auto& sum) {
-      each_vector(sum, [&](Floats& x, int r, int c) {
-        float* at = block.dq_t + ((d + r) * C + c) * kLanes;
-        store(at, load(at) + x);
-      });
-    });
+    add_product<kValueRows, C>({block.dq_t, M}, p.d_qk, part.n / kPerUnit, k_t, {w.ds_t, M});
   }
   if (item.wants_dkv) {
     const int64_t n = block.queries.n;

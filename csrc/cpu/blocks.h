@@ -33,6 +33,16 @@ struct KeyBlock {
   int64_t key(int64_t i) const { return list->at(first + i); }
 };
 
+// How many blocks of keys are made ready before a block of queries meets them: one, so that it stays in the L1 cache
+// for all blocks of queries, or, where making ready takes long, as many as fit the L2 cache.
+constexpr int64_t kChunkBlocks = FASTATTN_CHUNK_BLOCKS;
+
+inline int64_t key_blocks_in_chunk(const Problem& p) {
+  constexpr int64_t kCacheFloats = (512 << 10) / sizeof(float);
+  const int64_t block = kBlockKeys * (units(p.d_qk) + units(p.d_v));
+  return greater(1, lesser(kChunkBlocks, lesser(kCacheFloats / block, (p.n_k + kBlockKeys - 1) / kBlockKeys)));
+}
+
 constexpr int64_t up_to_grain(int64_t n) { return (n + kGrain - 1) / kGrain * kGrain; }
 
 // Rows i, ..., i + n - 1 of a list, and zeros up to n_padded rows: where they lie if they serve as they are, else copied
@@ -99,6 +109,15 @@ FASTATTN_INLINE void each_key_block(const IndexList& keys, KeyRange seen, int64_
   for (int64_t i = begin; i < end; i += kBlockKeys) run(i, lesser(kBlockKeys, last - i));
 }
 
+// The same blocks, by whole chunks of them: run(place of the first key, place after the last one).
+template <class Run>
+FASTATTN_INLINE void each_key_chunk(const IndexList& keys, KeyRange seen, int64_t first, int64_t last,
+                                    int64_t chunk_keys, Run run) {
+  const int64_t end = lesser(last, (keys.lower_bound(seen.end) + kBlockKeys - 1) / kBlockKeys * kBlockKeys);
+  const int64_t begin = greater(first, keys.lower_bound(seen.begin) / kBlockKeys * kBlockKeys);
+  for (int64_t i = begin; i < end; i += chunk_keys) run(i, lesser(i + chunk_keys, end));
+}
+
 // The part of a block of keys that a block of queries may see, in whole grains: keys begin, ..., begin + n - 1 of it.
 struct Part {
   int64_t begin, n;
@@ -108,6 +127,19 @@ FASTATTN_INLINE Part visible_part(const QueryBlock& queries, const KeyBlock& key
   const int64_t begin = greater(keys.list->lower_bound(queries.range.some.begin) - keys.first, 0) / kGrain * kGrain;
   const int64_t end = lesser(keys.list->lower_bound(queries.range.some.end) - keys.first, keys.n);
   return {begin, greater(up_to_grain(end) - begin, 0)};
+}
+
+// Sets what is hidden in a matrix [part.n, C * kLanes] to `hidden`.
+template <int C>
+FASTATTN_INLINE void hide(const QueryBlock& queries, const KeyBlock& keys, Part part, float* x, float hidden) {
+  if (queries.sees_all(keys, part.begin, part.n)) return;
+  for (int64_t row = 0; row < part.n; ++row) {
+    if (queries.sees_all(keys, part.begin + row, 1)) continue;
+    for (int c = 0; c < C; ++c) {
+      float* at = x + (row * C + c) * kLanes;
+      store(at, queries.sees(c, keys, part.begin + row) ? load(at) : splat(hidden));
+    }
+  }
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ struct ForwardScratch {
   float *p_t, *z_t;          // [kBlockKeys, M], S^T and then P^T; Z^T
   float *q_t, *o_t;          // [kStripBlocks, d, M]
   int64_t q_t_size, o_t_size;  // of one block
+  int64_t chunk_blocks;        // blocks of keys that are made ready together
   int64_t size;
 
   ForwardScratch(const Problem& p, float* base) {
@@ -25,9 +26,10 @@ struct ForwardScratch {
     Arena arena(base);
     q = arena.take(M * units(p.d_qk));
     o = arena.take(M * padded(p.d_v));
-    k = arena.take(kBlockKeys * units(p.d_qk));
-    v = arena.take(kBlockKeys * units(p.d_v));
-    v_t = arena.take(transposed_size(kBlockKeys, p.d_v));
+    chunk_blocks = key_blocks_in_chunk(p);
+    k = arena.take(chunk_blocks * kBlockKeys * units(p.d_qk));
+    v = arena.take(chunk_blocks * kBlockKeys * units(p.d_v));
+    v_t = arena.take(chunk_blocks * transposed_size(kBlockKeys, p.d_v));
     p_t = arena.take(kBlockKeys * M);
     z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
     q_t = arena.take(kStripBlocks * q_t_size);
@@ -36,82 +38,96 @@ struct ForwardScratch {
   }
 };
 
-// A block of queries on its way over the keys: Q^T and O^T, the largest entry m of S^T so far, and the sum l of the
-// weights relative to it.
+// Keys ready for a strip of queries, with block j of the scratch as the place for what has to be copied.
+KeyBlock key_block(const Problem& p, int64_t b, int64_t h_kv, int64_t first, int64_t n, const ForwardScratch& w,
+                   int64_t j) {
+  const IndexList& list = p.keys[b];
+  const int64_t n_padded = up_to_grain(n);
+  const Rows k = rows_of(p.k, b, h_kv, list, first, n, n_padded, p.d_qk, false, w.k + j * kBlockKeys * units(p.d_qk));
+  const Rows v = rows_of(p.v, b, h_kv, list, first, n, n_padded, p.d_v, false, w.v + j * kBlockKeys * units(p.d_v));
+  float* v_t = w.v_t + j * transposed_size(kBlockKeys, p.d_v);
+  return {&list, first, n, k, v, {}, transposed(v, n_padded, p.d_v, v_t)};
+}
+
+// A block of queries on its way over the keys: Q^T, O^T, the score m whose weight is 1, and the sum l of the weights.
 struct ForwardBlock {
   QueryBlock queries;
   float *q_t, *o_t;
   Floats m[kColumns], l[kColumns];
 };
 
-// Writes S^T = K Q^T of a part of the keys, hidden ones -inf, and takes them into the maxima m.
+// Moves the statistics on to S^T [n, M]. The reference m of the weights follows the largest score only where that is
+// more than kSlack above it: the weights are then at most 2^kSlack, and what was summed before is seldom rescaled.
+// Returns whether it has to be, by `decay`.
+constexpr float kSlack = 8;
+
 template <int C>
-FASTATTN_INLINE void scores(const QueryBlock& queries, const float* q_t, int64_t d_qk, const KeyBlock& keys, Part part,
-                            float* s_t, Floats (&m)[C]) {
-  const Rows k = keys.k.at_row(part.begin);
-  multiply_over_head_dim<kScoreRows, C>(part.n, steps_over(d_qk), k, {q_t, C * kLanes}, [&](int64_t row, auto& s) {
-    const int64_t i = part.begin + row;
-    if (!queries.sees_all(keys, i, sizeof(s) / sizeof(s[0]))) {
-      each_vector(s, [&](Floats& x, int r, int c) { x = queries.sees(c, keys, i + r) ? x : splat(-kInfinity); });
-    }
-    each_vector(s, [&](Floats& x, int, int c) { m[c] = larger(x, m[c]); });
-    store_floats(s_t, row, s);
-  });
+FASTATTN_INLINE bool follow_maximum(int64_t n, const float* s_t, float on_score_log2, Floats (&m)[C],
+                                    Floats (&decay)[C]) {
+  Floats largest[C];
+  for (int c = 0; c < C; ++c) largest[c] = m[c];
+  for (int64_t i = 0; i < n; ++i) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) largest[c] = larger(load(s_t + (i * C + c) * kLanes), largest[c]);
+  }
+  Ints moves = {};
+  for (int c = 0; c < C; ++c) {
+    const Ints moves_here = (largest[c] - m[c]) * on_score_log2 > kSlack;  // from -inf too, but not to -inf
+    const Floats new_m = moves_here ? largest[c] : m[c];
+    decay[c] = moves_here ? exp2((m[c] - new_m) * on_score_log2) : splat(1.0f);
+    m[c] = new_m;
+    moves |= moves_here;
+  }
+  return any(moves);
 }
 
-// Turns S^T of n keys into P^T in place, moves the statistics on, and returns in `decay` the factor by which
-// everything summed before shrinks. Dropout multiplies the weights by Z after the sums: lse knows nothing of it.
+// Turns S^T [n, M] into P^T in place, ready to be taken from the right, and adds the weights to l. Dropout multiplies
+// them by Z after that: lse knows nothing of it.
 template <int C>
-FASTATTN_INLINE void softmax_step(int64_t n, float on_score_log2, const Floats (&new_m)[C], const float* z_t,
-                                  float* p_t, ForwardBlock& block, Floats (&decay)[C]) {
+FASTATTN_INLINE void weights(int64_t n, float on_score_log2, const Floats (&m)[C], const float* z_t, float* p_t,
+                             Floats (&l)[C]) {
   Floats reference[C], sum[C];
   for (int c = 0; c < C; ++c) {
-    reference[c] = new_m[c] == -kInfinity ? Floats{} : new_m[c];  // finite_max
-    decay[c] = exp2((block.m[c] - reference[c]) * on_score_log2);
+    reference[c] = m[c] == -kInfinity ? Floats{} : m[c];  // finite_max
     sum[c] = Floats{};
   }
   for (int64_t i = 0; i < n; i += kPerUnit) {
     Floats p[kPerUnit][C];
     each_vector(p, [&](Floats& x, int r, int c) {
       const int64_t at = ((i + r) * C + c) * kLanes;
-      // The difference first: the largest weight is then exactly 1, and a single key gives O = V to the bit.
-      x = exp2((load(p_t + at) - reference[c]) * on_score_log2);
+      x = weight(load(p_t + at), reference[c], on_score_log2);
       sum[c] += x;
       if (z_t) x *= load(z_t + at);
     });
     store_right(p_t, i, p);
   }
-  for (int c = 0; c < C; ++c) {
-    block.m[c] = new_m[c];
-    block.l[c] = block.l[c] * decay[c] + sum[c];
-  }
-}
-
-// O^T = decay * O^T + V^T P^T. A block is summed from zero and then added, which halves the rounding error.
-template <int C>
-FASTATTN_INLINE void accumulate_output(const KeyBlock& keys, Part part, int64_t d_v, const float* p_t,
-                                       const Floats (&decay)[C], float* o_t) {
-  const Transposed v_t = keys.v_t.at_step(part.begin / kPerUnit);
-  multiply<kValueRows, C>(d_v, part.n / kPerUnit, v_t, {p_t, C * kLanes}, [&](int64_t d, auto& sum) {
-    each_vector(sum, [&](Floats& x, int r, int c) {
-      float* at = o_t + ((d + r) * C + c) * kLanes;
-      store(at, load(at) * decay[c] + x);
-    });
-  });
+  for (int c = 0; c < C; ++c) l[c] += sum[c];
 }
 
 // A block of queries against a block of keys.
 template <int C>
 void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, ForwardBlock& block, const ForwardScratch& w) {
+  constexpr int64_t M = C * kLanes;
   const Part part = visible_part(block.queries, keys);
   if (part.n == 0) return;
   const float on_score_log2 = split_scale(p.scale).on_score_log2;
-  Floats new_m[C], decay[C];
-  for (int c = 0; c < C; ++c) new_m[c] = block.m[c];
-  scores<C>(block.queries, block.q_t, p.d_qk, keys, part, w.p_t, new_m);
+  const Target o_t{block.o_t, M};
+  Floats m[C], l[C], decay[C];
+  for (int c = 0; c < C; ++c) m[c] = block.m[c], l[c] = block.l[c];
+
+  assign_product<kScoreRows, C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
+  hide<C>(block.queries, keys, part, w.p_t, -kInfinity);
+  if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay)) {
+    for (int c = 0; c < C; ++c) l[c] *= decay[c];
+    for (int64_t d = 0; d < p.d_v; ++d) {
+      for (int c = 0; c < C; ++c) store(o_t.at(d, c), load(o_t.at(d, c)) * decay[c]);
+    }
+  }
   if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, block.queries, keys, part, w.z_t);
-  softmax_step<C>(part.n, on_score_log2, new_m, p.dropout.drops ? w.z_t : nullptr, w.p_t, block, decay);
-  accumulate_output<C>(keys, part, p.d_v, w.p_t, decay, block.o_t);
+  weights<C>(part.n, on_score_log2, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
+  add_product<kValueRows, C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), {w.p_t, M});
+
+  for (int c = 0; c < C; ++c) block.m[c] = m[c], block.l[c] = l[c];
 }
 
 // Makes a block of queries ready to attend.
@@ -171,13 +187,16 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, b, h, block, w); });
   }
 
-  each_key_block(key_list, seen, 0, key_list.count, [&](int64_t i, int64_t n) {
-    KeyBlock keys{&key_list, i, n, {}, {}, {}, {}};
-    keys.k = rows_of(p.k, b, h / p.group(), key_list, i, n, up_to_grain(n), p.d_qk, false, w.k);
-    keys.v = rows_of(p.v, b, h / p.group(), key_list, i, n, up_to_grain(n), p.d_v, false, w.v);
-    keys.v_t = transposed(keys.v, up_to_grain(n), p.d_v, w.v_t);
+  KeyBlock keys[kChunkBlocks];
+  each_key_chunk(key_list, seen, 0, key_list.count, w.chunk_blocks * kBlockKeys, [&](int64_t begin, int64_t chunk_end) {
+    int64_t n_key_blocks = 0;
+    for (int64_t i = begin; i < chunk_end; i += kBlockKeys, ++n_key_blocks) {
+      keys[n_key_blocks] = key_block(p, b, h / p.group(), i, lesser(kBlockKeys, chunk_end - i), w, n_key_blocks);
+    }
     for (int64_t j = 0; j < count; ++j) {
-      with_columns(blocks[j].queries.n, [&](auto C) { attend<C>(p, b, h, keys, blocks[j], w); });
+      with_columns(blocks[j].queries.n, [&](auto C) {
+        for (int64_t i = 0; i < n_key_blocks; ++i) attend<C>(p, b, h, keys[i], blocks[j], w);
+      });
     }
   });
   for (int64_t j = 0; j < count; ++j) {

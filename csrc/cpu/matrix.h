@@ -29,6 +29,7 @@ struct Right {
   const float* data;
   int64_t stride;
 
+  Right at_step(int64_t k) const { return {data + k * stride, stride}; }
   Right at_column(int64_t column) const { return {data + column, stride}; }
 };
 
@@ -42,11 +43,14 @@ FASTATTN_INLINE void each_vector(Floats (&x)[R][C], Visit visit) {
   }
 }
 
-// to[i + r] = row r of the tile, in a matrix with C vectors of columns.
-template <int R, int C>
-FASTATTN_INLINE void store_floats(float* to, int64_t i, Floats (&x)[R][C]) {
-  each_vector(x, [&](Floats& value, int r, int c) { store(to + ((i + r) * C + c) * kLanes, value); });
-}
+// Where a product goes, by vectors of columns.
+struct Target {
+  float* data;
+  int64_t stride;
+
+  FASTATTN_INLINE float* at(int64_t row, int vector) const { return data + row * stride + vector * kLanes; }
+  Target at_row(int64_t row) const { return {data + row * stride, stride}; }
+};
 
 // Covers begin, ..., end - 1 by tiles of R, then by smaller ones, of a multiple of Grain, as `end` is:
 // run(std::integral_constant<int, R>, first).
@@ -59,7 +63,8 @@ FASTATTN_INLINE void each_tile(int64_t begin, int64_t end, Run run) {
   }
 }
 
-// Sums over the head dim, which may be long, are cut into parts of so many units.
+// A sum over the head dim, which may be long, is cut into parts of so many units: the rounding errors of the parts do
+// not all pile up in one chain.
 constexpr int64_t kPartOfHeadDim = 64;
 
 }  // namespace

@@ -90,23 +90,26 @@ FASTATTN_INLINE Right over_queries(Rows rows, int64_t M, int64_t d, float* copy)
 constexpr int64_t over_queries_size(int64_t M, int64_t d) { return M / 2 * padded(d); }
 FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t M) { return kGrain == 2 ? (n + 1) / 2 : M / 2; }
 
-constexpr bool kOneForm = false;
+// As in single.h, in one operation less: the weight of the reference is 1 once it is rounded.
+FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) {
+  return exp2(score * scale - reference * scale);
+}
 
 // Two forms: pairs along a row for the left, pairs of rows for the right.
-template <int R, int C>
-FASTATTN_INLINE void store_right(float* to, int64_t i, Floats (&x)[R][C]) {
-  static_assert(R % 2 == 0);
-#pragma GCC unroll 32
-  for (int r = 0; r < R; r += 2) {
+constexpr bool kOneForm = false;
+
+template <int C>
+FASTATTN_INLINE void store_right(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store(to + ((i + r) / 2 * C + c) * kLanes, paired(x[r][c], x[r + 1][c]));
-  }
+  for (int c = 0; c < C; ++c) store(to + (i / 2 * C + c) * kLanes, paired(x[0][c], x[1][c]));
 }
-template <int R, int C>
-FASTATTN_INLINE void store_left(float* to, int64_t i, Floats (&x)[R][C]) {
-  each_vector(x, [&](Floats& value, int r, int c) {
-    narrow(reinterpret_cast<BFloat16*>(to) + ((i + r) * C + c) * kLanes, value);
-  });
+template <int C>
+FASTATTN_INLINE void store_left(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {
+#pragma GCC unroll 2
+  for (int r = 0; r < 2; ++r) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) narrow(reinterpret_cast<BFloat16*>(to) + ((i + r) * C + c) * kLanes, x[r][c]);
+  }
 }
 
 }  // namespace

@@ -26,29 +26,29 @@ FASTATTN_INLINE void product(int64_t steps, Left a, Right b, Floats (&acc)[R][C]
 // Rows that share a unit once they are stored are computed together.
 constexpr int64_t whole_units(int64_t rows) { return (rows + kPerUnit - 1) / kPerUnit * kPerUnit; }
 
-// a * b for `rows` rows and C vectors of columns, in tiles of at most R rows: use(first row, tile).
-template <int R, int C, class Left, class Use>
-FASTATTN_INLINE void multiply(int64_t rows, int64_t steps, Left a, Right b, Use use) {
-  each_tile<R, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
-    Floats acc[decltype(tile_rows)::value][C];
-    product(steps, a.at_row(i), b, acc);
-    use(i, acc);
-  });
-}
-
-// The same where the steps go along the head dim: the rounding errors of the parts do not all pile up in one chain.
-template <int R, int C, class Left, class Use>
-FASTATTN_INLINE void multiply_over_head_dim(int64_t rows, int64_t steps, Left a, Right b, Use use) {
+// to = a * b for `rows` rows and C vectors of columns, in tiles of at most R rows. The steps go along the head dim.
+template <int R, int C, class Left>
+FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Left a, Right b) {
   each_tile<R, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
     constexpr int T = decltype(tile_rows)::value;
     Floats acc[T][C];
     product(lesser(steps, kPartOfHeadDim), a.at_row(i), b, acc);
     for (int64_t k = kPartOfHeadDim; k < steps; k += kPartOfHeadDim) {
       Floats part[T][C];
-      product(lesser(steps - k, kPartOfHeadDim), a.at_row(i).at_step(k), Right{b.data + k * b.stride, b.stride}, part);
+      product(lesser(steps - k, kPartOfHeadDim), a.at_row(i).at_step(k), b.at_step(k), part);
       each_vector(acc, [&](Floats& x, int r, int c) { x += part[r][c]; });
     }
-    use(i, acc);
+    each_vector(acc, [&](Floats& x, int r, int c) { store(to.at(i + r, c), x); });
+  });
+}
+
+// to += a * b. It is summed from zero and then added, which halves the rounding error.
+template <int R, int C, class Left>
+FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Left a, Right b) {
+  each_tile<R, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
+    Floats acc[decltype(tile_rows)::value][C];
+    product(steps, a.at_row(i), b, acc);
+    each_vector(acc, [&](Floats& x, int r, int c) { store(to.at(i + r, c), load(to.at(i + r, c)) + x); });
   });
 }
 

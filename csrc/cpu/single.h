@@ -34,17 +34,22 @@ FASTATTN_INLINE Right over_queries(Rows rows, int64_t, int64_t, float*) { return
 constexpr int64_t over_queries_size(int64_t, int64_t) { return 0; }
 FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t) { return n; }
 
-// A matrix of keys and C vectors of queries, to be taken from the left in a sum over the queries, and from the right
-// in a sum over the keys: the same floats. Stores rows i, i + 1, ...
+// 2^(scale * (score - reference)). The difference first: the weight of the reference is then exactly 1, and a single key
+// gives O = V to the bit.
+FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) { return exp2((score - reference) * scale); }
+
+// A matrix [keys, C vectors of queries] is kept to be taken from the left in a sum over the queries, and from the right
+// in a sum over the keys: the same floats. x is row i of it, and the kPerUnit - 1 after it.
 constexpr bool kOneForm = true;
 
-template <int R, int C>
-FASTATTN_INLINE void store_right(float* to, int64_t i, Floats (&x)[R][C]) {
-  store_floats(to, i, x);
+template <int C>
+FASTATTN_INLINE void store_right(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {
+#pragma GCC unroll 8
+  for (int c = 0; c < C; ++c) store(to + (i * C + c) * kLanes, x[0][c]);
 }
-template <int R, int C>
-FASTATTN_INLINE void store_left(float* to, int64_t i, Floats (&x)[R][C]) {
-  store_floats(to, i, x);
+template <int C>
+FASTATTN_INLINE void store_left(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {
+  store_right(to, i, x);
 }
 
 }  // namespace

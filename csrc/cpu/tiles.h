@@ -49,13 +49,24 @@ class MultiplierInUse {
   MultiplierInUse& operator=(const MultiplierInUse&) = delete;
 };
 
-// sums[T * 16][C * 16] = a * b with T * C = 4 tiles of sums, which hide the latency of an instruction. The steps are a
-// multiple of 16.
-template <int T, int C>
-FASTATTN_INLINE void tile_product(int64_t steps, Rows a, Right b, float* sums) {
-  constexpr int kFirst = T * C;         // of the registers of the factors
+// to = a * b, or to += a * b, for T * C = 4 tiles, which hide the latency of an instruction. The steps are a multiple
+// of 16.
+template <int T, int C, bool kAdd>
+FASTATTN_INLINE void tile_product(Target to, int64_t steps, Rows a, Right b) {
+  constexpr int kFirst = T * C;  // of the registers of the factors
   constexpr int kRotating = 8 - kFirst - (T < C ? T : C);
-  each_constant<T * C>([](auto sum) { tile_zero<sum>(); });
+  const auto each_sum = [&](auto visit) {
+    each_constant<T>([&](auto t) {
+      each_constant<C>([&](auto c) { visit(std::integral_constant<int, t * C + c>{}, to.at(t * kTile, c)); });
+    });
+  };
+  each_sum([&](auto sum, const float* at) {
+    if constexpr (kAdd) {
+      tile_load<sum>(at, to.stride);
+    } else {
+      tile_zero<sum>();
+    }
+  });
   for (int64_t k = 0; k < steps; k += kTile) {
     const auto load_a = [&](auto t, auto reg) { tile_load<reg>(a.data + t * kTile * a.stride + k, a.stride); };
     const auto load_b = [&](auto c, auto reg) { tile_load<reg>(b.data + k * b.stride + c * kTile, b.stride); };
@@ -75,32 +86,24 @@ FASTATTN_INLINE void tile_product(int64_t steps, Rows a, Right b, float* sums) {
       });
     }
   }
-  each_constant<T>([&](auto t) {
-    each_constant<C>([&](auto c) {
-      tile_store<t * C + c>(sums + t * kTile * C * kTile + c * kTile, C * kTile);
-    });
-  });
+  each_sum([&](auto sum, float* at) { tile_store<sum>(at, to.stride); });
 }
 
-// As in product.h. Whole tiles of rows are computed: a has rows up to a multiple of 16, and so has what `use` writes.
-template <int, int C, class Use>
-FASTATTN_INLINE void multiply(int64_t rows, int64_t steps, Rows a, Right b, Use use) {
+// As in product.h. Whole tiles of rows are computed: a and `to` have rows up to a multiple of 16.
+template <int C, bool kAdd>
+FASTATTN_INLINE void tile_products(Target to, int64_t rows, int64_t steps, Rows a, Right b) {
   constexpr int kTilesOfRows = C == 1 ? 4 : C == 2 ? 2 : 1;
   each_tile<kTilesOfRows>(0, (rows + kTile - 1) / kTile, [&](auto tiles, int64_t tile) {
-    constexpr int T = decltype(tiles)::value, R = 16 / C;  // rows that are used at a time
-    alignas(64) float sums[T * kTile * C * kTile];
-    tile_product<T, C>(steps, a.at_row(tile * kTile), b, sums);
-    for (int64_t row = 0; row < T * kTile; row += R) {
-      Floats x[R][C];
-      each_vector(x, [&](Floats& value, int r, int c) { value = load(sums + ((row + r) * C + c) * kLanes); });
-      use(tile * kTile + row, x);
-    }
+    tile_product<tiles, C, kAdd>(to.at_row(tile * kTile), steps, a.at_row(tile * kTile), b);
   });
 }
-
-template <int R, int C, class Use>
-FASTATTN_INLINE void multiply_over_head_dim(int64_t rows, int64_t steps, Rows a, Right b, Use use) {
-  multiply<R, C>(rows, steps, a, b, use);
+template <int, int C>
+FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Rows a, Right b) {
+  tile_products<C, false>(to, rows, steps, a, b);
+}
+template <int, int C>
+FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Rows a, Right b) {
+  tile_products<C, true>(to, rows, steps, a, b);
 }
 
 }  // namespace

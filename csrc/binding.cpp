@@ -111,11 +111,23 @@ void take_in_turn(const std::vector<Item>& items, int64_t scratch_floats, Run ru
   });
 }
 
+void decode(const Kernels& kernels, const Problem& p, const ForwardOutputs& out) {
+  const int64_t heads = p.B * p.H_kv, n_parts = decode_parts_of_head(p);
+  const Tensor memory = at::empty({heads * n_parts, kernels.decode_parts(p)}, at::kFloat);
+  float* parts = memory.data_ptr<float>();
+  take_in_turn(decode_items(p), kernels.decode_scratch(p),
+               [&](const DecodeItem& item, float* scratch) { kernels.decode(p, item, parts, scratch); });
+  at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) kernels.combine(p, out, i / p.H_kv, i % p.H_kv, n_parts, parts);
+  });
+}
+
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, double scale,
              const Mask& mask, double dropout_p, int64_t seed) {
-  const Kernels& kernels = choose_kernels(dtype_of(q));
   const Problem p = problem_of(q, k, v, scale, mask, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
+  if (decodes(p)) return decode(*choose_capability().others, p, out);
+  const Kernels& kernels = choose_kernels(p.q.dtype);
   take_in_turn(forward_items(p, kernels, at::get_num_threads()), kernels.forward_scratch(p),
                [&](const ForwardItem& item, float* scratch) { kernels.forward(p, out, item, scratch); });
 }

@@ -212,17 +212,19 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
 
 
+@pytest.mark.parametrize("n_q", (1, 20))  # by dot products, by blocks of queries
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_every_half_passes_unchanged(dtype, capability):
+def test_every_half_passes_unchanged(dtype, n_q, capability):
     """A single key gives its value back: each of the 65536 patterns is read and written once, NaN as some NaN.
 
     The processor's own bf16 products take a subnormal number for zero.
     """
     v = every_pattern(dtype).reshape(1, 256, 1, 256)
-    x = torch.ones(1, 256, 1, 8, dtype=dtype)
-    o, _ = native.forward(x, x, v, Spec(Mask(), 1.0))
-    if dtype == torch.bfloat16 and native.capability() in BF16_PRODUCTS:
+    x = torch.ones(1, 256, n_q, 8, dtype=dtype)
+    o, _ = native.forward(x, x[:, :, :1], v, Spec(Mask(), 1.0))
+    if n_q > 1 and dtype == torch.bfloat16 and native.capability() in BF16_PRODUCTS:
         v = v.where(v.abs() >= torch.finfo(dtype).tiny, 0 * v)
+    v = v.expand_as(o)
     assert torch.equal(o.isnan(), v.isnan())
     assert torch.equal(o.nan_to_num(0.0, math.inf, -math.inf), v.nan_to_num(0.0, math.inf, -math.inf))
 

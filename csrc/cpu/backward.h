@@ -239,7 +239,7 @@ void add_gradients(const Problem& p, const BackwardItem& item, int64_t h, const 
   gradients_of_scores<C>(part.n, block, split_scale(p.scale).on_score_log2, p.dropout.drops, w);
   if (item.wants_dq) {
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
-    add_product<kValueRows, C>({block.dq_t, M}, p.d_qk, part.n / kPerUnit, k_t, {w.ds_t, M});
+    add_product<kValueRows, C>({block.dq_t, M}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
   }
   if (item.wants_dkv) {
     const int64_t n = block.queries.n;

@@ -125,7 +125,7 @@ void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Forwar
   }
   if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, block.queries, keys, part, w.z_t);
   weights<C>(part.n, on_score_log2, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
-  add_product<kValueRows, C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), {w.p_t, M});
+  add_product<kValueRows, C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), Right{w.p_t, M});
 
   for (int c = 0; c < C; ++c) block.m[c] = m[c], block.l[c] = l[c];
 }

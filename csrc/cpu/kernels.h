@@ -35,6 +35,9 @@ constexpr int kOuterColumns = FASTATTN_OUTER_COLUMNS;
 #include "dropout.h"
 #include "forward.h"
 #include "backward.h"
+#if !FASTATTN_PAIRS
+#include "decode.h"
+#endif
 
 #define FASTATTN_STRING(x) #x
 #define FASTATTN_NAME(x) FASTATTN_STRING(x)
@@ -42,8 +45,23 @@ constexpr int kOuterColumns = FASTATTN_OUTER_COLUMNS;
 namespace fastattn::FASTATTN_ISA {
 
 extern const Kernels kernels;
-const Kernels kernels = {FASTATTN_NAME(FASTATTN_ISA), kColumns * kLanes, kStripBlocks * kColumns * kLanes,
-                         kBlockKeys, forward_scratch, forward,
-                         backward_scratch, backward};
+const Kernels kernels = {
+    FASTATTN_NAME(FASTATTN_ISA),
+    kColumns * kLanes,
+    kStripBlocks * kColumns * kLanes,
+    kBlockKeys,
+    forward_scratch,
+    forward,
+    backward_scratch,
+    backward,
+#if FASTATTN_PAIRS
+    nullptr, nullptr, nullptr, nullptr,
+#else
+    decode_parts,
+    decode_scratch,
+    decode,
+    combine,
+#endif
+};
 
 }  // namespace fastattn::FASTATTN_ISA

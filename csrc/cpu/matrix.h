@@ -24,14 +24,18 @@ struct Columns {
   Columns at_step(int64_t k) const { return {data + k * stride, stride}; }
 };
 
-// The factor on the right, taken by vectors of columns that lie side by side: step k at data + k * stride.
-struct Right {
-  const float* data;
+// The factor on the right, taken by vectors of columns that lie side by side: vector c of step k. Elements other than
+// floats are widened on the way.
+template <class Element = float>
+struct RightOf {
+  const Element* data;
   int64_t stride;
 
-  Right at_step(int64_t k) const { return {data + k * stride, stride}; }
-  Right at_column(int64_t column) const { return {data + column, stride}; }
+  FASTATTN_INLINE Floats operator()(int64_t k, int64_t c) const { return widen(data + k * stride + c * kLanes); }
+  RightOf at_step(int64_t k) const { return {data + k * stride, stride}; }
+  RightOf at_column(int64_t column) const { return {data + column, stride}; }
 };
+using Right = RightOf<>;
 
 // visit(x[r][c], r, c) for every vector of a tile, unrolled: the accumulators must never be indexed at run time.
 template <int R, int C, class Visit>

@@ -55,6 +55,13 @@ struct ForwardItem {
   int64_t b, h, first_query, last_query;
 };
 
+// A few queries of the heads that share keys and values, against a part of the key list: part `part` of n_parts.
+struct DecodeItem {
+  int64_t b, h_kv, part, n_parts;
+  int64_t first_key, last_key;
+};
+constexpr int64_t kDecodeRows = 8;  // most rows, of all heads together: more are faster as lanes
+
 struct BackwardTensors {
   Input o, d_o;        // d_o.data may be null: zeros
   const float* lse;    // [B, H, n_q]
@@ -82,6 +89,11 @@ struct Kernels {
   void (*forward)(const Problem&, const ForwardOutputs&, const ForwardItem&, float* scratch);
   int64_t (*backward_scratch)(const Problem&);
   void (*backward)(const Problem&, const BackwardTensors&, const BackwardItem&, float* scratch);
+  // Null where other kernels do it. `parts` holds decode_parts floats for each part of each head that has keys.
+  int64_t (*decode_parts)(const Problem&);
+  int64_t (*decode_scratch)(const Problem&);
+  void (*decode)(const Problem&, const DecodeItem&, float* parts, float* scratch);
+  void (*combine)(const Problem&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
 };
 
 }  // namespace fastattn

@@ -7,13 +7,13 @@ struct MultiplierInUse {};  // vectors need not be switched on
 
 // acc = a * b. The accumulators fill the registers, and each element is one chain in the order of the steps, so the
 // result does not depend on how a matrix is cut into tiles.
-template <int R, int C, class Left>
-FASTATTN_INLINE void product(int64_t steps, Left a, Right b, Floats (&acc)[R][C]) {
+template <int R, int C, class Left, class Element>
+FASTATTN_INLINE void product(int64_t steps, Left a, RightOf<Element> b, Floats (&acc)[R][C]) {
   each_vector(acc, [](Floats& x, int, int) { x = Floats{}; });
   for (int64_t k = 0; k < steps; ++k) {
     Floats row[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) row[c] = load(b.data + k * b.stride + c * kLanes);
+    for (int c = 0; c < C; ++c) row[c] = b(k, c);
 #pragma GCC unroll 32
     for (int r = 0; r < R; ++r) {
       const Floats scalar = splat(a(r, k));
@@ -43,8 +43,8 @@ FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Left
 }
 
 // to += a * b. It is summed from zero and then added, which halves the rounding error.
-template <int R, int C, class Left>
-FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Left a, Right b) {
+template <int R, int C, class Left, class Element>
+FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Left a, RightOf<Element> b) {
   each_tile<R, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
     Floats acc[decltype(tile_rows)::value][C];
     product(steps, a.at_row(i), b, acc);

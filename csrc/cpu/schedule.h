@@ -27,6 +27,28 @@ inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& k
   return items;
 }
 
+// Few queries are decoded: their keys are split, always at the same places, which leaves every thread some.
+inline bool decodes(const Problem& p) { return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops; }
+
+inline int64_t decode_parts_of_head(const Problem& p) {
+  constexpr int64_t kKeysOfPart = 512;
+  return std::max<int64_t>((p.n_k + kKeysOfPart - 1) / kKeysOfPart, 1);
+}
+
+inline std::vector<DecodeItem> decode_items(const Problem& p) {
+  const int64_t n_parts = decode_parts_of_head(p);
+  std::vector<DecodeItem> items;
+  for (int64_t b = 0; b < p.B; ++b) {
+    const int64_t keys = p.keys[b].count;
+    for (int64_t h_kv = 0; h_kv < p.H_kv; ++h_kv) {
+      for (int64_t part = 0; part < n_parts; ++part) {
+        items.push_back({b, h_kv, part, n_parts, part * keys / n_parts, (part + 1) * keys / n_parts});
+      }
+    }
+  }
+  return items;
+}
+
 // One item for all heads that share keys and values computes S and dP once for all gradients: 5 products. Where that
 // leaves threads without work, dq has its own items, and dk with dv too, which can be smaller: 7 products.
 inline std::vector<BackwardItem> backward_items(const Problem& p, const Kernels& kernels, bool wants_dq, bool wants_dkv,

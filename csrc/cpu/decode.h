@@ -1,0 +1,182 @@
+// Forward for a few queries, such as the next token against a cache of keys. There are no queries to fill the lanes
+// with, so they are the head dim: S = Q K^T by dot products, and O = P V with V as it lies in memory. The heads that
+// share keys share one pass over them, and the keys are split into parts, each with its own softmax, so that there is
+// work for every thread; combine() joins the parts (as in Dao et al. 2023, Flash-Decoding).
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+struct DecodeScratch {
+  float *q, *k, *v;  // rows; those of keys are copies, where they are needed
+  float* s;          // [rows, kBlockKeys], S and then P
+  int64_t size;
+
+  DecodeScratch(const Problem& p, float* base) {
+    Arena arena(base);
+    q = arena.take(kDecodeRows * padded(p.d_qk));
+    k = arena.take(kBlockKeys * padded(p.d_qk));
+    v = arena.take(kBlockKeys * padded(p.d_v));
+    s = arena.take(kDecodeRows * kBlockKeys);
+    size = arena.used();
+  }
+};
+
+int64_t decode_rows(const Problem& p, int64_t b) { return p.group() * p.queries[b].count; }
+
+// What a part keeps of a row: the sum of weights times values, the score m whose weight is 1, the sum l of the weights.
+struct DecodePart {
+  float *o, *m, *l;
+};
+
+constexpr int64_t row_of_part(const Problem& p) { return padded(p.d_v) + kLanes; }
+int64_t decode_parts(const Problem& p) { return kDecodeRows * row_of_part(p); }
+
+DecodePart decode_part(const Problem& p, float* parts, int64_t b, int64_t h_kv, int64_t part, int64_t n_parts,
+                       int64_t row) {
+  float* o = parts + ((b * p.H_kv + h_kv) * n_parts + part) * decode_parts(p) + row * row_of_part(p);
+  return {o, o + padded(p.d_v), o + padded(p.d_v) + 1};
+}
+
+FASTATTN_INLINE float largest_lane(Floats x) {
+  float found = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) found = x[lane] > found ? x[lane] : found;
+  return found;
+}
+FASTATTN_INLINE float sum_of_lanes(Floats x) {
+  float sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
+  return sum;
+}
+
+// s[i] = q . k[i] for n keys, a multiple of kLanes: a transpose puts what has to be summed side by side.
+template <class Element>
+void dot_products(const float* q, RightOf<Element> k, int64_t n, int64_t d, float* s) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Floats products[kLanes] = {};
+    for (int64_t vector = 0; vector < padded(d) / kLanes; ++vector) {
+      const Floats part_of_q = load(q + vector * kLanes);
+#pragma GCC unroll 16
+      for (int key = 0; key < kLanes; ++key) products[key] += part_of_q * k(i + key, vector);
+    }
+    transpose(products);
+    Floats sum = {};
+#pragma GCC unroll 16
+    for (int lane = 0; lane < kLanes; ++lane) sum += products[lane];
+    store(s + i, sum);
+  }
+}
+
+// Turns a row of S into P, and moves its statistics and what was summed before on.
+void softmax_step(const Problem& p, int64_t n, float* s, float& m, float& l, float* o) {
+  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  Floats largest = splat(m);
+  for (int64_t i = 0; i < n; i += kLanes) largest = larger(load(s + i), largest);
+  const float new_m = largest_lane(largest), reference = finite_max(new_m);
+  if (new_m != m) {
+    const Floats decay = exp2(splat((m - reference) * on_score_log2));
+    for (int64_t d = 0; d < padded(p.d_v); d += kLanes) store(o + d, load(o + d) * decay);
+    l *= decay[0];
+    m = new_m;
+  }
+  Floats sum = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Floats weights = weight(load(s + i), splat(reference), on_score_log2);
+    sum += weights;
+    store(s + i, weights);
+  }
+  l += sum_of_lanes(sum);
+}
+
+// use(the rows of n keys by whole vectors): in the dtype they have in memory where they can be read there, else as copied
+// floats, with zeros up to a multiple of kLanes rows.
+template <class Use>
+FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
+                                  int64_t d, float* copy, Use use) {
+  if (n % kLanes == 0 && d % kLanes == 0 && keys.consecutive(first, n)) {
+    with_elements(x.row(b, h, keys.at(first)), x.dtype, [&](auto* data) {
+      use(RightOf<std::remove_const_t<std::remove_pointer_t<decltype(data)>>>{data, x.row_stride});
+    });
+  } else {
+    const Rows rows = rows_of(x, b, h, keys, first, n, padded(n), d, true, copy);
+    use(Right{rows.data, rows.stride});
+  }
+}
+
+void decode(const Problem& p, const DecodeItem& item, float* parts, float* scratch) {
+  const DecodeScratch w(p, scratch);
+  const int64_t b = item.b, h_kv = item.h_kv, rows = decode_rows(p, b);
+  const IndexList &queries = p.queries[b], &key_list = p.keys[b];
+  KeyRange visible[kDecodeRows], seen{p.n_k, 0};
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t h = h_kv * p.group() + row / queries.count, query = queries.at(row % queries.count);
+    float* q = w.q + row * padded(p.d_qk);
+    read_row(p.q, b, h, query, p.d_qk, q);
+    for (int64_t d = 0; d < p.d_qk; ++d) q[d] *= split_scale(p.scale).on_query;
+    visible[row] = p.visible(b, query);
+    seen = {lesser(seen.begin, visible[row].begin), greater(seen.end, visible[row].end)};
+    DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
+    *part.m = -kInfinity, *part.l = 0;
+    __builtin_memset(part.o, 0, padded(p.d_v) * sizeof(float));
+  }
+
+  each_key_block(key_list, seen, item.first_key, item.last_key, [&](int64_t first, int64_t n) {
+    const int64_t n_padded = padded(n);
+    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, [&](auto k) {
+      for (int64_t row = 0; row < rows; ++row) {
+        dot_products(w.q + row * padded(p.d_qk), k, n_padded, p.d_qk, w.s + row * kBlockKeys);
+      }
+    });
+    for (int64_t row = 0; row < rows; ++row) {
+      float* s = w.s + row * kBlockKeys;
+      if (n == n_padded && visible[row].begin <= key_list.at(first) && key_list.at(first + n - 1) < visible[row].end) {
+        continue;
+      }
+      for (int64_t i = 0; i < n_padded; ++i) {
+        if (i >= n || !visible[row].contains(key_list.at(first + i))) s[i] = -kInfinity;
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      const DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
+      softmax_step(p, n_padded, w.s + row * kBlockKeys, *part.m, *part.l, part.o);
+    }
+    const Target o{decode_part(p, parts, b, h_kv, item.part, item.n_parts, 0).o, row_of_part(p)};
+    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, [&](auto v) {
+      each_tile<4>(0, padded(p.d_v) / kLanes, [&](auto vectors, int64_t vector) {
+        const Target to{o.at(0, vector), o.stride};
+        add_product<4, vectors>(to, rows, n_padded, Rows{w.s, kBlockKeys}, v.at_column(vector * kLanes));
+      });
+    });
+  });
+}
+
+// Joins the parts of the heads that share keys, and writes their outputs and lse.
+void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_kv, int64_t n_parts, float* parts) {
+  const IndexList& queries = p.queries[b];
+  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  for (int64_t row = 0; row < decode_rows(p, b); ++row) {
+    const int64_t h = h_kv * p.group() + row / queries.count, query = queries.at(row % queries.count);
+    float m = -kInfinity, l = 0;
+    for (int64_t i = 0; i < n_parts; ++i) {
+      const float part_m = *decode_part(p, parts, b, h_kv, i, n_parts, row).m;
+      m = part_m > m ? part_m : m;
+    }
+    const DecodePart total = decode_part(p, parts, b, h_kv, 0, n_parts, row);
+    for (int64_t i = 0; i < n_parts; ++i) {
+      const DecodePart part = decode_part(p, parts, b, h_kv, i, n_parts, row);
+      const Floats decay = exp2(splat((*part.m - finite_max(m)) * on_score_log2));
+      l += *part.l * decay[0];
+      for (int64_t d = 0; d < padded(p.d_v); d += kLanes) {
+        const Floats sum = i == 0 ? Floats{} : load(total.o + d);
+        store(total.o + d, sum + load(part.o + d) * decay);
+      }
+    }
+    write_row(out.o, b, h, query, p.d_v, total.o, one_over_sum(l));
+    out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m, on_score_log2, l);
+  }
+  for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); ++h) write_padding(p, out, b, h, 0, p.n_q);
+}
+
+int64_t decode_scratch(const Problem& p) { return DecodeScratch(p, nullptr).size; }
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

@@ -25,6 +25,7 @@ constexpr int kOuterColumns = FASTATTN_OUTER_COLUMNS;
 #include "dropout.h"
 #include "forward.h"
 #include "backward.h"
+#include "ceiling.h"
 
 #define FASTATTN_STRING(x) #x
 #define FASTATTN_NAME(x) FASTATTN_STRING(x)
@@ -33,6 +34,7 @@ namespace fastattn::FASTATTN_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {FASTATTN_NAME(FASTATTN_ISA), kColumns * kLanes, kBlockKeys, forward_scratch, forward,
-                         backward_scratch, backward};
+                         backward_scratch, backward,
+                         fma_chains, kChainOperations};
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -164,6 +164,20 @@ def test_the_fastest_rival_counts(monkeypatch):
     assert limit.measure(tiny(), 0.0).share_met is None
 
 
+def test_a_wrong_rival_is_out_of_the_running(monkeypatch):
+    right = torch.nn.functional.scaled_dot_product_attention
+    calls = []
+
+    def first_wrong(*args, **options):
+        calls.append(None)
+        return right(*args, **options) * (1.001 if len(calls) == 1 else 1)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", first_wrong)
+    figure = limit.measure(tiny(), 0.0)
+    assert (figure.verdict, figure.failed, figure.rival) == ("right", False, "SDPA flash")
+    assert figure.note.startswith("SDPA math: o: max error")
+
+
 def test_time_per_useful_pair(figures):
     figure = figures[-1]
     padded, square = visible_share(PAD), visible_share(PAD_QUERIES)

@@ -90,7 +90,7 @@ class Figure:
     """How a duel ended.
 
     verdict: "right", "wrong" (our answer is outside the error budget) or "n/a" (there is nothing to compare).
-    note: the sentence that explains a verdict other than "right".
+    note: the sentence that explains a verdict other than "right", or which rival was wrong and so out of the running.
     instruction_set: of our kernels.
     target: what `ratio` was promised to reach.
     rival: the contender that was the fastest.
@@ -183,6 +183,7 @@ def measure(duel: Duel, budget_s: float) -> Figure:
         ceiling = yardstick_flops / timings[yardstick].median
         return figure(
             "right",
+            note="; ".join(f"{row.contender}: {row.note}" for row in left_out if row.verdict == "wrong"),
             rival=rival,
             timing=timings[OURS],
             rival_timing=timings[rival],

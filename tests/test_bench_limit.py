@@ -159,7 +159,9 @@ def test_the_fastest_rival_counts(monkeypatch):
     assert (figure.rival, figure.ratio, figure.ratio_met, figure.share_met) == ("SDPA flash", 2.0, True, False)
     _, _, operations = timing.fma_ceiling()
     assert figure.ceiling_gflops == pytest.approx(operations / 1e9)
-    assert operations == native.build.load().fma_ceiling(100_000)
+    assert operations == native.build.load().fma_ceiling(timing.CEILING_STEPS)
+    shares = {0.49: False, 0.5: True, 1.0: True, 1.01: False}
+    assert {share: replace(figure, ceiling_share=share).share_met for share in shares} == shares
     assert not limit.measure(tiny(target=2.01), 0.0).ratio_met
     assert limit.measure(tiny(), 0.0).share_met is None
 

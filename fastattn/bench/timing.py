@@ -16,6 +16,7 @@ import torch
 from fastattn.backends.native import build as native_build
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
+CEILING_STEPS = 3_000_000  # about 10 ms, beside which starting the threads is nothing
 SAMPLE_S = 0.01  # a sample repeats a shorter call until it takes about this long
 
 
@@ -98,8 +99,7 @@ def fma_ceiling() -> tuple[str, Call, float]:
 
     In fp32, in the instruction set that the native backend uses at the moment.
     """
-    steps = 100_000  # a few ms
-    run = functools.partial(native_build.load().fma_ceiling, steps)
+    run = functools.partial(native_build.load().fma_ceiling, CEILING_STEPS)
     return "FMA ceiling", Call(run), run()
 
 

@@ -78,7 +78,7 @@ def test_every_figure_of_the_suite_is_there_once():
     ]
     for timed in cases.PASSES:
         expected += [
-            *(f"{L}-pad-queries fp32 {timed} against padded keys alone, per useful pair" for L in ("L512", "L2048")),
+            *(f"{L}-pad-queries fp32 {timed} against padded keys alone, per pair" for L in ("L512", "L2048")),
             f"L512-none fp16 {timed} against bf16 without native support",
             *(
                 f"D{D} fp32 {timed} against D{above}"

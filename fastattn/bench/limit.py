@@ -219,7 +219,7 @@ def _against_ourselves() -> Iterator[Duel]:
     for length in ("L512", "L2048"):
         for timed in PASSES:
             ours, rival = _job(f"{length}-pad-queries", "fp32", timed), _job(f"{length}-pad", "fp32", timed)
-            yield Duel(ours, _NO_PADDED_ROWS, rival, "padded keys alone, per useful pair", per_useful_pair=True)
+            yield Duel(ours, _NO_PADDED_ROWS, rival, "padded keys alone, per pair", per_useful_pair=True)
     for timed in PASSES:
         ours, rival = (_job("L512-none", dtype, timed) for dtype in ("fp16", "bf16"))
         yield Duel(ours, _AT_LEAST_EQUAL, rival, "bf16 without native support", fp32_arithmetic=True)

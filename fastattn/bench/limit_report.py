@@ -123,27 +123,23 @@ def plot(report: Report[Figure], path: Path) -> None:
     if not figures:
         raise ValueError("there is nothing to draw: no line of the suite has a ratio")
     panels = {
-        section: [_Dot(_label(f), f.ratio, f.target) for f in figures if _section(f) == section]
+        section: [_Dot(_label(f), f.ratio, f.target, f.ratio_met) for f in figures if _section(f) == section]
         for section in dict.fromkeys(map(_section, figures))
     }
-    shares = [
-        _Dot(str(f.job).removeprefix("attention "), f.ceiling_share, f.duel.ceiling_share)
+    if shares := [
+        _Dot(str(f.job).removeprefix("attention "), f.ceiling_share, f.duel.ceiling_share, f.share_met)
         for f in figures
         if f.duel.ceiling_share
-    ]
-    if shares:
-        panels["useful work as a share of the FMA ceiling"] = shares
+    ]:
+        panels[_SHARES] = shares
 
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    tallest = [max(map(len, list(panels.values())[i : i + columns])) for i in range(0, len(panels), columns)]
-    size = (1 + 4.2 * columns, 1.6 + sum(0.7 + 0.19 * dots for dots in tallest))
-    picture = Picture(figsize=size, layout="constrained")
-    axes = picture.subplots(lines, columns, squeeze=False, height_ratios=[3 + dots for dots in tallest]).flat
-    for axis, (title, dots) in zip(axes, panels.items(), strict=False):
-        _draw_dots(axis, title, dots, in_percent=dots is shares)
-    for axis in list(axes)[len(panels) :]:
-        axis.set_axis_off()
+    columns = _columns({title: len(dots) + 3 for title, dots in panels.items()})  # 3 for the title and the axis
+    tallest = max(sum(heights.values()) for heights in columns)
+    picture = Picture(figsize=(0.5 + 4.6 * len(columns), 1.2 + 0.19 * tallest), layout="constrained")
+    for part, heights in zip(picture.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
+        axes = part.subplots(len(heights), 1, squeeze=False, height_ratios=list(heights.values()))[:, 0]
+        for axis, title in zip(axes, heights, strict=True):
+            _draw_dots(axis, title, panels[title])
     picture.suptitle("fastattn's CPU kernels beside their targets: how many times as fast as the rival", fontsize=12)
     handles, labels = _legend()
     legend = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 8, "title_fontsize": 8}
@@ -153,17 +149,15 @@ def plot(report: Report[Figure], path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Dot:
-    """A line of a panel: what was reached and what was promised."""
+    """A line of a panel: what was reached, what was promised, and whether the one is as good as the other."""
 
     label: str
     value: float
     target: float
-
-    @property
-    def met(self) -> bool:
-        return self.value >= self.target
+    met: bool
 
 
+_SHARES = "useful work as a share of the FMA ceiling"
 _COLOURS = {True: STYLES[0][0], False: STYLES[1][0]}
 _MARKERS = {True: "o", False: "X"}  # told apart without colours too
 
@@ -176,18 +170,27 @@ def _label(figure: Figure) -> str:
     return f"{job.case} {job.dtype}" if job.case.timed == "limit" else str(job.case)
 
 
-def _draw_dots(axis, title: str, dots: list[_Dot], in_percent: bool) -> None:
+def _columns(heights: dict[str, int]) -> list[dict[str, int]]:
+    """The panels and their heights in at most three columns that are about equally high."""
+    columns: list[dict[str, int]] = [{} for _ in range(min(3, len(heights)))]
+    for title in sorted(heights, key=heights.get, reverse=True):
+        min(columns, key=lambda column: sum(column.values()))[title] = heights[title]
+    return columns
+
+
+def _draw_dots(axis, title: str, dots: list[_Dot]) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     for y, dot in enumerate(dots):
         axis.plot([dot.value, dot.target], [y, y], color="0.8", linewidth=1.5, zorder=1)
         axis.plot(dot.target, y, marker="|", markersize=9, markeredgewidth=1.8, color="black", zorder=2)
         axis.plot(dot.value, y, marker=_MARKERS[dot.met], markersize=5.5, color=_COLOURS[dot.met], zorder=3)
-    if not in_percent:
-        axis.axvline(1, color="0.6", linewidth=0.8, zorder=0)
+    axis.axvline(1, color="0.6", linewidth=0.8, zorder=0)  # as fast as the rival, or the ceiling
+    if title == _SHARES:
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    else:
         axis.set_xscale("log", base=2)
-    number = (lambda value, _: f"{value:.0%}") if in_percent else (lambda value, _: f"{value:g}x")
-    axis.xaxis.set_major_formatter(FuncFormatter(number))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_yticks(range(len(dots)), [dot.label for dot in dots], fontsize=7)
     axis.set_ylim(len(dots) - 0.4, -0.6)  # the first on top

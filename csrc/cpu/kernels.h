@@ -34,7 +34,6 @@ namespace fastattn::FASTATTN_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {FASTATTN_NAME(FASTATTN_ISA), kColumns * kLanes, kBlockKeys, forward_scratch, forward,
-                         backward_scratch, backward,
-                         fma_chains, kChainOperations};
+                         backward_scratch, backward, fma_chains, kChainOperations};
 
 }  // namespace fastattn::FASTATTN_ISA

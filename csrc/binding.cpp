@@ -113,17 +113,17 @@ void take_in_turn(const std::vector<Item>& items, int64_t scratch_floats, Run ru
 
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, double scale,
              const Mask& mask, double dropout_p, int64_t seed) {
-  const Kernels& kernels = choose_kernels();
+  const Kernels& kernels = choose_kernels(dtype_of(q));
   const Problem p = problem_of(q, k, v, scale, mask, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
-  take_in_turn(forward_items(p, kernels), kernels.forward_scratch(p),
+  take_in_turn(forward_items(p, kernels, at::get_num_threads()), kernels.forward_scratch(p),
                [&](const ForwardItem& item, float* scratch) { kernels.forward(p, out, item, scratch); });
 }
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
               double scale, const Mask& mask, double dropout_p, int64_t seed) {
-  const Kernels& kernels = choose_kernels();
+  const Kernels& kernels = choose_kernels(dtype_of(q));
   const Problem p = problem_of(q, k, v, scale, mask, make_dropout(dropout_p, seed));
   BackwardTensors t{};
   t.o = rows_of<Input>(o);
@@ -166,7 +166,7 @@ Tensor keep(const Mask& mask, int64_t block) {
 
 // For the benchmarks: takes `steps` steps of fma_chains in every thread, and returns how many operations they are.
 double fma_ceiling(int64_t steps) {
-  const Kernels& kernels = choose_kernels();
+  const Kernels& kernels = choose_kernels(DType::f32);
   const int64_t threads = at::get_num_threads();
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { kernels.fma_chains(steps); });
   return double(threads) * steps * kernels.chain_operations;
@@ -178,15 +178,15 @@ std::array<uint32_t, 4> philox_words(int64_t seed, const std::array<uint32_t, 4>
   return {words.x0, words.x1, words.x2, words.x3};
 }
 
-std::string capability() { return choose_kernels().name; }
+std::string capability() { return choose_capability().name(); }
 
 pybind11::dict build_info() {
   pybind11::dict info;
   info["capability"] = capability();
   pybind11::list compiled, runs_here;
   for (const Capability& each : capabilities()) {
-    compiled.append(each.kernels->name);
-    if (each.runs_here) runs_here.append(each.kernels->name);
+    compiled.append(each.name());
+    if (each.runs_here) runs_here.append(each.name());
   }
   info["compiled_for"] = compiled;
   info["runs_here"] = runs_here;

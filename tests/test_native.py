@@ -14,7 +14,8 @@ from fastattn.backends import native
 from fastattn.spec import Mask, Spec
 from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, make_inputs, run
 
-CAPABILITIES = ("avx512", "avx2", "portable")
+CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
+BF16_PRODUCTS = ("amx", "avx512_bf16")
 HALVES = (torch.float16, torch.bfloat16)
 
 COMPUTED = [
@@ -213,10 +214,15 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_half_passes_unchanged(dtype, capability):
-    """A single key gives its value back: each of the 65536 patterns is read and written once, NaN as some NaN."""
+    """A single key gives its value back: each of the 65536 patterns is read and written once, NaN as some NaN.
+
+    The processor's own bf16 products take a subnormal number for zero.
+    """
     v = every_pattern(dtype).reshape(1, 256, 1, 256)
     x = torch.ones(1, 256, 1, 8, dtype=dtype)
     o, _ = native.forward(x, x, v, Spec(Mask(), 1.0))
+    if dtype == torch.bfloat16 and native.capability() in BF16_PRODUCTS:
+        v = v.where(v.abs() >= torch.finfo(dtype).tiny, 0 * v)
     assert torch.equal(o.isnan(), v.isnan())
     assert torch.equal(o.nan_to_num(0.0, math.inf, -math.inf), v.nan_to_num(0.0, math.inf, -math.inf))
 

@@ -1,5 +1,5 @@
-// Backward: the heads that share keys and values, query block by query block, with P recomputed from lse
-// (Dao et al. 2022, algorithm 4), transposed as in forward.h. delta = rowsum(dO * O); the gradient of lse is P.
+// Backward: the heads that share keys and values, strip by strip of queries as in forward.h, with P recomputed from lse
+// (Dao et al. 2022, algorithm 4), transposed. delta = rowsum(dO * O); the gradient of lse is P.
 //
 //   S^T = K Q^T    P^T = 2^(S^T - lse)    dP^T = V dO^T    dS^T = P^T * (dP^T - delta + dlse)
 //   dV += P^T dO   dK += dS^T Q           dQ^T += K^T dS^T
@@ -12,58 +12,82 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// Keys whose dK and dV stay in the L2 cache while every block of queries adds to them.
+// Keys whose dK and dV stay in the L2 cache while every strip of queries adds to them.
 int64_t cached_keys(const Problem& p) {
   constexpr int64_t kCacheFloats = (512 << 10) / sizeof(float);
   const int64_t blocks = kCacheFloats / (padded(p.d_qk) + padded(p.d_v)) / kBlockKeys;
   return greater(1, lesser(blocks, (p.n_k + kBlockKeys - 1) / kBlockKeys)) * kBlockKeys;
 }
 
+// A block of queries on its way over the keys. Per lane, what turns S into P and dP into dS: lse is the sum of two
+// floats (rounded to one, it would double the error of P).
+struct BackwardBlock {
+  QueryBlock queries;
+  float *q_copy, *d_o_copy;    // rows
+  float *q_t, *d_o_t;          // [d, M], for the sums over the head dim
+  float *q_right, *d_o_right;  // for the sums over the queries, where rows do not serve
+  Right q, d_o;                // the same, wherever they are
+  float* dq_t;                 // [d_qk, M]
+  Floats lse_log2[kColumns], lse_log2_rest[kColumns], delta[kColumns], d_lse[kColumns];
+};
+
 struct BackwardScratch {
-  float *q, *q_t;                // [M, d_qk] and its transpose
-  float *d_o, *d_o_t, *o, *o_t;  // [M, d_v] and its transpose
-  float *k, *v;                  // copies of a block of keys, where one is needed
-  float *p_t, *ds_t;             // [kBlockKeys, M]
-  float* dropped_p_t;            // [kBlockKeys, M], Z^T and then Z^T * P^T
-  float *dq_t, *dq;              // [d_qk, M] and its transpose
+  float *o, *o_t, *d_o, *d_o_t;  // fp32 [M, d_v] and its transpose
+  float *k, *v, *k_t;            // copies of a block of keys, where they are needed
+  float *s_t, *dp_t, *z_t;       // [kBlockKeys, M]
+  float *weights, *ds, *ds_t;    // Z^T * P^T and dS^T as left factors, and dS^T as a right one
+  float* dq;                     // [M, d_qk]
   float *dk, *dv;                // [cached_keys, d]
   int32_t* queries;              // [n_q]
+  float* strip;                  // what its blocks point to
   int64_t size;
 
   BackwardScratch(const Problem& p, float* base) {
     constexpr int64_t M = kColumns * kLanes;
-    const int64_t d_qk = padded(p.d_qk), d_v = padded(p.d_v);
     Arena arena(base);
-    q = arena.take(M * d_qk);
-    q_t = arena.take(M * d_qk);
-    d_o = arena.take(M * d_v);
-    d_o_t = arena.take(M * d_v);
-    o = arena.take(M * d_v);
-    o_t = arena.take(M * d_v);
-    k = arena.take(kBlockKeys * d_qk);
-    v = arena.take(kBlockKeys * d_v);
-    p_t = arena.take(kBlockKeys * M);
-    ds_t = arena.take(kBlockKeys * M);
-    dropped_p_t = arena.take(kBlockKeys * M);
-    dq_t = arena.take(M * d_qk);
-    dq = arena.take(M * d_qk);
-    dk = arena.take(cached_keys(p) * d_qk);
-    dv = arena.take(cached_keys(p) * d_v);
+    o = arena.take(M * padded(p.d_v));
+    o_t = arena.take(M * padded(p.d_v));
+    d_o = arena.take(M * padded(p.d_v));
+    d_o_t = arena.take(M * padded(p.d_v));
+    k = arena.take(kBlockKeys * units(p.d_qk));
+    v = arena.take(kBlockKeys * units(p.d_v));
+    k_t = arena.take(transposed_size(kBlockKeys, p.d_qk));
+    s_t = arena.take(kBlockKeys * M);
+    dp_t = arena.take(kBlockKeys * M);
+    z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
+    weights = s_t, ds = dp_t;  // in place, which both forms allow
+    ds_t = kOneForm ? ds : arena.take(kBlockKeys * M / kPerUnit);
+    dq = arena.take(M * padded(p.d_qk));
+    dk = arena.take(cached_keys(p) * padded(p.d_qk));
+    dv = arena.take(cached_keys(p) * padded(p.d_v));
     queries = reinterpret_cast<int32_t*>(arena.take(p.n_q));
+    strip = arena.take(0);
+    BackwardBlock block;
+    for (int64_t i = 0; i < kStripBlocks; ++i) take_block(p, arena, block);
     size = arena.used();
+  }
+
+  // Points to the memory of block i of a strip.
+  void place_block(const Problem& p, int64_t i, BackwardBlock& block) const {
+    Arena arena(strip);
+    for (int64_t j = 0; j <= i; ++j) take_block(p, arena, block);
+  }
+
+ private:
+  static void take_block(const Problem& p, Arena& arena, BackwardBlock& block) {
+    constexpr int64_t M = kColumns * kLanes;
+    block.q_copy = arena.take(M * units(p.d_qk));
+    block.d_o_copy = arena.take(M * units(p.d_v));
+    block.q_t = arena.take(M * units(p.d_qk));
+    block.d_o_t = arena.take(M * units(p.d_v));
+    block.q_right = arena.take(over_queries_size(M, p.d_qk));
+    block.d_o_right = arena.take(over_queries_size(M, p.d_v));
+    block.dq_t = arena.take(M * padded(p.d_qk));
   }
 };
 
 // The rounding of a smaller lse costs P at most 4 units in the last place.
 constexpr double kPreciseLseLog2 = 16 * kLog2E;
-
-// Per lane, what turns S into P and dP into dS. Lanes without a query are never added to anything.
-template <int C>
-struct RowStatistics {
-  Floats lse_log2[C], lse_log2_rest[C];  // their sum is lse: rounded to one float, it would double the error of P
-  Floats delta[C], d_lse[C];
-  bool needs_refinement;
-};
 
 // The queries of an item that have a gradient: the real ones that see something (lse > -inf, or NaN).
 IndexList contributing_queries(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
@@ -79,164 +103,198 @@ IndexList contributing_queries(const Problem& p, const BackwardTensors& t, const
   return {table, 0, count};
 }
 
-// Fills q, d_o, o and their transposes, and returns the statistics of n queries.
-template <int C>
-RowStatistics<C> load_queries(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h,
-                              const IndexList& queries, int64_t first, int64_t n, const BackwardScratch& w) {
-  constexpr int M = C * kLanes;
-  const int64_t d_qk = padded(p.d_qk), d_v = padded(p.d_v), row_of_head = (b * p.H + h) * p.n_q;
-  __builtin_memset(w.q, 0, M * d_qk * sizeof(float));
-  __builtin_memset(w.d_o, 0, M * d_v * sizeof(float));
-  __builtin_memset(w.o, 0, M * d_v * sizeof(float));
-  RowStatistics<C> rows{};
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t query = queries.at(first + i), c = i / kLanes, lane = i % kLanes;
-    read_row(p.q, b, h, query, p.d_qk, w.q + i * d_qk);
-    if (t.d_o.data) {
-      read_row(t.d_o, b, h, query, p.d_v, w.d_o + i * d_v);
-      read_row(t.o, b, h, query, p.d_v, w.o + i * d_v);
-    }
-    const double lse_log2 = t.lse[row_of_head + query] * kLog2E;
-    rows.needs_refinement |= std::fabs(lse_log2) > kPreciseLseLog2;
-    rows.lse_log2[c][lane] = static_cast<float>(lse_log2);
-    rows.lse_log2_rest[c][lane] = static_cast<float>(lse_log2 - static_cast<float>(lse_log2));
-    rows.d_lse[c][lane] = t.d_lse ? t.d_lse[row_of_head + query] : 0.0f;
-  }
-  transpose(w.q, d_qk, M, d_qk, split_scale(p.scale).on_query, w.q_t, M);
-  transpose(w.d_o, d_v, M, d_v, 1.0f, w.d_o_t, M);
-  transpose(w.o, d_v, M, d_v, 1.0f, w.o_t, M);
-  // As dP is summed, in the same order: a query that sees a single key, where O = V, then has dS = 0 to the bit.
-  for (int64_t begin = 0; begin < p.d_v; begin += kPartOfHeadDim) {
-    Floats part[C] = {};
-    for (int64_t d = begin; d < lesser(begin + kPartOfHeadDim, p.d_v); ++d) {
-      for (int c = 0; c < C; ++c) part[c] += load(w.o_t + d * M + c * kLanes) * load(w.d_o_t + d * M + c * kLanes);
-    }
-    for (int c = 0; c < C; ++c) rows.delta[c] += part[c];
-  }
-  return rows;
+// P of vector c of the queries from S. It is above 1 by rounding only, and an lse of 1e9 takes it far.
+FASTATTN_INLINE Floats weight_again(const BackwardBlock& block, int c, Floats s, float on_score_log2) {
+  return exp2(at_most(s * on_score_log2 - block.lse_log2[c] - block.lse_log2_rest[c], 64.0f));
 }
 
-// P^T of the keys at the places i, ..., i + R - 1 of the list, whose rows are at `k`.
-template <int R, int C>
-FASTATTN_INLINE void weight_tile(const Problem& p, const QueryBlock<C>& queries, const RowStatistics<C>& rows,
-                                 const IndexList& keys, int64_t i, const float* k, int64_t k_stride, const float* q_t,
-                                 Floats (&tile)[R][C]) {
-  const float on_score_log2 = split_scale(p.scale).on_score_log2;
-  product_over_head_dim(p.d_qk, k, k_stride, q_t, C * kLanes, tile);
-  each_vector<R, C>([&](int r, int c) {
-    const Floats p_log2 = tile[r][c] * on_score_log2 - rows.lse_log2[c] - rows.lse_log2_rest[c];
-    tile[r][c] = exp2(at_most(p_log2, 64.0f));  // it is above 0 by rounding only, which takes an lse of 1e9 to get there
-  });
-  if (queries.sees_all(keys.at(i), keys.at(i + R - 1))) return;
-  each_vector<R, C>([&](int r, int c) { tile[r][c] = queries.sees(c, keys.at(i + r)) ? tile[r][c] : Floats{}; });
+// Writes S^T of a part of the keys, hidden ones -inf.
+template <int C>
+FASTATTN_INLINE void scores(const Problem& p, const BackwardBlock& block, const KeyBlock& keys, Part part, float* s_t) {
+  constexpr int64_t M = C * kLanes;
+  assign_product<kScoreRows, C>({s_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
+  hide<C>(block.queries, keys, part, s_t, -kInfinity);
 }
 
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor. The weights of a row sum
 // to 1: what they sum to here tells the factor.
 template <int C>
-void refine_lse(const Problem& p, int64_t b, int64_t h_kv, const QueryBlock<C>& queries, const BackwardScratch& w,
-                RowStatistics<C>& rows) {
-  const IndexList& keys = p.keys[b];
+void refine_lse(const Problem& p, int64_t b, int64_t h_kv, BackwardBlock& block, const BackwardScratch& w) {
+  const IndexList& list = p.keys[b];
+  const float on_score_log2 = split_scale(p.scale).on_score_log2;
   Floats sum[C] = {};
-  each_key_block(keys, queries.range.some, 0, keys.count, [&](int64_t first, int64_t n) {
-    const Panel k = key_panel(p.k, b, h_kv, keys, first, n, p.d_qk, w.k);
-    each_tile<kScoreRows>(0, n, [&](auto tile_rows, int64_t i) {
-      constexpr int R = decltype(tile_rows)::value;
-      Floats p_t[R][C];
-      weight_tile(p, queries, rows, keys, first + i, k.data + i * k.stride, k.stride, w.q_t, p_t);
-      each_vector<R, C>([&](int r, int c) { sum[c] += p_t[r][c]; });
-    });
+  each_key_block(list, block.queries.range.some, 0, list.count, [&](int64_t first, int64_t n) {
+    KeyBlock keys{&list, first, n, {}, {}, {}, {}};
+    keys.k = rows_of(p.k, b, h_kv, list, first, n, up_to_grain(n), p.d_qk, false, w.k);
+    const Part part = visible_part(block.queries, keys);
+    scores<C>(p, block, keys, part, w.s_t);
+    for (int64_t i = 0; i < part.n; ++i) {
+      for (int c = 0; c < C; ++c) sum[c] += weight_again(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
+    }
   });
   for (int lane = 0; lane < C * kLanes; ++lane) {
-    rows.lse_log2_rest[lane / kLanes][lane % kLanes] += log2f(sum[lane / kLanes][lane % kLanes]);
+    block.lse_log2_rest[lane / kLanes][lane % kLanes] += log2f(sum[lane / kLanes][lane % kLanes]);
   }
 }
 
-// Writes P^T and dS^T of n keys, and with dropout turns Z^T into Z^T * P^T.
+// Sums delta as dP is summed in fp32, in the same order: a query that sees a single key, where O = V, then has dS = 0
+// to the bit.
 template <int C>
-FASTATTN_INLINE void weights_and_gradients(const Problem& p, const QueryBlock<C>& queries, const RowStatistics<C>& rows,
-                                           const IndexList& keys, int64_t first, int64_t n, Panel k, Panel v,
-                                           const BackwardScratch& w) {
-  constexpr int M = C * kLanes;
-  each_tile<kScoreRows>(0, n, [&](auto tile_rows, int64_t i) {
-    constexpr int R = decltype(tile_rows)::value;
-    Floats tile[R][C];
-    weight_tile(p, queries, rows, keys, first + i, k.data + i * k.stride, k.stride, w.q_t, tile);
-    each_vector<R, C>([&](int r, int c) { store(w.p_t + (i + r) * M + c * kLanes, tile[r][c]); });
-    product_over_head_dim(p.d_v, v.data + i * v.stride, v.stride, w.d_o_t, M, tile);
-    if (p.dropout.drops) {
-      each_vector<R, C>([&](int r, int c) {
-        const int64_t at = (i + r) * M + c * kLanes;
-        const Floats factors = load(w.dropped_p_t + at);
-        tile[r][c] *= factors;
-        store(w.dropped_p_t + at, factors * load(w.p_t + at));
-      });
+void sum_delta(const Problem& p, const float* o_t, const float* d_o_t, BackwardBlock& block) {
+  for (int c = 0; c < C; ++c) block.delta[c] = Floats{};
+  for (int64_t begin = 0; begin < p.d_v; begin += kPartOfHeadDim) {
+    Floats part[C] = {};
+    for (int64_t d = begin; d < lesser(begin + kPartOfHeadDim, p.d_v); ++d) {
+      for (int c = 0; c < C; ++c) {
+        const int64_t at = (d * C + c) * kLanes;
+        part[c] += load(o_t + at) * load(d_o_t + at);
+      }
     }
-    each_vector<R, C>([&](int r, int c) {
-      const int64_t at = (i + r) * M + c * kLanes;
-      store(w.ds_t + at, load(w.p_t + at) * (tile[r][c] - rows.delta[c] + rows.d_lse[c]));
+    for (int c = 0; c < C; ++c) block.delta[c] += part[c];
+  }
+}
+
+// Makes a block of queries ready.
+template <int C>
+void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+                 const IndexList& queries, BackwardBlock& block, const BackwardScratch& w) {
+  constexpr int64_t M = C * kLanes;
+  const int64_t b = item.b, first = block.queries.first, n = block.queries.n, row_of_head = (b * p.H + h) * p.n_q;
+  const float on_query = split_scale(p.scale).on_query;
+
+  const Rows q = rows_of(p.q, b, h, queries, first, n, M, p.d_qk, true, block.q_copy);
+  transpose(q.data, q.stride, M, units(p.d_qk), block.q_t, M, [&](Floats x) { return times_on_query(x, on_query); });
+  block.q = over_queries(q, M, p.d_qk, block.q_right);
+  const int64_t n_d_o = t.d_o.data ? n : 0;  // else all zeros
+  const Rows d_o = rows_of(t.d_o, b, h, queries, first, n_d_o, M, p.d_v, true, block.d_o_copy);
+  transpose(d_o.data, d_o.stride, M, units(p.d_v), block.d_o_t, M, Unchanged{});
+  block.d_o = over_queries(d_o, M, p.d_v, block.d_o_right);
+  if (item.wants_dq) __builtin_memset(block.dq_t, 0, M * padded(p.d_qk) * sizeof(float));
+
+  const auto floats_transposed = [&](const Input& x, float* rows, float* to) {
+    for (int64_t i = 0; i < n_d_o; ++i) read_row(x, b, h, queries.at(first + i), p.d_v, rows + i * padded(p.d_v));
+    __builtin_memset(rows + n_d_o * padded(p.d_v), 0, (M - n_d_o) * padded(p.d_v) * sizeof(float));
+    transpose(rows, padded(p.d_v), M, padded(p.d_v), to, M, Unchanged{});
+  };
+  floats_transposed(t.o, w.o, w.o_t);
+  if (!kOneForm) floats_transposed(t.d_o, w.d_o, w.d_o_t);
+  sum_delta<C>(p, w.o_t, kOneForm ? block.d_o_t : w.d_o_t, block);
+
+  bool needs_refinement = false;
+  for (int64_t i = 0; i < M; ++i) {
+    const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
+    const double lse_log2 = t.lse[query] * kLog2E;
+    needs_refinement |= std::fabs(lse_log2) > kPreciseLseLog2;
+    block.lse_log2[c][lane] = static_cast<float>(lse_log2);
+    block.lse_log2_rest[c][lane] = static_cast<float>(lse_log2 - static_cast<float>(lse_log2));
+    block.d_lse[c][lane] = t.d_lse ? t.d_lse[query] : 0.0f;
+  }
+  if (needs_refinement && p.q.dtype == DType::f32) refine_lse<C>(p, b, item.h_kv, block, w);
+}
+
+// Turns S^T and dP^T [n, M] into Z^T * P^T and dS^T, in the forms that the sums take.
+template <int C>
+FASTATTN_INLINE void gradients_of_scores(int64_t n, const BackwardBlock& block, float on_score_log2, bool drops,
+                                         const BackwardScratch& w) {
+  Floats d_lse_minus_delta[C];
+  for (int c = 0; c < C; ++c) d_lse_minus_delta[c] = block.d_lse[c] - block.delta[c];
+  for (int64_t i = 0; i < n; i += kPerUnit) {
+    Floats weights[kPerUnit][C], ds[kPerUnit][C];
+    each_vector(weights, [&](Floats& p, int r, int c) {
+      const int64_t at = ((i + r) * C + c) * kLanes;
+      p = weight_again(block, c, load(w.s_t + at), on_score_log2);
+      Floats dp = load(w.dp_t + at);
+      if (drops) dp *= load(w.z_t + at);
+      ds[r][c] = p * (dp + d_lse_minus_delta[c]);
+      if (drops) p *= load(w.z_t + at);
     });
+    store_left(w.weights, i, weights);
+    store_right(w.ds_t, i, ds);
+    if (!kOneForm) store_left(w.ds, i, ds);
+  }
+}
+
+// x[n] += a * y for n rows of d, a sum over the queries: the gradient of keys or values.
+template <int C>
+FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_queries, Right y, int64_t d, float* x) {
+  constexpr int64_t M = C * kLanes;
+  const Rows left{a, M / kPerUnit};
+  each_tile<kOuterColumns>(0, padded(d) / kLanes, [&](auto vectors, int64_t first_vector) {
+    const int64_t column = first_vector * kLanes;
+    const Target to{x + column, padded(d)};
+    add_product<kOuterRows, vectors>(to, n, query_steps(n_queries, M), left, y.at_column(column));
   });
 }
 
-// dQ^T += K^T dS^T.
+// A block of queries against a block of keys. dk and dv are the rows of the first key of the block.
 template <int C>
-FASTATTN_INLINE void accumulate_dq(int64_t n, int64_t d_qk, Panel k, const float* ds_t, float* dq_t) {
-  constexpr int M = C * kLanes;
-  each_tile<kValueRows>(0, d_qk, [&](auto tile_rows, int64_t d) {
-    constexpr int R = decltype(tile_rows)::value;
-    Floats acc[R][C];
-    product(n, k.data + d, 1, k.stride, ds_t, M, acc);
-    each_vector<R, C>([&](int r, int c) {
-      float* at = dq_t + (d + r) * M + c * kLanes;
-      store(at, load(at) + acc[r][c]);
-    });
-  });
+void add_gradients(const Problem& p, const BackwardItem& item, int64_t h, const KeyBlock& keys, BackwardBlock& block,
+                   float* dk, float* dv, const BackwardScratch& w) {
+  constexpr int64_t M = C * kLanes;
+  const Part part = visible_part(block.queries, keys);
+  if (part.n == 0) return;
+  if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, block.queries, keys, part, w.z_t);
+  scores<C>(p, block, keys, part, w.s_t);
+  assign_product<kScoreRows, C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), {block.d_o_t, M});
+  gradients_of_scores<C>(part.n, block, split_scale(p.scale).on_score_log2, p.dropout.drops, w);
+  if (item.wants_dq) {
+    const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
+    add_product<kValueRows, C>({block.dq_t, M}, p.d_qk, part.n / kPerUnit, k_t, {w.ds_t, M});
+  }
+  if (item.wants_dkv) {
+    const int64_t n = block.queries.n;
+    accumulate_rows<C>(w.weights, part.n, n, block.d_o, p.d_v, dv + part.begin * padded(p.d_v));
+    accumulate_rows<C>(w.ds, part.n, n, block.q, p.d_qk, dk + part.begin * padded(p.d_qk));
+  }
 }
 
-// Adds dq_t, times scale, to the rows of the output.
+// Adds dQ^T, times scale, to the rows of the output.
 template <int C>
-void add_dq(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries, int64_t first,
-            int64_t n, const BackwardScratch& w) {
-  constexpr int M = C * kLanes;
+void add_dq(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
+            const BackwardBlock& block, const BackwardScratch& w) {
+  constexpr int64_t M = C * kLanes;
   const int64_t d_qk = padded(p.d_qk);
-  transpose(w.dq_t, M, d_qk, M, static_cast<float>(p.scale), w.dq, d_qk);
-  for (int64_t i = 0; i < n; ++i) {
-    float* dq = reinterpret_cast<float*>(t.dq.row(b, h, queries.at(first + i)));
+  const auto scale = static_cast<float>(p.scale);
+  transpose(block.dq_t, M, d_qk, M, w.dq, d_qk, [&](Floats x) { return x * scale; });
+  for (int64_t i = 0; i < block.queries.n; ++i) {
+    float* dq = reinterpret_cast<float*>(t.dq.row(b, h, queries.at(block.queries.first + i)));
     for (int64_t d = 0; d < p.d_qk; ++d) dq[d] += w.dq[i * d_qk + d];
   }
 }
 
-// n contributing queries of one head against the keys of a chunk.
-template <int C>
-void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                   const IndexList& query_list, int64_t first, int64_t n, int64_t chunk_begin, int64_t chunk_end,
-                   const BackwardScratch& w) {
-  constexpr int M = C * kLanes;
-  const int64_t b = item.b, d_qk = padded(p.d_qk), d_v = padded(p.d_v);
-  const IndexList& key_list = p.keys[b];
-  const QueryBlock<C> queries(p, b, query_list, first, n);
-  RowStatistics<C> rows = load_queries<C>(p, t, b, h, query_list, first, n, w);
-  if (rows.needs_refinement && p.q.dtype == DType::f32) refine_lse<C>(p, b, item.h_kv, queries, w, rows);
-  if (item.wants_dq) __builtin_memset(w.dq_t, 0, M * d_qk * sizeof(float));
+// A strip of contributing queries of one head against the keys of a chunk.
+void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+                            const IndexList& queries, int64_t first_query, int64_t chunk_begin, int64_t chunk_end,
+                            const BackwardScratch& w) {
+  constexpr int64_t M = kColumns * kLanes;
+  const int64_t b = item.b, end = lesser(first_query + kStripBlocks * M, queries.count);
+  const IndexList& list = p.keys[b];
+  BackwardBlock blocks[kStripBlocks];
+  int64_t count = 0;
+  KeyRange seen{p.n_k, 0};  // by any of them
+  for (int64_t first = first_query; first < end; first += M, ++count) {
+    BackwardBlock& block = blocks[count];
+    w.place_block(p, count, block);
+    block.queries.init(p, b, queries, first, lesser(M, end - first));
+    seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
+    with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, item, h, queries, block, w); });
+  }
 
-  each_key_block(key_list, queries.range.some, chunk_begin, chunk_end, [&](int64_t i, int64_t n_keys) {
-    const Panel k = key_panel(p.k, b, item.h_kv, key_list, i, n_keys, p.d_qk, w.k);
-    const Panel v = key_panel(p.v, b, item.h_kv, key_list, i, n_keys, p.d_v, w.v);
-    if (p.dropout.drops) {
-      each_dropout_factor(p.dropout, b, h, queries, key_list, i, n_keys, [&](int64_t row, int c, Floats factors) {
-        store(w.dropped_p_t + row * M + c * kLanes, factors);
-      });
+  each_key_block(list, seen, chunk_begin, chunk_end, [&](int64_t i, int64_t n) {
+    KeyBlock keys{&list, i, n, {}, {}, {}, {}};
+    keys.k = rows_of(p.k, b, item.h_kv, list, i, n, up_to_grain(n), p.d_qk, false, w.k);
+    keys.v = rows_of(p.v, b, item.h_kv, list, i, n, up_to_grain(n), p.d_v, false, w.v);
+    if (item.wants_dq) keys.k_t = transposed(keys.k, up_to_grain(n), p.d_qk, w.k_t);
+    float* dk = w.dk + (i - chunk_begin) * padded(p.d_qk);
+    float* dv = w.dv + (i - chunk_begin) * padded(p.d_v);
+    for (int64_t j = 0; j < count; ++j) {
+      with_columns(blocks[j].queries.n, [&](auto C) { add_gradients<C>(p, item, h, keys, blocks[j], dk, dv, w); });
     }
-    weights_and_gradients<C>(p, queries, rows, key_list, i, n_keys, k, v, w);
-    if (item.wants_dq) accumulate_dq<C>(n_keys, p.d_qk, k, w.ds_t, w.dq_t);
-    if (!item.wants_dkv) return;
-    const float* weights_of_v = p.dropout.drops ? w.dropped_p_t : w.p_t;
-    accumulate_rows(weights_of_v, M, n_keys, n, w.d_o, w.dv + (i - chunk_begin) * d_v, d_v);
-    accumulate_rows(w.ds_t, M, n_keys, n, w.q, w.dk + (i - chunk_begin) * d_qk, d_qk);
   });
-
-  if (item.wants_dq) add_dq<C>(p, t, b, h, query_list, first, n, w);
+  if (!item.wants_dq) return;
+  for (int64_t j = 0; j < count; ++j) {
+    with_columns(blocks[j].queries.n, [&](auto C) { add_dq<C>(p, t, b, h, queries, blocks[j], w); });
+  }
 }
 
 // Writes dK and dV of the keys of a chunk, and zeros for the padding up to the next chunk.
@@ -259,8 +317,8 @@ void write_chunk(const Problem& p, const BackwardTensors& t, const BackwardItem&
 }
 
 void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& item, float* scratch) {
-  constexpr int64_t M = kColumns * kLanes;
   const BackwardScratch w(p, scratch);
+  [[maybe_unused]] const MultiplierInUse multiplier;
   if (item.wants_dq) {
     for (int64_t h = item.first_head; h < item.last_head; ++h) {
       for (int64_t query = item.first_query; query < item.last_query; ++query) zero_row(t.dq, item.b, h, query, p.d_qk);
@@ -275,13 +333,8 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
     }
     for (int64_t h = item.first_head; h < item.last_head; ++h) {
       const IndexList queries = contributing_queries(p, t, item, h, w.queries);
-      for (int64_t first = 0; first < queries.count; first += M) {
-        const int64_t n = lesser(M, queries.count - first);
-        if (n > kLanes) {
-          add_gradients<kColumns>(p, t, item, h, queries, first, n, begin, end, w);
-        } else {
-          add_gradients<1>(p, t, item, h, queries, first, n, begin, end, w);
-        }
+      for (int64_t first = 0; first < queries.count; first += kStripBlocks * kColumns * kLanes) {
+        add_gradients_of_strip(p, t, item, h, queries, first, begin, end, w);
       }
     }
     if (item.wants_dkv) write_chunk(p, t, item, begin, end, w);

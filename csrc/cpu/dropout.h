@@ -27,21 +27,26 @@ FASTATTN_INLINE void philox(PhiloxKey key, uint64_t x0, Bits x1, uint64_t x2, ui
   for (int word = 0; word < 4; ++word) words[word] = (Bits)((even[word] & 0xffffffff) | odd[word] << 32);
 }
 
-// visit(i, c, factors) for vector c of the queries and the key at place first + i of the list, of n keys: what dropout
-// multiplies these weights by.
-template <int C, class Visit>
-FASTATTN_INLINE void each_dropout_factor(const Dropout& dropout, int64_t b, int64_t h, const QueryBlock<C>& queries,
-                                         const IndexList& keys, int64_t first, int64_t n, Visit visit) {
-  for (int64_t i = 0; i < n;) {
-    const int64_t four_keys = keys.at(first + i) / 4;  // they share their counters
+// Writes Z^T [part.n, C * kLanes]: what dropout multiplies the weights of a part of the keys by.
+template <int C>
+void dropout_factors(const Dropout& dropout, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
+                     Part part, float* z_t) {
+  const int64_t end = lesser(part.begin + part.n, keys.n);
+  for (int64_t i = part.begin; i < end;) {
+    const int64_t four_keys = keys.key(i) / 4;  // they share their counters
     Bits words[C][4];
     for (int c = 0; c < C; ++c) philox(dropout.key, four_keys, queries.index[c], h, b, words[c]);
-    for (; i < n && keys.at(first + i) / 4 == four_keys; ++i) {
+    for (; i < end && keys.key(i) / 4 == four_keys; ++i) {
       for (int c = 0; c < C; ++c) {
-        visit(i, c, words[c][keys.at(first + i) % 4] < dropout.threshold ? Floats{} : splat(dropout.on_kept));
+        const Bits word = words[c][keys.key(i) % 4];
+        const Floats factors = word < dropout.threshold ? Floats{} : splat(dropout.on_kept);
+        store(z_t + ((i - part.begin) * C + c) * kLanes, factors);
       }
     }
   }
+  // Beyond the end the weights are zeros, and what multiplies them must be a number.
+  const int64_t written = greater(end - part.begin, 0);
+  __builtin_memset(z_t + written * C * kLanes, 0, (part.n - written) * C * kLanes * sizeof(float));
 }
 
 }  // namespace

@@ -1,165 +1,206 @@
-// Forward: one block of queries against all keys it sees, with the online softmax of FlashAttention
-// (Dao et al. 2022, algorithm 1), transposed: lanes are queries, so that S^T = K Q^T takes K as it lies in memory,
-// the softmax needs no sums across lanes, and hidden keys are skipped one by one.
+// Forward: a strip of queries against all keys they see, with the online softmax of FlashAttention (Dao et al. 2022,
+// algorithm 1), transposed: lanes are queries, so that S^T = K Q^T takes K as it lies in memory, the softmax needs no
+// sums across lanes, and hidden keys are skipped one by one.
+//
+// A block of keys meets all blocks of queries of the strip before the next one is loaded: the keys stay in the L1 cache
+// and what has to be done to them (copied, widened, transposed) is done once. Blocks of keys begin at the multiples of
+// kBlockKeys, wherever a strip begins, so that the result does not depend on how the queries are cut into strips.
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+constexpr int64_t kStripBlocks = 8;  // blocks of queries in a strip
+
 struct ForwardScratch {
-  float *q, *q_t;        // [M, d_qk] and its transpose
-  float *k, *v;          // copies of a block of keys, where one is needed
-  float *p_t;            // [kBlockKeys, M], S^T and then P^T
-  float *o_t, *o;        // [d_v, M] and its transpose
+  float *q, *o;              // [M, d]: rows of a block of queries on their way in or out
+  float *k, *v, *v_t;        // copies of a block of keys, where they are needed
+  float *p_t, *z_t;          // [kBlockKeys, M], S^T and then P^T; Z^T
+  float *q_t, *o_t;          // [kStripBlocks, d, M]
+  int64_t q_t_size, o_t_size;  // of one block
+  int64_t chunk_blocks;        // blocks of keys that are made ready together
   int64_t size;
 
   ForwardScratch(const Problem& p, float* base) {
     constexpr int64_t M = kColumns * kLanes;
+    q_t_size = M * units(p.d_qk), o_t_size = M * padded(p.d_v);
     Arena arena(base);
-    q = arena.take(M * padded(p.d_qk));
-    q_t = arena.take(M * padded(p.d_qk));
-    k = arena.take(kBlockKeys * padded(p.d_qk));
-    v = arena.take(kBlockKeys * padded(p.d_v));
-    p_t = arena.take(kBlockKeys * M);
-    o_t = arena.take(M * padded(p.d_v));
+    q = arena.take(M * units(p.d_qk));
     o = arena.take(M * padded(p.d_v));
+    chunk_blocks = key_blocks_in_chunk(p);
+    k = arena.take(chunk_blocks * kBlockKeys * units(p.d_qk));
+    v = arena.take(chunk_blocks * kBlockKeys * units(p.d_v));
+    v_t = arena.take(chunk_blocks * transposed_size(kBlockKeys, p.d_v));
+    p_t = arena.take(kBlockKeys * M);
+    z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
+    q_t = arena.take(kStripBlocks * q_t_size);
+    o_t = arena.take(kStripBlocks * o_t_size);
     size = arena.used();
   }
 };
 
-// m: the largest entry of S^T so far, l: the sum of the weights relative to it.
-template <int C>
-struct OnlineSoftmax {
-  Floats m[C], l[C];
+// Keys ready for a strip of queries, with block j of the scratch as the place for what has to be copied.
+KeyBlock key_block(const Problem& p, int64_t b, int64_t h_kv, int64_t first, int64_t n, const ForwardScratch& w,
+                   int64_t j) {
+  const IndexList& list = p.keys[b];
+  const int64_t n_padded = up_to_grain(n);
+  const Rows k = rows_of(p.k, b, h_kv, list, first, n, n_padded, p.d_qk, false, w.k + j * kBlockKeys * units(p.d_qk));
+  const Rows v = rows_of(p.v, b, h_kv, list, first, n, n_padded, p.d_v, false, w.v + j * kBlockKeys * units(p.d_v));
+  float* v_t = w.v_t + j * transposed_size(kBlockKeys, p.d_v);
+  return {&list, first, n, k, v, {}, transposed(v, n_padded, p.d_v, v_t)};
+}
+
+// A block of queries on its way over the keys: Q^T, O^T, the score m whose weight is 1, and the sum l of the weights.
+struct ForwardBlock {
+  QueryBlock queries;
+  float *q_t, *o_t;
+  Floats m[kColumns], l[kColumns];
 };
 
-// Writes S^T = K Q^T of n keys, hidden ones -inf, and takes them into the maxima m.
-template <int C>
-FASTATTN_INLINE void scores(const QueryBlock<C>& queries, const float* q_t, int64_t d_qk, const IndexList& keys,
-                            int64_t first, int64_t n, Panel k, float* s_t, Floats (&m)[C]) {
-  constexpr int M = C * kLanes;
-  each_tile<kScoreRows>(0, n, [&](auto rows, int64_t i) {
-    constexpr int R = decltype(rows)::value;
-    Floats s[R][C];
-    product_over_head_dim(d_qk, k.data + i * k.stride, k.stride, q_t, M, s);
-    if (!queries.sees_all(keys.at(first + i), keys.at(first + i + R - 1))) {
-      each_vector<R, C>([&](int r, int c) {
-        s[r][c] = queries.sees(c, keys.at(first + i + r)) ? s[r][c] : splat(-kInfinity);
-      });
-    }
-    each_vector<R, C>([&](int r, int c) {
-      m[c] = larger(s[r][c], m[c]);
-      store(s_t + (i + r) * M + c * kLanes, s[r][c]);
-    });
-  });
-}
+// Moves the statistics on to S^T [n, M]. The reference m of the weights follows the largest score only where that is
+// more than kSlack above it: the weights are then at most 2^kSlack, and what was summed before is seldom rescaled.
+// Returns whether it has to be, by `decay`.
+constexpr float kSlack = 8;
 
-// Turns S^T of n keys into P^T in place, moves the statistics on, and returns in `decay` the factor by which
-// everything summed before shrinks.
 template <int C>
-FASTATTN_INLINE void softmax_step(int64_t n, float on_score_log2, const Floats (&new_m)[C], float* p_t,
-                                  OnlineSoftmax<C>& state, Floats (&decay)[C]) {
-  constexpr int M = C * kLanes;
-  Floats reference[C], sum[C];
-  for (int c = 0; c < C; ++c) {
-    reference[c] = new_m[c] == -kInfinity ? Floats{} : new_m[c];  // finite_max
-    decay[c] = exp2((state.m[c] - reference[c]) * on_score_log2);
-    sum[c] = Floats{};
-  }
+FASTATTN_INLINE bool follow_maximum(int64_t n, const float* s_t, float on_score_log2, Floats (&m)[C],
+                                    Floats (&decay)[C]) {
+  Floats largest[C];
+  for (int c = 0; c < C; ++c) largest[c] = m[c];
   for (int64_t i = 0; i < n; ++i) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) {
-      float* at = p_t + i * M + c * kLanes;
-      // The difference first: the largest weight is then exactly 1, and a single key gives O = V to the bit.
-      const Floats p = exp2((load(at) - reference[c]) * on_score_log2);
-      sum[c] += p;
-      store(at, p);
-    }
+    for (int c = 0; c < C; ++c) largest[c] = larger(load(s_t + (i * C + c) * kLanes), largest[c]);
   }
+  Ints moves = {};
   for (int c = 0; c < C; ++c) {
-    state.m[c] = new_m[c];
-    state.l[c] = state.l[c] * decay[c] + sum[c];
+    const Ints moves_here = (largest[c] - m[c]) * on_score_log2 > kSlack;  // from -inf too, but not to -inf
+    const Floats new_m = moves_here ? largest[c] : m[c];
+    decay[c] = moves_here ? exp2((m[c] - new_m) * on_score_log2) : splat(1.0f);
+    m[c] = new_m;
+    moves |= moves_here;
   }
+  return any(moves);
 }
 
-// O^T = decay * O^T + V^T P^T. A block is summed from zero and then added, which halves the rounding error.
+// Turns S^T [n, M] into P^T in place, ready to be taken from the right, and adds the weights to l. Dropout multiplies
+// them by Z after that: lse knows nothing of it.
 template <int C>
-FASTATTN_INLINE void accumulate_output(int64_t n, int64_t d_v, Panel v, const float* p_t, const Floats (&decay)[C],
-                                       float* o_t) {
-  constexpr int M = C * kLanes;
-  each_tile<kValueRows>(0, d_v, [&](auto rows, int64_t d) {
-    constexpr int R = decltype(rows)::value;
-    Floats acc[R][C];
-    product(n, v.data + d, 1, v.stride, p_t, M, acc);
-    each_vector<R, C>([&](int r, int c) {
-      float* at = o_t + (d + r) * M + c * kLanes;
-      store(at, load(at) * decay[c] + acc[r][c]);
+FASTATTN_INLINE void weights(int64_t n, float on_score_log2, const Floats (&m)[C], const float* z_t, float* p_t,
+                             Floats (&l)[C]) {
+  Floats reference[C], sum[C];
+  for (int c = 0; c < C; ++c) {
+    reference[c] = m[c] == -kInfinity ? Floats{} : m[c];  // finite_max
+    sum[c] = Floats{};
+  }
+  for (int64_t i = 0; i < n; i += kPerUnit) {
+    Floats p[kPerUnit][C];
+    each_vector(p, [&](Floats& x, int r, int c) {
+      const int64_t at = ((i + r) * C + c) * kLanes;
+      x = weight(load(p_t + at), reference[c], on_score_log2);
+      sum[c] += x;
+      if (z_t) x *= load(z_t + at);
     });
-  });
+    store_right(p_t, i, p);
+  }
+  for (int c = 0; c < C; ++c) l[c] += sum[c];
 }
 
-// n queries of one head, from place `first` of the list of real queries on.
+// A block of queries against a block of keys.
 template <int C>
-void attend(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, int64_t first, int64_t n,
-            const ForwardScratch& w) {
-  constexpr int M = C * kLanes;
-  const IndexList &query_list = p.queries[b], &key_list = p.keys[b];
-  const int64_t h_kv = h / p.group();
-  const ScoreScale scale = split_scale(p.scale);
-  const QueryBlock<C> queries(p, b, query_list, first, n);
+void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, ForwardBlock& block, const ForwardScratch& w) {
+  constexpr int64_t M = C * kLanes;
+  const Part part = visible_part(block.queries, keys);
+  if (part.n == 0) return;
+  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  const Target o_t{block.o_t, M};
+  Floats m[C], l[C], decay[C];
+  for (int c = 0; c < C; ++c) m[c] = block.m[c], l[c] = block.l[c];
 
-  __builtin_memset(w.q, 0, M * padded(p.d_qk) * sizeof(float));
-  for (int64_t i = 0; i < n; ++i) {
-    read_row(p.q, b, h, query_list.at(first + i), p.d_qk, w.q + i * padded(p.d_qk));
-  }
-  transpose(w.q, padded(p.d_qk), M, padded(p.d_qk), scale.on_query, w.q_t, M);
-
-  OnlineSoftmax<C> state;
-  for (int c = 0; c < C; ++c) state.m[c] = splat(-kInfinity), state.l[c] = Floats{};
-  __builtin_memset(w.o_t, 0, M * padded(p.d_v) * sizeof(float));
-
-  each_key_block(key_list, queries.range.some, 0, key_list.count, [&](int64_t i, int64_t n_keys) {
-    const Panel k = key_panel(p.k, b, h_kv, key_list, i, n_keys, p.d_qk, w.k);
-    Floats new_m[C], decay[C];
-    for (int c = 0; c < C; ++c) new_m[c] = state.m[c];
-    scores<C>(queries, w.q_t, p.d_qk, key_list, i, n_keys, k, w.p_t, new_m);
-    softmax_step<C>(n_keys, scale.on_score_log2, new_m, w.p_t, state, decay);
-    if (p.dropout.drops) {  // after the sums: lse knows nothing of it
-      each_dropout_factor(p.dropout, b, h, queries, key_list, i, n_keys, [&](int64_t row, int c, Floats factors) {
-        float* at = w.p_t + row * M + c * kLanes;
-        store(at, load(at) * factors);
-      });
+  assign_product<kScoreRows, C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
+  hide<C>(block.queries, keys, part, w.p_t, -kInfinity);
+  if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay)) {
+    for (int c = 0; c < C; ++c) l[c] *= decay[c];
+    for (int64_t d = 0; d < p.d_v; ++d) {
+      for (int c = 0; c < C; ++c) store(o_t.at(d, c), load(o_t.at(d, c)) * decay[c]);
     }
-    const Panel v = key_panel(p.v, b, h_kv, key_list, i, n_keys, p.d_v, w.v);
-    accumulate_output<C>(n_keys, p.d_v, v, w.p_t, decay, w.o_t);
-  });
+  }
+  if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, block.queries, keys, part, w.z_t);
+  weights<C>(part.n, on_score_log2, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
+  add_product<kValueRows, C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), {w.p_t, M});
 
-  transpose(w.o_t, M, padded(p.d_v), M, 1.0f, w.o, padded(p.d_v));
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t query = query_list.at(first + i);
-    const float m = state.m[i / kLanes][i % kLanes], l = state.l[i / kLanes][i % kLanes];
+  for (int c = 0; c < C; ++c) block.m[c] = m[c], block.l[c] = l[c];
+}
+
+// Makes a block of queries ready to attend.
+template <int C>
+void begin_block(const Problem& p, int64_t b, int64_t h, ForwardBlock& block, const ForwardScratch& w) {
+  constexpr int64_t M = C * kLanes;
+  const Rows q = rows_of(p.q, b, h, p.queries[b], block.queries.first, block.queries.n, M, p.d_qk, true, w.q);
+  const float on_query = split_scale(p.scale).on_query;
+  transpose(q.data, q.stride, M, units(p.d_qk), block.q_t, M, [&](Floats x) { return times_on_query(x, on_query); });
+  for (int c = 0; c < C; ++c) block.m[c] = splat(-kInfinity), block.l[c] = Floats{};
+  __builtin_memset(block.o_t, 0, M * padded(p.d_v) * sizeof(float));
+}
+
+// Writes the output and lse of a block of queries.
+template <int C>
+void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block,
+               const ForwardScratch& w) {
+  constexpr int64_t M = C * kLanes;
+  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  transpose(block.o_t, M, padded(p.d_v), M, w.o, padded(p.d_v), Unchanged{});
+  for (int64_t i = 0; i < block.queries.n; ++i) {
+    const int64_t query = p.queries[b].at(block.queries.first + i);
+    const float m = block.m[i / kLanes][i % kLanes], l = block.l[i / kLanes][i % kLanes];
     write_row(out.o, b, h, query, p.d_v, w.o + i * padded(p.d_v), one_over_sum(l));
-    out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m, scale.on_score_log2, l);
+    out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m, on_score_log2, l);
+  }
+}
+
+// Zeros for the queries first, ..., last - 1 that are padding.
+void write_padding(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, int64_t first, int64_t last) {
+  const IndexList& queries = p.queries[b];
+  if (queries.count == p.n_q) return;
+  for (int64_t query = first; query < last; ++query) {
+    if (queries.contains(query)) continue;
+    zero_row(out.o, b, h, query, p.d_v);
+    out.lse[(b * p.H + h) * p.n_q + query] = -kInfinity;
   }
 }
 
 void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& item, float* scratch) {
   constexpr int64_t M = kColumns * kLanes;
   const ForwardScratch w(p, scratch);
-  const IndexList& queries = p.queries[item.b];
-  const int64_t first = item.block * M;
+  [[maybe_unused]] const MultiplierInUse multiplier;
+  const auto [b, h, first_query, last_query] = item;
+  write_padding(p, out, b, h, first_query, lesser(last_query, p.n_q));
 
-  const int64_t n = lesser(M, queries.count - first);
-  if (n > kLanes) {
-    attend<kColumns>(p, out, item.b, item.h, first, n, w);
-  } else if (n > 0) {
-    attend<1>(p, out, item.b, item.h, first, n, w);
+  ForwardBlock blocks[kStripBlocks];
+  const IndexList &queries = p.queries[b], &key_list = p.keys[b];
+  const int64_t end = lesser(last_query, queries.count);
+  int64_t count = 0;
+  KeyRange seen{p.n_k, 0};  // by any of them
+  for (int64_t first = first_query; first < end; first += M, ++count) {
+    ForwardBlock& block = blocks[count];
+    block.queries.init(p, b, queries, first, lesser(M, end - first));
+    block.q_t = w.q_t + count * w.q_t_size, block.o_t = w.o_t + count * w.o_t_size;
+    seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
+    with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, b, h, block, w); });
   }
 
-  if (queries.count == p.n_q) return;
-  for (int64_t query = first; query < lesser(first + M, p.n_q); ++query) {
-    if (queries.contains(query)) continue;
-    zero_row(out.o, item.b, item.h, query, p.d_v);
-    out.lse[(item.b * p.H + item.h) * p.n_q + query] = -kInfinity;
+  KeyBlock keys[kChunkBlocks];
+  each_key_chunk(key_list, seen, 0, key_list.count, w.chunk_blocks * kBlockKeys, [&](int64_t begin, int64_t chunk_end) {
+    int64_t n_key_blocks = 0;
+    for (int64_t i = begin; i < chunk_end; i += kBlockKeys, ++n_key_blocks) {
+      keys[n_key_blocks] = key_block(p, b, h / p.group(), i, lesser(kBlockKeys, chunk_end - i), w, n_key_blocks);
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      with_columns(blocks[j].queries.n, [&](auto C) {
+        for (int64_t i = 0; i < n_key_blocks; ++i) attend<C>(p, b, h, keys[i], blocks[j], w);
+      });
+    }
+  });
+  for (int64_t j = 0; j < count; ++j) {
+    with_columns(blocks[j].queries.n, [&](auto C) { end_block<C>(p, out, b, h, blocks[j], w); });
   }
 }
 

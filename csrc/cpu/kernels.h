@@ -9,7 +9,7 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-constexpr int kColumns = 2;  // vectors of queries in a block: with 4 the tiles of keys become too short
+constexpr int kColumns = FASTATTN_COLUMNS;
 constexpr int kScoreRows = FASTATTN_SCORE_ROWS;
 constexpr int kValueRows = FASTATTN_VALUE_ROWS;
 constexpr int kOuterRows = FASTATTN_OUTER_ROWS;
@@ -19,8 +19,18 @@ constexpr int kOuterColumns = FASTATTN_OUTER_COLUMNS;
 }  // namespace fastattn::FASTATTN_ISA
 
 #include "vector.h"
-#include "product.h"
 #include "rows.h"
+#include "matrix.h"
+#if FASTATTN_PAIRS
+#include "pairs.h"
+#else
+#include "single.h"
+#endif
+#if FASTATTN_TILES
+#include "tiles.h"
+#else
+#include "product.h"
+#endif
 #include "blocks.h"
 #include "dropout.h"
 #include "forward.h"
@@ -33,7 +43,8 @@ constexpr int kOuterColumns = FASTATTN_OUTER_COLUMNS;
 namespace fastattn::FASTATTN_ISA {
 
 extern const Kernels kernels;
-const Kernels kernels = {FASTATTN_NAME(FASTATTN_ISA), kColumns * kLanes, kBlockKeys, forward_scratch, forward,
+const Kernels kernels = {FASTATTN_NAME(FASTATTN_ISA), kColumns * kLanes, kStripBlocks * kColumns * kLanes,
+                         kBlockKeys, forward_scratch, forward,
                          backward_scratch, backward, fma_chains, kChainOperations};
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -49,9 +49,10 @@ struct ForwardOutputs {
   float* lse;  // [B, H, n_q]
 };
 
-// One block of queries of one head.
+// Queries of one head at the places first_query, ... of the list of real ones: at most Kernels::strip_queries of them,
+// from a multiple of Kernels::block_queries on. It owns the rows with these numbers, of real queries and of padding.
 struct ForwardItem {
-  int64_t b, h, block;
+  int64_t b, h, first_query, last_query;
 };
 
 struct BackwardTensors {
@@ -74,7 +75,8 @@ struct BackwardItem {
 // The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned.
 struct Kernels {
   const char* name;
-  int64_t block_queries;  // queries of a ForwardItem
+  int64_t block_queries;  // queries that share a pass over the keys
+  int64_t strip_queries;  // most queries of a ForwardItem
   int64_t block_keys;     // keys that are worth an item: a multiple of this
   int64_t (*forward_scratch)(const Problem&);
   void (*forward)(const Problem&, const ForwardOutputs&, const ForwardItem&, float* scratch);

@@ -3,80 +3,52 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// visit(r, c) for every vector of a tile, unrolled: the accumulators must never be indexed at run time.
-template <int R, int C, class Visit>
-FASTATTN_INLINE void each_vector(Visit visit) {
-#pragma GCC unroll 32
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) visit(r, c);
-  }
-}
+struct MultiplierInUse {};  // vectors need not be switched on
 
-// acc[r][c] = sum over k of a[r * a_row + k * a_step] * (vector c of row k of b).
-//
-// The accumulators fill the registers, and each element is one chain of FMAs in the order of k, so the result does not
-// depend on how a matrix is cut into tiles.
-template <int R, int C>
-FASTATTN_INLINE void product(int64_t steps, const float* a, int64_t a_row, int64_t a_step, const float* b,
-                             int64_t b_step, Floats (&acc)[R][C]) {
-#pragma GCC unroll 32
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) acc[r][c] = Floats{};
-  }
+// acc = a * b. The accumulators fill the registers, and each element is one chain in the order of the steps, so the
+// result does not depend on how a matrix is cut into tiles.
+template <int R, int C, class Left>
+FASTATTN_INLINE void product(int64_t steps, Left a, Right b, Floats (&acc)[R][C]) {
+  each_vector(acc, [](Floats& x, int, int) { x = Floats{}; });
   for (int64_t k = 0; k < steps; ++k) {
     Floats row[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) row[c] = load(b + k * b_step + c * kLanes);
+    for (int c = 0; c < C; ++c) row[c] = load(b.data + k * b.stride + c * kLanes);
 #pragma GCC unroll 32
     for (int r = 0; r < R; ++r) {
-      const float scalar = a[r * a_row + k * a_step];
+      const Floats scalar = splat(a(r, k));
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) acc[r][c] += scalar * row[c];
+      for (int c = 0; c < C; ++c) acc[r][c] = multiply_add(scalar, row[c], acc[r][c]);
     }
   }
 }
 
-// The same over a head dim, which may be long: summed in parts, whose rounding errors do not all pile up in one chain.
-constexpr int64_t kPartOfHeadDim = 64;
+// Rows that share a unit once they are stored are computed together.
+constexpr int64_t whole_units(int64_t rows) { return (rows + kPerUnit - 1) / kPerUnit * kPerUnit; }
 
-template <int R, int C>
-FASTATTN_INLINE void product_over_head_dim(int64_t dim, const float* a, int64_t a_row, const float* b, int64_t b_step,
-                                           Floats (&acc)[R][C]) {
-  product(lesser(dim, kPartOfHeadDim), a, a_row, 1, b, b_step, acc);
-  for (int64_t d = kPartOfHeadDim; d < dim; d += kPartOfHeadDim) {
-    Floats part[R][C];
-    product(lesser(dim - d, kPartOfHeadDim), a + d, a_row, 1, b + d * b_step, b_step, part);
-    each_vector<R, C>([&](int r, int c) { acc[r][c] += part[r][c]; });
-  }
+// to = a * b for `rows` rows and C vectors of columns, in tiles of at most R rows. The steps go along the head dim.
+template <int R, int C, class Left>
+FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Left a, Right b) {
+  each_tile<R, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
+    constexpr int T = decltype(tile_rows)::value;
+    Floats acc[T][C];
+    product(lesser(steps, kPartOfHeadDim), a.at_row(i), b, acc);
+    for (int64_t k = kPartOfHeadDim; k < steps; k += kPartOfHeadDim) {
+      Floats part[T][C];
+      product(lesser(steps - k, kPartOfHeadDim), a.at_row(i).at_step(k), b.at_step(k), part);
+      each_vector(acc, [&](Floats& x, int r, int c) { x += part[r][c]; });
+    }
+    each_vector(acc, [&](Floats& x, int r, int c) { store(to.at(i + r, c), x); });
+  });
 }
 
-// Covers begin, ..., end - 1 by tiles of R, then of R/2, ..., 1: run(std::integral_constant<int, R>, first).
-template <int R, class Run>
-FASTATTN_INLINE void each_tile(int64_t begin, int64_t end, Run run) {
-  for (; begin + R <= end; begin += R) run(std::integral_constant<int, R>{}, begin);
-  if constexpr (R > 1) {
-    if (begin < end) each_tile<R / 2>(begin, end, run);
-  }
-}
-
-// x[n] += (row n of a^T) * y for the N rows of x: the gradient of keys or values from one block of queries.
-// a is [N, steps], y [steps, columns], x [N, columns]; columns is a multiple of kLanes.
-FASTATTN_INLINE void accumulate_rows(const float* a, int64_t a_row, int64_t n, int64_t steps, const float* y, float* x,
-                                     int64_t columns) {
-  each_tile<kOuterColumns>(0, columns / kLanes, [&](auto vectors, int64_t first_vector) {
-    constexpr int C = decltype(vectors)::value;
-    const int64_t column = first_vector * kLanes;
-    each_tile<kOuterRows>(0, n, [&](auto rows, int64_t i) {
-      constexpr int R = decltype(rows)::value;
-      Floats acc[R][C];
-      product(steps, a + i * a_row, a_row, 1, y + column, columns, acc);
-      each_vector<R, C>([&](int r, int c) {
-        float* at = x + (i + r) * columns + column + c * kLanes;
-        store(at, load(at) + acc[r][c]);
-      });
-    });
+// to += a * b. It is summed from zero and then added, which halves the rounding error.
+template <int R, int C, class Left>
+FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Left a, Right b) {
+  each_tile<R, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
+    Floats acc[decltype(tile_rows)::value][C];
+    product(steps, a.at_row(i), b, acc);
+    each_vector(acc, [&](Floats& x, int r, int c) { store(to.at(i + r, c), load(to.at(i + r, c)) + x); });
   });
 }
 

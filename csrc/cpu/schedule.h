@@ -9,15 +9,19 @@
 
 namespace fastattn {
 
-// The blocks of a head follow each other, so that its keys stay in the cache, the last one first: with a causal mask
-// it sees the most keys, and the last items to be taken should be short.
-inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& kernels) {
-  const int64_t blocks = (p.n_q + kernels.block_queries - 1) / kernels.block_queries;
+// The strips of a head follow each other, so that its keys stay in the cache, the last one first: with a causal mask it
+// sees the most keys, and the last items to be taken should be short. Strips are as long as leaves every thread several.
+inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& kernels, int64_t threads) {
+  constexpr int64_t kItemsPerThread = 4;
+  const int64_t block = kernels.block_queries, blocks = (p.n_q + block - 1) / block;
+  const int64_t fair = p.B * p.H * blocks / (kItemsPerThread * threads);
+  const int64_t strip = block * std::clamp<int64_t>(fair, 1, kernels.strip_queries / block);
   std::vector<ForwardItem> items;
-  items.reserve(p.B * p.H * blocks);
   for (int64_t b = 0; b < p.B; ++b) {
     for (int64_t h = 0; h < p.H; ++h) {
-      for (int64_t block = blocks; block-- > 0;) items.push_back({b, h, block});
+      for (int64_t first = (blocks * block - 1) / strip * strip; first >= 0; first -= strip) {
+        items.push_back({b, h, first, std::min(first + strip, p.n_q)});
+      }
     }
   }
   return items;

@@ -24,23 +24,59 @@ FASTATTN_INLINE Floats splat(float x) { return x - Floats{}; }
 FASTATTN_INLINE Floats larger(Floats x, Floats than) { return x > than ? x : than; }
 FASTATTN_INLINE Floats at_most(Floats x, float limit) { return x > limit ? splat(limit) : x; }
 
-// 2^f on |f| <= 1/2: the minimax polynomial for the relative error (2e-9; 8e-8 once evaluated in fp32), highest power
-// first. The degree below is off by 7e-8, always to the same side at f = 0, which the error budget would notice.
-constexpr float kExp2Coefficients[] = {1.534581243e-04f, 1.339993090e-03f, 9.618489072e-03f, 5.550328642e-02f,
-                                       2.402264625e-01f, 6.931471825e-01f, 1.0f};
+FASTATTN_INLINE bool any(Ints x) {
+#if FASTATTN_LANES == 16
+  return _mm512_movepi32_mask((__m512i)x) != 0;
+#else
+  int32_t found = 0;
+  for (int lane = 0; lane < kLanes; ++lane) found |= x[lane];
+  return found != 0;
+#endif
+}
 
-// 2^x for x <= 127, 0 below the normal numbers, NaN for NaN. x = n + f, where n is the nearest integer: adding x to a
-// number whose last place is 1 leaves n + 127, the biased exponent of 2^n, in the low bits.
+// A polynomial by its coefficients, the highest power first.
+template <int N>
+FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {
+  Floats y = {};
+#pragma GCC unroll 8
+  for (const float coefficient : coefficients) y = y * x + coefficient;
+  return y;
+}
+
+// exp2 is 2^x for x <= 127, exactly 1 at 0, 0 below the normal numbers, NaN for NaN. The polynomials are minimax for
+// the relative error of 2^f, up to 2e-9 (8e-8 once evaluated in fp32). One degree less would be off by 8e-8 always to the
+// same side at f = 0, which the error budget would notice; where weights are rounded to bf16, 9e-5 serves.
+#if FASTATTN_LANES == 16
+
 FASTATTN_INLINE Floats exp2(Floats x) {
+#if FASTATTN_PAIRS
+  constexpr float kCoefficients[] = {7.706704400e-02f, 2.276449877e-01f, 6.951167878e-01f, 1.0f};
+#else
+  constexpr float kCoefficients[] = {2.161291533e-04f, 1.246784632e-03f, 9.675451582e-03f, 5.548528061e-02f,
+                                     2.402293056e-01f, 6.931470444e-01f, 1.0f};
+#endif
+  constexpr int kFloorQuietly = 9;
+  const Floats f = (Floats)_mm512_reduce_ps((__m512)x, kFloorQuietly);  // x - floor(x)
+  const Floats y = polynomial(kCoefficients, f);
+  const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)y, (__m512)x);  // y * 2^floor(x)
+}
+
+#else
+
+// x = n + f, where n is the nearest integer: adding x to a number whose last place is 1 leaves n + 127, the biased
+// exponent of 2^n, in the low bits.
+FASTATTN_INLINE Floats exp2(Floats x) {
+  constexpr float kCoefficients[] = {1.534581243e-04f, 1.339993090e-03f, 9.618489072e-03f, 5.550328642e-02f,
+                                     2.402264625e-01f, 6.931471825e-01f, 1.0f};
   constexpr float kShifter = 12582912.0f + 127.0f;  // 1.5 * 2^23, and the bias of the exponent
   const Floats shifted = x + kShifter;
   const Floats f = x - (shifted - kShifter);
-  Floats y = {};
-#pragma GCC unroll 8
-  for (const float coefficient : kExp2Coefficients) y = y * f + coefficient;
   const Floats power = (Floats)((Bits)shifted << 23);
-  return x < -126.0f ? Floats{} : y * power;
+  return x < -126.0f ? Floats{} : polynomial(kCoefficients, f) * power;
 }
+
+#endif
 
 // Rows i and i + S of the two become those of the transposed 2x2 blocks of size S.
 template <int S, bool kUpper>
@@ -71,14 +107,19 @@ FASTATTN_INLINE void transpose(Floats (&rows)[kLanes]) {
   if constexpr (2 * S < kLanes) transpose<2 * S>(rows);
 }
 
-// to[j][i] = factor * from[i][j]; rows and columns are multiples of kLanes.
-FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float factor,
-                               float* to, int64_t to_stride) {
+struct Unchanged {
+  FASTATTN_INLINE Floats operator()(Floats x) const { return x; }
+};
+
+// to[j][i] = map(from[i][j]); rows and columns are multiples of kLanes.
+template <class Map>
+FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
+                               int64_t to_stride, Map map) {
   for (int64_t i = 0; i < rows; i += kLanes) {
     for (int64_t j = 0; j < columns; j += kLanes) {
       Floats tile[kLanes];
 #pragma GCC unroll 16
-      for (int r = 0; r < kLanes; ++r) tile[r] = load(from + (i + r) * from_stride + j) * factor;
+      for (int r = 0; r < kLanes; ++r) tile[r] = map(load(from + (i + r) * from_stride + j));
       transpose(tile);
 #pragma GCC unroll 16
       for (int r = 0; r < kLanes; ++r) store(to + (j + r) * to_stride + i, tile[r]);

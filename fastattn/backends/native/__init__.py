@@ -43,7 +43,9 @@ def by_name_only(device: torch.device) -> str | None:
 
 
 def capability() -> str:
-    """The instruction set in use: "avx512", "avx2" or "portable"; FASTATTN_CPU_CAPABILITY lowers it.
+    """The instruction set in use: "amx", "avx512_bf16", "avx512", "avx2" or "portable".
+
+    FASTATTN_CPU_CAPABILITY lowers it. The first two differ from "avx512" in bf16 only.
 
     Raises:
         ValueError: FASTATTN_CPU_CAPABILITY is none of these.

@@ -28,7 +28,8 @@ except ImportError:  # Windows, where nothing here has been tried: without the l
     fcntl = None
 
 MODULE = "fastattn._native_cpu"
-SOURCES = ("binding.cpp", "cpu/avx512.cpp", "cpu/avx2.cpp", "cpu/portable.cpp")
+_LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", "portable")  # one translation unit per instruction set
+SOURCES = ("binding.cpp", *(f"cpu/{level}.cpp" for level in _LEVELS))
 _STEM = MODULE.rpartition(".")[2]
 ANY_FILE = f"{_STEM}.*"  # matches every build of the module, whatever it was built for
 BUILD_SECONDS = 40  # about: GCC 12, 2 cores

@@ -1,0 +1,26 @@
+// bf16 by the dot products of AVX-512.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <type_traits>
+#include <utility>
+
+#include "../softmax.h"
+#include "problem.h"
+
+#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+
+#define FASTATTN_ISA avx512_bf16
+#define FASTATTN_PAIRS 1
+#define FASTATTN_LANES 16
+#define FASTATTN_COLUMNS 2
+#define FASTATTN_BLOCK_KEYS 96
+#define FASTATTN_CHUNK_BLOCKS 8
+#define FASTATTN_SCORE_ROWS 12
+#define FASTATTN_VALUE_ROWS 8
+#define FASTATTN_OUTER_ROWS 6
+#define FASTATTN_OUTER_COLUMNS 4
+#include "kernels.h"
+
+#endif

@@ -1,0 +1,56 @@
+// Arithmetic in fp32, whatever the dtype in memory: a unit is one float.
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+constexpr int kPerUnit = 1;      // elements in a unit
+constexpr int kGrain = 1;        // keys are multiplied in multiples of this
+constexpr int kFewestColumns = 1;  // vectors of queries
+
+// Units of a row of d elements, up to whole vectors, and how many of them a sum over d has to take.
+constexpr int64_t units(int64_t d) { return padded(d); }
+constexpr int64_t steps_over(int64_t d) { return d; }
+
+FASTATTN_INLINE Floats multiply_add(Floats x, Floats y, Floats sum) { return x * y + sum; }
+
+// Row i of head h as units; zeros after its end.
+FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, int64_t i, int64_t d, float* to) {
+  read_row(x, b, h, i, d, to);
+}
+
+// Units of a query, each element times on_query of ../softmax.h.
+FASTATTN_INLINE Floats times_on_query(Floats units, float on_query) { return units * on_query; }
+
+// Whether rows that lie side by side in memory serve as they are.
+FASTATTN_INLINE bool are_units(const Input& x, int64_t) { return x.dtype == DType::f32; }
+
+// The transpose of the rows of n keys: a sum over the keys takes it from the left. `copy` has room for transposed_size.
+using Transposed = Columns;
+FASTATTN_INLINE Transposed transposed(Rows rows, int64_t, int64_t, float*) { return {rows.data, rows.stride}; }
+constexpr int64_t transposed_size(int64_t, int64_t) { return 0; }
+
+// The rows [M, units] of a block of queries: a sum over the queries takes them from the right.
+FASTATTN_INLINE Right over_queries(Rows rows, int64_t, int64_t, float*) { return {rows.data, rows.stride}; }
+constexpr int64_t over_queries_size(int64_t, int64_t) { return 0; }
+FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t) { return n; }
+
+// 2^(scale * (score - reference)). The difference first: the weight of the reference is then exactly 1, and a single key
+// gives O = V to the bit.
+FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) { return exp2((score - reference) * scale); }
+
+// A matrix [keys, C vectors of queries] is kept to be taken from the left in a sum over the queries, and from the right
+// in a sum over the keys: the same floats. x is row i of it, and the kPerUnit - 1 after it.
+constexpr bool kOneForm = true;
+
+template <int C>
+FASTATTN_INLINE void store_right(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {
+#pragma GCC unroll 8
+  for (int c = 0; c < C; ++c) store(to + (i * C + c) * kLanes, x[0][c]);
+}
+template <int C>
+FASTATTN_INLINE void store_left(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {
+  store_right(to, i, x);
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

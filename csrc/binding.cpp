@@ -176,6 +176,14 @@ Tensor keep(const Mask& mask, int64_t block) {
   return result;
 }
 
+// For the benchmarks: takes `steps` steps of fma_chains in every thread, and returns how many operations they are.
+double fma_ceiling(int64_t steps) {
+  const Kernels& kernels = choose_kernels(DType::f32);
+  const int64_t threads = at::get_num_threads();
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { kernels.fma_chains(steps); });
+  return double(threads) * steps * kernels.chain_operations;
+}
+
 // For the tests: philox.h against published answers.
 std::array<uint32_t, 4> philox_words(int64_t seed, const std::array<uint32_t, 4>& counter) {
   const PhiloxWords words = philox(philox_key(seed), {counter[0], counter[1], counter[2], counter[3]});
@@ -211,6 +219,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forward", &forward, without_gil);
   m.def("backward", &backward, without_gil);
   m.def("keep", &keep);
+  m.def("fma_ceiling", &fma_ceiling, without_gil);
   m.def("philox", &philox_words);
   m.def("capability", &capability);
   m.def("build_info", &build_info);

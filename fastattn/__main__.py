@@ -76,9 +76,17 @@ def _parser() -> argparse.ArgumentParser:
         epilog="examples: `fastattn bench --quick`; `fastattn bench --dtype fp32 bf16 --filter 'L512 pad' --json "
         "out.json`. On a busy machine look at the p20-p80 column: where it is wide, the median says little.",
     )
+    bench.add_argument(
+        "--suite",
+        choices=("standard", "limit"),
+        default="standard",
+        help="standard: every backend; limit: the CPU kernels beside their targets, in about ten minutes on two cores "
+        "(default: standard)",
+    )
     bench.add_argument("--quick", action="store_true", help="a few small cases, in under half a minute on two cores")
-    bench.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    bench.add_argument("--dtype", nargs="+", choices=_DTYPES, default=["fp32"], help="default: fp32")
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one, cpu for limit")
+    bench.add_argument("--dtype", nargs="+", choices=_DTYPES, help="default: fp32, and all for limit")
+    bench.add_argument("--threads", type=_count, help="of the CPU; default: torch's own, and 2 for limit")
     bench.add_argument(
         "--filter",
         default="",
@@ -87,10 +95,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--json", type=_file_to_write, metavar="FILE", help="keep every figure and every sample here")
     bench.add_argument(
-        "--plot", type=_picture_to_write, metavar="FILE.png|.svg", help="draw the speed-up by length and mask"
+        "--plot",
+        type=_picture_to_write,
+        metavar="FILE.png|.svg",
+        help="draw the speed-up by length and mask, or for limit the ratios beside their targets",
     )
     bench.set_defaults(run=_bench, usage_error=bench.error)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def _file_to_write(text: str) -> Path:
@@ -139,28 +156,47 @@ def _bench(args: argparse.Namespace) -> int:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         args.usage_error("--device must be cpu here, since torch sees no CUDA device, got cuda")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    is_limit = args.suite == "limit"
+    device = args.device or ("cuda" if torch.cuda.is_available() and not is_limit else "cpu")
+    if is_limit:
+        _check_limit(args, device)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: pip install 'fastattn[bench]'")
 
-    from fastattn.bench import cases, report, run
+    from fastattn.bench import cases, limit, limit_report, report, run
 
-    jobs = cases.jobs(args.dtype, args.quick, args.filter)
+    if is_limit:
+        jobs = limit.jobs(args.dtype, args.filter)
+    else:
+        jobs = cases.jobs(args.dtype or ["fp32"], args.quick, args.filter)
     if not jobs:
         args.usage_error(f"--filter must leave something to time, got {args.filter!r}; names look like '{_A_NAME}'")
-    rows = run.measure_all(jobs, device, args.quick)
-    measured = report.Report.of(rows, device)
-    report.print_table(measured)
+    torch.set_num_threads(args.threads or (limit.THREADS if is_limit else torch.get_num_threads()))
+    rows = limit.measure_all(jobs) if is_limit else run.measure_all(jobs, device, args.quick)
+    measured, suite_report = report.Report.of(rows, device), limit_report if is_limit else report
+    suite_report.print_table(measured)
     if args.json:
-        args.json.write_text(report.as_json(measured))
+        args.json.write_text(suite_report.as_json(measured))
     if args.plot:
         try:
-            report.plot(measured, args.plot)
+            suite_report.plot(measured, args.plot)
         except ValueError as error:
             raise CommandError(f"--plot: {error}") from error
     if wrong := [f"{row.contender} in {row.job} ({row.note})" for row in rows if row.failed]:
         raise CommandError(f"wrong answers, which were not timed: {'; '.join(wrong)}")
     return 0
+
+
+def _check_limit(args: argparse.Namespace, device: str) -> None:
+    """Says no where the limit suite cannot be run as asked."""
+    from fastattn.backends import native
+
+    if device != "cpu":
+        args.usage_error(f"--device must be cpu for --suite limit, got {device}")
+    if args.quick:
+        args.usage_error("--quick is for --suite standard; --filter shortens --suite limit")
+    if why := native.unavailable():
+        raise CommandError(f"--suite limit times the native backend, which cannot be had: {why}")
 
 
 def _backend_on(backend: ModuleType, device: str) -> str:

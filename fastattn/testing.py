@@ -32,7 +32,8 @@ class Case:
     queries: real_queries, padded by the same lengths as the keys ("right" where `keys` is None).
     layout: memory order of q, k and v: "BHND" as [B, H, N, D]; "BNHD" as a projection leaves them; "sliced" as parts
         of one wider tensor, with a stride between tokens that is no multiple of D.
-    timed: a shape of the benchmarks, too large for the tests.
+    timed: the suite of the benchmarks that it is for, "standard" (part of "limit" too) or "limit"; such a case is too
+        large for the tests. None elsewhere.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Case:
     dropout_p: float = 0.0
     scale: float | None = None
     layout: str = "BHND"
-    timed: bool = False
+    timed: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -78,8 +79,18 @@ def _timed(name: str, B: int, H: int, L: int, D: int) -> list[Case]:
     )
     why = "benchmark: {}"
     return [
-        Case(f"{name}-{mask}", why.format(mask), B=B, H=H, n_q=L, D=D, timed=True, **options) for mask, options in masks
+        Case(f"{name}-{mask}", why.format(mask), B=B, H=H, n_q=L, D=D, timed="standard", **options)
+        for mask, options in masks
     ]
+
+
+# No multiples of what kernels work in.
+ODD_HEAD_DIMS = (40, 80, 96, 112, 200)
+ODD_LENGTHS = (1, 3, 7, 15, 17, 31, 33, 47, 63, 65, 70)
+
+
+def _limit(name: str, why: str, **options: object) -> Case:
+    return Case(name, f"benchmark: {why}", timed="limit", **options)
 
 
 CASES: tuple[Case, ...] = (
@@ -148,6 +159,12 @@ CASES: tuple[Case, ...] = (
     *_timed("L512", B=4, H=12, L=512, D=64),
     *_timed("L2048", B=1, H=16, L=2048, D=64),
     *_timed("L4096", B=1, H=8, L=4096, D=128),
+    _limit("decode", "one query and a long cache", B=8, H=12, n_q=1, n_k=4096, D=64),
+    _limit("L512-dropout", "training, where SDPA leaves its flash kernel", B=4, H=12, n_q=512, D=64, dropout_p=0.1),
+    _limit("L512-pad-queries", "self-attention pads queries too", B=4, H=12, n_q=512, D=64, keys="right", queries=True),
+    _limit("L2048-pad-queries", "the same, longer", B=1, H=16, n_q=2048, D=64, keys="right", queries=True),
+    *(_limit(f"D{D}", "a head dim that ends inside a tile", B=2, H=8, n_q=512, D=D) for D in ODD_HEAD_DIMS),
+    *(_limit(f"N{N}", "a length that ends inside a tile", B=128, H=16, n_q=N, D=64) for N in ODD_LENGTHS),
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {  # layer -> layers of the package that it may import, besides its
     "swap": {"spec", "api", "nn", "integrations"},
     "testing": {"spec", "api", "backends.reference"},
     "": {"spec", "api", "backends", "nn", "swap"},
-    "bench": {"", "testing", "backends"},
+    "bench": {"", "testing", "backends", "backends.native"},
     "demo": {"", "bench"},
     "__main__": {"", "spec", "bench", "demo", "backends", "backends.native"},
 }

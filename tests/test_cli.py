@@ -11,10 +11,10 @@ import torch
 import fastattn
 from fastattn.__main__ import main
 from fastattn.backends import BACKENDS, native
-from fastattn.bench import cases, run, timing
+from fastattn.bench import cases, limit, run, timing
 from fastattn.testing import Case
 
-TINY = Case("tiny-pad", "small enough for a test", B=2, H=1, n_q=12, D=8, keys="right", timed=True)
+TINY = Case("tiny-pad", "small enough for a test", B=2, H=1, n_q=12, D=8, keys="right", timed="standard")
 
 
 @pytest.fixture
@@ -23,6 +23,18 @@ def tiny_jobs(monkeypatch):
     jobs = [cases.Job("attention", TINY, "fp32", timed) for timed in cases.PASSES]
     monkeypatch.setattr(timing, "SAMPLE_S", 1e-5)  # nobody reads these figures
     monkeypatch.setattr(cases, "jobs", lambda dtypes, quick, words: [job for job in jobs if words in str(job)])
+
+
+@pytest.fixture
+def tiny_duel(monkeypatch):
+    """`fastattn bench --suite limit` has one small line instead of its own; what it changes in torch is undone."""
+    duel = limit.Duel(cases.Job("attention", TINY, "fp32", "forward"), target=2.0)
+    monkeypatch.setattr(timing, "SAMPLE_S", 1e-5)
+    monkeypatch.setattr(limit, "jobs", lambda dtypes, words: [duel] if words in str(duel) else [])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(limit.THREADS + 1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def refused(capsys, *argv):
@@ -116,6 +128,37 @@ def test_bench_fails_on_a_wrong_answer(tiny_jobs, monkeypatch, capsys):
     assert "naive" in output.out
 
 
+@pytest.mark.parametrize(("options", "threads"), [([], limit.THREADS), (["--threads", "1"], 1)])
+def test_limit_suite_writes_table_json_and_picture(tiny_duel, tmp_path, capsys, options, threads):
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    assert main(["bench", "--suite", "limit", "--json", str(path), "--plot", str(picture), *options]) == 0
+    output = capsys.readouterr()
+    assert "[1/1] attention tiny-pad fp32 forward against torch" in output.err
+    assert output.out.endswith(" of 1 targets met\n")
+    document = json.loads(path.read_text())
+    assert document["machine"]["torch_threads"] == threads
+    assert [(row["case"], row["target"]) for row in document["rows"]] == [("tiny-pad", 2.0)]
+    assert picture.read_text().rstrip().endswith("</svg>")
+
+
+def test_limit_suite_fails_on_a_wrong_answer_but_not_on_a_missed_target(tiny_duel, monkeypatch, capsys):
+    command = ["bench", "--suite", "limit"]
+    monkeypatch.setattr(limit.Figure, "ratio_met", False)
+    assert main(command) == 0
+    assert capsys.readouterr().out.endswith("\n0 of 1 targets met\n")
+    monkeypatch.setattr(run, "wrong", lambda problem, results: "o: max error 1, budget 0")
+    assert main(command) == 1
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert complaint.startswith("fastattn: wrong answers, which were not timed: fastattn native in attention tiny-pad")
+
+
+def test_limit_suite_needs_the_native_module(monkeypatch, capsys):
+    monkeypatch.setattr(native, "unavailable", lambda: "there is no C++ compiler")
+    assert main(["bench", "--suite", "limit"]) == 1
+    assert capsys.readouterr().err.endswith("cannot be had: there is no C++ compiler\n")
+
+
 def test_bench_takes_a_real_case():
     command = [sys.executable, "-m", "fastattn", "bench", "--quick", "--device", "cpu", "--filter", "L128-both forward"]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # two would wait for each other on a busy machine
@@ -132,6 +175,10 @@ def test_bench_takes_a_real_case():
         (["dance"], "invalid choice: 'dance'"),
         (["bench", "--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["bench", "--filter", "L127"], "--filter must leave something to time, got 'L127'"),
+        (["bench", "--suite", "limit", "--filter", "L127"], "--filter must leave something to time, got 'L127'"),
+        (["bench", "--suite", "limit", "--quick"], "--quick is for --suite standard"),
+        (["bench", "--suite", "fastest"], "invalid choice: 'fastest'"),
+        (["bench", "--threads", "0"], "must be at least 1, got 0"),
         (["bench", "--json", "/nowhere/out.json"], "must be in an existing folder, got /nowhere/out.json"),
         (["bench", "--plot", "out.gif"], "must end in .png or .svg, got out.gif"),
     ],
@@ -144,3 +191,9 @@ def test_wrong_calls_are_refused_in_a_sentence(argv, sentence, capsys):
 def test_a_missing_gpu_is_a_wrong_call(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--device must be cpu here" in refused(capsys, "bench", "--device", "cuda")
+
+
+def test_the_limit_suite_is_of_the_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    message = refused(capsys, "bench", "--suite", "limit", "--device", "cuda")
+    assert "--device must be cpu for --suite limit, got cuda" in message

@@ -38,6 +38,7 @@ constexpr int kOuterColumns = FASTATTN_OUTER_COLUMNS;
 #if !FASTATTN_PAIRS
 #include "decode.h"
 #endif
+#include "ceiling.h"
 
 #define FASTATTN_STRING(x) #x
 #define FASTATTN_NAME(x) FASTATTN_STRING(x)
@@ -54,6 +55,8 @@ const Kernels kernels = {
     forward,
     backward_scratch,
     backward,
+    fma_chains,
+    kChainOperations,
 #if FASTATTN_PAIRS
     nullptr, nullptr, nullptr, nullptr,
 #else

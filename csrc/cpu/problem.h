@@ -89,6 +89,8 @@ struct Kernels {
   void (*forward)(const Problem&, const ForwardOutputs&, const ForwardItem&, float* scratch);
   int64_t (*backward_scratch)(const Problem&);
   void (*backward)(const Problem&, const BackwardTensors&, const BackwardItem&, float* scratch);
+  float (*fma_chains)(int64_t steps);
+  int64_t chain_operations;  // of one step of fma_chains
   // Null where other kernels do it. `parts` holds decode_parts floats for each part of each head that has keys.
   int64_t (*decode_parts)(const Problem&);
   int64_t (*decode_scratch)(const Problem&);

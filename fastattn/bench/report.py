@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby
 from pathlib import Path
+from typing import Generic, TypeVar
 
+from .cases import Job
 from .machine import machine, now, versions
 from .run import Row
+from .timing import Timing
 
 SCHEMA = 1
 METHOD = (
@@ -22,56 +24,81 @@ METHOD = (
 )
 _MASK_TITLES = {"none": "no mask", "causal": "causal", "pad": "padding", "both": "causal and padding"}
 # Colours of Okabe and Ito, which colour-blind readers tell apart.
-_STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
+STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
 _HEADINGS = ("contender", "median ms", "p20-p80", "GFLOP/s", "of matmul", "peak MiB", "vs torch", "note")
-_LEFT = (0, len(_HEADINGS) - 1)  # columns of words; the others are figures
+AnyRow = TypeVar("AnyRow")
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Generic[AnyRow]):
     """What was measured where: `rows` in the order they were measured; the rest as in machine.py."""
 
-    rows: list[Row]
+    rows: list[AnyRow]
     device: str
     machine: dict[str, str | int]
     versions: dict[str, str]
     date: str
 
     @classmethod
-    def of(cls, rows: list[Row], device: str) -> Report:
+    def of(cls, rows: list[AnyRow], device: str) -> Report[AnyRow]:
         """The report of rows that were just measured here."""
         return cls(rows, device, machine(device), versions(), now())
 
+    def caption(self) -> str:
+        """The machine, torch and the day, for below a picture."""
+        hardware = self.machine.get("gpu", f"{self.machine['cpu']}, {self.machine['torch_threads']} threads")
+        return f"{hardware}; torch {self.versions['torch']}; {self.date[:10]}"
 
-def print_table(report: Report) -> None:
+
+@dataclass(frozen=True)
+class Table:
+    """Cells under headings; `words` are the columns of words, the others hold figures. A style for each line."""
+
+    title: str
+    headings: tuple[str, ...]
+    words: tuple[int, ...]
+    lines: list[tuple[str, ...]]
+    styles: list[str]
+
+
+def print_table(report: Report[Row]) -> None:
     """Writes the report to stdout: with colours and rules to a terminal, as aligned plain text elsewhere."""
+    print_tables(report, METHOD, [_table(job, list(rows)) for job, rows in groupby(report.rows, lambda row: row.job)])
+
+
+def print_tables(report: Report, method: str, tables: list[Table]) -> None:
+    """Writes where it was measured, how, and the tables to stdout, as `print_table` does."""
     head = [
         ", ".join(f"{name} {value}" for name, value in report.machine.items()),
         ", ".join(f"{name} {value}" for name, value in report.versions.items()) + f", {report.date}",
-        METHOD,
+        method,
     ]
     if sys.stdout.isatty() and _has_rich():
-        _print_rich(head, report.rows)
+        _print_rich(head, tables)
     else:
         print("\n".join(head), end="\n\n")
-        print("\n\n".join(_plain(title, rows) for title, rows in _groups(report.rows)))
+        print("\n\n".join(map(_plain, tables)))
 
 
-def as_json(report: Report) -> str:
+def as_json(report: Report[Row]) -> str:
     """The report as a JSON document with the statistics and samples of every row; times in ms, `schema` = SCHEMA."""
-    document = {
+    return document(report, METHOD, [_row_as_dict(row) for row in report.rows])
+
+
+def document(report: Report, method: str, rows: list[dict[str, object]]) -> str:
+    """A JSON document of these rows, with where and how they were measured."""
+    about = {
         "schema": SCHEMA,
         "date": report.date,
         "device": report.device,
         "machine": report.machine,
         "versions": report.versions,
-        "method": METHOD,
-        "rows": [_row_as_dict(row) for row in report.rows],
+        "method": method,
     }
-    return json.dumps(document, indent=1)
+    return json.dumps(about | {"rows": rows}, indent=1)
 
 
-def plot(report: Report, path: Path) -> None:
+def plot(report: Report[Row], path: Path) -> None:
     """Draws the speed-up of fastattn's fused backends by length, one panel for each pass and mask, as PNG or SVG.
 
     Raises:
@@ -93,7 +120,7 @@ def plot(report: Report, path: Path) -> None:
     panels = figure.subplots(len(passes), len(masks), sharex=True, sharey=True, squeeze=False)
     for line, timed in zip(panels, passes, strict=True):
         for panel, mask in zip(line, masks, strict=True):
-            for (contender, dtype), (colour, marker) in zip(series, cycle(_STYLES), strict=False):
+            for (contender, dtype), (colour, marker) in zip(series, cycle(STYLES), strict=False):
                 drawn = [
                     row
                     for row in rows
@@ -111,8 +138,7 @@ def plot(report: Report, path: Path) -> None:
             panel.spines[["top", "right"]].set_visible(False)
     figure.supylabel("speed-up over torch's fastest attention", fontsize=9)
     figure.suptitle("fastattn next to torch.scaled_dot_product_attention, in the same run", fontsize=11)
-    hardware = report.machine.get("gpu", f"{report.machine['cpu']}, {report.machine['torch_threads']} threads")
-    caption = f"{hardware}; torch {report.versions['torch']}; {report.date[:10]}. Line at 1x: torch. Bars: p20 to p80."
+    caption = f"{report.caption()}. Line at 1x: torch. Bars: p20 to p80."
     handles, labels = panels[0, 0].get_legend_handles_labels()
     columns = min(len(series), 3)
     legend = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 8, "title_fontsize": 7}
@@ -149,11 +175,13 @@ def _shape(row: Row) -> str:
     return f"L{n_q}\nB{B} H{H}\nD{D}"
 
 
-def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """The title and the rows of each job."""
-    for job, group in groupby(rows, key=lambda row: row.job):
-        (B, H, n_q, D), (_, _, n_k, _), _ = job.case.shapes()
-        yield f"{job}  (B{B} H{H} L{n_q}{'' if n_q == n_k else f'x{n_k}'} D{D})", list(group)
+def _table(job: Job, rows: list[Row]) -> Table:
+    (B, H, n_q, D), (_, _, n_k, _), _ = job.case.shapes()
+    title = f"{job}  (B{B} H{H} L{n_q}{'' if n_q == n_k else f'x{n_k}'} D{D})"
+    styles = [
+        {"n/a": "dim", "wrong": "red"}.get(row.verdict) or ("bold" if row.family == "fastattn" else "") for row in rows
+    ]
+    return Table(title, _HEADINGS, (0, len(_HEADINGS) - 1), list(map(_cells, rows)), styles)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -172,35 +200,34 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _plain(title: str, rows: list[Row]) -> str:
-    table = [_HEADINGS, *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+def _plain(table: Table) -> str:
+    lines = [table.headings, *table.lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines = [
         "  ".join(
-            f"{cell:<{w}}" if i in _LEFT else f"{cell:>{w}}"
+            f"{cell:<{w}}" if i in table.words else f"{cell:>{w}}"
             for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
-        for line in table
+        for line in lines
     ]
-    return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
+    return "\n".join([table.title, *(f"  {line}".rstrip() for line in lines)])
 
 
-def _print_rich(head: list[str], rows: Sequence[Row]) -> None:
+def _print_rich(head: list[str], tables: list[Table]) -> None:
+    from rich import table as rich_table
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console()
     for line in head:
         console.print(line, style="dim", highlight=False, markup=False)
-    for title, group in _groups(rows):
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
-        for i, heading in enumerate(_HEADINGS):
-            table.add_column(heading, justify="left" if i in _LEFT else "right", no_wrap=heading not in ("note",))
-        for row in group:
-            style = {"n/a": "dim", "wrong": "red"}.get(row.verdict) or ("bold" if row.family == "fastattn" else "")
-            table.add_row(*map(Text, _cells(row)), style=style)
-        console.print(table)
+    for table in tables:
+        drawn = rich_table.Table(title=table.title, title_justify="left", title_style="bold", header_style="bold")
+        for i, heading in enumerate(table.headings):
+            drawn.add_column(heading, justify="left" if i in table.words else "right", no_wrap=heading != "note")
+        for line, style in zip(table.lines, table.styles, strict=True):
+            drawn.add_row(*map(Text, line), style=style)
+        console.print(drawn)
 
 
 def _has_rich() -> bool:
@@ -208,38 +235,46 @@ def _has_rich() -> bool:
 
 
 def _row_as_dict(row: Row) -> dict[str, object]:
-    case = row.job.case
-    (B, H, n_q, D), (_, H_kv, n_k, _), (*_, d_v) = case.shapes()
-    timing = row.timing
-    return {
-        "level": row.job.level,
-        "case": case.name,
-        "shape": {"B": B, "H": H, "H_kv": H_kv, "n_q": n_q, "n_k": n_k, "D": D, "d_v": d_v},
-        "dtype": row.job.dtype,
-        "pass": row.job.timed,
+    return job_as_dict(row.job) | {
         "contender": row.contender,
         "family": row.family,
         "verdict": row.verdict,
         "note": row.note,
-        "gflops": _rounded(row.gflops),
-        "matmul_share": _rounded(row.matmul_share),
-        "peak_mib": _rounded(row.peak_mib),
-        "speedup": _rounded(row.speedup),
-        "time_ms": timing
-        and {
-            "median": _ms(timing.median),
-            "p20": _ms(timing.percentile(20)),
-            "p80": _ms(timing.percentile(80)),
-            "repetitions": timing.repetitions,
-            "samples": [_ms(seconds) for seconds in timing.seconds],
-        },
+        "gflops": rounded(row.gflops),
+        "matmul_share": rounded(row.matmul_share),
+        "peak_mib": rounded(row.peak_mib),
+        "speedup": rounded(row.speedup),
+        "time_ms": timing_as_dict(row.timing),
     }
 
 
-def _rounded(value: float | None) -> float | None:
+def job_as_dict(job: Job) -> dict[str, object]:
+    """What a job is, for JSON."""
+    (B, H, n_q, D), (_, H_kv, n_k, _), (*_, d_v) = job.case.shapes()
+    return {
+        "level": job.level,
+        "case": job.case.name,
+        "shape": {"B": B, "H": H, "H_kv": H_kv, "n_q": n_q, "n_k": n_k, "D": D, "d_v": d_v},
+        "dtype": job.dtype,
+        "pass": job.timed,
+    }
+
+
+def timing_as_dict(timing: Timing | None) -> dict[str, object] | None:
+    """The statistics and samples in ms, for JSON."""
+    return timing and {
+        "median": _ms(timing.median),
+        "p20": _ms(timing.percentile(20)),
+        "p80": _ms(timing.percentile(80)),
+        "repetitions": timing.repetitions,
+        "samples": [_ms(seconds) for seconds in timing.seconds],
+    }
+
+
+def rounded(value: float | None) -> float | None:
     """Five digits, which is more than any of these means."""
     return None if value is None else float(f"{value:.5g}")
 
 
 def _ms(seconds: float) -> float:
-    return _rounded(seconds * 1e3)
+    return rounded(seconds * 1e3)

@@ -45,6 +45,7 @@ class Contender:
     do: the gradient that arrives at the output.
     context: what the forward pass runs in.
     refusal: why there is nothing to compute; the rest is empty then.
+    is_comparable: whether its answer is the problem's; not so where it draws random numbers of its own.
     """
 
     name: str
@@ -54,25 +55,22 @@ class Contender:
     do: Tensor | None = None
     context: Callable[[], AbstractContextManager] = nullcontext
     refusal: str | None = None
+    is_comparable: bool = True
 
     def call(self, timed: str) -> Call:
-        """What is timed: a forward pass without autograd, or a backward pass alone over a graph that is kept."""
+        """What is timed: forward without autograd, backward alone over a graph that is kept, or one after the other."""
         if timed == "forward":
             return Call(self.compute, self._inference)
+        leaves = list(self.tensors.values())
+        if timed == "forward+backward":
+            return Call(lambda: torch.autograd.grad(self.compute(), leaves, self.do), self.context)
         with self.context():
             o = self.compute()
-        leaves = list(self.tensors.values())
         return Call(lambda: torch.autograd.grad(o, leaves, self.do, retain_graph=True))
 
     def whole(self, timed: str) -> Call:
         """What memory is measured of: the forward pass, or both passes, since backward needs what forward leaves."""
-        if timed == "forward":
-            return self.call(timed)
-
-        def both_passes() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(self.compute(), list(self.tensors.values()), self.do)
-
-        return Call(both_passes, self.context)
+        return self.call("forward" if timed == "forward" else "forward+backward")
 
     def trial(self, timed: str) -> tuple[Call, dict[str, Tensor]]:
         """The call and its results by name: "o", or a gradient for each of `tensors`.
@@ -115,14 +113,14 @@ def contenders(problem: Problem) -> list[Contender]:
 
 
 def _fastattn(inputs: Inputs) -> list[Contender]:
-    objections = fastattn.explain(inputs.q, inputs.k, inputs.v, inputs.mask).objections
+    objections = fastattn.explain(inputs.q, inputs.k, inputs.v, inputs.mask, **_dropout(inputs)).objections
 
     def contender(backend: str) -> Contender:
         leaves = _leaves(q=inputs.q, k=inputs.k, v=inputs.v)
         return Contender(
             f"fastattn {backend}",
             "fastattn",
-            lambda: fastattn.attention(**leaves, mask=inputs.mask, backend=backend),
+            lambda: fastattn.attention(**leaves, mask=inputs.mask, backend=backend, **_dropout(inputs)),
             leaves,
             inputs.do,
             refusal="; ".join(objections[backend]) or None,
@@ -132,7 +130,8 @@ def _fastattn(inputs: Inputs) -> list[Contender]:
 
 
 def _sdpa(inputs: Inputs) -> list[Contender]:
-    inputs, options = _without_nan(inputs), _sdpa_mask(inputs)
+    inputs, dropout = _without_nan(inputs), inputs.options.get("dropout_p", 0.0)
+    options = _sdpa_mask(inputs) | {"dropout_p": dropout}
 
     def contender(name: str) -> Contender:
         leaves = _leaves(query=inputs.q, key=inputs.k, value=inputs.v)
@@ -143,6 +142,7 @@ def _sdpa(inputs: Inputs) -> list[Contender]:
             {"q": leaves["query"], "k": leaves["key"], "v": leaves["value"]},
             inputs.do,
             lambda: sdpa_kernel(_SDPA[name]),
+            is_comparable=not dropout,
         )
 
     return [contender(name) for name in _sdpa_names(inputs.q.device.type)]
@@ -176,6 +176,13 @@ def _layer(problem: Problem, name: str, family: str, module_class: type) -> Cont
 
 def _leaves(**tensors: Tensor) -> dict[str, Tensor]:
     return {name: x.detach().requires_grad_() for name, x in tensors.items()}
+
+
+def _dropout(inputs: Inputs) -> dict[str, object]:
+    """The arguments of `attention` that make it drop the same weights in each call."""
+    if "dropout_p" not in inputs.options:
+        return {}
+    return {"dropout_p": inputs.options["dropout_p"], "generator": inputs.options["generator"].clone_state()}
 
 
 def _without_nan(inputs: Inputs) -> Inputs:

@@ -14,7 +14,7 @@ from fastattn.testing import compare
 
 from .cases import DTYPES, Job, Problem, make_problem
 from .rivals import Contender, RefusalError, contenders
-from .timing import Timing, interleave, matmul, peak_bytes
+from .timing import Call, Timing, interleave, matmul, peak_bytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def measure_all(jobs: list[Job], device: str, quick: bool) -> list[Row]:
     """The rows of each job in turn; a progress bar on stderr, or a line for each where that is no terminal."""
     budget_s = 0.4 if quick else 5.0
     rows: list[Row] = []
-    with _progress(len(jobs)) as show:
+    with progress(len(jobs)) as show:
         for done, job in enumerate(jobs):
             show(done, str(job))
             rows += measure(job, device, budget_s)
@@ -58,20 +58,7 @@ def measure_all(jobs: list[Job], device: str, quick: bool) -> list[Row]:
 def measure(job: Job, device: str, budget_s: float) -> list[Row]:
     """The rows of a job, fastest first, and those that could not be timed after them."""
     problem = make_problem(job, device)
-    untimed: list[Row] = []
-    calls, right = {}, {}
-    for contender in contenders(problem):
-        try:
-            call, results = contender.trial(job.timed)
-        except RefusalError as refusal:
-            failed = contender.family == "fastattn" and not contender.refusal  # it promised to compute this
-            untimed.append(_row(job, contender, "wrong" if failed else "n/a", str(refusal)))
-            continue
-        if why := wrong(problem, results):
-            untimed.append(_row(job, contender, "wrong", why))
-            continue
-        calls[contender.name], right[contender.name] = call, contender
-
+    calls, right, untimed = try_out(problem, contenders(problem))
     yardstick, yardstick_call, yardstick_flops = matmul(DTYPES[job.dtype], device)
     timings = interleave(calls | {yardstick: yardstick_call}, budget_s, device)
     matmul_rate = yardstick_flops / timings[yardstick].median
@@ -94,8 +81,27 @@ def measure(job: Job, device: str, budget_s: float) -> list[Row]:
     return sorted(timed, key=lambda row: row.timing.median) + untimed
 
 
+def try_out(problem: Problem, candidates: list[Contender]) -> tuple[dict[str, Call], dict[str, Contender], list[Row]]:
+    """The calls to time and their contenders, by name, of those that are right; and the rows of the others."""
+    job, calls, right, untimed = problem.job, {}, {}, []
+    for contender in candidates:
+        try:
+            call, results = contender.trial(job.timed)
+        except RefusalError as refusal:
+            failed = contender.family == "fastattn" and not contender.refusal  # it promised to compute this
+            untimed.append(_row(job, contender, "wrong" if failed else "n/a", str(refusal)))
+            continue
+        if contender.is_comparable and (why := wrong(problem, results)):
+            untimed.append(_row(job, contender, "wrong", why))
+            continue
+        calls[contender.name], right[contender.name] = call, contender
+    return calls, right, untimed
+
+
 def wrong(problem: Problem, results: dict[str, Tensor]) -> str:
     """What is outside the error budget among these results, in one sentence; "" where nothing is."""
+    if problem.heads is not None:
+        results = {name: x[:, problem.heads] for name, x in results.items()}
     compared = [compare(name, x, problem.naive[name], problem.exact[name]) for name, x in results.items()]
     return "; ".join(str(error) for error in compared if not error.right)
 
@@ -105,7 +111,7 @@ def _row(job: Job, contender: Contender, verdict: str, note: str) -> Row:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
+def progress(total: int) -> Iterator[Callable[[int, str], None]]:
     """A function to call with how many jobs are done and the name of the one that begins."""
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield lambda done, name: print(f"[{done + 1}/{total}] {name}", file=sys.stderr, flush=True)

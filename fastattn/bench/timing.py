@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from fastattn.backends.native import build as native_build
+
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
+CEILING_STEPS = 3_000_000  # about 10 ms, beside which starting the threads is nothing
 SAMPLE_S = 0.01  # a sample repeats a shorter call until it takes about this long
 
 
@@ -88,6 +92,15 @@ def matmul(dtype: torch.dtype, device: str) -> tuple[str, Call, float]:
     n = 8192 if device == "cuda" else 1024  # reaches the machine's rate, and is short enough to run in each round
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return f"torch.matmul {n}x{n}", Call(lambda: a @ b), 2.0 * n**3
+
+
+def fma_ceiling() -> tuple[str, Call, float]:
+    """The CPU's own yardstick, multiply-adds on registers in every thread: its name, the call, and its operations.
+
+    In fp32, in the instruction set that the native backend uses at the moment.
+    """
+    run = functools.partial(native_build.load().fma_ceiling, CEILING_STEPS)
+    return "FMA ceiling", Call(run), run()
 
 
 def peak_bytes(call: Call, device: str) -> int:

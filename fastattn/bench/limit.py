@@ -1,0 +1,284 @@
+"""The suite "limit": how near the CPU kernels come to what the machine can do, each figure beside its target."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from fastattn.backends import native
+from fastattn.testing import CASES, ODD_HEAD_DIMS, ODD_LENGTHS, Case
+
+from .cases import PASSES, Job, Problem, has_words, make_problem
+from .rivals import Contender, contenders
+from .run import progress, try_out
+from .timing import Timing, fma_ceiling, interleave
+
+THREADS = 2  # what the targets were set for
+OURS = "fastattn native"
+_BUDGET_S = 1.5  # for all rounds of one duel
+_FEW_HEADS_FROM = 2**22  # n_q * n_k, from which fp64 in every head would take longer than the timing
+
+_LENGTHS = ("L128", "L512", "L2048", "L4096")
+# At least so many times as fast as torch, by dtype, pass and mask, for each of _LENGTHS.
+_SPEED_UPS = {
+    ("fp32", "forward", "none"): (1.6, 1.2, 1.2, 1.2),
+    ("fp32", "forward", "causal"): (2.2, 2.2, 1.4, 1.25),
+    ("fp32", "forward", "pad"): (1.2, 1.2, 1.2, 1.2),
+    ("fp32", "forward", "both"): (3.0, 3.0, 3.0, 3.0),
+    ("fp32", "backward", "none"): (1.4, 1.4, 1.4, 1.25),
+    ("fp32", "backward", "causal"): (1.7, 1.7, 1.7, 1.25),
+    ("fp32", "backward", "pad"): (2.2, 2.2, 2.2, 1.8),
+    ("fp32", "backward", "both"): (3.0, 3.0, 3.0, 3.0),
+    ("bf16", "forward", "none"): (2.3, 2.3, 2.3, 2.3),
+    ("bf16", "forward", "causal"): (2.4, 2.4, 2.4, 2.4),
+    ("bf16", "forward", "pad"): (3.8, 3.8, 3.8, 3.8),
+    ("bf16", "forward", "both"): (5.0, 5.0, 5.0, 5.0),
+    ("bf16", "backward", "none"): (1.5, 1.5, 1.5, 1.5),
+    ("bf16", "backward", "causal"): (2.0, 2.0, 2.0, 2.0),
+    ("bf16", "backward", "pad"): (2.6, 2.6, 2.6, 2.6),
+    ("bf16", "backward", "both"): (3.9, 3.9, 3.9, 3.9),
+}
+# Where the target grows with what torch wastes: it is divided by the share of all pairs that is visible.
+_OVER_VISIBLE_SHARE = {("fp32", "forward", "pad")}
+# At least this share of the FMA ceiling, fp32, either pass.
+_CEILING_SHARES = {
+    (length, mask): share
+    for length, share in (("L512", 0.75), ("L2048", 0.83), ("L4096", 0.83))
+    for mask in ("none", "pad")
+}
+_DECODING = {"fp32": 1.25, "bf16": 8.0}
+_DROPOUT = 2.5
+_AT_LEAST_EQUAL = 0.95  # two medians of equal calls differ by this much
+_NO_PADDED_ROWS = 0.9  # of the rate of useful pairs where no row is padding
+_WITHIN_A_QUARTER = 1 / 1.25  # of the time of the size padded up
+
+_CAPABILITY_VARIABLE = "FASTATTN_CPU_CAPABILITY"
+_WITHOUT_NATIVE_16_BIT = ("avx512", "avx2", "portable")  # instruction sets, best first
+
+
+@dataclass(frozen=True)
+class Duel:
+    """One line of the suite: a job of ours, whom it meets, and what must come of it.
+
+    rival: another job of ours; None is torch's fastest right attention on the same job.
+    rival_name: how the other job differs.
+    target: how many times as fast as the rival.
+    ceiling_share: which share of the FMA ceiling its useful operations reach; None where nothing was promised.
+    over_visible_share: whether `target` is still to be divided by the share of pairs that the mask shows.
+    per_useful_pair: whether time is counted per visible pair, where the two jobs do not have equally many.
+    fp32_arithmetic: whether instructions for 16-bit numbers are off limits.
+    """
+
+    job: Job
+    target: float
+    rival: Job | None = None
+    rival_name: str = "torch"
+    ceiling_share: float | None = None
+    over_visible_share: bool = False
+    per_useful_pair: bool = False
+    fp32_arithmetic: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.job} against {self.rival_name}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """How a duel ended.
+
+    verdict: "right", "wrong" (our answer is outside the error budget) or "n/a" (there is nothing to compare).
+    note: the sentence that explains a verdict other than "right", or which rival was wrong and so out of the running.
+    instruction_set: of our kernels.
+    target: what `ratio` was promised to reach.
+    rival: the contender that was the fastest.
+    ratio: how many times as fast as the rival we are.
+    gflops: our useful operations per ns; `ceiling_share` is their share of the FMA ceiling in the same rounds, and
+        `ceiling_gflops` that ceiling (fp32 FMAs, whatever the job's dtype).
+    noise: how far the samples of a call lie apart, p80 / p20 - 1, at its worst among both sides and the ceiling.
+    """
+
+    duel: Duel
+    verdict: str
+    instruction_set: str
+    target: float
+    note: str = ""
+    rival: str = ""
+    timing: Timing | None = None
+    rival_timing: Timing | None = None
+    ratio: float | None = None
+    gflops: float | None = None
+    ceiling_share: float | None = None
+    ceiling_gflops: float | None = None
+    noise: float | None = None
+
+    @property
+    def job(self) -> Job:
+        """What we computed."""
+        return self.duel.job
+
+    @property
+    def contender(self) -> str:
+        """Who we are."""
+        return OURS
+
+    @property
+    def failed(self) -> bool:
+        """Whether fastattn itself gave a wrong answer."""
+        return self.verdict == "wrong"
+
+    @property
+    def ratio_met(self) -> bool:
+        """Whether we are as many times as fast as promised."""
+        return self.ratio is not None and self.ratio >= self.target
+
+    @property
+    def share_met(self) -> bool | None:
+        """Whether the promised share of the ceiling is reached; None where there is no promise.
+
+        Above 1 it is not: something else kept the machine from its ceiling, and the share says nothing.
+        """
+        if self.duel.ceiling_share is None:
+            return None
+        return self.ceiling_share is not None and self.duel.ceiling_share <= self.ceiling_share <= 1
+
+
+def jobs(dtypes: list[str] | None = None, words: str = "") -> list[Duel]:
+    """Every duel of the suite, or those in these dtypes (of our job) whose name contains all of these words."""
+    every = [*_against_torch(), *_against_ourselves()]
+    return [duel for duel in every if (dtypes is None or duel.job.dtype in dtypes) and has_words(duel, words)]
+
+
+def measure_all(duels: list[Duel], budget_s: float = _BUDGET_S) -> list[Figure]:
+    """The figure of each duel in turn, with progress on stderr."""
+    figures = []
+    with progress(len(duels)) as show:
+        for done, duel in enumerate(duels):
+            show(done, str(duel))
+            figures.append(measure(duel, budget_s))
+    return figures
+
+
+def measure(duel: Duel, budget_s: float) -> Figure:
+    """The figure of a duel: both sides are checked against fp64 first, then timed in turns beside the FMA ceiling."""
+    with _instruction_set(duel) as instruction_set:
+        problem, rival_problem = _problem(duel.job), duel.rival and _problem(duel.rival)
+        target = duel.target / (_visible_share(problem) if duel.over_visible_share else 1.0)
+        figure = functools.partial(Figure, duel, instruction_set=instruction_set, target=target)
+        calls, _, untimed = try_out(problem, _ours(problem))
+        if rival_problem:
+            other, _, left_out = try_out(rival_problem, _ours(rival_problem))
+            theirs = {duel.rival_name: other[OURS]} if other else {}
+        else:
+            theirs, _, left_out = try_out(problem, [c for c in contenders(problem) if c.family == "torch"])
+        if wrong := [row for row in untimed + left_out if row.failed]:
+            return figure("wrong", note="; ".join(f"{row.job}: {row.note}" for row in wrong))
+        if not calls or not theirs:
+            return figure("n/a", note="; ".join(f"{row.contender}: {row.note}" for row in untimed + left_out))
+
+        yardstick, yardstick_call, yardstick_flops = fma_ceiling()
+        timings = interleave(calls | theirs | {yardstick: yardstick_call}, budget_s, "cpu")
+        rival = min(theirs, key=lambda name: timings[name].median)
+        ours = timings[OURS].median
+        work = problem.flops / rival_problem.flops if duel.per_useful_pair else 1.0
+        ceiling = yardstick_flops / timings[yardstick].median
+        return figure(
+            "right",
+            note="; ".join(f"{row.contender}: {row.note}" for row in left_out if row.verdict == "wrong"),
+            rival=rival,
+            timing=timings[OURS],
+            rival_timing=timings[rival],
+            ratio=timings[rival].median * work / ours,
+            gflops=problem.flops / ours / 1e9,
+            ceiling_share=problem.flops / ours / ceiling,
+            ceiling_gflops=ceiling / 1e9,
+            noise=max(_noise(timings[name]) for name in (OURS, rival, yardstick)),
+        )
+
+
+def _against_torch() -> Iterator[Duel]:
+    for dtype in ("fp32", "bf16"):
+        for length in _LENGTHS:
+            for mask in ("none", "causal", "pad", "both"):
+                for timed in PASSES:
+                    kind = (dtype, timed, mask)
+                    yield Duel(
+                        _job(f"{length}-{mask}", dtype, timed),
+                        _SPEED_UPS[kind][_LENGTHS.index(length)],
+                        ceiling_share=_CEILING_SHARES.get((length, mask)) if dtype == "fp32" else None,
+                        over_visible_share=kind in _OVER_VISIBLE_SHARE,
+                    )
+    for dtype, target in _DECODING.items():
+        yield Duel(_job("decode", dtype, "forward"), target)
+    yield Duel(_job("L512-dropout", "fp32", "forward+backward"), _DROPOUT)
+
+
+def _against_ourselves() -> Iterator[Duel]:
+    for length in ("L512", "L2048"):
+        for timed in PASSES:
+            ours, rival = _job(f"{length}-pad-queries", "fp32", timed), _job(f"{length}-pad", "fp32", timed)
+            yield Duel(ours, _NO_PADDED_ROWS, rival, "padded keys alone, per pair", per_useful_pair=True)
+    for timed in PASSES:
+        ours, rival = (_job("L512-none", dtype, timed) for dtype in ("fp16", "bf16"))
+        yield Duel(ours, _AT_LEAST_EQUAL, rival, "bf16 without native support", fp32_arithmetic=True)
+    for name, rounded_up in [
+        *((f"D{D}", {"D": _above(D, 32)}) for D in ODD_HEAD_DIMS),
+        *((f"N{N}", {"n_q": _above(N, 16)}) for N in ODD_LENGTHS),
+    ]:
+        for timed in PASSES:
+            ours = _job(name, "fp32", timed)
+            (size,) = rounded_up.values()
+            rival_name = f"{name[0]}{size}"
+            rival = replace(ours, case=replace(ours.case, name=rival_name, **rounded_up))
+            yield Duel(ours, _WITHIN_A_QUARTER, rival, rival_name)
+
+
+def _above(n: int, multiple: int) -> int:
+    """The next multiple that is larger than n."""
+    return (n // multiple + 1) * multiple
+
+
+def _job(case: str, dtype: str, timed: str) -> Job:
+    return Job("attention", _cases()[case], dtype, timed)
+
+
+@functools.cache
+def _cases() -> dict[str, Case]:
+    return {case.name: case for case in CASES if case.timed}
+
+
+def _problem(job: Job) -> Problem:
+    (_, _, n_q, _), (_, _, n_k, _), _ = job.case.shapes()
+    return make_problem(job, "cpu", outer_heads=n_q * n_k >= _FEW_HEADS_FROM)
+
+
+def _ours(problem: Problem) -> list[Contender]:
+    return [contender for contender in contenders(problem) if contender.name == OURS]
+
+
+def _noise(timing: Timing) -> float:
+    return timing.percentile(80) / timing.percentile(20) - 1
+
+
+def _visible_share(problem: Problem) -> float:
+    inputs = problem.inputs
+    return inputs.mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device).float().mean().item()
+
+
+@contextmanager
+def _instruction_set(duel: Duel) -> Iterator[str]:
+    """The one that our kernels use, lowered within this block where the duel asks for it."""
+    if not duel.fp32_arithmetic or native.capability() in _WITHOUT_NATIVE_16_BIT:
+        yield native.capability()
+        return
+    before = os.environ.get(_CAPABILITY_VARIABLE)
+    os.environ[_CAPABILITY_VARIABLE] = _WITHOUT_NATIVE_16_BIT[0]
+    try:
+        yield native.capability()
+    finally:
+        if before is None:
+            del os.environ[_CAPABILITY_VARIABLE]
+        else:
+            os.environ[_CAPABILITY_VARIABLE] = before

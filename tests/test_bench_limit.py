@@ -1,0 +1,298 @@
+"""The suite "limit": every promised figure is there with its target, and a ratio is what it says."""
+
+import json
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends import native
+from fastattn.bench import cases, limit, limit_report, report, run, timing
+from fastattn.testing import Case
+
+LENGTHS = ("L128", "L512", "L2048", "L4096")
+PAD = Case("tiny-pad", "small enough for a test", B=3, H=3, n_q=20, D=8, keys="right", timed="limit")
+PAD_QUERIES = replace(PAD, name="tiny-pad-queries", queries=True)
+DROPOUT = replace(PAD, name="tiny-dropout", keys=None, dropout_p=0.3)
+
+# Four figures: L128, L512, L2048, L4096. One: all of them.
+PROMISED = {
+    "none fp32 forward": (1.6, 1.2, 1.2, 1.2),
+    "causal fp32 forward": (2.2, 2.2, 1.4, 1.25),
+    "pad fp32 forward": (1.2,),
+    "both fp32 forward": (3,),
+    "none fp32 backward": (1.4, 1.4, 1.4, 1.25),
+    "causal fp32 backward": (1.7, 1.7, 1.7, 1.25),
+    "pad fp32 backward": (2.2, 2.2, 2.2, 1.8),
+    "both fp32 backward": (3,),
+    "none bf16 forward": (2.3,),
+    "causal bf16 forward": (2.4,),
+    "pad bf16 forward": (3.8,),
+    "both bf16 forward": (5,),
+    "none bf16 backward": (1.5,),
+    "causal bf16 backward": (2,),
+    "pad bf16 backward": (2.6,),
+    "both bf16 backward": (3.9,),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hurried():
+    """One thread and few short samples: these tests read no figures."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "SAMPLE_S", 1e-5)
+        yield
+    torch.set_num_threads(threads)
+
+
+def tiny(case=PAD, timed="forward", target=2.0, **options):
+    return limit.Duel(cases.Job("attention", case, "fp32", timed), target, **options)
+
+
+def against_padded_keys(timed="forward"):
+    rival = cases.Job("attention", PAD, "fp32", timed)
+    return tiny(PAD_QUERIES, timed, rival=rival, rival_name="keys", per_useful_pair=True)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    backward, dropout = tiny(timed="backward", ceiling_share=0.5), tiny(DROPOUT, "forward+backward")
+    return limit.measure_all([tiny(), backward, dropout, against_padded_keys()], budget_s=0.0)
+
+
+def visible_share(case):
+    inputs = cases.make_inputs(case, torch.float32)
+    return cases.visible_pairs(inputs) / (case.B * case.H * case.n_q**2)
+
+
+def test_every_figure_of_the_suite_is_there_once():
+    expected = [
+        *(f"{length}-{name} against torch" for length in LENGTHS for name in PROMISED),
+        *(f"decode {dtype} forward against torch" for dtype in ("fp32", "bf16")),
+        "L512-dropout fp32 forward+backward against torch",
+    ]
+    for timed in cases.PASSES:
+        expected += [
+            *(f"{L}-pad-queries fp32 {timed} against padded keys alone, per pair" for L in ("L512", "L2048")),
+            f"L512-none fp16 {timed} against bf16 without native support",
+            *(
+                f"D{D} fp32 {timed} against D{above}"
+                for D, above in ((40, 64), (80, 96), (96, 128), (112, 128), (200, 224))
+            ),
+            *(f"N{N} fp32 {timed} against N16" for N in (1, 3, 7, 15)),
+            *(f"N{N} fp32 {timed} against N32" for N in (17, 31)),
+            *(f"N{N} fp32 {timed} against N48" for N in (33, 47)),
+            f"N63 fp32 {timed} against N64",
+            *(f"N{N} fp32 {timed} against N80" for N in (65, 70)),
+        ]
+    assert sorted(map(str, limit.jobs())) == sorted(f"attention {name}" for name in expected)
+
+
+def test_shapes_are_the_promised_ones():
+    shapes = {duel.job.case.name: duel.job.case.shapes() for duel in limit.jobs()}
+    by_length = (8, 12, 128, 64), (4, 12, 512, 64), (1, 16, 2048, 64), (1, 8, 4096, 128)
+    for length, shape in zip(LENGTHS, by_length, strict=True):
+        assert {shapes[name] for name in shapes if name.startswith(length)} == {(shape,) * 3}
+    assert shapes["decode"] == ((8, 12, 1, 64), (8, 12, 4096, 64), (8, 12, 4096, 64))
+    for duel in limit.jobs(words="against D"):
+        assert (int(duel.job.case.name[1:]), int(duel.rival_name[1:])) == (duel.job.case.D, duel.rival.case.D)
+        assert replace(duel.rival.case, name="", D=0) == replace(duel.job.case, name="", D=0)
+    for duel in limit.jobs(words="against N"):
+        assert (duel.job.case.n_q, duel.rival.case.n_q) == (int(duel.job.case.name[1:]), int(duel.rival_name[1:]))
+        assert replace(duel.rival.case, name="", n_q=0) == replace(duel.job.case, name="", n_q=0)
+        assert duel.job.case.n_k is None
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_targets_against_torch(name):
+    mask, dtype, timed = name.split()
+    for i, length in enumerate(LENGTHS):
+        (duel,) = limit.jobs([dtype], words=f"{length}-{mask} {timed} torch")
+        promised = PROMISED[name]
+        assert duel.target == promised[i if len(promised) > 1 else 0]
+        assert duel.over_visible_share == (name == "pad fp32 forward")
+        has_share = dtype == "fp32" and mask in ("none", "pad") and length != "L128"
+        assert duel.ceiling_share == ((0.75 if length == "L512" else 0.83) if has_share else None)
+
+
+def test_other_targets():
+    targets = {str(duel.job).removeprefix("attention "): duel.target for duel in limit.jobs()}
+    assert (targets["decode fp32 forward"], targets["decode bf16 forward"]) == (1.25, 8)
+    assert targets["L512-dropout fp32 forward+backward"] == 2.5
+    assert {targets[name] for name in targets if name[0] in "DN"} == {0.8}  # 25 % more time
+    (fp16,) = limit.jobs(["fp16"], words="forward")
+    assert (fp16.job.dtype, fp16.rival.dtype, fp16.fp32_arithmetic) == ("fp16", "bf16", True)
+    assert all(duel.per_useful_pair for duel in limit.jobs(words="pad-queries"))
+
+
+def test_words_and_dtypes_choose():
+    assert [str(duel) for duel in limit.jobs(["bf16"], "decode")] == ["attention decode bf16 forward against torch"]
+    assert {duel.job.dtype for duel in limit.jobs(["bf16"])} == {"bf16"}
+
+
+def test_a_ratio_is_the_rivals_time_over_ours(figures):
+    forward, backward, dropout, _ = figures
+    for figure in (forward, backward, dropout):
+        assert figure.verdict == "right"
+        assert figure.rival.startswith("SDPA")
+        assert figure.ratio == pytest.approx(figure.rival_timing.median / figure.timing.median)
+        assert figure.ceiling_share == pytest.approx(figure.gflops / figure.ceiling_gflops)
+    pairs = visible_share(PAD) * PAD.B * PAD.H * PAD.n_q**2
+    assert backward.gflops == pytest.approx(2.5 * 4 * pairs * PAD.D / backward.timing.median / 1e9)
+    assert dropout.gflops == pytest.approx(3.5 * 4 * 3 * 3 * 400 * 8 / dropout.timing.median / 1e9)
+    assert dropout.rival == "SDPA math"  # torch's flash kernel has no dropout
+
+
+def test_the_fastest_rival_counts(monkeypatch):
+    seconds = {limit.OURS: 1.0, "SDPA math": 3.0, "SDPA flash": 2.0, "FMA ceiling": 1.0}
+
+    def told(calls, budget_s, device):
+        return {name: timing.Timing((seconds[name],) * 3, 1) for name in calls}
+
+    monkeypatch.setattr(limit, "interleave", told)
+    figure = limit.measure(tiny(ceiling_share=0.5), 0.0)
+    assert (figure.rival, figure.ratio, figure.ratio_met, figure.share_met) == ("SDPA flash", 2.0, True, False)
+    _, _, operations = timing.fma_ceiling()
+    assert figure.ceiling_gflops == pytest.approx(operations / 1e9)
+    assert operations == native.build.load().fma_ceiling(timing.CEILING_STEPS)
+    shares = {0.49: False, 0.5: True, 1.0: True, 1.01: False}
+    assert {share: replace(figure, ceiling_share=share).share_met for share in shares} == shares
+    assert not limit.measure(tiny(target=2.01), 0.0).ratio_met
+    assert limit.measure(tiny(), 0.0).share_met is None
+
+
+def test_a_wrong_rival_is_out_of_the_running(monkeypatch):
+    right = torch.nn.functional.scaled_dot_product_attention
+    calls = []
+
+    def first_wrong(*args, **options):
+        calls.append(None)
+        return right(*args, **options) * (1.001 if len(calls) == 1 else 1)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", first_wrong)
+    figure = limit.measure(tiny(), 0.0)
+    assert (figure.verdict, figure.failed, figure.rival) == ("right", False, "SDPA flash")
+    assert figure.note.startswith("SDPA math: o: max error")
+
+
+def test_time_per_useful_pair(figures):
+    figure = figures[-1]
+    padded, square = visible_share(PAD), visible_share(PAD_QUERIES)
+    assert square < padded < 1
+    assert figure.ratio == pytest.approx(figure.rival_timing.median / figure.timing.median * square / padded)
+
+
+def test_the_target_of_padding_grows_with_what_is_hidden():
+    figure = limit.measure(tiny(target=1.2, over_visible_share=True), 0.0)
+    assert figure.target == pytest.approx(1.2 / visible_share(PAD))
+
+
+@pytest.mark.parametrize("duel", [tiny(), tiny(DROPOUT, "forward+backward"), against_padded_keys("backward")], ids=str)
+def test_a_wrong_answer_is_not_timed(monkeypatch, duel):
+    right = fastattn.attention
+    monkeypatch.setattr(fastattn, "attention", lambda *args, **options: right(*args, **options) * 1.001)
+    figure = limit.measure(duel, 0.0)
+    assert (figure.verdict, figure.failed, figure.ratio, figure.ratio_met) == ("wrong", True, None, False)
+    assert "max error" in figure.note
+
+
+def test_a_missing_kernel_is_said(monkeypatch):
+    monkeypatch.setattr(native, "unsupported", lambda *args: ["it is Sunday"])
+    figure = limit.measure(tiny(), 0.0)
+    assert (figure.verdict, figure.failed, figure.ratio_met) == ("n/a", False, False)
+    assert "it is Sunday" in figure.note
+
+
+def test_long_cases_are_checked_in_their_outer_heads():
+    problem = cases.make_problem(tiny().job, "cpu", outer_heads=True)
+    assert problem.heads == [0, 2]
+    o = {"o": torch.cat([problem.naive["o"][:, :1], problem.naive["o"]], 1)}
+    assert run.wrong(problem, o) == ""
+    for head, is_checked in ((0, True), (1, False), (2, True)):
+        broken = o["o"].clone()
+        broken[:, head] += 1
+        assert bool(run.wrong(problem, {"o": broken})) == is_checked
+
+
+def test_sixteen_bits_are_compared_without_native_support(monkeypatch):
+    level = "FASTATTN_CPU_CAPABILITY"
+    monkeypatch.delenv(level, raising=False)
+    monkeypatch.setattr(native, "capability", lambda: os.environ.get(level, "avx512_bf16"))
+    assert limit.measure(tiny(fp32_arithmetic=True), 0.0).instruction_set == "avx512"
+    assert level not in os.environ
+    assert limit.measure(tiny(), 0.0).instruction_set == "avx512_bf16"
+    monkeypatch.setenv(level, "portable")  # what the user chose is not raised
+    assert limit.measure(tiny(fp32_arithmetic=True), 0.0).instruction_set == "portable"
+    assert os.environ[level] == "portable"
+
+
+@pytest.mark.parametrize("level", native.build.load().build_info()["runs_here"])
+def test_the_ceiling_is_work_that_was_done(monkeypatch, level):
+    monkeypatch.setenv("FASTATTN_CPU_CAPABILITY", level)
+    threads, steps = torch.get_num_threads() + 1, 300_000
+    lanes = {"avx2": 8, "portable": 4}.get(level, 16)
+    torch.set_num_threads(threads)
+    start = time.perf_counter()
+    operations = native.build.load().fma_ceiling(steps)
+    elapsed = time.perf_counter() - start
+    torch.set_num_threads(threads - 1)
+    assert operations == threads * steps * 2 * (24 if lanes == 16 else 12) * lanes
+    assert operations / elapsed < threads * 2 * 2 * lanes * 8e9  # two FMAs a cycle, at a clock that no machine has
+
+
+def test_json_holds_targets_ratios_and_shares(figures):
+    document = json.loads(limit_report.as_json(report.Report.of(figures, "cpu")))
+    assert document["method"] == limit_report.METHOD
+    assert len(document["rows"]) == len(figures)
+    for figure, row in zip(figures, document["rows"], strict=True):
+        assert row["case"] == figure.job.case.name
+        assert row["ratio"] == pytest.approx(figure.ratio, rel=1e-4)
+        assert row["ceiling_share"] == pytest.approx(figure.ceiling_share, rel=1e-4)
+        assert (row["target"], row["met"]) == (2.0, figure.ratio_met)
+        assert len(row["time_ms"]["samples"]) == len(row["rival_time_ms"]["samples"]) == timing.MIN_ROUNDS
+    assert [row["ceiling_share_target"] for row in document["rows"]] == [None, 0.5, None, None]
+    assert document["rows"][-1]["rival_job"]["case"] == "tiny-pad"
+
+
+def test_table_shows_each_figure_beside_its_target(figures, capsys):
+    missed, met = replace(figures[0], ratio=1.5), replace(figures[1], ratio=2.5, ceiling_share=0.6)
+    absent = replace(figures[3], verdict="n/a", ratio=None, note="no rival")
+    limit_report.print_table(report.Report.of([missed, met, absent], "cpu"))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    first, second, third = (line for line in lines if line.startswith("tiny-pad"))
+    assert "1.50x 2x not met" in first
+    assert "2.50x 2x met" in second
+    assert "60% 50% met" in second
+    assert third == "tiny-pad-queries fp32 forward n/a keys 2x not met no rival"
+    assert lines[-1] == "2 of 4 targets met"
+
+
+def test_picture_is_drawn(figures, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    orange = {}
+    for name, ratio in (("met", 2.5), ("missed", 1.5)):
+        drawn = report.Report.of([replace(figure, ratio=ratio) for figure in figures[2:]], "cpu")
+        limit_report.plot(drawn, tmp_path / f"{name}.png")
+        pixels = image.imread(tmp_path / f"{name}.png")[..., :3]
+        pixels = pixels[: int(0.75 * len(pixels))]  # the legend below has both colours
+        orange[name] = ((pixels[..., 0] > 0.75) & (pixels[..., 2] < 0.1)).sum()
+    assert orange["met"] == 0
+    assert orange["missed"] > 100
+
+
+def test_nothing_to_draw_is_an_error(figures, tmp_path):
+    missing = report.Report.of([replace(figures[0], verdict="n/a", note="no rival")], "cpu")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        limit_report.plot(missing, tmp_path / "empty.png")
+
+
+def test_a_real_line_can_be_measured():
+    (duel,) = limit.jobs(words="L128-pad fp32 forward")
+    figure = limit.measure(duel, 0.0)
+    assert figure.verdict == "right"
+    assert figure.target == pytest.approx(1.2 / visible_share(duel.job.case))

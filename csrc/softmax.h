@@ -26,11 +26,11 @@ FASTATTN_HD ScoreScale split_scale(double scale) {
 // What the scores of a row with this maximum are measured from: a row that has seen nothing yet has no maximum.
 FASTATTN_HD float finite_max(float max) { return max == -kInfinity ? 0.0f : max; }
 
-// log(sum of exp(score)), given the maximum before its multiplication by on_score_log2, and the sum of
-// 2^(score_log2 - max_log2).
-FASTATTN_HD float lse_of(float max, float on_score_log2, float sum) {
+// log(sum of exp(score)), given the maximum before its multiplication by on_score_log2, and log2 of the sum of
+// 2^(score_log2 - max_log2): -inf where nothing was seen.
+FASTATTN_HD float lse_of(float max, float on_score_log2, float log2_of_sum) {
   const double max_log2 = double(finite_max(max)) * on_score_log2;
-  return float(kLn2 * (max_log2 + double(log2f(sum))));  // log2f(0) = -inf: nothing was seen
+  return float(kLn2 * (max_log2 + double(log2_of_sum)));
 }
 
 // A row that saw nothing has the output 0.

@@ -70,9 +70,10 @@ struct QueryBlock {
   void init(const Problem& p, int64_t b, const IndexList& queries, int64_t first_place, int64_t count) {
     first = first_place, n = count;
     range = block_range(p.visible(b, queries.at(first)), p.visible(b, queries.at(first + n - 1)));
+    const bool all_alike = range.all.begin == 0 && range.all.end == p.n_k;
     for (int lane = 0; lane < kColumns * kLanes; ++lane) {
       const int64_t query = queries.at(first + (lane < n ? lane : n - 1));
-      const KeyRange keys = p.visible(b, query);
+      const KeyRange keys = all_alike ? range.all : p.visible(b, query);
       index[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(query);
       begin[lane / kLanes][lane % kLanes] = static_cast<int32_t>(keys.begin);
       length[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(keys.end - keys.begin);

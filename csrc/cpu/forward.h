@@ -66,10 +66,14 @@ FASTATTN_INLINE bool follow_maximum(int64_t n, const float* s_t, float on_score_
                                     Floats (&decay)[C]) {
   Floats largest[C];
   for (int c = 0; c < C; ++c) largest[c] = m[c];
-  for (int64_t i = 0; i < n; ++i) {
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) largest[c] = larger(load(s_t + (i * C + c) * kLanes), largest[c]);
-  }
+  each_tile<4>(0, n, [&](auto rows, int64_t i) {  // first among rows: one chain of maxima would wait for itself
+    Floats found[rows][C];
+    each_vector(found, [&](Floats& x, int r, int c) { x = load(s_t + ((i + r) * C + c) * kLanes); });
+    each_vector(found, [&](Floats& x, int r, int c) {
+      if (r > 0) found[0][c] = larger(x, found[0][c]);
+    });
+    for (int c = 0; c < C; ++c) largest[c] = larger(found[0][c], largest[c]);
+  });
   Ints moves = {};
   for (int c = 0; c < C; ++c) {
     const Ints moves_here = (largest[c] - m[c]) * on_score_log2 > kSlack;  // from -inf too, but not to -inf
@@ -148,11 +152,16 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
   constexpr int64_t M = C * kLanes;
   const float on_score_log2 = split_scale(p.scale).on_score_log2;
   transpose(block.o_t, M, padded(p.d_v), M, w.o, padded(p.d_v), Unchanged{});
+  float m[M], l[M], log2_of_l[M];
+  for (int c = 0; c < C; ++c) {
+    store(m + c * kLanes, block.m[c]);
+    store(l + c * kLanes, block.l[c]);
+    store(log2_of_l + c * kLanes, log2(block.l[c]));
+  }
   for (int64_t i = 0; i < block.queries.n; ++i) {
     const int64_t query = p.queries[b].at(block.queries.first + i);
-    const float m = block.m[i / kLanes][i % kLanes], l = block.l[i / kLanes][i % kLanes];
-    write_row(out.o, b, h, query, p.d_v, w.o + i * padded(p.d_v), one_over_sum(l));
-    out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m, on_score_log2, l);
+    write_row(out.o, b, h, query, p.d_v, w.o + i * padded(p.d_v), one_over_sum(l[i]));
+    out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m[i], on_score_log2, log2_of_l[i]);
   }
 }
 

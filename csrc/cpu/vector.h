@@ -78,6 +78,19 @@ FASTATTN_INLINE Floats exp2(Floats x) {
 
 #endif
 
+// log2(x) for x >= 0 that is 0 or normal, to about 1e-7; infinite and NaN as they should be. x = 2^e * (1 + t) with
+// 1 + t about 1, and log(1 + t) = 2 artanh(s) for s = t / (2 + t).
+FASTATTN_INLINE Floats log2(Floats x) {
+  constexpr float kTwoLog2E = 2.885390082f;
+  constexpr float kSeries[] = {kTwoLog2E / 9, kTwoLog2E / 7, kTwoLog2E / 5, kTwoLog2E / 3, kTwoLog2E};
+  constexpr int32_t kSquareRootOfHalf = 0x3f3504f3;
+  const Ints exponent = ((Ints)x - kSquareRootOfHalf) >> 23;
+  const Floats t = (Floats)((Ints)x - (exponent << 23)) - 1.0f;
+  const Floats s = t / (t + 2.0f);
+  const Floats y = s * polynomial(kSeries, s * s) + __builtin_convertvector(exponent, Floats);
+  return x > 0.0f && x < kInfinity ? y : x == 0.0f ? splat(-kInfinity) : x;
+}
+
 // Rows i and i + S of the two become those of the transposed 2x2 blocks of size S.
 template <int S, bool kUpper>
 constexpr int transposed_lane(int j) {

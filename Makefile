@@ -34,12 +34,13 @@ each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTA
 native-test: $(NATIVE)/kernels_test
 	$(call each_instruction_set,$<)
 
-# The executable, and then the conformance suite on a build of the module of its own. Python leaks on purpose.
+# The executable, and then the conformance suite on a build of the module of its own. Python leaks on purpose, and pytest
+# must not swallow what the sanitizers print as they end it.
 sanitize: $(NATIVE)/kernels_test-sanitized $(INSTALLED)
 	$(call each_instruction_set,$<)
 	CXX=$(CURDIR)/$(SANITIZING_CXX) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NATIVE) \
 	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/python -m pytest tests/test_conformance.py -k native
+	    $(BIN)/python -m pytest --capture=sys tests/test_conformance.py -k native
 
 # valgrind knows no AVX-512. On the heap it sees every byte that is not theirs, and what was never written.
 valgrind: $(NATIVE)/kernels_test

@@ -49,12 +49,11 @@ int64_t visible_pairs(const Problem& p, int64_t b, int64_t first_query, int64_t 
 }
 
 // Multiplications of every item: S and O.
-std::vector<int64_t> forward_work(const Problem& p, const Kernels& kernels) {
+std::vector<int64_t> forward_work(const Problem& p, const Kernels& kernels, int64_t threads) {
   std::vector<int64_t> work;
-  for (const ForwardItem& item : forward_items(p, kernels)) {
-    const int64_t first = item.block * kernels.block_queries;
-    const int64_t pairs = visible_pairs(p, item.b, first, first + kernels.block_queries, 0, p.keys[item.b].count);
-    work.push_back(pairs * (p.d_qk + p.d_v));
+  for (const ForwardItem& item : forward_items(p, kernels, threads)) {
+    const int64_t n_keys = p.keys[item.b].count;
+    work.push_back(visible_pairs(p, item.b, item.first_query, item.last_query, 0, n_keys) * (p.d_qk + p.d_v));
   }
   return work;
 }
@@ -108,7 +107,7 @@ void print_row(const Shape& shape, const Kernels& kernels) {
 
   std::printf("%-34s", shape.name);
   for (const int64_t threads : kThreads) {
-    const std::vector<int64_t> work = shape.backward ? backward_work(p, kernels, threads) : forward_work(p, kernels);
+    const auto work = (shape.backward ? backward_work : forward_work)(p, kernels, threads);
     std::printf("%8.2f", double(makespan(work, threads)) * threads / useful);
   }
   std::printf("\n");
@@ -119,7 +118,7 @@ void print_row(const Shape& shape, const Kernels& kernels) {
 
 int main() {
   using namespace fastattn;
-  const Kernels& kernels = choose_kernels();
+  const Kernels& kernels = choose_kernels(DType::f32);
   std::printf("%-34s", kernels.name);
   for (const int64_t threads : kThreads) std::printf("%8ld", long(threads));
   std::printf("  threads\n");

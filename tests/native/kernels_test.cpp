@@ -21,7 +21,7 @@ constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
 const char* name_of(DType dtype) { return dtype == DType::f32 ? "fp32" : dtype == DType::bf16 ? "bf16" : "fp16"; }
 
-// How the gradients are asked for: none of it may change a bit of them.
+// How a call is cut and which gradients are asked for: none of it may change a bit of the results.
 struct Request {
   const char* name;
   int64_t threads;
@@ -97,7 +97,9 @@ Results run(const Kernels& kernels, const Inputs& in, DType dtype, Placement pla
   p.queries = queries.data(), p.keys = keys.data();
   p.q = q.input(), p.k = k.input(), p.v = v.input();
   p.dropout = make_dropout(c.dropout_p, kSeed);
-  if (!run_forward(kernels, p, {o.output(), lse.floats()}, placement)) complain("forward wrote beside its scratch");
+  if (!run_forward(kernels, p, {o.output(), lse.floats()}, request.threads, placement)) {
+    complain("forward wrote beside its scratch");
+  }
 
   BackwardTensors t{};
   t.o = o.input(), t.lse = lse.floats();
@@ -170,17 +172,16 @@ int test_all(const std::vector<Placement>& placements) {
   sigaction(SIGSEGV, nullptr, &present);
   if (present.sa_handler == SIG_DFL) std::signal(SIGSEGV, on_crash);  // AddressSanitizer has its own, which tells more
 
-  const Kernels& kernels = choose_kernels();
   for (const Case& c : kCases) {
-    for (const DType dtype : kDTypes) test_case(kernels, c, dtype, placements);
+    for (const DType dtype : kDTypes) test_case(choose_kernels(dtype), c, dtype, placements);
   }
-  std::printf("%s: %zu cases in fp32, bf16 and fp16, %d wrong\n", kernels.name, kCases.size(), wrong);
+  std::printf("%s: %zu cases in fp32, bf16 and fp16, %d wrong\n", choose_capability().name(), kCases.size(), wrong);
   return wrong > 0;
 }
 
 int print_instruction_sets() {
   for (const Capability& capability : capabilities()) {
-    if (capability.runs_here) std::puts(capability.kernels->name);
+    if (capability.runs_here) std::puts(capability.name());
   }
   return 0;
 }

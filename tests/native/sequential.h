@@ -21,8 +21,9 @@ bool each_item(Placement placement, const std::vector<Item>& items, int64_t scra
   return kept_inside;
 }
 
-inline bool run_forward(const Kernels& kernels, const Problem& p, const ForwardOutputs& out, Placement placement) {
-  return each_item(placement, forward_items(p, kernels), kernels.forward_scratch(p),
+inline bool run_forward(const Kernels& kernels, const Problem& p, const ForwardOutputs& out, int64_t threads,
+                        Placement placement) {
+  return each_item(placement, forward_items(p, kernels, threads), kernels.forward_scratch(p),
                    [&](const ForwardItem& item, float* scratch) { kernels.forward(p, out, item, scratch); });
 }
 

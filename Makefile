@@ -34,8 +34,8 @@ each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTA
 native-test: $(NATIVE)/kernels_test
 	$(call each_instruction_set,$<)
 
-# The executable, and then the conformance suite on a build of the module of its own. Python leaks on purpose, and pytest
-# must not swallow what the sanitizers print as they end it.
+# The executable, and then the conformance suite on a build of the module of its own. Python leaks on purpose, and
+# pytest must not swallow what the sanitizers print as they end it.
 sanitize: $(NATIVE)/kernels_test-sanitized $(INSTALLED)
 	$(call each_instruction_set,$<)
 	CXX=$(CURDIR)/$(SANITIZING_CXX) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NATIVE) \

@@ -1,10 +1,19 @@
 # make demo | test | lint | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
+# make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+NATIVE := build/native
+KERNELS := $(wildcard csrc/cpu/*.cpp)
+KERNELS_TEST := tests/native/kernels_test.cpp $(KERNELS)
+NATIVE_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/native/*.h)
+NATIVE_CXX := g++ -std=c++20
+SANITIZING_CXX := tests/native/sanitizing-c++
+AARCH64_CXX := aarch64-linux-gnu-g++
+
+.PHONY: demo test lint bench native-test sanitize valgrind aarch64 scaling clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -18,6 +27,48 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/fastattn bench
+
+# Runs the given executable on each instruction set of this machine.
+each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTATTN_CPU_CAPABILITY=$$name $(1); done
+
+native-test: $(NATIVE)/kernels_test
+	$(call each_instruction_set,$<)
+
+# The executable, and then the conformance suite on a build of the module of its own. Python leaks on purpose, and
+# pytest must not swallow what the sanitizers print as they end it.
+sanitize: $(NATIVE)/kernels_test-sanitized $(INSTALLED)
+	$(call each_instruction_set,$<)
+	CXX=$(CURDIR)/$(SANITIZING_CXX) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NATIVE) \
+	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	    $(BIN)/python -m pytest --capture=sys tests/test_conformance.py -k native
+
+# valgrind knows no AVX-512. On the heap it sees every byte that is not theirs, and what was never written.
+valgrind: $(NATIVE)/kernels_test
+	FASTATTN_CPU_CAPABILITY=avx2 valgrind --quiet --error-exitcode=1 $< heap
+
+# Compiled, not run: qemu-aarch64 runs what it leaves, where there is one.
+aarch64: $(NATIVE)/kernels_test-aarch64
+
+scaling: $(NATIVE)/scaling
+	$<
+
+$(NATIVE)/kernels_test: $(KERNELS_TEST) $(NATIVE_HEADERS)
+	@mkdir -p $(@D)
+	$(NATIVE_CXX) -O2 -g $(KERNELS_TEST) -o $@
+
+$(NATIVE)/kernels_test-sanitized: $(KERNELS_TEST) $(NATIVE_HEADERS) $(SANITIZING_CXX)
+	@mkdir -p $(@D)
+	$(SANITIZING_CXX) -std=c++20 $(KERNELS_TEST) -o $@
+
+$(NATIVE)/kernels_test-aarch64: $(KERNELS_TEST) $(NATIVE_HEADERS)
+	@mkdir -p $(@D)
+	@command -v $(AARCH64_CXX) >/dev/null || \
+	    { echo "there is no $(AARCH64_CXX) here (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu)" >&2; exit 1; }
+	$(AARCH64_CXX) -std=c++20 -O3 -static -Wall -Wextra -Werror $(KERNELS_TEST) -o $@
+
+$(NATIVE)/scaling: benchmarks/scaling.cpp $(KERNELS) $(NATIVE_HEADERS)
+	@mkdir -p $(@D)
+	$(NATIVE_CXX) -O2 $< $(KERNELS) -o $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastattn/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

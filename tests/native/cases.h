@@ -1,0 +1,156 @@
+// What the kernels are tested with: shapes and masks, each with its reason, and their random inputs.
+#pragma once
+
+#include <random>
+
+#include "tensor.h"
+
+namespace fastattn::test {
+
+enum class Padding { none, right, holes, whole_sample };
+
+struct Case {
+  const char* name;
+  const char* why;
+  int64_t B = 2, H = 2, H_kv = 2;
+  int64_t n_q = 40, n_k = 40, d_qk = 32, d_v = 32;
+  bool causal = false;
+  std::vector<int64_t> q_start = {0, 0};  // [B]
+  int64_t left = kNoLimit, right = kNoLimit;
+  Padding keys = Padding::none, queries = Padding::none;
+  double dropout_p = 0, scale = 0.2;
+  Layout layout = {};
+  bool with_d_o = true, with_d_lse = true;
+};
+
+// clang-format off
+inline const std::vector<Case> kCases = {
+    {.name = "plain", .why = "nothing special"},
+    {.name = "smallest", .why = "one of everything",
+     .B = 1, .H = 1, .H_kv = 1, .n_q = 1, .n_k = 1, .d_qk = 1, .d_v = 1, .q_start = {0}},
+    {.name = "no-keys", .why = "nothing to see", .n_q = 3, .n_k = 0},
+    {.name = "no-queries", .why = "gradients of keys that nobody asks for", .n_q = 0, .n_k = 3},
+    {.name = "one-query", .why = "decoding",
+     .n_q = 1, .n_k = 300, .causal = true, .q_start = {299, 120}, .keys = Padding::right},
+    {.name = "one-key", .why = "weights of exactly 1", .n_q = 19, .n_k = 1},
+    {.name = "tails-below", .why = "one less than blocks and tiles", .n_q = 63, .n_k = 95, .d_qk = 31, .d_v = 15},
+    {.name = "tails-above", .why = "one more than blocks and tiles", .n_q = 33, .n_k = 97, .d_qk = 17, .d_v = 33},
+    {.name = "head-dim-1", .why = "the narrowest rows", .d_qk = 1, .d_v = 1, .causal = true},
+    {.name = "head-dim-3", .why = "rows shorter than any vector", .d_qk = 3, .d_v = 5, .layout = {.gap = 1}},
+    {.name = "head-dim-200", .why = "a sum in parts, the last one short",
+     .B = 1, .n_k = 70, .d_qk = 200, .d_v = 80, .q_start = {0}},
+    {.name = "chunks", .why = "dk and dv of more keys than stay in the cache",
+     .B = 1, .H = 1, .H_kv = 1, .n_q = 20, .n_k = 230, .d_qk = 512, .d_v = 512, .q_start = {0}, .keys = Padding::holes},
+    {.name = "head-dim-64", .why = "rows that serve as they lie in memory",
+     .B = 1, .n_q = 130, .n_k = 150, .d_qk = 64, .d_v = 64, .causal = true, .q_start = {20}},
+    {.name = "head-dim-128", .why = "the same, but for the padded ones",
+     .B = 1, .n_k = 130, .d_qk = 128, .d_v = 128, .q_start = {0}, .keys = Padding::holes},
+    {.name = "strips", .why = "more queries than take the keys together",
+     .B = 1, .H = 4, .H_kv = 1, .n_q = 550, .n_k = 160, .d_qk = 16, .d_v = 16, .q_start = {0}, .left = 430},
+    {.name = "wide-values", .why = "d_v above d_qk", .d_qk = 16, .d_v = 50},
+    {.name = "narrow-values", .why = "d_v below d_qk", .d_qk = 50, .d_v = 8},
+    {.name = "causal", .why = "top-left causal over several blocks", .n_q = 130, .n_k = 130, .causal = true},
+    {.name = "causal-before", .why = "the first queries stand before every key",
+     .n_q = 70, .n_k = 33, .causal = true, .q_start = {-37, -5}},
+    {.name = "window", .why = "a window on both sides",
+     .n_q = 100, .n_k = 210, .q_start = {0, 40}, .left = 13, .right = 6},
+    {.name = "window-zero", .why = "a query sees only itself", .left = 0, .right = 0},
+    {.name = "window-outside", .why = "windows beyond the last key are empty",
+     .n_k = 20, .q_start = {10, 10}, .left = 3, .right = 3},
+    {.name = "pad-right", .why = "lists without a table",
+     .n_q = 45, .n_k = 120, .keys = Padding::right, .queries = Padding::right},
+    {.name = "pad-holes", .why = "lists with a table, rows that are copied",
+     .n_q = 75, .n_k = 120, .keys = Padding::holes, .queries = Padding::holes},
+    {.name = "pad-whole-sample", .why = "a sample without a real row",
+     .keys = Padding::whole_sample, .queries = Padding::whole_sample},
+    {.name = "pad-keys-only", .why = "a sample without a real key", .keys = Padding::whole_sample},
+    {.name = "pad-queries-only", .why = "zeros between computed rows", .queries = Padding::holes},
+    {.name = "pad-holes-causal", .why = "all positions",
+     .n_q = 70, .n_k = 70, .causal = true, .left = 20, .keys = Padding::holes, .queries = Padding::holes},
+    {.name = "grouped", .why = "heads that share keys",
+     .H = 6, .n_q = 50, .n_k = 60, .causal = true, .keys = Padding::holes},
+    {.name = "multi-query", .why = "one head of keys for all", .H = 4, .H_kv = 1, .n_q = 35, .keys = Padding::right},
+    {.name = "strided", .why = "gaps between rows",
+     .n_q = 37, .n_k = 51, .d_qk = 33, .d_v = 20, .keys = Padding::right, .queries = Padding::right,
+     .layout = {.gap = 3}},
+    {.name = "odd-strides", .why = "rows of halves that begin between 32-bit words",
+     .n_q = 64, .n_k = 64, .layout = {.gap = 1}},
+    {.name = "token-by-token", .why = "as a projection leaves q, k and v",
+     .n_k = 100, .d_qk = 40, .d_v = 24, .layout = {.token_by_token = true}},
+    {.name = "token-by-token-strided", .why = "cut out of one tensor",
+     .causal = true, .keys = Padding::holes, .layout = {.token_by_token = true, .gap = 7}},
+    {.name = "dropout", .why = "dropped weights, odd numbers of keys", .n_q = 39, .n_k = 101, .dropout_p = 0.3},
+    {.name = "dropout-window", .why = "blocks that begin among four keys",
+     .n_q = 90, .n_k = 90, .left = 13, .right = 6, .keys = Padding::holes, .dropout_p = 0.5},
+    {.name = "dropout-grouped", .why = "words by query head",
+     .H = 4, .causal = true, .queries = Padding::holes, .dropout_p = 0.1},
+    {.name = "dropout-all", .why = "every weight dropped", .n_q = 20, .n_k = 20, .dropout_p = 1},
+    {.name = "large-scores", .why = "an lse of thousands", .causal = true, .scale = 50},
+    {.name = "zero-scale", .why = "all keys weigh the same", .keys = Padding::right, .scale = 0},
+    {.name = "negative-scale", .why = "the least similar key wins", .scale = -0.3},
+    {.name = "only-o", .why = "no gradient arrives at lse", .causal = true, .with_d_lse = false},
+    {.name = "only-lse", .why = "no gradient arrives at o", .causal = true, .with_d_o = false},
+};
+// clang-format on
+
+constexpr int64_t kSeed = 0x1234567890abcdef;  // of dropout
+
+// NaN stands in every row that nobody may read, and in what arrives at an lse of -inf.
+class Inputs {
+  std::mt19937_64 random_{1};
+
+ public:
+  const Case& about;
+  std::vector<std::vector<char>> real_queries, real_keys;  // [B][N], 0 or 1
+  Array q, k, v, d_o, d_lse;
+
+  Inputs(const Case& c, DType dtype)
+      : about(c),
+        real_queries(flags(c.queries, c.B, c.n_q)),
+        real_keys(flags(c.keys, c.B, c.n_k)),
+        q(normal(c.H, c.d_qk, dtype, real_queries)),
+        k(normal(c.H_kv, c.d_qk, dtype, real_keys)),
+        v(normal(c.H_kv, c.d_v, dtype, real_keys)),
+        d_o(normal(c.H, c.d_v, dtype, real_queries)),
+        d_lse(normal(c.H, 1, DType::f32, seeing_queries())) {}
+
+  bool sees(int64_t b, int64_t query, int64_t key) const {
+    const int64_t distance = key - (query + about.q_start[b]);
+    const bool in_band = distance >= -about.left && distance <= about.right && !(about.causal && distance > 0);
+    return in_band && real_queries[b][query] && real_keys[b][key];
+  }
+
+ private:
+  std::vector<std::vector<char>> flags(Padding padding, int64_t B, int64_t n) {
+    std::vector<std::vector<char>> rows(B, std::vector<char>(n, 1));
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t i = 0; i < n; ++i) {
+        if (padding == Padding::right) rows[b][i] = i < n * (b + 1) / (B + 1);
+        if (padding == Padding::holes) rows[b][i] = random_() % 5 < 3;
+        if (padding == Padding::whole_sample) rows[b][i] = b > 0;
+      }
+    }
+    return rows;
+  }
+
+  std::vector<std::vector<char>> seeing_queries() const {
+    std::vector<std::vector<char>> seeing(about.B, std::vector<char>(about.n_q));
+    for (int64_t b = 0; b < about.B; ++b) {
+      for (int64_t i = 0; i < about.n_q; ++i) {
+        for (int64_t j = 0; j < about.n_k; ++j) seeing[b][i] |= sees(b, i, j);
+      }
+    }
+    return seeing;
+  }
+
+  Array normal(int64_t heads, int64_t dim, DType dtype, const std::vector<std::vector<char>>& real) {
+    std::normal_distribution<double> distribution;
+    Array x(about.B, heads, real.empty() ? 0 : int64_t(real[0].size()), dim);
+    each_row(x, [&](int64_t b, int64_t h, int64_t i) {
+      for (int64_t d = 0; d < dim; ++d) x.row(b, h, i)[d] = real[b][i] ? rounded(distribution(random_), dtype) : NAN;
+    });
+    return x;
+  }
+};
+
+}  // namespace fastattn::test

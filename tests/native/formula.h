@@ -1,0 +1,104 @@
+// Attention and its gradients by the textbook, one query after the other: the twin of `formula` in fastattn/testing.py.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "../../csrc/philox.h"
+#include "cases.h"
+
+namespace fastattn::test {
+
+struct Results {
+  Array o, lse, dq, dk, dv;
+
+  explicit Results(const Case& c)
+      : o(c.B, c.H, c.n_q, c.d_v),
+        lse(c.B, c.H, c.n_q, 1),
+        dq(c.B, c.H, c.n_q, c.d_qk),
+        dk(c.B, c.H_kv, c.n_k, c.d_qk),
+        dv(c.B, c.H_kv, c.n_k, c.d_v) {}
+};
+
+struct NamedResult {
+  const char* name;
+  Array Results::* array;
+};
+constexpr NamedResult kResults[] = {
+    {"o", &Results::o}, {"lse", &Results::lse}, {"dq", &Results::dq}, {"dk", &Results::dk}, {"dv", &Results::dv}};
+
+// Sums are of type Real. Real = double: exact. Real = float: what a step leaves in memory is rounded to the dtype.
+template <class Real>
+Results formula(const Inputs& in, DType dtype) {
+  const Case& c = in.about;
+  const auto round = [&](Real x) -> Real {
+    return std::is_same_v<Real, double> || dtype == DType::f32 ? x : static_cast<Real>(rounded(x, dtype));
+  };
+  const auto dot = [](const double* x, const double* y, int64_t n) {
+    Real sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += Real(x[i]) * Real(y[i]);
+    return sum;
+  };
+  const auto add_multiple = [](double* sum, Real factor, const double* x, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) sum[i] = Real(sum[i]) + factor * Real(x[i]);
+  };
+  const auto round_row = [&](double* x, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) x[i] = round(Real(x[i]));
+  };
+  const Dropout dropout = make_dropout(c.dropout_p, kSeed);
+  const auto dropout_factor = [&](int64_t b, int64_t h, int64_t i, int64_t j) -> Real {
+    const PhiloxWords words = philox(dropout.key, {uint32_t(j / 4), uint32_t(i), uint32_t(h), uint32_t(b)});
+    const uint32_t word = j % 4 == 0 ? words.x0 : j % 4 == 1 ? words.x1 : j % 4 == 2 ? words.x2 : words.x3;
+    if (c.dropout_p == 0) return 1;
+    return c.dropout_p == 1 || word < c.dropout_p * 0x1p32 ? 0 : 1 / Real(1 - c.dropout_p);
+  };
+
+  Results r(c);
+  each_row(in.q, [&](int64_t b, int64_t h, int64_t i) {
+    std::vector<int64_t> keys;
+    for (int64_t j = 0; j < c.n_k; ++j) {
+      if (in.sees(b, i, j)) keys.push_back(j);
+    }
+    const int64_t h_kv = h / (c.H / c.H_kv);
+    double* o = r.o.row(b, h, i);
+    Real largest = -std::numeric_limits<Real>::infinity(), sum = 0;
+    std::vector<Real> p;
+    for (int64_t j : keys) {
+      p.push_back(round(round(dot(in.q.row(b, h, i), in.k.row(b, h_kv, j), c.d_qk)) * Real(c.scale)));
+      largest = std::max(largest, p.back());
+    }
+    for (Real& x : p) sum += x = std::exp(x - largest);
+    *r.lse.row(b, h, i) = round(largest + std::log(sum));
+    if (keys.empty()) return;
+
+    std::vector<Real> factors;
+    for (size_t n = 0; n < keys.size(); ++n) {
+      p[n] = round(p[n] / sum);
+      factors.push_back(dropout_factor(b, h, i, keys[n]));
+      add_multiple(o, round(p[n] * factors[n]), in.v.row(b, h_kv, keys[n]), c.d_v);
+    }
+    round_row(o, c.d_v);
+
+    Real delta = c.with_d_o ? round(dot(in.d_o.row(b, h, i), o, c.d_v)) : 0;
+    if (c.with_d_lse) delta -= Real(*in.d_lse.row(b, h, i));
+    for (size_t n = 0; n < keys.size(); ++n) {
+      const Real dp = c.with_d_o ? round(dot(in.d_o.row(b, h, i), in.v.row(b, h_kv, keys[n]), c.d_v)) : 0;
+      const Real ds = round(round(p[n] * round(dp * factors[n] - delta)) * Real(c.scale));
+      add_multiple(r.dq.row(b, h, i), ds, in.k.row(b, h_kv, keys[n]), c.d_qk);
+      add_multiple(r.dk.row(b, h_kv, keys[n]), ds, in.q.row(b, h, i), c.d_qk);
+      if (c.with_d_o) {
+        add_multiple(r.dv.row(b, h_kv, keys[n]), round(p[n] * factors[n]), in.d_o.row(b, h, i), c.d_v);
+      }
+    }
+    round_row(r.dq.row(b, h, i), c.d_qk);
+  });
+  each_row(r.dk, [&](int64_t b, int64_t h_kv, int64_t j) {
+    round_row(r.dk.row(b, h_kv, j), c.d_qk);
+    round_row(r.dv.row(b, h_kv, j), c.d_v);
+  });
+  return r;
+}
+
+}  // namespace fastattn::test

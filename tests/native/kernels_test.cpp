@@ -1,0 +1,203 @@
+// The kernels without torch: right within the error budget of fastattn/testing.py, and no byte read or written that is
+// not theirs. Every buffer lies beside a page that nobody may touch (guarded.h), and NaN stands in all padding.
+//
+//   kernels_test                     all of it, on the instruction set that FASTATTN_CPU_CAPABILITY allows
+//   kernels_test heap                one placement of the buffers
+//   kernels_test --instruction-sets  the names of those that this machine runs
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "../../csrc/cpu/dispatch.h"
+#include "formula.h"
+#include "sequential.h"
+
+namespace fastattn::test {
+namespace {
+
+constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
+
+const char* name_of(DType dtype) { return dtype == DType::f32 ? "fp32" : dtype == DType::bf16 ? "bf16" : "fp16"; }
+
+// How a call is cut and which gradients are asked for: none of it may change a bit of the results.
+struct Request {
+  const char* name;
+  int64_t threads;
+  bool dq, dkv;
+};
+constexpr Request kRequests[] = {
+    {"all gradients, 1 thread", 1, true, true},
+    {"all gradients, 64 threads", 64, true, true},
+    {"dq", 1, true, false},
+    {"dk and dv", 1, false, true},
+};
+
+// What is being computed, for the message of a crash, and how often something was wrong.
+char current[200];
+int wrong = 0;
+
+void complain(const std::string& what) {
+  std::printf("%s: %s\n", current, what.c_str());
+  ++wrong;
+}
+
+void on_crash(int) {
+  constexpr char kMessage[] = ": touched memory that is not its own\n";
+  const bool told = write(STDOUT_FILENO, current, std::strlen(current)) > 0 &&
+                    write(STDOUT_FILENO, kMessage, std::strlen(kMessage)) > 0;
+  _exit(told ? 1 : 2);
+}
+
+// Row lists whose tables lie in guarded memory too.
+class RowLists {
+ public:
+  RowLists(Placement placement, const std::vector<std::vector<char>>& flags)
+      : lists_(placement, int64_t(flags.size() * sizeof(IndexList)), alignof(IndexList)) {
+    for (size_t b = 0; b < flags.size(); ++b) {
+      std::vector<int32_t> table;
+      IndexList list = index_list(reinterpret_cast<const bool*>(flags[b].data()), int64_t(flags[b].size()), table);
+      tables_.push_back(
+          std::make_unique<Buffer>(placement, int64_t(table.size() * sizeof(int32_t)), alignof(int32_t)));
+      if (list.table) {
+        std::copy(table.begin(), table.end(), tables_.back()->data<int32_t>());
+        list.table = tables_.back()->data<int32_t>();
+      }
+      lists_.data<IndexList>()[b] = list;
+    }
+  }
+
+  const IndexList* data() const { return lists_.data<IndexList>(); }
+
+ private:
+  Buffer lists_;
+  std::vector<std::unique_ptr<Buffer>> tables_;
+};
+
+// Forward and backward; gradients that are not requested stay 0.
+Results run(const Kernels& kernels, const Inputs& in, DType dtype, Placement placement, const Request& request) {
+  const Case& c = in.about;
+  const Tensor q(placement, dtype, in.q, c.layout), k(placement, dtype, in.k, c.layout),
+      v(placement, dtype, in.v, c.layout), d_o(placement, dtype, in.d_o, c.layout),
+      d_lse(placement, DType::f32, in.d_lse);
+  const Tensor o(placement, dtype, c.B, c.H, c.n_q, c.d_v, c.layout), lse(placement, DType::f32, c.B, c.H, c.n_q, 1);
+  const Tensor dq(placement, DType::f32, c.B, c.H, c.n_q, c.d_qk, c.layout);
+  const Tensor dk(placement, dtype, c.B, c.H_kv, c.n_k, c.d_qk, c.layout);
+  const Tensor dv(placement, dtype, c.B, c.H_kv, c.n_k, c.d_v, c.layout);
+  const RowLists queries(placement, in.real_queries), keys(placement, in.real_keys);
+  const Buffer q_start(placement, c.B * int64_t(sizeof(int64_t)), alignof(int64_t));
+  std::copy(c.q_start.begin(), c.q_start.end(), q_start.data<int64_t>());
+
+  Problem p{};
+  p.B = c.B, p.H = c.H, p.H_kv = c.H_kv, p.n_q = c.n_q, p.n_k = c.n_k, p.d_qk = c.d_qk, p.d_v = c.d_v;
+  p.scale = c.scale;
+  p.band = make_band(c.causal, c.left, c.right);
+  p.q_start = q_start.data<int64_t>();
+  p.queries = queries.data(), p.keys = keys.data();
+  p.q = q.input(), p.k = k.input(), p.v = v.input();
+  p.dropout = make_dropout(c.dropout_p, kSeed);
+  if (!run_forward(kernels, p, {o.output(), lse.floats()}, request.threads, placement)) {
+    complain("forward wrote beside its scratch");
+  }
+
+  BackwardTensors t{};
+  t.o = o.input(), t.lse = lse.floats();
+  if (c.with_d_o) t.d_o = d_o.input();
+  if (c.with_d_lse) t.d_lse = d_lse.floats();
+  if (request.dq) t.dq = dq.output();
+  if (request.dkv) t.dk = dk.output(), t.dv = dv.output();
+  if (!run_backward(kernels, p, t, request.threads, placement)) complain("backward wrote beside its scratch");
+
+  for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv}) {
+    if (!x->gaps_untouched()) complain("bytes beside the rows of a tensor were written");
+  }
+  Results r(c);
+  r.o = o.read(), r.lse = lse.read();
+  if (request.dq) r.dq = dq.read();
+  if (request.dkv) r.dk = dk.read(), r.dv = dv.read();
+  return r;
+}
+
+// max|actual - exact| <= 2 max|naive - exact| + 4 eps max|exact|. -inf stands where exact has it, and nothing but 0 in
+// the rows that exact never added anything to.
+void compare(const char* name, const Array& actual, const Array& naive, const Array& exact, double eps) {
+  double error = 0, naive_error = 0, magnitude = 0;
+  each_row(exact, [&](int64_t b, int64_t h, int64_t i) {
+    const double *a = actual.row(b, h, i), *n = naive.row(b, h, i), *e = exact.row(b, h, i);
+    const bool empty = std::all_of(e, e + exact.D, [](double x) { return x == 0 || x == -HUGE_VAL; });
+    for (int64_t d = 0; d < exact.D; ++d) {
+      if (empty || std::isnan(a[d])) {
+        error = std::max(error, a[d] == e[d] ? 0 : HUGE_VAL);
+        continue;
+      }
+      error = std::max(error, std::fabs(a[d] - e[d]));
+      naive_error = std::max(naive_error, std::fabs(n[d] - e[d]));
+      magnitude = std::max(magnitude, std::fabs(e[d]));
+    }
+  });
+  const double budget = 2 * naive_error + 4 * eps * magnitude;
+  if (error <= budget) return;
+  char text[100];
+  std::snprintf(text, sizeof text, "%s: max error %.3g, budget %.3g", name, error, budget);
+  complain(text);
+}
+
+void test_case(const Kernels& kernels, const Case& c, DType dtype, const std::vector<Placement>& placements) {
+  const Inputs in(c, dtype);
+  const Results exact = formula<double>(in, dtype), naive = formula<float>(in, dtype);
+  for (const Placement placement : placements) {
+    Results first(c);
+    for (const Request& request : kRequests) {
+      std::snprintf(current, sizeof current, "%s, %s, %s, %s, %s", kernels.name, c.name, name_of(dtype),
+                    name_of(placement), request.name);
+      const Results actual = run(kernels, in, dtype, placement, request);
+      if (&request == kRequests) {
+        first = actual;
+        for (const auto& [name, array] : kResults) {
+          const double eps = eps_of(array == &Results::lse ? DType::f32 : dtype);
+          compare(name, actual.*array, naive.*array, exact.*array, eps);
+        }
+      }
+      const bool same = actual.o.values == first.o.values && actual.lse.values == first.lse.values &&
+                        (!request.dq || actual.dq.values == first.dq.values) &&
+                        (!request.dkv || (actual.dk.values == first.dk.values && actual.dv.values == first.dv.values));
+      if (!same) complain(std::string("other bits than with ") + kRequests[0].name);
+    }
+  }
+}
+
+int test_all(const std::vector<Placement>& placements) {
+  struct sigaction present;
+  sigaction(SIGSEGV, nullptr, &present);
+  if (present.sa_handler == SIG_DFL) std::signal(SIGSEGV, on_crash);  // AddressSanitizer has its own, which tells more
+
+  for (const Case& c : kCases) {
+    for (const DType dtype : kDTypes) test_case(choose_kernels(dtype), c, dtype, placements);
+  }
+  std::printf("%s: %zu cases in fp32, bf16 and fp16, %d wrong\n", choose_capability().name(), kCases.size(), wrong);
+  return wrong > 0;
+}
+
+int print_instruction_sets() {
+  for (const Capability& capability : capabilities()) {
+    if (capability.runs_here) std::puts(capability.name());
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace fastattn::test
+
+int main(int count, char** arguments) {
+  using namespace fastattn::test;
+  const std::string wish = count > 1 ? arguments[1] : "";
+  if (wish == "--instruction-sets") return print_instruction_sets();
+  std::vector<Placement> placements;
+  for (const Placement placement : kPlacements) {
+    if (wish.empty() || wish == name_of(placement)) placements.push_back(placement);
+  }
+  if (!placements.empty()) return test_all(placements);
+  std::fprintf(stderr, "the placement must be before_guard, after_guard or heap, got '%s'\n", wish.c_str());
+  return 2;
+}

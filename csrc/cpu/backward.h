@@ -63,7 +63,7 @@ struct BackwardScratch {
     queries = reinterpret_cast<int32_t*>(arena.take(p.n_q));
     strip = arena.take(0);
     BackwardBlock block;
-    for (int64_t i = 0; i < kStripBlocks; ++i) take_block(p, arena, block);
+    for (int64_t i = 0; i < kStripQueries; i += block_queries(p)) take_block(p, arena, block);
     size = arena.used();
   }
 
@@ -75,7 +75,7 @@ struct BackwardScratch {
 
  private:
   static void take_block(const Problem& p, Arena& arena, BackwardBlock& block) {
-    constexpr int64_t M = kColumns * kLanes;
+    const int64_t M = block_queries(p);
     block.q_copy = arena.take(M * units(p.d_qk));
     block.d_o_copy = arena.take(M * units(p.d_v));
     block.q_t = arena.take(M * units(p.d_qk));
@@ -112,7 +112,7 @@ FASTATTN_INLINE Floats weight_again(const BackwardBlock& block, int c, Floats s,
 template <int C>
 FASTATTN_INLINE void scores(const Problem& p, const BackwardBlock& block, const KeyBlock& keys, Part part, float* s_t) {
   constexpr int64_t M = C * kLanes;
-  assign_product<kScoreRows, C>({s_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
+  assign_product<C>({s_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
   hide<C>(block.queries, keys, part, s_t, -kInfinity);
 }
 
@@ -203,10 +203,10 @@ FASTATTN_INLINE void gradients_of_scores(int64_t n, const BackwardBlock& block, 
     each_vector(weights, [&](Floats& p, int r, int c) {
       const int64_t at = ((i + r) * C + c) * kLanes;
       p = weight_again(block, c, load(w.s_t + at), on_score_log2);
-      Floats dp = load(w.dp_t + at);
-      if (drops) dp *= load(w.z_t + at);
-      ds[r][c] = p * (dp + d_lse_minus_delta[c]);
-      if (drops) p *= load(w.z_t + at);
+      // Without a branch, so that compilers round it alike wherever they inline it.
+      const Floats z = drops ? load(w.z_t + at) : splat(1.0f);
+      ds[r][c] = p * (load(w.dp_t + at) * z + d_lse_minus_delta[c]);
+      p *= z;
     });
     store_left(w.weights, i, weights);
     store_right(w.ds_t, i, ds);
@@ -219,10 +219,9 @@ template <int C>
 FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_queries, Right y, int64_t d, float* x) {
   constexpr int64_t M = C * kLanes;
   const Rows left{a, M / kPerUnit};
-  each_tile<kOuterColumns>(0, padded(d) / kLanes, [&](auto vectors, int64_t first_vector) {
-    const int64_t column = first_vector * kLanes;
+  each_column_tile(padded(d), [&](auto vectors, int64_t column) {
     const Target to{x + column, padded(d)};
-    add_product<kOuterRows, vectors>(to, n, query_steps(n_queries, M), left, y.at_column(column));
+    add_product<vectors>(to, n, query_steps(n_queries, M), left, y.at_column(column));
   });
 }
 
@@ -235,11 +234,11 @@ void add_gradients(const Problem& p, const BackwardItem& item, int64_t h, const 
   if (part.n == 0) return;
   if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, block.queries, keys, part, w.z_t);
   scores<C>(p, block, keys, part, w.s_t);
-  assign_product<kScoreRows, C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), {block.d_o_t, M});
+  assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), {block.d_o_t, M});
   gradients_of_scores<C>(part.n, block, split_scale(p.scale).on_score_log2, p.dropout.drops, w);
   if (item.wants_dq) {
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
-    add_product<kValueRows, C>({block.dq_t, M}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
+    add_product<C>({block.dq_t, M}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
   }
   if (item.wants_dkv) {
     const int64_t n = block.queries.n;
@@ -266,8 +265,7 @@ void add_dq(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, co
 void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
                             const IndexList& queries, int64_t first_query, int64_t chunk_begin, int64_t chunk_end,
                             const BackwardScratch& w) {
-  constexpr int64_t M = kColumns * kLanes;
-  const int64_t b = item.b, end = lesser(first_query + kStripBlocks * M, queries.count);
+  const int64_t b = item.b, M = block_queries(p), end = lesser(first_query + kStripQueries, queries.count);
   const IndexList& list = p.keys[b];
   BackwardBlock blocks[kStripBlocks];
   int64_t count = 0;
@@ -333,7 +331,7 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
     }
     for (int64_t h = item.first_head; h < item.last_head; ++h) {
       const IndexList queries = contributing_queries(p, t, item, h, w.queries);
-      for (int64_t first = 0; first < queries.count; first += kStripBlocks * kColumns * kLanes) {
+      for (int64_t first = 0; first < queries.count; first += kStripQueries) {
         add_gradients_of_strip(p, t, item, h, queries, first, begin, end, w);
       }
     }

@@ -43,6 +43,12 @@ inline int64_t key_blocks_in_chunk(const Problem& p) {
   return greater(1, lesser(kChunkBlocks, lesser(kCacheFloats / block, (p.n_k + kBlockKeys - 1) / kBlockKeys)));
 }
 
+// Queries that meet a chunk of keys, block by block, before the next one.
+constexpr int64_t kStripQueries = 256;
+constexpr int kFewestOfBlock = kColumns / 2 < kFewestColumns ? kColumns : kColumns / 2;  // vectors in a narrow block
+constexpr int64_t kStripBlocks = kStripQueries / (kFewestOfBlock * kLanes);
+static_assert(kStripQueries % (kColumns * kLanes) == 0);
+
 constexpr int64_t up_to_grain(int64_t n) { return (n + kGrain - 1) / kGrain * kGrain; }
 
 // Rows i, ..., i + n - 1 of a list, and zeros up to n_padded rows: where they lie if they serve as they are, else copied
@@ -56,6 +62,16 @@ Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_
   for (int64_t j = 0; j < n; ++j) read_units(x, b, h, list.at(i + j), d, copy + j * units(d));
   __builtin_memset(copy + n * units(d), 0, (n_padded - n) * units(d) * sizeof(float));
   return {copy, units(d)};
+}
+
+// Queries in a block. Where every query sees few keys, a block is narrow: fewer pairs at the edges of what they see are
+// computed and then hidden.
+int64_t block_queries(const Problem& p) {
+  constexpr int64_t kFewKeys = 256;
+  const auto seen = [&](int64_t reach) { return clamp(reach, 0, p.n_k / 2); };  // to one side, about
+  const bool has_edges = p.band.left < p.n_k || p.band.right < p.n_k;
+  const bool narrow = has_edges && seen(p.band.left) + seen(p.band.right) <= kFewKeys;
+  return (narrow ? kFewestOfBlock : kColumns) * kLanes;
 }
 
 // Queries of one head, at most kColumns * kLanes of them, one per lane, and the keys that each may see. Lanes without a

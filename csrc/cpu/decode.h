@@ -141,9 +141,9 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
     }
     const Target o{decode_part(p, parts, b, h_kv, item.part, item.n_parts, 0).o, row_of_part(p)};
     with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, [&](auto v) {
-      each_tile<4>(0, padded(p.d_v) / kLanes, [&](auto vectors, int64_t vector) {
-        const Target to{o.at(0, vector), o.stride};
-        add_product<4, vectors>(to, rows, n_padded, Rows{w.s, kBlockKeys}, v.at_column(vector * kLanes));
+      each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
+        const Target to{o.data + column, o.stride};
+        add_product<vectors>(to, rows, n_padded, Rows{w.s, kBlockKeys}, v.at_column(column));
       });
     });
   });

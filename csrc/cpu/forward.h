@@ -9,20 +9,16 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-constexpr int64_t kStripBlocks = 8;  // blocks of queries in a strip
-
 struct ForwardScratch {
   float *q, *o;              // [M, d]: rows of a block of queries on their way in or out
   float *k, *v, *v_t;        // copies of a block of keys, where they are needed
   float *p_t, *z_t;          // [kBlockKeys, M], S^T and then P^T; Z^T
-  float *q_t, *o_t;          // [kStripBlocks, d, M]
-  int64_t q_t_size, o_t_size;  // of one block
+  float *q_t, *o_t;          // [d, M] for each block of a strip
   int64_t chunk_blocks;        // blocks of keys that are made ready together
   int64_t size;
 
   ForwardScratch(const Problem& p, float* base) {
     constexpr int64_t M = kColumns * kLanes;
-    q_t_size = M * units(p.d_qk), o_t_size = M * padded(p.d_v);
     Arena arena(base);
     q = arena.take(M * units(p.d_qk));
     o = arena.take(M * padded(p.d_v));
@@ -32,8 +28,8 @@ struct ForwardScratch {
     v_t = arena.take(chunk_blocks * transposed_size(kBlockKeys, p.d_v));
     p_t = arena.take(kBlockKeys * M);
     z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
-    q_t = arena.take(kStripBlocks * q_t_size);
-    o_t = arena.take(kStripBlocks * o_t_size);
+    q_t = arena.take(kStripQueries * units(p.d_qk));
+    o_t = arena.take(kStripQueries * padded(p.d_v));
     size = arena.used();
   }
 };
@@ -119,7 +115,7 @@ void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Forwar
   Floats m[C], l[C], decay[C];
   for (int c = 0; c < C; ++c) m[c] = block.m[c], l[c] = block.l[c];
 
-  assign_product<kScoreRows, C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
+  assign_product<C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
   hide<C>(block.queries, keys, part, w.p_t, -kInfinity);
   if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay)) {
     for (int c = 0; c < C; ++c) l[c] *= decay[c];
@@ -129,7 +125,7 @@ void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Forwar
   }
   if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, block.queries, keys, part, w.z_t);
   weights<C>(part.n, on_score_log2, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
-  add_product<kValueRows, C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), Right{w.p_t, M});
+  add_product<C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), Right{w.p_t, M});
 
   for (int c = 0; c < C; ++c) block.m[c] = m[c], block.l[c] = l[c];
 }
@@ -177,7 +173,6 @@ void write_padding(const Problem& p, const ForwardOutputs& out, int64_t b, int64
 }
 
 void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& item, float* scratch) {
-  constexpr int64_t M = kColumns * kLanes;
   const ForwardScratch w(p, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
   const auto [b, h, first_query, last_query] = item;
@@ -185,13 +180,13 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
 
   ForwardBlock blocks[kStripBlocks];
   const IndexList &queries = p.queries[b], &key_list = p.keys[b];
-  const int64_t end = lesser(last_query, queries.count);
+  const int64_t M = block_queries(p), end = lesser(last_query, queries.count);
   int64_t count = 0;
   KeyRange seen{p.n_k, 0};  // by any of them
   for (int64_t first = first_query; first < end; first += M, ++count) {
     ForwardBlock& block = blocks[count];
     block.queries.init(p, b, queries, first, lesser(M, end - first));
-    block.q_t = w.q_t + count * w.q_t_size, block.o_t = w.o_t + count * w.o_t_size;
+    block.q_t = w.q_t + count * M * units(p.d_qk), block.o_t = w.o_t + count * M * padded(p.d_v);
     seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, b, h, block, w); });
   }

@@ -10,10 +10,6 @@ namespace fastattn::FASTATTN_ISA {
 namespace {
 
 constexpr int kColumns = FASTATTN_COLUMNS;
-constexpr int kScoreRows = FASTATTN_SCORE_ROWS;
-constexpr int kValueRows = FASTATTN_VALUE_ROWS;
-constexpr int kOuterRows = FASTATTN_OUTER_ROWS;
-constexpr int kOuterColumns = FASTATTN_OUTER_COLUMNS;
 
 }  // namespace
 }  // namespace fastattn::FASTATTN_ISA
@@ -49,7 +45,7 @@ extern const Kernels kernels;
 const Kernels kernels = {
     FASTATTN_NAME(FASTATTN_ISA),
     kColumns * kLanes,
-    kStripBlocks * kColumns * kLanes,
+    kStripQueries,
     kBlockKeys,
     forward_scratch,
     forward,

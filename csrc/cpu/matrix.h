@@ -67,6 +67,12 @@ FASTATTN_INLINE void each_tile(int64_t begin, int64_t end, Run run) {
   }
 }
 
+// Vectors of columns of a matrix that is wider than a block of queries: as many as a block has are taken at a time.
+template <class Run>
+FASTATTN_INLINE void each_column_tile(int64_t columns, Run run) {
+  each_tile<kColumns>(0, columns / kLanes, [&](auto vectors, int64_t first) { run(vectors, first * kLanes); });
+}
+
 // A sum over the head dim, which may be long, is cut into parts of so many units: the rounding errors of the parts do
 // not all pile up in one chain.
 constexpr int64_t kPartOfHeadDim = 64;

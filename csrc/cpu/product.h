@@ -23,13 +23,17 @@ FASTATTN_INLINE void product(int64_t steps, Left a, RightOf<Element> b, Floats (
   }
 }
 
+// Rows of a tile with C vectors of columns: as many as its accumulators leave registers for.
+template <int C>
+constexpr int kTileRows = FASTATTN_ACCUMULATORS / C < 12 ? FASTATTN_ACCUMULATORS / C : 12;
+
 // Rows that share a unit once they are stored are computed together.
 constexpr int64_t whole_units(int64_t rows) { return (rows + kPerUnit - 1) / kPerUnit * kPerUnit; }
 
-// to = a * b for `rows` rows and C vectors of columns, in tiles of at most R rows. The steps go along the head dim.
-template <int R, int C, class Left>
+// to = a * b for `rows` rows and C vectors of columns, in tiles of rows. The steps go along the head dim.
+template <int C, class Left>
 FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Left a, Right b) {
-  each_tile<R, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
+  each_tile<kTileRows<C>, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
     constexpr int T = decltype(tile_rows)::value;
     Floats acc[T][C];
     product(lesser(steps, kPartOfHeadDim), a.at_row(i), b, acc);
@@ -43,9 +47,9 @@ FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Left
 }
 
 // to += a * b. It is summed from zero and then added, which halves the rounding error.
-template <int R, int C, class Left, class Element>
+template <int C, class Left, class Element>
 FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Left a, RightOf<Element> b) {
-  each_tile<R, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
+  each_tile<kTileRows<C>, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
     Floats acc[decltype(tile_rows)::value][C];
     product(steps, a.at_row(i), b, acc);
     each_vector(acc, [&](Floats& x, int r, int c) { store(to.at(i + r, c), load(to.at(i + r, c)) + x); });

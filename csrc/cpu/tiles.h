@@ -97,11 +97,11 @@ FASTATTN_INLINE void tile_products(Target to, int64_t rows, int64_t steps, Rows 
     tile_product<tiles, C, kAdd>(to.at_row(tile * kTile), steps, a.at_row(tile * kTile), b);
   });
 }
-template <int, int C>
+template <int C>
 FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Rows a, Right b) {
   tile_products<C, false>(to, rows, steps, a, b);
 }
-template <int, int C>
+template <int C>
 FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Rows a, Right b) {
   tile_products<C, true>(to, rows, steps, a, b);
 }

@@ -51,6 +51,13 @@ int64_t visible_pairs(const Problem& p, int64_t b, int64_t first_query, int64_t 
 // Multiplications of every item: S and O.
 std::vector<int64_t> forward_work(const Problem& p, const Kernels& kernels, int64_t threads) {
   std::vector<int64_t> work;
+  if (decodes(p)) {
+    for (const DecodeItem& item : decode_items(p)) {
+      const int64_t pairs = visible_pairs(p, item.b, 0, p.n_q, item.first_key, item.last_key);
+      work.push_back(p.group() * pairs * (p.d_qk + p.d_v));
+    }
+    return work;
+  }
   for (const ForwardItem& item : forward_items(p, kernels, threads)) {
     const int64_t n_keys = p.keys[item.b].count;
     work.push_back(visible_pairs(p, item.b, item.first_query, item.last_query, 0, n_keys) * (p.d_qk + p.d_v));
@@ -118,7 +125,7 @@ void print_row(const Shape& shape, const Kernels& kernels) {
 
 int main() {
   using namespace fastattn;
-  const Kernels& kernels = choose_kernels(DType::f32);
+  const Kernels& kernels = choose_capability().kernels_for(DType::f32);
   std::printf("%-34s", kernels.name);
   for (const int64_t threads : kThreads) std::printf("%8ld", long(threads));
   std::printf("  threads\n");

@@ -12,8 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/dispatch.h"
-#include "cpu/schedule.h"
+#include "cpu/run.h"
 
 namespace fastattn {
 namespace {
@@ -99,43 +98,29 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, double sca
   return p;
 }
 
-// run(item, scratch) for all items; a thread takes the next one when it is free, since items differ in length.
-template <class Item, class Run>
-void take_in_turn(const std::vector<Item>& items, int64_t scratch_floats, Run run) {
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), int64_t(items.size()));
+// run(i, scratch) for all i < n; a thread takes the next one when it is free, since items differ in length.
+template <class Run>
+void take_in_turn(int64_t n, int64_t scratch_floats, Run run) {
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), n);
   const Tensor scratch = at::empty({threads, scratch_floats}, at::kFloat);  // rows begin at cache lines, see Arena
-  std::atomic<size_t> next{0};
+  std::atomic<int64_t> next{0};
   at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t) {
     float* own = scratch.data_ptr<float>() + thread * scratch_floats;
-    for (size_t i; (i = next.fetch_add(1)) < items.size();) run(items[i], own);
+    for (int64_t i; (i = next.fetch_add(1)) < n;) run(i, own);
   });
 }
-
-void decode(const Kernels& kernels, const Problem& p, const ForwardOutputs& out) {
-  const int64_t heads = p.B * p.H_kv, n_parts = decode_parts_of_head(p);
-  const Tensor memory = at::empty({heads * n_parts, kernels.decode_parts(p)}, at::kFloat);
-  float* parts = memory.data_ptr<float>();
-  take_in_turn(decode_items(p), kernels.decode_scratch(p),
-               [&](const DecodeItem& item, float* scratch) { kernels.decode(p, item, parts, scratch); });
-  at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) kernels.combine(p, out, i / p.H_kv, i % p.H_kv, n_parts, parts);
-  });
-}
+constexpr auto in_turn = [](int64_t n, int64_t scratch_floats, auto run) { take_in_turn(n, scratch_floats, run); };
 
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, double scale,
              const Mask& mask, double dropout_p, int64_t seed) {
   const Problem p = problem_of(q, k, v, scale, mask, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
-  if (decodes(p)) return decode(*choose_capability().others, p, out);
-  const Kernels& kernels = choose_kernels(p.q.dtype);
-  take_in_turn(forward_items(p, kernels, at::get_num_threads()), kernels.forward_scratch(p),
-               [&](const ForwardItem& item, float* scratch) { kernels.forward(p, out, item, scratch); });
+  run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn);
 }
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
               double scale, const Mask& mask, double dropout_p, int64_t seed) {
-  const Kernels& kernels = choose_kernels(dtype_of(q));
   const Problem p = problem_of(q, k, v, scale, mask, make_dropout(dropout_p, seed));
   BackwardTensors t{};
   t.o = rows_of<Input>(o);
@@ -146,9 +131,7 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
   TORCH_CHECK_VALUE(dk.has_value() == dv.has_value(), "dk and dv are computed together");
   if (dq) t.dq = rows_of<Output>(*dq);
   if (dk) t.dk = rows_of<Output>(*dk), t.dv = rows_of<Output>(*dv);
-  take_in_turn(backward_items(p, kernels, dq.has_value(), dk.has_value(), at::get_num_threads()),
-               kernels.backward_scratch(p),
-               [&](const BackwardItem& item, float* scratch) { kernels.backward(p, t, item, scratch); });
+  run_backward(choose_capability(), p, t, at::get_num_threads(), in_turn);
 }
 
 // bool [B, n_q, n_k], by the lists and ranges that the kernels walk, for blocks of `block` queries: the tests compare
@@ -178,7 +161,7 @@ Tensor keep(const Mask& mask, int64_t block) {
 
 // For the benchmarks: takes `steps` steps of fma_chains in every thread, and returns how many operations they are.
 double fma_ceiling(int64_t steps) {
-  const Kernels& kernels = choose_kernels(DType::f32);
+  const Kernels& kernels = choose_capability().kernels_for(DType::f32);
   const int64_t threads = at::get_num_threads();
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { kernels.fma_chains(steps); });
   return double(threads) * steps * kernels.chain_operations;

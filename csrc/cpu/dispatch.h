@@ -45,6 +45,7 @@ struct Capability {
   bool runs_here;
 
   const char* name() const { return bf16->name; }
+  const Kernels& kernels_for(DType dtype) const { return dtype == DType::bf16 ? *bf16 : *others; }
 };
 
 #if defined(__x86_64__)
@@ -94,11 +95,6 @@ inline const Capability& choose_capability() {
     names += (names.empty() ? "'" : ", '") + std::string(capability.name()) + "'";
   }
   throw std::invalid_argument(std::string(kCapabilityVariable) + " must be one of " + names + ", got '" + highest + "'");
-}
-
-inline const Kernels& choose_kernels(DType dtype) {
-  const Capability& capability = choose_capability();
-  return dtype == DType::bf16 ? *capability.bf16 : *capability.others;
 }
 
 }  // namespace fastattn

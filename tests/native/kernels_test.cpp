@@ -7,6 +7,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -76,7 +77,7 @@ class RowLists {
 };
 
 // Forward and backward; gradients that are not requested stay 0.
-Results run(const Kernels& kernels, const Inputs& in, DType dtype, Placement placement, const Request& request) {
+Results run(const Inputs& in, DType dtype, Placement placement, const Request& request) {
   const Case& c = in.about;
   const Tensor q(placement, dtype, in.q, c.layout), k(placement, dtype, in.k, c.layout),
       v(placement, dtype, in.v, c.layout), d_o(placement, dtype, in.d_o, c.layout),
@@ -97,9 +98,8 @@ Results run(const Kernels& kernels, const Inputs& in, DType dtype, Placement pla
   p.queries = queries.data(), p.keys = keys.data();
   p.q = q.input(), p.k = k.input(), p.v = v.input();
   p.dropout = make_dropout(c.dropout_p, kSeed);
-  if (!run_forward(kernels, p, {o.output(), lse.floats()}, request.threads, placement)) {
-    complain("forward wrote beside its scratch");
-  }
+  Sequential for_each(placement);
+  run_forward(choose_capability(), p, {o.output(), lse.floats()}, request.threads, std::ref(for_each));
 
   BackwardTensors t{};
   t.o = o.input(), t.lse = lse.floats();
@@ -107,7 +107,8 @@ Results run(const Kernels& kernels, const Inputs& in, DType dtype, Placement pla
   if (c.with_d_lse) t.d_lse = d_lse.floats();
   if (request.dq) t.dq = dq.output();
   if (request.dkv) t.dk = dk.output(), t.dv = dv.output();
-  if (!run_backward(kernels, p, t, request.threads, placement)) complain("backward wrote beside its scratch");
+  run_backward(choose_capability(), p, t, request.threads, std::ref(for_each));
+  if (!for_each.kept_inside()) complain("a kernel wrote beside its scratch");
 
   for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv}) {
     if (!x->gaps_untouched()) complain("bytes beside the rows of a tensor were written");
@@ -143,15 +144,15 @@ void compare(const char* name, const Array& actual, const Array& naive, const Ar
   complain(text);
 }
 
-void test_case(const Kernels& kernels, const Case& c, DType dtype, const std::vector<Placement>& placements) {
+void test_case(const Case& c, DType dtype, const std::vector<Placement>& placements) {
   const Inputs in(c, dtype);
   const Results exact = formula<double>(in, dtype), naive = formula<float>(in, dtype);
   for (const Placement placement : placements) {
     Results first(c);
     for (const Request& request : kRequests) {
-      std::snprintf(current, sizeof current, "%s, %s, %s, %s, %s", kernels.name, c.name, name_of(dtype),
+      std::snprintf(current, sizeof current, "%s, %s, %s, %s, %s", choose_capability().name(), c.name, name_of(dtype),
                     name_of(placement), request.name);
-      const Results actual = run(kernels, in, dtype, placement, request);
+      const Results actual = run(in, dtype, placement, request);
       if (&request == kRequests) {
         first = actual;
         for (const auto& [name, array] : kResults) {
@@ -173,7 +174,7 @@ int test_all(const std::vector<Placement>& placements) {
   if (present.sa_handler == SIG_DFL) std::signal(SIGSEGV, on_crash);  // AddressSanitizer has its own, which tells more
 
   for (const Case& c : kCases) {
-    for (const DType dtype : kDTypes) test_case(choose_kernels(dtype), c, dtype, placements);
+    for (const DType dtype : kDTypes) test_case(c, dtype, placements);
   }
   std::printf("%s: %zu cases in fp32, bf16 and fp16, %d wrong\n", choose_capability().name(), kCases.size(), wrong);
   return wrong > 0;

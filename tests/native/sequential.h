@@ -1,37 +1,32 @@
-// A call of the kernels, cut into items as for `threads` threads, which one thread then takes in turn.
+// The items of a call (csrc/cpu/run.h), which one thread takes in turn.
 #pragma once
 
-#include <vector>
-
-#include "../../csrc/cpu/schedule.h"
+#include "../../csrc/cpu/run.h"
 #include "guarded.h"
 
 namespace fastattn::test {
 
-// Every item has a scratch of its own, where nothing of the one before is left. Returns whether all kept inside it.
-template <class Item, class Run>
-bool each_item(Placement placement, const std::vector<Item>& items, int64_t scratch_floats, Run run) {
-  constexpr int64_t kCacheLine = 64;
-  bool kept_inside = true;
-  for (const Item& item : items) {
-    const Buffer scratch(placement, scratch_floats * int64_t(sizeof(float)), kCacheLine);
-    run(item, scratch.data<float>());
-    kept_inside = kept_inside && scratch.surroundings_untouched();
+// A for_each of run.h. Every item has a scratch of its own, where nothing of the one before is left.
+class Sequential {
+ public:
+  explicit Sequential(Placement placement) : placement_(placement) {}
+
+  template <class Run>
+  void operator()(int64_t n, int64_t scratch_floats, Run run) {
+    constexpr int64_t kCacheLine = 64;
+    for (int64_t i = 0; i < n; ++i) {
+      const Buffer scratch(placement_, scratch_floats * int64_t(sizeof(float)), kCacheLine);
+      run(i, scratch.data<float>());
+      kept_inside_ = kept_inside_ && scratch.surroundings_untouched();
+    }
   }
-  return kept_inside;
-}
 
-inline bool run_forward(const Kernels& kernels, const Problem& p, const ForwardOutputs& out, int64_t threads,
-                        Placement placement) {
-  return each_item(placement, forward_items(p, kernels, threads), kernels.forward_scratch(p),
-                   [&](const ForwardItem& item, float* scratch) { kernels.forward(p, out, item, scratch); });
-}
+  // Whether no item has written beside its scratch.
+  bool kept_inside() const { return kept_inside_; }
 
-// t.dq.data may be null, and so may t.dk.data with t.dv.data: they are not wanted then.
-inline bool run_backward(const Kernels& kernels, const Problem& p, const BackwardTensors& t, int64_t threads,
-                         Placement placement) {
-  return each_item(placement, backward_items(p, kernels, t.dq.data, t.dk.data, threads), kernels.backward_scratch(p),
-                   [&](const BackwardItem& item, float* scratch) { kernels.backward(p, t, item, scratch); });
-}
+ private:
+  Placement placement_;
+  bool kept_inside_ = true;
+};
 
 }  // namespace fastattn::test

@@ -1,0 +1,44 @@
+// A call of the kernels from beginning to end, for any way to use several threads: for_each(n, scratch_floats, run) calls
+// run(i, scratch) for every i < n, with scratch that no two calls use at the same time.
+#pragma once
+
+#include <memory>
+
+#include "dispatch.h"
+#include "schedule.h"
+
+namespace fastattn {
+
+template <class ForEach>
+void run_decode(const Kernels& kernels, const Problem& p, const ForwardOutputs& out, ForEach for_each) {
+  const int64_t heads = p.B * p.H_kv, n_parts = decode_parts_of_head(p);
+  const std::unique_ptr<float[]> parts(new float[heads * n_parts * kernels.decode_parts(p)]);
+  const auto items = decode_items(p);
+  for_each(int64_t(items.size()), kernels.decode_scratch(p),
+           [&](int64_t i, float* scratch) { kernels.decode(p, items[i], parts.get(), scratch); });
+  for_each(heads, 0, [&](int64_t i, float*) {
+    kernels.combine(p, out, i / p.H_kv, i % p.H_kv, n_parts, parts.get());
+  });
+}
+
+template <class ForEach>
+void run_forward(const Capability& capability, const Problem& p, const ForwardOutputs& out, int64_t threads,
+                 ForEach for_each) {
+  if (decodes(p)) return run_decode(*capability.others, p, out, for_each);
+  const Kernels& kernels = capability.kernels_for(p.q.dtype);
+  const auto items = forward_items(p, kernels, threads);
+  for_each(int64_t(items.size()), kernels.forward_scratch(p),
+           [&](int64_t i, float* scratch) { kernels.forward(p, out, items[i], scratch); });
+}
+
+// t.dq.data is null where dq is not wanted, and so are those of dk and dv.
+template <class ForEach>
+void run_backward(const Capability& capability, const Problem& p, const BackwardTensors& t, int64_t threads,
+                  ForEach for_each) {
+  const Kernels& kernels = capability.kernels_for(p.q.dtype);
+  const auto items = backward_items(p, kernels, t.dq.data, t.dk.data, threads);
+  for_each(int64_t(items.size()), kernels.backward_scratch(p),
+           [&](int64_t i, float* scratch) { kernels.backward(p, t, items[i], scratch); });
+}
+
+}  // namespace fastattn

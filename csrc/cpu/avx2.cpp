@@ -9,7 +9,7 @@
 #include "../softmax.h"
 #include "problem.h"
 
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 
 #define FASTATTN_ISA avx2
 #define FASTATTN_LANES 8

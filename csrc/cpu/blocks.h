@@ -117,13 +117,13 @@ FASTATTN_INLINE void with_columns(int64_t n, Run run) {
   run(std::integral_constant<int, C>{});
 }
 
-// The blocks of the key list that begin at multiples of kBlockKeys, as far as they lie in [first, last) and hold keys of
+// The blocks of the key list that begin at multiples of their size, as far as they lie in [first, last) and hold keys of
 // `seen`: run(place of the first key, number of keys).
-template <class Run>
+template <int64_t kSize = kBlockKeys, class Run>
 FASTATTN_INLINE void each_key_block(const IndexList& keys, KeyRange seen, int64_t first, int64_t last, Run run) {
   const int64_t end = lesser(last, keys.lower_bound(seen.end));
-  const int64_t begin = greater(first, keys.lower_bound(seen.begin) / kBlockKeys * kBlockKeys);
-  for (int64_t i = begin; i < end; i += kBlockKeys) run(i, lesser(kBlockKeys, last - i));
+  const int64_t begin = greater(first, keys.lower_bound(seen.begin) / kSize * kSize);
+  for (int64_t i = begin; i < end; i += kSize) run(i, lesser(kSize, last - i));
 }
 
 // The same blocks, by whole chunks of them: run(place of the first key, place after the last one).

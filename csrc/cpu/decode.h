@@ -6,17 +6,20 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+// Keys that are read before their values are: long runs, which the processor fetches ahead.
+constexpr int64_t kDecodeKeys = 256;
+
 struct DecodeScratch {
   float *q, *k, *v;  // rows; those of keys are copies, where they are needed
-  float* s;          // [rows, kBlockKeys], S and then P
+  float* s;          // [rows, kDecodeKeys], S and then P
   int64_t size;
 
   DecodeScratch(const Problem& p, float* base) {
     Arena arena(base);
     q = arena.take(kDecodeRows * padded(p.d_qk));
-    k = arena.take(kBlockKeys * padded(p.d_qk));
-    v = arena.take(kBlockKeys * padded(p.d_v));
-    s = arena.take(kDecodeRows * kBlockKeys);
+    k = arena.take(kDecodeKeys * padded(p.d_qk));
+    v = arena.take(kDecodeKeys * padded(p.d_v));
+    s = arena.take(kDecodeRows * kDecodeKeys);
     size = arena.used();
   }
 };
@@ -48,6 +51,9 @@ FASTATTN_INLINE float sum_of_lanes(Floats x) {
   return sum;
 }
 
+// Keys between the one in use and the one that is asked for from memory.
+constexpr int64_t kFetchAhead = 32;
+
 // s[i] = q . k[i] for n keys, a multiple of kLanes: a transpose puts what has to be summed side by side.
 template <class Element>
 void dot_products(const float* q, RightOf<Element> k, int64_t n, int64_t d, float* s) {
@@ -56,7 +62,10 @@ void dot_products(const float* q, RightOf<Element> k, int64_t n, int64_t d, floa
     for (int64_t vector = 0; vector < padded(d) / kLanes; ++vector) {
       const Floats part_of_q = load(q + vector * kLanes);
 #pragma GCC unroll 16
-      for (int key = 0; key < kLanes; ++key) products[key] += part_of_q * k(i + key, vector);
+      for (int key = 0; key < kLanes; ++key) {
+        products[key] += part_of_q * k(i + key, vector);
+        __builtin_prefetch(k.data + (i + key + kFetchAhead) * k.stride + vector * kLanes);
+      }
     }
     transpose(products);
     Floats sum = {};
@@ -91,8 +100,8 @@ void softmax_step(const Problem& p, int64_t n, float* s, float& m, float& l, flo
 // floats, with zeros up to a multiple of kLanes rows.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
-                                  int64_t d, float* copy, Use use) {
-  if (n % kLanes == 0 && d % kLanes == 0 && keys.consecutive(first, n)) {
+                                  int64_t d, bool widen_once, float* copy, Use use) {
+  if ((x.dtype == DType::f32 || !widen_once) && n % kLanes == 0 && d % kLanes == 0 && keys.consecutive(first, n)) {
     with_elements(x.row(b, h, keys.at(first)), x.dtype, [&](auto* data) {
       use(RightOf<std::remove_const_t<std::remove_pointer_t<decltype(data)>>>{data, x.row_stride});
     });
@@ -119,15 +128,15 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
     __builtin_memset(part.o, 0, padded(p.d_v) * sizeof(float));
   }
 
-  each_key_block(key_list, seen, item.first_key, item.last_key, [&](int64_t first, int64_t n) {
+  each_key_block<kDecodeKeys>(key_list, seen, item.first_key, item.last_key, [&](int64_t first, int64_t n) {
     const int64_t n_padded = padded(n);
-    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, [&](auto k) {
+    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, rows > 1, w.k, [&](auto k) {
       for (int64_t row = 0; row < rows; ++row) {
-        dot_products(w.q + row * padded(p.d_qk), k, n_padded, p.d_qk, w.s + row * kBlockKeys);
+        dot_products(w.q + row * padded(p.d_qk), k, n_padded, p.d_qk, w.s + row * kDecodeKeys);
       }
     });
     for (int64_t row = 0; row < rows; ++row) {
-      float* s = w.s + row * kBlockKeys;
+      float* s = w.s + row * kDecodeKeys;
       if (n == n_padded && visible[row].begin <= key_list.at(first) && key_list.at(first + n - 1) < visible[row].end) {
         continue;
       }
@@ -137,13 +146,13 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
     }
     for (int64_t row = 0; row < rows; ++row) {
       const DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
-      softmax_step(p, n_padded, w.s + row * kBlockKeys, *part.m, *part.l, part.o);
+      softmax_step(p, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
     }
     const Target o{decode_part(p, parts, b, h_kv, item.part, item.n_parts, 0).o, row_of_part(p)};
-    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, [&](auto v) {
+    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, rows > 1, w.v, [&](auto v) {
       each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
         const Target to{o.data + column, o.stride};
-        add_product<vectors>(to, rows, n_padded, Rows{w.s, kBlockKeys}, v.at_column(column));
+        add_product<vectors>(to, rows, n_padded, Rows{w.s, kDecodeKeys}, v.at_column(column));
       });
     });
   });

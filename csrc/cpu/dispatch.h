@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -66,13 +67,16 @@ inline bool may_use_amx() {
 inline std::vector<Capability> find_capabilities() {
   std::vector<Capability> all;
 #if defined(__x86_64__)
-  const bool runs_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool runs_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                         __builtin_cpu_supports("f16c");
   const bool runs_avx512 = runs_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool runs_avx512_bf16 = runs_avx512 && __builtin_cpu_supports("avx512bf16");
   all.push_back({&amx::kernels, &avx512::kernels, runs_avx512_bf16 && may_use_amx()});
   all.push_back({&avx512_bf16::kernels, &avx512::kernels, runs_avx512_bf16});
   all.push_back({&avx512::kernels, &avx512::kernels, runs_avx512});
+  // Intel's bf16 dot products run at half the rate of its FMAs (measured on Sapphire Rapids).
+  if (__builtin_cpu_is("intel")) std::swap(all[1], all[2]);
   all.push_back({&avx2::kernels, &avx2::kernels, runs_avx2});
 #endif
   all.push_back({&portable::kernels, &portable::kernels, true});

@@ -23,15 +23,6 @@ FASTATTN_INLINE Floats widen(const float* p) { return load(p); }
 
 FASTATTN_INLINE Floats widen(const BFloat16* p) { return (Floats)(load_bits(&p->bits) << 16); }
 
-FASTATTN_INLINE Floats widen(const Float16* p) {
-  const Bits half = load_bits(&p->bits);
-  const Bits magnitude = half & 0x7fff;
-  // The shifted bits are the number times 2^-112, also where it is subnormal; the largest exponent is Inf or NaN.
-  const Floats finite = (Floats)(magnitude << 13) * 0x1p112f;
-  const Bits special = (magnitude << 13) | 0x7f800000;
-  return (Floats)(((magnitude >= 0x7c00) ? special : (Bits)finite) | (half & 0x8000) << 16);
-}
-
 FASTATTN_INLINE void narrow(float* p, Floats x) { store(p, x); }
 
 // Both round to nearest even; every NaN becomes the quiet one.
@@ -39,6 +30,36 @@ FASTATTN_INLINE void narrow(BFloat16* p, Floats x) {
   const Bits bits = (Bits)x;
   const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   store_bits(&p->bits, x == x ? rounded : (Bits{} + 0x7fc0));
+}
+
+// fp16 has instructions of its own where there are AVX-512 or F16C.
+#if FASTATTN_LANES == 16
+
+FASTATTN_INLINE Floats widen(const Float16* p) {
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+FASTATTN_INLINE void narrow(Float16* p, Floats x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif FASTATTN_LANES == 8
+
+FASTATTN_INLINE Floats widen(const Float16* p) {
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+FASTATTN_INLINE void narrow(Float16* p, Floats x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#else
+
+FASTATTN_INLINE Floats widen(const Float16* p) {
+  const Bits half = load_bits(&p->bits);
+  const Bits magnitude = half & 0x7fff;
+  // The shifted bits are the number times 2^-112, also where it is subnormal; the largest exponent is Inf or NaN.
+  const Floats finite = (Floats)(magnitude << 13) * 0x1p112f;
+  const Bits special = (magnitude << 13) | 0x7f800000;
+  return (Floats)(((magnitude >= 0x7c00) ? special : (Bits)finite) | (half & 0x8000) << 16);
 }
 
 FASTATTN_INLINE void narrow(Float16* p, Floats x) {
@@ -52,6 +73,8 @@ FASTATTN_INLINE void narrow(Float16* p, Floats x) {
   half = magnitude > 0x7f800000 ? (Bits{} + 0x7e00) : half;
   store_bits(&p->bits, half | sign);
 }
+
+#endif
 
 // to[0..d) = from[0..d), and 0 up to the next multiple of kLanes.
 template <class Element>

@@ -172,7 +172,7 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   if (item.wants_dq) __builtin_memset(block.dq_t, 0, M * padded(p.d_qk) * sizeof(float));
 
   const auto floats_transposed = [&](const Input& x, float* rows, float* to) {
-    for (int64_t i = 0; i < n_d_o; ++i) read_row(x, b, h, queries.at(first + i), p.d_v, rows + i * padded(p.d_v));
+    read_rows(x, b, h, queries, first, n_d_o, p.d_v, rows);
     __builtin_memset(rows + n_d_o * padded(p.d_v), 0, (M - n_d_o) * padded(p.d_v) * sizeof(float));
     transpose(rows, padded(p.d_v), M, padded(p.d_v), to, M, Unchanged{});
   };

@@ -59,7 +59,7 @@ Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_
   if (fits && are_units(x, d) && list.consecutive(i, n)) {
     return {reinterpret_cast<const float*>(x.row(b, h, list.at(i))), x.row_stride / kPerUnit};
   }
-  for (int64_t j = 0; j < n; ++j) read_units(x, b, h, list.at(i + j), d, copy + j * units(d));
+  read_units(x, b, h, list, i, n, d, copy);
   __builtin_memset(copy + n * units(d), 0, (n_padded - n) * units(d) * sizeof(float));
   return {copy, units(d)};
 }

@@ -54,24 +54,26 @@ FASTATTN_INLINE float sum_of_lanes(Floats x) {
 // Keys between the one in use and the one that is asked for from memory.
 constexpr int64_t kFetchAhead = 32;
 
-// s[i] = q . k[i] for n keys, a multiple of kLanes: a transpose puts what has to be summed side by side.
+// s[row, i] = q[row] . k[i] for n keys, a multiple of kLanes: a transpose puts what has to be summed side by side.
 template <class Element>
-void dot_products(const float* q, RightOf<Element> k, int64_t n, int64_t d, float* s) {
+void dot_products(int64_t rows, const float* q, RightOf<Element> k, int64_t n, int64_t d, float* s) {
   for (int64_t i = 0; i < n; i += kLanes) {
-    Floats products[kLanes] = {};
-    for (int64_t vector = 0; vector < padded(d) / kLanes; ++vector) {
-      const Floats part_of_q = load(q + vector * kLanes);
+    for (int64_t row = 0; row < rows; ++row) {
+      Floats products[kLanes] = {};
+      for (int64_t vector = 0; vector < padded(d) / kLanes; ++vector) {
+        const Floats part_of_q = load(q + row * padded(d) + vector * kLanes);
 #pragma GCC unroll 16
-      for (int key = 0; key < kLanes; ++key) {
-        products[key] += part_of_q * k(i + key, vector);
-        __builtin_prefetch(k.data + (i + key + kFetchAhead) * k.stride + vector * kLanes);
+        for (int key = 0; key < kLanes; ++key) {
+          products[key] += part_of_q * k(i + key, vector);
+          if (row == 0) __builtin_prefetch(k.data + (i + key + kFetchAhead) * k.stride + vector * kLanes);
+        }
       }
-    }
-    transpose(products);
-    Floats sum = {};
+      transpose(products);
+      Floats sum = {};
 #pragma GCC unroll 16
-    for (int lane = 0; lane < kLanes; ++lane) sum += products[lane];
-    store(s + i, sum);
+      for (int lane = 0; lane < kLanes; ++lane) sum += products[lane];
+      store(s + row * kDecodeKeys + i, sum);
+    }
   }
 }
 
@@ -119,7 +121,7 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t h = h_kv * p.group() + row / queries.count, query = queries.at(row % queries.count);
     float* q = w.q + row * padded(p.d_qk);
-    read_row(p.q, b, h, query, p.d_qk, q);
+    read_rows(p.q, b, h, queries, row % queries.count, 1, p.d_qk, q);
     for (int64_t d = 0; d < p.d_qk; ++d) q[d] *= split_scale(p.scale).on_query;
     visible[row] = p.visible(b, query);
     seen = {lesser(seen.begin, visible[row].begin), greater(seen.end, visible[row].end)};
@@ -131,9 +133,7 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
   each_key_block<kDecodeKeys>(key_list, seen, item.first_key, item.last_key, [&](int64_t first, int64_t n) {
     const int64_t n_padded = padded(n);
     with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, rows > 1, w.k, [&](auto k) {
-      for (int64_t row = 0; row < rows; ++row) {
-        dot_products(w.q + row * padded(p.d_qk), k, n_padded, p.d_qk, w.s + row * kDecodeKeys);
-      }
+      dot_products(rows, w.q, k, n_padded, p.d_qk, w.s);
     });
     for (int64_t row = 0; row < rows; ++row) {
       float* s = w.s + row * kDecodeKeys;

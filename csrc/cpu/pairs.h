@@ -22,9 +22,12 @@ FASTATTN_INLINE Floats multiply_add(Floats x, Floats y, Floats sum) {
 }
 #endif
 
-FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, int64_t i, int64_t d, float* to) {
-  __builtin_memset(to, 0, units(d) * sizeof(float));
-  __builtin_memcpy(to, x.row(b, h, i), d * sizeof(BFloat16));
+FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,
+                                int64_t d, float* to) {
+  for (int64_t j = 0; j < n; ++j, to += units(d)) {
+    __builtin_memset(to, 0, units(d) * sizeof(float));
+    __builtin_memcpy(to, x.row(b, h, list.at(i + j)), d * sizeof(BFloat16));
+  }
 }
 
 FASTATTN_INLINE Floats times_on_query(Floats units, float on_query) {

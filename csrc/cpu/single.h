@@ -13,9 +13,10 @@ constexpr int64_t steps_over(int64_t d) { return d; }
 
 FASTATTN_INLINE Floats multiply_add(Floats x, Floats y, Floats sum) { return x * y + sum; }
 
-// Row i of head h as units; zeros after its end.
-FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, int64_t i, int64_t d, float* to) {
-  read_row(x, b, h, i, d, to);
+// Rows i, ..., i + n - 1 of a list as units, zeros after the end of each.
+FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,
+                                int64_t d, float* to) {
+  read_rows(x, b, h, list, i, n, d, to);
 }
 
 // Units of a query, each element times on_query of ../softmax.h.

@@ -86,8 +86,10 @@ struct BackwardScratch {
   }
 };
 
-// The rounding of a smaller lse costs P at most 4 units in the last place.
+// The rounding of a smaller lse costs P at most 4 units in the last place: too much only where the weights of so few
+// keys are nearly exact themselves.
 constexpr double kPreciseLseLog2 = 16 * kLog2E;
+constexpr int64_t kFewKeys = 8;
 
 // The queries of an item that have a gradient: the real ones that see something (lse > -inf, or NaN).
 IndexList contributing_queries(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
@@ -180,7 +182,8 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   if (!kOneForm) floats_transposed(t.d_o, w.d_o, w.d_o_t);
   sum_delta<C>(p, w.o_t, kOneForm ? block.d_o_t : w.d_o_t, block);
 
-  bool needs_refinement = false;
+  const KeyRange seen = block.queries.range.some;
+  bool needs_refinement = seen.end - seen.begin <= kFewKeys;
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
     const double lse_log2 = t.lse[query] * kLog2E;

@@ -51,15 +51,19 @@ FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {
 FASTATTN_INLINE Floats exp2(Floats x) {
 #if FASTATTN_PAIRS
   constexpr float kCoefficients[] = {7.706704400e-02f, 2.276449877e-01f, 6.951167878e-01f, 1.0f};
-#else
-  constexpr float kCoefficients[] = {2.161291533e-04f, 1.246784632e-03f, 9.675451582e-03f, 5.548528061e-02f,
-                                     2.402293056e-01f, 6.931470444e-01f, 1.0f};
-#endif
   constexpr int kFloorQuietly = 9;
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, kFloorQuietly);  // x - floor(x)
+  const Floats n = x;                                                   // scalef takes the floor of it
+#else
+  constexpr float kCoefficients[] = {1.535336182e-04f, 1.339887445e-03f, 9.618437358e-03f, 5.550332471e-02f,
+                                     2.402264791e-01f, 6.931472029e-01f, 1.0f};
+  constexpr int kNearestQuietly = 8;
+  const Floats f = (Floats)_mm512_reduce_ps((__m512)x, kNearestQuietly);  // small around 0: no rounding errors there
+  const Floats n = x - f;
+#endif
   const Floats y = polynomial(kCoefficients, f);
   const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)y, (__m512)x);  // y * 2^floor(x)
+  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)y, (__m512)n);  // y * 2^floor(n)
 }
 
 #else

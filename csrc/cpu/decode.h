@@ -32,11 +32,11 @@ struct DecodePart {
 };
 
 constexpr int64_t row_of_part(const Problem& p) { return padded(p.d_v) + kLanes; }
-int64_t decode_parts(const Problem& p) { return kDecodeRows * row_of_part(p); }
+int64_t parts_size(const Problem& p) { return kDecodeRows * row_of_part(p); }
 
 DecodePart decode_part(const Problem& p, float* parts, int64_t b, int64_t h_kv, int64_t part, int64_t n_parts,
                        int64_t row) {
-  float* o = parts + ((b * p.H_kv + h_kv) * n_parts + part) * decode_parts(p) + row * row_of_part(p);
+  float* o = parts + ((b * p.H_kv + h_kv) * n_parts + part) * parts_size(p) + row * row_of_part(p);
   return {o, o + padded(p.d_v), o + padded(p.d_v) + 1};
 }
 
@@ -186,6 +186,8 @@ void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_k
 }
 
 int64_t decode_scratch(const Problem& p) { return DecodeScratch(p, nullptr).size; }
+
+const DecodeKernels decode_kernels = {parts_size, decode_scratch, decode, combine};
 
 }  // namespace
 }  // namespace fastattn::FASTATTN_ISA

@@ -1,7 +1,13 @@
 // Everything that is compiled once per instruction set. The includer says which, before a `#pragma GCC target`:
 //
-//   FASTATTN_ISA       its name, also the namespace       FASTATTN_LANES          floats in a vector
-//   FASTATTN_SCORE_ROWS, _VALUE_ROWS, _OUTER_ROWS, _OUTER_COLUMNS   the tiles of the micro-kernel, in registers
+//   FASTATTN_ISA            its name, also the namespace
+//   FASTATTN_LANES          floats in a vector
+//   FASTATTN_PAIRS          1: products of bf16 (pairs.h) instead of fp32 (single.h); it takes no other dtype then
+//   FASTATTN_TILES          1: products by AMX (tiles.h) instead of vectors (product.h)
+//   FASTATTN_ACCUMULATORS   vectors of sums that a product keeps in registers
+//   FASTATTN_COLUMNS        vectors of queries in a block
+//   FASTATTN_BLOCK_KEYS     keys in a block
+//   FASTATTN_CHUNK_BLOCKS   blocks of keys that are made ready together
 //
 // and includes "problem.h" and "../softmax.h" before it too, so that their inline functions, of which the linker keeps
 // one copy for the whole module, are compiled for any machine.
@@ -54,12 +60,9 @@ const Kernels kernels = {
     fma_chains,
     kChainOperations,
 #if FASTATTN_PAIRS
-    nullptr, nullptr, nullptr, nullptr,
+    nullptr,
 #else
-    decode_parts,
-    decode_scratch,
-    decode,
-    combine,
+    &decode_kernels,
 #endif
 };
 

@@ -79,6 +79,13 @@ struct BackwardItem {
   bool wants_dq, wants_dkv;
 };
 
+struct DecodeKernels {
+  int64_t (*parts_size)(const Problem&);  // floats for each part of the heads that share keys
+  int64_t (*scratch)(const Problem&);
+  void (*attend)(const Problem&, const DecodeItem&, float* parts, float* scratch);
+  void (*combine)(const Problem&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
+};
+
 // The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned.
 struct Kernels {
   const char* name;
@@ -91,11 +98,7 @@ struct Kernels {
   void (*backward)(const Problem&, const BackwardTensors&, const BackwardItem&, float* scratch);
   float (*fma_chains)(int64_t steps);
   int64_t chain_operations;  // of one step of fma_chains
-  // Null where other kernels do it. `parts` holds decode_parts floats for each part of each head that has keys.
-  int64_t (*decode_parts)(const Problem&);
-  int64_t (*decode_scratch)(const Problem&);
-  void (*decode)(const Problem&, const DecodeItem&, float* parts, float* scratch);
-  void (*combine)(const Problem&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
+  const DecodeKernels* decode;  // null where those of another instruction set do it
 };
 
 }  // namespace fastattn

@@ -10,12 +10,12 @@
 namespace fastattn {
 
 template <class ForEach>
-void run_decode(const Kernels& kernels, const Problem& p, const ForwardOutputs& out, ForEach for_each) {
+void run_decode(const DecodeKernels& kernels, const Problem& p, const ForwardOutputs& out, ForEach for_each) {
   const int64_t heads = p.B * p.H_kv, n_parts = decode_parts_of_head(p);
-  const std::unique_ptr<float[]> parts(new float[heads * n_parts * kernels.decode_parts(p)]);
+  const std::unique_ptr<float[]> parts(new float[heads * n_parts * kernels.parts_size(p)]);
   const auto items = decode_items(p);
-  for_each(int64_t(items.size()), kernels.decode_scratch(p),
-           [&](int64_t i, float* scratch) { kernels.decode(p, items[i], parts.get(), scratch); });
+  for_each(int64_t(items.size()), kernels.scratch(p),
+           [&](int64_t i, float* scratch) { kernels.attend(p, items[i], parts.get(), scratch); });
   for_each(heads, 0, [&](int64_t i, float*) {
     kernels.combine(p, out, i / p.H_kv, i % p.H_kv, n_parts, parts.get());
   });
@@ -24,7 +24,7 @@ void run_decode(const Kernels& kernels, const Problem& p, const ForwardOutputs& 
 template <class ForEach>
 void run_forward(const Capability& capability, const Problem& p, const ForwardOutputs& out, int64_t threads,
                  ForEach for_each) {
-  if (decodes(p)) return run_decode(*capability.others, p, out, for_each);
+  if (decodes(p)) return run_decode(*capability.others->decode, p, out, for_each);
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   const auto items = forward_items(p, kernels, threads);
   for_each(int64_t(items.size()), kernels.forward_scratch(p),

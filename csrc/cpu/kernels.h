@@ -33,6 +33,7 @@ constexpr int kOuterColumns = FASTATTN_OUTER_COLUMNS;
 #endif
 #include "blocks.h"
 #include "dropout.h"
+#include "bias.h"
 #include "forward.h"
 #include "backward.h"
 #if !FASTATTN_PAIRS

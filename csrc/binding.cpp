@@ -263,11 +263,21 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
   if (dk) t.dk = rows_of<Output>(*dk), t.dv = rows_of<Output>(*dv);
   TORCH_CHECK_VALUE((!d_score || d_score->is_contiguous()) && (!d_slope || d_slope->is_contiguous()),
                     "the gradients of what is added to scores must be contiguous");
-  if (d_score) t.d_score = d_score->data_ptr<float>();
+  const bool shares_d_score = d_score && d_score->size(0) < p.B;
+  if (d_score) {
+    TORCH_CHECK_VALUE(d_score->sizes().slice(1) == at::IntArrayRef({p.H, p.n_q, p.n_k}), "d_score must be [", p.B,
+                      " or 1, ", p.H, ", ", p.n_q, ", ", p.n_k, "], got ", d_score->sizes());
+    t.d_score = d_score->data_ptr<float>();
+    t.d_score_batch_stride = shares_d_score ? 0 : d_score->stride(0);
+  }
   if (d_slope) t.d_slope = d_slope->data_ptr<float>();
-  take_in_turn(backward_items(p, kernels, dq.has_value(), dk.has_value(), d_score || d_slope, at::get_num_threads()),
-               kernels.backward_scratch(p),
-               [&](const BackwardItem& item, float* scratch) { kernels.backward(p, t, item, scratch); });
+  // Samples that add to the same gradient come one after the other.
+  const int64_t at_once = shares_d_score ? 1 : p.B, threads = at::get_num_threads();
+  for (int64_t b = 0; b < p.B; b += at_once) {
+    take_in_turn(backward_items(p, kernels, b, b + at_once, dq.has_value(), dk.has_value(), d_score || d_slope, threads),
+                 kernels.backward_scratch(p),
+                 [&](const BackwardItem& item, float* scratch) { kernels.backward(p, t, item, scratch); });
+  }
 }
 
 // bool [B, H, n_q, n_k], by the lists, ranges and gaps that the kernels walk, for blocks of `block` queries: the tests

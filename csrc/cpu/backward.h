@@ -249,7 +249,7 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
   gradients_of_scores<C>(part.n, block, p.on_score_log2(), p.dropout.drops, w);
   if (item.wants_d_added) {
     const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
-    if (t.d_score) write_d_score<C>(p, t.d_score, item.b, h, block.queries, keys, part, ds);
+    if (t.d_score) add_d_score<C>(p, t, item.b, h, block.queries, keys, part, ds);
     if (t.d_slope) add_d_slope<C>(p, item.b, block.queries, keys, part, ds, block.d_slope);
   }
   if (item.wants_dq) {

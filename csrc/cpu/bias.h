@@ -148,9 +148,9 @@ FASTATTN_INLINE void finish_scores(const Problem& p, int64_t b, int64_t h, const
   hide<C>(queries, keys, part, s_t, -kInfinity);
 }
 
-// Writes dS, given as the left factor [part.n, C * kLanes] that it is in, to its rows of keys.
+// Adds dS, given as the left factor [part.n, C * kLanes] that it is in, to its rows of keys.
 template <int C>
-FASTATTN_SELDOM void write_d_score(const Problem& p, float* d_score, int64_t b, int64_t h, const QueryBlock& queries,
+FASTATTN_SELDOM void add_d_score(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const QueryBlock& queries,
                                    const KeyBlock& keys, Part part, const LeftElement* ds) {
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); i += kLanes) {
     const FewKeys few(keys, part, i);
@@ -163,11 +163,11 @@ FASTATTN_SELDOM void write_d_score(const Problem& p, float* d_score, int64_t b, 
 #pragma GCC unroll 16
       for (int lane = 0; lane < kLanes; ++lane) store(rows[lane], tile[lane]);
       for (int64_t lane = 0; lane < lesser(kLanes, queries.n - c * kLanes); ++lane) {
-        float* to = d_score + ((b * p.H + h) * p.n_q + queries.index[c][lane]) * p.n_k;
+        float* to = t.d_score + b * t.d_score_batch_stride + (h * p.n_q + queries.index[c][lane]) * p.n_k;
         if (few.side_by_side) {
-          store(to + few.at(0), load(rows[lane]));
+          store(to + few.at(0), load(to + few.at(0)) + load(rows[lane]));
         } else {
-          for (int64_t j = 0; j < few.n; ++j) to[few.at(j)] = rows[lane][j];
+          for (int64_t j = 0; j < few.n; ++j) to[few.at(j)] += rows[lane][j];
         }
       }
     }

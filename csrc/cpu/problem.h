@@ -121,8 +121,9 @@ struct BackwardTensors {
   const float* lse;    // [B, H, n_q]
   const float* d_lse;  // [B, H, n_q], or null: zeros
   Output dq, dk, dv;   // dq is fp32: it is summed in place over the chunks of keys
-  float* d_score;      // [B, H, n_q, n_k], zeros where nothing is written; null: not wanted
-  float* d_slope;      // [B, H, n_q], zeros: the share of each query is added; null: not wanted
+  float* d_score;      // [B or 1, H, n_q, n_k], to be added to; null: not wanted
+  int64_t d_score_batch_stride;
+  float* d_slope;      // [B, H, n_q], to be added to: the share of each query; null: not wanted
 };
 
 // The heads that share keys and values, their queries in `queries`, and the part of the key list in `keys`. An item

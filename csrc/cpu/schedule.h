@@ -53,16 +53,17 @@ inline std::vector<DecodeItem> decode_items(const Problem& p) {
 
 // One item for all heads that share keys and values computes S and dP once for all gradients: 5 products. Where that
 // leaves threads without work, dq has its own items, and dk with dv too, which can be smaller: 7 products. Gradients of
-// what is added to scores come with dq, or in its place.
-inline std::vector<BackwardItem> backward_items(const Problem& p, const Kernels& kernels, bool wants_dq, bool wants_dkv,
-                                                bool wants_d_added, int64_t threads) {
-  const int64_t heads = p.B * p.H_kv, rounds = (heads + threads - 1) / threads;
+// what is added to scores come with dq, or in its place. The items are those of samples first_b, ..., last_b - 1.
+inline std::vector<BackwardItem> backward_items(const Problem& p, const Kernels& kernels, int64_t first_b,
+                                                int64_t last_b, bool wants_dq, bool wants_dkv, bool wants_d_added,
+                                                int64_t threads) {
+  const int64_t heads = (last_b - first_b) * p.H_kv, rounds = (heads + threads - 1) / threads;
   const bool by_query = wants_dq || wants_d_added;
   const bool joint = by_query && wants_dkv && 5 * rounds * threads <= 7 * heads;
   const int64_t queries = 4 * kernels.block_queries, keys = 4 * kernels.block_keys;  // of a smaller item
 
   std::vector<BackwardItem> items;
-  for (int64_t b = 0; b < p.B; ++b) {
+  for (int64_t b = first_b; b < last_b; ++b) {
     const int64_t all_keys = p.keys[b].count;
     for (int64_t h_kv = 0; h_kv < p.H_kv; ++h_kv) {
       const int64_t first_head = h_kv * p.group(), last_head = first_head + p.group();

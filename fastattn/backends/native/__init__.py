@@ -75,13 +75,20 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias and alibi_slopes, in their dtypes, and None for the rest; dk and dv come together."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    wants_dq, wants_dkv, (wants_dbias, wants_dalibi) = output_mask[0], output_mask[1] or output_mask[2], output_mask[3:5]
+    wants_dq, wants_dkv, (wants_dbias, wants_dalibi) = (
+        output_mask[0],
+        output_mask[1] or output_mask[2],
+        output_mask[3:5],
+    )
     # dq is summed over the keys in memory, so in fp32; dk and dv are summed in the kernel's own.
     sums = (
         _writable(dq, torch.float32) if wants_dq else None,
         *(_writable(x) if wants_dkv else None for x in (dk, dv)),
     )
-    d_score = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32) if wants_dbias else None
+    d_score = None
+    if wants_dbias:  # of all samples together where they share the bias
+        B = 1 if spec.bias.dim() < 4 or spec.bias.shape[0] == 1 else q.shape[0]
+        d_score = q.new_zeros((B, *q.shape[1:3], k.shape[2]), dtype=torch.float32)
     d_slope = q.new_zeros(q.shape[:3], dtype=torch.float32) if wants_dalibi else None
     build.load().backward(
         None if do is None else _rows(do),

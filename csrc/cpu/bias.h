@@ -12,11 +12,16 @@ struct Flag {
   uint8_t is_set;
 };
 
-// The bits 0 or 1, not a number.
+// The bits 0 or 1, not a number. In two steps, each of which GCC 12 finds an instruction for.
 FASTATTN_INLINE Floats widen(const Flag* p) {
+  typedef uint8_t Flags __attribute__((vector_size(kLanes)));
   typedef uint8_t FlagsInMemory __attribute__((vector_size(kLanes), aligned(1), may_alias));
-  return (Floats) __builtin_convertvector(*reinterpret_cast<const FlagsInMemory*>(p), Bits);
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+  const Flags flags = *reinterpret_cast<const FlagsInMemory*>(p);
+  return (Floats) __builtin_convertvector(__builtin_convertvector(flags, Halves), Bits);
 }
+
+FASTATTN_INLINE Floats splat_bits(Floats x, int64_t lane) { return (Floats)(Bits{} + ((Bits)x)[lane]); }
 
 // Keys i, ..., i + n - 1 of a part of a block of keys, at most kLanes of them.
 struct FewKeys {
@@ -32,13 +37,11 @@ struct FewKeys {
 
   int64_t at(int64_t j) const { return keys.key(first + j); }
 
-  // Their entries in a row of a table. Nothing is read that is not theirs.
+  // Their entries in a row of a table, one by one: nothing is read that is not theirs.
   template <class Element>
-  FASTATTN_INLINE Floats entries(const char* row_of_table, bool one_for_all_keys) const {
-    const auto* row = reinterpret_cast<const Element*>(row_of_table);
-    if (side_by_side && !one_for_all_keys) return widen(row + at(0));
+  Floats gathered(const Element* row, bool one_for_all) const {
     Element few[kLanes] = {};
-    for (int64_t j = 0; j < n; ++j) few[j] = row[one_for_all_keys ? 0 : at(j)];
+    for (int64_t j = 0; j < n; ++j) few[j] = row[one_for_all ? 0 : at(j)];
     return widen(few);
   }
 };
@@ -47,19 +50,31 @@ struct FewKeys {
 template <int C, class Element, class Visit>
 FASTATTN_INLINE void with_entries(const Table& table, int64_t b, int64_t h, const QueryBlock& queries,
                                   const KeyBlock& keys, Part part, float* x, Visit visit) {
+  const auto row = [&](int c, int lane) {
+    return reinterpret_cast<const Element*>(table.row(b, h, queries.index[c][lane]));
+  };
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); i += kLanes) {
     const FewKeys few(keys, part, i);
+    const auto at = [&](int64_t j, int c) { return x + ((i + j) * C + c) * kLanes; };
+    if (table.query_stride == 0) {
+      const Floats entries = few.gathered(row(0, 0), table.one_for_all_keys);
+      for (int64_t j = 0; j < few.n; ++j) {
+        for (int c = 0; c < C; ++c) visit(at(j, c), splat_bits(entries, j));
+      }
+      continue;
+    }
     for (int c = 0; c < C; ++c) {
       Floats tile[kLanes];
+      if (few.side_by_side && !table.one_for_all_keys) {
 #pragma GCC unroll 16
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const char* row = table.row(b, h, queries.index[c][lane]);
-        tile[lane] = few.entries<Element>(row, table.one_for_all_keys);
-      }
-      transpose(tile);
+        for (int lane = 0; lane < kLanes; ++lane) tile[lane] = widen(row(c, lane) + few.at(0));
+        transpose(tile);
 #pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) {
-        if (j < few.n) visit(x + ((i + j) * C + c) * kLanes, tile[j]);
+        for (int j = 0; j < kLanes; ++j) visit(at(j, c), tile[j]);
+      } else {
+        for (int lane = 0; lane < kLanes; ++lane) tile[lane] = few.gathered(row(c, lane), table.one_for_all_keys);
+        transpose(tile);
+        for (int64_t j = 0; j < few.n; ++j) visit(at(j, c), tile[j]);
       }
     }
   }
@@ -157,17 +172,21 @@ FASTATTN_SELDOM void add_d_score(const Problem& p, const BackwardTensors& t, int
     for (int c = 0; c < C; ++c) {
       Floats tile[kLanes];
 #pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) tile[j] = j < few.n ? widen(ds + ((i + j) * C + c) * kLanes) : Floats{};
+      for (int j = 0; j < kLanes; ++j) tile[j] = widen(ds + (lesser(i + j, part.n - 1) * C + c) * kLanes);
       transpose(tile);
-      alignas(64) float rows[kLanes][kLanes];
+      const int64_t n_queries = lesser(kLanes, queries.n - c * kLanes);
+      const auto row = [&](int64_t lane) {
+        return t.d_score + b * t.d_score_batch_stride + (h * p.n_q + queries.index[c][lane]) * p.n_k;
+      };
+      if (few.side_by_side && n_queries == kLanes) {
 #pragma GCC unroll 16
-      for (int lane = 0; lane < kLanes; ++lane) store(rows[lane], tile[lane]);
-      for (int64_t lane = 0; lane < lesser(kLanes, queries.n - c * kLanes); ++lane) {
-        float* to = t.d_score + b * t.d_score_batch_stride + (h * p.n_q + queries.index[c][lane]) * p.n_k;
-        if (few.side_by_side) {
-          store(to + few.at(0), load(to + few.at(0)) + load(rows[lane]));
-        } else {
-          for (int64_t j = 0; j < few.n; ++j) to[few.at(j)] += rows[lane][j];
+        for (int lane = 0; lane < kLanes; ++lane) {
+          float* to = row(lane) + few.at(0);
+          store(to, load(to) + tile[lane]);
+        }
+      } else {
+        for (int64_t lane = 0; lane < n_queries; ++lane) {
+          for (int64_t j = 0; j < few.n; ++j) row(lane)[few.at(j)] += tile[lane][j];
         }
       }
     }

@@ -41,7 +41,7 @@ int64_t visible_pairs(const Problem& p, int64_t b, int64_t first_query, int64_t 
                       int64_t last_key) {
   int64_t pairs = 0;
   for (int64_t i = first_query; i < std::min(last_query, p.queries[b].count); ++i) {
-    const KeyRange seen = p.visible(b, p.queries[b].at(i));
+    const KeyRange seen = p.visible(b, 0, p.queries[b].at(i));
     const int64_t begin = greater(first_key, p.keys[b].lower_bound(seen.begin));
     pairs += greater(0, lesser(last_key, p.keys[b].lower_bound(seen.end)) - begin);
   }
@@ -68,7 +68,7 @@ std::vector<int64_t> forward_work(const Problem& p, const Kernels& kernels, int6
 // S and dP for every item, dQ, and dK and dV, where it wants them.
 std::vector<int64_t> backward_work(const Problem& p, const Kernels& kernels, int64_t threads) {
   std::vector<int64_t> work;
-  for (const BackwardItem& item : backward_items(p, kernels, true, true, threads)) {
+  for (const BackwardItem& item : backward_items(p, kernels, 0, p.B, true, true, false, threads)) {
     const IndexList& queries = p.queries[item.b];
     const int64_t pairs = visible_pairs(p, item.b, queries.lower_bound(item.first_query),
                                         queries.lower_bound(item.last_query), item.first_key, item.last_key);

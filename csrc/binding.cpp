@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/ranges.h"
 #include "cpu/run.h"
 
 namespace fastattn {
@@ -62,38 +63,150 @@ class RealRows {
   std::vector<IndexList> lists_;
 };
 
-// Mask of fastattn/spec.py, in the form that the kernels take.
-struct Mask {
-  Band band;
-  std::vector<int64_t> q_start;
-  RealRows queries, keys;
-  int64_t n_q, n_k;
+// A tensor that Python has expanded to [B, H, n_q, n_k].
+Table table_of(const Tensor& x) {
+  const bool one_for_all_keys = x.stride(3) == 0;
+  TORCH_CHECK_VALUE(x.device().is_cpu() && (x.stride(3) == 1 || one_for_all_keys || x.size(3) <= 1),
+                    "tables must be on the CPU with a last stride of 1 or 0, got strides ", x.strides(), " on ",
+                    x.device());
+  const int64_t bytes = x.element_size();
+  return {static_cast<const char*>(x.const_data_ptr()), bytes * x.stride(0), bytes * x.stride(1), bytes * x.stride(2),
+          one_for_all_keys};
+}
 
-  Mask(int64_t B, int64_t n_q, int64_t n_k, bool causal, std::optional<int64_t> left, std::optional<int64_t> right,
-       std::vector<int64_t> q_start, const MaybeTensor& real_queries, const MaybeTensor& real_keys)
-      : band(make_band(causal, left.value_or(kNoLimit), right.value_or(kNoLimit))),
-        q_start(std::move(q_start)),
-        queries(real_queries, B, n_q),
-        keys(real_keys, B, n_k),
+// Mask of fastattn/spec.py, in the form that the kernels take.
+class Mask {
+ public:
+  Mask(int64_t B, int64_t H, int64_t n_q, int64_t n_k, bool causal, std::optional<int64_t> left,
+       std::optional<int64_t> right, std::vector<int64_t> q_start, const MaybeTensor& real_queries,
+       const MaybeTensor& real_keys, const MaybeTensor& ids_q, const MaybeTensor& ids_k, const MaybeTensor& dense)
+      : B(B),
+        H(H),
         n_q(n_q),
-        n_k(n_k) {
-    TORCH_CHECK_VALUE(int64_t(this->q_start.size()) == B, "q_start must have ", B, " entries");
+        n_k(n_k),
+        band_(make_band(causal, left.value_or(kNoLimit), right.value_or(kNoLimit))),
+        q_start_(std::move(q_start)),
+        queries_(real_queries, B, n_q),
+        keys_(real_keys, B, n_k) {
+    TORCH_CHECK_VALUE(int64_t(q_start_.size()) == B, "q_start must have ", B, " entries");
+    if (ids_q) {
+      set_documents(*ids_q, *ids_k);
+    } else if (dense) {
+      set_ranges([&](int64_t b, int64_t i) {
+        const KeyRange keys = visible_keys(band_, position_of(i, q_start_[b]), this->n_k);
+        return RowRange{int32_t(keys.begin), int32_t(keys.end), kNoGaps};
+      });
+    }
+    if (dense) set_dense(*dense);
   }
+
+  void describe(Problem& p) const {
+    p.band = band_;
+    p.q_start = q_start_.data();
+    p.queries = queries_.lists();
+    p.keys = keys_.lists();
+    if (dense_) p.dense = table_of(*dense_);
+    if (!ranges_.empty()) p.ranges = {ranges_.data(), range_heads_ * n_q, range_heads_ == 1 ? 0 : n_q, gaps_};
+    if (!document_of_query_.empty()) {
+      p.documents = {document_of_query_.data(), document_of_key_.data(), rank_of_query_.data(), rank_of_key_.data()};
+    }
+  }
+
+  const int64_t B, H, n_q, n_k;
+
+ private:
+  void set_documents(const Tensor& ids_q, const Tensor& ids_k) {
+    const Tensor queries = ids_q.to(at::kLong).contiguous(), keys = ids_k.to(at::kLong).contiguous();
+    TORCH_CHECK_VALUE(queries.sizes() == at::IntArrayRef({B, n_q}) && keys.sizes() == at::IntArrayRef({B, n_k}),
+                      "segments must be [", B, ", ", n_q, "] and [", B, ", ", n_k, "]");
+    document_of_query_.resize(B * n_q), rank_of_query_.resize(B * n_q);
+    document_of_key_.resize(B * n_k), rank_of_key_.resize(B * n_k);
+    std::vector<DocumentsOfSample> samples(B);
+    for (int64_t b = 0; b < B; ++b) {
+      samples[b].number(keys.const_data_ptr<int64_t>() + b * n_k, n_k, &document_of_key_[b * n_k],
+                        &rank_of_key_[b * n_k]);
+      samples[b].number(queries.const_data_ptr<int64_t>() + b * n_q, n_q, &document_of_query_[b * n_q],
+                        &rank_of_query_[b * n_q]);
+      samples[b].collect(&document_of_key_[b * n_k], n_k);
+    }
+    set_ranges([&](int64_t b, int64_t i) {
+      const int64_t position = position_of(rank_of_query_[b * n_q + i], q_start_[b]);
+      return samples[b].visible(band_, document_of_query_[b * n_q + i], position);
+    });
+  }
+
+  template <class RangeOf>
+  void set_ranges(RangeOf range_of) {
+    ranges_.resize(B * n_q);
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t i = 0; i < n_q; ++i) {
+        ranges_[b * n_q + i] = range_of(b, i);
+        gaps_ |= ranges_[b * n_q + i].gaps;
+      }
+    }
+  }
+
+  // Narrows the ranges to what the rows of a dense mask show. Rows that serve several samples, heads or queries are
+  // looked at once.
+  void set_dense(const Tensor& dense) {
+    TORCH_CHECK_VALUE(dense.scalar_type() == at::kBool && dense.sizes() == at::IntArrayRef({B, H, n_q, n_k}),
+                      "dense must be bool [", B, ", ", H, ", ", n_q, ", ", n_k, "], got ", dense.sizes());
+    dense_ = dense;
+    const Table table = table_of(dense);
+    const int64_t samples = table.batch_stride ? B : 1, rows = table.query_stride ? n_q : 1;
+    range_heads_ = table.head_stride ? H : 1;
+    std::vector<RowRange> shown(samples * range_heads_ * rows);
+    at::parallel_for(0, int64_t(shown.size()), 64, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const char* row = table.row(i / rows / range_heads_, i / rows % range_heads_, i % rows);
+        shown[i] = dense_range(reinterpret_cast<const bool*>(row), table.one_for_all_keys, n_k);
+      }
+    });
+    const std::vector<RowRange> of_samples = std::move(ranges_);
+    ranges_.resize(B * range_heads_ * n_q);
+    for (int64_t i = 0; i < int64_t(ranges_.size()); ++i) {
+      const int64_t b = i / n_q / range_heads_, h = i / n_q % range_heads_, query = i % n_q;
+      const int64_t row = ((samples == 1 ? 0 : b) * range_heads_ + h) * rows + (rows == 1 ? 0 : query);
+      ranges_[i] = both(of_samples[b * n_q + query], shown[row]);
+      gaps_ |= ranges_[i].gaps;
+    }
+  }
+
+  Band band_;
+  std::vector<int64_t> q_start_;
+  RealRows queries_, keys_;
+  MaybeTensor dense_;
+  std::vector<RowRange> ranges_;  // [B, range_heads_, n_q]
+  int64_t range_heads_ = 1;
+  uint32_t gaps_ = kNoGaps;
+  std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
+};
+
+// What is added to scores: a bias, expanded to [B, H, n_q, n_k], and slopes, fp32 [B, H].
+struct Added {
+  MaybeTensor bias, alibi_slopes;
 };
 
 Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Mask& mask,
-                   const Dropout& dropout) {
+                   const Added& added, const Dropout& dropout) {
   Problem p{};
   p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
   p.n_q = q.size(2), p.n_k = k.size(2), p.d_qk = q.size(3), p.d_v = v.size(3);
-  TORCH_CHECK_VALUE(p.n_q == mask.n_q && p.n_k == mask.n_k && p.B == int64_t(mask.q_start.size()),
+  TORCH_CHECK_VALUE(p.B == mask.B && p.H == mask.H && p.n_q == mask.n_q && p.n_k == mask.n_k,
                     "the mask is for other sizes than q and k");
+  mask.describe(p);
   p.scale = scale;
-  p.band = mask.band;
-  p.q_start = mask.q_start.data();
-  p.queries = mask.queries.lists();
-  p.keys = mask.keys.lists();
   p.q = rows_of<Input>(q), p.k = rows_of<Input>(k), p.v = rows_of<Input>(v);
+  if (added.bias) {
+    TORCH_CHECK_VALUE(added.bias->sizes() == at::IntArrayRef({p.B, p.H, p.n_q, p.n_k}), "bias must be [", p.B, ", ",
+                      p.H, ", ", p.n_q, ", ", p.n_k, "], got ", added.bias->sizes());
+    p.bias = table_of(*added.bias), p.bias_dtype = dtype_of(*added.bias);
+  }
+  if (added.alibi_slopes) {
+    TORCH_CHECK_VALUE(added.alibi_slopes->sizes() == at::IntArrayRef({p.B, p.H}) && added.alibi_slopes->is_contiguous(),
+                      "alibi_slopes must be contiguous [", p.B, ", ", p.H, "]");
+    p.alibi_slopes = added.alibi_slopes->const_data_ptr<float>();
+  }
   p.dropout = dropout;
   return p;
 }
@@ -112,16 +225,18 @@ void take_in_turn(int64_t n, int64_t scratch_floats, Run run) {
 constexpr auto in_turn = [](int64_t n, int64_t scratch_floats, auto run) { take_in_turn(n, scratch_floats, run); };
 
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, double scale,
-             const Mask& mask, double dropout_p, int64_t seed) {
-  const Problem p = problem_of(q, k, v, scale, mask, make_dropout(dropout_p, seed));
+             const Mask& mask, const MaybeTensor& bias, const MaybeTensor& alibi_slopes, double dropout_p,
+             int64_t seed) {
+  const Problem p = problem_of(q, k, v, scale, mask, {bias, alibi_slopes}, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
   run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn);
 }
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
-              double scale, const Mask& mask, double dropout_p, int64_t seed) {
-  const Problem p = problem_of(q, k, v, scale, mask, make_dropout(dropout_p, seed));
+              const MaybeTensor& d_score, const MaybeTensor& d_slope, double scale, const Mask& mask,
+              const MaybeTensor& bias, const MaybeTensor& alibi_slopes, double dropout_p, int64_t seed) {
+  const Problem p = problem_of(q, k, v, scale, mask, {bias, alibi_slopes}, make_dropout(dropout_p, seed));
   BackwardTensors t{};
   t.o = rows_of<Input>(o);
   if (d_o) t.d_o = rows_of<Input>(*d_o);
@@ -131,27 +246,46 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
   TORCH_CHECK_VALUE(dk.has_value() == dv.has_value(), "dk and dv are computed together");
   if (dq) t.dq = rows_of<Output>(*dq);
   if (dk) t.dk = rows_of<Output>(*dk), t.dv = rows_of<Output>(*dv);
+  TORCH_CHECK_VALUE((!d_score || d_score->is_contiguous()) && (!d_slope || d_slope->is_contiguous()),
+                    "the gradients of what is added to scores must be contiguous");
+  if (d_score) {
+    TORCH_CHECK_VALUE(d_score->sizes().slice(1) == at::IntArrayRef({p.H, p.n_q, p.n_k}), "d_score must be [", p.B,
+                      " or 1, ", p.H, ", ", p.n_q, ", ", p.n_k, "], got ", d_score->sizes());
+    t.d_score = d_score->data_ptr<float>();
+    t.d_score_batch_stride = d_score->size(0) < p.B ? 0 : d_score->stride(0);
+  }
+  if (d_slope) t.d_slope = d_slope->data_ptr<float>();
   run_backward(choose_capability(), p, t, at::get_num_threads(), in_turn);
 }
 
-// bool [B, n_q, n_k], by the lists and ranges that the kernels walk, for blocks of `block` queries: the tests compare
-// it with Mask.keep.
+// bool [B, H, n_q, n_k], by the lists, ranges and gaps that the kernels walk, for blocks of `block` queries: the tests
+// compare it with Mask.keep.
 Tensor keep(const Mask& mask, int64_t block) {
-  const int64_t B = int64_t(mask.q_start.size());
-  Tensor result = at::empty({B, mask.n_q, mask.n_k}, at::kBool).zero_();
-  for (int64_t b = 0; b < B; ++b) {
-    const IndexList &queries = mask.queries.lists()[b], &keys = mask.keys.lists()[b];
-    const auto visible = [&](int64_t i) {
-      return visible_keys(mask.band, position_of(queries.at(i), mask.q_start[b]), mask.n_k);
-    };
+  Problem p{};
+  p.B = mask.B, p.H = mask.H, p.n_q = mask.n_q, p.n_k = mask.n_k;
+  mask.describe(p);
+  const Tensor result = at::empty({p.B, p.H, p.n_q, p.n_k}, at::kBool).zero_();
+  const auto sees = [&](int64_t b, int64_t h, int64_t query, int64_t key) {
+    const uint32_t gaps = p.ranges.gaps ? p.ranges.at(b, h, query).gaps : kNoGaps;
+    return p.visible(b, h, query).contains(key) && !(gaps & kDenseGaps && !p.dense.row(b, h, query)[key]) &&
+           !(gaps & kOtherDocuments && p.documents.of_query[b * p.n_q + query] != p.documents.of_key[b * p.n_k + key]);
+  };
+  for (int64_t head = 0; head < p.B * p.H; ++head) {
+    const int64_t b = head / p.H, h = head % p.H;
+    const IndexList &queries = p.queries[b], &keys = p.keys[b];
     for (int64_t first = 0; first < queries.count; first += block) {
       const int64_t end = std::min(first + block, queries.count);
-      const BlockRange range = block_range(visible(first), visible(end - 1));
+      BlockRange range = no_queries(p.n_k);
+      uint32_t gaps = kNoGaps;
       for (int64_t i = first; i < end; ++i) {
-        bool* row = result.data_ptr<bool>() + (b * mask.n_q + queries.at(i)) * mask.n_k;
+        range.add(p.visible(b, h, queries.at(i)));
+        if (p.ranges.gaps) gaps |= p.ranges.at(b, h, queries.at(i)).gaps;
+      }
+      for (int64_t i = first; i < end; ++i) {
+        bool* row = result.data_ptr<bool>() + (head * p.n_q + queries.at(i)) * p.n_k;
         const int64_t last = keys.lower_bound(range.some.end);
         for (int64_t j = keys.lower_bound(range.some.begin); j < last; ++j) {
-          row[keys.at(j)] = range.all.contains(keys.at(j)) || visible(i).contains(keys.at(j));
+          row[keys.at(j)] = (!gaps && range.all.contains(keys.at(j))) || sees(b, h, queries.at(i), keys.at(j));
         }
       }
     }
@@ -195,10 +329,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   const py::call_guard<py::gil_scoped_release> without_gil;
   py::class_<Mask>(m, "Mask").def(
-      py::init<int64_t, int64_t, int64_t, bool, std::optional<int64_t>, std::optional<int64_t>, std::vector<int64_t>,
-               const MaybeTensor&, const MaybeTensor&>(),
-      py::kw_only(), py::arg("B"), py::arg("n_q"), py::arg("n_k"), py::arg("causal"), py::arg("left"), py::arg("right"),
-      py::arg("q_start"), py::arg("real_queries"), py::arg("real_keys"));
+      py::init<int64_t, int64_t, int64_t, int64_t, bool, std::optional<int64_t>, std::optional<int64_t>,
+               std::vector<int64_t>, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+               const MaybeTensor&>(),
+      py::kw_only(), py::arg("B"), py::arg("H"), py::arg("n_q"), py::arg("n_k"), py::arg("causal"), py::arg("left"),
+      py::arg("right"), py::arg("q_start"), py::arg("real_queries"), py::arg("real_keys"), py::arg("ids_q"),
+      py::arg("ids_k"), py::arg("dense"));
   m.def("forward", &forward, without_gil);
   m.def("backward", &backward, without_gil);
   m.def("keep", &keep);

@@ -22,6 +22,7 @@ struct KeyRange {
   int64_t begin, end;
 
   FASTATTN_HD bool empty() const { return begin >= end; }
+  FASTATTN_HD bool covers(int64_t n_k) const { return begin == 0 && end == n_k; }
   FASTATTN_HD bool contains(int64_t key) const { return begin <= key && key < end; }
 };
 
@@ -42,14 +43,17 @@ FASTATTN_HD KeyRange visible_keys(Band band, int64_t position, int64_t n_k) {
   return {begin, greater(begin, end)};
 }
 
-// What a block of queries sees, given its first and its last one: both ends of visible_keys grow with the position.
+// What a block of queries sees, query by query.
 struct BlockRange {
   KeyRange some;  // keys that some query of the block may see: the rest is never loaded
   KeyRange all;   // keys that every query sees: they need no mask
+
+  FASTATTN_HD void add(KeyRange keys) {
+    if (!keys.empty()) some = {lesser(some.begin, keys.begin), greater(some.end, keys.end)};
+    all = {greater(all.begin, keys.begin), lesser(all.end, keys.end)};
+  }
 };
 
-FASTATTN_HD BlockRange block_range(KeyRange first, KeyRange last) {
-  return {{first.begin, last.end}, {last.begin, first.end}};
-}
+FASTATTN_HD BlockRange no_queries(int64_t n_k) { return {{n_k, 0}, {0, n_k}}; }
 
 }  // namespace fastattn

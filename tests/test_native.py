@@ -12,7 +12,7 @@ from test_spec import PHILOX_ANSWERS
 import fastattn
 from fastattn.backends import native
 from fastattn.spec import Mask, Spec
-from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, make_inputs, run
+from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, exact, make_inputs, run
 
 CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
 BF16_PRODUCTS = ("amx", "avx512_bf16")
@@ -45,6 +45,44 @@ DROPPED = (
     Case("dropout-chunks", "over chunks", B=1, H=2, H_kv=1, n_q=40, n_k=500, D=256, keys="left", dropout_p=0.1),
     Case("dropout-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, causal=True, dropout_p=0.1),
 )  # fmt: skip
+ADDED = (
+    Case(
+        "bias-holes",
+        "rows of a bias are gathered",
+        B=3, H=4, H_kv=2, n_q=70, n_k=90, D=33, keys="holes", queries=True, bias=(3, 4, 70, 90),
+    ),
+    Case("bias-shared", "samples add to one gradient", B=3, n_q=150, n_k=300, causal=True, q_start=99, bias=(150, 300)),
+    Case("bias-chunks", "over chunks", B=1, H=2, H_kv=1, n_q=40, n_k=500, D=256, keys="left", bias=(1, 2, 40, 500)),
+    Case("bias-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, window=(90, 30), bias=(200, 500)),
+    Case("bias-keys", "one row for all queries", n_q=50, n_k=130, bias=(2, 1, 1, 130), keys="holes"),
+    Case("bias-queries", "one entry for all keys", n_q=50, n_k=130, bias=(2, 50, 1), causal=True, q_start=80),
+    Case("bias-heads", "one entry for all of a head", n_q=50, n_k=130, bias=(2, 1, 1), window=(20, 20)),
+    Case("bias-one-key", "a row of one", n_q=40, n_k=1, bias=(2, 2, 40, 1)),
+    Case("bias-decode", "one query", H=4, H_kv=1, n_q=1, n_k=200, bias=(2, 4, 1, 200), keys="left"),
+    Case("bias-scales", "the sign and the size of scale", n_q=40, scale=-7.0, bias=(2, 2, 40, 40), causal=True),
+    Case("bias-zero-scale", "nothing but the bias", n_q=40, scale=0.0, bias=(2, 40, 40), keys="holes"),
+    Case("bias-dropout", "the gradient of dropped weights", n_q=70, bias=(2, 70, 70), dropout_p=0.3, keys="holes"),
+    Case("alibi-positions", "distances to both sides", H=4, H_kv=2, n_q=50, n_k=90, q_start=(40, -7), alibi=True),
+    Case("alibi-chunks", "slopes sum over chunks", H=2, n_q=90, n_k=300, D=256, q_start=99, keys="holes", alibi=True),
+    Case("alibi-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=400, causal=True, alibi=True),
+    Case(
+        "alibi-segments", "distances in the document, beside a bias",
+        n_q=90, n_k=70, segments=True, q_start=3, alibi=True, bias=(70,),
+    ),
+)  # fmt: skip
+MASKED = (
+    Case("segments-long", "documents of several blocks", B=3, H=4, H_kv=2, n_q=300, n_k=500, segments=True),
+    Case("segments-window", "positions in the document", n_q=200, n_k=170, segments=True, window=(30, 9), q_start=5),
+    Case("segments-holes", "padding inside of documents", n_q=90, n_k=110, segments=True, keys="holes", causal=True),
+    Case(
+        "dense-holes", "rows of a mask are gathered",
+        B=3, H=4, H_kv=2, n_q=150, n_k=130, dense=True, keys="holes", queries=True, window=(90, 50),
+    ),
+    Case("dense-decode", "one query, and gaps", H=4, H_kv=2, n_q=1, n_k=700, dense=True),
+    Case("dense-segments", "gaps of both kinds", n_q=90, n_k=110, segments=True, dense=True, causal=True),
+    Case("dense-dropout", "the mask comes before dropout", n_q=90, n_k=110, dense=True, dropout_p=0.3),
+    Case("dense-bias-alibi", "all that meets the scores", n_q=90, n_k=110, dense=True, bias=(90, 110), alibi=True),
+)  # fmt: skip
 
 
 @pytest.fixture(params=CAPABILITIES)
@@ -52,6 +90,13 @@ def capability(request, monkeypatch) -> str:
     """An instruction set that the environment asks for; where this machine lacks it, the next one below is used."""
     monkeypatch.setenv("FASTATTN_CPU_CAPABILITY", request.param)
     return request.param
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def test_environment_lowers_the_instruction_set(capability):
@@ -86,14 +131,166 @@ def test_many_keys_are_right(case, dtype):
     assert_right(inputs, run(inputs, "native"))
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*ADDED, *MASKED], ids=str)
+def test_what_meets_the_scores_is_right(case, dtype, capability):
+    inputs = make_inputs(case, dtype)
+    assert_right(inputs, run(inputs, "native"))
 
 
-@pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED], ids=str)
+def with_mask(inputs: Inputs, mask: Mask) -> Inputs:
+    """The inputs with another mask, and NaN in what nobody may read."""
+    inputs.mask = mask
+    queries, keys = mask.readable_queries(), mask.readable_keys()
+    for x, rows in ((inputs.q, queries), (inputs.k, keys), (inputs.v, keys), (inputs.do, queries)):
+        if rows is not None:
+            x.masked_fill_(~rows[:, None, :, None], math.nan)
+    return inputs
+
+
+def random_mask(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.6
+
+
+DENSE = {
+    "keys": random_mask(110),
+    "queries": random_mask(70, 1),
+    "heads": random_mask(4, 1, 1),
+    "all": torch.tensor(True),
+    "nothing": torch.tensor(False),
+    "samples": random_mask(2, 1, 1, 110),
+    "every": random_mask(2, 4, 70, 110),
+    "of-heads": random_mask(1, 4, 70, 110),
+    "transposed": random_mask(2, 4, 110, 70).mT,
+    "sliced": random_mask(2, 1, 70, 240)[..., 7:227:2],
+    "triangle": torch.ones(70, 110).tril(30).bool(),
+    "bands": torch.stack([torch.ones(70, 110).tril(20 * h).triu(5 * h - 40).bool() for h in range(4)]),
+    "one-gap": torch.ones(70, 110).bool() & (torch.arange(110) != 64),
+    "late": (torch.arange(110) > 100) & (torch.arange(70)[:, None] < 40),
+}
+
+
+@pytest.mark.parametrize("n_q", [70, 3, 1])  # by blocks of queries, by dot products
+@pytest.mark.parametrize("shape", DENSE)
+def test_dense_masks_of_any_shape_are_right(shape, n_q, capability):
+    case = Case("", "", H=4, H_kv=2, n_q=n_q, n_k=110, keys="holes")
+    inputs = make_inputs(case, torch.float32)
+    dense = DENSE[shape]
+    if dense.dim() > 1 and dense.shape[-2] > 1:
+        dense = dense[..., 70 - n_q :, :]
+    inputs = with_mask(inputs, replace(inputs.mask, dense=dense, causal=True, q_start=40))
+    assert_right(inputs, run(inputs, "native"))
+
+
+@pytest.mark.parametrize("n_q", [150, 2])
+@pytest.mark.parametrize("n_documents", [1, 3, 40])
+@pytest.mark.parametrize("position", [{}, {"causal": True}, {"window": (4, 2), "q_start": 3}], ids=str)
+def test_documents_in_pieces_are_right(position, n_documents, n_q, capability):
+    generator = torch.Generator().manual_seed(2)
+    ids = [torch.randint(-1, n_documents, (2, n), generator=generator) * 2**33 for n in (n_q, 130)]
+    ids[1][:, 40:80] = ids[1][:, 40:41]  # a run
+    inputs = make_inputs(Case("", "", H=4, H_kv=2, n_q=n_q, n_k=130), torch.float32)
+    inputs = with_mask(inputs, Mask(segments=tuple(ids), **position))
+    assert_right(inputs, run(inputs, "native"))
+
+
+def close_to_exact(inputs: Inputs) -> None:
+    """Where the plain formula gives NaN, so that there is no budget."""
+    expected = exact(inputs)
+    for name, value in run(inputs, "native").items():
+        torch.testing.assert_close(
+            value.double(), expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("spoiled", [math.nan, math.inf])
+@pytest.mark.parametrize("case", ["holes", "causal", "dense", "segments"])
+def test_hidden_entries_of_a_bias_change_nothing(case, spoiled, capability):
+    fields = {"holes": {"keys": "holes", "queries": True}, "causal": {"causal": True, "q_start": 7}}
+    hidden_by = fields.get(case, {case: True})
+    inputs = make_inputs(Case("", "", H=4, H_kv=2, n_q=70, n_k=90, bias=(2, 4, 70, 90), **hidden_by), torch.float32)
+    clean = run(inputs, "native")
+    inputs.options["bias"].masked_fill_(~inputs.mask.keep(70, 90), spoiled)
+    for name, value in run(inputs, "native").items():
+        assert torch.equal(value, clean[name]), name
+
+
+def test_visible_nan_in_a_bias_stays_in_its_row(capability):
+    inputs = make_inputs(Case("", "", n_q=70, n_k=90, bias=(2, 2, 70, 90)), torch.float32)
+    inputs.options["bias"][1, 0, 37, 65] = math.nan
+    o = run(inputs, "native")["o"]
+    assert o[1, 0, 37].isnan().all()
+    assert o.isnan().any(-1).sum() == 1
+
+
+def test_minus_infinity_in_a_bias_hides(capability):
+    inputs = make_inputs(Case("", "", n_q=70, n_k=90, bias=(2, 1, 70, 90), keys="holes"), torch.float32)
+    inputs.options["bias"].masked_fill_(random_mask(70, 90), -math.inf)
+    inputs.options["bias"][0, 0, 9] = -math.inf  # a query that sees nothing
+    close_to_exact(inputs)
+    assert (run(inputs, "native")["o"][0, :, 9] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lowest_number_in_a_bias_hides_beside_others_and_is_equal_alone(dtype, capability):
+    """As masks of other libraries have it: a row of nothing else gives the mean of the values."""
+    inputs = make_inputs(Case("", "", n_q=40, n_k=50, bias=(1, 1, 40, 50)), dtype)
+    bias, lowest = inputs.options["bias"], torch.finfo(dtype).min
+    bias.masked_fill_(random_mask(40, 50), lowest)
+    bias[..., 9, :] = lowest
+    found, expected = run(inputs, "native"), exact(inputs)
+    assert found["o"].isfinite().all()
+    rows = torch.arange(40) != 9
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
+    for name in ("o", "dq", "dk", "dv", "dbias"):
+        torch.testing.assert_close(found[name].double(), expected[name], **close, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(found["lse"][..., rows].double(), expected["lse"][..., rows], **close)
+    assert (found["lse"][..., 9] < -1e37).all()
+
+
+@pytest.mark.parametrize("case", [ADDED[0], ADDED[1], ADDED[4], ADDED[-1]], ids=str)
+def test_bias_of_any_layout_and_dtype(case, capability):
+    """The same bits from transposed and sliced memory, and from wider dtypes with the same numbers."""
+    inputs = make_inputs(case, torch.bfloat16)
+    expected = run(inputs, "native")
+    bias = inputs.options["bias"]
+    wide = torch.full((*bias.shape[:-1], 3 * bias.shape[-1] + 2), math.nan, dtype=bias.dtype)
+    wide[..., 1:-1:3] = bias
+    layouts = [wide[..., 1:-1:3], bias.float(), bias.double()]
+    for other in layouts + ([bias.mT.contiguous().mT] if bias.dim() > 1 else []):
+        inputs.options["bias"] = other
+        for name, value in run(inputs, "native").items():
+            assert torch.equal(value if name != "dbias" else value.bfloat16(), expected[name]), name
+
+
+def test_bias_may_be_a_scalar(capability):
+    inputs = make_inputs(Case("", "", n_q=40, n_k=50, bias=(), keys="right"), torch.float32)
+    scalar = run(inputs, "native")
+    inputs.options["bias"] = inputs.options["bias"].expand(2, 2, 40, 50)
+    for name, value in run(inputs, "native").items():
+        if name == "dbias":
+            torch.testing.assert_close(value.sum(), scalar[name], rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(value, scalar[name]), name
+
+
+@pytest.mark.parametrize("case", [ADDED[1], ADDED[3], ADDED[-1]], ids=str)
+def test_gradients_of_what_is_added_come_alone_too(case, threads):
+    inputs = make_inputs(case, torch.float32)
+    q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
+    o, lse = native.forward(q, k, v, spec)
+    learned = (True, spec.alibi_slopes is not None)
+    every = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (True,) * 3 + learned + (False,))
+    for number in (1, 2, 7):
+        threads(number)
+        for wanted in ((False,) * 3, (True, False, False), (False, True, True)):
+            output_mask = wanted + learned + (False,)
+            some = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, output_mask)
+            for is_wanted, gradient, complete in zip(output_mask, some, every, strict=True):
+                assert torch.equal(gradient, complete) if is_wanted else gradient is None
+
+
+@pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED, *ADDED, *MASKED], ids=str)
 def test_bits_do_not_depend_on_the_number_of_threads(case, threads, capability):
     """One thread takes all gradients of a head together; more threads may take dq apart from dk and dv."""
     inputs = make_inputs(case, torch.float32)
@@ -130,20 +327,39 @@ limits = st.none() | st.integers(-5, 45)
 @settings(max_examples=400, deadline=None)
 @given(n_q=lengths, n_k=lengths, causal=st.booleans(), window=st.tuples(limits, limits), data=st.data())
 def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
-    B = 2
+    B, H = 2, 2
+
+    def table(values: st.SearchStrategy, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        n = math.prod(shape)
+        return torch.tensor(data.draw(st.lists(values, min_size=n, max_size=n)), dtype=dtype).reshape(shape)
 
     def flags(n: int) -> torch.Tensor | None:
-        row = st.lists(st.booleans(), min_size=n, max_size=n)
-        drawn = data.draw(st.none() | st.lists(row, min_size=B, max_size=B))
-        return None if drawn is None else torch.tensor(drawn, dtype=torch.bool).reshape(B, n)
+        return table(st.booleans(), (B, n), torch.bool) if data.draw(st.booleans()) else None
+
+    def documents(n: int) -> torch.Tensor:
+        ids = table(st.integers(-1, 4), (B, n), torch.int32)
+        return ids.sort(-1).values if data.draw(st.booleans()) else ids
+
+    def dense() -> torch.Tensor:
+        """Rows with few changes, so that some have gaps and some have none."""
+        shape = [data.draw(st.sampled_from((1, n))) for n in (B, H, n_q, n_k)]
+        changes = table(st.integers(0, 9), (*shape[:-1], 3), torch.int64)
+        return (torch.arange(shape[-1]) >= 5 * changes[..., None]).sum(-2) % 2 == 1
 
     starts = st.integers(-50, 50)
-    q_start = data.draw(starts | st.lists(starts, min_size=B, max_size=B).map(torch.tensor))
-    mask = Mask(causal=causal, q_start=q_start, window=window, real_keys=flags(n_k), real_queries=flags(n_q))
-    q, k = torch.empty(B, 1, n_q, 1), torch.empty(B, 1, n_k, 1)
+    mask = Mask(
+        causal=causal,
+        q_start=data.draw(starts | st.lists(starts, min_size=B, max_size=B).map(torch.tensor)),
+        window=window,
+        real_keys=flags(n_k),
+        real_queries=flags(n_q),
+        segments=(documents(n_q), documents(n_k)) if data.draw(st.booleans()) else None,
+        dense=dense() if n_q * n_k and data.draw(st.booleans()) else None,
+    )
+    q, k = torch.empty(B, H, n_q, 1), torch.empty(B, H, n_k, 1)
     for block in (1, 7, 32):
         found = native.build.load().keep(native.native_mask(mask, q, k), block)
-        assert torch.equal(found, mask.keep(n_q, n_k)[:, 0].expand(B, n_q, n_k))
+        assert torch.equal(found, mask.keep(n_q, n_k).expand(B, H, n_q, n_k))
 
 
 @pytest.mark.parametrize("q_start", [2**61, -(2**61)])
@@ -153,7 +369,7 @@ def test_far_positions_do_not_overflow(q_start, window, causal):
     mask = Mask(causal=causal, q_start=q_start, window=window)
     x = torch.empty(1, 1, 5, 1)
     found = native.build.load().keep(native.native_mask(mask, x, x), 4)
-    assert torch.equal(found, mask.keep(5, 5)[:, 0])
+    assert torch.equal(found, mask.keep(5, 5))
 
 
 @pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)

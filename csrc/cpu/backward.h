@@ -20,7 +20,7 @@ int64_t cached_keys(const Problem& p) {
 }
 
 // A block of queries on its way over the keys. Per lane, what turns S into P and dP into dS: lse is the sum of two
-// floats (rounded to one, it would double the error of P).
+// floats (rounded to one, it would double the error of P), one that S is measured from, and a rest.
 struct BackwardBlock {
   QueryBlock queries;
   float *q_copy, *d_o_copy;    // rows
@@ -28,7 +28,8 @@ struct BackwardBlock {
   float *q_right, *d_o_right;  // for the sums over the queries, where rows do not serve
   Right q, d_o;                // the same, wherever they are
   float* dq_t;                 // [d_qk, M]
-  Floats lse_log2[kColumns], lse_log2_rest[kColumns], delta[kColumns], d_lse[kColumns];
+  Floats reference[kColumns], rest_log2[kColumns], delta[kColumns], d_lse[kColumns];
+  Floats d_slope[kColumns];
 };
 
 struct BackwardScratch {
@@ -88,7 +89,7 @@ struct BackwardScratch {
 
 // The rounding of a smaller lse costs P at most 4 units in the last place: too much only where the weights of so few
 // keys are nearly exact themselves.
-constexpr double kPreciseLseLog2 = 16 * kLog2E;
+constexpr double precise_lse(DType dtype) { return dtype == DType::f32 ? 16 : 1024; }
 constexpr int64_t kFewKeys = 8;
 
 // The queries of an item that have a gradient: the real ones that see something (lse > -inf, or NaN).
@@ -105,37 +106,40 @@ IndexList contributing_queries(const Problem& p, const BackwardTensors& t, const
   return {table, 0, count};
 }
 
-// P of vector c of the queries from S. It is above 1 by rounding only, and an lse of 1e9 takes it far.
+// P of vector c of the queries from S. The difference first: see weight of single.h. It is above 1 by rounding only, and
+// an lse of 1e9 takes it far.
 FASTATTN_INLINE Floats weight_again(const BackwardBlock& block, int c, Floats s, float on_score_log2) {
-  return exp2(at_most(s * on_score_log2 - block.lse_log2[c] - block.lse_log2_rest[c], 64.0f));
+  return exp2(at_most((s - block.reference[c]) * on_score_log2 - block.rest_log2[c], 64.0f));
 }
 
 // Writes S^T of a part of the keys, hidden ones -inf.
 template <int C>
-FASTATTN_INLINE void scores(const Problem& p, const BackwardBlock& block, const KeyBlock& keys, Part part, float* s_t) {
+FASTATTN_INLINE void scores(const Problem& p, int64_t b, int64_t h, const BackwardBlock& block, const KeyBlock& keys,
+                            Part part, float* s_t) {
   constexpr int64_t M = C * kLanes;
   assign_product<C>({s_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
-  hide<C>(block.queries, keys, part, s_t, -kInfinity);
+  finish_scores<C>(p, b, h, block.queries, keys, part, s_t);
 }
 
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor. The weights of a row sum
 // to 1: what they sum to here tells the factor.
 template <int C>
-void refine_lse(const Problem& p, int64_t b, int64_t h_kv, BackwardBlock& block, const BackwardScratch& w) {
+void refine_lse(const Problem& p, int64_t b, int64_t h, const bool* imprecise, BackwardBlock& block,
+                const BackwardScratch& w) {
   const IndexList& list = p.keys[b];
-  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  const float on_score_log2 = p.on_score_log2();
   Floats sum[C] = {};
   each_key_block(list, block.queries.range.some, 0, list.count, [&](int64_t first, int64_t n) {
     KeyBlock keys{&list, first, n, {}, {}, {}, {}};
-    keys.k = rows_of(p.k, b, h_kv, list, first, n, up_to_grain(n), p.d_qk, false, w.k);
+    keys.k = rows_of(p.k, b, h / p.group(), list, first, n, up_to_grain(n), p.d_qk, false, w.k);
     const Part part = visible_part(block.queries, keys);
-    scores<C>(p, block, keys, part, w.s_t);
+    scores<C>(p, b, h, block, keys, part, w.s_t);
     for (int64_t i = 0; i < part.n; ++i) {
       for (int c = 0; c < C; ++c) sum[c] += weight_again(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
     }
   });
   for (int lane = 0; lane < C * kLanes; ++lane) {
-    block.lse_log2_rest[lane / kLanes][lane % kLanes] += log2f(sum[lane / kLanes][lane % kLanes]);
+    if (imprecise[lane]) block.rest_log2[lane / kLanes][lane % kLanes] += log2f(sum[lane / kLanes][lane % kLanes]);
   }
 }
 
@@ -156,6 +160,12 @@ void sum_delta(const Problem& p, const float* o_t, const float* d_o_t, BackwardB
   }
 }
 
+// With a scale of 1e-38, lse as a multiple of S may lie beyond the floats.
+float finite_float(double x) {
+  constexpr double kLargest = 0x1.fffffep127;
+  return static_cast<float>(x > kLargest ? kLargest : x < -kLargest ? -kLargest : x);
+}
+
 // Makes a block of queries ready.
 template <int C>
 void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
@@ -172,6 +182,7 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   transpose(d_o.data, d_o.stride, M, units(p.d_v), block.d_o_t, M, Unchanged{});
   block.d_o = over_queries(d_o, M, p.d_v, block.d_o_right);
   if (item.wants_dq) __builtin_memset(block.dq_t, 0, M * padded(p.d_qk) * sizeof(float));
+  for (int c = 0; c < C; ++c) block.d_slope[c] = Floats{};
 
   const auto floats_transposed = [&](const Input& x, float* rows, float* to) {
     read_rows(x, b, h, queries, first, n_d_o, p.d_v, rows);
@@ -182,17 +193,18 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   if (!kOneForm) floats_transposed(t.d_o, w.d_o, w.d_o_t);
   sum_delta<C>(p, w.o_t, kOneForm ? block.d_o_t : w.d_o_t, block);
 
-  const KeyRange seen = block.queries.range.some;
-  bool needs_refinement = seen.end - seen.begin <= kFewKeys;
+  bool imprecise[M], any_imprecise = false;  // query by query: the others in a block must not matter
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
-    const double lse_log2 = t.lse[query] * kLog2E;
-    needs_refinement |= std::fabs(lse_log2) > kPreciseLseLog2;
-    block.lse_log2[c][lane] = static_cast<float>(lse_log2);
-    block.lse_log2_rest[c][lane] = static_cast<float>(lse_log2 - static_cast<float>(lse_log2));
+    const double reference = t.lse[query] * p.scores_per_nat();
+    imprecise[i] = std::fabs(t.lse[query]) > precise_lse(p.q.dtype) ||
+                   (p.q.dtype == DType::f32 && block.queries.length[c][lane] <= kFewKeys);
+    any_imprecise |= imprecise[i];
+    block.reference[c][lane] = finite_float(reference);
+    block.rest_log2[c][lane] = static_cast<float>((reference - block.reference[c][lane]) * p.on_score_log2());
     block.d_lse[c][lane] = t.d_lse ? t.d_lse[query] : 0.0f;
   }
-  if (needs_refinement && p.q.dtype == DType::f32) refine_lse<C>(p, b, item.h_kv, block, w);
+  if (any_imprecise) refine_lse<C>(p, b, h, imprecise, block, w);
 }
 
 // Turns S^T and dP^T [n, M] into Z^T * P^T and dS^T, in the forms that the sums take.
@@ -230,15 +242,20 @@ FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_querie
 
 // A block of queries against a block of keys. dk and dv are the rows of the first key of the block.
 template <int C>
-void add_gradients(const Problem& p, const BackwardItem& item, int64_t h, const KeyBlock& keys, BackwardBlock& block,
-                   float* dk, float* dv, const BackwardScratch& w) {
+void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+                   const KeyBlock& keys, BackwardBlock& block, float* dk, float* dv, const BackwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const Part part = visible_part(block.queries, keys);
   if (part.n == 0) return;
   if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, block.queries, keys, part, w.z_t);
-  scores<C>(p, block, keys, part, w.s_t);
+  scores<C>(p, item.b, h, block, keys, part, w.s_t);
   assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), {block.d_o_t, M});
-  gradients_of_scores<C>(part.n, block, split_scale(p.scale).on_score_log2, p.dropout.drops, w);
+  gradients_of_scores<C>(part.n, block, p.on_score_log2(), p.dropout.drops, w);
+  if (item.wants_d_added) {
+    const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
+    if (t.d_score) add_d_score<C>(p, t, item.b, h, block.queries, keys, part, ds);
+    if (t.d_slope) add_d_slope<C>(p, item.b, block.queries, keys, part, ds, block.d_slope);
+  }
   if (item.wants_dq) {
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
     add_product<C>({block.dq_t, M}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
@@ -276,7 +293,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
   for (int64_t first = first_query; first < end; first += M, ++count) {
     BackwardBlock& block = blocks[count];
     w.place_block(p, count, block);
-    block.queries.init(p, b, queries, first, lesser(M, end - first));
+    block.queries.init(p, b, h, queries, first, lesser(M, end - first));
     seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, item, h, queries, block, w); });
   }
@@ -289,11 +306,16 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
     float* dk = w.dk + (i - chunk_begin) * padded(p.d_qk);
     float* dv = w.dv + (i - chunk_begin) * padded(p.d_v);
     for (int64_t j = 0; j < count; ++j) {
-      with_columns(blocks[j].queries.n, [&](auto C) { add_gradients<C>(p, item, h, keys, blocks[j], dk, dv, w); });
+      with_columns(blocks[j].queries.n, [&](auto C) { add_gradients<C>(p, t, item, h, keys, blocks[j], dk, dv, w); });
     }
   });
-  if (!item.wants_dq) return;
-  for (int64_t j = 0; j < count; ++j) {
+  for (int64_t j = 0; item.wants_d_added && t.d_slope && j < count; ++j) {
+    for (int64_t lane = 0; lane < blocks[j].queries.n; ++lane) {
+      const int64_t query = queries.at(blocks[j].queries.first + lane);
+      t.d_slope[(b * p.H + h) * p.n_q + query] += blocks[j].d_slope[lane / kLanes][lane % kLanes];
+    }
+  }
+  for (int64_t j = 0; item.wants_dq && j < count; ++j) {
     with_columns(blocks[j].queries.n, [&](auto C) { add_dq<C>(p, t, b, h, queries, blocks[j], w); });
   }
 }

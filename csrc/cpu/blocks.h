@@ -82,14 +82,19 @@ struct QueryBlock {
   Bits index[kColumns];  // of the queries
   Ints begin[kColumns];
   Bits length[kColumns];
+  uint32_t gaps;  // in the ranges of some
 
-  void init(const Problem& p, int64_t b, const IndexList& queries, int64_t first_place, int64_t count) {
+  void init(const Problem& p, int64_t b, int64_t h, const IndexList& queries, int64_t first_place, int64_t count) {
     first = first_place, n = count;
-    range = block_range(p.visible(b, queries.at(first)), p.visible(b, queries.at(first + n - 1)));
-    const bool all_alike = range.all.begin == 0 && range.all.end == p.n_k;
+    range = no_queries(p.n_k);
+    gaps = kNoGaps;
+    const bool all_alike = !p.ranges.data && p.visible(b, h, queries.at(first)).covers(p.n_k) &&
+                           p.visible(b, h, queries.at(first + n - 1)).covers(p.n_k);
     for (int lane = 0; lane < kColumns * kLanes; ++lane) {
       const int64_t query = queries.at(first + (lane < n ? lane : n - 1));
-      const KeyRange keys = all_alike ? range.all : p.visible(b, query);
+      const KeyRange keys = all_alike ? KeyRange{0, p.n_k} : p.visible(b, h, query);
+      range.add(keys);
+      if (p.ranges.gaps) gaps |= p.ranges.at(b, h, query).gaps;
       index[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(query);
       begin[lane / kLanes][lane % kLanes] = static_cast<int32_t>(keys.begin);
       length[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(keys.end - keys.begin);

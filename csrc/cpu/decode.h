@@ -123,7 +123,7 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
     float* q = w.q + row * padded(p.d_qk);
     read_rows(p.q, b, h, queries, row % queries.count, 1, p.d_qk, q);
     for (int64_t d = 0; d < p.d_qk; ++d) q[d] *= split_scale(p.scale).on_query;
-    visible[row] = p.visible(b, query);
+    visible[row] = p.visible(b, h, query);
     seen = {lesser(seen.begin, visible[row].begin), greater(seen.end, visible[row].end)};
     DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
     *part.m = -kInfinity, *part.l = 0;

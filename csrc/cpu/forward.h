@@ -110,13 +110,13 @@ void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Forwar
   constexpr int64_t M = C * kLanes;
   const Part part = visible_part(block.queries, keys);
   if (part.n == 0) return;
-  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  const float on_score_log2 = p.on_score_log2();
   const Target o_t{block.o_t, M};
   Floats m[C], l[C], decay[C];
   for (int c = 0; c < C; ++c) m[c] = block.m[c], l[c] = block.l[c];
 
   assign_product<C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
-  hide<C>(block.queries, keys, part, w.p_t, -kInfinity);
+  finish_scores<C>(p, b, h, block.queries, keys, part, w.p_t);
   if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay)) {
     for (int c = 0; c < C; ++c) l[c] *= decay[c];
     for (int64_t d = 0; d < p.d_v; ++d) {
@@ -146,7 +146,7 @@ template <int C>
 void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block,
                const ForwardScratch& w) {
   constexpr int64_t M = C * kLanes;
-  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  const float on_score_log2 = p.on_score_log2();
   transpose(block.o_t, M, padded(p.d_v), M, w.o, padded(p.d_v), Unchanged{});
   float m[M], l[M], log2_of_l[M];
   for (int c = 0; c < C; ++c) {
@@ -185,7 +185,7 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
   KeyRange seen{p.n_k, 0};  // by any of them
   for (int64_t first = first_query; first < end; first += M, ++count) {
     ForwardBlock& block = blocks[count];
-    block.queries.init(p, b, queries, first, lesser(M, end - first));
+    block.queries.init(p, b, h, queries, first, lesser(M, end - first));
     block.q_t = w.q_t + count * M * units(p.d_qk), block.o_t = w.o_t + count * M * padded(p.d_v);
     seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, b, h, block, w); });

@@ -35,6 +35,7 @@ constexpr int kColumns = FASTATTN_COLUMNS;
 #endif
 #include "blocks.h"
 #include "dropout.h"
+#include "bias.h"
 #include "forward.h"
 #include "backward.h"
 #if !FASTATTN_PAIRS

@@ -98,8 +98,16 @@ FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) {
   return exp2(score * scale - reference * scale);
 }
 
+// Lower scores would overflow there, such as a row of a bias that says torch.finfo().min: they count as the lowest one.
+// -inf and NaN stay.
+FASTATTN_INLINE Floats above_lowest_score(Floats score) {
+  const Floats lowest = splat(-0x1p126f);
+  return score == -kInfinity ? score : lowest > score ? lowest : score;
+}
+
 // Two forms: pairs along a row for the left, pairs of rows for the right.
 constexpr bool kOneForm = false;
+using LeftElement = BFloat16;
 
 template <int C>
 FASTATTN_INLINE void store_right(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {

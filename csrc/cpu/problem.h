@@ -5,6 +5,7 @@
 
 #include "../mask.h"
 #include "../philox.h"
+#include "../softmax.h"
 #include "index_list.h"
 
 namespace fastattn {
@@ -27,6 +28,42 @@ struct RowsOf {
 using Input = RowsOf<const char>;
 using Output = RowsOf<char>;
 
+// What is hidden inside a range, to be looked up key by key.
+enum Gaps : uint32_t { kNoGaps = 0, kOtherDocuments = 1, kDenseGaps = 2 };
+
+struct RowRange {
+  int32_t begin, end;
+  uint32_t gaps;
+};
+
+// [B, H or 1, n_q]
+struct RangeTable {
+  const RowRange* data;  // null: position alone tells
+  int64_t batch_stride, head_stride;
+  uint32_t gaps;  // of all rows together
+
+  const RowRange& at(int64_t b, int64_t h, int64_t query) const {
+    return data[b * batch_stride + h * head_stride + query];
+  }
+};
+
+// The numbers of the documents, and where in its document each token stands: [B, n].
+struct Documents {
+  const int32_t *of_query, *of_key;  // null: there are none; -1: padding
+  const int32_t *rank_of_query, *rank_of_key;
+};
+
+// Something broadcast to [B, H, n_q, n_k]: strides in bytes, 0 where one entry serves all.
+struct Table {
+  const char* data;  // null: there is none
+  int64_t batch_stride, head_stride, query_stride;
+  bool one_for_all_keys;  // else they lie side by side
+
+  const char* row(int64_t b, int64_t h, int64_t query) const {
+    return data + b * batch_stride + h * head_stride + query * query_stride;
+  }
+};
+
 struct Problem {
   int64_t B, H, H_kv, n_q, n_k, d_qk, d_v;
   double scale;
@@ -36,12 +73,29 @@ struct Problem {
   const IndexList* keys;     // [B], the real ones
   Input q, k, v;
   Dropout dropout;
+  RangeTable ranges;
+  Documents documents;
+  Table dense;  // bool
+  Table bias;
+  DType bias_dtype;
+  const float* alibi_slopes;  // [B, H], or null
 
   int64_t group() const { return H / H_kv; }
 
-  KeyRange visible(int64_t b, int64_t query) const {
-    return visible_keys(band, position_of(query, q_start[b]), n_k);
+  // No other keys are visible; between these there may be gaps.
+  KeyRange visible(int64_t b, int64_t h, int64_t query) const {
+    if (!ranges.data) return visible_keys(band, position_of(query, q_start[b]), n_k);
+    return {ranges.at(b, h, query).begin, ranges.at(b, h, query).end};
   }
+
+  // Whether scores are more than a multiple of the products of queries and keys. S is then in nats.
+  bool adds_to_scores() const { return bias.data || alibi_slopes; }
+
+  // S as the exponent takes it is score * scores_per_nat(), and score_log2 is S * on_score_log2().
+  float on_score_log2() const {
+    return adds_to_scores() ? static_cast<float>(kLog2E) : split_scale(scale).on_score_log2;
+  }
+  double scores_per_nat() const { return adds_to_scores() ? 1.0 : kLog2E / on_score_log2(); }
 };
 
 struct ForwardOutputs {
@@ -67,16 +121,19 @@ struct BackwardTensors {
   const float* lse;    // [B, H, n_q]
   const float* d_lse;  // [B, H, n_q], or null: zeros
   Output dq, dk, dv;   // dq is fp32: it is summed in place over the chunks of keys
+  float* d_score;      // [B or 1, H, n_q, n_k], to be added to; null: not wanted
+  int64_t d_score_batch_stride;
+  float* d_slope;      // [B, H, n_q], to be added to: the share of each query; null: not wanted
 };
 
 // The heads that share keys and values, their queries in `queries`, and the part of the key list in `keys`. An item
 // owns what it writes: dq of those queries if it wants dq (its keys are then all keys), dk and dv of those keys if it
-// wants those (its queries are then all queries).
+// wants those (its queries are then all queries), and, as dq, the gradients of what is added to scores.
 struct BackwardItem {
   int64_t b, h_kv, first_head, last_head;
   int64_t first_query, last_query;
   int64_t first_key, last_key;
-  bool wants_dq, wants_dkv;
+  bool wants_dq, wants_dkv, wants_d_added;
 };
 
 struct DecodeKernels {

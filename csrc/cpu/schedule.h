@@ -28,7 +28,9 @@ inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& k
 }
 
 // Few queries are decoded: their keys are split, always at the same places, which leaves every thread some.
-inline bool decodes(const Problem& p) { return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops; }
+inline bool decodes(const Problem& p) {
+  return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops && !p.adds_to_scores() && !p.ranges.gaps;
+}
 
 inline int64_t decode_parts_of_head(const Problem& p) {
   constexpr int64_t kKeysOfPart = 512;
@@ -50,29 +52,33 @@ inline std::vector<DecodeItem> decode_items(const Problem& p) {
 }
 
 // One item for all heads that share keys and values computes S and dP once for all gradients: 5 products. Where that
-// leaves threads without work, dq has its own items, and dk with dv too, which can be smaller: 7 products.
-inline std::vector<BackwardItem> backward_items(const Problem& p, const Kernels& kernels, bool wants_dq, bool wants_dkv,
+// leaves threads without work, dq has its own items, and dk with dv too, which can be smaller: 7 products. Gradients of
+// what is added to scores come with dq, or in its place. The items are those of samples first_b, ..., last_b - 1.
+inline std::vector<BackwardItem> backward_items(const Problem& p, const Kernels& kernels, int64_t first_b,
+                                                int64_t last_b, bool wants_dq, bool wants_dkv, bool wants_d_added,
                                                 int64_t threads) {
-  const int64_t heads = p.B * p.H_kv, rounds = (heads + threads - 1) / threads;
-  const bool joint = wants_dq && wants_dkv && 5 * rounds * threads <= 7 * heads;
+  const int64_t heads = (last_b - first_b) * p.H_kv, rounds = (heads + threads - 1) / threads;
+  const bool by_query = wants_dq || wants_d_added;
+  const bool joint = by_query && wants_dkv && 5 * rounds * threads <= 7 * heads;
   const int64_t queries = 4 * kernels.block_queries, keys = 4 * kernels.block_keys;  // of a smaller item
 
   std::vector<BackwardItem> items;
-  for (int64_t b = 0; b < p.B; ++b) {
+  for (int64_t b = first_b; b < last_b; ++b) {
     const int64_t all_keys = p.keys[b].count;
     for (int64_t h_kv = 0; h_kv < p.H_kv; ++h_kv) {
       const int64_t first_head = h_kv * p.group(), last_head = first_head + p.group();
       if (joint) {
-        items.push_back({b, h_kv, first_head, last_head, 0, p.n_q, 0, all_keys, true, true});
+        items.push_back({b, h_kv, first_head, last_head, 0, p.n_q, 0, all_keys, wants_dq, true, wants_d_added});
         continue;
       }
       for (int64_t key = 0; wants_dkv && key < std::max<int64_t>(all_keys, 1); key += keys) {
         const int64_t last_key = std::min(key + keys, all_keys);
-        items.push_back({b, h_kv, first_head, last_head, 0, p.n_q, key, last_key, false, true});
+        items.push_back({b, h_kv, first_head, last_head, 0, p.n_q, key, last_key, false, true, false});
       }
-      for (int64_t h = first_head; wants_dq && h < last_head; ++h) {
+      for (int64_t h = first_head; by_query && h < last_head; ++h) {
         for (int64_t query = 0; query < p.n_q; query += queries) {
-          items.push_back({b, h_kv, h, h + 1, query, std::min(query + queries, p.n_q), 0, all_keys, true, false});
+          const int64_t last_query = std::min(query + queries, p.n_q);
+          items.push_back({b, h_kv, h, h + 1, query, last_query, 0, all_keys, wants_dq, false, wants_d_added});
         }
       }
     }

@@ -39,9 +39,13 @@ FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t) { return n; }
 // gives O = V to the bit.
 FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) { return exp2((score - reference) * scale); }
 
+// Any finite score has its weight.
+FASTATTN_INLINE Floats above_lowest_score(Floats score) { return score; }
+
 // A matrix [keys, C vectors of queries] is kept to be taken from the left in a sum over the queries, and from the right
 // in a sum over the keys: the same floats. x is row i of it, and the kPerUnit - 1 after it.
 constexpr bool kOneForm = true;
+using LeftElement = float;
 
 template <int C>
 FASTATTN_INLINE void store_right(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {

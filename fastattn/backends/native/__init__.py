@@ -10,7 +10,8 @@ from . import build
 
 NAME = "native"
 
-_FEATURES = frozenset({"causal", "q_start", "window", "real_keys", "real_queries", "dropout"})
+_POSITIONS = frozenset({"causal", "q_start", "window", "real_keys", "real_queries"})
+_FEATURES = _POSITIONS | {"segments", "dense", "bias", "alibi_slopes", "dropout"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_KEYS = 2**31 - 1  # keys are numbered by 32-bit integers inside the kernels
 
@@ -55,10 +56,9 @@ def capability() -> str:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
-    native = build.load()
     o = empty_output(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    native.forward(*map(_rows, (q, k, v)), o, lse, spec.scale, native_mask(spec.mask, q, k), *_dropout(spec))
+    build.load().forward(*map(_rows, (q, k, v)), o, lse, *_described(q, k, spec))
     return o, lse
 
 
@@ -73,29 +73,60 @@ def backward(
     spec: Spec,
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k and v, in their dtypes, and None for the rest; dk and dv come together."""
-    native = build.load()
+    """Gradients of q, k, v, bias and alibi_slopes, in their dtypes, and None for the rest; dk and dv come together."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    wants_dq, wants_dkv = output_mask[0], output_mask[1] or output_mask[2]
+    wants_dq, wants_dkv, (wants_dbias, wants_dalibi) = (
+        output_mask[0],
+        output_mask[1] or output_mask[2],
+        output_mask[3:5],
+    )
     # dq is summed over the keys in memory, so in fp32; dk and dv are summed in the kernel's own.
     sums = (
         _writable(dq, torch.float32) if wants_dq else None,
         *(_writable(x) if wants_dkv else None for x in (dk, dv)),
     )
-    native.backward(
+    d_score = None
+    if wants_dbias:  # of all samples together where they share the bias
+        B = 1 if spec.bias.dim() < 4 or spec.bias.shape[0] == 1 else q.shape[0]
+        d_score = q.new_zeros((B, *q.shape[1:3], k.shape[2]), dtype=torch.float32)
+    d_slope = q.new_zeros(q.shape[:3], dtype=torch.float32) if wants_dalibi else None
+    build.load().backward(
         None if do is None else _rows(do),
         None if dlse is None else dlse.contiguous(),
         *map(_rows, (q, k, v, o)),
         lse.contiguous(),
         *sums,
-        spec.scale,
-        native_mask(spec.mask, q, k),
-        *_dropout(spec),
+        d_score,
+        d_slope,
+        *_described(q, k, spec),
     )
     for gradient, written in zip((dq, dk, dv), sums, strict=True):
         if written is not None and written is not gradient:
             gradient.copy_(written)
-    return (dq if wants_dq else None, dk if wants_dkv else None, dv if wants_dkv else None, None, None, None)
+    return (
+        dq if wants_dq else None,
+        dk if wants_dkv else None,
+        dv if wants_dkv else None,
+        _summed_like(spec.bias, d_score) if wants_dbias else None,
+        _summed_like(spec.alibi_slopes, d_slope.sum(-1)) if wants_dalibi else None,
+        None,
+    )
+
+
+def _summed_like(x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of `x` from that of what it was expanded to."""
+    return gradient.sum_to_size(x.shape).to(x.dtype)
+
+
+def _described(q: Tensor, k: Tensor, spec: Spec) -> tuple[object, ...]:
+    """The arguments that tell the C++ module what to compute."""
+    bias, slopes = spec.bias, spec.alibi_slopes
+    if bias is not None:
+        bias = _table(bias if bias.dtype in _DTYPES else bias.float(), q, k)
+    if slopes is not None:
+        slopes = slopes.float().expand(q.shape[:2]).contiguous()
+    seed = 0 if spec.seed is None else spec.seed.item()
+    return spec.scale, native_mask(spec.mask, q, k), bias, slopes, spec.dropout_p, seed
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -110,23 +141,29 @@ def _writable(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype)
 
 
+def _table(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """`x` expanded to [B, H, n_q, n_k], with the entries of a row side by side or one for all keys."""
+    x = _rows(torch.atleast_1d(x))
+    return x.expand(*q.shape[:3], k.shape[2])
+
+
 def native_mask(mask: Mask, q: Tensor, k: Tensor) -> object:
     """The mask as the C++ module takes it, for the sizes of q and k."""
-    B = q.shape[0]
+    B, H, n_q, _ = q.shape
     left, right = mask.window
+    ids_q, ids_k = mask.segments or (None, None)
     return build.load().Mask(
         B=B,
-        n_q=q.shape[2],
+        H=H,
+        n_q=n_q,
         n_k=k.shape[2],
         causal=mask.causal,
         left=left,
         right=right,
         q_start=mask.q_start.tolist() if isinstance(mask.q_start, Tensor) else [mask.q_start] * B,
-        real_queries=mask.real_queries,
-        real_keys=mask.real_keys,
+        real_queries=mask.readable_queries(),
+        real_keys=mask.readable_keys(),
+        ids_q=ids_q,
+        ids_k=ids_k,
+        dense=None if mask.dense is None else _table(mask.dense, q, k),
     )
-
-
-def _dropout(spec: Spec) -> tuple[float, int]:
-    """The probability to drop a weight, and the seed."""
-    return spec.dropout_p, 0 if spec.seed is None else spec.seed.item()

@@ -1,0 +1,210 @@
+// From products of queries and keys to scores: what is added to them, and what is hidden that is no range of keys; and
+// the gradients of what is added. Calls without any of this pass by in one branch a block.
+//
+// A bias and a dense mask lie in memory as rows of keys; S^T has rows of queries. They meet in tiles of kLanes * kLanes.
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+#define FASTATTN_SELDOM __attribute__((noinline))
+
+struct Flag {
+  uint8_t is_set;
+};
+
+// The bits 0 or 1, not a number. In two steps, each of which GCC 12 finds an instruction for.
+FASTATTN_INLINE Floats widen(const Flag* p) {
+  typedef uint8_t Flags __attribute__((vector_size(kLanes)));
+  typedef uint8_t FlagsInMemory __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+  const Flags flags = *reinterpret_cast<const FlagsInMemory*>(p);
+  return (Floats) __builtin_convertvector(__builtin_convertvector(flags, Halves), Bits);
+}
+
+FASTATTN_INLINE Floats splat_bits(Floats x, int64_t lane) { return (Floats)(Bits{} + ((Bits)x)[lane]); }
+
+// Keys i, ..., i + n - 1 of a part of a block of keys, at most kLanes of them.
+struct FewKeys {
+  const KeyBlock& keys;
+  int64_t first, n;
+  bool side_by_side;  // and as many as there are lanes
+
+  FewKeys(const KeyBlock& keys, Part part, int64_t i)
+      : keys(keys),
+        first(part.begin + i),
+        n(lesser(kLanes, lesser(part.n, keys.n - part.begin) - i)),
+        side_by_side(n == kLanes && keys.list->consecutive(keys.first + first, n)) {}
+
+  int64_t at(int64_t j) const { return keys.key(first + j); }
+
+  // Their entries in a row of a table, one by one: nothing is read that is not theirs.
+  template <class Element>
+  Floats gathered(const Element* row, bool one_for_all) const {
+    Element few[kLanes] = {};
+    for (int64_t j = 0; j < n; ++j) few[j] = row[one_for_all ? 0 : at(j)];
+    return widen(few);
+  }
+};
+
+// visit(x, entries) for all vectors x in a matrix [part.n, C * kLanes] that belong to keys of the block.
+template <int C, class Element, class Visit>
+FASTATTN_INLINE void with_entries(const Table& table, int64_t b, int64_t h, const QueryBlock& queries,
+                                  const KeyBlock& keys, Part part, float* x, Visit visit) {
+  const auto row = [&](int c, int lane) {
+    return reinterpret_cast<const Element*>(table.row(b, h, queries.index[c][lane]));
+  };
+  for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); i += kLanes) {
+    const FewKeys few(keys, part, i);
+    const auto at = [&](int64_t j, int c) { return x + ((i + j) * C + c) * kLanes; };
+    if (table.query_stride == 0) {
+      const Floats entries = few.gathered(row(0, 0), table.one_for_all_keys);
+      for (int64_t j = 0; j < few.n; ++j) {
+        for (int c = 0; c < C; ++c) visit(at(j, c), splat_bits(entries, j));
+      }
+      continue;
+    }
+    for (int c = 0; c < C; ++c) {
+      Floats tile[kLanes];
+      if (few.side_by_side && !table.one_for_all_keys) {
+#pragma GCC unroll 16
+        for (int lane = 0; lane < kLanes; ++lane) tile[lane] = widen(row(c, lane) + few.at(0));
+        transpose(tile);
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) visit(at(j, c), tile[j]);
+      } else {
+        for (int lane = 0; lane < kLanes; ++lane) tile[lane] = few.gathered(row(c, lane), table.one_for_all_keys);
+        transpose(tile);
+        for (int64_t j = 0; j < few.n; ++j) visit(at(j, c), tile[j]);
+      }
+    }
+  }
+}
+
+// S^T becomes scale * S^T + bias, in nats. A bias of -inf stays -inf.
+template <int C>
+FASTATTN_SELDOM void add_bias(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
+                              Part part, float scale, float* s_t) {
+  with_elements(p.bias.data, p.bias_dtype, [&](auto* data) {
+    using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+    with_entries<C, Element>(p.bias, b, h, queries, keys, part, s_t, [&](float* x, Floats bias) {
+      store(x, load(x) * scale + above_lowest_score(bias));
+    });
+  });
+}
+
+// Where the queries stand. Further away than kFarthest the distances to all keys change alike, and the weights do not.
+template <int C>
+FASTATTN_INLINE void query_positions(const Problem& p, int64_t b, const QueryBlock& queries, Ints (&positions)[C]) {
+  constexpr int64_t kFarthest = 1 << 30;
+  for (int lane = 0; lane < C * kLanes; ++lane) {
+    const int64_t query = queries.index[lane / kLanes][lane % kLanes];
+    const int64_t rank = p.documents.rank_of_query ? p.documents.rank_of_query[b * p.n_q + query] : query;
+    const int64_t position = clamp(position_of(rank, p.q_start[b]), -kFarthest, kFarthest);
+    positions[lane / kLanes][lane % kLanes] = static_cast<int32_t>(position);
+  }
+}
+
+FASTATTN_INLINE Floats distances(const Problem& p, int64_t b, Ints query_position, int64_t key) {
+  const auto position = p.documents.rank_of_key ? p.documents.rank_of_key[b * p.n_k + key] : static_cast<int32_t>(key);
+  const Ints behind = query_position - position;
+  return __builtin_convertvector(behind < 0 ? -behind : behind, Floats);
+}
+
+// S^T becomes scale * S^T - slope * distance, in nats.
+template <int C>
+FASTATTN_SELDOM void add_alibi(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
+                               Part part, float scale, float* s_t) {
+  Ints positions[C];
+  query_positions(p, b, queries, positions);
+  const float slope = p.alibi_slopes[b * p.H + h];
+  for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
+    for (int c = 0; c < C; ++c) {
+      float* x = s_t + (i * C + c) * kLanes;
+      store(x, load(x) * scale - slope * distances(p, b, positions[c], keys.key(part.begin + i)));
+    }
+  }
+}
+
+// Sets to -inf what a dense mask and the documents hide inside the ranges of the queries.
+template <int C>
+FASTATTN_SELDOM void hide_gaps(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
+                               Part part, float* s_t) {
+  if (queries.gaps & kDenseGaps) {
+    with_entries<C, Flag>(p.dense, b, h, queries, keys, part, s_t, [&](float* x, Floats flags) {
+      store(x, (Bits)flags != 0 ? load(x) : splat(-kInfinity));
+    });
+  }
+  if (queries.gaps & kOtherDocuments) {
+    Ints documents[C];
+    for (int lane = 0; lane < C * kLanes; ++lane) {
+      const int64_t query = queries.index[lane / kLanes][lane % kLanes];
+      documents[lane / kLanes][lane % kLanes] = p.documents.of_query[b * p.n_q + query];
+    }
+    for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
+      const int32_t document = p.documents.of_key[b * p.n_k + keys.key(part.begin + i)];
+      for (int c = 0; c < C; ++c) {
+        float* x = s_t + (i * C + c) * kLanes;
+        store(x, documents[c] == document ? load(x) : splat(-kInfinity));
+      }
+    }
+  }
+}
+
+// Turns the products S^T of a part of the keys into scores, hidden ones -inf.
+template <int C>
+FASTATTN_INLINE void finish_scores(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries,
+                                   const KeyBlock& keys, Part part, float* s_t) {
+  if (p.adds_to_scores()) {
+    const auto scale = static_cast<float>(p.scale < 0 ? -p.scale : p.scale);  // its sign is on the queries
+    if (p.bias.data) add_bias<C>(p, b, h, queries, keys, part, scale, s_t);
+    if (p.alibi_slopes) add_alibi<C>(p, b, h, queries, keys, part, p.bias.data ? 1.0f : scale, s_t);
+  }
+  if (queries.gaps) hide_gaps<C>(p, b, h, queries, keys, part, s_t);
+  hide<C>(queries, keys, part, s_t, -kInfinity);
+}
+
+// Adds dS, given as the left factor [part.n, C * kLanes] that it is in, to its rows of keys.
+template <int C>
+FASTATTN_SELDOM void add_d_score(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const QueryBlock& queries,
+                                   const KeyBlock& keys, Part part, const LeftElement* ds) {
+  for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); i += kLanes) {
+    const FewKeys few(keys, part, i);
+    for (int c = 0; c < C; ++c) {
+      Floats tile[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) tile[j] = widen(ds + (lesser(i + j, part.n - 1) * C + c) * kLanes);
+      transpose(tile);
+      const int64_t n_queries = lesser(kLanes, queries.n - c * kLanes);
+      const auto row = [&](int64_t lane) {
+        return t.d_score + b * t.d_score_batch_stride + (h * p.n_q + queries.index[c][lane]) * p.n_k;
+      };
+      if (few.side_by_side && n_queries == kLanes) {
+#pragma GCC unroll 16
+        for (int lane = 0; lane < kLanes; ++lane) {
+          float* to = row(lane) + few.at(0);
+          store(to, load(to) + tile[lane]);
+        }
+      } else {
+        for (int64_t lane = 0; lane < n_queries; ++lane) {
+          for (int64_t j = 0; j < few.n; ++j) row(lane)[few.at(j)] += tile[lane][j];
+        }
+      }
+    }
+  }
+}
+
+// Adds each query's share in the gradient of the slope to its lane.
+template <int C>
+FASTATTN_SELDOM void add_d_slope(const Problem& p, int64_t b, const QueryBlock& queries, const KeyBlock& keys,
+                                 Part part, const LeftElement* ds, Floats* d_slope) {
+  Ints positions[C];
+  query_positions(p, b, queries, positions);
+  for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
+    for (int c = 0; c < C; ++c) {
+      d_slope[c] -= widen(ds + (i * C + c) * kLanes) * distances(p, b, positions[c], keys.key(part.begin + i));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,70 @@
+// The keys between the first and the last one that a query may see, where position alone does not tell: by documents and
+// by any bool mask. Found once per call, so that what a mask hides at the ends of a row is never visited. Most masks
+// hide nothing in between, and are then not looked at again.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "problem.h"
+
+namespace fastattn {
+
+// The documents of one batch entry, from ids in any order.
+class DocumentsOfSample {
+ public:
+  // Writes number and rank of the tokens.
+  void number(const int64_t* ids, int64_t n, int32_t* document, int32_t* rank) {
+    std::vector<int32_t> count;
+    for (int64_t i = 0; i < n; ++i) {
+      document[i] = ids[i] < 0 ? -1 : numbers_.try_emplace(ids[i], static_cast<int32_t>(numbers_.size())).first->second;
+      count.resize(numbers_.size());
+      rank[i] = document[i] < 0 ? 0 : count[document[i]]++;
+    }
+  }
+
+  // Takes the keys, by document.
+  void collect(const int32_t* document_of_key, int64_t n_k) {
+    keys_.resize(numbers_.size());
+    for (int64_t key = 0; key < n_k; ++key) {
+      if (document_of_key[key] >= 0) keys_[document_of_key[key]].push_back(static_cast<int32_t>(key));
+    }
+  }
+
+  RowRange visible(Band band, int32_t document, int64_t position) const {
+    if (document < 0) return {0, 0, kNoGaps};
+    const std::vector<int32_t>& keys = keys_[document];
+    const KeyRange ranks = visible_keys(band, position, static_cast<int64_t>(keys.size()));
+    if (ranks.empty()) return {0, 0, kNoGaps};
+    const int32_t begin = keys[ranks.begin], end = keys[ranks.end - 1] + 1;
+    return {begin, end, end - begin == ranks.end - ranks.begin ? kNoGaps : kOtherDocuments};
+  }
+
+ private:
+  std::unordered_map<int64_t, int32_t> numbers_;
+  std::vector<std::vector<int32_t>> keys_;  // of each document
+};
+
+// What a row of a bool mask shows.
+inline RowRange dense_range(const bool* row, bool one_for_all_keys, int64_t n_k) {
+  const auto end_of_row = static_cast<int32_t>(n_k);
+  if (one_for_all_keys) return {0, row[0] ? end_of_row : 0, kNoGaps};
+  const bool* const stop = row + n_k;
+  const bool* const begin = std::find(row, stop, true);
+  const bool* const gap = std::find(begin, stop, false);
+  if (std::find(gap, stop, true) == stop) {
+    return {static_cast<int32_t>(begin - row), static_cast<int32_t>(gap - row), kNoGaps};
+  }
+  const bool* end = stop;
+  while (!end[-1]) --end;
+  return {static_cast<int32_t>(begin - row), static_cast<int32_t>(end - row), kDenseGaps};
+}
+
+inline RowRange both(RowRange x, RowRange y) {
+  const int32_t begin = std::max(x.begin, y.begin);
+  return {begin, std::max(begin, std::min(x.end, y.end)), x.gaps | y.gaps};
+}
+
+}  // namespace fastattn

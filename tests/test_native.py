@@ -428,7 +428,7 @@ def every_pattern(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
 
 
-@pytest.mark.parametrize("n_q", (1, 20))  # by dot products, by blocks of queries
+@pytest.mark.parametrize("n_q", [1, 20])  # by dot products, by blocks of queries
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_half_passes_unchanged(dtype, n_q, capability):
     """A single key gives its value back: each of the 65536 patterns is read and written once, NaN as some NaN.

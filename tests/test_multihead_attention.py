@@ -101,7 +101,7 @@ def mask_of(kind: str | None, *shape: int) -> Tensor | None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_torchs_own_module_inputs(dtype, requires_grad, training):
     info = next(info for info in module_db if info.module_cls is nn.MultiheadAttention)
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     samples = info.module_inputs_func(info, "cpu", dtype, requires_grad, training)
     assert len(samples) == 64
     for sample in samples:
@@ -539,9 +539,9 @@ def test_checkpointing_repeats_the_dropout():
             return checkpoint(ours, *inputs, use_reentrant=False)
 
     x = normal(2, 5, 8)
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     expected = results(ours, x, x, x)
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     actual = results(Checkpointed(), x, x, x)
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
@@ -550,7 +550,7 @@ def test_checkpointing_repeats_the_dropout():
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("inserted", ["before the stack is built", "into the built stack"])
 def test_a_transformer_calls_it_in_every_mode(attended, inserted, grad, training):
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
     theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).train(training)
 

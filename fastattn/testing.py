@@ -27,8 +27,8 @@ OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks")
 class Case:
     """One shape and mask, and the reason it is in the table.
 
-    keys: pattern of real_keys: "right" padding with lengths uniform in [n_k / 4, n_k], "left" the same on the other
-        side, "holes" anywhere, "none" where the first sample has no real key at all.
+    keys: pattern of real_keys: "right" padding with lengths spread evenly over [n_k / 4, n_k], "left" the same on
+        the other side, "holes" anywhere, "none" where the first sample has no real key at all.
     queries: real_queries, padded by the same lengths as the keys ("right" where `keys` is None).
     layout: memory order of q, k and v: "BHND" as [B, H, N, D]; "BNHD" as a projection leaves them; "sliced" as parts
         of one wider tensor, with a stride between tokens that is no multiple of D.
@@ -209,8 +209,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
 
     shapes = case.shapes()
     (B, H, n_q, D), (_, _, n_k, d_v) = shapes[0], shapes[2]
-    lengths = torch.randint(math.ceil(n_k / 4), n_k + 1, (B,), generator=generator)
-    lengths[-1] = n_k if B > 1 else math.ceil(5 * n_k / 8)  # a batch has a full sample; one alone has the mean length
+    ends = (n_k / 4, n_k) if B > 1 else (5 * n_k / 8,) * 2  # a batch has a full sample; one alone has the mean length
+    lengths = torch.linspace(*ends, B).ceil().long()[torch.randperm(B, generator=generator)]
     real_keys = _real_keys(case.keys, lengths, n_k, generator)
     real_queries = None
     if case.queries:

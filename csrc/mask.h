@@ -52,6 +52,10 @@ struct BlockRange {
     if (!keys.empty()) some = {lesser(some.begin, keys.begin), greater(some.end, keys.end)};
     all = {greater(all.begin, keys.begin), lesser(all.end, keys.end)};
   }
+  FASTATTN_HD void add(const BlockRange& others) {
+    if (!others.some.empty()) some = {lesser(some.begin, others.some.begin), greater(some.end, others.some.end)};
+    all = {greater(all.begin, others.all.begin), lesser(all.end, others.all.end)};
+  }
 };
 
 FASTATTN_HD BlockRange no_queries(int64_t n_k) { return {{n_k, 0}, {0, n_k}}; }

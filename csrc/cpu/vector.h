@@ -128,20 +128,28 @@ struct Unchanged {
   FASTATTN_INLINE Floats operator()(Floats x) const { return x; }
 };
 
-// to[j][i] = map(from[i][j]); rows and columns are multiples of kLanes.
-template <class Map>
-FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
-                               int64_t to_stride, Map map) {
+// put(j, i, vector along i) takes what get(i, j) gives as vectors along j; rows and columns are multiples of kLanes.
+template <class Get, class Put>
+FASTATTN_INLINE void transpose(int64_t rows, int64_t columns, Get get, Put put) {
   for (int64_t i = 0; i < rows; i += kLanes) {
     for (int64_t j = 0; j < columns; j += kLanes) {
       Floats tile[kLanes];
 #pragma GCC unroll 16
-      for (int r = 0; r < kLanes; ++r) tile[r] = map(load(from + (i + r) * from_stride + j));
+      for (int r = 0; r < kLanes; ++r) tile[r] = get(i + r, j);
       transpose(tile);
 #pragma GCC unroll 16
-      for (int r = 0; r < kLanes; ++r) store(to + (j + r) * to_stride + i, tile[r]);
+      for (int r = 0; r < kLanes; ++r) put(j + r, i, tile[r]);
     }
   }
+}
+
+// to[j][i] = map(from[i][j])
+template <class Map>
+FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
+                               int64_t to_stride, Map map) {
+  transpose(
+      rows, columns, [&](int64_t i, int64_t j) { return map(load(from + i * from_stride + j)); },
+      [&](int64_t j, int64_t i, Floats x) { store(to + j * to_stride + i, x); });
 }
 
 // The low half of each lane times y: one instruction, which GCC 12 does not find in the plain expression.

@@ -51,22 +51,32 @@ FASTATTN_INLINE float sum_of_lanes(Floats x) {
   return sum;
 }
 
-// Keys between the one in use and the one that is asked for from memory.
-constexpr int64_t kFetchAhead = 32;
+// Rows that are read one after the other, each by whole vectors. What lies so many bytes further on is asked for from
+// memory, into the L2 cache: processors stop looking ahead at the end of a page.
+template <class Element>
+struct Stream {
+  RightOf<Element> rows;
+
+  FASTATTN_INLINE Floats operator()(int64_t row, int64_t vector) const {
+    constexpr int64_t kAhead = 8192;
+    constexpr int kIntoL2 = 2;
+    const Element* at = rows.data + row * rows.stride + vector * kLanes;
+    __builtin_prefetch(reinterpret_cast<const char*>(at) + kAhead, 0, kIntoL2);
+    return widen(at);
+  }
+  Stream at_column(int64_t column) const { return {rows.at_column(column)}; }
+};
 
 // s[row, i] = q[row] . k[i] for n keys, a multiple of kLanes: a transpose puts what has to be summed side by side.
 template <class Element>
-void dot_products(int64_t rows, const float* q, RightOf<Element> k, int64_t n, int64_t d, float* s) {
+void dot_products(int64_t rows, const float* q, Stream<Element> k, int64_t n, int64_t d, float* s) {
   for (int64_t i = 0; i < n; i += kLanes) {
     for (int64_t row = 0; row < rows; ++row) {
       Floats products[kLanes] = {};
       for (int64_t vector = 0; vector < padded(d) / kLanes; ++vector) {
         const Floats part_of_q = load(q + row * padded(d) + vector * kLanes);
 #pragma GCC unroll 16
-        for (int key = 0; key < kLanes; ++key) {
-          products[key] += part_of_q * k(i + key, vector);
-          if (row == 0) __builtin_prefetch(k.data + (i + key + kFetchAhead) * k.stride + vector * kLanes);
-        }
+        for (int key = 0; key < kLanes; ++key) products[key] += part_of_q * k(i + key, vector);
       }
       transpose(products);
       Floats sum = {};
@@ -105,11 +115,11 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
                                   int64_t d, bool widen_once, float* copy, Use use) {
   if ((x.dtype == DType::f32 || !widen_once) && n % kLanes == 0 && d % kLanes == 0 && keys.consecutive(first, n)) {
     with_elements(x.row(b, h, keys.at(first)), x.dtype, [&](auto* data) {
-      use(RightOf<std::remove_const_t<std::remove_pointer_t<decltype(data)>>>{data, x.row_stride});
+      use(Stream<std::remove_const_t<std::remove_pointer_t<decltype(data)>>>{{data, x.row_stride}});
     });
   } else {
     const Rows rows = rows_of(x, b, h, keys, first, n, padded(n), d, true, copy);
-    use(Right{rows.data, rows.stride});
+    use(Stream<float>{{rows.data, rows.stride}});
   }
 }
 

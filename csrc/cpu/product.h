@@ -7,8 +7,8 @@ struct MultiplierInUse {};  // vectors need not be switched on
 
 // acc = a * b. The accumulators fill the registers, and each element is one chain in the order of the steps, so the
 // result does not depend on how a matrix is cut into tiles.
-template <int R, int C, class Left, class Element>
-FASTATTN_INLINE void product(int64_t steps, Left a, RightOf<Element> b, Floats (&acc)[R][C]) {
+template <int R, int C, class Left, class RightSide>
+FASTATTN_INLINE void product(int64_t steps, Left a, RightSide b, Floats (&acc)[R][C]) {
   each_vector(acc, [](Floats& x, int, int) { x = Floats{}; });
   for (int64_t k = 0; k < steps; ++k) {
     Floats row[C];
@@ -47,8 +47,8 @@ FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Left
 }
 
 // to += a * b. It is summed from zero and then added, which halves the rounding error.
-template <int C, class Left, class Element>
-FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Left a, RightOf<Element> b) {
+template <int C, class Left, class RightSide>
+FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Left a, RightSide b) {
   each_tile<kTileRows<C>, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
     Floats acc[decltype(tile_rows)::value][C];
     product(steps, a.at_row(i), b, acc);

@@ -17,13 +17,16 @@ import triton.language as tl
 from triton_compile import COMPILED, HOT
 
 from fastattn.backends import triton as backend
-from fastattn.backends.triton.tiles import (
-    dot_precision,
+from fastattn.backends.triton.tiles import dot_precision
+from fastattn.backends.triton.visibility import (
+    as_column,
+    as_row,
     keep,
     key_range,
+    key_tokens,
     position_of_first_query,
     query_range,
-    real_tokens,
+    query_tokens,
     visibility,
 )
 from fastattn.spec import Mask, Spec
@@ -46,14 +49,12 @@ def twin_kernel(kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M: tl.c
         tl.store(p_range + 1, full_begin)
         tl.store(p_range + 2, full_end)
         tl.store(p_range + 3, end)
-        o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)[:, None]
+        queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
         for i_n in tl.range(0, n_tiles_k):
-            o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)[None, :]
-            m_keep = keep(o_q[:, None], o_k[None, :], m_q, m_k, q_start, visible)
-            p_row = kept + (i_b * n_tiles_q * BLOCK_M + o_q[:, None]) * (n_tiles_k * BLOCK_N)
-            tl.store(p_row + o_k[None, :], m_keep)
+            keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+            m_keep = keep(as_column(queries), as_row(keys), visible)
+            p_row = kept + (i_b * n_tiles_q * BLOCK_M + queries[0][:, None]) * (n_tiles_k * BLOCK_N)
+            tl.store(p_row + keys[0][None, :], m_keep)
     for i_n in tl.range(0, n_tiles_k):
         begin, full_begin, full_end, end = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         p_range = query_ranges + (i_b * n_tiles_k + i_n) * 4
@@ -181,12 +182,12 @@ def test_kernels_compile_and_fit_and_hot_ones_do_not_spill(arch, tmp_path):
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in printed.splitlines()]
     with_products = {"forward_kernel", "dk_dv_kernel", "dq_kernel"}
-    for D, dtype, mask in COMPILED[arch]:
+    for D, dtype, call in COMPILED[arch]:
         name = str(dtype).removeprefix("torch.")
-        kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["mask"]) == (D, name, mask)}
+        kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["call"]) == (D, name, call)}
         assert with_products | {"rows_kernel"} <= kernels
     for row in rows:
-        if (row["D"], getattr(torch, row["dtype"]), row["mask"]) in HOT:
+        if (row["D"], getattr(torch, row["dtype"]), row["call"]) in HOT:
             assert row["stack"] == 0, f"spills: {row}"
         assert row["shared"] <= SHARED_MEMORY[arch], f"does not fit: {row}"
         uses_tensor_cores = row["kernel"] in with_products and row["dtype"] != "float32"  # exact fp32 has none

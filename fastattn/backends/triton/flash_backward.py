@@ -14,26 +14,32 @@ from torch import Tensor
 
 from ...spec import Spec
 from .configs import config_for, padded_head_dim
+from .dropout import kept
+from .rules import Rules, rules_of
+from .scores import scores_log2
 from .tiles import (
     LOG2E,
     Heads,
-    Visibility,
     dot,
     dot_precision,
     head_of,
     heads,
+    launch,
+    load_tile,
+    program_share,
+    readable_heads,
+    store_tile,
+)
+from .visibility import (
+    as_column,
+    as_row,
     is_edge,
     keep,
     key_range,
-    launch,
-    load_tile,
+    key_tokens,
     position_of_first_query,
-    program_share,
     query_range,
-    readable_heads,
-    real_tokens,
-    store_tile,
-    visibility,
+    query_tokens,
 )
 
 PRECISE_UP_TO_LOG2: tl.constexpr = tl.constexpr(16.0)
@@ -55,7 +61,7 @@ def backward(
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     dq_wanted, dk_wanted, dv_wanted = output_mask[:3]
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    visible, scale_log2 = visibility(spec.mask), spec.scale * LOG2E.value
+    rules = rules_of(spec)
     q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
     do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
 
@@ -84,15 +90,14 @@ def backward(
         lse_log2,
         rest_log2,
         delta,
-        visible,
-        scale_log2,
+        rules,
         *scalars,
         **shape,
         **config._asdict(),
     )
 
     inputs = (q_heads, k_heads, v_heads, do_heads, lse_log2, rest_log2, delta)
-    scalars = (visible, spec.scale, scale_log2, *scalars)
+    scalars = (rules, spec.scale, *scalars)
     dq = dk = dv = None
     if dk_wanted or dv_wanted:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -118,8 +123,7 @@ def rows_kernel(
     lse_log2,
     rest_log2,
     delta,
-    visible: Visibility,
-    scale_log2,
+    rules: Rules,
     H,
     n_q,
     n_k,
@@ -133,9 +137,11 @@ def rows_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """What the other two kernels need of BLOCK_M query rows: delta, and lse in base 2, in fp32 as two floats."""
+    visible, scoring = rules.visible, rules.scoring
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
-    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+    q_start = position_of_first_query(visible, i_b)
+    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    o_q, m_q = queries[0], queries[1]
     p_row = (i_b * H + i_h) * n_q + o_q
     # [M, D]
     b_o = load_tile(head_of(o, i_b, i_h), o.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
@@ -153,32 +159,41 @@ def rows_kernel(
     if rest_log2 is not None:
         # Every weight of a row is off by the rounding of its lse. They sum to 1, so one more pass tells by how much.
         rounded = tl.max(tl.where(b_lse == float("-inf"), 0.0, tl.abs(b_lse_log2)), 0) > PRECISE_UP_TO_LOG2
-        q_start = position_of_first_query(visible, i_b)
         tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         # [M, D]
         b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
         p_k = head_of(k, i_b, i_h // GROUP)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         for i_n in tl.range(tile_range[0], tl.where(rounded, tile_range[3], tile_range[0])):
-            o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
+            keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+            m_k = keys[1]
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]
-            b_p = weights(b_q, b_k, b_lse_log2[:, None], None, scale_log2, PRECISION)
+            b_p = weights(b_q, b_k, b_lse_log2[:, None], None, scoring, PRECISION)
             if is_edge(i_n, tile_range):
-                b_p = tl.where(keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible), b_p, 0.0)
+                b_p = tl.where(keep(as_column(queries), as_row(keys), visible), b_p, 0.0)
             b_sum += tl.sum(b_p, 1)
         tl.store(rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
 
 
 @triton.jit
-def weights(b_x, b_y, b_lse_log2, b_rest_log2, scale_log2, PRECISION: tl.constexpr):
+def weights(b_x, b_y, b_lse_log2, b_rest_log2, scoring, PRECISION: tl.constexpr):
     """P of a tile, before the mask: [M, N] where x is Q and y is K, [N, M] the other way round."""
-    b_p_log2 = dot(b_x, tl.trans(b_y), None, PRECISION) * scale_log2 - b_lse_log2
+    b_p_log2 = scores_log2(dot(b_x, tl.trans(b_y), None, PRECISION), scoring) - b_lse_log2
     if b_rest_log2 is not None:
         b_p_log2 -= b_rest_log2
     return tl.exp2(b_p_log2)
+
+
+@triton.jit
+def after_dropout(b_p, b_dp, b_delta, m_kept, dropout):
+    """(the weights of V before the factor, dS) of a tile, from P, from dO V^T and from delta."""
+    if dropout is None:
+        return b_p, b_p * (b_dp - b_delta)
+    else:
+        b_dp = tl.where(m_kept, b_dp * dropout.factor, 0.0)
+        return tl.where(m_kept, b_p, 0.0), b_p * (b_dp - b_delta)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -192,9 +207,8 @@ def dk_dv_kernel(
     delta,
     dk: Heads,
     dv: Heads,
-    visible: Visibility,
+    rules: Rules,
     scale,
-    scale_log2,
     H,
     n_q,
     n_k,
@@ -208,12 +222,13 @@ def dk_dv_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program computes BLOCK_N rows of a key head's dK and dV, over the query tiles of all heads that share it."""
+    visible, scoring, dropout = rules
     i_n, i_h, i_b = program_share(tl.cdiv(n_k, BLOCK_N), H // GROUP)
     q_start = position_of_first_query(visible, i_b)
     tile_range = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
+    keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+    o_k, m_k = keys[0], keys[1]
     # [N, D]
     b_k = load_tile(head_of(k, i_b, i_h), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
     b_v = load_tile(head_of(v, i_b, i_h), v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
@@ -227,8 +242,8 @@ def dk_dv_kernel(
         i_row = (i_b * H + i_hq) * n_q
         for i_m in tl.range(tile_range[0], tile_range[3]):
             edge = is_edge(i_m, tile_range)
-            o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-            m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+            queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+            o_q, m_q = queries[0], queries[1]
             # [M, D]
             b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
             b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
@@ -239,15 +254,21 @@ def dk_dv_kernel(
                 b_rest_log2 = tl.load(rest_log2 + i_row + o_q, mask=m_q, other=0.0)[None, :]
             b_delta = tl.load(delta + i_row + o_q, mask=m_q, other=0.0)
             # [N, M]
-            b_p = weights(b_k, b_q, b_lse_log2[None, :], b_rest_log2, scale_log2, PRECISION)
+            b_p = weights(b_k, b_q, b_lse_log2[None, :], b_rest_log2, scoring, PRECISION)
             if edge:
-                b_p = tl.where(keep(o_q[None, :], o_k[:, None], m_q[None, :], m_k[:, None], q_start, visible), b_p, 0.0)
-            b_ds = b_p * (dot(b_v, tl.trans(b_do), None, PRECISION) - b_delta[None, :])
+                b_p = tl.where(keep(as_row(queries), as_column(keys), visible), b_p, 0.0)
+            b_dp = dot(b_v, tl.trans(b_do), None, PRECISION)
+            m_kept = None
+            if dropout is not None:
+                m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
+            b_p, b_ds = after_dropout(b_p, b_dp, b_delta[None, :], m_kept, dropout)
             # [N, D]
             b_dv = dot(b_p.to(b_do.dtype), b_do, b_dv, PRECISION)
             b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
 
     # A full tile is full for the real keys only: what was summed up for the others is thrown away.
+    if dropout is not None:
+        b_dv *= dropout.factor
     b_dk = tl.where(m_k[:, None], b_dk * scale, 0.0)
     b_dv = tl.where(m_k[:, None], b_dv, 0.0)
     m_row = o_k < n_k
@@ -265,9 +286,8 @@ def dq_kernel(
     rest_log2,
     delta,
     dq: Heads,
-    visible: Visibility,
+    rules: Rules,
     scale,
-    scale_log2,
     H,
     n_q,
     n_k,
@@ -281,6 +301,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program computes BLOCK_M rows of one head's dQ, over the key tiles they see."""
+    visible, scoring, dropout = rules
     n_tiles = tl.cdiv(n_q, BLOCK_M)
     i_m, i_h, i_b = program_share(n_tiles, H)
     if visible.right is not None:
@@ -288,8 +309,8 @@ def dq_kernel(
     q_start = position_of_first_query(visible, i_b)
     tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    o_q, m_q = queries[0], queries[1]
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
     b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
@@ -306,16 +327,20 @@ def dq_kernel(
     b_dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
     for i_n in tl.range(tile_range[0], tile_range[3]):
         edge = is_edge(i_n, tile_range)
-        o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
+        keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+        m_k = keys[1]
         # [N, D]
         b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
         b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
         # [M, N]
-        b_p = weights(b_q, b_k, b_lse_log2[:, None], b_rest_log2, scale_log2, PRECISION)
+        b_p = weights(b_q, b_k, b_lse_log2[:, None], b_rest_log2, scoring, PRECISION)
         if edge:
-            b_p = tl.where(keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible), b_p, 0.0)
-        b_ds = b_p * (dot(b_do, tl.trans(b_v), None, PRECISION) - b_delta[:, None])
+            b_p = tl.where(keep(as_column(queries), as_row(keys), visible), b_p, 0.0)
+        b_dp = dot(b_do, tl.trans(b_v), None, PRECISION)
+        m_kept = None
+        if dropout is not None:
+            m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
+        b_ds = after_dropout(b_p, b_dp, b_delta[:, None], m_kept, dropout)[1]
         # [M, D]
         b_dq = dot(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
 

@@ -32,6 +32,8 @@ CALLS = {  # name -> arguments of Spec
     "causal": {"mask": Mask(causal=True)},
     "keys": {"mask": Mask(real_keys=REAL)},
     "worst": {"mask": WORST},
+    "softcap": {"mask": Mask(causal=True), "softcap": 50.0},
+    "sinks": {"mask": Mask(causal=True), "sinks": torch.zeros(H)},
     "dropout": {"mask": Mask(causal=True), "dropout_p": 0.1, "seed": torch.zeros((), dtype=torch.int64)},
 }
 HOT = [(D, torch.bfloat16, call) for D in (64, 128) for call in ("plain", "causal", "keys")]
@@ -75,8 +77,9 @@ def compiled(arch: int) -> Iterator[dict[str, object]]:
     for D, dtype, name in COMPILED[arch]:
         q = torch.zeros(B, H, N, D, dtype=dtype)
         lse, spec = torch.zeros(B, H, N), Spec(scale=D**-0.5, **CALLS[name])
+        wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
         backend.forward(q, q, q, spec)
-        backend.backward(q, lse, q, q, q, q, lse, spec, (True, True, True, False, False, False))
+        backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
         for kernel_name, kernel in kernels:
             of = {"arch": arch, "kernel": kernel_name, "D": D, "dtype": str(dtype).removeprefix("torch."), "call": name}
             yield of | _resources(kernel)

@@ -7,6 +7,8 @@ every run.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from ...spec import Spec
 from .configs import config_for, padded_head_dim
 from .dropout import kept
 from .rules import Rules, rules_of
-from .scores import scores_log2
+from .scores import scores_log2, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
@@ -56,10 +58,10 @@ def backward(
     lse: Tensor,
     spec: Spec,
     output_mask: tuple[bool, ...],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dq, dk, dv), like q, k and v; a gradient is None, and not computed, where `output_mask` does not ask for it."""
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, dbias, dalibi_slopes, dsinks); None, and not computed, where `output_mask` does not ask for it."""
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
-    dq_wanted, dk_wanted, dv_wanted = output_mask[:3]
+    dq_wanted, dk_wanted, dv_wanted, _, _, dsinks_wanted = output_mask
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
     rules = rules_of(spec)
     q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
@@ -104,12 +106,35 @@ def backward(
         config = config_for("dk_dv", q, max(block_qk, block_v))
         programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
         launch(dk_dv_kernel, programs, *inputs, heads(dk), heads(dv), *scalars, **shape, **config._asdict())
-    if dq_wanted:
+    ds_of_rows = torch.empty_like(lse) if dsinks_wanted else None
+    if dq_wanted or dsinks_wanted:
         dq = torch.empty_like(q)
         config = config_for("dq", q, max(block_qk, block_v))
         programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-        launch(dq_kernel, programs, *inputs, heads(dq), *scalars, **shape, **config._asdict())
-    return dq, dk, dv
+        launch(dq_kernel, programs, *inputs, heads(dq), ds_of_rows, *scalars, **shape, **config._asdict())
+
+    dsinks = None
+    if dsinks_wanted:
+        p_sinks = weights_of_sinks(spec.sinks, lse_log2, rest_log2)
+        delta = exact_delta(delta, dlse, lse, p_sinks, ds_of_rows)
+        # A sink takes weight from the values and adds nothing: its dS is weight * (0 - delta).
+        dsinks = -(p_sinks * delta).sum((0, 2)).to(spec.sinks.dtype)
+    return dq, dk, dv, None, None, dsinks
+
+
+def weights_of_sinks(sinks: Tensor, lse_log2: Tensor, rest_log2: Tensor | None) -> Tensor:
+    """What each query gives to the sink of its head, [B, H, n_q]."""
+    weight_log2 = sinks[:, None].to(lse_log2.dtype) * LOG2E.value - lse_log2
+    return torch.exp2(weight_log2 if rest_log2 is None else weight_log2 - rest_log2)
+
+
+def exact_delta(delta: Tensor, dlse: Tensor | None, lse: Tensor, p_sinks: Tensor, ds_of_rows: Tensor) -> Tensor:
+    """`delta` without the rounding of O, which few numbers that sum over all queries would show.
+
+    dS = P * (dP - delta), and P sums to 1 - p_sinks: so the sum of dS over the keys tells what P * dP sums to.
+    """
+    exact = ds_of_rows + delta * (1 - p_sinks)
+    return exact if dlse is None else exact - dlse.masked_fill(lse == -math.inf, 0)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -147,9 +172,9 @@ def rows_kernel(
     b_o = load_tile(head_of(o, i_b, i_h), o.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
     b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
     b_delta = tl.sum(b_o * b_do, 1)
-    if dlse is not None:
-        b_delta -= tl.load(dlse + p_row, mask=m_q, other=0.0)
     b_lse = tl.load(lse + p_row, mask=m_q, other=float("-inf"))
+    if dlse is not None:  # which may be anything where the lse is a constant
+        b_delta -= tl.load(dlse + p_row, mask=b_lse != float("-inf"), other=0.0)
     # An lse of +inf makes every weight exp2(score - lse) of a row that sees nothing 0, without a NaN.
     b_lse_log2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
     m_row = o_q < n_q
@@ -164,13 +189,15 @@ def rows_kernel(
         b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
         p_k = head_of(k, i_b, i_h // GROUP)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
+        if scoring.sinks is not None:
+            b_sum = tl.where(rounded, tl.exp2(sink_log2(scoring, i_h) - b_lse_log2), 0.0)
         for i_n in tl.range(tile_range[0], tl.where(rounded, tile_range[3], tile_range[0])):
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             m_k = keys[1]
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]
-            b_p = weights(b_q, b_k, b_lse_log2[:, None], None, scoring, PRECISION)
+            b_p = weights(b_q, b_k, b_lse_log2[:, None], None, scoring, PRECISION)[0]
             if is_edge(i_n, tile_range):
                 b_p = tl.where(keep(as_column(queries), as_row(keys), visible), b_p, 0.0)
             b_sum += tl.sum(b_p, 1)
@@ -179,21 +206,33 @@ def rows_kernel(
 
 @triton.jit
 def weights(b_x, b_y, b_lse_log2, b_rest_log2, scoring, PRECISION: tl.constexpr):
-    """P of a tile, before the mask: [M, N] where x is Q and y is K, [N, M] the other way round."""
-    b_p_log2 = scores_log2(dot(b_x, tl.trans(b_y), None, PRECISION), scoring) - b_lse_log2
+    """(P of a tile before the mask, the derivative of its scores): [M, N] where x is Q and y is K, else [N, M]."""
+    b_s_log2, b_slope = scores_log2(dot(b_x, tl.trans(b_y), None, PRECISION), scoring)
+    b_p_log2 = b_s_log2 - b_lse_log2
     if b_rest_log2 is not None:
         b_p_log2 -= b_rest_log2
-    return tl.exp2(b_p_log2)
+    return tl.exp2(b_p_log2), b_slope
 
 
 @triton.jit
-def after_dropout(b_p, b_dp, b_delta, m_kept, dropout):
-    """(the weights of V before the factor, dS) of a tile, from P, from dO V^T and from delta."""
-    if dropout is None:
-        return b_p, b_p * (b_dp - b_delta)
-    else:
+def tile_gradients(
+    b_x, b_y, b_dx, b_dy, b_lse_log2, b_rest_log2, b_delta, edge, queries, keys, m_kept, rules, PRECISION: tl.constexpr
+):
+    """Of a tile: the weights of V before the factor of dropout, dS, and the derivative by scale * q k^T.
+
+    [M, N] where x is Q, dx dO, y K and dy V, with queries in columns; [N, M] if the other way round.
+    """
+    visible, scoring, dropout = rules
+    b_p, b_slope = weights(b_x, b_y, b_lse_log2, b_rest_log2, scoring, PRECISION)
+    if edge:
+        b_p = tl.where(keep(queries, keys, visible), b_p, 0.0)
+    b_dp = dot(b_dx, tl.trans(b_dy), None, PRECISION)
+    if dropout is not None:
         b_dp = tl.where(m_kept, b_dp * dropout.factor, 0.0)
-        return tl.where(m_kept, b_p, 0.0), b_p * (b_dp - b_delta)
+    b_ds = b_p * (b_dp - b_delta)
+    if dropout is not None:
+        b_p = tl.where(m_kept, b_p, 0.0)
+    return b_p, b_ds, b_ds * b_slope
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -222,7 +261,7 @@ def dk_dv_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program computes BLOCK_N rows of a key head's dK and dV, over the query tiles of all heads that share it."""
-    visible, scoring, dropout = rules
+    visible, dropout = rules.visible, rules.dropout
     i_n, i_h, i_b = program_share(tl.cdiv(n_k, BLOCK_N), H // GROUP)
     q_start = position_of_first_query(visible, i_b)
     tile_range = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
@@ -254,17 +293,16 @@ def dk_dv_kernel(
                 b_rest_log2 = tl.load(rest_log2 + i_row + o_q, mask=m_q, other=0.0)[None, :]
             b_delta = tl.load(delta + i_row + o_q, mask=m_q, other=0.0)
             # [N, M]
-            b_p = weights(b_k, b_q, b_lse_log2[None, :], b_rest_log2, scoring, PRECISION)
-            if edge:
-                b_p = tl.where(keep(as_row(queries), as_column(keys), visible), b_p, 0.0)
-            b_dp = dot(b_v, tl.trans(b_do), None, PRECISION)
             m_kept = None
             if dropout is not None:
                 m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
-            b_p, b_ds = after_dropout(b_p, b_dp, b_delta[None, :], m_kept, dropout)
+            b_p, _, b_dqk = tile_gradients(
+                b_k, b_q, b_v, b_do, b_lse_log2[None, :], b_rest_log2, b_delta[None, :],
+                edge, as_row(queries), as_column(keys), m_kept, rules, PRECISION,
+            )  # fmt: skip
             # [N, D]
             b_dv = dot(b_p.to(b_do.dtype), b_do, b_dv, PRECISION)
-            b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
+            b_dk = dot(b_dqk.to(b_q.dtype), b_q, b_dk, PRECISION)
 
     # A full tile is full for the real keys only: what was summed up for the others is thrown away.
     if dropout is not None:
@@ -286,6 +324,7 @@ def dq_kernel(
     rest_log2,
     delta,
     dq: Heads,
+    ds_of_rows,
     rules: Rules,
     scale,
     H,
@@ -301,7 +340,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program computes BLOCK_M rows of one head's dQ, over the key tiles they see."""
-    visible, scoring, dropout = rules
+    visible, dropout = rules.visible, rules.dropout
     n_tiles = tl.cdiv(n_q, BLOCK_M)
     i_m, i_h, i_b = program_share(n_tiles, H)
     if visible.right is not None:
@@ -325,6 +364,7 @@ def dq_kernel(
     p_v = head_of(v, i_b, i_h // GROUP)
 
     b_dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
+    b_ds_of_rows = tl.zeros([BLOCK_M], tl.float32)
     for i_n in tl.range(tile_range[0], tile_range[3]):
         edge = is_edge(i_n, tile_range)
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
@@ -333,16 +373,19 @@ def dq_kernel(
         b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
         b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
         # [M, N]
-        b_p = weights(b_q, b_k, b_lse_log2[:, None], b_rest_log2, scoring, PRECISION)
-        if edge:
-            b_p = tl.where(keep(as_column(queries), as_row(keys), visible), b_p, 0.0)
-        b_dp = dot(b_do, tl.trans(b_v), None, PRECISION)
         m_kept = None
         if dropout is not None:
             m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
-        b_ds = after_dropout(b_p, b_dp, b_delta[:, None], m_kept, dropout)[1]
+        _, b_ds, b_dqk = tile_gradients(
+            b_q, b_k, b_do, b_v, b_lse_log2[:, None], b_rest_log2, b_delta[:, None],
+            edge, as_column(queries), as_row(keys), m_kept, rules, PRECISION,
+        )  # fmt: skip
         # [M, D]
-        b_dq = dot(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
+        b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
+        if ds_of_rows is not None:
+            b_ds_of_rows += tl.sum(b_ds, 1)
 
+    if ds_of_rows is not None:
+        tl.store(ds_of_rows + p_row, tl.where(m_q, b_ds_of_rows, 0.0), mask=o_q < n_q)
     b_dq = tl.where(m_q[:, None], b_dq * scale, 0.0)
     store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)

@@ -11,7 +11,7 @@ from ...spec import Spec, empty_output
 from .configs import config_for, padded_head_dim
 from .dropout import kept
 from .rules import Rules, rules_of
-from .scores import scores_log2
+from .scores import scores_log2, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
@@ -113,7 +113,7 @@ def forward_kernel(
         # [N, D]
         b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
         # [M, N]
-        b_s_log2 = scores_log2(dot(b_q, tl.trans(b_k), None, PRECISION), scoring)
+        b_s_log2 = scores_log2(dot(b_q, tl.trans(b_k), None, PRECISION), scoring)[0]
         if edge:
             b_s_log2 = tl.where(keep(as_column(queries), as_row(keys), visible), b_s_log2, float("-inf"))
 
@@ -131,10 +131,16 @@ def forward_kernel(
         # [M, D]
         b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
 
-    if dropout is not None:
-        b_o *= dropout.factor
     # Equal to 0, not "not above 0": a NaN that was seen must come out.
     m_nothing_seen = (b_sum == 0.0) | ~m_q
+    if scoring.sinks is not None:
+        b_new_max_log2 = tl.maximum(b_max_log2, sink_log2(scoring, i_h))
+        b_rescale = tl.exp2(b_max_log2 - b_new_max_log2)
+        b_max_log2 = b_new_max_log2
+        b_sum = b_sum * b_rescale + tl.exp2(sink_log2(scoring, i_h) - b_new_max_log2)
+        b_o *= b_rescale[:, None]
+    if dropout is not None:
+        b_o *= dropout.factor
     b_sum = tl.where(m_nothing_seen, 1.0, b_sum)
     b_o = tl.where(m_nothing_seen[:, None], 0.0, b_o / b_sum[:, None])
     b_lse = tl.where(m_nothing_seen, float("-inf"), (b_max_log2 + tl.log2(b_sum)) / LOG2E)

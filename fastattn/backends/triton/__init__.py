@@ -10,7 +10,7 @@ import os
 import torch
 from torch import Tensor
 
-from ...spec import Spec
+from ...spec import FEATURES, Spec
 
 NAME = "triton"
 
@@ -20,7 +20,7 @@ _LARGEST_HEAD_DIM = 256
 
 def features(device: torch.device) -> frozenset[str]:
     """What the kernels compute, the same on every device."""
-    return frozenset({"causal", "q_start", "window", "real_keys", "real_queries", "dropout", "softcap", "sinks"})
+    return FEATURES - {"segments", "dense"}
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:

@@ -15,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec
+from .bias_gradient import gradient_of_table, reduced, shared_along
 from .configs import config_for, padded_head_dim
 from .dropout import kept
+from .recompute import Rows, load_rows, tile_gradients, weights
 from .rules import Rules, rules_of
-from .scores import scores_log2, sink_log2
+from .scores import distances, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
@@ -36,7 +38,6 @@ from .visibility import (
     as_column,
     as_row,
     is_edge,
-    keep,
     key_range,
     key_tokens,
     position_of_first_query,
@@ -61,12 +62,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dbias, dalibi_slopes, dsinks); None, and not computed, where `output_mask` does not ask for it."""
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
-    dq_wanted, dk_wanted, dv_wanted, _, _, dsinks_wanted = output_mask
+    dq_wanted, dk_wanted, dv_wanted, dbias_wanted, dalibi_wanted, dsinks_wanted = output_mask
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    rules = rules_of(spec)
-    q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
-    do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
-
     shape = {
         "GROUP": H // max(H_kv, 1),
         "D_QK": d_qk,
@@ -75,66 +72,69 @@ def backward(
         "BLOCK_V": block_v,
         "PRECISION": dot_precision(),
     }
-    scalars = (H, n_q, n_k)
+    rules, scalars = rules_of(spec), (H, n_q, n_k)
+    q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
+    do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
     lse = lse.contiguous()
-    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    rest_log2 = torch.empty_like(lse) if q.dtype == torch.float32 else None
-    config = config_for("rows", q, max(block_qk, block_v))
-    launch(
-        rows_kernel,
-        B * H * triton.cdiv(n_q, config.BLOCK_M),
-        q_heads,
-        k_heads,
-        readable_heads(o),
-        do_heads,
-        lse,
-        None if dlse is None else dlse.contiguous(),
-        lse_log2,
-        rest_log2,
-        delta,
-        rules,
-        *scalars,
-        **shape,
-        **config._asdict(),
-    )
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == -math.inf, 0)  # a constant there, whatever arrives
 
-    inputs = (q_heads, k_heads, v_heads, do_heads, lse_log2, rest_log2, delta)
-    scalars = (rules, spec.scale, *scalars)
-    dq = dk = dv = None
-    if dk_wanted or dv_wanted:
+    def per_query(wanted: bool) -> Tensor | None:
+        return torch.empty_like(lse) if wanted else None
+
+    rows = Rows(per_query(True), per_query(q.dtype == torch.float32), per_query(True))
+    config = config_for("rows", q, max(block_qk, block_v))
+    programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
+    arguments = (q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rows, rules)
+    launch(rows_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
+
+    inputs, rules_and_sizes = (q_heads, k_heads, v_heads, do_heads, rows), (rules, spec.scale, *scalars)
+    bias_over = shared_along(spec.bias) if dbias_wanted else None
+    dq = dk = dv = dbias = dalibi_slopes = dsinks = None
+
+    ds_of_keys = lse.new_empty(B, H, n_k) if bias_over == "queries" else None
+    if dk_wanted or dv_wanted or ds_of_keys is not None:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         config = config_for("dk_dv", q, max(block_qk, block_v))
         programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
-        launch(dk_dv_kernel, programs, *inputs, heads(dk), heads(dv), *scalars, **shape, **config._asdict())
-    ds_of_rows = torch.empty_like(lse) if dsinks_wanted else None
-    if dq_wanted or dsinks_wanted:
+        found = (heads(dk), heads(dv), ds_of_keys)
+        launch(dk_dv_kernel, programs, *inputs, *found, *rules_and_sizes, **shape, **config._asdict())
+
+    ds_of_rows = per_query(dsinks_wanted or (bias_over == "keys" and spec.sinks is not None))
+    ds_by_distance = per_query(dalibi_wanted)
+    if dq_wanted or ds_of_rows is not None or ds_by_distance is not None:
         dq = torch.empty_like(q)
         config = config_for("dq", q, max(block_qk, block_v))
         programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-        launch(dq_kernel, programs, *inputs, heads(dq), ds_of_rows, *scalars, **shape, **config._asdict())
+        found = (heads(dq), ds_of_rows, ds_by_distance)
+        launch(dq_kernel, programs, *inputs, *found, *rules_and_sizes, **shape, **config._asdict())
 
-    dsinks = None
+    if bias_over == "neither":
+        dbias = gradient_of_table(spec.bias, inputs, rules, (B, *scalars), shape)
+    elif bias_over == "queries":
+        dbias = reduced(ds_of_keys[:, :, None], spec.bias)
+    ds_of_sinks = None if ds_of_rows is None else scores_of_sinks(spec.sinks, rows, ds_of_rows, dlse)
+    if bias_over == "keys":
+        # The dS of a row, its sink's included, sum to dlse: a softmax does not see what is added to all its scores.
+        total = torch.zeros_like(lse) if dlse is None else dlse
+        dbias = reduced((total if ds_of_sinks is None else total - ds_of_sinks)[..., None], spec.bias)
+    if dalibi_wanted:
+        dalibi_slopes = -ds_by_distance.sum(2).sum_to_size(spec.alibi_slopes.shape).to(spec.alibi_slopes.dtype)
     if dsinks_wanted:
-        p_sinks = weights_of_sinks(spec.sinks, lse_log2, rest_log2)
-        delta = exact_delta(delta, dlse, lse, p_sinks, ds_of_rows)
-        # A sink takes weight from the values and adds nothing: its dS is weight * (0 - delta).
-        dsinks = -(p_sinks * delta).sum((0, 2)).to(spec.sinks.dtype)
-    return dq, dk, dv, None, None, dsinks
+        dsinks = ds_of_sinks.sum((0, 2)).to(spec.sinks.dtype)
+    return dq, dk, dv, dbias, dalibi_slopes, dsinks
 
 
-def weights_of_sinks(sinks: Tensor, lse_log2: Tensor, rest_log2: Tensor | None) -> Tensor:
-    """What each query gives to the sink of its head, [B, H, n_q]."""
-    weight_log2 = sinks[:, None].to(lse_log2.dtype) * LOG2E.value - lse_log2
-    return torch.exp2(weight_log2 if rest_log2 is None else weight_log2 - rest_log2)
+def scores_of_sinks(sinks: Tensor, rows: Rows, ds_of_rows: Tensor, dlse: Tensor | None) -> Tensor:
+    """dS of the sinks, [B, H, n_q]: a sink takes weight from the values and adds nothing, so dS = P * (0 - delta).
 
-
-def exact_delta(delta: Tensor, dlse: Tensor | None, lse: Tensor, p_sinks: Tensor, ds_of_rows: Tensor) -> Tensor:
-    """`delta` without the rounding of O, which few numbers that sum over all queries would show.
-
-    dS = P * (dP - delta), and P sums to 1 - p_sinks: so the sum of dS over the keys tells what P * dP sums to.
+    A sink's gradient is one number for all queries, which would show that delta was found from a rounded O. But the
+    dS of a row, P * (dP - delta), were summed up too, and its P sum to 1 less the sink's: that gives the sum of P * dP.
     """
-    exact = ds_of_rows + delta * (1 - p_sinks)
-    return exact if dlse is None else exact - dlse.masked_fill(lse == -math.inf, 0)
+    p_log2 = sinks[:, None].float() * LOG2E.value - rows.lse_log2
+    p = torch.exp2(p_log2 if rows.rest_log2 is None else p_log2 - rows.rest_log2)
+    exact_delta = ds_of_rows + rows.delta * (1 - p)
+    return -p * (exact_delta if dlse is None else exact_delta - dlse)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -145,9 +145,7 @@ def rows_kernel(
     do: Heads,
     lse,
     dlse,
-    lse_log2,
-    rest_log2,
-    delta,
+    rows: Rows,
     rules: Rules,
     H,
     n_q,
@@ -172,16 +170,15 @@ def rows_kernel(
     b_o = load_tile(head_of(o, i_b, i_h), o.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
     b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
     b_delta = tl.sum(b_o * b_do, 1)
+    if dlse is not None:
+        b_delta -= tl.load(dlse + p_row, mask=m_q, other=0.0)
     b_lse = tl.load(lse + p_row, mask=m_q, other=float("-inf"))
-    if dlse is not None:  # which may be anything where the lse is a constant
-        b_delta -= tl.load(dlse + p_row, mask=b_lse != float("-inf"), other=0.0)
-    # An lse of +inf makes every weight exp2(score - lse) of a row that sees nothing 0, without a NaN.
     b_lse_log2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
     m_row = o_q < n_q
-    tl.store(delta + p_row, b_delta, mask=m_row)
-    tl.store(lse_log2 + p_row, b_lse_log2, mask=m_row)
+    tl.store(rows.delta + p_row, b_delta, mask=m_row)
+    tl.store(rows.lse_log2 + p_row, b_lse_log2, mask=m_row)
 
-    if rest_log2 is not None:
+    if rows.rest_log2 is not None:
         # Every weight of a row is off by the rounding of its lse. They sum to 1, so one more pass tells by how much.
         rounded = tl.max(tl.where(b_lse == float("-inf"), 0.0, tl.abs(b_lse_log2)), 0) > PRECISE_UP_TO_LOG2
         tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
@@ -197,42 +194,10 @@ def rows_kernel(
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]
-            b_p = weights(b_q, b_k, b_lse_log2[:, None], None, scoring, PRECISION)[0]
-            if is_edge(i_n, tile_range):
-                b_p = tl.where(keep(as_column(queries), as_row(keys), visible), b_p, 0.0)
+            pairs = as_column(queries), as_row(keys), i_b, i_h
+            b_p = weights(b_q, b_k, b_lse_log2[:, None], 0.0, is_edge(i_n, tile_range), pairs, rules, PRECISION)[0]
             b_sum += tl.sum(b_p, 1)
-        tl.store(rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
-
-
-@triton.jit
-def weights(b_x, b_y, b_lse_log2, b_rest_log2, scoring, PRECISION: tl.constexpr):
-    """(P of a tile before the mask, the derivative of its scores): [M, N] where x is Q and y is K, else [N, M]."""
-    b_s_log2, b_slope = scores_log2(dot(b_x, tl.trans(b_y), None, PRECISION), scoring)
-    b_p_log2 = b_s_log2 - b_lse_log2
-    if b_rest_log2 is not None:
-        b_p_log2 -= b_rest_log2
-    return tl.exp2(b_p_log2), b_slope
-
-
-@triton.jit
-def tile_gradients(
-    b_x, b_y, b_dx, b_dy, b_lse_log2, b_rest_log2, b_delta, edge, queries, keys, m_kept, rules, PRECISION: tl.constexpr
-):
-    """Of a tile: the weights of V before the factor of dropout, dS, and the derivative by scale * q k^T.
-
-    [M, N] where x is Q, dx dO, y K and dy V, with queries in columns; [N, M] if the other way round.
-    """
-    visible, scoring, dropout = rules
-    b_p, b_slope = weights(b_x, b_y, b_lse_log2, b_rest_log2, scoring, PRECISION)
-    if edge:
-        b_p = tl.where(keep(queries, keys, visible), b_p, 0.0)
-    b_dp = dot(b_dx, tl.trans(b_dy), None, PRECISION)
-    if dropout is not None:
-        b_dp = tl.where(m_kept, b_dp * dropout.factor, 0.0)
-    b_ds = b_p * (b_dp - b_delta)
-    if dropout is not None:
-        b_p = tl.where(m_kept, b_p, 0.0)
-    return b_p, b_ds, b_ds * b_slope
+        tl.store(rows.rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -241,11 +206,10 @@ def dk_dv_kernel(
     k: Heads,
     v: Heads,
     do: Heads,
-    lse_log2,
-    rest_log2,
-    delta,
+    rows: Rows,
     dk: Heads,
     dv: Heads,
+    ds_of_keys,
     rules: Rules,
     scale,
     H,
@@ -279,6 +243,7 @@ def dk_dv_kernel(
         p_q = head_of(q, i_b, i_hq)
         p_do = head_of(do, i_b, i_hq)
         i_row = (i_b * H + i_hq) * n_q
+        b_ds_of_keys = tl.zeros([BLOCK_N], tl.float32)
         for i_m in tl.range(tile_range[0], tile_range[3]):
             edge = is_edge(i_m, tile_range)
             queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
@@ -286,25 +251,25 @@ def dk_dv_kernel(
             # [M, D]
             b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
             b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
-            # [M]
-            b_lse_log2 = tl.load(lse_log2 + i_row + o_q, mask=m_q, other=float("inf"))
-            b_rest_log2 = None
-            if rest_log2 is not None:
-                b_rest_log2 = tl.load(rest_log2 + i_row + o_q, mask=m_q, other=0.0)[None, :]
-            b_delta = tl.load(delta + i_row + o_q, mask=m_q, other=0.0)
+            b_rows = load_rows(rows, i_row, o_q, m_q)
             # [N, M]
             m_kept = None
             if dropout is not None:
                 m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
-            b_p, _, b_dqk = tile_gradients(
-                b_k, b_q, b_v, b_do, b_lse_log2[None, :], b_rest_log2, b_delta[None, :],
-                edge, as_row(queries), as_column(keys), m_kept, rules, PRECISION,
-            )  # fmt: skip
+            pairs = as_row(queries), as_column(keys), i_b, i_hq
+            b_p, b_ds, b_dqk = tile_gradients(
+                b_k, b_q, b_v, b_do, as_row(b_rows), edge, m_kept, pairs, rules, PRECISION
+            )
+            if ds_of_keys is not None:
+                b_ds_of_keys += tl.sum(b_ds, 1)
             # [N, D]
             b_dv = dot(b_p.to(b_do.dtype), b_do, b_dv, PRECISION)
             b_dk = dot(b_dqk.to(b_q.dtype), b_q, b_dk, PRECISION)
 
-    # A full tile is full for the real keys only: what was summed up for the others is thrown away.
+        # A full tile is full for the real keys only: what was summed up for the others is thrown away.
+        if ds_of_keys is not None:
+            tl.store(ds_of_keys + (i_b * H + i_hq) * n_k + o_k, tl.where(m_k, b_ds_of_keys, 0.0), mask=o_k < n_k)
+
     if dropout is not None:
         b_dv *= dropout.factor
     b_dk = tl.where(m_k[:, None], b_dk * scale, 0.0)
@@ -320,11 +285,10 @@ def dq_kernel(
     k: Heads,
     v: Heads,
     do: Heads,
-    lse_log2,
-    rest_log2,
-    delta,
+    rows: Rows,
     dq: Heads,
     ds_of_rows,
+    ds_by_distance,
     rules: Rules,
     scale,
     H,
@@ -353,18 +317,14 @@ def dq_kernel(
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
     b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
-    # [M]
-    p_row = (i_b * H + i_h) * n_q + o_q
-    b_lse_log2 = tl.load(lse_log2 + p_row, mask=m_q, other=float("inf"))
-    b_rest_log2 = None
-    if rest_log2 is not None:
-        b_rest_log2 = tl.load(rest_log2 + p_row, mask=m_q, other=0.0)[:, None]
-    b_delta = tl.load(delta + p_row, mask=m_q, other=0.0)
+    i_row = (i_b * H + i_h) * n_q
+    b_rows = load_rows(rows, i_row, o_q, m_q)
     p_k = head_of(k, i_b, i_h // GROUP)
     p_v = head_of(v, i_b, i_h // GROUP)
 
     b_dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
     b_ds_of_rows = tl.zeros([BLOCK_M], tl.float32)
+    b_ds_by_distance = tl.zeros([BLOCK_M], tl.float32)
     for i_n in tl.range(tile_range[0], tile_range[3]):
         edge = is_edge(i_n, tile_range)
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
@@ -376,16 +336,18 @@ def dq_kernel(
         m_kept = None
         if dropout is not None:
             m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
-        _, b_ds, b_dqk = tile_gradients(
-            b_q, b_k, b_do, b_v, b_lse_log2[:, None], b_rest_log2, b_delta[:, None],
-            edge, as_column(queries), as_row(keys), m_kept, rules, PRECISION,
-        )  # fmt: skip
+        pairs = as_column(queries), as_row(keys), i_b, i_h
+        _, b_ds, b_dqk = tile_gradients(b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_kept, pairs, rules, PRECISION)
         # [M, D]
         b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
         if ds_of_rows is not None:
             b_ds_of_rows += tl.sum(b_ds, 1)
+        if ds_by_distance is not None:
+            b_ds_by_distance += tl.sum(b_ds * distances(as_column(queries), as_row(keys)), 1)
 
     if ds_of_rows is not None:
-        tl.store(ds_of_rows + p_row, tl.where(m_q, b_ds_of_rows, 0.0), mask=o_q < n_q)
+        tl.store(ds_of_rows + i_row + o_q, tl.where(m_q, b_ds_of_rows, 0.0), mask=o_q < n_q)
+    if ds_by_distance is not None:
+        tl.store(ds_by_distance + i_row + o_q, tl.where(m_q, b_ds_by_distance, 0.0), mask=o_q < n_q)
     b_dq = tl.where(m_q[:, None], b_dq * scale, 0.0)
     store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)

@@ -113,7 +113,8 @@ def forward_kernel(
         # [N, D]
         b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
         # [M, N]
-        b_s_log2 = scores_log2(dot(b_q, tl.trans(b_k), None, PRECISION), scoring)[0]
+        b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
+        b_s_log2 = scores_log2(b_qk, as_column(queries), as_row(keys), i_b, i_h, scoring)[0]
         if edge:
             b_s_log2 = tl.where(keep(as_column(queries), as_row(keys), visible), b_s_log2, float("-inf"))
 

@@ -1,4 +1,4 @@
-"""From products q k^T to scores in base 2, softcap included, and the sink, one more logit of each head."""
+"""From products q k^T to scores in base 2: softcap, bias, ALiBi; and the sink, one more logit of each head."""
 
 from __future__ import annotations
 
@@ -12,16 +12,30 @@ from ...spec import Spec
 from .tiles import LOG2E
 
 
+class Table(NamedTuple):
+    """Something broadcastable to [B, H, n_q, n_k], and its strides; s_q and s_k are None where one entry is for all."""
+
+    data: Tensor
+    s_b: int
+    s_h: int
+    s_q: int | None
+    s_k: int | None
+
+
 class Scoring(NamedTuple):
     """What makes scores of products; None where the call has no such term.
 
     scale_log2: factor on q k^T, for scores in base 2.
     softcap_log2: bound on the scores so far, in base 2.
-    sinks: float [H].
+    bias: added after that; in base e.
+    slopes: [B, H, 1, 1], subtracted for each position that a key is away from the query; in base e.
+    sinks: float [H], in base e.
     """
 
     scale_log2: float
     softcap_log2: float | None
+    bias: Table | None
+    slopes: Table | None
     sinks: Tensor | None
 
 
@@ -30,17 +44,55 @@ def scoring(spec: Spec) -> Scoring:
     return Scoring(
         scale_log2=spec.scale * LOG2E.value,
         softcap_log2=None if spec.softcap is None else spec.softcap * LOG2E.value,
+        bias=None if spec.bias is None else table(spec.bias),
+        slopes=None if spec.alibi_slopes is None else table(spec.alibi_slopes[..., None, None]),
         sinks=None if spec.sinks is None else spec.sinks.contiguous(),
     )
 
 
+def table(x: Tensor) -> Table:
+    """`x` for a kernel, as it lies in memory."""
+    x = x[(None,) * (4 - x.dim())]
+    strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    return Table(x, *strides[:2], *(s or None for s in strides[2:]))
+
+
 @triton.jit
-def scores_log2(b_qk, scoring):
+def entries(x, i_b, i_h, o_q, o_k, m_q, m_k):
+    """The entries of a `Table` for a tile of pairs, broadcastable to it; 0 where either token may not be read.
+
+    Of `o_q` and `o_k` one is a column and the other a row; `m_q` and `m_k` are shaped alike.
+    """
+    p_head = x.data + i_b * x.s_b + i_h * x.s_h
+    if x.s_q is not None and x.s_k is not None:
+        return tl.load(p_head + o_q.to(tl.int64) * x.s_q + o_k.to(tl.int64) * x.s_k, mask=m_q & m_k, other=0.0)
+    elif x.s_q is not None:
+        return tl.load(p_head + o_q.to(tl.int64) * x.s_q, mask=m_q, other=0.0)
+    elif x.s_k is not None:
+        return tl.load(p_head + o_k.to(tl.int64) * x.s_k, mask=m_k, other=0.0)
+    else:
+        return tl.load(p_head)
+
+
+@triton.jit
+def distances(queries, keys):
+    """How many positions each key is away from each query, in fp32."""
+    return tl.abs(queries[2] - keys[2]).to(tl.float32)
+
+
+@triton.jit
+def scores_log2(b_qk, queries, keys, i_b, i_h, scoring):
     """Of a tile of products q k^T: (scores in base 2 before the mask, their derivative by scale * q k^T)."""
     b_s_log2, b_slope = b_qk * scoring.scale_log2, 1.0
     if scoring.softcap_log2 is not None:
         b_tanh = tanh(b_s_log2 / scoring.softcap_log2)
         b_s_log2, b_slope = b_tanh * scoring.softcap_log2, 1.0 - b_tanh * b_tanh
+    if scoring.bias is not None:
+        b_bias = entries(scoring.bias, i_b, i_h, queries[0], keys[0], queries[1], keys[1])
+        b_s_log2 += b_bias.to(tl.float32) * LOG2E
+    if scoring.slopes is not None:
+        slope = entries(scoring.slopes, i_b, i_h, queries[0], keys[0], queries[1], keys[1])
+        b_s_log2 -= distances(queries, keys) * (slope.to(tl.float32) * LOG2E)
     return b_s_log2, b_slope
 
 

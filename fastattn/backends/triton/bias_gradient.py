@@ -98,7 +98,7 @@ def dbias_kernel(
             b_rows = load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q)
             pairs = as_column(queries), as_row(keys), i_b, i_h
             edge = is_edge(i_n, tile_range)
-            b_ds = tile_gradients(b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_kept, pairs, rules, PRECISION)[1]
+            b_ds = tile_gradients(b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_kept, pairs, rules, PRECISION)[2]
             b_dbias += tl.where(m_q[:, None], b_ds, 0.0)
 
     o_q, o_k = i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)

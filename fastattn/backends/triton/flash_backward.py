@@ -100,41 +100,49 @@ def backward(
         found = (heads(dk), heads(dv), ds_of_keys)
         launch(dk_dv_kernel, programs, *inputs, *found, *rules_and_sizes, **shape, **config._asdict())
 
-    ds_of_rows = per_query(dsinks_wanted or (bias_over == "keys" and spec.sinks is not None))
-    ds_by_distance = per_query(dalibi_wanted)
-    if dq_wanted or ds_of_rows is not None or ds_by_distance is not None:
+    ds_of_rows = per_query(dsinks_wanted or dalibi_wanted or (bias_over == "keys" and spec.sinks is not None))
+    ds_by_distance, p_by_distance = per_query(dalibi_wanted), per_query(dalibi_wanted)
+    if dq_wanted or ds_of_rows is not None:
         dq = torch.empty_like(q)
         config = config_for("dq", q, max(block_qk, block_v))
         programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-        found = (heads(dq), ds_of_rows, ds_by_distance)
+        found = (heads(dq), ds_of_rows, ds_by_distance, p_by_distance)
         launch(dq_kernel, programs, *inputs, *found, *rules_and_sizes, **shape, **config._asdict())
 
     if bias_over == "neither":
         dbias = gradient_of_table(spec.bias, inputs, rules, (B, *scalars), shape)
     elif bias_over == "queries":
         dbias = reduced(ds_of_keys[:, :, None], spec.bias)
-    ds_of_sinks = None if ds_of_rows is None else scores_of_sinks(spec.sinks, rows, ds_of_rows, dlse)
+
+    p_sinks = None if spec.sinks is None else weights_of_sinks(spec.sinks, rows)
+    lost = None if ds_of_rows is None else lost_in_delta(rows.delta, ds_of_rows, p_sinks, dlse)
+    # A sink takes weight from the values and adds nothing to them: its dP is 0.
+    ds_of_sinks = None if p_sinks is None or lost is None else -p_sinks * (rows.delta + lost)
     if bias_over == "keys":
         # The dS of a row, its sink's included, sum to dlse: a softmax does not see what is added to all its scores.
         total = torch.zeros_like(lse) if dlse is None else dlse
         dbias = reduced((total if ds_of_sinks is None else total - ds_of_sinks)[..., None], spec.bias)
     if dalibi_wanted:
-        dalibi_slopes = -ds_by_distance.sum(2).sum_to_size(spec.alibi_slopes.shape).to(spec.alibi_slopes.dtype)
+        of_heads = -(ds_by_distance - lost * p_by_distance).sum(2)
+        dalibi_slopes = of_heads.sum_to_size(spec.alibi_slopes.shape).to(spec.alibi_slopes.dtype)
     if dsinks_wanted:
         dsinks = ds_of_sinks.sum((0, 2)).to(spec.sinks.dtype)
     return dq, dk, dv, dbias, dalibi_slopes, dsinks
 
 
-def scores_of_sinks(sinks: Tensor, rows: Rows, ds_of_rows: Tensor, dlse: Tensor | None) -> Tensor:
-    """dS of the sinks, [B, H, n_q]: a sink takes weight from the values and adds nothing, so dS = P * (0 - delta).
-
-    A sink's gradient is one number for all queries, which would show that delta was found from a rounded O. But the
-    dS of a row, P * (dP - delta), were summed up too, and its P sum to 1 less the sink's: that gives the sum of P * dP.
-    """
+def weights_of_sinks(sinks: Tensor, rows: Rows) -> Tensor:
+    """What each query gives to the sink of its head, [B, H, n_q]."""
     p_log2 = sinks[:, None].float() * LOG2E.value - rows.lse_log2
-    p = torch.exp2(p_log2 if rows.rest_log2 is None else p_log2 - rows.rest_log2)
-    exact_delta = ds_of_rows + rows.delta * (1 - p)
-    return -p * (exact_delta if dlse is None else exact_delta - dlse)
+    return torch.exp2(p_log2 if rows.rest_log2 is None else p_log2 - rows.rest_log2)
+
+
+def lost_in_delta(delta: Tensor, ds_of_rows: Tensor, p_sinks: Tensor | None, dlse: Tensor | None) -> Tensor:
+    """What delta lacks since O was rounded, [B, H, n_q]: a gradient that is one number for all queries would show it.
+
+    dS = P * (dP - delta), of which the kernels know all sums: dP's is what delta should hold, P's is 1 less the sink's.
+    """
+    lost = ds_of_rows if p_sinks is None else ds_of_rows - p_sinks * delta
+    return lost if dlse is None else lost - dlse
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -257,13 +265,13 @@ def dk_dv_kernel(
             if dropout is not None:
                 m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
             pairs = as_row(queries), as_column(keys), i_b, i_hq
-            b_p, b_ds, b_dqk = tile_gradients(
+            _, b_left, b_ds, b_dqk = tile_gradients(
                 b_k, b_q, b_v, b_do, as_row(b_rows), edge, m_kept, pairs, rules, PRECISION
             )
             if ds_of_keys is not None:
                 b_ds_of_keys += tl.sum(b_ds, 1)
             # [N, D]
-            b_dv = dot(b_p.to(b_do.dtype), b_do, b_dv, PRECISION)
+            b_dv = dot(b_left.to(b_do.dtype), b_do, b_dv, PRECISION)
             b_dk = dot(b_dqk.to(b_q.dtype), b_q, b_dk, PRECISION)
 
         # A full tile is full for the real keys only: what was summed up for the others is thrown away.
@@ -289,6 +297,7 @@ def dq_kernel(
     dq: Heads,
     ds_of_rows,
     ds_by_distance,
+    p_by_distance,
     rules: Rules,
     scale,
     H,
@@ -325,6 +334,7 @@ def dq_kernel(
     b_dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
     b_ds_of_rows = tl.zeros([BLOCK_M], tl.float32)
     b_ds_by_distance = tl.zeros([BLOCK_M], tl.float32)
+    b_p_by_distance = tl.zeros([BLOCK_M], tl.float32)
     for i_n in tl.range(tile_range[0], tile_range[3]):
         edge = is_edge(i_n, tile_range)
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
@@ -337,17 +347,22 @@ def dq_kernel(
         if dropout is not None:
             m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
         pairs = as_column(queries), as_row(keys), i_b, i_h
-        _, b_ds, b_dqk = tile_gradients(b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_kept, pairs, rules, PRECISION)
+        b_p, _, b_ds, b_dqk = tile_gradients(
+            b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_kept, pairs, rules, PRECISION
+        )
         # [M, D]
         b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
         if ds_of_rows is not None:
             b_ds_of_rows += tl.sum(b_ds, 1)
         if ds_by_distance is not None:
-            b_ds_by_distance += tl.sum(b_ds * distances(as_column(queries), as_row(keys)), 1)
+            b_distance = distances(as_column(queries), as_row(keys))
+            b_ds_by_distance += tl.sum(b_ds * b_distance, 1)
+            b_p_by_distance += tl.sum(b_p * b_distance, 1)
 
     if ds_of_rows is not None:
         tl.store(ds_of_rows + i_row + o_q, tl.where(m_q, b_ds_of_rows, 0.0), mask=o_q < n_q)
     if ds_by_distance is not None:
         tl.store(ds_by_distance + i_row + o_q, tl.where(m_q, b_ds_by_distance, 0.0), mask=o_q < n_q)
+        tl.store(p_by_distance + i_row + o_q, tl.where(m_q, b_p_by_distance, 0.0), mask=o_q < n_q)
     b_dq = tl.where(m_q[:, None], b_dq * scale, 0.0)
     store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)

@@ -52,7 +52,7 @@ def weights(b_x, b_y, b_lse_log2, b_rest_log2, edge, pairs, rules, PRECISION: tl
 
 @triton.jit
 def tile_gradients(b_x, b_y, b_dx, b_dy, rows, edge, m_kept, pairs, rules, PRECISION: tl.constexpr):
-    """Of a tile: the weights of V before the factor of dropout, dS, and the derivative by scale * q k^T.
+    """Of a tile: P, what dropout leaves of it (before its factor), dS, and the derivative by scale * q k^T.
 
     The tile is that of `weights`; dx is dO where x is Q, and V where x is K; `rows` are shaped like the queries.
     """
@@ -62,6 +62,7 @@ def tile_gradients(b_x, b_y, b_dx, b_dy, rows, edge, m_kept, pairs, rules, PRECI
     if rules.dropout is not None:
         b_dp = tl.where(m_kept, b_dp * rules.dropout.factor, 0.0)
     b_ds = b_p * (b_dp - b_delta)
+    b_left = b_p
     if rules.dropout is not None:
-        b_p = tl.where(m_kept, b_p, 0.0)
-    return b_p, b_ds, b_ds * b_slope
+        b_left = tl.where(m_kept, b_p, 0.0)
+    return b_p, b_left, b_ds, b_ds * b_slope

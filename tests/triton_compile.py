@@ -32,6 +32,7 @@ CALLS = {  # name -> arguments of Spec
     "causal": {"mask": Mask(causal=True)},
     "keys": {"mask": Mask(real_keys=REAL)},
     "worst": {"mask": WORST},
+    "documents": {"mask": Mask(causal=True, segments=(REAL.int(), REAL.int()))},
     "softcap": {"mask": Mask(causal=True), "softcap": 50.0},
     "alibi": {"mask": Mask(causal=True), "alibi_slopes": torch.zeros(H)},
     "bias": {"mask": Mask(causal=True), "bias": torch.zeros(H, N, N, dtype=torch.bfloat16)},

@@ -20,7 +20,7 @@ _LARGEST_HEAD_DIM = 256
 
 def features(device: torch.device) -> frozenset[str]:
     """What the kernels compute, the same on every device."""
-    return FEATURES - {"segments", "dense"}
+    return FEATURES - {"dense"}
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:

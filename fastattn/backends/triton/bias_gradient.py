@@ -42,8 +42,8 @@ def gradient_of_table(
     B_bias, H_bias = (1, 1, 1, *bias.shape)[-4:-2]
     config = config_for("dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]))
     programs = B_bias * H_bias * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
-    sharing = (B // B_bias, H // H_bias)
-    launch(dbias_kernel, programs, *inputs, table(dbias), rules, *sharing, H, n_q, n_k, **shape, **config._asdict())
+    arguments = (*inputs, table(dbias), rules.in_tiles(config.BLOCK_M), B // B_bias, H // H_bias, H, n_q, n_k)
+    launch(dbias_kernel, programs, *arguments, **shape, **config._asdict())
     return dbias
 
 
@@ -96,7 +96,7 @@ def dbias_kernel(
             if dropout is not None:
                 m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
             b_rows = load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q)
-            pairs = as_column(queries), as_row(keys), i_b, i_h
+            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
             edge = is_edge(i_n, tile_range)
             b_ds = tile_gradients(b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_kept, pairs, rules, PRECISION)[2]
             b_dbias += tl.where(m_q[:, None], b_ds, 0.0)

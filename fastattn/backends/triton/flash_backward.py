@@ -72,7 +72,7 @@ def backward(
         "BLOCK_V": block_v,
         "PRECISION": dot_precision(),
     }
-    rules, scalars = rules_of(spec), (H, n_q, n_k)
+    rules, scalars = rules_of(spec, n_q, n_k), (H, n_q, n_k)
     q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
     do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
     lse = lse.contiguous()
@@ -85,10 +85,10 @@ def backward(
     rows = Rows(per_query(True), per_query(q.dtype == torch.float32), per_query(True))
     config = config_for("rows", q, max(block_qk, block_v))
     programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-    arguments = (q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rows, rules)
+    arguments = (q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rows, rules.in_tiles(config.BLOCK_M))
     launch(rows_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
 
-    inputs, rules_and_sizes = (q_heads, k_heads, v_heads, do_heads, rows), (rules, spec.scale, *scalars)
+    inputs, scalars = (q_heads, k_heads, v_heads, do_heads, rows), (spec.scale, *scalars)
     bias_over = shared_along(spec.bias) if dbias_wanted else None
     dq = dk = dv = dbias = dalibi_slopes = dsinks = None
 
@@ -97,8 +97,8 @@ def backward(
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         config = config_for("dk_dv", q, max(block_qk, block_v))
         programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
-        found = (heads(dk), heads(dv), ds_of_keys)
-        launch(dk_dv_kernel, programs, *inputs, *found, *rules_and_sizes, **shape, **config._asdict())
+        found = (heads(dk), heads(dv), ds_of_keys, rules.in_tiles(config.BLOCK_M))
+        launch(dk_dv_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
 
     ds_of_rows = per_query(dsinks_wanted or dalibi_wanted or (bias_over == "keys" and spec.sinks is not None))
     ds_by_distance, p_by_distance = per_query(dalibi_wanted), per_query(dalibi_wanted)
@@ -106,11 +106,11 @@ def backward(
         dq = torch.empty_like(q)
         config = config_for("dq", q, max(block_qk, block_v))
         programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-        found = (heads(dq), ds_of_rows, ds_by_distance, p_by_distance)
-        launch(dq_kernel, programs, *inputs, *found, *rules_and_sizes, **shape, **config._asdict())
+        found = (heads(dq), ds_of_rows, ds_by_distance, p_by_distance, rules.in_tiles(config.BLOCK_M))
+        launch(dq_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
 
     if bias_over == "neither":
-        dbias = gradient_of_table(spec.bias, inputs, rules, (B, *scalars), shape)
+        dbias = gradient_of_table(spec.bias, inputs, rules, (B, H, n_q, n_k), shape)
     elif bias_over == "queries":
         dbias = reduced(ds_of_keys[:, :, None], spec.bias)
 
@@ -202,7 +202,7 @@ def rows_kernel(
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]
-            pairs = as_column(queries), as_row(keys), i_b, i_h
+            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
             b_p = weights(b_q, b_k, b_lse_log2[:, None], 0.0, is_edge(i_n, tile_range), pairs, rules, PRECISION)[0]
             b_sum += tl.sum(b_p, 1)
         tl.store(rows.rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
@@ -264,7 +264,7 @@ def dk_dv_kernel(
             m_kept = None
             if dropout is not None:
                 m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
-            pairs = as_row(queries), as_column(keys), i_b, i_hq
+            pairs = as_row(queries), as_column(keys), i_b, i_hq, n_q, n_k
             _, b_left, b_ds, b_dqk = tile_gradients(
                 b_k, b_q, b_v, b_do, as_row(b_rows), edge, m_kept, pairs, rules, PRECISION
             )
@@ -346,7 +346,7 @@ def dq_kernel(
         m_kept = None
         if dropout is not None:
             m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
-        pairs = as_column(queries), as_row(keys), i_b, i_h
+        pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
         b_p, _, b_ds, b_dqk = tile_gradients(
             b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_kept, pairs, rules, PRECISION
         )
@@ -355,7 +355,7 @@ def dq_kernel(
         if ds_of_rows is not None:
             b_ds_of_rows += tl.sum(b_ds, 1)
         if ds_by_distance is not None:
-            b_distance = distances(as_column(queries), as_row(keys))
+            b_distance = distances(pairs)
             b_ds_by_distance += tl.sum(b_ds * b_distance, 1)
             b_p_by_distance += tl.sum(b_p * b_distance, 1)
 

@@ -52,7 +52,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         readable_heads(v),
         heads(o),
         lse,
-        rules_of(spec),
+        rules_of(spec, n_q, n_k).in_tiles(config.BLOCK_M),
         H,
         n_q,
         n_k,
@@ -114,9 +114,10 @@ def forward_kernel(
         b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
         # [M, N]
         b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
-        b_s_log2 = scores_log2(b_qk, as_column(queries), as_row(keys), i_b, i_h, scoring)[0]
+        pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+        b_s_log2 = scores_log2(b_qk, pairs, scoring)[0]
         if edge:
-            b_s_log2 = tl.where(keep(as_column(queries), as_row(keys), visible), b_s_log2, float("-inf"))
+            b_s_log2 = tl.where(keep(pairs, visible), b_s_log2, float("-inf"))
 
         b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
         # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.

@@ -38,15 +38,11 @@ def load_rows(rows, i_row, o_q, m_q):
 
 @triton.jit
 def weights(b_x, b_y, b_lse_log2, b_rest_log2, edge, pairs, rules, PRECISION: tl.constexpr):
-    """P of a tile, and the derivative of its scores: [M, N] where x is Q and y is K, [N, M] the other way round.
-
-    pairs: (queries, keys, batch entry, head), the tokens shaped to be broadcast to the tile.
-    """
-    queries, keys, i_b, i_h = pairs
-    b_s_log2, b_slope = scores_log2(dot(b_x, tl.trans(b_y), None, PRECISION), queries, keys, i_b, i_h, rules.scoring)
+    """P of a tile, and the derivative of its scores: [M, N] where x is Q and y is K, [N, M] the other way round."""
+    b_s_log2, b_slope = scores_log2(dot(b_x, tl.trans(b_y), None, PRECISION), pairs, rules.scoring)
     b_p = tl.exp2(b_s_log2 - b_lse_log2 - b_rest_log2)
     if edge:
-        b_p = tl.where(keep(queries, keys, rules.visible), b_p, 0.0)
+        b_p = tl.where(keep(pairs, rules.visible), b_p, 0.0)
     return b_p, b_slope
 
 

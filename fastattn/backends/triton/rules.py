@@ -17,7 +17,11 @@ class Rules(NamedTuple):
     scoring: Scoring
     dropout: Dropout | None
 
+    def in_tiles(self, block_m: int) -> Rules:
+        """The same for a kernel that takes `block_m` queries a tile."""
+        return self._replace(visible=self.visible.in_tiles(block_m))
 
-def rules_of(spec: Spec) -> Rules:
-    """`spec` as the kernels take it."""
-    return Rules(visibility(spec.mask), scoring(spec), dropout(spec))
+
+def rules_of(spec: Spec, n_q: int, n_k: int) -> Rules:
+    """`spec` as the kernels take it, for n_q queries and n_k keys."""
+    return Rules(visibility(spec.mask, n_q, n_k), scoring(spec), dropout(spec))

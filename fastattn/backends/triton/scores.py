@@ -58,11 +58,11 @@ def table(x: Tensor) -> Table:
 
 
 @triton.jit
-def entries(x, i_b, i_h, o_q, o_k, m_q, m_k):
-    """The entries of a `Table` for a tile of pairs, broadcastable to it; 0 where either token may not be read.
-
-    Of `o_q` and `o_k` one is a column and the other a row; `m_q` and `m_k` are shaped alike.
-    """
+def entries(x, pairs):
+    """The entries of a `Table` for a tile of pairs, broadcastable to it; 0 where either token may not be read."""
+    queries, keys, i_b, i_h, _, _ = pairs
+    o_q, m_q, _ = queries
+    o_k, m_k, _ = keys
     p_head = x.data + i_b * x.s_b + i_h * x.s_h
     if x.s_q is not None and x.s_k is not None:
         return tl.load(p_head + o_q.to(tl.int64) * x.s_q + o_k.to(tl.int64) * x.s_k, mask=m_q & m_k, other=0.0)
@@ -75,24 +75,22 @@ def entries(x, i_b, i_h, o_q, o_k, m_q, m_k):
 
 
 @triton.jit
-def distances(queries, keys):
+def distances(pairs):
     """How many positions each key is away from each query, in fp32."""
-    return tl.abs(queries[2] - keys[2]).to(tl.float32)
+    return tl.abs(pairs[0][2] - pairs[1][2]).to(tl.float32)
 
 
 @triton.jit
-def scores_log2(b_qk, queries, keys, i_b, i_h, scoring):
+def scores_log2(b_qk, pairs, scoring):
     """Of a tile of products q k^T: (scores in base 2 before the mask, their derivative by scale * q k^T)."""
     b_s_log2, b_slope = b_qk * scoring.scale_log2, 1.0
     if scoring.softcap_log2 is not None:
         b_tanh = tanh(b_s_log2 / scoring.softcap_log2)
         b_s_log2, b_slope = b_tanh * scoring.softcap_log2, 1.0 - b_tanh * b_tanh
     if scoring.bias is not None:
-        b_bias = entries(scoring.bias, i_b, i_h, queries[0], keys[0], queries[1], keys[1])
-        b_s_log2 += b_bias.to(tl.float32) * LOG2E
+        b_s_log2 += entries(scoring.bias, pairs).to(tl.float32) * LOG2E
     if scoring.slopes is not None:
-        slope = entries(scoring.slopes, i_b, i_h, queries[0], keys[0], queries[1], keys[1])
-        b_s_log2 -= distances(queries, keys) * (slope.to(tl.float32) * LOG2E)
+        b_s_log2 -= distances(pairs) * (entries(scoring.slopes, pairs).to(tl.float32) * LOG2E)
     return b_s_log2, b_slope
 
 

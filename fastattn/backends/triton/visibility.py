@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Mask
+from .documents import key_ranges, tile_ranges
 from .tiles import launch
 
 FAR = 2**29
@@ -19,7 +20,9 @@ FAR = 2**29
 class Visibility(NamedTuple):
     """A `Mask` as the kernels take it; None where the mask has no such limit, which removes the code for it.
 
-    Query i sees keys from `i + q_start - left` to `i + q_start + right`; causal is a `right` of 0 or less.
+    A query at position p sees keys at p - left to p + right; causal is a `right` of 0 or less. Key j stands at j and
+    query i at i + q_start, or where the tables of positions say. With documents, `key_ranges` takes the place of the
+    spans and of all that the limits say about tiles.
     """
 
     real_queries: Tensor | None  # bool [B, n_q]
@@ -30,23 +33,54 @@ class Visibility(NamedTuple):
     q_start: int
     left: int | None
     right: int | None
+    documents_q: Tensor | None  # integer [B, n_q]
+    documents_k: Tensor | None  # integer [B, n_k]
+    positions_q: Tensor | None  # int32 [B, n_q]
+    positions_k: Tensor | None  # int32 [B, n_k]
+    key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 4]
+
+    def in_tiles(self, block_m: int) -> Visibility:
+        """The same for a kernel that takes `block_m` queries a tile."""
+        if self.key_ranges is None:
+            return self
+        return self._replace(key_ranges=tile_ranges(self.key_ranges, block_m))
 
 
-def visibility(mask: Mask) -> Visibility:
-    """`mask` as the kernels take it."""
+def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
+    """`mask` as the kernels take it, for n_q queries and n_k keys."""
     per_sample = isinstance(mask.q_start, Tensor)
     left, right = (None if limit is None else min(limit, FAR) for limit in mask.window)
     if mask.causal:
         right = 0 if right is None else min(right, 0)
-    return Visibility(
-        real_queries=None if mask.real_queries is None else mask.real_queries.contiguous(),
-        query_spans=real_spans(mask.real_queries),
-        real_keys=None if mask.real_keys is None else mask.real_keys.contiguous(),
-        key_spans=real_spans(mask.real_keys),
+    real_queries, real_keys = (
+        None if real is None else real.contiguous() for real in (mask.readable_queries(), mask.readable_keys())
+    )
+    visible = Visibility(
+        real_queries=real_queries,
+        query_spans=None,
+        real_keys=real_keys,
+        key_spans=None,
         q_starts=mask.q_start.contiguous() if per_sample else None,
         q_start=0 if per_sample else max(-FAR, min(mask.q_start, FAR)),
         left=left,
         right=right,
+        documents_q=None,
+        documents_k=None,
+        positions_q=None,
+        positions_k=None,
+        key_ranges=None,
+    )
+    if mask.segments is None:
+        return visible._replace(query_spans=real_spans(real_queries), key_spans=real_spans(real_keys))
+    device = mask.segments[0].device
+    positions_q, positions_k = (p.clamp(-FAR, FAR).int() for p in mask.positions(n_q, n_k, device))
+    documents_q, documents_k = (ids.contiguous() for ids in mask.segments)
+    return visible._replace(
+        documents_q=documents_q,
+        documents_k=documents_k,
+        positions_q=positions_q.contiguous(),
+        positions_k=positions_k.contiguous(),
+        key_ranges=key_ranges((documents_q, documents_k), (real_queries, real_keys), positions_q, left, right),
     )
 
 
@@ -119,41 +153,55 @@ def position_of_first_query(visible, i_b):
 def query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M: tl.constexpr):
     """A tile of queries: (index, which may be read, position among the keys)."""
     o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    return o_q, real_tokens(o_q, n_q, visible.real_queries, i_b), o_q + q_start
+    m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+    if visible.positions_q is None:
+        return o_q, m_q, o_q + q_start
+    else:
+        return o_q, m_q, tl.load(visible.positions_q + i_b * n_q + o_q, mask=m_q, other=0)
 
 
 @triton.jit
 def key_tokens(i_n, i_b, n_k, visible, BLOCK_N: tl.constexpr):
     """A tile of keys: (index, which may be read, position)."""
     o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    return o_k, real_tokens(o_k, n_k, visible.real_keys, i_b), o_k
+    m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
+    if visible.positions_k is None:
+        return o_k, m_k, o_k
+    else:
+        return o_k, m_k, tl.load(visible.positions_k + i_b * n_k + o_k, mask=m_k, other=0)
 
 
 @triton.jit
-def as_column(tokens):
-    """Tokens that stand along the first axis of a tile of pairs."""
-    o, m, position = tokens
-    return o[:, None], m[:, None], position[:, None]
+def as_column(x):
+    """Three things that stand along the first axis of a tile of pairs, shaped for it."""
+    return x[0][:, None], x[1][:, None], x[2][:, None]
 
 
 @triton.jit
-def as_row(tokens):
-    """Tokens that stand along the second axis of a tile of pairs."""
-    o, m, position = tokens
-    return o[None, :], m[None, :], position[None, :]
+def as_row(x):
+    """Three things that stand along the second axis of a tile of pairs, shaped for it."""
+    return x[0][None, :], x[1][None, :], x[2][None, :]
 
 
 @triton.jit
-def keep(queries, keys, visible):
-    """Which of the queries may see which of the keys: the twin of `Mask.keep`. One of the two is a column."""
-    _, m_q, position_q = queries
-    _, m_k, position_k = keys
+def keep(pairs, visible):
+    """Which of the queries may see which of the keys: the twin of `Mask.keep`.
+
+    pairs: (queries, keys, batch entry, head, n_q, n_k), where the tokens of one side are a column, the others a row.
+    """
+    queries, keys, i_b, _, n_q, n_k = pairs
+    o_q, m_q, position_q = queries
+    o_k, m_k, position_k = keys
     m_keep = m_q & m_k
     behind = position_q - position_k  # how far the key lies behind the query
     if visible.left is not None:
         m_keep = m_keep & (behind <= visible.left)
     if visible.right is not None:
         m_keep = m_keep & (behind >= -visible.right)
+    if visible.documents_q is not None:
+        document_q = tl.load(visible.documents_q + i_b * n_q + o_q, mask=m_q, other=-1)
+        document_k = tl.load(visible.documents_k + i_b * n_k + o_k, mask=m_k, other=-1)
+        m_keep = m_keep & (document_q == document_k)
     return m_keep
 
 
@@ -163,22 +211,62 @@ def key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK
 
     Tiles outside [begin, end) need not be read. In those of [full_begin, full_end) every real query sees every key.
     """
-    q_first, _, q_end = real_span(visible.query_spans, n_q, i_b)
-    k_first, k_hole, k_end = real_span(visible.key_spans, n_k, i_b)
-    row_first = tl.maximum(i_m * BLOCK_M, q_first)
-    row_end = tl.minimum(i_m * BLOCK_M + BLOCK_M, q_end)
-    return column_range(row_first, row_end, q_start, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
+    if visible.key_ranges is None:
+        q_first, _, q_end = real_span(visible.query_spans, n_q, i_b)
+        k_first, k_hole, k_end = real_span(visible.key_spans, n_k, i_b)
+        row_first = tl.maximum(i_m * BLOCK_M, q_first)
+        row_end = tl.minimum(i_m * BLOCK_M + BLOCK_M, q_end)
+        return column_range(row_first, row_end, q_start, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
+    else:
+        p_range = visible.key_ranges + (i_b * tl.cdiv(n_q, BLOCK_M) + i_m) * 4
+        first, end = tl.load(p_range), tl.load(p_range + 3)
+        full_first, full_end = tl.load(p_range + 1), tl.load(p_range + 2)
+        return tiles_of(first, full_first, full_end, end, BLOCK_N)
 
 
 @triton.jit
 def query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which query tiles can see the key tile `i_n`: `key_range` from the side of the keys."""
-    q_first, q_hole, q_end = real_span(visible.query_spans, n_q, i_b)
-    k_first, _, k_end = real_span(visible.key_spans, n_k, i_b)
-    row_first = tl.maximum(i_n * BLOCK_N, k_first)
-    row_end = tl.minimum(i_n * BLOCK_N + BLOCK_N, k_end)
-    # A key sees the queries that see it: the band is mirrored.
-    return column_range(row_first, row_end, -q_start, visible.right, visible.left, q_first, q_hole, q_end, BLOCK_M)
+    if visible.key_ranges is None:
+        q_first, q_hole, q_end = real_span(visible.query_spans, n_q, i_b)
+        k_first, _, k_end = real_span(visible.key_spans, n_k, i_b)
+        row_first = tl.maximum(i_n * BLOCK_N, k_first)
+        row_end = tl.minimum(i_n * BLOCK_N + BLOCK_N, k_end)
+        # A key sees the queries that see it: the band is mirrored.
+        return column_range(row_first, row_end, -q_start, visible.right, visible.left, q_first, q_hole, q_end, BLOCK_M)
+    else:
+        first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
+        return tiles_that_see(first, end, visible.key_ranges, i_b, tl.cdiv(n_q, BLOCK_M))
+
+
+@triton.jit
+def tiles_that_see(first, end, key_ranges, i_b, n_tiles, BLOCK: tl.constexpr = 128):
+    """The query tiles that see some of the keys [first, end), as `key_range` has them: (begin, full_begin, ...)."""
+    b_begin, b_full_begin = tl.full([BLOCK], n_tiles, tl.int32), tl.full([BLOCK], n_tiles, tl.int32)
+    b_end = tl.zeros([BLOCK], tl.int32)
+    for i in tl.range(0, n_tiles, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        m_seen, m_full = sees(o, first, end, key_ranges, i_b, n_tiles)
+        b_begin = tl.minimum(b_begin, tl.where(m_seen, o, n_tiles))
+        b_full_begin = tl.minimum(b_full_begin, tl.where(m_full, o, n_tiles))
+        b_end = tl.maximum(b_end, tl.where(m_seen, o + 1, 0))
+    begin, full_begin, end_of_seen = tl.min(b_begin, 0), tl.min(b_full_begin, 0), tl.max(b_end, 0)
+    b_full_end = tl.full([BLOCK], n_tiles, tl.int32)
+    for i in tl.range(full_begin, end_of_seen, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        _, m_full = sees(o, first, end, key_ranges, i_b, n_tiles)
+        b_full_end = tl.minimum(b_full_end, tl.where(m_full, n_tiles, o))
+    full_begin = tl.minimum(full_begin, end_of_seen)
+    return tl.minimum(begin, end_of_seen), full_begin, tl.minimum(tl.min(b_full_end, 0), end_of_seen), end_of_seen
+
+
+@triton.jit
+def sees(o, first, end, key_ranges, i_b, n_tiles):
+    """Which of the query tiles `o` see some of the keys [first, end), and which see all of them in every real row."""
+    p_range, m = key_ranges + (i_b * n_tiles + o) * 4, o < n_tiles
+    m_seen = (tl.load(p_range, mask=m, other=0) < end) & (tl.load(p_range + 3, mask=m, other=0) > first)
+    full_first, full_end = tl.load(p_range + 1, mask=m, other=0), tl.load(p_range + 2, mask=m, other=0)
+    return m_seen, m_seen & (full_first <= first) & (full_end >= end)
 
 
 @triton.jit
@@ -195,9 +283,15 @@ def column_range(row_first, row_end, shift, before, after, first, hole, end, BLO
     if after is not None:
         seen_end = tl.minimum(seen_end, row_end + shift + after)
         full_end = tl.minimum(full_end, row_first + shift + after + 1)
-    anything = (row_first < row_end) & (seen_first < seen_end)
-    tile_begin = tl.where(anything, seen_first // BLOCK, 0)
-    tile_end = tl.where(anything, tl.cdiv(seen_end, BLOCK), 0)
+    seen_end = tl.where(row_first < row_end, seen_end, seen_first)
+    return tiles_of(seen_first, full_first, full_end, seen_end, BLOCK)
+
+
+@triton.jit
+def tiles_of(first, full_first, full_end, end, BLOCK: tl.constexpr):
+    """(begin, full_begin, full_end, end) in tiles: columns [first, end) where [full_first, full_end) are full."""
+    tile_begin = tl.where(first < end, first // BLOCK, 0)
+    tile_end = tl.where(first < end, tl.cdiv(end, BLOCK), 0)
     full_begin = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCK), tile_begin), tile_end)
     full_end = tl.minimum(tl.maximum(full_end // BLOCK, full_begin), tile_end)
     return tile_begin, full_begin, full_end, tile_end

@@ -15,7 +15,7 @@ TESTED = [case for case in CASES if not case.timed]
 POSITIONS = {"causal", "q_start", "window", "real_keys", "real_queries"}
 PROMISES = {  # what each backend must take, so that none gets greener by refusing more
     "triton": {
-        "features": POSITIONS | {"segments", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": set(DTYPES),
         "head_dims": range(1, 257),
     },

@@ -33,6 +33,7 @@ CALLS = {  # name -> arguments of Spec
     "keys": {"mask": Mask(real_keys=REAL)},
     "worst": {"mask": WORST},
     "documents": {"mask": Mask(causal=True, segments=(REAL.int(), REAL.int()))},
+    "dense": {"mask": Mask(causal=True, dense=torch.ones(B, 1, N, N, dtype=torch.bool))},
     "softcap": {"mask": Mask(causal=True), "softcap": 50.0},
     "alibi": {"mask": Mask(causal=True), "alibi_slopes": torch.zeros(H)},
     "bias": {"mask": Mask(causal=True), "bias": torch.zeros(H, N, N, dtype=torch.bfloat16)},

@@ -19,8 +19,8 @@ _LARGEST_HEAD_DIM = 256
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """What the kernels compute, the same on every device."""
-    return FEATURES - {"dense"}
+    """All of them, on every device."""
+    return FEATURES
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:

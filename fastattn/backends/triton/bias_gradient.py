@@ -11,9 +11,18 @@ from .configs import config_for
 from .dropout import kept
 from .recompute import Rows, load_rows, tile_gradients
 from .rules import Rules
-from .scores import Table, table
-from .tiles import Heads, head_of, launch, load_tile, program_share
-from .visibility import as_column, as_row, is_edge, key_range, key_tokens, position_of_first_query, query_tokens
+from .tiles import Heads, Table, head_of, launch, load_tile, program_share, table
+from .visibility import (
+    anything,
+    as_column,
+    as_row,
+    is_edge,
+    key_range,
+    key_tokens,
+    position_of_first_query,
+    query_tokens,
+    shown,
+)
 
 
 def shared_along(bias: Tensor) -> str:
@@ -86,20 +95,24 @@ def dbias_kernel(
             queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             o_q, m_q, m_k = queries[0], queries[1], keys[1]
-            # [M, D]
-            b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-            b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
-            # [N, D]
-            b_k = load_tile(head_of(k, i_b, i_h // GROUP), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-            b_v = load_tile(head_of(v, i_b, i_h // GROUP), v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
-            m_kept = None
-            if dropout is not None:
-                m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
-            b_rows = load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q)
             pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            edge = is_edge(i_n, tile_range)
-            b_ds = tile_gradients(b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_kept, pairs, rules, PRECISION)[2]
-            b_dbias += tl.where(m_q[:, None], b_ds, 0.0)
+            m_dense = shown(pairs, visible)
+            if m_dense is None or anything(m_dense):
+                # [M, D]
+                b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+                b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
+                # [N, D]
+                b_k = load_tile(head_of(k, i_b, i_h // GROUP), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                b_v = load_tile(head_of(v, i_b, i_h // GROUP), v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+                m_kept = None
+                if dropout is not None:
+                    m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
+                b_rows = load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q)
+                edge = is_edge(i_n, tile_range)
+                b_ds = tile_gradients(
+                    b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
+                )[2]
+                b_dbias += tl.where(m_q[:, None], b_ds, 0.0)
 
     o_q, o_k = i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     p_rows = dbias.data + i_b_bias * dbias.s_b + i_h_bias * dbias.s_h + o_q.to(tl.int64)[:, None] * dbias.s_q

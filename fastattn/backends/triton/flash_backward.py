@@ -35,6 +35,7 @@ from .tiles import (
     store_tile,
 )
 from .visibility import (
+    anything,
     as_column,
     as_row,
     is_edge,
@@ -43,6 +44,7 @@ from .visibility import (
     position_of_first_query,
     query_range,
     query_tokens,
+    shown,
 )
 
 PRECISE_UP_TO_LOG2: tl.constexpr = tl.constexpr(16.0)
@@ -199,12 +201,15 @@ def rows_kernel(
         for i_n in tl.range(tile_range[0], tl.where(rounded, tile_range[3], tile_range[0])):
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             m_k = keys[1]
-            # [N, D]
-            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-            # [M, N]
             pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            b_p = weights(b_q, b_k, b_lse_log2[:, None], 0.0, is_edge(i_n, tile_range), pairs, rules, PRECISION)[0]
-            b_sum += tl.sum(b_p, 1)
+            m_dense = shown(pairs, visible)
+            if m_dense is None or anything(m_dense):
+                # [N, D]
+                b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                # [M, N]
+                edge = is_edge(i_n, tile_range)
+                b_p = weights(b_q, b_k, b_lse_log2[:, None], 0.0, edge, m_dense, pairs, rules, PRECISION)[0]
+                b_sum += tl.sum(b_p, 1)
         tl.store(rows.rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
 
 
@@ -256,25 +261,27 @@ def dk_dv_kernel(
             edge = is_edge(i_m, tile_range)
             queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
             o_q, m_q = queries[0], queries[1]
-            # [M, D]
-            b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-            b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
-            b_rows = load_rows(rows, i_row, o_q, m_q)
-            # [N, M]
-            m_kept = None
-            if dropout is not None:
-                m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
             pairs = as_row(queries), as_column(keys), i_b, i_hq, n_q, n_k
-            _, b_left, b_ds, b_dqk = tile_gradients(
-                b_k, b_q, b_v, b_do, as_row(b_rows), edge, m_kept, pairs, rules, PRECISION
-            )
-            if ds_of_keys is not None:
-                b_ds_of_keys += tl.sum(b_ds, 1)
-            # [N, D]
-            b_dv = dot(b_left.to(b_do.dtype), b_do, b_dv, PRECISION)
-            b_dk = dot(b_dqk.to(b_q.dtype), b_q, b_dk, PRECISION)
+            m_dense = shown(pairs, visible)
+            if m_dense is None or anything(m_dense):
+                # [M, D]
+                b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+                b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
+                b_rows = load_rows(rows, i_row, o_q, m_q)
+                # [N, M]
+                m_kept = None
+                if dropout is not None:
+                    m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
+                _, b_left, b_ds, b_dqk = tile_gradients(
+                    b_k, b_q, b_v, b_do, as_row(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
+                )
+                if ds_of_keys is not None:
+                    b_ds_of_keys += tl.sum(b_ds, 1)
+                # [N, D]
+                b_dv = dot(b_left.to(b_do.dtype), b_do, b_dv, PRECISION)
+                b_dk = dot(b_dqk.to(b_q.dtype), b_q, b_dk, PRECISION)
 
-        # A full tile is full for the real keys only: what was summed up for the others is thrown away.
+            # A full tile is full for the real keys only: what was summed up for the others is thrown away.
         if ds_of_keys is not None:
             tl.store(ds_of_keys + (i_b * H + i_hq) * n_k + o_k, tl.where(m_k, b_ds_of_keys, 0.0), mask=o_k < n_k)
 
@@ -339,25 +346,27 @@ def dq_kernel(
         edge = is_edge(i_n, tile_range)
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         m_k = keys[1]
-        # [N, D]
-        b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-        b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
-        # [M, N]
-        m_kept = None
-        if dropout is not None:
-            m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
         pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-        b_p, _, b_ds, b_dqk = tile_gradients(
-            b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_kept, pairs, rules, PRECISION
-        )
-        # [M, D]
-        b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
-        if ds_of_rows is not None:
-            b_ds_of_rows += tl.sum(b_ds, 1)
-        if ds_by_distance is not None:
-            b_distance = distances(pairs)
-            b_ds_by_distance += tl.sum(b_ds * b_distance, 1)
-            b_p_by_distance += tl.sum(b_p * b_distance, 1)
+        m_dense = shown(pairs, visible)
+        if m_dense is None or anything(m_dense):
+            # [N, D]
+            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+            b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+            # [M, N]
+            m_kept = None
+            if dropout is not None:
+                m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
+            b_p, _, b_ds, b_dqk = tile_gradients(
+                b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
+            )
+            # [M, D]
+            b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
+            if ds_of_rows is not None:
+                b_ds_of_rows += tl.sum(b_ds, 1)
+            if ds_by_distance is not None:
+                b_distance = distances(pairs)
+                b_ds_by_distance += tl.sum(b_ds * b_distance, 1)
+                b_p_by_distance += tl.sum(b_p * b_distance, 1)
 
     if ds_of_rows is not None:
         tl.store(ds_of_rows + i_row + o_q, tl.where(m_q, b_ds_of_rows, 0.0), mask=o_q < n_q)

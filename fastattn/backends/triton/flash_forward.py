@@ -26,14 +26,16 @@ from .tiles import (
     store_tile,
 )
 from .visibility import (
+    anything,
     as_column,
     as_row,
+    hide,
     is_edge,
-    keep,
     key_range,
     key_tokens,
     position_of_first_query,
     query_tokens,
+    shown,
 )
 
 
@@ -110,28 +112,29 @@ def forward_kernel(
         edge = is_edge(i_n, tile_range)
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         m_k = keys[1]
-        # [N, D]
-        b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-        # [M, N]
-        b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
         pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-        b_s_log2 = scores_log2(b_qk, pairs, scoring)[0]
-        if edge:
-            b_s_log2 = tl.where(keep(pairs, visible), b_s_log2, float("-inf"))
+        m_dense = shown(pairs, visible)
+        if m_dense is None or anything(m_dense):
+            # [N, D]
+            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+            # [M, N]
+            b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
+            b_s_log2 = scores_log2(b_qk, pairs, scoring)[0]
+            b_s_log2 = hide(b_s_log2, float("-inf"), edge, m_dense, pairs, visible)
 
-        b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
-        # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
-        b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
-        b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
-        b_rescale = tl.exp2(b_max_log2 - b_base_log2)
-        b_max_log2 = b_new_max_log2
-        b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
-        if dropout is not None:
-            b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
-        # [N, D]
-        b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
-        # [M, D]
-        b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
+            b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
+            # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
+            b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
+            b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
+            b_rescale = tl.exp2(b_max_log2 - b_base_log2)
+            b_max_log2 = b_new_max_log2
+            b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
+            if dropout is not None:
+                b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
+            # [N, D]
+            b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+            # [M, D]
+            b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
 
     # Equal to 0, not "not above 0": a NaN that was seen must come out.
     m_nothing_seen = (b_sum == 0.0) | ~m_q

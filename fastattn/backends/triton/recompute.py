@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .scores import scores_log2
 from .tiles import dot
-from .visibility import keep
+from .visibility import hide
 
 
 class Rows(NamedTuple):
@@ -37,23 +37,21 @@ def load_rows(rows, i_row, o_q, m_q):
 
 
 @triton.jit
-def weights(b_x, b_y, b_lse_log2, b_rest_log2, edge, pairs, rules, PRECISION: tl.constexpr):
+def weights(b_x, b_y, b_lse_log2, b_rest_log2, edge, m_dense, pairs, rules, PRECISION: tl.constexpr):
     """P of a tile, and the derivative of its scores: [M, N] where x is Q and y is K, [N, M] the other way round."""
     b_s_log2, b_slope = scores_log2(dot(b_x, tl.trans(b_y), None, PRECISION), pairs, rules.scoring)
     b_p = tl.exp2(b_s_log2 - b_lse_log2 - b_rest_log2)
-    if edge:
-        b_p = tl.where(keep(pairs, rules.visible), b_p, 0.0)
-    return b_p, b_slope
+    return hide(b_p, 0.0, edge, m_dense, pairs, rules.visible), b_slope
 
 
 @triton.jit
-def tile_gradients(b_x, b_y, b_dx, b_dy, rows, edge, m_kept, pairs, rules, PRECISION: tl.constexpr):
+def tile_gradients(b_x, b_y, b_dx, b_dy, rows, edge, m_dense, m_kept, pairs, rules, PRECISION: tl.constexpr):
     """Of a tile: P, what dropout leaves of it (before its factor), dS, and the derivative by scale * q k^T.
 
     The tile is that of `weights`; dx is dO where x is Q, and V where x is K; `rows` are shaped like the queries.
     """
     b_lse_log2, b_rest_log2, b_delta = rows
-    b_p, b_slope = weights(b_x, b_y, b_lse_log2, b_rest_log2, edge, pairs, rules, PRECISION)
+    b_p, b_slope = weights(b_x, b_y, b_lse_log2, b_rest_log2, edge, m_dense, pairs, rules, PRECISION)
     b_dp = dot(b_dx, tl.trans(b_dy), None, PRECISION)
     if rules.dropout is not None:
         b_dp = tl.where(m_kept, b_dp * rules.dropout.factor, 0.0)

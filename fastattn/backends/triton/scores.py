@@ -9,17 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec
-from .tiles import LOG2E
-
-
-class Table(NamedTuple):
-    """Something broadcastable to [B, H, n_q, n_k], and its strides; s_q and s_k are None where one entry is for all."""
-
-    data: Tensor
-    s_b: int
-    s_h: int
-    s_q: int | None
-    s_k: int | None
+from .tiles import LOG2E, Table, entries, table
 
 
 class Scoring(NamedTuple):
@@ -48,30 +38,6 @@ def scoring(spec: Spec) -> Scoring:
         slopes=None if spec.alibi_slopes is None else table(spec.alibi_slopes[..., None, None]),
         sinks=None if spec.sinks is None else spec.sinks.contiguous(),
     )
-
-
-def table(x: Tensor) -> Table:
-    """`x` for a kernel, as it lies in memory."""
-    x = x[(None,) * (4 - x.dim())]
-    strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    return Table(x, *strides[:2], *(s or None for s in strides[2:]))
-
-
-@triton.jit
-def entries(x, pairs):
-    """The entries of a `Table` for a tile of pairs, broadcastable to it; 0 where either token may not be read."""
-    queries, keys, i_b, i_h, _, _ = pairs
-    o_q, m_q, _ = queries
-    o_k, m_k, _ = keys
-    p_head = x.data + i_b * x.s_b + i_h * x.s_h
-    if x.s_q is not None and x.s_k is not None:
-        return tl.load(p_head + o_q.to(tl.int64) * x.s_q + o_k.to(tl.int64) * x.s_k, mask=m_q & m_k, other=0.0)
-    elif x.s_q is not None:
-        return tl.load(p_head + o_q.to(tl.int64) * x.s_q, mask=m_q, other=0.0)
-    elif x.s_k is not None:
-        return tl.load(p_head + o_k.to(tl.int64) * x.s_k, mask=m_k, other=0.0)
-    else:
-        return tl.load(p_head)
 
 
 @triton.jit

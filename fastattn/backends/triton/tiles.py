@@ -27,6 +27,16 @@ class Heads(NamedTuple):
     s: tuple[int, int, int, int]
 
 
+class Table(NamedTuple):
+    """Something broadcastable to [B, H, n_q, n_k], and its strides; s_q and s_k are None where one entry is for all."""
+
+    data: Tensor
+    s_b: int
+    s_h: int
+    s_q: int | None
+    s_k: int | None
+
+
 def heads(x: Tensor) -> Heads:
     """`x` [B, H, N, D] for a kernel, as it is."""
     return Heads(x, x.stride())
@@ -35,6 +45,13 @@ def heads(x: Tensor) -> Heads:
 def readable_heads(x: Tensor) -> Heads:
     """`x` [B, H, N, D] for a kernel that reads it many times; copied where its rows are scattered."""
     return heads(x if x.stride(3) == 1 or x.shape[3] <= 1 else x.contiguous())
+
+
+def table(x: Tensor) -> Table:
+    """`x` for a kernel, as it lies in memory."""
+    x = x[(None,) * (4 - x.dim())]
+    strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    return Table(x, *strides[:2], *(s or None for s in strides[2:]))
 
 
 def dot_precision() -> str:
@@ -88,6 +105,27 @@ def store_tile(p_head, s, i_tile, m_row, b_rows, D: tl.constexpr, BLOCK: tl.cons
     p_rows = tile_pointers(p_head, s, i_tile, BLOCK, BLOCK_D)
     m_col = (tl.arange(0, BLOCK_D) < D)[None, :]
     tl.store(p_rows, b_rows.to(p_rows.dtype.element_ty), mask=m_row[:, None] & m_col)
+
+
+@triton.jit
+def entries(x, pairs):
+    """The entries of a `Table` for a tile of pairs, broadcastable to it; 0 where either token may not be read.
+
+    pairs: (queries, keys, batch entry, head, n_q, n_k). Tokens are (index, which may be read, position), those of one
+    side a column and those of the other a row.
+    """
+    queries, keys, i_b, i_h, _, _ = pairs
+    o_q, m_q, _ = queries
+    o_k, m_k, _ = keys
+    p_head = x.data + i_b * x.s_b + i_h * x.s_h
+    if x.s_q is not None and x.s_k is not None:
+        return tl.load(p_head + o_q.to(tl.int64) * x.s_q + o_k.to(tl.int64) * x.s_k, mask=m_q & m_k, other=0.0)
+    elif x.s_q is not None:
+        return tl.load(p_head + o_q.to(tl.int64) * x.s_q, mask=m_q, other=0.0)
+    elif x.s_k is not None:
+        return tl.load(p_head + o_k.to(tl.int64) * x.s_k, mask=m_k, other=0.0)
+    else:
+        return tl.load(p_head)
 
 
 @triton.jit

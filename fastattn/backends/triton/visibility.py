@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...spec import Mask
 from .documents import key_ranges, tile_ranges
-from .tiles import launch
+from .tiles import Table, entries, launch, table
 
 FAR = 2**29
 """Further than any sequence is long; a sum of three such distances is still below 2^31."""
@@ -37,6 +37,7 @@ class Visibility(NamedTuple):
     documents_k: Tensor | None  # integer [B, n_k]
     positions_q: Tensor | None  # int32 [B, n_q]
     positions_k: Tensor | None  # int32 [B, n_k]
+    dense: Table | None  # bool
     key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 4]
 
     def in_tiles(self, block_m: int) -> Visibility:
@@ -68,6 +69,7 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
         documents_k=None,
         positions_q=None,
         positions_k=None,
+        dense=None if mask.dense is None else table(mask.dense),
         key_ranges=None,
     )
     if mask.segments is None:
@@ -185,10 +187,7 @@ def as_row(x):
 
 @triton.jit
 def keep(pairs, visible):
-    """Which of the queries may see which of the keys: the twin of `Mask.keep`.
-
-    pairs: (queries, keys, batch entry, head, n_q, n_k), where the tokens of one side are a column, the others a row.
-    """
+    """Which of the queries may see which of the keys: the twin of `Mask.keep`, but for a dense mask. See `entries`."""
     queries, keys, i_b, _, n_q, n_k = pairs
     o_q, m_q, position_q = queries
     o_k, m_k, position_k = keys
@@ -203,6 +202,31 @@ def keep(pairs, visible):
         document_k = tl.load(visible.documents_k + i_b * n_k + o_k, mask=m_k, other=-1)
         m_keep = m_keep & (document_q == document_k)
     return m_keep
+
+
+@triton.jit
+def shown(pairs, visible):
+    """Which pairs a dense mask shows, read before anything else of a tile; None without one."""
+    if visible.dense is None:
+        return None
+    else:
+        return pairs[0][1] & pairs[1][1] & (entries(visible.dense, pairs) != 0)
+
+
+@triton.jit
+def anything(m):
+    """Whether any of a tile of bools is True."""
+    return tl.max(m.to(tl.int32)) > 0
+
+
+@triton.jit
+def hide(b_x, value, edge, m_dense, pairs, visible):
+    """`b_x` with `value` for the pairs that may not be seen; outside of edges only a dense mask has such."""
+    if m_dense is not None:
+        b_x = tl.where(m_dense, b_x, value)
+    if edge:
+        b_x = tl.where(keep(pairs, visible), b_x, value)
+    return b_x
 
 
 @triton.jit

@@ -95,8 +95,7 @@ def dbias_kernel(
             queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             o_q, m_q, m_k = queries[0], queries[1], keys[1]
-            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            m_dense = shown(pairs, visible)
+            m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
             if m_dense is None or anything(m_dense):
                 # [M, D]
                 b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
@@ -109,6 +108,7 @@ def dbias_kernel(
                     m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
                 b_rows = load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q)
                 edge = is_edge(i_n, tile_range)
+                pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_ds = tile_gradients(
                     b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
                 )[2]

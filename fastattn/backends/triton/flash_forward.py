@@ -112,13 +112,13 @@ def forward_kernel(
         edge = is_edge(i_n, tile_range)
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         m_k = keys[1]
-        pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-        m_dense = shown(pairs, visible)
+        m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
         if m_dense is None or anything(m_dense):
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]
             b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
+            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
             b_s_log2 = scores_log2(b_qk, pairs, scoring)[0]
             b_s_log2 = hide(b_s_log2, float("-inf"), edge, m_dense, pairs, visible)
 

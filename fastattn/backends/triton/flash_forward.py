@@ -45,7 +45,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     o = empty_output(q, d_v)
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    config = config_for("forward", q, max(block_qk, block_v))
+    rules = rules_of(spec, n_q, n_k)
+    config = config_for("forward", q, max(block_qk, block_v), rules.heavy)
     launch(
         forward_kernel,
         B * H * triton.cdiv(n_q, config.BLOCK_M),
@@ -54,7 +55,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         readable_heads(v),
         heads(o),
         lse,
-        rules_of(spec, n_q, n_k).in_tiles(config.BLOCK_M),
+        rules.in_tiles(config.BLOCK_M),
         H,
         n_q,
         n_k,

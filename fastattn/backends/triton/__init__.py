@@ -1,5 +1,9 @@
 """The portable Triton backend: FlashAttention-2 for every NVIDIA GPU since Ampere, and for Triton's interpreter.
 
+A `Spec` reaches the kernels as one argument, `rules.Rules`, of which everything that a call does not use is None and
+compiled away: `visibility` and `documents` say which pairs and tiles are seen, `scores` what their scores are,
+`dropout` which weights stay.
+
 Only `forward` and `backward` import Triton, so that importing fastattn needs torch alone.
 """
 
@@ -10,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from ...spec import Spec
+from ...spec import FEATURES, Spec
 
 NAME = "triton"
 
@@ -19,8 +23,8 @@ _LARGEST_HEAD_DIM = 256
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """What the kernels compute, the same on every device."""
-    return frozenset({"causal", "q_start", "window", "real_keys", "real_queries"})
+    """All of them, on every device."""
+    return FEATURES
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
@@ -66,10 +70,10 @@ def backward(
     spec: Spec,
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk and dv where `output_mask` asks for them; the other three gradients belong to features refused here."""
+    """The six gradients, each where `output_mask` asks for it."""
     from .flash_backward import backward
 
-    return (*backward(do, dlse, q, k, v, o, lse, spec, output_mask), None, None, None)
+    return backward(do, dlse, q, k, v, o, lse, spec, output_mask)
 
 
 def _device_objections(device: torch.device) -> list[str]:

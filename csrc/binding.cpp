@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <optional>
@@ -182,30 +183,39 @@ class Mask {
   std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
 };
 
-// What is added to scores: a bias, expanded to [B, H, n_q, n_k], and slopes, fp32 [B, H].
-struct Added {
-  MaybeTensor bias, alibi_slopes;
+// What becomes of scale * q k^T: a bound, a bias, expanded to [B, H, n_q, n_k], slopes, fp32 [B, H], and one more score,
+// fp32 [H].
+struct Scores {
+  double scale;
+  std::optional<double> softcap;
+  MaybeTensor bias, alibi_slopes, sinks;
 };
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Mask& mask,
-                   const Added& added, const Dropout& dropout) {
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores,
+                   const Dropout& dropout) {
   Problem p{};
   p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
   p.n_q = q.size(2), p.n_k = k.size(2), p.d_qk = q.size(3), p.d_v = v.size(3);
   TORCH_CHECK_VALUE(p.B == mask.B && p.H == mask.H && p.n_q == mask.n_q && p.n_k == mask.n_k,
                     "the mask is for other sizes than q and k");
   mask.describe(p);
-  p.scale = scale;
+  p.scale = scores.scale;
+  if (scores.softcap) p.softcap = std::clamp(*scores.softcap, kLeastSoftcap, kMostSoftcap);
   p.q = rows_of<Input>(q), p.k = rows_of<Input>(k), p.v = rows_of<Input>(v);
-  if (added.bias) {
-    TORCH_CHECK_VALUE(added.bias->sizes() == at::IntArrayRef({p.B, p.H, p.n_q, p.n_k}), "bias must be [", p.B, ", ",
-                      p.H, ", ", p.n_q, ", ", p.n_k, "], got ", added.bias->sizes());
-    p.bias = table_of(*added.bias), p.bias_dtype = dtype_of(*added.bias);
+  if (scores.bias) {
+    TORCH_CHECK_VALUE(scores.bias->sizes() == at::IntArrayRef({p.B, p.H, p.n_q, p.n_k}), "bias must be [", p.B, ", ",
+                      p.H, ", ", p.n_q, ", ", p.n_k, "], got ", scores.bias->sizes());
+    p.bias = table_of(*scores.bias), p.bias_dtype = dtype_of(*scores.bias);
   }
-  if (added.alibi_slopes) {
-    TORCH_CHECK_VALUE(added.alibi_slopes->sizes() == at::IntArrayRef({p.B, p.H}) && added.alibi_slopes->is_contiguous(),
+  if (scores.alibi_slopes) {
+    TORCH_CHECK_VALUE(scores.alibi_slopes->sizes() == at::IntArrayRef({p.B, p.H}) && scores.alibi_slopes->is_contiguous(),
                       "alibi_slopes must be contiguous [", p.B, ", ", p.H, "]");
-    p.alibi_slopes = added.alibi_slopes->const_data_ptr<float>();
+    p.alibi_slopes = scores.alibi_slopes->const_data_ptr<float>();
+  }
+  if (scores.sinks) {
+    TORCH_CHECK_VALUE(scores.sinks->sizes() == at::IntArrayRef({p.H}) && scores.sinks->is_contiguous(),
+                      "sinks must be contiguous [", p.H, "]");
+    p.sinks = scores.sinks->const_data_ptr<float>();
   }
   p.dropout = dropout;
   return p;
@@ -224,19 +234,22 @@ void take_in_turn(int64_t n, int64_t scratch_floats, Run run) {
 }
 constexpr auto in_turn = [](int64_t n, int64_t scratch_floats, auto run) { take_in_turn(n, scratch_floats, run); };
 
-void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, double scale,
-             const Mask& mask, const MaybeTensor& bias, const MaybeTensor& alibi_slopes, double dropout_p,
-             int64_t seed) {
-  const Problem p = problem_of(q, k, v, scale, mask, {bias, alibi_slopes}, make_dropout(dropout_p, seed));
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
+             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p =
+      problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
   run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn);
 }
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
-              const MaybeTensor& d_score, const MaybeTensor& d_slope, double scale, const Mask& mask,
-              const MaybeTensor& bias, const MaybeTensor& alibi_slopes, double dropout_p, int64_t seed) {
-  const Problem p = problem_of(q, k, v, scale, mask, {bias, alibi_slopes}, make_dropout(dropout_p, seed));
+              const MaybeTensor& d_score, const MaybeTensor& d_slope, const Mask& mask, double scale,
+              std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p =
+      problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   BackwardTensors t{};
   t.o = rows_of<Input>(o);
   if (d_o) t.d_o = rows_of<Input>(*d_o);

@@ -16,7 +16,7 @@ POSITIONS = {"causal", "q_start", "window", "real_keys", "real_queries"}
 PROMISES = {  # what each backend must take, so that none gets greener by refusing more
     "triton": {"features": POSITIONS, "dtypes": set(DTYPES), "head_dims": range(1, 257)},
     "native": {
-        "features": POSITIONS | {"segments", "dense", "bias", "alibi_slopes", "dropout"},
+        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": set(DTYPES),
         "head_dims": range(1, 513),
     },

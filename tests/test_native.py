@@ -69,6 +69,19 @@ ADDED = (
         "alibi-segments", "distances in the document, beside a bias",
         n_q=90, n_k=70, segments=True, q_start=3, alibi=True, bias=(70,),
     ),
+    Case("softcap-holes", "a bound on both sides", H=4, H_kv=2, n_q=70, n_k=90, D=33, keys="holes", softcap=0.7),
+    Case("softcap-decode", "one query", H=4, H_kv=2, n_q=1, n_k=50, softcap=0.7),
+    Case("softcap-chunks", "over chunks", B=1, H=2, H_kv=1, n_q=40, n_k=500, D=256, keys="left", softcap=2.0),
+    Case("softcap-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, window=(90, 30), softcap=1.0),
+    Case("softcap-scales", "the sign and the size of scale", n_q=70, scale=-1.0, softcap=8.0),
+    Case(
+        "softcap-bias", "dbias and dslope are of the score, dq and dk of the product",
+        H=8, n_q=50, n_k=70, softcap=1.5, bias=(50, 70), alibi=True, dropout_p=0.2, keys="holes",
+    ),
+    Case("sinks-holes", "rows of padding", B=3, H=4, H_kv=2, n_q=70, n_k=90, keys="holes", queries=True, sinks=True),
+    Case("sinks-decode", "parts of keys", H=4, H_kv=2, n_q=1, n_k=1300, keys="none", sinks=True),
+    Case("sinks-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, sinks=True, dropout_p=0.3),
+    Case("sinks-large-scores", "an lse that is refined", n_q=70, n_k=90, scale=70.0, sinks=True, causal=True),
 )  # fmt: skip
 MASKED = (
     Case("segments-long", "documents of several blocks", B=3, H=4, H_kv=2, n_q=300, n_k=500, segments=True),
@@ -248,7 +261,10 @@ def test_lowest_number_in_a_bias_hides_beside_others_and_is_equal_alone(dtype, c
     assert (found["lse"][..., 9] < -1e37).all()
 
 
-@pytest.mark.parametrize("case", [ADDED[0], ADDED[1], ADDED[4], ADDED[-1]], ids=str)
+SEVERAL = [case for case in ADDED if case.name in ("bias-holes", "bias-shared", "bias-keys", "alibi-segments")]
+
+
+@pytest.mark.parametrize("case", SEVERAL, ids=str)
 def test_bias_of_any_layout_and_dtype(case, capability):
     """The same bits from transposed and sliced memory, and from wider dtypes with the same numbers."""
     inputs = make_inputs(case, torch.bfloat16)
@@ -274,20 +290,74 @@ def test_bias_may_be_a_scalar(capability):
             assert torch.equal(value, scalar[name]), name
 
 
-@pytest.mark.parametrize("case", [ADDED[1], ADDED[3], ADDED[-1]], ids=str)
+ALONE = ("bias-shared", "bias-one-head", "alibi-segments", "softcap-bias", "sinks-holes")
+
+
+@pytest.mark.parametrize("case", [case for case in ADDED if case.name in ALONE], ids=str)
 def test_gradients_of_what_is_added_come_alone_too(case, threads):
     inputs = make_inputs(case, torch.float32)
     q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
     o, lse = native.forward(q, k, v, spec)
-    learned = (True, spec.alibi_slopes is not None)
-    every = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (True,) * 3 + learned + (False,))
+    learned = tuple(x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks))
+    every = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (True,) * 3 + learned)
     for number in (1, 2, 7):
         threads(number)
         for wanted in ((False,) * 3, (True, False, False), (False, True, True)):
-            output_mask = wanted + learned + (False,)
+            output_mask = wanted + learned
             some = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, output_mask)
             for is_wanted, gradient, complete in zip(output_mask, some, every, strict=True):
                 assert torch.equal(gradient, complete) if is_wanted else gradient is None
+
+
+def capped_scores(products: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The capped scores and their derivatives: a query that sees one key has its score for an lse."""
+    q = products.reshape(1, 1, -1, 1)
+    k = torch.ones(1, 1, 1, 1, dtype=q.dtype)
+    spec = Spec(Mask(), 1.0, softcap=softcap)
+    o, lse = native.forward(q, k, k, spec)
+    dq = native.backward(None, torch.ones_like(lse), q, k, k, o, lse, spec, (True,) + (False,) * 5)[0]
+    return lse.flatten(), dq.flatten()
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 1.0, 50.0])
+def test_softcap_is_exact_to_the_relative_error(softcap, capability):
+    exponents = torch.linspace(-20, 2, 4000, dtype=torch.float64)
+    products = (10**exponents * softcap).float()
+    products = torch.cat([products, -products, torch.tensor([0.0, math.inf, -math.inf])])
+    scores, derivatives = capped_scores(products, softcap)
+    exact = products.double() / softcap
+    torch.testing.assert_close(scores.double(), softcap * exact.tanh(), rtol=5e-7, atol=0)
+    # Near the bound the derivative exp(-2 |x|) has the rounding error of x, times 2 |x|.
+    torch.testing.assert_close(derivatives.double(), 1 / exact.cosh() ** 2, rtol=2e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("softcap", [1e-300, 1e-45, 1e45, 1e300])
+def test_any_softcap_is_a_number(softcap, capability):
+    products = torch.tensor([0.0, 1e-3, 2.0, -5.0])
+    scores, derivatives = capped_scores(products, softcap)
+    bound = products if softcap > 1 else torch.zeros(4)
+    torch.testing.assert_close(scores, bound)
+    torch.testing.assert_close(derivatives, torch.ones(4) if softcap > 1 else torch.tensor([1.0, 0.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("n_q", [1, 40])
+@pytest.mark.parametrize("above", [0.0, 100.0, 1e4, 1e30])
+def test_sinks_far_from_the_scores(above, n_q, capability):
+    """Whichever is larger leaves the other no weight, without overflow."""
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, causal=True, q_start=3), torch.float32)
+    inputs.options["sinks"] = torch.tensor([above, -above])
+    assert_right(inputs, run(inputs, "native"))
+
+
+@pytest.mark.parametrize("n_q", [1, 40])
+def test_a_sink_of_minus_infinity_is_none(n_q, capability):
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, keys="holes"), torch.float32)
+    inputs.options["sinks"] = torch.full((2,), -math.inf)
+    found = run(inputs, "native")
+    assert (found.pop("dsinks") == 0).all()
+    inputs.options.pop("sinks")
+    for name, value in run(inputs, "native").items():
+        assert torch.equal(value, found[name]), name
 
 
 @pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED, *ADDED, *MASKED], ids=str)

@@ -36,6 +36,7 @@ struct BackwardBlock {
 struct BackwardScratch {
   float *k, *v, *k_t;            // copies of a block of keys, where they are needed
   float *s_t, *dp_t, *z_t;       // [kBlockKeys, M]
+  float* steepness;              // the same: derivative of the scores by scale * S
   float *weights, *ds, *ds_t;    // Z^T * P^T and dS^T as left factors, and dS^T as a right one
   float *dk, *dv;                // [cached_keys, d]
   int32_t* queries;              // [n_q]
@@ -51,6 +52,7 @@ struct BackwardScratch {
     s_t = arena.take(kBlockKeys * M);
     dp_t = arena.take(kBlockKeys * M);
     z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
+    steepness = arena.take(p.softcap > 0 ? kBlockKeys * M : 0);
     weights = s_t, ds = dp_t;  // in place, which both forms allow
     ds_t = kOneForm ? ds : arena.take(kBlockKeys * M / kPerUnit);
     dk = arena.take(cached_keys(p) * padded(p.d_qk));
@@ -107,16 +109,16 @@ FASTATTN_INLINE Floats weight_again(const BackwardBlock& block, int c, Floats s,
 // Writes S^T of a part of the keys, hidden ones -inf.
 template <int C>
 FASTATTN_INLINE void scores(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part part,
-                            const QueryBlock& queries, Right q_t, float* s_t) {
+                            const QueryBlock& queries, Right q_t, float* s_t, float* steepness = nullptr) {
   assign_product<C>({s_t, C * kLanes}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
-  finish_scores<C>(p, b, h, queries, keys, part, s_t);
+  finish_scores<C>(p, b, h, queries, keys, part, s_t, steepness);
 }
 
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor. The weights of a row sum
-// to 1: what they sum to here tells the factor.
+// to 1, that of the sink among them: what they sum to here tells the factor.
 template <int C>
-void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* imprecise, BackwardBlock& block,
-                const BackwardScratch& w) {
+void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* imprecise,
+                const float* weight_of_sink, BackwardBlock& block, const BackwardScratch& w) {
   const IndexList& list = p.keys[b];
   const QueryBlock queries = block.queries.vectors(first, C);
   Floats sum[C] = {};
@@ -132,7 +134,9 @@ void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* i
     }
   });
   for (int lane = 0; lane < C * kLanes; ++lane) {
-    if (imprecise[lane]) block.rest_log2[first + lane / kLanes][lane % kLanes] += log2f(sum[lane / kLanes][lane % kLanes]);
+    if (!imprecise[lane]) continue;
+    const int c = lane / kLanes, i = lane % kLanes;
+    block.rest_log2[first + c][i] += log2f(sum[c][i] + weight_of_sink[lane]);
   }
 }
 
@@ -187,10 +191,12 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
 
   sum_delta<C>(p, t, b, h, queries, block);
 
+  float weight_of_sink[M];
   bool imprecise[M], any_imprecise[C] = {};  // query by query: the others in a block must not matter
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
     const double reference = t.lse[query] * p.scores_per_nat();
+    weight_of_sink[i] = p.sinks ? expf(p.sinks[h] - t.lse[query]) : 0.0f;
     imprecise[i] = std::fabs(t.lse[query]) > precise_lse(p.q.dtype) ||
                    (p.q.dtype == DType::f32 && block.queries.length[c][lane] <= kFewKeys);
     any_imprecise[c] |= imprecise[i];
@@ -200,7 +206,7 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   }
   for (int c = 0; c < C; c += kFewestColumns) {
     if (any_imprecise[c] || any_imprecise[c + kFewestColumns - 1]) {
-      refine_lse<kFewestColumns>(p, b, h, c, imprecise + c * kLanes, block, w);
+      refine_lse<kFewestColumns>(p, b, h, c, imprecise + c * kLanes, weight_of_sink + c * kLanes, block, w);
     }
   }
 }
@@ -248,7 +254,7 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
   const int64_t column = first * kLanes;
   const Right q_t{block.q_t + column, block.stride}, d_o_t{block.d_o_t + column, block.stride};
   if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, queries, keys, part, w.z_t);
-  scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t);
+  scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.steepness : nullptr);
   assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
   if (item.wants_d_added) {
@@ -256,6 +262,7 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
     if (t.d_score) add_d_score<C>(p, t, item.b, h, queries, keys, part, ds);
     if (t.d_slope) add_d_slope<C>(p, item.b, queries, keys, part, ds, block.d_slope + first);
   }
+  if (p.softcap > 0) times_steepness<C>(part.n, w.steepness, w.ds, w.ds_t);
   if (item.wants_dq) {
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
     add_product<C>({block.dq_t + column, block.stride}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});

@@ -79,7 +79,7 @@ void dot_products(int64_t rows, const float* q, RightOf<Element> k, int64_t n, i
 
 // Turns a row of S into P, and moves its statistics and what was summed before on.
 void softmax_step(const Problem& p, int64_t n, float* s, float& m, float& l, float* o) {
-  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  const float on_score_log2 = p.on_score_log2();
   Floats largest = splat(m);
   for (int64_t i = 0; i < n; i += kLanes) largest = larger(load(s + i), largest);
   const float new_m = largest_lane(largest), reference = finite_max(new_m);
@@ -137,6 +137,7 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
     });
     for (int64_t row = 0; row < rows; ++row) {
       float* s = w.s + row * kDecodeKeys;
+      if (p.softcap > 0) cap_scores(p, n_padded, s, nullptr);
       if (n == n_padded && visible[row].begin <= key_list.at(first) && key_list.at(first + n - 1) < visible[row].end) {
         continue;
       }
@@ -161,7 +162,7 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
 // Joins the parts of the heads that share keys, and writes their outputs and lse.
 void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_kv, int64_t n_parts, float* parts) {
   const IndexList& queries = p.queries[b];
-  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  const float on_score_log2 = p.on_score_log2();
   for (int64_t row = 0; row < decode_rows(p, b); ++row) {
     const int64_t h = h_kv * p.group() + row / queries.count, query = queries.at(row % queries.count);
     float m = -kInfinity, l = 0;
@@ -179,8 +180,10 @@ void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_k
         store(total.o + d, sum + load(part.o + d) * decay);
       }
     }
-    write_row(out.o, b, h, query, p.d_v, total.o, one_over_sum(l));
-    out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m, on_score_log2, log2f(l));
+    BesideSink whole{lse_of(m, on_score_log2, log2f(l)), 1.0};
+    if (p.sinks) whole = beside_sink(whole.lse, p.sinks[h]);
+    write_row(out.o, b, h, query, p.d_v, total.o, one_over_sum(l) * static_cast<float>(whole.share));
+    out.lse[(b * p.H + h) * p.n_q + query] = static_cast<float>(whole.lse);
   }
   for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); ++h) write_padding(p, out, b, h, 0, p.n_q);
 }

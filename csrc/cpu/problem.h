@@ -64,6 +64,9 @@ struct Table {
   }
 };
 
+// Beyond these a softcap changes nothing that fp32 can tell: scores are then all zero, or not bounded.
+constexpr double kLeastSoftcap = 0x1p-100, kMostSoftcap = 0x1p100;
+
 struct Problem {
   int64_t B, H, H_kv, n_q, n_k, d_qk, d_v;
   double scale;
@@ -79,6 +82,8 @@ struct Problem {
   Table bias;
   DType bias_dtype;
   const float* alibi_slopes;  // [B, H], or null
+  double softcap;             // 0: scores are not bounded; else from kLeastSoftcap to kMostSoftcap
+  const float* sinks;         // [H], or null
 
   int64_t group() const { return H / H_kv; }
 
@@ -89,13 +94,13 @@ struct Problem {
   }
 
   // Whether scores are more than a multiple of the products of queries and keys. S is then in nats.
-  bool adds_to_scores() const { return bias.data || alibi_slopes; }
+  bool finishes_scores() const { return softcap > 0 || bias.data || alibi_slopes; }
 
   // S as the exponent takes it is score * scores_per_nat(), and score_log2 is S * on_score_log2().
   float on_score_log2() const {
-    return adds_to_scores() ? static_cast<float>(kLog2E) : split_scale(scale).on_score_log2;
+    return finishes_scores() ? static_cast<float>(kLog2E) : split_scale(scale).on_score_log2;
   }
-  double scores_per_nat() const { return adds_to_scores() ? 1.0 : kLog2E / on_score_log2(); }
+  double scores_per_nat() const { return finishes_scores() ? 1.0 : kLog2E / on_score_log2(); }
 };
 
 struct ForwardOutputs {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "cpu/ranges.h"
@@ -79,22 +80,21 @@ Table table_of(const Tensor& x) {
 class Mask {
  public:
   Mask(int64_t B, int64_t H, int64_t n_q, int64_t n_k, bool causal, std::optional<int64_t> left,
-       std::optional<int64_t> right, std::vector<int64_t> q_start, const MaybeTensor& real_queries,
+       std::optional<int64_t> right, const std::variant<Tensor, int64_t>& q_start, const MaybeTensor& real_queries,
        const MaybeTensor& real_keys, const MaybeTensor& ids_q, const MaybeTensor& ids_k, const MaybeTensor& dense)
       : B(B),
         H(H),
         n_q(n_q),
         n_k(n_k),
         band_(make_band(causal, left.value_or(kNoLimit), right.value_or(kNoLimit))),
-        q_start_(std::move(q_start)),
         queries_(real_queries, B, n_q),
         keys_(real_keys, B, n_k) {
-    TORCH_CHECK_VALUE(int64_t(q_start_.size()) == B, "q_start must have ", B, " entries");
+    set_q_start(q_start);
     if (ids_q) {
       set_documents(*ids_q, *ids_k);
-    } else if (dense) {
+    } else if (dense || each_query_starts_) {
       set_ranges([&](int64_t b, int64_t i) {
-        const KeyRange keys = visible_keys(band_, position_of(i, q_start_[b]), this->n_k);
+        const KeyRange keys = visible_keys(band_, position_of(i, start_of(b, i)), this->n_k);
         return RowRange{int32_t(keys.begin), int32_t(keys.end), kNoGaps};
       });
     }
@@ -104,6 +104,7 @@ class Mask {
   void describe(Problem& p) const {
     p.band = band_;
     p.q_start = q_start_.data();
+    p.each_query_starts = each_query_starts_;
     p.queries = queries_.lists();
     p.keys = keys_.lists();
     if (dense_) p.dense = table_of(*dense_);
@@ -116,6 +117,22 @@ class Mask {
   const int64_t B, H, n_q, n_k;
 
  private:
+  void set_q_start(const std::variant<Tensor, int64_t>& q_start) {
+    if (const auto* same_for_all = std::get_if<int64_t>(&q_start)) {
+      q_start_.assign(B, *same_for_all);
+      return;
+    }
+    const Tensor starts = std::get<Tensor>(q_start).to(at::kLong).contiguous();
+    each_query_starts_ = starts.dim() == 2;
+    TORCH_CHECK_VALUE(each_query_starts_ ? starts.sizes() == at::IntArrayRef({B, n_q})
+                                         : starts.sizes() == at::IntArrayRef({B}),
+                      "q_start must be [", B, "] or [", B, ", ", n_q, "], got ", starts.sizes());
+    const int64_t* data = starts.const_data_ptr<int64_t>();
+    q_start_.assign(data, data + starts.numel());
+  }
+
+  int64_t start_of(int64_t b, int64_t query) const { return q_start_[each_query_starts_ ? b * n_q + query : b]; }
+
   void set_documents(const Tensor& ids_q, const Tensor& ids_k) {
     const Tensor queries = ids_q.to(at::kLong).contiguous(), keys = ids_k.to(at::kLong).contiguous();
     TORCH_CHECK_VALUE(queries.sizes() == at::IntArrayRef({B, n_q}) && keys.sizes() == at::IntArrayRef({B, n_k}),
@@ -131,7 +148,7 @@ class Mask {
       samples[b].collect(&document_of_key_[b * n_k], n_k);
     }
     set_ranges([&](int64_t b, int64_t i) {
-      const int64_t position = position_of(rank_of_query_[b * n_q + i], q_start_[b]);
+      const int64_t position = position_of(rank_of_query_[b * n_q + i], start_of(b, i));
       return samples[b].visible(band_, document_of_query_[b * n_q + i], position);
     });
   }
@@ -174,7 +191,8 @@ class Mask {
   }
 
   Band band_;
-  std::vector<int64_t> q_start_;
+  std::vector<int64_t> q_start_;  // [B], or [B, n_q]
+  bool each_query_starts_ = false;
   RealRows queries_, keys_;
   MaybeTensor dense_;
   std::vector<RowRange> ranges_;  // [B, range_heads_, n_q]
@@ -343,7 +361,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   py::class_<Mask>(m, "Mask").def(
       py::init<int64_t, int64_t, int64_t, int64_t, bool, std::optional<int64_t>, std::optional<int64_t>,
-               std::vector<int64_t>, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+               const std::variant<Tensor, int64_t>&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                const MaybeTensor&>(),
       py::kw_only(), py::arg("B"), py::arg("H"), py::arg("n_q"), py::arg("n_k"), py::arg("causal"), py::arg("left"),
       py::arg("right"), py::arg("q_start"), py::arg("real_queries"), py::arg("real_keys"), py::arg("ids_q"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -303,9 +304,9 @@ def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k:
         if x.device != device:
             raise ValueError(f"mask.{name} must be on {device} like q, got {x.device}")
     if isinstance(mask.q_start, Tensor):
-        _check_table("q_start", mask.q_start, (B,), integer=True)
+        _check_table("q_start", mask.q_start, (B,), (B, n_q), integer=True)
     elif not _is_int(mask.q_start):
-        raise ValueError(f"mask.q_start must be an int or an integer tensor [{B}], got {mask.q_start!r}")
+        raise ValueError(f"mask.q_start must be an int or an integer tensor {[B]} or {[B, n_q]}, got {mask.q_start!r}")
     if not isinstance(mask.window, tuple) or len(mask.window) != 2:
         raise ValueError(f"mask.window must be a pair (left, right), got {mask.window!r}")
     for side, width in zip(("left", "right"), mask.window, strict=True):
@@ -325,13 +326,13 @@ def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k:
             raise ValueError(f"mask.dense must be broadcastable to {[B, H, n_q, n_k]}, got {list(mask.dense.shape)}")
 
 
-def _check_table(name: str, x: Tensor, shape: tuple[int, ...], integer: bool = False) -> None:
+def _check_table(name: str, x: Tensor, *shapes: tuple[int, ...], integer: bool = False) -> None:
     if integer and x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"mask.{name} must be int32 or int64, got {x.dtype}")
     if not integer and x.dtype != torch.bool:
         raise ValueError(f"mask.{name} must be bool (True is real), got {x.dtype}")
-    if tuple(x.shape) != shape:
-        raise ValueError(f"mask.{name} must be {list(shape)}, got {list(x.shape)}")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"mask.{name} must be {_either(shapes)}, got {list(x.shape)}")
 
 
 def _check_learned(
@@ -345,8 +346,12 @@ def _check_learned(
     if x.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {x.device}")
     if not (_broadcasts(x.shape, shapes[0]) if broadcast else tuple(x.shape) in shapes):
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name} must be {'broadcastable to ' if broadcast else ''}{wanted}, got {list(x.shape)}")
+        how = "broadcastable to " if broadcast else ""
+        raise ValueError(f"{name} must be {how}{_either(shapes)}, got {list(x.shape)}")
+
+
+def _either(shapes: Iterable[tuple[int, ...]]) -> str:
+    return " or ".join(str(list(shape)) for shape in shapes)
 
 
 def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:

@@ -111,8 +111,7 @@ FASTATTN_INLINE void query_positions(const Problem& p, int64_t b, const QueryBlo
   constexpr int64_t kFarthest = 1 << 30;
   for (int lane = 0; lane < C * kLanes; ++lane) {
     const int64_t query = queries.index[lane / kLanes][lane % kLanes];
-    const int64_t rank = p.documents.rank_of_query ? p.documents.rank_of_query[b * p.n_q + query] : query;
-    const int64_t position = clamp(position_of(rank, p.q_start[b]), -kFarthest, kFarthest);
+    const int64_t position = clamp(p.position(b, query), -kFarthest, kFarthest);
     positions[lane / kLanes][lane % kLanes] = static_cast<int32_t>(position);
   }
 }

@@ -155,10 +155,13 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
     store(log2_of_l + c * kLanes, log2(block.l[c]));
   }
   for (int64_t i = 0; i < M; ++i) lse[i] = static_cast<float>(lse_of(m[i], on_score_log2, log2_of_l[i]));
-  for (int64_t i = 0; p.sinks && i < M; ++i) {
-    const BesideSink row = beside_sink(lse_of(m[i], on_score_log2, log2_of_l[i]), p.sinks[h]);
-    on_o[i / kLanes][i % kLanes] *= static_cast<float>(row.share);
-    lse[i] = static_cast<float>(row.lse);
+  if (p.sinks) {
+    float share[M];
+    for (int64_t i = 0; i < M; ++i) {
+      const BesideSink row = beside_sink(lse_of(m[i], on_score_log2, log2_of_l[i]), p.sinks[h]);
+      share[i] = static_cast<float>(row.share), lse[i] = static_cast<float>(row.lse);
+    }
+    for (int c = 0; c < C; ++c) on_o[c] *= load(share + c * kLanes);
   }
   with_elements(out.o.row(b, h, 0), out.o.dtype, [&](auto* o) {
     transpose(

@@ -71,7 +71,8 @@ struct Problem {
   int64_t B, H, H_kv, n_q, n_k, d_qk, d_v;
   double scale;
   Band band;
-  const int64_t* q_start;    // [B]
+  const int64_t* q_start;    // [B], or [B, n_q]
+  bool each_query_starts;    // whether it is [B, n_q]
   const IndexList* queries;  // [B], the real ones
   const IndexList* keys;     // [B], the real ones
   Input q, k, v;
@@ -87,9 +88,14 @@ struct Problem {
 
   int64_t group() const { return H / H_kv; }
 
+  int64_t position(int64_t b, int64_t query) const {
+    const int64_t rank = documents.rank_of_query ? documents.rank_of_query[b * n_q + query] : query;
+    return position_of(rank, q_start[each_query_starts ? b * n_q + query : b]);
+  }
+
   // No other keys are visible; between these there may be gaps.
   KeyRange visible(int64_t b, int64_t h, int64_t query) const {
-    if (!ranges.data) return visible_keys(band, position_of(query, q_start[b]), n_k);
+    if (!ranges.data) return visible_keys(band, position(b, query), n_k);
     return {ranges.at(b, h, query).begin, ranges.at(b, h, query).end};
   }
 

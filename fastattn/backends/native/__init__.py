@@ -171,7 +171,7 @@ def native_mask(mask: Mask, q: Tensor, k: Tensor) -> object:
         causal=mask.causal,
         left=left,
         right=right,
-        q_start=mask.q_start.tolist() if isinstance(mask.q_start, Tensor) else [mask.q_start] * B,
+        q_start=mask.q_start,
         real_queries=mask.readable_queries(),
         real_keys=mask.readable_keys(),
         ids_q=ids_q,

@@ -99,6 +99,7 @@ class Mask {
       });
     }
     if (dense) set_dense(*dense);
+    set_groups();
   }
 
   void describe(Problem& p) const {
@@ -108,7 +109,11 @@ class Mask {
     p.queries = queries_.lists();
     p.keys = keys_.lists();
     if (dense_) p.dense = table_of(*dense_);
-    if (!ranges_.empty()) p.ranges = {ranges_.data(), range_heads_ * n_q, range_heads_ == 1 ? 0 : n_q, gaps_};
+    if (!ranges_.empty()) {
+      const int64_t groups = groups_of_head(), several = range_heads_ == 1 ? 0 : 1;
+      p.ranges = {ranges_.data(),        groups_.data(),   range_heads_ * n_q, several * n_q,
+                  range_heads_ * groups, several * groups, gaps_};
+    }
     if (!document_of_query_.empty()) {
       p.documents = {document_of_query_.data(), document_of_key_.data(), rank_of_query_.data(), rank_of_key_.data()};
     }
@@ -164,6 +169,18 @@ class Mask {
     }
   }
 
+  int64_t groups_of_head() const { return (n_q + kRangeGroup - 1) / kRangeGroup; }
+
+  void set_groups() {
+    if (ranges_.empty()) return;
+    const int64_t groups = groups_of_head();
+    groups_.assign(B * range_heads_ * groups, KeyRange{n_k, 0});
+    for (int64_t i = 0; i < int64_t(ranges_.size()); ++i) {
+      KeyRange& of_group = groups_[i / n_q * groups + i % n_q / kRangeGroup];
+      of_group = hull(of_group, {ranges_[i].begin, ranges_[i].end});
+    }
+  }
+
   // Narrows the ranges to what the rows of a dense mask show. Rows that serve several samples, heads or queries are
   // looked at once.
   void set_dense(const Tensor& dense) {
@@ -196,6 +213,7 @@ class Mask {
   RealRows queries_, keys_;
   MaybeTensor dense_;
   std::vector<RowRange> ranges_;  // [B, range_heads_, n_q]
+  std::vector<KeyRange> groups_;  // [B, range_heads_, groups_of_head()]
   int64_t range_heads_ = 1;
   uint32_t gaps_ = kNoGaps;
   std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;

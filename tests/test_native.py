@@ -1,6 +1,8 @@
 """What only the native backend has: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -568,3 +570,91 @@ def test_what_is_not_taken_is_said():
     meta = torch.zeros(1, 1, 2, 8, device="meta")
     with pytest.raises(NotImplementedError, match="native: q must be on the CPU, got meta"):
         fastattn.attention(meta, meta, meta, backend="native")
+
+
+def thread_time(run: Callable[[], object], repeats: int = 7) -> float:
+    """Seconds that this thread computes, the least of several runs."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        run()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def times_of_documents(number: int, length: int, heads: int, packed: bool, causal: bool) -> tuple[float, float]:
+    """Seconds that forward and backward take over documents of equal length, packed or as a batch."""
+    mask = Mask(causal=causal)
+    shape = (1, heads, number * length, 64) if packed else (number, heads, length, 64)
+    if packed:
+        ids = (torch.arange(number * length) // length)[None]
+        mask = replace(mask, segments=(ids, ids))
+    x = torch.randn(shape)
+    spec = Spec(mask, 0.125)
+    o, lse = native.forward(x, x, x, spec)
+    wanted = (True,) * 3 + (False,) * 3
+    return (
+        thread_time(lambda: native.forward(x, x, x, spec)),
+        thread_time(lambda: native.backward(x, None, x, x, x, o, lse, spec, wanted)),
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_documents_take_as_long_as_a_batch_of_them(causal, threads):
+    threads(1)
+    batch, packed = (times_of_documents(64, 64, 8, packed, causal) for packed in (False, True))
+    for name, alone, together in zip(("forward", "backward"), batch, packed, strict=True):
+        assert together < 1.5 * alone, f"{name}: {together:.4f} s packed, {alone:.4f} s as a batch"
+
+
+def test_work_grows_with_the_documents_not_with_their_pairs(threads):
+    threads(1)
+    few, many = (times_of_documents(number, 64, 1, packed=True, causal=True) for number in (64, 512))
+    for name, short, long in zip(("forward", "backward"), few, many, strict=True):
+        assert long < 1.5 * 8 * short, f"{name}: {long:.4f} s for 8 times the documents that take {short:.4f} s"
+
+
+PACKED = (
+    Case("packed", "more blocks than a strip has", B=2, H=4, H_kv=2, n_q=700, n_k=600, keys="holes"),
+    Case("packed-one-head", "dq apart from dk and dv", B=1, H=1, n_q=900, n_k=900, softcap=2.0),
+    Case("packed-wide", "several chunks", B=1, H=2, n_q=700, n_k=700, D=256),
+)
+
+
+def scattered_documents(case: Case, dtype: torch.dtype) -> Inputs:
+    """Documents of 1 to 60 tokens one after the other, the last one padding, others not among the keys."""
+    inputs = make_inputs(case, dtype)
+    generator = torch.Generator().manual_seed(4)
+
+    def ids(n: int) -> torch.Tensor:
+        lengths = torch.randint(1, 60, (case.B, n), generator=generator)
+        of_token = torch.stack([torch.arange(n).repeat_interleave(row)[:n] for row in lengths])
+        return of_token.masked_fill(of_token == of_token[:, -1:], -1)
+
+    segments = (ids(case.n_q), ids(case.shapes()[1][2]))
+    return with_mask(inputs, replace(inputs.mask, segments=segments, causal=True, q_start=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_packed_documents_are_right_on_any_number_of_threads(case, dtype, threads, capability):
+    inputs = scattered_documents(case, dtype)
+    threads(1)
+    alone = run(inputs, "native")
+    assert_right(inputs, alone)
+    for number in (2, 3, 7):
+        threads(number)
+        for name, value in run(inputs, "native").items():
+            assert torch.equal(alone[name], value), f"{name} with {number} threads"
+
+
+@pytest.mark.parametrize("lengths_q", [(1, 1, 1, 1), (2, 1), (1, 0, 3)], ids=str)
+@pytest.mark.parametrize("H", [2, 4])
+def test_decoding_of_packed_documents(lengths_q, H, capability):
+    """Few queries, each with keys of its own."""
+    inputs = make_inputs(Case("", "", B=1, H=H, H_kv=2, n_q=sum(lengths_q), n_k=1500), torch.float32)
+    ids_q = torch.arange(len(lengths_q)).repeat_interleave(torch.tensor(lengths_q))[None]
+    ids_k = (torch.arange(1500)[None] // 400).masked_fill(torch.arange(1500) > 1450, -1)
+    inputs = with_mask(inputs, Mask(causal=True, q_start=300, segments=(ids_q, ids_k)))
+    assert_right(inputs, run(inputs, "native"))

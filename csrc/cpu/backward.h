@@ -93,6 +93,9 @@ IndexList contributing_queries(const Problem& p, const BackwardTensors& t, int64
   const IndexList& real = p.queries[b];
   const float* lse = t.lse + (b * p.H + h) * p.n_q;
   int64_t count = 0;
+  if (real.count > 0 && real.consecutive(0, real.count) && !holds(lse + real.at(0), real.count, -kInfinity)) {
+    return {nullptr, real.at(0), real.count};
+  }
   for (int64_t i = 0; i < real.count; ++i) {
     const int64_t query = real.at(i);
     if (lse[query] != -kInfinity) table[count++] = static_cast<int32_t>(query);
@@ -311,14 +314,18 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
   const int64_t b = item.b;
   const int64_t end = lesser(first_query + kStripQueries, lesser(item.last_query, queries.count));
   const IndexList& list = p.keys[b];
+  const KeyRange chunk = chunk_begin < chunk_end ? KeyRange{list.at(chunk_begin), list.at(chunk_end - 1) + 1} : KeyRange{};
+  const bool writes_dq = item.wants_dq && chunk_begin == item.first_key;  // where nothing is seen too
+  if (!writes_dq && !p.visible_to_some(b, h, queries.at(first_query), queries.at(end - 1)).meets(chunk)) return;
   BackwardBlock blocks[kStripBlocks];
   int64_t count = 0;
   KeyRange seen{p.n_k, 0};  // by any of them
-  for (int64_t first = first_query; first < end; first += kBlockQueries, ++count) {
+  for (int64_t first = first_query; first < end; first += kBlockQueries) {
     BackwardBlock& block = blocks[count];
-    w.place_block(p, count, block);
     block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
-    seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
+    if (!writes_dq && !block.queries.range.some.meets(chunk)) continue;
+    w.place_block(p, count++, block);
+    seen = hull(seen, block.queries.range.some);
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, item, h, queries, block, w); });
   }
 
@@ -345,8 +352,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
     }
   }
   for (int64_t j = 0; item.wants_dq && j < count; ++j) {
-    const bool adds = chunk_begin > item.first_key;
-    with_columns(blocks[j].queries.n, [&](auto C) { write_dq<C>(p, t, b, h, queries, adds, blocks[j]); });
+    with_columns(blocks[j].queries.n, [&](auto C) { write_dq<C>(p, t, b, h, queries, !writes_dq, blocks[j]); });
   }
 }
 

@@ -36,14 +36,22 @@ struct RowRange {
   uint32_t gaps;
 };
 
+// What lies between the ranges of so many queries is found in one look.
+constexpr int64_t kRangeGroup = 64;
+
 // [B, H or 1, n_q]
 struct RangeTable {
   const RowRange* data;  // null: position alone tells
+  const KeyRange* groups;  // [B, H or 1, n_q / kRangeGroup, rounded up]: from the first to the last key of their queries
   int64_t batch_stride, head_stride;
+  int64_t group_batch_stride, group_head_stride;
   uint32_t gaps;  // of all rows together
 
   const RowRange& at(int64_t b, int64_t h, int64_t query) const {
     return data[b * batch_stride + h * head_stride + query];
+  }
+  const KeyRange& group_of(int64_t b, int64_t h, int64_t query) const {
+    return groups[b * group_batch_stride + h * group_head_stride + query / kRangeGroup];
   }
 };
 
@@ -97,6 +105,16 @@ struct Problem {
   KeyRange visible(int64_t b, int64_t h, int64_t query) const {
     if (!ranges.data) return visible_keys(band, position(b, query), n_k);
     return {ranges.at(b, h, query).begin, ranges.at(b, h, query).end};
+  }
+
+  // No other keys are visible to the queries first, ..., last.
+  KeyRange visible_to_some(int64_t b, int64_t h, int64_t first, int64_t last) const {
+    if (!ranges.data) return hull(visible(b, h, first), visible(b, h, last));
+    KeyRange keys{n_k, 0};
+    for (int64_t i = first / kRangeGroup; i <= last / kRangeGroup; ++i) {
+      keys = hull(keys, ranges.group_of(b, h, i * kRangeGroup));
+    }
+    return keys;
   }
 
   // Whether scores are more than a multiple of the products of queries and keys. S is then in nats.

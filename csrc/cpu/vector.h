@@ -34,6 +34,16 @@ FASTATTN_INLINE bool any(Ints x) {
 #endif
 }
 
+// Whether y is one of x[0], ..., x[n - 1].
+FASTATTN_INLINE bool holds(const float* x, int64_t n, float y) {
+  Ints found = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) found |= load(x + i) == y;
+  bool in_the_rest = false;
+  for (; i < n; ++i) in_the_rest |= x[i] == y;
+  return in_the_rest || any(found);
+}
+
 // A polynomial by its coefficients, the highest power first.
 template <int N>
 FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {

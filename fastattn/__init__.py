@@ -3,6 +3,7 @@
 from .api import (
     Explanation,
     attention,
+    attention_varlen,
     attention_weights,
     attention_with_weights,
     explain,
@@ -21,6 +22,7 @@ __all__ = [
     "MultiHeadAttention",
     "SwapReport",
     "attention",
+    "attention_varlen",
     "attention_weights",
     "attention_with_weights",
     "explain",

@@ -36,6 +36,7 @@ struct BackwardBlock {
 struct BackwardScratch {
   float *k, *v, *k_t;            // copies of a block of keys, where they are needed
   float *s_t, *dp_t, *z_t;       // [kBlockKeys, M]
+  float* steepness;              // the same: derivative of the scores by scale * S
   float *weights, *ds, *ds_t;    // Z^T * P^T and dS^T as left factors, and dS^T as a right one
   float *dk, *dv;                // [cached_keys, d]
   int32_t* queries;              // [n_q]
@@ -51,6 +52,7 @@ struct BackwardScratch {
     s_t = arena.take(kBlockKeys * M);
     dp_t = arena.take(kBlockKeys * M);
     z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
+    steepness = arena.take(p.softcap > 0 ? kBlockKeys * M : 0);
     weights = s_t, ds = dp_t;  // in place, which both forms allow
     ds_t = kOneForm ? ds : arena.take(kBlockKeys * M / kPerUnit);
     dk = arena.take(cached_keys(p) * padded(p.d_qk));
@@ -91,6 +93,9 @@ IndexList contributing_queries(const Problem& p, const BackwardTensors& t, int64
   const IndexList& real = p.queries[b];
   const float* lse = t.lse + (b * p.H + h) * p.n_q;
   int64_t count = 0;
+  if (real.count > 0 && real.consecutive(0, real.count) && !holds(lse + real.at(0), real.count, -kInfinity)) {
+    return {nullptr, real.at(0), real.count};
+  }
   for (int64_t i = 0; i < real.count; ++i) {
     const int64_t query = real.at(i);
     if (lse[query] != -kInfinity) table[count++] = static_cast<int32_t>(query);
@@ -107,16 +112,16 @@ FASTATTN_INLINE Floats weight_again(const BackwardBlock& block, int c, Floats s,
 // Writes S^T of a part of the keys, hidden ones -inf.
 template <int C>
 FASTATTN_INLINE void scores(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part part,
-                            const QueryBlock& queries, Right q_t, float* s_t) {
+                            const QueryBlock& queries, Right q_t, float* s_t, float* steepness = nullptr) {
   assign_product<C>({s_t, C * kLanes}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
-  finish_scores<C>(p, b, h, queries, keys, part, s_t);
+  finish_scores<C>(p, b, h, queries, keys, part, s_t, steepness);
 }
 
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor. The weights of a row sum
-// to 1: what they sum to here tells the factor.
+// to 1, that of the sink among them: what they sum to here tells the factor.
 template <int C>
-void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* imprecise, BackwardBlock& block,
-                const BackwardScratch& w) {
+void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* imprecise,
+                const float* weight_of_sink, BackwardBlock& block, const BackwardScratch& w) {
   const IndexList& list = p.keys[b];
   const QueryBlock queries = block.queries.vectors(first, C);
   Floats sum[C] = {};
@@ -132,7 +137,9 @@ void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* i
     }
   });
   for (int lane = 0; lane < C * kLanes; ++lane) {
-    if (imprecise[lane]) block.rest_log2[first + lane / kLanes][lane % kLanes] += log2f(sum[lane / kLanes][lane % kLanes]);
+    if (!imprecise[lane]) continue;
+    const int c = lane / kLanes, i = lane % kLanes;
+    block.rest_log2[first + c][i] += log2f(sum[c][i] + weight_of_sink[lane]);
   }
 }
 
@@ -187,10 +194,12 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
 
   sum_delta<C>(p, t, b, h, queries, block);
 
+  float weight_of_sink[M];
   bool imprecise[M], any_imprecise[C] = {};  // query by query: the others in a block must not matter
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
     const double reference = t.lse[query] * p.scores_per_nat();
+    weight_of_sink[i] = p.sinks ? expf(p.sinks[h] - t.lse[query]) : 0.0f;
     imprecise[i] = std::fabs(t.lse[query]) > precise_lse(p.q.dtype) ||
                    (p.q.dtype == DType::f32 && block.queries.length[c][lane] <= kFewKeys);
     any_imprecise[c] |= imprecise[i];
@@ -200,7 +209,7 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   }
   for (int c = 0; c < C; c += kFewestColumns) {
     if (any_imprecise[c] || any_imprecise[c + kFewestColumns - 1]) {
-      refine_lse<kFewestColumns>(p, b, h, c, imprecise + c * kLanes, block, w);
+      refine_lse<kFewestColumns>(p, b, h, c, imprecise + c * kLanes, weight_of_sink + c * kLanes, block, w);
     }
   }
 }
@@ -248,7 +257,7 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
   const int64_t column = first * kLanes;
   const Right q_t{block.q_t + column, block.stride}, d_o_t{block.d_o_t + column, block.stride};
   if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, queries, keys, part, w.z_t);
-  scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t);
+  scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.steepness : nullptr);
   assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
   if (item.wants_d_added) {
@@ -256,6 +265,7 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
     if (t.d_score) add_d_score<C>(p, t, item.b, h, queries, keys, part, ds);
     if (t.d_slope) add_d_slope<C>(p, item.b, queries, keys, part, ds, block.d_slope + first);
   }
+  if (p.softcap > 0) times_steepness<C>(part.n, w.steepness, w.ds, w.ds_t);
   if (item.wants_dq) {
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
     add_product<C>({block.dq_t + column, block.stride}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
@@ -304,14 +314,18 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
   const int64_t b = item.b;
   const int64_t end = lesser(first_query + kStripQueries, lesser(item.last_query, queries.count));
   const IndexList& list = p.keys[b];
+  const KeyRange chunk = chunk_begin < chunk_end ? KeyRange{list.at(chunk_begin), list.at(chunk_end - 1) + 1} : KeyRange{};
+  const bool writes_dq = item.wants_dq && chunk_begin == item.first_key;  // where nothing is seen too
+  if (!writes_dq && !p.visible_to_some(b, h, queries.at(first_query), queries.at(end - 1)).meets(chunk)) return;
   BackwardBlock blocks[kStripBlocks];
   int64_t count = 0;
   KeyRange seen{p.n_k, 0};  // by any of them
-  for (int64_t first = first_query; first < end; first += kBlockQueries, ++count) {
+  for (int64_t first = first_query; first < end; first += kBlockQueries) {
     BackwardBlock& block = blocks[count];
-    w.place_block(p, count, block);
     block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
-    seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
+    if (!writes_dq && !block.queries.range.some.meets(chunk)) continue;
+    w.place_block(p, count++, block);
+    seen = hull(seen, block.queries.range.some);
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, item, h, queries, block, w); });
   }
 
@@ -338,8 +352,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
     }
   }
   for (int64_t j = 0; item.wants_dq && j < count; ++j) {
-    const bool adds = chunk_begin > item.first_key;
-    with_columns(blocks[j].queries.n, [&](auto C) { write_dq<C>(p, t, b, h, queries, adds, blocks[j]); });
+    with_columns(blocks[j].queries.n, [&](auto C) { write_dq<C>(p, t, b, h, queries, !writes_dq, blocks[j]); });
   }
 }
 

@@ -154,6 +154,15 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
     store(m + c * kLanes, block.m[c]);
     store(log2_of_l + c * kLanes, log2(block.l[c]));
   }
+  for (int64_t i = 0; i < M; ++i) lse[i] = static_cast<float>(lse_of(m[i], on_score_log2, log2_of_l[i]));
+  if (p.sinks) {
+    float share[M];
+    for (int64_t i = 0; i < M; ++i) {
+      const BesideSink row = beside_sink(lse_of(m[i], on_score_log2, log2_of_l[i]), p.sinks[h]);
+      share[i] = static_cast<float>(row.share), lse[i] = static_cast<float>(row.lse);
+    }
+    for (int c = 0; c < C; ++c) on_o[c] *= load(share + c * kLanes);
+  }
   with_elements(out.o.row(b, h, 0), out.o.dtype, [&](auto* o) {
     transpose(
         padded(p.d_v), M, [&](int64_t d, int64_t i) { return load(block.o_t + d * M + i) * on_o[i / kLanes]; },
@@ -161,7 +170,6 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
           if (i < block.queries.n) narrow_lanes(o + query(i) * out.o.row_stride + d, x, p.d_v - d);
         });
   });
-  for (int64_t i = 0; i < M; ++i) lse[i] = lse_of(m[i], on_score_log2, log2_of_l[i]);
   for (int64_t i = 0; i < block.queries.n; ++i) out.lse[(b * p.H + h) * p.n_q + query(i)] = lse[i];
 }
 

@@ -61,7 +61,7 @@ struct BlockRange {
     all = {greater(all.begin, keys.begin), lesser(all.end, keys.end)};
   }
   FASTATTN_HD void add(const BlockRange& others) {
-    if (!others.some.empty()) some = {lesser(some.begin, others.some.begin), greater(some.end, others.some.end)};
+    some = hull(some, others.some);
     all = {greater(all.begin, others.all.begin), lesser(all.end, others.all.end)};
   }
 };

@@ -42,7 +42,8 @@ struct BesideSink {
 FASTATTN_HD BesideSink beside_sink(double lse, double sink) {
   if (lse == -kInfinity || sink == -kInfinity) return {lse, 1.0};
   const double above = sink - lse;
-  return {above > 0 ? sink + std::log1p(std::exp(-above)) : lse + std::log1p(std::exp(above)), 1 / (1 + std::exp(above))};
+  const double both = above > 0 ? sink + std::log1p(std::exp(-above)) : lse + std::log1p(std::exp(above));
+  return {both, 1 / (1 + std::exp(above))};
 }
 
 // A row that saw nothing has the output 0.

@@ -7,6 +7,7 @@ from .api import (
     attention_weights,
     attention_with_weights,
     explain,
+    merge,
     scaled_dot_product_attention,
 )
 from .backends import FallbackWarning
@@ -26,6 +27,7 @@ __all__ = [
     "attention_weights",
     "attention_with_weights",
     "explain",
+    "merge",
     "scaled_dot_product_attention",
     "swap",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import BACKENDS, objections, reference, select
-from .spec import Mask, Spec
+from .spec import Mask, Spec, accumulation_dtype
 
 
 def attention(
@@ -227,6 +227,59 @@ def attention_with_weights(
     q, k, v, spec = _validated(q, k, v, mask, scale, bias, None, None, None, dropout_p, generator, True)
     o, _ = ops.attention(q, k, v, spec, select(q, k, v, spec, backend))
     return o, reference.weights(q, k, spec, average_heads)
+
+
+def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """(o, lse) of attention over two sets of keys together, from the results of attention over each of them.
+
+    o = (exp(lse1) o1 + exp(lse2) o2) / exp(lse) with lse = log(exp(lse1) + exp(lse2)). The sets must have no key in
+    common; sinks belong to one of the two calls only. A query that sees nothing in one set has the results of the
+    other, and one that sees nothing in both has 0 and -inf. Differentiable to any order, in at least fp32.
+
+    Args:
+        o1, o2: outputs [..., n_q, d_v] of one dtype, as of `attention`.
+        lse1, lse2: [..., n_q], fp32 or fp64, in nats. (Those of `attention_varlen` have the heads first: pass `lse.T`.)
+
+    Returns:
+        o in the dtype of o1, and lse.
+
+    Sources:
+        Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = v = torch.randn(1, 2, 6, 8)
+        >>> halves = (
+        ...     fastattn.attention(q, k[:, :, part], v[:, :, part], return_lse=True, backend="reference")
+        ...     for part in (slice(0, 2), slice(2, 6)))
+        >>> o, lse = fastattn.merge(*next(halves), *next(halves))
+        >>> torch.allclose(o, fastattn.attention(q, k, v, backend="reference"), atol=1e-6)
+        True
+    """
+    for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating Tensor, got {got}")
+        if x.device != o1.device:
+            raise ValueError(f"{name} must be on {o1.device} like o1, got {x.device}")
+    if o1.dim() == 0 or o2.shape != o1.shape or o2.dtype != o1.dtype:
+        raise ValueError(
+            f"o2 must be {list(o1.shape)} of {o1.dtype} like o1, [..., n_q, d_v], got {list(o2.shape)} of {o2.dtype}"
+        )
+    for name, x in (("lse1", lse1), ("lse2", lse2)):
+        if x.shape != o1.shape[:-1]:
+            raise ValueError(f"{name} must be {list(o1.shape[:-1])} like o1, got {list(x.shape)}")
+    dtype = accumulation_dtype(torch.promote_types(lse1.dtype, lse2.dtype))
+    lse1, lse2 = lse1.to(dtype), lse2.to(dtype)
+    nothing1, nothing2 = lse1 == -math.inf, lse2 == -math.inf
+    # Numbers stand in for -inf, so that no derivative of what is not taken is NaN. All is smooth where both are equal.
+    more = lse1.masked_fill(nothing1, 0) - lse2.masked_fill(nothing2, 0)
+    both = lse1 - torch.nn.functional.logsigmoid(more)
+    lse = torch.where(nothing1, lse2, torch.where(nothing2, lse1, both))
+    weight1 = torch.sigmoid(more).masked_fill(nothing2, 1).masked_fill(nothing1, 0)
+    weight2 = torch.sigmoid(-more).masked_fill(nothing1, 1).masked_fill(nothing2, 0)
+    o = weight1[..., None] * o1.to(dtype) + weight2[..., None] * o2.to(dtype)
+    return o.to(o1.dtype), lse
 
 
 def scaled_dot_product_attention(

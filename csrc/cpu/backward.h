@@ -314,16 +314,24 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
   const int64_t b = item.b;
   const int64_t end = lesser(first_query + kStripQueries, lesser(item.last_query, queries.count));
   const IndexList& list = p.keys[b];
-  const KeyRange chunk = chunk_begin < chunk_end ? KeyRange{list.at(chunk_begin), list.at(chunk_end - 1) + 1} : KeyRange{};
-  const bool writes_dq = item.wants_dq && chunk_begin == item.first_key;  // where nothing is seen too
-  if (!writes_dq && !p.visible_to_some(b, h, queries.at(first_query), queries.at(end - 1)).meets(chunk)) return;
+  const KeyRange chunk =
+      chunk_begin < chunk_end ? KeyRange{list.at(chunk_begin), list.at(chunk_end - 1) + 1} : KeyRange{0, 0};
+  const bool adds = chunk_begin > item.first_key;  // to the dq of other chunks
+  const auto skip = [&](int64_t first, int64_t last) {
+    for (int64_t i = first; item.wants_dq && !adds && i < last; ++i) zero_row(t.dq, b, h, queries.at(i), p.d_qk);
+  };
+  const KeyRange by_some = p.visible_to_some(b, h, queries.at(first_query), queries.at(end - 1));
+  if (!by_some.meets(chunk)) return skip(first_query, end);
   BackwardBlock blocks[kStripBlocks];
   int64_t count = 0;
   KeyRange seen{p.n_k, 0};  // by any of them
   for (int64_t first = first_query; first < end; first += kBlockQueries) {
     BackwardBlock& block = blocks[count];
     block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
-    if (!writes_dq && !block.queries.range.some.meets(chunk)) continue;
+    if (!block.queries.range.some.meets(chunk)) {
+      skip(first, first + block.queries.n);
+      continue;
+    }
     w.place_block(p, count++, block);
     seen = hull(seen, block.queries.range.some);
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, item, h, queries, block, w); });
@@ -352,7 +360,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
     }
   }
   for (int64_t j = 0; item.wants_dq && j < count; ++j) {
-    with_columns(blocks[j].queries.n, [&](auto C) { write_dq<C>(p, t, b, h, queries, !writes_dq, blocks[j]); });
+    with_columns(blocks[j].queries.n, [&](auto C) { write_dq<C>(p, t, b, h, queries, adds, blocks[j]); });
   }
 }
 

@@ -143,7 +143,7 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
     read_rows(p.q, b, h, queries, row / p.group(), 1, p.d_qk, q);
     for (int64_t d = 0; d < p.d_qk; ++d) q[d] *= split_scale(p.scale).on_query;
     visible[row] = p.visible(b, h, query);
-    seen = {lesser(seen.begin, visible[row].begin), greater(seen.end, visible[row].end)};
+    seen = hull(seen, visible[row]);
     DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
     *part.m = -kInfinity, *part.l = 0;
     __builtin_memset(part.o, 0, padded(p.d_v) * sizeof(float));

@@ -200,7 +200,7 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
     block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
     block.q_t = w.q_t + count * kBlockQueries * units(p.d_qk);
     block.o_t = w.o_t + count * kBlockQueries * padded(p.d_v);
-    seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
+    seen = hull(seen, block.queries.range.some);
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, b, h, block, w); });
   }
 

@@ -42,7 +42,7 @@ constexpr int64_t kRangeGroup = 64;
 // [B, H or 1, n_q]
 struct RangeTable {
   const RowRange* data;  // null: position alone tells
-  const KeyRange* groups;  // [B, H or 1, n_q / kRangeGroup, rounded up]: from the first to the last key of their queries
+  const KeyRange* groups;  // [B, H or 1, groups of kRangeGroup queries]: from the first to the last key that they see
   int64_t batch_stride, head_stride;
   int64_t group_batch_stride, group_head_stride;
   uint32_t gaps;  // of all rows together

@@ -281,8 +281,8 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
-              const MaybeTensor& d_score, const MaybeTensor& d_slope, const Mask& mask, double scale,
-              std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+              const MaybeTensor& d_score, const MaybeTensor& d_slope, const MaybeTensor& d_row, const Mask& mask,
+              double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
               const MaybeTensor& sinks, double dropout_p, int64_t seed) {
   const Problem p =
       problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
@@ -295,8 +295,9 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
   TORCH_CHECK_VALUE(dk.has_value() == dv.has_value(), "dk and dv are computed together");
   if (dq) t.dq = rows_of<Output>(*dq);
   if (dk) t.dk = rows_of<Output>(*dk), t.dv = rows_of<Output>(*dv);
-  TORCH_CHECK_VALUE((!d_score || d_score->is_contiguous()) && (!d_slope || d_slope->is_contiguous()),
-                    "the gradients of what is added to scores must be contiguous");
+  for (const MaybeTensor& summed : {d_score, d_slope, d_row}) {
+    TORCH_CHECK_VALUE(!summed || summed->is_contiguous(), "what gradients are summed in must be contiguous");
+  }
   if (d_score) {
     TORCH_CHECK_VALUE(d_score->sizes().slice(1) == at::IntArrayRef({p.H, p.n_q, p.n_k}), "d_score must be [", p.B,
                       " or 1, ", p.H, ", ", p.n_q, ", ", p.n_k, "], got ", d_score->sizes());
@@ -304,6 +305,7 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
     t.d_score_batch_stride = d_score->size(0) < p.B ? 0 : d_score->stride(0);
   }
   if (d_slope) t.d_slope = d_slope->data_ptr<float>();
+  if (d_row) t.d_row = d_row->data_ptr<float>();
   run_backward(choose_capability(), p, t, at::get_num_threads(), in_turn);
 }
 

@@ -30,7 +30,7 @@ struct BackwardBlock {
   Right q, d_o;                // the same, wherever they are
   float* dq_t;                 // [d_qk, stride]
   Floats reference[kColumns], rest_log2[kColumns], delta[kColumns], d_lse[kColumns];
-  Floats d_slope[kColumns];
+  Floats d_slope[kColumns], d_row[kColumns];
 };
 
 struct BackwardScratch {
@@ -190,7 +190,7 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   transpose(d_o.data, d_o.stride, M, units(p.d_v), block.d_o_t, M, Unchanged{});
   block.d_o = over_queries(d_o, M, p.d_v, block.d_o_right);
   if (item.wants_dq) __builtin_memset(block.dq_t, 0, M * padded(p.d_qk) * sizeof(float));
-  for (int c = 0; c < C; ++c) block.d_slope[c] = Floats{};
+  for (int c = 0; c < C; ++c) block.d_slope[c] = block.d_row[c] = Floats{};
 
   sum_delta<C>(p, t, b, h, queries, block);
 
@@ -210,6 +210,20 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   for (int c = 0; c < C; c += kFewestColumns) {
     if (any_imprecise[c] || any_imprecise[c + kFewestColumns - 1]) {
       refine_lse<kFewestColumns>(p, b, h, c, imprecise + c * kLanes, weight_of_sink + c * kLanes, block, w);
+    }
+  }
+}
+
+// Adds up dS over n keys, not yet rounded, in each query's lane: from what gradients_of_scores takes.
+template <int C>
+FASTATTN_SELDOM void add_d_row(int64_t n, int first, float on_score_log2, bool drops, BackwardBlock& block,
+                               const BackwardScratch& w) {
+  for (int64_t i = 0; i < n; ++i) {
+    for (int c = 0; c < C; ++c) {
+      const int64_t at = (i * C + c) * kLanes;
+      const Floats dp = load(w.dp_t + at) * (drops ? load(w.z_t + at) : splat(1.0f));
+      const Floats p = weight_again(block, first + c, load(w.s_t + at), on_score_log2);
+      block.d_row[first + c] += p * (dp + (block.d_lse[first + c] - block.delta[first + c]));
     }
   }
 }
@@ -259,6 +273,7 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
   if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, queries, keys, part, w.z_t);
   scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.steepness : nullptr);
   assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
+  if (item.wants_d_added && t.d_row) add_d_row<C>(part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
   if (item.wants_d_added) {
     const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
@@ -353,10 +368,11 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
       });
     }
   });
-  for (int64_t j = 0; item.wants_d_added && t.d_slope && j < count; ++j) {
-    for (int64_t lane = 0; lane < blocks[j].queries.n; ++lane) {
-      const int64_t query = queries.at(blocks[j].queries.first + lane);
-      t.d_slope[(b * p.H + h) * p.n_q + query] += blocks[j].d_slope[lane / kLanes][lane % kLanes];
+  for (int64_t j = 0; item.wants_d_added && j < count; ++j) {
+    for (int64_t i = 0; i < blocks[j].queries.n; ++i) {
+      const int64_t row = (b * p.H + h) * p.n_q + queries.at(blocks[j].queries.first + i);
+      if (t.d_slope) t.d_slope[row] += blocks[j].d_slope[i / kLanes][i % kLanes];
+      if (t.d_row) t.d_row[row] += blocks[j].d_row[i / kLanes][i % kLanes];
     }
   }
   for (int64_t j = 0; item.wants_dq && j < count; ++j) {

@@ -153,6 +153,7 @@ struct BackwardTensors {
   float* d_score;      // [B or 1, H, n_q, n_k], to be added to; null: not wanted
   int64_t d_score_batch_stride;
   float* d_slope;      // [B, H, n_q], to be added to: the share of each query; null: not wanted
+  float* d_row;        // [B, H, n_q], to be added to: the sum of dS over the keys; null: not wanted
 };
 
 // The heads that share keys and values, the queries at the places first_query, ... of the list of those that have a

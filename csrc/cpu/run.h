@@ -38,7 +38,8 @@ void run_backward(const Capability& capability, const Problem& p, const Backward
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   const int64_t at_once = t.d_score && t.d_score_batch_stride == 0 ? 1 : p.B;
   for (int64_t b = 0; b < p.B; b += at_once) {
-    const auto items = backward_items(p, kernels, b, b + at_once, t.dq.data, t.dk.data, t.d_score || t.d_slope, threads);
+    const auto items = backward_items(p, kernels, b, b + at_once, t.dq.data, t.dk.data, t.d_score || t.d_slope || t.d_row,
+                                      threads);
     for_each(int64_t(items.size()), kernels.backward_scratch(p),
              [&](int64_t i, float* scratch) { kernels.backward(p, t, items[i], scratch); });
   }

@@ -73,11 +73,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes; dk and dv come together."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    wants_dq, wants_dkv, (wants_dbias, wants_dalibi) = (
-        output_mask[0],
-        output_mask[1] or output_mask[2],
-        output_mask[3:5],
-    )
+    wants_dq, wants_dkv = output_mask[0], output_mask[1] or output_mask[2]
+    wants_dbias, wants_dalibi, wants_dsinks = output_mask[3:]
     # dq is summed over the keys in memory, so in fp32; dk and dv are summed in the kernel's own.
     sums = (
         _writable(dq, torch.float32) if wants_dq else None,
@@ -87,7 +84,8 @@ def backward(
     if wants_dbias:  # of all samples together where they share the bias
         B = 1 if spec.bias.dim() < 4 or spec.bias.shape[0] == 1 else q.shape[0]
         d_score = q.new_zeros((B, *q.shape[1:3], k.shape[2]), dtype=torch.float32)
-    d_slope = q.new_zeros(q.shape[:3], dtype=torch.float32) if wants_dalibi else None
+    d_slope = torch.zeros_like(lse) if wants_dalibi else None
+    d_row = torch.zeros_like(lse) if wants_dsinks and o.dtype != torch.float32 else None
     build.load().backward(
         None if do is None else _rows(do),
         None if dlse is None else dlse.contiguous(),
@@ -96,6 +94,7 @@ def backward(
         *sums,
         d_score,
         d_slope,
+        d_row,
         *_described(q, k, spec),
     )
     for gradient, written in zip((dq, dk, dv), sums, strict=True):
@@ -107,19 +106,27 @@ def backward(
         dv if wants_dkv else None,
         _summed_like(spec.bias, d_score) if wants_dbias else None,
         _summed_like(spec.alibi_slopes, d_slope.sum(-1)) if wants_dalibi else None,
-        _sinks_gradient(do, dlse, o, lse, spec.sinks) if output_mask[5] else None,
+        _sinks_gradient(do, dlse, o, lse, d_row, spec.sinks) if wants_dsinks else None,
     )
 
 
-def _sinks_gradient(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H]: a sink is a key whose value is zero, so its score gets -weight * (delta - dlse) from each query."""
+def _sinks_gradient(
+    do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, d_row: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """[H]: a sink is a key whose value is zero, so its score gets -weight * (delta - dlse) from each query.
+
+    delta = sum(do * o) shows the rounding of a 16-bit o, which the sum over all queries would make visible. It should
+    be the sum of weight * dP, and d_row, the sum of weight * (dP - delta + dlse) over the keys, tells what it lacks:
+    the weights of the keys sum to 1 less the sink's.
+    """
     zero = lse.new_zeros(())
-    delta = zero if do is None else (do.float() * o.float()).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
+    dlse = zero if dlse is None else dlse
     weight = torch.exp(sinks.float()[:, None] - lse)
+    delta = zero if do is None else (do.float() * o.float()).sum(-1)
+    if d_row is not None:
+        delta = d_row + (delta - dlse) * (1 - weight)
     seen = lse != -torch.inf  # else there is no sink either, and padding may have left NaN in do and dlse
-    return -torch.where(seen, weight * delta, zero).sum(-1).sum(0).to(sinks.dtype)
+    return -torch.where(seen, weight * (delta - dlse), zero).sum(-1).sum(0).to(sinks.dtype)
 
 
 def _summed_like(x: Tensor, gradient: Tensor) -> Tensor:

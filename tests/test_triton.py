@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from triton_compile import COMPILED, HOT
 
 import fastattn
 from fastattn.backends import triton as backend
+from fastattn.backends.triton.dropout import dropout, kept
 from fastattn.backends.triton.scores import tanh
 from fastattn.backends.triton.tiles import dot_precision
 from fastattn.backends.triton.visibility import (
@@ -33,6 +35,7 @@ from fastattn.backends.triton.visibility import (
     visibility,
 )
 from fastattn.spec import Mask, Spec
+from fastattn.testing import CASES, assert_right, make_inputs, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, N_Q, N_K, BLOCK_M, BLOCK_N = 2, 20, 30, 8, 8
@@ -127,7 +130,7 @@ def test_keep_and_ranges_are_twins_of_the_mask(causal, q_start):
     windows = [(None, None), (0, 0), (6, None), (None, 6), (9, 5)]  # one off moves the edge of a tile
     keys, queries = [None, "right", "left", "both", "holes", "none"], [None, "right", "left", "holes", "none"]
     every = list(itertools.product(windows, keys, queries, [None, None, "packed", "any order"]))
-    for window, keys_pattern, queries_pattern, documents_pattern in random.Random(0).sample(every, 25):
+    for window, keys_pattern, queries_pattern, documents_pattern in random.Random(0).sample(every, 20):
         mask = Mask(
             causal,
             start,
@@ -209,6 +212,35 @@ def test_documents_that_fill_their_tiles_visit_no_other(causal):
     ):
         for tiles, right in zip(found, expected, strict=True):
             assert torch.equal(tiles, right.expand(B, -1, -1))
+
+
+@triton.jit
+def kept_kernel(found, dropout, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes what `kept` says of one head."""
+    i_b, i_h, o_q = tl.program_id(0), tl.program_id(1), tl.arange(0, n_q)
+    for i_n in tl.range(0, n_k // BLOCK_N):
+        p_row = found + ((i_b * tl.num_programs(1) + i_h) * n_q + o_q[:, None]) * n_k
+        o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(p_row + o_k[None, :], kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N))
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("seed", [0, -1, 2**40 + 7])
+def test_dropout_keeps_what_the_spec_says(p, seed):
+    shape = (2, 3, 16, 64)
+    spec = Spec(Mask(), 1.0, dropout_p=p, seed=torch.tensor(seed, device=DEVICE))
+    found = torch.empty(shape, dtype=torch.bool, device=DEVICE)
+    kept_kernel[shape[:2]](found, dropout(spec), n_q=shape[2], n_k=shape[3], BLOCK_N=16)
+    assert torch.equal(found, spec.dropout_keep(*shape))
+
+
+def test_sinks_count_where_the_rounding_of_a_large_lse_is_made_good():
+    case = dataclasses.replace(next(case for case in CASES if case.name == "sinks"), scale=5.0)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    inputs.options["sinks"] += 30.0
+    outputs = run(inputs, "triton")
+    assert outputs["lse"].max() > 16.0  # in nats, so more in bits
+    assert_right(inputs, outputs)
 
 
 @triton.jit

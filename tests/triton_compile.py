@@ -58,14 +58,14 @@ COMPILED = {
         (64, torch.float16, "worst"),
         (256, torch.bfloat16, "causal"),
         (64, torch.float32, "causal"),
-        (128, torch.bfloat16, "everything"),
+        (256, torch.bfloat16, "everything"),
     ],
     90: [
         *HOT,
         (128, torch.float16, "worst"),
         (256, torch.bfloat16, "causal"),
         (64, torch.float32, "causal"),
-        (128, torch.bfloat16, "everything"),
+        (256, torch.bfloat16, "everything"),
     ],
 }
 

@@ -39,7 +39,7 @@ _TABLE = {
     ("dq", _HOPPER, 256): Config(64, 64, 8, 2),  # untuned; 230, 246 registers
     ("dbias", _HOPPER, 64): Config(64, 64, 8, 1),  # untuned; 159 registers
     ("dbias", _HOPPER, 128): Config(64, 64, 8, 1),  # untuned; 178 registers
-    ("dbias", _HOPPER, 256): Config(64, 32, 8, 1),  # untuned
+    ("dbias", _HOPPER, 256): Config(64, 32, 8, 1),  # untuned; 252 registers
     # At most 99 KB of shared memory, which is all that sm_86, sm_89 and sm_120 have.
     ("forward", _AMPERE, 64): Config(64, 64, 4, 3),  # untuned; 184, 231 registers
     ("forward", _AMPERE, 128): Config(128, 64, 8, 2),  # untuned; 255, 255 registers
@@ -53,26 +53,30 @@ _TABLE = {
     ("dq", _AMPERE, 256): Config(64, 32, 8, 1),  # untuned; 242, 251 registers
     ("dbias", _AMPERE, 64): Config(64, 32, 4, 1),  # untuned; 242 registers
     ("dbias", _AMPERE, 128): Config(64, 32, 8, 1),  # untuned; 250 registers
-    ("dbias", _AMPERE, 256): Config(32, 32, 8, 1),  # untuned
+    ("dbias", _AMPERE, 256): Config(16, 32, 4, 1),  # untuned; 255 registers
     # Exact fp32 products hold whole rows of their operands in registers, so tiles are small.
     ("forward", _FP32, 64): Config(32, 32, 4, 1),  # untuned; 147 registers with a mask, on sm_80
     ("forward", _FP32, 128): Config(32, 16, 4, 1),  # untuned; 143 registers with a mask, on sm_80
     ("rows", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 114 registers with a mask, on sm_80
     ("dk_dv", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 189 registers with a mask, on sm_80
     ("dq", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 152 registers with a mask, on sm_80
-    ("dbias", _FP32, 128): Config(32, 32, 4, 1),  # untuned
+    ("dbias", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 194 registers, on sm_80
     ("forward", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 138 registers with a mask, on sm_80
     ("rows", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 90 registers with a mask, on sm_80
     ("dk_dv", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 184 registers with a mask, on sm_80
     ("dq", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 144 registers with a mask, on sm_80
-    ("dbias", _FP32, 256): Config(16, 16, 4, 1),  # untuned
+    ("dbias", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 176 registers, on sm_80
 }
 
 _HEAVY = {  # instead of those, where a tile holds more than scores and weights: see Rules.heavy
     ("forward", _HOPPER, 64): Config(64, 64, 4, 3),  # untuned; 237 registers with documents, 200 with a bias
     ("dk_dv", _HOPPER, 128): Config(32, 64, 8, 2),  # untuned; 237 registers with a dense mask, 226 with dropout
+    ("dk_dv", _HOPPER, 256): Config(32, 32, 8, 1),  # untuned; 184 registers with documents
+    ("dq", _HOPPER, 256): Config(64, 32, 8, 2),  # untuned; 231 registers with dropout
     ("forward", _AMPERE, 128): Config(64, 64, 8, 2),  # untuned; 194 registers with a bias
     ("dk_dv", _AMPERE, 128): Config(64, 32, 8, 2),  # untuned; 175 registers with a bias
+    ("forward", _AMPERE, 256): Config(64, 32, 8, 1),  # untuned; 234 registers with a bias; two stages would not fit
+    ("dq", _AMPERE, 256): Config(32, 32, 8, 1),  # untuned; 163 registers with a bias; 64 queries would not fit
 }
 
 _INTERPRETED = Config(32, 32, num_warps=4, num_stages=1)  # small, so that short test cases have several tiles

@@ -47,10 +47,10 @@ def key_ranges(
     def key_at(slot: Tensor) -> Tensor:
         return order.gather(1, slot.clamp(0, n_k - 1))
 
-    ranges = torch.stack((key_at(slot_first), key_at(slot_first), key_at(run_end - 1) + 1, key_at(last) + 1), dim=-1)
-    empty, neutral = ids_q.new_tensor([[n_k, n_k, 0, 0], [n_k, 0, n_k, 0]])
-    ranges = torch.where((slot_first < slot_end)[..., None], ranges, empty)
-    return torch.where(real_q[..., None], ranges, neutral).int()
+    sees = real_q & (slot_first < slot_end)
+    first, end = torch.where(sees, key_at(slot_first), n_k), torch.where(sees, key_at(last) + 1, 0)
+    full_first, full_end = torch.where(real_q, first, 0), torch.where(sees, key_at(run_end - 1) + 1, 0)
+    return torch.stack((first, full_first, torch.where(real_q, full_end, n_k), end), dim=-1).int()
 
 
 def _next_true(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,12 @@ class Visibility(NamedTuple):
 
 def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
     """`mask` as the kernels take it, for n_q queries and n_k keys."""
-    per_sample = isinstance(mask.q_start, Tensor)
+    starts = mask.q_start if isinstance(mask.q_start, Tensor) else None
+    if starts is not None and starts.dim() == 2:  # another one for each query, which only documents have a table for
+        if mask.segments is None:
+            one_document = tuple(starts.new_zeros(len(starts), n, dtype=torch.int32) for n in (n_q, n_k))
+            mask = dataclasses.replace(mask, segments=one_document)
+        starts = None
     left, right = (None if limit is None else min(limit, FAR) for limit in mask.window)
     if mask.causal:
         right = 0 if right is None else min(right, 0)
@@ -61,8 +67,8 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
         query_spans=None,
         real_keys=real_keys,
         key_spans=None,
-        q_starts=mask.q_start.contiguous() if per_sample else None,
-        q_start=0 if per_sample else max(-FAR, min(mask.q_start, FAR)),
+        q_starts=None if starts is None else starts.contiguous(),
+        q_start=0 if isinstance(mask.q_start, Tensor) else max(-FAR, min(mask.q_start, FAR)),
         left=left,
         right=right,
         documents_q=None,

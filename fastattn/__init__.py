@@ -3,10 +3,12 @@
 from .api import (
     Explanation,
     attention,
+    attention_received,
     attention_weights,
     attention_with_weights,
     explain,
     scaled_dot_product_attention,
+    top_keys,
 )
 from .backends import FallbackWarning
 from .nn import MultiHeadAttention
@@ -21,9 +23,11 @@ __all__ = [
     "MultiHeadAttention",
     "SwapReport",
     "attention",
+    "attention_received",
     "attention_weights",
     "attention_with_weights",
     "explain",
     "scaled_dot_product_attention",
     "swap",
+    "top_keys",
 ]

@@ -181,6 +181,7 @@ void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_k
     }
     write_row(out.o, b, h, query, p.d_v, total.o, one_over_sum(l));
     out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m, on_score_log2, log2f(l));
+    if (out.measures) out.measures[(b * p.H + h) * p.n_q + query] = Measure::of(m, l, on_score_log2);
   }
   for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); ++h) write_padding(p, out, b, h, 0, p.n_q);
 }

@@ -158,6 +158,7 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
     const int64_t query = p.queries[b].at(block.queries.first + i);
     write_row(out.o, b, h, query, p.d_v, w.o + i * padded(p.d_v), one_over_sum(l[i]));
     out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m[i], on_score_log2, log2_of_l[i]);
+    if (out.measures) out.measures[(b * p.H + h) * p.n_q + query] = Measure::of(m[i], l[i], on_score_log2);
   }
 }
 

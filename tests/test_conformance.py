@@ -14,7 +14,11 @@ TESTED = [case for case in CASES if not case.timed]
 
 POSITIONS = {"causal", "q_start", "window", "real_keys", "real_queries"}
 PROMISES = {  # what each backend must take, so that none gets greener by refusing more
-    "triton": {"features": POSITIONS, "dtypes": set(DTYPES), "head_dims": range(1, 257)},
+    "triton": {
+        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "dtypes": set(DTYPES),
+        "head_dims": range(1, 257),
+    },
     "native": {
         "features": POSITIONS | {"segments", "dense", "bias", "alibi_slopes", "dropout"},
         "dtypes": set(DTYPES),

@@ -17,13 +17,16 @@ import triton.language as tl
 from triton_compile import COMPILED, HOT
 
 from fastattn.backends import triton as backend
-from fastattn.backends.triton.tiles import (
-    dot_precision,
+from fastattn.backends.triton.tiles import dot_precision
+from fastattn.backends.triton.visibility import (
+    as_column,
+    as_row,
     keep,
     key_range,
+    key_tokens,
     position_of_first_query,
     query_range,
-    real_tokens,
+    query_tokens,
     visibility,
 )
 from fastattn.spec import Mask, Spec
@@ -46,14 +49,12 @@ def twin_kernel(kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M: tl.c
         tl.store(p_range + 1, full_begin)
         tl.store(p_range + 2, full_end)
         tl.store(p_range + 3, end)
-        o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)[:, None]
+        queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
         for i_n in tl.range(0, n_tiles_k):
-            o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)[None, :]
-            m_keep = keep(o_q[:, None], o_k[None, :], m_q, m_k, q_start, visible)
-            p_row = kept + (i_b * n_tiles_q * BLOCK_M + o_q[:, None]) * (n_tiles_k * BLOCK_N)
-            tl.store(p_row + o_k[None, :], m_keep)
+            keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+            m_keep = keep((as_column(queries), as_row(keys), i_b, 0, n_q, n_k), visible)
+            p_row = kept + (i_b * n_tiles_q * BLOCK_M + queries[0][:, None]) * (n_tiles_k * BLOCK_N)
+            tl.store(p_row + keys[0][None, :], m_keep)
     for i_n in tl.range(0, n_tiles_k):
         begin, full_begin, full_end, end = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         p_range = query_ranges + (i_b * n_tiles_k + i_n) * 4
@@ -74,6 +75,26 @@ def padding(pattern: str | None, n: int, seed: int = 0) -> torch.Tensor | None:
         "none": (index < 0) | (torch.arange(B)[:, None] == 1),
     }
     return None if pattern is None else patterns[pattern].to(DEVICE)
+
+
+def documents(pattern: str | None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids [B, N_Q] and [B, N_K], other ones for each sample, on DEVICE; some tokens belong to none."""
+    if pattern is None:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    ids = tuple(torch.randint(-1, 3, (B, n), generator=generator) for n in (N_Q, N_K))
+    return tuple((x.sort(dim=-1).values if pattern == "packed" else x).to(DEVICE) for x in ids)
+
+
+def ranges_of(mask: Mask, n_q: int, n_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `twin_kernel` says of a mask: the pairs that `keep` allows, key ranges and query ranges."""
+    tiles_q, tiles_k = triton.cdiv(n_q, BLOCK_M), triton.cdiv(n_k, BLOCK_N)
+    kept = torch.empty(B, tiles_q * BLOCK_M, tiles_k * BLOCK_N, dtype=torch.bool, device=DEVICE)
+    key_ranges = torch.empty(B, tiles_q, 4, dtype=torch.int32, device=DEVICE)
+    query_ranges = torch.empty(B, tiles_k, 4, dtype=torch.int32, device=DEVICE)
+    visible = visibility(mask, n_q, n_k).in_tiles(BLOCK_M)
+    twin_kernel[(B,)](kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    return kept, key_ranges, query_ranges
 
 
 def tiled(pairs: torch.Tensor) -> torch.Tensor:
@@ -100,24 +121,30 @@ def test_keep_and_ranges_are_twins_of_the_mask(causal, q_start):
     start = torch.tensor(q_start, device=DEVICE) if isinstance(q_start, tuple) else q_start
     windows = [(None, None), (0, 0), (6, None), (None, 6), (9, 5)]  # one off moves the edge of a tile
     keys, queries = [None, "right", "left", "both", "holes", "none"], [None, "right", "left", "holes", "none"]
-    every = list(itertools.product(windows, keys, queries))
-    for window, keys_pattern, queries_pattern in random.Random(0).sample(every, 15):
-        mask = Mask(causal, start, window, padding(keys_pattern, N_K), padding(queries_pattern, N_Q, seed=1))
-        kept = torch.empty(B, TILES_Q * BLOCK_M, TILES_K * BLOCK_N, dtype=torch.bool, device=DEVICE)
-        key_ranges = torch.empty(B, TILES_Q, 4, dtype=torch.int32, device=DEVICE)
-        query_ranges = torch.empty(B, TILES_K, 4, dtype=torch.int32, device=DEVICE)
-        twin_kernel[(B,)](kept, key_ranges, query_ranges, visibility(mask), N_Q, N_K, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
-
+    every = list(itertools.product(windows, keys, queries, [None, None, "packed", "any order"]))
+    for window, keys_pattern, queries_pattern, documents_pattern in random.Random(0).sample(every, 25):
+        mask = Mask(
+            causal,
+            start,
+            window,
+            padding(keys_pattern, N_K),
+            padding(queries_pattern, N_Q, seed=1),
+            documents(documents_pattern),
+        )
+        kept, key_ranges, query_ranges = ranges_of(mask, N_Q, N_K)
         expected = torch.zeros_like(kept)
         expected[:, :N_Q, :N_K] = mask.keep(N_Q, N_K, DEVICE)[:, 0]
         assert torch.equal(kept, expected)
 
         everything = torch.ones(B, max(N_Q, N_K), dtype=torch.bool, device=DEVICE)
-        real_queries = everything[:, :N_Q] if mask.real_queries is None else mask.real_queries
-        real_keys = everything[:, :N_K] if mask.real_keys is None else mask.real_keys
+        real_queries, real_keys = mask.readable_queries(), mask.readable_keys()
+        real_queries = everything[:, :N_Q] if real_queries is None else real_queries
+        real_keys = everything[:, :N_K] if real_keys is None else real_keys
         # A full tile may hold rows that are not real on the side that the program owns: those are never written.
         excused_queries = ~padded(real_queries, TILES_Q, BLOCK_M)[:, :, None]
         excused_keys = ~padded(real_keys, TILES_K, BLOCK_N)[:, None, :]
+        if documents_pattern is not None:  # queries that are not real may be there too: their lse makes every weight 0
+            excused_keys = excused_keys | excused_queries
         seen = tiled(expected).any((-1, -2))
         for visited, full, excused in (
             (*in_range(key_ranges, TILES_K), excused_queries),
@@ -126,9 +153,28 @@ def test_keep_and_ranges_are_twins_of_the_mask(causal, q_start):
             all_seen = tiled(expected | excused).all(-1).all(-1)
             assert (visited | ~seen).all(), "a visible pair is skipped"
             assert (all_seen | ~full).all(), "a full tile hides a pair"
-            if "holes" not in (keys_pattern, queries_pattern):
+            if documents_pattern is None and "holes" not in (keys_pattern, queries_pattern):
                 assert torch.equal(visited, seen), "a tile without a visible pair is visited"
                 assert torch.equal(full, all_seen & seen), "a tile without a hidden pair is not called full"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["any order", "causal"])
+def test_documents_that_fill_their_tiles_visit_no_other(causal):
+    """Lengths of 2, 1 and 3 tiles, then one of padding: just the blocks on the diagonal, and no edge but causal's."""
+    tile = torch.tensor([0, 0, 1, 2, 2, 2, -1], device=DEVICE)
+    ids = tile.repeat_interleave(BLOCK_M).expand(B, -1)
+    _, key_ranges, query_ranges = ranges_of(Mask(causal=causal, segments=(ids, ids)), ids.shape[1], ids.shape[1])
+    seen = (tile[:, None] == tile) & (tile >= 0)
+    order = torch.arange(len(tile), device=DEVICE)
+    behind = order[:, None] - order
+    full = seen & (behind > 0) if causal else seen
+    seen = seen & (behind >= 0) if causal else seen
+    for found, expected in (
+        (in_range(key_ranges, len(tile)), (seen, full)),
+        (in_range(query_ranges, len(tile)), (seen.mT, full.mT)),
+    ):
+        for tiles, right in zip(found, expected, strict=True):
+            assert torch.equal(tiles, right.expand(B, -1, -1))
 
 
 def test_fp32_is_multiplied_exactly_unless_torch_is_told_otherwise():
@@ -181,12 +227,12 @@ def test_kernels_compile_and_fit_and_hot_ones_do_not_spill(arch, tmp_path):
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in printed.splitlines()]
     with_products = {"forward_kernel", "dk_dv_kernel", "dq_kernel"}
-    for D, dtype, mask in COMPILED[arch]:
+    for D, dtype, call in COMPILED[arch]:
         name = str(dtype).removeprefix("torch.")
-        kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["mask"]) == (D, name, mask)}
+        kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["call"]) == (D, name, call)}
         assert with_products | {"rows_kernel"} <= kernels
     for row in rows:
-        if (row["D"], getattr(torch, row["dtype"]), row["mask"]) in HOT:
+        if (row["D"], getattr(torch, row["dtype"]), row["call"]) in HOT:
             assert row["stack"] == 0, f"spills: {row}"
         assert row["shared"] <= SHARED_MEMORY[arch], f"does not fit: {row}"
         uses_tensor_cores = row["kernel"] in with_products and row["dtype"] != "float32"  # exact fp32 has none

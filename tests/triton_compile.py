@@ -26,17 +26,30 @@ from fastattn.spec import Mask, Spec
 
 B, H, N = 2, 2, 256
 REAL = torch.ones(B, N, dtype=torch.bool)
-MASKS = {
-    "plain": Mask(),
-    "causal": Mask(causal=True),
-    "keys": Mask(real_keys=REAL),
-    "worst": Mask(causal=True, q_start=torch.zeros(B, dtype=torch.int32), real_keys=REAL, real_queries=REAL),
+WORST = Mask(causal=True, q_start=torch.zeros(B, dtype=torch.int32), real_keys=REAL, real_queries=REAL)
+CALLS = {  # name -> arguments of Spec
+    "plain": {"mask": Mask()},
+    "causal": {"mask": Mask(causal=True)},
+    "keys": {"mask": Mask(real_keys=REAL)},
+    "worst": {"mask": WORST},
+    "documents": {"mask": Mask(causal=True, segments=(REAL.int(), REAL.int()))},
+    "dense": {"mask": Mask(causal=True, dense=torch.ones(B, 1, N, N, dtype=torch.bool))},
+    "softcap": {"mask": Mask(causal=True), "softcap": 50.0},
+    "alibi": {"mask": Mask(causal=True), "alibi_slopes": torch.zeros(H)},
+    "bias": {"mask": Mask(causal=True), "bias": torch.zeros(H, N, N, dtype=torch.bfloat16)},
+    "bias of keys": {"mask": Mask(), "bias": torch.zeros(B, 1, 1, N, dtype=torch.bfloat16)},
+    "sinks": {"mask": Mask(causal=True), "sinks": torch.zeros(H)},
+    "dropout": {"mask": Mask(causal=True), "dropout_p": 0.1, "seed": torch.zeros((), dtype=torch.int64)},
 }
-HOT = [(D, torch.bfloat16, mask) for D in (64, 128) for mask in ("plain", "causal", "keys")]
+HOT = [(D, torch.bfloat16, call) for D in (64, 128) for call in ("plain", "causal", "keys")]
+FEATURES = [
+    (D, torch.bfloat16, call) for D in (64, 128) for call in CALLS if call not in ("plain", "causal", "keys", "worst")
+]
 COMPILED = {
     80: [*HOT, (64, torch.float16, "worst"), (256, torch.bfloat16, "causal"), (64, torch.float32, "causal")],
     90: [*HOT, (128, torch.float16, "worst"), (256, torch.bfloat16, "causal"), (64, torch.float32, "causal")],
 }
+COMPILED = {arch: calls + FEATURES for arch, calls in COMPILED.items()}
 
 
 class NoGPU:
@@ -66,14 +79,15 @@ def compiled(arch: int) -> Iterator[dict[str, object]]:
         kernels.append((self.__name__, launch(self, *args, grid=grid, warmup=True, **options)))
 
     JITFunction.run = compile_only
-    for D, dtype, mask in COMPILED[arch]:
+    for D, dtype, name in COMPILED[arch]:
         q = torch.zeros(B, H, N, D, dtype=dtype)
-        lse, spec = torch.zeros(B, H, N), Spec(MASKS[mask], D**-0.5)
+        lse, spec = torch.zeros(B, H, N), Spec(scale=D**-0.5, **CALLS[name])
+        wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
         backend.forward(q, q, q, spec)
-        backend.backward(q, lse, q, q, q, q, lse, spec, (True, True, True, False, False, False))
-        for name, kernel in kernels:
-            call = {"arch": arch, "kernel": name, "D": D, "dtype": str(dtype).removeprefix("torch."), "mask": mask}
-            yield call | _resources(kernel)
+        backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
+        for kernel_name, kernel in kernels:
+            of = {"arch": arch, "kernel": kernel_name, "D": D, "dtype": str(dtype).removeprefix("torch."), "call": name}
+            yield of | _resources(kernel)
         kernels.clear()
 
 

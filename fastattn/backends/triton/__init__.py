@@ -10,7 +10,7 @@ import os
 import torch
 from torch import Tensor
 
-from ...spec import Spec
+from ...spec import FEATURES, Spec
 
 NAME = "triton"
 
@@ -19,8 +19,8 @@ _LARGEST_HEAD_DIM = 256
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """What the kernels compute, the same on every device."""
-    return frozenset({"causal", "q_start", "window", "real_keys", "real_queries"})
+    """All of them, on every device."""
+    return FEATURES
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
@@ -66,10 +66,10 @@ def backward(
     spec: Spec,
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk and dv where `output_mask` asks for them; the other three gradients belong to features refused here."""
+    """The six gradients, each where `output_mask` asks for it."""
     from .flash_backward import backward
 
-    return (*backward(do, dlse, q, k, v, o, lse, spec, output_mask), None, None, None)
+    return backward(do, dlse, q, k, v, o, lse, spec, output_mask)
 
 
 def _device_objections(device: torch.device) -> list[str]:

@@ -37,6 +37,9 @@ _TABLE = {
     ("dq", _HOPPER, 64): Config(128, 64, 8, 2),  # untuned; 128, 181 registers
     ("dq", _HOPPER, 128): Config(128, 64, 8, 2),  # untuned; 192, 240 registers
     ("dq", _HOPPER, 256): Config(64, 64, 8, 2),  # untuned; 230, 246 registers
+    ("dbias", _HOPPER, 64): Config(64, 64, 4, 1),  # untuned
+    ("dbias", _HOPPER, 128): Config(64, 64, 8, 1),  # untuned
+    ("dbias", _HOPPER, 256): Config(64, 32, 8, 1),  # untuned
     # At most 99 KB of shared memory, which is all that sm_86, sm_89 and sm_120 have.
     ("forward", _AMPERE, 64): Config(64, 64, 4, 3),  # untuned; 184, 231 registers
     ("forward", _AMPERE, 128): Config(128, 64, 8, 2),  # untuned; 255, 255 registers
@@ -48,23 +51,28 @@ _TABLE = {
     ("dq", _AMPERE, 64): Config(64, 32, 4, 2),  # untuned; 212, 203 registers
     ("dq", _AMPERE, 128): Config(64, 64, 8, 2),  # untuned; 184, 196 registers
     ("dq", _AMPERE, 256): Config(64, 32, 8, 1),  # untuned; 242, 251 registers
+    ("dbias", _AMPERE, 64): Config(64, 32, 4, 1),  # untuned
+    ("dbias", _AMPERE, 128): Config(64, 32, 8, 1),  # untuned
+    ("dbias", _AMPERE, 256): Config(32, 32, 8, 1),  # untuned
     # Exact fp32 products hold whole rows of their operands in registers, so tiles are small.
     ("forward", _FP32, 64): Config(32, 32, 4, 1),  # untuned; 147 registers with a mask, on sm_80
     ("forward", _FP32, 128): Config(32, 16, 4, 1),  # untuned; 143 registers with a mask, on sm_80
     ("rows", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 114 registers with a mask, on sm_80
     ("dk_dv", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 189 registers with a mask, on sm_80
     ("dq", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 152 registers with a mask, on sm_80
+    ("dbias", _FP32, 128): Config(32, 32, 4, 1),  # untuned
     ("forward", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 138 registers with a mask, on sm_80
     ("rows", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 90 registers with a mask, on sm_80
     ("dk_dv", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 184 registers with a mask, on sm_80
     ("dq", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 144 registers with a mask, on sm_80
+    ("dbias", _FP32, 256): Config(16, 16, 4, 1),  # untuned
 }
 
 _INTERPRETED = Config(32, 32, num_warps=4, num_stages=1)  # small, so that short test cases have several tiles
 
 
 def config_for(kernel: str, q: Tensor, padded_head_dim: int) -> Config:
-    """The parameters of a kernel ("forward", "rows", "dk_dv" or "dq") on the GPU and for the dtype of q."""
+    """The parameters of a kernel ("forward", "rows", "dk_dv", "dq" or "dbias") on the GPU and for the dtype of q."""
     if triton.knobs.runtime.interpret:
         return _INTERPRETED
     family = _FP32 if q.dtype == torch.float32 else _HOPPER if _is_hopper(q) else _AMPERE

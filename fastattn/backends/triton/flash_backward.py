@@ -7,33 +7,44 @@ every run.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec
+from .bias_gradient import gradient_of_table, reduced, shared_along
 from .configs import config_for, padded_head_dim
+from .dropout import kept
+from .recompute import Rows, load_rows, tile_gradients, weights
+from .rules import Rules, rules_of
+from .scores import distances, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
-    Visibility,
     dot,
     dot_precision,
     head_of,
     heads,
-    is_edge,
-    keep,
-    key_range,
     launch,
     load_tile,
-    position_of_first_query,
     program_share,
-    query_range,
     readable_heads,
-    real_tokens,
     store_tile,
-    visibility,
+)
+from .visibility import (
+    anything,
+    as_column,
+    as_row,
+    is_edge,
+    key_range,
+    key_tokens,
+    position_of_first_query,
+    query_range,
+    query_tokens,
+    shown,
 )
 
 PRECISE_UP_TO_LOG2: tl.constexpr = tl.constexpr(16.0)
@@ -50,15 +61,11 @@ def backward(
     lse: Tensor,
     spec: Spec,
     output_mask: tuple[bool, ...],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dq, dk, dv), like q, k and v; a gradient is None, and not computed, where `output_mask` does not ask for it."""
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv, dbias, dalibi_slopes, dsinks); None, and not computed, where `output_mask` does not ask for it."""
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
-    dq_wanted, dk_wanted, dv_wanted = output_mask[:3]
+    dq_wanted, dk_wanted, dv_wanted, dbias_wanted, dalibi_wanted, dsinks_wanted = output_mask
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    visible, scale_log2 = visibility(spec.mask), spec.scale * LOG2E.value
-    q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
-    do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
-
     shape = {
         "GROUP": H // max(H_kv, 1),
         "D_QK": d_qk,
@@ -67,44 +74,77 @@ def backward(
         "BLOCK_V": block_v,
         "PRECISION": dot_precision(),
     }
-    scalars = (H, n_q, n_k)
+    rules, scalars = rules_of(spec, n_q, n_k), (H, n_q, n_k)
+    q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
+    do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
     lse = lse.contiguous()
-    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    rest_log2 = torch.empty_like(lse) if q.dtype == torch.float32 else None
-    config = config_for("rows", q, max(block_qk, block_v))
-    launch(
-        rows_kernel,
-        B * H * triton.cdiv(n_q, config.BLOCK_M),
-        q_heads,
-        k_heads,
-        readable_heads(o),
-        do_heads,
-        lse,
-        None if dlse is None else dlse.contiguous(),
-        lse_log2,
-        rest_log2,
-        delta,
-        visible,
-        scale_log2,
-        *scalars,
-        **shape,
-        **config._asdict(),
-    )
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == -math.inf, 0)  # a constant there, whatever arrives
 
-    inputs = (q_heads, k_heads, v_heads, do_heads, lse_log2, rest_log2, delta)
-    scalars = (visible, spec.scale, scale_log2, *scalars)
-    dq = dk = dv = None
-    if dk_wanted or dv_wanted:
+    def per_query(wanted: bool) -> Tensor | None:
+        return torch.empty_like(lse) if wanted else None
+
+    rows = Rows(per_query(True), per_query(q.dtype == torch.float32), per_query(True))
+    config = config_for("rows", q, max(block_qk, block_v))
+    programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
+    arguments = (q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rows, rules.in_tiles(config.BLOCK_M))
+    launch(rows_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
+
+    inputs, scalars = (q_heads, k_heads, v_heads, do_heads, rows), (spec.scale, *scalars)
+    bias_over = shared_along(spec.bias) if dbias_wanted else None
+    dq = dk = dv = dbias = dalibi_slopes = dsinks = None
+
+    ds_of_keys = lse.new_empty(B, H, n_k) if bias_over == "queries" else None
+    if dk_wanted or dv_wanted or ds_of_keys is not None:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         config = config_for("dk_dv", q, max(block_qk, block_v))
         programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
-        launch(dk_dv_kernel, programs, *inputs, heads(dk), heads(dv), *scalars, **shape, **config._asdict())
-    if dq_wanted:
+        found = (heads(dk), heads(dv), ds_of_keys, rules.in_tiles(config.BLOCK_M))
+        launch(dk_dv_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
+
+    ds_of_rows = per_query(dsinks_wanted or dalibi_wanted or (bias_over == "keys" and spec.sinks is not None))
+    ds_by_distance, p_by_distance = per_query(dalibi_wanted), per_query(dalibi_wanted)
+    if dq_wanted or ds_of_rows is not None:
         dq = torch.empty_like(q)
         config = config_for("dq", q, max(block_qk, block_v))
         programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-        launch(dq_kernel, programs, *inputs, heads(dq), *scalars, **shape, **config._asdict())
-    return dq, dk, dv
+        found = (heads(dq), ds_of_rows, ds_by_distance, p_by_distance, rules.in_tiles(config.BLOCK_M))
+        launch(dq_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
+
+    if bias_over == "neither":
+        dbias = gradient_of_table(spec.bias, inputs, rules, (B, H, n_q, n_k), shape)
+    elif bias_over == "queries":
+        dbias = reduced(ds_of_keys[:, :, None], spec.bias)
+
+    p_sinks = None if spec.sinks is None else weights_of_sinks(spec.sinks, rows)
+    lost = None if ds_of_rows is None else lost_in_delta(rows.delta, ds_of_rows, p_sinks, dlse)
+    # A sink takes weight from the values and adds nothing to them: its dP is 0.
+    ds_of_sinks = None if p_sinks is None or lost is None else -p_sinks * (rows.delta + lost)
+    if bias_over == "keys":
+        # The dS of a row, its sink's included, sum to dlse: a softmax does not see what is added to all its scores.
+        total = torch.zeros_like(lse) if dlse is None else dlse
+        dbias = reduced((total if ds_of_sinks is None else total - ds_of_sinks)[..., None], spec.bias)
+    if dalibi_wanted:
+        of_heads = -(ds_by_distance - lost * p_by_distance).sum(2)
+        dalibi_slopes = of_heads.sum_to_size(spec.alibi_slopes.shape).to(spec.alibi_slopes.dtype)
+    if dsinks_wanted:
+        dsinks = ds_of_sinks.sum((0, 2)).to(spec.sinks.dtype)
+    return dq, dk, dv, dbias, dalibi_slopes, dsinks
+
+
+def weights_of_sinks(sinks: Tensor, rows: Rows) -> Tensor:
+    """What each query gives to the sink of its head, [B, H, n_q]."""
+    p_log2 = sinks[:, None].float() * LOG2E.value - rows.lse_log2
+    return torch.exp2(p_log2 if rows.rest_log2 is None else p_log2 - rows.rest_log2)
+
+
+def lost_in_delta(delta: Tensor, ds_of_rows: Tensor, p_sinks: Tensor | None, dlse: Tensor | None) -> Tensor:
+    """What delta lacks since O was rounded, [B, H, n_q]: a gradient that is one number for all queries would show it.
+
+    dS = P * (dP - delta), of which the kernels know all sums: dP's is what delta should hold, P's is 1 less the sink's.
+    """
+    lost = ds_of_rows if p_sinks is None else ds_of_rows - p_sinks * delta
+    return lost if dlse is None else lost - dlse
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -115,11 +155,8 @@ def rows_kernel(
     do: Heads,
     lse,
     dlse,
-    lse_log2,
-    rest_log2,
-    delta,
-    visible: Visibility,
-    scale_log2,
+    rows: Rows,
+    rules: Rules,
     H,
     n_q,
     n_k,
@@ -133,9 +170,11 @@ def rows_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """What the other two kernels need of BLOCK_M query rows: delta, and lse in base 2, in fp32 as two floats."""
+    visible, scoring = rules.visible, rules.scoring
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
-    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+    q_start = position_of_first_query(visible, i_b)
+    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    o_q, m_q = queries[0], queries[1]
     p_row = (i_b * H + i_h) * n_q + o_q
     # [M, D]
     b_o = load_tile(head_of(o, i_b, i_h), o.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
@@ -144,41 +183,34 @@ def rows_kernel(
     if dlse is not None:
         b_delta -= tl.load(dlse + p_row, mask=m_q, other=0.0)
     b_lse = tl.load(lse + p_row, mask=m_q, other=float("-inf"))
-    # An lse of +inf makes every weight exp2(score - lse) of a row that sees nothing 0, without a NaN.
     b_lse_log2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
     m_row = o_q < n_q
-    tl.store(delta + p_row, b_delta, mask=m_row)
-    tl.store(lse_log2 + p_row, b_lse_log2, mask=m_row)
+    tl.store(rows.delta + p_row, b_delta, mask=m_row)
+    tl.store(rows.lse_log2 + p_row, b_lse_log2, mask=m_row)
 
-    if rest_log2 is not None:
+    if rows.rest_log2 is not None:
         # Every weight of a row is off by the rounding of its lse. They sum to 1, so one more pass tells by how much.
         rounded = tl.max(tl.where(b_lse == float("-inf"), 0.0, tl.abs(b_lse_log2)), 0) > PRECISE_UP_TO_LOG2
-        q_start = position_of_first_query(visible, i_b)
         tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         # [M, D]
         b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
         p_k = head_of(k, i_b, i_h // GROUP)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
+        if scoring.sinks is not None:
+            b_sum = tl.where(rounded, tl.exp2(sink_log2(scoring, i_h) - b_lse_log2), 0.0)
         for i_n in tl.range(tile_range[0], tl.where(rounded, tile_range[3], tile_range[0])):
-            o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-            m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
-            # [N, D]
-            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-            # [M, N]
-            b_p = weights(b_q, b_k, b_lse_log2[:, None], None, scale_log2, PRECISION)
-            if is_edge(i_n, tile_range):
-                b_p = tl.where(keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible), b_p, 0.0)
-            b_sum += tl.sum(b_p, 1)
-        tl.store(rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
-
-
-@triton.jit
-def weights(b_x, b_y, b_lse_log2, b_rest_log2, scale_log2, PRECISION: tl.constexpr):
-    """P of a tile, before the mask: [M, N] where x is Q and y is K, [N, M] the other way round."""
-    b_p_log2 = dot(b_x, tl.trans(b_y), None, PRECISION) * scale_log2 - b_lse_log2
-    if b_rest_log2 is not None:
-        b_p_log2 -= b_rest_log2
-    return tl.exp2(b_p_log2)
+            keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+            m_k = keys[1]
+            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+            m_dense = shown(pairs, visible)
+            if m_dense is None or anything(m_dense):
+                # [N, D]
+                b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                # [M, N]
+                edge = is_edge(i_n, tile_range)
+                b_p = weights(b_q, b_k, b_lse_log2[:, None], 0.0, edge, m_dense, pairs, rules, PRECISION)[0]
+                b_sum += tl.sum(b_p, 1)
+        tl.store(rows.rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -187,14 +219,12 @@ def dk_dv_kernel(
     k: Heads,
     v: Heads,
     do: Heads,
-    lse_log2,
-    rest_log2,
-    delta,
+    rows: Rows,
     dk: Heads,
     dv: Heads,
-    visible: Visibility,
+    ds_of_keys,
+    rules: Rules,
     scale,
-    scale_log2,
     H,
     n_q,
     n_k,
@@ -208,12 +238,13 @@ def dk_dv_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program computes BLOCK_N rows of a key head's dK and dV, over the query tiles of all heads that share it."""
+    visible, dropout = rules.visible, rules.dropout
     i_n, i_h, i_b = program_share(tl.cdiv(n_k, BLOCK_N), H // GROUP)
     q_start = position_of_first_query(visible, i_b)
     tile_range = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
+    keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+    o_k, m_k = keys[0], keys[1]
     # [N, D]
     b_k = load_tile(head_of(k, i_b, i_h), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
     b_v = load_tile(head_of(v, i_b, i_h), v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
@@ -225,29 +256,37 @@ def dk_dv_kernel(
         p_q = head_of(q, i_b, i_hq)
         p_do = head_of(do, i_b, i_hq)
         i_row = (i_b * H + i_hq) * n_q
+        b_ds_of_keys = tl.zeros([BLOCK_N], tl.float32)
         for i_m in tl.range(tile_range[0], tile_range[3]):
             edge = is_edge(i_m, tile_range)
-            o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-            m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
-            # [M, D]
-            b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-            b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
-            # [M]
-            b_lse_log2 = tl.load(lse_log2 + i_row + o_q, mask=m_q, other=float("inf"))
-            b_rest_log2 = None
-            if rest_log2 is not None:
-                b_rest_log2 = tl.load(rest_log2 + i_row + o_q, mask=m_q, other=0.0)[None, :]
-            b_delta = tl.load(delta + i_row + o_q, mask=m_q, other=0.0)
-            # [N, M]
-            b_p = weights(b_k, b_q, b_lse_log2[None, :], b_rest_log2, scale_log2, PRECISION)
-            if edge:
-                b_p = tl.where(keep(o_q[None, :], o_k[:, None], m_q[None, :], m_k[:, None], q_start, visible), b_p, 0.0)
-            b_ds = b_p * (dot(b_v, tl.trans(b_do), None, PRECISION) - b_delta[None, :])
-            # [N, D]
-            b_dv = dot(b_p.to(b_do.dtype), b_do, b_dv, PRECISION)
-            b_dk = dot(b_ds.to(b_q.dtype), b_q, b_dk, PRECISION)
+            queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+            o_q, m_q = queries[0], queries[1]
+            pairs = as_row(queries), as_column(keys), i_b, i_hq, n_q, n_k
+            m_dense = shown(pairs, visible)
+            if m_dense is None or anything(m_dense):
+                # [M, D]
+                b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+                b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
+                b_rows = load_rows(rows, i_row, o_q, m_q)
+                # [N, M]
+                m_kept = None
+                if dropout is not None:
+                    m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
+                _, b_left, b_ds, b_dqk = tile_gradients(
+                    b_k, b_q, b_v, b_do, as_row(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
+                )
+                if ds_of_keys is not None:
+                    b_ds_of_keys += tl.sum(b_ds, 1)
+                # [N, D]
+                b_dv = dot(b_left.to(b_do.dtype), b_do, b_dv, PRECISION)
+                b_dk = dot(b_dqk.to(b_q.dtype), b_q, b_dk, PRECISION)
 
-    # A full tile is full for the real keys only: what was summed up for the others is thrown away.
+            # A full tile is full for the real keys only: what was summed up for the others is thrown away.
+        if ds_of_keys is not None:
+            tl.store(ds_of_keys + (i_b * H + i_hq) * n_k + o_k, tl.where(m_k, b_ds_of_keys, 0.0), mask=o_k < n_k)
+
+    if dropout is not None:
+        b_dv *= dropout.factor
     b_dk = tl.where(m_k[:, None], b_dk * scale, 0.0)
     b_dv = tl.where(m_k[:, None], b_dv, 0.0)
     m_row = o_k < n_k
@@ -261,13 +300,13 @@ def dq_kernel(
     k: Heads,
     v: Heads,
     do: Heads,
-    lse_log2,
-    rest_log2,
-    delta,
+    rows: Rows,
     dq: Heads,
-    visible: Visibility,
+    ds_of_rows,
+    ds_by_distance,
+    p_by_distance,
+    rules: Rules,
     scale,
-    scale_log2,
     H,
     n_q,
     n_k,
@@ -281,6 +320,7 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One program computes BLOCK_M rows of one head's dQ, over the key tiles they see."""
+    visible, dropout = rules.visible, rules.dropout
     n_tiles = tl.cdiv(n_q, BLOCK_M)
     i_m, i_h, i_b = program_share(n_tiles, H)
     if visible.right is not None:
@@ -288,36 +328,50 @@ def dq_kernel(
     q_start = position_of_first_query(visible, i_b)
     tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    o_q, m_q = queries[0], queries[1]
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
     b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
-    # [M]
-    p_row = (i_b * H + i_h) * n_q + o_q
-    b_lse_log2 = tl.load(lse_log2 + p_row, mask=m_q, other=float("inf"))
-    b_rest_log2 = None
-    if rest_log2 is not None:
-        b_rest_log2 = tl.load(rest_log2 + p_row, mask=m_q, other=0.0)[:, None]
-    b_delta = tl.load(delta + p_row, mask=m_q, other=0.0)
+    i_row = (i_b * H + i_h) * n_q
+    b_rows = load_rows(rows, i_row, o_q, m_q)
     p_k = head_of(k, i_b, i_h // GROUP)
     p_v = head_of(v, i_b, i_h // GROUP)
 
     b_dq = tl.zeros([BLOCK_M, BLOCK_QK], tl.float32)
+    b_ds_of_rows = tl.zeros([BLOCK_M], tl.float32)
+    b_ds_by_distance = tl.zeros([BLOCK_M], tl.float32)
+    b_p_by_distance = tl.zeros([BLOCK_M], tl.float32)
     for i_n in tl.range(tile_range[0], tile_range[3]):
         edge = is_edge(i_n, tile_range)
-        o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
-        # [N, D]
-        b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-        b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
-        # [M, N]
-        b_p = weights(b_q, b_k, b_lse_log2[:, None], b_rest_log2, scale_log2, PRECISION)
-        if edge:
-            b_p = tl.where(keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible), b_p, 0.0)
-        b_ds = b_p * (dot(b_do, tl.trans(b_v), None, PRECISION) - b_delta[:, None])
-        # [M, D]
-        b_dq = dot(b_ds.to(b_k.dtype), b_k, b_dq, PRECISION)
+        keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+        m_k = keys[1]
+        pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+        m_dense = shown(pairs, visible)
+        if m_dense is None or anything(m_dense):
+            # [N, D]
+            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+            b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+            # [M, N]
+            m_kept = None
+            if dropout is not None:
+                m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
+            b_p, _, b_ds, b_dqk = tile_gradients(
+                b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
+            )
+            # [M, D]
+            b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
+            if ds_of_rows is not None:
+                b_ds_of_rows += tl.sum(b_ds, 1)
+            if ds_by_distance is not None:
+                b_distance = distances(pairs)
+                b_ds_by_distance += tl.sum(b_ds * b_distance, 1)
+                b_p_by_distance += tl.sum(b_p * b_distance, 1)
 
+    if ds_of_rows is not None:
+        tl.store(ds_of_rows + i_row + o_q, tl.where(m_q, b_ds_of_rows, 0.0), mask=o_q < n_q)
+    if ds_by_distance is not None:
+        tl.store(ds_by_distance + i_row + o_q, tl.where(m_q, b_ds_by_distance, 0.0), mask=o_q < n_q)
+        tl.store(p_by_distance + i_row + o_q, tl.where(m_q, b_p_by_distance, 0.0), mask=o_q < n_q)
     b_dq = tl.where(m_q[:, None], b_dq * scale, 0.0)
     store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)

@@ -9,25 +9,33 @@ from torch import Tensor
 
 from ...spec import Spec, empty_output
 from .configs import config_for, padded_head_dim
+from .dropout import kept
+from .rules import Rules, rules_of
+from .scores import scores_log2, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
-    Visibility,
     dot,
     dot_precision,
     head_of,
     heads,
-    is_edge,
-    keep,
-    key_range,
     launch,
     load_tile,
-    position_of_first_query,
     program_share,
     readable_heads,
-    real_tokens,
     store_tile,
-    visibility,
+)
+from .visibility import (
+    anything,
+    as_column,
+    as_row,
+    hide,
+    is_edge,
+    key_range,
+    key_tokens,
+    position_of_first_query,
+    query_tokens,
+    shown,
 )
 
 
@@ -46,8 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         readable_heads(v),
         heads(o),
         lse,
-        visibility(spec.mask),
-        spec.scale * LOG2E.value,
+        rules_of(spec, n_q, n_k).in_tiles(config.BLOCK_M),
         H,
         n_q,
         n_k,
@@ -69,8 +76,7 @@ def forward_kernel(
     v: Heads,
     o: Heads,
     lse,
-    visible: Visibility,
-    scale_log2,
+    rules: Rules,
     H,
     n_q,
     n_k,
@@ -84,6 +90,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program computes BLOCK_M rows of a head's output: first over the full key tiles, then over the edge tiles."""
+    visible, scoring, dropout = rules
     n_tiles = tl.cdiv(n_q, BLOCK_M)
     i_m, i_h, i_b = program_share(n_tiles, H)
     if visible.right is not None:
@@ -91,8 +98,8 @@ def forward_kernel(
     q_start = position_of_first_query(visible, i_b)
     tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    o_q, m_q = queries[0], queries[1]
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
     p_k = head_of(k, i_b, i_h // GROUP)
@@ -103,30 +110,42 @@ def forward_kernel(
     b_o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for i_n in tl.range(tile_range[0], tile_range[3]):
         edge = is_edge(i_n, tile_range)
-        o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
-        # [N, D]
-        b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-        # [M, N]
-        b_s_log2 = dot(b_q, tl.trans(b_k), None, PRECISION) * scale_log2
-        if edge:
-            m_keep = keep(o_q[:, None], o_k[None, :], m_q[:, None], m_k[None, :], q_start, visible)
-            b_s_log2 = tl.where(m_keep, b_s_log2, float("-inf"))
+        keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+        m_k = keys[1]
+        pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+        m_dense = shown(pairs, visible)
+        if m_dense is None or anything(m_dense):
+            # [N, D]
+            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+            # [M, N]
+            b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
+            b_s_log2 = scores_log2(b_qk, pairs, scoring)[0]
+            b_s_log2 = hide(b_s_log2, float("-inf"), edge, m_dense, pairs, visible)
 
-        b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
-        # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
-        b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
-        b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
-        b_rescale = tl.exp2(b_max_log2 - b_base_log2)
-        b_max_log2 = b_new_max_log2
-        b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
-        # [N, D]
-        b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
-        # [M, D]
-        b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
+            b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
+            # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
+            b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
+            b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
+            b_rescale = tl.exp2(b_max_log2 - b_base_log2)
+            b_max_log2 = b_new_max_log2
+            b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
+            if dropout is not None:
+                b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
+            # [N, D]
+            b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+            # [M, D]
+            b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
 
     # Equal to 0, not "not above 0": a NaN that was seen must come out.
     m_nothing_seen = (b_sum == 0.0) | ~m_q
+    if scoring.sinks is not None:
+        b_new_max_log2 = tl.maximum(b_max_log2, sink_log2(scoring, i_h))
+        b_rescale = tl.exp2(b_max_log2 - b_new_max_log2)
+        b_max_log2 = b_new_max_log2
+        b_sum = b_sum * b_rescale + tl.exp2(sink_log2(scoring, i_h) - b_new_max_log2)
+        b_o *= b_rescale[:, None]
+    if dropout is not None:
+        b_o *= dropout.factor
     b_sum = tl.where(m_nothing_seen, 1.0, b_sum)
     b_o = tl.where(m_nothing_seen[:, None], 0.0, b_o / b_sum[:, None])
     b_lse = tl.where(m_nothing_seen, float("-inf"), (b_max_log2 + tl.log2(b_sum)) / LOG2E)

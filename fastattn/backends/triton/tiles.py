@@ -1,4 +1,4 @@
-"""What the kernels share: which keys and tiles may be seen, how a tile is read and written, how a kernel is launched.
+"""What the kernels share: how a tile is read, written and multiplied, and how a kernel is launched.
 
 Names in kernels: `i_` index, `o_` positions along an axis, `m_` which of them may be read, `p_` pointer, `b_` block in
 registers, `s_` stride, `_log2` a quantity in base 2. M counts queries, N keys, D head dims.
@@ -15,13 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ... import spec
-from ...spec import Mask
 
 LOG2E: tl.constexpr = tl.constexpr(spec.LOG2E)
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
-
-FAR = 2**29
-"""Further than any sequence is long; a sum of three such distances is still below 2^31."""
 
 
 class Heads(NamedTuple):
@@ -31,52 +27,14 @@ class Heads(NamedTuple):
     s: tuple[int, int, int, int]
 
 
-class Visibility(NamedTuple):
-    """A `Mask` as the kernels take it; None where the mask has no such limit, which removes the code for it.
+class Table(NamedTuple):
+    """Something broadcastable to [B, H, n_q, n_k], and its strides; s_q and s_k are None where one entry is for all."""
 
-    Query i sees keys from `i + q_start - left` to `i + q_start + right`; causal is a `right` of 0 or less.
-    """
-
-    real_queries: Tensor | None  # bool [B, n_q]
-    query_spans: Tensor | None  # int32 [B, 3], see real_spans
-    real_keys: Tensor | None  # bool [B, n_k]
-    key_spans: Tensor | None  # int32 [B, 3]
-    q_starts: Tensor | None  # integer [B], instead of q_start
-    q_start: int
-    left: int | None
-    right: int | None
-
-
-def visibility(mask: Mask) -> Visibility:
-    """`mask` as the kernels take it."""
-    per_sample = isinstance(mask.q_start, Tensor)
-    left, right = (None if limit is None else min(limit, FAR) for limit in mask.window)
-    if mask.causal:
-        right = 0 if right is None else min(right, 0)
-    return Visibility(
-        real_queries=None if mask.real_queries is None else mask.real_queries.contiguous(),
-        query_spans=real_spans(mask.real_queries),
-        real_keys=None if mask.real_keys is None else mask.real_keys.contiguous(),
-        key_spans=real_spans(mask.real_keys),
-        q_starts=mask.q_start.contiguous() if per_sample else None,
-        q_start=0 if per_sample else max(-FAR, min(mask.q_start, FAR)),
-        left=left,
-        right=right,
-    )
-
-
-def real_spans(real: Tensor | None) -> Tensor | None:
-    """int32 [B, 3], found without synchronising: where real tokens begin, where the first hole is, where they end.
-
-    Args:
-        real: bool [B, n], or None for no padding.
-    """
-    if real is None or real.shape[1] == 0:
-        return None
-    B, n = real.shape
-    spans = real.new_empty(B, 3, dtype=torch.int32)
-    launch(spans_kernel, B, real.contiguous(), spans, n, BLOCK=4096, num_warps=8)
-    return spans
+    data: Tensor
+    s_b: int
+    s_h: int
+    s_q: int | None
+    s_k: int | None
 
 
 def heads(x: Tensor) -> Heads:
@@ -87,6 +45,13 @@ def heads(x: Tensor) -> Heads:
 def readable_heads(x: Tensor) -> Heads:
     """`x` [B, H, N, D] for a kernel that reads it many times; copied where its rows are scattered."""
     return heads(x if x.stride(3) == 1 or x.shape[3] <= 1 else x.contiguous())
+
+
+def table(x: Tensor) -> Table:
+    """`x` for a kernel, as it lies in memory."""
+    x = x[(None,) * (4 - x.dim())]
+    strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+    return Table(x, *strides[:2], *(s or None for s in strides[2:]))
 
 
 def dot_precision() -> str:
@@ -101,125 +66,6 @@ def launch(kernel: triton.JITFunction, programs: int, *args: object, **options: 
     with torch.cuda.device_of(next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))):
         # Triton 3.10 turns the fusion of a * b + c off by default.
         kernel[(programs,)](*args, **options, enable_fp_fusion=True)
-
-
-@triton.jit(do_not_specialize=["n"])
-def spans_kernel(real, spans, n, BLOCK: tl.constexpr):
-    """One sample's row of `real_spans`."""
-    i_b = tl.program_id(0).to(tl.int64)
-    # Per lane first, so that each pass costs no reduction.
-    b_first = tl.full([BLOCK], n, tl.int32)
-    b_end = tl.zeros([BLOCK], tl.int32)
-    for i in tl.range(0, n, BLOCK):
-        o = i + tl.arange(0, BLOCK)
-        m_real = real_tokens(o, n, real, i_b)
-        b_first = tl.minimum(b_first, tl.where(m_real, o, n))
-        b_end = tl.maximum(b_end, tl.where(m_real, o + 1, 0))
-    first = tl.min(b_first, 0)
-    b_hole = tl.full([BLOCK], n, tl.int32)
-    for i in tl.range(0, n, BLOCK):
-        o = i + tl.arange(0, BLOCK)
-        m_real = real_tokens(o, n, real, i_b)
-        b_hole = tl.minimum(b_hole, tl.where(m_real | (o < first), n, o))
-    tl.store(spans + i_b * 3, first)
-    tl.store(spans + i_b * 3 + 1, tl.min(b_hole, 0))
-    tl.store(spans + i_b * 3 + 2, tl.max(b_end, 0))
-
-
-@triton.jit
-def real_tokens(o, n, real, i_b):
-    """Which of the positions `o` of a sample hold a token that may be read."""
-    m_real = o < n
-    if real is not None:
-        m_real = m_real & (tl.load(real + i_b * n + o, mask=m_real, other=0) != 0)
-    return m_real
-
-
-@triton.jit
-def real_span(spans, n, i_b):
-    """(first, hole, end) of a sample: its real tokens lie in [first, end), and those of [first, hole) are all real."""
-    if spans is None:
-        return 0, n, n
-    else:
-        p_span = spans + i_b * 3
-        return tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
-
-
-@triton.jit
-def position_of_first_query(visible, i_b):
-    """Where query 0 of a sample stands among the keys."""
-    if visible.q_starts is None:
-        return visible.q_start
-    else:
-        return tl.load(visible.q_starts + i_b).to(tl.int32)
-
-
-@triton.jit
-def keep(o_q, o_k, m_q, m_k, q_start, visible):
-    """Which of the queries `o_q` may see which of the keys `o_k`: the twin of `Mask.keep`.
-
-    One of the two is a column and the other a row; `m_q` and `m_k`, shaped alike, say which of them are real.
-    """
-    m_keep = m_q & m_k
-    behind = o_q + q_start - o_k  # how far the key lies behind the query
-    if visible.left is not None:
-        m_keep = m_keep & (behind <= visible.left)
-    if visible.right is not None:
-        m_keep = m_keep & (behind >= -visible.right)
-    return m_keep
-
-
-@triton.jit
-def key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which key tiles the query tile `i_m` can see: (begin, full_begin, full_end, end), the other view of `keep`.
-
-    Tiles outside [begin, end) need not be read. In those of [full_begin, full_end) every real query sees every key.
-    """
-    q_first, _, q_end = real_span(visible.query_spans, n_q, i_b)
-    k_first, k_hole, k_end = real_span(visible.key_spans, n_k, i_b)
-    row_first = tl.maximum(i_m * BLOCK_M, q_first)
-    row_end = tl.minimum(i_m * BLOCK_M + BLOCK_M, q_end)
-    return column_range(row_first, row_end, q_start, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
-
-
-@triton.jit
-def query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which query tiles can see the key tile `i_n`: `key_range` from the side of the keys."""
-    q_first, q_hole, q_end = real_span(visible.query_spans, n_q, i_b)
-    k_first, _, k_end = real_span(visible.key_spans, n_k, i_b)
-    row_first = tl.maximum(i_n * BLOCK_N, k_first)
-    row_end = tl.minimum(i_n * BLOCK_N + BLOCK_N, k_end)
-    # A key sees the queries that see it: the band is mirrored.
-    return column_range(row_first, row_end, -q_start, visible.right, visible.left, q_first, q_hole, q_end, BLOCK_M)
-
-
-@triton.jit
-def column_range(row_first, row_end, shift, before, after, first, hole, end, BLOCK: tl.constexpr):
-    """The column tiles that rows [row_first, row_end) see when row r sees r + shift - before to r + shift + after.
-
-    Only columns [first, end) are real, and those of [first, hole) are real without exception.
-    """
-    seen_first, seen_end = first, end  # by some row
-    full_first, full_end = first, hole  # by every row
-    if before is not None:
-        seen_first = tl.maximum(seen_first, row_first + shift - before)
-        full_first = tl.maximum(full_first, row_end - 1 + shift - before)
-    if after is not None:
-        seen_end = tl.minimum(seen_end, row_end + shift + after)
-        full_end = tl.minimum(full_end, row_first + shift + after + 1)
-    anything = (row_first < row_end) & (seen_first < seen_end)
-    tile_begin = tl.where(anything, seen_first // BLOCK, 0)
-    tile_end = tl.where(anything, tl.cdiv(seen_end, BLOCK), 0)
-    full_begin = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCK), tile_begin), tile_end)
-    full_end = tl.minimum(tl.maximum(full_end // BLOCK, full_begin), tile_end)
-    return tile_begin, full_begin, full_end, tile_end
-
-
-@triton.jit
-def is_edge(i_tile, tile_range):
-    """Whether a tile of a `key_range` or `query_range` holds pairs that may not be seen."""
-    _, full_begin, full_end, _ = tile_range
-    return (i_tile < full_begin) | (i_tile >= full_end)
 
 
 @triton.jit
@@ -259,6 +105,27 @@ def store_tile(p_head, s, i_tile, m_row, b_rows, D: tl.constexpr, BLOCK: tl.cons
     p_rows = tile_pointers(p_head, s, i_tile, BLOCK, BLOCK_D)
     m_col = (tl.arange(0, BLOCK_D) < D)[None, :]
     tl.store(p_rows, b_rows.to(p_rows.dtype.element_ty), mask=m_row[:, None] & m_col)
+
+
+@triton.jit
+def entries(x, pairs):
+    """The entries of a `Table` for a tile of pairs, broadcastable to it; 0 where either token may not be read.
+
+    pairs: (queries, keys, batch entry, head, n_q, n_k). Tokens are (index, which may be read, position), those of one
+    side a column and those of the other a row.
+    """
+    queries, keys, i_b, i_h, _, _ = pairs
+    o_q, m_q, _ = queries
+    o_k, m_k, _ = keys
+    p_head = x.data + i_b * x.s_b + i_h * x.s_h
+    if x.s_q is not None and x.s_k is not None:
+        return tl.load(p_head + o_q.to(tl.int64) * x.s_q + o_k.to(tl.int64) * x.s_k, mask=m_q & m_k, other=0.0)
+    elif x.s_q is not None:
+        return tl.load(p_head + o_q.to(tl.int64) * x.s_q, mask=m_q, other=0.0)
+    elif x.s_k is not None:
+        return tl.load(p_head + o_k.to(tl.int64) * x.s_k, mask=m_k, other=0.0)
+    else:
+        return tl.load(p_head)
 
 
 @triton.jit

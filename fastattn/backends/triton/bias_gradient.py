@@ -1,0 +1,120 @@
+"""The gradient of a bias, in its own shape and in fp32: dS summed over whatever shares an entry of the bias."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import config_for
+from .dropout import kept
+from .recompute import Rows, load_rows, tile_gradients
+from .rules import Rules
+from .tiles import Heads, Table, head_of, launch, load_tile, program_share, table
+from .visibility import (
+    anything,
+    as_column,
+    as_row,
+    is_edge,
+    key_range,
+    key_tokens,
+    position_of_first_query,
+    query_tokens,
+    shown,
+)
+
+
+def shared_along(bias: Tensor) -> str:
+    """Whether the "keys" of a query share an entry of the bias, or else the "queries" of a key, or "neither" do."""
+    rows, columns = (1, 1, *bias.shape)[-2:]
+    return "keys" if columns == 1 else "queries" if rows == 1 else "neither"
+
+
+def reduced(ds: Tensor, bias: Tensor) -> Tensor:
+    """dS [B, H, n_q or 1, n_k or 1], summed over what shares an entry of the bias."""
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    return torch.empty_like(bias).copy_(ds.sum_to_size(shape).view(bias.shape))
+
+
+def gradient_of_table(
+    bias: Tensor, inputs: tuple, rules: Rules, sizes: tuple[int, int, int, int], shape: dict[str, object]
+) -> Tensor:
+    """The gradient of a bias with an entry for each pair of query and key.
+
+    Args:
+        inputs: the first arguments of `dbias_kernel`.
+        sizes: B, H, n_q, n_k.
+        shape: its constants.
+    """
+    (B, H, n_q, n_k), dbias = sizes, torch.empty_like(bias)
+    B_bias, H_bias = (1, 1, 1, *bias.shape)[-4:-2]
+    config = config_for("dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]))
+    programs = B_bias * H_bias * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
+    arguments = (*inputs, table(dbias), rules.in_tiles(config.BLOCK_M), B // B_bias, H // H_bias, H, n_q, n_k)
+    launch(dbias_kernel, programs, *arguments, **shape, **config._asdict())
+    return dbias
+
+
+@triton.jit(do_not_specialize=["n_q", "n_k"])
+def dbias_kernel(
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    do: Heads,
+    rows: Rows,
+    dbias: Table,
+    rules: Rules,
+    B_SHARING,
+    H_SHARING,
+    H,
+    n_q,
+    n_k,
+    GROUP: tl.constexpr,
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program computes BLOCK_M by BLOCK_N entries of one dbias, over the samples and heads that share them."""
+    visible, dropout = rules.visible, rules.dropout
+    n_tiles_k = tl.cdiv(n_k, BLOCK_N)
+    i_tile, i_h_bias, i_b_bias = program_share(tl.cdiv(n_q, BLOCK_M) * n_tiles_k, H // H_SHARING)
+    i_m, i_n = i_tile // n_tiles_k, i_tile % n_tiles_k
+
+    # [M, N]
+    b_dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i_sharing in tl.range(0, B_SHARING * H_SHARING):
+        i_b, i_h = i_b_bias + i_sharing // H_SHARING, i_h_bias + i_sharing % H_SHARING
+        q_start = position_of_first_query(visible, i_b)
+        tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        if (i_n >= tile_range[0]) & (i_n < tile_range[3]):
+            queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+            keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+            o_q, m_q, m_k = queries[0], queries[1], keys[1]
+            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+            m_dense = shown(pairs, visible)
+            if m_dense is None or anything(m_dense):
+                # [M, D]
+                b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+                b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
+                # [N, D]
+                b_k = load_tile(head_of(k, i_b, i_h // GROUP), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                b_v = load_tile(head_of(v, i_b, i_h // GROUP), v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+                m_kept = None
+                if dropout is not None:
+                    m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
+                b_rows = load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q)
+                edge = is_edge(i_n, tile_range)
+                b_ds = tile_gradients(
+                    b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
+                )[2]
+                b_dbias += tl.where(m_q[:, None], b_ds, 0.0)
+
+    o_q, o_k = i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    p_rows = dbias.data + i_b_bias * dbias.s_b + i_h_bias * dbias.s_h + o_q.to(tl.int64)[:, None] * dbias.s_q
+    p_pairs = p_rows + o_k.to(tl.int64)[None, :] * dbias.s_k
+    tl.store(p_pairs, b_dbias.to(dbias.data.dtype.element_ty), mask=(o_q < n_q)[:, None] & (o_k < n_k)[None, :])

@@ -1,0 +1,62 @@
+"""What every backward kernel recomputes of a tile: the weights from the lse, and the gradient of the scores."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .scores import scores_log2
+from .tiles import dot
+from .visibility import hide
+
+
+class Rows(NamedTuple):
+    """What the backward kernels need of each query, fp32 [B, H, n_q]; `rows_kernel` finds it.
+
+    lse_log2: in base 2; +inf where a query sees nothing, which makes each of its weights 0 without a NaN.
+    rest_log2: what the rounding of lse_log2 left out, or None for nothing.
+    delta: rowsum(dO * O) - dlse.
+    """
+
+    lse_log2: Tensor
+    rest_log2: Tensor | None
+    delta: Tensor
+
+
+@triton.jit
+def load_rows(rows, i_row, o_q, m_q):
+    """(lse_log2, rest_log2, delta) of the queries `o_q` of the head whose first query is number `i_row`."""
+    b_lse_log2 = tl.load(rows.lse_log2 + i_row + o_q, mask=m_q, other=float("inf"))
+    b_rest_log2 = tl.zeros_like(b_lse_log2)
+    if rows.rest_log2 is not None:
+        b_rest_log2 = tl.load(rows.rest_log2 + i_row + o_q, mask=m_q, other=0.0)
+    return b_lse_log2, b_rest_log2, tl.load(rows.delta + i_row + o_q, mask=m_q, other=0.0)
+
+
+@triton.jit
+def weights(b_x, b_y, b_lse_log2, b_rest_log2, edge, m_dense, pairs, rules, PRECISION: tl.constexpr):
+    """P of a tile, and the derivative of its scores: [M, N] where x is Q and y is K, [N, M] the other way round."""
+    b_s_log2, b_slope = scores_log2(dot(b_x, tl.trans(b_y), None, PRECISION), pairs, rules.scoring)
+    b_p = tl.exp2(b_s_log2 - b_lse_log2 - b_rest_log2)
+    return hide(b_p, 0.0, edge, m_dense, pairs, rules.visible), b_slope
+
+
+@triton.jit
+def tile_gradients(b_x, b_y, b_dx, b_dy, rows, edge, m_dense, m_kept, pairs, rules, PRECISION: tl.constexpr):
+    """Of a tile: P, what dropout leaves of it (before its factor), dS, and the derivative by scale * q k^T.
+
+    The tile is that of `weights`; dx is dO where x is Q, and V where x is K; `rows` are shaped like the queries.
+    """
+    b_lse_log2, b_rest_log2, b_delta = rows
+    b_p, b_slope = weights(b_x, b_y, b_lse_log2, b_rest_log2, edge, m_dense, pairs, rules, PRECISION)
+    b_dp = dot(b_dx, tl.trans(b_dy), None, PRECISION)
+    if rules.dropout is not None:
+        b_dp = tl.where(m_kept, b_dp * rules.dropout.factor, 0.0)
+    b_ds = b_p * (b_dp - b_delta)
+    b_left = b_p
+    if rules.dropout is not None:
+        b_left = tl.where(m_kept, b_p, 0.0)
+    return b_p, b_left, b_ds, b_ds * b_slope

@@ -1,0 +1,27 @@
+"""A `Spec` as the kernels take it: one argument, of which everything that is None is compiled away."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...spec import Spec
+from .dropout import Dropout, dropout
+from .scores import Scoring, scoring
+from .visibility import Visibility, visibility
+
+
+class Rules(NamedTuple):
+    """Which pairs are seen, what their scores are, which weights stay."""
+
+    visible: Visibility
+    scoring: Scoring
+    dropout: Dropout | None
+
+    def in_tiles(self, block_m: int) -> Rules:
+        """The same for a kernel that takes `block_m` queries a tile."""
+        return self._replace(visible=self.visible.in_tiles(block_m))
+
+
+def rules_of(spec: Spec, n_q: int, n_k: int) -> Rules:
+    """`spec` as the kernels take it, for n_q queries and n_k keys."""
+    return Rules(visibility(spec.mask, n_q, n_k), scoring(spec), dropout(spec))

@@ -1,0 +1,81 @@
+"""From products q k^T to scores in base 2: softcap, bias, ALiBi; and the sink, one more logit of each head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import Spec
+from .tiles import LOG2E, Table, entries, table
+
+
+class Scoring(NamedTuple):
+    """What makes scores of products; None where the call has no such term.
+
+    scale_log2: factor on q k^T, for scores in base 2.
+    softcap_log2: bound on the scores so far, in base 2.
+    bias: added after that; in base e.
+    slopes: [B, H, 1, 1], subtracted for each position that a key is away from the query; in base e.
+    sinks: float [H], in base e.
+    """
+
+    scale_log2: float
+    softcap_log2: float | None
+    bias: Table | None
+    slopes: Table | None
+    sinks: Tensor | None
+
+
+def scoring(spec: Spec) -> Scoring:
+    """The terms of `spec` as the kernels take them."""
+    return Scoring(
+        scale_log2=spec.scale * LOG2E.value,
+        softcap_log2=None if spec.softcap is None else spec.softcap * LOG2E.value,
+        bias=None if spec.bias is None else table(spec.bias),
+        slopes=None if spec.alibi_slopes is None else table(spec.alibi_slopes[..., None, None]),
+        sinks=None if spec.sinks is None else spec.sinks.contiguous(),
+    )
+
+
+@triton.jit
+def distances(pairs):
+    """How many positions each key is away from each query, in fp32."""
+    return tl.abs(pairs[0][2] - pairs[1][2]).to(tl.float32)
+
+
+@triton.jit
+def scores_log2(b_qk, pairs, scoring):
+    """Of a tile of products q k^T: (scores in base 2 before the mask, their derivative by scale * q k^T)."""
+    b_s_log2, b_slope = b_qk * scoring.scale_log2, 1.0
+    if scoring.softcap_log2 is not None:
+        b_tanh = tanh(b_s_log2 / scoring.softcap_log2)
+        b_s_log2, b_slope = b_tanh * scoring.softcap_log2, 1.0 - b_tanh * b_tanh
+    if scoring.bias is not None:
+        b_s_log2 += entries(scoring.bias, pairs).to(tl.float32) * LOG2E
+    if scoring.slopes is not None:
+        b_s_log2 -= distances(pairs) * (entries(scoring.slopes, pairs).to(tl.float32) * LOG2E)
+    return b_s_log2, b_slope
+
+
+@triton.jit
+def sink_log2(scoring, i_h):
+    """The sink of a head, in base 2."""
+    return tl.load(scoring.sinks + i_h).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def tanh(x):
+    """tanh to a few units in the last place, also near 0, which the formula with exp loses.
+
+    Source: Cephes (Moshier), tanhf.c: the polynomial and where it ends.
+    """
+    magnitude, square = tl.abs(x), x * x
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    from_exp = 1.0 - 2.0 / (tl.exp2(magnitude * (2.0 * LOG2E)) + 1.0)  # exp2 may be inf
+    return tl.where(magnitude < 0.625, x + x * square * series, tl.where(x < 0.0, -from_exp, from_exp))

@@ -1,0 +1,328 @@
+"""Which pairs of query and key may be seen, and which tiles of them: two views of one `Mask`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import Mask
+from .documents import key_ranges, tile_ranges
+from .tiles import Table, entries, launch, table
+
+FAR = 2**29
+"""Further than any sequence is long; a sum of three such distances is still below 2^31."""
+
+
+class Visibility(NamedTuple):
+    """A `Mask` as the kernels take it; None where the mask has no such limit, which removes the code for it.
+
+    A query at position p sees keys at p - left to p + right; causal is a `right` of 0 or less. Key j stands at j and
+    query i at i + q_start, or where the tables of positions say. With documents, `key_ranges` takes the place of the
+    spans and of all that the limits say about tiles.
+    """
+
+    real_queries: Tensor | None  # bool [B, n_q]
+    query_spans: Tensor | None  # int32 [B, 3], see real_spans
+    real_keys: Tensor | None  # bool [B, n_k]
+    key_spans: Tensor | None  # int32 [B, 3]
+    q_starts: Tensor | None  # integer [B], instead of q_start
+    q_start: int
+    left: int | None
+    right: int | None
+    documents_q: Tensor | None  # integer [B, n_q]
+    documents_k: Tensor | None  # integer [B, n_k]
+    positions_q: Tensor | None  # int32 [B, n_q]
+    positions_k: Tensor | None  # int32 [B, n_k]
+    dense: Table | None  # bool
+    key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 4]
+
+    def in_tiles(self, block_m: int) -> Visibility:
+        """The same for a kernel that takes `block_m` queries a tile."""
+        if self.key_ranges is None:
+            return self
+        return self._replace(key_ranges=tile_ranges(self.key_ranges, block_m))
+
+
+def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
+    """`mask` as the kernels take it, for n_q queries and n_k keys."""
+    per_sample = isinstance(mask.q_start, Tensor)
+    left, right = (None if limit is None else min(limit, FAR) for limit in mask.window)
+    if mask.causal:
+        right = 0 if right is None else min(right, 0)
+    real_queries, real_keys = (
+        None if real is None else real.contiguous() for real in (mask.readable_queries(), mask.readable_keys())
+    )
+    visible = Visibility(
+        real_queries=real_queries,
+        query_spans=None,
+        real_keys=real_keys,
+        key_spans=None,
+        q_starts=mask.q_start.contiguous() if per_sample else None,
+        q_start=0 if per_sample else max(-FAR, min(mask.q_start, FAR)),
+        left=left,
+        right=right,
+        documents_q=None,
+        documents_k=None,
+        positions_q=None,
+        positions_k=None,
+        dense=None if mask.dense is None else table(mask.dense),
+        key_ranges=None,
+    )
+    if mask.segments is None:
+        return visible._replace(query_spans=real_spans(real_queries), key_spans=real_spans(real_keys))
+    device = mask.segments[0].device
+    positions_q, positions_k = (p.clamp(-FAR, FAR).int() for p in mask.positions(n_q, n_k, device))
+    documents_q, documents_k = (ids.contiguous() for ids in mask.segments)
+    return visible._replace(
+        documents_q=documents_q,
+        documents_k=documents_k,
+        positions_q=positions_q.contiguous(),
+        positions_k=positions_k.contiguous(),
+        key_ranges=key_ranges((documents_q, documents_k), (real_queries, real_keys), positions_q, left, right),
+    )
+
+
+def real_spans(real: Tensor | None) -> Tensor | None:
+    """int32 [B, 3], found without synchronising: where real tokens begin, where the first hole is, where they end.
+
+    Args:
+        real: bool [B, n], or None for no padding.
+    """
+    if real is None or real.shape[1] == 0:
+        return None
+    B, n = real.shape
+    spans = real.new_empty(B, 3, dtype=torch.int32)
+    launch(spans_kernel, B, real.contiguous(), spans, n, BLOCK=4096, num_warps=8)
+    return spans
+
+
+@triton.jit(do_not_specialize=["n"])
+def spans_kernel(real, spans, n, BLOCK: tl.constexpr):
+    """One sample's row of `real_spans`."""
+    i_b = tl.program_id(0).to(tl.int64)
+    # Per lane first, so that each pass costs no reduction.
+    b_first = tl.full([BLOCK], n, tl.int32)
+    b_end = tl.zeros([BLOCK], tl.int32)
+    for i in tl.range(0, n, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        m_real = real_tokens(o, n, real, i_b)
+        b_first = tl.minimum(b_first, tl.where(m_real, o, n))
+        b_end = tl.maximum(b_end, tl.where(m_real, o + 1, 0))
+    first = tl.min(b_first, 0)
+    b_hole = tl.full([BLOCK], n, tl.int32)
+    for i in tl.range(0, n, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        m_real = real_tokens(o, n, real, i_b)
+        b_hole = tl.minimum(b_hole, tl.where(m_real | (o < first), n, o))
+    tl.store(spans + i_b * 3, first)
+    tl.store(spans + i_b * 3 + 1, tl.min(b_hole, 0))
+    tl.store(spans + i_b * 3 + 2, tl.max(b_end, 0))
+
+
+@triton.jit
+def real_tokens(o, n, real, i_b):
+    """Which of the positions `o` of a sample hold a token that may be read."""
+    m_real = o < n
+    if real is not None:
+        m_real = m_real & (tl.load(real + i_b * n + o, mask=m_real, other=0) != 0)
+    return m_real
+
+
+@triton.jit
+def real_span(spans, n, i_b):
+    """(first, hole, end) of a sample: its real tokens lie in [first, end), and those of [first, hole) are all real."""
+    if spans is None:
+        return 0, n, n
+    else:
+        p_span = spans + i_b * 3
+        return tl.load(p_span), tl.load(p_span + 1), tl.load(p_span + 2)
+
+
+@triton.jit
+def position_of_first_query(visible, i_b):
+    """Where query 0 of a sample stands among the keys."""
+    if visible.q_starts is None:
+        return visible.q_start
+    else:
+        return tl.load(visible.q_starts + i_b).to(tl.int32)
+
+
+@triton.jit
+def query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M: tl.constexpr):
+    """A tile of queries: (index, which may be read, position among the keys)."""
+    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
+    if visible.positions_q is None:
+        return o_q, m_q, o_q + q_start
+    else:
+        return o_q, m_q, tl.load(visible.positions_q + i_b * n_q + o_q, mask=m_q, other=0)
+
+
+@triton.jit
+def key_tokens(i_n, i_b, n_k, visible, BLOCK_N: tl.constexpr):
+    """A tile of keys: (index, which may be read, position)."""
+    o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
+    if visible.positions_k is None:
+        return o_k, m_k, o_k
+    else:
+        return o_k, m_k, tl.load(visible.positions_k + i_b * n_k + o_k, mask=m_k, other=0)
+
+
+@triton.jit
+def as_column(x):
+    """Three things that stand along the first axis of a tile of pairs, shaped for it."""
+    return x[0][:, None], x[1][:, None], x[2][:, None]
+
+
+@triton.jit
+def as_row(x):
+    """Three things that stand along the second axis of a tile of pairs, shaped for it."""
+    return x[0][None, :], x[1][None, :], x[2][None, :]
+
+
+@triton.jit
+def keep(pairs, visible):
+    """Which of the queries may see which of the keys: the twin of `Mask.keep`, but for a dense mask. See `entries`."""
+    queries, keys, i_b, _, n_q, n_k = pairs
+    o_q, m_q, position_q = queries
+    o_k, m_k, position_k = keys
+    m_keep = m_q & m_k
+    behind = position_q - position_k  # how far the key lies behind the query
+    if visible.left is not None:
+        m_keep = m_keep & (behind <= visible.left)
+    if visible.right is not None:
+        m_keep = m_keep & (behind >= -visible.right)
+    if visible.documents_q is not None:
+        document_q = tl.load(visible.documents_q + i_b * n_q + o_q, mask=m_q, other=-1)
+        document_k = tl.load(visible.documents_k + i_b * n_k + o_k, mask=m_k, other=-1)
+        m_keep = m_keep & (document_q == document_k)
+    return m_keep
+
+
+@triton.jit
+def shown(pairs, visible):
+    """Which pairs a dense mask shows, read before anything else of a tile; None without one."""
+    if visible.dense is None:
+        return None
+    else:
+        return pairs[0][1] & pairs[1][1] & (entries(visible.dense, pairs) != 0)
+
+
+@triton.jit
+def anything(m):
+    """Whether any of a tile of bools is True."""
+    return tl.max(m.to(tl.int32)) > 0
+
+
+@triton.jit
+def hide(b_x, value, edge, m_dense, pairs, visible):
+    """`b_x` with `value` for the pairs that may not be seen; outside of edges only a dense mask has such."""
+    if m_dense is not None:
+        b_x = tl.where(m_dense, b_x, value)
+    if edge:
+        b_x = tl.where(keep(pairs, visible), b_x, value)
+    return b_x
+
+
+@triton.jit
+def key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which key tiles the query tile `i_m` can see: (begin, full_begin, full_end, end), the other view of `keep`.
+
+    Tiles outside [begin, end) need not be read. In those of [full_begin, full_end) every real query sees every key.
+    """
+    if visible.key_ranges is None:
+        q_first, _, q_end = real_span(visible.query_spans, n_q, i_b)
+        k_first, k_hole, k_end = real_span(visible.key_spans, n_k, i_b)
+        row_first = tl.maximum(i_m * BLOCK_M, q_first)
+        row_end = tl.minimum(i_m * BLOCK_M + BLOCK_M, q_end)
+        return column_range(row_first, row_end, q_start, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
+    else:
+        p_range = visible.key_ranges + (i_b * tl.cdiv(n_q, BLOCK_M) + i_m) * 4
+        first, end = tl.load(p_range), tl.load(p_range + 3)
+        full_first, full_end = tl.load(p_range + 1), tl.load(p_range + 2)
+        return tiles_of(first, full_first, full_end, end, BLOCK_N)
+
+
+@triton.jit
+def query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which query tiles can see the key tile `i_n`: `key_range` from the side of the keys."""
+    if visible.key_ranges is None:
+        q_first, q_hole, q_end = real_span(visible.query_spans, n_q, i_b)
+        k_first, _, k_end = real_span(visible.key_spans, n_k, i_b)
+        row_first = tl.maximum(i_n * BLOCK_N, k_first)
+        row_end = tl.minimum(i_n * BLOCK_N + BLOCK_N, k_end)
+        # A key sees the queries that see it: the band is mirrored.
+        return column_range(row_first, row_end, -q_start, visible.right, visible.left, q_first, q_hole, q_end, BLOCK_M)
+    else:
+        first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
+        return tiles_that_see(first, end, visible.key_ranges, i_b, tl.cdiv(n_q, BLOCK_M))
+
+
+@triton.jit
+def tiles_that_see(first, end, key_ranges, i_b, n_tiles, BLOCK: tl.constexpr = 128):
+    """The query tiles that see some of the keys [first, end), as `key_range` has them: (begin, full_begin, ...)."""
+    b_begin, b_full_begin = tl.full([BLOCK], n_tiles, tl.int32), tl.full([BLOCK], n_tiles, tl.int32)
+    b_end = tl.zeros([BLOCK], tl.int32)
+    for i in tl.range(0, n_tiles, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        m_seen, m_full = sees(o, first, end, key_ranges, i_b, n_tiles)
+        b_begin = tl.minimum(b_begin, tl.where(m_seen, o, n_tiles))
+        b_full_begin = tl.minimum(b_full_begin, tl.where(m_full, o, n_tiles))
+        b_end = tl.maximum(b_end, tl.where(m_seen, o + 1, 0))
+    begin, full_begin, end_of_seen = tl.min(b_begin, 0), tl.min(b_full_begin, 0), tl.max(b_end, 0)
+    b_full_end = tl.full([BLOCK], n_tiles, tl.int32)
+    for i in tl.range(full_begin, end_of_seen, BLOCK):
+        o = i + tl.arange(0, BLOCK)
+        _, m_full = sees(o, first, end, key_ranges, i_b, n_tiles)
+        b_full_end = tl.minimum(b_full_end, tl.where(m_full, n_tiles, o))
+    full_begin = tl.minimum(full_begin, end_of_seen)
+    return tl.minimum(begin, end_of_seen), full_begin, tl.minimum(tl.min(b_full_end, 0), end_of_seen), end_of_seen
+
+
+@triton.jit
+def sees(o, first, end, key_ranges, i_b, n_tiles):
+    """Which of the query tiles `o` see some of the keys [first, end), and which see all of them in every real row."""
+    p_range, m = key_ranges + (i_b * n_tiles + o) * 4, o < n_tiles
+    m_seen = (tl.load(p_range, mask=m, other=0) < end) & (tl.load(p_range + 3, mask=m, other=0) > first)
+    full_first, full_end = tl.load(p_range + 1, mask=m, other=0), tl.load(p_range + 2, mask=m, other=0)
+    return m_seen, m_seen & (full_first <= first) & (full_end >= end)
+
+
+@triton.jit
+def column_range(row_first, row_end, shift, before, after, first, hole, end, BLOCK: tl.constexpr):
+    """The column tiles that rows [row_first, row_end) see when row r sees r + shift - before to r + shift + after.
+
+    Only columns [first, end) are real, and those of [first, hole) are real without exception.
+    """
+    seen_first, seen_end = first, end  # by some row
+    full_first, full_end = first, hole  # by every row
+    if before is not None:
+        seen_first = tl.maximum(seen_first, row_first + shift - before)
+        full_first = tl.maximum(full_first, row_end - 1 + shift - before)
+    if after is not None:
+        seen_end = tl.minimum(seen_end, row_end + shift + after)
+        full_end = tl.minimum(full_end, row_first + shift + after + 1)
+    seen_end = tl.where(row_first < row_end, seen_end, seen_first)
+    return tiles_of(seen_first, full_first, full_end, seen_end, BLOCK)
+
+
+@triton.jit
+def tiles_of(first, full_first, full_end, end, BLOCK: tl.constexpr):
+    """(begin, full_begin, full_end, end) in tiles: columns [first, end) where [full_first, full_end) are full."""
+    tile_begin = tl.where(first < end, first // BLOCK, 0)
+    tile_end = tl.where(first < end, tl.cdiv(end, BLOCK), 0)
+    full_begin = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCK), tile_begin), tile_end)
+    full_end = tl.minimum(tl.maximum(full_end // BLOCK, full_begin), tile_end)
+    return tile_begin, full_begin, full_end, tile_end
+
+
+@triton.jit
+def is_edge(i_tile, tile_range):
+    """Whether a tile of a `key_range` or `query_range` holds pairs that may not be seen."""
+    _, full_begin, full_end, _ = tile_range
+    return (i_tile < full_begin) | (i_tile >= full_end)

@@ -107,7 +107,12 @@ def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec,
         if spec.bias is not None:
             dbias.append(ds.sum_to_size(spec.bias_rows(rows).shape))
         if spec.alibi_slopes is not None:
-            dalibi_slopes = dalibi_slopes - (ds * s.distance).sum((-2, -1)).sum_to_size(spec.alibi_slopes.shape)
+            # Distances from their mean: what a row of dS sums up to, 0 but for rounding and the sink, does not matter.
+            mean = (s.p * s.distance).sum(-1, keepdim=True)
+            by_slope = ds * (s.distance - mean)
+            if spec.sinks is not None:
+                by_slope = torch.cat([by_slope, mean * delta * s.p_sink], -1)
+            dalibi_slopes = dalibi_slopes - by_slope.sum((-2, -1)).sum_to_size(spec.alibi_slopes.shape)
         if spec.sinks is not None:
             dsinks = dsinks - (s.p_sink * delta).sum((0, 2, 3))
     if spec.bias is not None:

@@ -1,5 +1,6 @@
 """Every case on every backend: computed and within the budget, or refused with exactly its objections."""
 
+import dataclasses
 import re
 
 import pytest
@@ -111,6 +112,16 @@ def test_queries_that_see_nothing_give_exactly_zero(backend):
     unread = ~inputs.mask.real_keys[:, None].expand(inputs.k.shape[:3])
     assert (outputs["dk"][unread] == 0).all()
     assert (outputs["dv"][unread] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_bias_of_minus_infinity_hides(backend):
+    inputs = make_inputs(next(case for case in CASES if case.name == "dense"), torch.float32, device_of(backend))
+    bias = torch.zeros_like(inputs.mask.dense, dtype=torch.float32).masked_fill(~inputs.mask.dense, -float("inf"))
+    hidden_by_bias = dataclasses.replace(inputs, mask=fastattn.Mask(), options=inputs.options | {"bias": bias})
+    outputs = run(hidden_by_bias, backend.NAME)
+    assert (outputs.pop("dbias")[~inputs.mask.dense] == 0).all()
+    assert_right(inputs, outputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)

@@ -16,17 +16,20 @@ import triton
 import triton.language as tl
 from triton_compile import COMPILED, HOT
 
+import fastattn
 from fastattn.backends import triton as backend
+from fastattn.backends.triton.scores import tanh
 from fastattn.backends.triton.tiles import dot_precision
 from fastattn.backends.triton.visibility import (
     as_column,
     as_row,
-    keep,
+    hide,
     key_range,
     key_tokens,
     position_of_first_query,
     query_range,
     query_tokens,
+    shown,
     visibility,
 )
 from fastattn.spec import Mask, Spec
@@ -38,7 +41,7 @@ TILES_Q, TILES_K = triton.cdiv(N_Q, BLOCK_M), triton.cdiv(N_K, BLOCK_N)
 
 @triton.jit
 def twin_kernel(kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Writes what `keep`, `key_range` and `query_range` say of one sample."""
+    """Writes what `hide`, `key_range` and `query_range` say of one sample."""
     i_b = tl.program_id(0)
     q_start = position_of_first_query(visible, i_b)
     n_tiles_q, n_tiles_k = tl.cdiv(n_q, BLOCK_M), tl.cdiv(n_k, BLOCK_N)
@@ -52,9 +55,11 @@ def twin_kernel(kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M: tl.c
         queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
         for i_n in tl.range(0, n_tiles_k):
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
-            m_keep = keep((as_column(queries), as_row(keys), i_b, 0, n_q, n_k), visible)
+            m_dense = shown(queries, keys, i_b, 0, visible, QUERIES_DOWN=True)
+            pairs = as_column(queries), as_row(keys), i_b, 0, n_q, n_k
+            b_kept = hide(tl.full([BLOCK_M, BLOCK_N], 1, tl.int32), 0, True, m_dense, pairs, visible)
             p_row = kept + (i_b * n_tiles_q * BLOCK_M + queries[0][:, None]) * (n_tiles_k * BLOCK_N)
-            tl.store(p_row + keys[0][None, :], m_keep)
+            tl.store(p_row + keys[0][None, :], b_kept != 0)
     for i_n in tl.range(0, n_tiles_k):
         begin, full_begin, full_end, end = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         p_range = query_ranges + (i_b * n_tiles_k + i_n) * 4
@@ -87,7 +92,7 @@ def documents(pattern: str | None, seed: int = 0) -> tuple[torch.Tensor, torch.T
 
 
 def ranges_of(mask: Mask, n_q: int, n_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `twin_kernel` says of a mask: the pairs that `keep` allows, key ranges and query ranges."""
+    """What `twin_kernel` says of a mask: the pairs that it does not hide, key ranges and query ranges."""
     tiles_q, tiles_k = triton.cdiv(n_q, BLOCK_M), triton.cdiv(n_k, BLOCK_N)
     kept = torch.empty(B, tiles_q * BLOCK_M, tiles_k * BLOCK_N, dtype=torch.bool, device=DEVICE)
     key_ranges = torch.empty(B, tiles_q, 4, dtype=torch.int32, device=DEVICE)
@@ -158,6 +163,35 @@ def test_keep_and_ranges_are_twins_of_the_mask(causal, q_start):
                 assert torch.equal(full, all_seen & seen), "a tile without a hidden pair is not called full"
 
 
+@pytest.mark.parametrize("shape", [(B, 1, N_Q, N_K), (N_Q, N_K), (B, 1, 1, N_K), (N_Q, 1), ()], ids=str)
+def test_dense_masks_of_every_shape(shape):
+    dense = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.7).to(DEVICE)
+    mask = Mask(causal=True, q_start=5, real_keys=padding("holes", N_K), dense=dense)
+    kept = ranges_of(mask, N_Q, N_K)[0]
+    assert torch.equal(kept[:, :N_Q, :N_K], mask.keep(N_Q, N_K, DEVICE)[:, 0])
+    assert not kept[:, N_Q:].any()
+    assert not kept[:, :, N_K:].any()
+
+
+def test_tiles_of_which_a_dense_mask_shows_nothing_are_not_read():
+    """NaN stands there, which a weight of 0 would not hide."""
+    n, half = 256, 128  # half is a multiple of every tile
+    dense = torch.zeros(n, n, dtype=torch.bool, device=DEVICE)
+    dense[:half, :half] = True
+    q, k, v, do = torch.randn(4, 1, 1, n, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for x in (q, k, v, do):
+        x[:, :, half:] = float("nan")
+    bias = torch.zeros(n, n, device=DEVICE, requires_grad=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o = fastattn.attention(*leaves, Mask(dense=dense), bias=bias, backend="triton")
+    for x in (o, *torch.autograd.grad(o, leaves, do, retain_graph=True)):
+        assert x[:, :, :half].isfinite().all()
+        assert (x[:, :, half:] == 0).all()
+    (dbias,) = torch.autograd.grad(o, [bias], do)
+    assert dbias.isfinite().all()
+    assert (dbias[~dense] == 0).all()
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["any order", "causal"])
 def test_documents_that_fill_their_tiles_visit_no_other(causal):
     """Lengths of 2, 1 and 3 tiles, then one of padding: just the blocks on the diagonal, and no edge but causal's."""
@@ -175,6 +209,24 @@ def test_documents_that_fill_their_tiles_visit_no_other(causal):
     ):
         for tiles, right in zip(found, expected, strict=True):
             assert torch.equal(tiles, right.expand(B, -1, -1))
+
+
+@triton.jit
+def tanh_kernel(x, y, n: tl.constexpr):
+    tl.store(y + tl.arange(0, n), tanh(tl.load(x + tl.arange(0, n))))
+
+
+def test_tanh_is_exact_to_a_few_units_everywhere():
+    tail = torch.tensor([0.0, 0.625, 88.0, 1e4, float("inf")])
+    x = torch.cat([torch.logspace(-30, 2, 251), tail])
+    x = torch.cat([x, -x]).to(DEVICE)
+    y = torch.empty_like(x)
+    tanh_kernel[(1,)](x, y, n=len(x))
+    exact = x.double().tanh()
+    assert ((y - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact.abs()).all()
+    x.fill_(float("nan"))
+    tanh_kernel[(1,)](x, y, n=len(x))
+    assert y.isnan().all()
 
 
 def test_fp32_is_multiplied_exactly_unless_torch_is_told_otherwise():
@@ -226,14 +278,19 @@ def test_kernels_compile_and_fit_and_hot_ones_do_not_spill(arch, tmp_path):
     command = [sys.executable, Path(__file__).with_name("triton_compile.py"), str(arch), "--json"]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in printed.splitlines()]
-    with_products = {"forward_kernel", "dk_dv_kernel", "dq_kernel"}
+    of_weights = {"weights_kernel", "received_kernel", "top_keys_kernel"}
+    with_products = {"forward_kernel", "dk_dv_kernel", "dq_kernel", "dbias_kernel"}
     for D, dtype, call in COMPILED[arch]:
         name = str(dtype).removeprefix("torch.")
         kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["call"]) == (D, name, call)}
-        assert with_products | {"rows_kernel"} <= kernels
+        assert with_products - {"dbias_kernel"} | {"rows_kernel"} <= kernels
+        assert ("dbias_kernel" in kernels) == (call in ("bias", "everything"))
+        assert (of_weights <= kernels) == ((D, dtype, call) in HOT)
     for row in rows:
         if (row["D"], getattr(torch, row["dtype"]), row["call"]) in HOT:
             assert row["stack"] == 0, f"spills: {row}"
         assert row["shared"] <= SHARED_MEMORY[arch], f"does not fit: {row}"
-        uses_tensor_cores = row["kernel"] in with_products and row["dtype"] != "float32"  # exact fp32 has none
+        uses_tensor_cores = (
+            row["kernel"] in with_products | of_weights and row["dtype"] != "float32"
+        )  # exact fp32 has none
         assert (row["mma"] > 0) == uses_tensor_cores, row

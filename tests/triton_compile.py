@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import re
@@ -40,16 +41,33 @@ CALLS = {  # name -> arguments of Spec
     "bias of keys": {"mask": Mask(), "bias": torch.zeros(B, 1, 1, N, dtype=torch.bfloat16)},
     "sinks": {"mask": Mask(causal=True), "sinks": torch.zeros(H)},
     "dropout": {"mask": Mask(causal=True), "dropout_p": 0.1, "seed": torch.zeros((), dtype=torch.int64)},
+    "everything": {
+        "mask": dataclasses.replace(WORST, segments=(REAL.int(), REAL.int()), dense=torch.ones(N, N, dtype=torch.bool)),
+        "bias": torch.zeros(H, N, N, dtype=torch.bfloat16),
+        "softcap": 50.0,
+        "alibi_slopes": torch.zeros(B, H),
+        "sinks": torch.zeros(H),
+        "dropout_p": 0.1,
+        "seed": torch.zeros((), dtype=torch.int64),
+    },
 }
-HOT = [(D, torch.bfloat16, call) for D in (64, 128) for call in ("plain", "causal", "keys")]
-FEATURES = [
-    (D, torch.bfloat16, call) for D in (64, 128) for call in CALLS if call not in ("plain", "causal", "keys", "worst")
-]
+HOT = [(D, torch.bfloat16, call) for D in (64, 128) for call in CALLS if call not in ("worst", "everything")]
 COMPILED = {
-    80: [*HOT, (64, torch.float16, "worst"), (256, torch.bfloat16, "causal"), (64, torch.float32, "causal")],
-    90: [*HOT, (128, torch.float16, "worst"), (256, torch.bfloat16, "causal"), (64, torch.float32, "causal")],
+    80: [
+        *HOT,
+        (64, torch.float16, "worst"),
+        (256, torch.bfloat16, "causal"),
+        (64, torch.float32, "causal"),
+        (128, torch.bfloat16, "everything"),
+    ],
+    90: [
+        *HOT,
+        (128, torch.float16, "worst"),
+        (256, torch.bfloat16, "causal"),
+        (64, torch.float32, "causal"),
+        (128, torch.bfloat16, "everything"),
+    ],
 }
-COMPILED = {arch: calls + FEATURES for arch, calls in COMPILED.items()}
 
 
 class NoGPU:
@@ -85,8 +103,8 @@ def compiled(arch: int) -> Iterator[dict[str, object]]:
         wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
         backend.forward(q, q, q, spec)
         backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
-        backend.weights(q, q, lse, spec, average_heads=True)
-        if spec.dropout_p == 0:
+        if (D, dtype, name) in HOT:
+            backend.weights(q, q, lse, spec, average_heads=True)
             backend.received(q, q, spec)
             backend.top_keys(q, q, spec, top_k=8)
         for kernel_name, kernel in kernels:

@@ -49,7 +49,7 @@ def gradient_of_table(
     """
     (B, H, n_q, n_k), dbias = sizes, torch.empty_like(bias)
     B_bias, H_bias = (1, 1, 1, *bias.shape)[-4:-2]
-    config = config_for("dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]))
+    config = config_for("dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]), rules.heavy)
     programs = B_bias * H_bias * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
     arguments = (*inputs, table(dbias), rules.in_tiles(config.BLOCK_M), B // B_bias, H // H_bias, H, n_q, n_k)
     launch(dbias_kernel, programs, *arguments, **shape, **config._asdict())
@@ -95,8 +95,7 @@ def dbias_kernel(
             queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             o_q, m_q, m_k = queries[0], queries[1], keys[1]
-            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            m_dense = shown(pairs, visible)
+            m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
             if m_dense is None or anything(m_dense):
                 # [M, D]
                 b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
@@ -109,6 +108,7 @@ def dbias_kernel(
                     m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
                 b_rows = load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q)
                 edge = is_edge(i_n, tile_range)
+                pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_ds = tile_gradients(
                     b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
                 )[2]

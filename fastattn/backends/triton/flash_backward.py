@@ -85,7 +85,7 @@ def backward(
         return torch.empty_like(lse) if wanted else None
 
     rows = Rows(per_query(True), per_query(q.dtype == torch.float32), per_query(True))
-    config = config_for("rows", q, max(block_qk, block_v))
+    config = config_for("rows", q, max(block_qk, block_v), rules.heavy)
     programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
     arguments = (q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rows, rules.in_tiles(config.BLOCK_M))
     launch(rows_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
@@ -97,7 +97,7 @@ def backward(
     ds_of_keys = lse.new_empty(B, H, n_k) if bias_over == "queries" else None
     if dk_wanted or dv_wanted or ds_of_keys is not None:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        config = config_for("dk_dv", q, max(block_qk, block_v))
+        config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy)
         programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
         found = (heads(dk), heads(dv), ds_of_keys, rules.in_tiles(config.BLOCK_M))
         launch(dk_dv_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
@@ -106,7 +106,7 @@ def backward(
     ds_by_distance, p_by_distance = per_query(dalibi_wanted), per_query(dalibi_wanted)
     if dq_wanted or ds_of_rows is not None:
         dq = torch.empty_like(q)
-        config = config_for("dq", q, max(block_qk, block_v))
+        config = config_for("dq", q, max(block_qk, block_v), rules.heavy)
         programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
         found = (heads(dq), ds_of_rows, ds_by_distance, p_by_distance, rules.in_tiles(config.BLOCK_M))
         launch(dq_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
@@ -201,13 +201,13 @@ def rows_kernel(
         for i_n in tl.range(tile_range[0], tl.where(rounded, tile_range[3], tile_range[0])):
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             m_k = keys[1]
-            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            m_dense = shown(pairs, visible)
+            m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
             if m_dense is None or anything(m_dense):
                 # [N, D]
                 b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
                 # [M, N]
                 edge = is_edge(i_n, tile_range)
+                pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_p = weights(b_q, b_k, b_lse_log2[:, None], 0.0, edge, m_dense, pairs, rules, PRECISION)[0]
                 b_sum += tl.sum(b_p, 1)
         tl.store(rows.rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
@@ -261,8 +261,7 @@ def dk_dv_kernel(
             edge = is_edge(i_m, tile_range)
             queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
             o_q, m_q = queries[0], queries[1]
-            pairs = as_row(queries), as_column(keys), i_b, i_hq, n_q, n_k
-            m_dense = shown(pairs, visible)
+            m_dense = shown(queries, keys, i_b, i_hq, visible, QUERIES_DOWN=False)
             if m_dense is None or anything(m_dense):
                 # [M, D]
                 b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
@@ -272,6 +271,7 @@ def dk_dv_kernel(
                 m_kept = None
                 if dropout is not None:
                     m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
+                pairs = as_row(queries), as_column(keys), i_b, i_hq, n_q, n_k
                 _, b_left, b_ds, b_dqk = tile_gradients(
                     b_k, b_q, b_v, b_do, as_row(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
                 )
@@ -346,8 +346,7 @@ def dq_kernel(
         edge = is_edge(i_n, tile_range)
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         m_k = keys[1]
-        pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-        m_dense = shown(pairs, visible)
+        m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
         if m_dense is None or anything(m_dense):
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
@@ -356,6 +355,7 @@ def dq_kernel(
             m_kept = None
             if dropout is not None:
                 m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
+            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
             b_p, _, b_ds, b_dqk = tile_gradients(
                 b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
             )

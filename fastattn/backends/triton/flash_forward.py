@@ -45,7 +45,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     o = empty_output(q, d_v)
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    config = config_for("forward", q, max(block_qk, block_v))
+    rules = rules_of(spec, n_q, n_k)
+    config = config_for("forward", q, max(block_qk, block_v), rules.heavy)
     launch(
         forward_kernel,
         B * H * triton.cdiv(n_q, config.BLOCK_M),
@@ -54,7 +55,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         readable_heads(v),
         heads(o),
         lse,
-        rules_of(spec, n_q, n_k).in_tiles(config.BLOCK_M),
+        rules.in_tiles(config.BLOCK_M),
         H,
         n_q,
         n_k,
@@ -112,13 +113,13 @@ def forward_kernel(
         edge = is_edge(i_n, tile_range)
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         m_k = keys[1]
-        pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-        m_dense = shown(pairs, visible)
+        m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
         if m_dense is None or anything(m_dense):
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]
             b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
+            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
             b_s_log2 = scores_log2(b_qk, pairs, scoring)[0]
             b_s_log2 = hide(b_s_log2, float("-inf"), edge, m_dense, pairs, visible)
 

@@ -17,6 +17,13 @@ class Rules(NamedTuple):
     scoring: Scoring
     dropout: Dropout | None
 
+    @property
+    def heavy(self) -> bool:
+        """Whether a tile needs more registers than limits and padding do."""
+        visible, scoring = self.visible, self.scoring
+        terms = (visible.dense, visible.documents_q, scoring.softcap_log2, scoring.bias, scoring.slopes, self.dropout)
+        return any(term is not None for term in terms)
+
     def in_tiles(self, block_m: int) -> Rules:
         """The same for a kernel that takes `block_m` queries a tile."""
         return self._replace(visible=self.visible.in_tiles(block_m))

@@ -111,13 +111,12 @@ def store_tile(p_head, s, i_tile, m_row, b_rows, D: tl.constexpr, BLOCK: tl.cons
 def entries(x, pairs):
     """The entries of a `Table` for a tile of pairs, broadcastable to it; 0 where either token may not be read.
 
-    pairs: (queries, keys, batch entry, head, n_q, n_k). Tokens are (index, which may be read, position), those of one
-    side a column and those of the other a row.
+    pairs: (queries, keys, batch entry, head, n_q, n_k), of which the last two are not read. Tokens are (index, which
+    may be read, position), those of one side a column and those of the other a row.
     """
-    queries, keys, i_b, i_h, _, _ = pairs
-    o_q, m_q, _ = queries
-    o_k, m_k, _ = keys
-    p_head = x.data + i_b * x.s_b + i_h * x.s_h
+    o_q, m_q, _ = pairs[0]
+    o_k, m_k, _ = pairs[1]
+    p_head = x.data + pairs[2] * x.s_b + pairs[3] * x.s_h
     if x.s_q is not None and x.s_k is not None:
         return tl.load(p_head + o_q.to(tl.int64) * x.s_q + o_k.to(tl.int64) * x.s_k, mask=m_q & m_k, other=0.0)
     elif x.s_q is not None:

@@ -205,12 +205,14 @@ def keep(pairs, visible):
 
 
 @triton.jit
-def shown(pairs, visible):
-    """Which pairs a dense mask shows, read before anything else of a tile; None without one."""
+def shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN: tl.constexpr):
+    """Which pairs of a tile a dense mask shows, None without one; to be asked before the tile is read."""
     if visible.dense is None:
         return None
+    elif QUERIES_DOWN:
+        return entries(visible.dense, (as_column(queries), as_row(keys), i_b, i_h)) & queries[1][:, None] & keys[1]
     else:
-        return pairs[0][1] & pairs[1][1] & (entries(visible.dense, pairs) != 0)
+        return entries(visible.dense, (as_row(queries), as_column(keys), i_b, i_h)) & queries[1] & keys[1][:, None]
 
 
 @triton.jit

@@ -8,12 +8,12 @@ The gradients G of attention are linear in (do, dlse), and <G, x'> = <do, o'> + 
 the derivative of G against a cotangent x' is the gradient of the right-hand side, and (o', lse') itself by (do,
 dlse).
 
-The weights as users get them, Z * P in one of the forms of `_formed`, have every derivative from here, the first too.
+The weights as users get them, Z * P in one of the forms of `_formed`, have all their derivatives from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -42,47 +42,40 @@ def second_order(
 ) -> tuple[Tensor | None, Tensor | None, Six]:
     """Gradients of <do, o'> + <dlse, lse'> by do, dlse and each primal; (o', lse') are those of `tangents`."""
     tangents = _zeros_for_none(primals, tangents)
+    present = [i for i, x in enumerate(primals) if x is not None]
+    gradients = [None if x is None else torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in primals]
     ddo, ddlse = [], []
+    for rows in _blocks(primals):
 
-    def cotangents_of_rows(rows: slice, tangents_of_rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        o_t, lse_t = tangents_of_rows
+        def tangents_of_rows(*given: Tensor, rows: slice = rows) -> tuple[Tensor, Tensor]:
+            whole = list(primals)
+            for i, x in zip(present, given, strict=True):
+                whole[i] = x
+            return _tangents_of_rows(tuple(whole), tangents, spec, rows)
+
+        (o_t, lse_t), pull_back = torch.func.vjp(tangents_of_rows, *(primals[i] for i in present))
         ddo.append(o_t)
         ddlse.append(lse_t)
-        return (
+        cotangents = (
             torch.zeros_like(o_t) if do is None else do[:, :, rows].to(o_t.dtype),
             torch.zeros_like(lse_t) if dlse is None else dlse[:, :, rows],
         )
-
-    gradients = _pulled_back(
-        primals, lambda given, rows: _tangents_of_rows(given, tangents, spec, rows), cotangents_of_rows
-    )
+        for i, g in zip(present, pull_back(cotangents), strict=True):
+            gradients[i] = gradients[i] + g
     return (
         None if do is None else torch.cat(ddo, 2).to(do.dtype),
         None if dlse is None else torch.cat(ddlse, 2),
-        gradients,
+        tuple(None if g is None else g.to(x.dtype) for g, x in zip(gradients, primals, strict=True)),
     )
 
 
-def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec, form: str) -> Six:
-    """Gradients of <d_weights, weights> by each primal, those of v and None being None.
+def weights_tangents(keys: Tensor, primals: Six, tangents: Six, spec: Spec, form: str) -> Tensor:
+    """The tangent of the weights in the direction `tangents` (None is zero).
 
     Args:
-        d_weights: in the shape of the weights in that form.
         keys: of the weights, in the form "top_keys".
+        primals: with None for v, like `tangents`.
     """
-
-    def weights_of_rows(given: Six, rows: slice) -> Tensor:
-        s = _softmax_of_rows(given, spec, rows)
-        return _formed(s.dropped(s.p), form, keys, rows)
-
-    def cotangents_of_rows(rows: slice, weights: Tensor) -> Tensor:
-        return _rows_of_form(d_weights, form, rows).to(weights.dtype)
-
-    return _pulled_back(primals, weights_of_rows, cotangents_of_rows)
-
-
-def weights_tangents(keys: Tensor, primals: Six, tangents: Six, spec: Spec, form: str) -> Tensor:
-    """The tangent of the weights in the direction `tangents` (None is zero). Arguments as in `weights_gradients`."""
     tangents = _zeros_for_none(primals, tangents)
 
     def tangents_of_rows(rows: slice) -> Tensor:
@@ -93,6 +86,37 @@ def weights_tangents(keys: Tensor, primals: Six, tangents: Six, spec: Spec, form
     return sum(blocks) if form == "received" else torch.cat(blocks, -2)
 
 
+def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec, form: str) -> Six:
+    """Gradients of <d_weights, weights> by each primal. Written out, so that they have derivatives in turn.
+
+    Args:
+        d_weights: in the shape of the weights in that form. The others as in `weights_tangents`.
+    """
+    spec = replace(spec, bias=primals[3], alibi_slopes=primals[4], sinks=primals[5])
+    q, k = _factors(primals, spec)
+    H, H_kv = q.shape[1], primals[1].shape[1]
+    dq, dbias, dk, dalibi_slopes, dsinks = [], [], 0, 0, 0
+    for rows in _blocks(primals):
+        s = softmax(q, k, spec, rows)
+        dp = s.dropped(_of_each_pair(d_weights, form, keys, rows, s.p))
+        delta = (s.p * dp).sum(-1, keepdim=True)
+        ds = s.p * (dp - delta)  # by the score after softcap and bias
+        dqk = (ds if s.d_score is None else ds * s.d_score) * spec.scale
+        dq.append(dqk @ k)
+        dk = dk + (dqk.mT @ q[:, :, rows]).unflatten(1, (H_kv, H // H_kv)).sum(2)
+        if spec.bias is not None:
+            dbias.append(ds.sum_to_size(spec.bias_rows(rows).shape))
+        if spec.alibi_slopes is not None:
+            dalibi_slopes = dalibi_slopes - (ds * s.distance).sum((-2, -1)).sum_to_size(spec.alibi_slopes.shape)
+        if spec.sinks is not None:
+            dsinks = dsinks - (s.p_sink * delta).sum((0, 2, 3))
+    if spec.bias is not None:
+        one_for_all_queries = spec.bias.dim() < 2 or spec.bias.shape[-2] == 1
+        dbias = sum(dbias) if one_for_all_queries else torch.cat(dbias, -2)
+    gradients = (torch.cat(dq, 2), dk, None, dbias, dalibi_slopes, dsinks)
+    return tuple(None if x is None else g.to(x.dtype) for g, x in zip(gradients, primals, strict=True))
+
+
 def _formed(p: Tensor, form: str, keys: Tensor, rows: slice) -> Tensor:
     """What is returned of the weights p [B, H, R, n_k] of these query rows, or of their tangents."""
     if form == "averaged":
@@ -100,37 +124,26 @@ def _formed(p: Tensor, form: str, keys: Tensor, rows: slice) -> Tensor:
     if form == "received":
         return p.sum(2)
     if form == "top_keys":
-        none = p.shape[-1]  # one more key, of weight 0, for the places without one
-        chosen = keys[:, :, rows]
-        return pad(p, (0, 1)).gather(-1, torch.where(chosen < 0, none, chosen))
+        return pad(p, (0, 1)).gather(-1, _places(keys[:, :, rows], p))
     return p
 
 
-def _rows_of_form(x: Tensor, form: str, rows: slice) -> Tensor:
-    """What belongs to these query rows; all of it where each adds to all."""
-    return x if form == "received" else x[..., rows, :]
+def _of_each_pair(d_weights: Tensor, form: str, keys: Tensor, rows: slice, p: Tensor) -> Tensor:
+    """The gradient that arrives at the weights p of these query rows, given that at their form: `_formed` backwards."""
+    d_weights = d_weights.to(p.dtype)
+    if form == "averaged":
+        return (d_weights[:, rows] / max(p.shape[1], 1))[:, None].expand_as(p)
+    if form == "received":
+        return d_weights[:, :, None].expand_as(p)
+    if form == "top_keys":
+        places = _places(keys[:, :, rows], p)
+        return torch.zeros_like(pad(p, (0, 1))).scatter_add(-1, places, d_weights[:, :, rows])[..., :-1]
+    return d_weights[:, :, rows]
 
 
-def _pulled_back(primals: Six, function: Callable, cotangents: Callable) -> Six:
-    """The gradients of the primals through function(primals, rows), summed over blocks of query rows.
-
-    Args:
-        cotangents: of its outputs, as a function of the rows and the outputs.
-    """
-    present = [i for i, x in enumerate(primals) if x is not None]
-    gradients = [None if x is None else torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in primals]
-    for rows in _blocks(primals):
-
-        def of_rows(*given: Tensor, rows: slice = rows) -> Tensor | tuple[Tensor, ...]:
-            whole = list(primals)
-            for i, x in zip(present, given, strict=True):
-                whole[i] = x
-            return function(tuple(whole), rows)
-
-        outputs, pull_back = torch.func.vjp(of_rows, *(primals[i] for i in present))
-        for i, g in zip(present, pull_back(cotangents(rows, outputs)), strict=True):
-            gradients[i] = gradients[i] + g
-    return tuple(None if g is None else g.to(x.dtype) for g, x in zip(gradients, primals, strict=True))
+def _places(keys: Tensor, p: Tensor) -> Tensor:
+    """Where the weights of these keys stand in a row of p with one more column, which stands for no key (-1)."""
+    return torch.where(keys < 0, p.shape[-1], keys)
 
 
 def _tangents_of_rows(primals: Six, tangents: Six, spec: Spec, rows: slice) -> tuple[Tensor, Tensor]:
@@ -141,24 +154,13 @@ def _tangents_of_rows(primals: Six, tangents: Six, spec: Spec, rows: slice) -> t
     return s.dropped(p_t) @ v + s.dropped(s.p) @ v_t, lse_t
 
 
-def _softmax_of_rows(primals: Six, spec: Spec, rows: slice) -> Softmax:
-    """The softmax of these query rows as a function of the primals."""
-    spec = replace(spec, bias=primals[3], alibi_slopes=primals[4], sinks=primals[5])
-    return softmax(*_readable_products(primals, spec), spec, rows)
-
-
-def _readable_products(six: Six, spec: Spec) -> tuple[Tensor, Tensor]:
-    """The first two of them, whose product is the score."""
-    H, mask = six[0].shape[1], spec.mask
-    return readable(six[0], mask.readable_queries(), H), readable(six[1], mask.readable_keys(), H)
-
-
 def _softmax_tangents(primals: Six, tangents: Six, spec: Spec, rows: slice) -> tuple[Softmax, Tensor, Tensor]:
     """The softmax of these query rows, and the tangents of its weights before dropout and of lse."""
+    spec = replace(spec, bias=primals[3], alibi_slopes=primals[4], sinks=primals[5])
     direction = replace(spec, bias=tangents[3])
-    s = _softmax_of_rows(primals, spec, rows)
-    q, k = _readable_products(primals, spec)
-    q_t, k_t = _readable_products(tangents, spec)
+    (q, k), (q_t, k_t) = _factors(primals, spec), _factors(tangents, spec)
+
+    s = softmax(q, k, spec, rows)
     s_t = (q_t[:, :, rows] @ k.mT + q[:, :, rows] @ k_t.mT) * spec.scale
     if s.d_score is not None:
         s_t = s_t * s.d_score
@@ -171,6 +173,12 @@ def _softmax_tangents(primals: Six, tangents: Six, spec: Spec, rows: slice) -> t
     if tangents[5] is not None:
         lse_t = lse_t + s.p_sink.squeeze(-1) * tangents[5][:, None]
     return s, s.p * (s_t - lse_t[..., None]), lse_t
+
+
+def _factors(six: Six, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The first two of the six, whose products are the scores."""
+    H, mask = six[0].shape[1], spec.mask
+    return readable(six[0], mask.readable_queries(), H), readable(six[1], mask.readable_keys(), H)
 
 
 def _blocks(primals: Six) -> Iterator[slice]:

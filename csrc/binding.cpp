@@ -5,11 +5,13 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "cpu/ranges.h"
@@ -78,35 +80,40 @@ Table table_of(const Tensor& x) {
 class Mask {
  public:
   Mask(int64_t B, int64_t H, int64_t n_q, int64_t n_k, bool causal, std::optional<int64_t> left,
-       std::optional<int64_t> right, std::vector<int64_t> q_start, const MaybeTensor& real_queries,
+       std::optional<int64_t> right, const std::variant<Tensor, int64_t>& q_start, const MaybeTensor& real_queries,
        const MaybeTensor& real_keys, const MaybeTensor& ids_q, const MaybeTensor& ids_k, const MaybeTensor& dense)
       : B(B),
         H(H),
         n_q(n_q),
         n_k(n_k),
         band_(make_band(causal, left.value_or(kNoLimit), right.value_or(kNoLimit))),
-        q_start_(std::move(q_start)),
         queries_(real_queries, B, n_q),
         keys_(real_keys, B, n_k) {
-    TORCH_CHECK_VALUE(int64_t(q_start_.size()) == B, "q_start must have ", B, " entries");
+    set_q_start(q_start);
     if (ids_q) {
       set_documents(*ids_q, *ids_k);
-    } else if (dense) {
+    } else if (dense || each_query_starts_) {
       set_ranges([&](int64_t b, int64_t i) {
-        const KeyRange keys = visible_keys(band_, position_of(i, q_start_[b]), this->n_k);
+        const KeyRange keys = visible_keys(band_, position_of(i, start_of(b, i)), this->n_k);
         return RowRange{int32_t(keys.begin), int32_t(keys.end), kNoGaps};
       });
     }
     if (dense) set_dense(*dense);
+    set_groups();
   }
 
   void describe(Problem& p) const {
     p.band = band_;
     p.q_start = q_start_.data();
+    p.each_query_starts = each_query_starts_;
     p.queries = queries_.lists();
     p.keys = keys_.lists();
     if (dense_) p.dense = table_of(*dense_);
-    if (!ranges_.empty()) p.ranges = {ranges_.data(), range_heads_ * n_q, range_heads_ == 1 ? 0 : n_q, gaps_};
+    if (!ranges_.empty()) {
+      const int64_t groups = groups_of_head(), several = range_heads_ == 1 ? 0 : 1;
+      p.ranges = {ranges_.data(),        groups_.data(),   range_heads_ * n_q, several * n_q,
+                  range_heads_ * groups, several * groups, gaps_};
+    }
     if (!document_of_query_.empty()) {
       p.documents = {document_of_query_.data(), document_of_key_.data(), rank_of_query_.data(), rank_of_key_.data()};
     }
@@ -115,6 +122,22 @@ class Mask {
   const int64_t B, H, n_q, n_k;
 
  private:
+  void set_q_start(const std::variant<Tensor, int64_t>& q_start) {
+    if (const auto* same_for_all = std::get_if<int64_t>(&q_start)) {
+      q_start_.assign(B, *same_for_all);
+      return;
+    }
+    const Tensor starts = std::get<Tensor>(q_start).to(at::kLong).contiguous();
+    each_query_starts_ = starts.dim() == 2;
+    TORCH_CHECK_VALUE(each_query_starts_ ? starts.sizes() == at::IntArrayRef({B, n_q})
+                                         : starts.sizes() == at::IntArrayRef({B}),
+                      "q_start must be [", B, "] or [", B, ", ", n_q, "], got ", starts.sizes());
+    const int64_t* data = starts.const_data_ptr<int64_t>();
+    q_start_.assign(data, data + starts.numel());
+  }
+
+  int64_t start_of(int64_t b, int64_t query) const { return q_start_[each_query_starts_ ? b * n_q + query : b]; }
+
   void set_documents(const Tensor& ids_q, const Tensor& ids_k) {
     const Tensor queries = ids_q.to(at::kLong).contiguous(), keys = ids_k.to(at::kLong).contiguous();
     TORCH_CHECK_VALUE(queries.sizes() == at::IntArrayRef({B, n_q}) && keys.sizes() == at::IntArrayRef({B, n_k}),
@@ -130,7 +153,7 @@ class Mask {
       samples[b].collect(&document_of_key_[b * n_k], n_k);
     }
     set_ranges([&](int64_t b, int64_t i) {
-      const int64_t position = position_of(rank_of_query_[b * n_q + i], q_start_[b]);
+      const int64_t position = position_of(rank_of_query_[b * n_q + i], start_of(b, i));
       return samples[b].visible(band_, document_of_query_[b * n_q + i], position);
     });
   }
@@ -143,6 +166,18 @@ class Mask {
         ranges_[b * n_q + i] = range_of(b, i);
         gaps_ |= ranges_[b * n_q + i].gaps;
       }
+    }
+  }
+
+  int64_t groups_of_head() const { return (n_q + kRangeGroup - 1) / kRangeGroup; }
+
+  void set_groups() {
+    if (ranges_.empty()) return;
+    const int64_t groups = groups_of_head();
+    groups_.assign(B * range_heads_ * groups, KeyRange{n_k, 0});
+    for (int64_t i = 0; i < int64_t(ranges_.size()); ++i) {
+      KeyRange& of_group = groups_[i / n_q * groups + i % n_q / kRangeGroup];
+      of_group = hull(of_group, {ranges_[i].begin, ranges_[i].end});
     }
   }
 
@@ -173,39 +208,50 @@ class Mask {
   }
 
   Band band_;
-  std::vector<int64_t> q_start_;
+  std::vector<int64_t> q_start_;  // [B], or [B, n_q]
+  bool each_query_starts_ = false;
   RealRows queries_, keys_;
   MaybeTensor dense_;
   std::vector<RowRange> ranges_;  // [B, range_heads_, n_q]
+  std::vector<KeyRange> groups_;  // [B, range_heads_, groups_of_head()]
   int64_t range_heads_ = 1;
   uint32_t gaps_ = kNoGaps;
   std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
 };
 
-// What is added to scores: a bias, expanded to [B, H, n_q, n_k], and slopes, fp32 [B, H].
-struct Added {
-  MaybeTensor bias, alibi_slopes;
+// What becomes of scale * q k^T: a bound, a bias, expanded to [B, H, n_q, n_k], slopes, fp32 [B, H], and one more score,
+// fp32 [H].
+struct Scores {
+  double scale;
+  std::optional<double> softcap;
+  MaybeTensor bias, alibi_slopes, sinks;
 };
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Mask& mask,
-                   const Added& added, const Dropout& dropout) {
+Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores,
+                   const Dropout& dropout) {
   Problem p{};
   p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
   p.n_q = q.size(2), p.n_k = k.size(2), p.d_qk = q.size(3), p.d_v = v.size(3);
   TORCH_CHECK_VALUE(p.B == mask.B && p.H == mask.H && p.n_q == mask.n_q && p.n_k == mask.n_k,
                     "the mask is for other sizes than q and k");
   mask.describe(p);
-  p.scale = scale;
+  p.scale = scores.scale;
+  if (scores.softcap) p.softcap = std::clamp(*scores.softcap, kLeastSoftcap, kMostSoftcap);
   p.q = rows_of<Input>(q), p.k = rows_of<Input>(k), p.v = rows_of<Input>(v);
-  if (added.bias) {
-    TORCH_CHECK_VALUE(added.bias->sizes() == at::IntArrayRef({p.B, p.H, p.n_q, p.n_k}), "bias must be [", p.B, ", ",
-                      p.H, ", ", p.n_q, ", ", p.n_k, "], got ", added.bias->sizes());
-    p.bias = table_of(*added.bias), p.bias_dtype = dtype_of(*added.bias);
+  if (scores.bias) {
+    TORCH_CHECK_VALUE(scores.bias->sizes() == at::IntArrayRef({p.B, p.H, p.n_q, p.n_k}), "bias must be [", p.B, ", ",
+                      p.H, ", ", p.n_q, ", ", p.n_k, "], got ", scores.bias->sizes());
+    p.bias = table_of(*scores.bias), p.bias_dtype = dtype_of(*scores.bias);
   }
-  if (added.alibi_slopes) {
-    TORCH_CHECK_VALUE(added.alibi_slopes->sizes() == at::IntArrayRef({p.B, p.H}) && added.alibi_slopes->is_contiguous(),
+  if (scores.alibi_slopes) {
+    TORCH_CHECK_VALUE(scores.alibi_slopes->sizes() == at::IntArrayRef({p.B, p.H}) && scores.alibi_slopes->is_contiguous(),
                       "alibi_slopes must be contiguous [", p.B, ", ", p.H, "]");
-    p.alibi_slopes = added.alibi_slopes->const_data_ptr<float>();
+    p.alibi_slopes = scores.alibi_slopes->const_data_ptr<float>();
+  }
+  if (scores.sinks) {
+    TORCH_CHECK_VALUE(scores.sinks->sizes() == at::IntArrayRef({p.H}) && scores.sinks->is_contiguous(),
+                      "sinks must be contiguous [", p.H, "]");
+    p.sinks = scores.sinks->const_data_ptr<float>();
   }
   p.dropout = dropout;
   return p;
@@ -224,19 +270,22 @@ void take_in_turn(int64_t n, int64_t scratch_floats, Run run) {
 }
 constexpr auto in_turn = [](int64_t n, int64_t scratch_floats, auto run) { take_in_turn(n, scratch_floats, run); };
 
-void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, double scale,
-             const Mask& mask, const MaybeTensor& bias, const MaybeTensor& alibi_slopes, double dropout_p,
-             int64_t seed) {
-  const Problem p = problem_of(q, k, v, scale, mask, {bias, alibi_slopes}, make_dropout(dropout_p, seed));
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
+             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p =
+      problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
   run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn);
 }
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
-              const MaybeTensor& d_score, const MaybeTensor& d_slope, double scale, const Mask& mask,
-              const MaybeTensor& bias, const MaybeTensor& alibi_slopes, double dropout_p, int64_t seed) {
-  const Problem p = problem_of(q, k, v, scale, mask, {bias, alibi_slopes}, make_dropout(dropout_p, seed));
+              const MaybeTensor& d_score, const MaybeTensor& d_slope, const Mask& mask, double scale,
+              std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p =
+      problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   BackwardTensors t{};
   t.o = rows_of<Input>(o);
   if (d_o) t.d_o = rows_of<Input>(*d_o);
@@ -259,17 +308,17 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
 }
 
 // A call without values.
-Problem weights_problem(const Tensor& q, const Tensor& k, double scale, const Mask& mask, const MaybeTensor& bias,
-                        const MaybeTensor& alibi_slopes, double dropout_p, int64_t seed) {
-  Problem p = problem_of(q, k, k, scale, mask, {bias, alibi_slopes}, make_dropout(dropout_p, seed));
+Problem weights_problem(const Tensor& q, const Tensor& k, const Mask& mask, const Scores& scores, double dropout_p,
+                        int64_t seed) {
+  Problem p = problem_of(q, k, k, mask, scores, make_dropout(dropout_p, seed));
   p.d_v = 0;
   return p;
 }
 
-void weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Tensor& out, double scale,
-             const Mask& mask, const MaybeTensor& bias, const MaybeTensor& alibi_slopes, double dropout_p,
-             int64_t seed) {
-  const Problem p = weights_problem(q, k, scale, mask, bias, alibi_slopes, dropout_p, seed);
+void weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Tensor& out, const Mask& mask,
+             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
   const bool average_heads = out.size(1) == 1;
   TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef({p.B, average_heads ? 1 : p.H, p.n_q, p.n_k}),
                     "weights must be [B, 1 or H, n_q, n_k], got ", out.sizes());
@@ -277,19 +326,20 @@ void weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Ten
               in_turn);
 }
 
-void received(const Tensor& q, const Tensor& k, const Tensor& out, double scale,
-              const Mask& mask, const MaybeTensor& bias, const MaybeTensor& alibi_slopes, double dropout_p,
-              int64_t seed) {
-  const Problem p = weights_problem(q, k, scale, mask, bias, alibi_slopes, dropout_p, seed);
+void received(const Tensor& q, const Tensor& k, const Tensor& out, const Mask& mask,
+             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
   TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef({p.B, p.H, p.n_k}) && out.is_contiguous(),
                     "received must be contiguous [B, H, n_k], got ", out.sizes());
   run_received(choose_capability(), p, out.data_ptr<float>(), at::get_num_threads(), in_turn);
 }
 
 void top_keys(const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& keys,
-              double scale, const Mask& mask, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
-              double dropout_p, int64_t seed) {
-  const Problem p = weights_problem(q, k, scale, mask, bias, alibi_slopes, dropout_p, seed);
+              const Mask& mask,
+             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
   TORCH_CHECK_VALUE(weights.dim() == 4 && weights.sizes() == keys.sizes() && weights.is_contiguous() &&
                         keys.is_contiguous() && weights.sizes().slice(0, 3) == at::IntArrayRef({p.B, p.H, p.n_q}),
                     "weights and keys must be contiguous [B, H, n_q, top_k], got ", weights.sizes());
@@ -369,7 +419,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   py::class_<Mask>(m, "Mask").def(
       py::init<int64_t, int64_t, int64_t, int64_t, bool, std::optional<int64_t>, std::optional<int64_t>,
-               std::vector<int64_t>, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+               const std::variant<Tensor, int64_t>&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                const MaybeTensor&>(),
       py::kw_only(), py::arg("B"), py::arg("H"), py::arg("n_q"), py::arg("n_k"), py::arg("causal"), py::arg("left"),
       py::arg("right"), py::arg("q_start"), py::arg("real_queries"), py::arg("real_keys"), py::arg("ids_q"),

@@ -24,6 +24,9 @@ struct KeyRange {
   FASTATTN_HD bool empty() const { return begin >= end; }
   FASTATTN_HD bool covers(int64_t n_k) const { return begin == 0 && end == n_k; }
   FASTATTN_HD bool contains(int64_t key) const { return begin <= key && key < end; }
+  FASTATTN_HD bool meets(KeyRange other) const {
+    return greater(begin, other.begin) < lesser(end, other.end);
+  }
 };
 
 // A query at position x sees the keys x - left, ..., x + right.
@@ -43,14 +46,23 @@ FASTATTN_HD KeyRange visible_keys(Band band, int64_t position, int64_t n_k) {
   return {begin, greater(begin, end)};
 }
 
+// From the first to the last key of both.
+FASTATTN_HD KeyRange hull(KeyRange x, KeyRange y) {
+  return x.empty() ? y : y.empty() ? x : KeyRange{lesser(x.begin, y.begin), greater(x.end, y.end)};
+}
+
 // What a block of queries sees, query by query.
 struct BlockRange {
   KeyRange some;  // keys that some query of the block may see: the rest is never loaded
   KeyRange all;   // keys that every query sees: they need no mask
 
   FASTATTN_HD void add(KeyRange keys) {
-    if (!keys.empty()) some = {lesser(some.begin, keys.begin), greater(some.end, keys.end)};
+    some = hull(some, keys);
     all = {greater(all.begin, keys.begin), lesser(all.end, keys.end)};
+  }
+  FASTATTN_HD void add(const BlockRange& others) {
+    some = hull(some, others.some);
+    all = {greater(all.begin, others.all.begin), lesser(all.end, others.all.end)};
   }
 };
 

@@ -28,9 +28,22 @@ FASTATTN_HD float finite_max(float max) { return max == -kInfinity ? 0.0f : max;
 
 // log(sum of exp(score)), given the maximum before its multiplication by on_score_log2, and log2 of the sum of
 // 2^(score_log2 - max_log2): -inf where nothing was seen.
-FASTATTN_HD float lse_of(float max, float on_score_log2, float log2_of_sum) {
+FASTATTN_HD double lse_of(float max, float on_score_log2, float log2_of_sum) {
   const double max_log2 = double(finite_max(max)) * on_score_log2;
-  return float(kLn2 * (max_log2 + double(log2_of_sum)));
+  return kLn2 * (max_log2 + double(log2_of_sum));
+}
+
+// What a sink, one more score whose value is zero, makes of a row with this lse, in nats: the lse of both, and the share
+// of the weights that is left for the keys. A row that saw nothing does not see the sink either.
+struct BesideSink {
+  double lse, share;
+};
+
+FASTATTN_HD BesideSink beside_sink(double lse, double sink) {
+  if (lse == -kInfinity || sink == -kInfinity) return {lse, 1.0};
+  const double above = sink - lse;
+  const double both = above > 0 ? sink + std::log1p(std::exp(-above)) : lse + std::log1p(std::exp(above));
+  return {both, 1 / (1 + std::exp(above))};
 }
 
 // A row that saw nothing has the output 0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import BACKENDS, objections, select
-from .spec import Mask, Spec
+from .spec import Mask, Spec, accumulation_dtype
 
 
 def attention(
@@ -77,6 +78,103 @@ def attention(
     )
     o, lse = ops.attention(q, k, v, spec, select(q, k, v, spec, backend))
     return (o, lse) if return_lse else o
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = False,
+    align: str = "start",
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention inside each of several documents that lie one after the other, as [total_q, H, d_v]; or (o, lse).
+
+    Document i has the queries cu_seqlens_q[i], ..., cu_seqlens_q[i + 1] - 1 and the keys that cu_seqlens_k says; either
+    may be none. Tokens after the last boundary are padding: never read, their output 0. Nothing waits for the device,
+    and the longest length need not be known.
+
+    Args:
+        q: queries [total_q, H, D]; k: keys [total_k, H_kv, D]; v: values [total_k, H_kv, d_v].
+        cu_seqlens_q: int32 or int64 [documents + 1] on the device of q: 0, and then where each document ends. That it
+            begins at 0, never falls and ends within q is checked on the CPU only, and not while compiling: elsewhere
+            the check would have to wait for the device.
+        cu_seqlens_k: the same for k and v; None where they are those of the queries.
+        causal, window: as in `Mask`; positions count in the document.
+        align: where the queries of a document stand if it has another number of keys: at "start", its first query at
+            its first key; or at "end", its last query at its last key (as in FlashAttention).
+        scale, softcap, alibi_slopes ([H]), sinks, dropout_p, generator, deterministic, return_lse, backend: as in
+            `attention`. There is no bias: one over all pairs of tokens would be larger than all the rest.
+
+    Returns:
+        o [total_q, H, d_v] in the dtype of q, or (o, lse) with lse [H, total_q], in the order that FlashAttention's
+        varlen functions return it in.
+
+    Raises:
+        ValueError, NotImplementedError: as in `attention`.
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = v = torch.ones(5, 2, 8)
+        >>> _, lse = fastattn.attention_varlen(
+        ...     q, k, v, torch.tensor([0, 3, 4]), causal=True, scale=0.0, return_lse=True, backend="reference")
+        >>> lse[0].exp()  # how many keys each token sees
+        tensor([1., 2., 3., 1., 0.])
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be [tokens, heads, head_dim], got {got}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k must be [total_k, H_kv, {q.shape[2]}] like q, got {list(k.shape)}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, d_v] like k, got {list(v.shape)}")
+    if align not in ("start", "end"):
+        raise ValueError(f"align must be 'start' or 'end', got {align!r}")
+    _check_boundaries("cu_seqlens_q", cu_seqlens_q, q)
+    documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))
+    q_start: int | Tensor = 0
+    if cu_seqlens_k is None:
+        if len(k) != len(q):
+            raise ValueError(f"cu_seqlens_k must be given where k has another length than q, got {len(k)} and {len(q)}")
+    else:
+        _check_boundaries("cu_seqlens_k", cu_seqlens_k, k)
+        if len(cu_seqlens_k) != len(cu_seqlens_q):
+            raise ValueError(
+                f"cu_seqlens_k must be [{len(cu_seqlens_q)}] like cu_seqlens_q, got {list(cu_seqlens_k.shape)}"
+            )
+        documents_k = _document_of_tokens(cu_seqlens_k, len(k))
+        if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
+            more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+            q_start = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
+    mask = Mask(causal, q_start, window, segments=(documents_q[None], documents_k[None]))
+    found = attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
+        sinks=sinks, dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=return_lse,
+        backend=backend,
+    )  # fmt: skip
+    if return_lse:
+        return found[0][0].transpose(0, 1), found[1][0]
+    return found[0].transpose(0, 1)
+
+
+def _document_of_tokens(cu_seqlens: Tensor, total: int) -> Tensor:
+    """int64 [total]: the number of the document of each token, -1 after the last one."""
+    token = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    document = torch.searchsorted(cu_seqlens.contiguous(), token, right=True) - 1
+    return document.masked_fill(document == len(cu_seqlens) - 1, -1)
 
 
 def attention_weights(
@@ -233,6 +331,59 @@ def top_keys(
 def _no_values(k: Tensor) -> Tensor:
     """A v of width 0, for a call that has none."""
     return k[..., :0] if isinstance(k, Tensor) and k.dim() else k
+
+
+def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """(o, lse) of attention over two sets of keys together, from the results of attention over each of them.
+
+    o = (exp(lse1) o1 + exp(lse2) o2) / exp(lse) with lse = log(exp(lse1) + exp(lse2)). The sets must have no key in
+    common; sinks belong to one of the two calls only. A query that sees nothing in one set has the results of the
+    other, and one that sees nothing in both has 0 and -inf. Differentiable to any order, in at least fp32.
+
+    Args:
+        o1, o2: outputs [..., n_q, d_v] of one dtype, as of `attention`.
+        lse1, lse2: [..., n_q], fp32 or fp64, in nats. (Those of `attention_varlen` have the heads first: pass `lse.T`.)
+
+    Returns:
+        o in the dtype of o1, and lse.
+
+    Sources:
+        Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = v = torch.randn(1, 2, 6, 8)
+        >>> halves = (
+        ...     fastattn.attention(q, k[:, :, part], v[:, :, part], return_lse=True, backend="reference")
+        ...     for part in (slice(0, 2), slice(2, 6)))
+        >>> o, lse = fastattn.merge(*next(halves), *next(halves))
+        >>> torch.allclose(o, fastattn.attention(q, k, v, backend="reference"), atol=1e-6)
+        True
+    """
+    for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating Tensor, got {got}")
+        if x.device != o1.device:
+            raise ValueError(f"{name} must be on {o1.device} like o1, got {x.device}")
+    if o1.dim() == 0 or o2.shape != o1.shape or o2.dtype != o1.dtype:
+        raise ValueError(
+            f"o2 must be {list(o1.shape)} of {o1.dtype} like o1, [..., n_q, d_v], got {list(o2.shape)} of {o2.dtype}"
+        )
+    for name, x in (("lse1", lse1), ("lse2", lse2)):
+        if x.shape != o1.shape[:-1]:
+            raise ValueError(f"{name} must be {list(o1.shape[:-1])} like o1, got {list(x.shape)}")
+    dtype = accumulation_dtype(torch.promote_types(lse1.dtype, lse2.dtype))
+    lse1, lse2 = lse1.to(dtype), lse2.to(dtype)
+    nothing1, nothing2 = lse1 == -math.inf, lse2 == -math.inf
+    # Numbers stand in for -inf, so that no derivative of what is not taken is NaN. All is smooth where both are equal.
+    more = lse1.masked_fill(nothing1, 0) - lse2.masked_fill(nothing2, 0)
+    both = lse1 - torch.nn.functional.logsigmoid(more)
+    lse = torch.where(nothing1, lse2, torch.where(nothing2, lse1, both))
+    weight1 = torch.sigmoid(more).masked_fill(nothing2, 1).masked_fill(nothing1, 0)
+    weight2 = torch.sigmoid(-more).masked_fill(nothing1, 1).masked_fill(nothing2, 0)
+    o = weight1[..., None] * o1.to(dtype) + weight2[..., None] * o2.to(dtype)
+    return o.to(o1.dtype), lse
 
 
 def scaled_dot_product_attention(
@@ -407,9 +558,9 @@ def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k:
         if x.device != device:
             raise ValueError(f"mask.{name} must be on {device} like q, got {x.device}")
     if isinstance(mask.q_start, Tensor):
-        _check_table("q_start", mask.q_start, (B,), integer=True)
+        _check_table("q_start", mask.q_start, (B,), (B, n_q), integer=True)
     elif not _is_int(mask.q_start):
-        raise ValueError(f"mask.q_start must be an int or an integer tensor [{B}], got {mask.q_start!r}")
+        raise ValueError(f"mask.q_start must be an int or an integer tensor {[B]} or {[B, n_q]}, got {mask.q_start!r}")
     if not isinstance(mask.window, tuple) or len(mask.window) != 2:
         raise ValueError(f"mask.window must be a pair (left, right), got {mask.window!r}")
     for side, width in zip(("left", "right"), mask.window, strict=True):
@@ -429,13 +580,28 @@ def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k:
             raise ValueError(f"mask.dense must be broadcastable to {[B, H, n_q, n_k]}, got {list(mask.dense.shape)}")
 
 
-def _check_table(name: str, x: Tensor, shape: tuple[int, ...], integer: bool = False) -> None:
+def _check_boundaries(name: str, x: Tensor, tokens: Tensor) -> None:
+    """That `x` can be the cu_seqlens of `tokens`; what it holds is looked at where that needs no synchronisation."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be an int32 or int64 Tensor, got {got}")
+    if x.device != tokens.device:
+        raise ValueError(f"{name} must be on {tokens.device} like q, got {x.device}")
+    if x.dim() != 1 or len(x) == 0:
+        raise ValueError(f"{name} must be [documents + 1], got {list(x.shape)}")
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        total = len(tokens)
+        if x[0] != 0 or (x.diff() < 0).any() or x[-1] > total:
+            raise ValueError(f"{name} must begin at 0, never fall, and end at {total} at most, got {x.tolist()}")
+
+
+def _check_table(name: str, x: Tensor, *shapes: tuple[int, ...], integer: bool = False) -> None:
     if integer and x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"mask.{name} must be int32 or int64, got {x.dtype}")
     if not integer and x.dtype != torch.bool:
         raise ValueError(f"mask.{name} must be bool (True is real), got {x.dtype}")
-    if tuple(x.shape) != shape:
-        raise ValueError(f"mask.{name} must be {list(shape)}, got {list(x.shape)}")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"mask.{name} must be {_either(shapes)}, got {list(x.shape)}")
 
 
 def _check_learned(
@@ -449,8 +615,12 @@ def _check_learned(
     if x.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {x.device}")
     if not (_broadcasts(x.shape, shapes[0]) if broadcast else tuple(x.shape) in shapes):
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name} must be {'broadcastable to ' if broadcast else ''}{wanted}, got {list(x.shape)}")
+        how = "broadcastable to " if broadcast else ""
+        raise ValueError(f"{name} must be {how}{_either(shapes)}, got {list(x.shape)}")
+
+
+def _either(shapes: Iterable[tuple[int, ...]]) -> str:
+    return " or ".join(str(list(shape)) for shape in shapes)
 
 
 def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:

@@ -19,7 +19,7 @@ from .backends import backend_by_name
 from .spec import Mask, Spec, accumulation_dtype, empty_output
 
 _SPEC = (
-    "Tensor? q_start_per_sample, Tensor? real_keys, Tensor? real_queries, Tensor? segments_q, Tensor? segments_k, "
+    "Tensor? q_starts, Tensor? real_keys, Tensor? real_queries, Tensor? segments_q, Tensor? segments_k, "
     "Tensor? dense, Tensor? seed, bool causal, SymInt q_start, SymInt? window_left, SymInt? window_right, float scale, "
     "float? softcap, float dropout_p, bool deterministic, str backend"
 )
@@ -103,16 +103,16 @@ def _nested_forward_mode() -> bool:
 def _flatten(spec: Spec, backend: str) -> tuple:
     """The arguments that `_SPEC` declares."""
     mask = spec.mask
-    per_sample = isinstance(mask.q_start, Tensor)
+    several = isinstance(mask.q_start, Tensor)
     return (
-        mask.q_start if per_sample else None,
+        mask.q_start if several else None,
         mask.real_keys,
         mask.real_queries,
         *(mask.segments or (None, None)),
         mask.dense,
         spec.seed,
         mask.causal,
-        0 if per_sample else mask.q_start,
+        0 if several else mask.q_start,
         *mask.window,
         spec.scale,
         spec.softcap,
@@ -124,11 +124,11 @@ def _flatten(spec: Spec, backend: str) -> tuple:
 
 def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, str]:
     """The spec and the name of the backend that `_flatten` was given."""
-    per_sample, real_keys, real_queries, segments_q, segments_k, dense, seed, causal, q_start, left, right = flat[:11]
+    q_starts, real_keys, real_queries, segments_q, segments_k, dense, seed, causal, q_start, left, right = flat[:11]
     scale, softcap, dropout_p, deterministic, backend = flat[11:]
     mask = Mask(
         causal=causal,
-        q_start=q_start if per_sample is None else per_sample,
+        q_start=q_start if q_starts is None else q_starts,
         window=(left, right),
         real_keys=real_keys,
         real_queries=real_queries,

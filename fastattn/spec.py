@@ -26,8 +26,9 @@ class Mask:
     Args:
         causal: a query sees only keys at its own position or before it.
         q_start: position of query 0 among the keys: 0 is PyTorch's `is_causal` (aligned top left), `n_k - n_q` is
-            FlashAttention's (aligned bottom right), the cache length when decoding. An int, or an integer tensor [B] on
-            the device of q.
+            FlashAttention's (aligned bottom right), the cache length when decoding. An int; or an integer tensor on the
+            device of q, [B] for samples that differ, or [B, n_q] for queries that do: query i of sample b then stands
+            at `q_start[b, i] + i` (with `segments`, + its rank in its document).
         window: how far to the (left, right) of its own position a query may look; None is no limit.
         real_keys: bool [B, n_k]; False marks padding, in any pattern.
         real_queries: bool [B, n_q]; a False row is never read: its output is 0, its lse -inf, its gradient 0.
@@ -70,8 +71,8 @@ class Mask:
             rank_k = torch.arange(n_k, device=device)[None]
         else:
             rank_q, rank_k = (_rank_in_document(ids) for ids in self.segments)
-        q_start = self.q_start[:, None] if isinstance(self.q_start, Tensor) else self.q_start
-        return rank_q + q_start, rank_k
+        per_sample = isinstance(self.q_start, Tensor) and self.q_start.dim() == 1
+        return rank_q + (self.q_start[:, None] if per_sample else self.q_start), rank_k
 
     def keep(self, n_q: int, n_k: int, device: torch.device | str | None = None, rows: slice = slice(None)) -> Tensor:
         """bool [B or 1, H or 1, n_q, n_k], True where the query may see the key. THE definition of every field.

@@ -27,8 +27,9 @@ OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks")
 class Case:
     """One shape and mask, and the reason it is in the table.
 
-    keys: pattern of real_keys: "right" padding with lengths uniform in [n_k / 4, n_k], "left" the same on the other
-        side, "holes" anywhere, "none" where the first sample has no real key at all.
+    q_start: a tuple has one for each sample; "scattered" is another one for each query, anywhere among the keys.
+    keys: pattern of real_keys: "right" padding with lengths spread evenly over [n_k / 4, n_k], "left" the same on
+        the other side, "holes" anywhere, "none" where the first sample has no real key at all.
     queries: real_queries, padded by the same lengths as the keys ("right" where `keys` is None).
     layout: memory order of q, k and v: "BHND" as [B, H, N, D]; "BNHD" as a projection leaves them; "sliced" as parts
         of one wider tensor, with a stride between tokens that is no multiple of D.
@@ -46,7 +47,7 @@ class Case:
     D: int = 32
     d_v: int | None = None
     causal: bool = False
-    q_start: int | tuple[int, ...] = 0
+    q_start: int | tuple[int, ...] | str = 0
     window: tuple[int | None, int | None] = (None, None)
     keys: str | None = None
     queries: bool = False
@@ -141,6 +142,11 @@ CASES: tuple[Case, ...] = (
     Case("negative-scale", "the least similar key wins", n_q=40, scale=-0.5),
     Case("segments", "packed documents with a padded tail", n_q=60, segments=True),
     Case("segments-causal", "positions count in the document", n_q=60, segments=True, causal=True, window=(8, None)),
+    Case("scattered", "queries stand anywhere", n_q=40, n_k=60, q_start="scattered", causal=True, keys="left"),
+    Case(
+        "scattered-segments-alibi", "each query stands somewhere else in its document",
+        n_q=60, q_start="scattered", segments=True, window=(9, 4), alibi=True,
+    ),
     Case("dense", "an arbitrary bool mask", n_q=40, dense=True),
     Case("bias", "an additive bias for each head", n_q=40, bias=(1, 2, 40, 40)),
     Case("bias-broadcast", "a bias over keys only, with padding", n_q=40, bias=(40,), keys="right"),
@@ -216,8 +222,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
 
     shapes = case.shapes()
     (B, H, n_q, D), (_, _, n_k, d_v) = shapes[0], shapes[2]
-    lengths = torch.randint(math.ceil(n_k / 4), n_k + 1, (B,), generator=generator)
-    lengths[-1] = n_k if B > 1 else math.ceil(5 * n_k / 8)  # a batch has a full sample; one alone has the mean length
+    ends = (n_k / 4, n_k) if B > 1 else (5 * n_k / 8,) * 2  # a batch has a full sample; one alone has the mean length
+    lengths = torch.linspace(*ends, B).ceil().long()[torch.randperm(B, generator=generator)]
     real_keys = _real_keys(case.keys, lengths, n_k, generator)
     real_queries = None
     if case.queries:
@@ -229,11 +235,11 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
     if case.dense:
         dense = torch.rand(B, 1, n_q, n_k, generator=generator) < 0.7
         dense[0, 0, n_q // 2] = False  # a query that sees nothing
-    q_start = (
-        torch.tensor(case.q_start, dtype=torch.int32, device=device)
-        if isinstance(case.q_start, tuple)
-        else case.q_start
-    )
+    q_start = case.q_start
+    if q_start == "scattered":
+        q_start = torch.randint(-n_q, n_k + 1, (B, n_q), generator=generator).to(device)
+    elif isinstance(q_start, tuple):
+        q_start = torch.tensor(q_start, dtype=torch.int32, device=device)
 
     def there(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(device)

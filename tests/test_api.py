@@ -45,7 +45,8 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "dense shape": ({"mask": Mask(dense=ONES)}, "mask.dense must be broadcastable to [2, 4, 5, 7], got [2, 7]"),
     "window": ({"mask": Mask(window=(-1, None))}, "mask.window's left must be None or an int of at least 0, got -1"),
     "window pair": ({"mask": Mask(window=3)}, "mask.window must be a pair (left, right), got 3"),
-    "q_start": ({"mask": Mask(q_start=0.5)}, "mask.q_start must be an int or an integer tensor [2], got 0.5"),
+    "q_start": ({"mask": Mask(q_start=0.5)}, "mask.q_start must be an int or an integer tensor [2] or [2, 5], got 0.5"),
+    "q_start shape": ({"mask": Mask(q_start=ONES.long())}, "mask.q_start must be [2] or [2, 5], got [2, 7]"),
     "q_start tensor": ({"mask": Mask(q_start=Q[:, 0, 0, 0])}, "mask.q_start must be int32 or int64, got torch.float"),
     "segments": ({"mask": Mask(segments=(ONES, ONES))}, "mask.segments[0] must be int32 or int64, got torch.bool"),
     "bias": ({"bias": torch.zeros(5, 5)}, "bias must be broadcastable to [2, 4, 5, 7], got [5, 5]"),
@@ -70,6 +71,13 @@ def test_nothing_is_drawn_for_a_refused_call():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.fixture
+def lacking(monkeypatch):
+    """No fused backend computes softcap and sinks."""
+    features = native.features
+    monkeypatch.setattr(native, "features", lambda device: features(device) - {"softcap", "sinks"})
+
+
 def test_first_willing_backend_is_chosen_and_explained():
     explanation = fastattn.explain(Q, K, K, Mask(causal=True))
     assert explanation.backend == "native"
@@ -79,7 +87,7 @@ def test_first_willing_backend_is_chosen_and_explained():
     assert "reference: would take this call too" in str(explanation)
 
 
-def test_explain_does_not_run_warn_or_draw():
+def test_explain_does_not_run_warn_or_draw(lacking):
     before = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -94,13 +102,13 @@ def test_explain_refuses_unknown_options():
         fastattn.explain(Q, K, K, return_lse=True)
 
 
-def test_reference_serves_with_a_warning_that_says_why():
+def test_reference_serves_with_a_warning_that_says_why(lacking):
     with pytest.warns(FallbackWarning, match="native: does not support softcap on cpu"):
         served = fastattn.attention(Q, K, K, softcap=1.0)
     assert torch.equal(served, fastattn.attention(Q, K, K, softcap=1.0, backend="reference"))
 
 
-def test_the_warning_comes_once_per_reason():
+def test_the_warning_comes_once_per_reason(lacking):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
@@ -109,13 +117,13 @@ def test_the_warning_comes_once_per_reason():
     assert len([w for w in caught if w.category is FallbackWarning]) == 2
 
 
-def test_fused_refuses_instead_of_falling_back():
+def test_fused_refuses_instead_of_falling_back(lacking):
     with pytest.raises(NotImplementedError, match="native: does not support softcap on cpu") as refusal:
         fastattn.attention(Q, K, K, softcap=1.0, backend="fused")
     assert "reference" not in str(refusal.value)
 
 
-def test_named_backend_is_used_or_refused():
+def test_named_backend_is_used_or_refused(lacking):
     with pytest.raises(NotImplementedError, match="native: does not support softcap on cpu"):
         fastattn.attention(Q, K, K, softcap=1.0, backend="native")
     named = fastattn.attention(Q, K, K, backend="native")

@@ -21,7 +21,7 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
         "head_dims": range(1, 257),
     },
     "native": {
-        "features": POSITIONS | {"segments", "dense", "bias", "alibi_slopes", "dropout"},
+        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": set(DTYPES),
         "head_dims": range(1, 513),
     },

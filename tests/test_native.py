@@ -1,6 +1,8 @@
 """What only the native backend has: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -69,6 +71,19 @@ ADDED = (
         "alibi-segments", "distances in the document, beside a bias",
         n_q=90, n_k=70, segments=True, q_start=3, alibi=True, bias=(70,),
     ),
+    Case("softcap-holes", "a bound on both sides", H=4, H_kv=2, n_q=70, n_k=90, D=33, keys="holes", softcap=0.7),
+    Case("softcap-decode", "one query", H=4, H_kv=2, n_q=1, n_k=50, softcap=0.7),
+    Case("softcap-chunks", "over chunks", B=1, H=2, H_kv=1, n_q=40, n_k=500, D=256, keys="left", softcap=2.0),
+    Case("softcap-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, window=(90, 30), softcap=1.0),
+    Case("softcap-scales", "the sign and the size of scale", n_q=70, scale=-1.0, softcap=8.0),
+    Case(
+        "softcap-bias", "dbias and dslope are of the score, dq and dk of the product",
+        H=8, n_q=50, n_k=70, softcap=1.5, bias=(50, 70), alibi=True, dropout_p=0.2, keys="holes",
+    ),
+    Case("sinks-holes", "rows of padding", B=3, H=4, H_kv=2, n_q=70, n_k=90, keys="holes", queries=True, sinks=True),
+    Case("sinks-decode", "parts of keys", H=4, H_kv=2, n_q=1, n_k=1300, keys="none", sinks=True),
+    Case("sinks-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, sinks=True, dropout_p=0.3),
+    Case("sinks-large-scores", "an lse that is refined", n_q=70, n_k=90, scale=70.0, sinks=True, causal=True),
 )  # fmt: skip
 MASKED = (
     Case("segments-long", "documents of several blocks", B=3, H=4, H_kv=2, n_q=300, n_k=500, segments=True),
@@ -248,7 +263,10 @@ def test_lowest_number_in_a_bias_hides_beside_others_and_is_equal_alone(dtype, c
     assert (found["lse"][..., 9] < -1e37).all()
 
 
-@pytest.mark.parametrize("case", [ADDED[0], ADDED[1], ADDED[4], ADDED[-1]], ids=str)
+SEVERAL = [case for case in ADDED if case.name in ("bias-holes", "bias-shared", "bias-keys", "alibi-segments")]
+
+
+@pytest.mark.parametrize("case", SEVERAL, ids=str)
 def test_bias_of_any_layout_and_dtype(case, capability):
     """The same bits from transposed and sliced memory, and from wider dtypes with the same numbers."""
     inputs = make_inputs(case, torch.bfloat16)
@@ -274,20 +292,74 @@ def test_bias_may_be_a_scalar(capability):
             assert torch.equal(value, scalar[name]), name
 
 
-@pytest.mark.parametrize("case", [ADDED[1], ADDED[3], ADDED[-1]], ids=str)
+ALONE = ("bias-shared", "bias-one-head", "alibi-segments", "softcap-bias", "sinks-holes")
+
+
+@pytest.mark.parametrize("case", [case for case in ADDED if case.name in ALONE], ids=str)
 def test_gradients_of_what_is_added_come_alone_too(case, threads):
     inputs = make_inputs(case, torch.float32)
     q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
     o, lse = native.forward(q, k, v, spec)
-    learned = (True, spec.alibi_slopes is not None)
-    every = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (True,) * 3 + learned + (False,))
+    learned = tuple(x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks))
+    every = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (True,) * 3 + learned)
     for number in (1, 2, 7):
         threads(number)
         for wanted in ((False,) * 3, (True, False, False), (False, True, True)):
-            output_mask = wanted + learned + (False,)
+            output_mask = wanted + learned
             some = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, output_mask)
             for is_wanted, gradient, complete in zip(output_mask, some, every, strict=True):
                 assert torch.equal(gradient, complete) if is_wanted else gradient is None
+
+
+def capped_scores(products: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The capped scores and their derivatives: a query that sees one key has its score for an lse."""
+    q = products.reshape(1, 1, -1, 1)
+    k = torch.ones(1, 1, 1, 1, dtype=q.dtype)
+    spec = Spec(Mask(), 1.0, softcap=softcap)
+    o, lse = native.forward(q, k, k, spec)
+    dq = native.backward(None, torch.ones_like(lse), q, k, k, o, lse, spec, (True,) + (False,) * 5)[0]
+    return lse.flatten(), dq.flatten()
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 1.0, 50.0])
+def test_softcap_is_exact_to_the_relative_error(softcap, capability):
+    exponents = torch.linspace(-20, 2, 4000, dtype=torch.float64)
+    products = (10**exponents * softcap).float()
+    products = torch.cat([products, -products, torch.tensor([0.0, math.inf, -math.inf])])
+    scores, derivatives = capped_scores(products, softcap)
+    exact = products.double() / softcap
+    torch.testing.assert_close(scores.double(), softcap * exact.tanh(), rtol=5e-7, atol=0)
+    # Near the bound the derivative exp(-2 |x|) has the rounding error of x, times 2 |x|.
+    torch.testing.assert_close(derivatives.double(), 1 / exact.cosh() ** 2, rtol=2e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("softcap", [1e-300, 1e-45, 1e45, 1e300])
+def test_any_softcap_is_a_number(softcap, capability):
+    products = torch.tensor([0.0, 1e-3, 2.0, -5.0])
+    scores, derivatives = capped_scores(products, softcap)
+    bound = products if softcap > 1 else torch.zeros(4)
+    torch.testing.assert_close(scores, bound)
+    torch.testing.assert_close(derivatives, torch.ones(4) if softcap > 1 else torch.tensor([1.0, 0.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("n_q", [1, 40])
+@pytest.mark.parametrize("above", [0.0, 100.0, 1e4, 1e30])
+def test_sinks_far_from_the_scores(above, n_q, capability):
+    """Whichever is larger leaves the other no weight, without overflow."""
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, causal=True, q_start=3), torch.float32)
+    inputs.options["sinks"] = torch.tensor([above, -above])
+    assert_right(inputs, run(inputs, "native"))
+
+
+@pytest.mark.parametrize("n_q", [1, 40])
+def test_a_sink_of_minus_infinity_is_none(n_q, capability):
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, keys="holes"), torch.float32)
+    inputs.options["sinks"] = torch.full((2,), -math.inf)
+    found = run(inputs, "native")
+    assert (found.pop("dsinks") == 0).all()
+    inputs.options.pop("sinks")
+    for name, value in run(inputs, "native").items():
+        assert torch.equal(value, found[name]), name
 
 
 @pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED, *ADDED, *MASKED], ids=str)
@@ -349,7 +421,7 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
     starts = st.integers(-50, 50)
     mask = Mask(
         causal=causal,
-        q_start=data.draw(starts | st.lists(starts, min_size=B, max_size=B).map(torch.tensor)),
+        q_start=data.draw(starts | st.sampled_from(((B,), (B, n_q))).map(lambda s: table(starts, s, torch.int64))),
         window=window,
         real_keys=flags(n_k),
         real_queries=flags(n_q),
@@ -498,3 +570,91 @@ def test_what_is_not_taken_is_said():
     meta = torch.zeros(1, 1, 2, 8, device="meta")
     with pytest.raises(NotImplementedError, match="native: q must be on the CPU, got meta"):
         fastattn.attention(meta, meta, meta, backend="native")
+
+
+def thread_time(run: Callable[[], object], repeats: int = 7) -> float:
+    """Seconds that this thread computes, the least of several runs."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        run()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def times_of_documents(number: int, length: int, heads: int, packed: bool, causal: bool) -> tuple[float, float]:
+    """Seconds that forward and backward take over documents of equal length, packed or as a batch."""
+    mask = Mask(causal=causal)
+    shape = (1, heads, number * length, 64) if packed else (number, heads, length, 64)
+    if packed:
+        ids = (torch.arange(number * length) // length)[None]
+        mask = replace(mask, segments=(ids, ids))
+    x = torch.randn(shape)
+    spec = Spec(mask, 0.125)
+    o, lse = native.forward(x, x, x, spec)
+    wanted = (True,) * 3 + (False,) * 3
+    return (
+        thread_time(lambda: native.forward(x, x, x, spec)),
+        thread_time(lambda: native.backward(x, None, x, x, x, o, lse, spec, wanted)),
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_documents_take_as_long_as_a_batch_of_them(causal, threads):
+    threads(1)
+    batch, packed = (times_of_documents(64, 64, 8, packed, causal) for packed in (False, True))
+    for name, alone, together in zip(("forward", "backward"), batch, packed, strict=True):
+        assert together < 1.5 * alone, f"{name}: {together:.4f} s packed, {alone:.4f} s as a batch"
+
+
+def test_work_grows_with_the_documents_not_with_their_pairs(threads):
+    threads(1)
+    few, many = (times_of_documents(number, 64, 1, packed=True, causal=True) for number in (64, 512))
+    for name, short, long in zip(("forward", "backward"), few, many, strict=True):
+        assert long < 1.5 * 8 * short, f"{name}: {long:.4f} s for 8 times the documents that take {short:.4f} s"
+
+
+PACKED = (
+    Case("packed", "more blocks than a strip has", B=2, H=4, H_kv=2, n_q=700, n_k=600, keys="holes"),
+    Case("packed-one-head", "dq apart from dk and dv", B=1, H=1, n_q=900, n_k=900, softcap=2.0),
+    Case("packed-wide", "several chunks", B=1, H=2, n_q=700, n_k=700, D=256),
+)
+
+
+def scattered_documents(case: Case, dtype: torch.dtype) -> Inputs:
+    """Documents of 1 to 60 tokens one after the other, the last one padding, others not among the keys."""
+    inputs = make_inputs(case, dtype)
+    generator = torch.Generator().manual_seed(4)
+
+    def ids(n: int) -> torch.Tensor:
+        lengths = torch.randint(1, 60, (case.B, n), generator=generator)
+        of_token = torch.stack([torch.arange(n).repeat_interleave(row)[:n] for row in lengths])
+        return of_token.masked_fill(of_token == of_token[:, -1:], -1)
+
+    segments = (ids(case.n_q), ids(case.shapes()[1][2]))
+    return with_mask(inputs, replace(inputs.mask, segments=segments, causal=True, q_start=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_packed_documents_are_right_on_any_number_of_threads(case, dtype, threads, capability):
+    inputs = scattered_documents(case, dtype)
+    threads(1)
+    alone = run(inputs, "native")
+    assert_right(inputs, alone)
+    for number in (2, 3, 7):
+        threads(number)
+        for name, value in run(inputs, "native").items():
+            assert torch.equal(alone[name], value), f"{name} with {number} threads"
+
+
+@pytest.mark.parametrize("lengths_q", [(1, 1, 1, 1), (2, 1), (1, 0, 3)], ids=str)
+@pytest.mark.parametrize("H", [2, 4])
+def test_decoding_of_packed_documents(lengths_q, H, capability):
+    """Few queries, each with keys of its own."""
+    inputs = make_inputs(Case("", "", B=1, H=H, H_kv=2, n_q=sum(lengths_q), n_k=1500), torch.float32)
+    ids_q = torch.arange(len(lengths_q)).repeat_interleave(torch.tensor(lengths_q))[None]
+    ids_k = (torch.arange(1500)[None] // 400).masked_fill(torch.arange(1500) > 1450, -1)
+    inputs = with_mask(inputs, Mask(causal=True, q_start=300, segments=(ids_q, ids_k)))
+    assert_right(inputs, run(inputs, "native"))

@@ -22,7 +22,10 @@ def sees(mask: Mask, b: int, h: int, i: int, j: int) -> bool:
         position_q, position_k = rank(ids_q, i), rank(ids_k, j)
         if ids_q[b, i] != ids_k[b, j] or ids_k[b, j] < 0:
             return False
-    position_q += mask.q_start[b].item() if isinstance(mask.q_start, torch.Tensor) else mask.q_start
+    if isinstance(mask.q_start, torch.Tensor):
+        position_q += mask.q_start.reshape(2, -1).expand(2, 5)[b, i].item()
+    else:
+        position_q += mask.q_start
     left, right = mask.window
     if mask.causal and position_k > position_q:
         return False
@@ -45,8 +48,11 @@ SEGMENTS = (
 )
 
 
+EACH_QUERY = torch.tensor([[0, 3, -2, 1, 1], [5, -4, 0, 2, -1]])
+
+
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["", "segments"])
-@pytest.mark.parametrize("q_start", [0, 2, -2, torch.tensor([3, -1])], ids=str)
+@pytest.mark.parametrize("q_start", [0, 2, -2, torch.tensor([3, -1]), EACH_QUERY], ids=str)
 @pytest.mark.parametrize("window", [(None, None), (1, None), (None, 2), (2, 0)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_keep_is_what_the_docstring_says(causal, window, q_start, segments):

@@ -24,47 +24,43 @@ int64_t cached_keys(const Problem& p) {
 struct BackwardBlock {
   QueryBlock queries;
   float *q_copy, *d_o_copy;    // rows
-  float *q_t, *d_o_t;          // [d, M], for the sums over the head dim
+  int64_t stride;
+  float *q_t, *d_o_t;          // [d, stride], for the sums over the head dim
   float *q_right, *d_o_right;  // for the sums over the queries, where rows do not serve
   Right q, d_o;                // the same, wherever they are
-  float* dq_t;                 // [d_qk, M]
+  float* dq_t;                 // [d_qk, stride]
   Floats reference[kColumns], rest_log2[kColumns], delta[kColumns], d_lse[kColumns];
   Floats d_slope[kColumns];
 };
 
 struct BackwardScratch {
-  float *o, *o_t, *d_o, *d_o_t;  // fp32 [M, d_v] and its transpose
   float *k, *v, *k_t;            // copies of a block of keys, where they are needed
   float *s_t, *dp_t, *z_t;       // [kBlockKeys, M]
+  float* steepness;              // the same: derivative of the scores by scale * S
   float *weights, *ds, *ds_t;    // Z^T * P^T and dS^T as left factors, and dS^T as a right one
-  float* dq;                     // [M, d_qk]
   float *dk, *dv;                // [cached_keys, d]
   int32_t* queries;              // [n_q]
   float* strip;                  // what its blocks point to
   int64_t size;
 
   BackwardScratch(const Problem& p, float* base) {
-    constexpr int64_t M = kColumns * kLanes;
+    constexpr int64_t M = kBlockQueries;
     Arena arena(base);
-    o = arena.take(M * padded(p.d_v));
-    o_t = arena.take(M * padded(p.d_v));
-    d_o = arena.take(M * padded(p.d_v));
-    d_o_t = arena.take(M * padded(p.d_v));
     k = arena.take(kBlockKeys * units(p.d_qk));
     v = arena.take(kBlockKeys * units(p.d_v));
     k_t = arena.take(transposed_size(kBlockKeys, p.d_qk));
     s_t = arena.take(kBlockKeys * M);
     dp_t = arena.take(kBlockKeys * M);
     z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
+    steepness = arena.take(p.softcap > 0 ? kBlockKeys * M : 0);
     weights = s_t, ds = dp_t;  // in place, which both forms allow
     ds_t = kOneForm ? ds : arena.take(kBlockKeys * M / kPerUnit);
-    dq = arena.take(M * padded(p.d_qk));
     dk = arena.take(cached_keys(p) * padded(p.d_qk));
     dv = arena.take(cached_keys(p) * padded(p.d_v));
     queries = reinterpret_cast<int32_t*>(arena.take(p.n_q));
     strip = arena.take(0);
     BackwardBlock block;
-    for (int64_t i = 0; i < kStripQueries; i += block_queries(p)) take_block(p, arena, block);
+    for (int64_t i = 0; i < kStripBlocks; ++i) take_block(p, arena, block);
     size = arena.used();
   }
 
@@ -76,7 +72,7 @@ struct BackwardScratch {
 
  private:
   static void take_block(const Problem& p, Arena& arena, BackwardBlock& block) {
-    const int64_t M = block_queries(p);
+    constexpr int64_t M = kBlockQueries;
     block.q_copy = arena.take(M * units(p.d_qk));
     block.d_o_copy = arena.take(M * units(p.d_v));
     block.q_t = arena.take(M * units(p.d_qk));
@@ -92,14 +88,15 @@ struct BackwardScratch {
 constexpr double precise_lse(DType dtype) { return dtype == DType::f32 ? 16 : 1024; }
 constexpr int64_t kFewKeys = 32;
 
-// The queries of an item that have a gradient: the real ones that see something (lse > -inf, or NaN).
-IndexList contributing_queries(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                               int32_t* table) {
-  const IndexList& real = p.queries[item.b];
-  const float* lse = t.lse + (item.b * p.H + h) * p.n_q;
+// The queries of a head that have a gradient: the real ones that see something (lse > -inf, or NaN).
+IndexList contributing_queries(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, int32_t* table) {
+  const IndexList& real = p.queries[b];
+  const float* lse = t.lse + (b * p.H + h) * p.n_q;
   int64_t count = 0;
-  const int64_t end = real.lower_bound(item.last_query);
-  for (int64_t i = real.lower_bound(item.first_query); i < end; ++i) {
+  if (real.count > 0 && real.consecutive(0, real.count) && !holds(lse + real.at(0), real.count, -kInfinity)) {
+    return {nullptr, real.at(0), real.count};
+  }
+  for (int64_t i = 0; i < real.count; ++i) {
     const int64_t query = real.at(i);
     if (lse[query] != -kInfinity) table[count++] = static_cast<int32_t>(query);
   }
@@ -114,49 +111,59 @@ FASTATTN_INLINE Floats weight_again(const BackwardBlock& block, int c, Floats s,
 
 // Writes S^T of a part of the keys, hidden ones -inf.
 template <int C>
-FASTATTN_INLINE void scores(const Problem& p, int64_t b, int64_t h, const BackwardBlock& block, const KeyBlock& keys,
-                            Part part, float* s_t) {
-  constexpr int64_t M = C * kLanes;
-  assign_product<C>({s_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
-  finish_scores<C>(p, b, h, block.queries, keys, part, s_t);
+FASTATTN_INLINE void scores(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part part,
+                            const QueryBlock& queries, Right q_t, float* s_t, float* steepness = nullptr) {
+  assign_product<C>({s_t, C * kLanes}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
+  finish_scores<C>(p, b, h, queries, keys, part, s_t, steepness);
 }
 
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor. The weights of a row sum
-// to 1: what they sum to here tells the factor.
+// to 1, that of the sink among them: what they sum to here tells the factor.
 template <int C>
-void refine_lse(const Problem& p, int64_t b, int64_t h, const bool* imprecise, BackwardBlock& block,
-                const BackwardScratch& w) {
+void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* imprecise,
+                const float* weight_of_sink, BackwardBlock& block, const BackwardScratch& w) {
   const IndexList& list = p.keys[b];
-  const float on_score_log2 = p.on_score_log2();
+  const QueryBlock queries = block.queries.vectors(first, C);
   Floats sum[C] = {};
-  each_key_block(list, block.queries.range.some, 0, list.count, [&](int64_t first, int64_t n) {
-    KeyBlock keys{&list, first, n, {}, {}, {}, {}};
-    keys.k = rows_of(p.k, b, h / p.group(), list, first, n, up_to_grain(n), p.d_qk, false, w.k);
-    const Part part = visible_part(block.queries, keys);
-    scores<C>(p, b, h, block, keys, part, w.s_t);
+  each_key_block(list, queries.range.some, 0, list.count, [&](int64_t first_key, int64_t n) {
+    KeyBlock keys{&list, first_key, n, {}, {}, {}, {}};
+    keys.k = rows_of(p.k, b, h / p.group(), list, first_key, n, up_to_grain(n), p.d_qk, false, w.k);
+    const Part part = visible_part(queries.range.some, keys);
+    scores<C>(p, b, h, keys, part, queries, {block.q_t + first * kLanes, block.stride}, w.s_t);
     for (int64_t i = 0; i < part.n; ++i) {
-      for (int c = 0; c < C; ++c) sum[c] += weight_again(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
+      for (int c = 0; c < C; ++c) {
+        sum[c] += weight_again(block, first + c, load(w.s_t + (i * C + c) * kLanes), p.on_score_log2());
+      }
     }
   });
   for (int lane = 0; lane < C * kLanes; ++lane) {
-    if (imprecise[lane]) block.rest_log2[lane / kLanes][lane % kLanes] += log2f(sum[lane / kLanes][lane % kLanes]);
+    if (!imprecise[lane]) continue;
+    const int c = lane / kLanes, i = lane % kLanes;
+    block.rest_log2[first + c][i] += log2f(sum[c][i] + weight_of_sink[lane]);
   }
 }
 
 // Sums delta as dP is summed in fp32, in the same order: a query that sees a single key, where O = V, then has dS = 0
 // to the bit.
 template <int C>
-void sum_delta(const Problem& p, const float* o_t, const float* d_o_t, BackwardBlock& block) {
-  for (int c = 0; c < C; ++c) block.delta[c] = Floats{};
-  for (int64_t begin = 0; begin < p.d_v; begin += kPartOfHeadDim) {
-    Floats part[C] = {};
-    for (int64_t d = begin; d < lesser(begin + kPartOfHeadDim, p.d_v); ++d) {
-      for (int c = 0; c < C; ++c) {
-        const int64_t at = (d * C + c) * kLanes;
-        part[c] += load(o_t + at) * load(d_o_t + at);
+void sum_delta(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
+               BackwardBlock& block) {
+  for (int c = 0; c < C; ++c) {
+    block.delta[c] = Floats{};
+    const int64_t first = block.queries.first + c * kLanes, n = block.queries.n - c * kLanes;
+    for (int64_t begin = 0; t.d_o.data && n > 0 && begin < p.d_v; begin += kPartOfHeadDim) {
+      Floats part = {};
+      for (int64_t d = begin; d < lesser(begin + kPartOfHeadDim, p.d_v); d += kLanes) {
+        Floats o[kLanes], d_o[kLanes];
+        read_columns(t.o, b, h, queries, first, n, d, p.d_v, o);
+        if (!kOneForm) read_columns(t.d_o, b, h, queries, first, n, d, p.d_v, d_o);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          part += o[i] * (kOneForm ? load(block.d_o_t + (d + i) * block.stride + c * kLanes) : d_o[i]);
+        }
       }
+      block.delta[c] += part;
     }
-    for (int c = 0; c < C; ++c) block.delta[c] += part[c];
   }
 }
 
@@ -167,6 +174,7 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   constexpr int64_t M = C * kLanes;
   const int64_t b = item.b, first = block.queries.first, n = block.queries.n, row_of_head = (b * p.H + h) * p.n_q;
   const float on_query = split_scale(p.scale).on_query;
+  block.stride = M;
 
   const Rows q = rows_of(p.q, b, h, queries, first, n, M, p.d_qk, true, block.q_copy);
   transpose(q.data, q.stride, M, units(p.d_qk), block.q_t, M, [&](Floats x) { return times_on_query(x, on_query); });
@@ -178,39 +186,38 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   if (item.wants_dq) __builtin_memset(block.dq_t, 0, M * padded(p.d_qk) * sizeof(float));
   for (int c = 0; c < C; ++c) block.d_slope[c] = Floats{};
 
-  const auto floats_transposed = [&](const Input& x, float* rows, float* to) {
-    read_rows(x, b, h, queries, first, n_d_o, p.d_v, rows);
-    __builtin_memset(rows + n_d_o * padded(p.d_v), 0, (M - n_d_o) * padded(p.d_v) * sizeof(float));
-    transpose(rows, padded(p.d_v), M, padded(p.d_v), to, M, Unchanged{});
-  };
-  floats_transposed(t.o, w.o, w.o_t);
-  if (!kOneForm) floats_transposed(t.d_o, w.d_o, w.d_o_t);
-  sum_delta<C>(p, w.o_t, kOneForm ? block.d_o_t : w.d_o_t, block);
+  sum_delta<C>(p, t, b, h, queries, block);
 
-  bool imprecise[M], any_imprecise = false;  // query by query: the others in a block must not matter
+  float weight_of_sink[M];
+  bool imprecise[M], any_imprecise[C] = {};  // query by query: the others in a block must not matter
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
     const Measure from = Measure::of(t.lse[query] * p.scores_per_nat(), p.on_score_log2());
+    weight_of_sink[i] = p.sinks ? expf(p.sinks[h] - t.lse[query]) : 0.0f;
     imprecise[i] = std::fabs(t.lse[query]) > precise_lse(p.q.dtype) ||
                    (p.q.dtype == DType::f32 && block.queries.length[c][lane] <= kFewKeys);
-    any_imprecise |= imprecise[i];
+    any_imprecise[c] |= imprecise[i];
     block.reference[c][lane] = from.reference, block.rest_log2[c][lane] = from.rest_log2;
     block.d_lse[c][lane] = t.d_lse ? t.d_lse[query] : 0.0f;
   }
-  if (any_imprecise) refine_lse<C>(p, b, h, imprecise, block, w);
+  for (int c = 0; c < C; c += kFewestColumns) {
+    if (any_imprecise[c] || any_imprecise[c + kFewestColumns - 1]) {
+      refine_lse<kFewestColumns>(p, b, h, c, imprecise + c * kLanes, weight_of_sink + c * kLanes, block, w);
+    }
+  }
 }
 
 // Turns S^T and dP^T [n, M] into Z^T * P^T and dS^T, in the forms that the sums take.
 template <int C>
-FASTATTN_INLINE void gradients_of_scores(int64_t n, const BackwardBlock& block, float on_score_log2, bool drops,
-                                         const BackwardScratch& w) {
+FASTATTN_INLINE void gradients_of_scores(int64_t n, const BackwardBlock& block, int first, float on_score_log2,
+                                         bool drops, const BackwardScratch& w) {
   Floats d_lse_minus_delta[C];
-  for (int c = 0; c < C; ++c) d_lse_minus_delta[c] = block.d_lse[c] - block.delta[c];
+  for (int c = 0; c < C; ++c) d_lse_minus_delta[c] = block.d_lse[first + c] - block.delta[first + c];
   for (int64_t i = 0; i < n; i += kPerUnit) {
     Floats weights[kPerUnit][C], ds[kPerUnit][C];
     each_vector(weights, [&](Floats& p, int r, int c) {
       const int64_t at = ((i + r) * C + c) * kLanes;
-      p = weight_again(block, c, load(w.s_t + at), on_score_log2);
+      p = weight_again(block, first + c, load(w.s_t + at), on_score_log2);
       // Without a branch, so that compilers round it alike wherever they inline it.
       const Floats z = drops ? load(w.z_t + at) : splat(1.0f);
       ds[r][c] = p * (load(w.dp_t + at) * z + d_lse_minus_delta[c]);
@@ -233,44 +240,63 @@ FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_querie
   });
 }
 
-// A block of queries against a block of keys. dk and dv are the rows of the first key of the block.
+// Vectors first, ..., first + C - 1 of a block of queries against a part of a block of keys. dk and dv are the rows of
+// the first key of the block.
 template <int C>
 void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                   const KeyBlock& keys, BackwardBlock& block, float* dk, float* dv, const BackwardScratch& w) {
+                   const KeyBlock& keys, Part part, const QueryBlock& queries, int first, BackwardBlock& block,
+                   float* dk, float* dv, const BackwardScratch& w) {
   constexpr int64_t M = C * kLanes;
-  const Part part = visible_part(block.queries, keys);
-  if (part.n == 0) return;
-  if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, block.queries, keys, part, w.z_t);
-  scores<C>(p, item.b, h, block, keys, part, w.s_t);
-  assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), {block.d_o_t, M});
-  gradients_of_scores<C>(part.n, block, p.on_score_log2(), p.dropout.drops, w);
+  const int64_t column = first * kLanes;
+  const Right q_t{block.q_t + column, block.stride}, d_o_t{block.d_o_t + column, block.stride};
+  if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, queries, keys, part, w.z_t);
+  scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.steepness : nullptr);
+  assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
+  gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
   if (item.wants_d_added) {
     const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
-    if (t.d_score) add_d_score<C>(p, t, item.b, h, block.queries, keys, part, ds);
-    if (t.d_slope) add_d_slope<C>(p, item.b, block.queries, keys, part, ds, block.d_slope);
+    if (t.d_score) add_d_score<C>(p, t, item.b, h, queries, keys, part, ds);
+    if (t.d_slope) add_d_slope<C>(p, item.b, queries, keys, part, ds, block.d_slope + first);
   }
+  if (p.softcap > 0) times_steepness<C>(part.n, w.steepness, w.ds, w.ds_t);
   if (item.wants_dq) {
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
-    add_product<C>({block.dq_t, M}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
+    add_product<C>({block.dq_t + column, block.stride}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
   }
   if (item.wants_dkv) {
-    const int64_t n = block.queries.n;
-    accumulate_rows<C>(w.weights, part.n, n, block.d_o, p.d_v, dv + part.begin * padded(p.d_v));
-    accumulate_rows<C>(w.ds, part.n, n, block.q, p.d_qk, dk + part.begin * padded(p.d_qk));
+    const Right q = block.q.at_step(column / kPerUnit), d_o = block.d_o.at_step(column / kPerUnit);
+    accumulate_rows<C>(w.weights, part.n, queries.n, d_o, p.d_v, dv + part.begin * padded(p.d_v));
+    accumulate_rows<C>(w.ds, part.n, queries.n, q, p.d_qk, dk + part.begin * padded(p.d_qk));
   }
 }
 
-// Adds dQ^T, times scale, to the rows of the output.
+// Writes dQ^T, times scale, to the rows of the output, or adds it to what earlier chunks of keys gave.
 template <int C>
-void add_dq(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
-            const BackwardBlock& block, const BackwardScratch& w) {
-  constexpr int64_t M = C * kLanes;
-  const int64_t d_qk = padded(p.d_qk);
+void write_dq(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries, bool adds,
+              const BackwardBlock& block) {
   const auto scale = static_cast<float>(p.scale);
-  transpose(block.dq_t, M, d_qk, M, w.dq, d_qk, [&](Floats x) { return x * scale; });
-  for (int64_t i = 0; i < block.queries.n; ++i) {
-    float* dq = reinterpret_cast<float*>(t.dq.row(b, h, queries.at(block.queries.first + i)));
-    for (int64_t d = 0; d < p.d_qk; ++d) dq[d] += w.dq[i * d_qk + d];
+  transpose(
+      padded(p.d_qk), C * kLanes,
+      [&](int64_t d, int64_t i) { return load(block.dq_t + d * block.stride + i) * scale; },
+      [&](int64_t i, int64_t d, Floats x) {
+        if (i >= block.queries.n) return;
+        float* dq = reinterpret_cast<float*>(t.dq.row(b, h, queries.at(block.queries.first + i))) + d;
+        narrow_lanes(dq, adds ? widen_lanes(dq, p.d_qk - d) + x : x, p.d_qk - d);
+      });
+}
+
+// Zeros for the queries without a gradient from the first query of an item to the first one of the next.
+void zero_other_dq(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+                   const IndexList& contributing) {
+  int64_t i = lesser(item.first_query, contributing.count);
+  const int64_t begin = item.first_query == 0 ? 0 : i == contributing.count ? p.n_q : contributing.at(i);
+  const int64_t end = item.last_query >= contributing.count ? p.n_q : contributing.at(item.last_query);
+  for (int64_t query = begin; query < end; ++query) {
+    if (i < contributing.count && contributing.at(i) == query) {
+      ++i;
+    } else {
+      zero_row(t.dq, item.b, h, query, p.d_qk);
+    }
   }
 }
 
@@ -278,16 +304,29 @@ void add_dq(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, co
 void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
                             const IndexList& queries, int64_t first_query, int64_t chunk_begin, int64_t chunk_end,
                             const BackwardScratch& w) {
-  const int64_t b = item.b, M = block_queries(p), end = lesser(first_query + kStripQueries, queries.count);
+  const int64_t b = item.b;
+  const int64_t end = lesser(first_query + kStripQueries, lesser(item.last_query, queries.count));
   const IndexList& list = p.keys[b];
+  const KeyRange chunk =
+      chunk_begin < chunk_end ? KeyRange{list.at(chunk_begin), list.at(chunk_end - 1) + 1} : KeyRange{0, 0};
+  const bool adds = chunk_begin > item.first_key;  // to the dq of other chunks
+  const auto skip = [&](int64_t first, int64_t last) {
+    for (int64_t i = first; item.wants_dq && !adds && i < last; ++i) zero_row(t.dq, b, h, queries.at(i), p.d_qk);
+  };
+  const KeyRange by_some = p.visible_to_some(b, h, queries.at(first_query), queries.at(end - 1));
+  if (!by_some.meets(chunk)) return skip(first_query, end);
   BackwardBlock blocks[kStripBlocks];
   int64_t count = 0;
   KeyRange seen{p.n_k, 0};  // by any of them
-  for (int64_t first = first_query; first < end; first += M, ++count) {
+  for (int64_t first = first_query; first < end; first += kBlockQueries) {
     BackwardBlock& block = blocks[count];
-    w.place_block(p, count, block);
-    block.queries.init(p, b, h, queries, first, lesser(M, end - first));
-    seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
+    block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
+    if (!block.queries.range.some.meets(chunk)) {
+      skip(first, first + block.queries.n);
+      continue;
+    }
+    w.place_block(p, count++, block);
+    seen = hull(seen, block.queries.range.some);
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, item, h, queries, block, w); });
   }
 
@@ -299,7 +338,12 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
     float* dk = w.dk + (i - chunk_begin) * padded(p.d_qk);
     float* dv = w.dv + (i - chunk_begin) * padded(p.d_v);
     for (int64_t j = 0; j < count; ++j) {
-      with_columns(blocks[j].queries.n, [&](auto C) { add_gradients<C>(p, t, item, h, keys, blocks[j], dk, dv, w); });
+      with_columns(blocks[j].queries.n, [&](auto C) {
+        each_part<C>(blocks[j].queries, 0, keys, {0, up_to_grain(n)},
+                     [&](auto vectors, const QueryBlock& seeing, int first, Part part) {
+                       add_gradients<vectors>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, w);
+                     });
+      });
     }
   });
   for (int64_t j = 0; item.wants_d_added && t.d_slope && j < count; ++j) {
@@ -309,7 +353,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
     }
   }
   for (int64_t j = 0; item.wants_dq && j < count; ++j) {
-    with_columns(blocks[j].queries.n, [&](auto C) { add_dq<C>(p, t, b, h, queries, blocks[j], w); });
+    with_columns(blocks[j].queries.n, [&](auto C) { write_dq<C>(p, t, b, h, queries, adds, blocks[j]); });
   }
 }
 
@@ -335,11 +379,6 @@ void write_chunk(const Problem& p, const BackwardTensors& t, const BackwardItem&
 void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& item, float* scratch) {
   const BackwardScratch w(p, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
-  if (item.wants_dq) {
-    for (int64_t h = item.first_head; h < item.last_head; ++h) {
-      for (int64_t query = item.first_query; query < item.last_query; ++query) zero_row(t.dq, item.b, h, query, p.d_qk);
-    }
-  }
   int64_t begin = item.first_key;
   do {
     const int64_t end = lesser(begin + cached_keys(p), item.last_key);
@@ -348,8 +387,9 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
       __builtin_memset(w.dv, 0, (end - begin) * padded(p.d_v) * sizeof(float));
     }
     for (int64_t h = item.first_head; h < item.last_head; ++h) {
-      const IndexList queries = contributing_queries(p, t, item, h, w.queries);
-      for (int64_t first = 0; first < queries.count; first += kStripQueries) {
+      const IndexList queries = contributing_queries(p, t, item.b, h, w.queries);
+      if (item.wants_dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
+      for (int64_t first = item.first_query; first < lesser(item.last_query, queries.count); first += kStripQueries) {
         add_gradients_of_strip(p, t, item, h, queries, first, begin, end, w);
       }
     }

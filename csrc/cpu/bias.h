@@ -1,5 +1,5 @@
-// From products of queries and keys to scores: what is added to them, and what is hidden that is no range of keys; and
-// the gradients of what is added. Calls without any of this pass by in one branch a block.
+// From products of queries and keys to scores: how they are bounded, what is added to them, and what is hidden that is
+// no range of keys; and the derivatives of all that. Calls without any of this pass by in one branch a block.
 //
 // A bias and a dense mask lie in memory as rows of keys; S^T has rows of queries. They meet in tiles of kLanes * kLanes.
 
@@ -80,6 +80,19 @@ FASTATTN_INLINE void with_entries(const Table& table, int64_t b, int64_t h, cons
   }
 }
 
+// Turns n products, whole vectors of them, into softcap * tanh(scale * s / softcap), in nats. `steepness`, unless null,
+// is set to the derivative by scale * s.
+FASTATTN_SELDOM void cap_scores(const Problem& p, int64_t n, float* s, float* steepness) {
+  const double by_softcap = (p.scale < 0 ? -p.scale : p.scale) / p.softcap;  // the sign of scale is on the queries
+  const auto factor = static_cast<float>(by_softcap < 0x1p127 ? by_softcap : 0x1p127);  // finite: 0 stays 0
+  const auto softcap = static_cast<float>(p.softcap);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Tanh capped = tanh(load(s + i) * factor);
+    store(s + i, capped.value * softcap);
+    if (steepness) store(steepness + i, capped.derivative);
+  }
+}
+
 // S^T becomes scale * S^T + bias, in nats. A bias of -inf stays -inf.
 template <int C>
 FASTATTN_SELDOM void add_bias(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
@@ -98,8 +111,7 @@ FASTATTN_INLINE void query_positions(const Problem& p, int64_t b, const QueryBlo
   constexpr int64_t kFarthest = 1 << 30;
   for (int lane = 0; lane < C * kLanes; ++lane) {
     const int64_t query = queries.index[lane / kLanes][lane % kLanes];
-    const int64_t rank = p.documents.rank_of_query ? p.documents.rank_of_query[b * p.n_q + query] : query;
-    const int64_t position = clamp(position_of(rank, p.q_start[b]), -kFarthest, kFarthest);
+    const int64_t position = clamp(p.position(b, query), -kFarthest, kFarthest);
     positions[lane / kLanes][lane % kLanes] = static_cast<int32_t>(position);
   }
 }
@@ -150,14 +162,15 @@ FASTATTN_SELDOM void hide_gaps(const Problem& p, int64_t b, int64_t h, const Que
   }
 }
 
-// Turns the products S^T of a part of the keys into scores, hidden ones -inf.
+// Turns the products S^T of a part of the keys into scores, hidden ones -inf. `steepness` as in cap_scores.
 template <int C>
 FASTATTN_INLINE void finish_scores(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries,
-                                   const KeyBlock& keys, Part part, float* s_t) {
-  if (p.adds_to_scores()) {
-    const auto scale = static_cast<float>(p.scale < 0 ? -p.scale : p.scale);  // its sign is on the queries
-    if (p.bias.data) add_bias<C>(p, b, h, queries, keys, part, scale, s_t);
-    if (p.alibi_slopes) add_alibi<C>(p, b, h, queries, keys, part, p.bias.data ? 1.0f : scale, s_t);
+                                   const KeyBlock& keys, Part part, float* s_t, float* steepness = nullptr) {
+  if (p.finishes_scores()) {
+    auto scale = static_cast<float>(p.scale < 0 ? -p.scale : p.scale);  // its sign is on the queries
+    if (p.softcap > 0) cap_scores(p, part.n * C * kLanes, s_t, steepness), scale = 1.0f;
+    if (p.bias.data) add_bias<C>(p, b, h, queries, keys, part, scale, s_t), scale = 1.0f;
+    if (p.alibi_slopes) add_alibi<C>(p, b, h, queries, keys, part, scale, s_t);
   }
   if (queries.gaps) hide_gaps<C>(p, b, h, queries, keys, part, s_t);
   hide<C>(queries, keys, part, s_t, -kInfinity);
@@ -203,6 +216,20 @@ FASTATTN_SELDOM void add_d_slope(const Problem& p, int64_t b, const QueryBlock& 
     for (int c = 0; c < C; ++c) {
       d_slope[c] -= widen(ds + (i * C + c) * kLanes) * distances(p, b, positions[c], keys.key(part.begin + i));
     }
+  }
+}
+
+// Turns dS^T by scores into dS^T by the products times scale, in the forms that the sums take.
+template <int C>
+FASTATTN_SELDOM void times_steepness(int64_t n, const float* steepness, float* ds, float* ds_t) {
+  for (int64_t i = 0; i < n; i += kPerUnit) {
+    Floats x[kPerUnit][C];
+    each_vector(x, [&](Floats& product, int r, int c) {
+      const int64_t at = ((i + r) * C + c) * kLanes;
+      product = widen(reinterpret_cast<const LeftElement*>(ds) + at) * load(steepness + at);
+    });
+    store_right(ds_t, i, x);
+    if (!kOneForm) store_left(ds, i, x);
   }
 }
 

@@ -45,9 +45,9 @@ inline int64_t key_blocks_in_chunk(const Problem& p) {
 
 // Queries that meet a chunk of keys, block by block, before the next one.
 constexpr int64_t kStripQueries = 256;
-constexpr int kFewestOfBlock = kColumns / 2 < kFewestColumns ? kColumns : kColumns / 2;  // vectors in a narrow block
-constexpr int64_t kStripBlocks = kStripQueries / (kFewestOfBlock * kLanes);
-static_assert(kStripQueries % (kColumns * kLanes) == 0);
+constexpr int64_t kBlockQueries = kColumns * kLanes;
+constexpr int64_t kStripBlocks = kStripQueries / kBlockQueries;
+static_assert(kStripQueries % kBlockQueries == 0);
 
 constexpr int64_t up_to_grain(int64_t n) { return (n + kGrain - 1) / kGrain * kGrain; }
 
@@ -64,21 +64,12 @@ Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_
   return {copy, units(d)};
 }
 
-// Queries in a block. Where every query sees few keys, a block is narrow: fewer pairs at the edges of what they see are
-// computed and then hidden.
-int64_t block_queries(const Problem& p) {
-  constexpr int64_t kFewKeys = 256;
-  const auto seen = [&](int64_t reach) { return clamp(reach, 0, p.n_k / 2); };  // to one side, about
-  const bool has_edges = p.band.left < p.n_k || p.band.right < p.n_k;
-  const bool narrow = has_edges && seen(p.band.left) + seen(p.band.right) <= kFewKeys;
-  return (narrow ? kFewestOfBlock : kColumns) * kLanes;
-}
-
-// Queries of one head, at most kColumns * kLanes of them, one per lane, and the keys that each may see. Lanes without a
-// query repeat the last one.
+// Queries of one head, at most kBlockQueries of them, one per lane, and the keys that each may see. Lanes without a query
+// repeat the last one.
 struct QueryBlock {
   int64_t first, n;  // places in a list of queries
-  BlockRange range;
+  BlockRange range;  // of all of them
+  BlockRange ranges[kColumns];  // of each vector
   Bits index[kColumns];  // of the queries
   Ints begin[kColumns];
   Bits length[kColumns];
@@ -86,19 +77,42 @@ struct QueryBlock {
 
   void init(const Problem& p, int64_t b, int64_t h, const IndexList& queries, int64_t first_place, int64_t count) {
     first = first_place, n = count;
-    range = no_queries(p.n_k);
+    for (BlockRange& of_vector : ranges) of_vector = no_queries(p.n_k);
     gaps = kNoGaps;
     const bool all_alike = !p.ranges.data && p.visible(b, h, queries.at(first)).covers(p.n_k) &&
                            p.visible(b, h, queries.at(first + n - 1)).covers(p.n_k);
-    for (int lane = 0; lane < kColumns * kLanes; ++lane) {
+    for (int lane = 0; lane < kBlockQueries; ++lane) {
       const int64_t query = queries.at(first + (lane < n ? lane : n - 1));
       const KeyRange keys = all_alike ? KeyRange{0, p.n_k} : p.visible(b, h, query);
-      range.add(keys);
+      if (lane < n) ranges[lane / kLanes].add(keys);
       if (p.ranges.gaps) gaps |= p.ranges.at(b, h, query).gaps;
       index[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(query);
       begin[lane / kLanes][lane % kLanes] = static_cast<int32_t>(keys.begin);
       length[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(keys.end - keys.begin);
     }
+    range = range_of(0, kColumns);
+  }
+
+  // What the queries of `count` vectors may see.
+  BlockRange range_of(int first_vector, int count) const {
+    BlockRange joint = ranges[first_vector];
+    for (int c = first_vector + 1; c < first_vector + count; ++c) joint.add(ranges[c]);
+    return joint;
+  }
+
+  // A block of `count` of its vectors.
+  QueryBlock vectors(int first_vector, int count) const {
+    QueryBlock part;
+    part.first = first + first_vector * kLanes, part.n = clamp(n - first_vector * kLanes, 0, count * kLanes);
+    part.range = range_of(first_vector, count);
+    part.gaps = gaps;
+    for (int c = 0; c < count; ++c) {
+      part.ranges[c] = ranges[first_vector + c];
+      part.index[c] = index[first_vector + c];
+      part.begin[c] = begin[first_vector + c];
+      part.length[c] = length[first_vector + c];
+    }
+    return part;
   }
 
   // All lanes see all of the keys i, ..., i + n_keys - 1 of the block.
@@ -143,12 +157,49 @@ FASTATTN_INLINE void each_key_chunk(const IndexList& keys, KeyRange seen, int64_
 // The part of a block of keys that a block of queries may see, in whole grains: keys begin, ..., begin + n - 1 of it.
 struct Part {
   int64_t begin, n;
+
+  int64_t end() const { return begin + n; }
+  Part between(int64_t from, int64_t to) const {
+    from = greater(from, begin), to = lesser(to, end());
+    return {from, greater(to - from, 0)};
+  }
 };
 
-FASTATTN_INLINE Part visible_part(const QueryBlock& queries, const KeyBlock& keys) {
-  const int64_t begin = greater(keys.list->lower_bound(queries.range.some.begin) - keys.first, 0) / kGrain * kGrain;
-  const int64_t end = lesser(keys.list->lower_bound(queries.range.some.end) - keys.first, keys.n);
+FASTATTN_INLINE Part visible_part(KeyRange some, const KeyBlock& keys) {
+  const int64_t begin = greater(keys.list->lower_bound(some.begin) - keys.first, 0) / kGrain * kGrain;
+  const int64_t end = lesser(keys.list->lower_bound(some.end) - keys.first, keys.n);
   return {begin, greater(up_to_grain(end) - begin, 0)};
+}
+
+// Cuts what a block of queries may see of a block of keys into parts for all of its vectors and parts for some, where at
+// the edge of a mask this leaves out many pairs that nobody sees: run(std::integral_constant<int, vectors>, their
+// queries, the first of them, the part of the keys).
+template <int C, class Run>
+void each_part(const QueryBlock& queries, int first_vector, const KeyBlock& keys, Part within, Run run) {
+  constexpr int64_t kWorthACut = 8;  // vectors of pairs
+  constexpr int kHalf = C / 2;
+  const Part part = visible_part(queries.range.some, keys).between(within.begin, within.end());
+  if (part.n == 0) return;
+  if constexpr (kHalf >= kFewestColumns) {
+    if (!queries.sees_all(keys, part.begin, part.n)) {
+      const QueryBlock halves[] = {queries.vectors(0, kHalf), queries.vectors(kHalf, kHalf)};
+      Part of_half[2];
+      for (int i : {0, 1}) of_half[i] = visible_part(halves[i].range.some, keys).between(part.begin, part.end());
+      if (C * part.n - kHalf * (of_half[0].n + of_half[1].n) >= kWorthACut) {
+        const Part both = of_half[0].between(of_half[1].begin, of_half[1].end());
+        if (both.n > 0) run(std::integral_constant<int, C>{}, queries, first_vector, both);
+        for (int i : {0, 1}) {
+          const auto rest = [&](int64_t begin, int64_t end) {
+            each_part<kHalf>(halves[i], first_vector + i * kHalf, keys, of_half[i].between(begin, end), run);
+          };
+          rest(part.begin, both.n > 0 ? both.begin : part.end());
+          if (both.n > 0) rest(both.end(), part.end());
+        }
+        return;
+      }
+    }
+  }
+  run(std::integral_constant<int, C>{}, queries, first_vector, part);
 }
 
 // Sets what is hidden in a matrix [part.n, C * kLanes] to `hidden`.

@@ -24,7 +24,16 @@ struct DecodeScratch {
   }
 };
 
+// Rows of the heads that share keys, query by query: those of a document follow each other.
 int64_t decode_rows(const Problem& p, int64_t b) { return p.group() * p.queries[b].count; }
+
+struct HeadAndQuery {
+  int64_t h, query;
+};
+
+HeadAndQuery head_and_query(const Problem& p, int64_t b, int64_t h_kv, int64_t row) {
+  return {h_kv * p.group() + row % p.group(), p.queries[b].at(row / p.group())};
+}
 
 // What a part keeps of a row: the sum of weights times values, the score m whose weight is 1, the sum l of the weights.
 struct DecodePart {
@@ -79,7 +88,7 @@ void dot_products(int64_t rows, const float* q, RightOf<Element> k, int64_t n, i
 
 // Turns a row of S into P, and moves its statistics and what was summed before on.
 void softmax_step(const Problem& p, int64_t n, float* s, float& m, float& l, float* o) {
-  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  const float on_score_log2 = p.on_score_log2();
   Floats largest = splat(m);
   for (int64_t i = 0; i < n; i += kLanes) largest = larger(load(s + i), largest);
   const float new_m = largest_lane(largest), reference = finite_max(new_m);
@@ -119,12 +128,12 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
   const IndexList &queries = p.queries[b], &key_list = p.keys[b];
   KeyRange visible[kDecodeRows], seen{p.n_k, 0};
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t h = h_kv * p.group() + row / queries.count, query = queries.at(row % queries.count);
+    const auto [h, query] = head_and_query(p, b, h_kv, row);
     float* q = w.q + row * padded(p.d_qk);
-    read_rows(p.q, b, h, queries, row % queries.count, 1, p.d_qk, q);
+    read_rows(p.q, b, h, queries, row / p.group(), 1, p.d_qk, q);
     for (int64_t d = 0; d < p.d_qk; ++d) q[d] *= split_scale(p.scale).on_query;
     visible[row] = p.visible(b, h, query);
-    seen = {lesser(seen.begin, visible[row].begin), greater(seen.end, visible[row].end)};
+    seen = hull(seen, visible[row]);
     DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
     *part.m = -kInfinity, *part.l = 0;
     __builtin_memset(part.o, 0, padded(p.d_v) * sizeof(float));
@@ -132,27 +141,33 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
 
   each_key_block<kDecodeKeys>(key_list, seen, item.first_key, item.last_key, [&](int64_t first, int64_t n) {
     const int64_t n_padded = padded(n);
+    const KeyRange block{key_list.at(first), key_list.at(first + n - 1) + 1};
+    int64_t row_begin = 0, row_end = rows;  // that see some of these keys, and those in between
+    while (row_end > 0 && !visible[row_end - 1].meets(block)) --row_end;
+    while (row_begin < row_end && !visible[row_begin].meets(block)) ++row_begin;
+    if (row_begin == row_end) return;
     with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, rows > 1, w.k, [&](auto k) {
-      dot_products(rows, w.q, k, n_padded, p.d_qk, w.s);
+      dot_products(row_end - row_begin, w.q + row_begin * padded(p.d_qk), k, n_padded, p.d_qk,
+                   w.s + row_begin * kDecodeKeys);
     });
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = row_begin; row < row_end; ++row) {
       float* s = w.s + row * kDecodeKeys;
-      if (n == n_padded && visible[row].begin <= key_list.at(first) && key_list.at(first + n - 1) < visible[row].end) {
-        continue;
-      }
+      if (p.softcap > 0) cap_scores(p, n_padded, s, nullptr);
+      if (n == n_padded && visible[row].begin <= block.begin && block.end <= visible[row].end) continue;
       for (int64_t i = 0; i < n_padded; ++i) {
         if (i >= n || !visible[row].contains(key_list.at(first + i))) s[i] = -kInfinity;
       }
     }
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = row_begin; row < row_end; ++row) {
       const DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
       softmax_step(p, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
     }
-    const Target o{decode_part(p, parts, b, h_kv, item.part, item.n_parts, 0).o, row_of_part(p)};
+    const Target o{decode_part(p, parts, b, h_kv, item.part, item.n_parts, row_begin).o, row_of_part(p)};
     with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, rows > 1, w.v, [&](auto v) {
       each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
         const Target to{o.data + column, o.stride};
-        add_product<vectors>(to, rows, n_padded, Rows{w.s, kDecodeKeys}, v.at_column(column));
+        const Rows weights{w.s + row_begin * kDecodeKeys, kDecodeKeys};
+        add_product<vectors>(to, row_end - row_begin, n_padded, weights, v.at_column(column));
       });
     });
   });
@@ -160,10 +175,9 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
 
 // Joins the parts of the heads that share keys, and writes their outputs and lse.
 void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_kv, int64_t n_parts, float* parts) {
-  const IndexList& queries = p.queries[b];
-  const float on_score_log2 = split_scale(p.scale).on_score_log2;
+  const float on_score_log2 = p.on_score_log2();
   for (int64_t row = 0; row < decode_rows(p, b); ++row) {
-    const int64_t h = h_kv * p.group() + row / queries.count, query = queries.at(row % queries.count);
+    const auto [h, query] = head_and_query(p, b, h_kv, row);
     float m = -kInfinity, l = 0;
     for (int64_t i = 0; i < n_parts; ++i) {
       const float part_m = *decode_part(p, parts, b, h_kv, i, n_parts, row).m;
@@ -179,9 +193,14 @@ void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_k
         store(total.o + d, sum + load(part.o + d) * decay);
       }
     }
-    write_row(out.o, b, h, query, p.d_v, total.o, one_over_sum(l));
-    out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m, on_score_log2, log2f(l));
-    if (out.measures) out.measures[(b * p.H + h) * p.n_q + query] = Measure::of(m, l, on_score_log2);
+    BesideSink whole{lse_of(m, on_score_log2, log2f(l)), 1.0};
+    if (p.sinks) whole = beside_sink(whole.lse, p.sinks[h]);
+    write_row(out.o, b, h, query, p.d_v, total.o, one_over_sum(l) * static_cast<float>(whole.share));
+    out.lse[(b * p.H + h) * p.n_q + query] = static_cast<float>(whole.lse);
+    if (out.measures) {
+      const float with_sink = l / static_cast<float>(whole.share);
+      out.measures[(b * p.H + h) * p.n_q + query] = Measure::of(m, with_sink, on_score_log2);
+    }
   }
   for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); ++h) write_padding(p, out, b, h, 0, p.n_q);
 }

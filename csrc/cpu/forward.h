@@ -10,7 +10,7 @@ namespace fastattn::FASTATTN_ISA {
 namespace {
 
 struct ForwardScratch {
-  float *q, *o;              // [M, d]: rows of a block of queries on their way in or out
+  float* q;                  // [M, d]: rows of a block of queries, where they are needed
   float *k, *v, *v_t;        // copies of a block of keys, where they are needed
   float *p_t, *z_t;          // [kBlockKeys, M], S^T and then P^T; Z^T
   float *q_t, *o_t;          // [d, M] for each block of a strip
@@ -18,16 +18,14 @@ struct ForwardScratch {
   int64_t size;
 
   ForwardScratch(const Problem& p, float* base) {
-    constexpr int64_t M = kColumns * kLanes;
     Arena arena(base);
-    q = arena.take(M * units(p.d_qk));
-    o = arena.take(M * padded(p.d_v));
+    q = arena.take(kBlockQueries * units(p.d_qk));
     chunk_blocks = key_blocks_in_chunk(p);
     k = arena.take(chunk_blocks * kBlockKeys * units(p.d_qk));
     v = arena.take(chunk_blocks * kBlockKeys * units(p.d_v));
     v_t = arena.take(chunk_blocks * transposed_size(kBlockKeys, p.d_v));
-    p_t = arena.take(kBlockKeys * M);
-    z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
+    p_t = arena.take(kBlockKeys * kBlockQueries);
+    z_t = arena.take(p.dropout.drops ? kBlockKeys * kBlockQueries : 0);
     q_t = arena.take(kStripQueries * units(p.d_qk));
     o_t = arena.take(kStripQueries * padded(p.d_v));
     size = arena.used();
@@ -48,7 +46,8 @@ KeyBlock key_block(const Problem& p, int64_t b, int64_t h_kv, int64_t first, int
 // A block of queries on its way over the keys: Q^T, O^T, the score m whose weight is 1, and the sum l of the weights.
 struct ForwardBlock {
   QueryBlock queries;
-  float *q_t, *o_t;
+  float *q_t, *o_t;  // [d, stride]
+  int64_t stride;
   Floats m[kColumns], l[kColumns];
 };
 
@@ -104,36 +103,37 @@ FASTATTN_INLINE void weights(int64_t n, float on_score_log2, const Floats (&m)[C
   for (int c = 0; c < C; ++c) l[c] += sum[c];
 }
 
-// A block of queries against a block of keys.
+// Vectors first, ..., first + C - 1 of a block of queries against a part of a block of keys.
 template <int C>
-void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, ForwardBlock& block, const ForwardScratch& w) {
+void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part part, const QueryBlock& queries,
+            int first, ForwardBlock& block, const ForwardScratch& w) {
   constexpr int64_t M = C * kLanes;
-  const Part part = visible_part(block.queries, keys);
-  if (part.n == 0) return;
   const float on_score_log2 = p.on_score_log2();
-  const Target o_t{block.o_t, M};
+  const Target o_t{block.o_t + first * kLanes, block.stride};
   Floats m[C], l[C], decay[C];
-  for (int c = 0; c < C; ++c) m[c] = block.m[c], l[c] = block.l[c];
+  for (int c = 0; c < C; ++c) m[c] = block.m[first + c], l[c] = block.l[first + c];
 
-  assign_product<C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), {block.q_t, M});
-  finish_scores<C>(p, b, h, block.queries, keys, part, w.p_t);
+  const Right q_t{block.q_t + first * kLanes, block.stride};
+  assign_product<C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
+  finish_scores<C>(p, b, h, queries, keys, part, w.p_t);
   if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay)) {
     for (int c = 0; c < C; ++c) l[c] *= decay[c];
     for (int64_t d = 0; d < p.d_v; ++d) {
       for (int c = 0; c < C; ++c) store(o_t.at(d, c), load(o_t.at(d, c)) * decay[c]);
     }
   }
-  if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, block.queries, keys, part, w.z_t);
+  if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, queries, keys, part, w.z_t);
   weights<C>(part.n, on_score_log2, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
   add_product<C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), Right{w.p_t, M});
 
-  for (int c = 0; c < C; ++c) block.m[c] = m[c], block.l[c] = l[c];
+  for (int c = 0; c < C; ++c) block.m[first + c] = m[c], block.l[first + c] = l[c];
 }
 
 // Makes a block of queries ready to attend.
 template <int C>
 void begin_block(const Problem& p, int64_t b, int64_t h, ForwardBlock& block, const ForwardScratch& w) {
   constexpr int64_t M = C * kLanes;
+  block.stride = M;
   const Rows q = rows_of(p.q, b, h, p.queries[b], block.queries.first, block.queries.n, M, p.d_qk, true, w.q);
   const float on_query = split_scale(p.scale).on_query;
   transpose(q.data, q.stride, M, units(p.d_qk), block.q_t, M, [&](Floats x) { return times_on_query(x, on_query); });
@@ -143,22 +143,39 @@ void begin_block(const Problem& p, int64_t b, int64_t h, ForwardBlock& block, co
 
 // Writes the output and lse of a block of queries.
 template <int C>
-void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block,
-               const ForwardScratch& w) {
+void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block) {
   constexpr int64_t M = C * kLanes;
   const float on_score_log2 = p.on_score_log2();
-  transpose(block.o_t, M, padded(p.d_v), M, w.o, padded(p.d_v), Unchanged{});
-  float m[M], l[M], log2_of_l[M];
+  const auto query = [&](int64_t i) { return p.queries[b].at(block.queries.first + i); };
+  Floats on_o[C];
+  float m[M], l[M], log2_of_l[M], lse[M];
   for (int c = 0; c < C; ++c) {
+    on_o[c] = block.l[c] == 0.0f ? Floats{} : 1.0f / block.l[c];  // one_over_sum
     store(m + c * kLanes, block.m[c]);
     store(l + c * kLanes, block.l[c]);
     store(log2_of_l + c * kLanes, log2(block.l[c]));
   }
+  for (int64_t i = 0; i < M; ++i) lse[i] = static_cast<float>(lse_of(m[i], on_score_log2, log2_of_l[i]));
+  if (p.sinks) {
+    float share[M];
+    for (int64_t i = 0; i < M; ++i) {
+      const BesideSink row = beside_sink(lse_of(m[i], on_score_log2, log2_of_l[i]), p.sinks[h]);
+      share[i] = static_cast<float>(row.share), lse[i] = static_cast<float>(row.lse);
+      l[i] /= share[i];  // the sink's weight among them
+    }
+    for (int c = 0; c < C; ++c) on_o[c] *= load(share + c * kLanes);
+  }
+  with_elements(out.o.row(b, h, 0), out.o.dtype, [&](auto* o) {
+    transpose(
+        padded(p.d_v), M, [&](int64_t d, int64_t i) { return load(block.o_t + d * M + i) * on_o[i / kLanes]; },
+        [&](int64_t i, int64_t d, Floats x) {
+          if (i < block.queries.n) narrow_lanes(o + query(i) * out.o.row_stride + d, x, p.d_v - d);
+        });
+  });
   for (int64_t i = 0; i < block.queries.n; ++i) {
-    const int64_t query = p.queries[b].at(block.queries.first + i);
-    write_row(out.o, b, h, query, p.d_v, w.o + i * padded(p.d_v), one_over_sum(l[i]));
-    out.lse[(b * p.H + h) * p.n_q + query] = lse_of(m[i], on_score_log2, log2_of_l[i]);
-    if (out.measures) out.measures[(b * p.H + h) * p.n_q + query] = Measure::of(m[i], l[i], on_score_log2);
+    const int64_t row = (b * p.H + h) * p.n_q + query(i);
+    out.lse[row] = lse[i];
+    if (out.measures) out.measures[row] = Measure::of(m[i], l[i], on_score_log2);
   }
 }
 
@@ -181,14 +198,15 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
 
   ForwardBlock blocks[kStripBlocks];
   const IndexList &queries = p.queries[b], &key_list = p.keys[b];
-  const int64_t M = block_queries(p), end = lesser(last_query, queries.count);
+  const int64_t end = lesser(last_query, queries.count);
   int64_t count = 0;
   KeyRange seen{p.n_k, 0};  // by any of them
-  for (int64_t first = first_query; first < end; first += M, ++count) {
+  for (int64_t first = first_query; first < end; first += kBlockQueries, ++count) {
     ForwardBlock& block = blocks[count];
-    block.queries.init(p, b, h, queries, first, lesser(M, end - first));
-    block.q_t = w.q_t + count * M * units(p.d_qk), block.o_t = w.o_t + count * M * padded(p.d_v);
-    seen = {lesser(seen.begin, block.queries.range.some.begin), greater(seen.end, block.queries.range.some.end)};
+    block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
+    block.q_t = w.q_t + count * kBlockQueries * units(p.d_qk);
+    block.o_t = w.o_t + count * kBlockQueries * padded(p.d_v);
+    seen = hull(seen, block.queries.range.some);
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, b, h, block, w); });
   }
 
@@ -200,12 +218,17 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
     }
     for (int64_t j = 0; j < count; ++j) {
       with_columns(blocks[j].queries.n, [&](auto C) {
-        for (int64_t i = 0; i < n_key_blocks; ++i) attend<C>(p, b, h, keys[i], blocks[j], w);
+        for (int64_t i = 0; i < n_key_blocks; ++i) {
+          each_part<C>(blocks[j].queries, 0, keys[i], {0, up_to_grain(keys[i].n)},
+                       [&](auto vectors, const QueryBlock& queries, int first, Part part) {
+                         attend<vectors>(p, b, h, keys[i], part, queries, first, blocks[j], w);
+                       });
+        }
       });
     }
   });
   for (int64_t j = 0; j < count; ++j) {
-    with_columns(blocks[j].queries.n, [&](auto C) { end_block<C>(p, out, b, h, blocks[j], w); });
+    with_columns(blocks[j].queries.n, [&](auto C) { end_block<C>(p, out, b, h, blocks[j]); });
   }
 }
 

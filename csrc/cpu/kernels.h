@@ -52,7 +52,7 @@ namespace fastattn::FASTATTN_ISA {
 extern const Kernels kernels;
 const Kernels kernels = {
     FASTATTN_NAME(FASTATTN_ISA),
-    kColumns * kLanes,
+    kBlockQueries,
     kStripQueries,
     kBlockKeys,
     forward_scratch,

@@ -36,14 +36,22 @@ struct RowRange {
   uint32_t gaps;
 };
 
+// What lies between the ranges of so many queries is found in one look.
+constexpr int64_t kRangeGroup = 64;
+
 // [B, H or 1, n_q]
 struct RangeTable {
   const RowRange* data;  // null: position alone tells
+  const KeyRange* groups;  // [B, H or 1, groups of kRangeGroup queries]: from the first to the last key that they see
   int64_t batch_stride, head_stride;
+  int64_t group_batch_stride, group_head_stride;
   uint32_t gaps;  // of all rows together
 
   const RowRange& at(int64_t b, int64_t h, int64_t query) const {
     return data[b * batch_stride + h * head_stride + query];
+  }
+  const KeyRange& group_of(int64_t b, int64_t h, int64_t query) const {
+    return groups[b * group_batch_stride + h * group_head_stride + query / kRangeGroup];
   }
 };
 
@@ -64,11 +72,15 @@ struct Table {
   }
 };
 
+// Beyond these a softcap changes nothing that fp32 can tell: scores are then all zero, or not bounded.
+constexpr double kLeastSoftcap = 0x1p-100, kMostSoftcap = 0x1p100;
+
 struct Problem {
   int64_t B, H, H_kv, n_q, n_k, d_qk, d_v;
   double scale;
   Band band;
-  const int64_t* q_start;    // [B]
+  const int64_t* q_start;    // [B], or [B, n_q]
+  bool each_query_starts;    // whether it is [B, n_q]
   const IndexList* queries;  // [B], the real ones
   const IndexList* keys;     // [B], the real ones
   Input q, k, v;
@@ -79,23 +91,40 @@ struct Problem {
   Table bias;
   DType bias_dtype;
   const float* alibi_slopes;  // [B, H], or null
+  double softcap;             // 0: scores are not bounded; else from kLeastSoftcap to kMostSoftcap
+  const float* sinks;         // [H], or null
 
   int64_t group() const { return H / H_kv; }
 
+  int64_t position(int64_t b, int64_t query) const {
+    const int64_t rank = documents.rank_of_query ? documents.rank_of_query[b * n_q + query] : query;
+    return position_of(rank, q_start[each_query_starts ? b * n_q + query : b]);
+  }
+
   // No other keys are visible; between these there may be gaps.
   KeyRange visible(int64_t b, int64_t h, int64_t query) const {
-    if (!ranges.data) return visible_keys(band, position_of(query, q_start[b]), n_k);
+    if (!ranges.data) return visible_keys(band, position(b, query), n_k);
     return {ranges.at(b, h, query).begin, ranges.at(b, h, query).end};
   }
 
+  // No other keys are visible to the queries first, ..., last.
+  KeyRange visible_to_some(int64_t b, int64_t h, int64_t first, int64_t last) const {
+    if (!ranges.data) return hull(visible(b, h, first), visible(b, h, last));
+    KeyRange keys{n_k, 0};
+    for (int64_t i = first / kRangeGroup; i <= last / kRangeGroup; ++i) {
+      keys = hull(keys, ranges.group_of(b, h, i * kRangeGroup));
+    }
+    return keys;
+  }
+
   // Whether scores are more than a multiple of the products of queries and keys. S is then in nats.
-  bool adds_to_scores() const { return bias.data || alibi_slopes; }
+  bool finishes_scores() const { return softcap > 0 || bias.data || alibi_slopes; }
 
   // S as the exponent takes it is score * scores_per_nat(), and score_log2 is S * on_score_log2().
   float on_score_log2() const {
-    return adds_to_scores() ? static_cast<float>(kLog2E) : split_scale(scale).on_score_log2;
+    return finishes_scores() ? static_cast<float>(kLog2E) : split_scale(scale).on_score_log2;
   }
-  double scores_per_nat() const { return adds_to_scores() ? 1.0 : kLog2E / on_score_log2(); }
+  double scores_per_nat() const { return finishes_scores() ? 1.0 : kLog2E / on_score_log2(); }
 };
 
 // What scores are measured from: a weight is 2^(on_score_log2() * (S - reference) - rest_log2). That is lse, less rounded.
@@ -145,8 +174,8 @@ struct BackwardTensors {
   float* d_slope;      // [B, H, n_q], to be added to: the share of each query; null: not wanted
 };
 
-// The heads that share keys and values, their queries in `queries`, and the part of the key list in `keys`. An item
-// owns what it writes: dq of those queries if it wants dq (its keys are then all keys), dk and dv of those keys if it
+// The heads that share keys and values, the queries at the places first_query, ... of the list of those that have a
+// gradient, from a multiple of Kernels::block_queries on, and a part of the key list. An item owns what it writes: dq of those queries if it wants dq (its keys are then all keys), dk and dv of those keys if it
 // wants those (its queries are then all queries), and, as dq, the gradients of what is added to scores.
 struct BackwardItem {
   int64_t b, h_kv, first_head, last_head;

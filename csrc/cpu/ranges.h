@@ -17,10 +17,15 @@ class DocumentsOfSample {
  public:
   // Writes number and rank of the tokens.
   void number(const int64_t* ids, int64_t n, int32_t* document, int32_t* rank) {
-    std::vector<int32_t> count;
+    std::vector<int32_t> count(numbers_.size());
     for (int64_t i = 0; i < n; ++i) {
-      document[i] = ids[i] < 0 ? -1 : numbers_.try_emplace(ids[i], static_cast<int32_t>(numbers_.size())).first->second;
-      count.resize(numbers_.size());
+      if (i > 0 && ids[i] == ids[i - 1]) {
+        document[i] = document[i - 1];
+      } else {
+        const auto next = static_cast<int32_t>(numbers_.size());
+        document[i] = ids[i] < 0 ? -1 : numbers_.try_emplace(ids[i], next).first->second;
+        count.resize(numbers_.size());
+      }
       rank[i] = document[i] < 0 ? 0 : count[document[i]]++;
     }
   }

@@ -76,26 +76,34 @@ FASTATTN_INLINE void narrow(Float16* p, Floats x) {
 
 #endif
 
+// The floats from[0..n) in the first lanes, zeros in the others.
+template <class Element>
+FASTATTN_INLINE Floats widen_lanes(const Element* from, int64_t n) {
+  if (n >= kLanes) return widen(from);
+  Element lanes[kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = from[i];
+  return widen(lanes);
+}
+
 // to[0..d) = from[0..d), and 0 up to the next multiple of kLanes.
 template <class Element>
 FASTATTN_INLINE void widen_row(const Element* from, int64_t d, float* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= d; i += kLanes) store(to + i, widen(from + i));
-  if (i == d) return;
-  Element last[kLanes] = {};
-  for (int64_t j = 0; i + j < d; ++j) last[j] = from[i + j];
-  store(to + i, widen(last));
+  for (int64_t i = 0; i < d; i += kLanes) store(to + i, widen_lanes(from + i, d - i));
+}
+
+// to[0..n) = the first n lanes of x
+template <class Element>
+FASTATTN_INLINE void narrow_lanes(Element* to, Floats x, int64_t n) {
+  if (n >= kLanes) return narrow(to, x);
+  Element lanes[kLanes];
+  narrow(lanes, x);
+  for (int64_t i = 0; i < n; ++i) to[i] = lanes[i];
 }
 
 // to[0..d) = factor * from[0..d); from may be read up to the next multiple of kLanes.
 template <class Element>
 FASTATTN_INLINE void narrow_row(const float* from, float factor, int64_t d, Element* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= d; i += kLanes) narrow(to + i, load(from + i) * factor);
-  if (i == d) return;
-  Element last[kLanes];
-  narrow(last, load(from + i) * factor);
-  for (int64_t j = 0; i + j < d; ++j) to[i + j] = last[j];
+  for (int64_t i = 0; i < d; i += kLanes) narrow_lanes(to + i, load(from + i) * factor, d - i);
 }
 
 template <class Row, class Use>
@@ -117,6 +125,19 @@ void read_rows(const Input& x, int64_t b, int64_t h, const IndexList& list, int6
   with_elements(x.row(b, h, 0), x.dtype, [&](auto* rows) {
     for (int64_t j = 0; j < n; ++j) widen_row(rows + list.at(i + j) * x.row_stride, d, to + j * padded(d));
   });
+}
+
+// tile[j] = element d + j of n rows of a list from the place `first` on, one in each lane. Beyond n, and beyond d_end,
+// there are zeros.
+void read_columns(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t first, int64_t n, int64_t d,
+                  int64_t d_end, Floats (&tile)[kLanes]) {
+  with_elements(x.row(b, h, 0), x.dtype, [&](auto* rows) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kLanes; ++i) {
+      tile[i] = i < n ? widen_lanes(rows + list.at(first + i) * x.row_stride + d, d_end - d) : Floats{};
+    }
+  });
+  transpose(tile);
 }
 
 void write_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d, const float* from, float factor) {

@@ -29,7 +29,7 @@ inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& k
 
 // Few queries are decoded: their keys are split, always at the same places, which leaves every thread some.
 inline bool decodes(const Problem& p) {
-  return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops && !p.adds_to_scores() && !p.ranges.gaps;
+  return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops && !p.bias.data && !p.alibi_slopes && !p.ranges.gaps;
 }
 
 inline int64_t decode_parts_of_head(const Problem& p) {

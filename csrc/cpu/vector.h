@@ -34,6 +34,16 @@ FASTATTN_INLINE bool any(Ints x) {
 #endif
 }
 
+// Whether y is one of x[0], ..., x[n - 1].
+FASTATTN_INLINE bool holds(const float* x, int64_t n, float y) {
+  Ints found = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) found |= load(x + i) == y;
+  bool in_the_rest = false;
+  for (; i < n; ++i) in_the_rest |= x[i] == y;
+  return in_the_rest || any(found);
+}
+
 // A polynomial by its coefficients, the highest power first.
 template <int N>
 FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {
@@ -95,6 +105,25 @@ FASTATTN_INLINE Floats log2(Floats x) {
   return x > 0.0f && x < kInfinity ? y : x == 0.0f ? splat(-kInfinity) : x;
 }
 
+// tanh(x) and its derivative, with small relative errors both (2e-7, or what exp2 makes of that): near 0 a minimax
+// polynomial, and the derivative without the difference 1 - tanh^2.
+struct Tanh {
+  Floats value, derivative;
+};
+
+FASTATTN_INLINE Tanh tanh(Floats x) {
+  constexpr uint32_t kSign = 0x80000000;
+  constexpr float kSmall = 0.625f, kTwoLog2E = 2.885390082f;
+  constexpr float kCoefficients[] = {-5.704988725e-03f, 2.063908987e-02f, -5.373971537e-02f, 1.333144158e-01f,
+                                     -3.333328068e-01f};
+  const Floats magnitude = (Floats)((Bits)x & ~kSign), square = x * x;
+  const Floats e = exp2(magnitude * -kTwoLog2E), one_plus_e = 1.0f + e;
+  const Floats large = 1.0f - 2.0f * e / one_plus_e;
+  const Floats small = x * square * polynomial(kCoefficients, square) + x;
+  const Floats value = magnitude < kSmall ? small : (Floats)((Bits)large | ((Bits)x & kSign));
+  return {value, 4.0f * e / (one_plus_e * one_plus_e)};
+}
+
 // Rows i and i + S of the two become those of the transposed 2x2 blocks of size S.
 template <int S, bool kUpper>
 constexpr int transposed_lane(int j) {
@@ -128,20 +157,28 @@ struct Unchanged {
   FASTATTN_INLINE Floats operator()(Floats x) const { return x; }
 };
 
-// to[j][i] = map(from[i][j]); rows and columns are multiples of kLanes.
-template <class Map>
-FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
-                               int64_t to_stride, Map map) {
+// put(j, i, vector along i) takes what get(i, j) gives as vectors along j; rows and columns are multiples of kLanes.
+template <class Get, class Put>
+FASTATTN_INLINE void transpose(int64_t rows, int64_t columns, Get get, Put put) {
   for (int64_t i = 0; i < rows; i += kLanes) {
     for (int64_t j = 0; j < columns; j += kLanes) {
       Floats tile[kLanes];
 #pragma GCC unroll 16
-      for (int r = 0; r < kLanes; ++r) tile[r] = map(load(from + (i + r) * from_stride + j));
+      for (int r = 0; r < kLanes; ++r) tile[r] = get(i + r, j);
       transpose(tile);
 #pragma GCC unroll 16
-      for (int r = 0; r < kLanes; ++r) store(to + (j + r) * to_stride + i, tile[r]);
+      for (int r = 0; r < kLanes; ++r) put(j + r, i, tile[r]);
     }
   }
+}
+
+// to[j][i] = map(from[i][j])
+template <class Map>
+FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
+                               int64_t to_stride, Map map) {
+  transpose(
+      rows, columns, [&](int64_t i, int64_t j) { return map(load(from + i * from_stride + j)); },
+      [&](int64_t j, int64_t i, Floats x) { store(to + j * to_stride + i, x); });
 }
 
 // The low half of each lane times y: one instruction, which GCC 12 does not find in the plain expression.

@@ -23,7 +23,7 @@ struct WeightsScratch {
   int64_t size;
 
   WeightsScratch(const Problem& p, int64_t top_k, float* base) {
-    constexpr int64_t M = kColumns * kLanes;
+    constexpr int64_t M = kBlockQueries;
     Arena arena(base);
     q = arena.take(M * units(p.d_qk));
     q_t = arena.take(M * units(p.d_qk));
@@ -42,19 +42,24 @@ struct WeightsScratch {
 void measure(const Problem& p, const float* lse, const WeightsItem& item, Measure* measures, float* scratch) {
   const BackwardScratch w(p, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
-  const int64_t b = item.b, M = block_queries(p), last_query = lesser(item.last_query, p.n_q);
+  const int64_t b = item.b, last_query = lesser(item.last_query, p.n_q);
   BackwardTensors t{};
   t.lse = lse;
   for (int64_t h = item.first_head; h < item.last_head; ++h) {
     Measure* const of_head = measures + (b * p.H + h) * p.n_q;
     for (int64_t query = item.first_query; query < last_query; ++query) of_head[query] = {0, 0};  // all it sees is -inf
     BackwardItem as_backward{};
-    as_backward.b = b, as_backward.first_query = item.first_query, as_backward.last_query = last_query;
-    const IndexList queries = contributing_queries(p, t, as_backward, h, w.queries);
-    for (int64_t first = 0; first < queries.count; first += M) {
+    as_backward.b = b;
+    const IndexList& real = p.queries[b];
+    IndexList queries{w.queries, 0, 0};  // that see something
+    for (int64_t i = real.lower_bound(item.first_query); i < real.lower_bound(last_query); ++i) {
+      if (lse[(b * p.H + h) * p.n_q + real.at(i)] == -kInfinity) continue;
+      w.queries[queries.count++] = static_cast<int32_t>(real.at(i));
+    }
+    for (int64_t first = 0; first < queries.count; first += kBlockQueries) {
       BackwardBlock block;
       w.place_block(p, 0, block);
-      block.queries.init(p, b, h, queries, first, lesser(M, queries.count - first));
+      block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, queries.count - first));
       with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, as_backward, h, queries, block, w); });
       for (int64_t lane = 0; lane < block.queries.n; ++lane) {
         const int64_t c = lane / kLanes, l = lane % kLanes;
@@ -90,9 +95,9 @@ FASTATTN_INLINE void each_block_of_scores(const Problem& p, int64_t b, int64_t h
   each_key_block(list, block.queries.range.some, first_key, last_key, [&](int64_t first, int64_t n) {
     KeyBlock keys{&list, first, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, h / p.group(), list, first, n, up_to_grain(n), p.d_qk, false, w.k);
-    const Part part = visible_part(block.queries, keys);
+    const Part part = visible_part(block.queries.range.some, keys);
     if (part.n == 0) return;
-    scores<C>(p, b, h, block, keys, part, w.s_t);
+    scores<C>(p, b, h, keys, part, block.queries, {block.q_t, C * kLanes}, w.s_t);
     visit(keys, part);
   });
 }
@@ -180,11 +185,11 @@ void weights(const Problem& p, const Measure* measures, const Output& out, const
   for (int64_t query = item.first_query; query < lesser(item.last_query, p.n_q); ++query) {
     if (!queries.contains(query)) zero_row(out, item.b, item.row_of_heads, query, p.n_k);
   }
-  const int64_t M = block_queries(p), end = lesser(item.last_query, queries.count);
-  for (int64_t first = item.first_query; first < end; first += M) {
-    const int64_t n = lesser(M, end - first);
+  const int64_t end = lesser(item.last_query, queries.count);
+  for (int64_t first = item.first_query; first < end; first += kBlockQueries) {
+    const int64_t n = lesser(kBlockQueries, end - first);
     each_chunk(list, p.n_k, [&](const Chunk& chunk) {
-      __builtin_memset(w.sums, 0, kSummedKeys * kColumns * kLanes * sizeof(float));
+      __builtin_memset(w.sums, 0, kSummedKeys * kBlockQueries * sizeof(float));
       BackwardBlock block;
       with_columns(n, [&](auto C) {
         for (int64_t h = item.first_head; h < item.last_head; ++h) {
@@ -219,7 +224,7 @@ void add_received(const Problem& p, const WeightsItem& item, const BackwardBlock
 void received(const Problem& p, const Measure* measures, float* out, const WeightsItem& item, float* scratch) {
   const WeightsScratch w(p, 0, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
-  const int64_t b = item.b, h = item.first_head, M = block_queries(p);
+  const int64_t b = item.b, h = item.first_head;
   const IndexList &queries = p.queries[b], &list = p.keys[b];
   const Chunk chunk(list, p.n_k, item.first_key);
   float* const totals = w.rows;
@@ -227,9 +232,9 @@ void received(const Problem& p, const Measure* measures, float* out, const Weigh
   for (int64_t strip = 0; strip < queries.count; strip += kStripQueries) {
     const int64_t end = lesser(strip + kStripQueries, queries.count);
     __builtin_memset(w.sums, 0, kSummedKeys * kLanes * sizeof(float));
-    for (int64_t first = strip; first < end; first += M) {
+    for (int64_t first = strip; first < end; first += kBlockQueries) {
       BackwardBlock block;
-      block.queries.init(p, b, h, queries, first, lesser(M, end - first));
+      block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
       with_columns(block.queries.n, [&](auto C) {
         begin_weights<C>(p, b, h, measures, block, w);
         add_received<C>(p, item, block, chunk, w);
@@ -308,10 +313,10 @@ void top_keys(const Problem& p, const Measure* measures, const TopKeysOutputs& o
   for (int64_t query = item.first_query; query < lesser(item.last_query, p.n_q); ++query) {
     if (!queries.contains(query)) write(query, nullptr, nullptr);
   }
-  const int64_t M = block_queries(p), end = lesser(item.last_query, queries.count);
-  for (int64_t first = item.first_query; first < end; first += M) {
+  const int64_t end = lesser(item.last_query, queries.count);
+  for (int64_t first = item.first_query; first < end; first += kBlockQueries) {
     BackwardBlock block;
-    block.queries.init(p, b, h, queries, first, lesser(M, end - first));
+    block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
     with_columns(block.queries.n, [&](auto C) {
       begin_weights<C>(p, b, h, measures, block, w);
       find_largest<C>(p, item, block, out.top_k, w);

@@ -12,7 +12,7 @@ from fastattn.backends import native
 from fastattn.testing import CASES, ODD_HEAD_DIMS, ODD_LENGTHS, Case
 
 from .cases import PASSES, Job, Problem, has_words, make_problem
-from .rivals import Contender, contenders
+from .rivals import SDPA_BY_ITSELF, Contender, contenders, sdpa_by_itself
 from .run import progress, try_out
 from .timing import Timing, fma_ceiling, interleave
 
@@ -54,6 +54,7 @@ _DROPOUT = 2.5
 _AT_LEAST_EQUAL = 0.95  # two medians of equal calls differ by this much
 _NO_PADDED_ROWS = 0.9  # of the rate of useful pairs where no row is padding
 _WITHIN_A_QUARTER = 1 / 1.25  # of the time of the size padded up
+_CLEARLY_FASTER = 1.05  # to be worth a note
 
 _CAPABILITY_VARIABLE = "FASTATTN_CPU_CAPABILITY"
 _WITHOUT_NATIVE_16_BIT = ("avx512", "avx2", "portable")  # instruction sets, best first
@@ -63,7 +64,7 @@ _WITHOUT_NATIVE_16_BIT = ("avx512", "avx2", "portable")  # instruction sets, bes
 class Duel:
     """One line of the suite: a job of ours, whom it meets, and what must come of it.
 
-    rival: another job of ours; None is torch's fastest right attention on the same job.
+    rival: another job of ours; None is torch's attention on the same job, by the kernel that torch chooses.
     rival_name: how the other job differs.
     target: how many times as fast as the rival.
     ceiling_share: which share of the FMA ceiling its useful operations reach; None where nothing was promised.
@@ -90,10 +91,11 @@ class Figure:
     """How a duel ended.
 
     verdict: "right", "wrong" (our answer is outside the error budget) or "n/a" (there is nothing to compare).
-    note: the sentence that explains a verdict other than "right", or which rival was wrong and so out of the running.
+    note: the sentence that explains a verdict other than "right"; or which kernels of torch's were wrong, and which one
+        would have been faster than the one it chose.
     instruction_set: of our kernels.
     target: what `ratio` was promised to reach.
-    rival: the contender that was the fastest.
+    rival: the name of the contender that `ratio` is about.
     ratio: how many times as fast as the rival we are.
     gflops: our useful operations per ns; `ceiling_share` is their share of the FMA ceiling in the same rounds, and
         `ceiling_gflops` that ceiling (fp32 FMAs, whatever the job's dtype).
@@ -172,21 +174,26 @@ def measure(duel: Duel, budget_s: float) -> Figure:
             other, _, left_out = try_out(rival_problem, _ours(rival_problem))
             theirs = {duel.rival_name: other[OURS]} if other else {}
         else:
-            theirs, _, left_out = try_out(problem, [c for c in contenders(problem) if c.family == "torch"])
+            forced = [c for c in contenders(problem) if c.family == "torch"]
+            theirs, _, left_out = try_out(problem, [*sdpa_by_itself(problem), *forced])
         if wrong := [row for row in untimed + left_out if row.failed]:
             return figure("wrong", note="; ".join(f"{row.job}: {row.note}" for row in wrong))
-        if not calls or not theirs:
+        rival = duel.rival_name if rival_problem else SDPA_BY_ITSELF
+        if not calls or rival not in theirs:
             return figure("n/a", note="; ".join(f"{row.contender}: {row.note}" for row in untimed + left_out))
 
         yardstick, yardstick_call, yardstick_flops = fma_ceiling()
         timings = interleave(calls | theirs | {yardstick: yardstick_call}, budget_s, "cpu")
-        rival = min(theirs, key=lambda name: timings[name].median)
+        faster = [name for name in theirs if timings[name].median < timings[rival].median / _CLEARLY_FASTER]
         ours = timings[OURS].median
         work = problem.flops / rival_problem.flops if duel.per_useful_pair else 1.0
         ceiling = yardstick_flops / timings[yardstick].median
         return figure(
             "right",
-            note="; ".join(f"{row.contender}: {row.note}" for row in left_out if row.verdict == "wrong"),
+            note="; ".join(
+                [f"{row.contender}: {row.note}" for row in left_out if row.verdict == "wrong"]
+                + [f"{name}, by force: {timings[name].median * 1e3:.3g} ms" for name in faster]
+            ),
             rival=rival,
             timing=timings[OURS],
             rival_timing=timings[rival],

@@ -9,10 +9,12 @@ from .limit import Figure
 from .report import STYLES, Report, Table, document, job_as_dict, print_tables, rounded, timing_as_dict
 
 METHOD = (
-    "Both sides of a line are checked against fp64 (error at most 2 naive errors + 4 eps; from L2048 on, the first and "
-    "the last head), then take turns with the FMA ceiling. ratio: the rival's median over ours. torch: its fastest "
-    "right attention; under dropout its answer cannot be checked. backward: torch.autograd.grad alone, over a kept "
-    "graph. GFLOP/s: useful work only, 4 B H (visible pairs) D forward, x2.5 backward. of ceiling: the share of what "
+    "Both sides of a line are checked against fp64 (error at most 2 naive errors + 4 eps; from L2048 on, the first "
+    "and the last head), then take turns with the FMA ceiling. ratio: the rival's median over ours. SDPA: torch's "
+    "scaled_dot_product_attention by the kernel it chooses (flash, and math under dropout, whose answer cannot be "
+    "checked); where forcing the other one is faster the note says so. backward: torch.autograd.grad alone, over a "
+    "kept graph; the math kernel is quick at it since its forward, three times as long, leaves it the weights. "
+    "GFLOP/s: useful work only, 4 B H (visible pairs) D forward, x2.5 backward. of ceiling: the share of what "
     "multiply-adds on registers alone reach, in fp32 on all threads, in the same rounds. noise: p80 / p20 - 1 of the "
     "unsteadiest of the three; where it is large the machine was busy, and the line says little. Targets are for 2 "
     "threads."

@@ -25,6 +25,7 @@ _SDPA = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+SDPA_BY_ITSELF = "SDPA"
 _LAYERS = {
     "fastattn.MultiHeadAttention": ("fastattn", fastattn.MultiHeadAttention),
     "torch.nn.MultiheadAttention": ("torch", torch.nn.MultiheadAttention),
@@ -129,11 +130,16 @@ def _fastattn(inputs: Inputs) -> list[Contender]:
     return [contender(backend) for backend in objections]
 
 
-def _sdpa(inputs: Inputs) -> list[Contender]:
+def sdpa_by_itself(problem: Problem) -> list[Contender]:
+    """scaled_dot_product_attention as users call it: torch chooses which of its kernels computes the problem."""
+    return _sdpa(problem.inputs, forced=False)
+
+
+def _sdpa(inputs: Inputs, forced: bool = True) -> list[Contender]:
     inputs, dropout = _without_nan(inputs), inputs.options.get("dropout_p", 0.0)
     options = _sdpa_mask(inputs) | {"dropout_p": dropout}
 
-    def contender(name: str) -> Contender:
+    def contender(name: str, context: Callable[[], AbstractContextManager]) -> Contender:
         leaves = _leaves(query=inputs.q, key=inputs.k, value=inputs.v)
         return Contender(
             name,
@@ -141,11 +147,13 @@ def _sdpa(inputs: Inputs) -> list[Contender]:
             lambda: F.scaled_dot_product_attention(**leaves, **options),
             {"q": leaves["query"], "k": leaves["key"], "v": leaves["value"]},
             inputs.do,
-            lambda: sdpa_kernel(_SDPA[name]),
+            context,
             is_comparable=not dropout,
         )
 
-    return [contender(name) for name in _sdpa_names(inputs.q.device.type)]
+    if not forced:
+        return [contender(SDPA_BY_ITSELF, nullcontext)]
+    return [contender(name, lambda name=name: sdpa_kernel(_SDPA[name])) for name in _sdpa_names(inputs.q.device.type)]
 
 
 def _sdpa_names(device: str) -> list[str]:

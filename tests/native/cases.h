@@ -1,6 +1,7 @@
 // What the kernels are tested with: shapes and masks, each with its reason, and their random inputs.
 #pragma once
 
+#include <cmath>
 #include <random>
 
 #include "tensor.h"
@@ -19,6 +20,8 @@ struct Case {
   int64_t left = kNoLimit, right = kNoLimit;
   Padding keys = Padding::none, queries = Padding::none;
   double dropout_p = 0, scale = 0.2;
+  double softcap = 0;  // 0: none
+  double sink = -HUGE_VAL;  // of head 0, one more for each head after it; -HUGE_VAL: none
   Layout layout = {};
   bool with_d_o = true, with_d_lse = true;
 };
@@ -91,6 +94,24 @@ inline const std::vector<Case> kCases = {
     {.name = "large-scores", .why = "an lse of thousands", .causal = true, .scale = 50},
     {.name = "zero-scale", .why = "all keys weigh the same", .keys = Padding::right, .scale = 0},
     {.name = "negative-scale", .why = "the least similar key wins", .scale = -0.3},
+    {.name = "softcap", .why = "bounded scores, some at the bound",
+     .n_q = 75, .n_k = 130, .causal = true, .q_start = {50, 9}, .keys = Padding::holes, .softcap = 1.5},
+    {.name = "softcap-scale", .why = "the sign of the scale, and tails of blocks",
+     .n_q = 33, .n_k = 97, .d_qk = 17, .d_v = 33, .scale = -0.3, .softcap = 0.7},
+    {.name = "softcap-wide", .why = "a bound that is out of reach", .n_q = 33, .n_k = 97, .softcap = 1e6},
+    {.name = "softcap-narrow", .why = "scores that are all alike", .n_k = 70, .softcap = 1e-20},
+    {.name = "softcap-decode", .why = "a bound beside dot products",
+     .H = 4, .H_kv = 2, .n_q = 3, .n_k = 700, .d_qk = 48, .q_start = {690, 300}, .left = 500, .keys = Padding::holes,
+     .softcap = 2, .sink = 1},
+    {.name = "sinks", .why = "one more score, rows that see nothing",
+     .n_q = 75, .n_k = 90, .causal = true, .q_start = {-9, 5}, .keys = Padding::holes, .queries = Padding::holes,
+     .sink = 0.5},
+    {.name = "sinks-decode", .why = "a sink joins the parts, not each of them",
+     .H = 4, .H_kv = 2, .n_q = 2, .n_k = 1300, .causal = true, .q_start = {1290, -1}, .keys = Padding::right,
+     .sink = 3},
+    {.name = "sinks-far-above", .why = "no weight is left", .n_k = 70, .sink = 1000},
+    {.name = "sinks-far-below", .why = "a sink without weight", .n_k = 70, .sink = -1000},
+    {.name = "sinks-large-scores", .why = "an lse of thousands that is refined", .causal = true, .scale = 50, .sink = 99},
     {.name = "only-o", .why = "no gradient arrives at lse", .causal = true, .with_d_lse = false},
     {.name = "only-lse", .why = "no gradient arrives at o", .causal = true, .with_d_o = false},
 };
@@ -116,6 +137,8 @@ class Inputs {
         v(normal(c.H_kv, c.d_v, dtype, real_keys)),
         d_o(normal(c.H, c.d_v, dtype, real_queries)),
         d_lse(normal(c.H, 1, DType::f32, seeing_queries())) {}
+
+  double sink(int64_t h) const { return about.sink + h; }
 
   bool sees(int64_t b, int64_t query, int64_t key) const {
     const int64_t distance = key - (query + about.q_start[b]);

@@ -85,12 +85,21 @@ Results formula(const Inputs& in, DType dtype) {
     const int64_t h_kv = h / (c.H / c.H_kv);
     double* o = r.o.row(b, h, i);
     Real largest = -std::numeric_limits<Real>::infinity(), sum = 0;
-    std::vector<Real> p;
+    std::vector<Real> p, steepness;
     for (int64_t j : keys) {
-      p.push_back(round(round(dot(in.q.row(b, h, i), in.k.row(b, h_kv, j), c.d_qk)) * Real(c.scale)));
+      Real score = round(round(dot(in.q.row(b, h, i), in.k.row(b, h_kv, j), c.d_qk)) * Real(c.scale));
+      if (c.softcap > 0) {
+        const Real capped = round(std::tanh(round(score / Real(c.softcap))));
+        steepness.push_back(round(1 - round(capped * capped)));
+        score = round(capped * Real(c.softcap));
+      }
+      p.push_back(score);
       largest = std::max(largest, p.back());
     }
+    const Real sink = Real(in.sink(h));
+    if (!keys.empty()) largest = std::max(largest, sink);
     for (Real& x : p) sum += x = std::exp(x - largest);
+    if (!keys.empty()) sum += std::exp(sink - largest);
     *r.lse.row(b, h, i) = round(largest + std::log(sum));
     if (keys.empty()) return;
 
@@ -114,7 +123,9 @@ Results formula(const Inputs& in, DType dtype) {
     if (c.with_d_lse) delta -= Real(*in.d_lse.row(b, h, i));
     for (size_t n = 0; n < keys.size(); ++n) {
       const Real dp = c.with_d_o ? round(dot(in.d_o.row(b, h, i), in.v.row(b, h_kv, keys[n]), c.d_v)) : 0;
-      const Real ds = round(round(p[n] * round(dp * factors[n] - delta)) * Real(c.scale));
+      Real ds = round(p[n] * round(dp * factors[n] - delta));
+      if (c.softcap > 0) ds = round(ds * steepness[n]);
+      ds = round(ds * Real(c.scale));
       add_multiple(r.dq.row(b, h, i), ds, in.k.row(b, h_kv, keys[n]), c.d_qk);
       add_multiple(r.dk.row(b, h_kv, keys[n]), ds, in.q.row(b, h, i), c.d_qk);
       if (c.with_d_o) {

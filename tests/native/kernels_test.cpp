@@ -87,12 +87,15 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   const Tensor dk(placement, dtype, c.B, c.H_kv, c.n_k, c.d_qk, c.layout);
   const Tensor dv(placement, dtype, c.B, c.H_kv, c.n_k, c.d_v, c.layout);
   const RowLists queries(placement, in.real_queries), keys(placement, in.real_keys);
+  const Buffer sinks(placement, c.H * int64_t(sizeof(float)), alignof(float));
+  for (int64_t h = 0; h < c.H; ++h) sinks.data<float>()[h] = static_cast<float>(in.sink(h));
   const Buffer q_start(placement, c.B * int64_t(sizeof(int64_t)), alignof(int64_t));
   std::copy(c.q_start.begin(), c.q_start.end(), q_start.data<int64_t>());
 
   Problem p{};
   p.B = c.B, p.H = c.H, p.H_kv = c.H_kv, p.n_q = c.n_q, p.n_k = c.n_k, p.d_qk = c.d_qk, p.d_v = c.d_v;
-  p.scale = c.scale;
+  p.scale = c.scale, p.softcap = c.softcap;
+  if (c.sink > -HUGE_VAL) p.sinks = sinks.data<float>();
   p.band = make_band(c.causal, c.left, c.right);
   p.q_start = q_start.data<int64_t>();
   p.queries = queries.data(), p.keys = keys.data();

@@ -5,20 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...spec import Mask, Spec, empty_output
+from ...spec import FEATURES, Mask, Spec, empty_output
 from . import build
 
 NAME = "native"
 
-_POSITIONS = frozenset({"causal", "q_start", "window", "real_keys", "real_queries"})
-_FEATURES = _POSITIONS | {"segments", "dense", "bias", "alibi_slopes", "dropout"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_KEYS = 2**31 - 1  # keys are numbered by 32-bit integers inside the kernels
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """What csrc/cpu computes; nothing on other devices."""
-    return _FEATURES if device.type == "cpu" else frozenset()
+    """Every feature on the CPU, nothing on other devices."""
+    return FEATURES if device.type == "cpu" else frozenset()
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
@@ -73,7 +71,7 @@ def backward(
     spec: Spec,
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias and alibi_slopes, in their dtypes, and None for the rest; dk and dv come together."""
+    """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes; dk and dv come together."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     wants_dq, wants_dkv, (wants_dbias, wants_dalibi) = (
         output_mask[0],
@@ -109,7 +107,7 @@ def backward(
         dv if wants_dkv else None,
         _summed_like(spec.bias, d_score) if wants_dbias else None,
         _summed_like(spec.alibi_slopes, d_slope.sum(-1)) if wants_dalibi else None,
-        None,
+        _sinks_gradient(do, dlse, o, lse, spec.sinks) if output_mask[5] else None,
     )
 
 
@@ -140,6 +138,17 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def _sinks_gradient(do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H]: a sink is a key whose value is zero, so its score gets -weight * (delta - dlse) from each query."""
+    zero = lse.new_zeros(())
+    delta = zero if do is None else (do.float() * o.float()).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    weight = torch.exp(sinks.float()[:, None] - lse)
+    seen = lse != -torch.inf  # else there is no sink either, and padding may have left NaN in do and dlse
+    return -torch.where(seen, weight * delta, zero).sum(-1).sum(0).to(sinks.dtype)
+
+
 def _summed_like(x: Tensor, gradient: Tensor) -> Tensor:
     """The gradient of `x` from that of what it was expanded to."""
     return gradient.sum_to_size(x.shape).to(x.dtype)
@@ -147,13 +156,15 @@ def _summed_like(x: Tensor, gradient: Tensor) -> Tensor:
 
 def _described(q: Tensor, k: Tensor, spec: Spec) -> tuple[object, ...]:
     """The arguments that tell the C++ module what to compute."""
-    bias, slopes = spec.bias, spec.alibi_slopes
+    bias, slopes, sinks = spec.bias, spec.alibi_slopes, spec.sinks
     if bias is not None:
         bias = _table(bias if bias.dtype in _DTYPES else bias.float(), q, k)
     if slopes is not None:
         slopes = slopes.float().expand(q.shape[:2]).contiguous()
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
     seed = 0 if spec.seed is None else spec.seed.item()
-    return spec.scale, native_mask(spec.mask, q, k), bias, slopes, spec.dropout_p, seed
+    return native_mask(spec.mask, q, k), spec.scale, spec.softcap, bias, slopes, sinks, spec.dropout_p, seed
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -187,7 +198,7 @@ def native_mask(mask: Mask, q: Tensor, k: Tensor) -> object:
         causal=mask.causal,
         left=left,
         right=right,
-        q_start=mask.q_start.tolist() if isinstance(mask.q_start, Tensor) else [mask.q_start] * B,
+        q_start=mask.q_start,
         real_queries=mask.readable_queries(),
         real_keys=mask.readable_keys(),
         ids_q=ids_q,

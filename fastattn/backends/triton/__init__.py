@@ -28,13 +28,15 @@ def features(device: torch.device) -> frozenset[str]:
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
-    """Sentences about the device, the dtype and the head dims."""
+    """Sentences about the device, the dtype, the head dims and the form of q_start."""
     found = _device_objections(q.device)
     if q.dtype not in _DTYPES:
         found.append(f"needs float32, float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if dim > _LARGEST_HEAD_DIM:
             found.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
+    if isinstance(spec.mask.q_start, Tensor) and spec.mask.q_start.dim() > 1:
+        found.append("takes q_start as an int or [B], not another one for each query")
     return found
 
 

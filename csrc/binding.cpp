@@ -309,6 +309,46 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
   run_backward(choose_capability(), p, t, at::get_num_threads(), in_turn);
 }
 
+// A call without values.
+Problem weights_problem(const Tensor& q, const Tensor& k, const Mask& mask, const Scores& scores, double dropout_p,
+                        int64_t seed) {
+  Problem p = problem_of(q, k, k, mask, scores, make_dropout(dropout_p, seed));
+  p.d_v = 0;
+  return p;
+}
+
+void weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Tensor& out, const Mask& mask,
+             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
+  const bool average_heads = out.size(1) == 1;
+  TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef({p.B, average_heads ? 1 : p.H, p.n_q, p.n_k}),
+                    "weights must be [B, 1 or H, n_q, n_k], got ", out.sizes());
+  run_weights(choose_capability(), p, floats_or_null(lse), rows_of<Output>(out), average_heads, at::get_num_threads(),
+              in_turn);
+}
+
+void received(const Tensor& q, const Tensor& k, const Tensor& out, const Mask& mask,
+             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
+  TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef({p.B, p.H, p.n_k}) && out.is_contiguous(),
+                    "received must be contiguous [B, H, n_k], got ", out.sizes());
+  run_received(choose_capability(), p, out.data_ptr<float>(), at::get_num_threads(), in_turn);
+}
+
+void top_keys(const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& keys,
+              const Mask& mask,
+             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
+  TORCH_CHECK_VALUE(weights.dim() == 4 && weights.sizes() == keys.sizes() && weights.is_contiguous() &&
+                        keys.is_contiguous() && weights.sizes().slice(0, 3) == at::IntArrayRef({p.B, p.H, p.n_q}),
+                    "weights and keys must be contiguous [B, H, n_q, top_k], got ", weights.sizes());
+  const TopKeysOutputs out{weights.data_ptr<float>(), keys.data_ptr<int64_t>(), weights.size(3)};
+  run_top_keys(choose_capability(), p, out, at::get_num_threads(), in_turn);
+}
+
 // bool [B, H, n_q, n_k], by the lists, ranges and gaps that the kernels walk, for blocks of `block` queries: the tests
 // compare it with Mask.keep.
 Tensor keep(const Mask& mask, int64_t block) {
@@ -388,6 +428,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("ids_k"), py::arg("dense"));
   m.def("forward", &forward, without_gil);
   m.def("backward", &backward, without_gil);
+  m.def("weights", &weights, without_gil);
+  m.def("received", &received, without_gil);
+  m.def("top_keys", &top_keys, without_gil);
   m.def("keep", &keep);
   m.def("fma_ceiling", &fma_ceiling, without_gil);
   m.def("philox", &philox_words);

@@ -3,12 +3,14 @@
 from .api import (
     Explanation,
     attention,
+    attention_received,
     attention_varlen,
     attention_weights,
     attention_with_weights,
     explain,
     merge,
     scaled_dot_product_attention,
+    top_keys,
 )
 from .backends import FallbackWarning
 from .nn import MultiHeadAttention
@@ -23,6 +25,7 @@ __all__ = [
     "MultiHeadAttention",
     "SwapReport",
     "attention",
+    "attention_received",
     "attention_varlen",
     "attention_weights",
     "attention_with_weights",
@@ -30,4 +33,5 @@ __all__ = [
     "merge",
     "scaled_dot_product_attention",
     "swap",
+    "top_keys",
 ]

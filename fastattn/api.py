@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .backends import BACKENDS, objections, reference, select
+from .backends import BACKENDS, objections, select
 from .spec import Mask, Spec, accumulation_dtype
 
 
@@ -184,13 +184,23 @@ def attention_weights(
     *,
     scale: float | None = None,
     bias: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     average_heads: bool = True,
+    backend: str | None = None,
 ) -> Tensor:
     """The weights each query gives the keys, after dropout: [B, n_q, n_k] averaged over the heads, or [B, H, n_q, n_k].
 
-    Computed by the reference in O(B * H * n_q * n_k) memory, differentiable to any order. Arguments as in `attention`.
+    exp(score - lse) in the dtype of q, 0 for hidden keys. A fused backend averages as it computes: [B, H, n_q, n_k] is
+    never in memory unless asked for. It is differentiable to any order, at the cost of plain PyTorch over blocks of
+    queries. Arguments as in `attention`.
+
+    Raises:
+        ValueError: the call is malformed.
+        NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
 
     Example:
         >>> import torch, fastattn
@@ -198,8 +208,11 @@ def attention_weights(
         >>> fastattn.attention_weights(q, k, fastattn.Mask(causal=True))[0, 1]
         tensor([0.5000, 0.5000, 0.0000])
     """
-    q, k, _, spec = _validated(q, k, k, mask, scale, bias, None, None, None, dropout_p, generator, True)
-    return reference.weights(q, k, spec, average_heads)
+    q, k, no_v, spec = _validated(
+        q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True
+    )
+    chosen = select(q, k, no_v, spec, backend, function="weights")
+    return ops.weights(q, k, None, spec, chosen, average_heads=bool(average_heads))
 
 
 def attention_with_weights(
@@ -210,12 +223,17 @@ def attention_with_weights(
     *,
     scale: float | None = None,
     bias: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     average_heads: bool = True,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The results of `attention` and of `attention_weights` under one dropout: (o, weights). Arguments as there.
+
+    o has the bits that `attention` gives alone; the weights are a second pass, from the lse of the first.
 
     Example:
         >>> import torch, fastattn
@@ -224,9 +242,95 @@ def attention_with_weights(
         >>> o.shape, weights.shape
         (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
     """
-    q, k, v, spec = _validated(q, k, v, mask, scale, bias, None, None, None, dropout_p, generator, True)
-    o, _ = ops.attention(q, k, v, spec, select(q, k, v, spec, backend))
-    return o, reference.weights(q, k, spec, average_heads)
+    q, k, v, spec = _validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True)
+    chosen = select(q, k, _no_values(k), spec, backend, function="weights")
+    o, lse = ops.attention(q, k, v, spec, select(q, k, v, spec, backend))
+    return o, ops.weights(q, k, lse.detach(), spec, chosen, average_heads=bool(average_heads))
+
+
+def attention_received(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The weight each key receives from all queries together, [B, H, n_k], in O(n_q + n_k) memory.
+
+    The sum over the queries of exp(score - lse), without dropout: what heat-maps of evidence show, and what decides
+    which keys a cache keeps. In fp32 (fp64 for fp64 q), 0 for keys that nobody sees, differentiable like
+    `attention_weights`. Arguments as in `attention`.
+
+    Raises:
+        ValueError: the call is malformed.
+        NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
+
+    Sources:
+        Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models (2023).
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = torch.ones(1, 1, 2, 4)
+        >>> fastattn.attention_received(q, k, fastattn.Mask(causal=True))
+        tensor([[[1.5000, 0.5000]]])
+    """
+    q, k, no_v, spec = _validated(q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True)
+    return ops.received(q, k, spec, select(q, k, no_v, spec, backend, function="received"))
+
+
+def top_keys(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | None = None,
+    *,
+    top_k: int,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(weights, indices) of the top_k keys that each query gives the most weight, each [B, H, n_q, top_k].
+
+    The weights exp(score - lse), without dropout, descend; equal ones stand in the order of their keys. A query that
+    sees fewer than top_k keys has the weight 0 and the index -1 in the places that are left. Memory is
+    O(n_q * top_k + n_k).
+
+    The weights are fp32 (fp64 for fp64 q) whatever the dtype of q: rounded to bf16, which has 8 bits, many would be
+    equal, and an order among them could not be told. They are differentiable like `attention_weights`; which keys they
+    belong to is not.
+
+    Args:
+        top_k: how many keys, at least 1. The others as in `attention`.
+
+    Raises:
+        ValueError: the call is malformed.
+        NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = torch.ones(1, 1, 2, 4)
+        >>> weights, indices = fastattn.top_keys(q, k, fastattn.Mask(causal=True), top_k=2)
+        >>> weights[0, 0], indices[0, 0]
+        (tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]]), tensor([[ 0, -1],
+                [ 0,  1]]))
+    """
+    if not _is_int(top_k) or top_k < 1:
+        raise ValueError(f"top_k must be an int of at least 1, got {top_k!r}")
+    q, k, no_v, spec = _validated(q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True)
+    return ops.top_keys(q, k, spec, top_k, select(q, k, no_v, spec, backend, function="top_keys"))
+
+
+def _no_values(k: Tensor) -> Tensor:
+    """A v of width 0, for a call that has none."""
+    return k[..., :0] if isinstance(k, Tensor) and k.dim() else k
 
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ Everything here follows from the tangents of attention. With the score S, the we
 The gradients G of attention are linear in (do, dlse), and <G, x'> = <do, o'> + <dlse, lse'> for any direction x'. So
 the derivative of G against a cotangent x' is the gradient of the right-hand side, and (o', lse') itself by (do,
 dlse).
+
+The weights as users get them, Z * P in one of the forms of `_formed`, have all their derivatives from here.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .backends.reference import readable, softmax
+from .backends.reference import Softmax, readable, softmax
 from .spec import Spec, accumulation_dtype, as_output
 
 BLOCK_ELEMENTS = 2**24  # of one [B, H, rows, n_k] intermediate
@@ -66,13 +69,101 @@ def second_order(
     )
 
 
+def weights_tangents(keys: Tensor, primals: Six, tangents: Six, spec: Spec, form: str) -> Tensor:
+    """The tangent of the weights in the direction `tangents` (None is zero).
+
+    Args:
+        keys: of the weights, in the form "top_keys".
+        primals: with None for v, like `tangents`.
+    """
+    tangents = _zeros_for_none(primals, tangents)
+
+    def tangents_of_rows(rows: slice) -> Tensor:
+        s, p_t, _ = _softmax_tangents(primals, tangents, spec, rows)
+        return _formed(s.dropped(p_t), form, keys, rows)
+
+    blocks = [tangents_of_rows(rows) for rows in _blocks(primals)]
+    return sum(blocks) if form == "received" else torch.cat(blocks, -2)
+
+
+def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec, form: str) -> Six:
+    """Gradients of <d_weights, weights> by each primal. Written out, so that they have derivatives in turn.
+
+    Args:
+        d_weights: in the shape of the weights in that form. The others as in `weights_tangents`.
+    """
+    spec = replace(spec, bias=primals[3], alibi_slopes=primals[4], sinks=primals[5])
+    q, k = _factors(primals, spec)
+    H, H_kv = q.shape[1], primals[1].shape[1]
+    dq, dbias, dk, dalibi_slopes, dsinks = [], [], 0, 0, 0
+    for rows in _blocks(primals):
+        s = softmax(q, k, spec, rows)
+        dp = s.dropped(_of_each_pair(d_weights, form, keys, rows, s.p))
+        delta = (s.p * dp).sum(-1, keepdim=True)
+        ds = s.p * (dp - delta)  # by the score after softcap and bias
+        dqk = (ds if s.d_score is None else ds * s.d_score) * spec.scale
+        dq.append(dqk @ k)
+        dk = dk + (dqk.mT @ q[:, :, rows]).unflatten(1, (H_kv, H // H_kv)).sum(2)
+        if spec.bias is not None:
+            dbias.append(ds.sum_to_size(spec.bias_rows(rows).shape))
+        if spec.alibi_slopes is not None:
+            # Distances from their mean: what a row of dS sums up to, 0 but for rounding and the sink, does not matter.
+            mean = (s.p * s.distance).sum(-1, keepdim=True)
+            by_slope = ds * (s.distance - mean)
+            if spec.sinks is not None:
+                by_slope = torch.cat([by_slope, mean * delta * s.p_sink], -1)
+            dalibi_slopes = dalibi_slopes - by_slope.sum((-2, -1)).sum_to_size(spec.alibi_slopes.shape)
+        if spec.sinks is not None:
+            dsinks = dsinks - (s.p_sink * delta).sum((0, 2, 3))
+    if spec.bias is not None:
+        one_for_all_queries = spec.bias.dim() < 2 or spec.bias.shape[-2] == 1
+        dbias = sum(dbias) if one_for_all_queries else torch.cat(dbias, -2)
+    gradients = (torch.cat(dq, 2), dk, None, dbias, dalibi_slopes, dsinks)
+    return tuple(None if x is None else g.to(x.dtype) for g, x in zip(gradients, primals, strict=True))
+
+
+def _formed(p: Tensor, form: str, keys: Tensor, rows: slice) -> Tensor:
+    """What is returned of the weights p [B, H, R, n_k] of these query rows, or of their tangents."""
+    if form == "averaged":
+        return p.mean(1)
+    if form == "received":
+        return p.sum(2)
+    if form == "top_keys":
+        return pad(p, (0, 1)).gather(-1, _places(keys[:, :, rows], p))
+    return p
+
+
+def _of_each_pair(d_weights: Tensor, form: str, keys: Tensor, rows: slice, p: Tensor) -> Tensor:
+    """The gradient that arrives at the weights p of these query rows, given that at their form: `_formed` backwards."""
+    d_weights = d_weights.to(p.dtype)
+    if form == "averaged":
+        return (d_weights[:, rows] / max(p.shape[1], 1))[:, None].expand_as(p)
+    if form == "received":
+        return d_weights[:, :, None].expand_as(p)
+    if form == "top_keys":
+        places = _places(keys[:, :, rows], p)
+        return torch.zeros_like(pad(p, (0, 1))).scatter_add(-1, places, d_weights[:, :, rows])[..., :-1]
+    return d_weights[:, :, rows]
+
+
+def _places(keys: Tensor, p: Tensor) -> Tensor:
+    """Where the weights of these keys stand in a row of p with one more column, which stands for no key (-1)."""
+    return torch.where(keys < 0, p.shape[-1], keys)
+
+
 def _tangents_of_rows(primals: Six, tangents: Six, spec: Spec, rows: slice) -> tuple[Tensor, Tensor]:
     """The tangents of (o, lse) for these query rows: the formula at the top of this file."""
+    H, keys = primals[0].shape[1], spec.mask.readable_keys()
+    v, v_t = (readable(x, keys, H) for x in (primals[2], tangents[2]))
+    s, p_t, lse_t = _softmax_tangents(primals, tangents, spec, rows)
+    return s.dropped(p_t) @ v + s.dropped(s.p) @ v_t, lse_t
+
+
+def _softmax_tangents(primals: Six, tangents: Six, spec: Spec, rows: slice) -> tuple[Softmax, Tensor, Tensor]:
+    """The softmax of these query rows, and the tangents of its weights before dropout and of lse."""
     spec = replace(spec, bias=primals[3], alibi_slopes=primals[4], sinks=primals[5])
     direction = replace(spec, bias=tangents[3])
-    H, keys, queries = primals[0].shape[1], spec.mask.readable_keys(), spec.mask.readable_queries()
-    q, k, v = (readable(x, hidden, H) for x, hidden in zip(primals[:3], (queries, keys, keys), strict=True))
-    q_t, k_t, v_t = (readable(x, hidden, H) for x, hidden in zip(tangents[:3], (queries, keys, keys), strict=True))
+    (q, k), (q_t, k_t) = _factors(primals, spec), _factors(tangents, spec)
 
     s = softmax(q, k, spec, rows)
     s_t = (q_t[:, :, rows] @ k.mT + q[:, :, rows] @ k_t.mT) * spec.scale
@@ -86,8 +177,13 @@ def _tangents_of_rows(primals: Six, tangents: Six, spec: Spec, rows: slice) -> t
     lse_t = (s.p * s_t).sum(-1)
     if tangents[5] is not None:
         lse_t = lse_t + s.p_sink.squeeze(-1) * tangents[5][:, None]
-    p_t = s.p * (s_t - lse_t[..., None])
-    return s.dropped(p_t) @ v + s.dropped(s.p) @ v_t, lse_t
+    return s, s.p * (s_t - lse_t[..., None]), lse_t
+
+
+def _factors(six: Six, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The first two of the six, whose products are the scores."""
+    H, mask = six[0].shape[1], spec.mask
+    return readable(six[0], mask.readable_queries(), H), readable(six[1], mask.readable_keys(), H)
 
 
 def _blocks(primals: Six) -> Iterator[slice]:

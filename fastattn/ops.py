@@ -1,4 +1,4 @@
-"""The only place PyTorch is told about attention: one op pair, its fakes and vmap rule, the Functions over it.
+"""The only place PyTorch is told about attention and its weights: op pairs, their fakes and vmap rule, the Functions.
 
 Eager calls go through `_Attention`, whose backward applies `_AttentionBackward`, so that every derivative of every
 order exists (the second from `derivatives.py`). Under torch.compile, which cannot trace such a pair,
@@ -35,6 +35,16 @@ torch.library.define(
     f"{_LEARNED}, {_WANTED}, {_SPEC}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)",
 )
 
+torch.library.define(
+    "fastattn::weights",
+    f"(Tensor q, Tensor k, Tensor? lse, {_LEARNED}, str form, SymInt top_k, {_SPEC}) -> (Tensor weights, Tensor keys)",
+)
+torch.library.define(
+    "fastattn::weights_backward",
+    f"(Tensor d_weights, Tensor keys, Tensor q, Tensor k, {_LEARNED}, str form, {_SPEC}) "
+    "-> (Tensor dq, Tensor dk, Tensor dbias, Tensor dalibi, Tensor dsinks)",
+)
+
 _TENSOR = "a tensor stood here"
 
 
@@ -46,6 +56,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tupl
     if _derivative_wanted(arguments[:6]):
         return _Attention.apply(*arguments)
     return torch.ops.fastattn.forward(*arguments)
+
+
+def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: str, *, average_heads: bool) -> Tensor:
+    """The weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k]; `lse` is that of the same call, or None."""
+    return _in_form("averaged" if average_heads else "each head", 0, q, k, lse, spec, backend)[0]
+
+
+def received(q: Tensor, k: Tensor, spec: Spec, backend: str) -> Tensor:
+    """The sum of the weights over the queries, [B, H, n_k]."""
+    return _in_form("received", 0, q, k, None, spec, backend)[0]
+
+
+def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int, backend: str) -> tuple[Tensor, Tensor]:
+    """The largest weights of each query and their keys, both [B, H, n_q, top_k]."""
+    return _in_form("top_keys", top_k, q, k, None, spec, backend)
+
+
+def _in_form(
+    form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: str
+) -> tuple[Tensor, Tensor]:
+    learned = (spec.bias, spec.alibi_slopes, spec.sinks)
+    arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, backend))
+    if torch.compiler.is_compiling():
+        return _CompiledWeights.apply(*arguments)
+    if _derivative_wanted((q, k, *learned)):
+        return _Weights.apply(*arguments)
+    return torch.ops.fastattn.weights(*arguments)
 
 
 def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -170,7 +207,45 @@ class _AttentionBackward(Function):
         )
 
 
-for _function in (_Attention, _AttentionBackward):  # apply() works it out anew in every call where it does not stand
+class _Weights(Function):
+    """The weights in any form, with derivatives of every order: those of plain torch, for every backend."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fastattn.weights(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        tensors, ctx.constants = _split(inputs)
+        ctx.save_for_backward(*tensors, output[1])
+        ctx.save_for_forward(*tensors, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, d_weights, _):
+        *tensors, keys = ctx.saved_tensors
+        q, k, _, bias, alibi_slopes, sinks, form, _, *flat = _join(tensors, ctx.constants)
+        primals, spec = _primals((q, k, None, bias, alibi_slopes, sinks, *flat))
+        dq, dk, _, *learned = derivatives.weights_gradients(d_weights, keys, primals, spec, form)
+        return dq, dk, None, *learned, None, None, *(None for _ in flat)
+
+    @staticmethod
+    def jvp(ctx, q_t, k_t, _lse_t, bias_t, alibi_t, sinks_t, *_):
+        *tensors, keys = ctx.saved_tensors
+        q, k, _, bias, alibi_slopes, sinks, form, _, *flat = _join(tensors, ctx.constants)
+        primals, spec = _primals((q, k, None, bias, alibi_slopes, sinks, *flat))
+        tangents = (q_t, k_t, None, bias_t, alibi_t, sinks_t)
+        weights_t = derivatives.weights_tangents(keys, primals, tangents, spec, form)
+        return weights_t.to(_weights_dtype(q, form)), None
+
+
+for _function in (
+    _Attention,
+    _AttentionBackward,
+    _Weights,
+):  # apply() works it out anew in every call where it does not stand
     _function.forward.__signature__ = inspect.signature(_function.forward)
 
 
@@ -193,6 +268,27 @@ class _CompiledAttention(Function):
         gradients = torch.ops.fastattn.backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
         gradients = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
         return *gradients, *(None for _ in flat)
+
+
+class _CompiledWeights(Function):
+    """The weights in any form with a first derivative only, as torch.compile can trace it."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        weights, keys = torch.ops.fastattn.weights(*arguments)
+        tensors, ctx.constants = _split(arguments)
+        ctx.save_for_backward(*tensors, keys)
+        ctx.mark_non_differentiable(keys)
+        return weights, keys
+
+    @staticmethod
+    def backward(ctx, d_weights, _):
+        *tensors, keys = ctx.saved_tensors
+        q, k, _, bias, alibi_slopes, sinks, form, _, *flat = _join(tensors, ctx.constants)
+        inputs = (q, k, bias, alibi_slopes, sinks)
+        gradients = torch.ops.fastattn.weights_backward(d_weights, keys, *inputs, form, *flat)
+        dq, dk, *learned = (None if x is None else g for x, g in zip(inputs, gradients, strict=True))
+        return dq, dk, None, *learned, None, None, *(None for _ in flat)
 
 
 def _split(arguments: tuple) -> tuple[list[Tensor], list]:
@@ -230,6 +326,31 @@ def _backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest):
     return tuple(g if w else q.new_empty(0) for g, w in zip(gradients, wanted, strict=True))
 
 
+def _weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k, *flat):
+    if _nothing_to_see(q, k):
+        weights, keys = _fake_weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k)
+        return weights.zero_(), keys.fill_(-1)
+    spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
+    backend = backend_by_name(backend)
+    if form == "top_keys":
+        return backend.top_keys(q, k, spec, top_k)
+    no_keys = q.new_empty(0, dtype=torch.int64)
+    if form == "received":
+        return backend.received(q, k, spec), no_keys
+    return backend.weights(q, k, lse, spec, form == "averaged"), no_keys
+
+
+def _weights_backward(d_weights, keys, q, k, bias, alibi_slopes, sinks, form, *flat):
+    primals, spec = _primals((q, k, None, bias, alibi_slopes, sinks, *flat))
+    dq, dk, _, *learned = derivatives.weights_gradients(d_weights, keys, primals, spec, form)
+    return dq, dk, *(q.new_empty(0) if g is None else g for g in learned)
+
+
+def _weights_dtype(q: Tensor, form: str) -> torch.dtype:
+    """That of q where a weight stands for each pair; sums, and weights in an order, are not rounded to it."""
+    return q.dtype if form in ("averaged", "each head") else accumulation_dtype(q.dtype)
+
+
 def _nothing_to_see(q: Tensor, k: Tensor) -> bool:
     """Whether there is no pair of query and key: no backend is asked. Inside the op, so lengths choose no graph."""
     return q.shape[:3].numel() * k.shape[2] == 0
@@ -248,8 +369,20 @@ def _fake_backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest):
     return tuple(torch.empty_like(x) if w else q.new_empty(0) for x, w in zip(inputs, rest[:6], strict=True))
 
 
+def _fake_weights(q, k, _lse, _bias, _alibi_slopes, _sinks, form, top_k, *_):
+    (B, H, n_q, _), n_k = q.shape, k.shape[2]
+    of_queries = (B, H, n_q, top_k)
+    shape = {"averaged": (B, n_q, n_k), "received": (B, H, n_k), "top_keys": of_queries}.get(form, (B, H, n_q, n_k))
+    keys = of_queries if form == "top_keys" else (0,)
+    return q.new_empty(shape, dtype=_weights_dtype(q, form)), q.new_empty(keys, dtype=torch.int64)
+
+
+def _fake_weights_backward(d_weights, keys, q, k, bias, alibi_slopes, sinks, *_):
+    return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, bias, alibi_slopes, sinks))
+
+
 def _over_samples(op, in_dims, arguments):
-    """vmap of either op: one call a sample.
+    """vmap of any of the ops: one call a sample.
 
     Folding the mapped dimension into B would be one call in all, but changes what dropout, sinks and slopes mean.
     """
@@ -263,7 +396,12 @@ def _over_samples(op, in_dims, arguments):
     return stacked, (0,) * len(stacked)
 
 
-for _name, _kernel, _fake in (("forward", _forward, _fake_forward), ("backward", _backward, _fake_backward)):
+for _name, _kernel, _fake in (
+    ("forward", _forward, _fake_forward),
+    ("backward", _backward, _fake_backward),
+    ("weights", _weights, _fake_weights),
+    ("weights_backward", _weights_backward, _fake_weights_backward),
+):
     _qualified = f"fastattn::{_name}"
     torch.library.impl(_qualified, "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(_qualified, _fake)

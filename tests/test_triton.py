@@ -310,15 +310,19 @@ def test_kernels_compile_and_fit_and_hot_ones_do_not_spill(arch, tmp_path):
     command = [sys.executable, Path(__file__).with_name("triton_compile.py"), str(arch), "--json"]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in printed.splitlines()]
+    of_weights = {"weights_kernel", "received_kernel", "top_keys_kernel"}
     with_products = {"forward_kernel", "dk_dv_kernel", "dq_kernel", "dbias_kernel"}
     for D, dtype, call in COMPILED[arch]:
         name = str(dtype).removeprefix("torch.")
         kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["call"]) == (D, name, call)}
         assert with_products - {"dbias_kernel"} | {"rows_kernel"} <= kernels
         assert ("dbias_kernel" in kernels) == (call in ("bias", "everything"))
+        assert (of_weights <= kernels) == ((D, dtype, call) in HOT)
     for row in rows:
         if (row["D"], getattr(torch, row["dtype"]), row["call"]) in HOT:
             assert row["stack"] == 0, f"spills: {row}"
         assert row["shared"] <= SHARED_MEMORY[arch], f"does not fit: {row}"
-        uses_tensor_cores = row["kernel"] in with_products and row["dtype"] != "float32"  # exact fp32 has none
+        uses_tensor_cores = (
+            row["kernel"] in with_products | of_weights and row["dtype"] != "float32"
+        )  # exact fp32 has none
         assert (row["mma"] > 0) == uses_tensor_cores, row

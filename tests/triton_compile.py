@@ -103,6 +103,10 @@ def compiled(arch: int) -> Iterator[dict[str, object]]:
         wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
         backend.forward(q, q, q, spec)
         backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
+        if (D, dtype, name) in HOT:
+            backend.weights(q, q, lse, spec, average_heads=True)
+            backend.received(q, q, spec)
+            backend.top_keys(q, q, spec, top_k=8)
         for kernel_name, kernel in kernels:
             of = {"arch": arch, "kernel": kernel_name, "D": D, "dtype": str(dtype).removeprefix("torch."), "call": name}
             yield of | _resources(kernel)

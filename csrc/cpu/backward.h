@@ -15,7 +15,7 @@ namespace {
 // Keys whose dK and dV stay in the L2 cache while every strip of queries adds to them.
 int64_t cached_keys(const Problem& p) {
   constexpr int64_t kCacheFloats = (512 << 10) / sizeof(float);
-  const int64_t blocks = kCacheFloats / (padded(p.d_qk) + padded(p.d_v)) / kBlockKeys;
+  const int64_t blocks = kCacheFloats / greater(1, padded(p.d_qk) + padded(p.d_v)) / kBlockKeys;
   return greater(1, lesser(blocks, (p.n_k + kBlockKeys - 1) / kBlockKeys)) * kBlockKeys;
 }
 
@@ -167,12 +167,6 @@ void sum_delta(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h,
   }
 }
 
-// With a scale of 1e-38, lse as a multiple of S may lie beyond the floats.
-float finite_float(double x) {
-  constexpr double kLargest = 0x1.fffffep127;
-  return static_cast<float>(x > kLargest ? kLargest : x < -kLargest ? -kLargest : x);
-}
-
 // Makes a block of queries ready.
 template <int C>
 void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
@@ -198,13 +192,12 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   bool imprecise[M], any_imprecise[C] = {};  // query by query: the others in a block must not matter
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
-    const double reference = t.lse[query] * p.scores_per_nat();
+    const Measure from = Measure::of(t.lse[query] * p.scores_per_nat(), p.on_score_log2());
     weight_of_sink[i] = p.sinks ? expf(p.sinks[h] - t.lse[query]) : 0.0f;
     imprecise[i] = std::fabs(t.lse[query]) > precise_lse(p.q.dtype) ||
                    (p.q.dtype == DType::f32 && block.queries.length[c][lane] <= kFewKeys);
     any_imprecise[c] |= imprecise[i];
-    block.reference[c][lane] = finite_float(reference);
-    block.rest_log2[c][lane] = static_cast<float>((reference - block.reference[c][lane]) * p.on_score_log2());
+    block.reference[c][lane] = from.reference, block.rest_log2[c][lane] = from.rest_log2;
     block.d_lse[c][lane] = t.d_lse ? t.d_lse[query] : 0.0f;
   }
   for (int c = 0; c < C; c += kFewestColumns) {

@@ -39,7 +39,7 @@ constexpr int64_t kChunkBlocks = FASTATTN_CHUNK_BLOCKS;
 
 inline int64_t key_blocks_in_chunk(const Problem& p) {
   constexpr int64_t kCacheFloats = (512 << 10) / sizeof(float);
-  const int64_t block = kBlockKeys * (units(p.d_qk) + units(p.d_v));
+  const int64_t block = kBlockKeys * greater(1, units(p.d_qk) + units(p.d_v));
   return greater(1, lesser(kChunkBlocks, lesser(kCacheFloats / block, (p.n_k + kBlockKeys - 1) / kBlockKeys)));
 }
 

@@ -207,6 +207,10 @@ void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_k
     if (p.sinks) whole = beside_sink(whole.lse, p.sinks[h]);
     write_row(out.o, b, h, query, p.d_v, total.o, one_over_sum(l) * static_cast<float>(whole.share));
     out.lse[(b * p.H + h) * p.n_q + query] = static_cast<float>(whole.lse);
+    if (out.measures) {
+      const float with_sink = l / static_cast<float>(whole.share);
+      out.measures[(b * p.H + h) * p.n_q + query] = Measure::of(m, with_sink, on_score_log2);
+    }
   }
   for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); ++h) write_padding(p, out, b, h, 0, p.n_q);
 }

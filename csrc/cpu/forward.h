@@ -148,10 +148,11 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
   const float on_score_log2 = p.on_score_log2();
   const auto query = [&](int64_t i) { return p.queries[b].at(block.queries.first + i); };
   Floats on_o[C];
-  float m[M], log2_of_l[M], lse[M];
+  float m[M], l[M], log2_of_l[M], lse[M];
   for (int c = 0; c < C; ++c) {
     on_o[c] = block.l[c] == 0.0f ? Floats{} : 1.0f / block.l[c];  // one_over_sum
     store(m + c * kLanes, block.m[c]);
+    store(l + c * kLanes, block.l[c]);
     store(log2_of_l + c * kLanes, log2(block.l[c]));
   }
   for (int64_t i = 0; i < M; ++i) lse[i] = static_cast<float>(lse_of(m[i], on_score_log2, log2_of_l[i]));
@@ -160,6 +161,7 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
     for (int64_t i = 0; i < M; ++i) {
       const BesideSink row = beside_sink(lse_of(m[i], on_score_log2, log2_of_l[i]), p.sinks[h]);
       share[i] = static_cast<float>(row.share), lse[i] = static_cast<float>(row.lse);
+      l[i] /= share[i];  // the sink's weight among them
     }
     for (int c = 0; c < C; ++c) on_o[c] *= load(share + c * kLanes);
   }
@@ -170,7 +172,11 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
           if (i < block.queries.n) narrow_lanes(o + query(i) * out.o.row_stride + d, x, p.d_v - d);
         });
   });
-  for (int64_t i = 0; i < block.queries.n; ++i) out.lse[(b * p.H + h) * p.n_q + query(i)] = lse[i];
+  for (int64_t i = 0; i < block.queries.n; ++i) {
+    const int64_t row = (b * p.H + h) * p.n_q + query(i);
+    out.lse[row] = lse[i];
+    if (out.measures) out.measures[row] = Measure::of(m[i], l[i], on_score_log2);
+  }
 }
 
 // Zeros for the queries first, ..., last - 1 that are padding.

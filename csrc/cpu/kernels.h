@@ -38,6 +38,7 @@ constexpr int kColumns = FASTATTN_COLUMNS;
 #include "bias.h"
 #include "forward.h"
 #include "backward.h"
+#include "weights.h"
 #if !FASTATTN_PAIRS
 #include "decode.h"
 #endif
@@ -60,6 +61,7 @@ const Kernels kernels = {
     backward,
     fma_chains,
     kChainOperations,
+    &weights_kernels,
 #if FASTATTN_PAIRS
     nullptr,
 #else

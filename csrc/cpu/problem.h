@@ -127,9 +127,28 @@ struct Problem {
   double scores_per_nat() const { return finishes_scores() ? 1.0 : kLog2E / on_score_log2(); }
 };
 
+// What scores are measured from: a weight is 2^(on_score_log2() * (S - reference) - rest_log2). That is lse, less rounded.
+struct Measure {
+  float reference, rest_log2;
+
+  // Of S + log2(sum) / on_score_log2, where S has a weight of 1 in the sum; {0, 0} where no key is seen.
+  static Measure of(float S, float sum, float on_score_log2) {
+    if (sum == 0) return {0, 0};
+    return of(S + std::log2(double(sum)) / on_score_log2, on_score_log2);
+  }
+
+  // With a scale of 1e-38 it may lie beyond the floats.
+  static Measure of(double exact, float on_score_log2) {
+    constexpr double kLargest = 0x1.fffffep127;
+    const auto reference = static_cast<float>(exact > kLargest ? kLargest : exact < -kLargest ? -kLargest : exact);
+    return {reference, static_cast<float>((exact - reference) * on_score_log2)};
+  }
+};
+
 struct ForwardOutputs {
   Output o;
-  float* lse;  // [B, H, n_q]
+  float* lse;                   // [B, H, n_q]
+  Measure* measures = nullptr;  // of the real queries, or null
 };
 
 // Queries of one head at the places first_query, ... of the list of real ones: at most Kernels::strip_queries of them,
@@ -173,6 +192,29 @@ struct DecodeKernels {
   void (*combine)(const Problem&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
 };
 
+// Queries at the places first_query, ... of the list of real ones, as in a ForwardItem, of some heads whose weights go
+// to row `row_of_heads` of the output; or one head and all of its queries, and a chunk of keys.
+struct WeightsItem {
+  int64_t b, first_head, last_head, row_of_heads;
+  int64_t first_query, last_query;
+  int64_t first_key;
+};
+
+struct TopKeysOutputs {
+  float* weights;  // [B, H, n_q, top_k]
+  int64_t* keys;
+  int64_t top_k;
+};
+
+struct WeightsKernels {
+  int64_t chunk_keys;  // of an item of `received`
+  void (*measure)(const Problem&, const float* lse, const WeightsItem&, Measure*, float* scratch);  // as `backward`
+  int64_t (*scratch)(const Problem&, int64_t top_k);  // of the others
+  void (*weights)(const Problem&, const Measure*, const Output&, const WeightsItem&, float* scratch);
+  void (*received)(const Problem&, const Measure*, float* out, const WeightsItem&, float* scratch);
+  void (*top_keys)(const Problem&, const Measure*, const TopKeysOutputs&, const WeightsItem&, float* scratch);
+};
+
 // The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned.
 struct Kernels {
   const char* name;
@@ -185,6 +227,7 @@ struct Kernels {
   void (*backward)(const Problem&, const BackwardTensors&, const BackwardItem&, float* scratch);
   float (*fma_chains)(int64_t steps);
   int64_t chain_operations;  // of one step of fma_chains
+  const WeightsKernels* weights;
   const DecodeKernels* decode;  // null where those of another instruction set do it
 };
 

@@ -45,4 +45,62 @@ void run_backward(const Capability& capability, const Problem& p, const Backward
   }
 }
 
+// What the scores of every query are measured from, [B, H, n_q]: from its lse, or, where that is null, by a forward pass.
+// p.d_v is 0, as in all problems of weights.
+template <class ForEach>
+std::unique_ptr<Measure[]> run_measure(const Capability& capability, const Problem& p, const float* lse,
+                                       int64_t threads, ForEach for_each) {
+  std::unique_ptr<Measure[]> measures(new Measure[p.B * p.H * p.n_q]);
+  if (!lse) {
+    const std::unique_ptr<float[]> unused(new float[p.B * p.H * p.n_q]);
+    Problem undropped = p;
+    undropped.dropout = {};
+    run_forward(capability, undropped, {Output{}, unused.get(), measures.get()}, threads, for_each);
+    return measures;
+  }
+  const Kernels& kernels = capability.kernels_for(p.q.dtype);
+  const auto items = weights_items(p, kernels, false);
+  for_each(int64_t(items.size()), kernels.backward_scratch(p), [&](int64_t i, float* scratch) {
+    kernels.weights->measure(p, lse, items[i], measures.get(), scratch);
+  });
+  return measures;
+}
+
+// out: [B, 1, n_q, n_k] if heads are averaged, else [B, H, n_q, n_k]. `lse` may be null.
+template <class ForEach>
+void run_weights(const Capability& capability, const Problem& p, const float* lse, const Output& out,
+                 bool average_heads, int64_t threads, ForEach for_each) {
+  const auto measures = run_measure(capability, p, lse, threads, for_each);
+  const Kernels& kernels = capability.kernels_for(p.q.dtype);
+  const auto items = weights_items(p, kernels, average_heads);
+  for_each(int64_t(items.size()), kernels.weights->scratch(p, 0), [&](int64_t i, float* scratch) {
+    kernels.weights->weights(p, measures.get(), out, items[i], scratch);
+  });
+}
+
+// Results in fp32 deserve arithmetic in fp32, whatever the dtype of q and k.
+inline Capability in_fp32(const Capability& capability) { return {capability.others, capability.others, true}; }
+
+// out: [B, H, n_k].
+template <class ForEach>
+void run_received(const Capability& capability, const Problem& p, float* out, int64_t threads, ForEach for_each) {
+  const auto measures = run_measure(in_fp32(capability), p, nullptr, threads, for_each);
+  const Kernels& kernels = *capability.others;
+  const auto items = received_items(p, kernels);
+  for_each(int64_t(items.size()), kernels.weights->scratch(p, 0), [&](int64_t i, float* scratch) {
+    kernels.weights->received(p, measures.get(), out, items[i], scratch);
+  });
+}
+
+template <class ForEach>
+void run_top_keys(const Capability& capability, const Problem& p, const TopKeysOutputs& out, int64_t threads,
+                  ForEach for_each) {
+  const auto measures = run_measure(in_fp32(capability), p, nullptr, threads, for_each);
+  const Kernels& kernels = *capability.others;
+  const auto items = weights_items(p, kernels, false);
+  for_each(int64_t(items.size()), kernels.weights->scratch(p, out.top_k), [&](int64_t i, float* scratch) {
+    kernels.weights->top_keys(p, measures.get(), out, items[i], scratch);
+  });
+}
+
 }  // namespace fastattn

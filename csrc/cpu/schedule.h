@@ -89,4 +89,33 @@ inline std::vector<BackwardItem> backward_items(const Problem& p, const Kernels&
   return items;
 }
 
+// A block of queries of every head, or of all heads together; the last ones first, as in forward_items.
+inline std::vector<WeightsItem> weights_items(const Problem& p, const Kernels& kernels, bool heads_together) {
+  const int64_t block = kernels.block_queries, heads = heads_together ? p.H : 1;
+  std::vector<WeightsItem> items;
+  for (int64_t b = 0; b < p.B; ++b) {
+    for (int64_t h = 0; h < p.H; h += heads) {
+      for (int64_t first = (p.n_q - 1) / block * block; first >= 0; first -= block) {
+        items.push_back({b, h, h + heads, h / heads, first, std::min(first + block, p.n_q), 0});
+      }
+    }
+  }
+  return items;
+}
+
+// All queries of a head, and a chunk of its keys.
+inline std::vector<WeightsItem> received_items(const Problem& p, const Kernels& kernels) {
+  std::vector<WeightsItem> items;
+  for (int64_t b = 0; b < p.B; ++b) {
+    for (int64_t h = 0; h < p.H; ++h) {
+      int64_t first = 0;
+      do {
+        items.push_back({b, h, h + 1, h, 0, p.n_q, first});
+        first += kernels.weights->chunk_keys;
+      } while (first < p.keys[b].count);
+    }
+  }
+  return items;
+}
+
 }  // namespace fastattn

@@ -11,7 +11,14 @@ A backend is a module with these names, and nothing else is asked of it:
     backward(do, dlse, q, k, v, o, lse, spec, output_mask) -> (dq, dk, dv, dbias, dalibi_slopes, dsinks)
 
 `do` and `dlse` may each be None (no gradient arrives through that output). Of the six gradients those whose entry in
-`output_mask` is False may be None. A backend may also have `weights` and `weights_backward` (see reference.py).
+`output_mask` is False may be None. What a backend need not have, and refuses then, by the names in `OPTIONAL`:
+
+    weights(q, k, lse, spec, average_heads) -> weights
+    received(q, k, spec) -> sums of the weights over the queries
+    top_keys(q, k, spec, top_k) -> (weights, keys)
+
+as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
+dropout. Their derivatives are those of derivatives.py on every backend.
 """
 
 from __future__ import annotations
@@ -27,6 +34,13 @@ from . import native, reference, triton
 
 BACKENDS: tuple[ModuleType, ...] = (triton, native, reference)
 
+OPTIONAL = {
+    "weights": "weights",
+    "received": "the weights that keys receive",
+    "top_keys": "the keys of the largest weights",
+}
+"""Functions that a backend may lack, and what they compute, for its objection."""
+
 
 class FallbackWarning(UserWarning):
     """No fused backend takes this call, so the reference computes it, in O(n_q * n_k) memory."""
@@ -40,19 +54,33 @@ def backend_by_name(name: str) -> ModuleType:
     raise ValueError(f"backend must be one of {_known_names()}, got {name!r}")
 
 
-def objections(backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, named: bool = True) -> list[str]:
+def objections(
+    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, function: str = "forward", named: bool = True
+) -> list[str]:
     """Why `backend` does not compute this call, in sentences; an empty list means it does.
 
     Args:
+        function: which of its functions the call needs: "forward", which stands for "backward" too, or a name in
+            `OPTIONAL`, whose calls have a `v` of width 0.
         named: the user asked for this backend, so a backend that serves only by name has no objection.
     """
-    return list(_objections(backend, q, k, v, spec, spec.features(), named))
+    return list(_objections(backend, q, k, v, spec, spec.features(), function, named))
 
 
 def _objections(
-    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec, features: frozenset[str], named: bool
+    backend: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    features: frozenset[str],
+    function: str,
+    named: bool,
 ) -> Iterator[str]:
     willing = True
+    if not hasattr(backend, function):
+        willing = False
+        yield f"does not compute {OPTIONAL[function]}"
     for name in sorted(features - backend.features(q.device)):
         willing = False
         yield f"does not support {name} on {q.device.type}"
@@ -66,12 +94,13 @@ def _objections(
         yield why
 
 
-def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None) -> str:
+def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None, *, function: str = "forward") -> str:
     """The name of the backend that computes this call.
 
     Args:
         name: None takes the first backend without objections; "fused" the first but the reference; any other name that
             backend or nothing.
+        function: as in `objections`.
 
     Raises:
         ValueError: there is no backend of that name.
@@ -80,14 +109,14 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None)
     candidates = {None: BACKENDS, "fused": BACKENDS[:-1]}.get(name) or (backend_by_name(name),)
     named, features = name not in (None, "fused"), spec.features()
     for backend in candidates:
-        for _ in _objections(backend, q, k, v, spec, features, named):
+        for _ in _objections(backend, q, k, v, spec, features, function, named):
             break  # one is enough: the rest is worked out only for somebody who reads it
         else:
             if name is None and backend is reference:
-                _warn_of_fallback(_listed_objections(BACKENDS[:-1], q, k, v, spec, named))
+                _warn_of_fallback(_listed_objections(BACKENDS[:-1], q, k, v, spec, function, named))
             return backend.NAME
     who = f"backend {name!r} does not compute" if named else "no fused backend computes"
-    raise NotImplementedError(f"{who} this call:\n" + _listed_objections(candidates, q, k, v, spec, named))
+    raise NotImplementedError(f"{who} this call:\n" + _listed_objections(candidates, q, k, v, spec, function, named))
 
 
 def _while_tracing(function: Callable) -> Callable:
@@ -113,9 +142,9 @@ def _warn_of_fallback(reasons: str) -> None:
 
 
 def _listed_objections(
-    backends: tuple[ModuleType, ...], q: Tensor, k: Tensor, v: Tensor, spec: Spec, named: bool
+    backends: tuple[ModuleType, ...], q: Tensor, k: Tensor, v: Tensor, spec: Spec, function: str, named: bool
 ) -> str:
-    reasons = {b.NAME: objections(b, q, k, v, spec, named=named) for b in backends}
+    reasons = {b.NAME: objections(b, q, k, v, spec, function=function, named=named) for b in backends}
     return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
 
 

@@ -116,9 +116,8 @@ def readable(x: Tensor, rows: Tensor | None, heads: int) -> Tensor:
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q]."""
     out = empty_output(q, v.shape[3])
-    H, keys = q.shape[1], spec.mask.readable_keys()
-    s = softmax(readable(q, spec.mask.readable_queries(), H), readable(k, keys, H), spec)
-    return out.copy_(s.dropped(s.p) @ readable(v, keys, H)), s.lse
+    s = _softmax(q, k, spec)
+    return out.copy_(s.dropped(s.p) @ readable(v, spec.mask.readable_keys(), q.shape[1])), s.lse
 
 
 def backward(
@@ -169,10 +168,38 @@ def backward(
     )
 
 
-def weights(q: Tensor, k: Tensor, spec: Spec, average_heads: bool) -> Tensor:
-    """The weights after dropout, [B, n_q, n_k] (averaged over heads) or [B, H, n_q, n_k]; differentiable torch."""
-    dtype = q.dtype
-    H = q.shape[1]
-    s = softmax(readable(q, spec.mask.readable_queries(), H), readable(k, spec.mask.readable_keys(), H), spec)
+def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:
+    """The weights after dropout in the dtype of q, [B, n_q, n_k] averaged over the heads or [B, H, n_q, n_k].
+
+    `lse` is recomputed, not read.
+    """
+    s = _softmax(q, k, spec)
     p = s.dropped(s.p)
-    return (p.mean(1) if average_heads else p).to(dtype)
+    return (p.mean(1) if average_heads else p).to(q.dtype)
+
+
+def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
+    """The sum over the queries of the weights before dropout, [B, H, n_k] in the accumulation dtype."""
+    return _softmax(q, k, spec).p.sum(2)
+
+
+def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tensor]:
+    """The largest weights before dropout of every query, and their keys: two tensors [B, H, n_q, top_k].
+
+    The weights descend, equal ones stand in the order of their keys; the keys are int64. A query that sees fewer than
+    top_k keys has the weight 0 and the key -1 in the places that are left. The weights are in the accumulation dtype:
+    rounded to bf16, neighbours in the order would often be equal.
+    """
+    n_k = k.shape[2]
+    visible = spec.mask.keep(q.shape[2], n_k, q.device)
+    if spec.bias is not None:
+        visible = visible & (spec.bias != -math.inf)
+    p = _softmax(q, k, spec).p.masked_fill(~visible, -1)
+    p = torch.nn.functional.pad(p, (0, max(top_k - n_k, 0)), value=-1)
+    largest, keys = (x[..., :top_k] for x in p.sort(dim=-1, descending=True, stable=True))
+    return largest.masked_fill(largest == -1, 0), keys.masked_fill(largest == -1, -1)
+
+
+def _softmax(q: Tensor, k: Tensor, spec: Spec) -> Softmax:
+    H = q.shape[1]
+    return softmax(readable(q, spec.mask.readable_queries(), H), readable(k, spec.mask.readable_keys(), H), spec)

@@ -1,4 +1,4 @@
-// Attention and its gradients by the textbook, one query after the other: the twin of `formula` in fastattn/testing.py.
+// Attention, its gradients and its weights by the textbook, one query after the other: the twin of `formula` in fastattn/testing.py.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +11,27 @@
 
 namespace fastattn::test {
 
+constexpr int64_t kTopK = 5;
+
 struct Results {
   Array o, lse, dq, dk, dv;
+  Array averaged, each_head;   // weights after dropout, [B, 1 or H, n_q, n_k]
+  Array received;              // [B, H, 1, n_k]
+  Array largest, their_keys;   // [B, H, n_q, kTopK]
+  Array p;                     // before dropout; by the formula only
 
   explicit Results(const Case& c)
       : o(c.B, c.H, c.n_q, c.d_v),
         lse(c.B, c.H, c.n_q, 1),
         dq(c.B, c.H, c.n_q, c.d_qk),
         dk(c.B, c.H_kv, c.n_k, c.d_qk),
-        dv(c.B, c.H_kv, c.n_k, c.d_v) {}
+        dv(c.B, c.H_kv, c.n_k, c.d_v),
+        averaged(c.B, 1, c.n_q, c.n_k),
+        each_head(c.B, c.H, c.n_q, c.n_k),
+        received(c.B, c.H, 1, c.n_k),
+        largest(c.B, c.H, c.n_q, kTopK),
+        their_keys(c.B, c.H, c.n_q, kTopK),
+        p(c.B, c.H, c.n_q, c.n_k) {}
 };
 
 struct NamedResult {
@@ -27,7 +39,16 @@ struct NamedResult {
   Array Results::* array;
 };
 constexpr NamedResult kResults[] = {
-    {"o", &Results::o}, {"lse", &Results::lse}, {"dq", &Results::dq}, {"dk", &Results::dk}, {"dv", &Results::dv}};
+    {"o", &Results::o},
+    {"lse", &Results::lse},
+    {"dq", &Results::dq},
+    {"dk", &Results::dk},
+    {"dv", &Results::dv},
+    {"averaged weights", &Results::averaged},
+    {"weights of each head", &Results::each_head},
+    {"received", &Results::received},
+    {"largest", &Results::largest},
+};
 
 // Sums are of type Real. Real = double: exact. Real = float: what a step leaves in memory is rounded to the dtype.
 template <class Real>
@@ -87,8 +108,16 @@ Results formula(const Inputs& in, DType dtype) {
       p[n] = round(p[n] / sum);
       factors.push_back(dropout_factor(b, h, i, keys[n]));
       add_multiple(o, round(p[n] * factors[n]), in.v.row(b, h_kv, keys[n]), c.d_v);
+      r.p.row(b, h, i)[keys[n]] = p[n];
+      r.each_head.row(b, h, i)[keys[n]] = round(p[n] * factors[n]);
+      double &averaged = r.averaged.row(b, 0, i)[keys[n]], &received = r.received.row(b, h, 0)[keys[n]];
+      averaged = Real(averaged) + round(p[n] * factors[n]) / Real(c.H);
+      received = Real(received) + p[n];
     }
     round_row(o, c.d_v);
+    std::vector<Real> sorted = p;
+    std::sort(sorted.rbegin(), sorted.rend());
+    std::copy_n(sorted.begin(), std::min<size_t>(kTopK, sorted.size()), r.largest.row(b, h, i));
 
     Real delta = c.with_d_o ? round(dot(in.d_o.row(b, h, i), o, c.d_v)) : 0;
     if (c.with_d_lse) delta -= Real(*in.d_lse.row(b, h, i));
@@ -105,6 +134,7 @@ Results formula(const Inputs& in, DType dtype) {
     }
     round_row(r.dq.row(b, h, i), c.d_qk);
   });
+  each_row(r.averaged, [&](int64_t b, int64_t, int64_t i) { round_row(r.averaged.row(b, 0, i), c.n_k); });
   each_row(r.dk, [&](int64_t b, int64_t h_kv, int64_t j) {
     round_row(r.dk.row(b, h_kv, j), c.d_qk);
     round_row(r.dv.row(b, h_kv, j), c.d_v);

@@ -76,7 +76,7 @@ class RowLists {
   std::vector<std::unique_ptr<Buffer>> tables_;
 };
 
-// Forward and backward; gradients that are not requested stay 0.
+// Forward, backward and weights; gradients that are not requested stay 0.
 Results run(const Inputs& in, DType dtype, Placement placement, const Request& request) {
   const Case& c = in.about;
   const Tensor q(placement, dtype, in.q, c.layout), k(placement, dtype, in.k, c.layout),
@@ -111,13 +111,29 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   if (request.dq) t.dq = dq.output();
   if (request.dkv) t.dk = dk.output(), t.dv = dv.output();
   run_backward(choose_capability(), p, t, request.threads, std::ref(for_each));
+
+  const Tensor averaged(placement, dtype, c.B, 1, c.n_q, c.n_k), each_head(placement, dtype, c.B, c.H, c.n_q, c.n_k);
+  const Tensor received(placement, DType::f32, c.B, c.H, 1, c.n_k), largest(placement, DType::f32, c.B, c.H, c.n_q, kTopK);
+  const Buffer their_keys(placement, c.B * c.H * c.n_q * kTopK * int64_t(sizeof(int64_t)), alignof(int64_t));
+  p.d_v = 0;
+  const auto run_to = [&](const float* lse_or_null, const Tensor& to, bool average_heads) {
+    run_weights(choose_capability(), p, lse_or_null, to.output(), average_heads, request.threads, std::ref(for_each));
+  };
+  run_to(lse.floats(), averaged, true);
+  run_to(nullptr, each_head, false);
+  run_received(choose_capability(), p, received.floats(), request.threads, std::ref(for_each));
+  run_top_keys(choose_capability(), p, {largest.floats(), their_keys.data<int64_t>(), kTopK}, request.threads,
+               std::ref(for_each));
   if (!for_each.kept_inside()) complain("a kernel wrote beside its scratch");
 
-  for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv}) {
+  for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv, &averaged, &each_head, &received,
+                          &largest}) {
     if (!x->gaps_untouched()) complain("bytes beside the rows of a tensor were written");
   }
   Results r(c);
   r.o = o.read(), r.lse = lse.read();
+  r.averaged = averaged.read(), r.each_head = each_head.read(), r.received = received.read(), r.largest = largest.read();
+  std::copy_n(their_keys.data<int64_t>(), r.their_keys.values.size(), r.their_keys.values.begin());
   if (request.dq) r.dq = dq.read();
   if (request.dkv) r.dk = dk.read(), r.dv = dv.read();
   return r;
@@ -147,6 +163,25 @@ void compare(const char* name, const Array& actual, const Array& naive, const Ar
   complain(text);
 }
 
+// The keys of the largest weights have these weights, each key once, and -1 stands where a query sees too few.
+void check_keys(const Inputs& in, const Results& actual, const Results& naive, const Results& exact) {
+  const Case& c = in.about;
+  Array of_their_keys(c.B, c.H, c.n_q, kTopK);
+  each_row(actual.their_keys, [&](int64_t b, int64_t h, int64_t i) {
+    const double* keys = actual.their_keys.row(b, h, i);
+    int64_t seen = 0;
+    for (int64_t j = 0; j < c.n_k; ++j) seen += in.sees(b, i, j);
+    for (int64_t n = 0; n < kTopK; ++n) {
+      const auto key = static_cast<int64_t>(keys[n]);
+      const bool right = n < seen ? key >= 0 && key < c.n_k && in.sees(b, i, key) && std::count(keys, keys + n, key) == 0
+                                  : key == -1;
+      if (!right) return complain("a key is hidden, or there twice, or missing");
+      if (n < seen) of_their_keys.row(b, h, i)[n] = exact.p.row(b, h, i)[key];
+    }
+  });
+  compare("weights of the keys", actual.largest, naive.largest, of_their_keys, eps_of(DType::f32));
+}
+
 void test_case(const Case& c, DType dtype, const std::vector<Placement>& placements) {
   const Inputs in(c, dtype);
   const Results exact = formula<double>(in, dtype), naive = formula<float>(in, dtype);
@@ -159,11 +194,17 @@ void test_case(const Case& c, DType dtype, const std::vector<Placement>& placeme
       if (&request == kRequests) {
         first = actual;
         for (const auto& [name, array] : kResults) {
-          const double eps = eps_of(array == &Results::lse ? DType::f32 : dtype);
-          compare(name, actual.*array, naive.*array, exact.*array, eps);
+          const bool fp32 = array == &Results::lse || array == &Results::received || array == &Results::largest;
+          compare(name, actual.*array, naive.*array, exact.*array, eps_of(fp32 ? DType::f32 : dtype));
         }
+        check_keys(in, actual, naive, exact);
       }
       const bool same = actual.o.values == first.o.values && actual.lse.values == first.lse.values &&
+                        actual.averaged.values == first.averaged.values &&
+                        actual.each_head.values == first.each_head.values &&
+                        actual.received.values == first.received.values &&
+                        actual.largest.values == first.largest.values &&
+                        actual.their_keys.values == first.their_keys.values &&
                         (!request.dq || actual.dq.values == first.dq.values) &&
                         (!request.dkv || (actual.dk.values == first.dk.values && actual.dv.values == first.dv.values));
       if (!same) complain(std::string("other bits than with ") + kRequests[0].name);

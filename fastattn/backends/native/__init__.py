@@ -88,7 +88,7 @@ def backward(
     d_row = torch.zeros_like(lse) if wants_dsinks and o.dtype != torch.float32 else None
     build.load().backward(
         None if do is None else _rows(do),
-        None if dlse is None else dlse.contiguous(),
+        _contiguous(dlse),
         *map(_rows, (q, k, v, o)),
         lse.contiguous(),
         *sums,
@@ -108,6 +108,33 @@ def backward(
         _summed_like(spec.alibi_slopes, d_slope.sum(-1)) if wants_dalibi else None,
         _sinks_gradient(do, dlse, o, lse, d_row, spec.sinks) if wants_dsinks else None,
     )
+
+
+def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:
+    """The weights after dropout in the dtype of q, [B, n_q, n_k] or [B, H, n_q, n_k]."""
+    (B, H, n_q, _), n_k = q.shape, k.shape[2]
+    found = q.new_empty(B, 1 if average_heads else H, n_q, n_k)
+    build.load().weights(_rows(q), _rows(k), _contiguous(lse), found, *_described(q, k, spec))
+    return found[:, 0] if average_heads else found
+
+
+def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
+    """The sum over the queries of the weights, [B, H, n_k] in fp32."""
+    found = q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
+    build.load().received(_rows(q), _rows(k), found, *_described(q, k, spec))
+    return found
+
+
+def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tensor]:
+    """The largest weights of every query in fp32, and their keys in int64: [B, H, n_q, top_k]."""
+    found = q.new_empty(*q.shape[:3], top_k, dtype=torch.float32)
+    keys = torch.empty_like(found, dtype=torch.int64)
+    build.load().top_keys(_rows(q), _rows(k), found, keys, *_described(q, k, spec))
+    return found, keys
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _sinks_gradient(

@@ -4,7 +4,7 @@ A `Spec` reaches the kernels as one argument, `rules.Rules`, of which everything
 compiled away: `visibility` and `documents` say which pairs and tiles are seen, `scores` what their scores are,
 `dropout` which weights stay.
 
-Only `forward` and `backward` import Triton, so that importing fastattn needs torch alone.
+Only the functions that compute import Triton, so that importing fastattn needs torch alone.
 """
 
 from __future__ import annotations
@@ -74,6 +74,27 @@ def backward(
     from .flash_backward import backward
 
     return backward(do, dlse, q, k, v, o, lse, spec, output_mask)
+
+
+def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:
+    """The weights after dropout in the dtype of q, [B, n_q, n_k] or [B, H, n_q, n_k]."""
+    from .flash_weights import weights
+
+    return weights(q, k, lse, spec, average_heads)
+
+
+def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
+    """The sum over the queries of the weights, [B, H, n_k] in fp32."""
+    from .flash_weights import received
+
+    return received(q, k, spec)
+
+
+def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tensor]:
+    """The largest weights of every query in fp32, and their keys in int64: [B, H, n_q, top_k]."""
+    from .flash_weights import top_keys
+
+    return top_keys(q, k, spec, top_k)
 
 
 def _device_objections(device: torch.device) -> list[str]:

@@ -1,0 +1,448 @@
+"""The weights in every form: computed and within the budget, or refused with exactly the objections of a backend.
+
+Weights are the output of attention for values that are the identity, so `formula` is their oracle too.
+"""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import Mask, derivatives, ops
+from fastattn.backends import BACKENDS, native, objections, reference
+from fastattn.testing import CASES, DTYPES, Inputs, compare, formula, make_inputs
+
+TESTED = [case for case in CASES if not case.timed]
+TOP_K = 5
+PROMISES = {b.NAME: {"weights", "received", "top_keys"} for b in BACKENDS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A way to ask for the weights: the backend's function, and the call. `drops`: it knows dropout."""
+
+    name: str
+    function: str
+    call: object
+    drops: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, inputs: Inputs, backend: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        options = dict(inputs.options)
+        if "generator" in options:
+            options["generator"] = options["generator"].clone_state()
+        found = self.call(inputs.q, inputs.k, inputs.mask, backend=backend, **options)
+        return found if isinstance(found, tuple) else (found, None)
+
+
+def each_head_beside_output(q, k, mask, **options):
+    v = k.new_ones(*k.shape[:3], 3)
+    return fastattn.attention_with_weights(q, k, v, mask, average_heads=False, **options)[1]
+
+
+def top_keys(q, k, mask, **options):
+    return fastattn.top_keys(q, k, mask, top_k=TOP_K, **options)
+
+
+FORMS = (
+    Form("averaged", "weights", fastattn.attention_weights),
+    Form("each-head", "weights", each_head_beside_output),
+    Form("received", "received", fastattn.attention_received, drops=False),
+    Form("top-keys", "top_keys", top_keys, drops=False),
+)
+
+
+def inputs_for(form: Form, case, dtype: torch.dtype) -> Inputs:
+    inputs = make_inputs(case, dtype)
+    if not form.drops:
+        inputs.options.pop("dropout_p", None)
+        inputs.options.pop("generator", None)
+    return inputs
+
+
+def case_named(name: str):
+    return next(case for case in CASES if case.name == name)
+
+
+def refusals(backend, form: Form, inputs: Inputs) -> list[str]:
+    spec = inputs.spec()
+    return objections(backend, inputs.q, inputs.k, inputs.k[..., :0], spec, function=form.function)
+
+
+def textbook(inputs: Inputs, dtype: torch.dtype):
+    """(weights [B, H, n_q, n_k], their gradients as a function of what arrives) by the plain formula in that dtype."""
+    n_k = inputs.k.shape[2]
+    learned = {name: x.detach().to(dtype) for name, x in inputs.learned().items()}
+    learned["v"] = torch.eye(n_k, dtype=dtype).expand(*inputs.k.shape[:2], n_k, n_k)
+    weights, lse, gradients = formula(inputs, learned)
+
+    def of_weights(d_weights):
+        found = dict(zip(learned, gradients(d_weights, torch.zeros_like(lse)), strict=True))
+        return {f"d{name}": x for name, x in found.items() if name != "v"}
+
+    return weights, of_weights
+
+
+def formed(form: Form, weights: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+    if form.function == "received":
+        return weights.sum(2)
+    if form.function == "top_keys":
+        return weights.gather(-1, keys.clamp(min=0)) * (keys >= 0)
+    return weights if form.name == "each-head" else weights.mean(1)
+
+
+def by_pair(form: Form, arriving: torch.Tensor, keys: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The gradient of every weight, from that of the form."""
+    arriving = arriving.to(like.dtype)
+    if form.function == "received":
+        return arriving[:, :, None].expand_as(like)
+    if form.function == "top_keys":
+        return torch.zeros_like(like).scatter_add(-1, keys.clamp(min=0), arriving * (keys >= 0))
+    return arriving if form.name == "each-head" else (arriving / like.shape[1])[:, None].expand_as(like)
+
+
+def largest(weights: torch.Tensor) -> torch.Tensor:
+    found = weights.sort(-1, descending=True).values[..., :TOP_K]
+    return torch.nn.functional.pad(found, (0, TOP_K - found.shape[-1]))
+
+
+def visible(inputs: Inputs) -> torch.Tensor:
+    """bool [B, H, n_q, n_k]."""
+    n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
+    return inputs.mask.keep(n_q, n_k).expand(*inputs.q.shape[:3], n_k)
+
+
+def assert_all_right(found) -> None:
+    wrong = [str(error) for error in found if not error.right]
+    assert not wrong, "; ".join(wrong)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", TESTED, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_weights_are_right_or_refused(backend, form, case, dtype):
+    inputs = inputs_for(form, case, dtype)
+    if why := refusals(backend, form, inputs):
+        with pytest.raises(NotImplementedError, match=re.escape("; ".join(why))):
+            form(inputs, backend.NAME)
+        return
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.learned().items() if name != "v"}
+    with_leaves = dataclasses.replace(inputs, q=leaves["q"], k=leaves["k"], options=inputs.options | {
+        name: x for name, x in leaves.items() if name not in "qk"
+    })  # fmt: skip
+    actual, keys = form(with_leaves, backend.NAME)
+    exact, exact_gradients = textbook(inputs, torch.float64)
+    naive, naive_gradients = textbook(inputs, dtype)
+    assert actual.dtype == (dtype if form.function == "weights" else torch.float32)
+
+    errors = [compare("weights", actual.detach(), formed(form, naive, keys), formed(form, exact, keys))]
+    if form.function == "top_keys":
+        assert keys.dtype == torch.int64
+        errors.append(compare("largest", actual.detach(), largest(naive), largest(exact)))
+        places = visible(inputs).sum(-1, keepdim=True).clamp(max=TOP_K)
+        assert torch.equal(keys >= 0, torch.arange(TOP_K) < places)
+        assert visible(inputs).gather(-1, keys.clamp(min=0))[keys >= 0].all()
+        ordered = keys.sort(-1).values
+        assert ((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0)).all()
+    hidden = ~visible(inputs)
+    if form.function == "weights":
+        hidden = hidden if form.name == "each-head" else hidden.all(1)
+        assert (actual[hidden] == 0).all()
+    if form.function == "received":
+        assert (actual[hidden.all(2)] == 0).all()
+
+    arriving = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1)).to(actual.dtype)
+    gradients = torch.autograd.grad(actual, list(leaves.values()), arriving)
+    naive = naive_gradients(by_pair(form, arriving, keys, naive))
+    exact = exact_gradients(by_pair(form, arriving, keys, exact))
+    for name, gradient in zip(leaves, gradients, strict=True):
+        errors.append(compare(f"d{name}", gradient, naive[f"d{name}"], exact[f"d{name}"]))
+    assert_all_right(errors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+def test_backend_keeps_its_promises(backend):
+    promised = PROMISES.get(backend.NAME, set())
+    x = torch.ones(1, 1, 2, 16)
+    refused = {f.function: refusals(backend, f, Inputs(x, x, x, x, x, Mask(), {"scale": 1.0})) for f in FORMS}
+    assert {function for function, why in refused.items() if not why} == promised
+
+
+def test_a_backend_without_the_function_objects(monkeypatch):
+    monkeypatch.delattr(native, "weights")
+    x = torch.ones(1, 1, 2, 16)
+    with pytest.raises(NotImplementedError, match="native: does not compute weights"):
+        fastattn.attention_weights(x, x, backend="native")
+    with pytest.raises(NotImplementedError, match="no fused backend computes this call"):
+        fastattn.attention_with_weights(x, x, x, backend="fused")
+    with pytest.warns(fastattn.FallbackWarning, match="native: does not compute weights"):
+        fastattn.attention_weights(x, x)
+    assert fastattn.attention_received(x, x, backend="native").shape == (1, 1, 2)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+def test_hidden_values_change_nothing(backend, form):
+    inputs = make_inputs(case_named("pad-queries"), torch.float32)
+    poisoned = form(inputs, backend.NAME)
+    for x in (inputs.q, inputs.k):
+        assert x.isnan().any()
+        x.nan_to_num_(nan=7.0)
+    for a, b in zip(poisoned, form(inputs, backend.NAME), strict=True):
+        assert (a is b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+def test_visible_nan_stays_in_its_sample(backend, form):
+    inputs = make_inputs(case_named("plain"), torch.float32)
+    inputs.k[0, :, 3] = float("nan")
+    found, keys = form(inputs, backend.NAME)
+    assert found[0].isnan().all()
+    assert found[1].isfinite().all()
+    if keys is not None:
+        assert (keys >= 0).all()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", ["grouped-heads", "pad-queries-causal", "dropout", "dense", "segments"])
+def test_any_number_of_threads_gives_the_same_bits(form, name, monkeypatch):
+    inputs = inputs_for(form, case_named(name), torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for n in (1, 2, 5):
+            torch.set_num_threads(n)
+            found.append(form(inputs, "native"))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert (a is b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+def test_equal_weights_stand_in_the_order_of_their_keys(backend):
+    q, k = torch.ones(1, 2, 150, 8), torch.ones(1, 1, 150, 8)
+    real = torch.arange(150) % 3 != 1
+    mask = Mask(causal=True, window=(40, None), real_keys=real[None])
+    weights, keys = fastattn.top_keys(q, k, mask, top_k=7, backend=backend.NAME)
+    keep = mask.keep(150, 150)[0, 0]
+    for i in range(150):
+        seen = keep[i].nonzero()[:, 0]
+        first = torch.nn.functional.pad(seen[:7], (0, max(7 - len(seen), 0)), value=-1)
+        assert torch.equal(keys[0, 0, i], first)
+        torch.testing.assert_close(weights[0, 1, i], (first >= 0) / max(len(seen), 1))
+
+
+@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+def test_keys_whose_weight_is_too_small_for_a_float_are_still_there(backend):
+    q, k = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 3.0, 1.0, 2.0]).view(1, 1, 4, 1)
+    bias = torch.tensor([0.0, 0.0, -float("inf"), 0.0])
+    weights, keys = fastattn.top_keys(q, k, top_k=4, scale=1000.0, bias=bias, backend=backend.NAME)
+    assert weights.tolist() == [[[[1.0, 0.0, 0.0, 0.0]]]]
+    assert keys.tolist() == [[[[1, 0, 3, -1]]]]
+
+
+@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_output_beside_weights_has_the_bits_of_attention(backend, dtype, dropout_p):
+    inputs = make_inputs(case_named("causal"), dtype)
+
+    def options():
+        return {
+            "dropout_p": dropout_p,
+            "generator": torch.Generator().manual_seed(2),
+            "backend": backend.NAME,
+        }
+
+    q, k, v = inputs.q, inputs.k, inputs.v
+    o, _ = fastattn.attention_with_weights(q, k, v, inputs.mask, **options())
+    assert torch.equal(o, fastattn.attention(q, k, v, inputs.mask, **options()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("training", [False, True])
+def test_need_weights_changes_no_bit_of_the_output(dtype, training):
+    torch.manual_seed(0)
+    layer = fastattn.MultiHeadAttention(48, 3, dropout=0.2, batch_first=True, dtype=dtype).train(training)
+    x = torch.randn(2, 70, 48, dtype=dtype)
+    padding = torch.arange(70) >= torch.tensor([[70], [33]])
+
+    def run(need_weights):
+        torch.manual_seed(1)
+        return layer(x, x, x, key_padding_mask=padding, need_weights=need_weights)
+
+    (alone, none), (output, weights) = run(False), run(True)
+    assert none is None
+    assert torch.equal(output, alone)
+    assert weights.dtype == dtype
+    assert (weights[1, :, 33:] == 0).all()
+    output.float().sum().backward()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("empty", ["B", "n_q", "n_k", "H"])
+def test_zero_length_inputs_never_reach_a_backend(backend, form, empty, monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("asked to compute nothing")
+
+    for function in ("forward", "weights", "received", "top_keys"):
+        monkeypatch.setattr(backend, function, refuse)
+    size = {"B": 2, "H": 2, "n_q": 3, "n_k": 4} | {empty: 0}
+    q = torch.ones(size["B"], size["H"], size["n_q"], 8, requires_grad=True)
+    k = torch.ones(size["B"], max(size["H"], 1), size["n_k"], 8, requires_grad=True)
+    inputs = Inputs(q, k, k, q, q, Mask(causal=True), {"scale": None})
+    found, keys = form(inputs, backend.NAME)
+    assert (found == 0).all()
+    assert keys is None or (keys == -1).all()
+    for x, gradient in zip((q, k), torch.autograd.grad(found.sum(), (q, k)), strict=True):
+        assert gradient.shape == x.shape
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("head_dim", [0, 1])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_narrow_heads(form, head_dim):
+    x = torch.ones(1, 2, 40, head_dim)
+    inputs = Inputs(x, x, x, x, x, Mask(causal=True), {"scale": None})
+    for a, b in zip(form(inputs, "native"), form(inputs, "reference"), strict=True):
+        if a is not None:
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 2.0, True, None])
+def test_top_k_is_checked(top_k):
+    x = torch.ones(1, 1, 2, 4)
+    with pytest.raises(ValueError, match=f"top_k must be an int of at least 1, got {re.escape(repr(top_k))}"):
+        fastattn.top_keys(x, x, top_k=top_k)
+
+
+@pytest.mark.parametrize("call", [fastattn.attention_weights, fastattn.attention_received])
+def test_malformed_calls_are_refused(call):
+    x = torch.ones(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="k must be a Tensor, got int"):
+        call(x, 3)
+    with pytest.raises(ValueError, match="k must be"):
+        call(x, torch.ones(1, 1, 2, 5))
+
+
+def learned(bias_rows: int = 1) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 2, 3, 2), (2, 1, 6, 2), (1, 2, bias_rows, 6), (2,), (2,))
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+
+
+def of_learned(form: Form, **options):
+    """The form as a function of q, k, bias, alibi_slopes and sinks, by the reference in fp64."""
+    mask = Mask(causal=True, q_start=1, real_keys=torch.arange(6) != torch.tensor([[2], [9]]))
+
+    def function(q, k, bias, alibi_slopes, sinks):
+        more = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": 3.0, "scale": 0.7}
+        return form(Inputs(q, k, k, q, q, mask, more | options), "reference")[0]
+
+    return function
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_derivatives_of_first_and_second_order(form):
+    dropout = {"dropout_p": 0.3, "generator": torch.Generator().manual_seed(1)} if form.drops else {}
+    function = of_learned(form, **dropout)
+    assert torch.autograd.gradcheck(function, learned(), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, learned(), fast_mode=True)
+
+
+@pytest.mark.parametrize("bias_rows", [1, 3])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_blocks_of_queries_change_no_derivative(form, bias_rows, monkeypatch):
+    function, inputs = of_learned(form), learned(bias_rows)
+
+    def derivatives_of_both_modes():
+        found = function(*inputs)
+        gradients = torch.autograd.grad(found.square().sum(), inputs)
+        _, tangent = torch.func.jvp(function, inputs, tuple(map(torch.ones_like, inputs)))
+        return *gradients, tangent
+
+    whole = derivatives_of_both_modes()
+    monkeypatch.setattr(derivatives, "BLOCK_ELEMENTS", 2 * 2 * 2 * 6)
+    for a, b in zip(whole, derivatives_of_both_modes(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_vmap_and_grad(form):
+    function = of_learned(form)
+    q, *others = (x.detach() for x in learned())
+    stacked = torch.stack([q, 2 * q, -q])
+
+    def loss(q):
+        return function(q, *others).square().sum()
+
+    values, gradients = (
+        torch.func.vmap(lambda q: function(q, *others))(stacked),
+        torch.func.vmap(torch.func.grad(loss))(stacked),
+    )
+    for i, sample in enumerate(stacked):
+        assert torch.equal(values[i], function(sample, *others))
+        torch.testing.assert_close(gradients[i], torch.func.grad(loss)(sample))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+def test_compiles_to_one_graph(backend, form):
+    q, k = torch.randn(2, 4, 9, 8, requires_grad=True), torch.randn(2, 2, 9, 8, requires_grad=True)
+
+    def outputs(run):
+        found = run(q, k)
+        return found.detach(), *torch.autograd.grad(found.square().sum(), (q, k))
+
+    def weights(q, k):
+        return form(Inputs(q, k, k, q, q, Mask(causal=True), {"scale": 0.5}), backend.NAME)[0]
+
+    torch.compiler.reset()  # each form is another graph of the same function
+    compiled = torch.compile(weights, fullgraph=True, backend="aot_eager")
+    for a, b in zip(outputs(compiled), outputs(weights), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("form", ["averaged", "each head", "received", "top_keys"])
+@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+def test_opcheck(backend, form):
+    inputs = make_inputs(case_named("alibi"), torch.float32)
+    spec = inputs.spec()
+    learned, flat = (None, spec.alibi_slopes, None), ops._flatten(spec, backend.NAME)
+    arguments = (inputs.q, inputs.k, None, *learned, form, TOP_K, *flat)
+    torch.library.opcheck(torch.ops.fastattn.weights.default, arguments)
+    weights, keys = torch.ops.fastattn.weights(*arguments)
+    backward = (torch.ones_like(weights), keys, inputs.q, inputs.k, *learned, form, *flat)
+    torch.library.opcheck(torch.ops.fastattn.weights_backward.default, backward)
+
+
+@pytest.mark.parametrize("call", ["attention_received(q, k, mask)", "top_keys(q, k, mask, top_k=8)"])
+def test_memory_grows_with_the_length_not_its_square(call):
+    """A process of its own: the peak of this one may be higher already."""
+    program = f"""
+import resource, torch, fastattn
+from fastattn import *
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+q, k = torch.randn(1, 1, 256, 16), torch.randn(1, 1, 256, 16)
+mask = Mask(causal=True)
+{call}  # loads what there is to load
+before = peak_mib()
+q, k = torch.randn(1, 1, 20_000, 16), torch.randn(1, 1, 20_000, 16)
+{call}
+print(peak_mib() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    of_all_pairs = 20_000**2 * 4 / 2**20
+    assert float(done.stdout) < of_all_pairs / 30, done.stdout

@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
+# make demo | test | properties | lint | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
 # make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 PYTHON ?= python3
 VENV := .venv
@@ -13,13 +13,17 @@ NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test lint bench native-test sanitize valgrind aarch64 scaling clean
+.PHONY: demo test properties lint bench native-test sanitize valgrind aarch64 scaling clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# Random combinations of everything, 2000 of them, drawn anew each time.
+properties: $(INSTALLED)
+	FASTATTN_PROPERTY_DRAWS=2000 $(BIN)/python -m pytest --timeout=3600 tests/test_properties.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

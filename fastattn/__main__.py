@@ -50,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Which backends work here, for which devices, dtypes and features, and why others do not. "
         "Builds nothing.",
     )
+    info.add_argument(
+        "--markdown", action="store_true", help="only the table of what each backend takes on any machine, as README.md"
+    )
     info.set_defaults(run=_info)
 
     build = commands.add_parser(
@@ -130,6 +133,9 @@ def _info(args: argparse.Namespace) -> int:
     from fastattn.backends import BACKENDS, native
     from fastattn.bench.machine import machine, versions
 
+    if args.markdown:
+        print(_promises())
+        return 0
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     print(", ".join(f"{name} {value}" for name, value in versions().items()))
     print(", ".join(f"{name} {value}" for name, value in machine(devices[-1]).items()))
@@ -216,6 +222,42 @@ def _backend_on(backend: ModuleType, device: str) -> str:
     features = ", ".join(sorted(backend.features(torch.device(device))))
     by_name_only = backend.by_name_only(torch.device(device))
     return f"{', '.join(dtypes)}; {features}" + (f"; only by name: {by_name_only}" if by_name_only else "")
+
+
+def _promises() -> str:
+    """A table of what each backend takes wherever it runs, the same on every machine."""
+    import torch
+
+    from fastattn import Mask
+    from fastattn.backends import BACKENDS
+    from fastattn.spec import FEATURES, Spec
+
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+    device, many = torch.device("cpu"), 1025
+
+    def objections(backend: ModuleType, dtype: torch.dtype, head_dim: int) -> set[str]:
+        x = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
+        return set(backend.unsupported(x, x, x, Spec(Mask(), scale=1.0)))
+
+    lines = ["| backend | where | features | dtypes | head dims |", "|---|---|---|---|---|"]
+    for backend in BACKENDS:
+        always = objections(backend, torch.float32, 64)  # to this machine
+
+        def takes(dtype: torch.dtype, head_dim: int, backend=backend, always=always) -> bool:
+            return objections(backend, dtype, head_dim) <= always
+
+        features = backend.features(device)
+        taken = [name for name, dtype in dtypes.items() if takes(dtype, 64)]
+        narrowest_refused = next((dim for dim in range(1, many) if not takes(torch.float32, dim)), many)
+        cells = (
+            f"`{backend.NAME}`",
+            backend.WHERE,
+            "all" if features == FEATURES else ", ".join(sorted(features)),
+            "all" if len(taken) == len(dtypes) else ", ".join(taken),
+            "all" if narrowest_refused == many else f"1-{narrowest_refused - 1}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"All features: {', '.join(sorted(FEATURES))}."])
 
 
 def _native_state() -> str:

@@ -228,13 +228,15 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cp
     real_queries = None
     if case.queries:
         real_queries = (
-            real_keys if n_q == n_k and real_keys is not None else torch.arange(n_q) < (lengths * n_q // n_k)[:, None]
+            real_keys
+            if n_q == n_k and real_keys is not None
+            else torch.arange(n_q) < (lengths * n_q // max(n_k, 1))[:, None]
         )
     segments = tuple(_documents(B, n, generator) for n in (n_q, n_k)) if case.segments else None
     dense = None
     if case.dense:
         dense = torch.rand(B, 1, n_q, n_k, generator=generator) < 0.7
-        dense[0, 0, n_q // 2] = False  # a query that sees nothing
+        dense[:1, 0, n_q // 2 : n_q // 2 + 1] = False  # a query that sees nothing
     q_start = case.q_start
     if q_start == "scattered":
         q_start = torch.randint(-n_q, n_k + 1, (B, n_q), generator=generator).to(device)
@@ -286,7 +288,7 @@ def _real_keys(pattern: str | None, lengths: Tensor, n_k: int, generator: torch.
         return torch.rand(len(lengths), n_k, generator=generator) < 0.6
     if pattern == "none":
         lengths = lengths.clone()
-        lengths[0] = 0
+        lengths[:1] = 0
         return index < lengths
     raise ValueError(f"keys must be right, left, holes or none, got {pattern!r}")
 

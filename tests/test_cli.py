@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +83,23 @@ def test_info_names_every_backend_its_dtypes_and_its_refusals(capsys, monkeypatc
     assert "float64" not in about["native"]
     assert "real_keys" in about["native"]
     assert "cpu: no: runs on the CPU only in Triton's interpreter" in about["triton"]
+
+
+def test_table_of_the_readme_is_what_the_backends_say(capsys, monkeypatch):
+    """On every machine alike, with Triton's interpreter and without."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    written = readme.partition("<!-- fastattn info --markdown -->\n")[2].partition("<!-- end -->")[0]
+    for interpret in ("0", "1"):
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+        assert main(["info", "--markdown"]) == 0
+        assert capsys.readouterr().out == written
+
+
+def test_table_tells_a_backend_that_takes_less(capsys, monkeypatch):
+    monkeypatch.setattr(native, "features", lambda device: frozenset({"window", "causal"}))
+    monkeypatch.setattr(native, "_DTYPES", (torch.float32,))
+    assert main(["info", "--markdown"]) == 0
+    assert f"| `native` | {native.WHERE} | causal, window | fp32 | all |\n" in capsys.readouterr().out
 
 
 def test_info_builds_nothing(monkeypatch, capsys):

@@ -25,12 +25,15 @@ REAL_KEYS = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 0, 0]]).bool()
 REAL_QUERIES = torch.tensor([[1, 1, 1], [0, 1, 1]]).bool()
 SEGMENTS = (torch.tensor([[0, 0, 1], [2, 2, -1]]), torch.tensor([[0, 0, 1, 1, -1], [2, 2, 3, 3, 3]]))
 DENSE = torch.rand(2, 2, 3, 5, generator=torch.Generator().manual_seed(0)) < 0.7
+Q_STARTS = torch.tensor([[0, 3, 1], [4, -1, 2]])
 MASKS = {
     "none": Mask(),
     "positions": Mask(causal=True, q_start=torch.tensor([1, 2]), window=(2, None)),
     "padding": Mask(causal=True, q_start=1, real_keys=REAL_KEYS, real_queries=REAL_QUERIES),
     "segments": Mask(causal=True, segments=SEGMENTS),
     "dense": Mask(dense=DENSE),
+    "each-query": Mask(causal=True, q_start=Q_STARTS, window=(3, None)),
+    "everything": Mask(True, Q_STARTS, (3, None), REAL_KEYS, REAL_QUERIES, SEGMENTS, DENSE),
 }
 LEARNED = {"bias": random(1, 2, 3, 5, seed=4), "alibi_slopes": random(2, seed=5), "sinks": random(2, seed=6)}
 
@@ -57,7 +60,7 @@ def attend_with_everything(mask, dropout_p=0.0):
 def test_first_order(name):
     inputs = leaves(Q, K, V, *LEARNED.values())
     assert gradcheck(attend_with_everything(MASKS[name]), inputs, check_forward_ad=True)
-    assert gradcheck(attend_with_everything(MASKS[name], dropout_p=0.4), inputs)
+    assert gradcheck(attend_with_everything(MASKS[name], dropout_p=0.4), inputs, check_forward_ad=True)
     assert gradcheck(attend_with_everything(MASKS[name]), inputs, check_batched_grad=True)
 
 
@@ -65,7 +68,43 @@ def test_first_order(name):
 def test_second_order(name):
     inputs = leaves(Q, K, V, *LEARNED.values())
     assert gradgradcheck(attend_with_everything(MASKS[name]), inputs, check_fwd_over_rev=True)
-    assert gradgradcheck(attend_with_everything(MASKS[name], dropout_p=0.4), inputs)
+    assert gradgradcheck(attend_with_everything(MASKS[name], dropout_p=0.4), inputs, check_fwd_over_rev=True)
+
+
+ALONE = {  # each feature without the others: what is absent is None all the way
+    "nothing": {},
+    "bias": {"bias": LEARNED["bias"]},
+    "bias-of-keys": {"bias": random(5, seed=7)},
+    "bias-of-queries": {"bias": random(2, 3, 1, seed=7)},
+    "slopes": {"alibi_slopes": LEARNED["alibi_slopes"]},
+    "slopes-of-samples": {"alibi_slopes": random(2, 2, seed=8)},
+    "sinks": {"sinks": LEARNED["sinks"]},
+    "softcap": {"softcap": 0.8},
+    "dropout": {"dropout_p": 0.4},
+    "dropout-of-all": {"dropout_p": 1.0},
+}
+
+
+@pytest.mark.parametrize("outputs", ["o", "lse", "o, lse"])
+@pytest.mark.parametrize("name", ALONE)
+def test_every_order_of_each_feature_alone(name, outputs):
+    options = dict(ALONE[name])
+    learned = {n: options.pop(n) for n in tuple(options) if isinstance(options[n], torch.Tensor)}
+
+    def attend(q, k, v, *others):
+        generator = torch.Generator().manual_seed(3) if "dropout_p" in options else None
+        o, lse = fastattn.attention(
+            q, k, v, MASKS["padding"], **options, **dict(zip(learned, others, strict=True)), generator=generator,
+            return_lse=True, backend="reference",
+        )  # fmt: skip
+        found = {"o": o, "lse": lse.masked_fill(lse == -math.inf, 0)}
+        return tuple(found[output] for output in outputs.split(", "))
+
+    inputs = leaves(Q, K, V, *learned.values())
+    assert gradcheck(attend, inputs, check_forward_ad=True)
+    if outputs == "lse":  # v has no part in it, and torch's check of second derivatives wants every input to have one
+        inputs, attend = (*inputs[:2], *inputs[3:]), lambda q, k, *others, attend=attend: attend(q, k, V, *others)
+    assert gradgradcheck(attend, inputs, check_fwd_over_rev=True)
 
 
 def test_forward_mode_in_the_layout_of_a_projection():
@@ -135,6 +174,50 @@ def test_vmap_over_any_argument(backend):
     per_sample = vmap(grad(loss), in_dims=(0, 1, -1))(q, v, keys)
     expected = torch.stack([grad(loss)(q[i], v[:, i], keys[..., i]) for i in range(3)])
     torch.testing.assert_close(per_sample, expected)
+
+
+MAPPED = {  # name: the function of it, and the values it is mapped over
+    **{
+        name: (lambda x, name=name: {name: x}, torch.stack([value, 2 * value, -value]))
+        for name, value in LEARNED.items()
+    },
+    "q_start": (lambda x: {"mask": Mask(causal=True, q_start=x)}, torch.tensor([[1, 2], [0, -1], [3, 0]])),
+    "q_starts": (lambda x: {"mask": Mask(causal=True, q_start=x)}, torch.stack([Q_STARTS, 1 - Q_STARTS])),
+    "segments": (
+        lambda x: {"mask": Mask(segments=(x, SEGMENTS[1]))}, torch.stack([SEGMENTS[0], SEGMENTS[0].flip(0)])
+    ),
+    "dense": (lambda x: {"mask": Mask(dense=x)}, torch.stack([DENSE, ~DENSE])),
+    "real_queries": (lambda x: {"mask": Mask(real_queries=x)}, torch.stack([REAL_QUERIES, ~REAL_QUERIES])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", FUSED_ON_CPU)
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap_over_what_describes_the_call(name, backend):
+    options, values = MAPPED[name]
+
+    def loss(q, x):
+        o, lse = fastattn.attention(
+            q, K.float(), V.float(), **options(x), softcap=2.0, return_lse=True, backend=backend
+        )  # fmt: skip
+        return o.square().sum() + lse.masked_fill(lse == -math.inf, 0).sin().sum()
+
+    values = values.float() if values.is_floating_point() else values
+    q = Q.float()
+    mapped = vmap(grad(loss), in_dims=(None, 0))(q, values)
+    torch.testing.assert_close(mapped, torch.stack([grad(loss)(q, x) for x in values]))
+
+
+def test_vmap_with_one_dropout_for_all():
+    def attend(q):
+        return fastattn.attention(q, K, V, dropout_p=0.4, backend="reference")
+
+    several = torch.stack([Q, Q.flip(0)])
+    torch.manual_seed(5)
+    mapped = vmap(attend, randomness="same")(several)
+    for q, o in zip(several, mapped, strict=True):
+        torch.manual_seed(5)
+        assert torch.equal(o, attend(q))
 
 
 def test_vmap_takes_a_mask_as_a_pytree():

@@ -3,6 +3,7 @@
 A backend is a module with these names, and nothing else is asked of it:
 
     NAME                                  how users call it
+    WHERE                                 what it runs on, in words
     features(device) -> frozenset[str]    the features of spec.py it computes there; what is not listed is refused
     unsupported(q, k, v, spec)            sentences about dtype, head dims or device it does not take; [] means yes
     unavailable() -> str | None           one sentence why it cannot run on this machine at all (asked last: may build)

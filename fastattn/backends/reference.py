@@ -14,6 +14,7 @@ from torch import Tensor
 from ..spec import FEATURES, Spec, accumulation_dtype, empty_output
 
 NAME = "reference"
+WHERE = "everywhere, in O(n_q n_k) memory"
 
 
 def features(device: torch.device) -> frozenset[str]:

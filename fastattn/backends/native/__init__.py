@@ -9,6 +9,7 @@ from ...spec import FEATURES, Mask, Spec, empty_output
 from . import build
 
 NAME = "native"
+WHERE = "CPU, C++: AMX, AVX-512, AVX2, or whatever there is"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_KEYS = 2**31 - 1  # keys are numbered by 32-bit integers inside the kernels

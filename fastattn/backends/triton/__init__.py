@@ -17,6 +17,7 @@ from torch import Tensor
 from ...spec import FEATURES, Spec
 
 NAME = "triton"
+WHERE = "NVIDIA GPUs of compute capability 8.0 and newer"
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST_HEAD_DIM = 256

@@ -1,0 +1,140 @@
+"""Random combinations of everything that a call can have, each held to the budget of fastattn/testing.py.
+
+`make properties` draws 2000 cases anew; without it 100 are drawn, always the same. A failure prints the case, and the
+line that draws it again.
+"""
+
+import os
+import re
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from fastattn.backends import native, objections, triton
+from fastattn.spec import FEATURES
+from fastattn.testing import DTYPES, OUTPUTS, Case, Error, errors, exact, make_inputs, run
+
+DRAWS = int(os.environ.get("FASTATTN_PROPERTY_DRAWS", "0"))  # 0: the same few every time
+CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
+SEEDS = (0, 1, 2)
+
+
+def profile(fraction: float) -> settings:
+    """The settings of a test that takes this part of the draws."""
+    return settings(
+        max_examples=max(1, round((DRAWS or 100) * fraction)),
+        derandomize=DRAWS == 0,
+        print_blob=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) -> Case:
+    """A case of these features, with at most so many tokens and so wide a head."""
+
+    def maybe(feature: str, values: st.SearchStrategy, otherwise: object) -> object:
+        return draw(values) if feature in features and draw(st.booleans()) else otherwise
+
+    around_blocks = st.sampled_from(
+        [n + d for n in (0, 16, 32, 48, 64, 96, 128, 256) for d in (-1, 0, 1) if n + d >= 0]
+    )
+    lengths = (st.integers(0, longest) | around_blocks).filter(lambda n: n <= longest)
+    head_dims = st.integers(1, widest) | st.sampled_from([d for d in (8, 16, 32, 64, 128) if d <= widest])
+    B, H_kv, group = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    H, n_q, n_k = H_kv * group, draw(lengths), draw(lengths)
+    starts = st.integers(-longest, longest)
+    limits = st.none() | st.integers(0, longest)
+
+    def bias_shape() -> st.SearchStrategy:
+        whole = st.tuples(*(st.sampled_from((1, n)) for n in (B, H, n_q, n_k)))
+        return st.tuples(whole, st.integers(0, 4)).map(lambda drawn: drawn[0][drawn[1] :])
+
+    return Case(
+        name="drawn",
+        why="",
+        B=B,
+        H=H,
+        H_kv=H_kv,
+        n_q=n_q,
+        n_k=n_k,
+        D=draw(head_dims),
+        d_v=draw(st.none() | head_dims),
+        causal=maybe("causal", st.just(True), False),
+        q_start=maybe("q_start", starts | st.tuples(*[starts] * B) | st.just("scattered"), 0),
+        window=maybe("window", st.tuples(limits, limits), (None, None)),
+        keys=maybe("real_keys", st.sampled_from(("right", "left", "holes", "none")), None),
+        queries=maybe("real_queries", st.just(True), False),
+        segments=maybe("segments", st.just(True), False),
+        dense=maybe("dense", st.just(True), False),
+        bias=maybe("bias", bias_shape(), None),
+        softcap=maybe("softcap", st.floats(0.25, 64), None),
+        alibi=maybe("alibi_slopes", st.just(True), False),
+        sinks=maybe("sinks", st.just(True), False),
+        dropout_p=maybe("dropout", st.sampled_from((0.1, 0.5, 1.0)), 0.0),
+        scale=draw(st.none() | st.sampled_from((0.0, 0.05, 0.3, -0.3, 1.0))),
+        layout=draw(st.sampled_from(("BHND", "BNHD", "sliced"))),
+    )
+
+
+def outside_budget(case: Case, dtype: torch.dtype, backend: str, seed: int) -> list[Error]:
+    """The outputs of the case with these random numbers that are not as good as they must be."""
+    inputs = make_inputs(case, dtype, seed=seed)
+    found = run(inputs, backend)
+    if inputs.q.shape[:3].numel() * inputs.k.shape[2] == 0:  # the plain formula knows no softmax over nothing
+        right = exact(inputs)
+        return [Error(n, float("inf"), 0.0) for n, x in found.items() if not torch.equal(x.double(), right[n].double())]
+    return [error for error in errors(inputs, found) if not error.right]
+
+
+def check(case: Case, dtype: torch.dtype, backend: str) -> None:
+    """Computed and within the budget, or refused with exactly its objections.
+
+    The budget is twice the error of the plain formula. Where few numbers are compared, as in the gradient of one slope,
+    that error is nearly 0 by chance now and then. So an output is wrong if it is so with each of several seeds, or
+    anything but slightly.
+    """
+    module = {module.NAME: module for module in (native, triton)}[backend]
+    inputs = make_inputs(case, dtype)
+    if why := objections(module, inputs.q, inputs.k, inputs.v, inputs.spec()):
+        event("refused")
+        with pytest.raises(NotImplementedError, match=re.escape("; ".join(why))):
+            run(inputs, backend)
+        return
+    wrong = set(OUTPUTS)
+    for seed in SEEDS:
+        outside = outside_budget(case, dtype, backend, seed)
+        wrong &= {error.output for error in outside}
+        far_outside = [error for error in outside if not error.largest <= 8 * error.budget]
+        assert not far_outside, "; ".join(map(str, far_outside))
+        if not wrong:
+            return
+    raise AssertionError("with every seed: " + "; ".join(map(str, outside)))
+
+
+@profile(1.0)
+@given(
+    case=cases(FEATURES, longest=140, widest=80),
+    dtype=st.sampled_from(DTYPES),
+    capability=st.sampled_from(CAPABILITIES),
+)
+def test_native(case, dtype, capability):
+    with mock.patch.dict(os.environ, FASTATTN_CPU_CAPABILITY=capability):
+        check(case, dtype, "native")
+
+
+@profile(0.25)
+@given(case=cases(FEATURES, longest=700, widest=20), dtype=st.sampled_from(DTYPES))
+def test_native_over_many_blocks(case, dtype):
+    check(case, dtype, "native")
+
+
+@profile(0.1)
+@given(case=cases(triton.features(torch.device("cpu")), longest=20, widest=20), dtype=st.sampled_from(DTYPES))
+def test_triton_interpreted(case, dtype):
+    check(case, dtype, "triton")

@@ -82,7 +82,7 @@ ADDED = (
     ),
     Case("sinks-holes", "rows of padding", B=3, H=4, H_kv=2, n_q=70, n_k=90, keys="holes", queries=True, sinks=True),
     Case("sinks-decode", "parts of keys", H=4, H_kv=2, n_q=1, n_k=1300, keys="none", sinks=True),
-    Case("sinks-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, sinks=True, dropout_p=0.3),
+    Case("sinks-one-group", "dq apart from dk and dv", B=1, H=4, H_kv=1, n_q=200, n_k=500, sinks=True, dropout_p=0.3),
     Case("sinks-large-scores", "an lse that is refined", n_q=70, n_k=90, scale=70.0, sinks=True, causal=True),
 )  # fmt: skip
 MASKED = (

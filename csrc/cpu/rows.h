@@ -145,7 +145,7 @@ void write_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d, cons
 }
 
 void zero_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d) {
-  __builtin_memset(x.row(b, h, i), 0, bytes_of(x.dtype) * d);
+  if (d > 0) __builtin_memset(x.row(b, h, i), 0, bytes_of(x.dtype) * d);  // rows of nothing lie nowhere
 }
 
 }  // namespace

@@ -343,7 +343,11 @@ def _weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k, *flat):
 def _weights_backward(d_weights, keys, q, k, bias, alibi_slopes, sinks, form, *flat):
     primals, spec = _primals((q, k, None, bias, alibi_slopes, sinks, *flat))
     dq, dk, _, *learned = derivatives.weights_gradients(d_weights, keys, primals, spec, form)
-    return dq, dk, *(q.new_empty(0) if g is None else g for g in learned)
+    inputs = (q, k, bias, alibi_slopes, sinks)
+    return tuple(  # in the memory order that the fake promises
+        q.new_empty(0) if g is None else torch.empty_like(x).copy_(g)
+        for g, x in zip((dq, dk, *learned), inputs, strict=True)
+    )
 
 
 def _weights_dtype(q: Tensor, form: str) -> torch.dtype:

@@ -176,8 +176,9 @@ struct BackwardTensors {
 };
 
 // The heads that share keys and values, the queries at the places first_query, ... of the list of those that have a
-// gradient, from a multiple of Kernels::block_queries on, and a part of the key list. An item owns what it writes: dq of those queries if it wants dq (its keys are then all keys), dk and dv of those keys if it
-// wants those (its queries are then all queries), and, as dq, the gradients of what is added to scores.
+// gradient, from a multiple of Kernels::block_queries on, and a part of the key list. An item owns what it writes: dq
+// of those queries if it wants dq (its keys are then all keys), dk and dv of those keys if it wants those (its queries
+// are then all queries), and, as dq, the gradients of what is added to scores.
 struct BackwardItem {
   int64_t b, h_kv, first_head, last_head;
   int64_t first_query, last_query;

@@ -66,6 +66,14 @@ _TABLE = {
     ("dk_dv", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 184 registers with a mask, on sm_80
     ("dq", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 144 registers with a mask, on sm_80
     ("dbias", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 176 registers, on sm_80
+    # As few queries as `tl.dot` takes: each keeps top_k candidates in registers.
+    ("top_keys", _HOPPER, 128): Config(16, 32, 8, 2),  # untuned; 64 keys spill with documents
+    ("top_keys", _HOPPER, 256): Config(16, 32, 8, 2),  # untuned
+    ("top_keys", _AMPERE, 64): Config(16, 32, 4, 2),  # untuned
+    ("top_keys", _AMPERE, 128): Config(16, 64, 8, 2),  # untuned; 32 keys spill with padded ones
+    ("top_keys", _AMPERE, 256): Config(16, 32, 8, 1),  # untuned
+    ("top_keys", _FP32, 128): Config(16, 32, 4, 1),  # untuned
+    ("top_keys", _FP32, 256): Config(16, 16, 4, 1),  # untuned
 }
 
 _HEAVY = {  # instead of those, where a tile holds more than scores and weights: see Rules.heavy
@@ -83,7 +91,7 @@ _INTERPRETED = Config(32, 32, num_warps=4, num_stages=1)  # small, so that short
 
 
 def config_for(kernel: str, q: Tensor, padded_head_dim: int, heavy: bool) -> Config:
-    """The parameters of a kernel ("forward", "rows", "dk_dv", "dq" or "dbias") on the GPU and for the dtype of q."""
+    """The parameters of a kernel ("forward", "rows", "dk_dv", "dq", "dbias" or "top_keys") on the GPU and for the dtype of q."""
     if triton.knobs.runtime.interpret:
         return _INTERPRETED
     family = _FP32 if q.dtype == torch.float32 else _HOPPER if _is_hopper(q) else _AMPERE

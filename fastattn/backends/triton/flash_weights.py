@@ -37,9 +37,6 @@ from .visibility import (
     shown,
 )
 
-FEWEST_QUERIES = 16
-"""A tile of `top_keys_kernel`: what `tl.dot` takes at least, since each query keeps top_k candidates in registers."""
-
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:
     """The weights after dropout in the dtype of q, [B, n_q, n_k] averaged over heads or [B, H, n_q, n_k]."""
@@ -70,7 +67,7 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tens
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
     rows = _rows(q, k, None, spec, rules)
-    config = config_for("dq", q, shape["BLOCK_QK"], rules.heavy)._replace(BLOCK_M=FEWEST_QUERIES)
+    config = config_for("top_keys", q, shape["BLOCK_QK"], rules.heavy)
     found = q.new_empty(B, H, n_q, triton.next_power_of_2(max(top_k, 2)), dtype=torch.int64)
     arguments = (readable_heads(q), readable_heads(k), rows, found, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
     programs = B * H * triton.cdiv(n_q, config.BLOCK_M)

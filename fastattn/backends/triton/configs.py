@@ -91,7 +91,7 @@ _INTERPRETED = Config(32, 32, num_warps=4, num_stages=1)  # small, so that short
 
 
 def config_for(kernel: str, q: Tensor, padded_head_dim: int, heavy: bool) -> Config:
-    """The parameters of a kernel ("forward", "rows", "dk_dv", "dq", "dbias" or "top_keys") on the GPU and for the dtype of q."""
+    """The parameters of a kernel (the first word of a line of the table) on the GPU and for the dtype of q."""
     if triton.knobs.runtime.interpret:
         return _INTERPRETED
     family = _FP32 if q.dtype == torch.float32 else _HOPPER if _is_hopper(q) else _AMPERE

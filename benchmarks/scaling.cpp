@@ -68,11 +68,14 @@ std::vector<int64_t> forward_work(const Problem& p, const Kernels& kernels, int6
 // S and dP for every item, dQ, and dK and dV, where it wants them.
 std::vector<int64_t> backward_work(const Problem& p, const Kernels& kernels, int64_t threads) {
   std::vector<int64_t> work;
-  for (const BackwardItem& item : backward_items(p, kernels, 0, p.B, true, true, false, threads)) {
+  char somewhere;
+  BackwardTensors t{};
+  t.dq.data = t.dk.data = t.dv.data = &somewhere;
+  for (const BackwardItem& item : backward_steps(p, kernels, t, threads).front()) {
     const IndexList& queries = p.queries[item.b];
     const int64_t pairs = visible_pairs(p, item.b, queries.lower_bound(item.first_query),
                                         queries.lower_bound(item.last_query), item.first_key, item.last_key);
-    const int64_t per_pair = p.d_qk + p.d_v + item.wants_dq * p.d_qk + item.wants_dkv * (p.d_qk + p.d_v);
+    const int64_t per_pair = p.d_qk + p.d_v + item.wanted.dq * p.d_qk + item.wanted.dkv * (p.d_qk + p.d_v);
     work.push_back((item.last_head - item.first_head) * pairs * per_pair);
   }
   return work;

@@ -281,9 +281,10 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
-              const MaybeTensor& d_score, const MaybeTensor& d_slope, const MaybeTensor& d_row, const Mask& mask,
-              double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
-              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+              const MaybeTensor& d_bias, const MaybeTensor& d_column, const MaybeTensor& d_row,
+              const MaybeTensor& d_slope, const Mask& mask, double scale, std::optional<double> softcap,
+              const MaybeTensor& bias, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, double dropout_p,
+              int64_t seed) {
   const Problem p =
       problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   BackwardTensors t{};
@@ -295,17 +296,19 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
   TORCH_CHECK_VALUE(dk.has_value() == dv.has_value(), "dk and dv are computed together");
   if (dq) t.dq = rows_of<Output>(*dq);
   if (dk) t.dk = rows_of<Output>(*dk), t.dv = rows_of<Output>(*dv);
-  for (const MaybeTensor& summed : {d_score, d_slope, d_row}) {
+  for (const MaybeTensor& summed : {d_bias, d_column, d_row, d_slope}) {
     TORCH_CHECK_VALUE(!summed || summed->is_contiguous(), "what gradients are summed in must be contiguous");
   }
-  if (d_score) {
-    TORCH_CHECK_VALUE(d_score->sizes().slice(1) == at::IntArrayRef({p.H, p.n_q, p.n_k}), "d_score must be [", p.B,
-                      " or 1, ", p.H, ", ", p.n_q, ", ", p.n_k, "], got ", d_score->sizes());
-    t.d_score = d_score->data_ptr<float>();
-    t.d_score_batch_stride = d_score->size(0) < p.B ? 0 : d_score->stride(0);
+  if (d_bias) {
+    TORCH_CHECK_VALUE(d_bias->dim() == 4 && d_bias->size(2) == p.n_q && d_bias->size(3) == p.n_k, "d_bias must be [", p.B,
+                      " or 1, ", p.H, " or 1, ", p.n_q, ", ", p.n_k, "], got ", d_bias->sizes());
+    t.d_bias = d_bias->data_ptr<float>();
+    t.d_bias_batch_stride = d_bias->size(0) < p.B ? 0 : d_bias->stride(0);
+    t.d_bias_head_stride = d_bias->size(1) < p.H ? 0 : d_bias->stride(1);
   }
-  if (d_slope) t.d_slope = d_slope->data_ptr<float>();
+  if (d_column) t.d_column = d_column->data_ptr<float>();
   if (d_row) t.d_row = d_row->data_ptr<float>();
+  if (d_slope) t.d_slope = d_slope->data_ptr<float>();
   run_backward(choose_capability(), p, t, at::get_num_threads(), in_turn);
 }
 

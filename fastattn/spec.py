@@ -233,6 +233,12 @@ def _register_as_pytree(cls: type) -> None:
 _register_as_pytree(Mask)
 
 
+def shared_along(bias: Tensor) -> str:
+    """Whether the "keys" of a query share an entry of the bias, or else the "queries" of a key, or "neither" do."""
+    rows, columns = (1, 1, *bias.shape)[-2:]
+    return "keys" if columns == 1 else "queries" if rows == 1 else "neither"
+
+
 def empty_output(q: Tensor, d_v: int) -> Tensor:
     """An uninitialised output [B, H, n_q, d_v] in the memory order of q: merging the heads again needs no copy."""
     B, H, n_q, _ = q.shape

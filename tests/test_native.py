@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_spec import PHILOX_ANSWERS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.backends import native
@@ -56,7 +57,12 @@ ADDED = (
     Case("bias-shared", "samples add to one gradient", B=3, n_q=150, n_k=300, causal=True, q_start=99, bias=(150, 300)),
     Case("bias-chunks", "over chunks", B=1, H=2, H_kv=1, n_q=40, n_k=500, D=256, keys="left", bias=(1, 2, 40, 500)),
     Case("bias-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, window=(90, 30), bias=(200, 500)),
+    Case(
+        "bias-groups", "heads that share keys add to one gradient, rows of padding",
+        B=3, H=4, H_kv=2, n_q=150, n_k=300, keys="left", queries=True, bias=(3, 1, 150, 300),
+    ),
     Case("bias-keys", "one row for all queries", n_q=50, n_k=130, bias=(2, 1, 1, 130), keys="holes"),
+    Case("bias-keys-long", "blocks of queries add to it", H=4, H_kv=2, n_q=300, n_k=90, bias=(4, 1, 90), causal=True),
     Case("bias-queries", "one entry for all keys", n_q=50, n_k=130, bias=(2, 50, 1), causal=True, q_start=80),
     Case("bias-heads", "one entry for all of a head", n_q=50, n_k=130, bias=(2, 1, 1), window=(20, 20)),
     Case("bias-one-key", "a row of one", n_q=40, n_k=1, bias=(2, 2, 40, 1)),
@@ -292,7 +298,15 @@ def test_bias_may_be_a_scalar(capability):
             assert torch.equal(value, scalar[name]), name
 
 
-ALONE = ("bias-shared", "bias-one-head", "alibi-segments", "softcap-bias", "sinks-holes")
+ALONE = (
+    "bias-shared",
+    "bias-groups",
+    "bias-keys-long",
+    "bias-one-head",
+    "alibi-segments",
+    "softcap-bias",
+    "sinks-holes",
+)
 
 
 @pytest.mark.parametrize("case", [case for case in ADDED if case.name in ALONE], ids=str)
@@ -390,6 +404,28 @@ def test_subset_of_gradients_has_the_same_bits(threads):
         some = results(inputs, inputs.spec(), wanted)[2:]
         for is_wanted, gradient, complete in zip(wanted, some, every, strict=True):
             assert torch.equal(gradient, complete) if is_wanted else gradient is None
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that comes out of an operation."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.elements = max(self.elements, found.untyped_storage().size() // found.element_size())
+        return found
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 150, 170), (1, 4, 1, 170), (3, 1, 150, 1), (170,), (3, 1, 1, 1)], ids=str)
+def test_gradient_of_a_bias_is_summed_in_its_own_size(shape):
+    inputs = make_inputs(Case("", "", B=3, H=4, n_q=150, n_k=170, sinks=True, bias=shape), torch.float32)
+    q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
+    o, lse = native.forward(q, k, v, spec)
+    with Largest() as largest:
+        native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (False, False, False, True, False, False))
+    assert 0 < largest.elements <= k.numel() < 3 * 4 * 150 * 170 / 3
 
 
 lengths = st.integers(0, 40)

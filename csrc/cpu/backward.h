@@ -183,7 +183,7 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   const Rows d_o = rows_of(t.d_o, b, h, queries, first, n_d_o, M, p.d_v, true, block.d_o_copy);
   transpose(d_o.data, d_o.stride, M, units(p.d_v), block.d_o_t, M, Unchanged{});
   block.d_o = over_queries(d_o, M, p.d_v, block.d_o_right);
-  if (item.wants_dq) __builtin_memset(block.dq_t, 0, M * padded(p.d_qk) * sizeof(float));
+  if (item.wanted.dq) __builtin_memset(block.dq_t, 0, M * padded(p.d_qk) * sizeof(float));
   for (int c = 0; c < C; ++c) block.d_slope[c] = block.d_row[c] = Floats{};
 
   sum_delta<C>(p, t, b, h, queries, block);
@@ -266,19 +266,18 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
   if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, queries, keys, part, w.z_t);
   scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.steepness : nullptr);
   assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
-  if (item.wants_d_added && t.d_row) add_d_row<C>(part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
+  if (item.wanted.by_query && t.d_row) add_d_row<C>(part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
-  if (item.wants_d_added) {
-    const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
-    if (t.d_score) add_d_score<C>(p, t, item.b, h, queries, keys, part, ds);
-    if (t.d_slope) add_d_slope<C>(p, item.b, queries, keys, part, ds, block.d_slope + first);
-  }
+  const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
+  if (item.wanted.by_query && t.d_bias) add_d_bias<C>(t, item.b, h, p.n_k, queries, keys, part, ds);
+  if (item.wanted.by_query && t.d_slope) add_d_slope<C>(p, item.b, queries, keys, part, ds, block.d_slope + first);
+  if (item.wanted.by_key) add_d_column<C>(queries, keys, part, ds, t.d_column + (item.b * p.H + h) * p.n_k);
   if (p.softcap > 0) times_steepness<C>(part.n, w.steepness, w.ds, w.ds_t);
-  if (item.wants_dq) {
+  if (item.wanted.dq) {
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
     add_product<C>({block.dq_t + column, block.stride}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
   }
-  if (item.wants_dkv) {
+  if (item.wanted.dkv) {
     const Right q = block.q.at_step(column / kPerUnit), d_o = block.d_o.at_step(column / kPerUnit);
     accumulate_rows<C>(w.weights, part.n, queries.n, d_o, p.d_v, dv + part.begin * padded(p.d_v));
     accumulate_rows<C>(w.ds, part.n, queries.n, q, p.d_qk, dk + part.begin * padded(p.d_qk));
@@ -326,7 +325,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
       chunk_begin < chunk_end ? KeyRange{list.at(chunk_begin), list.at(chunk_end - 1) + 1} : KeyRange{0, 0};
   const bool adds = chunk_begin > item.first_key;  // to the dq of other chunks
   const auto skip = [&](int64_t first, int64_t last) {
-    for (int64_t i = first; item.wants_dq && !adds && i < last; ++i) zero_row(t.dq, b, h, queries.at(i), p.d_qk);
+    for (int64_t i = first; item.wanted.dq && !adds && i < last; ++i) zero_row(t.dq, b, h, queries.at(i), p.d_qk);
   };
   const KeyRange by_some = p.visible_to_some(b, h, queries.at(first_query), queries.at(end - 1));
   if (!by_some.meets(chunk)) return skip(first_query, end);
@@ -349,7 +348,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
     KeyBlock keys{&list, i, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, item.h_kv, list, i, n, up_to_grain(n), p.d_qk, false, w.k);
     keys.v = rows_of(p.v, b, item.h_kv, list, i, n, up_to_grain(n), p.d_v, false, w.v);
-    if (item.wants_dq) keys.k_t = transposed(keys.k, up_to_grain(n), p.d_qk, w.k_t);
+    if (item.wanted.dq) keys.k_t = transposed(keys.k, up_to_grain(n), p.d_qk, w.k_t);
     float* dk = w.dk + (i - chunk_begin) * padded(p.d_qk);
     float* dv = w.dv + (i - chunk_begin) * padded(p.d_v);
     for (int64_t j = 0; j < count; ++j) {
@@ -361,14 +360,14 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
       });
     }
   });
-  for (int64_t j = 0; item.wants_d_added && j < count; ++j) {
+  for (int64_t j = 0; item.wanted.by_query && j < count; ++j) {
     for (int64_t i = 0; i < blocks[j].queries.n; ++i) {
       const int64_t row = (b * p.H + h) * p.n_q + queries.at(blocks[j].queries.first + i);
       if (t.d_slope) t.d_slope[row] += blocks[j].d_slope[i / kLanes][i % kLanes];
       if (t.d_row) t.d_row[row] += blocks[j].d_row[i / kLanes][i % kLanes];
     }
   }
-  for (int64_t j = 0; item.wants_dq && j < count; ++j) {
+  for (int64_t j = 0; item.wanted.dq && j < count; ++j) {
     with_columns(blocks[j].queries.n, [&](auto C) { write_dq<C>(p, t, b, h, queries, adds, blocks[j]); });
   }
 }
@@ -398,18 +397,18 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
   int64_t begin = item.first_key;
   do {
     const int64_t end = lesser(begin + cached_keys(p), item.last_key);
-    if (item.wants_dkv) {
+    if (item.wanted.dkv) {
       __builtin_memset(w.dk, 0, (end - begin) * padded(p.d_qk) * sizeof(float));
       __builtin_memset(w.dv, 0, (end - begin) * padded(p.d_v) * sizeof(float));
     }
     for (int64_t h = item.first_head; h < item.last_head; ++h) {
       const IndexList queries = contributing_queries(p, t, item.b, h, w.queries);
-      if (item.wants_dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
+      if (item.wanted.dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
       for (int64_t first = item.first_query; first < lesser(item.last_query, queries.count); first += kStripQueries) {
         add_gradients_of_strip(p, t, item, h, queries, first, begin, end, w);
       }
     }
-    if (item.wants_dkv) write_chunk(p, t, item, begin, end, w);
+    if (item.wanted.dkv) write_chunk(p, t, item, begin, end, w);
     begin = end;
   } while (begin < item.last_key);
 }

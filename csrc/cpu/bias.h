@@ -176,10 +176,11 @@ FASTATTN_INLINE void finish_scores(const Problem& p, int64_t b, int64_t h, const
   hide<C>(queries, keys, part, s_t, -kInfinity);
 }
 
-// Adds dS, given as the left factor [part.n, C * kLanes] that it is in, to its rows of keys.
+// Adds dS, given as the left factor [part.n, C * kLanes] that it is in, to its rows of n_k keys.
 template <int C>
-FASTATTN_SELDOM void add_d_score(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const QueryBlock& queries,
-                                   const KeyBlock& keys, Part part, const LeftElement* ds) {
+FASTATTN_SELDOM void add_d_bias(const BackwardTensors& t, int64_t b, int64_t h, int64_t n_k, const QueryBlock& queries,
+                                const KeyBlock& keys, Part part, const LeftElement* ds) {
+  float* const of_head = t.d_bias + b * t.d_bias_batch_stride + h * t.d_bias_head_stride;
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); i += kLanes) {
     const FewKeys few(keys, part, i);
     for (int c = 0; c < C; ++c) {
@@ -188,9 +189,7 @@ FASTATTN_SELDOM void add_d_score(const Problem& p, const BackwardTensors& t, int
       for (int j = 0; j < kLanes; ++j) tile[j] = widen(ds + (lesser(i + j, part.n - 1) * C + c) * kLanes);
       transpose(tile);
       const int64_t n_queries = lesser(kLanes, queries.n - c * kLanes);
-      const auto row = [&](int64_t lane) {
-        return t.d_score + b * t.d_score_batch_stride + (h * p.n_q + queries.index[c][lane]) * p.n_k;
-      };
+      const auto row = [&](int64_t lane) { return of_head + queries.index[c][lane] * n_k; };
       if (few.side_by_side && n_queries == kLanes) {
 #pragma GCC unroll 16
         for (int lane = 0; lane < kLanes; ++lane) {
@@ -203,6 +202,21 @@ FASTATTN_SELDOM void add_d_score(const Problem& p, const BackwardTensors& t, int
         }
       }
     }
+  }
+}
+
+// Adds the sum of each row of dS^T to the entry of its key.
+template <int C>
+FASTATTN_SELDOM void add_d_column(const QueryBlock& queries, const KeyBlock& keys, Part part, const LeftElement* ds,
+                                  float* d_column) {
+  Ints is_query[C];
+  for (int64_t lane = 0; lane < C * kLanes; ++lane) is_query[lane / kLanes][lane % kLanes] = lane < queries.n ? -1 : 0;
+  for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
+    Floats sums = {};
+    for (int c = 0; c < C; ++c) sums += is_query[c] ? widen(ds + (i * C + c) * kLanes) : Floats{};
+    float sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+    d_column[keys.key(part.begin + i)] += sum;
   }
 }
 

@@ -169,21 +169,33 @@ struct BackwardTensors {
   const float* lse;    // [B, H, n_q]
   const float* d_lse;  // [B, H, n_q], or null: zeros
   Output dq, dk, dv;   // dq is fp32: it is summed in place over the chunks of keys
-  float* d_score;      // [B or 1, H, n_q, n_k], to be added to; null: not wanted
-  int64_t d_score_batch_stride;
-  float* d_slope;      // [B, H, n_q], to be added to: the share of each query; null: not wanted
-  float* d_row;        // [B, H, n_q], to be added to: the sum of dS over the keys; null: not wanted
+  // Sums of dS, of what is added to the scores. All are to be added to, and null where they are not wanted.
+  float* d_bias;       // [B or 1, H or 1, n_q, n_k]: over the samples and heads that share an entry, whose stride is 0
+  int64_t d_bias_batch_stride, d_bias_head_stride;
+  float* d_column;     // [B, H, n_k]: over the queries
+  float* d_row;        // [B, H, n_q]: over the keys
+  float* d_slope;      // [B, H, n_q]: over the keys, times minus their distances
+};
+
+struct Wanted {
+  bool dq, dkv;
+  bool by_query;  // d_bias, d_row and d_slope, which have rows for queries as dq has
+  bool by_key;    // d_column, which has entries for keys as dk and dv have
+
+  static Wanted in(const BackwardTensors& t) {
+    return {t.dq.data != nullptr, t.dk.data != nullptr, t.d_bias || t.d_row || t.d_slope, t.d_column != nullptr};
+  }
 };
 
 // The heads that share keys and values, the queries at the places first_query, ... of the list of those that have a
-// gradient, from a multiple of Kernels::block_queries on, and a part of the key list. An item owns what it writes: dq
-// of those queries if it wants dq (its keys are then all keys), dk and dv of those keys if it wants those (its queries
-// are then all queries), and, as dq, the gradients of what is added to scores.
+// gradient, from a multiple of Kernels::block_queries on, and a part of the key list. An item owns what it writes: rows
+// of those queries if it wants those (its keys are then all keys), rows of those keys if it wants those (its queries are
+// then all queries).
 struct BackwardItem {
   int64_t b, h_kv, first_head, last_head;
   int64_t first_query, last_query;
   int64_t first_key, last_key;
-  bool wants_dq, wants_dkv, wants_d_added;
+  Wanted wanted;
 };
 
 struct DecodeKernels {

@@ -31,15 +31,12 @@ void run_forward(const Capability& capability, const Problem& p, const ForwardOu
            [&](int64_t i, float* scratch) { kernels.forward(p, out, items[i], scratch); });
 }
 
-// What is not wanted is null in `t`. Samples that share a gradient, of a bias, come one after the other.
+// What is not wanted is null in `t`.
 template <class ForEach>
 void run_backward(const Capability& capability, const Problem& p, const BackwardTensors& t, int64_t threads,
                   ForEach for_each) {
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
-  const int64_t at_once = t.d_score && t.d_score_batch_stride == 0 ? 1 : p.B;
-  for (int64_t b = 0; b < p.B; b += at_once) {
-    const auto items = backward_items(p, kernels, b, b + at_once, t.dq.data, t.dk.data, t.d_score || t.d_slope || t.d_row,
-                                      threads);
+  for (const Step& items : backward_steps(p, kernels, t, threads)) {
     for_each(int64_t(items.size()), kernels.backward_scratch(p),
              [&](int64_t i, float* scratch) { kernels.backward(p, t, items[i], scratch); });
   }

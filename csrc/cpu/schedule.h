@@ -51,42 +51,56 @@ inline std::vector<DecodeItem> decode_items(const Problem& p) {
   return items;
 }
 
+// What may be computed at once: items whose order does not matter, since each owns what it writes.
+using Step = std::vector<BackwardItem>;
+
 // One item for all heads that share keys and values computes S and dP once for all gradients: 5 products. Where that
-// leaves threads without work, dq has its own items, and dk with dv too, which can be smaller: 7 products. Gradients of
-// what is added to scores come with dq, or in its place. The items are those of samples first_b, ..., last_b - 1.
-inline std::vector<BackwardItem> backward_items(const Problem& p, const Kernels& kernels, int64_t first_b,
-                                                int64_t last_b, bool wants_dq, bool wants_dkv, bool wants_d_added,
-                                                int64_t threads) {
-  const int64_t heads = (last_b - first_b) * p.H_kv, rounds = (heads + threads - 1) / threads;
-  const bool by_query = wants_dq || wants_d_added;
-  const bool joint = by_query && wants_dkv && 5 * rounds * threads <= 7 * heads;
+// leaves threads without work, what has rows of queries gets its own items, and what has rows of keys too, which can be
+// smaller: 7 products. Samples and heads that share entries of a bias add to its gradient in steps, one after the other.
+inline std::vector<Step> backward_steps(const Problem& p, const Kernels& kernels, const BackwardTensors& t,
+                                        int64_t threads) {
+  const Wanted wanted = Wanted::in(t);
+  const bool samples_share = t.d_bias && t.d_bias_batch_stride == 0, heads_share = t.d_bias && t.d_bias_head_stride == 0;
+  const int64_t steps_of_samples = samples_share ? p.B : 1, steps_of_heads = heads_share ? p.H : 1;
+  const bool by_query = wanted.dq || wanted.by_query, by_key = wanted.dkv || wanted.by_key;
+  const int64_t joint_items = p.B / std::max<int64_t>(steps_of_samples, 1) * (heads_share ? 1 : p.H_kv);
+  const int64_t rounds = (joint_items + threads - 1) / threads;
+  const bool joint = by_query && by_key && 5 * rounds * threads <= 7 * joint_items && !(heads_share && p.group() > 1);
   const int64_t queries = 4 * kernels.block_queries, keys = 4 * kernels.block_keys;  // of a smaller item
 
-  std::vector<BackwardItem> items;
-  for (int64_t b = first_b; b < last_b; ++b) {
+  std::vector<Step> steps(steps_of_samples * steps_of_heads);
+  const auto step_of = [&](int64_t b, int64_t h) -> Step& {
+    return steps[(samples_share ? b : 0) * steps_of_heads + (heads_share ? h : 0)];
+  };
+  for (int64_t b = 0; b < p.B; ++b) {
     const int64_t all_keys = p.keys[b].count;
     for (int64_t h_kv = 0; h_kv < p.H_kv; ++h_kv) {
       const int64_t first_head = h_kv * p.group(), last_head = first_head + p.group();
+      Step& step = step_of(b, first_head);
       if (joint) {
-        items.push_back({b, h_kv, first_head, last_head, 0, p.n_q, 0, all_keys, wants_dq, true, wants_d_added});
+        step.push_back({b, h_kv, first_head, last_head, 0, p.n_q, 0, all_keys, wanted});
         continue;
       }
-      for (int64_t key = 0; wants_dkv && key < std::max<int64_t>(all_keys, 1); key += keys) {
+      for (int64_t key = 0; by_key && key < std::max<int64_t>(all_keys, 1); key += keys) {
         const int64_t last_key = std::min(key + keys, all_keys);
-        items.push_back({b, h_kv, first_head, last_head, 0, p.n_q, key, last_key, false, true, false});
+        const Wanted rows_of_keys{false, wanted.dkv, false, wanted.by_key};
+        step.push_back({b, h_kv, first_head, last_head, 0, p.n_q, key, last_key, rows_of_keys});
       }
       for (int64_t h = first_head; by_query && h < last_head; ++h) {
         for (int64_t query = 0; query < p.n_q; query += queries) {
           const int64_t last_query = std::min(query + queries, p.n_q);
-          items.push_back({b, h_kv, h, h + 1, query, last_query, 0, all_keys, wants_dq, false, wants_d_added});
+          const Wanted rows_of_queries{wanted.dq, false, wanted.by_query, false};
+          step_of(b, h).push_back({b, h_kv, h, h + 1, query, last_query, 0, all_keys, rows_of_queries});
         }
       }
     }
   }
   const auto keys_of = [](const BackwardItem& item) { return item.last_key - item.first_key; };
-  std::stable_sort(items.begin(), items.end(),
-                   [&](const BackwardItem& a, const BackwardItem& b) { return keys_of(a) > keys_of(b); });
-  return items;
+  for (Step& step : steps) {
+    std::stable_sort(step.begin(), step.end(),
+                     [&](const BackwardItem& a, const BackwardItem& b) { return keys_of(a) > keys_of(b); });
+  }
+  return steps;
 }
 
 // A block of queries of every head, or of all heads together; the last ones first, as in forward_items.

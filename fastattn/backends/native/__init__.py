@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...spec import FEATURES, Mask, Spec, empty_output
+from ...spec import FEATURES, Mask, Spec, empty_output, shared_along
 from . import build
 
 NAME = "native"
@@ -81,33 +81,48 @@ def backward(
         _writable(dq, torch.float32) if wants_dq else None,
         *(_writable(x) if wants_dkv else None for x in (dk, dv)),
     )
-    d_score = None
-    if wants_dbias:  # of all samples together where they share the bias
-        B = 1 if spec.bias.dim() < 4 or spec.bias.shape[0] == 1 else q.shape[0]
-        d_score = q.new_zeros((B, *q.shape[1:3], k.shape[2]), dtype=torch.float32)
-    d_slope = torch.zeros_like(lse) if wants_dalibi else None
-    d_row = torch.zeros_like(lse) if wants_dsinks and o.dtype != torch.float32 else None
+    # Sums of dS: over what shares an entry of the bias, over the queries, over the keys, and over the keys by distance.
+    bias_along = shared_along(spec.bias) if wants_dbias else None
+    wants_ds_of_sinks = wants_dsinks or (bias_along == "keys" and spec.sinks is not None)
+    d_bias = d_column = d_row = d_slope = None
+    if bias_along == "neither":
+        d_bias = torch.zeros((1, 1, *spec.bias.shape)[-4:], dtype=torch.float32)
+    elif bias_along == "queries":
+        d_column = lse.new_zeros(*lse.shape[:2], k.shape[2])
+    if wants_ds_of_sinks and o.dtype != torch.float32:
+        d_row = torch.zeros_like(lse)
+    if wants_dalibi:
+        d_slope = torch.zeros_like(lse)
     build.load().backward(
         None if do is None else _rows(do),
         _contiguous(dlse),
         *map(_rows, (q, k, v, o)),
         lse.contiguous(),
         *sums,
-        d_score,
-        d_slope,
+        d_bias,
+        d_column,
         d_row,
+        d_slope,
         *_described(q, k, spec),
     )
     for gradient, written in zip((dq, dk, dv), sums, strict=True):
         if written is not None and written is not gradient:
             gradient.copy_(written)
+
+    ds_of_sinks = _ds_of_sinks(do, dlse, o, lse, d_row, spec.sinks) if wants_ds_of_sinks else None
+    if bias_along == "queries":
+        d_bias = d_column[:, :, None]
+    elif bias_along == "keys":
+        # The dS of a row, its sink's included, sum to dlse: a softmax does not see what is added to all its scores.
+        d_bias = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0)
+        d_bias = (d_bias if ds_of_sinks is None else d_bias - ds_of_sinks)[..., None]
     return (
         dq if wants_dq else None,
         dk if wants_dkv else None,
         dv if wants_dkv else None,
-        _summed_like(spec.bias, d_score) if wants_dbias else None,
+        _summed_like(spec.bias, d_bias) if wants_dbias else None,
         _summed_like(spec.alibi_slopes, d_slope.sum(-1)) if wants_dalibi else None,
-        _sinks_gradient(do, dlse, o, lse, d_row, spec.sinks) if wants_dsinks else None,
+        ds_of_sinks.sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
     )
 
 
@@ -138,10 +153,10 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _sinks_gradient(
+def _ds_of_sinks(
     do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, d_row: Tensor | None, sinks: Tensor
 ) -> Tensor:
-    """[H]: a sink is a key whose value is zero, so its score gets -weight * (delta - dlse) from each query.
+    """[B, H, n_q]: a sink is a key whose value is zero, so its score gets -weight * (delta - dlse) from each query.
 
     delta = sum(do * o) shows the rounding of a 16-bit o, which the sum over all queries would make visible. It should
     be the sum of weight * dP, and d_row, the sum of weight * (dP - delta + dlse) over the keys, tells what it lacks:
@@ -154,12 +169,13 @@ def _sinks_gradient(
     if d_row is not None:
         delta = d_row + (delta - dlse) * (1 - weight)
     seen = lse != -torch.inf  # else there is no sink either, and padding may have left NaN in do and dlse
-    return -torch.where(seen, weight * (delta - dlse), zero).sum(-1).sum(0).to(sinks.dtype)
+    return -torch.where(seen, weight * (delta - dlse), zero)
 
 
 def _summed_like(x: Tensor, gradient: Tensor) -> Tensor:
     """The gradient of `x` from that of what it was expanded to."""
-    return gradient.sum_to_size(x.shape).to(x.dtype)
+    shape = (1,) * (gradient.dim() - x.dim()) + tuple(x.shape)
+    return gradient.sum_to_size(shape).view(x.shape).to(x.dtype)
 
 
 def _described(q: Tensor, k: Tensor, spec: Spec) -> tuple[object, ...]:

@@ -25,12 +25,6 @@ from .visibility import (
 )
 
 
-def shared_along(bias: Tensor) -> str:
-    """Whether the "keys" of a query share an entry of the bias, or else the "queries" of a key, or "neither" do."""
-    rows, columns = (1, 1, *bias.shape)[-2:]
-    return "keys" if columns == 1 else "queries" if rows == 1 else "neither"
-
-
 def reduced(ds: Tensor, bias: Tensor) -> Tensor:
     """dS [B, H, n_q or 1, n_k or 1], summed over what shares an entry of the bias."""
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...spec import Spec
-from .bias_gradient import gradient_of_table, reduced, shared_along
+from ...spec import Spec, shared_along
+from .bias_gradient import gradient_of_table, reduced
 from .configs import config_for, padded_head_dim
 from .dropout import kept
 from .recompute import Rows, load_rows, tile_gradients, weights

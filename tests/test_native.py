@@ -418,14 +418,15 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 150, 170), (1, 4, 1, 170), (3, 1, 150, 1), (170,), (3, 1, 1, 1)], ids=str)
-def test_gradient_of_a_bias_is_summed_in_its_own_size(shape):
-    inputs = make_inputs(Case("", "", B=3, H=4, n_q=150, n_k=170, sinks=True, bias=shape), torch.float32)
+@pytest.mark.parametrize("shape", [(1, 1, 300, 340), (1, 4, 1, 340), (3, 1, 300, 1), (340,), (3, 1, 1, 1)], ids=str)
+def test_gradient_of_a_bias_is_summed_in_its_own_size(shape, threads):
+    threads(1)  # each has scratch memory of its own
+    inputs = make_inputs(Case("", "", B=3, H=4, n_q=300, n_k=340, sinks=True, bias=shape), torch.float32)
     q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
     o, lse = native.forward(q, k, v, spec)
     with Largest() as largest:
         native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (False, False, False, True, False, False))
-    assert 0 < largest.elements <= k.numel() < 3 * 4 * 150 * 170 / 3
+    assert 0 < largest.elements < 3 * 300 * 340  # less than a table for each sample or head
 
 
 lengths = st.integers(0, 40)

@@ -18,8 +18,9 @@ AARCH64_CXX := aarch64-linux-gnu-g++
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
 
+# One process for each core, with one thread each: the tests of threads ask for their own.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 # Random combinations of everything, 2000 of them, drawn anew each time.
 properties: $(INSTALLED)

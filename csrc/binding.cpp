@@ -257,7 +257,7 @@ Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Mask
   return p;
 }
 
-// run(i, scratch) for all i < n; a thread takes the next one when it is free, since items differ in length.
+// for_each of csrc/cpu/run.h: a thread takes another i whenever it begins one, since items differ in length.
 template <class Run>
 void take_in_turn(int64_t n, int64_t scratch_floats, Run run) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), n);
@@ -265,7 +265,10 @@ void take_in_turn(int64_t n, int64_t scratch_floats, Run run) {
   std::atomic<int64_t> next{0};
   at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t) {
     float* own = scratch.data_ptr<float>() + thread * scratch_floats;
-    for (int64_t i; (i = next.fetch_add(1)) < n;) run(i, own);
+    for (int64_t i = next.fetch_add(1), after; i < n; i = after) {
+      after = next.fetch_add(1);
+      run(i, after, own);
+    }
   });
 }
 constexpr auto in_turn = [](int64_t n, int64_t scratch_floats, auto run) { take_in_turn(n, scratch_floats, run); };

@@ -259,12 +259,14 @@ FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_querie
 template <int C>
 void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
                    const KeyBlock& keys, Part part, const QueryBlock& queries, int first, BackwardBlock& block,
-                   float* dk, float* dv, const BackwardScratch& w) {
+                   float* dk, float* dv, Ahead& ahead, const BackwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const int64_t column = first * kLanes;
   const Right q_t{block.q_t + column, block.stride}, d_o_t{block.d_o_t + column, block.stride};
   if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, queries, keys, part, w.z_t);
+  ahead.step();
   scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.steepness : nullptr);
+  ahead.step();
   assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
   if (item.wanted.by_query && t.d_row) add_d_row<C>(part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
@@ -274,12 +276,15 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
   if (item.wanted.by_key) add_d_column<C>(queries, keys, part, ds, t.d_column + (item.b * p.H + h) * p.n_k);
   if (p.softcap > 0) times_steepness<C>(part.n, w.steepness, w.ds, w.ds_t);
   if (item.wanted.dq) {
+    ahead.step();
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
     add_product<C>({block.dq_t + column, block.stride}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
   }
   if (item.wanted.dkv) {
     const Right q = block.q.at_step(column / kPerUnit), d_o = block.d_o.at_step(column / kPerUnit);
+    ahead.step();
     accumulate_rows<C>(w.weights, part.n, queries.n, d_o, p.d_v, dv + part.begin * padded(p.d_v));
+    ahead.step();
     accumulate_rows<C>(w.ds, part.n, queries.n, q, p.d_qk, dk + part.begin * padded(p.d_qk));
   }
 }
@@ -317,7 +322,7 @@ void zero_other_dq(const Problem& p, const BackwardTensors& t, const BackwardIte
 // A strip of contributing queries of one head against the keys of a chunk.
 void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
                             const IndexList& queries, int64_t first_query, int64_t chunk_begin, int64_t chunk_end,
-                            const BackwardScratch& w) {
+                            Ahead& ahead, const BackwardScratch& w) {
   const int64_t b = item.b;
   const int64_t end = lesser(first_query + kStripQueries, lesser(item.last_query, queries.count));
   const IndexList& list = p.keys[b];
@@ -355,7 +360,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
       with_columns(blocks[j].queries.n, [&](auto C) {
         each_part<C>(blocks[j].queries, 0, keys, {0, up_to_grain(n)},
                      [&](auto vectors, const QueryBlock& seeing, int first, Part part) {
-                       add_gradients<vectors>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, w);
+                       add_gradients<vectors>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, ahead, w);
                      });
       });
     }
@@ -391,9 +396,30 @@ void write_chunk(const Problem& p, const BackwardTensors& t, const BackwardItem&
   }
 }
 
-void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& item, float* scratch) {
+// What the next item begins with, spread as in forward.h.
+Ahead ahead_of(const Problem& p, const BackwardTensors& t, const BackwardItem& item, const BackwardItem* next) {
+  Ahead ahead;
+  if (!next) return ahead;
+  const IndexList &queries = p.queries[next->b], &keys = p.keys[next->b];
+  const int64_t first_query = next->first_query, last_query = lesser(next->last_query, queries.count);
+  const int64_t last_key = lesser(next->first_key + cached_keys(p), next->last_key);
+  ahead.add(p.q, next->b, next->first_head, queries, first_query, last_query, p.d_qk);
+  ahead.add(t.d_o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
+  ahead.add(t.o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
+  ahead.add(p.k, next->b, next->h_kv, keys, next->first_key, last_key, p.d_qk);
+  ahead.add(p.v, next->b, next->h_kv, keys, next->first_key, last_key, p.d_v);
+  const int64_t products = 2 + item.wanted.dq + 2 * item.wanted.dkv;
+  const int64_t pairs = (lesser(item.last_query, p.queries[item.b].count) - item.first_query) *
+                        (item.last_key - item.first_key) * (item.last_head - item.first_head);
+  ahead.spread(products * pairs / (2 * kBlockQueries * kBlockKeys));
+  return ahead;
+}
+
+void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& item, const BackwardItem* next,
+              float* scratch) {
   const BackwardScratch w(p, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
+  Ahead ahead = ahead_of(p, t, item, next);
   int64_t begin = item.first_key;
   do {
     const int64_t end = lesser(begin + cached_keys(p), item.last_key);
@@ -405,7 +431,7 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
       const IndexList queries = contributing_queries(p, t, item.b, h, w.queries);
       if (item.wanted.dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
       for (int64_t first = item.first_query; first < lesser(item.last_query, queries.count); first += kStripQueries) {
-        add_gradients_of_strip(p, t, item, h, queries, first, begin, end, w);
+        add_gradients_of_strip(p, t, item, h, queries, first, begin, end, ahead, w);
       }
     }
     if (item.wanted.dkv) write_chunk(p, t, item, begin, end, w);

@@ -106,7 +106,7 @@ FASTATTN_INLINE void weights(int64_t n, float on_score_log2, const Floats (&m)[C
 // Vectors first, ..., first + C - 1 of a block of queries against a part of a block of keys.
 template <int C>
 void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part part, const QueryBlock& queries,
-            int first, ForwardBlock& block, const ForwardScratch& w) {
+            int first, ForwardBlock& block, Ahead& ahead, const ForwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const float on_score_log2 = p.on_score_log2();
   const Target o_t{block.o_t + first * kLanes, block.stride};
@@ -114,6 +114,7 @@ void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part p
   for (int c = 0; c < C; ++c) m[c] = block.m[first + c], l[c] = block.l[first + c];
 
   const Right q_t{block.q_t + first * kLanes, block.stride};
+  ahead.step();
   assign_product<C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
   finish_scores<C>(p, b, h, queries, keys, part, w.p_t);
   if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay)) {
@@ -124,6 +125,7 @@ void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part p
   }
   if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, queries, keys, part, w.z_t);
   weights<C>(part.n, on_score_log2, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
+  ahead.step();
   add_product<C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), Right{w.p_t, M});
 
   for (int c = 0; c < C; ++c) block.m[first + c] = m[c], block.l[first + c] = l[c];
@@ -190,7 +192,26 @@ void write_padding(const Problem& p, const ForwardOutputs& out, int64_t b, int64
   }
 }
 
-void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& item, float* scratch) {
+// What the next item reads, if it is not what this one does: spread over half of the blocks, a causal mask's share.
+Ahead ahead_of(const Problem& p, const ForwardItem& item, const ForwardItem* next) {
+  Ahead ahead;
+  if (!next) return ahead;
+  const auto [b, h, first_query, last_query] = *next;
+  const IndexList &queries = p.queries[b], &keys = p.keys[b];
+  const int64_t h_kv = h / p.group();
+  ahead.add(p.q, b, h, queries, first_query, lesser(last_query, queries.count), p.d_qk);
+  if (b != item.b || h_kv != item.h / p.group()) {
+    ahead.add(p.k, b, h_kv, keys, 0, keys.count, p.d_qk);
+    ahead.add(p.v, b, h_kv, keys, 0, keys.count, p.d_v);
+  }
+  constexpr int64_t kProducts = 2;
+  const int64_t pairs = (item.last_query - item.first_query) * p.keys[item.b].count;
+  ahead.spread(kProducts * pairs / (2 * kBlockQueries * kBlockKeys));
+  return ahead;
+}
+
+void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next,
+             float* scratch) {
   const ForwardScratch w(p, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
   const auto [b, h, first_query, last_query] = item;
@@ -210,6 +231,7 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, b, h, block, w); });
   }
 
+  Ahead ahead = ahead_of(p, item, next);
   KeyBlock keys[kChunkBlocks];
   each_key_chunk(key_list, seen, 0, key_list.count, w.chunk_blocks * kBlockKeys, [&](int64_t begin, int64_t chunk_end) {
     int64_t n_key_blocks = 0;
@@ -221,7 +243,7 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
         for (int64_t i = 0; i < n_key_blocks; ++i) {
           each_part<C>(blocks[j].queries, 0, keys[i], {0, up_to_grain(keys[i].n)},
                        [&](auto vectors, const QueryBlock& queries, int first, Part part) {
-                         attend<vectors>(p, b, h, keys[i], part, queries, first, blocks[j], w);
+                         attend<vectors>(p, b, h, keys[i], part, queries, first, blocks[j], ahead, w);
                        });
         }
       });

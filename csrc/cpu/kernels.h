@@ -34,6 +34,7 @@ constexpr int kColumns = FASTATTN_COLUMNS;
 #include "product.h"
 #endif
 #include "blocks.h"
+#include "ahead.h"
 #include "dropout.h"
 #include "bias.h"
 #include "forward.h"

@@ -228,16 +228,18 @@ struct WeightsKernels {
   void (*top_keys)(const Problem&, const Measure*, const TopKeysOutputs&, const WeightsItem&, float* scratch);
 };
 
-// The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned.
+// The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned. `next` is the
+// item that the thread takes after this one, or null.
 struct Kernels {
   const char* name;
   int64_t block_queries;  // queries that share a pass over the keys
   int64_t strip_queries;  // most queries of a ForwardItem
   int64_t block_keys;     // keys that are worth an item: a multiple of this
   int64_t (*forward_scratch)(const Problem&);
-  void (*forward)(const Problem&, const ForwardOutputs&, const ForwardItem&, float* scratch);
+  void (*forward)(const Problem&, const ForwardOutputs&, const ForwardItem&, const ForwardItem* next, float* scratch);
   int64_t (*backward_scratch)(const Problem&);
-  void (*backward)(const Problem&, const BackwardTensors&, const BackwardItem&, float* scratch);
+  void (*backward)(const Problem&, const BackwardTensors&, const BackwardItem&, const BackwardItem* next,
+                   float* scratch);
   float (*fma_chains)(int64_t steps);
   int64_t chain_operations;  // of one step of fma_chains
   const WeightsKernels* weights;

@@ -1,5 +1,6 @@
 // A call of the kernels from beginning to end, for any way to use several threads: for_each(n, scratch_floats, run) calls
-// run(i, scratch) for every i < n, with scratch that no two calls use at the same time.
+// run(i, next, scratch) for every i < n, with scratch that no two calls use at the same time. `next` is the i that comes
+// after it in the same thread; n or more if none does.
 #pragma once
 
 #include <memory>
@@ -9,14 +10,19 @@
 
 namespace fastattn {
 
+template <class Item>
+const Item* item_or_null(const std::vector<Item>& items, int64_t i) {
+  return i < int64_t(items.size()) ? &items[i] : nullptr;
+}
+
 template <class ForEach>
 void run_decode(const DecodeKernels& kernels, const Problem& p, const ForwardOutputs& out, ForEach for_each) {
   const int64_t heads = p.B * p.H_kv, n_parts = decode_parts_of_head(p);
   const std::unique_ptr<float[]> parts(new float[heads * n_parts * kernels.parts_size(p)]);
   const auto items = decode_items(p);
   for_each(int64_t(items.size()), kernels.scratch(p),
-           [&](int64_t i, float* scratch) { kernels.attend(p, items[i], parts.get(), scratch); });
-  for_each(heads, 0, [&](int64_t i, float*) {
+           [&](int64_t i, int64_t, float* scratch) { kernels.attend(p, items[i], parts.get(), scratch); });
+  for_each(heads, 0, [&](int64_t i, int64_t, float*) {
     kernels.combine(p, out, i / p.H_kv, i % p.H_kv, n_parts, parts.get());
   });
 }
@@ -27,8 +33,9 @@ void run_forward(const Capability& capability, const Problem& p, const ForwardOu
   if (decodes(p)) return run_decode(*capability.others->decode, p, out, for_each);
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   const auto items = forward_items(p, kernels, threads);
-  for_each(int64_t(items.size()), kernels.forward_scratch(p),
-           [&](int64_t i, float* scratch) { kernels.forward(p, out, items[i], scratch); });
+  for_each(int64_t(items.size()), kernels.forward_scratch(p), [&](int64_t i, int64_t next, float* scratch) {
+    kernels.forward(p, out, items[i], item_or_null(items, next), scratch);
+  });
 }
 
 // What is not wanted is null in `t`.
@@ -37,8 +44,9 @@ void run_backward(const Capability& capability, const Problem& p, const Backward
                   ForEach for_each) {
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   for (const Step& items : backward_steps(p, kernels, t, threads)) {
-    for_each(int64_t(items.size()), kernels.backward_scratch(p),
-             [&](int64_t i, float* scratch) { kernels.backward(p, t, items[i], scratch); });
+    for_each(int64_t(items.size()), kernels.backward_scratch(p), [&](int64_t i, int64_t next, float* scratch) {
+      kernels.backward(p, t, items[i], item_or_null(items, next), scratch);
+    });
   }
 }
 
@@ -57,7 +65,7 @@ std::unique_ptr<Measure[]> run_measure(const Capability& capability, const Probl
   }
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   const auto items = weights_items(p, kernels, false);
-  for_each(int64_t(items.size()), kernels.backward_scratch(p), [&](int64_t i, float* scratch) {
+  for_each(int64_t(items.size()), kernels.backward_scratch(p), [&](int64_t i, int64_t, float* scratch) {
     kernels.weights->measure(p, lse, items[i], measures.get(), scratch);
   });
   return measures;
@@ -70,7 +78,7 @@ void run_weights(const Capability& capability, const Problem& p, const float* ls
   const auto measures = run_measure(capability, p, lse, threads, for_each);
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   const auto items = weights_items(p, kernels, average_heads);
-  for_each(int64_t(items.size()), kernels.weights->scratch(p, 0), [&](int64_t i, float* scratch) {
+  for_each(int64_t(items.size()), kernels.weights->scratch(p, 0), [&](int64_t i, int64_t, float* scratch) {
     kernels.weights->weights(p, measures.get(), out, items[i], scratch);
   });
 }
@@ -84,7 +92,7 @@ void run_received(const Capability& capability, const Problem& p, float* out, in
   const auto measures = run_measure(in_fp32(capability), p, nullptr, threads, for_each);
   const Kernels& kernels = *capability.others;
   const auto items = received_items(p, kernels);
-  for_each(int64_t(items.size()), kernels.weights->scratch(p, 0), [&](int64_t i, float* scratch) {
+  for_each(int64_t(items.size()), kernels.weights->scratch(p, 0), [&](int64_t i, int64_t, float* scratch) {
     kernels.weights->received(p, measures.get(), out, items[i], scratch);
   });
 }
@@ -95,7 +103,7 @@ void run_top_keys(const Capability& capability, const Problem& p, const TopKeysO
   const auto measures = run_measure(in_fp32(capability), p, nullptr, threads, for_each);
   const Kernels& kernels = *capability.others;
   const auto items = weights_items(p, kernels, false);
-  for_each(int64_t(items.size()), kernels.weights->scratch(p, out.top_k), [&](int64_t i, float* scratch) {
+  for_each(int64_t(items.size()), kernels.weights->scratch(p, out.top_k), [&](int64_t i, int64_t, float* scratch) {
     kernels.weights->top_keys(p, measures.get(), out, items[i], scratch);
   });
 }

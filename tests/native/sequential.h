@@ -16,7 +16,7 @@ class Sequential {
     constexpr int64_t kCacheLine = 64;
     for (int64_t i = 0; i < n; ++i) {
       const Buffer scratch(placement_, scratch_floats * int64_t(sizeof(float)), kCacheLine);
-      run(i, scratch.data<float>());
+      run(i, i + 1, scratch.data<float>());
       kept_inside_ = kept_inside_ && scratch.surroundings_untouched();
     }
   }

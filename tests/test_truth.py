@@ -13,7 +13,7 @@ ON_GPU = torch.cuda.is_available()
 LENGTH, RUNS, B_LARGE = (1000, 30, 7000) if ON_GPU else (40, 2, 2)  # the interpreter takes minutes for more
 TRAINING = Case(
     "training", "all that training uses at once",
-    B=2, H=4, H_kv=2, n_q=LENGTH, D=64, keys="right", queries=True, causal=True, bias=(4, LENGTH, LENGTH),
+    B=2, H=2, H_kv=1, n_q=LENGTH, D=64, keys="right", queries=True, causal=True, bias=(2, LENGTH, LENGTH),
     dropout_p=0.1,
 )  # fmt: skip
 
@@ -49,8 +49,8 @@ def test_more_heads_than_a_grid_dimension_takes(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
-def test_rows_of_very_negative_logsumexp_have_finite_gradients(backend, record_property):
-    """pytorch#196678: cuDNN's gradient of q is NaN there with an attn_mask, if the length leaves 64 modulo 128."""
+def test_case_of_pytorch_196678(backend, record_property):
+    """Rows whose lse is below -88.7: cuDNN's dq is NaN there with an attn_mask, if the length leaves 64 modulo 128."""
     case = Case("", "", B=1, H=1, n_q=704 if ON_GPU else 64, D=64, causal=True)
     inputs = make_inputs(case, torch.float16 if device_of(backend) == "cpu" else torch.bfloat16, device_of(backend))
     for x, first in ((inputs.q, 1.0), (inputs.k, -120 * math.sqrt(case.D))):

@@ -51,8 +51,6 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     import torch
 
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers are as many as there are cores
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that workers end, and what is done is saved
     if args.device == "cuda" and not torch.cuda.is_available():
         print("torch sees no CUDA device here; --device cpu is a dry run", file=sys.stderr)
         return 1
@@ -66,9 +64,12 @@ def _run(args: argparse.Namespace) -> int:
         return 1
     finally:
         if results.path.is_file():
-            print(render.markdown(results.document))
+            print(render.summary(results.document, args.command))
+            print("\n".join(f"written: {path}" for path in [results.path, *render.render(results.path)]))
     return 0
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # there are as many workers as cores
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that workers end, and what is done is saved
     sys.exit(main())

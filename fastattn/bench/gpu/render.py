@@ -52,6 +52,14 @@ def render(path: Path) -> list[Path]:
     return written
 
 
+def summary(document: dict, stage: str) -> str:
+    """The short part of `markdown` about one stage."""
+    rows = [row for row in document["rows"] if row["stage"] == stage]
+    timed = [row for row in rows if "contender" in row]
+    truth = [row for row in rows if "contender" not in row]
+    return "\n\n".join([*([_truth(truth)] if truth else []), *(_figures(timed) if timed else [])])
+
+
 def for_readme(folder: Path) -> str:
     """What README.md says of GPUs: a table for each results file with figures, or that there is none."""
     documents = {path: json.loads(path.read_text()) for path in results_files(folder)}
@@ -77,7 +85,7 @@ def markdown(document: dict) -> str:
     for stage in _TIMED:
         rows = [row for row in document["rows"] if row["stage"] == stage and "contender" in row]
         if rows:
-            parts += [f"## Speed: {stage}", *_speed(rows)]
+            parts += [f"## Speed: {stage}", *_figures(rows), *_details(rows)]
     return "\n\n".join(parts)
 
 
@@ -102,7 +110,8 @@ def _truth(rows: Rows) -> str:
     return "\n".join([lines[0], "", *lines[1:], *remarks])
 
 
-def _speed(rows: Rows) -> list[str]:
+def _figures(rows: Rows) -> list[str]:
+    """Ceilings, promises, and each job with all contenders."""
     parts = []
     ceilings = [row for row in rows if row["family"] == "ceiling"]
     if ceilings:
@@ -125,14 +134,15 @@ def _speed(rows: Rows) -> list[str]:
             shown = [row for row in of_level if row["pass"] == which]
             title, unit = ("us a call, host's clock", _us) if level == "launch" else ("useful TFLOP/s", _tflops)
             parts += [f"### {level} {which}: {title}", _matrix(shown, unit)]
-    parts += [
-        "### Every row of fastattn",
-        _table(_OWN_HEADINGS, [_own(row, rows) for row in timed if row["family"] == _OURS]),
-    ]
-    notes = dict.fromkeys(
-        f"* {row['task']}: {row['contender']}: {row['note']}" for row in timed if row["verdict"] != "right"
-    )
-    return [*parts, "### Not timed", "\n".join(notes) or "Nothing."]
+    return parts
+
+
+def _details(rows: Rows) -> list[str]:
+    """Every figure of fastattn, and why others have none."""
+    lines = [_own(row, rows) for row in rows if row["family"] == _OURS]
+    untimed = (row for row in rows if row["verdict"] != "right")
+    notes = dict.fromkeys(f"* {row['task']}: {row['contender']}: {row['note']}" for row in untimed)
+    return ["### Every row of fastattn", _table(_OWN_HEADINGS, lines), "### Not timed", "\n".join(notes) or "Nothing."]
 
 
 def _us(row: dict) -> str:

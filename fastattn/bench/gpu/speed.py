@@ -25,7 +25,7 @@ LIMIT_S = 90.0  # of one task: the largest shapes take fp64 and the plain formul
 _BUDGET_S = {"cuda": 0.8, "cpu": 0.0}  # for all rounds of one job
 _COPIED_BYTES = {"cuda": 2**32, "cpu": 2**20}
 _WHOLE_MODELS = "bert"  # the case that a layer and an encoder are trained on
-_DRY = ("D128-N4096-causal", "bert", "launch", "left-causal", "decode-grouped", "bias-N1024", "dropout-N1024")
+_DRY = ("D128-N4096-causal", "bert", "launch", "left-causal", "bias-N1024")
 
 
 def tasks(device: str, dry: bool) -> list[Task]:

@@ -19,6 +19,7 @@ TEST_FILES = ("tests/test_conformance.py", "tests/test_truth.py")
 FIRST = "an import, and one case on each backend"
 SANITIZER_TOOLS = ("memcheck", "racecheck")
 _FIRST_CASE = "test_case_is_right_or_refused[{}-plain-torch.float16]"
+_DRY = ("one-query-torch.float16", "test_case_of_pytorch_196678")
 _SANITIZED = ("plain", "pad-queries-causal", "segments-causal", "everything")
 _FOUND_ERRORS = 99  # the exit code that the sanitizer is asked for
 _NOTE_LENGTH = 600
@@ -95,6 +96,11 @@ def compiles(id_: str, fused: list[str]) -> bool:
     """Whether a test launches kernels that are compiled at run time: those of these backends, by its parameters."""
     parameters = id_.partition("[")[2].rstrip("]").split("-")
     return any(name in parameters for name in fused)
+
+
+def in_dry_run(id_: str) -> bool:
+    """Whether a test is one of the few of a dry run."""
+    return any(part in id_ for part in _DRY)
 
 
 def sanitizer_tasks(backends: list[str]) -> list[Task]:

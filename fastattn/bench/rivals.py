@@ -192,11 +192,11 @@ def _layer(problem: Problem, name: str, family: str, module_class: type) -> Cont
 
 def _encoder(problem: Problem, name: str) -> Contender:
     x, padding, encoder = problem.x.detach().requires_grad_(), ~problem.inputs.mask.real_keys, make_encoder(problem)
-    family, swapped = _ENCODERS[name]
-    if swapped:
-        fastattn.swap(encoder)
+    (family, is_ours), refusal = _ENCODERS[name], None
+    if is_ours and (report := fastattn.swap(encoder)).refused:
+        refusal = str(report)
     tensors = {"x": x} | dict(encoder.named_parameters())
-    return Contender(name, family, lambda: run_encoder(encoder, x, padding), tensors, problem.do)
+    return Contender(name, family, lambda: run_encoder(encoder, x, padding), tensors, problem.do, refusal=refusal)
 
 
 def leaves_of(**tensors: Tensor) -> dict[str, Tensor]:

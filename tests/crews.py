@@ -23,7 +23,8 @@ def serve(names, answer, begin=""):
 def serve_verdicts(names, answer, device, dry, only):
     """Answers each name with itself as the verdict, of fastattn's row and a rival's."""
     for name in names:
-        if name == "dies":
-            os._exit(7)
         row = {"contender": "fastattn", "verdict": name, "note": f"it is {name}"}
+        if name == "dies":
+            answer([row | {"verdict": "right", "family": "fastattn"}])
+            os._exit(7)
         answer([row | {"family": "fastattn"}, row | {"family": "torch", "verdict": "wrong"}])

@@ -116,7 +116,7 @@ def test_a_stage_goes_on_where_it_stopped_and_tells_what_failed(three_tasks, tmp
     monkeypatch.setattr(render, "summary", lambda document, stage: "")
     code, said, verdicts = bench()
     assert (code, verdicts) == (1, {"right": "right", "wrong": "wrong", "dies": "died"})
-    assert "2 of 5 rows are failures" in said
+    assert "2 of 6 rows are failures" in said
     assert "wrong: it is wrong" in said
     assert "dies: died: exit code 7" in said
     assert "3 of 3 tasks to do" in said
@@ -183,6 +183,13 @@ def test_bytes_count_each_tensor_once_and_no_padding():
     with_bias = make_inputs(replace(CASES[0], n_q=8, bias=(2, 8, 8)), torch.float16)
     without = make_inputs(replace(CASES[0], n_q=8), torch.float16)
     assert cases.least_bytes(with_bias, "forward") - cases.least_bytes(without, "forward") == 2 * 2 * 8 * 8
+
+
+def test_sentences_are_short_on_average():
+    real = make_inputs(next(case for case in CASES if case.name == "bert"), torch.float16, seed=1).mask.real_keys
+    lengths = real.sum(1)
+    assert 120 < lengths.float().mean() < 140
+    assert (lengths.min(), lengths.max()) == (1, 512)
 
 
 def test_tests_are_run_by_name_and_their_failures_told(monkeypatch, tmp_path):

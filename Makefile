@@ -36,7 +36,7 @@ bench: $(INSTALLED)
 # Not in .venv, which would download torch: the figures are for the torch, the driver and the Triton that are installed.
 STAGE ?= truth
 gpu:
-	$(PYTHON) -m fastattn.bench.gpu $(STAGE)
+	$(PYTHON) -m fastattn.bench.gpu $(STAGE) $(ARGS)
 
 # Runs the given executable on each instruction set of this machine.
 each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTATTN_CPU_CAPABILITY=$$name $(1); done

@@ -185,6 +185,15 @@ def test_bytes_count_each_tensor_once_and_no_padding():
     assert cases.least_bytes(with_bias, "forward") - cases.least_bytes(without, "forward") == 2 * 2 * 8 * 8
 
 
+def test_who_makes_tables_is_refused_where_they_fill_the_gpu(monkeypatch):
+    case = replace(CASES[0], B=2, H=3, n_q=4, n_k=5, D=8)
+    problem = cases.make_problem(cases.Job("attention", case, "bf16", "forward"), "cpu")
+    for largest, expected in ((2 * 3 * 4 * 5 * 2, set()), (2 * 3 * 4 * 5 * 2 - 1, {"SDPA math", "naive"})):
+        monkeypatch.setattr(rivals, "_LARGEST_TABLE_BYTES", largest)
+        refusals = {c.name: c.refusal for c in rivals.gpu_contenders(problem)}
+        assert {name for name, why in refusals.items() if why and why.startswith("makes tables")} == expected
+
+
 def test_sentences_are_short_on_average():
     real = make_inputs(next(case for case in CASES if case.name == "bert"), torch.float16, seed=1).mask.real_keys
     lengths = real.sum(1)
@@ -211,6 +220,10 @@ def test_tests_are_run_by_name_and_their_failures_told(monkeypatch, tmp_path):
     assert rows[1]["note"].startswith("AssertionError: they differ")
     assert "no time" in rows[2]["note"]
     assert rows[3]["note"] == "torch: all NaN"
+
+    compiled = []
+    truth.serve(iter(["test_it.py::test_b", "test_it.py::test_a"]), compiled.append, "cpu", compiling=True)
+    assert compiled == [[], []]
 
 
 def test_kernels_are_compiled_for_the_tests_that_launch_some():

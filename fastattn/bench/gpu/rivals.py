@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from fastattn.testing import Inputs
 from ..cases import Problem
 from ..rivals import Contender, contenders, leaves_of, without_nan
 
+_WITH_TABLES = ("SDPA math", "naive")
+_LARGEST_TABLE_BYTES = 10 * 2**30  # a backward pass holds several, and both of them theirs at the same time
 _TOLD_TO_FLEX = {"causal", "real_keys", "real_queries"}
 
 
@@ -22,11 +25,20 @@ def gpu_contenders(problem: Problem) -> list[Contender]:
     """Those of the standard suite that are fused and for this device, and at the attention level those of this file."""
     device, reference = problem.inputs.q.device, BACKENDS[-1]
     left_out = {f"fastattn {b.NAME}" for b in BACKENDS if b is reference or not b.features(device)}
-    standard = [contender for contender in contenders(problem) if contender.name not in left_out]
+    standard = [_if_it_fits(c, problem.inputs) for c in contenders(problem) if c.name not in left_out]
     if problem.job.level != "attention":
         return standard
     inputs = without_nan(problem.inputs)
     return standard + [_flex(inputs)] + [add(inputs) for package, add in _PACKAGES.items() if _installed(package)]
+
+
+def _if_it_fits(contender: Contender, inputs: Inputs) -> Contender:
+    """The contender, or its refusal where it would fill the GPU with tables."""
+    (B, H, n_q, _), n_k = inputs.q.shape, inputs.k.shape[2]
+    table_bytes = B * H * n_q * n_k * inputs.q.element_size()
+    if contender.name not in _WITH_TABLES or table_bytes <= _LARGEST_TABLE_BYTES:
+        return contender
+    return replace(contender, refusal=f"makes tables of [n_q, n_k], which take {table_bytes / 2**30:.0f} GiB each")
 
 
 def _flex(inputs: Inputs) -> Contender:

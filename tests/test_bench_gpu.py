@@ -22,6 +22,7 @@ from fastattn.bench.gpu.results import Results, file_name, is_failure
 from fastattn.testing import CASES, make_inputs
 
 ROOT = Path(__file__).parent.parent
+ENCODERS = ("torch.nn.TransformerEncoder", "torch.nn.TransformerEncoder, fastattn.swap")
 
 
 def soon(seconds=250.0):
@@ -57,44 +58,35 @@ def test_a_crew_that_cannot_start_says_why():
         list(answers([Crew(serve, [Task("a")], options={"begin": "fails"})], soon()))
 
 
-@pytest.fixture(scope="module")
-def dry_run(tmp_path_factory):
-    """The folder that both stages wrote to, and what came of them."""
-    folder = tmp_path_factory.mktemp("dry")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # two threads wait long on a busy machine
-        codes = [command.main([stage, "--device", "cpu", "--out", str(folder)]) for stage in ("truth", "bench")]
-    return folder, codes
+def dry_run(stage, folder, monkeypatch):
+    """All that a stage wrote."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two threads wait long on a busy machine
+    assert command.main([stage, "--device", "cpu", "--out", str(folder)]) == 0
+    (path,) = folder.glob("*.json")
+    document = json.loads(path.read_text())
+    assert [(run["stage"], run["left"]) for run in document["runs"]] == [(stage, 0)]
+    assert [row for row in document["rows"] if row["verdict"] not in ("right", "n/a")] == []  # of rivals too
+    return document["rows"]
 
 
-@pytest.fixture
-def document(dry_run):
-    (path,) = dry_run[0].glob("*.json")
-    return json.loads(path.read_text())
-
-
-def test_a_dry_run_does_all_of_both_stages(dry_run, document):
-    assert dry_run[1] == [0, 0]
-    assert [(run["stage"], run["left"]) for run in document["runs"]] == [("truth", 0), ("bench", 0)]
-    tests = {row["test"] for row in document["rows"] if row["stage"] == "truth"}
+def test_a_dry_run_of_truth_tests_each_backend(tmp_path, monkeypatch):
+    tests = {row["test"] for row in dry_run("truth", tmp_path, monkeypatch)}
     for backend in truth.backend_names():
         assert f"tests/test_conformance.py::test_case_is_right_or_refused[{backend}-one-query-torch.float16]" in tests
         assert f"tests/test_truth.py::test_case_of_pytorch_196678[{backend}]" in tests
-    timed = {row["task"] for row in document["rows"] if row["stage"] == "bench"}
-    assert timed == {task.name for task in speed.tasks("cpu", dry=True)}
-    assert [row for row in document["rows"] if row["verdict"] not in ("right", "n/a")] == []  # of rivals too
 
 
-def test_rows_have_what_they_promise(document):
-    rows = [r for r in document["rows"] if r["stage"] == "bench" and r["contender"] == "fastattn native"]
-    assert {row["level"] for row in rows} == {"attention", "launch"}
-    for row in rows:
+def test_a_dry_run_of_bench_measures_every_task(tmp_path, monkeypatch):
+    rows = dry_run("bench", tmp_path, monkeypatch)
+    assert {row["task"] for row in rows} == {task.name for task in speed.tasks("cpu", dry=True)}
+    assert {row["contender"] for row in rows if row["level"] == "encoder"} == set(ENCODERS)
+    own = [row for row in rows if row["contender"] == "fastattn native"]
+    assert {row["level"] for row in own} == {"attention", "launch"}
+    for row in own:
         assert row["verdict"] == "right"
         assert row["time_ms"]["p20"] <= row["time_ms"]["median"] <= row["time_ms"]["p80"]
         if row["level"] == "attention":
             assert min(row[name] for name in ("tflops", "gbps", "peak_mib", "max_error")) > 0
-    layers = {row["contender"] for row in document["rows"] if row.get("level") == "encoder"}
-    assert layers == {"torch.nn.TransformerEncoder", "torch.nn.TransformerEncoder, fastattn.swap"}
 
 
 @pytest.fixture
@@ -209,6 +201,7 @@ def test_tests_are_run_by_name_and_their_failures_told(monkeypatch, tmp_path):
         "def test_b(): assert 1 == 2, 'they differ'\n"
         "def test_c(): pytest.skip('no time')\n"
     )
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # so that it is undone
     monkeypatch.setattr(truth, "TEST_FILES", (str(file),))
     monkeypatch.setattr(truth, "REPOSITORY", tmp_path)
     rows = []

@@ -219,6 +219,27 @@ def test_tests_are_run_by_name_and_their_failures_told(monkeypatch, tmp_path):
     assert compiled == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "verdict", "note"),
+    [
+        (0, "right", "ERROR SUMMARY: 1 error"),
+        (99, "wrong", "COMPUTE-SANITIZER; Invalid __global__ read; ERROR SUMMARY: 1 error"),
+        (1, "n/a", "exit code 1; COMPUTE-SANITIZER; Invalid __global__ read; ERROR SUMMARY: 1 error; no device\n"),
+    ],
+)
+def test_the_sanitizer_is_heard(tmp_path, monkeypatch, exit_code, verdict, note):
+    said = ["COMPUTE-SANITIZER", "Invalid __global__ read", "ERROR SUMMARY: 1 error"]
+    program = tmp_path / "compute-sanitizer"
+    lines = [*(f"echo '========= {line}'" for line in said), "echo hello", "echo no device >&2", f"exit {exit_code}"]
+    program.write_text("\n".join(["#!/bin/sh", f"echo $@ > {tmp_path}/called", *lines]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    rows = []
+    truth.serve_sanitizer(iter([task.name for task in truth.sanitizer_tasks(["triton"])]), rows.extend)
+    assert rows == [{"verdict": verdict, "note": note}] * 2
+    assert (tmp_path / "called").read_text().split()[:2] == ["--tool", "racecheck"]
+
+
 def test_kernels_are_compiled_for_the_tests_that_launch_some():
     assert truth.compiles("tests/a.py::test_b[triton-plain-torch.float16]", ["triton"])
     assert truth.compiles("tests/a.py::test_b[q-triton]", ["triton"])

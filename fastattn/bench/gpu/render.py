@@ -81,7 +81,7 @@ def markdown(document: dict) -> str:
     parts = [*head, "## Runs", _table(run_headings, runs)]
     truth = [row for row in document["rows"] if row["stage"] not in _TIMED or "contender" not in row]
     if truth:
-        parts += ["## Truth", _truth(truth)]
+        parts += ["## Verdicts", _truth(truth)]
     for stage in _TIMED:
         rows = [row for row in document["rows"] if row["stage"] == stage and "contender" in row]
         if rows:

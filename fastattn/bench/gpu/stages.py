@@ -12,7 +12,7 @@ from fastattn.backends import BACKENDS
 
 from . import speed, truth
 from .crew import Answer, Crew, CrewError, Task, answers
-from .results import Results, is_failure
+from .results import REPOSITORY, Results, is_failure
 
 STAGES = ("truth", "bench", "hopper", "cuda")
 _COMPILING_SHARE = 0.6  # of the time of a stage, at most
@@ -53,6 +53,8 @@ class Stage:
         if self.only and self.only not in truth.backend_names():
             known = ", ".join(truth.backend_names())
             raise StageError(f"stage {self.only} needs a backend of that name, and there are only {known}")
+        if self.name != "bench" and not (REPOSITORY / "tests").is_dir():
+            raise StageError("the tests are not installed with the package: run it in a checkout")
         self.results.begin_run(self.name)
         self.left = 0
         try:

@@ -117,17 +117,23 @@ def serve_sanitizer(names: Iterator[str], answer: Callable[[Rows], None], limit_
         if sanitizer is None:
             answer([{"verdict": "n/a", "note": "there is no compute-sanitizer here"}])
             continue
-        program = [sys.executable, "-m", __name__, backend]
-        command = [sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", str(_FOUND_ERRORS)]
+        options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", str(_FOUND_ERRORS)]
+        if tool == "memcheck":
+            options += ["--report-api-errors", "no"]  # torch asks the driver for what it need not have
         environment = os.environ | {
             "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # else a tensor's neighbour is memory that it may touch
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         }
-        done = subprocess.run([*command, *program], capture_output=True, text=True, env=environment, timeout=limit_s)
+        command = [sanitizer, *options, sys.executable, "-m", __name__, backend]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s)
         told = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
-        verdict = {0: "right", _FOUND_ERRORS: "wrong"}.get(done.returncode, "n/a")
-        said = told if verdict != "n/a" else [f"exit code {done.returncode}", *told, done.stderr[-_NOTE_LENGTH:]]
-        answer([{"verdict": verdict, "note": "; ".join(said)[-_NOTE_LENGTH:]}])
+        if done.returncode == 0:
+            answer([{"verdict": "right", "note": told[-1] if told else ""}])
+        elif done.returncode == _FOUND_ERRORS:
+            answer([{"verdict": "wrong", "note": "; ".join(told)[:_NOTE_LENGTH]}])
+        else:
+            said = f"exit code {done.returncode}; {'; '.join(told)}; {done.stderr[-_NOTE_LENGTH:]}"
+            answer([{"verdict": "n/a", "note": said}])
 
 
 def _in_cuda(program: str) -> str | None:

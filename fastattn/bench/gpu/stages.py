@@ -18,6 +18,7 @@ STAGES = ("truth", "bench", "hopper", "cuda")
 _COMPILING_SHARE = 0.6  # of the time of a stage, at most
 _FIRST_LIMIT_S = 180.0
 _COMPILE_LIMIT_S = 150.0
+_TELL_EVERY_S = 2.0
 _DRY_LIMIT_S = 400.0  # a CPU has other work too
 
 
@@ -126,13 +127,15 @@ class Stage:
 
     def _measure(self, crews: list[Crew]) -> None:
         total = sum(len(crew.tasks) for crew in crews)
-        done = 0
+        done, told = 0, 0.0
         for done, answer in enumerate(answers(crews, self.deadline), 1):
             rows = [row | {"seconds": round(answer.seconds, 2)} for row in _rows(answer)]
             self.results.add(self.name, answer.task.name, rows)
             bad = [row for row in rows if row["verdict"] not in ("right", "n/a")]
             said = "; ".join(f"{row.get('contender', '')} {row['verdict']}: {row['note']}" for row in bad)
-            self._say(f"[{done}/{total}] {answer.task.name} {answer.seconds:.1f} s {said}".rstrip())
+            if bad or time.monotonic() > told + _TELL_EVERY_S:
+                self._say(f"[{done}/{total}] {answer.task.name} {answer.seconds:.1f} s {said}".rstrip())
+                told = time.monotonic()
         self.left += total - done
 
     def _torch_device(self):

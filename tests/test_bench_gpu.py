@@ -72,7 +72,8 @@ def dry_run(stage, folder, monkeypatch):
 def test_a_dry_run_of_truth_tests_each_backend(tmp_path, monkeypatch):
     tests = {row["test"] for row in dry_run("truth", tmp_path, monkeypatch)}
     for backend in truth.backend_names():
-        assert f"tests/test_conformance.py::test_case_is_right_or_refused[{backend}-one-query-torch.float16]" in tests
+        for case in ("plain", "one-query"):
+            assert f"tests/test_conformance.py::test_case_is_right_or_refused[{backend}-{case}-torch.float16]" in tests
         assert f"tests/test_truth.py::test_case_of_pytorch_196678[{backend}]" in tests
 
 
@@ -226,6 +227,7 @@ def test_tests_are_run_by_name_and_their_failures_told(monkeypatch, tmp_path):
         (99, "wrong", "COMPUTE-SANITIZER; Invalid __global__ read; ERROR SUMMARY: 1 error"),
         (1, "n/a", "exit code 1; COMPUTE-SANITIZER; Invalid __global__ read; ERROR SUMMARY: 1 error; no device\n"),
     ],
+    ids=["clean", "errors", "broken"],
 )
 def test_the_sanitizer_is_heard(tmp_path, monkeypatch, exit_code, verdict, note):
     said = ["COMPUTE-SANITIZER", "Invalid __global__ read", "ERROR SUMMARY: 1 error"]

@@ -8,6 +8,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+import torch
+
 from fastattn.backends import BACKENDS
 
 from . import speed, truth
@@ -78,16 +80,18 @@ class Stage:
         first = next(answers([self._tests([Task(truth.FIRST, _FIRST_LIMIT_S)])], self.deadline), None)
         if first is None:
             raise StageError(f"{truth.FIRST}: took longer than the {self.seconds:.0f} s there are")
+        self.results.add(self.name, truth.FIRST, _rows(first) if first.failure else [])
         if first.failure:
             raise StageError(f"{truth.FIRST}: {first.failure}")
-        (ids,), first_rows = [row["ids"] for row in first.rows if "ids" in row], first.rows[1:]
+        ids, first_rows = first.rows[0]["ids"], first.rows[1:]
         for row in first_rows:
+            self.results.add(self.name, row["test"], [row])
             self._say(f"{row['verdict']}: {row['test']} {row['note']}")
         if wrong := [row for row in first_rows if row["verdict"] == "wrong"]:
             raise StageError(f"{truth.FIRST}: {wrong[0]['test']}: {wrong[0]['note']}")
         ids = [id_ for id_ in ids if not self.only or truth.compiles(id_, [self.only])]
         ids = [id_ for id_ in ids if not self.dry or truth.in_dry_run(id_)]
-        fused = [b.NAME for b in BACKENDS if b is not BACKENDS[-1] and b.features(self._torch_device())]
+        fused = [b.NAME for b in BACKENDS if b is not BACKENDS[-1] and b.features(torch.device(self.device))]
         fused = [name for name in fused if not self.only or name == self.only]
         tests = self._unfinished([Task(id_) for id_ in ids])
         if not self.dry:
@@ -137,11 +141,6 @@ class Stage:
                 self._say(f"[{done}/{total}] {answer.task.name} {answer.seconds:.1f} s {said}".rstrip())
                 told = time.monotonic()
         self.left += total - done
-
-    def _torch_device(self):
-        import torch
-
-        return torch.device(self.device)
 
     def _say(self, text: str) -> None:
         left = math.ceil(self.deadline - time.monotonic())

@@ -1,4 +1,5 @@
 # make demo | test | properties | lint | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
+# make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch
 # make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties lint bench native-test sanitize valgrind aarch64 scaling clean
+.PHONY: demo test properties lint bench gpu native-test sanitize valgrind aarch64 scaling clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -32,6 +33,11 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/fastattn bench
+
+# Not in .venv, which would download torch: the figures are for the torch, the driver and the Triton that are installed.
+STAGE ?= truth
+gpu:
+	$(PYTHON) -m fastattn.bench.gpu $(STAGE) $(ARGS)
 
 # Runs the given executable on each instruction set of this machine.
 each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTATTN_CPU_CAPABILITY=$$name $(1); done

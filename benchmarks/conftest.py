@@ -40,7 +40,7 @@ def time_verified(benchmark) -> Callable[[cases.Job, str], None]:
             if contender.family == "fastattn" and not contender.refusal:
                 raise
             pytest.skip(f"n/a: {refusal}")
-        assert run.wrong(problem, results) == ""
+        assert run.wrong(run.errors(problem, results)) == ""
 
         def finished() -> None:
             call.run()

@@ -29,12 +29,13 @@ class Case:
 
     q_start: a tuple has one for each sample; "scattered" is another one for each query, anywhere among the keys.
     keys: pattern of real_keys: "right" padding with lengths spread evenly over [n_k / 4, n_k], "left" the same on
-        the other side, "holes" anywhere, "none" where the first sample has no real key at all.
+        the other side, "skewed" on the right with many short samples and few long ones (n_k / 4 on average), "holes"
+        anywhere, "none" where the first sample has no real key at all.
     queries: real_queries, padded by the same lengths as the keys ("right" where `keys` is None).
     layout: memory order of q, k and v: "BHND" as [B, H, N, D]; "BNHD" as a projection leaves them; "sliced" as parts
         of one wider tensor, with a stride between tokens that is no multiple of D.
-    timed: the suite of the benchmarks that it is for, "standard" (part of "limit" too) or "limit"; such a case is too
-        large for the tests. None elsewhere.
+    timed: the suite of the benchmarks that it is for, "standard" (part of "limit" too), "limit" or "gpu"; such a case
+        is too large for the tests. None elsewhere.
     """
 
     name: str
@@ -92,6 +93,21 @@ ODD_LENGTHS = (1, 3, 7, 15, 17, 31, 33, 47, 63, 65, 70)
 
 def _limit(name: str, why: str, **options: object) -> Case:
     return Case(name, f"benchmark: {why}", timed="limit", **options)
+
+
+def _gpu(name: str, why: str, **options: object) -> Case:
+    return Case(name, f"benchmark: {why}", timed="gpu", **options)
+
+
+def _gpu_squares(head_dims: tuple[int, ...], lengths: tuple[int, ...]) -> list[Case]:
+    """As FlashAttention's authors time: 16k tokens, heads that make up 2048 channels."""
+    masks = {"full": False, "causal": True}
+    return [
+        _gpu(f"D{D}-N{N}-{name}", "16k tokens", B=2**14 // N, H=2**11 // D, n_q=N, D=D, causal=causal)
+        for N in lengths
+        for D in head_dims
+        for name, causal in masks.items()
+    ]
 
 
 CASES: tuple[Case, ...] = (
@@ -178,6 +194,25 @@ CASES: tuple[Case, ...] = (
     _limit("L2048-pad-queries", "the same, longer", B=1, H=16, n_q=2048, D=64, keys="right", queries=True),
     *(_limit(f"D{D}", "a head dim that ends inside a tile", B=2, H=8, n_q=512, D=D) for D in ODD_HEAD_DIMS),
     *(_limit(f"N{N}", "a length that ends inside a tile", B=128, H=16, n_q=N, D=64) for N in ODD_LENGTHS),
+    # The telling ones first: a run that is cut off has done those.
+    *_gpu_squares((128, 64), (4096,)),
+    _gpu("D128-N2048-pad", "lengths over [N/4, N]", B=8, H=16, n_q=2048, D=128, keys="right", queries=True),
+    _gpu("D64-N2048-pad", "the same, narrower", B=8, H=32, n_q=2048, D=64, keys="right", queries=True),
+    _gpu("bert", "sentences: mean length 130", B=32, H=12, n_q=512, D=64, keys="skewed", queries=True),
+    _gpu("launch", "so small that all of it is overhead", B=1, H=8, n_q=128, D=64),
+    *_gpu_squares((128, 64), (2048,)),
+    _gpu(
+        "left-causal", "a batch of prompts before generation",
+        B=8, H=32, H_kv=8, n_q=2048, D=128, keys="left", queries=True, causal=True,
+    ),
+    _gpu("grouped-causal", "four query heads share a key head", B=4, H=32, H_kv=8, n_q=4096, D=128, causal=True),
+    _gpu("decode-grouped", "one query and a long cache", B=16, H=32, H_kv=8, n_q=1, n_k=8192, D=128),
+    _gpu("bias-N1024", "a learned bias, with its gradient", B=8, H=16, n_q=1024, D=64, bias=(16, 1024, 1024)),
+    _gpu("dropout-N1024", "training, where SDPA leaves its fast kernels", B=8, H=16, n_q=1024, D=64, dropout_p=0.1),
+    *_gpu_squares((128, 64), (16384, 8192)),
+    *_gpu_squares((256,), (4096,)),
+    *_gpu_squares((128, 64), (1024, 512)),
+    *_gpu_squares((256,), (16384, 8192, 2048, 1024, 512)),
 )  # fmt: skip
 
 
@@ -213,12 +248,20 @@ class Inputs:
         return {"q": self.q, "k": self.k, "v": self.v} | {n: self.options[n] for n in names if n in self.options}
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
-    """Random inputs of a case, the same for the same seed."""
+def make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0, drawn_there: bool = False
+) -> Inputs:
+    """Random inputs of a case, the same for the same seed.
+
+    Args:
+        drawn_there: q, k, v, the biases and the arriving gradients are drawn on the device itself: other numbers than
+            the CPU's, and a hundred times as fast on a GPU.
+    """
     generator = torch.Generator().manual_seed(seed)
+    of_numbers = torch.Generator(device).manual_seed(seed) if drawn_there else generator
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=of_numbers, dtype=torch.float64, device=of_numbers.device)
 
     shapes = case.shapes()
     (B, H, n_q, D), (_, _, n_k, d_v) = shapes[0], shapes[2]
@@ -284,13 +327,16 @@ def _real_keys(pattern: str | None, lengths: Tensor, n_k: int, generator: torch.
         return index < lengths
     if pattern == "left":
         return index >= n_k - lengths
+    if pattern == "skewed":
+        evenly = (lengths / n_k - 0.25) / 0.75  # in [0, 1], whose cubes are 1/4 on average
+        return index < (n_k * evenly**3).ceil().clamp(min=1)
     if pattern == "holes":
         return torch.rand(len(lengths), n_k, generator=generator) < 0.6
     if pattern == "none":
         lengths = lengths.clone()
         lengths[:1] = 0
         return index < lengths
-    raise ValueError(f"keys must be right, left, holes or none, got {pattern!r}")
+    raise ValueError(f"keys must be right, left, skewed, holes or none, got {pattern!r}")
 
 
 def _documents(B: int, n: int, generator: torch.Generator) -> Tensor:

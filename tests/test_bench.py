@@ -134,14 +134,14 @@ def test_visible_pairs_are_the_useful_ones():
 
 def test_padding_of_the_timed_cases_is_padding():
     for case in CASES:
-        if case.timed and case.keys:
+        if case.timed and case.timed != "gpu" and case.keys:
             assert not cases.make_inputs(case, torch.float32).mask.real_keys.all(), case
 
 
 def test_heads_are_independent_in_every_timed_case():
     """What lets the oracle take one head at a time; under dropout it takes all."""
     for case in CASES:
-        if case.timed and case.name != "L512-dropout":
+        if case.timed and case.timed != "gpu" and case.name != "L512-dropout":
             assert (case.H_kv, case.dense, case.bias, case.alibi, case.sinks, case.dropout_p) == (
                 None,
                 False,

@@ -212,13 +212,13 @@ def test_a_missing_kernel_is_said(monkeypatch):
 
 def test_long_cases_are_checked_in_their_outer_heads():
     problem = cases.make_problem(tiny().job, "cpu", outer_heads=True)
-    assert problem.heads == [0, 2]
+    assert problem.key_heads == [0, 2]
     o = {"o": torch.cat([problem.naive["o"][:, :1], problem.naive["o"]], 1)}
-    assert run.wrong(problem, o) == ""
+    assert run.wrong(run.errors(problem, o)) == ""
     for head, is_checked in ((0, True), (1, False), (2, True)):
         broken = o["o"].clone()
         broken[:, head] += 1
-        assert bool(run.wrong(problem, {"o": broken})) == is_checked
+        assert bool(run.wrong(run.errors(problem, {"o": broken}))) == is_checked
 
 
 def test_sixteen_bits_are_compared_without_native_support(monkeypatch):

@@ -137,7 +137,7 @@ def test_bench_writes_table_json_and_picture(tiny_jobs, tmp_path, capsys):
 
 
 def test_bench_fails_on_a_wrong_answer(tiny_jobs, monkeypatch, capsys):
-    monkeypatch.setattr(run, "wrong", lambda problem, results: "o: max error 1, budget 0")
+    monkeypatch.setattr(run, "wrong", lambda compared: "o: max error 1, budget 0")
     assert main(["bench", "--quick", "--device", "cpu", "--filter", "forward"]) == 1
     output = capsys.readouterr()
     progress, complaint = output.err.splitlines()
@@ -165,7 +165,7 @@ def test_limit_suite_fails_on_a_wrong_answer_but_not_on_a_missed_target(tiny_due
     monkeypatch.setattr(limit.Figure, "ratio_met", False)
     assert main(command) == 0
     assert capsys.readouterr().out.endswith("\n0 of 1 targets met\n")
-    monkeypatch.setattr(run, "wrong", lambda problem, results: "o: max error 1, budget 0")
+    monkeypatch.setattr(run, "wrong", lambda compared: "o: max error 1, budget 0")
     assert main(command) == 1
     complaint = capsys.readouterr().err.splitlines()[-1]
     assert complaint.startswith("fastattn: wrong answers, which were not timed: fastattn native in attention tiny-pad")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import re
 import subprocess
@@ -20,9 +19,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from fastattn.backends import triton as backend
+from fastattn.bench.gpu.compiling import compile_only
 from fastattn.spec import Mask, Spec
 
 B, H, N = 2, 2, 256
@@ -90,23 +89,18 @@ def compiled(arch: int) -> Iterator[dict[str, object]]:
     """What every kernel of `COMPILED[arch]` takes: registers, bytes of stack and shared memory, matrix instructions."""
     driver.set_active(NoGPU(arch))
     torch.cuda.get_device_capability = lambda device: divmod(arch, 10)
-    launch, kernels = JITFunction.run, []
-
-    @functools.wraps(launch)
-    def compile_only(self, *args, grid, warmup, **options):
-        kernels.append((self.__name__, launch(self, *args, grid=grid, warmup=True, **options)))
-
-    JITFunction.run = compile_only
+    kernels = []
     for D, dtype, name in COMPILED[arch]:
         q = torch.zeros(B, H, N, D, dtype=dtype)
         lse, spec = torch.zeros(B, H, N), Spec(scale=D**-0.5, **CALLS[name])
         wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
-        backend.forward(q, q, q, spec)
-        backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
-        if (D, dtype, name) in HOT:
-            backend.weights(q, q, lse, spec, average_heads=True)
-            backend.received(q, q, spec)
-            backend.top_keys(q, q, spec, top_k=8)
+        with compile_only(lambda *kernel: kernels.append(kernel)):
+            backend.forward(q, q, q, spec)
+            backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
+            if (D, dtype, name) in HOT:
+                backend.weights(q, q, lse, spec, average_heads=True)
+                backend.received(q, q, spec)
+                backend.top_keys(q, q, spec, top_k=8)
         for kernel_name, kernel in kernels:
             of = {"arch": arch, "kernel": kernel_name, "D": D, "dtype": str(dtype).removeprefix("torch."), "call": name}
             yield of | _resources(kernel)

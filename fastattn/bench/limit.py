@@ -169,37 +169,39 @@ def measure(duel: Duel, budget_s: float) -> Figure:
         problem, rival_problem = _problem(duel.job), duel.rival and _problem(duel.rival)
         target = duel.target / (_visible_share(problem) if duel.over_visible_share else 1.0)
         figure = functools.partial(Figure, duel, instruction_set=instruction_set, target=target)
-        calls, _, untimed = try_out(problem, _ours(problem))
+        ours = try_out(problem, _ours(problem))
         if rival_problem:
-            other, _, left_out = try_out(rival_problem, _ours(rival_problem))
-            theirs = {duel.rival_name: other[OURS]} if other else {}
+            others = try_out(rival_problem, _ours(rival_problem))
+            theirs = {duel.rival_name: others.calls[OURS]} if others.calls else {}
         else:
             forced = [c for c in contenders(problem) if c.family == "torch"]
-            theirs, _, left_out = try_out(problem, [*sdpa_by_itself(problem), *forced])
-        if wrong := [row for row in untimed + left_out if row.failed]:
+            others = try_out(problem, [*sdpa_by_itself(problem), *forced])
+            theirs = others.calls
+        untimed = ours.untimed + others.untimed
+        if wrong := [row for row in untimed if row.failed]:
             return figure("wrong", note="; ".join(f"{row.job}: {row.note}" for row in wrong))
         rival = duel.rival_name if rival_problem else SDPA_BY_ITSELF
-        if not calls or rival not in theirs:
-            return figure("n/a", note="; ".join(f"{row.contender}: {row.note}" for row in untimed + left_out))
+        if not ours.calls or rival not in theirs:
+            return figure("n/a", note="; ".join(f"{row.contender}: {row.note}" for row in untimed))
 
         yardstick, yardstick_call, yardstick_flops = fma_ceiling()
-        timings = interleave(calls | theirs | {yardstick: yardstick_call}, budget_s, "cpu")
+        timings = interleave(ours.calls | theirs | {yardstick: yardstick_call}, budget_s, "cpu")
         faster = [name for name in theirs if timings[name].median < timings[rival].median / _CLEARLY_FASTER]
-        ours = timings[OURS].median
+        our_s = timings[OURS].median
         work = problem.flops / rival_problem.flops if duel.per_useful_pair else 1.0
         ceiling = yardstick_flops / timings[yardstick].median
         return figure(
             "right",
             note="; ".join(
-                [f"{row.contender}: {row.note}" for row in left_out if row.verdict == "wrong"]
+                [f"{row.contender}: {row.note}" for row in others.untimed if row.verdict == "wrong"]
                 + [f"{name}, by force: {timings[name].median * 1e3:.3g} ms" for name in faster]
             ),
             rival=rival,
             timing=timings[OURS],
             rival_timing=timings[rival],
-            ratio=timings[rival].median * work / ours,
-            gflops=problem.flops / ours / 1e9,
-            ceiling_share=problem.flops / ours / ceiling,
+            ratio=timings[rival].median * work / our_s,
+            gflops=problem.flops / our_s / 1e9,
+            ceiling_share=problem.flops / our_s / ceiling,
             ceiling_gflops=ceiling / 1e9,
             noise=max(_noise(timings[name]) for name in (OURS, rival, yardstick)),
         )

@@ -39,15 +39,23 @@ def machine(device: str) -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Of fastattn (with its commit, in a checkout), torch, the CUDA that torch was built for, triton and Python."""
+    """Of fastattn (with its commit, in a checkout), torch, the CUDA and cuDNN it was built for, triton and Python."""
     commit = _commit()
     return {
         "fastattn": fastattn.__version__ + (f" ({commit})" if commit else ""),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
+        "cudnn": str(torch.backends.cudnn.version() or "none"),
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "not installed",
         "python": platform.python_version(),
     }
+
+
+def gpu_state(device: str) -> dict[str, str]:
+    """Clocks, temperature, power and why clocks are held down, by nvidia-smi's names; {} where there is none."""
+    names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
+    told = _told_by_nvidia_smi(*names) if device == "cuda" else ""
+    return dict(zip(names, told.split(", "), strict=True)) if told else {}
 
 
 def now() -> str:
@@ -69,9 +77,12 @@ def _cpu_model() -> str:
 
 
 def _gpu_driver() -> str:
-    return (
-        _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or "unknown"
-    )
+    return _told_by_nvidia_smi("driver_version") or "unknown"
+
+
+def _told_by_nvidia_smi(*names: str) -> str:
+    """These properties of the first GPU, comma-separated."""
+    return _output_of("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader").partition("\n")[0]
 
 
 def _commit() -> str:

@@ -82,7 +82,7 @@ def print_tables(report: Report, method: str, tables: list[Table]) -> None:
 
 def as_json(report: Report[Row]) -> str:
     """The report as a JSON document with the statistics and samples of every row; times in ms, `schema` = SCHEMA."""
-    return document(report, METHOD, [_row_as_dict(row) for row in report.rows])
+    return document(report, METHOD, [row_as_dict(row) for row in report.rows])
 
 
 def document(report: Report, method: str, rows: list[dict[str, object]]) -> str:
@@ -234,13 +234,16 @@ def _has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
 
 
-def _row_as_dict(row: Row) -> dict[str, object]:
+def row_as_dict(row: Row) -> dict[str, object]:
+    """A row, for JSON."""
     return job_as_dict(row.job) | {
         "contender": row.contender,
         "family": row.family,
         "verdict": row.verdict,
         "note": row.note,
+        "max_error": rounded(row.max_error),
         "gflops": rounded(row.gflops),
+        "gbps": rounded(row.gbps),
         "matmul_share": rounded(row.matmul_share),
         "peak_mib": rounded(row.peak_mib),
         "speedup": rounded(row.speedup),

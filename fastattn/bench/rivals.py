@@ -16,7 +16,7 @@ import fastattn
 from fastattn.backends import BACKENDS
 from fastattn.testing import Inputs
 
-from .cases import Problem, naive_attention
+from .cases import Problem, make_encoder, naive_attention, run_encoder
 from .timing import Call
 
 _SDPA = {
@@ -29,6 +29,10 @@ SDPA_BY_ITSELF = "SDPA"
 _LAYERS = {
     "fastattn.MultiHeadAttention": ("fastattn", fastattn.MultiHeadAttention),
     "torch.nn.MultiheadAttention": ("torch", torch.nn.MultiheadAttention),
+}
+_ENCODERS = {  # name -> family, and whether fastattn is put into it
+    "torch.nn.TransformerEncoder, fastattn.swap": ("fastattn", True),
+    "torch.nn.TransformerEncoder": ("torch", False),
 }
 
 
@@ -87,7 +91,7 @@ class Contender:
                 call = self.call(timed)
                 with call.context():
                     results = call.run()
-            except RuntimeError as error:
+            except _failures() as error:
                 raise RefusalError(_in_short(error, [str(warning.message) for warning in caught])) from error
         if timed == "forward":
             return call, {"o": results}
@@ -110,14 +114,17 @@ def contenders(problem: Problem) -> list[Contender]:
     """Everyone who might compute this problem."""
     if problem.job.level == "attention":
         return [*_fastattn(problem.inputs), *_sdpa(problem.inputs), _naive(problem.inputs)]
+    if problem.job.level == "encoder":
+        return [_encoder(problem, name) for name in _ENCODERS]
     return [_layer(problem, name, *_LAYERS[name]) for name in _LAYERS]
 
 
 def _fastattn(inputs: Inputs) -> list[Contender]:
-    objections = fastattn.explain(inputs.q, inputs.k, inputs.v, inputs.mask, **_dropout(inputs)).objections
+    options = _dropout(inputs) | {name: x for name, x in inputs.learned().items() if name not in "qkv"}
+    objections = fastattn.explain(inputs.q, inputs.k, inputs.v, inputs.mask, **options).objections
 
     def contender(backend: str) -> Contender:
-        leaves = _leaves(q=inputs.q, k=inputs.k, v=inputs.v)
+        leaves = leaves_of(**inputs.learned())
         return Contender(
             f"fastattn {backend}",
             "fastattn",
@@ -136,16 +143,17 @@ def sdpa_by_itself(problem: Problem) -> list[Contender]:
 
 
 def _sdpa(inputs: Inputs, forced: bool = True) -> list[Contender]:
-    inputs, dropout = _without_nan(inputs), inputs.options.get("dropout_p", 0.0)
-    options = _sdpa_mask(inputs) | {"dropout_p": dropout}
+    inputs, dropout = without_nan(inputs), inputs.options.get("dropout_p", 0.0)
+    options = _sdpa_mask(inputs) | {"dropout_p": dropout, "enable_gqa": inputs.q.shape[1] != inputs.k.shape[1]}
 
     def contender(name: str, context: Callable[[], AbstractContextManager]) -> Contender:
-        leaves = _leaves(query=inputs.q, key=inputs.k, value=inputs.v)
+        leaves = leaves_of(**inputs.learned())
+        with_bias = {"attn_mask": leaves["bias"]} if "bias" in leaves else {}
         return Contender(
             name,
             "torch",
-            lambda: F.scaled_dot_product_attention(**leaves, **options),
-            {"q": leaves["query"], "k": leaves["key"], "v": leaves["value"]},
+            lambda: F.scaled_dot_product_attention(*(leaves[x] for x in "qkv"), **(options | with_bias)),
+            leaves,
             inputs.do,
             context,
             is_comparable=not dropout,
@@ -162,9 +170,9 @@ def _sdpa_names(device: str) -> list[str]:
 
 
 def _naive(inputs: Inputs) -> Contender:
-    inputs, keep = _without_nan(inputs), inputs.mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
-    leaves = _leaves(q=inputs.q, k=inputs.k, v=inputs.v)
-    return Contender("naive", "naive", lambda: naive_attention(**leaves, keep=keep), leaves, inputs.do)
+    inputs, refusal = without_nan(inputs), "drops no weights" if "dropout_p" in inputs.options else None
+    leaves, keep = leaves_of(**inputs.learned()), keep_for_rivals(inputs)
+    return Contender("naive", "naive", lambda: naive_attention(**leaves, keep=keep), leaves, inputs.do, refusal=refusal)
 
 
 def _layer(problem: Problem, name: str, family: str, module_class: type) -> Contender:
@@ -182,7 +190,16 @@ def _layer(problem: Problem, name: str, family: str, module_class: type) -> Cont
     return Contender(name, family, lambda: module(x, x, x, **options)[0], tensors, problem.do)
 
 
-def _leaves(**tensors: Tensor) -> dict[str, Tensor]:
+def _encoder(problem: Problem, name: str) -> Contender:
+    x, padding, encoder = problem.x.detach().requires_grad_(), ~problem.inputs.mask.real_keys, make_encoder(problem)
+    (family, is_ours), refusal = _ENCODERS[name], None
+    if is_ours and (report := fastattn.swap(encoder)).refused:
+        refusal = str(report)
+    tensors = {"x": x} | dict(encoder.named_parameters())
+    return Contender(name, family, lambda: run_encoder(encoder, x, padding), tensors, problem.do, refusal=refusal)
+
+
+def leaves_of(**tensors: Tensor) -> dict[str, Tensor]:
     return {name: x.detach().requires_grad_() for name, x in tensors.items()}
 
 
@@ -193,22 +210,37 @@ def _dropout(inputs: Inputs) -> dict[str, object]:
     return {"dropout_p": inputs.options["dropout_p"], "generator": inputs.options["generator"].clone_state()}
 
 
-def _without_nan(inputs: Inputs) -> Inputs:
-    """The same with zeros in padding: torch multiplies padding by zero, and NaN would spread from it."""
+def without_nan(inputs: Inputs) -> Inputs:
+    """The same with zeros in padding: rivals multiply padding by zero, and NaN would spread from it."""
     return replace(inputs, **{name: getattr(inputs, name).nan_to_num(0.0) for name in ("q", "k", "v", "do")})
 
 
 def _sdpa_mask(inputs: Inputs) -> dict[str, object]:
     """The mask in the words SDPA is fastest with: is_causal, a mask over keys, or both merged into one table."""
-    mask, features = inputs.mask, inputs.mask.features()
+    mask, features = inputs.mask, inputs.mask.features() - {"real_queries"}
     if features <= {"causal"}:
         return {"is_causal": mask.causal}
     if features == {"real_keys"}:
         return {"attn_mask": mask.real_keys[:, None, None, :]}
-    return {"attn_mask": mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)}
+    return {"attn_mask": keep_for_rivals(inputs)}
 
 
-def _in_short(error: RuntimeError, warned: list[str]) -> str:
+def keep_for_rivals(inputs: Inputs) -> Tensor:
+    """Which keys a query may see; all of them where it sees none, whose softmax would be NaN, as Transformers does."""
+    keep = inputs.mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
+    return keep | ~keep.any(-1, keepdim=True)
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What torch, its compiler and Triton raise where they cannot compute something."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return (RuntimeError, ValueError)
+    return (RuntimeError, ValueError, TritonError)
+
+
+def _in_short(error: Exception, warned: list[str]) -> str:
     """The reason on one line: torch's warnings where they name it, else the error."""
     reasons = [text.partition(" (Triggered internally")[0].strip() for text in warned]
     reasons = [text for text in reasons if not text.endswith("because:") and "runtime disabled" not in text]

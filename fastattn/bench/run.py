@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from fastattn.testing import compare
+from fastattn.testing import Error, compare
 
-from .cases import DTYPES, Job, Problem, make_problem
+from .cases import DTYPES, Job, Problem, least_bytes, make_problem
 from .rivals import Contender, RefusalError, contenders
 from .timing import Call, Timing, interleave, matmul, peak_bytes
 
@@ -23,8 +24,10 @@ class Row:
 
     verdict: "right" (and so timed), "wrong" (its answer is outside the error budget) or "n/a" (it refuses).
     note: the sentence that explains a verdict other than "right".
+    max_error: the largest against fp64 in any result of the pass; None where the answer cannot be compared.
     timing, gflops, matmul_share, peak_mib, speedup: None unless right. gflops counts useful work only; matmul_share is
         of torch.matmul's rate in the same rounds; speedup is over torch's fastest right rival (None without one).
+    gbps: the fewest bytes that the pass of attention must move, per ns; None for layers.
     """
 
     job: Job
@@ -33,7 +36,9 @@ class Row:
     verdict: str
     note: str = ""
     timing: Timing | None = None
+    max_error: float | None = None
     gflops: float | None = None
+    gbps: float | None = None
     matmul_share: float | None = None
     peak_mib: float | None = None
     speedup: float | None = None
@@ -58,10 +63,17 @@ def measure_all(jobs: list[Job], device: str, quick: bool) -> list[Row]:
 def measure(job: Job, device: str, budget_s: float) -> list[Row]:
     """The rows of a job, fastest first, and those that could not be timed after them."""
     problem = make_problem(job, device)
-    calls, right, untimed = try_out(problem, contenders(problem))
+    return measure_problem(problem, contenders(problem), device, budget_s)
+
+
+def measure_problem(problem: Problem, candidates: list[Contender], device: str, budget_s: float) -> list[Row]:
+    """The rows of these contenders, as `measure` orders them."""
+    job = problem.job
+    calls, right, max_errors, untimed = try_out(problem, candidates)
     yardstick, yardstick_call, yardstick_flops = matmul(DTYPES[job.dtype], device)
     timings = interleave(calls | {yardstick: yardstick_call}, budget_s, device)
     matmul_rate = yardstick_flops / timings[yardstick].median
+    moved = least_bytes(problem.inputs, job.timed) if job.level == "attention" else None
     to_beat = min((timings[name].median for name, c in right.items() if c.family == "torch"), default=None)
     calls.clear()  # frees the graphs, whose memory is measured from nothing next
     timed = [
@@ -71,7 +83,9 @@ def measure(job: Job, device: str, budget_s: float) -> list[Row]:
             contender.family,
             "right",
             timing=timings[name],
+            max_error=max_errors[name],
             gflops=problem.flops / timings[name].median / 1e9,
+            gbps=None if moved is None else moved / timings[name].median / 1e9,
             matmul_share=problem.flops / timings[name].median / matmul_rate,
             peak_mib=peak_bytes(contender.whole(job.timed), device) / 2**20,
             speedup=None if to_beat is None else to_beat / timings[name].median,
@@ -81,28 +95,52 @@ def measure(job: Job, device: str, budget_s: float) -> list[Row]:
     return sorted(timed, key=lambda row: row.timing.median) + untimed
 
 
-def try_out(problem: Problem, candidates: list[Contender]) -> tuple[dict[str, Call], dict[str, Contender], list[Row]]:
-    """The calls to time and their contenders, by name, of those that are right; and the rows of the others."""
-    job, calls, right, untimed = problem.job, {}, {}, []
+class Tried(NamedTuple):
+    """What became of contenders before any was timed.
+
+    calls, right, max_errors: of those that are right, by name: what to time, who it is, and the largest error of any
+        result (None where the answer cannot be compared).
+    untimed: the rows of the others.
+    """
+
+    calls: dict[str, Call]
+    right: dict[str, Contender]
+    max_errors: dict[str, float | None]
+    untimed: list[Row]
+
+
+def try_out(problem: Problem, candidates: list[Contender]) -> Tried:
+    """Runs each contender once and holds its results to fp64."""
+    job, tried = problem.job, Tried({}, {}, {}, [])
     for contender in candidates:
         try:
             call, results = contender.trial(job.timed)
         except RefusalError as refusal:
             failed = contender.family == "fastattn" and not contender.refusal  # it promised to compute this
-            untimed.append(_row(job, contender, "wrong" if failed else "n/a", str(refusal)))
+            tried.untimed.append(_row(job, contender, "wrong" if failed else "n/a", str(refusal)))
             continue
-        if contender.is_comparable and (why := wrong(problem, results)):
-            untimed.append(_row(job, contender, "wrong", why))
-            continue
-        calls[contender.name], right[contender.name] = call, contender
-    return calls, right, untimed
+        max_error = None
+        if contender.is_comparable:
+            if contender.family != "fastattn" and problem.unseeing is not None and "o" in results:
+                results["o"] = results["o"].masked_fill(problem.unseeing[:, None, :, None], 0)
+            compared = errors(problem, results)
+            if why := wrong(compared):
+                tried.untimed.append(_row(job, contender, "wrong", why))
+                continue
+            max_error = max(error.largest for error in compared)
+        tried.calls[contender.name], tried.right[contender.name] = call, contender
+        tried.max_errors[contender.name] = max_error
+    return tried
 
 
-def wrong(problem: Problem, results: dict[str, Tensor]) -> str:
-    """What is outside the error budget among these results, in one sentence; "" where nothing is."""
-    if problem.heads is not None:
-        results = {name: x[:, problem.heads] for name, x in results.items()}
-    compared = [compare(name, x, problem.naive[name], problem.exact[name]) for name, x in results.items()]
+def errors(problem: Problem, results: dict[str, Tensor]) -> list[Error]:
+    """The error of each result that the problem has the right answer for."""
+    checked = problem.checked(results)
+    return [compare(name, x, problem.naive[name], problem.exact[name]) for name, x in checked.items()]
+
+
+def wrong(compared: list[Error]) -> str:
+    """What is outside the error budget, in one sentence; "" where nothing is."""
     return "; ".join(str(error) for error in compared if not error.right)
 
 

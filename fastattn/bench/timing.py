@@ -18,6 +18,8 @@ from fastattn.backends.native import build as native_build
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 CEILING_STEPS = 3_000_000  # about 10 ms, beside which starting the threads is nothing
 SAMPLE_S = 0.01  # a sample repeats a shorter call until it takes about this long
+_SCRATCH_BYTES = 2**28  # several times the L2 cache of any GPU
+_MOST_OVERWRITES = 50
 
 
 @dataclass(frozen=True)
@@ -45,46 +47,98 @@ class Timing:
         return statistics.quantiles(self.seconds, n=100, method="inclusive")[percent - 1]
 
 
-def interleave(calls: dict[str, Call], budget_s: float, device: str) -> dict[str, Timing]:
+def interleave(calls: dict[str, Call], budget_s: float, device: str, by_host: bool = False) -> dict[str, Timing]:
     """The timing of each call, in rounds that give every call one sample.
 
     Every other round runs backwards, so that no call always follows the same neighbour.
 
     Args:
         budget_s: about how long all rounds together may take; MIN_ROUNDS are run in any case.
-        device: "cpu" or "cuda", which is waited for at both ends of a sample.
+        device: "cpu", by the clock of the host; or "cuda", by the GPU's own, from a cold L2 cache to the end of the
+            last kernel, without the time that the host takes to launch.
+        by_host: the clock of the host for "cuda" too: what a caller waits who makes one call after the other.
     """
-    repetitions, round_s = {}, 0.0
+    watch = _GPUWatch() if device == "cuda" and not by_host else _HostWatch(device)
+    settings, round_s = {}, 0.0
     for name, call in calls.items():
-        once = _sample(call, 1, device)
-        if once < SAMPLE_S:  # short enough for a first call to mislead
-            once = _sample(call, 1, device)
-        repetitions[name] = max(1, math.ceil(SAMPLE_S / max(once, 1e-6)))
-        round_s += once * repetitions[name]
+        settings[name], sample_s = watch.settle(call)
+        round_s += sample_s
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(budget_s / max(round_s, 1e-6))))
 
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
     for _ in range(rounds):
         for name in order:
-            seconds[name].append(_sample(calls[name], repetitions[name], device))
+            seconds[name].append(watch.sample(calls[name], settings[name]))
         order.reverse()
-    return {name: Timing(tuple(taken), repetitions[name]) for name, taken in seconds.items()}
+    return {name: Timing(tuple(taken), watch.repetitions(settings[name])) for name, taken in seconds.items()}
 
 
-def _sample(call: Call, repetitions: int, device: str) -> float:
-    with call.context():
-        _wait_for(device)
-        start = time.perf_counter()
-        for _ in range(repetitions):
+class _HostWatch:
+    """Samples by the host's clock, which waits for the device at both ends; the setting is how often a call is made."""
+
+    def __init__(self, device: str) -> None:
+        self.wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def settle(self, call: Call) -> tuple[int, float]:
+        """The setting for a call, and about how long a sample will take."""
+        once = self.sample(call, 1)
+        if once < SAMPLE_S:  # short enough for a first call to mislead
+            once = self.sample(call, 1)
+        repetitions = max(1, math.ceil(SAMPLE_S / max(once, 1e-6)))
+        return repetitions, once * repetitions
+
+    def sample(self, call: Call, repetitions: int) -> float:
+        """Seconds per call."""
+        with call.context():
+            self.wait()
+            start = time.perf_counter()
+            for _ in range(repetitions):
+                call.run()
+            self.wait()
+            return (time.perf_counter() - start) / repetitions
+
+    def repetitions(self, setting: int) -> int:
+        """How many calls a sample is the mean of."""
+        return setting
+
+
+class _GPUWatch:
+    """Samples of one call each, between two events on the GPU.
+
+    The setting is how often the L2 cache is overwritten before it: the GPU is busy with that until the host has queued
+    the whole call.
+    """
+
+    def __init__(self) -> None:
+        self.scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.int8, device="cuda")
+        overwrite = Call(self.scratch.zero_)
+        self.overwrite_s = min(self.sample(overwrite, 1) for _ in range(3))
+
+    def settle(self, call: Call) -> tuple[int, float]:
+        self.sample(call, 1)  # a first call may compile
+        with call.context():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
             call.run()
-        _wait_for(device)
-        return (time.perf_counter() - start) / repetitions
+            queued_s = time.perf_counter() - start
+        overwrites = min(_MOST_OVERWRITES, 1 + math.ceil(1.5 * queued_s / self.overwrite_s))
+        return overwrites, self.sample(call, overwrites) + overwrites * self.overwrite_s
 
-
-def _wait_for(device: str) -> None:
-    if device == "cuda":
+    def sample(self, call: Call, overwrites: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with call.context():
+            torch.cuda.synchronize()
+            for _ in range(overwrites):
+                self.scratch.zero_()
+            start.record()
+            call.run()
+            end.record()
         torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def repetitions(self, setting: int) -> int:
+        return 1
 
 
 def matmul(dtype: torch.dtype, device: str) -> tuple[str, Call, float]:

@@ -1,0 +1,159 @@
+"""What each stage does, from the first sign of life to the last row, within its time and going on where it stopped."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from fastattn.backends import BACKENDS
+
+from . import speed, truth
+from .crew import Answer, Crew, CrewError, Task, answers
+from .results import REPOSITORY, Results, is_failure
+
+STAGES = ("truth", "bench", "hopper", "cuda")
+_COMPILING_SHARE = 0.6  # of the time of a stage, at most
+_FIRST_LIMIT_S = 180.0
+_COMPILE_LIMIT_S = 150.0
+_TELL_EVERY_S = 2.0
+_DRY_LIMIT_S = 400.0  # a CPU has other work too
+
+
+class StageError(Exception):
+    """A stage cannot be run as asked, or what it ran is wrong; the message is one sentence."""
+
+
+@dataclass
+class Stage:
+    """One run of a stage.
+
+    name: one of STAGES.
+    device: "cuda"; or "cpu" for a dry run, which does all of it on a few small cases.
+    seconds: how long it may take.
+    """
+
+    name: str
+    results: Results
+    device: str
+    seconds: float
+
+    def __post_init__(self) -> None:
+        self.deadline = time.monotonic() + self.seconds
+        self.dry = self.device == "cpu"
+        self.only = None if self.name in ("truth", "bench") else self.name  # the backend that the stage is about
+
+    def run(self) -> None:
+        """Runs what is left to do.
+
+        Raises:
+            StageError: there is no such backend yet, something is wrong, or time did not suffice.
+        """
+        if self.only and self.only not in truth.backend_names():
+            known = ", ".join(truth.backend_names())
+            raise StageError(f"stage {self.only} needs a backend of that name, and there are only {known}")
+        if self.name != "bench" and not (REPOSITORY / "tests").is_dir():
+            raise StageError("the tests are not installed with the package: run it in a checkout")
+        self.results.begin_run(self.name)
+        self.left = 0
+        try:
+            if self.name != "bench":
+                self._truth()
+            if self.name != "truth":
+                self._bench()
+        except CrewError as error:
+            raise StageError(str(error)) from error
+        finally:
+            rows = [row for row in self.results.rows(self.name) if row["sources"] == self.results.sources]
+            self.results.end_run(len({row["task"] for row in rows}), self.left)
+        if failed := [row for row in rows if is_failure(row)]:
+            first = "\n".join(f"  {row['task']}: {row['verdict']}: {row['note']}" for row in failed[:20])
+            raise StageError(f"{len(failed)} of {len(rows)} rows are failures:\n{first}")
+        if self.left:
+            raise StageError(f"{self.left} tasks are left; the same command goes on with them")
+
+    def _truth(self) -> None:
+        first = next(answers([self._tests([Task(truth.FIRST, _FIRST_LIMIT_S)])], self.deadline), None)
+        if first is None:
+            raise StageError(f"{truth.FIRST}: took longer than the {self.seconds:.0f} s there are")
+        self.results.add(self.name, truth.FIRST, _rows(first) if first.failure else [])
+        if first.failure:
+            raise StageError(f"{truth.FIRST}: {first.failure}")
+        ids, first_rows = first.rows[0]["ids"], first.rows[1:]
+        for row in first_rows:
+            self.results.add(self.name, row["test"], [row])
+            self._say(f"{row['verdict']}: {row['test']} {row['note']}")
+        if wrong := [row for row in first_rows if row["verdict"] == "wrong"]:
+            raise StageError(f"{truth.FIRST}: {wrong[0]['test']}: {wrong[0]['note']}")
+        ids = [id_ for id_ in ids if not self.only or truth.compiles(id_, [self.only])]
+        ids = [id_ for id_ in ids if not self.dry or truth.in_dry_run(id_)]
+        fused = [b.NAME for b in BACKENDS if b is not BACKENDS[-1] and b.features(torch.device(self.device))]
+        fused = [name for name in fused if not self.only or name == self.only]
+        tests = self._unfinished([Task(id_) for id_ in ids])
+        if not self.dry:
+            to_compile = [Task(task.name, _COMPILE_LIMIT_S) for task in tests if truth.compiles(task.name, fused)]
+            self._compile(Crew(truth.serve, to_compile, _cores(), {"device": self.device, "compiling": True}))
+        sanitized = self._unfinished([] if self.dry else truth.sanitizer_tasks(fused))
+        self._measure([self._tests(tests), Crew(truth.serve_sanitizer, sanitized)])
+
+    def _tests(self, tasks: list[Task]) -> Crew:
+        return Crew(truth.serve, tasks, options={"device": self.device})
+
+    def _bench(self) -> None:
+        options = {"device": self.device, "dry": self.dry, "only": self.only}
+        tasks = self._unfinished(speed.tasks(self.device, self.dry))
+        if not self.dry:
+            to_compile = [Task(task.name, _COMPILE_LIMIT_S) for task in speed.to_compile(tasks, self.dry)]
+            self._compile(Crew(speed.serve_compiling, to_compile, _cores(), options))
+        self._measure([Crew(speed.serve, tasks, options=options)])
+
+    def _unfinished(self, tasks: list[Task]) -> list[Task]:
+        finished = self.results.finished(self.name)
+        left = [task for task in tasks if task.name not in finished]
+        if self.dry:
+            left = [Task(task.name, _DRY_LIMIT_S) for task in left]
+        self._say(f"{len(left)} of {len(tasks)} tasks to do")
+        return left
+
+    def _compile(self, crew: Crew) -> None:
+        """Fills the caches of compilers on every core; what fails here fails again where it is measured."""
+        start = time.monotonic()
+        until = min(self.deadline, start + _COMPILING_SHARE * self.seconds)
+        done = list(answers([crew], until))
+        failed = [answer for answer in done if answer.failure]
+        self._say(f"compiled for {len(done)} of {len(crew.tasks)} tasks in {time.monotonic() - start:.0f} s")
+        for answer in failed:
+            self._say(f"compiling {answer.task.name}: {answer.failure}")
+
+    def _measure(self, crews: list[Crew]) -> None:
+        total = sum(len(crew.tasks) for crew in crews)
+        done, told = 0, 0.0
+        for done, answer in enumerate(answers(crews, self.deadline), 1):
+            rows = [row | {"seconds": round(answer.seconds, 2)} for row in _rows(answer)]
+            self.results.add(self.name, answer.task.name, rows)
+            bad = [row for row in rows if row["verdict"] not in ("right", "n/a")]
+            said = "; ".join(f"{row.get('contender', '')} {row['verdict']}: {row['note']}" for row in bad)
+            if bad or time.monotonic() > told + _TELL_EVERY_S:
+                self._say(f"[{done}/{total}] {answer.task.name} {answer.seconds:.1f} s {said}".rstrip())
+                told = time.monotonic()
+        self.left += total - done
+
+    def _say(self, text: str) -> None:
+        left = math.ceil(self.deadline - time.monotonic())
+        print(f"{self.name} ({left} s left): {text}", file=sys.stderr, flush=True)
+
+
+def _rows(answer: Answer) -> list[dict[str, object]]:
+    """The rows of an answer, with one more where its worker failed."""
+    if not answer.failure:
+        return answer.rows
+    verdict, _, note = answer.failure.partition(": ")
+    return [*answer.rows, {"verdict": verdict, "note": note}]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,126 @@
+"""What the kernels are promised to reach on an H200, and what a results file says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .crew import Rows
+
+Row = dict[str, object]
+
+_TFLOPS = {  # head dim, pass, mask: at least, from 4096 tokens on
+    (128, "forward", "full"): 430,
+    (128, "forward", "causal"): 390,
+    (64, "forward", "full"): 370,
+    (64, "forward", "causal"): 340,
+    (128, "backward", "full"): 280,
+    (128, "backward", "causal"): 280,
+    (64, "backward", "full"): 260,
+    (64, "backward", "causal"): 260,
+}
+_LENGTHS = (4096, 8192, 16384)
+_PADDED = {"D128-N2048-pad": "D128-N2048-full", "D64-N2048-pad": "D64-N2048-full"}  # and the same without padding
+_PADDED_SHARE = 0.9
+_PADDED_SPEED_UPS = {"SDPA efficient": 2.5, "SDPA cudnn": 1.2}  # over both passes together
+_LAUNCH_US = {"forward": 30.0, "forward+backward": 60.0}  # beyond what SDPA takes
+_ROUNDING_MIB = 1.0  # of the allocator
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A promise and its figure, both in words; `met` is None where the figure was not measured."""
+
+    promise: str
+    figure: str
+    met: bool | None
+
+
+def outcomes(rows: Rows) -> list[Outcome]:
+    """Every promise, held against the rows of one stage."""
+    right = [row for row in rows if row["verdict"] == "right" and "case" in row]
+    return [*_rates(right), *_padding(right), *_launch(right), *_memory(right)]
+
+
+def ours(rows: Rows, case: str, timed: str, level: str = "attention") -> Row | None:
+    """The fastest row of fastattn in a job that is no replay of a graph."""
+    found = [row for row in _of(rows, level, case, timed) if row["family"] == "fastattn" and not _is_graph(row)]
+    return min(found, key=median_ms, default=None)
+
+
+def of_contender(rows: Rows, contender: str, case: str, timed: str, level: str = "attention") -> Row | None:
+    """The row of a contender in a job."""
+    return next((row for row in _of(rows, level, case, timed) if row["contender"] == contender), None)
+
+
+def median_ms(row: Row) -> float:
+    """Of a row that was timed."""
+    return row["time_ms"]["median"]
+
+
+def _of(rows: Rows, level: str, case: str, timed: str) -> Rows:
+    wanted = (level, case, timed, "right")
+    return [row for row in rows if (row.get("level"), row.get("case"), row.get("pass"), row["verdict"]) == wanted]
+
+
+def _is_graph(row: Row) -> bool:
+    return "graph" in row["contender"]
+
+
+def _compared(promise: str, figure: float | None, unit: str, least: float = 0.0, most: float = float("inf")) -> Outcome:
+    if figure is None:
+        return Outcome(promise, "not measured", None)
+    return Outcome(promise, f"{figure:.3g}{unit}", least <= figure <= most)
+
+
+def _rates(rows: Rows) -> Iterator[Outcome]:
+    for (D, timed, mask), least in _TFLOPS.items():
+        for N in _LENGTHS:
+            row = ours(rows, f"D{D}-N{N}-{mask}", timed)
+            figure = row and row["tflops"]
+            yield _compared(f"D{D} N{N} {mask} {timed}: at least {least} TFLOP/s", figure, " TFLOP/s", least)
+
+
+def _padding(rows: Rows) -> Iterator[Outcome]:
+    for padded, unpadded in _PADDED.items():
+        for timed in ("forward", "backward"):
+            pair = [ours(rows, case, timed) for case in (padded, unpadded)]
+            share = pair[0]["tflops"] / pair[1]["tflops"] if all(pair) else None
+            promise = f"{padded} {timed}: useful TFLOP/s at least {_PADDED_SHARE:.0%} of those without padding"
+            yield _compared(promise, None if share is None else 100 * share, " %", 100 * _PADDED_SHARE)
+    for case in (*_PADDED, "bert"):
+        for rival, least in _PADDED_SPEED_UPS.items():
+            passes = [(of_contender(rows, rival, case, t), ours(rows, case, t)) for t in ("forward", "backward")]
+            figure = None
+            if all(map(all, passes)):
+                figure = sum(median_ms(theirs) for theirs, _ in passes) / sum(median_ms(our) for _, our in passes)
+            yield _compared(f"{case}, both passes: at least {least} times as fast as {rival}", figure, "x", least)
+
+
+def _launch(rows: Rows) -> Iterator[Outcome]:
+    for timed, most in _LAUNCH_US.items():
+        pair = ours(rows, "launch", timed, "launch"), of_contender(rows, "SDPA", "launch", timed, "launch")
+        figure = 1e3 * (median_ms(pair[0]) - median_ms(pair[1])) if all(pair) else None
+        yield _compared(f"launch of {timed}: at most SDPA's and {most:.0f} us", figure, " us more", -1e9, most)
+    for timed in _LAUNCH_US:
+        graphs = [row for row in _of(rows, "launch", "launch", timed) if _is_graph(row)]
+        figure = min((1e3 * median_ms(row) for row in graphs), default=None)
+        yield _compared(f"{timed} in a CUDA graph: captured, with the bits of the call", figure, " us a replay")
+
+
+def _memory(rows: Rows) -> Iterator[Outcome]:
+    for timed in ("forward", "backward"):
+        case = "D128-N4096-causal"
+        row = ours(rows, case, timed)
+        least = row and _outputs_mib(row["shape"], timed)
+        promise = f"{case} {timed}: no memory but outputs, lse and delta"
+        yield _compared(promise + (f" ({least:.0f} MiB)" if row else ""), row and row["peak_mib"], " MiB",
+                        most=least + _ROUNDING_MIB if row else 0.0)  # fmt: skip
+
+
+def _outputs_mib(shape: dict[str, int], timed: str) -> float:
+    """What bf16 outputs and the fp32 rows beside them take."""
+    rows_q, rows_k = shape["B"] * shape["H"] * shape["n_q"], shape["B"] * shape["H_kv"] * shape["n_k"]
+    forward = 2 * rows_q * shape["d_v"] + 4 * rows_q
+    backward = 2 * (rows_q * shape["D"] + rows_k * (shape["D"] + shape["d_v"])) + 4 * rows_q
+    return (forward if timed == "forward" else forward + backward) / 2**20

@@ -1,0 +1,441 @@
+"""`python -m fastattn.bench.gpu` as far as a CPU goes: its machinery in a dry run, and what it makes of figures."""
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from crews import serve, serve_verdicts
+
+import fastattn
+from fastattn import testing
+from fastattn.bench import cases, run, timing
+from fastattn.bench.gpu import __main__ as command
+from fastattn.bench.gpu import render, rivals, speed, targets, truth
+from fastattn.bench.gpu.crew import Crew, CrewError, Task, answers
+from fastattn.bench.gpu.results import Results, file_name, is_failure
+from fastattn.testing import CASES, make_inputs
+
+ROOT = Path(__file__).parent.parent
+ENCODERS = ("torch.nn.TransformerEncoder", "torch.nn.TransformerEncoder, fastattn.swap")
+
+
+def soon(seconds=250.0):
+    return time.monotonic() + seconds
+
+
+def test_a_worker_that_dies_or_hangs_costs_one_task():
+    tasks = [Task(name, 1.0 if name == "hangs" else 200.0) for name in ("a", "dies", "b", "hangs", "c", "leaves", "d")]
+    found = {answer.task.name: answer for answer in answers([Crew(serve, tasks, options={"begin": "I "})], soon())}
+    assert list(found) == [task.name for task in tasks]
+    assert [answer.rows[0]["said"] for answer in found.values()] == [f"I {task.name}" for task in tasks]
+    assert found["dies"].failure == "died: exit code 7; out of ink"
+    assert found["hangs"].failure.startswith("hung: no answer in 1 s")
+    assert not any(found[name].failure for name in ("a", "b", "c", "leaves", "d"))
+    workers = [answer.rows[0]["by"] for answer in found.values()]
+    replaced = [before != after for before, after in itertools.pairwise(workers)]
+    assert replaced == [False, True, False, True, False, True]  # after dies, hangs, leaves
+
+
+def test_workers_share_the_tasks_of_a_crew():
+    found = list(answers([Crew(serve, [Task(str(n)) for n in range(4)], workers=2), Crew(serve, [])], soon()))
+    assert sorted(answer.task.name for answer in found) == ["0", "1", "2", "3"]
+
+
+def test_the_deadline_stops_all():
+    start = time.monotonic()
+    assert list(answers([Crew(serve, [Task("hangs")])], soon(2.5))) == []
+    assert time.monotonic() - start < 30
+
+
+def test_a_crew_that_cannot_start_says_why():
+    with pytest.raises(CrewError, match="died: exit code 3; there is no paper"):
+        list(answers([Crew(serve, [Task("a")], options={"begin": "fails"})], soon()))
+
+
+def dry_run(stage, folder, monkeypatch):
+    """All that a stage wrote."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two threads wait long on a busy machine
+    assert command.main([stage, "--device", "cpu", "--out", str(folder)]) == 0
+    (path,) = folder.glob("*.json")
+    document = json.loads(path.read_text())
+    assert [(run["stage"], run["left"]) for run in document["runs"]] == [(stage, 0)]
+    assert [row for row in document["rows"] if row["verdict"] not in ("right", "n/a")] == []  # of rivals too
+    return document["rows"]
+
+
+def test_a_dry_run_of_truth_tests_each_backend(tmp_path, monkeypatch):
+    tests = {row["test"] for row in dry_run("truth", tmp_path, monkeypatch)}
+    for backend in truth.backend_names():
+        for case in ("plain", "one-query"):
+            assert f"tests/test_conformance.py::test_case_is_right_or_refused[{backend}-{case}-torch.float16]" in tests
+        assert f"tests/test_truth.py::test_case_of_pytorch_196678[{backend}]" in tests
+
+
+def test_a_dry_run_of_bench_measures_every_task(tmp_path, monkeypatch):
+    rows = dry_run("bench", tmp_path, monkeypatch)
+    assert {row["task"] for row in rows} == {task.name for task in speed.tasks("cpu", dry=True)}
+    assert {row["contender"] for row in rows if row["level"] == "encoder"} == set(ENCODERS)
+    own = [row for row in rows if row["contender"] == "fastattn native"]
+    assert {row["level"] for row in own} == {"attention", "launch"}
+    for row in own:
+        assert row["verdict"] == "right"
+        assert row["time_ms"]["p20"] <= row["time_ms"]["median"] <= row["time_ms"]["p80"]
+        if row["level"] == "attention":
+            assert min(row[name] for name in ("tflops", "gbps", "peak_mib", "max_error")) > 0
+
+
+@pytest.fixture
+def three_tasks(monkeypatch):
+    """The stage "bench" has a task that is right, one that is wrong, and one whose worker dies."""
+    monkeypatch.setattr(speed, "serve", serve_verdicts)
+    monkeypatch.setattr(speed, "tasks", lambda device, dry: [Task(name) for name in ("right", "wrong", "dies")])
+
+
+def test_a_stage_goes_on_where_it_stopped_and_tells_what_failed(three_tasks, tmp_path, capsys, monkeypatch):
+    def bench(*options):
+        code = command.main(["bench", "--device", "cpu", "--out", str(tmp_path), *options])
+        (path,) = tmp_path.glob("*.json")
+        said = capsys.readouterr().err
+        rows = json.loads(path.read_text())["rows"]
+        return code, said, {row["task"]: row["verdict"] for row in rows if row.get("family") != "torch"}
+
+    monkeypatch.setattr(render, "render", lambda path: [])
+    monkeypatch.setattr(render, "summary", lambda document, stage: "")
+    code, said, verdicts = bench()
+    assert (code, verdicts) == (1, {"right": "right", "wrong": "wrong", "dies": "died"})
+    assert "2 of 6 rows are failures" in said
+    assert "wrong: it is wrong" in said
+    assert "dies: died: exit code 7" in said
+    assert "3 of 3 tasks to do" in said
+    code, said, verdicts_then = bench()
+    assert (code, verdicts_then) == (1, verdicts)
+    assert "0 of 3 tasks to do" in said
+    assert "2 of 3 tasks to do" in bench("--again")[1]
+    monkeypatch.setattr("fastattn.bench.gpu.results.sources", lambda: "others")
+    assert "3 of 3 tasks to do" in bench()[1]
+
+
+def test_a_stage_that_runs_out_of_time_is_not_done(three_tasks, tmp_path, capsys):
+    assert command.main(["bench", "--device", "cpu", "--out", str(tmp_path), "--seconds", "0"]) == 1
+    assert "bench: 3 tasks are left; the same command goes on with them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["hopper", "cuda"])
+def test_a_stage_without_its_backend_says_so(name, tmp_path, capsys):
+    assert command.main([name, "--device", "cpu", "--out", str(tmp_path)]) == 1
+    assert (
+        f"{name}: stage {name} needs a backend of that name, and there are only triton, native"
+        in capsys.readouterr().err
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_a_stage_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main(["truth"]) == 1
+    assert "torch sees no CUDA device here" in capsys.readouterr().err
+
+
+def test_a_wrong_answer_of_ours_is_a_failure(monkeypatch):
+    right = fastattn.attention
+    monkeypatch.setattr(fastattn, "attention", lambda *args, **options: right(*args, **options) * 1.1)
+    rows = []
+    speed.serve(iter(["attention D128-N4096-causal bf16 forward"]), rows.extend, "cpu", dry=True)
+    verdicts = {row["contender"]: (row["verdict"], is_failure(row)) for row in rows}
+    assert verdicts["fastattn native"] == ("wrong", True)
+    assert verdicts["SDPA flash"] == ("right", False)
+
+
+def test_only_some_heads_are_checked_where_heads_are_grouped():
+    case = replace(next(case for case in CASES if case.name == "grouped-causal"), B=2, H=6, H_kv=3, n_q=20, D=8)
+    problem = cases.make_problem(cases.Job("attention", case, "fp32", "backward"), "cpu", outer_heads=True)
+    assert problem.key_heads == [0, 2]
+    results = testing.run(problem.inputs, "reference")
+    assert run.wrong(run.errors(problem, results)) == ""
+    for name, heads in (("dq", (0, 1, 4, 5)), ("dk", (0, 2))):
+        for head in range(results[name].shape[1]):
+            broken = results[name].clone()
+            broken[:, head] += 1
+            assert bool(run.wrong(run.errors(problem, {name: broken}))) == (head in heads)
+
+
+def test_bytes_count_each_tensor_once_and_no_padding():
+    case = replace(CASES[0], B=2, H=4, H_kv=2, n_q=8, D=16, keys="right", queries=True)
+    inputs = make_inputs(case, torch.float16)
+    tokens = int(inputs.mask.real_keys.sum())
+    assert tokens < 2 * 8
+    forward = 2 * tokens * 16 * (4 + 2 + 2 + 4)  # q, k, v, o
+    assert cases.least_bytes(inputs, "forward") == pytest.approx(forward)
+    assert cases.least_bytes(inputs, "backward") == pytest.approx(2 * forward)  # and the gradient of each
+    with_bias = make_inputs(replace(CASES[0], n_q=8, bias=(2, 8, 8)), torch.float16)
+    without = make_inputs(replace(CASES[0], n_q=8), torch.float16)
+    assert cases.least_bytes(with_bias, "forward") - cases.least_bytes(without, "forward") == 2 * 2 * 8 * 8
+
+
+def test_who_makes_tables_is_refused_where_they_fill_the_gpu(monkeypatch):
+    case = replace(CASES[0], B=2, H=3, n_q=4, n_k=5, D=8)
+    problem = cases.make_problem(cases.Job("attention", case, "bf16", "forward"), "cpu")
+    for largest, expected in ((2 * 3 * 4 * 5 * 2, set()), (2 * 3 * 4 * 5 * 2 - 1, {"SDPA math", "naive"})):
+        monkeypatch.setattr(rivals, "_LARGEST_TABLE_BYTES", largest)
+        refusals = {c.name: c.refusal for c in rivals.gpu_contenders(problem)}
+        assert {name for name, why in refusals.items() if why and why.startswith("makes tables")} == expected
+
+
+def test_sentences_are_short_on_average():
+    real = make_inputs(next(case for case in CASES if case.name == "bert"), torch.float16, seed=1).mask.real_keys
+    lengths = real.sum(1)
+    assert 120 < lengths.float().mean() < 140
+    assert (lengths.min(), lengths.max()) == (1, 512)
+
+
+def test_tests_are_run_by_name_and_their_failures_told(monkeypatch, tmp_path):
+    file = tmp_path / "test_it.py"
+    file.write_text(
+        "import pytest\n"
+        "def test_a(record_property): record_property('torch', 'all NaN')\n"
+        "def test_b(): assert 1 == 2, 'they differ'\n"
+        "def test_c(): pytest.skip('no time')\n"
+    )
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # so that it is undone
+    monkeypatch.setattr(truth, "TEST_FILES", (str(file),))
+    monkeypatch.setattr(truth, "REPOSITORY", tmp_path)
+    rows = []
+    truth.serve(
+        iter([truth.FIRST, "test_it.py::test_b", "test_it.py::test_c", "test_it.py::test_a"]), rows.extend, "cpu"
+    )
+    assert rows[0] == {"ids": [f"test_it.py::test_{x}" for x in "abc"]}
+    assert [row["verdict"] for row in rows[1:]] == ["wrong", "skipped", "right"]
+    assert rows[1]["note"].startswith("AssertionError: they differ")
+    assert "no time" in rows[2]["note"]
+    assert rows[3]["note"] == "torch: all NaN"
+
+    compiled = []
+    truth.serve(iter(["test_it.py::test_b", "test_it.py::test_a"]), compiled.append, "cpu", compiling=True)
+    assert compiled == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "verdict", "note"),
+    [
+        (0, "right", "ERROR SUMMARY: 1 error"),
+        (99, "wrong", "COMPUTE-SANITIZER; Invalid __global__ read; ERROR SUMMARY: 1 error"),
+        (1, "n/a", "exit code 1; COMPUTE-SANITIZER; Invalid __global__ read; ERROR SUMMARY: 1 error; no device\n"),
+    ],
+    ids=["clean", "errors", "broken"],
+)
+def test_the_sanitizer_is_heard(tmp_path, monkeypatch, exit_code, verdict, note):
+    said = ["COMPUTE-SANITIZER", "Invalid __global__ read", "ERROR SUMMARY: 1 error"]
+    program = tmp_path / "compute-sanitizer"
+    lines = [*(f"echo '========= {line}'" for line in said), "echo hello", "echo no device >&2", f"exit {exit_code}"]
+    program.write_text("\n".join(["#!/bin/sh", f"echo $@ > {tmp_path}/called", *lines]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    rows = []
+    truth.serve_sanitizer(iter([task.name for task in truth.sanitizer_tasks(["triton"])]), rows.extend)
+    assert rows == [{"verdict": verdict, "note": note}] * 2
+    assert (tmp_path / "called").read_text().split()[:2] == ["--tool", "racecheck"]
+
+
+def test_kernels_are_compiled_for_the_tests_that_launch_some():
+    assert truth.compiles("tests/a.py::test_b[triton-plain-torch.float16]", ["triton"])
+    assert truth.compiles("tests/a.py::test_b[q-triton]", ["triton"])
+    assert not truth.compiles("tests/a.py::test_triton[native-plain]", ["triton"])
+
+
+def test_flex_attention_is_given_the_same_mask():
+    from torch.nn.attention.flex_attention import create_mask
+
+    for case in (case for case in CASES if case.timed == "gpu"):
+        small = speed._shrunk(case)
+        inputs = make_inputs(small, torch.float32)
+        if not inputs.mask.features():
+            continue
+        n_k = inputs.k.shape[2]
+        told = create_mask(rivals._mask_mod(inputs.mask), small.B, None, small.n_q, n_k, "cpu")
+        assert torch.equal(told, inputs.mask.keep(small.n_q, n_k).expand_as(told)), case
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_given_the_same_scores():
+    job = cases.Job(
+        "attention", speed._shrunk(next(case for case in CASES if case.name == "bias-N1024")), "fp32", "forward"
+    )
+    problem = cases.make_problem(job, "cpu")
+    flex = rivals._flex(problem.inputs)
+    flex.tensors.update({name: x.detach_() for name, x in flex.tensors.items()})  # on the CPU it has no backward
+    torch.testing.assert_close(flex.compute().double(), problem.exact["o"], rtol=1e-4, atol=1e-4)
+
+
+def test_the_gpu_clock_starts_with_a_cold_cache_and_a_busy_gpu(monkeypatch):
+    happened, now = [], [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[0]
+            happened.append("event")
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.at - self.at)
+
+    class Scratch:
+        def zero_(self):
+            happened.append("flush")
+            now[0] += 0.001
+
+    def call():
+        happened.append("call")
+        now[0] += 0.003
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: Scratch())
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    found = timing.interleave({"a": timing.Call(call)}, 0.0, "cuda")["a"]
+    assert found.repetitions == 1
+    assert found.seconds == pytest.approx((0.003,) * timing.MIN_ROUNDS)
+    # The host took 3 ms to queue the call, and one overwriting takes 1 ms: 1 + 1.5 * 3 of them keep the GPU busy.
+    assert happened[-10:] == ["wait", *["flush"] * 6, "event", "call", "event", "wait"][-10:]
+    assert "".join(x[0] for x in happened).endswith("w" + "f" * 6 + "ecew")
+
+
+def row(case, timed, contender, median, tflops=1.0, level="attention", **more):
+    family = "fastattn" if contender.startswith("fastattn") else "torch"
+    shape = {"B": 4, "H": 16, "H_kv": 16, "n_q": 4096, "n_k": 4096, "D": 128, "d_v": 128}
+    return {
+        "stage": "bench", "task": f"{level} {case} bf16 {timed}", "level": level, "case": case, "pass": timed,
+        "contender": contender, "family": family, "verdict": "right", "note": "", "tflops": tflops, "shape": shape,
+        "gbps": 2.0, "max_error": 0.01, "peak_mib": 64.25, "time_ms": {"median": median, "p20": median, "p80": median},
+    } | more  # fmt: skip
+
+
+def outcome(rows, start):
+    (found,) = (found for found in targets.outcomes(rows) if found.promise.startswith(start))
+    return found.figure, found.met
+
+
+def test_promises_are_held_against_the_figures():
+    case = "D128-N4096-full"
+    assert outcome([], "D128 N4096 full forward") == ("not measured", None)
+    for rate, met in ((431, True), (429, False)):
+        rows = [row(case, "forward", "fastattn triton", 1, rate)]
+        assert outcome(rows, "D128 N4096 full forward") == (f"{rate} TFLOP/s", met)
+    two = [row(case, "forward", f"fastattn {name}", ms, rate) for name, ms, rate in (("a", 2, 300), ("b", 1, 600))]
+    assert outcome(two, "D128 N4096 full forward") == ("600 TFLOP/s", True)
+    assert outcome([row(case, "forward", "SDPA cudnn", 1, 600)], "D128 N4096 full forward")[1] is None
+
+    padded = [
+        row("D128-N2048-pad", "forward", "fastattn triton", 1, 89),
+        row("D128-N2048-full", "forward", "fastattn triton", 1, 100),
+    ]
+    assert outcome(padded, "D128-N2048-pad forward") == ("89 %", False)
+    both = [
+        row("bert", timed, name, ms)
+        for name, ms in (("fastattn triton", 1), ("SDPA cudnn", 1.3))
+        for timed in cases.PASSES
+    ]
+    assert outcome(both, "bert, both passes: at least 1.2 times as fast as SDPA cudnn") == ("1.3x", True)
+    assert outcome(both[:3], "bert, both passes: at least 1.2 times as fast as SDPA cudnn")[1] is None
+
+
+def test_launches_and_memory_are_held_against_theirs():
+    small = [
+        row("launch", "forward", name, ms, level="launch") for name, ms in (("fastattn triton", 0.061), ("SDPA", 0.03))
+    ]
+    assert outcome(small, "launch of forward: ") == ("31 us more", False)
+    graph = row("launch", "forward", "fastattn triton, CUDA graph", 0.01, level="launch")
+    assert outcome([*small, graph], "launch of forward: ") == ("31 us more", False)
+    assert outcome([*small, graph], "forward in a CUDA graph") == ("10 us a replay", True)
+    # o is 64 MiB in bf16 and lse 1 MiB in fp32; one MiB is for the allocator.
+    for peak, met in ((66.0, True), (66.5, False)):
+        rows = [row("D128-N4096-causal", "forward", "fastattn triton", 1, peak_mib=peak)]
+        assert outcome(rows, "D128-N4096-causal forward: no memory") == (f"{peak:.3g} MiB", met)
+
+
+def test_readme_says_what_the_results_say():
+    readme = (ROOT / "README.md").read_text()
+    written = readme.partition("<!-- python -m fastattn.bench.gpu markdown -->\n")[2].partition("\n<!-- end -->")[0]
+    assert written == render.for_readme(ROOT / "benchmarks" / "results")
+
+
+def document_of(rows, device="cuda"):
+    run = {"stage": "bench", "date": "2026-01-02", "commit": "0.1.0 (abc)", "sources": "s", "done": 1, "left": 0}
+    state = {"clocks.sm": "1980 MHz", "power.draw": "700 W"}
+    return {
+        "schema": 1, "device": device, "machine": {"gpu": "NVIDIA H200", "cpu": "?"}, "rows": rows,
+        "versions": {"torch": "2.11.0", "triton": "3.6.0"}, "runs": [run | {"state_before": state, "state_after": {}}],
+    }  # fmt: skip
+
+
+def test_the_table_of_readme_has_a_line_for_each_measured_case(tmp_path):
+    assert render.for_readme(tmp_path) == render.NOT_MEASURED
+    rows = [
+        row("D128-N4096-full", "forward", "fastattn triton", 1, 431.4),
+        row("D128-N4096-full", "backward", "fastattn triton", 1, 288.6),
+        row("D128-N4096-full", "forward", "SDPA cudnn", 1, 640),
+        row("D128-N4096-full", "forward", "SDPA flash", 1, 640, verdict="wrong"),
+    ]
+    (tmp_path / "nvidia-h200.json").write_text(json.dumps(document_of(rows)))
+    (tmp_path / "dry.json").write_text(json.dumps(document_of(rows, "cpu")))
+    text = render.for_readme(tmp_path)
+    assert "On an NVIDIA H200, torch 2.11.0, Triton 3.6.0" in text
+    assert "(fastattn 0.1.0 (abc))" in text
+    assert [line for line in text.splitlines() if line.startswith("| D")] == [
+        "| D128-N4096-full | 431 / 289 | 640 / - | - / - | - / - | - / - |"
+    ]
+
+
+def test_markdown_and_pictures_are_made_of_a_results_file(tmp_path):
+    images = pytest.importorskip("matplotlib.image")
+    names = ("fastattn triton", "SDPA cudnn")
+    rows = [row(f"D64-N{N}-full", "forward", name, 1, N / 10) for N in (512, 1024) for name in names]
+    rows += [row("bert", "forward", name, ms) for name, ms in zip(names, (1.0, 2.0), strict=True)]
+    rows += [row("bert", "forward", "FlexAttention", 1, verdict="n/a", note="has | no time", time_ms=None)]
+    rows += [{"stage": "truth", "task": "t::a", "verdict": "right", "note": "torch: all NaN"}]
+    rows += [{"stage": "truth", "task": "t::b", "verdict": "died", "note": "exit code -11"}]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(document_of(rows)))
+    written = render.render(path)
+    assert [x.name for x in written] == ["gpu.md", "gpu-lengths.png", "gpu-cases.png"]
+    text = written[0].read_text()
+    for line in (
+        "| bench | 2026-01-02 | 0.1.0 (abc) | 1980 MHz, 700 W |  | 1 | 0 |",
+        "* t::b: died: exit code -11",
+        "* t::a: torch: all NaN",
+        "| bert | 1 | 1 | n/a |",
+        "| attention bert forward | fastattn triton | 1 | 1-1 | 1 | 2 | 64.2 | 0.01 | SDPA cudnn 2 ms (2.00x) |",
+        "* attention bert bf16 forward: FlexAttention: has | no time",
+    ):
+        assert line in text, line
+    for picture in written[1:]:
+        pixels = images.imread(picture)
+        blue = (pixels[..., 2] > 0.5) & (pixels[..., 0] < 0.2)
+        assert blue.sum() > 30
+
+
+def test_results_are_named_after_what_they_ran_on(tmp_path):
+    assert file_name("NVIDIA H200", "2.11.0+cu130", "3.6.0") == "nvidia-h200-2.11.0-3.6.0.json"
+    results = Results(tmp_path, "cpu", commit="abc")
+    assert results.versions["fastattn"] == f"{fastattn.__version__} (abc)"
+    results.add("bench", "a", [{"verdict": "right"}, {"verdict": "wrong"}])
+    results.add("bench", "a", [{"verdict": "right"}])
+    results.save()
+    again = Results(tmp_path, "cpu")
+    assert [row["verdict"] for row in again.rows("bench")] == ["right"]
+    assert again.finished("bench") == {"a"}
+    assert again.finished("truth") == set()
+
+
+def test_the_command_needs_torch_alone_until_it_runs():
+    code = "import sys; sys.modules |= dict.fromkeys(('pytest', 'matplotlib', 'rich', 'hypothesis', 'triton'))\n"
+    code += "from fastattn.bench.gpu.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "truth" in done.stdout

@@ -96,7 +96,7 @@ def dbias_kernel(
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             o_q, m_q, m_k = queries[0], queries[1], keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-            if m_dense is None or anything(m_dense):
+            if visible.dense.data is None or anything(m_dense):
                 # [M, D]
                 b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
                 b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)

@@ -202,7 +202,7 @@ def rows_kernel(
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             m_k = keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-            if m_dense is None or anything(m_dense):
+            if visible.dense.data is None or anything(m_dense):
                 # [N, D]
                 b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
                 # [M, N]
@@ -262,7 +262,7 @@ def dk_dv_kernel(
             queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
             o_q, m_q = queries[0], queries[1]
             m_dense = shown(queries, keys, i_b, i_hq, visible, QUERIES_DOWN=False)
-            if m_dense is None or anything(m_dense):
+            if visible.dense.data is None or anything(m_dense):
                 # [M, D]
                 b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
                 b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
@@ -347,7 +347,7 @@ def dq_kernel(
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         m_k = keys[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if m_dense is None or anything(m_dense):
+        if visible.dense.data is None or anything(m_dense):
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)

@@ -114,7 +114,7 @@ def forward_kernel(
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         m_k = keys[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if m_dense is None or anything(m_dense):
+        if visible.dense.data is None or anything(m_dense):
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]

@@ -190,7 +190,7 @@ def received_kernel(
         queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
         o_q, m_q = queries[0], queries[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=False)
-        if m_dense is None or anything(m_dense):
+        if visible.dense.data is None or anything(m_dense):
             pairs = as_row(queries), as_column(keys), i_b, i_h, n_q, n_k
             # [M, D]
             b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
@@ -245,7 +245,7 @@ def top_keys_kernel(
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         o_k, m_k = keys[0], keys[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if m_dense is None or anything(m_dense):
+        if visible.dense.data is None or anything(m_dense):
             pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)

@@ -21,7 +21,8 @@ class Rules(NamedTuple):
     def heavy(self) -> bool:
         """Whether a tile needs more registers than limits and padding do."""
         visible, scoring = self.visible, self.scoring
-        terms = (visible.dense, visible.documents_q, scoring.softcap_log2, scoring.bias, scoring.slopes, self.dropout)
+        tables = (visible.dense, scoring.bias, scoring.slopes)
+        terms = (visible.documents_q, scoring.softcap_log2, self.dropout, *(table.data for table in tables))
         return any(term is not None for term in terms)
 
     def in_tiles(self, block_m: int) -> Rules:

@@ -38,7 +38,7 @@ class Visibility(NamedTuple):
     documents_k: Tensor | None  # integer [B, n_k]
     positions_q: Tensor | None  # int32 [B, n_q]
     positions_k: Tensor | None  # int32 [B, n_k]
-    dense: Table | None  # bool
+    dense: Table  # bool
     key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 4]
 
     def in_tiles(self, block_m: int) -> Visibility:
@@ -75,7 +75,7 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
         documents_k=None,
         positions_q=None,
         positions_k=None,
-        dense=None if mask.dense is None else table(mask.dense),
+        dense=table(mask.dense),
         key_ranges=None,
     )
     if mask.segments is None:
@@ -212,9 +212,9 @@ def keep(pairs, visible):
 
 @triton.jit
 def shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN: tl.constexpr):
-    """Which pairs of a tile a dense mask shows, None without one; to be asked before the tile is read."""
-    if visible.dense is None:
-        return None
+    """Which pairs of a tile a dense mask shows, True without one; to be asked before the tile is read."""
+    if visible.dense.data is None:
+        return True  # not None, which Triton 3.6 cannot return
     elif QUERIES_DOWN:
         return entries(visible.dense, (as_column(queries), as_row(keys), i_b, i_h)) & queries[1][:, None] & keys[1]
     else:
@@ -230,7 +230,7 @@ def anything(m):
 @triton.jit
 def hide(b_x, value, edge, m_dense, pairs, visible):
     """`b_x` with `value` for the pairs that may not be seen; outside of edges only a dense mask has such."""
-    if m_dense is not None:
+    if visible.dense.data is not None:
         b_x = tl.where(m_dense, b_x, value)
     if edge:
         b_x = tl.where(keep(pairs, visible), b_x, value)

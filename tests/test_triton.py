@@ -166,6 +166,22 @@ def test_keep_and_ranges_are_twins_of_the_mask(causal, q_start):
                 assert torch.equal(full, all_seen & seen), "a tile without a hidden pair is not called full"
 
 
+@pytest.mark.parametrize("start", [2**29 + 3, 2**31 - 1, 2**40, 2**62, -(2**29) - 3, -(2**31), -(2**40)])
+@pytest.mark.parametrize("documents_pattern", [None, "packed"])
+def test_starts_beyond_32_bits(start, documents_pattern):
+    """Causal, also from a tensor; and windows that end among the keys, although the queries are far from them."""
+    window, as_tensor = (start - 2, None) if start > 0 else (None, -start - 2), torch.tensor([start] * B, device=DEVICE)
+    segments = documents(documents_pattern)
+    for mask in (Mask(True, start), Mask(True, as_tensor), Mask(False, start, window)):
+        mask = dataclasses.replace(mask, segments=segments)
+        kept, key_ranges, _ = ranges_of(mask, N_Q, N_K)
+        expected = torch.zeros_like(kept)
+        expected[:, :N_Q, :N_K] = mask.keep(N_Q, N_K, DEVICE)[:, 0]
+        assert torch.equal(kept, expected)
+        visited, _ = in_range(key_ranges, TILES_K)
+        assert (visited | ~tiled(expected).any((-1, -2))).all(), "a visible pair is skipped"
+
+
 @pytest.mark.parametrize("shape", [(B, 1, N_Q, N_K), (N_Q, N_K), (B, 1, 1, N_K), (N_Q, 1), ()], ids=str)
 def test_dense_masks_of_every_shape(shape):
     dense = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.7).to(DEVICE)
@@ -271,9 +287,9 @@ def test_fp32_is_multiplied_exactly_unless_torch_is_told_otherwise():
         torch.set_float32_matmul_precision("highest")
 
 
-def objections(shape=(1, 1, 4, 16), d_v=16, dtype=torch.float32) -> list[str]:
+def objections(shape=(1, 1, 4, 16), d_v=16, dtype=torch.float32, mask=None, **terms) -> list[str]:
     q = torch.empty(shape, dtype=dtype)
-    return backend.unsupported(q, q, q.new_empty(*shape[:3], d_v), Spec(Mask(), 1.0))
+    return backend.unsupported(q, q, q.new_empty(*shape[:3], d_v), Spec(mask or Mask(), 1.0, **terms))
 
 
 def test_refusals_are_sentences(monkeypatch):
@@ -282,6 +298,11 @@ def test_refusals_are_sentences(monkeypatch):
     assert objections(dtype=torch.float64) == ["needs float32, float16 or bfloat16, got float64"]
     assert objections((1, 1, 4, 257)) == ["takes head dims up to 256, got 257 for q and k"]
     assert objections(d_v=300) == ["takes head dims up to 256, got 300 for v"]
+    slopes = {"alibi_slopes": torch.ones(1)}
+    assert objections(mask=Mask(q_start=2**29), **slopes) == []
+    assert objections(mask=Mask(q_start=-(2**29) - 1)) == []
+    expected = "counts ALiBi distances from a q_start of at most 2^29, got -536870913"
+    assert objections(mask=Mask(q_start=-(2**29) - 1), **slopes) == [expected]
     assert backend.by_name_only(torch.device("cpu")) == "interprets its kernels on the CPU, which is for tests"
     assert backend.by_name_only(torch.device("cuda")) is None
     monkeypatch.delenv("TRITON_INTERPRET")

@@ -49,7 +49,7 @@ def gradient_of_table(
     """
     (B, H, n_q, n_k), dbias = sizes, torch.empty_like(bias)
     B_bias, H_bias = (1, 1, 1, *bias.shape)[-4:-2]
-    config = config_for("dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]), rules.heavy)
+    config = config_for("dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]), rules.heavy_terms)
     programs = B_bias * H_bias * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
     arguments = (*inputs, table(dbias), rules.in_tiles(config.BLOCK_M), B // B_bias, H // H_bias, H, n_q, n_k)
     launch(dbias_kernel, programs, *arguments, **shape, **config._asdict())

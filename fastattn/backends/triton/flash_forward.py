@@ -46,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
     rules = rules_of(spec, n_q, n_k)
-    config = config_for("forward", q, max(block_qk, block_v), rules.heavy)
+    config = config_for("forward", q, max(block_qk, block_v), rules.heavy_terms)
     launch(
         forward_kernel,
         B * H * triton.cdiv(n_q, config.BLOCK_M),

@@ -30,7 +30,7 @@ class Visibility(NamedTuple):
     query_spans: Tensor | None  # int32 [B, 3], see real_spans
     real_keys: Tensor | None  # bool [B, n_k]
     key_spans: Tensor | None  # int32 [B, 3]
-    q_starts: Tensor | None  # integer [B], instead of q_start
+    q_starts: Tensor | None  # integer [B], instead of q_start; cut off at FAR, which only ALiBi and huge windows notice
     q_start: int
     left: int | None
     right: int | None

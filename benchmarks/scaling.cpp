@@ -71,7 +71,8 @@ std::vector<int64_t> backward_work(const Problem& p, const Kernels& kernels, int
   char somewhere;
   BackwardTensors t{};
   t.dq.data = t.dk.data = t.dv.data = &somewhere;
-  for (const BackwardItem& item : backward_steps(p, kernels, t, threads).front()) {
+  const std::vector<Step> steps = backward_steps(p, kernels, t, threads);
+  for (const BackwardItem& item : steps.front()) {
     const IndexList& queries = p.queries[item.b];
     const int64_t pairs = visible_pairs(p, item.b, queries.lower_bound(item.first_query),
                                         queries.lower_bound(item.last_query), item.first_key, item.last_key);

@@ -246,7 +246,7 @@ def test_padded_queries_are_skipped_in_encoders(model_type, received):
 
 
 @may_fall_back
-@pytest.mark.parametrize("make", [bert, gpt2, llama, t5])
+@pytest.mark.parametrize("make", [bert, gpt2, llama, gemma2, gpt_oss, t5])
 def test_output_attentions(make):
     eager, swapped = both(make)
     call = inputs(eager, padding("left"))
@@ -402,8 +402,6 @@ def test_a_users_mask_function_is_not_forgotten(monkeypatch, received):
         ({"sliding_window": 2}, "sliding_window=2 came without a mask"),
         ({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, "pass position_ids too"),
         ({"attention_mask": Mask(causal=True), "is_causal": False}, "is_causal=False came with a causal mask"),
-        ({"output_attentions": True, "softcap": 1.0}, "output_attentions is not supported with a softcap"),
-        ({"output_attentions": True, "s_aux": torch.ones(2)}, "or with attention sinks"),
     ],
 )
 def test_options_that_change_the_result_are_refused(options, why):

@@ -1,7 +1,8 @@
 """Compiles the Triton kernels ahead of time, for GPUs that need not be there, and prints what each of them takes.
 
-`python tests/triton_compile.py 80` prints a table for sm_80, `--json` one object a line. It runs the own `forward` and
-`backward` of the backend and stops each launch after compiling: what is compiled is what would run.
+`python tests/triton_compile.py 80` prints a table for sm_80, `--json` one object a line. It runs the functions of the
+backend and stops each launch after compiling: what is compiled is what would run. A kernel that several calls share is
+printed once, for the first of them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ COMPILED = {
         (64, torch.float32, "causal"),
         (256, torch.bfloat16, "everything"),
     ],
+    100: [(D, torch.bfloat16, "causal") for D in (64, 128)],
 }
+WITH_WEIGHTS = [config for config in HOT if config[2] != "sinks"]  # which they know from the lse alone
+MATRIX_INSTRUCTION = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
 
 class NoGPU:
@@ -86,19 +90,31 @@ class NoGPU:
 
 
 def compiled(arch: int) -> Iterator[dict[str, object]]:
-    """What every kernel of `COMPILED[arch]` takes: registers, bytes of stack and shared memory, matrix instructions."""
+    """What every kernel of `COMPILED[arch]` takes: see `_resources`."""
     driver.set_active(NoGPU(arch))
     torch.cuda.get_device_capability = lambda device: divmod(arch, 10)
-    kernels = []
+    triton.knobs.compilation.disable_line_info = True  # faster, and the same instructions
+    kernels, known = [], []
+
+    def take(kernel_name: str, kernel: object) -> None:
+        if not any(kernel is other for other in known):
+            kernels.append((kernel_name, kernel))
+            known.append(kernel)
+
+    def is_wanted(options: dict[str, object]) -> bool:
+        """Not the rows and lse of weights: kernels of the forward and the backward, but without values."""
+        return options.get("D_V") != 0 or name == "causal"
+
     for D, dtype, name in COMPILED[arch]:
         q = torch.zeros(B, H, N, D, dtype=dtype)
         lse, spec = torch.zeros(B, H, N), Spec(scale=D**-0.5, **CALLS[name])
         wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
-        with compile_only(lambda *kernel: kernels.append(kernel)):
+        with compile_only(take, is_wanted):
             backend.forward(q, q, q, spec)
             backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
-            if (D, dtype, name) in HOT:
+            if (D, dtype, name) in WITH_WEIGHTS:
                 backend.weights(q, q, lse, spec, average_heads=True)
+            if (D, dtype, name) in WITH_WEIGHTS and spec.dropout_p == 0:
                 backend.received(q, q, spec)
                 backend.top_keys(q, q, spec, top_k=8)
         for kernel_name, kernel in kernels:
@@ -107,7 +123,8 @@ def compiled(arch: int) -> Iterator[dict[str, object]]:
         kernels.clear()
 
 
-def _resources(kernel) -> dict[str, int]:
+def _resources(kernel) -> dict[str, object]:
+    """Registers, bytes of stack and of shared memory; the matrix instructions, and how many stand in hot loops."""
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
@@ -115,12 +132,25 @@ def _resources(kernel) -> dict[str, int]:
         command = [cuobjdump, "--dump-resource-usage", cubin.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
+    ptx = kernel.asm["ptx"]
+    found = MATRIX_INSTRUCTION.findall(ptx)
     return {
         "registers": int(registers),
         "stack": int(stack),  # where registers are spilled to
         "shared": kernel.metadata.shared,
-        "mma": len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async", kernel.asm["ptx"])),
+        "mma": len(found),
+        "in_loops": sum(len(MATRIX_INSTRUCTION.findall(loop)) for loop in _hot_loops(ptx)),
+        "instruction": "+".join(sorted(set(found))),
     }
+
+
+def _hot_loops(ptx: str) -> list[str]:
+    """The text of each loop with matrix instructions that holds no other such loop."""
+    labels = {match[1]: match.start() for match in re.finditer(r"^(\$\w+):", ptx, re.M)}
+    jumps = ((labels[match[1]], match.start()) for match in re.finditer(r"\bbra(?:\.uni)?\s+(\$\w+);", ptx))
+    loops = [(begin, end) for begin, end in jumps if MATRIX_INSTRUCTION.search(ptx, begin, end)]
+    innermost = [(b, e) for b, e in loops if not any(b <= x and y <= e and (x, y) != (b, e) for x, y in loops)]
+    return [ptx[begin:end] for begin, end in innermost]
 
 
 def main() -> None:

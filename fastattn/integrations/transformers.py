@@ -328,17 +328,12 @@ def attention_forward(
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
 
-    dropout_p = dropout if module.training else 0.0
-    if not _weights_wanted(options):
-        o = attention(
-            query, key, value, mask, scale=scaling, bias=bias, softcap=softcap, sinks=s_aux, dropout_p=dropout_p
-        )
-        return o.transpose(1, 2).contiguous(), None
-    if softcap is not None or s_aux is not None:
-        raise _refusal(module, "output_attentions is not supported with a softcap or with attention sinks")
-    o, weights = attention_with_weights(
-        query, key, value, mask, scale=scaling, bias=bias, dropout_p=dropout_p, average_heads=False
-    )
+    terms = {"scale": scaling, "bias": bias, "softcap": softcap, "sinks": s_aux}
+    terms["dropout_p"] = dropout if module.training else 0.0
+    if _weights_wanted(options):
+        o, weights = attention_with_weights(query, key, value, mask, **terms, average_heads=False)
+    else:
+        o, weights = attention(query, key, value, mask, **terms), None
     return o.transpose(1, 2).contiguous(), weights
 
 

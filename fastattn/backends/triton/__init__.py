@@ -21,6 +21,8 @@ WHERE = "NVIDIA GPUs of compute capability 8.0 and newer"
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST_HEAD_DIM = 256
+FAR = 2**29
+"""Further than any sequence is long: a position and a limit twice as far, added to a length, are still below 2^31."""
 
 
 def features(device: torch.device) -> frozenset[str]:
@@ -36,6 +38,9 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if dim > _LARGEST_HEAD_DIM:
             found.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
+    q_start = spec.mask.q_start
+    if spec.alibi_slopes is not None and not isinstance(q_start, Tensor) and abs(q_start) > FAR:
+        found.append(f"counts ALiBi distances from a q_start of at most 2^29, got {q_start}")
     return found
 
 

@@ -43,7 +43,7 @@ def gradient_of_table(
     """
     (B, H, n_q, n_k), dbias = sizes, torch.empty_like(bias)
     B_bias, H_bias = (1, 1, 1, *bias.shape)[-4:-2]
-    config = config_for("dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]), rules.heavy)
+    config = config_for("dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]), rules.heavy_terms)
     programs = B_bias * H_bias * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
     arguments = (*inputs, table(dbias), rules.in_tiles(config.BLOCK_M), B // B_bias, H // H_bias, H, n_q, n_k)
     launch(dbias_kernel, programs, *arguments, **shape, **config._asdict())
@@ -90,7 +90,7 @@ def dbias_kernel(
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             o_q, m_q, m_k = queries[0], queries[1], keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-            if m_dense is None or anything(m_dense):
+            if visible.dense.data is None or anything(m_dense):
                 # [M, D]
                 b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
                 b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)

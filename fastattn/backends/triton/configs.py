@@ -2,7 +2,8 @@
 
 None was measured on a GPU yet. All were chosen by compiling: the comments say how many registers a thread takes with no
 mask and with the worst one (causal, padded keys and queries), when Triton 3.7.1 compiles for that GPU; tests print the
-same with `python tests/triton_compile.py 90`. No line spills with it, and none with any one feature more.
+same with `python tests/triton_compile.py 90`. No line of 16 bits spills with it, and none with any one feature more;
+those of fp32 spill at most 32 bytes.
 """
 
 from __future__ import annotations
@@ -57,10 +58,14 @@ _TABLE = {
     # Exact fp32 products hold whole rows of their operands in registers, so tiles are small.
     ("forward", _FP32, 64): Config(32, 32, 4, 1),  # untuned; 147 registers with a mask, on sm_80
     ("forward", _FP32, 128): Config(32, 16, 4, 1),  # untuned; 143 registers with a mask, on sm_80
-    ("rows", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 114 registers with a mask, on sm_80
-    ("dk_dv", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 189 registers with a mask, on sm_80
-    ("dq", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 152 registers with a mask, on sm_80
-    ("dbias", _FP32, 128): Config(32, 32, 4, 1),  # untuned; 194 registers, on sm_80
+    ("rows", _FP32, 64): Config(32, 32, 4, 1),  # untuned; 96 registers with a mask, on sm_80
+    ("dk_dv", _FP32, 64): Config(32, 32, 4, 1),  # untuned; 142 registers with a mask, on sm_80
+    ("dq", _FP32, 64): Config(32, 32, 4, 1),  # untuned; 146 registers with a mask, on sm_80
+    ("dbias", _FP32, 64): Config(32, 32, 4, 1),  # untuned; 194 registers, on sm_80
+    ("rows", _FP32, 128): Config(32, 32, 8, 1),  # untuned; 80 registers with a mask, on sm_80; 4 warps spill on sm_90
+    ("dk_dv", _FP32, 128): Config(32, 32, 8, 1),  # untuned; 128 registers with a mask, on sm_80; 4 warps spill
+    ("dq", _FP32, 128): Config(32, 32, 8, 1),  # untuned; 111 registers with a mask, on sm_80; 4 warps spill on sm_90
+    ("dbias", _FP32, 128): Config(32, 32, 8, 1),  # untuned; 144 registers, on sm_80
     ("forward", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 138 registers with a mask, on sm_80
     ("rows", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 90 registers with a mask, on sm_80
     ("dk_dv", _FP32, 256): Config(16, 16, 4, 1),  # untuned; 184 registers with a mask, on sm_80
@@ -76,7 +81,7 @@ _TABLE = {
     ("top_keys", _FP32, 256): Config(16, 16, 4, 1),  # untuned
 }
 
-_HEAVY = {  # instead of those, where a tile holds more than scores and weights: see Rules.heavy
+_HEAVY = {  # instead of those, where a tile holds more than scores and weights: see Rules.heavy_terms
     ("forward", _HOPPER, 64): Config(64, 64, 4, 3),  # untuned; 237 registers with documents, 200 with a bias
     ("dk_dv", _HOPPER, 128): Config(32, 64, 8, 2),  # untuned; 237 registers with a dense mask, 226 with dropout
     ("dk_dv", _HOPPER, 256): Config(32, 32, 8, 1),  # untuned; 184 registers with documents
@@ -86,18 +91,46 @@ _HEAVY = {  # instead of those, where a tile holds more than scores and weights:
     ("forward", _AMPERE, 256): Config(64, 32, 8, 1),  # untuned; 234 registers with a bias; two stages would not fit
     ("dq", _AMPERE, 256): Config(32, 32, 8, 1),  # untuned; 163 registers with a bias; 64 queries would not fit
 }
+_HEAVIEST = {  # instead of those, where a tile holds several such things
+    ("dq", _HOPPER, 64): Config(128, 32, 8, 2),  # untuned; 233 registers with everything
+    ("dk_dv", _HOPPER, 64): Config(32, 128, 8, 2),  # untuned; 251 registers with three, 96 bytes spill with everything
+    ("forward", _HOPPER, 128): Config(64, 64, 8, 2),  # untuned; 207 registers with everything
+    ("dk_dv", _HOPPER, 128): Config(32, 32, 8, 2),  # untuned; 202 registers with everything
+    ("dq", _HOPPER, 128): Config(128, 32, 8, 2),  # untuned; 243 registers with three, 40 bytes spill with everything
+    ("dbias", _HOPPER, 128): Config(64, 32, 8, 1),  # untuned; 255 registers with everything
+    ("forward", _HOPPER, 256): Config(64, 32, 8, 2),  # untuned; 247 registers with everything
+    ("dq", _HOPPER, 256): Config(32, 32, 8, 2),  # untuned; 24 bytes spill with everything
+    ("forward", _AMPERE, 64): Config(64, 32, 4, 3),  # untuned; 255 registers with everything
+    ("dk_dv", _AMPERE, 64): Config(64, 32, 8, 2),  # untuned; 255 registers with everything
+    ("dq", _AMPERE, 64): Config(64, 32, 8, 2),  # untuned; 255 registers with everything
+    ("dbias", _AMPERE, 64): Config(64, 32, 8, 1),  # untuned; 249 registers with everything
+    ("dk_dv", _AMPERE, 128): Config(32, 32, 8, 2),  # untuned; 212 registers with everything
+    ("dq", _AMPERE, 128): Config(32, 32, 8, 2),  # untuned; 213 registers with everything
+    ("dbias", _AMPERE, 128): Config(64, 16, 8, 1),  # untuned; 255 registers with everything
+    ("forward", _FP32, 64): Config(16, 16, 8, 1),  # untuned; 160 registers with everything, on sm_90
+    ("rows", _FP32, 64): Config(16, 16, 8, 1),  # untuned; 124 registers with everything, on sm_90
+    ("dq", _FP32, 64): Config(32, 16, 8, 1),  # untuned; 128 registers with everything, on sm_90
+    ("forward", _FP32, 128): Config(16, 16, 8, 1),  # untuned; 208 registers with everything, on sm_90
+    ("rows", _FP32, 128): Config(16, 16, 8, 1),  # untuned; 196 registers with everything, on sm_90
+    ("dq", _FP32, 128): Config(32, 16, 8, 1),  # untuned; 138 registers with everything, on sm_90
+}
 
 _INTERPRETED = Config(32, 32, num_warps=4, num_stages=1)  # small, so that short test cases have several tiles
 
 
-def config_for(kernel: str, q: Tensor, padded_head_dim: int, heavy: bool) -> Config:
-    """The parameters of a kernel (the first word of a line of the table) on the GPU and for the dtype of q."""
+def config_for(kernel: str, q: Tensor, padded_head_dim: int, heavy_terms: int) -> Config:
+    """The parameters of a kernel (the first word of a line of the table) on the GPU and for the dtype of q.
+
+    Args:
+        heavy_terms: see `Rules.heavy_terms`.
+    """
     if triton.knobs.runtime.interpret:
         return _INTERPRETED
     family = _FP32 if q.dtype == torch.float32 else _HOPPER if _is_hopper(q) else _AMPERE
     fitting = (dim for name, of, dim in _TABLE if (name, of) == (kernel, family) and dim >= padded_head_dim)
     key = (kernel, family, min(fitting))
-    return _HEAVY[key] if heavy and key in _HEAVY else _TABLE[key]
+    tables = (_TABLE, _HEAVY, _HEAVIEST)[: heavy_terms + 1]
+    return next(table[key] for table in reversed(tables) if key in table)
 
 
 def padded_head_dim(dim: int, q: Tensor) -> int:

@@ -85,7 +85,7 @@ def backward(
         return torch.empty_like(lse) if wanted else None
 
     rows = Rows(per_query(True), per_query(q.dtype == torch.float32), per_query(True))
-    config = config_for("rows", q, max(block_qk, block_v), rules.heavy)
+    config = config_for("rows", q, max(block_qk, block_v), rules.heavy_terms)
     programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
     arguments = (q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rows, rules.in_tiles(config.BLOCK_M))
     launch(rows_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
@@ -97,7 +97,7 @@ def backward(
     ds_of_keys = lse.new_empty(B, H, n_k) if bias_over == "queries" else None
     if dk_wanted or dv_wanted or ds_of_keys is not None:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy)
+        config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy_terms)
         programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
         found = (heads(dk), heads(dv), ds_of_keys, rules.in_tiles(config.BLOCK_M))
         launch(dk_dv_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
@@ -106,7 +106,7 @@ def backward(
     ds_by_distance, p_by_distance = per_query(dalibi_wanted), per_query(dalibi_wanted)
     if dq_wanted or ds_of_rows is not None:
         dq = torch.empty_like(q)
-        config = config_for("dq", q, max(block_qk, block_v), rules.heavy)
+        config = config_for("dq", q, max(block_qk, block_v), rules.heavy_terms)
         programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
         found = (heads(dq), ds_of_rows, ds_by_distance, p_by_distance, rules.in_tiles(config.BLOCK_M))
         launch(dq_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
@@ -202,7 +202,7 @@ def rows_kernel(
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             m_k = keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-            if m_dense is None or anything(m_dense):
+            if visible.dense.data is None or anything(m_dense):
                 # [N, D]
                 b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
                 # [M, N]
@@ -262,7 +262,7 @@ def dk_dv_kernel(
             queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
             o_q, m_q = queries[0], queries[1]
             m_dense = shown(queries, keys, i_b, i_hq, visible, QUERIES_DOWN=False)
-            if m_dense is None or anything(m_dense):
+            if visible.dense.data is None or anything(m_dense):
                 # [M, D]
                 b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
                 b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
@@ -347,7 +347,7 @@ def dq_kernel(
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         m_k = keys[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if m_dense is None or anything(m_dense):
+        if visible.dense.data is None or anything(m_dense):
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)

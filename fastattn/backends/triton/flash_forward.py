@@ -46,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
     rules = rules_of(spec, n_q, n_k)
-    config = config_for("forward", q, max(block_qk, block_v), rules.heavy)
+    config = config_for("forward", q, max(block_qk, block_v), rules.heavy_terms)
     launch(
         forward_kernel,
         B * H * triton.cdiv(n_q, config.BLOCK_M),
@@ -114,7 +114,7 @@ def forward_kernel(
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         m_k = keys[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if m_dense is None or anything(m_dense):
+        if visible.dense.data is None or anything(m_dense):
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]

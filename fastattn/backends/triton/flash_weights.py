@@ -42,7 +42,7 @@ def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads:
     """The weights after dropout in the dtype of q, [B, n_q, n_k] averaged over heads or [B, H, n_q, n_k]."""
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
-    rows, config = _rows(q, k, lse, spec, rules), config_for("dq", q, shape["BLOCK_QK"], rules.heavy)
+    rows, config = _rows(q, k, lse, spec, rules), config_for("dq", q, shape["BLOCK_QK"], rules.heavy_terms)
     found = q.new_empty(B, 1 if average_heads else H, n_q, n_k)
     programs = found.shape[:2].numel() * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
     arguments = (readable_heads(q), readable_heads(k), rows, heads(found), rules.in_tiles(config.BLOCK_M))
@@ -55,7 +55,7 @@ def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     """The sum over the queries of the weights, [B, H, n_k] in fp32."""
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
-    rows, config = _rows(q, k, None, spec, rules), config_for("dk_dv", q, shape["BLOCK_QK"], rules.heavy)
+    rows, config = _rows(q, k, None, spec, rules), config_for("dk_dv", q, shape["BLOCK_QK"], rules.heavy_terms)
     found = q.new_empty(B, H, n_k, dtype=torch.float32)
     arguments = (readable_heads(q), readable_heads(k), rows, found, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
     launch(received_kernel, B * H * triton.cdiv(n_k, config.BLOCK_N), *arguments, **shape, **config._asdict())
@@ -67,7 +67,7 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tens
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
     rows = _rows(q, k, None, spec, rules)
-    config = config_for("top_keys", q, shape["BLOCK_QK"], rules.heavy)
+    config = config_for("top_keys", q, shape["BLOCK_QK"], rules.heavy_terms)
     found = q.new_empty(B, H, n_q, triton.next_power_of_2(max(top_k, 2)), dtype=torch.int64)
     arguments = (readable_heads(q), readable_heads(k), rows, found, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
     programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
@@ -96,7 +96,7 @@ def _rows(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, rules: Rules) ->
     lse, no_o = lse.contiguous(), heads(q[..., :0])
     rest = torch.empty_like(lse) if q.dtype == torch.float32 else None
     rows, shape = Rows(torch.empty_like(lse), rest, torch.empty_like(lse)), _shape(q, k)
-    config = config_for("rows", q, shape["BLOCK_QK"], rules.heavy)
+    config = config_for("rows", q, shape["BLOCK_QK"], rules.heavy_terms)
     arguments = (readable_heads(q), readable_heads(k), no_o, no_o, lse, None, rows, rules.in_tiles(config.BLOCK_M))
     shape |= {"D_V": 0, "BLOCK_V": padded_head_dim(0, q)}
     launch(rows_kernel, B * H * triton.cdiv(n_q, config.BLOCK_M), *arguments, H, n_q, n_k, **shape, **config._asdict())
@@ -190,7 +190,7 @@ def received_kernel(
         queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
         o_q, m_q = queries[0], queries[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=False)
-        if m_dense is None or anything(m_dense):
+        if visible.dense.data is None or anything(m_dense):
             pairs = as_row(queries), as_column(keys), i_b, i_h, n_q, n_k
             # [M, D]
             b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
@@ -245,7 +245,7 @@ def top_keys_kernel(
         keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
         o_k, m_k = keys[0], keys[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if m_dense is None or anything(m_dense):
+        if visible.dense.data is None or anything(m_dense):
             pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)

@@ -18,11 +18,12 @@ class Rules(NamedTuple):
     dropout: Dropout | None
 
     @property
-    def heavy(self) -> bool:
-        """Whether a tile needs more registers than limits and padding do."""
+    def heavy_terms(self) -> int:
+        """How many things make a tile need more registers than limits and padding do."""
         visible, scoring = self.visible, self.scoring
-        terms = (visible.dense, visible.documents_q, scoring.softcap_log2, scoring.bias, scoring.slopes, self.dropout)
-        return any(term is not None for term in terms)
+        tables = (visible.dense, scoring.bias, scoring.slopes)
+        terms = (visible.documents_q, scoring.softcap_log2, self.dropout, *(table.data for table in tables))
+        return sum(term is not None for term in terms)
 
     def in_tiles(self, block_m: int) -> Rules:
         """The same for a kernel that takes `block_m` queries a tile."""

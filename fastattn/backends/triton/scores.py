@@ -24,8 +24,8 @@ class Scoring(NamedTuple):
 
     scale_log2: float
     softcap_log2: float | None
-    bias: Table | None
-    slopes: Table | None
+    bias: Table
+    slopes: Table
     sinks: Tensor | None
 
 
@@ -34,8 +34,8 @@ def scoring(spec: Spec) -> Scoring:
     return Scoring(
         scale_log2=spec.scale * LOG2E.value,
         softcap_log2=None if spec.softcap is None else spec.softcap * LOG2E.value,
-        bias=None if spec.bias is None else table(spec.bias),
-        slopes=None if spec.alibi_slopes is None else table(spec.alibi_slopes[..., None, None]),
+        bias=table(spec.bias),
+        slopes=table(None if spec.alibi_slopes is None else spec.alibi_slopes[..., None, None]),
         sinks=None if spec.sinks is None else spec.sinks.contiguous(),
     )
 
@@ -53,9 +53,9 @@ def scores_log2(b_qk, pairs, scoring):
     if scoring.softcap_log2 is not None:
         b_tanh = tanh(b_s_log2 / scoring.softcap_log2)
         b_s_log2, b_slope = b_tanh * scoring.softcap_log2, 1.0 - b_tanh * b_tanh
-    if scoring.bias is not None:
+    if scoring.bias.data is not None:
         b_s_log2 += entries(scoring.bias, pairs).to(tl.float32) * LOG2E
-    if scoring.slopes is not None:
+    if scoring.slopes.data is not None:
         b_s_log2 -= distances(pairs) * (entries(scoring.slopes, pairs).to(tl.float32) * LOG2E)
     return b_s_log2, b_slope
 

@@ -28,11 +28,14 @@ class Heads(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Something broadcastable to [B, H, n_q, n_k], and its strides; s_q and s_k are None where one entry is for all."""
+    """Something broadcastable to [B, H, n_q, n_k], and its strides; s_q and s_k are None where one entry is for all.
 
-    data: Tensor
-    s_b: int
-    s_h: int
+    Where there is no such thing, data is None: Triton 3.6 cannot compare a tuple that holds a None with None.
+    """
+
+    data: Tensor | None
+    s_b: int | None
+    s_h: int | None
     s_q: int | None
     s_k: int | None
 
@@ -47,8 +50,10 @@ def readable_heads(x: Tensor) -> Heads:
     return heads(x if x.stride(3) == 1 or x.shape[3] <= 1 else x.contiguous())
 
 
-def table(x: Tensor) -> Table:
+def table(x: Tensor | None) -> Table:
     """`x` for a kernel, as it lies in memory."""
+    if x is None:
+        return Table(None, None, None, None, None)
     x = x[(None,) * (4 - x.dim())]
     strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
     return Table(x, *strides[:2], *(s or None for s in strides[2:]))

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Mask
+from . import FAR
 from .documents import key_ranges, tile_ranges
 from .tiles import Table, entries, launch, table
 
-FAR = 2**29
-"""Further than any sequence is long; a sum of three such distances is still below 2^31."""
+LAST_POSITION: tl.constexpr = tl.constexpr(FAR)
 
 
 class Visibility(NamedTuple):
@@ -30,7 +30,7 @@ class Visibility(NamedTuple):
     query_spans: Tensor | None  # int32 [B, 3], see real_spans
     real_keys: Tensor | None  # bool [B, n_k]
     key_spans: Tensor | None  # int32 [B, 3]
-    q_starts: Tensor | None  # integer [B], instead of q_start
+    q_starts: Tensor | None  # integer [B], instead of q_start; cut off at FAR, which only ALiBi and huge windows notice
     q_start: int
     left: int | None
     right: int | None
@@ -38,7 +38,7 @@ class Visibility(NamedTuple):
     documents_k: Tensor | None  # integer [B, n_k]
     positions_q: Tensor | None  # int32 [B, n_q]
     positions_k: Tensor | None  # int32 [B, n_k]
-    dense: Table | None  # bool
+    dense: Table  # bool
     key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 4]
 
     def in_tiles(self, block_m: int) -> Visibility:
@@ -50,15 +50,13 @@ class Visibility(NamedTuple):
 
 def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
     """`mask` as the kernels take it, for n_q queries and n_k keys."""
+    q_start, left, right = limits(mask)
     starts = mask.q_start if isinstance(mask.q_start, Tensor) else None
     if starts is not None and starts.dim() == 2:  # another one for each query, which only documents have a table for
         if mask.segments is None:
             one_document = tuple(starts.new_zeros(len(starts), n, dtype=torch.int32) for n in (n_q, n_k))
             mask = dataclasses.replace(mask, segments=one_document)
         starts = None
-    left, right = (None if limit is None else min(limit, FAR) for limit in mask.window)
-    if mask.causal:
-        right = 0 if right is None else min(right, 0)
     real_queries, real_keys = (
         None if real is None else real.contiguous() for real in (mask.readable_queries(), mask.readable_keys())
     )
@@ -68,20 +66,22 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
         real_keys=real_keys,
         key_spans=None,
         q_starts=None if starts is None else starts.contiguous(),
-        q_start=0 if isinstance(mask.q_start, Tensor) else max(-FAR, min(mask.q_start, FAR)),
+        q_start=q_start,
         left=left,
         right=right,
         documents_q=None,
         documents_k=None,
         positions_q=None,
         positions_k=None,
-        dense=None if mask.dense is None else table(mask.dense),
+        dense=table(mask.dense),
         key_ranges=None,
     )
     if mask.segments is None:
         return visible._replace(query_spans=real_spans(real_queries), key_spans=real_spans(real_keys))
     device = mask.segments[0].device
-    positions_q, positions_k = (p.clamp(-FAR, FAR).int() for p in mask.positions(n_q, n_k, device))
+    if not isinstance(mask.q_start, Tensor):
+        mask = dataclasses.replace(mask, q_start=q_start)
+    positions_q, positions_k = (p.clamp(-2 * FAR, 2 * FAR).int() for p in mask.positions(n_q, n_k, device))
     documents_q, documents_k = (ids.contiguous() for ids in mask.segments)
     return visible._replace(
         documents_q=documents_q,
@@ -90,6 +90,18 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
         positions_k=positions_k.contiguous(),
         key_ranges=key_ranges((documents_q, documents_k), (real_queries, real_keys), positions_q, left, right),
     )
+
+
+def limits(mask: Mask) -> tuple[int, int | None, int | None]:
+    """(q_start, left, right) that fit into 32 bits and show the same pairs; 0 stands for a tensor of starts."""
+    left, right = mask.window
+    if mask.causal:
+        right = 0 if right is None else min(right, 0)
+    start = 0 if isinstance(mask.q_start, Tensor) else mask.q_start
+    q_start = max(-FAR, min(start, FAR))
+    left = None if left is None else left - (start - q_start)  # a limit moves along with the queries
+    right = None if right is None else right + (start - q_start)
+    return q_start, *(None if limit is None else max(-2 * FAR, min(limit, 2 * FAR)) for limit in (left, right))
 
 
 def real_spans(real: Tensor | None) -> Tensor | None:
@@ -154,7 +166,8 @@ def position_of_first_query(visible, i_b):
     if visible.q_starts is None:
         return visible.q_start
     else:
-        return tl.load(visible.q_starts + i_b).to(tl.int32)
+        start = tl.load(visible.q_starts + i_b)
+        return tl.minimum(tl.maximum(start, -LAST_POSITION), LAST_POSITION).to(tl.int32)
 
 
 @triton.jit
@@ -212,9 +225,9 @@ def keep(pairs, visible):
 
 @triton.jit
 def shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN: tl.constexpr):
-    """Which pairs of a tile a dense mask shows, None without one; to be asked before the tile is read."""
-    if visible.dense is None:
-        return None
+    """Which pairs of a tile a dense mask shows, True without one; to be asked before the tile is read."""
+    if visible.dense.data is None:
+        return True  # not None, which Triton 3.6 cannot return
     elif QUERIES_DOWN:
         return entries(visible.dense, (as_column(queries), as_row(keys), i_b, i_h)) & queries[1][:, None] & keys[1]
     else:
@@ -230,7 +243,7 @@ def anything(m):
 @triton.jit
 def hide(b_x, value, edge, m_dense, pairs, visible):
     """`b_x` with `value` for the pairs that may not be seen; outside of edges only a dense mask has such."""
-    if m_dense is not None:
+    if visible.dense.data is not None:
         b_x = tl.where(m_dense, b_x, value)
     if edge:
         b_x = tl.where(keep(pairs, visible), b_x, value)

@@ -8,11 +8,15 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def compile_only(take: Callable[[str, object], None] = lambda name, kernel: None) -> Iterator[None]:
+def compile_only(
+    take: Callable[[str, object], None] = lambda name, kernel: None,
+    is_wanted: Callable[[dict[str, object]], bool] = lambda options: True,
+) -> Iterator[None]:
     """In this block a launch compiles its kernel and ends there; what it should have written stays as allocated.
 
     Args:
         take: called with the name of each kernel and what Triton compiled.
+        is_wanted: whether to compile a launch with these keyword arguments at all.
     """
     from triton.runtime.jit import JITFunction
 
@@ -20,7 +24,8 @@ def compile_only(take: Callable[[str, object], None] = lambda name, kernel: None
 
     @functools.wraps(launch)
     def compile_it(self, *args, grid, warmup, **options):
-        take(self.__name__, launch(self, *args, grid=grid, warmup=True, **options))
+        if is_wanted(options):
+            take(self.__name__, launch(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_it
     try:

@@ -72,8 +72,8 @@ def dry_run(stage, folder, monkeypatch):
 def test_a_dry_run_of_truth_tests_each_backend(tmp_path, monkeypatch):
     tests = {row["test"] for row in dry_run("truth", tmp_path, monkeypatch)}
     for backend in truth.backend_names():
-        for case in ("plain", "one-query"):
-            assert f"tests/test_conformance.py::test_case_is_right_or_refused[{backend}-{case}-torch.float16]" in tests
+        for case in ("plain-torch.bfloat16", "one-query-torch.float16"):
+            assert f"tests/test_conformance.py::test_case_is_right_or_refused[{backend}-{case}]" in tests
         assert f"tests/test_truth.py::test_case_of_pytorch_196678[{backend}]" in tests
 
 

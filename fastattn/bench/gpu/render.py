@@ -14,11 +14,10 @@ from .crew import Rows
 from .results import is_failure
 from .targets import median_ms, of_contender, ours, outcomes
 
-NOT_MEASURED = (
-    "**Not measured: any GPU.** The Triton kernels have run in Triton's interpreter against the whole suite, and have "
-    "been\ncompiled ahead of time for compute capabilities 8.0, 9.0 and 10.0, the plain ones without register spills; no "
-    "GPU has\nexecuted them yet. `make gpu STAGE=truth` and `make gpu STAGE=bench` check and time them on a machine\nthat has one."
-)
+NOT_MEASURED = """\
+**Not measured: any GPU.** The Triton kernels have run in Triton's interpreter against the whole suite, and have been
+compiled ahead of time for compute capabilities 8.0, 9.0 and 10.0, the plain ones without register spills; no GPU has
+executed them yet. `make gpu STAGE=truth` and `make gpu STAGE=bench` check and time them on a machine that has one."""
 _TIMED = ("bench", "hopper", "cuda")
 _OURS = "fastattn"
 _IN_README = (

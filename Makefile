@@ -37,6 +37,8 @@ bench: $(INSTALLED)
 # Not in .venv, which would download torch: the figures are for the torch, the driver and the Triton that are installed.
 STAGE ?= truth
 gpu:
+	@$(PYTHON) -c 'import torch, triton, pytest' 2>/dev/null || \
+	    { echo "make gpu needs torch, triton and pytest, which $(PYTHON) does not have: make gpu PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m fastattn.bench.gpu $(STAGE) $(ARGS)
 
 # Runs the given executable on each instruction set of this machine.

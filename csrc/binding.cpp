@@ -304,10 +304,10 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
   }
   if (d_bias) {
     TORCH_CHECK_VALUE(d_bias->dim() == 4 && d_bias->size(2) == p.n_q && d_bias->size(3) == p.n_k, "d_bias must be [", p.B,
-                      " or 1, ", p.H, " or 1, ", p.n_q, ", ", p.n_k, "], got ", d_bias->sizes());
+                      " or 1, at most ", p.H, ", ", p.n_q, ", ", p.n_k, "], got ", d_bias->sizes());
     t.d_bias = d_bias->data_ptr<float>();
     t.d_bias_batch_stride = d_bias->size(0) < p.B ? 0 : d_bias->stride(0);
-    t.d_bias_head_stride = d_bias->size(1) < p.H ? 0 : d_bias->stride(1);
+    t.d_bias_heads = d_bias->size(1);
   }
   if (d_column) t.d_column = d_column->data_ptr<float>();
   if (d_row) t.d_row = d_row->data_ptr<float>();

@@ -176,11 +176,11 @@ FASTATTN_INLINE void finish_scores(const Problem& p, int64_t b, int64_t h, const
   hide<C>(queries, keys, part, s_t, -kInfinity);
 }
 
-// Adds dS, given as the left factor [part.n, C * kLanes] that it is in, to its rows of n_k keys.
+// Adds dS, given as the left factor [part.n, C * kLanes] that it is in, to its rows of keys.
 template <int C>
-FASTATTN_SELDOM void add_d_bias(const BackwardTensors& t, int64_t b, int64_t h, int64_t n_k, const QueryBlock& queries,
-                                const KeyBlock& keys, Part part, const LeftElement* ds) {
-  float* const of_head = t.d_bias + b * t.d_bias_batch_stride + h * t.d_bias_head_stride;
+FASTATTN_SELDOM void add_d_bias(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h,
+                                const QueryBlock& queries, const KeyBlock& keys, Part part, const LeftElement* ds) {
+  float* const of_head = t.d_bias + b * t.d_bias_batch_stride + h % t.d_bias_heads * p.n_q * p.n_k;
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); i += kLanes) {
     const FewKeys few(keys, part, i);
     for (int c = 0; c < C; ++c) {
@@ -189,7 +189,7 @@ FASTATTN_SELDOM void add_d_bias(const BackwardTensors& t, int64_t b, int64_t h, 
       for (int j = 0; j < kLanes; ++j) tile[j] = widen(ds + (lesser(i + j, part.n - 1) * C + c) * kLanes);
       transpose(tile);
       const int64_t n_queries = lesser(kLanes, queries.n - c * kLanes);
-      const auto row = [&](int64_t lane) { return of_head + queries.index[c][lane] * n_k; };
+      const auto row = [&](int64_t lane) { return of_head + queries.index[c][lane] * p.n_k; };
       if (few.side_by_side && n_queries == kLanes) {
 #pragma GCC unroll 16
         for (int lane = 0; lane < kLanes; ++lane) {

@@ -170,8 +170,9 @@ struct BackwardTensors {
   const float* d_lse;  // [B, H, n_q], or null: zeros
   Output dq, dk, dv;   // dq is fp32: it is summed in place over the chunks of keys
   // Sums of dS, of what is added to the scores. All are to be added to, and null where they are not wanted.
-  float* d_bias;       // [B or 1, H or 1, n_q, n_k]: over the samples and heads that share an entry, whose stride is 0
-  int64_t d_bias_batch_stride, d_bias_head_stride;
+  float* d_bias;       // [B or 1, d_bias_heads, n_q, n_k]: over all samples or none, whose stride is then 0, and over the
+                       // heads with the same remainder by d_bias_heads
+  int64_t d_bias_batch_stride, d_bias_heads;
   float* d_column;     // [B, H, n_k]: over the queries
   float* d_row;        // [B, H, n_q]: over the keys
   float* d_slope;      // [B, H, n_q]: over the keys, times minus their distances

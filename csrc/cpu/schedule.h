@@ -60,17 +60,19 @@ using Step = std::vector<BackwardItem>;
 inline std::vector<Step> backward_steps(const Problem& p, const Kernels& kernels, const BackwardTensors& t,
                                         int64_t threads) {
   const Wanted wanted = Wanted::in(t);
-  const bool samples_share = t.d_bias && t.d_bias_batch_stride == 0, heads_share = t.d_bias && t.d_bias_head_stride == 0;
-  const int64_t steps_of_samples = samples_share ? p.B : 1, steps_of_heads = heads_share ? p.H : 1;
+  const bool samples_share = t.d_bias && t.d_bias_batch_stride == 0;
+  const int64_t heads = std::max<int64_t>(t.d_bias ? std::min(t.d_bias_heads, p.H) : p.H, 1);  // of a step
+  const int64_t steps_of_samples = samples_share ? p.B : 1, steps_of_heads = (p.H + heads - 1) / heads;
+  const bool groups_together = heads == p.H || p.group() == 1;
   const bool by_query = wanted.dq || wanted.by_query, by_key = wanted.dkv || wanted.by_key;
-  const int64_t joint_items = p.B / std::max<int64_t>(steps_of_samples, 1) * (heads_share ? 1 : p.H_kv);
+  const int64_t joint_items = p.B / std::max<int64_t>(steps_of_samples, 1) * (heads / p.group());
   const int64_t rounds = (joint_items + threads - 1) / threads;
-  const bool joint = by_query && by_key && 5 * rounds * threads <= 7 * joint_items && !(heads_share && p.group() > 1);
+  const bool joint = by_query && by_key && groups_together && 5 * rounds * threads <= 7 * joint_items;
   const int64_t queries = 4 * kernels.block_queries, keys = 4 * kernels.block_keys;  // of a smaller item
 
   std::vector<Step> steps(steps_of_samples * steps_of_heads);
   const auto step_of = [&](int64_t b, int64_t h) -> Step& {
-    return steps[(samples_share ? b : 0) * steps_of_heads + (heads_share ? h : 0)];
+    return steps[(samples_share ? b : 0) * steps_of_heads + h / heads];
   };
   for (int64_t b = 0; b < p.B; ++b) {
     const int64_t all_keys = p.keys[b].count;

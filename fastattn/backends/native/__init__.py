@@ -12,6 +12,9 @@ NAME = "native"
 WHERE = "CPU, C++: AMX, AVX-512, AVX2, or whatever there is"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Heads that share a bias add to the gradient in turn, and so many at once. It must not depend on the number of threads,
+# or the bits would.
+_TABLES_OF_SHARED_BIAS = 4
 _MOST_KEYS = 2**31 - 1  # keys are numbered by 32-bit integers inside the kernels
 
 
@@ -86,7 +89,9 @@ def backward(
     wants_ds_of_sinks = wants_dsinks or (bias_along == "keys" and spec.sinks is not None)
     d_bias = d_column = d_row = d_slope = None
     if bias_along == "neither":
-        d_bias = torch.zeros((1, 1, *spec.bias.shape)[-4:], dtype=torch.float32)
+        B_bias, H_bias = (1, 1, *spec.bias.shape)[-4:-2]
+        tables = min(q.shape[1], _TABLES_OF_SHARED_BIAS) if H_bias == 1 else H_bias
+        d_bias = torch.zeros((B_bias, tables, *spec.bias.shape[-2:]), dtype=torch.float32)
     elif bias_along == "queries":
         d_column = lse.new_zeros(*lse.shape[:2], k.shape[2])
     if wants_ds_of_sinks and o.dtype != torch.float32:

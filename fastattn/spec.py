@@ -239,6 +239,12 @@ def shared_along(bias: Tensor) -> str:
     return "keys" if columns == 1 else "queries" if rows == 1 else "neither"
 
 
+def summed_like(x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of `x`, in its memory order, from the gradient of what it was broadcast to."""
+    shape = (1,) * (gradient.dim() - x.dim()) + tuple(x.shape)
+    return torch.empty_like(x).copy_(gradient.sum_to_size(shape).view(x.shape))
+
+
 def empty_output(q: Tensor, d_v: int) -> Tensor:
     """An uninitialised output [B, H, n_q, d_v] in the memory order of q: merging the heads again needs no copy."""
     B, H, n_q, _ = q.shape

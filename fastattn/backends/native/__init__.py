@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...spec import FEATURES, Mask, Spec, empty_output, shared_along
+from ...spec import FEATURES, Mask, Spec, empty_output, shared_along, summed_like
 from . import build
 
 NAME = "native"
@@ -125,8 +125,8 @@ def backward(
         dq if wants_dq else None,
         dk if wants_dkv else None,
         dv if wants_dkv else None,
-        _summed_like(spec.bias, d_bias) if wants_dbias else None,
-        _summed_like(spec.alibi_slopes, d_slope.sum(-1)) if wants_dalibi else None,
+        summed_like(spec.bias, d_bias) if wants_dbias else None,
+        summed_like(spec.alibi_slopes, d_slope.sum(-1)) if wants_dalibi else None,
         ds_of_sinks.sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
     )
 
@@ -175,12 +175,6 @@ def _ds_of_sinks(
         delta = d_row + (delta - dlse) * (1 - weight)
     seen = lse != -torch.inf  # else there is no sink either, and padding may have left NaN in do and dlse
     return -torch.where(seen, weight * (delta - dlse), zero)
-
-
-def _summed_like(x: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of `x` from that of what it was expanded to."""
-    shape = (1,) * (gradient.dim() - x.dim()) + tuple(x.shape)
-    return gradient.sum_to_size(shape).view(x.shape).to(x.dtype)
 
 
 def _described(q: Tensor, k: Tensor, spec: Spec) -> tuple[object, ...]:

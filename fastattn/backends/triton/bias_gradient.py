@@ -25,12 +25,6 @@ from .visibility import (
 )
 
 
-def reduced(ds: Tensor, bias: Tensor) -> Tensor:
-    """dS [B, H, n_q or 1, n_k or 1], summed over what shares an entry of the bias."""
-    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    return torch.empty_like(bias).copy_(ds.sum_to_size(shape).view(bias.shape))
-
-
 def gradient_of_table(
     bias: Tensor, inputs: tuple, rules: Rules, sizes: tuple[int, int, int, int], shape: dict[str, object]
 ) -> Tensor:

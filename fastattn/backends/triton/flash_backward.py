@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...spec import Spec, shared_along
-from .bias_gradient import gradient_of_table, reduced
+from ...spec import Spec, shared_along, summed_like
+from .bias_gradient import gradient_of_table
 from .configs import config_for, padded_head_dim
 from .dropout import kept
 from .recompute import Rows, load_rows, tile_gradients, weights
@@ -114,7 +114,7 @@ def backward(
     if bias_over == "neither":
         dbias = gradient_of_table(spec.bias, inputs, rules, (B, H, n_q, n_k), shape)
     elif bias_over == "queries":
-        dbias = reduced(ds_of_keys[:, :, None], spec.bias)
+        dbias = summed_like(spec.bias, ds_of_keys[:, :, None])
 
     p_sinks = None if spec.sinks is None else weights_of_sinks(spec.sinks, rows)
     lost = None if ds_of_rows is None else lost_in_delta(rows.delta, ds_of_rows, p_sinks, dlse)
@@ -123,10 +123,9 @@ def backward(
     if bias_over == "keys":
         # The dS of a row, its sink's included, sum to dlse: a softmax does not see what is added to all its scores.
         total = torch.zeros_like(lse) if dlse is None else dlse
-        dbias = reduced((total if ds_of_sinks is None else total - ds_of_sinks)[..., None], spec.bias)
+        dbias = summed_like(spec.bias, (total if ds_of_sinks is None else total - ds_of_sinks)[..., None])
     if dalibi_wanted:
-        of_heads = -(ds_by_distance - lost * p_by_distance).sum(2)
-        dalibi_slopes = of_heads.sum_to_size(spec.alibi_slopes.shape).to(spec.alibi_slopes.dtype)
+        dalibi_slopes = summed_like(spec.alibi_slopes, -(ds_by_distance - lost * p_by_distance).sum(2))
     if dsinks_wanted:
         dsinks = ds_of_sinks.sum((0, 2)).to(spec.sinks.dtype)
     return dq, dk, dv, dbias, dalibi_slopes, dsinks

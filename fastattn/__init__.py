@@ -16,7 +16,7 @@ from .backends import FallbackWarning, NoBackendError
 from .integrations.torch_sdpa import SDPAPatch, patch_sdpa, register_flash_implementation
 from .nn import MultiHeadAttention, Transformer
 from .spec import Mask
-from .swap import SwapReport, swap
+from .swap import SwapReport, swap, unswap
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "swap",
     "top_keys",
+    "unswap",
 ]
 
 register_flash_implementation()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -17,6 +18,9 @@ from .nn import (
     TransformerEncoderLayer,
 )
 
+if TYPE_CHECKING:
+    from .integrations.packed_transformers import PackedCalls
+
 
 @dataclass(frozen=True)
 class SwapReport:
@@ -26,11 +30,13 @@ class SwapReport:
         computes by fastattn since this call.
     already: the same for those that did before.
     refused: by qualified name, the sentence why this one stays what it was.
+    calls: with `packed=True`, which counts as the model runs.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     already: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    calls: PackedCalls | None = None
 
     def __str__(self) -> str:
         if not (self.swapped or self.already or self.refused):
@@ -42,7 +48,7 @@ class SwapReport:
         return "\n".join(lines)
 
 
-def swap(model: nn.Module) -> SwapReport:
+def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
     """A report of what computes by fastattn from now on; the model is changed in place, its parameters stay.
 
     Every `nn.MultiheadAttention` becomes a `fastattn.MultiHeadAttention`: the same object with another class, so that
@@ -56,6 +62,11 @@ def swap(model: nn.Module) -> SwapReport:
 
     Args:
         model: any module.
+        packed: also let the layers of transformers' models compute no padding: a padded batch is packed before the
+            first layer and unpacked after the last, whose output is 0 at padding then. The report says which stacks of
+            layers are not known to take that, and `report.calls` how many passes were packed, and why others were not:
+            those with a cache, or that are asked for hidden states or attentions. torch.nn's encoders and decoders
+            pack by themselves.
 
     Example:
         >>> import torch, fastattn
@@ -70,6 +81,11 @@ def swap(model: nn.Module) -> SwapReport:
         from .integrations import transformers as integration
 
         report = SwapReport(*integration.switch(model))
+        if packed:
+            from .integrations import packed_transformers
+
+            report = replace(report, calls=packed_transformers.PackedCalls())
+            report.refused.update(packed_transformers.pack(model, report.calls))
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention):
             report.already[name] = type(module).__name__
@@ -105,8 +121,10 @@ def unswap(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if "transformers.modeling_utils" in sys.modules:
+        from .integrations import packed_transformers
         from .integrations import transformers as integration
 
+        packed_transformers.unpack(model)
         integration.switch_back(model)
     for module in model.modules():
         if _MEMORY in vars(module):

@@ -60,7 +60,7 @@ and padding are in the mask already."""
 class PreparedMask(Mask):
     """A `Mask` that goes through transformers in place of the 4-D tensor it expects a mask function to make."""
 
-    __slots__ = ()
+    __slots__ = ("packed",)  # what `packed_transformers` makes of it
     ndim = 4
 
     def contiguous(self) -> PreparedMask:
@@ -89,7 +89,7 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
     for prefix, outermost in _outermost_models(model).items():
         pretrained = {n: module for n, module in outermost.named_modules() if isinstance(module, PreTrainedModel)}
         before = {module: module.config._attn_implementation for module in pretrained.values()}
-        attention = _attention_modules(outermost)
+        attention = _attention_modules_of(outermost)
         try:
             if attention:
                 outermost.set_attn_implementation(IMPLEMENTATION)
@@ -133,7 +133,16 @@ def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     return found
 
 
-def _attention_modules(model: PreTrainedModel) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
+def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
+    """By name in `model`, each module that asks transformers for its implementation, and the model it belongs to."""
+    return {
+        _joined(prefix, name): found
+        for prefix, outermost in _outermost_models(model).items()
+        for name, found in _attention_modules_of(outermost).items()
+    }
+
+
+def _attention_modules_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
     """By name, each module that asks transformers for its implementation, and the model whose config decides."""
     owners: dict[str, PreTrainedModel] = {}
     found = {}

@@ -132,8 +132,9 @@ def _demonstrate(args: argparse.Namespace) -> None:
         batches = Batches.of(sentences, tokenizer, args.batch_size, args.device)
     except ValueError as error:
         raise DemoError(f"the tokenizer of {name} must be able to pad: {error}") from error
-    swapped = copy.deepcopy(model)
+    swapped, packed = copy.deepcopy(model), copy.deepcopy(model)
     report = fastattn.swap(swapped)
+    packing = fastattn.swap(packed, packed=True)
     if not report.swapped:
         raise DemoError(f"{name} has no attention that can be swapped ({report})")
     print(f"{name}, fp32 on {args.device}, {torch.get_num_threads()} threads")
@@ -143,20 +144,28 @@ def _demonstrate(args: argparse.Namespace) -> None:
         f"{batches.real} tokens in {batches.padded} places, {batches.real / batches.padded:.0%} full"
     )
 
-    with _progress() as advance:
-        difference, bound = _check(model, swapped, batches, advance)
-    print(f"largest difference in the embeddings, which have length 1: {difference:.1e}, of {bound:.1e} allowed")
-
     before = model.config._attn_implementation
+    ours = {"fastattn": swapped, "fastattn packed": packed}
+    if packing.refused.keys() - report.refused.keys():
+        print("\n".join(packing.refused.values()))
+        del ours["fastattn packed"]
     with _progress() as advance:
-        seconds = _interleaved({before: model, "fastattn": swapped}, batches, args.rounds, advance)
+        for name, theirs in ours.items():
+            difference, bound = _check(model, theirs, batches, advance)
+            print(f"{name}: the embeddings, of length 1, differ by {difference:.1e} at most, of {bound:.1e} allowed")
+        seconds = _interleaved({before: model, **ours}, batches, args.rounds, advance)
     print(_comparison("whole model", {name: s.whole for name, s in seconds.items()}))
+    if packing.calls.packed:
+        print(
+            "Packed, its layers compute the real tokens only: that alone is worth "
+            f"{batches.padded / batches.real:.2f}x where all places cost the same."
+        )
     if seconds[before].attention:
         print(_comparison("inside attention", {name: s.attention for name, s in seconds.items()}))
         share = seconds[before].attention / seconds[before].whole
         print(
-            f"Attention is {share:.0%} of this model's time, which bounds what a swap can gain. The rest, projections "
-            "and feed-forward over every place, padding included, is the same code in both."
+            f"Attention is {share:.0%} of this model's time, which bounds what the swap alone can gain. The rest, "
+            "projections and feed-forward over every place, padding included, is the same code in both."
         )
 
 
@@ -259,9 +268,11 @@ def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) ->
 
 
 def _comparison(what: str, seconds: dict[str, float]) -> str:
-    before, after = seconds.values()
-    times = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in seconds.items())
-    return f"{what + ':':18}{times}: {before / after:.2f}x as fast"
+    """The milliseconds of each, and how many times as fast as the first one the others are."""
+    (first, before), *others = seconds.items()
+    found = [f"{first} {before * 1e3:.0f} ms"]
+    found += [f"{name} {value * 1e3:.0f} ms ({before / value:.2f}x as fast)" for name, value in others]
+    return f"{what}: {', '.join(found)}"
 
 
 def _kernels(device: str) -> None:

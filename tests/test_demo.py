@@ -50,10 +50,15 @@ def test_it_runs_on_minilm(capsys, text):
     printed = capsys.readouterr().out
     assert "swapped: 6 BertSelfAttention" in printed
     assert re.search(r"6 sentences of .*text.txt in 2 batches of 4: \d+ tokens in \d+ places, \d+% full", printed)
-    difference, allowed = re.search(r"which have length 1: (\S+), of (\S+) allowed", printed).groups()
-    assert 0 < float(difference) <= float(allowed) < 1e-5
-    assert re.search(r"whole model: +sdpa \d+ ms, fastattn \d+ ms: [\d.]+x as fast", printed)
-    assert re.search(r"inside attention: +sdpa \d+ ms, fastattn \d+ ms: [\d.]+x as fast", printed)
+    differences = re.findall(
+        r"(fastattn.*): the embeddings, of length 1, differ by (\S+) at most, of (\S+) al", printed
+    )
+    assert [name for name, _, _ in differences] == ["fastattn", "fastattn packed"]
+    assert all(0 < float(difference) <= float(allowed) < 1e-5 for _, difference, allowed in differences)
+    faster = r"\d+ ms \([\d.]+x as fast\)"
+    for what in ("whole model", "inside attention"):
+        assert re.search(rf"{what}: sdpa \d+ ms, fastattn {faster}, fastattn packed {faster}", printed)
+    assert re.search(r"Packed, its layers compute the real tokens only: that alone is worth \d\.\d\dx", printed)
 
 
 def test_a_wrong_answer_is_not_timed(capsys, monkeypatch, text, tiny):

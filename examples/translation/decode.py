@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastattn.nn import KVCache
+
 from .batches import pad
 from .model import Seq2Seq
 from .text import EOS, PAD, SOS, Vocabularies
@@ -27,8 +29,9 @@ def beam_search(model: Seq2Seq, source: Tensor, beams: int, length_penalty: floa
     best: list[tuple[float, list[int]]] = [(float("-inf"), []) for _ in range(B)]
     steps = int((source != PAD).sum(1).max() * LONGER) + EXTRA
     first = torch.arange(B)[:, None] * beams
+    cache = KVCache(B * beams, steps)
     for length in range(1, steps + 1):
-        logp = model.logits(model.decode(ids, memory, source)[:, -1]).log_softmax(-1)
+        logp = model.logits(model.decode(ids[:, -1:], memory, source, cache)[:, -1]).log_softmax(-1)
         logp[:, [PAD, SOS]] = float("-inf")
         ended = (scores + logp[:, EOS].view(B, beams)) / length**length_penalty
         for b, (value, which) in enumerate(zip(*(x.tolist() for x in ended.max(1)), strict=True)):
@@ -37,6 +40,7 @@ def beam_search(model: Seq2Seq, source: Tensor, beams: int, length_penalty: floa
         logp[:, EOS] = float("-inf")
         scores, index = (scores.view(-1, 1) + logp).view(B, -1).topk(beams)
         rows = (first + index // logp.shape[1]).flatten()
+        cache.select(rows)
         ids = torch.cat([ids[rows], (index % logp.shape[1]).flatten()[:, None]], 1)
         ahead = scores[:, 0] / (steps if length_penalty > 0 else length) ** length_penalty
         if all(value >= other for (value, _), other in zip(best, ahead.tolist(), strict=True)):

@@ -104,7 +104,7 @@ class Words:
 
 def split_words(text: str) -> list[str]:
     """Words, with hyphens and apostrophes inside them, and single punctuation marks."""
-    return re.findall(r"\w+(?:['’-]\w+)*|[^\w\s]", text)
+    return re.findall(r"\w+(?:['\u2019-]\w+)*|[^\w\s]", text)
 
 
 class BytePairs:

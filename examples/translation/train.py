@@ -9,7 +9,7 @@ from pathlib import Path
 import sacrebleu
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 
 from ..training import InputError, Loss, Run, inverse_sqrt, seed_everything, train, write_json
 from .batches import Batch, Pair, bucketed, collate, encode
@@ -69,7 +69,7 @@ def build(vocabularies: Vocabularies, sizes: dict) -> Seq2Seq:
 def batch_loss(model: Seq2Seq, batch: Batch, label_smoothing: float = 0.0) -> Loss:
     """Cross-entropy over the real target tokens; padding costs no logits."""
     real = batch.target_out != PAD
-    logits = model.logits(model.hidden(batch.source, batch.target_in)[real])
+    logits = model.logits(model.decode(batch.target_in, model.encode(batch.source), batch.source)[real])
     mean = F.cross_entropy(logits, batch.target_out[real], label_smoothing=label_smoothing)
     return Loss(mean, len(logits), len(logits) + int((batch.source != PAD).sum()))
 
@@ -89,7 +89,7 @@ def save_average(model: Seq2Seq, folder: Path, epoch: int, average: int) -> None
     """Writes the weights of this epoch, and as `model.safetensors` the mean of the last few epochs' weights."""
     weights = folder / "weights"
     weights.mkdir(exist_ok=True)
-    save_file(dict(model.state_dict()), weights / f"epoch-{epoch}.safetensors")
+    save_model(model, weights / f"epoch-{epoch}.safetensors")
     kept = [weights / f"epoch-{e}.safetensors" for e in range(max(1, epoch - average + 1), epoch + 1)]
     for path in set(weights.glob("*.safetensors")) - set(kept):
         path.unlink()
@@ -110,7 +110,7 @@ def load(folder: str | Path, device: str = "cpu") -> tuple[Seq2Seq, Vocabularies
         content = json.loads((folder / "translation.json").read_text(encoding="utf-8"))
         vocabularies = Vocabularies.from_json(content["vocabularies"])
         model = build(vocabularies, content["sizes"])
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+        load_model(model, folder / "model.safetensors")
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InputError(f"{folder} must hold a trained model, got {error}") from error
     return model.to(device).eval(), vocabularies

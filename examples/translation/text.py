@@ -188,6 +188,11 @@ class Vocabularies:
             return cls(joint, joint)
         return cls(*(Words.of(lines, **limits) for lines in zip(*pairs, strict=True)))
 
+    def __str__(self) -> str:
+        if self.joint:
+            return f"joint vocabulary of {len(self.source)}"
+        return f"vocabularies of {len(self.source)} and {len(self.target)}"
+
     def to_json(self) -> dict:
         return {"source": self.source.to_json()} | ({} if self.joint else {"target": self.target.to_json()})
 

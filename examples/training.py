@@ -160,6 +160,7 @@ def train(
     settings = {"seed": run.seed, **run.settings}
     place = _restore(run.checkpoint, parts, settings) if run.checkpoint.exists() else _Place()
     started, seconds_before = time.perf_counter(), place.seconds
+    about = _about(run, model)
 
     def keep() -> None:
         place.seconds = seconds_before + time.perf_counter() - started
@@ -193,9 +194,9 @@ def train(
                 figures = evaluate(place.epoch)
             display.say(place.end_epoch(figures))
             keep()
-            _write_metrics(run, model, place)
+            _write_metrics(run, about, place)
     model.eval()
-    return _write_metrics(run, model, place)
+    return _write_metrics(run, about, place)
 
 
 @dataclass
@@ -298,17 +299,22 @@ def _set_rng_state(state: dict) -> None:
     random.setstate(state["python"])
 
 
-def _write_metrics(run: Run, model: nn.Module, place: _Place) -> dict:
-    """What the run is and has reached; returned, too."""
-    device = next(model.parameters()).device.type
-    metrics = {
+def _about(run: Run, model: nn.Module) -> dict:
+    """What a run is."""
+    return {
         "command": shlex.join(["python", *_module_options(), *sys.argv[1:]]),
         "seed": run.seed,
         "settings": run.settings,
-        "machine": machine(device),
+        "machine": machine(next(model.parameters()).device.type),
         "versions": versions(),
-        "written": now(),
         "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def _write_metrics(run: Run, about: dict, place: _Place) -> dict:
+    """What the run is and has reached; returned, too."""
+    metrics = about | {
+        "written": now(),
         "epochs": place.epoch - 1,
         "steps": place.step,
         "tokens": place.tokens,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import sacrebleu
 import torch
+from sacrebleu.metrics.bleu import BLEU, BLEUScore
 
 import fastattn.nn
 
@@ -87,6 +87,8 @@ def most_tokens(source_length: int) -> int:
     return source_length * 3 // 2 + 10
 
 
-def bleu(found: Sequence[str], references: Sequence[str], *, lowercase: bool) -> sacrebleu.metrics.BLEUScore:
-    """sacrebleu's, with its default tokenizer."""
-    return sacrebleu.corpus_bleu(list(found), [list(references)], lowercase=lowercase)
+def bleu(found: Sequence[str], references: Sequence[str], *, lowercase: bool) -> tuple[BLEUScore, str]:
+    """sacrebleu's score, with its default tokenizer, and the signature that says how it was computed."""
+    metric = BLEU(lowercase=lowercase)
+    score = metric.corpus_score(list(found), [list(references)])
+    return score, str(metric.get_signature())

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from fastattn.bench.machine import machine, versions
 
-from ..training import InputError, exit_code, positive_int, write_json
+from ..training import InputError, device, exit_code, positive_int, write_json
 from .speed import add_speed_arguments, run_speed
 from .text import lines_of, read_lines
 from .train import add_data_argument, add_files_argument, add_train_arguments, read_pairs, run_train
@@ -48,7 +48,7 @@ def _add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=default, metavar="FOLDER", help=f"of a training run; default: {default}")
     parser.add_argument("--num-beams", type=positive_int, default=5, metavar="N", help="1 is greedy; default: 5")
     parser.add_argument("--length-penalty", type=float, default=1.0, metavar="X", help="default: 1.0")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--device", type=device, default="cpu", help="default: cpu")
 
 
 def _add_translate_arguments(parser: argparse.ArgumentParser) -> None:

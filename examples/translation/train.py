@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,12 +13,23 @@ from torch import Tensor, nn
 
 import fastattn.nn
 
-from ..training import InputError, Loss, Run, add_arguments, inverse_sqrt, positive_int, seed_everything, train
+from ..training import (
+    InputError,
+    Loss,
+    Run,
+    add_arguments,
+    inverse_sqrt,
+    positive_int,
+    probability,
+    seed_everything,
+    train,
+)
 from .batches import Batch, Pair, bucketed, collate, encode
 from .text import PAD, BytePairs, Vocabularies, Words, read_parallel
 from .translator import Translator, bleu
 
 CLIP_NORM = 1.0
+POSITIONS = 1024  # that a model has at least, to translate what is longer than what it has learned from
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +38,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     add_files_argument(group, "--valid", "val", "for validation")
     _number(group, "--warmup", 800, "steps")
-    _number(group, "--label-smoothing", 0.1, "probability spread over all tokens", float)
+    _number(group, "--label-smoothing", 0.1, "probability spread over all tokens", probability)
     _number(group, "--average", 5, "the model is the mean of the weights after so many epochs, the last ones")
     _number(group, "--valid-sentences", 200, "translated after each epoch for a BLEU (greedy)")
     add_arguments(parser, output="runs/translation", epochs=14)
@@ -52,7 +63,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     _number(group, "--nhead", 4, "heads")
     _number(group, "--num-layers", 3, "layers of the encoder, and of the decoder")
     _number(group, "--dim-feedforward", 512, "inner width of the feed-forward networks")
-    _number(group, "--dropout", 0.2, "probability", float)
+    _number(group, "--dropout", 0.2, "of embeddings, attention weights and residuals", probability)
 
     group = parser.add_argument_group("steps")
     _number(group, "--tokens", 1200, "of a batch on either side, padding included")
@@ -72,8 +83,14 @@ def add_files_argument(group: argparse._ActionsContainer, name: str, default: st
     )  # fmt: skip
 
 
-def _number(group: argparse._ArgumentGroup, name: str, default: float, meaning: str, kind: type = positive_int) -> None:
-    metavar = "X" if kind is float else "N"
+def _number(
+    group: argparse._ActionsContainer,
+    name: str,
+    default: float,
+    meaning: str,
+    kind: Callable[[str], float] = positive_int,
+) -> None:
+    metavar = "N" if kind is positive_int else "X"
     group.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{meaning}; default: {default}")
 
 
@@ -92,7 +109,6 @@ def run_train(args: argparse.Namespace) -> None:
     model = make_model(args, vocabularies).to(args.device)
     optimizer = make_optimizer(model, args.learning_rate)
     run = Run.from_arguments(args, _settings(args, data))
-    run.folder.mkdir(parents=True, exist_ok=True)
     translator = Translator(model, vocabularies)
 
     def evaluate(epoch: int) -> dict[str, float]:
@@ -131,6 +147,8 @@ def make_vocabularies(args: argparse.Namespace, pairs: list[tuple[str, str]]) ->
 
 def make_model(args: argparse.Namespace, vocabularies: Vocabularies) -> fastattn.nn.Seq2SeqModel:
     """Pre-norm, with the target embedding as output layer; one embedding for both sides of a joint vocabulary."""
+    if args.d_model % args.nhead:
+        raise InputError(f"--nhead must divide --d-model, got {args.nhead} and {args.d_model}")
     return fastattn.nn.Seq2SeqModel(
         fastattn.nn.TransformerConfig(
             vocab_size=len(vocabularies.source),
@@ -141,6 +159,7 @@ def make_model(args: argparse.Namespace, vocabularies: Vocabularies) -> fastattn
             dim_feedforward=args.dim_feedforward,
             dropout=args.dropout,
             padding_idx=PAD,
+            max_length=max(POSITIONS, args.max_length + 1),  # and EOS or SOS
         )
     )
 
@@ -183,7 +202,10 @@ def save_average(translator: Translator, folder: Path, epoch: int, average: int)
     fastattn.nn.save(translator.model, paths[-1])
     for path in set(weights.glob("epoch-*.safetensors")) - set(paths):
         path.unlink()
-    models = [fastattn.nn.load(path) for path in paths]
+    try:
+        models = [fastattn.nn.load(path) for path in paths]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{weights} must hold the weights of the last {average} epochs, got {error}") from error
     set_mean([list(model.parameters()) for model in models])
     Translator(models[0], translator.vocabularies).save(folder)
 

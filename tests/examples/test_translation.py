@@ -54,7 +54,7 @@ def data(pairs, vocabularies):
 @pytest.fixture
 def model(vocabularies):
     torch.manual_seed(0)
-    sizes = Namespace(d_model=32, nhead=4, num_layers=2, dim_feedforward=64, dropout=0.1)
+    sizes = Namespace(d_model=32, nhead=4, num_layers=2, dim_feedforward=64, dropout=0.1, max_length=100)
     return make_model(sizes, vocabularies).eval()
 
 
@@ -195,15 +195,20 @@ def test_a_pair_beyond_the_budget_is_a_batch_of_its_own():
 # The model and its masks
 
 
-def test_padding_changes_nothing(model, data):
-    pairs = sorted(data, key=lambda pair: len(pair[0]))
-    mixed = [pairs[0], pairs[-1], pairs[1]]
-    batch = collate(mixed)
+@pytest.mark.parametrize("others", [[-1], range(1, 30)], ids=["packed", "hardly padded"])
+def test_padding_changes_nothing(model, data, others):
+    """Padded keys are not seen, and padded queries are not computed: they give 0."""
+    by_length = sorted(data, key=lambda pair: (len(pair[1]), len(pair[0])))
+    pairs = [by_length[0], *(by_length[i] for i in others)]
+    batch = collate(pairs)
+    padding = batch.target_in == PAD
+    assert padding.any()
     assert (batch.source == PAD).any()
-    assert (batch.target_in == PAD).any()
     with torch.no_grad():
+        assert not model.hidden(batch.source, batch.target_in)[padding].any()
+        assert not model.encode(batch.source)[batch.source == PAD].any()
         together = model(batch.source, batch.target_in)
-        for row, pair in zip(together, mixed, strict=True):
+        for row, pair in zip(together, pairs, strict=True):
             alone = collate([pair])
             torch.testing.assert_close(row[: alone.target_in.shape[1]], model(alone.source, alone.target_in)[0])
 
@@ -238,7 +243,7 @@ def test_label_smoothing_is_part_of_the_training_loss(model, data):
 
 
 def test_embeddings_are_shared_where_the_vocabulary_is(pairs):
-    sizes = Namespace(d_model=32, nhead=4, num_layers=1, dim_feedforward=64, dropout=0.1)
+    sizes = Namespace(d_model=32, nhead=4, num_layers=1, dim_feedforward=64, dropout=0.1, max_length=100)
     for kind in ("bpe", "words"):
         vocabularies = Vocabularies.of(pairs, kind=kind, min_frequency=1, max_size=300, lowercase=True)
         model = make_model(sizes, vocabularies)
@@ -359,6 +364,36 @@ def test_files_that_are_not_there_are_one_sentence(command, tmp_path, capsys):
     said = capsys.readouterr().err.strip()
     assert said.startswith("error: ")
     assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (["--nhead", "3"], "--nhead must divide --d-model, got 3 and 64"),
+        (["--max-length", "1"], "train.de.txt must have a sentence of 1 to 1 tokens"),
+        (["--output", str(DATA / "train.de.txt")], "must be a folder"),
+    ],
+)
+def test_options_that_cannot_be_are_one_sentence(options, wrong, tmp_path, capsys):
+    assert main(train_command(tmp_path, 1, *options)) == 1
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: ")
+    assert wrong in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("option", [["--dropout", "1.5"], ["--device", "nowhere"], ["--epochs", "0"]])
+def test_values_out_of_range_are_refused_at_once(option, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(train_command(tmp_path, 1, *option))
+    assert f"argument {option[0]}: must be" in capsys.readouterr().err
+
+
+def test_a_sentence_longer_than_the_positions_is_refused(trained):
+    translator = Translator.load(trained)
+    long = "Hund " * translator.model.config.max_length
+    with pytest.raises(InputError, match=r"sentence 2 must have fewer than 1024 tokens, got \d+"):
+        translator.translate(["Ein Hund.", long])
 
 
 def test_a_damaged_model_is_one_sentence(trained, tmp_path, capsys):

@@ -96,9 +96,7 @@ def _number(
 
 def run_train(args: argparse.Namespace) -> None:
     """Trains the model that the options describe. Its folder can be used to translate after the first epoch."""
-    pairs, valid_pairs = (
-        read_parallel(*(Path(args.data) / name for name in names)) for names in (args.train, args.valid)
-    )
+    pairs, valid_pairs = (read_pairs(args.data, names) for names in (args.train, args.valid))
     seed_everything(args.seed)
     vocabularies = make_vocabularies(args, pairs)
     data, valid = (encode(lines, vocabularies, args.max_length) for lines in (pairs, valid_pairs))
@@ -139,6 +137,7 @@ def read_pairs(folder: str, names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def make_vocabularies(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> Vocabularies:
+    """Of the kind and within the limits that the options say."""
     return Vocabularies.of(
         pairs, kind=args.vocabulary, min_frequency=args.min_frequency, max_size=args.max_size,
         lowercase=not args.keep_case,

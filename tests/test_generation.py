@@ -294,7 +294,7 @@ def test_more_tokens_than_there_is_room_for_are_refused():
 def test_a_cache_takes_causal_masks_only():
     model = made(LanguageModel, CONFIG)
     cache = KVCache(1, 3)
-    cache.advance(1)
+    cache.extend(1)
     with pytest.raises(ValueError, match="mask must be causal, with a window at most, with a cache, got"):
         model.decoder(torch.ones(1, 1, 16), Mask(), cache=cache)
 

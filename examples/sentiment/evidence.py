@@ -1,0 +1,80 @@
+"""How much attention the classifying token pays each token of a text: of each layer and head, and rolled out.
+
+Everything here takes memory in proportion to the text: of the n x n weights of a head only the classifying token's row
+is ever computed, and the rolled-out rows are products with those weights that the fused backward pass makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import fastattn
+
+from .model import SentimentClassifier
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Of a text of n tokens, the classifying one first; every row sums to 1.
+
+    probabilities: of each label.
+    raw: [layers, H, n], the classifying token's row of each head's weights.
+    rolled: [layers, n]. rolled[l] says what the classifying token's verdict is made of at the input of layer l;
+        rolled[0] is of the embeddings themselves.
+    """
+
+    probabilities: Tensor
+    raw: Tensor
+    rolled: Tensor
+
+
+@torch.no_grad()
+def collect(model: SentimentClassifier, ids: Tensor) -> Evidence:
+    """The evidence for the model's verdict on one text, token ids [n].
+
+    Raw attention says where a layer reads, though what it reads there has been mixed from all tokens by the layers
+    below. Attention rolled out follows it to the tokens: each layer passes half of a token on by its residual
+    connection and half by attention, averaged over the heads, so with A the weights of layer l
+
+        rolled[l] = 0.5 rolled[l + 1] + 0.5 rolled[l + 1] A,    rolled[layers] = the classifying token alone.
+
+    Sources:
+        Abnar and Zuidema, Quantifying Attention Flow in Transformers (2020), section 3.
+    """
+    model.eval()
+    x = model.embed(ids[None])
+    raw, projected = [], []
+    for layer in model.encoder.layers:
+        q, k = _queries_and_keys(layer.self_attn, layer.norm1(x))
+        projected.append((q, k))
+        raw.append(fastattn.attention_weights(q[:, :, :1], k, average_heads=False)[0, :, 0])
+        x = layer(x)
+    row = torch.zeros_like(ids, dtype=x.dtype)
+    row[0] = 1
+    rolled = []
+    for q, k in reversed(projected):
+        row = 0.5 * row + 0.5 * _row_times_weights(row, q, k)
+        rolled.insert(0, row)
+    probabilities = model(ids[None])[0].softmax(-1)
+    return Evidence(probabilities, torch.stack(raw), torch.stack(rolled))
+
+
+def _queries_and_keys(attention: fastattn.MultiHeadAttention, x: Tensor) -> list[Tensor]:
+    """q and k, each [1, H, n, D]."""
+    q, k, _ = (part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for part in attention._project(x, x, x))
+    return [q, k]
+
+
+def _row_times_weights(row: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """row [n] times the weights of q and k [1, H, n, D], averaged over the heads: [n], in memory O(n).
+
+    Attention's output is A v, so its gradient with respect to v, for a v of width 1 and the upstream gradient g, is g A.
+    """
+    v = k.new_zeros(*k.shape[:3], 1, requires_grad=True)
+    with torch.enable_grad():
+        o = fastattn.attention(q, k, v)
+    (product,) = torch.autograd.grad(o, v, row[:, None].expand_as(o))
+    return product[0, :, :, 0].mean(0)

@@ -1,0 +1,135 @@
+"""Training and judging the classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from .. import training
+from ..training import Loss, Run
+from . import model as models
+from .model import SentimentClassifier
+from .reviews import Review
+from .tokens import PADDING, tokenize
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Token ids of texts, and their labels."""
+
+    ids: list[Tensor]
+    labels: Tensor
+
+    @classmethod
+    def of(cls, reviews: list[Review], tokenizer: Tokenizer, max_tokens: int) -> Examples:
+        found = tokenize(tokenizer, [review.text for review in reviews], max_tokens)
+        return cls([torch.tensor(tokens.ids) for tokens in found], torch.tensor([review.label for review in reviews]))
+
+    def batch(self, which: list[int]) -> tuple[Tensor, Tensor]:
+        """ids [B, n], padded at their ends, and labels [B]."""
+        ids = nn.utils.rnn.pad_sequence([self.ids[i] for i in which], batch_first=True, padding_value=PADDING)
+        return ids, self.labels[which]
+
+    def batches(self, size: int, generator: torch.Generator | None = None) -> list[list[int]]:
+        """Which examples stand together: those of like length, so that there is little padding.
+
+        With a generator every example is shuffled, sorted among the next fifty batches' worth only, and the batches are
+        shuffled again.
+        """
+        order = torch.arange(len(self.ids)) if generator is None else torch.randperm(len(self.ids), generator=generator)
+        pools = [order] if generator is None else order.split(50 * size)
+        found = [
+            batch
+            for pool in pools
+            for batch in torch.tensor(sorted(pool.tolist(), key=lambda i: len(self.ids[i]))).split(size)
+        ]
+        shuffled = range(len(found)) if generator is None else torch.randperm(len(found), generator=generator).tolist()
+        return [found[i].tolist() for i in shuffled]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the model learns. label_smoothing: the share of a label that is given to all."""
+
+    batch_size: int = 32
+    learning_rate: float = 5e-4
+    weight_decay: float = 0.01
+    warmup: int = 400
+    label_smoothing: float = 0.0
+    bf16: bool = False
+
+
+def autocast(device: torch.device, enabled: bool) -> torch.autocast:
+    """Products in bf16 while it is entered, if enabled."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
+def fit(
+    model: SentimentClassifier,
+    train: Examples,
+    held_out: Examples,
+    recipe: Recipe,
+    run: Run,
+    about: dict,
+    keep_at: Path,
+) -> dict:
+    """Trains the model, resuming the run, and keeps the weights of the epoch with the best held-out accuracy.
+
+    Args:
+        about: what `models.save` shall say about the model besides its accuracy.
+        keep_at: file of those weights.
+
+    Returns:
+        The metrics of `training.train`.
+    """
+    device = next(model.parameters()).device
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        learned, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay, fused=True
+    )
+
+    def loss(batch: list[int]) -> Loss:
+        ids, labels = (x.to(device) for x in train.batch(batch))
+        with autocast(device, recipe.bf16):
+            logits = model(ids)
+        mean = nn.functional.cross_entropy(logits.float(), labels, label_smoothing=recipe.label_smoothing)
+        return Loss(mean, len(batch), int((ids != PADDING).sum()))
+
+    def evaluate(epoch: int) -> dict[str, float]:
+        with autocast(device, recipe.bf16):
+            figures = judge(model, held_out)
+        best = models.load(keep_at)[1]["held_out_accuracy"] if keep_at.exists() else 0.0
+        if figures["accuracy"] > best:
+            models.save(model, keep_at, {**about, "epoch": epoch, "held_out_accuracy": figures["accuracy"]})
+        return {f"held_out_{name}": value for name, value in figures.items()}
+
+    return training.train(
+        model,
+        optimizer,
+        run=run,
+        batches=lambda generator: train.batches(recipe.batch_size, generator),
+        loss=loss,
+        evaluate=evaluate,
+        schedule=training.inverse_sqrt(optimizer, recipe.warmup),
+        clip_norm=1.0,
+    )
+
+
+@torch.no_grad()
+def judge(model: SentimentClassifier, examples: Examples, each: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """accuracy, and loss: the mean cross-entropy in nats. `each` is called after each batch."""
+    device = next(model.parameters()).device
+    model.eval()
+    right, loss = 0, 0.0
+    for which in examples.batches(64):
+        ids, labels = (x.to(device) for x in examples.batch(which))
+        logits = model(ids).float()
+        right += int((logits.argmax(-1) == labels).sum())
+        loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        each()
+    return {"accuracy": right / len(examples.ids), "loss": loss / len(examples.ids)}

@@ -7,6 +7,7 @@ is ever computed, and the rolled-out rows are products with those weights that t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,38 @@ class Evidence:
     probabilities: Tensor
     raw: Tensor
     rolled: Tensor
+
+    def views(self) -> list[View]:
+        """All rows, each under a name: rolled out first, then each head of each layer."""
+        layers, heads, _ = self.raw.shape
+        return [
+            View("rolled out, " + (f"layers {layer + 1} to {layers}" if layer + 1 < layers else f"layer {layers}"), row)
+            for layer, row in enumerate(self.rolled)
+        ] + [
+            View(f"layer {layer + 1}" + (f", head {head + 1}" if heads > 1 else ""), self.raw[layer, head])
+            for layer in range(layers)
+            for head in range(heads)
+        ]
+
+
+class View(NamedTuple):
+    """A row of weights [n] to shade a text by."""
+
+    name: str
+    weights: Tensor
+
+    def shades(self) -> Tensor:
+        """[n], from 0 to 1: the weights over the largest that a token of the text has; the classifying token's is 0.
+
+        In a roll-out that one keeps at least 1 / 2**layers of all weight, which would leave the text pale.
+        """
+        of_text = self.weights.clone()
+        of_text[0] = 0
+        return of_text / of_text.max().clamp_min(torch.finfo(of_text.dtype).tiny)
+
+    def strongest(self, count: int) -> list[int]:
+        """The places of the text's tokens with the most weight, in that order."""
+        return (1 + self.weights[1:].topk(min(count, len(self.weights) - 1)).indices).tolist()
 
 
 @torch.no_grad()
@@ -71,7 +104,7 @@ def _queries_and_keys(attention: fastattn.MultiHeadAttention, x: Tensor) -> list
 def _row_times_weights(row: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """row [n] times the weights of q and k [1, H, n, D], averaged over the heads: [n], in memory O(n).
 
-    Attention's output is A v, so its gradient with respect to v, for a v of width 1 and the upstream gradient g, is g A.
+    Attention's output is A v, so for a v of width 1 and the upstream gradient g its gradient with respect to v is g A.
     """
     v = k.new_zeros(*k.shape[:3], 1, requires_grad=True)
     with torch.enable_grad():

@@ -50,7 +50,9 @@ class SentimentClassifier(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.d_model, padding_idx=PADDING)
-        nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)  # so that times sqrt(d_model) it is like positions
+        nn.init.normal_(
+            self.embedding.weight, std=config.d_model**-0.5
+        )  # so that times sqrt(d_model) it is like positions
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         block = nn.TransformerEncoderLayer(
             config.d_model, config.heads, config.d_ff, config.dropout, batch_first=True, norm_first=True
@@ -103,8 +105,8 @@ def use_vectors(model: SentimentClassifier, path: Path, vocabulary: dict[str, in
                     continue
                 if len(numbers) != weight.shape[1]:
                     raise InputError(
-                        f"vectors must have {weight.shape[1]} numbers each, the model's width, got {len(numbers)} in line "
-                        f"{number} of {path}"
+                        f"vectors must have {weight.shape[1]} numbers each, the model's width, got {len(numbers)} in "
+                        f"line {number} of {path}"
                     )
                 found.setdefault(vocabulary[word], torch.tensor([float(x) for x in numbers]))
     except (OSError, ValueError) as error:
@@ -120,9 +122,10 @@ def use_vectors(model: SentimentClassifier, path: Path, vocabulary: dict[str, in
 
 
 def save(model: SentimentClassifier, path: Path, about: dict) -> None:
-    """Weights and sizes in a safetensors file, atomically, with what else there is to say `about` it, as JSON has it."""
+    """Weights and sizes in a safetensors file, atomically, with what there is to say `about` it, as JSON has it."""
     temporary = path.with_suffix(".partial")
-    save_file(model.state_dict(), temporary, metadata={"config": json.dumps(asdict(model.config)), **_texts(about)})
+    described = {"config": asdict(model.config), **about}
+    save_file(model.state_dict(), temporary, {name: json.dumps(value) for name, value in described.items()})
     temporary.replace(path)
 
 
@@ -140,7 +143,3 @@ def load(path: Path) -> tuple[SentimentClassifier, dict]:
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError, RuntimeError) as error:
         raise InputError(f"the model must be a file that training wrote, got {path}: {error}") from error
     return model.eval(), about
-
-
-def _texts(about: dict) -> dict[str, str]:
-    return {name: json.dumps(value) for name, value in about.items()}

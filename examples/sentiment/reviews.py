@@ -115,9 +115,7 @@ def rt_polarity(path: Path, rng: random.Random) -> Corpus:
             raise InputError(f"data must be a folder with rt-polarity.neg and rt-polarity.pos, got {path}")
         lines = file.read_text(encoding="iso-8859-1").splitlines()
         reviews += [
-            Review(f"{file.name}:{number}", line.strip(), label)
-            for number, line in enumerate(lines, 1)
-            if line.strip()
+            Review(f"{file.name}:{number}", line.strip(), label) for number, line in enumerate(lines, 1) if line.strip()
         ]
     train, rest = _cut(reviews, rng, 0.8)
     return Corpus(train, *_cut(rest, rng, 0.5))
@@ -127,8 +125,8 @@ def chabsa(path: Path, rng: random.Random) -> Corpus:
     """Sentences with their polarity: a tenth of the reports is held out, two tenths tested.
 
     A sentence is positive if more of its opinions are positive than negative, and negative if fewer are. One without
-    opinions, with as many of each, or with neutral ones only has no polarity and is left out. Whole reports are cut off,
-    since the sentences of one resemble each other.
+    opinions, with as many of each, or with neutral ones only has no polarity and is left out. The parts are of whole
+    reports, since the sentences of one resemble each other.
     """
     reports = [_report(file) for file in sorted(path.glob("*_ann.json"))]
     train, rest = _cut(reports, rng, 0.7)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -23,28 +23,25 @@ def train(texts: Iterable[str], unit: str, size: int, min_frequency: int) -> Tok
     """A tokenizer whose vocabulary is the most frequent of the texts' tokens, in lower case.
 
     Args:
-        unit: "word": runs of letters, and runs of signs; "character"; or "subword": pieces of a unigram language model,
-            for texts without word boundaries too.
+        unit: "word": runs of letters and digits, and runs of other signs; "character"; or "subword": pieces of those
+            words, or of sentences where no spaces part words, by a unigram language model.
         size: the most entries of the vocabulary.
         min_frequency: how often a word or character must occur to be one of them.
 
     Sources:
         Kudo, Subword Regularization (2018), for "subword".
     """
+    words = pre_tokenizers.Whitespace()
     if unit == "subword":
         tokenizer = Tokenizer(models.Unigram())
-        # The unigram model would look for pieces in whole documents otherwise.
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace()])
+        tokenizer.pre_tokenizer = words
         trainer = trainers.UnigramTrainer(
             vocab_size=size, special_tokens=SPECIAL, unk_token=SPECIAL[UNKNOWN], show_progress=False
         )
     else:
         tokenizer = Tokenizer(models.WordLevel(unk_token=SPECIAL[UNKNOWN]))
-        each = pre_tokenizers.Whitespace() if unit == "word" else pre_tokenizers.Split(Regex(r"\s+"), "removed")
-        tokenizer.pre_tokenizer = each
-        if unit == "character":
-            one = pre_tokenizers.Split(Regex("."), "isolated")
-            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([each, one])
+        characters = pre_tokenizers.Sequence([words, pre_tokenizers.Split(Regex("."), "isolated")])
+        tokenizer.pre_tokenizer = words if unit == "word" else characters
         trainer = trainers.WordLevelTrainer(
             vocab_size=size, min_frequency=min_frequency, special_tokens=SPECIAL, show_progress=False
         )
@@ -54,21 +51,20 @@ def train(texts: Iterable[str], unit: str, size: int, min_frequency: int) -> Tok
     return tokenizer
 
 
-def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = None) -> list[Tokens]:
+def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = None) -> Iterator[Tokens]:
     """The tokens of each text, the classifying one first.
 
-    Of a text with more than `max_tokens` the first and the last half of that many stay: reviews say what they are about
-    to say at the beginning, and what they conclude at the end.
+    Of a text with more than `max_tokens` the first and the last half of that many stay: a review says at its beginning
+    what it is about, and at its end what it concludes.
 
     Sources:
         Sun et al., How to Fine-Tune BERT for Text Classification? (2019), section 5.3.1, for keeping both ends.
     """
-    found = []
-    for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-        ids, spans = [CLASSIFY, *encoding.ids], [(0, 0), *encoding.offsets]
-        if max_tokens is not None and len(ids) > max_tokens:
-            tail = (max_tokens - 1) // 2
-            head = max_tokens - tail
-            ids, spans = ids[:head] + ids[len(ids) - tail :], spans[:head] + spans[len(spans) - tail :]
-        found.append(Tokens(ids, spans))
-    return found
+    for first in range(0, len(texts), 1000):  # what the library keeps of a text is a hundred times as large
+        for encoding in tokenizer.encode_batch(texts[first : first + 1000], add_special_tokens=False):
+            ids, spans = [CLASSIFY, *encoding.ids], [(0, 0), *encoding.offsets]
+            if max_tokens is not None and len(ids) > max_tokens:
+                tail = (max_tokens - 1) // 2
+                head = max_tokens - tail
+                ids, spans = ids[:head] + ids[len(ids) - tail :], spans[:head] + spans[len(spans) - tail :]
+            yield Tokens(ids, spans)

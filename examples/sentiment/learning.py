@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +25,9 @@ class Examples:
     labels: Tensor
 
     @classmethod
-    def of(cls, reviews: list[Review], tokenizer: Tokenizer, max_tokens: int) -> Examples:
+    def of(cls, reviews: list[Review], tokenizer: Tokenizer, max_tokens: int | None = None) -> Examples:
         found = tokenize(tokenizer, [review.text for review in reviews], max_tokens)
-        return cls([torch.tensor(tokens.ids) for tokens in found], torch.tensor([review.label for review in reviews]))
+        return cls([torch.tensor(each.ids) for each in found], torch.tensor([review.label for review in reviews]))
 
     def batch(self, which: list[int]) -> tuple[Tensor, Tensor]:
         """ids [B, n], padded at their ends, and labels [B]."""
@@ -88,6 +87,8 @@ def fit(
         The metrics of `training.train`.
     """
     device = next(model.parameters()).device
+    if not run.checkpoint.exists():
+        keep_at.unlink(missing_ok=True)  # of another run
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         learned, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay, fused=True
@@ -121,8 +122,8 @@ def fit(
 
 
 @torch.no_grad()
-def judge(model: SentimentClassifier, examples: Examples, each: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """accuracy, and loss: the mean cross-entropy in nats. `each` is called after each batch."""
+def judge(model: SentimentClassifier, examples: Examples) -> dict[str, float]:
+    """accuracy, and loss: the mean cross-entropy in nats."""
     device = next(model.parameters()).device
     model.eval()
     right, loss = 0, 0.0
@@ -131,5 +132,4 @@ def judge(model: SentimentClassifier, examples: Examples, each: Callable[[], Non
         logits = model(ids).float()
         right += int((logits.argmax(-1) == labels).sum())
         loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        each()
     return {"accuracy": right / len(examples.ids), "loss": loss / len(examples.ids)}

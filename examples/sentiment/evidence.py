@@ -81,7 +81,8 @@ def collect(model: SentimentClassifier, ids: Tensor) -> Evidence:
     x = model.embed(ids[None])
     raw, projected = [], []
     for layer in model.encoder.layers:
-        q, k = _queries_and_keys(layer.self_attn, layer.norm1(x))
+        normed = layer.norm1(x)
+        q, k, _ = layer.self_attn.project(normed, normed, normed)
         projected.append((q, k))
         raw.append(fastattn.attention_weights(q[:, :, :1], k, average_heads=False)[0, :, 0])
         x = layer(x)
@@ -93,12 +94,6 @@ def collect(model: SentimentClassifier, ids: Tensor) -> Evidence:
         rolled.insert(0, row)
     probabilities = model(ids[None])[0].softmax(-1)
     return Evidence(probabilities, torch.stack(raw), torch.stack(rolled))
-
-
-def _queries_and_keys(attention: fastattn.MultiHeadAttention, x: Tensor) -> list[Tensor]:
-    """q and k, each [1, H, n, D]."""
-    q, k, _ = (part.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for part in attention._project(x, x, x))
-    return [q, k]
 
 
 def _row_times_weights(row: Tensor, q: Tensor, k: Tensor) -> Tensor:

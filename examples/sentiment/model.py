@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-import fastattn
+from fastattn import nn
 
 from ..training import InputError
 from .reviews import LABELS
 from .tokens import PADDING, SPECIAL, UNKNOWN
+
+MAX_TOKENS = 8192  # of a text, with the classifying one
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Config:
     word_dropout: float = 0.1
 
 
-class SentimentClassifier(nn.Module):
+class SentimentClassifier(torch.nn.Module):
     """Logits over `LABELS`, from what the encoder makes of the first token of each text.
 
     The blocks are pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x)); one more norm follows the last.
@@ -49,39 +50,27 @@ class SentimentClassifier(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.d_model, padding_idx=PADDING)
-        nn.init.normal_(
-            self.embedding.weight, std=config.d_model**-0.5
-        )  # so that times sqrt(d_model) it is like positions
-        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
+        self.embedding = nn.TokenEmbedding(config.vocabulary, config.d_model, PADDING, scaled=True)
+        self.positions = nn.SinusoidalPositions(config.d_model, MAX_TOKENS)
+        self.embedding_dropout = torch.nn.Dropout(config.embedding_dropout)
         block = nn.TransformerEncoderLayer(
             config.d_model, config.heads, config.d_ff, config.dropout, batch_first=True, norm_first=True
         )
-        self.encoder = nn.TransformerEncoder(
-            block, config.layers, norm=nn.LayerNorm(config.d_model), enable_nested_tensor=False
-        )
-        fastattn.swap(self.encoder)
-        self.head = nn.Linear(config.d_model, len(LABELS))
+        self.encoder = nn.TransformerEncoder(block, config.layers, norm=torch.nn.LayerNorm(config.d_model))
+        self.head = torch.nn.Linear(config.d_model, len(LABELS))
 
     def embed(self, ids: Tensor) -> Tensor:
         """What goes into the encoder, [B, n, d_model], of token ids [B, n]."""
         if self.training:
             forgotten = torch.rand(ids.shape, device=ids.device) < self.config.word_dropout
             ids = ids.masked_fill(forgotten & (ids >= len(SPECIAL)), UNKNOWN)
-        scaled = self.embedding(ids) * math.sqrt(self.config.d_model)
-        return self.embedding_dropout(scaled + _positions(ids.shape[1], self.config.d_model, ids.device))
+        positions = self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return self.embedding_dropout(self.embedding(ids) + positions)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [B, labels] of token ids [B, n], each row a classifying token, a text, and padding."""
         hidden = self.encoder(self.embed(ids), src_key_padding_mask=ids == PADDING)
         return self.head(hidden[:, 0])
-
-
-def _positions(n: int, d_model: int, device: torch.device) -> Tensor:
-    """[n, d_model]: sines of the position in the even places, cosines in the odd ones."""
-    rates = torch.exp(torch.arange(0, d_model, 2, device=device) * (-math.log(10000.0) / d_model))
-    angles = torch.arange(n, device=device)[:, None] * rates
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :d_model]
 
 
 def use_vectors(model: SentimentClassifier, path: Path, vocabulary: dict[str, int]) -> int:

@@ -82,10 +82,12 @@ def show(args: argparse.Namespace) -> None:
         (found,) = tokens.tokenize(tokenizer, [review.text])
         if len(found.ids) == 1:
             raise InputError(f"review must have a token to shade, got {review.text!r}")
-        seen = evidence.collect(classifier, torch.tensor(found.ids))
+        if len(found.ids) > model.MAX_TOKENS:
+            raise InputError(f"{review.name} must have fewer than {model.MAX_TOKENS} tokens, got {len(found.ids)}")
+        seen, spans = evidence.collect(classifier, torch.tensor(found.ids)).on_text(found.spans)
         stem = re.sub(r"[^\w.-]+", "-", review.name)
-        (args.output / f"{stem}.html").write_text(page.render(review, found.spans, seen), encoding="utf-8")
-        picture.draw(review, found.spans, seen, args.output / f"{stem}.png")
+        (args.output / f"{stem}.html").write_text(page.render(review, spans, seen), encoding="utf-8")
+        picture.draw(review, spans, seen, args.output / f"{stem}.png")
         verdict = int(seen.probabilities.argmax())
         print(f"{args.output / stem}.html: {LABELS[verdict]}, {100 * float(seen.probabilities[verdict]):.1f} %")
 

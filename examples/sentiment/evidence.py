@@ -43,6 +43,24 @@ class Evidence:
             for head in range(heads)
         ]
 
+    def on_text(self, spans: list[tuple[int, int]]) -> tuple[Evidence, list[tuple[int, int]]]:
+        """The same for the parts of the text that the tokens stand for, and where those parts are.
+
+        Tokens that share a sign of the text, as the three that "㈱" is taken for, become one part with their sum.
+        """
+        parts, part_of_token = [spans[0]], [0]
+        for start, stop in spans[1:]:
+            start = max(start, parts[-1][1])
+            if start < stop:
+                parts.append((start, stop))
+            part_of_token.append(len(parts) - 1)
+        index = torch.tensor(part_of_token, device=self.raw.device)
+
+        def summed(rows: Tensor) -> Tensor:
+            return rows.new_zeros(*rows.shape[:-1], len(parts)).index_add(-1, index, rows)
+
+        return Evidence(self.probabilities, summed(self.raw), summed(self.rolled)), parts
+
 
 class View(NamedTuple):
     """A row of weights [n] to shade a text by."""

@@ -104,8 +104,7 @@ def fit(
     def evaluate(epoch: int) -> dict[str, float]:
         with autocast(device, recipe.bf16):
             figures = judge(model, held_out)
-        best = models.load(keep_at)[1]["held_out_accuracy"] if keep_at.exists() else 0.0
-        if figures["accuracy"] > best:
+        if not keep_at.exists() or figures["accuracy"] > models.load(keep_at)[1]["held_out_accuracy"]:
             models.save(model, keep_at, {**about, "epoch": epoch, "held_out_accuracy": figures["accuracy"]})
         return {f"held_out_{name}": value for name, value in figures.items()}
 

@@ -6,6 +6,8 @@ import re
 from html import escape
 from string import Template
 
+import torch
+
 from .evidence import Evidence, View
 from .reviews import LABELS, Review
 
@@ -99,7 +101,7 @@ def render(review: Review, spans: list[tuple[int, int]], evidence: Evidence) -> 
     """The page of a review, as HTML.
 
     Args:
-        spans: where each token is in the text; the first is the classifying one.
+        spans: where in the text the tokens are, or the parts that `Evidence.on_text` makes; the first is empty.
     """
     views = evidence.views()
     predicted = int(evidence.probabilities.argmax())
@@ -131,13 +133,11 @@ def language(text: str) -> str:
 
 def _shaded(text: str, spans: list[tuple[int, int]], views: list[View]) -> str:
     """The text, each of its tokens with all its shades."""
-    shades = [view.shades().tolist() for view in views]
+    shades = torch.stack([view.shades() for view in views]).T.tolist()
     parts, end = [], 0
-    for token, (start, stop) in enumerate(spans):
-        if start == stop:
-            continue
-        styles = [f"--v{view}:{row[token]:.2f}" for view, row in enumerate(shades) if row[token] >= 0.005]
-        parts += [_escape(text[end:start]), f'<b style="{";".join(styles)}">', _escape(text[start:stop]), "</b>"]
+    for (start, stop), row in zip(spans[1:], shades[1:], strict=True):
+        style = ";".join(f"--v{view}:{shade:.2f}" for view, shade in enumerate(row) if shade >= 0.005)
+        parts += [_escape(text[end:start]), f'<b style="{style}">', _escape(text[start:stop]), "</b>"]
         end = stop
     return "".join([*parts, _escape(text[end:])])
 

@@ -26,7 +26,7 @@ def draw(review: Review, spans: list[tuple[int, int]], evidence: Evidence, path:
     """Writes the picture of a review, as PNG. The text is shaded by the first view, the whole roll-out.
 
     Args:
-        spans: where each token is in the text; the first is the classifying one.
+        spans: where in the text the tokens are, or the parts that `Evidence.on_text` makes; the first is empty.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

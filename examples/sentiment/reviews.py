@@ -9,8 +9,10 @@ test part.
 from __future__ import annotations
 
 import json
+import lzma
 import random
 import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -74,36 +76,31 @@ def load(corpus: str, path: Path, seed: int = 0) -> Corpus:
 def imdb(path: Path, rng: random.Random) -> Corpus:
     """IMDb's own train and test parts; a tenth of the first is held out."""
     parts: dict[str, list[Review]] = {"train": [], "test": []}
-    files = _folder_files(path) if path.is_dir() else _archive_files(path)
-    for name, read in files:
-        *_, part, folder, _ = ("", "", *PurePosixPath(name).parts)
-        label = {"neg": 0, "pos": 1}.get(folder)
-        if part in parts and label is not None and name.endswith(".txt"):
-            # The reviews have line breaks as HTML, and nothing else of it.
-            text = _decode(read(), name).replace("<br />", "\n")
-            parts[part].append(Review("/".join(PurePosixPath(name).parts[-3:]), text, label))
-    train, held_out = _cut(sorted(parts["train"], key=lambda review: review.name), rng, 0.9)
-    return Corpus(train, held_out, parts["test"])
+    for file, data in _folder_files(path) if path.is_dir() else _archive_files(path):
+        *_, part, folder, _ = ("", "", *PurePosixPath(file).parts)
+        if part in parts and folder in ("neg", "pos") and file.endswith(".txt"):
+            name = "/".join(PurePosixPath(file).parts[-3:])
+            # The reviews have their line breaks as HTML, and nothing else.
+            parts[part].append(Review(name, _decode(data, file).replace("<br />", "\n"), int(folder == "pos")))
+    for reviews in parts.values():
+        reviews.sort(key=lambda review: review.name)
+    return Corpus(*_cut(parts["train"], rng, 0.9), parts["test"])
 
 
-def _folder_files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    for file in sorted(path.rglob("*.txt")):
-        yield file.relative_to(path).as_posix(), file.read_bytes
+def _folder_files(path: Path) -> Iterator[tuple[str, bytes]]:
+    for file in path.rglob("*.txt"):
+        yield file.relative_to(path).as_posix(), file.read_bytes()
 
 
-def _archive_files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
     """The files of a tar archive of any compression, read once from front to back: nothing is written to disk."""
     try:
         with tarfile.open(path, "r|*") as archive:
             for member in archive:
                 if member.isfile():
-                    yield member.name, archive.extractfile(member).read
-    except (tarfile.TarError, EOFError, OSError) as error:
+                    yield member.name, archive.extractfile(member).read()
+    except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         raise InputError(f"data must be a folder or a whole tar archive, got {path}: {error}") from error
-    except Exception as error:  # the exceptions of lzma and zlib have no common class but this
-        if type(error).__module__ not in ("lzma", "_lzma", "zlib"):
-            raise
-        raise InputError(f"data must be a whole tar archive, got {path}, which is damaged: {error}") from error
 
 
 def rt_polarity(path: Path, rng: random.Random) -> Corpus:

@@ -60,6 +60,7 @@ def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = No
     Sources:
         Sun et al., How to Fine-Tune BERT for Text Classification? (2019), section 5.3.1, for keeping both ends.
     """
+    tokenizer.encode_special_tokens = True  # as text: "<pad>" in a review is three tokens like any others
     for first in range(0, len(texts), 1000):  # what the library keeps of a text is a hundred times as large
         for encoding in tokenizer.encode_batch(texts[first : first + 1000], add_special_tokens=False):
             ids, spans = [CLASSIFY, *encoding.ids], [(0, 0), *encoding.offsets]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -44,7 +46,7 @@ def draw(review: Review, spans: list[tuple[int, int]], evidence: Evidence, path:
 
 def _draw(review: Review, spans: list[tuple[int, int]], evidence: Evidence, path: Path) -> None:
     views = evidence.views()
-    figure = Figure(dpi=DPI)
+    figure = Figure(dpi=DPI, facecolor="white")
     renderer = FigureCanvasAgg(figure).get_renderer()
     font = FontProperties(family=_families(), size=SIZE)
 
@@ -52,56 +54,53 @@ def _draw(review: Review, spans: list[tuple[int, int]], evidence: Evidence, path
         return renderer.get_text_width_height_descent(text, font, ismath=False)[0] / DPI
 
     pieces, lines = _lay_out(review.text, spans, width_of)
-    heat_map = ROW * len(views)
-    height = 4 * MARGIN + 2 * LINE + heat_map + LINE * lines
+    top_of_map = 2 * MARGIN + 2 * LINE
+    top_of_text = top_of_map + ROW * len(views) + MARGIN
+    height = top_of_text + LINE * lines + MARGIN
     figure.set_size_inches(WIDTH, height)
-    figure.set_facecolor("white")
-    write = {"fontproperties": font, "parse_math": False, "va": "top", "color": INK}
+    page = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))  # in inches, from the top
+    page.axis("off")
+
+    def write(x: float, y: float, text: str, **style: str) -> None:
+        style = {"color": INK, "va": "center_baseline", **style}
+        page.text(x, y, text, fontproperties=font, parse_math=False, **style)
 
     predicted = int(evidence.probabilities.argmax())
     verdict = f"Prediction: {LABELS[predicted]}, {100 * float(evidence.probabilities[predicted]):.1f} %"
     truth = "not known" if review.label is None else LABELS[review.label]
-    figure.text(MARGIN / WIDTH, 1 - MARGIN / height, f"{verdict}     Truth: {truth}", **write, weight="bold")
-    figure.text(MARGIN / WIDTH, 1 - (MARGIN + LINE) / height, review.name, **write | {"color": SOFT})
+    write(MARGIN, MARGIN + 0.5 * LINE, f"{verdict}     Truth: {truth}", weight="bold")
+    write(MARGIN, MARGIN + 1.5 * LINE, review.name, color=SOFT)
 
-    names = max(width_of(view.name) for view in views) + 0.1
-    top = 2 * MARGIN + 2 * LINE
-    axes = figure.add_axes(
-        (
-            (MARGIN + names) / WIDTH,
-            1 - (top + heat_map) / height,
-            (WIDTH - 2 * MARGIN - names) / WIDTH,
-            heat_map / height,
-        )
-    )
-    axes.imshow(
+    left_of_map = MARGIN + max(width_of(view.name) for view in views) + 0.1
+    for row, view in enumerate(views):
+        write(left_of_map - 0.1, top_of_map + ROW * (row + 0.5), view.name, ha="right")
+    page.imshow(
         [view.shades()[1:].tolist() for view in views],
+        extent=(left_of_map, WIDTH - MARGIN, top_of_map + ROW * len(views), top_of_map),
         aspect="auto",
         cmap=LinearSegmentedColormap.from_list("heat", ["white", HEAT]),
         vmin=0,
         vmax=1,
     )
-    axes.set_xticks([])
-    axes.set_yticks(range(len(views)), [view.name for view in views], fontproperties=font)
-    axes.tick_params(length=0)
+    frame = (left_of_map, top_of_map), WIDTH - MARGIN - left_of_map, ROW * len(views)
+    page.add_patch(Rectangle(*frame, fill=False, edgecolor=SOFT, linewidth=0.8))
 
-    page = figure.add_axes((0, 0, 1, 1))
-    page.set_xlim(0, WIDTH)
-    page.set_ylim(height, 0)
-    page.axis("off")
     shades = views[0].shades().tolist()
     for text, token, x, line in pieces:
-        y = top + heat_map + MARGIN + LINE * line
-        if token is not None and shades[token] >= 0.005:
-            box = Rectangle((x, y), width_of(text), 0.9 * LINE, facecolor=HEAT, alpha=shades[token], linewidth=0)
-            page.add_patch(box)
-        page.text(x, y + 0.45 * LINE, text, **write | {"va": "center_baseline"})
+        y = top_of_text + LINE * line
+        if token is not None:
+            page.add_patch(Rectangle((x, y), width_of(text), 0.9 * LINE, color=HEAT, alpha=shades[token], linewidth=0))
+        write(x, y + 0.45 * LINE, text)
     figure.savefig(path)
 
 
-def _lay_out(text, spans, width_of) -> tuple[list[tuple[str, int | None, float, int]], int]:
-    """Pieces of the text, each with its token, if it is one, its place in its line, in inches, and its line; and how
-    many lines there are. Lines break before tokens, as Japanese allows too."""
+def _lay_out(
+    text: str, spans: list[tuple[int, int]], width_of: Callable[[str], float]
+) -> tuple[list[tuple[str, int | None, float, int]], int]:
+    """Pieces of the text, and how many lines they fill; lines break before tokens, as Japanese allows too.
+
+    A piece is its text, the number of its token if it is one, how far right it begins, in inches, and its line.
+    """
     pieces, x, line, end = [], MARGIN, 0, 0
     for token, (start, stop) in enumerate([*spans, (len(text), len(text))]):
         for number, gap in enumerate(text[end:start].split("\n")):
@@ -124,6 +123,7 @@ def _families() -> list[str]:
     known = {font.fname for font in fontManager.ttflist}
     for file in findSystemFonts():  # matplotlib itself does not see what was installed after its first use
         if file not in known:
-            fontManager.addfont(file)
+            with contextlib.suppress(OSError, RuntimeError):  # a file that is no font
+                fontManager.addfont(file)
     installed = {font.name for font in fontManager.ttflist}
     return [name for name in FAMILIES if name in installed]

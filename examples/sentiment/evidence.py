@@ -38,7 +38,7 @@ class Evidence:
             View("rolled out, " + (f"layers {layer + 1} to {layers}" if layer + 1 < layers else f"layer {layers}"), row)
             for layer, row in enumerate(self.rolled)
         ] + [
-            View(f"layer {layer + 1}" + (f", head {head + 1}" if heads > 1 else ""), self.raw[layer, head])
+            View(f"raw, layer {layer + 1}" + (f", head {head + 1}" if heads > 1 else ""), self.raw[layer, head])
             for layer in range(layers)
             for head in range(heads)
         ]

@@ -50,6 +50,8 @@ input:focus-visible + label { outline: 3px solid #2563c9; outline-offset: 2px; }
         border-radius: .5rem; line-height: 1.9; white-space: pre-wrap; overflow-wrap: anywhere; }
 .text b { padding: .15em 0; border-radius: .15em; font-weight: inherit;
           background: rgb(var(--heat) / var(--shade, 0)); }
+.text b:target { outline: 3px solid #2563c9; outline-offset: 1px; }
+a { color: inherit; text-decoration-color: #8d877b; text-underline-offset: .2em; }
 .wide { overflow-x: auto; }
 table { width: 100%; border-collapse: collapse; font-size: .875rem; }
 th, td { padding: .35rem .75rem .35rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
@@ -75,9 +77,9 @@ $choices
 <legend>Attention that the classifying token pays each token</legend>
 $buttons
 </fieldset>
-<p class="scale">none <i></i> the most in this view</p>
+<p class="scale">none <i></i> the most in this view; <a href="#strongest">the strongest tokens are below</a></p>
 <p class="text" lang="$language">$text</p>
-<h2>Strongest tokens</h2>
+<h2 id="strongest">Strongest tokens</h2>
 <div class="wide" role="region" aria-label="Strongest tokens" tabindex="0">
 <table>
 <thead><tr><th scope="col">View</th><th scope="col">Where in the text</th><th scope="col">Tokens, with their share of
@@ -134,10 +136,14 @@ def language(text: str) -> str:
 def _shaded(text: str, spans: list[tuple[int, int]], views: list[View]) -> str:
     """The text, each of its tokens with all its shades."""
     shades = torch.stack([view.shades() for view in views]).T.tolist()
+    linked = {token for view in views for token in view.strongest(STRONGEST)}
     parts, end = [], 0
-    for (start, stop), row in zip(spans[1:], shades[1:], strict=True):
+    for token, ((start, stop), row) in enumerate(zip(spans, shades, strict=True)):
+        if token == 0:  # the classifying one, which is nowhere in the text
+            continue
+        place = f' id="t{token}"' if token in linked else ""
         style = ";".join(f"--v{view}:{shade:.2f}" for view, shade in enumerate(row) if shade >= 0.005)
-        parts += [_escape(text[end:start]), f'<b style="{style}">', _escape(text[start:stop]), "</b>"]
+        parts += [_escape(text[end:start]), f'<b{place} style="{style}">', _escape(text[start:stop]), "</b>"]
         end = stop
     return "".join([*parts, _escape(text[end:])])
 
@@ -146,7 +152,7 @@ def _row(text: str, spans: list[tuple[int, int]], view: View) -> str:
     """A view in the table."""
     language_of_text = language(text)
     strongest = " ".join(
-        f'<span><bdi lang="{language_of_text}">{_escape(text[slice(*spans[token])])}</bdi> '
+        f'<span><a href="#t{token}"><bdi lang="{language_of_text}">{_escape(text[slice(*spans[token])])}</bdi></a> '
         f"<small>{_percent(float(view.weights[token]))}</small></span>"
         for token in view.strongest(STRONGEST)
     )

@@ -354,10 +354,10 @@ def test_views_are_every_row_under_its_name():
     assert [(view.name, view.weights.tolist()) for view in rows.views()] == [
         ("rolled out, layers 1 to 2", [0, -1, -2]),
         ("rolled out, layer 2", [-3, -4, -5]),
-        ("layer 1, head 1", [0, 1, 2]),
-        ("layer 1, head 2", [3, 4, 5]),
-        ("layer 2, head 1", [6, 7, 8]),
-        ("layer 2, head 2", [9, 10, 11]),
+        ("raw, layer 1, head 1", [0, 1, 2]),
+        ("raw, layer 1, head 2", [3, 4, 5]),
+        ("raw, layer 2, head 1", [6, 7, 8]),
+        ("raw, layer 2, head 2", [9, 10, 11]),
     ]
     view = evidence.View("x", torch.tensor([0.5, 0.1, 0.4]))
     assert view.shades().tolist() == pytest.approx([0, 0.25, 1])
@@ -408,9 +408,10 @@ def test_a_page_shows_the_text_and_nothing_of_it_is_markup():
     assert read.shaded[1][1] == "--v0:1.00;--v1:1.00;--v2:1.00;--v3:1.00"
     assert read.shaded[0][1].startswith(f"--v0:{1 / len(found.ids) / 0.5:.2f};--v1:1.00")
     assert not {"script", "img", "link", "iframe"} & {tag for tag, _ in read.tags}
-    assert not any(
-        name.startswith("on") or name in ("src", "href") for _, attributes in read.tags for name in attributes
-    )
+    attributes = [pair for _, found in read.tags for pair in found.items()]
+    assert not any(name.startswith("on") or name == "src" for name, _ in attributes)
+    ids = {value for name, value in attributes if name == "id"}
+    assert {value.removeprefix("#") for name, value in attributes if name == "href"} <= ids  # links lead nowhere else
     assert "url(" not in source
     assert "@import" not in source
 

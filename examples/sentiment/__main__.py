@@ -10,17 +10,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from .. import training
 from ..training import InputError, Run, positive_int
 from . import evidence, model, page, picture, reviews, tokens
 from .learning import Examples, Recipe, fit, judge
-from .model import Config, SentimentClassifier
 from .reviews import CORPORA, LABELS, Review
 
-MODEL, TOKENIZER, TEST = "model.safetensors", "tokenizer.json", "test.json"  # in the folder of a run
-
+SIZES = {"d_model": 300, "nhead": 1, "num_layers": 2, "dim_feedforward": 300}
 # Where another value suits a corpus better than the one that suits IMDb.
 PRESETS = {
     "imdb": {},
@@ -37,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(args: argparse.Namespace) -> None:
     """Trains a model, and judges the epoch that was best on the held-out part by the test part."""
-    sizes = {field.name: getattr(args, field.name) for field in fields(Config) if field.name != "vocabulary"}
+    sizes = {name: getattr(args, name) for name in (*SIZES, "dropout")}
     recipe = Recipe(**{field.name: getattr(args, field.name) for field in fields(Recipe)})
     about = {"corpus": args.corpus, "seed": args.seed}
     tokenizing = {name: getattr(args, name) for name in ("unit", "vocabulary", "min_frequency", "max_tokens")}
@@ -47,27 +44,25 @@ def train(args: argparse.Namespace) -> None:
     corpus = reviews.load(args.corpus, args.data, args.seed)
     texts = [review.text for review in corpus.train]
     tokenizer = tokens.train(texts, args.unit, args.vocabulary, args.min_frequency)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(run.folder / TOKENIZER))
     training.seed_everything(args.seed)
-    classifier = SentimentClassifier(Config(tokenizer.get_vocab_size(), **sizes))
+    classifier = model.build(tokenizer.get_vocab_size(), **sizes)
     if args.vectors:
         known = model.use_vectors(classifier, args.vectors, tokenizer.get_vocab())
         print(f"{known} of {tokenizer.get_vocab_size()} tokens have a vector in {args.vectors}")
     examples = Examples.of(corpus.train, tokenizer, args.max_tokens)
     held_out = Examples.of(corpus.held_out, tokenizer)
-    fit(classifier.to(args.device), examples, held_out, recipe, run, about, run.folder / MODEL)
+    fit(classifier.to(args.device), tokenizer, examples, held_out, recipe, run, about)
     args.model = run.folder
     test(args)
 
 
 def test(args: argparse.Namespace) -> None:
     """Judges a trained model by the test part of its corpus, and writes the figures into its folder."""
-    classifier, tokenizer, about = _load(args.model)
+    classifier, tokenizer, about = model.load(args.model)
     corpus = reviews.load(about["corpus"], args.data, about["seed"])
     figures = judge(classifier.to(args.device), Examples.of(corpus.test, tokenizer))
     figures |= {"majority": reviews.majority(corpus.test), "reviews": len(corpus.test)} | about
-    training.write_json(args.model / TEST, figures)
+    training.write_json(args.model / "test.json", figures)
     print(
         f"accuracy = {figures['accuracy']:.4f} on the {len(corpus.test)} test reviews of {about['corpus']} "
         f"(majority class {figures['majority']:.4f}) after epoch {about['epoch']}"
@@ -76,7 +71,7 @@ def test(args: argparse.Namespace) -> None:
 
 def show(args: argparse.Namespace) -> None:
     """Writes the evidence for the verdict on each review, as a web page and a picture."""
-    classifier, tokenizer, about = _load(args.model)
+    classifier, tokenizer, about = model.load(args.model)
     args.output.mkdir(parents=True, exist_ok=True)
     for review in _chosen(args, about):
         (found,) = tokens.tokenize(tokenizer, [review.text])
@@ -100,21 +95,6 @@ def _chosen(args: argparse.Namespace, about: dict) -> list[Review]:
     if args.review:
         return [corpus.find(name) for name in args.review]
     return random.Random(args.seed).sample(corpus.test, min(args.count, len(corpus.test)))
-
-
-def _load(folder: Path) -> tuple[SentimentClassifier, Tokenizer, dict]:
-    """What training wrote: the model, its tokenizer, and what is said about them."""
-    classifier, about = model.load(folder / MODEL)
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    except Exception as error:  # the library raises nothing narrower
-        raise InputError(f"{folder / TOKENIZER} must be the tokenizer that training wrote: {error}") from error
-    if tokenizer.get_vocab_size() != classifier.config.vocabulary:
-        raise InputError(
-            f"{folder / TOKENIZER} must have {classifier.config.vocabulary} tokens like the model, "
-            f"got {tokenizer.get_vocab_size()}"
-        )
-    return classifier, tokenizer, about
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -146,40 +126,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _share(text: str) -> float:
+    """The number, for argparse."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to below 1, got {text}")
+    return share
+
+
 def _add_train_arguments(parser: argparse.ArgumentParser, corpus: str) -> None:
     preset = PRESETS[corpus]
+    kinds = {"N": positive_int, "X": float, "P": _share}
     parser.description = train.__doc__
     parser.set_defaults(program=train)
 
     def add(group: argparse._ArgumentGroup, option: str, default: float | str, help_text: str, **more: object) -> None:
         default = preset.get(option.removeprefix("--").replace("-", "_"), default)
-        more.setdefault("type", type(default))
+        more.setdefault("type", kinds[more["metavar"]] if "metavar" in more else str)
         group.add_argument(option, default=default, help=f"{help_text}; default: {default}", **more)
 
     texts = parser.add_argument_group("the texts")
     texts.add_argument("--data", type=Path, required=True, metavar="PATH", help="folder or archive of the corpus")
     add(texts, "--unit", "word", "what a token is", choices=("word", "character", "subword"))
-    add(texts, "--vocabulary", 25000, "most tokens in it", type=positive_int, metavar="N")
-    add(texts, "--min-frequency", 5, "how often each must occur", type=positive_int, metavar="N")
-    add(texts, "--max-tokens", 400, "tokens of a text, while training", type=positive_int, metavar="N")
+    add(texts, "--vocabulary", 25000, "most tokens in it", metavar="N")
+    add(texts, "--min-frequency", 5, "how often each must occur", metavar="N")
+    add(texts, "--max-tokens", 400, "tokens of a text, while training", metavar="N")
     texts.add_argument("--vectors", type=Path, metavar="FILE", help="frozen word vectors: word2vec, GloVe or fastText")
 
     sizes = parser.add_argument_group("the model")
-    dropped = parser.add_argument_group("what is dropped while training")
-    for field in fields(Config):
-        if field.name != "vocabulary":
-            rate = "dropout" in field.name
-            kind = {"type": float, "metavar": "P"} if rate else {"type": positive_int, "metavar": "N"}
-            text = {"dropout": "in the encoder", "embedding_dropout": "of what goes into it",
-                    "word_dropout": "words that become unknown"}.get(field.name, field.name)  # fmt: skip
-            add(dropped if rate else sizes, "--" + field.name.replace("_", "-"), field.default, text, **kind)
+    for name, size in SIZES.items():
+        add(sizes, "--" + name.replace("_", "-"), size, f"{name} of fastattn.nn.TransformerConfig", metavar="N")
+    add(sizes, "--dropout", 0.3, "of embeddings, attention and residuals", metavar="P")
 
     learning = parser.add_argument_group("learning")
     defaults = Recipe()
-    add(learning, "--batch-size", defaults.batch_size, "texts", type=positive_int, metavar="N")
+    add(learning, "--batch-size", defaults.batch_size, "texts", metavar="N")
     add(learning, "--learning-rate", defaults.learning_rate, "highest", metavar="X")
     add(learning, "--weight-decay", defaults.weight_decay, "of AdamW", metavar="X")
-    add(learning, "--warmup", defaults.warmup, "steps until the learning rate", type=positive_int, metavar="STEPS")
+    add(learning, "--warmup", defaults.warmup, "steps until the learning rate", metavar="N")
+    add(learning, "--word-dropout", defaults.word_dropout, "share of words that become unknown", metavar="P")
     add(learning, "--label-smoothing", defaults.label_smoothing, "share of a label that is given to all", metavar="P")
     learning.add_argument("--bf16", action="store_true", help="products in bf16, where the processor is quick at them")
     training.add_arguments(parser, output=f"runs/sentiment-{corpus}", epochs=preset.get("epochs", 8))

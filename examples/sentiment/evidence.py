@@ -14,8 +14,6 @@ from torch import Tensor
 
 import fastattn
 
-from .model import SentimentClassifier
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -83,8 +81,8 @@ class View(NamedTuple):
 
 
 @torch.no_grad()
-def collect(model: SentimentClassifier, ids: Tensor) -> Evidence:
-    """The evidence for the model's verdict on one text, token ids [n].
+def collect(model: fastattn.nn.SequenceClassifier, ids: Tensor) -> Evidence:
+    """The evidence for the verdict of a pre-norm model on one text, token ids [n].
 
     Raw attention says where a layer reads, though what it reads there has been mixed from all tokens by the layers
     below. Attention rolled out follows it to the tokens: each layer passes half of a token on by its residual
@@ -96,7 +94,7 @@ def collect(model: SentimentClassifier, ids: Tensor) -> Evidence:
         Abnar and Zuidema, Quantifying Attention Flow in Transformers (2020), section 3.
     """
     model.eval()
-    x = model.embed(ids[None])
+    x = model.embedding(ids[None]) + model.positions(torch.arange(len(ids), device=ids.device))
     raw, projected = [], []
     for layer in model.encoder.layers:
         normed = layer.norm1(x)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from fastattn.nn import SequenceClassifier
+
 from .. import training
 from ..training import Loss, Run
 from . import model as models
-from .model import SentimentClassifier
 from .reviews import Review
-from .tokens import PADDING, tokenize
+from .tokens import PADDING, SPECIAL, UNKNOWN, tokenize
 
 
 @dataclass(frozen=True)
@@ -53,42 +53,43 @@ class Examples:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model learns. label_smoothing: the share of a label that is given to all."""
+    """How the model learns.
+
+    word_dropout: the share of words that become unknown ones, drawn anew each time a text is read.
+    label_smoothing: the share of a label that is given to all.
+    bf16: products in bf16.
+    """
 
     batch_size: int = 32
     learning_rate: float = 5e-4
     weight_decay: float = 0.01
     warmup: int = 400
+    word_dropout: float = 0.1
     label_smoothing: float = 0.0
     bf16: bool = False
 
 
-def autocast(device: torch.device, enabled: bool) -> torch.autocast:
-    """Products in bf16 while it is entered, if enabled."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
-
-
 def fit(
-    model: SentimentClassifier,
+    model: SequenceClassifier,
+    tokenizer: Tokenizer,
     train: Examples,
     held_out: Examples,
     recipe: Recipe,
     run: Run,
     about: dict,
-    keep_at: Path,
 ) -> dict:
-    """Trains the model, resuming the run, and keeps the weights of the epoch with the best held-out accuracy.
+    """Trains the model, resuming the run; what is saved is the model of the epoch with the best held-out accuracy.
 
     Args:
-        about: what `models.save` shall say about the model besides its accuracy.
-        keep_at: file of those weights.
+        about: what `models.save` shall say about it besides its accuracy.
 
     Returns:
         The metrics of `training.train`.
     """
     device = next(model.parameters()).device
     if not run.checkpoint.exists():
-        keep_at.unlink(missing_ok=True)  # of another run
+        (run.folder / models.ABOUT).unlink(missing_ok=True)  # of another run
+    products = torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         learned, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay, fused=True
@@ -96,17 +97,18 @@ def fit(
 
     def loss(batch: list[int]) -> Loss:
         ids, labels = (x.to(device) for x in train.batch(batch))
-        with autocast(device, recipe.bf16):
-            logits = model(ids)
+        with products:
+            logits = model(forget(ids, recipe.word_dropout))
         mean = nn.functional.cross_entropy(logits.float(), labels, label_smoothing=recipe.label_smoothing)
         return Loss(mean, len(batch), int((ids != PADDING).sum()))
 
     def evaluate(epoch: int) -> dict[str, float]:
-        with autocast(device, recipe.bf16):
-            figures = judge(model, held_out)
-        if not keep_at.exists() or figures["accuracy"] > models.load(keep_at)[1]["held_out_accuracy"]:
-            models.save(model, keep_at, {**about, "epoch": epoch, "held_out_accuracy": figures["accuracy"]})
-        return {f"held_out_{name}": value for name, value in figures.items()}
+        with products:
+            figures = {f"held_out_{name}": value for name, value in judge(model, held_out).items()}
+        best = models.about(run.folder)
+        if best is None or figures["held_out_accuracy"] > best["held_out_accuracy"]:
+            models.save(model, tokenizer, run.folder, {**about, "epoch": epoch, **figures})
+        return figures
 
     return training.train(
         model,
@@ -120,8 +122,14 @@ def fit(
     )
 
 
+def forget(ids: Tensor, share: float) -> Tensor:
+    """Token ids, each of them unknown with that probability, except the special ones."""
+    forgotten = torch.rand(ids.shape, device=ids.device) < share
+    return ids.masked_fill(forgotten & (ids >= len(SPECIAL)), UNKNOWN)
+
+
 @torch.no_grad()
-def judge(model: SentimentClassifier, examples: Examples) -> dict[str, float]:
+def judge(model: SequenceClassifier, examples: Examples) -> dict[str, float]:
     """accuracy, and loss: the mean cross-entropy in nats."""
     device = next(model.parameters()).device
     model.eval()

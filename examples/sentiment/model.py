@@ -1,79 +1,44 @@
-"""The classifier: word embeddings and positions, encoder blocks, and a verdict from the first token alone."""
+"""The classifier, word vectors that others have trained, and the folder that a trained model is kept in."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from fastattn import nn
 
-from ..training import InputError
+from ..training import InputError, write_json
 from .reviews import LABELS
-from .tokens import PADDING, SPECIAL, UNKNOWN
+from .tokens import PADDING
 
 MAX_TOKENS = 8192  # of a text, with the classifying one
+MODEL, TOKENIZER, ABOUT = "model.safetensors", "tokenizer.json", "about.json"  # in the folder of a run
 
 
-@dataclass(frozen=True)
-class Config:
-    """Sizes of the model, and what is dropped while it learns.
+def build(vocabulary: int, **sizes: float) -> nn.SequenceClassifier:
+    """A classifier that judges a text by what pre-norm encoder layers make of its first token.
 
-    dropout: in the encoder; embedding_dropout: of what goes into it; word_dropout: words that become unknown ones.
+    Sinusoidal positions are added to embeddings times sqrt(d_model).
+
+    Args:
+        vocabulary: number of token ids.
+        sizes: d_model, nhead, num_layers, dim_feedforward and dropout, as in `TransformerConfig`.
+
+    Raises:
+        InputError: nhead does not divide d_model.
     """
-
-    vocabulary: int
-    d_model: int = 300
-    heads: int = 1
-    layers: int = 2
-    d_ff: int = 300
-    dropout: float = 0.3
-    embedding_dropout: float = 0.4
-    word_dropout: float = 0.1
+    config = nn.TransformerConfig(vocabulary, **sizes, norm_first=True, max_length=MAX_TOKENS, padding_idx=PADDING)
+    try:
+        return nn.SequenceClassifier(config, len(LABELS))
+    except AssertionError as error:
+        raise InputError(f"nhead must divide d_model, got {config.nhead} and {config.d_model}") from error
 
 
-class SentimentClassifier(torch.nn.Module):
-    """Logits over `LABELS`, from what the encoder makes of the first token of each text.
-
-    The blocks are pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x)); one more norm follows the last.
-
-    Sources:
-        Vaswani et al., Attention Is All You Need (2017), for positions added to embeddings times sqrt(d_model);
-        Xiong et al., On Layer Normalization in the Transformer Architecture (2020), for pre-norm.
-    """
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.TokenEmbedding(config.vocabulary, config.d_model, PADDING, scaled=True)
-        self.positions = nn.SinusoidalPositions(config.d_model, MAX_TOKENS)
-        self.embedding_dropout = torch.nn.Dropout(config.embedding_dropout)
-        block = nn.TransformerEncoderLayer(
-            config.d_model, config.heads, config.d_ff, config.dropout, batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(block, config.layers, norm=torch.nn.LayerNorm(config.d_model))
-        self.head = torch.nn.Linear(config.d_model, len(LABELS))
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """What goes into the encoder, [B, n, d_model], of token ids [B, n]."""
-        if self.training:
-            forgotten = torch.rand(ids.shape, device=ids.device) < self.config.word_dropout
-            ids = ids.masked_fill(forgotten & (ids >= len(SPECIAL)), UNKNOWN)
-        positions = self.positions(torch.arange(ids.shape[1], device=ids.device))
-        return self.embedding_dropout(self.embedding(ids) + positions)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits [B, labels] of token ids [B, n], each row a classifying token, a text, and padding."""
-        hidden = self.encoder(self.embed(ids), src_key_padding_mask=ids == PADDING)
-        return self.head(hidden[:, 0])
-
-
-def use_vectors(model: SentimentClassifier, path: Path, vocabulary: dict[str, int]) -> int:
+def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, int]) -> int:
     """Puts the word vectors of a file in the place of the embeddings, and freezes them all; how many words it had.
 
     Args:
@@ -82,7 +47,7 @@ def use_vectors(model: SentimentClassifier, path: Path, vocabulary: dict[str, in
         vocabulary: words and their ids. Those that the file lacks keep their random vectors.
 
     Raises:
-        InputError: the file is missing or has vectors of another width.
+        InputError: the file is missing, or has vectors of another width or of none of the words.
     """
     weight = model.embedding.weight
     found: dict[int, Tensor] = {}
@@ -110,25 +75,49 @@ def use_vectors(model: SentimentClassifier, path: Path, vocabulary: dict[str, in
     return len(found)
 
 
-def save(model: SentimentClassifier, path: Path, about: dict) -> None:
-    """Weights and sizes in a safetensors file, atomically, with what there is to say `about` it, as JSON has it."""
-    temporary = path.with_suffix(".partial")
-    described = {"config": asdict(model.config), **about}
-    save_file(model.state_dict(), temporary, {name: json.dumps(value) for name, value in described.items()})
-    temporary.replace(path)
+def save(model: nn.SequenceClassifier, tokenizer: Tokenizer, folder: Path, about: dict) -> None:
+    """Writes the two, and then what there is to say `about` them, as JSON has it; each file whole or not at all."""
+    part = folder / f"{TOKENIZER}.partial"
+    tokenizer.save(str(part))
+    part.replace(folder / TOKENIZER)
+    nn.save(model, folder / MODEL)
+    write_json(folder / ABOUT, about)
 
 
-def load(path: Path) -> tuple[SentimentClassifier, dict]:
-    """The model that `save` wrote, in evaluation mode, and what it said about it.
+def about(folder: Path) -> dict | None:
+    """What was said about the weights in this folder; None if there are none.
 
     Raises:
-        InputError: the file is missing, damaged, or not one of these.
+        InputError: the file is damaged.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            about = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
-            model = SentimentClassifier(Config(**about.pop("config")))
-            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError, RuntimeError) as error:
-        raise InputError(f"the model must be a file that training wrote, got {path}: {error}") from error
-    return model.eval(), about
+        return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / ABOUT} must be a file that training wrote: {error}") from error
+
+
+def load(folder: Path) -> tuple[nn.SequenceClassifier, Tokenizer, dict]:
+    """The model that training left in this folder, in evaluation mode, its tokenizer, and what was said about it.
+
+    Raises:
+        InputError: a file is missing or damaged, or they do not belong together.
+    """
+    said = about(folder)
+    if said is None:
+        raise InputError(f"model must be the folder of a trained model, got {folder}, which has no {ABOUT}")
+    try:
+        model = nn.load(folder / MODEL)
+    except (OSError, ValueError) as error:
+        raise InputError(f"model must be the folder of a trained model: {error}") from error
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"{folder / TOKENIZER} must be the tokenizer that training wrote: {error}") from error
+    if tokenizer.get_vocab_size() != model.config.vocab_size:
+        raise InputError(
+            f"{folder / TOKENIZER} must have {model.config.vocab_size} tokens like the model, "
+            f"got {tokenizer.get_vocab_size()}"
+        )
+    return model.eval(), tokenizer, said

@@ -22,7 +22,7 @@ SIZES = {"d_model": 300, "nhead": 1, "num_layers": 2, "dim_feedforward": 300}
 PRESETS = {
     "imdb": {},
     "rt-polarity": {"epochs": 10, "max_tokens": 100, "min_frequency": 2},
-    "chabsa": {"epochs": 30, "unit": "character", "max_tokens": 512, "min_frequency": 2, "warmup": 100},
+    "chabsa": {"epochs": 12, "unit": "character", "max_tokens": 512, "min_frequency": 2, "warmup": 100},
 }
 
 
@@ -153,7 +153,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser, corpus: str) -> None:
     add(texts, "--unit", "word", "what a token is", choices=("word", "character", "subword"))
     add(texts, "--vocabulary", 25000, "most tokens in it", metavar="N")
     add(texts, "--min-frequency", 5, "how often each must occur", metavar="N")
-    add(texts, "--max-tokens", 400, "tokens of a text, while training", metavar="N")
+    add(texts, "--max-tokens", 256, "tokens of a text, while training", metavar="N")
     texts.add_argument("--vectors", type=Path, metavar="FILE", help="frozen word vectors: word2vec, GloVe or fastText")
 
     sizes = parser.add_argument_group("the model")
@@ -170,7 +170,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser, corpus: str) -> None:
     add(learning, "--word-dropout", defaults.word_dropout, "share of words that become unknown", metavar="P")
     add(learning, "--label-smoothing", defaults.label_smoothing, "share of a label that is given to all", metavar="P")
     learning.add_argument("--bf16", action="store_true", help="products in bf16, where the processor is quick at them")
-    training.add_arguments(parser, output=f"runs/sentiment-{corpus}", epochs=preset.get("epochs", 8))
+    training.add_arguments(parser, output=f"runs/sentiment-{corpus}", epochs=preset.get("epochs", 4))
 
 
 if __name__ == "__main__":

@@ -409,16 +409,16 @@ class Page(html.parser.HTMLParser):
 def test_a_page_shows_the_text_and_nothing_of_it_is_markup():
     text = "Say <script>alert('&amp;')</script>\n\"fun\" & 1 < 2"
     name = "<img src=x onerror=alert(1)>"
-    tokenizer = tokens.train([text], "word", 50, 1)
-    (found,) = tokens.tokenize(tokenizer, [text])
-    seen = even(len(found.ids))
+    spans = [(0, 0), (0, 3), (4, 35), (36, 37), (37, 40), (43, 44), (45, 47), (47, 48)]  # the script is one token
+    seen = even(len(spans))
     seen.rolled[0, 2] = 0.5
-    source = page.render(Review(name, text, 0), found.spans, seen)
+    source = page.render(Review(name, text, 0), spans, seen)
     read = Page(source)
     assert read.text == text
-    assert [word for word, _ in read.shaded] == [text[start:stop] for start, stop in found.spans[1:]]
+    assert [word for word, _ in read.shaded] == [text[start:stop] for start, stop in spans[1:]]
+    assert read.shaded[1][0] == "<script>alert('&amp;')</script>"
     assert read.shaded[1][1] == "--v0:1.00;--v1:1.00;--v2:1.00;--v3:1.00"
-    assert read.shaded[0][1].startswith(f"--v0:{1 / len(found.ids) / 0.5:.2f};--v1:1.00")
+    assert read.shaded[0][1].startswith(f"--v0:{1 / len(spans) / 0.5:.2f};--v1:1.00")
     assert not {"script", "img", "link", "iframe"} & {tag for tag, _ in read.tags}
     attributes = [pair for _, found in read.tags for pair in found.items()]
     assert not any(name.startswith("on") or name == "src" for name, _ in attributes)

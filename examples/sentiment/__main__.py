@@ -41,6 +41,8 @@ def train(args: argparse.Namespace) -> None:
     vectors = args.vectors and str(args.vectors)
     run = Run.from_arguments(args, {**about, **tokenizing, **sizes, **asdict(recipe), "vectors": vectors})
 
+    if args.max_tokens > model.MAX_TOKENS:
+        raise InputError(f"max_tokens must be at most {model.MAX_TOKENS}, got {args.max_tokens}")
     corpus = reviews.load(args.corpus, args.data, args.seed)
     texts = [review.text for review in corpus.train]
     tokenizer = tokens.train(texts, args.unit, args.vocabulary, args.min_frequency)

@@ -25,7 +25,7 @@ class Examples:
     labels: Tensor
 
     @classmethod
-    def of(cls, reviews: list[Review], tokenizer: Tokenizer, max_tokens: int | None = None) -> Examples:
+    def of(cls, reviews: list[Review], tokenizer: Tokenizer, max_tokens: int = models.MAX_TOKENS) -> Examples:
         found = tokenize(tokenizer, [review.text for review in reviews], max_tokens)
         return cls([torch.tensor(each.ids) for each in found], torch.tensor([review.label for review in reviews]))
 
@@ -40,15 +40,17 @@ class Examples:
         With a generator every example is shuffled, sorted among the next fifty batches' worth only, and the batches are
         shuffled again.
         """
-        order = torch.arange(len(self.ids)) if generator is None else torch.randperm(len(self.ids), generator=generator)
-        pools = [order] if generator is None else order.split(50 * size)
-        found = [
-            batch
-            for pool in pools
-            for batch in torch.tensor(sorted(pool.tolist(), key=lambda i: len(self.ids[i]))).split(size)
-        ]
-        shuffled = range(len(found)) if generator is None else torch.randperm(len(found), generator=generator).tolist()
-        return [found[i].tolist() for i in shuffled]
+        total = pool = len(self.ids)
+        order = list(range(total))
+        if generator is not None:
+            order, pool = torch.randperm(total, generator=generator).tolist(), 50 * size
+        found = []
+        for start in range(0, total, pool):
+            by_length = sorted(order[start : start + pool], key=lambda i: len(self.ids[i]))
+            found += [by_length[first : first + size] for first in range(0, len(by_length), size)]
+        if generator is not None:
+            found = [found[i] for i in torch.randperm(len(found), generator=generator).tolist()]
+        return found
 
 
 @dataclass(frozen=True)

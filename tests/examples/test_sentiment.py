@@ -580,6 +580,15 @@ def test_a_run_that_is_killed_resumes_as_the_same_run(tmp_path, monkeypatch):
     assert histories[0] == histories[1]
 
 
+def test_frozen_word_vectors_stay_what_they_were(tmp_path):
+    vectors = tmp_path / "vectors.txt"
+    vectors.write_text(f"superb{' 1' * 32}\nboring{' -1' * 32}\n")
+    run("train", "imdb", "--data", DATA / "aclImdb", "--output", tmp_path, "--epochs=2", "--vectors", vectors, *SMALL)
+    classifier, tokenizer, _ = model.load(tmp_path)
+    found = classifier.embedding.weight[[tokenizer.token_to_id("superb"), tokenizer.token_to_id("boring")]]
+    torch.testing.assert_close(found, torch.tensor([[1.0], [-1.0]]).expand(2, 32) * 32**-0.5)
+
+
 def test_a_folder_begun_anew_forgets_the_best_model_of_the_run_before(tmp_path):
     (tmp_path / model.ABOUT).write_text('{"held_out_accuracy": 2.0}')
     run("train", "imdb", "--data", DATA / "aclImdb", "--output", tmp_path, "--epochs=1", *SMALL)
@@ -604,6 +613,7 @@ def test_mistakes_get_one_sentence(trained, tmp_path, capsys):
     assert "must have fewer than 8192 tokens, got 9001" in error_of(capsys, *show, "--text", "good " * 9000)
     new = ("train", "imdb", *data, "--output", tmp_path)
     assert "nhead must divide d_model, got 7 and 300" in error_of(capsys, *new, "--nhead=7")
+    assert "max_tokens must be at most 8192, got 8193" in error_of(capsys, *new, "--max-tokens=8193")
     assert "vectors must be a text file" in error_of(capsys, *new, "--vectors", tmp_path / "no")
     for wrong in ("--dropout=1", "--word-dropout=-0.1", "--epochs=0", "--d-model=x"):
         with pytest.raises(SystemExit):

@@ -55,7 +55,7 @@ a { color: inherit; text-decoration-color: #8d877b; text-underline-offset: .2em;
 .wide { overflow-x: auto; }
 table { width: 100%; border-collapse: collapse; font-size: .875rem; }
 th, td { padding: .35rem .75rem .35rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-th[scope=row] { white-space: nowrap; font-weight: 600; }
+th { white-space: nowrap; font-weight: 600; }
 td.number { text-align: right; white-space: nowrap; }
 td span { display: inline-block; margin-right: .9em; white-space: nowrap; }
 small { color: var(--soft); font-size: .8125rem; }
@@ -82,16 +82,15 @@ $buttons
 <h2 id="strongest">Strongest tokens</h2>
 <div class="wide" role="region" aria-label="Strongest tokens" tabindex="0">
 <table>
-<thead><tr><th scope="col">View</th><th scope="col">Where in the text</th><th scope="col">Tokens, with their share of
-the attention</th><th scope="col">On itself</th></tr></thead>
+<thead><tr><th scope="col">View</th><th scope="col">Where in the text</th><th scope="col">Tokens, with their share</th><th scope="col">On itself</th></tr></thead>
 <tbody>
 $rows
 </tbody>
 </table>
 </div>
-<footer>$count tokens. A layer and head: where the classifying token reads in it. Rolled out: followed down through the
-layers to the tokens that were read from, half of each layer's weight by attention, averaged over the heads, and half by
-the residual connection. On itself: the weight that stays on the classifying token. Attention shows where a model reads,
+<footer>$count tokens. Raw: where the classifying token reads in a layer. Rolled out: followed down through the layers to
+the tokens that were read from, half of each layer's weight by attention, averaged over the heads, and half by the
+residual connection. On itself: the weight that stays on the classifying token. Attention shows where a model reads,
 which need not be why it decides.</footer>
 </main>
 </body>

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -20,6 +21,7 @@ HEAT, INK, SOFT = "#f07d0a", "#1c1b19", "#5c5850"
 WIDTH, MARGIN, LINE, ROW = 9.0, 0.35, 0.27, 0.24  # inches
 SIZE = 11  # points
 DPI = 110
+MOST_COLUMNS = 400  # of the heat map, so that none is narrower than a pixel; of several tokens it shows the strongest
 # The first that is there, and where it has no glyph for a sign, the next.
 FAMILIES = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans JP", "IPAexGothic", "Hiragino Sans", "Yu Gothic", "MS Gothic")
 
@@ -74,13 +76,16 @@ def _draw(review: Review, spans: list[tuple[int, int]], evidence: Evidence, path
     left_of_map = MARGIN + max(width_of(view.name) for view in views) + 0.1
     for row, view in enumerate(views):
         write(left_of_map - 0.1, top_of_map + ROW * (row + 0.5), view.name, ha="right")
+    rows = torch.stack([view.shades()[1:] for view in views])
+    columns = min(rows.shape[1], MOST_COLUMNS)
     page.imshow(
-        [view.shades()[1:].tolist() for view in views],
+        torch.nn.functional.adaptive_max_pool1d(rows, columns).tolist(),
         extent=(left_of_map, WIDTH - MARGIN, top_of_map + ROW * len(views), top_of_map),
         aspect="auto",
         cmap=LinearSegmentedColormap.from_list("heat", ["white", HEAT]),
         vmin=0,
         vmax=1,
+        interpolation="nearest",
     )
     frame = (left_of_map, top_of_map), WIDTH - MARGIN - left_of_map, ROW * len(views)
     page.add_patch(Rectangle(*frame, fill=False, edgecolor=SOFT, linewidth=0.8))

@@ -82,14 +82,15 @@ $buttons
 <h2 id="strongest">Strongest tokens</h2>
 <div class="wide" role="region" aria-label="Strongest tokens" tabindex="0">
 <table>
-<thead><tr><th scope="col">View</th><th scope="col">Where in the text</th><th scope="col">Tokens, with their share</th><th scope="col">On itself</th></tr></thead>
+<thead><tr><th scope="col">View</th><th scope="col">Where in the text</th>
+<th scope="col">Tokens, with their share</th><th scope="col">On itself</th></tr></thead>
 <tbody>
 $rows
 </tbody>
 </table>
 </div>
-<footer>$count tokens. Raw: where the classifying token reads in a layer. Rolled out: followed down through the layers to
-the tokens that were read from, half of each layer's weight by attention, averaged over the heads, and half by the
+<footer>$count tokens. Raw: where the classifying token reads in a layer. Rolled out: followed down through the layers
+to the tokens that were read from, half of each layer's weight by attention, averaged over the heads, and half by the
 residual connection. On itself: the weight that stays on the classifying token. Attention shows where a model reads,
 which need not be why it decides.</footer>
 </main>

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from examples.sentiment import evidence, model, page, picture, reviews, tokens
+from examples.sentiment import evidence, learning, model, page, picture, reviews, tokens
 from examples.sentiment.__main__ import main
 from examples.sentiment.evidence import Evidence
 from examples.sentiment.learning import Examples, forget, judge
@@ -167,7 +167,7 @@ def test_a_long_text_keeps_both_its_ends():
     tokenizer = tokens.train([text], "word", 200, 1)
     (found,) = tokens.tokenize(tokenizer, [text], max_tokens=8)
     assert [text[start:stop] for start, stop in found.spans] == ["", "w0", "w1", "w2", "w3", "w97", "w98", "w99"]
-    assert len(found.ids) == 8
+    assert [tokenizer.id_to_token(i) for i in found.ids] == ["<cls>", "w0", "w1", "w2", "w3", "w97", "w98", "w99"]
     (whole,) = tokens.tokenize(tokenizer, [text], max_tokens=101)
     assert len(whole.ids) == 101
 
@@ -578,6 +578,23 @@ def test_a_run_that_is_killed_resumes_as_the_same_run(tmp_path, monkeypatch):
         assert torch.equal(weight, cut[0].state_dict()[name]), name
     histories = [json.loads((tmp_path / name / "metrics.json").read_text())["history"] for name in ("whole", "cut")]
     assert histories[0] == histories[1]
+
+
+def test_the_model_that_is_kept_is_that_of_the_first_best_epoch(tmp_path, monkeypatch):
+    accuracies, weights = iter([0.0, 0.9, 0.9, 0.5, 0.7]), []  # of four epochs, and of the test
+
+    def judged(classifier, examples):
+        weights.append(classifier.head.weight.detach().clone())
+        return {"accuracy": next(accuracies), "loss": 1.0}
+
+    monkeypatch.setattr(learning, "judge", judged)
+    monkeypatch.setattr("examples.sentiment.__main__.judge", judged)
+    run("train", "imdb", "--data", DATA / "aclImdb", "--output", tmp_path, "--epochs=4", *SMALL)
+    classifier, _, about = model.load(tmp_path)
+    assert (about["epoch"], about["held_out_accuracy"]) == (2, 0.9)
+    assert torch.equal(classifier.head.weight, weights[1])
+    assert torch.equal(weights[4], weights[1])  # what was tested
+    assert not torch.equal(weights[2], weights[1])
 
 
 def test_frozen_word_vectors_stay_what_they_were(tmp_path):

@@ -89,6 +89,51 @@ def test_an_encoder_calls_its_attention_in_every_mode(training, grad, nested, no
             assert_same(actual[real], model(x, **options)[real])
 
 
+@may_fall_back
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_encoder_and_decoder_compute_no_padding(training, batch_first):
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "batch_first": batch_first, "dtype": torch.float64}
+    model = nn.Transformer(16, 4, 2, 2, 32, **options).train(training)
+    swapped = copy.deepcopy(model)
+    fastattn.swap(swapped)
+    rows = {"encoder": set(), "decoder": set()}
+    for name, seen in rows.items():
+        for part in getattr(swapped, name).modules():
+            if type(part) is nn.Linear:
+                part.register_forward_hook(lambda _, args, __, seen=seen: seen.add(args[0].shape[:-1].numel()))
+    source_padding = torch.arange(7) >= torch.tensor([[7], [2]])
+    target_padding = torch.arange(5) >= torch.tensor([[1], [4]])
+    source, target = torch.randn(2, 7, 16, dtype=torch.float64), torch.randn(2, 5, 16, dtype=torch.float64)
+    if not batch_first:
+        source, target = source.transpose(0, 1), target.transpose(0, 1)
+    masks = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64),
+        "src_key_padding_mask": source_padding,
+        "tgt_key_padding_mask": target_padding,
+        "memory_key_padding_mask": source_padding,
+    }
+    actual, expected = swapped(source, target, **masks), model(source, target, **masks)
+    hidden = target_padding if batch_first else target_padding.T
+    assert_same(actual, expected.masked_fill(hidden[..., None], 0))
+    assert rows == {"encoder": {9}, "decoder": {5}}  # tokens that are real
+
+
+@pytest.mark.parametrize("block", ["forward", "_sa_block", "_ff_block"])
+def test_a_layer_that_somebody_changed_stays(block, calls):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+    changed = model.layers[0]
+    setattr(changed, block, lambda x, *args, **kwargs: 0 * x)
+    swapped = copy.deepcopy(model)
+    fastattn.swap(swapped)
+    classes = [type(part) for part in (swapped, *swapped.layers)]
+    assert classes == [nn.TransformerEncoder, nn.TransformerEncoderLayer, fastattn.nn.TransformerEncoderLayer]
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(swapped(x), model(x))
+
+
 def test_a_layer_alone_calls_its_attention_in_eval(calls):
     layer = nn.TransformerEncoderLayer(16, 4, batch_first=True).eval()
     fastattn.swap(layer)
@@ -140,7 +185,60 @@ def test_the_model_itself():
 def test_a_swapped_module_has_what_a_new_one_has():
     swapped = nn.MultiheadAttention(8, 2)
     fastattn.swap(swapped)
-    assert vars(swapped).keys() == vars(MultiHeadAttention(8, 2)).keys()
+    assert vars(swapped).keys() == vars(MultiHeadAttention(8, 2)).keys() | {"_before_fastattn"}
+
+
+class OwnLayer(nn.TransformerEncoderLayer):
+    pass
+
+
+def originals() -> dict[str, nn.Module]:
+    options = {"dropout": 0.0, "batch_first": True}
+    return {
+        "attention": nn.MultiheadAttention(8, 2),
+        "encoder": nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, **options), 2),
+        "encoder of a subclass": nn.TransformerEncoder(OwnLayer(8, 2, 16, **options), 2),
+        "transformer": nn.Transformer(8, 2, 1, 1, 16, **options),
+    }
+
+
+def state_of(model: nn.Module) -> list[tuple[type, dict]]:
+    return [(type(part), dict(vars(part))) for part in model.modules()]
+
+
+@pytest.mark.parametrize("name", originals())
+def test_unswap_gives_the_original_back(name, calls):
+    model = originals()[name].eval()
+    x = torch.randn(2, 3, 8)
+    args = (x,) if name.startswith("encoder") else (x, x, x) if name == "attention" else (x, x)
+    with torch.no_grad():
+        expected = model(*args)
+    before = state_of(model)
+    for _ in range(2):
+        fastattn.swap(model)
+    assert state_of(model) != before
+    with torch.no_grad():
+        model(*args)
+    swapped = copy.deepcopy(model)
+    for _ in range(2):
+        fastattn.unswap(model)
+    assert state_of(model) == before
+    assert calls
+    calls.clear()
+    with torch.no_grad():
+        assert_same(model(*args), expected)
+    assert not calls
+    fastattn.unswap(swapped)  # a copy remembers, too
+    assert [type(part) for part in swapped.modules()] == [type(part) for part in model.modules()]
+
+
+def test_unswap_leaves_what_was_built_as_ours():
+    model = nn.ModuleList([MultiHeadAttention(8, 2), nn.MultiheadAttention(8, 2)])
+    fastattn.swap(model)
+    fastattn.unswap(model)
+    assert [type(part) for part in model] == [MultiHeadAttention, nn.MultiheadAttention]
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got int"):
+        fastattn.unswap(3)
 
 
 def test_twice_changes_nothing(calls):

@@ -65,9 +65,7 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> nn.Module:
     if model is None:
         if _KEY not in metadata:
             raise ValueError(f"model must be given for {path}, which does not say what it holds the weights of")
-        description = json.loads(metadata[_KEY])
-        cls = MODELS[description.pop("class")]
-        model = cls(**description | {"config": TransformerConfig(**description["config"])})
+        model = _built(path, metadata[_KEY])
     _check_fit(path, shapes, model)
     _safetensors().torch.load_model(model, str(path))
     return model
@@ -83,6 +81,16 @@ def _read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged, or no safetensors file ({error})") from error
+
+
+def _built(path: Path, description: str) -> Model:
+    """A new model by what `save` wrote about it."""
+    try:
+        arguments = json.loads(description)
+        cls = MODELS[arguments.pop("class")]
+        return cls(**arguments | {"config": TransformerConfig(**arguments["config"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} describes its model as {description}, which this version cannot build") from error
 
 
 def _check_fit(path: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:

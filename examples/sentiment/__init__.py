@@ -1,0 +1,1 @@
+"""Sentiment of reviews, and the evidence for it: `python -m examples.sentiment --help`."""

@@ -1,0 +1,144 @@
+"""Training and judging the classifier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from fastattn.nn import SequenceClassifier
+
+from .. import training
+from ..training import Loss, Run
+from . import model as models
+from .reviews import Review
+from .tokens import PADDING, SPECIAL, UNKNOWN, tokenize
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Token ids of texts, and their labels."""
+
+    ids: list[Tensor]
+    labels: Tensor
+
+    @classmethod
+    def of(cls, reviews: list[Review], tokenizer: Tokenizer, max_tokens: int = models.MAX_TOKENS) -> Examples:
+        found = tokenize(tokenizer, [review.text for review in reviews], max_tokens)
+        return cls([torch.tensor(each.ids) for each in found], torch.tensor([review.label for review in reviews]))
+
+    def batch(self, which: list[int]) -> tuple[Tensor, Tensor]:
+        """ids [B, n], padded at their ends, and labels [B]."""
+        ids = nn.utils.rnn.pad_sequence([self.ids[i] for i in which], batch_first=True, padding_value=PADDING)
+        return ids, self.labels[which]
+
+    def batches(self, size: int, generator: torch.Generator | None = None) -> list[list[int]]:
+        """Which examples stand together: those of like length, so that there is little padding.
+
+        With a generator every example is shuffled, sorted among the next fifty batches' worth only, and the batches are
+        shuffled again.
+        """
+        total = pool = len(self.ids)
+        order = list(range(total))
+        if generator is not None:
+            order, pool = torch.randperm(total, generator=generator).tolist(), 50 * size
+        found = []
+        for start in range(0, total, pool):
+            by_length = sorted(order[start : start + pool], key=lambda i: len(self.ids[i]))
+            found += [by_length[first : first + size] for first in range(0, len(by_length), size)]
+        if generator is not None:
+            found = [found[i] for i in torch.randperm(len(found), generator=generator).tolist()]
+        return found
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the model learns.
+
+    word_dropout: the share of words that become unknown ones, drawn anew each time a text is read.
+    label_smoothing: the share of a label that is given to all.
+    bf16: products in bf16.
+    """
+
+    batch_size: int = 32
+    learning_rate: float = 5e-4
+    weight_decay: float = 0.01
+    warmup: int = 400
+    word_dropout: float = 0.1
+    label_smoothing: float = 0.0
+    bf16: bool = False
+
+
+def fit(
+    model: SequenceClassifier,
+    tokenizer: Tokenizer,
+    train: Examples,
+    held_out: Examples,
+    recipe: Recipe,
+    run: Run,
+    about: dict,
+) -> dict:
+    """Trains the model, resuming the run; what is saved is the model of the epoch with the best held-out accuracy.
+
+    Args:
+        about: what `models.save` shall say about it besides its accuracy.
+
+    Returns:
+        The metrics of `training.train`.
+    """
+    device = next(model.parameters()).device
+    if not run.checkpoint.exists():
+        (run.folder / models.ABOUT).unlink(missing_ok=True)  # of another run
+    products = torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        learned, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay, fused=True
+    )
+
+    def loss(batch: list[int]) -> Loss:
+        ids, labels = (x.to(device) for x in train.batch(batch))
+        with products:
+            logits = model(forget(ids, recipe.word_dropout))
+        mean = nn.functional.cross_entropy(logits.float(), labels, label_smoothing=recipe.label_smoothing)
+        return Loss(mean, len(batch), int((ids != PADDING).sum()))
+
+    def evaluate(epoch: int) -> dict[str, float]:
+        with products:
+            figures = {f"held_out_{name}": value for name, value in judge(model, held_out).items()}
+        best = models.about(run.folder)
+        if best is None or figures["held_out_accuracy"] > best["held_out_accuracy"]:
+            models.save(model, tokenizer, run.folder, {**about, "epoch": epoch, **figures})
+        return figures
+
+    return training.train(
+        model,
+        optimizer,
+        run=run,
+        batches=lambda generator: train.batches(recipe.batch_size, generator),
+        loss=loss,
+        evaluate=evaluate,
+        schedule=training.inverse_sqrt(optimizer, recipe.warmup),
+        clip_norm=1.0,
+    )
+
+
+def forget(ids: Tensor, share: float) -> Tensor:
+    """Token ids, each of them unknown with that probability, except the special ones."""
+    forgotten = torch.rand(ids.shape, device=ids.device) < share
+    return ids.masked_fill(forgotten & (ids >= len(SPECIAL)), UNKNOWN)
+
+
+@torch.no_grad()
+def judge(model: SequenceClassifier, examples: Examples) -> dict[str, float]:
+    """accuracy, and loss: the mean cross-entropy in nats."""
+    device = next(model.parameters()).device
+    model.eval()
+    right, loss = 0, 0.0
+    for which in examples.batches(64):
+        ids, labels = (x.to(device) for x in examples.batch(which))
+        logits = model(ids).float()
+        right += int((logits.argmax(-1) == labels).sum())
+        loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+    return {"accuracy": right / len(examples.ids), "loss": loss / len(examples.ids)}

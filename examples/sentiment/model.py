@@ -1,0 +1,123 @@
+"""The classifier, word vectors that others have trained, and the folder that a trained model is kept in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from fastattn import nn
+
+from ..training import InputError, write_json
+from .reviews import LABELS
+from .tokens import PADDING
+
+MAX_TOKENS = 8192  # of a text, with the classifying one
+MODEL, TOKENIZER, ABOUT = "model.safetensors", "tokenizer.json", "about.json"  # in the folder of a run
+
+
+def build(vocabulary: int, **sizes: float) -> nn.SequenceClassifier:
+    """A classifier that judges a text by what pre-norm encoder layers make of its first token.
+
+    Sinusoidal positions are added to embeddings times sqrt(d_model).
+
+    Args:
+        vocabulary: number of token ids.
+        sizes: d_model, nhead, num_layers, dim_feedforward and dropout, as in `TransformerConfig`.
+
+    Raises:
+        InputError: nhead does not divide d_model.
+    """
+    config = nn.TransformerConfig(vocabulary, **sizes, norm_first=True, max_length=MAX_TOKENS, padding_idx=PADDING)
+    try:
+        return nn.SequenceClassifier(config, len(LABELS))
+    except AssertionError as error:
+        raise InputError(f"nhead must divide d_model, got {config.nhead} and {config.d_model}") from error
+
+
+def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, int]) -> int:
+    """Puts the word vectors of a file in the place of the embeddings, and freezes them all; how many words it had.
+
+    Args:
+        path: a text file as word2vec, GloVe and fastText write them: a word and its numbers on each line, with or
+            without a first line that says how many words and numbers there are.
+        vocabulary: words and their ids. Those that the file lacks keep their random vectors.
+
+    Raises:
+        InputError: the file is missing, or has vectors of another width or of none of the words.
+    """
+    weight = model.embedding.weight
+    found: dict[int, Tensor] = {}
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                word, *numbers = line.rstrip().split(" ")
+                if (number == 1 and len(numbers) == 1) or word not in vocabulary:
+                    continue
+                if len(numbers) != weight.shape[1]:
+                    raise InputError(
+                        f"vectors must have {weight.shape[1]} numbers each, the model's width, got {len(numbers)} in "
+                        f"line {number} of {path}"
+                    )
+                found.setdefault(vocabulary[word], torch.tensor([float(x) for x in numbers]))
+    except (OSError, ValueError) as error:
+        raise InputError(f"vectors must be a text file of words and their numbers, got {path}: {error}") from error
+    if not found:
+        raise InputError(f"vectors must be of words in the reviews, got none of those in {path}")
+    with torch.no_grad():
+        vectors = torch.stack(list(found.values()))
+        # To the size of the embeddings that the model would have begun with.
+        weight[list(found)] = vectors / vectors.square().mean().sqrt() * weight.shape[1] ** -0.5
+    weight.requires_grad_(False)
+    return len(found)
+
+
+def save(model: nn.SequenceClassifier, tokenizer: Tokenizer, folder: Path, about: dict) -> None:
+    """Writes the two, and then what there is to say `about` them, as JSON has it; each file whole or not at all."""
+    part = folder / f"{TOKENIZER}.partial"
+    tokenizer.save(str(part))
+    part.replace(folder / TOKENIZER)
+    nn.save(model, folder / MODEL)
+    write_json(folder / ABOUT, about)
+
+
+def about(folder: Path) -> dict | None:
+    """What was said about the weights in this folder; None if there are none.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    try:
+        return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / ABOUT} must be a file that training wrote: {error}") from error
+
+
+def load(folder: Path) -> tuple[nn.SequenceClassifier, Tokenizer, dict]:
+    """The model that training left in this folder, in evaluation mode, its tokenizer, and what was said about it.
+
+    Raises:
+        InputError: a file is missing or damaged, or they do not belong together.
+    """
+    said = about(folder)
+    if said is None:
+        raise InputError(f"model must be the folder of a trained model, got {folder}, which has no {ABOUT}")
+    try:
+        model = nn.load(folder / MODEL)
+    except (OSError, ValueError) as error:
+        raise InputError(f"model must be the folder of a trained model: {error}") from error
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"{folder / TOKENIZER} must be the tokenizer that training wrote: {error}") from error
+    if tokenizer.get_vocab_size() != model.config.vocab_size:
+        raise InputError(
+            f"{folder / TOKENIZER} must have {model.config.vocab_size} tokens like the model, "
+            f"got {tokenizer.get_vocab_size()}"
+        )
+    return model.eval(), tokenizer, said

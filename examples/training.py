@@ -1,0 +1,379 @@
+"""The one training loop of the examples: seeded, resumed to the bit after being killed, its figures in a JSON file.
+
+A program says what its model, batches and loss are; `train` does the rest. In the run's folder it keeps
+`checkpoint.pt`, all that the run needs to go on, and `metrics.json`, what the run is and what it has reached.
+The same command resumes a run that was stopped, at its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import shlex
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from fastattn.bench.machine import machine, now, versions
+
+Batch = TypeVar("Batch")
+
+
+class InputError(Exception):
+    """What the user gave cannot be used; the message is one sentence that says what it must be and what it was."""
+
+
+class Loss(NamedTuple):
+    """Of one batch.
+
+    mean: scalar to take the gradient of.
+    count: what it is the mean over (target tokens, examples): its weight in the mean of an epoch.
+    tokens: real tokens that the model read, for the speed.
+    """
+
+    mean: Tensor
+    count: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    folder: where its files are; made if missing.
+    epochs: how often all batches are seen; a finished run goes on if this grows.
+    seed: of everything that is drawn.
+    checkpoint_every: optimizer steps between checkpoints; there is one at the end of each epoch, too.
+    settings: whatever else decides the outcome, as JSON has it. A run does not resume under other settings.
+    """
+
+    folder: Path
+    epochs: int
+    seed: int = 0
+    checkpoint_every: int = 200
+    settings: dict = field(default_factory=dict)
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace, settings: dict) -> Run:
+        """The run that the options of `add_arguments` describe."""
+        return cls(Path(args.output), args.epochs, args.seed, args.checkpoint_every, settings)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, output: str, epochs: int) -> None:
+    """Gives the parser the options of every training run.
+
+    Args:
+        output: default folder of the run.
+        epochs: default number of them.
+    """
+    group = parser.add_argument_group("the run", "the same command resumes a run that was stopped")
+    group.add_argument("--output", default=output, metavar="FOLDER", help=f"files of the run; default: {output}")
+    group.add_argument("--epochs", type=positive_int, default=epochs, metavar="N", help=f"default: {epochs}")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    group.add_argument("--checkpoint-every", type=positive_int, default=200, metavar="STEPS", help="default: 200")
+    group.add_argument("--device", default="cpu", help="default: cpu")
+
+
+def positive_int(text: str) -> int:
+    """The number, for argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+    return int(text)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds torch, on every device, and Python's random. Call it before the model is made."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def inverse_sqrt(optimizer: Optimizer, warmup: int) -> LambdaLR:
+    """The schedule that climbs in a line to the optimizer's learning rate and then falls with 1 / sqrt(step).
+
+    With the learning rate (d_model * warmup) ** -0.5 it is the one of section 5.3 of the source.
+
+    Args:
+        warmup: steps until the learning rate is reached.
+
+    Sources:
+        Vaswani et al., Attention Is All You Need (2017), section 5.3.
+    """
+    return LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5))
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    run: Run,
+    batches: Callable[[torch.Generator], Sequence[Batch]],
+    loss: Callable[[Batch], Loss],
+    evaluate: Callable[[int], dict[str, float]],
+    schedule: LRScheduler | None = None,
+    clip_norm: float | None = None,
+) -> dict:
+    """What `metrics.json` holds at the end. The model is trained in place; a run that was stopped resumes.
+
+    A run that was killed and resumed has the same weights, to the bit, as one that was not, as long as `batches`,
+    `loss` and `evaluate` draw only from the generator they are given, from torch, or from Python's random.
+
+    Args:
+        model: on its device.
+        optimizer: of the model's parameters.
+        batches: the batches of one epoch, in order, with every draw taken from the generator. What is costly may wait
+            until a batch is taken by its index: those behind a resumed run are not looked at.
+        loss: of one batch, with the model in training mode.
+        evaluate: figures at the end of an epoch, whose number it is given, from 1 on; the model is in evaluation mode,
+            and gradients are off. It may also save the weights: being killed can repeat the call, with the same model.
+        schedule: steps after each optimizer step.
+        clip_norm: largest norm of all gradients together; None does not clip.
+
+    Raises:
+        InputError: the checkpoint is damaged, or was made by other settings or for another model.
+        FloatingPointError: the loss is no longer finite.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    parts = {"model": model, "optimizer": optimizer} | ({"schedule": schedule} if schedule else {})
+    settings = {"seed": run.seed, **run.settings}
+    place = _restore(run.checkpoint, parts, settings) if run.checkpoint.exists() else _Place()
+    started, seconds_before = time.perf_counter(), place.seconds
+
+    def keep() -> None:
+        place.seconds = seconds_before + time.perf_counter() - started
+        _save(run.checkpoint, parts, settings, place)
+
+    with _Display(run.epochs) as display:
+        if place.step:
+            display.say(f"resumed at step {place.step} (epoch {place.epoch}) from {run.checkpoint}")
+        while place.epoch <= run.epochs:
+            generator = torch.Generator().manual_seed(run.seed * 1_000_003 + place.epoch)  # no two epochs share it
+            epoch = batches(generator)
+            model.train()
+            for index in range(place.batch, len(epoch)):
+                found = loss(epoch[index])
+                value = found.mean.item()
+                if not abs(value) < float("inf"):  # also when it is NaN
+                    raise FloatingPointError(f"the loss must be finite, got {value} at step {place.step}")
+                optimizer.zero_grad()
+                found.mean.backward()
+                if clip_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+                optimizer.step()
+                if schedule is not None:
+                    schedule.step()
+                place.count_batch(value, found)
+                display.show(place, len(epoch), seconds_before + time.perf_counter() - started)
+                if place.step % run.checkpoint_every == 0:
+                    keep()
+            model.eval()
+            with torch.no_grad():
+                figures = evaluate(place.epoch)
+            display.say(place.end_epoch(figures))
+            keep()
+            _write_metrics(run, model, place)
+    model.eval()
+    return _write_metrics(run, model, place)
+
+
+@dataclass
+class _Place:
+    """How far a run is: `batch` batches into `epoch`, with what it has counted on the way."""
+
+    epoch: int = 1
+    batch: int = 0
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    history: list[dict] = field(default_factory=list)
+
+    @property
+    def mean_loss(self) -> float:
+        """Over the batches of this epoch so far."""
+        return self.loss_sum / max(self.loss_count, 1)
+
+    def count_batch(self, value: float, found: Loss) -> None:
+        self.batch += 1
+        self.step += 1
+        self.tokens += found.tokens
+        self.loss_sum += value * found.count
+        self.loss_count += found.count
+
+    def end_epoch(self, figures: dict[str, float]) -> str:
+        """Goes to the next epoch, and says what this one was."""
+        entry = {"epoch": self.epoch, "step": self.step, "train_loss": self.mean_loss, **figures}
+        self.history.append(entry)
+        self.epoch, self.batch, self.loss_sum, self.loss_count = self.epoch + 1, 0, 0.0, 0
+        return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                         for name, value in entry.items())  # fmt: skip
+
+
+def _save(path: Path, parts: dict, settings: dict, place: _Place) -> None:
+    """Atomic: whoever is killed in the middle leaves the checkpoint before."""
+    state = {name: part.state_dict() for name, part in parts.items()}
+    state |= {"settings": settings, "place": vars(place), "rng": _rng_state()}
+    temporary = path.with_suffix(".partial")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+def _restore(path: Path, parts: dict, settings: dict) -> _Place:
+    """Fills the parts from a checkpoint, and says where it was made."""
+    state = _read(path)
+    different = sorted(
+        name for name in settings.keys() | state["settings"].keys()
+        if settings.get(name) != state["settings"].get(name)
+    )  # fmt: skip
+    if different:
+        name = different[0]
+        raise InputError(
+            f"{name} must be {state['settings'].get(name)!r}, with which {path} was made, got {settings.get(name)!r}; "
+            "use that, or another folder for another run"
+        )
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise InputError(f"{path} must be of this model, got another one: {_first_line(error)}") from error
+    _set_rng_state(state["rng"])
+    return _Place(**state["place"])
+
+
+def _read(path: Path) -> dict:
+    """A checkpoint, every byte of it checked: torch itself does not compare the checksums of tensors."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        state["settings"], state["place"], state["rng"]
+    except (OSError, zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path} must be a checkpoint of this program, got a file that is damaged or something else "
+            f"({_first_line(error)}); move it away to start anew"
+        ) from error
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _rng_state() -> dict:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+    }
+
+
+def _set_rng_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+
+
+def _write_metrics(run: Run, model: nn.Module, place: _Place) -> dict:
+    """What the run is and has reached; returned, too."""
+    device = next(model.parameters()).device.type
+    metrics = {
+        "command": shlex.join(["python", *_module_options(), *sys.argv[1:]]),
+        "seed": run.seed,
+        "settings": run.settings,
+        "machine": machine(device),
+        "versions": versions(),
+        "written": now(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "epochs": place.epoch - 1,
+        "steps": place.step,
+        "tokens": place.tokens,
+        "seconds": round(place.seconds, 1),
+        "tokens_per_second": round(place.tokens / max(place.seconds, 1e-9)),
+        "history": place.history,
+    }
+    write_json(run.metrics, metrics)
+    return metrics
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Atomic, like a checkpoint."""
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _module_options() -> list[str]:
+    """How the program was started: ["-m", "examples.NAME"], or its file."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
+
+
+class _Display:
+    """A progress bar on a terminal's stderr; elsewhere a line now and then."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+        self.console = Console(stderr=True, soft_wrap=True, highlight=False)
+        self.bar = None
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=self.console, transient=True)
+            self.task = self.bar.add_task("")
+
+    def __enter__(self) -> _Display:
+        (self.bar or nullcontext()).__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        (self.bar or nullcontext()).__exit__(*exception)
+
+    def show(self, place: _Place, batches: int, seconds: float) -> None:
+        line = (
+            f"epoch {place.epoch}/{self.epochs}  loss {place.mean_loss:.3f}  "
+            f"{place.tokens / max(seconds, 1e-9):.0f} tokens/s"
+        )
+        if self.bar:
+            self.bar.update(self.task, description=line, completed=place.batch, total=batches)
+        elif place.step % 100 == 0:
+            self.say(f"{line}  batch {place.batch}/{batches}")
+
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False)
+
+
+def exit_code(program: Callable[[], None]) -> int:
+    """Runs a program: 0, or 1 with one sentence on stderr for what the user can mend, or 130 when interrupted."""
+    try:
+        program()
+    except (InputError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; a training run resumes with the same command", file=sys.stderr)
+        return 130
+    return 0

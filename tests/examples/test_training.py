@@ -1,0 +1,227 @@
+"""The training loop of the examples: killed and resumed is the same run, and what is damaged is said in a sentence."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from examples.training import InputError, Loss, Run, exit_code, inverse_sqrt, seed_everything, train
+
+EXAMPLES = 12
+
+
+def train_small(folder, *, width=4, epochs=3, seed=0, settings=None, kill_at=None, before_kill=None):
+    """(model, metrics, what was evaluated) of a run with dropout, shuffled batches and every kind of state.
+
+    kill_at: the number of the batch, over the whole run, at which `before_kill` is called instead of the loss.
+    """
+    seed_everything(seed)
+    inputs, targets = torch.randn(EXAMPLES, 3), torch.randn(EXAMPLES, 1)
+    model = nn.Sequential(nn.Linear(3, width), nn.Dropout(0.5), nn.Linear(width, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    evaluated, seen = [], [0]
+
+    def batches(generator):
+        return torch.randperm(EXAMPLES, generator=generator).split(2)
+
+    def loss(batch):
+        seen[0] += 1
+        if seen[0] == kill_at:
+            before_kill()
+        noise = random.random() / 10
+        return Loss(nn.functional.mse_loss(model(inputs[batch]) + noise, targets[batch]), len(batch), 3 * len(batch))
+
+    def evaluate(epoch):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        evaluated.append(epoch)
+        return {"valid": nn.functional.mse_loss(model(inputs), targets).item()}
+
+    metrics = train(
+        model,
+        optimizer,
+        run=Run(folder, epochs, seed, checkpoint_every=2, settings=settings or {}),
+        batches=batches,
+        loss=loss,
+        evaluate=evaluate,
+        schedule=inverse_sqrt(optimizer, 4),
+        clip_norm=1.0,
+    )
+    return model, metrics, evaluated
+
+
+def same_weights(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+class Killed(Exception):  # noqa: N818 (it is no error)
+    pass
+
+
+def kill():
+    raise Killed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return train_small(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("at", [1, 4, 6, 7, 11, 18])  # 6 batches an epoch: the first, the middle, both sides of an end
+def test_a_resumed_run_equals_the_whole_one_to_the_bit(tmp_path, whole, at):
+    with pytest.raises(Killed):
+        train_small(tmp_path, kill_at=at, before_kill=kill)
+    model, metrics, _ = train_small(tmp_path)
+    assert same_weights(model, whole[0])
+    for name in ("history", "steps", "tokens", "epochs"):
+        assert metrics[name] == whole[1][name]
+
+
+def test_another_seed_is_another_run(tmp_path, whole):
+    assert not same_weights(train_small(tmp_path, seed=1)[0], whole[0])
+
+
+def test_a_process_that_is_killed_leaves_a_run_that_resumes(tmp_path, whole):
+    program = f"""
+        import os, signal, sys
+        from pathlib import Path
+        sys.path[:0] = [{str(Path(__file__).parent)!r}]
+        from test_training import train_small
+        train_small(Path({str(tmp_path)!r}), kill_at=10, before_kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    model, _, evaluated = train_small(tmp_path)
+    assert same_weights(model, whole[0])
+    assert evaluated == [2, 3]
+
+
+def test_a_finished_run_is_left_alone_and_goes_on_with_more_epochs(tmp_path, whole):
+    train_small(tmp_path, epochs=2)
+    _, metrics, evaluated = train_small(tmp_path, epochs=2)
+    assert evaluated == []
+    assert metrics["epochs"] == 2
+    model, _, evaluated = train_small(tmp_path, epochs=3)
+    assert evaluated == [3]
+    assert same_weights(model, whole[0])
+
+
+def test_being_killed_while_a_checkpoint_is_written_loses_only_that_one(tmp_path, whole, monkeypatch):
+    replace, written = os.replace, []
+
+    def replace_or_die(source, target):
+        written.append(target)
+        if len(written) == 3:
+            raise Killed
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_or_die)
+    with pytest.raises(Killed):
+        train_small(tmp_path)
+    monkeypatch.undo()
+    assert same_weights(train_small(tmp_path)[0], whole[0])
+
+
+def test_metrics_say_what_was_run_where_and_what_came_out(tmp_path):
+    model, metrics, _ = train_small(tmp_path, settings={"width": 4})
+    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
+    assert metrics["settings"] == {"width": 4}
+    assert (metrics["seed"], metrics["epochs"], metrics["steps"]) == (0, 3, 18)
+    assert metrics["tokens"] == 3 * EXAMPLES * 3
+    assert metrics["parameters"] == sum(p.numel() for p in model.parameters()) == 21
+    assert metrics["machine"]["cores"] == os.cpu_count()
+    assert metrics["versions"]["torch"] == torch.__version__
+    assert metrics["command"].startswith("python ")
+    assert metrics["seconds"] >= 0
+    assert metrics["tokens_per_second"] > 0
+    assert [entry["epoch"] for entry in metrics["history"]] == [1, 2, 3]
+    assert all(set(entry) == {"epoch", "step", "train_loss", "valid"} for entry in metrics["history"])
+
+
+def test_the_loss_of_an_epoch_weighs_each_batch_by_its_count(tmp_path):
+    weight = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
+    values = [(1.0, 1), (4.0, 3)]
+    metrics = train(
+        weight, optimizer, run=Run(tmp_path, 1), batches=lambda generator: values, evaluate=lambda epoch: {},
+        loss=lambda batch: Loss(weight.weight.sum() * 0 + batch[0], batch[1], 1),
+    )  # fmt: skip
+    assert metrics["history"][0]["train_loss"] == pytest.approx(13 / 4)
+
+
+def truncate(content, weight):
+    return content[: len(content) // 2]
+
+
+def flip_a_bit_of_a_weight(content, weight):
+    place = content.index(weight)
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, flip_a_bit_of_a_weight, lambda *_: b"", lambda *_: b"no checkpoint"],
+    ids=["truncated", "flipped", "empty", "other"],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_refused_in_a_sentence_and_kept(tmp_path, damage, capsys):
+    model, _, _ = train_small(tmp_path)
+    path = tmp_path / "checkpoint.pt"
+    damaged = damage(path.read_bytes(), model[0].weight.detach().numpy().tobytes())
+    path.write_bytes(damaged)
+    capsys.readouterr()
+    assert exit_code(lambda: train_small(tmp_path)) == 1
+    assert path.read_bytes() == damaged
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    assert said.startswith(f"error: {path} must be a checkpoint of this program, got a file that is damaged")
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    torch.save({"weights": torch.ones(3)}, tmp_path / "checkpoint.pt")
+    with pytest.raises(InputError, match="must be a checkpoint of this program"):
+        train_small(tmp_path)
+
+
+def test_other_settings_or_another_model_do_not_resume(tmp_path):
+    train_small(tmp_path, settings={"rate": 1})
+    with pytest.raises(InputError, match=r"rate must be 1, with which .* was made, got 2"):
+        train_small(tmp_path, settings={"rate": 2})
+    with pytest.raises(InputError, match="seed must be 0"):
+        train_small(tmp_path, seed=1, settings={"rate": 1})
+    with pytest.raises(InputError, match="must be of this model"):
+        train_small(tmp_path, width=5, settings={"rate": 1})
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    weight = nn.Linear(1, 1)
+    with pytest.raises(FloatingPointError, match="got nan at step 0"):
+        train(
+            weight, torch.optim.SGD(weight.parameters()), run=Run(tmp_path, 1), batches=lambda generator: [0],
+            loss=lambda batch: Loss(weight.weight.sum() * float("nan"), 1, 1), evaluate=lambda epoch: {},
+        )  # fmt: skip
+
+
+def test_inverse_sqrt_is_the_schedule_of_the_paper():
+    d_model, warmup = 16, 10
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=(d_model * warmup) ** -0.5)
+    schedule = inverse_sqrt(optimizer, warmup)
+    for step in range(1, 40):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(d_model**-0.5 * min(step**-0.5, step * warmup**-1.5))
+        optimizer.step()
+        schedule.step()
+
+
+def test_an_interrupt_is_no_traceback(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert exit_code(interrupted) == 130
+    assert "resumes with the same command" in capsys.readouterr().err

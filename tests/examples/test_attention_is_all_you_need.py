@@ -236,6 +236,8 @@ def test_padding_changes_nothing(transformer):
     real = transformer(SRC, TGT)[0]
     longer = transformer(nn.functional.pad(SRC, (0, 2)), nn.functional.pad(TGT, (0, 3)))
     torch.testing.assert_close(longer[0, :5], real)
+    on_the_left = transformer(nn.functional.pad(SRC[:1], (1, 0)), nn.functional.pad(TGT[:1], (2, 0)))
+    torch.testing.assert_close(on_the_left[0, 2:], real)
 
 
 def test_every_source_token_matters(transformer):
@@ -257,6 +259,7 @@ def test_maps_of_every_layer(transformer):
         assert (source_maps[1::2, :, 3:] == 0).all()  # sample 1 of each head: its padded source
         assert (source_maps[1::2, 3:] == 0).all()  # its padded queries
     assert transformer.encode(SRC)[1] == [None, None]
+    assert transformer.decode(TGT, SRC, enc_output)[1] == [(None, None)] * 2
 
 
 def test_embeddings_are_shared(transformer):

@@ -13,7 +13,7 @@ from .api import (
     top_keys,
 )
 from .backends import FallbackWarning
-from .nn import MultiHeadAttention
+from .nn import MultiHeadAttention, Transformer
 from .spec import Mask
 from .swap import SwapReport, swap
 
@@ -24,6 +24,7 @@ __all__ = [
     "Mask",
     "MultiHeadAttention",
     "SwapReport",
+    "Transformer",
     "attention",
     "attention_received",
     "attention_varlen",

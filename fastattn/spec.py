@@ -7,7 +7,7 @@ This file is the definition. A backend is right when it agrees with `Mask.keep`,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -109,6 +109,14 @@ class Mask:
         """bool [B, n_q], False for padded rows, which nobody may read; None if there are none."""
         in_document = None if self.segments is None else self.segments[0] >= 0
         return _both(self.real_queries, in_document)
+
+    def without_padding(self, real_keys: Tensor | None = None, real_queries: Tensor | None = None) -> Mask:
+        """This mask, which hides in addition what these mark as padding; each bool, [B, n_k] or [B, n_q]."""
+        return replace(
+            self,
+            real_keys=_both(self.real_keys, real_keys),
+            real_queries=_both(self.real_queries, real_queries),
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of this mask, by the name of its field (for checks of device and dtype)."""

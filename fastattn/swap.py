@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .nn import MultiHeadAttention
+from .nn import (
+    MultiHeadAttention,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,9 @@ def swap(model: nn.Module) -> SwapReport:
 
     Every `nn.MultiheadAttention` becomes a `fastattn.MultiHeadAttention`: the same object with another class, so that
     parameters, optimizers, hooks, modes, and modules used in two places (or that are the model itself) need no care.
-    `nn.TransformerEncoder` and its layers then leave their fast path, which would go around the attention module.
+    So do `nn.TransformerEncoder`, `nn.TransformerDecoder` and their layers, which then compute no padding: what they
+    return there is 0, as in torch's fast path. Subclasses of them stay what they are, and leave their fast path, which
+    would go around the attention module.
     Models of Hugging Face transformers are set to the attention implementation "fastattn", which
     `model.set_attn_implementation("sdpa")` takes back. Whatever cannot be replaced is left as it was, and listed in the
     report with the reason. Doing it again changes nothing.
@@ -70,8 +78,9 @@ def swap(model: nn.Module) -> SwapReport:
                 report.refused[name] = why
             else:
                 report.swapped[name] = type(module).__name__
-                module.__class__ = MultiHeadAttention
-    for module in model.modules():
+                MultiHeadAttention.adopt(module)
+    for module in reversed(list(model.modules())):  # layers before the stacks that hold them
+        _adopt(module)
         _leave_fast_path(module)
     return report
 
@@ -94,6 +103,26 @@ def _objection(module: nn.Module) -> str | None:
     if type(module.out_proj) not in (nn.Linear, NonDynamicallyQuantizableLinear):
         return f"its out_proj is a {type(module.out_proj).__name__}, not a Linear"
     return None
+
+
+def _adopt(module: nn.Module) -> None:
+    """Makes a layer or a stack of torch's one of ours, if that changes how it computes and nothing else."""
+    if "forward" in vars(module):
+        return
+    if type(module) in _LAYERS and all(
+        isinstance(getattr(module, name), MultiHeadAttention) for name in _ATTENTIONS if hasattr(module, name)
+    ):
+        module.__class__ = _LAYERS[type(module)]
+    elif type(module) in _STACKS and all(isinstance(layer, tuple(_LAYERS.values())) for layer in module.layers):
+        _STACKS[type(module)].adopt(module)
+
+
+_ATTENTIONS = ("self_attn", "multihead_attn")
+_LAYERS = {
+    nn.TransformerEncoderLayer: TransformerEncoderLayer,
+    nn.TransformerDecoderLayer: TransformerDecoderLayer,
+}
+_STACKS = {nn.TransformerEncoder: TransformerEncoder, nn.TransformerDecoder: TransformerDecoder}
 
 
 def _leave_fast_path(module: nn.Module) -> None:

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from ..api import attention, attention_with_weights
 from ..spec import Mask
-from .masks import from_torch
+from .cache import AttentionCache
+from .masks import understood
+from .positions import Rotation
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
@@ -39,13 +41,17 @@ class MultiHeadAttention(nn.MultiheadAttention):
         batch_first: inputs and output are [N, L, E], not [L, N, E].
         device: of the parameters.
         dtype: of the parameters.
+        num_kv_heads: number of heads H_kv of keys and values, which divides H; None is H. Each serves H / H_kv heads
+            of queries; `in_proj_weight` is [(H + 2 H_kv) D, E] then. Not for torch.nn, which has no such thing.
 
     Raises:
-        ValueError: `embed_dim` or `num_heads` is not positive.
+        ValueError: `embed_dim` or `num_heads` is not positive; `num_kv_heads` does not divide `num_heads`, or comes
+            with another option that leaves no room for it.
         AssertionError: `num_heads` does not divide `embed_dim`.
 
     Sources:
-        Vaswani et al., Attention Is All You Need (2017), section 3.2.2; torch.nn.MultiheadAttention.
+        Vaswani et al., Attention Is All You Need (2017), section 3.2.2; torch.nn.MultiheadAttention. Ainslie et al.,
+        GQA (2023).
 
     Example:
         >>> import torch, fastattn
@@ -70,11 +76,40 @@ class MultiHeadAttention(nn.MultiheadAttention):
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if self.num_kv_heads != num_heads:
+            self._share_heads(device, dtype)
         self.register_forward_pre_hook(_call_me)
+
+    @classmethod
+    def adopt(cls, module: nn.MultiheadAttention) -> None:
+        """Makes this torch.nn.MultiheadAttention one of ours, in place: the same object and the same parameters."""
+        module.__class__ = cls
+        module.num_kv_heads = module.num_heads
+
+    def _share_heads(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Replaces the input projection by one with fewer heads of keys and values."""
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads = {self.num_heads}, got {self.num_kv_heads}")
+        if not self._qkv_same_embed_dim or self.bias_k is not None:
+            raise ValueError(
+                f"num_kv_heads must be {self.num_heads} with kdim, vdim or add_bias_kv, got {self.num_kv_heads}"
+            )
+        rows = sum(self._widths())
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, device=device, dtype=dtype))
+        if self.in_proj_bias is not None:
+            self.in_proj_bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
+        self._reset_parameters()
+
+    def _widths(self) -> tuple[int, int, int]:
+        """How wide the projected q, k and v are."""
+        return self.embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     def forward(
         self,
@@ -83,9 +118,12 @@ class MultiHeadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | Mask | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        rotation: Rotation | None = None,
+        cache: AttentionCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(output, weights after dropout or None), laid out as torch.nn.MultiheadAttention does.
 
@@ -101,9 +139,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
             value: [S, N, vdim], [N, S, vdim] or [S, vdim].
             key_padding_mask: [N, S] or [S]; bool (True hides the key) or float (added to the scores).
             need_weights: also return the weights.
-            attn_mask: [L, S] or [N * H, L, S]; bool (True hides the key) or float (added to the scores).
+            attn_mask: [L, S] or [N * H, L, S]; bool (True hides the key) or float (added to the scores). Or a
+                `fastattn.Mask`, where True means seen.
             average_attn_weights: average the weights over the heads; otherwise they are [N, H, L, S].
             is_causal: hint that `attn_mask` hides the keys after each query's own position, and nothing else.
+            rotation: turns queries and keys by their positions (`RotaryPositions`).
+            cache: the keys and values of earlier calls, which those of this call join. `attn_mask` is a `Mask` then,
+                over all of them.
 
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
@@ -114,20 +156,40 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
         batched = query.dim() == 3
         self._check_inputs(query, key, value)
-        q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
-        hint_decides = is_causal and key_padding_mask is None and not need_weights
-        _check_masks(key_padding_mask, attn_mask, q, k, batched=batched, is_causal=is_causal, hint_decides=hint_decides)
-        if key_padding_mask is not None and not batched:
-            key_padding_mask = key_padding_mask[None]
-        k, v = self._append_keys(k, self.bias_k), self._append_keys(v, self.bias_v)
-        if hint_decides:
-            mask, bias = Mask(causal=True), None
+        if cache is None:
+            q, k, v = self.project(query, key, value, rotation)
+            shape = (*q.shape[:3], k.shape[2])
+            mask, bias = understood(
+                key_padding_mask, attn_mask, shape, q.dtype, batched=batched, is_causal=is_causal,
+                need_weights=need_weights, appended=self._appended_keys(),
+            )  # fmt: skip
+            k, v = self._append_keys(k, self.bias_k), self._append_keys(v, self.bias_v)
         else:
-            mask, bias = from_torch(key_padding_mask, attn_mask, (*q.shape[:3], k.shape[2]))
+            self._check_cached(key_padding_mask, attn_mask)
+            q, k, v = cache.project(self, query, key, value, rotation)
+            mask, bias = attn_mask, None
         o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights)
         if weights is not None and not batched:
             weights = weights[0]
         return self.out_proj(self._merge_heads(o, batched)), weights
+
+    def project(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [N, H, L, D], k and v [N, H_kv, S, D] as they enter the attention, without a copy; inputs as in `forward`.
+
+        The keys of `add_bias_kv` and `add_zero_attn` are not among them.
+        """
+        q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
+        if rotation is not None:
+            q, k = rotation(q), rotation(k)
+        return q, k, v
+
+    def project_query(self, query: Tensor) -> Tensor:
+        """q [N, H, L, D] alone, for keys and values that were projected before."""
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[: self.embed_dim]
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+        return self._split_heads(F.linear(query, weight, bias))
 
     def _forward_nested(
         self, x: Tensor, need_weights: bool, average_attn_weights: bool
@@ -143,18 +205,27 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths, strict=True)]), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k and v, each [..., E]; inputs that are the same tensor share one product."""
+        """q, k and v, each [..., heads * D]; inputs that are the same tensor share one product."""
+        widths = self._widths()
         if self.in_proj_weight is None:
-            parts = (1, 1, 1)
+            groups = ((query, widths[:1]), (key, widths[1:2]), (value, widths[2:]))
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         else:
-            parts = (3,) if query is key and key is value else (1, 2) if key is value else (1, 1, 1)
-            weights = self.in_proj_weight.split([n * self.embed_dim for n in parts])
-        biases = [None] * len(parts)
+            if query is key and key is value:
+                groups = ((query, widths),)
+            elif key is value:
+                groups = ((query, widths[:1]), (key, widths[1:]))
+            else:
+                groups = ((query, widths[:1]), (key, widths[1:2]), (value, widths[2:]))
+            weights = self.in_proj_weight.split([sum(parts) for _, parts in groups])
+        biases = [None] * len(groups)
         if self.in_proj_bias is not None:
-            biases = self.in_proj_bias.split([n * self.embed_dim for n in parts])
-        products = zip((query, key, value), weights, biases, parts, strict=False)  # the first input of each product
-        return [part for x, w, b, n in products for part in F.linear(x, w, b).chunk(n, dim=-1)]
+            biases = self.in_proj_bias.split([sum(parts) for _, parts in groups])
+        return [
+            part
+            for (x, parts), weight, bias in zip(groups, weights, biases, strict=True)
+            for part in F.linear(x, weight, bias).split(parts, dim=-1)
+        ]
 
     def _attend(
         self,
@@ -173,8 +244,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return attention(q, k, v, mask, bias=bias, dropout_p=dropout_p), None
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """[N, H, L, D] of a projection, without a copy."""
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        """[N, H or H_kv, L, D] of a projection, without a copy."""
+        x = x.unflatten(-1, (-1, self.head_dim))
         if x.dim() == 3:
             return x.transpose(0, 1)[None]
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
@@ -185,9 +256,12 @@ class MultiHeadAttention(nn.MultiheadAttention):
             return o[0].transpose(0, 1).flatten(-2)
         return (o.transpose(1, 2) if self.batch_first else o.permute(2, 0, 1, 3)).flatten(-2)
 
+    def _appended_keys(self) -> int:
+        return (self.bias_k is not None) + self.add_zero_attn
+
     def _append_keys(self, x: Tensor, learned: Tensor | None) -> Tensor:
         """k or v [N, H, S, D] with the row of `add_bias_kv` [1, 1, E] and the one of `add_zero_attn` at its end."""
-        shape = (x.shape[0], self.num_heads, 1, self.head_dim)
+        shape = (x.shape[0], self.num_kv_heads, 1, self.head_dim)
         if learned is not None:
             x = torch.cat([x, learned.view(1, self.num_heads, 1, self.head_dim).expand(shape)], dim=2)
         if self.add_zero_attn:
@@ -214,13 +288,20 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if query.dim() == 3 and key.shape[batch] != query.shape[batch]:
             raise RuntimeError(f"key must have a batch of {query.shape[batch]} like query, got {key.shape[batch]}")
 
+    def _check_cached(self, key_padding_mask: Tensor | None, attn_mask: Tensor | Mask | None) -> None:
+        if key_padding_mask is not None or not isinstance(attn_mask, Mask):
+            got = type(attn_mask).__name__ if key_padding_mask is None else "a key_padding_mask"
+            raise ValueError(f"attn_mask must be a fastattn.Mask over all keys with a cache, got {got}")
+        if self._appended_keys():
+            raise ValueError("cache must be None with add_bias_kv or add_zero_attn, got one")
+
     def _check_nested(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
+        attn_mask: Tensor | Mask | None,
     ) -> None:
         """Refuses every nested tensor but those that torch.nn.TransformerEncoder makes of a padded batch."""
         if query is not key or key is not value:
@@ -231,44 +312,6 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise AssertionError("query must not be nested without batch_first or with appended keys, got a nested one")
         if key_padding_mask is not None or attn_mask is not None:
             raise AssertionError("key_padding_mask and attn_mask must be None when query is nested, got a mask")
-
-
-def _check_masks(
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    *,
-    batched: bool,
-    is_causal: bool,
-    hint_decides: bool,
-) -> None:
-    """Refuses what torch refuses, with its class.
-
-    Args:
-        q: [N, H, L, D] after the projection, and k: [N, H, S, D].
-        hint_decides: the values of `attn_mask` are not read, and torch takes any shape then.
-    """
-    (B, H, L, _), S = q.shape, k.shape[2]
-    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-        if mask is None or mask.dtype == torch.bool:
-            continue
-        if not mask.is_floating_point():
-            raise AssertionError(f"{name} must be bool or of a floating dtype, got {mask.dtype}")
-        if mask.dtype not in (q.dtype, torch.float32):
-            raise RuntimeError(f"{name} must be bool, torch.float32 or {q.dtype} like the queries, got {mask.dtype}")
-    wanted = (B, S) if batched else (S,)
-    if key_padding_mask is not None and key_padding_mask.shape != wanted:
-        raise AssertionError(f"key_padding_mask must be {list(wanted)}, got {list(key_padding_mask.shape)}")
-    if attn_mask is None:
-        if is_causal:
-            raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")
-        return
-    wanted = (L, S) if attn_mask.dim() == 2 else (B * H, L, S)
-    if attn_mask.dim() not in (2, 3) or (not batched and attn_mask.dim() == 3 and attn_mask.shape != wanted):
-        raise AssertionError(f"attn_mask must be {[L, S]} or {[B * H, L, S]}, got {list(attn_mask.shape)}")
-    if not hint_decides and attn_mask.shape != wanted:
-        raise RuntimeError(f"attn_mask must be {list(wanted)}, got {list(attn_mask.shape)}")
 
 
 def _call_me(module: nn.Module, arguments: tuple) -> None:

@@ -1,4 +1,4 @@
-"""What the masks of torch.nn.MultiheadAttention mean here: the only place that knows torch's inverted polarity."""
+"""What the masks of torch.nn's modules mean here: the only place that knows torch's inverted polarity."""
 
 from __future__ import annotations
 
@@ -12,6 +12,49 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..spec import Mask
+
+
+def understood(
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | Mask | None,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    *,
+    batched: bool = True,
+    is_causal: bool = False,
+    need_weights: bool = False,
+    appended: int = 0,
+) -> tuple[Mask, Tensor | None]:
+    """The mask, and the bias or None, that a call of a torch.nn module asks for; `attn_mask` may be a `Mask` already.
+
+    `is_causal` is torch's hint that `attn_mask` is the causal mask. It is trusted where torch trusts it, which is
+    without weights and without a `key_padding_mask`; everywhere else the values of `attn_mask` decide.
+
+    Args:
+        key_padding_mask: [B, S], or [S] if not `batched`; bool (True hides) or float (added).
+        attn_mask: [L, S] or [B * H, L, S], bool or float; or a `Mask`, whose True means seen.
+        shape: [B, H, L, S] of the scores.
+        dtype: of the queries.
+        appended: how many keys the module appends to the S, for all to see.
+
+    Raises:
+        AssertionError, RuntimeError: whichever of them torch raises for the same call.
+    """
+    B, H, L, S = shape
+    if isinstance(attn_mask, Mask):
+        _check_padding(key_padding_mask, (B, S) if batched else (S,), dtype)
+        if key_padding_mask is None:
+            return attn_mask, None
+        padding, bias = from_torch(key_padding_mask.view(B, S), None, shape)
+        return attn_mask.without_padding(padding.real_keys), bias
+    hint_decides = is_causal and key_padding_mask is None and not need_weights
+    _check_padding(key_padding_mask, (B, S) if batched else (S,), dtype)
+    _check_attn_mask(attn_mask, shape, dtype, batched=batched, is_causal=is_causal, hint_decides=hint_decides)
+    if hint_decides:
+        return Mask(causal=True), None
+    if key_padding_mask is not None:
+        key_padding_mask = key_padding_mask.view(B, S)
+    return from_torch(key_padding_mask, attn_mask, (B, H, L, S + appended))
 
 
 def from_torch(
@@ -70,7 +113,7 @@ _SEEN = WeakTensorKeyDictionary()  # mask -> (its version, its _Contents)
 
 def _contents(mask: Tensor) -> _Contents:
     """What the values of this mask, in torch's polarity, say."""
-    if not _can_look_at(mask):
+    if not can_look_at(mask):
         return _Contents(only_hides=mask.dtype == torch.bool, causal=False)
     if not _remembered(mask):
         return _look_at(mask)
@@ -93,7 +136,7 @@ def _remembered(mask: Tensor) -> bool:
     return not mask.is_cpu and not mask.is_inference()
 
 
-def _can_look_at(mask: Tensor) -> bool:
+def can_look_at(mask: Tensor) -> bool:
     """Whether the values are there to be read now, and nobody differentiates by them."""
     if torch.compiler.is_compiling() or mask.is_meta or type(mask) is not Tensor:
         return False
@@ -113,3 +156,42 @@ def _extended(table: Tensor, n_k: int, value: float) -> Tensor:
     """A table [..., S] continued with `value` to [..., n_k]."""
     appended = n_k - table.shape[-1]
     return F.pad(table, (0, appended), value=value) if appended else table
+
+
+def _check_padding(mask: Tensor | None, wanted: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuses the key_padding_mask that torch refuses, with its class."""
+    _check_dtype("key_padding_mask", mask, dtype)
+    if mask is not None and mask.shape != wanted:
+        raise AssertionError(f"key_padding_mask must be {list(wanted)}, got {list(mask.shape)}")
+
+
+def _check_attn_mask(
+    mask: Tensor | None,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    *,
+    batched: bool,
+    is_causal: bool,
+    hint_decides: bool,
+) -> None:
+    """Refuses the attn_mask that torch refuses, with its class; where the hint decides, torch takes any shape."""
+    _check_dtype("attn_mask", mask, dtype)
+    if mask is None:
+        if is_causal:
+            raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")
+        return
+    B, H, L, S = shape
+    wanted = (L, S) if mask.dim() == 2 else (B * H, L, S)
+    if mask.dim() not in (2, 3) or (not batched and mask.dim() == 3 and mask.shape != wanted):
+        raise AssertionError(f"attn_mask must be {[L, S]} or {[B * H, L, S]}, got {list(mask.shape)}")
+    if not hint_decides and mask.shape != wanted:
+        raise RuntimeError(f"attn_mask must be {list(wanted)}, got {list(mask.shape)}")
+
+
+def _check_dtype(name: str, mask: Tensor | None, dtype: torch.dtype) -> None:
+    if mask is None or mask.dtype == torch.bool:
+        return
+    if not mask.is_floating_point():
+        raise AssertionError(f"{name} must be bool or of a floating dtype, got {mask.dtype}")
+    if mask.dtype not in (dtype, torch.float32):
+        raise RuntimeError(f"{name} must be bool, torch.float32 or {dtype} like the queries, got {mask.dtype}")

@@ -1,0 +1,162 @@
+"""Keys and values of the tokens that a model has read already, for generating the next ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ..spec import Mask
+
+if TYPE_CHECKING:
+    from .attention import MultiHeadAttention
+    from .positions import Rotation
+
+
+class AttentionCache(Protocol):
+    """What one attention layer keeps between calls."""
+
+    def project(
+        self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q of this call, and the k and v that it sees, those of earlier calls among them."""
+
+
+class KVCache:
+    """Keys and values of every layer, in buffers of a fixed length that the first call allocates.
+
+    Each sample fills its buffers from the beginning and without gaps, wherever its padding was: padding is not kept.
+    So with `Mask.q_start`, the number of tokens that a sample has there, causality hides all that is not written yet.
+
+    Args:
+        batch_size: number of samples B.
+        max_length: how many tokens of each sample there is room for.
+
+    Attributes:
+        positions: int64 [B or 1, n], of the tokens that the current pass adds.
+
+    Example:
+        >>> cache = KVCache(batch_size=2, max_length=8)
+        >>> cache.advance(3, torch.tensor([[True, True, True], [False, True, True]]))
+        tensor([[0, 1, 2],
+                [0, 0, 1]])
+        >>> cache.advance(1)
+        tensor([[3],
+                [2]])
+    """
+
+    def __init__(self, batch_size: int, max_length: int) -> None:
+        self.batch_size, self.max_length = batch_size, max_length
+        self._length: int | Tensor = 0  # of each sample, int64 [B, 1]; an int as long as it is the same for all
+        self._end = 0  # no sample is longer
+        self.positions = torch.empty(1, 0, dtype=torch.int64)  # of the tokens that this pass adds
+        self._real: Tensor | None = None  # which of them are not padding
+        self._layers: dict[int, _Growing] = {}
+        self._memories: dict[int, _Memory] = {}
+
+    def advance(self, n: int, real: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
+        """Positions, int64 [B or 1, n], of the n tokens of each sample that the next pass through the layers adds.
+
+        Args:
+            n: how many tokens.
+            real: bool [B, n], False for padding; None if there is none.
+            device: of the positions, where `real` is None.
+
+        Raises:
+            ValueError: there is no room for them.
+        """
+        if self._end + n > self.max_length:
+            raise ValueError(f"max_length of the cache must be at least {self._end + n}, got {self.max_length}")
+        if real is None:
+            device = self._length.device if isinstance(self._length, Tensor) else device
+            positions = self._length + torch.arange(n, device=device)[None]
+            self._length = self._length + n
+        else:
+            rank = real.cumsum(-1)
+            positions = self._length + (rank - 1).clamp(min=0)
+            self._length = self._length + rank[:, -1:]
+        self._end += n
+        self.positions, self._real = positions, real
+        return positions
+
+    def mask(self, mask: Mask) -> Mask:
+        """What the new tokens see of all: `mask`, which must be causal, moved to where they stand.
+
+        Raises:
+            ValueError: `mask` is not causal, or says more than that and a window.
+        """
+        if not mask.causal or mask.features() - {"causal", "window"}:
+            raise ValueError(f"mask must be causal, with a window at most, with a cache, got {sorted(mask.features())}")
+        n = self.positions.shape[1]
+        if isinstance(self._length, int):
+            return replace(mask, q_start=self._length - n)
+        q_start = self.positions - torch.arange(n, device=self.positions.device)
+        return replace(mask, q_start=q_start, real_queries=self._real)
+
+    def write(self, buffer: Tensor, x: Tensor) -> Tensor:
+        """Puts x [B, H_kv, n, D] of the new tokens into the buffer, and returns the part of it that is in use."""
+        if isinstance(self._length, int):
+            buffer[:, :, self._end - x.shape[2] : self._end] = x
+        else:
+            real = torch.ones_like(self.positions, dtype=torch.bool) if self._real is None else self._real
+            sample, token = real.nonzero(as_tuple=True)
+            buffer[sample, :, self.positions[sample, token]] = x[sample, :, token]
+        return buffer[:, :, : self._end]
+
+    def layer(self, i: int) -> AttentionCache:
+        """The cache of the self-attention of layer i."""
+        return self._layers.setdefault(i, _Growing(self))
+
+    def memory(self, i: int) -> AttentionCache:
+        """The cache of the attention of layer i to the encoder's output, which is projected once."""
+        return self._memories.setdefault(i, _Memory())
+
+    def select(self, samples: Tensor) -> None:
+        """Goes on with these samples, int64 [B']: some may be left out, others occur more than once."""
+        self.batch_size = len(samples)
+        if isinstance(self._length, Tensor):
+            self._length = self._length[samples]
+        for part in (*self._layers.values(), *self._memories.values()):
+            part.select(samples)
+
+
+class _Growing:
+    """Keys and values [B, H_kv, max_length, D] of one self-attention."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def project(
+        self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = attention.project(query, key, value, rotation)
+        if self.k is None:
+            self.k, self.v = (x.new_zeros(*x.shape[:2], self.cache.max_length, x.shape[3]) for x in (k, v))
+        return q, self.cache.write(self.k, k), self.cache.write(self.v, v)
+
+    def select(self, samples: Tensor) -> None:
+        self.k, self.v = self.k[samples], self.v[samples]
+
+
+class _Memory:
+    """Keys and values [B, H_kv, S, D] of an encoder's output, from the first call on."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def project(
+        self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.k is None:
+            q, self.k, self.v = attention.project(query, key, value)
+        else:
+            q = attention.project_query(query)
+        return q, self.k, self.v
+
+    def select(self, samples: Tensor) -> None:
+        self.k, self.v = self.k[samples], self.v[samples]

@@ -1,0 +1,199 @@
+"""Where tokens stand: sinusoidal, learned and rotary positions, and the embedding of the tokens themselves."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+def positions_of(real: Tensor) -> Tensor:
+    """int64 [B, L]: how many real tokens of its sample stand before each token; `real` is bool [B, L].
+
+    So a sample has the same positions with padding left, right or within, and without; those of padding mean nothing.
+
+    Example:
+        >>> positions_of(torch.tensor([[False, True, True]]))
+        tensor([[0, 0, 1]])
+    """
+    return (real.cumsum(-1) - 1).clamp(min=0)
+
+
+class TokenEmbedding(nn.Embedding):
+    """A vector for each token id: [..., d_model] from integer ids [...]; 0 for `padding_idx`.
+
+    Args:
+        num_embeddings: size of the vocabulary.
+        d_model: width of the vectors.
+        padding_idx: id of padding, whose vector is 0 and stays so.
+        scaled: multiply by sqrt(d_model), so that positions of size 1 do not drown them (Vaswani et al. 2017, 3.4).
+        device, dtype: of the weight.
+
+    Example:
+        >>> TokenEmbedding(100, 8, padding_idx=0)(torch.tensor([[5, 0]])).shape
+        torch.Size([1, 2, 8])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        d_model: int,
+        padding_idx: int | None = None,
+        *,
+        scaled: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.scale = math.sqrt(d_model) if scaled else 1.0
+        super().__init__(num_embeddings, d_model, padding_idx, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draws from N(0, 1 / d_model), so that as the weight of an output layer it gives logits of size 1."""
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+        self._fill_padding_idx_with_zero()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
+
+
+class SinusoidalPositions(nn.Module):
+    """A fixed vector for each position: sin(p / 10000^(2i / d_model)) in column 2i, the cosine in column 2i + 1.
+
+    Args:
+        d_model: width of the vectors.
+        max_length: how many positions there are.
+        padding_idx: a position that stands for padding, whose vector is 0; None if there is none.
+        device, dtype: of the table, which is no part of the state_dict.
+
+    Raises:
+        ValueError: from `forward` on the CPU, a position is not below `max_length`.
+
+    Sources:
+        Vaswani et al., Attention Is All You Need (2017), section 3.5.
+
+    Example:
+        >>> SinusoidalPositions(4)(torch.tensor([0, 1]))
+        tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+                [0.8415, 0.5403, 0.0100, 0.9999]])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        max_length: int = 5000,
+        padding_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        angles = torch.arange(max_length, dtype=torch.float64)[:, None] * _frequencies(d_model, 10000.0)
+        table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]
+        if padding_idx is not None:
+            table[padding_idx] = 0
+        self.register_buffer("table", table.to(device, dtype or torch.get_default_dtype()), persistent=False)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[..., d_model] for integer positions [...]."""
+        _check_positions(positions, len(self.table))
+        return self.table[positions]
+
+
+class LearnedPositions(nn.Embedding):
+    """A learned vector for each position: [..., d_model] for integer positions [...].
+
+    Args:
+        d_model: width of the vectors.
+        max_length: how many positions there are.
+        device, dtype: of the weight.
+
+    Raises:
+        ValueError: from `forward` on the CPU, a position is not below `max_length`.
+
+    Example:
+        >>> LearnedPositions(8, max_length=512)(torch.arange(3)).shape
+        torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        max_length: int = 512,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(max_length, d_model, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        _check_positions(input, self.num_embeddings)
+        return super().forward(input)
+
+
+class Rotation(NamedTuple):
+    """Turns the queries or keys of given positions; what `RotaryPositions` makes, once for all layers.
+
+    cos, sin: [N or 1, 1, L, D].
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, H, L, D], columns i and i + D/2 of each vector turned by an angle in proportion to its position."""
+        left, right = x.chunk(2, dim=-1)
+        return x * self.cos.to(x.dtype) + torch.cat([-right, left], dim=-1) * self.sin.to(x.dtype)
+
+
+class RotaryPositions(nn.Module):
+    """Positions as rotations of queries and keys, so that a score depends on the distance of its two tokens alone.
+
+    Args:
+        head_dim: D, even.
+        base: of the wavelengths, 2 pi base^(2i / D) tokens.
+
+    Raises:
+        ValueError: `head_dim` is odd.
+
+    Sources:
+        Su et al., RoFormer (2021), with the columns paired as in Llama: i with i + D/2.
+
+    Example:
+        >>> rotation = RotaryPositions(head_dim=8)(torch.tensor([7]))
+        >>> rotation(torch.ones(1, 1, 1, 8)).norm()  # a rotation keeps lengths
+        tensor(2.8284)
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
+        self.head_dim, self.base = head_dim, base
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotation of the tokens at these integer positions [N, L] or [L]."""
+        frequencies = _frequencies(self.head_dim, self.base).to(positions.device)
+        angles = (positions[..., None] * frequencies).repeat_interleave(2, dim=-1).unflatten(-1, (-1, 2)).mT.flatten(-2)
+        angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
+        return Rotation(angles.cos().float(), angles.sin().float())
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, base={self.base}"
+
+
+def _frequencies(width: int, base: float) -> Tensor:
+    """float64 [ceil(width / 2)]: radians for each step of one position, from 1 to nearly 1 / base."""
+    return base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+def _check_positions(positions: Tensor, max_length: int) -> None:
+    """Refuses positions beyond the table where that costs no wait for a device."""
+    if positions.device.type != "cpu" or torch.compiler.is_compiling() or not positions.numel():
+        return
+    if (last := int(positions.max())) >= max_length:
+        raise ValueError(f"positions must be below max_length = {max_length}, got {last}")

@@ -1,0 +1,565 @@
+"""The Transformer: layers, encoder, decoder and both together, with the arguments and the state_dict of torch.nn's.
+
+Each class extends the one of the same name in torch.nn. What is new are keyword-only arguments, `fastattn.Mask`
+wherever torch takes a mask (True means seen there), and that a stack of layers works on real tokens only: it packs a
+padded batch before the first layer and unpacks it after the last, and attention keeps the samples apart by
+`Mask.segments`. So a stack returns 0 at padding, in every mode, as torch's do in their fast path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..spec import Mask
+from .attention import MultiHeadAttention
+from .cache import AttentionCache, KVCache
+from .masks import understood
+from .packing import Packing, worth_packing
+from .positions import RotaryPositions, Rotation
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) * value, [..., F], of the two side by side, [..., 2F]; Shazeer, GLU Variants Improve Transformer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate) * value
+
+
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": SwiGLU()}
+Activation = str | Callable[[Tensor], Tensor]
+
+
+def make_norm(name: str, d_model: int, eps: float, bias: bool, **where: object) -> nn.Module:
+    """A norm of the last dimension: "layer" is LayerNorm, "rms" RMSNorm, which has no bias."""
+    if name not in NORMS:
+        raise ValueError(f"norm must be {_listed(NORMS)}, got {name!r}")
+    return NORMS[name](d_model, eps=eps, **({"bias": bias} if name == "layer" else {}), **where)
+
+
+class _Layer(nn.Module):
+    """What the layers of encoder and decoder share. `norm_first` (pre-norm) is x + block(norm(x)), else (post-norm) it
+    is norm(x + block(x))."""
+
+    def _make_feed_forward(
+        self, d_model: int, width: int, dropout: float, activation: Activation, bias: bool, **where: object
+    ) -> None:
+        if isinstance(activation, str) and activation not in ACTIVATIONS:
+            raise RuntimeError(f"activation must be {_listed(ACTIVATIONS)} or a function, got {activation!r}")
+        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        gated = isinstance(self.activation, SwiGLU)
+        self.linear1 = nn.Linear(d_model, 2 * width if gated else width, bias, **where)
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(width, d_model, bias, **where)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+
+    def _residual(self, x: Tensor, norm: nn.Module, block: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + block(norm(x)) if self.norm_first else norm(x + block(x))
+
+
+class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
+    """Self-attention and a feed-forward network, each with a residual and a norm; torch.nn's of the same name.
+
+    Args:
+        d_model: width E of the tokens.
+        nhead: number of heads.
+        dim_feedforward: inner width of the feed-forward network.
+        dropout: probability to drop an attention weight, and an element of what enters a residual or leaves
+            `activation`.
+        activation: "relu", "gelu", "swiglu" (whose linear1 is twice as wide), or a function.
+        layer_norm_eps: eps of the norms.
+        batch_first: tokens are [N, L, E], not [L, N, E].
+        norm_first: pre-norm instead of post-norm.
+        bias: whether linear layers and LayerNorm have one.
+        device, dtype: of the parameters.
+        num_kv_heads: heads of keys and values, for grouped-query attention; None is `nhead`.
+        norm: "layer" or "rms".
+
+    Raises:
+        RuntimeError: `activation` is not known. ValueError: `norm` is not.
+
+    Sources:
+        Vaswani et al., Attention Is All You Need (2017), 3.1. Xiong et al., On Layer Normalization in the Transformer
+        Architecture (2020), for pre-norm. Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
+
+    Example:
+        >>> import torch, fastattn
+        >>> layer = fastattn.nn.TransformerEncoderLayer(8, nhead=2, batch_first=True, norm_first=True)
+        >>> layer(torch.ones(1, 3, 8), fastattn.Mask(causal=True)).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        norm: str = "layer",
+    ) -> None:
+        nn.Module.__init__(self)  # torch's own would make its parts first
+        where = {"device": device, "dtype": dtype}
+        self.self_attn = MultiHeadAttention(
+            d_model, nhead, dropout, bias, batch_first=batch_first, num_kv_heads=num_kv_heads, **where
+        )
+        self._make_feed_forward(d_model, dim_feedforward, dropout, activation, bias, **where)
+        self.norm_first = norm_first
+        self.norm1, self.norm2 = (make_norm(norm, d_model, layer_norm_eps, bias, **where) for _ in range(2))
+        self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
+        self.activation_relu_or_gelu = 0  # torch's encoder asks: this layer has no fast path that goes around it
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | Mask | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        rotation: Rotation | None = None,
+        cache: AttentionCache | None = None,
+    ) -> Tensor:
+        """The tokens after this layer, laid out as `src`; arguments as `MultiHeadAttention.forward` has them."""
+
+        def attend(x: Tensor) -> Tensor:
+            x, _ = self.self_attn(
+                x, x, x, src_key_padding_mask, need_weights=False, attn_mask=src_mask, is_causal=is_causal,
+                rotation=rotation, cache=cache,
+            )  # fmt: skip
+            return self.dropout1(x)
+
+        x = self._residual(src, self.norm1, attend)
+        return self._residual(x, self.norm2, lambda x: self.dropout2(self._feed_forward(x)))
+
+
+class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
+    """Self-attention, attention to the encoder's output and a feed-forward network; torch.nn's of the same name.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
+        dtype, num_kv_heads, norm: as in `TransformerEncoderLayer`.
+
+    Example:
+        >>> import torch, fastattn
+        >>> layer = fastattn.nn.TransformerDecoderLayer(8, nhead=2, batch_first=True)
+        >>> layer(torch.ones(1, 3, 8), torch.ones(1, 5, 8), fastattn.Mask(causal=True)).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        norm: str = "layer",
+    ) -> None:
+        nn.Module.__init__(self)  # torch's own would make its parts first
+        where = {"device": device, "dtype": dtype}
+        self.self_attn, self.multihead_attn = (
+            MultiHeadAttention(
+                d_model, nhead, dropout, bias, batch_first=batch_first, num_kv_heads=num_kv_heads, **where
+            )
+            for _ in range(2)
+        )
+        self._make_feed_forward(d_model, dim_feedforward, dropout, activation, bias, **where)
+        self.norm_first = norm_first
+        self.norm1, self.norm2, self.norm3 = (make_norm(norm, d_model, layer_norm_eps, bias, **where) for _ in range(3))
+        self.dropout1, self.dropout2, self.dropout3 = (nn.Dropout(dropout) for _ in range(3))
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | Mask | None = None,
+        memory_mask: Tensor | Mask | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+        *,
+        rotation: Rotation | None = None,
+        cache: AttentionCache | None = None,
+        memory_cache: AttentionCache | None = None,
+    ) -> Tensor:
+        """The target's tokens after this layer, laid out as `tgt`; arguments as `MultiHeadAttention.forward` has them.
+
+        `rotation` and `cache` belong to the self-attention; `memory_cache` keeps what is projected of `memory`.
+        """
+
+        def attend_to_itself(x: Tensor) -> Tensor:
+            x, _ = self.self_attn(
+                x, x, x, tgt_key_padding_mask, need_weights=False, attn_mask=tgt_mask, is_causal=tgt_is_causal,
+                rotation=rotation, cache=cache,
+            )  # fmt: skip
+            return self.dropout1(x)
+
+        def attend_to_memory(x: Tensor) -> Tensor:
+            x, _ = self.multihead_attn(
+                x, memory, memory, memory_key_padding_mask, need_weights=False, attn_mask=memory_mask,
+                is_causal=memory_is_causal, cache=memory_cache,
+            )  # fmt: skip
+            return self.dropout2(x)
+
+        x = self._residual(tgt, self.norm1, attend_to_itself)
+        x = self._residual(x, self.norm2, attend_to_memory)
+        return self._residual(x, self.norm3, lambda x: self.dropout3(self._feed_forward(x)))
+
+
+class _Stack(nn.Module):
+    """What encoder and decoder share: when a batch is packed, and what a stack does before and after its layers."""
+
+    def _may_pack(self, x: Tensor, cache: KVCache | None) -> bool:
+        """Whether x is a batch, and nobody notices: hooks on layers may expect it as it came."""
+        hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
+        return x.dim() == 3 and cache is None and not hooked
+
+    def _rotation(self, x: Tensor, positions: Tensor | None, packing: Packing | None = None) -> Rotation | None:
+        """The rotation of the tokens, which are x [N, L, E] or [L, E], or what `packing` leaves of them."""
+        if self.rotary is None:
+            return None
+        if positions is None:
+            positions = torch.arange(x.shape[-2], device=x.device)
+        return self.rotary(positions if packing is None else packing.pack(positions.expand(x.shape[:2])))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self.norm is None else self.norm(x)
+
+
+class TransformerEncoder(_Stack, nn.TransformerEncoder):
+    """A stack of encoder layers that computes no padding; torch.nn's of the same name.
+
+    Args:
+        encoder_layer: the layer of which the stack has copies, that begin with the same parameters (as in torch.nn).
+        num_layers: how many.
+        norm: applied after the last layer, or None.
+        enable_nested_tensor: pack padded batches (torch makes nested tensors of them at this word). That is done where
+            it pays and all of this holds: the layers are ours and have no hooks, nothing but padding and causality is
+            masked, nothing is cached, and nobody compiles.
+        mask_check: without effect.
+        rotary: positions, put into the attention of every layer; or None.
+
+    Example:
+        >>> import torch, fastattn
+        >>> layer = fastattn.nn.TransformerEncoderLayer(8, nhead=2, batch_first=True)
+        >>> encoder = fastattn.nn.TransformerEncoder(layer, num_layers=2)
+        >>> encoder(torch.ones(1, 3, 8), src_key_padding_mask=torch.tensor([[False, False, True]]))[0, 2]
+        tensor([0., 0., 0., 0., 0., 0., 0., 0.], grad_fn=<SelectBackward0>)
+    """
+
+    def __init__(
+        self,
+        encoder_layer: nn.Module,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        enable_nested_tensor: bool = True,
+        mask_check: bool = True,
+        *,
+        rotary: RotaryPositions | None = None,
+    ) -> None:
+        super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)
+        self.enable_nested_tensor = enable_nested_tensor
+        self.rotary = rotary
+
+    @classmethod
+    def adopt(cls, module: nn.TransformerEncoder) -> None:
+        """Makes this torch.nn.TransformerEncoder one of ours, in place."""
+        module.__class__ = cls
+        module.use_nested_tensor = False
+        module.rotary = None
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | Mask | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+        *,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The tokens after all layers, laid out as `src`, 0 at padding.
+
+        Args:
+            src: [N, L, E] with `batch_first`, else [L, N, E]; or [L, E] without a batch.
+            mask: [L, L] or [N * H, L, L], bool (True hides) or float (added); or a `Mask` (True means seen).
+            src_key_padding_mask: [N, L] or [L], bool (True hides) or float (added).
+            is_causal: hint that `mask` is causal; None lets its values decide.
+            positions: of the tokens, int64 [N, L] or [L], for `rotary`; None is 0, 1, 2, ...
+            cache: of the tokens before. `KVCache.advance` has made room for these and knows their padding; `mask` is a
+                causal `Mask` then.
+
+        Raises:
+            AssertionError, RuntimeError: whichever of them torch raises for the same call.
+        """
+        if src.is_nested or not _are(TransformerEncoderLayer, self.layers):
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        attention = self.layers[0].self_attn
+        x = _batch_first(src, attention)
+        seen, bias = _understood(attention, x, x, mask, src_key_padding_mask, is_causal)
+        real = seen.real_keys
+        packs = self.enable_nested_tensor and self._may_pack(x, cache) and bias is None and seen.features() <= _PACKABLE
+        if packs and worth_packing(real):
+            packing = Packing(real)
+            options = {
+                "src_mask": Mask(causal=seen.causal, segments=(packing.documents, packing.documents)),
+                "rotation": self._rotation(x, positions, packing),
+            }
+            for_layers = packing.pack(x)
+            for layer in self.layers:
+                for_layers = layer(for_layers, **options)
+            return _batch_first(packing.unpack(self._normed(for_layers)), attention)
+
+        if cache is not None:
+            seen, positions = cache.mask(seen), cache.positions
+        options = {"src_mask": seen.without_padding(real_queries=real), "rotation": self._rotation(x, positions)}
+        if bias is not None:
+            options |= {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
+        x = src
+        for i, layer in enumerate(self.layers):
+            x = layer(x, **options, cache=None if cache is None else cache.layer(i))
+        return _zero_at_padding(self._normed(x), real, attention)
+
+
+class TransformerDecoder(_Stack, nn.TransformerDecoder):
+    """A stack of decoder layers that computes no padding; torch.nn's of the same name.
+
+    Args:
+        decoder_layer: the layer of which the stack has copies, that begin with the same parameters (as in torch.nn).
+        num_layers: how many.
+        norm: applied after the last layer, or None.
+        rotary: positions, put into the self-attention of every layer; or None.
+
+    Example:
+        >>> import torch, fastattn
+        >>> layer = fastattn.nn.TransformerDecoderLayer(8, nhead=2, batch_first=True)
+        >>> decoder = fastattn.nn.TransformerDecoder(layer, num_layers=2)
+        >>> decoder(torch.ones(1, 3, 8), torch.ones(1, 5, 8), fastattn.Mask(causal=True)).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self,
+        decoder_layer: nn.Module,
+        num_layers: int,
+        norm: nn.Module | None = None,
+        *,
+        rotary: RotaryPositions | None = None,
+    ) -> None:
+        super().__init__(decoder_layer, num_layers, norm)
+        self.rotary = rotary
+
+    @classmethod
+    def adopt(cls, module: nn.TransformerDecoder) -> None:
+        """Makes this torch.nn.TransformerDecoder one of ours, in place."""
+        module.__class__ = cls
+        module.rotary = None
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | Mask | None = None,
+        memory_mask: Tensor | Mask | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        *,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The target's tokens after all layers, laid out as `tgt`, 0 at padding.
+
+        Args:
+            tgt: [N, L, E] with `batch_first`, else [L, N, E]; or [L, E] without a batch.
+            memory: the encoder's output, [N, S, E], [S, N, E] or [S, E].
+            tgt_mask: [L, L] or [N * H, L, L], bool (True hides) or float (added); or a `Mask` (True means seen).
+            memory_mask: the same with [L, S].
+            tgt_key_padding_mask: [N, L] or [L], bool (True hides) or float (added).
+            memory_key_padding_mask: [N, S] or [S], the same.
+            tgt_is_causal: hint that `tgt_mask` is causal; None lets its values decide.
+            memory_is_causal: the same for `memory_mask`.
+            positions: of the target's tokens, int64 [N, L] or [L], for `rotary`; None is 0, 1, 2, ...
+            cache: of the target's tokens before, and of `memory`, which is projected once. `KVCache.advance` has made
+                room for these tokens and knows their padding; `tgt_mask` is a causal `Mask` then.
+
+        Raises:
+            AssertionError, RuntimeError: whichever of them torch raises for the same call.
+        """
+        if not _are(TransformerDecoderLayer, self.layers):
+            return super().forward(
+                tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal,
+                memory_is_causal,
+            )  # fmt: skip
+        attention = self.layers[0].self_attn
+        x, keys = _batch_first(tgt, attention), _batch_first(memory, attention)
+        if x.dim() == 3 and keys.shape[0] != x.shape[0]:
+            raise RuntimeError(f"memory must have a batch of {x.shape[0]} like tgt, got {keys.shape[0]}")
+        seen, bias = _understood(attention, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        seen_of_memory, memory_bias = _understood(
+            attention, x, keys, memory_mask, memory_key_padding_mask, memory_is_causal
+        )
+        real, real_memory = seen.real_keys, seen_of_memory.real_keys
+        packs = self._may_pack(x, cache) and bias is None and memory_bias is None
+        packs = packs and seen.features() <= _PACKABLE and seen_of_memory.features() <= {"real_keys"}
+        if packs and worth_packing(real, real_memory):
+            packing, memory_packing = _packing(x, real), _packing(keys, real_memory)
+            options = {
+                "tgt_mask": Mask(causal=seen.causal, segments=(packing.documents, packing.documents)),
+                "memory_mask": Mask(segments=(packing.documents, memory_packing.documents)),
+                "rotation": self._rotation(x, positions, packing),
+            }
+            x, keys = packing.pack(x), memory_packing.pack(keys)
+            for layer in self.layers:
+                x = layer(x, keys, **options)
+            return _batch_first(packing.unpack(self._normed(x)), attention)
+
+        if cache is not None:
+            seen, positions = cache.mask(seen), cache.positions
+        options = {
+            "tgt_mask": seen.without_padding(real_queries=real),
+            "memory_mask": seen_of_memory.without_padding(real_queries=real),
+            "rotation": self._rotation(x, positions),
+        }
+        if bias is not None:
+            options |= {"tgt_mask": tgt_mask, "tgt_key_padding_mask": tgt_key_padding_mask}
+            options |= {"tgt_is_causal": bool(tgt_is_causal)}
+        if memory_bias is not None:
+            options |= {"memory_mask": memory_mask, "memory_key_padding_mask": memory_key_padding_mask}
+            options |= {"memory_is_causal": memory_is_causal}
+        x = tgt
+        for i, layer in enumerate(self.layers):
+            caches = {} if cache is None else {"cache": cache.layer(i), "memory_cache": cache.memory(i)}
+            x = layer(x, memory, **options, **caches)
+        return _zero_at_padding(self._normed(x), real, attention)
+
+
+class Transformer(nn.Transformer):
+    """Encoder and decoder: [N, T, E] from a source [N, S, E] and a target [N, T, E]; torch.nn's of the same name.
+
+    The call is that of torch.nn.Transformer, with `fastattn.Mask` taken for `src_mask`, `tgt_mask` and `memory_mask`.
+
+    Args:
+        d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation, custom_encoder,
+        custom_decoder, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as in torch.nn.Transformer.
+        num_kv_heads, norm: as in `TransformerEncoderLayer`.
+        rotary: positions for the self-attention of every layer; or None.
+
+    Sources:
+        Vaswani et al., Attention Is All You Need (2017).
+
+    Example:
+        >>> import torch, fastattn
+        >>> model = fastattn.Transformer(8, 2, 1, 1, 32, batch_first=True)
+        >>> padding = torch.tensor([[False, False, True]])
+        >>> model(torch.ones(1, 3, 8), torch.ones(1, 4, 8), tgt_mask=fastattn.Mask(causal=True),
+        ...       src_key_padding_mask=padding, memory_key_padding_mask=padding).shape
+        torch.Size([1, 4, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        custom_encoder: nn.Module | None = None,
+        custom_decoder: nn.Module | None = None,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        norm: str = "layer",
+        rotary: RotaryPositions | None = None,
+    ) -> None:
+        where = {"device": device, "dtype": dtype}
+        sizes = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias)
+
+        def stack(
+            cls: type[nn.Module], layer: type[nn.Module], num_layers: int
+        ) -> TransformerEncoder | TransformerDecoder:
+            layer = layer(*sizes, **where, num_kv_heads=num_kv_heads, norm=norm)
+            return cls(layer, num_layers, make_norm(norm, d_model, layer_norm_eps, bias, **where), rotary=rotary)
+
+        if custom_encoder is None:
+            custom_encoder = stack(TransformerEncoder, TransformerEncoderLayer, num_encoder_layers)
+        if custom_decoder is None:
+            custom_decoder = stack(TransformerDecoder, TransformerDecoderLayer, num_decoder_layers)
+        super().__init__(
+            d_model, nhead, custom_encoder=custom_encoder, custom_decoder=custom_decoder, batch_first=batch_first
+        )
+
+
+_PACKABLE = {"causal", "real_keys"}
+"""Fields of a mask that mean the same when the padding is gone."""
+
+
+def _are(cls: type[nn.Module], layers: nn.ModuleList) -> bool:
+    return all(isinstance(layer, cls) for layer in layers)
+
+
+def _batch_first(x: Tensor, attention: MultiHeadAttention) -> Tensor:
+    """[N, L, E] of what is laid out as this attention takes it, and the way back; [L, E] stays."""
+    return x if attention.batch_first or x.dim() == 2 else x.transpose(0, 1)
+
+
+def _understood(
+    attention: MultiHeadAttention,
+    x: Tensor,
+    keys: Tensor,
+    mask: Tensor | Mask | None,
+    padding: Tensor | None,
+    is_causal: bool | None,
+) -> tuple[Mask, Tensor | None]:
+    """`masks.understood` for queries x and keys, [N, L, E] or [L, E]."""
+    B = x.shape[0] if x.dim() == 3 else 1
+    shape = (B, attention.num_heads, x.shape[-2], keys.shape[-2])
+    return understood(padding, mask, shape, x.dtype, batched=x.dim() == 3, is_causal=bool(is_causal))
+
+
+def _packing(x: Tensor, real: Tensor | None) -> Packing:
+    return Packing(torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real)
+
+
+def _zero_at_padding(x: Tensor, real: Tensor | None, attention: MultiHeadAttention) -> Tensor:
+    """x laid out as this attention does, 0 where `real` [N, L] is False."""
+    if real is None:
+        return x
+    padding = ~(real[0] if x.dim() == 2 else real if attention.batch_first else real.T)
+    return x.masked_fill(padding[..., None], 0.0)
+
+
+def _listed(names: dict[str, object]) -> str:
+    return ", ".join(repr(name) for name in names)

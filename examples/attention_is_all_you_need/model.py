@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn import Mask
+from fastattn.nn import SinusoidalPositions, TokenEmbedding
 
 PAD = 0
 
@@ -151,42 +152,23 @@ class DecoderLayer(nn.Module):
         return self.pos_ffn(output), slf_maps, enc_maps
 
 
-def sinusoid_table(n_position: int, d_model: int) -> Tensor:
-    """[n_position, d_model]: sin(position / 10000^(2i / d_model)) in columns 2i, cos in 2i + 1, zeros in row 0.
-
-    Position 0 is that of padding; the first word stands at 1.
-    """
-    position = torch.arange(n_position, dtype=torch.float64)[:, None]
-    angle = position / 10000 ** (torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
-    table = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :d_model]
-    table[0] = 0
-    return table.float()
-
-
 class Embedding(nn.Module):
-    """dropout(sqrt(d_model) E[token] + position): padding has a vector of zeros and stands at position zero."""
+    """dropout(sqrt(d_model) E[token] + position): words stand at 1, 2, ..., padding at 0, and its vector is 0."""
 
     def __init__(self, n_vocab: int, d_model: int, len_max_seq: int, dropout: float) -> None:
         super().__init__()
-        self.words = nn.Embedding(n_vocab, d_model, padding_idx=PAD)
-        nn.init.normal_(self.words.weight, std=d_model**-0.5)
-        with torch.no_grad():
-            self.words.weight[PAD] = 0
-        self.register_buffer("positions", sinusoid_table(len_max_seq + 1, d_model), persistent=False)
+        self.words = TokenEmbedding(n_vocab, d_model, padding_idx=PAD, scaled=True)
+        self.positions = SinusoidalPositions(d_model, max_length=len_max_seq + 1, padding_idx=0)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, n, d_model] of tokens, integers [B, n].
 
         Raises:
-            ValueError: there are more tokens than positions.
+            ValueError: a sentence has more tokens than there are positions.
         """
         real = tokens != PAD
-        limit = len(self.positions) - 1
-        if tokens.shape[1] > limit:
-            raise ValueError(f"tokens must be [B, n] with n <= {limit} (len_max_seq), got {list(tokens.shape)}")
-        position = real.cumsum(1) * real
-        return self.dropout(self.words(tokens) * self.words.embedding_dim**0.5 + self.positions[position])
+        return self.dropout(self.words(tokens) + self.positions(real.cumsum(1) * real))
 
 
 class Transformer(nn.Module):

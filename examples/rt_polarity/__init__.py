@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from examples.training import InputError
+from ..training import InputError, Loss, positive_int
 
 TINY = Path(__file__).parent / "data"
 """Sentences that we made up, in the layout and the encoding of the real ones."""
+
+
+Logits = Callable[[list[str]], tuple[Tensor, int]]
+"""What a program has to supply: from texts to logits [B, 2], and the number of real tokens that the model read."""
 
 
 class Review(NamedTuple):
@@ -19,6 +27,15 @@ class Review(NamedTuple):
 
     text: str
     label: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the options of a program that learns from the reviews."""
+    parser.add_argument(
+        "--data", default=str(TINY), metavar="FOLDER",
+        help="with rt-polarity.pos and rt-polarity.neg, a sentence a line, ISO-8859-1; default: 40 made-up sentences",
+    )  # fmt: skip
+    parser.add_argument("--batch-size", type=positive_int, default=32, metavar="N", help="default: 32")
 
 
 def load(folder: Path | str, seed: int, test_share: float = 0.1) -> tuple[list[Review], list[Review]]:
@@ -72,3 +89,28 @@ def batches(reviews: list[Review], size: int, generator: torch.Generator) -> lis
         alike = sorted((reviews[i] for i in order[start : start + pool]), key=lambda review: len(review.text))
         found += [alike[i : i + size] for i in range(0, len(alike), size)]
     return [found[i] for i in torch.randperm(len(found), generator=generator).tolist()]
+
+
+def loss(logits: Logits, batch: list[Review]) -> Loss:
+    """The cross-entropy of a batch."""
+    found, tokens = logits([review.text for review in batch])
+    labels = torch.tensor([review.label for review in batch], device=found.device)
+    return Loss(F.cross_entropy(found, labels), len(batch), tokens)
+
+
+def accuracy(logits: Logits, reviews: list[Review], batch_size: int = 64) -> float:
+    """The share of reviews whose label has the larger logit."""
+    right = 0
+    for start in range(0, len(reviews), batch_size):
+        batch = reviews[start : start + batch_size]
+        predicted = logits([review.text for review in batch])[0].argmax(-1).tolist()
+        right += sum(label == review.label for label, review in zip(predicted, batch, strict=True))
+    return right / len(reviews)
+
+
+def summary(metrics: dict, test: list[Review]) -> str:
+    """One line on a finished run, from what `training.train` returned."""
+    return (
+        f"accuracy = {metrics['history'][-1]['accuracy']:.3f} on {len(test)} test sentences after "
+        f"{metrics['epochs']} epochs, {metrics['seconds']} s, {metrics['tokens_per_second']} tokens/s"
+    )

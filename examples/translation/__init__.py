@@ -1,0 +1,1 @@
+"""Translation by a Transformer, from two parallel text files."""

@@ -253,3 +253,14 @@ class Transformer(nn.Module):
             tgt_seq: integers [B, n_tgt] that begin with the start token, 0 is padding.
         """
         return self.decode(tgt_seq, src_seq, self.encode(src_seq)[0])[0]
+
+    @torch.inference_mode()
+    def greedy(self, src_seq: Tensor, sos: int, eos: int, max_tokens: int) -> list[list[int]]:
+        """For each sentence of src_seq [B, n_src] the likeliest tokens, one by one, until `eos`, which is left out."""
+        enc_output, _ = self.encode(src_seq)
+        tokens = src_seq.new_full((len(src_seq), 1), sos)
+        while tokens.shape[1] <= max_tokens and not (tokens == eos).any(1).all():
+            logits, _ = self.decode(tokens, src_seq, enc_output)
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+        sentences = [row[1:] for row in tokens.tolist()]
+        return [row[: row.index(eos)] if eos in row else row for row in sentences]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fastattn
+from examples.attention_is_all_you_need import __main__ as program
 from examples.attention_is_all_you_need import model as taught
 from fastattn.testing import compare
 
+ROOT = Path(__file__).parents[2]
 B, H, N_Q, N_K, D_MODEL = 3, 2, 5, 7, 16
 
 
@@ -269,3 +276,74 @@ def test_embeddings_are_shared(transformer):
 def test_a_sentence_that_is_too_long(transformer):
     with pytest.raises(ValueError, match="positions must be below max_length = 10, got 10"):
         transformer(torch.ones(1, 10).long(), TGT[:1])
+
+
+def test_greedy_decoding_is_that_of_the_whole_sentence(transformer):
+    """Each token is the likeliest one after those before it, in a batch with padding as alone."""
+    found = transformer.greedy(SRC, sos=2, eos=1, max_tokens=6)
+    assert [len(tokens) for tokens in found] == [6, 6]  # an untrained model does not end
+    for row, src_seq in zip(found, (SRC[:1], SRC[1:, :3]), strict=True):
+        assert transformer.greedy(src_seq, sos=2, eos=1, max_tokens=6) == [row]
+        logits = transformer(src_seq, torch.tensor([[2, *row[:-1]]]))
+        assert logits[0].argmax(-1).tolist() == row
+    assert transformer.greedy(SRC[:1], sos=2, eos=found[0][2], max_tokens=6) == [
+        found[0][: found[0].index(found[0][2])]
+    ]
+
+
+# The program.
+
+SMALL = "--d-model 32 --d-inner 64 --n-layers 2 --n-head 2 --d-k 16 --d-v 8 --dropout 0 --tokens 400 --warmup 60"
+
+
+def run(monkeypatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["attention_is_all_you_need", *SMALL.split(), "--min-frequency", "1", *options])
+    return program.main()
+
+
+def test_tiny_data_is_learnt_by_heart(monkeypatch, capsys, tmp_path):
+    for language in ("de", "en"):
+        text = (program.TINY / f"train.{language}.txt").read_text(encoding="utf-8")
+        for part in ("train", "val"):
+            (tmp_path / f"{part}.{language}.txt").write_text(text, encoding="utf-8")
+    options = ("--data", str(tmp_path), "--output", str(tmp_path / "run"), "--label-smoothing", "0")
+    assert run(monkeypatch, *options, "--epochs", "80") == 0
+    printed = capsys.readouterr()
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["history"][0]["valid_bleu"] < 20
+    assert metrics["history"][-1]["valid_bleu"] > 95
+    assert metrics["settings"]["d_v"] == 8
+    assert "Ein Hund läuft im Park. -> a dog runs in the park." in printed.out
+    assert re.search(r"BLEU = \d+\.\d on 32 validation sentences", printed.out)
+    assert run(monkeypatch, *options, "--epochs", "81") == 0
+    assert "resumed at step 160 (epoch 81)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("vocabulary", ["words", "bpe"])
+def test_the_shipped_data_trains_with_either_vocabulary(monkeypatch, tmp_path, vocabulary):
+    assert run(monkeypatch, "--output", str(tmp_path), "--vocabulary", vocabulary, "--epochs", "6") == 0
+    losses = [entry["valid_loss"] for entry in json.loads((tmp_path / "metrics.json").read_text())["history"]]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({}, "train.de.txt must be a text file"),
+        ({"train.de": "a\nb\n", "train.en": "a\n"}, "train.en.txt must have 2 lines like"),
+    ],
+)
+def test_bad_data_is_one_sentence(monkeypatch, capsys, tmp_path, files, why):
+    for name, text in files.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    assert run(monkeypatch, "--data", str(tmp_path), "--output", str(tmp_path / "run")) == 1
+    err = capsys.readouterr().err
+    assert why in err
+    assert err.count("\n") == 1
+
+
+def test_help():
+    command = [sys.executable, "-m", "examples.attention_is_all_you_need", "--help"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert re.search(r"--d-model N +default: 512", printed)
+    assert re.search(r"--n-layers N +default: 6", printed)

@@ -55,7 +55,7 @@ def fine_tune(args: argparse.Namespace) -> None:
     metrics = training.train(
         model,
         optimizer,
-        run=training.Run.from_arguments(args, settings | {"checkpoint": folder.name}),
+        run=training.Run.from_arguments(args, settings | {"checkpoint": str(folder)}),
         batches=lambda generator: rt_polarity.batches(train, args.batch_size, generator),
         loss=lambda batch: rt_polarity.loss(logits, batch),
         evaluate=lambda epoch: {"accuracy": rt_polarity.accuracy(logits, test)},

@@ -67,7 +67,7 @@ def load(folder: Path | str, seed: int, test_share: float = 0.1) -> tuple[list[R
 
 def _sentences(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="iso-8859-1").splitlines()
+        lines = path.read_text(encoding="iso-8859-1").split("\n")  # byte 85, an ellipsis to some, ends no line
     except OSError as error:
         raise InputError(f"{path} must be a file with a sentence a line, got {error.strerror}") from error
     if not (sentences := [line.strip() for line in lines if line.strip()]):

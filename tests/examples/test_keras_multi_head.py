@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
+import json
 import multiprocessing
 import os
+import re
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from examples.keras_multi_head import __main__ as program
 from examples.keras_multi_head.layer import MultiHeadAttention
+from examples.keras_multi_head.model import Classifier
 from fastattn.testing import compare
 
+ROOT = Path(__file__).parents[2]
 B, N_Q, N_K = 3, 4, 6
 FEATURES, HEADS = 12, 3
 
@@ -257,3 +265,63 @@ def test_a_wrong_weight_changes_nothing():
     with pytest.raises(ValueError, match=r"bo must be \[12\], got \[11\]"):
         layer.load_keras_weights(weights)
     assert all(torch.equal(layer.state_dict()[name], parameter) for name, parameter in before.items())
+
+
+# The model and the program.
+
+
+@pytest.fixture
+def classifier() -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(vocabulary=20, labels=3, width=16, heads=2, blocks=2).eval()
+
+
+def test_padding_and_the_other_sentences_change_nothing(classifier):
+    words = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 0, 0, 0]])
+    logits = classifier(words)
+    assert logits.shape == (2, 3)
+    torch.testing.assert_close(classifier(torch.nn.functional.pad(words, (0, 4))), logits)
+    torch.testing.assert_close(classifier(words[1:, :2]), logits[1:])
+
+
+def test_every_word_and_its_place_matter(classifier):
+    words = torch.tensor([[5, 6, 7, 8]])
+    logits = classifier(words)
+    for i in range(4):
+        changed = words.clone()
+        changed[0, i] = 12
+        assert not torch.allclose(classifier(changed), logits)
+    assert not torch.allclose(classifier(words[:, [1, 0, 2, 3]]), logits)
+
+
+def run(monkeypatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["keras_multi_head", "--width", "16", *options])
+    return program.main()
+
+
+def test_tiny_data_is_learnt_by_heart(monkeypatch, capsys, tmp_path):
+    options = ("--output", str(tmp_path), "--min-frequency", "1", "--dropout", "0.1", "--lr", "0.01")
+    assert run(monkeypatch, *options, "--epochs", "12", "--batch-size", "8") == 0
+    losses = [entry["train_loss"] for entry in json.loads((tmp_path / "metrics.json").read_text())["history"]]
+    assert losses[0] > 0.5
+    assert losses[-1] < 0.05
+    printed = capsys.readouterr()
+    assert re.search(r"accuracy = \d\.\d+ on 4 test sentences after 12 epochs", printed.out)
+    assert run(monkeypatch, *options, "--epochs", "13", "--batch-size", "8") == 0
+    assert "resumed at step 60 (epoch 13)" in capsys.readouterr().err
+
+
+def test_bad_options_are_one_sentence(monkeypatch, capsys, tmp_path):
+    for options, why in (
+        (("--heads", "3"), "--heads must divide --width, which is 16, got 3"),
+        (("--data", str(tmp_path)), "rt-polarity.neg must be a file with a sentence a line, got No such file"),
+    ):
+        assert run(monkeypatch, *options, "--output", str(tmp_path / "run")) == 1
+        err = capsys.readouterr().err
+        assert why in err
+        assert err.count("\n") == 1
+
+
+def test_help():
+    command = [sys.executable, "-m", "examples.keras_multi_head", "--help"]
+    assert "--heads N" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout

@@ -104,7 +104,7 @@ class Words:
 
 def split_words(text: str) -> list[str]:
     """Words, with hyphens and apostrophes inside them, and single punctuation marks."""
-    return re.findall(r"\w+(?:['’-]\w+)*|[^\w\s]", text)
+    return re.findall(r"\w+(?:['\u2019-]\w+)*|[^\w\s]", text)
 
 
 class BytePairs:
@@ -187,6 +187,11 @@ class Vocabularies:
             joint = BytePairs.of((line for pair in pairs for line in pair), **limits)
             return cls(joint, joint)
         return cls(*(Words.of(lines, **limits) for lines in zip(*pairs, strict=True)))
+
+    def __str__(self) -> str:
+        if self.joint:
+            return f"joint vocabulary of {len(self.source)}"
+        return f"vocabularies of {len(self.source)} and {len(self.target)}"
 
     def to_json(self) -> dict:
         return {"source": self.source.to_json()} | ({} if self.joint else {"target": self.target.to_json()})

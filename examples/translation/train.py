@@ -1,116 +1,172 @@
-"""Training: what the loss, the batches and the figures of an epoch are."""
+"""Training: the model, the loss of a batch, the figures of an epoch, and the mean of the last epochs' weights."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
-import sacrebleu
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from ..training import InputError, Loss, Run, inverse_sqrt, seed_everything, train, write_json
+import fastattn.nn
+
+from ..training import InputError, Loss, Run, add_arguments, inverse_sqrt, positive_int, seed_everything, train
 from .batches import Batch, Pair, bucketed, collate, encode
-from .decode import translate
-from .model import Seq2Seq
-from .text import PAD, Vocabularies, read_parallel
+from .text import PAD, BytePairs, Vocabularies, Words, read_parallel
+from .translator import Translator, bleu
+
+CLIP_NORM = 1.0
 
 
-def program(args: argparse.Namespace) -> None:
-    """Trains the model that the options describe; its folder can be used after the first epoch."""
-    torch.set_num_threads(args.threads or torch.get_num_threads())
-    names = {part: [Path(args.data) / f"{name}.{lang}.txt" for lang in (args.source, args.target)]
-             for part, name in (("train", args.train), ("valid", args.valid))}  # fmt: skip
-    pairs, valid_pairs = (read_parallel(*names[part]) for part in ("train", "valid"))
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the options of `train`; their defaults are those of the figures in docs/systems.md."""
+    add_data_argument(parser)
+    pair = {"nargs": 2, "metavar": ("SOURCE", "TARGET")}
+    group = parser.add_argument_group("text")
+    group.add_argument("--train", **pair, default=["train.de.txt", "train.en.txt"], help="two parallel files")
+    group.add_argument("--valid", **pair, default=["val.de.txt", "val.en.txt"], help="the same, for validation")
+    group.add_argument(
+        "--vocabulary", choices=(BytePairs.kind, Words.kind), default=BytePairs.kind,
+        help="joint byte-pair encoding, or the words of each side; default: bpe",
+    )  # fmt: skip
+    _number(group, "--max-size", 4000, "largest vocabulary")
+    _number(group, "--min-frequency", 2, "of a word or pair in the vocabulary")
+    group.add_argument("--keep-case", action="store_true", help="do not lower-case")
+    _number(group, "--max-length", 100, "tokens of a sentence; longer pairs are left out")
+
+    group = parser.add_argument_group("model")
+    _number(group, "--d-model", 256, "width")
+    _number(group, "--nhead", 4, "heads")
+    _number(group, "--num-layers", 3, "layers of the encoder, and of the decoder")
+    _number(group, "--dim-feedforward", 512, "inner width of the feed-forward networks")
+    _number(group, "--dropout", 0.2, "probability", float)
+
+    group = parser.add_argument_group("optimization")
+    _number(group, "--tokens", 1200, "of a batch on either side, padding included")
+    _number(group, "--learning-rate", 1.2e-3, "at the end of the warm-up; falls with 1 / sqrt(step) then", float)
+    _number(group, "--warmup", 800, "steps")
+    _number(group, "--label-smoothing", 0.1, "probability spread over all tokens", float)
+    _number(group, "--average", 5, "the model is the mean of the weights after so many epochs, the last ones")
+    _number(group, "--valid-sentences", 200, "translated after each epoch for a BLEU (greedy)")
+    add_arguments(parser, output="runs/translation", epochs=14)
+
+
+def add_data_argument(parser: argparse.ArgumentParser) -> None:
+    default = "../shared/data/multi30k"
+    parser.add_argument("--data", default=default, metavar="FOLDER", help=f"of the text files; default: {default}")
+
+
+def _number(group: argparse._ArgumentGroup, name: str, default: float, meaning: str, kind: type = positive_int) -> None:
+    group.add_argument(name, type=kind, default=default, metavar="X" if kind is float else "N",
+                       help=f"{meaning}; default: {default}")  # fmt: skip
+
+
+def run_train(args: argparse.Namespace) -> None:
+    """Trains the model that the options describe. Its folder can be used to translate after the first epoch."""
+    pairs, valid_pairs = (
+        read_parallel(*(Path(args.data) / name for name in names)) for names in (args.train, args.valid)
+    )
     seed_everything(args.seed)
     vocabularies = Vocabularies.of(
         pairs, kind=args.vocabulary, min_frequency=args.min_frequency, max_size=args.max_size,
         lowercase=not args.keep_case,
     )  # fmt: skip
-    data, valid = (encode(p, vocabularies, args.max_length) for p in (pairs, valid_pairs))
-    print(f"{len(data)} of {len(pairs)} pairs, {len(vocabularies.source)} source and {len(vocabularies.target)} "
-          f"target tokens{', joint' if vocabularies.joint else ''}")  # fmt: skip
-    sizes = {"d_model": args.d_model, "nhead": args.nhead, "num_layers": args.num_layers,
-             "dim_feedforward": args.dim_feedforward, "dropout": args.dropout}  # fmt: skip
-    model = build(vocabularies, sizes).to(args.device)
+    data, valid = (encode(lines, vocabularies, args.max_length) for lines in (pairs, valid_pairs))
+    for names, found in ((args.train, data), (args.valid, valid)):
+        if not found:
+            raise InputError(f"{names[0]} must have a sentence of 1 to {args.max_length} tokens, got none")
+    print(f"{len(data)} of {len(pairs)} pairs; {vocabularies}", flush=True)
+    model = make_model(args, vocabularies).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, betas=(0.9, 0.98), fused=True)
-    folder = Path(args.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "translation.json", {"sizes": sizes, "vocabularies": vocabularies.to_json()})
-
-    def loss(indices: list[int]) -> Loss:
-        return batch_loss(model, collate([data[i] for i in indices]).to(args.device), args.label_smoothing)
+    run = Run.from_arguments(args, _settings(args, data))
+    run.folder.mkdir(parents=True, exist_ok=True)
+    translator = Translator(model, vocabularies)
 
     def evaluate(epoch: int) -> dict[str, float]:
-        save_average(model, folder, epoch, args.average)
+        save_average(translator, run.folder, epoch, args.average)
         some = valid_pairs[: args.valid_sentences]
-        hypotheses = translate(model, vocabularies, [source for source, _ in some])
+        found = translator.translate([source for source, _ in some])
         return {
             "valid_loss": mean_loss(model, valid, args.tokens, args.device),
-            "valid_bleu_greedy": bleu(hypotheses, [target for _, target in some], args.keep_case).score,
+            "valid_bleu_greedy": bleu(found, [target for _, target in some], lowercase=not args.keep_case).score,
         }
 
-    settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
     train(
-        model, optimizer, run=Run.from_arguments(args, settings), loss=loss, evaluate=evaluate, clip_norm=1.0,
-        batches=lambda generator: bucketed(data, args.tokens, generator), schedule=inverse_sqrt(optimizer, args.warmup),
-    )  # fmt: skip
+        model,
+        optimizer,
+        run=run,
+        batches=lambda generator: bucketed(data, args.tokens, generator),
+        loss=lambda indices: batch_loss(model, _batch(data, indices, args.device), args.label_smoothing),
+        evaluate=evaluate,
+        schedule=inverse_sqrt(optimizer, args.warmup),
+        clip_norm=CLIP_NORM,
+    )
 
 
-_NOT_SETTINGS = ("command", "program", "output", "epochs", "seed", "checkpoint_every", "device", "threads", "data")
+def read_pairs(folder: str, names: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of lines of the files with these two names; a name with a path of its own need not be in the folder."""
+    return read_parallel(*(Path(folder) / name for name in names))
 
 
-def build(vocabularies: Vocabularies, sizes: dict) -> Seq2Seq:
-    return Seq2Seq(len(vocabularies.source), len(vocabularies.target), vocabularies.joint, **sizes)
+def make_model(args: argparse.Namespace, vocabularies: Vocabularies) -> fastattn.nn.Seq2SeqModel:
+    """Pre-norm, with the target embedding as output layer; one embedding for both sides of a joint vocabulary."""
+    return fastattn.nn.Seq2SeqModel(
+        fastattn.nn.TransformerConfig(
+            vocab_size=len(vocabularies.source),
+            tgt_vocab_size=None if vocabularies.joint else len(vocabularies.target),
+            d_model=args.d_model,
+            nhead=args.nhead,
+            num_layers=args.num_layers,
+            dim_feedforward=args.dim_feedforward,
+            dropout=args.dropout,
+            padding_idx=PAD,
+        )
+    )
 
 
-def batch_loss(model: Seq2Seq, batch: Batch, label_smoothing: float = 0.0) -> Loss:
-    """Cross-entropy over the real target tokens; padding costs no logits."""
+def _settings(args: argparse.Namespace, data: list[Pair]) -> dict:
+    """What decides the outcome: the options but for those of the run, and the training data itself."""
+    elsewhere = ("program", "data", "output", "epochs", "seed", "checkpoint_every", "device")
+    settings = {name: value for name, value in vars(args).items() if name not in elsewhere}
+    return settings | {"training_data_sha256": hashlib.sha256(repr(data).encode()).hexdigest()}
+
+
+def batch_loss(model: fastattn.nn.Seq2SeqModel, batch: Batch, label_smoothing: float = 0.0) -> Loss:
+    """Cross-entropy over the real target tokens, of which alone logits are computed."""
     real = batch.target_out != PAD
-    logits = model.logits(model.hidden(batch.source, batch.target_in)[real])
+    logits = model.head(model.hidden(batch.source, batch.target_in)[real])
     mean = F.cross_entropy(logits, batch.target_out[real], label_smoothing=label_smoothing)
     return Loss(mean, len(logits), len(logits) + int((batch.source != PAD).sum()))
 
 
-def mean_loss(model: Seq2Seq, data: list[Pair], tokens: int, device: str) -> float:
-    """Per target token, without smoothing."""
-    found = [batch_loss(model, collate([data[i] for i in b]).to(device)) for b in bucketed(data, tokens)]
-    return sum(x.mean.item() * x.count for x in found) / sum(x.count for x in found)
+def mean_loss(model: fastattn.nn.Seq2SeqModel, data: list[Pair], tokens: int, device: str) -> float:
+    """Cross-entropy per target token, without smoothing."""
+    found = [batch_loss(model, _batch(data, indices, device)) for indices in bucketed(data, tokens)]
+    return sum(loss.mean.item() * loss.count for loss in found) / sum(loss.count for loss in found)
 
 
-def bleu(hypotheses: list[str], references: list[str], keep_case: bool) -> sacrebleu.BLEUScore:
-    """sacrebleu's, with its default tokenizer."""
-    return sacrebleu.corpus_bleu(hypotheses, [references], lowercase=not keep_case)
+def _batch(data: list[Pair], indices: list[int], device: str) -> Batch:
+    return collate([data[i] for i in indices]).to(device)
 
 
-def save_average(model: Seq2Seq, folder: Path, epoch: int, average: int) -> None:
-    """Writes the weights of this epoch, and as `model.safetensors` the mean of the last few epochs' weights."""
+def save_average(translator: Translator, folder: Path, epoch: int, average: int) -> None:
+    """Saves the weights of this epoch, and as the model of the folder the mean of those of the last few epochs."""
     weights = folder / "weights"
     weights.mkdir(exist_ok=True)
-    save_file(dict(model.state_dict()), weights / f"epoch-{epoch}.safetensors")
-    kept = [weights / f"epoch-{e}.safetensors" for e in range(max(1, epoch - average + 1), epoch + 1)]
-    for path in set(weights.glob("*.safetensors")) - set(kept):
+    paths = [weights / f"epoch-{e}.safetensors" for e in range(max(1, epoch - average + 1), epoch + 1)]
+    fastattn.nn.save(translator.model, paths[-1])
+    for path in set(weights.glob("epoch-*.safetensors")) - set(paths):
         path.unlink()
-    states = [load_file(path) for path in kept]
-    mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
-    save_file(mean, folder / "model.partial")
-    (folder / "model.partial").replace(folder / "model.safetensors")
+    models = [fastattn.nn.load(path) for path in paths]
+    set_mean([list(model.parameters()) for model in models])
+    Translator(models[0], translator.vocabularies).save(folder)
 
 
-def load(folder: str | Path, device: str = "cpu") -> tuple[Seq2Seq, Vocabularies]:
-    """The trained model, for evaluation, and its vocabularies.
-
-    Raises:
-        InputError: the folder is not one that `train` has made, or has not finished an epoch.
-    """
-    folder = Path(folder)
-    try:
-        content = json.loads((folder / "translation.json").read_text(encoding="utf-8"))
-        vocabularies = Vocabularies.from_json(content["vocabularies"])
-        model = build(vocabularies, content["sizes"])
-        model.load_state_dict(load_file(folder / "model.safetensors"))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(f"{folder} must hold a trained model, got {error}") from error
-    return model.to(device).eval(), vocabularies
+@torch.no_grad()
+def set_mean(parameters: Sequence[Sequence[Tensor]]) -> None:
+    """Sets the parameters of the first model to their mean over all models."""
+    for same in zip(*parameters, strict=True):
+        same[0].copy_(torch.stack(same).mean(0))

@@ -1,0 +1,92 @@
+"""A trained model with its vocabularies: what translates, and what is kept in a run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import sacrebleu
+import torch
+
+import fastattn.nn
+
+from ..training import InputError, write_json
+from .batches import pad
+from .text import EOS, SOS, Vocabularies
+
+
+@dataclass(frozen=True)
+class Translator:
+    """From sentences to sentences.
+
+    model: reads ids of `vocabularies.source`, writes ids of `vocabularies.target`.
+    """
+
+    model: fastattn.nn.Seq2SeqModel
+    vocabularies: Vocabularies
+
+    def save(self, folder: Path) -> None:
+        """Writes `model.safetensors` and `vocabulary.json`."""
+        write_json(folder / "vocabulary.json", self.vocabularies.to_json())
+        fastattn.nn.save(self.model, folder / "model.safetensors")
+
+    @classmethod
+    def load(cls, folder: str | Path, device: str = "cpu") -> Translator:
+        """What `save` has written, ready to translate.
+
+        Raises:
+            InputError: the folder has no model, or a damaged one.
+        """
+        folder = Path(folder)
+        try:
+            vocabularies = Vocabularies.from_json(json.loads((folder / "vocabulary.json").read_text(encoding="utf-8")))
+            model = fastattn.nn.load(folder / "model.safetensors")
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"{folder} must hold a trained model, got {error}") from error
+        return cls(model.to(device).eval(), vocabularies)
+
+    @torch.inference_mode()
+    def translate(
+        self,
+        sentences: Sequence[str],
+        *,
+        num_beams: int = 1,
+        length_penalty: float = 1.0,
+        batch_size: int = 64,
+        advance: Callable[[int], None] = lambda done: None,
+    ) -> list[str]:
+        """The translations, in the order of the sentences; that of an empty sentence is empty.
+
+        Args:
+            num_beams: 1 is greedy.
+            length_penalty: above 0 prefers long translations; without effect if greedy.
+            batch_size: how many are translated together, sentences of like length.
+            advance: told now and then how many are done.
+        """
+        encoded = [self.vocabularies.source.encode(sentence) for sentence in sentences]
+        order = sorted((i for i, ids in enumerate(encoded) if ids), key=lambda i: len(encoded[i]))
+        found = [""] * len(sentences)
+        device = next(self.model.parameters()).device
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            source = pad([[*encoded[i], EOS] for i in chosen]).to(device)
+            ids = self.model.generate(
+                source, decoder_start_token_id=SOS, eos_token_id=EOS, max_new_tokens=most_tokens(source.shape[1]),
+                num_beams=num_beams, length_penalty=length_penalty,
+            )  # fmt: skip
+            for i, row in zip(chosen, ids.tolist(), strict=True):
+                found[i] = self.vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
+            advance(start + len(chosen))
+        return found
+
+
+def most_tokens(source_length: int) -> int:
+    """Of a translation: half as many again as the source has, and a few for short ones."""
+    return source_length * 3 // 2 + 10
+
+
+def bleu(found: Sequence[str], references: Sequence[str], *, lowercase: bool) -> sacrebleu.metrics.BLEUScore:
+    """sacrebleu's, with its default tokenizer."""
+    return sacrebleu.corpus_bleu(list(found), [list(references)], lowercase=lowercase)

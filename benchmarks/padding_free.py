@@ -1,9 +1,9 @@
-"""Prints what packing gains: an encoder on a padded batch, fastattn.nn.TransformerEncoder beside torch.nn's, on the CPU.
+"""Prints what packing gains: an encoder on a padded batch, fastattn.nn's beside torch.nn's, on the CPU.
 
 All have the same weights and take turns. `torch` is torch.nn.TransformerEncoder as it is (in eval it packs too, into
-nested tensors), `torch padded` the same with enable_nested_tensor=False, `swapped` is `torch` after fastattn.swap. Before
-anything is timed, the outputs at real tokens are held to fp64: at most twice as far off as those of torch, plus 4 eps.
-A training step is forward, backward and AdamW.
+nested tensors), `torch padded` the same with enable_nested_tensor=False, `swapped` the first after fastattn.swap.
+Before anything is timed, the outputs at real tokens are held to fp64: at most twice as far off as those of torch, plus
+4 eps. A training step is forward, backward and AdamW.
 
     python benchmarks/padding_free.py [--json FILE]
 """

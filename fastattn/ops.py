@@ -52,7 +52,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tupl
     """o [B, H, n_q, d_v] and lse [B, H, n_q] of a validated call, computed by the backend of that name."""
     arguments = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks, *_flatten(spec, backend))
     if torch.compiler.is_compiling():
-        return _CompiledAttention.apply(*arguments)
+        return _CompiledAttention.apply(*_distinct(arguments))
     if _derivative_wanted(arguments[:6]):
         return _Attention.apply(*arguments)
     return torch.ops.fastattn.forward(*arguments)
@@ -79,10 +79,20 @@ def _in_form(
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
     arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, backend))
     if torch.compiler.is_compiling():
-        return _CompiledWeights.apply(*arguments)
+        return _CompiledWeights.apply(*_distinct(arguments))
     if _derivative_wanted((q, k, *learned)):
         return _Weights.apply(*arguments)
     return torch.ops.fastattn.weights(*arguments)
+
+
+def _distinct(arguments: tuple) -> tuple:
+    """The arguments with a view in place of every tensor that stands there twice, which Dynamo would refuse."""
+    seen, found = [], []
+    for x in arguments:
+        again = isinstance(x, Tensor) and any(x is other for other in seen)
+        found.append(x.view_as(x) if again else x)
+        seen.append(x)
+    return tuple(found)
 
 
 def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:

@@ -80,8 +80,8 @@ def swap(model: nn.Module) -> SwapReport:
                 report.swapped[name] = type(module).__name__
                 MultiHeadAttention.adopt(module)
     for module in reversed(list(model.modules())):  # layers before the stacks that hold them
-        _adopt(module)
-        _leave_fast_path(module)
+        if not _adopt(module):
+            _leave_fast_path(module)
     return report
 
 
@@ -105,24 +105,26 @@ def _objection(module: nn.Module) -> str | None:
     return None
 
 
-def _adopt(module: nn.Module) -> None:
-    """Makes a layer or a stack of torch's one of ours, if that changes how it computes and nothing else."""
-    if "forward" in vars(module):
-        return
-    if type(module) in _LAYERS and all(
-        isinstance(getattr(module, name), MultiHeadAttention) for name in _ATTENTIONS if hasattr(module, name)
-    ):
-        module.__class__ = _LAYERS[type(module)]
-    elif type(module) in _STACKS and all(isinstance(layer, tuple(_LAYERS.values())) for layer in module.layers):
-        _STACKS[type(module)].adopt(module)
-
-
-_ATTENTIONS = ("self_attn", "multihead_attn")
 _LAYERS = {
     nn.TransformerEncoderLayer: TransformerEncoderLayer,
     nn.TransformerDecoderLayer: TransformerDecoderLayer,
 }
 _STACKS = {nn.TransformerEncoder: TransformerEncoder, nn.TransformerDecoder: TransformerDecoder}
+
+
+def _adopt(module: nn.Module) -> bool:
+    """Makes a layer or a stack of torch's one of ours, unless somebody changed what it computes; whether it did."""
+    if vars(module).keys() & {"forward", "_sa_block", "_mha_block", "_ff_block"}:
+        return False
+    if type(module) in _LAYERS:
+        attentions = [part for part in module.children() if _is_torch_attention(part)]
+        if all(isinstance(part, MultiHeadAttention) for part in attentions):
+            module.__class__ = _LAYERS[type(module)]
+            return True
+    elif type(module) in _STACKS and all(isinstance(layer, tuple(_LAYERS.values())) for layer in module.layers):
+        _STACKS[type(module)].adopt(module)
+        return True
+    return False
 
 
 def _leave_fast_path(module: nn.Module) -> None:

@@ -256,6 +256,18 @@ def test_compiles_whole_to_two_graphs_over_all_lengths(backend, compiler):
     assert len(graphs) <= 2
 
 
+def test_compiles_where_one_tensor_is_several_arguments():
+    """Dynamo takes no autograd.Function that is given a tensor twice."""
+
+    def attend(x, real):
+        return fastattn.attention(x, x, x, Mask(real_keys=real, real_queries=real))
+
+    x, real = leaves(Q.float())[0], torch.rand(Q.shape[0], Q.shape[2]) < 0.7
+    eager, fast = attend(x, real), torch.compile(attend, fullgraph=True, backend="aot_eager")(x, real)
+    assert torch.equal(eager, fast)
+    torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), x)[0] for o in (eager, fast)))
+
+
 def test_compiled_second_order_is_refused():
     q = Q.clone().requires_grad_()
     compiled = torch.compile(

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.testing._internal.common_modules import module_db
+from torch import nn
+from torch_samples import (
+    TORCH_MODULES,
+    assert_same,
+    outputs_and_gradients,
+    samples,
+    without_fast_path,
+    zero_at_padding,
+)
 
 import fastattn
 from fastattn.nn import MultiHeadAttention
 
 # The decorator of tests whose masks have no fused kernel on every machine; the others fail where one would be missing.
 may_fall_back = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
-
-TORCH_MODULES = ("TransformerEncoderLayer", "TransformerDecoderLayer", "TransformerEncoder", "Transformer")
 
 
 @pytest.fixture
@@ -36,58 +40,6 @@ def calls(monkeypatch) -> list[MultiHeadAttention]:
 
 def attentions(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
-
-
-def outputs_and_gradients(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Tensor]:
-    """The output, and its gradients by inputs and parameters under fixed random weights."""
-    output = module(*args, **kwargs)
-    by = {f"input {i}": x for i, x in enumerate(args)} | dict(module.named_parameters())
-    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
-    gradients = torch.autograd.grad(output, list(by.values()), cotangent)
-    return {"output": output.detach()} | dict(zip(by, gradients, strict=True))
-
-
-def assert_same(actual: object, expected: object) -> None:
-    """Equal up to the rounding of float64."""
-    torch.testing.assert_close(actual, expected)
-
-
-@contextmanager
-def without_fast_path() -> Iterator[None]:
-    """torch's modules as they are in training: their fast path writes 0 into padding, which a decoder then reads."""
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
-
-
-def samples(name: str) -> list[tuple[nn.Module, tuple, dict]]:
-    """torch's own test inputs for one of its modules: (module, args, kwargs) in fp64."""
-    info = next(info for info in module_db if info.module_cls is getattr(nn, name))
-    torch.manual_seed(0)
-    found = []
-    for sample in info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=True):
-        module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).double()
-        found.append((module, sample.forward_input.args, sample.forward_input.kwargs))
-    assert found
-    return found
-
-
-def zero_at_padding(module: nn.Module) -> nn.Module:
-    """The module, whose stacks of layers now return 0 at padding in every mode, as torch's do in their fast path."""
-
-    def hook(stack: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-        padding = kwargs.get("src_key_padding_mask", kwargs.get("tgt_key_padding_mask"))
-        if padding is None:
-            return output
-        padding = padding if padding.dim() == 1 or stack.layers[0].self_attn.batch_first else padding.T
-        return output.masked_fill(padding[..., None], 0.0)
-
-    for part in module.modules():
-        if isinstance(part, nn.TransformerEncoder | nn.TransformerDecoder):
-            part.register_forward_hook(hook, with_kwargs=True)
-    return module
 
 
 @may_fall_back
@@ -135,6 +87,51 @@ def test_an_encoder_calls_its_attention_in_every_mode(training, grad, nested, no
             real = ~padding if "src_key_padding_mask" in options else torch.ones_like(padding)
             real = real if batch_first else real.T
             assert_same(actual[real], model(x, **options)[real])
+
+
+@may_fall_back
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_encoder_and_decoder_compute_no_padding(training, batch_first):
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "batch_first": batch_first, "dtype": torch.float64}
+    model = nn.Transformer(16, 4, 2, 2, 32, **options).train(training)
+    swapped = copy.deepcopy(model)
+    fastattn.swap(swapped)
+    rows = {"encoder": set(), "decoder": set()}
+    for name, seen in rows.items():
+        for part in getattr(swapped, name).modules():
+            if type(part) is nn.Linear:
+                part.register_forward_hook(lambda _, args, __, seen=seen: seen.add(args[0].shape[:-1].numel()))
+    source_padding = torch.arange(7) >= torch.tensor([[7], [2]])
+    target_padding = torch.arange(5) >= torch.tensor([[1], [4]])
+    source, target = torch.randn(2, 7, 16, dtype=torch.float64), torch.randn(2, 5, 16, dtype=torch.float64)
+    if not batch_first:
+        source, target = source.transpose(0, 1), target.transpose(0, 1)
+    masks = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64),
+        "src_key_padding_mask": source_padding,
+        "tgt_key_padding_mask": target_padding,
+        "memory_key_padding_mask": source_padding,
+    }
+    actual, expected = swapped(source, target, **masks), model(source, target, **masks)
+    hidden = target_padding if batch_first else target_padding.T
+    assert_same(actual, expected.masked_fill(hidden[..., None], 0))
+    assert rows == {"encoder": {9}, "decoder": {5}}  # tokens that are real
+
+
+@pytest.mark.parametrize("block", ["forward", "_sa_block", "_ff_block"])
+def test_a_layer_that_somebody_changed_stays(block, calls):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+    changed = model.layers[0]
+    setattr(changed, block, lambda x, *args, **kwargs: 0 * x)
+    swapped = copy.deepcopy(model)
+    fastattn.swap(swapped)
+    classes = [type(part) for part in (swapped, *swapped.layers)]
+    assert classes == [nn.TransformerEncoder, nn.TransformerEncoderLayer, fastattn.nn.TransformerEncoderLayer]
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(swapped(x), model(x))
 
 
 def test_a_layer_alone_calls_its_attention_in_eval(calls):

@@ -1,7 +1,11 @@
-"""Modules built on `fastattn.attention`."""
+"""Modules built on `fastattn.attention`: layers, the Transformer, whole models, and what they are made of."""
 
 from .attention import MultiHeadAttention
 from .cache import KVCache
+from .checkpoint import load, save
+from .generation import GenerationOptions
+from .models import LanguageModel, Seq2SeqModel, SequenceClassifier, TransformerConfig
+from .packing import Packing
 from .positions import LearnedPositions, RotaryPositions, SinusoidalPositions, TokenEmbedding, positions_of
 from .transformer import (
     Transformer,
@@ -9,19 +13,29 @@ from .transformer import (
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
+    swiglu,
 )
 
 __all__ = [
+    "GenerationOptions",
     "KVCache",
+    "LanguageModel",
     "LearnedPositions",
     "MultiHeadAttention",
+    "Packing",
     "RotaryPositions",
+    "Seq2SeqModel",
+    "SequenceClassifier",
     "SinusoidalPositions",
     "TokenEmbedding",
     "Transformer",
+    "TransformerConfig",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "load",
     "positions_of",
+    "save",
+    "swiglu",
 ]

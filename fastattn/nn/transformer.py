@@ -22,16 +22,14 @@ from .packing import Packing, worth_packing
 from .positions import RotaryPositions, Rotation
 
 
-class SwiGLU(nn.Module):
-    """silu(gate) * value, [..., F], of the two side by side, [..., 2F]; Shazeer, GLU Variants Improve Transformer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = x.chunk(2, dim=-1)
-        return F.silu(gate) * value
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * value, [..., F], of the two side by side, [..., 2F] (Shazeer, GLU Variants Improve Transformer)."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
 
 
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": SwiGLU()}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": swiglu}
 Activation = str | Callable[[Tensor], Tensor]
 
 
@@ -52,7 +50,7 @@ class _Layer(nn.Module):
         if isinstance(activation, str) and activation not in ACTIVATIONS:
             raise RuntimeError(f"activation must be {_listed(ACTIVATIONS)} or a function, got {activation!r}")
         self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
-        gated = isinstance(self.activation, SwiGLU)
+        gated = self.activation is swiglu
         self.linear1 = nn.Linear(d_model, 2 * width if gated else width, bias, **where)
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(width, d_model, bias, **where)

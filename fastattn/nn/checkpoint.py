@@ -1,0 +1,114 @@
+"""Models in safetensors files: the weights, and for the models of `fastattn.nn` what it takes to build them again."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from .models import LanguageModel, Model, Seq2SeqModel, SequenceClassifier, TransformerConfig
+
+MODELS: dict[str, type[Model]] = {cls.__name__: cls for cls in (LanguageModel, Seq2SeqModel, SequenceClassifier)}
+_KEY = "fastattn"  # of our entry in a file's metadata
+
+
+def save(model: nn.Module, path: str | os.PathLike) -> None:
+    """Writes the weights of any module, each shared one once; the file appears whole or not at all.
+
+    Args:
+        path: of the safetensors file.
+
+    Raises:
+        ImportError: the package safetensors is not installed.
+
+    Example:
+        >>> import tempfile, fastattn
+        >>> config = fastattn.nn.TransformerConfig(vocab_size=100, d_model=16, nhead=2, num_layers=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fastattn.nn.save(fastattn.nn.LanguageModel(config), f"{folder}/model.safetensors")
+        ...     type(fastattn.nn.load(f"{folder}/model.safetensors")).__name__
+        'LanguageModel'
+    """
+    path = Path(path)
+    metadata = {"format": "pt"}
+    if type(model) in MODELS.values():
+        arguments = model.arguments()
+        description = arguments | {"class": type(model).__name__, "config": asdict(arguments["config"])}
+        metadata[_KEY] = json.dumps(description)
+    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    try:
+        _safetensors().torch.save_model(model, str(part), metadata)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike, model: nn.Module | None = None) -> nn.Module:
+    """The model in a safetensors file: the given one with its weights, or a new one, on the CPU, in training mode.
+
+    Args:
+        path: of the file.
+        model: whose parameters and buffers the file has; None builds the model of `fastattn.nn` that was saved.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, or has other weights than the model, of which nothing is changed then; or it does not
+            say what to build.
+        ImportError: the package safetensors is not installed.
+    """
+    path = Path(path)
+    shapes, metadata = _read_header(path)
+    if model is None:
+        if _KEY not in metadata:
+            raise ValueError(f"model must be given for {path}, which does not say what it holds the weights of")
+        model = _built(path, metadata[_KEY])
+    _check_fit(path, shapes, model)
+    _safetensors().torch.load_model(model, str(path))
+    return model
+
+
+def _read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Shapes of the tensors in a file, by name, and its metadata."""
+    safetensors = _safetensors()
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file")
+    try:
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file ({error})") from error
+
+
+def _built(path: Path, description: str) -> Model:
+    """A new model by what `save` wrote about it."""
+    try:
+        arguments = json.loads(description)
+        cls = MODELS[arguments.pop("class")]
+        return cls(**arguments | {"config": TransformerConfig(**arguments["config"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} describes its model as {description}, which this version cannot build") from error
+
+
+def _check_fit(path: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
+    """Refuses a file that has not the weights of the model, in one sentence about the first that is wrong."""
+    expected = model.state_dict()
+    for name in shapes.keys() - expected.keys():
+        raise ValueError(f"{path} must hold the weights of a {type(model).__name__}, which has no {name}")
+    for name, tensor in expected.items():
+        if name in shapes:
+            if list(tensor.shape) != shapes[name]:
+                raise ValueError(f"{name} must be {list(tensor.shape)}, got {shapes[name]} in {path}")
+        elif not any(expected[other].data_ptr() == tensor.data_ptr() for other in shapes):  # tied weights are one
+            raise ValueError(f"{path} must hold {name} {list(tensor.shape)}, which it lacks")
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("saving and loading need the package safetensors: pip install safetensors") from error
+    return safetensors

@@ -1,0 +1,192 @@
+"""Which token comes next: greedy, by sampling, or by beam search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Generation:
+    """A model in the middle of B sequences.
+
+    logits: [B, vocab_size] of the next token of each.
+    step: appends one token to each, int64 [B], and returns the logits of the one after.
+    select: goes on with these sequences, int64 [B'] of the B.
+    """
+
+    logits: Tensor
+    step: Callable[[Tensor], Tensor]
+    select: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How `generate` chooses tokens; the names are those of Hugging Face transformers.
+
+    Args:
+        max_new_tokens: how many tokens at most.
+        eos_token_id: the token that ends a sequence, which is the last of it; None if there is none.
+        pad_token_id: what fills sequences that have ended; None is the model's `padding_idx`, or else `eos_token_id`.
+        do_sample: draw tokens, instead of taking the likeliest.
+        temperature: divides the logits before drawing.
+        top_k: draw from so many of the likeliest tokens only.
+        top_p: draw from the fewest likeliest tokens only that have this probability together.
+        generator: of the random numbers.
+        num_beams: more than 1 is beam search: that many of the likeliest sequences are followed.
+        length_penalty: a sequence of n tokens is worth log p / n ** length_penalty in the end; above 0 prefers long
+            ones.
+        early_stopping: stop as soon as `num_beams` sequences have ended, not only when no other can be worth more.
+
+    Raises:
+        ValueError: one of them is out of its range, or options do not go together.
+
+    Sources:
+        Holtzman et al., The Curious Case of Neural Text Degeneration (2020), for top_p. Wu et al., Google's Neural
+        Machine Translation System (2016), section 7, for the penalty.
+    """
+
+    max_new_tokens: int
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def __post_init__(self) -> None:
+        for name, right, wanted in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature > 0, "above 0"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("num_beams", self.num_beams >= 1, "at least 1"),
+        ):
+            if not right:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
+        drawing = [name for name in ("temperature", "top_k", "top_p") if getattr(self, name) not in (None, 1.0)]
+        if drawing and not self.do_sample:
+            raise ValueError(f"do_sample must be True with {drawing[0]}, got False")
+        if self.do_sample and self.num_beams > 1:
+            raise ValueError(f"num_beams must be 1 with do_sample, got {self.num_beams}")
+
+
+def generate(begin: Callable[[int], Generation], padding_idx: int | None, **options: object) -> Tensor:
+    """The new tokens, int64 [B, n]; n is `max_new_tokens`, or less if every sequence has ended before.
+
+    Args:
+        begin: makes the generation, given `max_new_tokens`.
+        padding_idx: stands in for `pad_token_id`.
+        options: of `GenerationOptions`.
+    """
+    options = GenerationOptions(**options)
+    padding = next((x for x in (options.pad_token_id, padding_idx, options.eos_token_id) if x is not None), 0)
+    generation = begin(options.max_new_tokens)
+    choose = _beam_search if options.num_beams > 1 else _one_by_one
+    return choose(generation, options, padding)
+
+
+def _one_by_one(generation: Generation, options: GenerationOptions, padding: int) -> Tensor:
+    """Greedy or by sampling: each sequence on its own."""
+    logits = generation.logits
+    ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    tokens: list[Tensor] = []
+    while True:
+        chosen = _drawn(logits, options) if options.do_sample else logits.argmax(dim=-1)
+        tokens.append(chosen.masked_fill(ended, padding))
+        if options.eos_token_id is not None:
+            ended = ended | (chosen == options.eos_token_id)
+        if len(tokens) == options.max_new_tokens or bool(ended.all()):
+            return torch.stack(tokens, dim=1)
+        logits = generation.step(tokens[-1])
+
+
+def _drawn(logits: Tensor, options: GenerationOptions) -> Tensor:
+    probabilities = filtered(logits / options.temperature, options.top_k, options.top_p).softmax(dim=-1)
+    return torch.multinomial(probabilities, 1, generator=options.generator).squeeze(1)
+
+
+def filtered(logits: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """Logits [..., vocab_size] with -inf for what may not be drawn; of equal logits the smaller ids come first.
+
+    Example:
+        >>> filtered(torch.tensor([0.5, 0.3, 0.2]).log(), top_p=0.6).exp()
+        tensor([0.5000, 0.3000, 0.0000])
+    """
+    if top_k is None and top_p is None:
+        return logits
+    descending, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    drop = rank >= (logits.shape[-1] if top_k is None else top_k)
+    if top_p is not None:
+        probabilities = descending.masked_fill(drop, -torch.inf).softmax(dim=-1)
+        likelier = probabilities.cumsum(dim=-1) - probabilities  # together, the ones before
+        drop = drop | (likelier >= top_p)
+    drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, drop.expand_as(logits))
+    return logits.masked_fill(drop, -torch.inf)
+
+
+def _beam_search(generation: Generation, options: GenerationOptions, padding: int) -> Tensor:
+    """The best sequence of each sample, of all that stayed among its `num_beams` likeliest beginnings.
+
+    K beams; running sequences are tokens [B, K, n] with scores [B, K], the sum of their log p; ended ones are kept
+    apart, with what they are worth.
+    """
+    B, vocab_size = generation.logits.shape
+    device, K, n_max = generation.logits.device, options.num_beams, options.max_new_tokens
+    sample = torch.arange(B, device=device)[:, None]
+    generation.select(sample.expand(B, K).flatten())
+    logits = generation.logits[:, None].expand(B, K, vocab_size)
+    scores = torch.full((B, K), -torch.inf, device=device)
+    scores[:, 0] = 0  # the K beams of a sample are the same still, and only one of them counts
+    tokens = torch.empty(B, K, 0, dtype=torch.int64, device=device)
+    ended = torch.full((B, K, n_max), padding, device=device)
+    worth = torch.full((B, K), -torch.inf, device=device)
+
+    def keep_best(new: Tensor, new_worth: Tensor) -> None:
+        """Puts new sequences [B, X, n] among the K ended ones."""
+        nonlocal ended, worth
+        new = torch.nn.functional.pad(new, (0, n_max - new.shape[2]), value=padding)
+        worth, best = torch.cat([worth, new_worth], dim=1).topk(K, dim=1)
+        ended = torch.cat([ended, new], dim=1)[sample, best]
+
+    for n in range(1, n_max + 1):
+        total = scores[..., None] + logits.float().log_softmax(dim=-1)
+        # Of 2K candidates at most K end, so K are left to run.
+        candidates, index = total.flatten(1).topk(min(2 * K, K * vocab_size), dim=1)
+        beam, token = index // vocab_size, index % vocab_size
+        sequences = torch.cat([tokens[sample, beam], token[..., None]], dim=2)
+        if options.eos_token_id is not None:
+            ends = token == options.eos_token_id
+            ends_well = ends & (torch.arange(candidates.shape[1], device=device) < K)
+            keep_best(sequences, (candidates / n**options.length_penalty).masked_fill(~ends_well, -torch.inf))
+            candidates = candidates.masked_fill(ends, -torch.inf)
+        scores, running = candidates.topk(K, dim=1)
+        tokens, beam = sequences[sample, running], beam[sample, running]
+        if n == n_max or bool(_settled(scores, worth, n, options).all()):
+            break
+        generation.select((sample * K + beam).flatten())
+        logits = generation.step(tokens[:, :, -1].flatten()).unflatten(0, (B, K))
+    if n == n_max:  # those that have not ended count as they stand
+        keep_best(tokens, scores / n**options.length_penalty)
+    best = ended[:, 0]
+    if options.eos_token_id is None:
+        return best
+    length = 1 + (best != options.eos_token_id).int().cumprod(dim=1).sum(dim=1).clamp(max=n_max - 1)
+    return best[:, : int(length.max())]
+
+
+def _settled(scores: Tensor, worth: Tensor, n: int, options: GenerationOptions) -> Tensor:
+    """bool [B], whether no running sequence can come to be worth more than the K ended ones."""
+    if options.early_stopping:
+        return worth[:, -1] > -torch.inf
+    # log p only falls. Divided by a power of the length that grows, it is worth most at the greatest length.
+    length = options.max_new_tokens if options.length_penalty > 0 else n
+    return worth[:, -1] >= scores[:, 0] / length**options.length_penalty

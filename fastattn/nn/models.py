@@ -1,0 +1,408 @@
+"""Whole models from tokens to logits: a classifier of sequences, a language model, and a sequence-to-sequence model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..spec import Mask
+from .attention import MultiHeadAttention
+from .cache import KVCache
+from .generation import Generation, generate
+from .positions import LearnedPositions, RotaryPositions, SinusoidalPositions, TokenEmbedding, positions_of
+from .transformer import (
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+    make_norm,
+)
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes and choices of a model. Frozen, and made of plain values, so it is saved beside the weights.
+
+    Args:
+        vocab_size: number of token ids.
+        d_model: width E of the tokens.
+        nhead: number of heads.
+        num_layers: layers of the encoder, or of a language model.
+        num_decoder_layers: layers of the decoder; None is `num_layers`.
+        dim_feedforward: inner width of the feed-forward networks.
+        dropout: probability to drop an attention weight, and an element of embeddings and of what enters a residual.
+        activation: "relu", "gelu" or "swiglu".
+        norm: "layer" or "rms"; norm_first: pre-norm, with one more norm after the last layer, or post-norm.
+        layer_norm_eps: eps of the norms.
+        bias: whether linear layers and LayerNorm have one.
+        num_kv_heads: heads of keys and values, for grouped-query attention; None is `nhead`.
+        positions: "sinusoidal" or "learned", added to the embeddings; or "rotary", in every self-attention.
+        max_length: number of positions, if they are learned or sinusoidal.
+        padding_idx: id of padding, whose embedding is 0; tokens of it are padding where no mask says more.
+        scale_embeddings: multiply embeddings by sqrt(d_model) before positions are added.
+        tie_embeddings: the output layer has the weight of the (target) embedding.
+        tgt_vocab_size: number of target ids, with an embedding of their own; None is one vocabulary, and one embedding,
+            for both sides.
+
+    Raises:
+        ValueError: `positions` is not known.
+    """
+
+    vocab_size: int
+    d_model: int = 512
+    nhead: int = 8
+    num_layers: int = 6
+    num_decoder_layers: int | None = None
+    dim_feedforward: int = 2048
+    dropout: float = 0.1
+    activation: str = "relu"
+    norm: str = "layer"
+    norm_first: bool = True
+    layer_norm_eps: float = 1e-5
+    bias: bool = True
+    num_kv_heads: int | None = None
+    positions: str = "sinusoidal"
+    max_length: int = 1024
+    padding_idx: int | None = None
+    scale_embeddings: bool = True
+    tie_embeddings: bool = True
+    tgt_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.positions not in ("sinusoidal", "learned", "rotary"):
+            raise ValueError(f"positions must be 'sinusoidal', 'learned' or 'rotary', got {self.positions!r}")
+
+
+class Model(nn.Module):
+    """What the models share: how the parts that a config describes are made. Not for use by itself."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def arguments(self) -> dict[str, object]:
+        """The arguments of its constructor, by name."""
+        return {"config": self.config}
+
+    def _embedding(self, vocab_size: int) -> TokenEmbedding:
+        config = self.config
+        return TokenEmbedding(vocab_size, config.d_model, config.padding_idx, scaled=config.scale_embeddings)
+
+    def _positions(self) -> nn.Module | None:
+        """What is added to embeddings."""
+        kinds = {"sinusoidal": SinusoidalPositions, "learned": LearnedPositions}
+        kind = kinds.get(self.config.positions)
+        return None if kind is None else kind(self.config.d_model, self.config.max_length)
+
+    def _stack(self, stack: type[nn.Module], layer: type[nn.Module], num_layers: int) -> nn.Module:
+        config = self.config
+        layer = layer(
+            config.d_model, config.nhead, config.dim_feedforward, config.dropout, config.activation,
+            config.layer_norm_eps, batch_first=True, norm_first=config.norm_first, bias=config.bias,
+            num_kv_heads=config.num_kv_heads, norm=config.norm,
+        )  # fmt: skip
+        last_norm = None
+        if config.norm_first:
+            last_norm = make_norm(config.norm, config.d_model, config.layer_norm_eps, config.bias)
+        rotary = RotaryPositions(config.d_model // config.nhead) if config.positions == "rotary" else None
+        stack = stack(layer, num_layers, last_norm, rotary=rotary)
+        for part in stack.modules():  # a stack begins with copies of one layer
+            if isinstance(part, MultiHeadAttention):
+                part._reset_parameters()
+                nn.init.xavier_uniform_(part.out_proj.weight)
+            elif type(part) is nn.Linear:
+                nn.init.xavier_uniform_(part.weight)
+        return stack
+
+    def _head(self, embedding: TokenEmbedding) -> nn.Linear:
+        """The output layer over the ids of this embedding."""
+        head = nn.Linear(self.config.d_model, embedding.num_embeddings, bias=False)
+        nn.init.normal_(head.weight, std=self.config.d_model**-0.5)
+        if self.config.tie_embeddings:
+            head.weight = embedding.weight
+        return head
+
+    def _real(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """bool [B, L], or None where no token is known to be padding."""
+        if attention_mask is not None:
+            if attention_mask.shape != ids.shape:
+                raise ValueError(
+                    f"attention_mask must be {list(ids.shape)} like the ids, got {list(attention_mask.shape)}"
+                )
+            return attention_mask.bool()
+        return None if self.config.padding_idx is None else ids != self.config.padding_idx
+
+    def _embed(self, ids: Tensor, positions: Tensor, embedding: TokenEmbedding) -> Tensor:
+        x = embedding(ids)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        return self.dropout(x)
+
+
+def _hidden(real: Tensor | None) -> Tensor | None:
+    """The key_padding_mask of torch's polarity."""
+    return None if real is None else ~real
+
+
+def _positions_in(ids: Tensor, real: Tensor | None) -> Tensor:
+    """int64 [B or 1, L]."""
+    return torch.arange(ids.shape[1], device=ids.device)[None] if real is None else positions_of(real)
+
+
+class SequenceClassifier(Model):
+    """Logits [B, num_classes] of sequences: an encoder, and a linear layer on its first real token.
+
+    Args:
+        config: of the model.
+        num_classes: how many labels there are.
+
+    Example:
+        >>> import torch, fastattn
+        >>> config = fastattn.nn.TransformerConfig(vocab_size=100, d_model=16, nhead=2, num_layers=2)
+        >>> fastattn.nn.SequenceClassifier(config, num_classes=3)(torch.tensor([[1, 5, 7]])).shape
+        torch.Size([1, 3])
+    """
+
+    def __init__(self, config: TransformerConfig, num_classes: int) -> None:
+        super().__init__(config)
+        self.num_classes = num_classes
+        self.embedding = self._embedding(config.vocab_size)
+        self.positions = self._positions()
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = self._stack(TransformerEncoder, TransformerEncoderLayer, config.num_layers)
+        self.head = nn.Linear(config.d_model, num_classes)
+
+    def arguments(self) -> dict[str, object]:
+        return {"config": self.config, "num_classes": self.num_classes}
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits [B, num_classes].
+
+        Args:
+            input_ids: integer [B, L].
+            attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
+        """
+        real = self._real(input_ids, attention_mask)
+        positions = _positions_in(input_ids, real)
+        x = self._embed(input_ids, positions, self.embedding)
+        x = self.encoder(x, src_key_padding_mask=_hidden(real), positions=positions)
+        if real is None:
+            return self.head(x[:, 0])
+        first = real.int().argmax(dim=1)
+        return self.head(x[torch.arange(len(x), device=x.device), first])
+
+
+class LanguageModel(Model):
+    """Logits [B, L, vocab_size] of the token after each token: a stack of layers under a causal mask.
+
+    Example:
+        >>> import torch, fastattn
+        >>> config = fastattn.nn.TransformerConfig(
+        ...     vocab_size=100, d_model=16, nhead=2, num_layers=2, positions="rotary", activation="swiglu", norm="rms")
+        >>> model = fastattn.nn.LanguageModel(config).eval()
+        >>> model(torch.tensor([[1, 5, 7]])).shape
+        torch.Size([1, 3, 100])
+        >>> model.generate(torch.tensor([[1, 5, 7]]), max_new_tokens=4).shape
+        torch.Size([1, 4])
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.embedding = self._embedding(config.vocab_size)
+        self.positions = self._positions()
+        self.dropout = nn.Dropout(config.dropout)
+        self.decoder = self._stack(TransformerEncoder, TransformerEncoderLayer, config.num_layers)
+        self.head = self._head(self.embedding)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Logits [B, L, vocab_size].
+
+        Args:
+            input_ids: integer [B, L]; with a cache, the tokens after those in it.
+            attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
+            cache: of the tokens before; this call adds its own.
+        """
+        return self.head(self.hidden(input_ids, attention_mask, cache))
+
+    def hidden(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """What `head` turns into logits, [B, L, d_model], 0 at padding; arguments as in `forward`."""
+        real = self._real(input_ids, attention_mask)
+        if cache is None:
+            positions = _positions_in(input_ids, real)
+        else:
+            positions = cache.advance(input_ids.shape[1], real, input_ids.device)
+        x = self._embed(input_ids, positions, self.embedding)
+        if cache is not None:
+            return self.decoder(x, Mask(causal=True), cache=cache)
+        return self.decoder(x, Mask(causal=True), _hidden(real), positions=positions)
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: object) -> Tensor:
+        """The tokens that follow each prompt, int64 [B, at most max_new_tokens]; the prompt is not among them.
+
+        In eval mode the same call gives the same tokens, however the prompts are padded.
+
+        Args:
+            input_ids: prompts, integer [B, L], padded left or right.
+            attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
+            options: those of `GenerationOptions`.
+        """
+        real = self._real(input_ids, attention_mask)
+
+        def begin(max_new_tokens: int) -> Generation:
+            self._check_room(input_ids.shape[1] + max_new_tokens)
+            cache = KVCache(len(input_ids), input_ids.shape[1] + max_new_tokens)
+            x = self.hidden(input_ids, real, cache)
+            last = x[:, -1] if real is None else _last_real(x, real)
+            return Generation(self.head(last), lambda ids: self.head(self._next(ids, cache)), cache.select)
+
+        return generate(begin, self.config.padding_idx, **options)
+
+    def _next(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """[B, d_model] of one more token of each sample, int64 [B], which is real whatever it is."""
+        x = self._embed(ids[:, None], cache.advance(1, device=ids.device), self.embedding)
+        return self.decoder(x, Mask(causal=True), cache=cache)[:, 0]
+
+    def _check_room(self, length: int) -> None:
+        _check_positions(self, "input_ids and max_new_tokens together", length)
+
+
+class Seq2SeqModel(Model):
+    """Logits [B, T, vocab_size] of the target token after each target token: an encoder, and a decoder that reads it.
+
+    Sources:
+        Vaswani et al., Attention Is All You Need (2017).
+
+    Example:
+        >>> import torch, fastattn
+        >>> config = fastattn.nn.TransformerConfig(vocab_size=100, d_model=16, nhead=2, num_layers=2, padding_idx=0)
+        >>> model = fastattn.nn.Seq2SeqModel(config).eval()
+        >>> source = torch.tensor([[5, 7, 9], [5, 8, 0]])
+        >>> model(source, torch.tensor([[1, 4], [1, 4]])).shape
+        torch.Size([2, 2, 100])
+        >>> model.generate(source, decoder_start_token_id=1, max_new_tokens=4, num_beams=3).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.embedding = self._embedding(config.vocab_size)
+        self.tgt_embedding = self.embedding
+        if config.tgt_vocab_size is not None:
+            self.tgt_embedding = self._embedding(config.tgt_vocab_size)
+        self.positions = self._positions()
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = self._stack(TransformerEncoder, TransformerEncoderLayer, config.num_layers)
+        num_decoder_layers = config.num_layers if config.num_decoder_layers is None else config.num_decoder_layers
+        self.decoder = self._stack(TransformerDecoder, TransformerDecoderLayer, num_decoder_layers)
+        self.head = self._head(self.tgt_embedding)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        decoder_input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B, T, vocab_size].
+
+        Args:
+            input_ids: source, integer [B, S].
+            decoder_input_ids: target, integer [B, T].
+            attention_mask: [B, S], True or 1 for real tokens; None: all but `padding_idx`.
+            decoder_attention_mask: [B, T], the same.
+        """
+        return self.head(self.hidden(input_ids, decoder_input_ids, attention_mask, decoder_attention_mask))
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        decoder_input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """What `head` turns into logits, [B, T, d_model], 0 at padding; arguments as in `forward`."""
+        real = self._real(input_ids, attention_mask)
+        real_target = self._real(decoder_input_ids, decoder_attention_mask)
+        positions = _positions_in(decoder_input_ids, real_target)
+        return self.decoder(
+            self._embed(decoder_input_ids, positions, self.tgt_embedding),
+            self.encode(input_ids, attention_mask),
+            Mask(causal=True),
+            tgt_key_padding_mask=_hidden(real_target),
+            memory_key_padding_mask=_hidden(real),
+            positions=positions,
+        )
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """The encoder's output [B, S, d_model], 0 at padding; arguments as in `forward`."""
+        real = self._real(input_ids, attention_mask)
+        positions = _positions_in(input_ids, real)
+        x = self._embed(input_ids, positions, self.embedding)
+        return self.encoder(x, src_key_padding_mask=_hidden(real), positions=positions)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        decoder_start_token_id: int,
+        **options: object,
+    ) -> Tensor:
+        """The target of each source, int64 [B, at most max_new_tokens], without its start token.
+
+        Args:
+            input_ids: source, integer [B, S].
+            attention_mask: [B, S], True or 1 for real tokens; None: all but `padding_idx`.
+            decoder_start_token_id: what every target begins with.
+            options: those of `GenerationOptions`.
+        """
+        real = self._real(input_ids, attention_mask)
+
+        def begin(max_new_tokens: int) -> Generation:
+            _check_positions(self, "max_new_tokens", max_new_tokens)
+            cache = KVCache(len(input_ids), 1 + max_new_tokens)
+            source = _Source(self.encode(input_ids, attention_mask), _hidden(real))
+
+            def step(ids: Tensor) -> Tensor:
+                x = self._embed(ids[:, None], cache.advance(1, device=ids.device), self.tgt_embedding)
+                x = self.decoder(
+                    x, source.memory, Mask(causal=True), memory_key_padding_mask=source.padding, cache=cache
+                )
+                return self.head(x[:, 0])
+
+            def select(samples: Tensor) -> None:
+                cache.select(samples)
+                source.select(samples)
+
+            start = input_ids.new_full((len(input_ids),), decoder_start_token_id)
+            return Generation(step(start), step, select)
+
+        return generate(begin, self.config.padding_idx, **options)
+
+
+@dataclass
+class _Source:
+    """An encoder's output and its padding, in the order of the samples that are decoded."""
+
+    memory: Tensor
+    padding: Tensor | None
+
+    def select(self, samples: Tensor) -> None:
+        self.memory = self.memory[samples]
+        self.padding = None if self.padding is None else self.padding[samples]
+
+
+def _last_real(x: Tensor, real: Tensor) -> Tensor:
+    """[B, E] of the last token of each sample that is not padding."""
+    last = real.shape[1] - 1 - real.flip(1).int().argmax(dim=1)
+    return x[torch.arange(len(x), device=x.device), last]
+
+
+def _check_positions(model: Model, what: str, length: int) -> None:
+    """Refuses lengths that a table of positions does not hold."""
+    if model.positions is not None and length > model.config.max_length:
+        raise ValueError(f"{what} must be at most max_length = {model.config.max_length} tokens, got {length}")

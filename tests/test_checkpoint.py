@@ -1,0 +1,130 @@
+"""Models in safetensors files: what comes back is what was saved, and a file that does not fit changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fastattn
+from fastattn.nn import LanguageModel, Seq2SeqModel, SequenceClassifier, TransformerConfig, load, save
+
+CONFIG = TransformerConfig(vocab_size=11, d_model=16, nhead=4, num_layers=2, dim_feedforward=32, positions="learned")
+
+
+def models() -> dict[str, nn.Module]:
+    return {
+        "classifier": SequenceClassifier(CONFIG, num_classes=5),
+        "tied": LanguageModel(CONFIG),
+        "free": LanguageModel(replace(CONFIG, tie_embeddings=False, num_kv_heads=2, activation="swiglu")),
+        "two vocabularies": Seq2SeqModel(replace(CONFIG, tgt_vocab_size=7, positions="rotary", norm="rms")),
+        "of torch": fastattn.Transformer(16, 4, 1, 1, 32),
+    }
+
+
+def inputs(model: nn.Module) -> tuple:
+    if isinstance(model, nn.Transformer):
+        return torch.ones(3, 2, 16), torch.ones(4, 2, 16)
+    ids = torch.tensor([[3, 4, 5], [6, 5, 3]])
+    return (ids, ids) if isinstance(model, Seq2SeqModel) else (ids,)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("name", models())
+def test_what_comes_back_is_what_was_saved(name, tmp_path):
+    torch.manual_seed(0)
+    model, path = models()[name].eval(), tmp_path / "model.safetensors"
+    save(model, path)
+    torch.manual_seed(1)
+    if name == "of torch":
+        with pytest.raises(ValueError, match=r"model must be given for .*model\.safetensors, which does not say what"):
+            load(path)
+        found = load(path, models()[name])
+    else:
+        found = load(path)
+        assert type(found) is type(model)
+        assert found.arguments() == model.arguments()
+    assert same(found, model)
+    assert torch.equal(found.eval()(*inputs(model)), model(*inputs(model)))
+    tied = {id(p) for p in found.parameters()}
+    assert len(tied) == len({id(p) for p in model.parameters()})
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    torch.manual_seed(0)
+    save(LanguageModel(CONFIG), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def assert_refused(path: Path, sentence: str, model: nn.Module | None = None) -> None:
+    """The file is refused, and the model left as it was."""
+    model = LanguageModel(CONFIG) if model is None else model
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(ValueError, match=sentence):
+        load(path, model)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1], ids=["empty", "no header", "half a header", "a byte too few"])
+def test_a_damaged_file_is_refused(saved, keep):
+    saved.write_bytes(saved.read_bytes()[:keep])
+    assert_refused(saved, "model.safetensors is damaged, or no safetensors file")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load(saved)
+
+
+def test_a_file_of_another_shape_is_refused(saved):
+    assert_refused(
+        saved,
+        r"embedding.weight must be \[12, 16\], got \[11, 16\] in .*model.safetensors",
+        LanguageModel(replace(CONFIG, vocab_size=12)),
+    )
+
+
+def test_a_file_of_another_model_is_refused(saved):
+    assert_refused(saved, "must hold decoder.layers.2.*which it lacks", LanguageModel(replace(CONFIG, num_layers=3)))
+    assert_refused(saved, "must hold the weights of a Linear, which has no ", nn.Linear(2, 2))
+    tensors = load_file(saved)
+    dropped = "decoder.layers.1.linear2.bias"
+    save_file({name: x for name, x in tensors.items() if name != dropped}, saved)
+    assert_refused(saved, rf"must hold {dropped} \[16\], which it lacks")
+
+
+@pytest.mark.parametrize(
+    "description",
+    ["no JSON", '{"class": "Oracle", "config": {}}', '{"class": "LanguageModel", "config": {"speed": 9}}'],
+)
+def test_a_file_of_another_version_is_refused(saved, description):
+    save_file(load_file(saved), saved, {"fastattn": description})
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors describes its model as .*, which this version cannot build"
+    ):
+        load(saved)
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors is no file"):
+        load("nowhere.safetensors")
+
+
+def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
+    before = saved.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        save(LanguageModel(CONFIG), saved)
+    assert saved.read_bytes() == before
+    assert [file.name for file in saved.parent.iterdir()] == ["model.safetensors"]

@@ -1,0 +1,383 @@
+"""Models of fastattn.nn and generate(): steps equal the full pass, padding changes nothing, and each way to choose."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import Mask
+from fastattn.nn import KVCache, LanguageModel, Seq2SeqModel, SequenceClassifier, TransformerConfig, positions_of
+from fastattn.nn.generation import filtered
+
+CONFIG = TransformerConfig(vocab_size=11, d_model=16, nhead=4, num_layers=2, dim_feedforward=32, padding_idx=0)
+CONFIGS = {
+    "sinusoidal": CONFIG,
+    "learned, post-norm": replace(CONFIG, positions="learned", max_length=32, norm_first=False, tie_embeddings=False),
+    "rotary, grouped heads, swiglu, rms": replace(
+        CONFIG, positions="rotary", num_kv_heads=2, activation="swiglu", norm="rms", scale_embeddings=False
+    ),
+}
+LENGTHS = (6, 2, 4)
+N = max(LENGTHS)
+START, EOS = 1, 2
+
+
+@pytest.fixture(params=CONFIGS, ids=str)
+def config(request) -> TransformerConfig:
+    return CONFIGS[request.param]
+
+
+def made(cls: type, config: TransformerConfig, **arguments: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return cls(config, **arguments).eval()
+
+
+def prompts(side: str) -> tuple[Tensor, Tensor]:
+    """Token ids [B, N], padded on this side with an id that means something elsewhere; bool, which are real."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 11, (len(LENGTHS), N), generator=generator)
+    rows = [ids[b, :n] for b, n in enumerate(LENGTHS)]
+    place = torch.arange(N) >= N - torch.tensor(LENGTHS)[:, None]
+    real = place if side == "left" else torch.arange(N) < torch.tensor(LENGTHS)[:, None]
+    padded = torch.full_like(ids, 5)
+    for b, row in enumerate(rows):
+        padded[b, real[b]] = row
+    return padded, real
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_decoding_step_by_step_is_the_full_pass(config, side):
+    model = made(LanguageModel, config)
+    ids, real = prompts(side)
+    more = torch.randint(3, 11, (len(ids), 5))
+    cache = KVCache(len(ids), N + 5)
+    first = model(ids, real, cache)
+    steps = [model(more[:, i : i + 1], torch.ones(len(ids), 1), cache) for i in range(5)]
+    for b in range(len(ids)):
+        alone = torch.cat([ids[b, real[b]], more[b]])[None]
+        close(torch.cat([first[b, real[b]], *(step[b] for step in steps)]), model(alone)[0])
+
+
+@torch.no_grad()
+def test_chunks_of_any_length_fill_the_cache(config):
+    model = made(LanguageModel, config)
+    ids = torch.randint(3, 11, (2, 9))
+    cache = KVCache(2, 9)
+    parts = [model(part, cache=cache) for part in ids.split([4, 3, 2], dim=1)]
+    close(torch.cat(parts, dim=1), model(ids))
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_padding_of_prompts_changes_nothing(config, num_beams):
+    model = made(LanguageModel, config)
+    options = {"max_new_tokens": 7, "num_beams": num_beams, "eos_token_id": EOS, "pad_token_id": 0}
+    (left, real_left), (right, real_right) = prompts("left"), prompts("right")
+    expected = model.generate(left, real_left, **options)
+    assert torch.equal(model.generate(right, real_right, **options), expected)
+    for b in range(len(left)):
+        alone = model.generate(left[b : b + 1, real_left[b]], **options)[0]
+        assert torch.equal(alone, expected[b, : len(alone)])
+
+
+@torch.no_grad()
+def test_greedy_takes_the_likeliest(config):
+    model = made(LanguageModel, config)
+    ids, _ = prompts("left")
+    expected = ids
+    for _ in range(6):
+        logits = model(expected, torch.ones_like(expected))
+        expected = torch.cat([expected, logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(ids, max_new_tokens=6), expected[:, N:])
+
+
+@torch.no_grad()
+def test_translation_step_by_step_is_the_full_pass(config):
+    model = made(Seq2SeqModel, config)
+    (left, real_left), (right, real_right) = prompts("left"), prompts("right")
+    options = {"decoder_start_token_id": START, "max_new_tokens": 6}
+    new = model.generate(left, real_left, **options)
+    assert torch.equal(model.generate(right, real_right, **options), new)
+    for b in range(len(left)):
+        target = torch.cat([torch.tensor([START]), new[b]])[None]
+        logits = model(left[b : b + 1, real_left[b]], target, decoder_attention_mask=torch.ones_like(target))
+        assert torch.equal(logits.argmax(-1)[0, :-1], new[b])
+
+
+def score_of(model: Seq2SeqModel, source: Tensor, target: Tensor) -> Tensor:
+    """log p of a target [n] that follows the start token."""
+    given = torch.cat([torch.tensor([START]), target])[None]
+    log_p = model(source, given, decoder_attention_mask=torch.ones_like(given)).log_softmax(-1)[0, :-1]
+    return log_p.gather(1, target[:, None]).sum()
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
+@torch.no_grad()
+def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all(length_penalty):
+    """Against every sequence that there is: 4 tokens, one of which ends."""
+    model = made(Seq2SeqModel, replace(CONFIG, vocab_size=4, padding_idx=None))
+    sources = torch.tensor([[3, 1, 3], [1, 3, 3], [3, 3, 1]])
+    n_max, eos = 3, 0
+    found = model.generate(
+        sources, decoder_start_token_id=START, max_new_tokens=n_max, num_beams=4**n_max, eos_token_id=eos,
+        length_penalty=length_penalty,
+    )  # fmt: skip
+    every = [
+        torch.tensor(sequence)
+        for n in range(1, n_max + 1)
+        for sequence in itertools.product(range(4), repeat=n)
+        if eos not in sequence[:-1] and (sequence[-1] == eos or n == n_max)
+    ]
+    for b, source in enumerate(sources):
+        worth = [score_of(model, source[None], target) / len(target) ** length_penalty for target in every]
+        best = every[int(torch.stack(worth).argmax())]
+        assert torch.equal(found[b, : len(best)], best)
+
+
+@torch.no_grad()
+def test_a_wide_beam_is_at_least_as_likely_as_greedy():
+    model = made(LanguageModel, CONFIG)
+    ids, real = prompts("left")
+    narrow, wide = (model.generate(ids, real, max_new_tokens=5, num_beams=k) for k in (1, 6))
+    log_p = [_log_p(model, ids, real, new) for new in (narrow, wide)]
+    assert (log_p[1] >= log_p[0] - 1e-4).all()
+
+
+def _log_p(model: LanguageModel, ids: Tensor, real: Tensor, new: Tensor) -> Tensor:
+    whole, mask = torch.cat([ids, new], dim=1), torch.cat([real, torch.ones_like(new, dtype=torch.bool)], dim=1)
+    log_p = model(whole, mask).log_softmax(-1)[:, N - 1 : -1]
+    return log_p.gather(2, new[..., None]).sum((1, 2))
+
+
+class Scripted:
+    """Logits that follow a script: of each sequence the probabilities after each beginning."""
+
+    def __init__(self, script: dict[tuple[int, ...], list[float]]) -> None:
+        self.script, self.beginnings = script, [()]
+
+    def begin(self, max_new_tokens: int) -> fastattn.nn.generation.Generation:
+        return fastattn.nn.generation.Generation(self.logits(), self.step, self.select)
+
+    def logits(self) -> Tensor:
+        return torch.tensor([self.script.get(b, [0.25] * 4) for b in self.beginnings]).log()
+
+    def step(self, ids: Tensor) -> Tensor:
+        self.beginnings = [(*b, i) for b, i in zip(self.beginnings, ids.tolist(), strict=True)]
+        return self.logits()
+
+    def select(self, samples: Tensor) -> None:
+        self.beginnings = [self.beginnings[i] for i in samples.tolist()]
+
+
+SCRIPT = {  # token 0 ends
+    (): [0.05, 0.5, 0.45, 0.0],
+    (1,): [0.4, 0.3, 0.3, 0.0],
+    (2,): [0.9, 0.1, 0.0, 0.0],
+}
+
+
+def test_a_beam_finds_what_greedy_misses():
+    """Greedy begins with 1 and ends at p = 0.2; the best sequence begins with the second best token."""
+    options = {"max_new_tokens": 2, "eos_token_id": 0}
+    generate = fastattn.nn.generation.generate
+    assert generate(Scripted(SCRIPT).begin, None, **options).tolist() == [[1, 0]]
+    assert generate(Scripted(SCRIPT).begin, None, num_beams=2, **options).tolist() == [[2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty", "expected"),
+    [(True, 1.0, [2, 0]), (False, 1.0, [2, 1, 3, 0]), (False, 0.0, [2, 0])],
+)
+def test_when_a_search_may_stop(early_stopping, length_penalty, expected):
+    script = {
+        (): [0.1, 0.0, 0.9, 0.0],
+        (2,): [0.5, 0.5, 0.0, 0.0],
+        (2, 1): [0.0, 0.0, 0.0, 1.0],
+        (2, 1, 3): [1.0, 0.0, 0.0, 0.0],
+    }
+    found = fastattn.nn.generation.generate(
+        Scripted(script).begin, None, max_new_tokens=4, eos_token_id=0, num_beams=2, early_stopping=early_stopping,
+        length_penalty=length_penalty,
+    )  # fmt: skip
+    assert found.tolist() == [expected]
+
+
+def test_sequences_that_ended_are_padded_and_generation_stops_early():
+    model = made(LanguageModel, CONFIG)
+    ids, real = prompts("left")
+    free = model.generate(ids, real, max_new_tokens=8)
+    eos = int(free[0, 2])
+    ended = model.generate(ids, real, max_new_tokens=8, eos_token_id=eos, pad_token_id=9)
+    for row, expected in zip(ended.tolist(), free.tolist(), strict=True):
+        n = expected.index(eos) + 1 if eos in expected else len(expected)
+        assert row[:n] == expected[:n]
+        assert set(row[n:]) <= {9}
+    one = model.generate(ids[:1], real[:1], max_new_tokens=8, eos_token_id=eos)
+    assert one[0].tolist() == free[0].tolist()[: free[0].tolist().index(eos) + 1]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (None, None, 4),
+        (2, None, 2),
+        (9, None, 4),
+        (None, 0.5, 1),
+        (None, 0.51, 2),
+        (None, 1.0, 4),
+        (3, 0.89, 3),
+        (3, 0.84, 2),
+    ],
+)
+def test_what_may_be_drawn(top_k, top_p, kept):
+    """Of 0.5, 0.3, 0.15, 0.05; after top_k = 3 they are 0.526, 0.316, 0.158."""
+    probabilities = torch.tensor([0.15, 0.5, 0.05, 0.3])
+    found = filtered(probabilities.log().expand(2, 4), top_k, top_p).softmax(-1)
+    allowed = probabilities >= probabilities.sort(descending=True).values[kept - 1]
+    expected = probabilities * allowed / (probabilities * allowed).sum()
+    torch.testing.assert_close(found, expected.expand(2, 4))
+
+
+def test_sampling_follows_the_probabilities():
+    model = made(LanguageModel, CONFIG)
+    ids = torch.tensor([[3, 4, 5]]).expand(20000, 3)
+    generator = torch.Generator().manual_seed(0)
+    options = {"do_sample": True, "max_new_tokens": 1, "temperature": 0.7, "top_k": 5}
+    drawn = model.generate(ids, generator=generator, **options)[:, 0].bincount(minlength=11) / len(ids)
+    with torch.no_grad():
+        logits = model(ids[:1])[0, -1] / 0.7
+    expected = logits.where(logits >= logits.topk(5).values[-1], -torch.inf).softmax(-1)
+    assert (drawn - expected).abs().max() < 0.02
+    assert (drawn[expected == 0] == 0).all()
+    again = model.generate(ids, generator=torch.Generator().manual_seed(0), **options)[:, 0]
+    assert torch.equal(again.bincount(minlength=11) / len(ids), drawn)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 1, "num_beams": 0}, "num_beams must be at least 1, got 0"),
+        ({"max_new_tokens": 1, "top_p": 0.0, "do_sample": True}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"max_new_tokens": 1, "top_k": 0, "do_sample": True}, "top_k must be at least 1, got 0"),
+        ({"max_new_tokens": 1, "temperature": 0.0, "do_sample": True}, "temperature must be above 0, got 0.0"),
+        ({"max_new_tokens": 1, "temperature": 0.5}, "do_sample must be True with temperature, got False"),
+        ({"max_new_tokens": 1, "num_beams": 2, "do_sample": True}, "num_beams must be 1 with do_sample, got 2"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        made(LanguageModel, CONFIG).generate(torch.tensor([[3]]), **options)
+
+
+def test_more_tokens_than_there_is_room_for_are_refused():
+    model = made(LanguageModel, CONFIGS["learned, post-norm"])
+    with pytest.raises(ValueError, match="must be at most max_length = 32 tokens, got 34"):
+        model.generate(torch.full((1, 4), 3), max_new_tokens=30)
+    cache = KVCache(1, 3)
+    model(torch.tensor([[3, 4]]), cache=cache)
+    with pytest.raises(ValueError, match="max_length of the cache must be at least 4, got 3"):
+        model(torch.tensor([[3, 4]]), cache=cache)
+    with pytest.raises(ValueError, match="positions must be below max_length = 32, got 32"):
+        model(torch.full((1, 33), 3))
+
+
+def test_a_cache_takes_causal_masks_only():
+    model = made(LanguageModel, CONFIG)
+    cache = KVCache(1, 3)
+    cache.advance(1)
+    with pytest.raises(ValueError, match="mask must be causal, with a window at most, with a cache, got"):
+        model.decoder(torch.ones(1, 1, 16), Mask(), cache=cache)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_models_are_blind_to_padding_and_causal(config, side):
+    """Changed padding leaves every bit; a changed token reaches what may see it, and nothing else."""
+    ids, real = prompts(side)
+    other = torch.where(real, ids, 7)
+    classifier = made(SequenceClassifier, config, num_classes=3)
+    language = made(LanguageModel, config)
+    translator = made(Seq2SeqModel, config)
+    assert torch.equal(classifier(other, real), classifier(ids, real))
+    assert torch.equal(language(other, real)[real], language(ids, real)[real])
+    assert torch.equal(translator(other, other, real, real)[real], translator(ids, ids, real, real)[real])
+    for model in (lambda x: language(x, real), lambda x: translator(ids, x, real, real)):
+        expected = model(ids)
+        for i in range(N):
+            changed = ids.clone()
+            changed[:, i] = (changed[:, i] - 2) % 8 + 3  # another id
+            actual = model(changed)
+            before = real & (torch.arange(N) < i)
+            after = real & (torch.arange(N) >= i) & real[:, i : i + 1]
+            close(actual[before], expected[before])
+            assert ((actual - expected).abs().amax(-1)[after] > 1e-5).all()
+
+
+@torch.no_grad()
+def test_a_classifier_reads_the_first_real_token(config):
+    classifier = made(SequenceClassifier, config, num_classes=3)
+    (left, real_left), (right, real_right) = prompts("left"), prompts("right")
+    expected = torch.cat([classifier(right[b : b + 1, :n]) for b, n in enumerate(LENGTHS)])
+    close(classifier(left, real_left), expected)
+    close(classifier(right, real_right), expected)
+    ids = torch.where(real_right, right, CONFIG.padding_idx)
+    close(classifier(ids), expected)  # padding_idx says which tokens are padding
+
+
+def test_weights_are_tied_or_not():
+    tied, free = (made(Seq2SeqModel, replace(CONFIG, tie_embeddings=tie)) for tie in (True, False))
+    assert tied.head.weight is tied.tgt_embedding.weight is tied.embedding.weight
+    assert free.head.weight is not free.tgt_embedding.weight
+    two = made(Seq2SeqModel, replace(CONFIG, tgt_vocab_size=7))
+    assert two.head.weight is two.tgt_embedding.weight is not two.embedding.weight
+    assert two(torch.tensor([[3, 4]]), torch.tensor([[1]])).shape == (1, 1, 7)
+
+
+def test_layers_of_a_model_differ_from_the_start():
+    for model in (made(LanguageModel, CONFIG), made(Seq2SeqModel, CONFIG)):
+        first, second = model.decoder.layers
+        for name in ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"):
+            assert not torch.equal(first.get_parameter(name), second.get_parameter(name))
+
+
+@pytest.mark.parametrize("cls", [SequenceClassifier, LanguageModel, Seq2SeqModel])
+def test_models_learn_and_compile(cls):
+    """Under torch.compile the loss and its gradients are those of eager, and a few steps bring the loss down."""
+    extra = {"num_classes": 3} if cls is SequenceClassifier else {}
+    model = made(cls, replace(CONFIG, dropout=0.0), **extra).train()
+    ids, real = prompts("right")
+    inputs = (ids, ids, real, real) if cls is Seq2SeqModel else (ids, real)
+    target = torch.tensor([0, 1, 2]) if extra else torch.where(real, ids, -100)
+
+    def loss() -> Tensor:
+        return torch.nn.functional.cross_entropy(model(*inputs).flatten(0, -2), target.flatten())
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(loss(), list(model.parameters())))
+
+    eager = gradients()
+    model.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(gradients(), eager, rtol=1e-3, atol=1e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    begin = loss().item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    assert loss().item() < 0.5 * begin
+
+
+def test_positions_count_real_tokens():
+    real = torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    assert positions_of(real)[real].tolist() == [0, 1, 2, 0]
+    assert positions_of(real).min() == 0

@@ -1,0 +1,55 @@
+"""Embeddings and positions, beside their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fastattn.nn import LearnedPositions, RotaryPositions, SinusoidalPositions, TokenEmbedding
+
+
+@pytest.mark.parametrize("d_model", [6, 7])
+def test_sinusoidal_positions_are_those_of_the_paper(d_model):
+    table = SinusoidalPositions(d_model, max_length=40)(torch.arange(40))
+    for position in (0, 1, 2, 39):
+        for column in range(d_model):
+            angle = position / 10000 ** (2 * (column // 2) / d_model)
+            expected = math.sin(angle) if column % 2 == 0 else math.cos(angle)
+            assert table[position, column].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_position_of_padding_is_zero():
+    positions = SinusoidalPositions(8, padding_idx=0)
+    found = positions(torch.tensor([[0, 1], [2, 0]]))
+    assert found.shape == (2, 2, 8)
+    assert (found[0, 0] == 0).all()
+    assert (found[1, 1] == 0).all()
+    assert torch.equal(found[0, 1], SinusoidalPositions(8)(torch.tensor(1)))
+    assert positions.state_dict() == {}
+
+
+@pytest.mark.parametrize("cls", [SinusoidalPositions, LearnedPositions])
+def test_positions_beyond_the_table_are_refused(cls):
+    with pytest.raises(ValueError, match="positions must be below max_length = 4, got 4"):
+        cls(8, max_length=4)(torch.tensor([[3, 4]]))
+
+
+def test_rotary_needs_an_even_head_dim():
+    with pytest.raises(ValueError, match="head_dim must be even for rotary positions, got 7"):
+        RotaryPositions(7)
+
+
+def test_embeddings_are_scaled_and_padding_stays_zero():
+    torch.manual_seed(0)
+    ids = torch.tensor([[3, 0]])
+    plain = TokenEmbedding(1000, 64, padding_idx=0)
+    scaled = TokenEmbedding(1000, 64, padding_idx=0, scaled=True)
+    scaled.load_state_dict(plain.state_dict())
+    assert torch.equal(scaled(ids), 8 * plain(ids))
+    assert plain.weight[1:].std().item() == pytest.approx(1 / 8, rel=0.02)
+    assert (plain.weight[0] == 0).all()
+    scaled(ids).sum().backward()
+    assert (scaled.weight.grad[0] == 0).all()
+    assert (scaled.weight.grad[3] == 8).all()

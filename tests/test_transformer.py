@@ -1,0 +1,361 @@
+"""The Transformer of fastattn.nn: torch's answers and state_dict, no work on padding, causality, its own options."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_samples import TORCH_MODULES, assert_same, outputs_and_gradients, samples, without_fast_path, zero_at_padding
+
+import fastattn
+from fastattn import Mask
+from fastattn.nn import (
+    Packing,
+    RotaryPositions,
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+    swiglu,
+)
+
+# The tests compute in fp64, which no fused backend takes.
+pytestmark = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+
+B, L, S, E, H = 3, 7, 5, 16, 4
+PADDINGS = {  # True hides
+    "right": torch.arange(L) >= torch.tensor([[7], [3], [5]]),
+    "left": torch.arange(L) < torch.tensor([[0], [4], [2]]),
+    "holes": torch.tensor([[0, 1, 0, 0, 1, 0, 0], [1, 1, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0]]).bool(),
+    "a whole sample": torch.arange(L) >= torch.tensor([[7], [0], [4]]),
+}
+OPTIONS = {
+    "post-norm": {},
+    "pre-norm, gelu, no bias": {"norm_first": True, "activation": "gelu", "bias": False},
+    "rms, swiglu, grouped heads": {"norm": "rms", "activation": "swiglu", "num_kv_heads": 2, "norm_first": True},
+    "sequence first": {"batch_first": False},
+}
+
+
+def layer_of(cls: type[nn.Module], **options: object) -> nn.Module:
+    torch.manual_seed(0)
+    return cls(E, H, 32, **({"dropout": 0.0, "batch_first": True, "dtype": torch.float64} | options))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """The module with other parameters in each layer."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return module
+
+
+class Rows:
+    """How many rows each Linear of a module was given: what its layers computed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seen: set[int] = set()
+        for part in module.modules():
+            if type(part) is nn.Linear:
+                part.register_forward_hook(lambda _, args, __: self.seen.add(args[0].shape[:-1].numel()))
+
+
+@pytest.mark.parametrize("name", [*TORCH_MODULES, "TransformerDecoder"])
+def test_constructors_begin_with_torchs_arguments(name):
+    theirs = inspect.signature(getattr(nn, name)).parameters.values()
+    ours = inspect.signature(getattr(fastattn.nn, name)).parameters.values()
+    positional = [(p.name, p.default) for p in ours if p.kind is not p.KEYWORD_ONLY]
+    assert positional == [(p.name, p.default) for p in theirs]
+    assert issubclass(getattr(fastattn.nn, name), getattr(nn, name))
+
+
+def settings(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> dict:
+    """The arguments that a layer of torch's was made with."""
+    return {
+        "d_model": layer.self_attn.embed_dim,
+        "nhead": layer.self_attn.num_heads,
+        "dim_feedforward": layer.linear1.out_features,
+        "dropout": layer.dropout.p,
+        "activation": layer.activation,
+        "batch_first": layer.self_attn.batch_first,
+        "norm_first": layer.norm_first,
+        "bias": layer.linear1.bias is not None,
+    }
+
+
+def ours_for(module: nn.Module) -> nn.Module:
+    """A module of ours, built anew, with the parameters of this one of torch's."""
+    if isinstance(module, nn.TransformerEncoder):
+        ours = TransformerEncoder(TransformerEncoderLayer(**settings(module.layers[0])), module.num_layers)
+    elif isinstance(module, nn.Transformer):
+        layers = {"num_encoder_layers": module.encoder.num_layers, "num_decoder_layers": module.decoder.num_layers}
+        ours = Transformer(**settings(module.encoder.layers[0]), **layers)
+    else:
+        ours = getattr(fastattn.nn, type(module).__name__)(**settings(module))
+    ours.double().load_state_dict(module.state_dict(), strict=True)
+    return ours
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("name", TORCH_MODULES)
+def test_torchs_own_samples(name):
+    for module, args, kwargs in samples(name):
+        ours = ours_for(module)
+        zero_at_padding(module)
+        assert_same(outputs_and_gradients(ours, args, kwargs), outputs_and_gradients(module, args, kwargs))
+        with torch.no_grad(), without_fast_path():
+            assert_same(ours.eval()(*args, **kwargs), module.eval()(*args, **kwargs))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_encoder_computes_the_real_tokens_only(options, padding, rotary, causal):
+    options, padding = OPTIONS[options], PADDINGS[padding]
+    rotary = RotaryPositions(E // H) if rotary else None
+    layer = layer_of(TransformerEncoderLayer, **options)
+    packs = randomised(TransformerEncoder(layer, 2, nn.LayerNorm(E, dtype=torch.float64), rotary=rotary))
+    pads = copy.deepcopy(packs)
+    pads.enable_nested_tensor = False
+    x = normal(B, L, E)
+    x = x if options.get("batch_first", True) else x.detach().transpose(0, 1).requires_grad_()
+    kwargs = {"mask": Mask(causal=True) if causal else None, "src_key_padding_mask": padding}
+    rows = {model: Rows(model) for model in (packs, pads)}
+    actual, expected = (outputs_and_gradients(model, (x,), kwargs) for model in (packs, pads))
+    assert_same(actual, expected)
+    assert rows[packs].seen == {int((~padding).sum())}
+    assert rows[pads].seen == {B * L}
+    hidden = padding if options.get("batch_first", True) else padding.T
+    assert actual["output"][hidden].abs().max() == 0
+    assert actual["input 0"][hidden].abs().max() == 0
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_decoder_computes_the_real_tokens_only(options, padding, rotary):
+    options, padding = OPTIONS[options], PADDINGS[padding]
+    memory_padding = torch.arange(S) >= torch.tensor([[2], [5], [3]])
+    rotary = RotaryPositions(E // H) if rotary else None
+    packs = randomised(TransformerDecoder(layer_of(TransformerDecoderLayer, **options), 2, rotary=rotary))
+    pads = copy.deepcopy(packs)
+    for layer in pads.layers:
+        layer.register_forward_hook(lambda *_: None)  # who looks at a layer sees the batch as it came
+    x, memory = normal(B, L, E), normal(B, S, E, seed=1)
+    if not options.get("batch_first", True):
+        x, memory = (t.detach().transpose(0, 1).requires_grad_() for t in (x, memory))
+    kwargs = {
+        "tgt_mask": Mask(causal=True),
+        "tgt_key_padding_mask": padding,
+        "memory_key_padding_mask": memory_padding,
+    }
+    rows = {model: Rows(model) for model in (packs, pads)}
+    actual, expected = (outputs_and_gradients(model, (x, memory), kwargs) for model in (packs, pads))
+    assert_same(actual, expected)
+    assert rows[packs].seen == {int((~padding).sum())}
+    assert rows[pads].seen == {B * L}
+    hidden = padding if options.get("batch_first", True) else padding.T
+    assert actual["output"][hidden].abs().max() == 0
+
+
+def test_the_memory_alone_may_be_padded():
+    decoder = randomised(TransformerDecoder(layer_of(TransformerDecoderLayer), 2))
+    x, memory = normal(B, L, E), normal(B, S, E, seed=1)
+    padding = torch.arange(S) >= torch.tensor([[2], [1], [3]])
+    actual = decoder(x, memory, memory_key_padding_mask=padding)
+    for b in range(B):
+        assert_same(actual[b], decoder(x[b : b + 1], memory[b : b + 1, ~padding[b]])[0])
+
+
+@pytest.mark.parametrize("stack", [TransformerEncoder, TransformerDecoder])
+def test_padding_is_never_read(stack):
+    layer = layer_of(TransformerEncoderLayer if stack is TransformerEncoder else TransformerDecoderLayer)
+    model, padding = randomised(stack(layer, 2)), PADDINGS["right"]
+    inputs = [normal(B, L, E)] if stack is TransformerEncoder else [normal(B, L, E), normal(B, L, E, seed=1)]
+    poisoned = [x.detach().masked_fill(padding[..., None], torch.nan).requires_grad_() for x in inputs]
+    if stack is TransformerEncoder:
+        kwargs = {"src_key_padding_mask": padding}
+    else:
+        kwargs = {"tgt_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    assert_same(
+        outputs_and_gradients(model, tuple(poisoned), kwargs), outputs_and_gradients(model, tuple(inputs), kwargs)
+    )
+
+
+def test_what_is_more_than_padding_and_causality_is_not_packed():
+    encoder = randomised(TransformerEncoder(layer_of(TransformerEncoderLayer), 2))
+    x, padding = normal(B, L, E), PADDINGS["right"]
+    rows = Rows(encoder)
+    bias = torch.randn(L, L, dtype=torch.float64)
+    dense = torch.rand(L, L) < 0.3
+    theirs = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(E, H, 32, 0.0, batch_first=True, dtype=torch.float64), 2, enable_nested_tensor=False
+    )
+    theirs.load_state_dict(encoder.state_dict())
+    for mask in (bias, dense.fill_diagonal_(False)):
+        actual = encoder(x, mask, padding)
+        expected = theirs(x, mask, padding)
+        assert_same(actual, expected.masked_fill(padding[..., None], 0))
+    window = encoder(x, Mask(window=(1, 1)), padding)
+    assert_same(window, encoder(x, ~Mask(window=(1, 1)).keep(L, L)[0, 0], padding))
+    assert rows.seen == {B * L}
+
+
+def test_little_padding_is_not_packed():
+    encoder = TransformerEncoder(layer_of(TransformerEncoderLayer), 2)
+    rows = Rows(encoder)
+    padding = torch.zeros(B, L, dtype=torch.bool)
+    padding[0, -1] = True
+    assert encoder(normal(B, L, E), src_key_padding_mask=padding)[0, -1].abs().max() == 0
+    assert rows.seen == {B * L}
+
+
+def test_a_batch_that_does_not_fit_is_refused():
+    decoder = TransformerDecoder(layer_of(TransformerDecoderLayer), 2)
+    with pytest.raises(RuntimeError, match="memory must have a batch of 3 like tgt, got 2"):
+        decoder(normal(B, L, E), normal(2, L, E), tgt_key_padding_mask=PADDINGS["right"])
+    encoder = TransformerEncoder(layer_of(TransformerEncoderLayer), 2)
+    with pytest.raises(AssertionError, match=r"key_padding_mask must be \[3, 7\], got \[3, 5\]"):
+        encoder(normal(B, L, E), src_key_padding_mask=PADDINGS["right"][:, :5])
+
+
+def test_options_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="norm must be 'layer', 'rms', got 'batch'"):
+        layer_of(TransformerEncoderLayer, norm="batch")
+    with pytest.raises(RuntimeError, match="activation must be 'relu', 'gelu', 'swiglu' or a function, got 'tanh'"):
+        layer_of(TransformerEncoderLayer, activation="tanh")
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads = 4, got 3"):
+        layer_of(TransformerEncoderLayer, num_kv_heads=3)
+    with pytest.raises(ValueError, match="num_kv_heads must be 4 with kdim, vdim or add_bias_kv, got 2"):
+        fastattn.MultiHeadAttention(E, H, kdim=3, num_kv_heads=2)
+
+
+def test_swiglu():
+    x = normal(2, 6)
+    assert_same(swiglu(x), x[:, :3] * torch.sigmoid(x[:, :3]) * x[:, 3:])
+    layer = layer_of(TransformerEncoderLayer, activation="swiglu")
+    assert layer.linear1.out_features == 2 * layer.linear2.in_features == 64
+
+
+def test_grouped_heads_are_repeated_heads():
+    """H_kv heads of keys and values, each repeated for the queries that share it, are plain attention."""
+    torch.manual_seed(0)
+    grouped = fastattn.MultiHeadAttention(E, H, batch_first=True, num_kv_heads=2, dtype=torch.float64)
+    plain = fastattn.MultiHeadAttention(E, H, batch_first=True, dtype=torch.float64)
+    assert grouped.in_proj_weight.shape == (E + 2 * 2 * E // H, E)
+
+    def repeated(rows: Tensor) -> Tensor:
+        q, k, v = rows.split([E, E // 2, E // 2])
+        k, v = (x.unflatten(0, (2, E // H)).repeat_interleave(H // 2, dim=0).flatten(0, 1) for x in (k, v))
+        return torch.cat([q, k, v])
+
+    with torch.no_grad():
+        plain.in_proj_weight.copy_(repeated(grouped.in_proj_weight))
+        plain.in_proj_bias.copy_(repeated(grouped.in_proj_bias.normal_()))
+        plain.out_proj.load_state_dict(grouped.out_proj.state_dict())
+    x, memory = normal(B, L, E), normal(B, S, E, seed=1)
+    for inputs in ((x, x, x), (x, memory, memory), (x, memory, memory.clone())):
+        for actual, expected in zip(grouped(*inputs), plain(*inputs), strict=True):
+            assert_same(actual, expected)
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    rotary = RotaryPositions(8)
+    q, k = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=1)
+
+    def score(at: int, other: int) -> Tensor:
+        return (rotary(torch.tensor([at]))(q) * rotary(torch.tensor([other]))(k)).sum()
+
+    torch.testing.assert_close(score(3, 1), score(103, 101), rtol=1e-4, atol=1e-5)
+    assert (score(3, 1) - score(3, 2)).abs() > 1e-3
+    shifted = normal(2, H, L, 8)
+    assert_same(rotary(torch.zeros(2, L, dtype=torch.int64))(shifted), shifted)
+
+
+def test_rotary_is_that_of_llama():
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    positions = torch.tensor([[0, 5, 9], [2, 3, 400]])
+    q, k = normal(2, H, 3, 8), normal(2, 2, 3, 8, seed=1)
+    theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=8 * H, num_attention_heads=H))
+    expected = apply_rotary_pos_emb(q, k, *theirs(q, positions))
+    rotation = RotaryPositions(8)(positions)
+    for actual, x in zip((rotation(q), rotation(k)), expected, strict=True):
+        torch.testing.assert_close(actual, x, rtol=1e-4, atol=1e-4)  # their angles are fp32: 400 of them is 3e-5 off
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_packing_goes_there_and_back(padding):
+    packing = Packing(~PADDINGS[padding])
+    x = normal(B, L, E)
+    packed = packing.pack(x)
+    assert torch.equal(packed, x[packing.real])
+    assert torch.equal(packing.unpack(packed), x.masked_fill(~packing.real[..., None], 0))
+    assert torch.equal(packing.documents[0], packing.real.nonzero()[:, 0])
+    assert torch.autograd.gradcheck(lambda x: packing.unpack(packing.pack(x)), x)
+
+
+def test_transformer_is_causal_and_blind_to_padding():
+    """What a token may not see, changed: its output keeps its bits."""
+    torch.manual_seed(0)
+    model = Transformer(E, H, 2, 2, 32, 0.0, batch_first=True, norm_first=True, rotary=RotaryPositions(E // H))
+    src, tgt = normal(B, L, E).float().detach(), normal(B, S, E, seed=1).float().detach()
+    padding = PADDINGS["left"]
+    kwargs = {"tgt_mask": Mask(causal=True), "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    expected = model(src, tgt, **kwargs)
+    for i in range(S):
+        changed = tgt.clone()
+        changed[:, i] = normal(B, E, seed=2)
+        actual = model(src, changed, **kwargs)
+        assert torch.equal(actual[:, :i], expected[:, :i])
+        assert ((actual[:, i:] - expected[:, i:]).abs().amax(dim=(0, 2)) > 1e-4).all()
+    changed = src + padding[..., None] * normal(B, L, E, seed=2).float()
+    assert torch.equal(model(changed, tgt, **kwargs), expected)
+    seen = src.clone()
+    seen[:, -1] = normal(B, E, seed=2)
+    assert not torch.equal(model(seen, tgt, **kwargs), expected)
+
+
+@pytest.mark.parametrize("cls", [TransformerEncoder, TransformerDecoder])
+def test_layers_of_others_run_as_in_torch(cls):
+    layer = getattr(nn, f"{cls.__name__}Layer")(E, H, 32, 0.0, batch_first=True, dtype=torch.float64)
+    theirs, ours = getattr(nn, cls.__name__)(layer, 2), cls(layer, 2)
+    x = normal(B, L, E)
+    memory = () if cls is TransformerEncoder else (normal(B, S, E, seed=1),)
+    assert_same(ours(x, *memory), theirs(x, *memory))
+
+
+def test_torch_compile():
+    torch.manual_seed(0)
+    model = Transformer(E, H, 1, 1, 32, 0.0, batch_first=True)
+    padding = PADDINGS["right"]
+    kwargs = {"tgt_mask": Mask(causal=True), "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    inputs = tuple(normal(B, L, E).float().detach().requires_grad_() for _ in range(2))
+    expected = outputs_and_gradients(model, inputs, kwargs)
+    model.compile(fullgraph=True, backend="aot_eager")
+    actual = outputs_and_gradients(model, inputs, kwargs)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_and_bf16():
+    torch.manual_seed(0)
+    encoder = TransformerEncoder(TransformerEncoderLayer(E, H, 32, 0.0, batch_first=True), 2)
+    x, padding = normal(B, L, E).float().detach(), PADDINGS["right"]
+    expected = encoder(x, src_key_padding_mask=padding)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = encoder(x, src_key_padding_mask=padding)
+    half = encoder.bfloat16()(x.bfloat16(), src_key_padding_mask=padding)
+    assert half.dtype == torch.bfloat16
+    for actual in (cast, half):
+        torch.testing.assert_close(actual.float(), expected, rtol=0.1, atol=0.1)

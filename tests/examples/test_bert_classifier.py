@@ -91,6 +91,11 @@ def test_hidden_states_of_minilm():
     assert_same_hidden_states(ours, theirs, {"input_ids": padded[0], "attention_mask": padded[1]})
 
 
+def test_long_texts_are_cut_but_keep_their_end_token():
+    tokenizer = checkpoint.read_tokenizer(checkpoint.minilm(), max_length=8)
+    assert tokenizer.encode("good " * 20).tokens == ["[CLS]", *["good"] * 6, "[SEP]"]
+
+
 def test_padding_on_the_left_stands_where_transformers_has_it(tmp_path):
     theirs = theirs_and_folder(tmp_path)
     inputs = {name: x.flip(1) for name, x in batch(60, [9, 4]).items()}

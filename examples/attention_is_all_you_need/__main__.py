@@ -6,13 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
-import sacrebleu
 import torch
 import torch.nn.functional as F
 
 from examples import training
-from examples.translation.batches import Batch, bucketed, collate, encode, pad
-from examples.translation.text import EOS, PAD, SOS, BytePairs, Vocabularies, Words, read_parallel
+from examples.translation.batches import Batch, bucketed, collate, encode
+from examples.translation.text import PAD, BytePairs, Vocabularies, Words, read_parallel
+from examples.translation.translator import Translator, bleu
 
 from .model import Transformer
 
@@ -68,6 +68,8 @@ def train(args: argparse.Namespace) -> None:
         share_embeddings=vocabularies.joint,
         **{name: getattr(args, name) for name in MODEL},
     ).to(args.device)
+    translator = Translator(model, vocabularies)
+    sources, targets = zip(*valid, strict=True)
     highest_lr = (args.d_model * args.warmup) ** -0.5
     optimizer = torch.optim.Adam(model.parameters(), lr=highest_lr, betas=(0.9, 0.98), eps=1e-9)
 
@@ -79,7 +81,7 @@ def train(args: argparse.Namespace) -> None:
         losses = [batch_loss(model, batch) for batch in batches]
         return {
             "valid_loss": sum(x.mean.item() * x.count for x in losses) / sum(x.count for x in losses),
-            "valid_bleu": bleu(translate(model, vocabularies, [source for source, _ in valid]), valid),
+            "valid_bleu": bleu(translator.translate(sources), targets, lowercase=True).score,
         }
 
     settings = {name: value for name, value in vars(args).items() if name not in _OF_THE_RUN}
@@ -92,8 +94,7 @@ def train(args: argparse.Namespace) -> None:
         evaluate=evaluate,
         schedule=training.inverse_sqrt(optimizer, args.warmup),
     )
-    few = [source for source, _ in valid[:3]]
-    for source, found in zip(few, translate(model, vocabularies, few), strict=True):
+    for source, found in zip(sources[:3], translator.translate(sources[:3]), strict=True):
         print(f"{source} -> {found}")
     score, size = metrics["history"][-1]["valid_bleu"], metrics["parameters"] / 1e6
     print(
@@ -112,27 +113,6 @@ def batch_loss(model: Transformer, batch: Batch, label_smoothing: float = 0.0) -
     mean = F.cross_entropy(logits[real], batch.target_out[real], label_smoothing=label_smoothing)
     targets = int(real.sum())
     return training.Loss(mean, targets, targets + int((batch.source != PAD).sum()))
-
-
-def translate(model: Transformer, vocabularies: Vocabularies, sentences: list[str], batch_size: int = 64) -> list[str]:
-    """The greedy translations."""
-    encoded = [[*vocabularies.source.encode(sentence), EOS] for sentence in sentences]
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    found = [""] * len(sentences)
-    device = model.tgt_embedding.words.weight.device
-    for start in range(0, len(order), batch_size):
-        some = order[start : start + batch_size]
-        src_seq = pad([encoded[i] for i in some]).to(device)
-        for i, ids in zip(
-            some, model.greedy(src_seq, SOS, EOS, max_tokens=10 + 3 * src_seq.shape[1] // 2), strict=True
-        ):
-            found[i] = vocabularies.target.decode(ids)
-    return found
-
-
-def bleu(found: list[str], pairs: list[tuple[str, str]]) -> float:
-    """sacrebleu's, in lower case."""
-    return sacrebleu.corpus_bleu(found, [[target for _, target in pairs]], lowercase=True).score
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fastattn
 from fastattn import Mask
 from fastattn.nn import SinusoidalPositions, TokenEmbedding
+from fastattn.nn.generation import Generation, generate
 
 PAD = 0
 
@@ -254,13 +255,29 @@ class Transformer(nn.Module):
         """
         return self.decode(tgt_seq, src_seq, self.encode(src_seq)[0])[0]
 
-    @torch.inference_mode()
-    def greedy(self, src_seq: Tensor, sos: int, eos: int, max_tokens: int) -> list[list[int]]:
-        """For each sentence of src_seq [B, n_src] the likeliest tokens, one by one, until `eos`, which is left out."""
-        enc_output, _ = self.encode(src_seq)
-        tokens = src_seq.new_full((len(src_seq), 1), sos)
-        while tokens.shape[1] <= max_tokens and not (tokens == eos).any(1).all():
-            logits, _ = self.decode(tokens, src_seq, enc_output)
-            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
-        sentences = [row[1:] for row in tokens.tolist()]
-        return [row[: row.index(eos)] if eos in row else row for row in sentences]
+    @torch.no_grad()
+    def generate(self, src_seq: Tensor, *, decoder_start_token_id: int, **options: object) -> Tensor:
+        """The target of each source, int64 [B, at most max_new_tokens], without its start token.
+
+        Args:
+            src_seq: integers [B, n_src], 0 is padding.
+            decoder_start_token_id: what every target begins with.
+            options: those of `fastattn.nn.GenerationOptions`, as in `fastattn.nn.Seq2SeqModel.generate`.
+        """
+
+        def begin(max_new_tokens: int) -> Generation:
+            source, enc_output = src_seq, self.encode(src_seq)[0]
+            tokens = source.new_empty(len(source), 0)
+
+            def step(ids: Tensor) -> Tensor:
+                nonlocal tokens
+                tokens = torch.cat([tokens, ids[:, None]], dim=1)
+                return self.decode(tokens, source, enc_output)[0][:, -1]
+
+            def select(samples: Tensor) -> None:
+                nonlocal source, enc_output, tokens
+                source, enc_output, tokens = source[samples], enc_output[samples], tokens[samples]
+
+            return Generation(step(source.new_full((len(source),), decoder_start_token_id)), step, select)
+
+        return generate(begin, PAD, **options)

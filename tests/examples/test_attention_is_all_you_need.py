@@ -278,17 +278,25 @@ def test_a_sentence_that_is_too_long(transformer):
         transformer(torch.ones(1, 10).long(), TGT[:1])
 
 
-def test_greedy_decoding_is_that_of_the_whole_sentence(transformer):
+def test_generation_is_that_of_the_whole_sentence(transformer):
     """Each token is the likeliest one after those before it, in a batch with padding as alone."""
-    found = transformer.greedy(SRC, sos=2, eos=1, max_tokens=6)
-    assert [len(tokens) for tokens in found] == [6, 6]  # an untrained model does not end
+    options = {"decoder_start_token_id": 2, "max_new_tokens": 6}
+    found = transformer.generate(SRC, **options)
+    assert found.shape == (2, 6)
     for row, src_seq in zip(found, (SRC[:1], SRC[1:, :3]), strict=True):
-        assert transformer.greedy(src_seq, sos=2, eos=1, max_tokens=6) == [row]
-        logits = transformer(src_seq, torch.tensor([[2, *row[:-1]]]))
-        assert logits[0].argmax(-1).tolist() == row
-    assert transformer.greedy(SRC[:1], sos=2, eos=found[0][2], max_tokens=6) == [
-        found[0][: found[0].index(found[0][2])]
-    ]
+        assert torch.equal(transformer.generate(src_seq, **options), row[None])
+        logits = transformer(src_seq, torch.cat([torch.tensor([2]), row[:-1]])[None])
+        assert torch.equal(logits[0].argmax(-1), row)
+
+
+def test_beam_search_finds_what_is_likelier(transformer):
+    """With a beam as wide as the vocabulary, two tokens are the likeliest two of all."""
+    found = transformer.generate(SRC, decoder_start_token_id=2, max_new_tokens=2, num_beams=13)
+    for row, src_seq in zip(found.tolist(), (SRC[:1], SRC[1:, :3]), strict=True):
+        starts = torch.tensor([[2, first] for first in range(13)])
+        logp = transformer(src_seq.expand(13, -1), starts).log_softmax(-1)
+        together = logp[0, 0][:, None] + logp[:, 1]  # [first, second]
+        assert together[tuple(row)] == together.max()
 
 
 # The program.

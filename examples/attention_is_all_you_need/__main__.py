@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from examples import training
 from examples.translation.batches import Batch, bucketed, collate, encode
 from examples.translation.text import PAD, BytePairs, Vocabularies, Words, read_parallel
-from examples.translation.translator import Translator, bleu
+from examples.translation.translator import Translator, bleu, most_tokens
 
 from .model import Transformer
 
@@ -60,16 +60,19 @@ def train(args: argparse.Namespace) -> None:
         pairs, kind=args.vocabulary, min_frequency=args.min_frequency, max_size=args.max_size, lowercase=True
     )
     data, valid_data = (encode(side, vocabularies, args.max_length) for side in (pairs, valid))
+    if not data or not valid_data:
+        raise training.InputError(f"--max-length must leave some pairs of {args.data}, got {args.max_length}")
+    sources, targets = zip(*valid, strict=True)
+    longest = max(args.max_length, *(len(vocabularies.source.encode(source)) for source in sources)) + 1  # EOS
     model = Transformer(
         len(vocabularies.source),
         len(vocabularies.target),
-        len_max_seq=2 * args.max_length,  # room for translations that are longer than any in training
+        len_max_seq=most_tokens(longest),
         dropout=args.dropout,
         share_embeddings=vocabularies.joint,
         **{name: getattr(args, name) for name in MODEL},
     ).to(args.device)
     translator = Translator(model, vocabularies)
-    sources, targets = zip(*valid, strict=True)
     highest_lr = (args.d_model * args.warmup) ** -0.5
     optimizer = torch.optim.Adam(model.parameters(), lr=highest_lr, betas=(0.9, 0.98), eps=1e-9)
 

@@ -47,7 +47,7 @@ def load(folder: Path | str, seed: int, test_share: float = 0.1) -> tuple[list[R
         test_share: how many of each label are for testing.
 
     Raises:
-        InputError: a file is missing, or has no sentence.
+        InputError: a file is missing or has no sentence, or none is left for training or testing.
 
     Sources:
         Pang and Lee, Seeing Stars (2005): the sentence polarity dataset v1.0.
@@ -60,6 +60,8 @@ def load(folder: Path | str, seed: int, test_share: float = 0.1) -> tuple[list[R
         for_testing = round(test_share * len(reviews))
         test += reviews[:for_testing]
         train += reviews[for_testing:]
+    if not train or not test:
+        raise InputError(f"{folder} must have sentences for training and for testing, got {len(train)} and {len(test)}")
     shuffler.shuffle(train)
     shuffler.shuffle(test)
     return train, test

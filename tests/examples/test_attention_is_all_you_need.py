@@ -334,6 +334,17 @@ def test_the_shipped_data_trains_with_either_vocabulary(monkeypatch, tmp_path, v
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_a_long_sentence_is_translated_though_none_like_it_was_learnt(monkeypatch, capsys, tmp_path):
+    for part, text in (("train", "a b .\n" * 4), ("val", "a b .\n" + "a " * 60 + "\n")):
+        for language in ("de", "en"):
+            (tmp_path / f"{part}.{language}.txt").write_text(text)
+    options = ("--data", str(tmp_path), "--output", str(tmp_path / "run"), "--epochs", "1")
+    assert run(monkeypatch, *options, "--max-length", "5") == 0
+    assert "on 2 validation sentences" in capsys.readouterr().out
+    assert run(monkeypatch, *options, "--max-length", "2") == 1
+    assert "--max-length must leave some pairs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("files", "why"),
     [

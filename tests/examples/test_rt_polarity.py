@@ -33,10 +33,11 @@ def test_labels_and_encoding():
 
 def test_lines_end_where_they_do(tmp_path):
     (tmp_path / "rt-polarity.neg").write_bytes(b"one\x85two\n\n  \nthree \r\n")
-    (tmp_path / "rt-polarity.pos").write_bytes(b"four")
-    train, test = rt_polarity.load(tmp_path, seed=0, test_share=0)
-    assert sorted(train) == [("four", 1), ("one\x85two", 0), ("three", 0)]
-    assert test == []
+    (tmp_path / "rt-polarity.pos").write_bytes(b"four\nfive")
+    train, test = rt_polarity.load(tmp_path, seed=0, test_share=0.5)
+    assert sorted(train + test) == [("five", 1), ("four", 1), ("one\x85two", 0), ("three", 0)]
+    with pytest.raises(InputError, match="must have sentences for training and for testing, got 4 and 0"):
+        rt_polarity.load(tmp_path, seed=0, test_share=0.1)
 
 
 def test_files_that_are_missing_or_empty(tmp_path):

@@ -12,10 +12,11 @@ from .api import (
     scaled_dot_product_attention,
     top_keys,
 )
-from .backends import FallbackWarning
+from .backends import FallbackWarning, NoBackendError
+from .integrations.torch_sdpa import SDPAPatch, patch_sdpa, register_flash_implementation
 from .nn import MultiHeadAttention, Transformer
 from .spec import Mask
-from .swap import SwapReport, swap
+from .swap import SwapReport, swap, unswap
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "FallbackWarning",
     "Mask",
     "MultiHeadAttention",
+    "NoBackendError",
+    "SDPAPatch",
     "SwapReport",
     "Transformer",
     "attention",
@@ -32,7 +35,11 @@ __all__ = [
     "attention_with_weights",
     "explain",
     "merge",
+    "patch_sdpa",
     "scaled_dot_product_attention",
     "swap",
     "top_keys",
+    "unswap",
 ]
+
+register_flash_implementation()

@@ -395,6 +395,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
     """What torch.nn.functional.scaled_dot_product_attention returns, by the fused backends: [N, ..., H, L, E_v].
 
@@ -409,9 +411,11 @@ def scaled_dot_product_attention(
             and refuses elsewhere).
         scale: factor on query key^T; None is 1 / sqrt(E).
         enable_gqa: H may be a multiple of H_kv.
+        backend: as in `attention`; torch has no such argument.
 
     Raises:
         RuntimeError, IndexError, TypeError: torch's class for what torch refuses.
+        NotImplementedError: the named backend does not compute the call.
 
     Example:
         >>> import torch, fastattn
@@ -448,7 +452,7 @@ def scaled_dot_product_attention(
         ) from error
     try:
         mask, bias = _from_attn_mask(attn_mask, (*batch, H, L, k.shape[2]), is_causal)
-        o = attention(q, k, v, mask, scale=scale, bias=bias, dropout_p=dropout_p)
+        o = attention(q, k, v, mask, scale=scale, bias=bias, dropout_p=dropout_p, backend=backend)
     except ValueError as error:
         raise RuntimeError(str(error)) from error
     o = o.reshape(*batch, *o.shape[1:])

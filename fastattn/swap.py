@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -17,6 +18,9 @@ from .nn import (
     TransformerEncoderLayer,
 )
 
+if TYPE_CHECKING:
+    from .integrations.packed_transformers import PackedCalls
+
 
 @dataclass(frozen=True)
 class SwapReport:
@@ -26,11 +30,13 @@ class SwapReport:
         computes by fastattn since this call.
     already: the same for those that did before.
     refused: by qualified name, the sentence why this one stays what it was.
+    calls: with `packed=True`, which counts as the model runs.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     already: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    calls: PackedCalls | None = None
 
     def __str__(self) -> str:
         if not (self.swapped or self.already or self.refused):
@@ -42,7 +48,7 @@ class SwapReport:
         return "\n".join(lines)
 
 
-def swap(model: nn.Module) -> SwapReport:
+def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
     """A report of what computes by fastattn from now on; the model is changed in place, its parameters stay.
 
     Every `nn.MultiheadAttention` becomes a `fastattn.MultiHeadAttention`: the same object with another class, so that
@@ -56,6 +62,11 @@ def swap(model: nn.Module) -> SwapReport:
 
     Args:
         model: any module.
+        packed: also let the layers of transformers' models compute no padding: a padded batch is packed before the
+            first layer and unpacked after the last, whose output is 0 at padding then. The report says which stacks of
+            layers are not known to take that, and `report.calls` how many passes were packed, and why others were not:
+            those with a cache, or that are asked for hidden states or attentions. torch.nn's encoders and decoders
+            pack by themselves.
 
     Example:
         >>> import torch, fastattn
@@ -70,6 +81,11 @@ def swap(model: nn.Module) -> SwapReport:
         from .integrations import transformers as integration
 
         report = SwapReport(*integration.switch(model))
+        if packed:
+            from .integrations import packed_transformers
+
+            report = replace(report, calls=packed_transformers.PackedCalls())
+            report.refused.update(packed_transformers.pack(model, report.calls))
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention):
             report.already[name] = type(module).__name__
@@ -78,11 +94,54 @@ def swap(model: nn.Module) -> SwapReport:
                 report.refused[name] = why
             else:
                 report.swapped[name] = type(module).__name__
+                _remember(module)
                 MultiHeadAttention.adopt(module)
     for module in reversed(list(model.modules())):  # layers before the stacks that hold them
         if not _adopt(module):
             _leave_fast_path(module)
     return report
+
+
+def unswap(model: nn.Module) -> None:
+    """Undoes `swap`: every module it changed has its class, its attributes and its implementation of attention back.
+
+    Parameters stay as they are now. A module that was built as one of fastattn's stays one.
+
+    Args:
+        model: any module.
+
+    Example:
+        >>> import torch, fastattn
+        >>> model = torch.nn.MultiheadAttention(8, 2)
+        >>> _ = fastattn.swap(model)
+        >>> fastattn.unswap(model)
+        >>> type(model)
+        <class 'torch.nn.modules.activation.MultiheadAttention'>
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if "transformers.modeling_utils" in sys.modules:
+        from .integrations import packed_transformers
+        from .integrations import transformers as integration
+
+        packed_transformers.unpack(model)
+        integration.switch_back(model)
+    for module in model.modules():
+        if _MEMORY in vars(module):
+            module.__class__, attributes = vars(module).pop(_MEMORY)
+            for name in _CHANGED:
+                vars(module).pop(name, None)
+            vars(module).update(attributes)
+
+
+_MEMORY = "_before_fastattn"  # an attribute of what was swapped: its class, and those of `_CHANGED` that it had
+_CHANGED = ("num_kv_heads", "rotary", "use_nested_tensor", "activation_relu_or_gelu")
+
+
+def _remember(module: nn.Module) -> None:
+    """Keeps what `unswap` gives back."""
+    attributes = {name: vars(module)[name] for name in _CHANGED if name in vars(module)}
+    vars(module).setdefault(_MEMORY, (type(module), attributes))
 
 
 def _is_torch_attention(module: nn.Module) -> bool:
@@ -119,9 +178,11 @@ def _adopt(module: nn.Module) -> bool:
     if type(module) in _LAYERS:
         attentions = [part for part in module.children() if _is_torch_attention(part)]
         if all(isinstance(part, MultiHeadAttention) for part in attentions):
+            _remember(module)
             module.__class__ = _LAYERS[type(module)]
             return True
     elif type(module) in _STACKS and all(isinstance(layer, tuple(_LAYERS.values())) for layer in module.layers):
+        _remember(module)
         _STACKS[type(module)].adopt(module)
         return True
     return False
@@ -133,11 +194,15 @@ def _leave_fast_path(module: nn.Module) -> None:
     In eval, without gradients, the layer would run one fused op on the module's weights, and the encoder would hand it
     nested tensors. These attributes serve that decision alone.
     """
+    if type(module) in (*_LAYERS.values(), *_STACKS.values()):
+        return
     if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.self_attn, MultiHeadAttention):
+        _remember(module)
         module.activation_relu_or_gelu = 0
     if isinstance(module, nn.TransformerEncoder) and any(
         isinstance(part, MultiHeadAttention) for part in module.layers.modules()
     ):
+        _remember(module)
         module.use_nested_tensor = False
 
 

@@ -193,6 +193,31 @@ def test_a_beam_finds_what_greedy_misses():
     assert generate(Scripted(SCRIPT).begin, None, num_beams=2, **options).tolist() == [[2, 0]]
 
 
+def test_beams_that_change_places_keep_their_beginnings():
+    """After two tokens the best beam comes from the second best of the step before."""
+    script = {
+        (): [0.0, 0.55, 0.45, 0.0],
+        (1,): [0.2, 0.4, 0.2, 0.2],
+        (2,): [0.0, 0.0, 0.0, 1.0],
+        (2, 3): [0.0, 1.0, 0.0, 0.0],
+    }
+    found = fastattn.nn.generation.generate(Scripted(script).begin, None, num_beams=2, max_new_tokens=3)
+    assert found.tolist() == [[2, 3, 1]]
+
+
+def test_a_search_goes_on_while_a_longer_sequence_may_be_worth_more():
+    """Two sequences have ended, worth more than the running one is now, and less than it is in the end."""
+    script = {
+        (): [0.5, 0.0, 0.26, 0.24],
+        (3,): [1.0, 0.0, 0.0, 0.0],
+        (2,): [0.0, 0.9, 0.1, 0.0],
+        (2, 1): [0.0, 0.0, 0.0, 1.0],
+        (2, 1, 3): [1.0, 0.0, 0.0, 0.0],
+    }
+    options = {"num_beams": 2, "max_new_tokens": 4, "eos_token_id": 0}
+    assert fastattn.nn.generation.generate(Scripted(script).begin, None, **options).tolist() == [[2, 1, 3, 0]]
+
+
 @pytest.mark.parametrize(
     ("early_stopping", "length_penalty", "expected"),
     [(True, 1.0, [2, 0]), (False, 1.0, [2, 1, 3, 0]), (False, 0.0, [2, 0])],
@@ -294,7 +319,7 @@ def test_more_tokens_than_there_is_room_for_are_refused():
 def test_a_cache_takes_causal_masks_only():
     model = made(LanguageModel, CONFIG)
     cache = KVCache(1, 3)
-    cache.advance(1)
+    cache.extend(1)
     with pytest.raises(ValueError, match="mask must be causal, with a window at most, with a cache, got"):
         model.decoder(torch.ones(1, 1, 16), Mask(), cache=cache)
 

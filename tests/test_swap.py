@@ -185,7 +185,60 @@ def test_the_model_itself():
 def test_a_swapped_module_has_what_a_new_one_has():
     swapped = nn.MultiheadAttention(8, 2)
     fastattn.swap(swapped)
-    assert vars(swapped).keys() == vars(MultiHeadAttention(8, 2)).keys()
+    assert vars(swapped).keys() == vars(MultiHeadAttention(8, 2)).keys() | {"_before_fastattn"}
+
+
+class OwnLayer(nn.TransformerEncoderLayer):
+    pass
+
+
+def originals() -> dict[str, nn.Module]:
+    options = {"dropout": 0.0, "batch_first": True}
+    return {
+        "attention": nn.MultiheadAttention(8, 2),
+        "encoder": nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, **options), 2),
+        "encoder of a subclass": nn.TransformerEncoder(OwnLayer(8, 2, 16, **options), 2),
+        "transformer": nn.Transformer(8, 2, 1, 1, 16, **options),
+    }
+
+
+def state_of(model: nn.Module) -> list[tuple[type, dict]]:
+    return [(type(part), dict(vars(part))) for part in model.modules()]
+
+
+@pytest.mark.parametrize("name", originals())
+def test_unswap_gives_the_original_back(name, calls):
+    model = originals()[name].eval()
+    x = torch.randn(2, 3, 8)
+    args = (x,) if name.startswith("encoder") else (x, x, x) if name == "attention" else (x, x)
+    with torch.no_grad():
+        expected = model(*args)
+    before = state_of(model)
+    for _ in range(2):
+        fastattn.swap(model)
+    assert state_of(model) != before
+    with torch.no_grad():
+        model(*args)
+    swapped = copy.deepcopy(model)
+    for _ in range(2):
+        fastattn.unswap(model)
+    assert state_of(model) == before
+    assert calls
+    calls.clear()
+    with torch.no_grad():
+        assert_same(model(*args), expected)
+    assert not calls
+    fastattn.unswap(swapped)  # a copy remembers, too
+    assert [type(part) for part in swapped.modules()] == [type(part) for part in model.modules()]
+
+
+def test_unswap_leaves_what_was_built_as_ours():
+    model = nn.ModuleList([MultiHeadAttention(8, 2), nn.MultiheadAttention(8, 2)])
+    fastattn.swap(model)
+    fastattn.unswap(model)
+    assert [type(part) for part in model] == [MultiHeadAttention, nn.MultiheadAttention]
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got int"):
+        fastattn.unswap(3)
 
 
 def test_twice_changes_nothing(calls):

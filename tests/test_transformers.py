@@ -474,6 +474,26 @@ def test_the_report_names_attention_modules_inside_a_larger_model():
     assert fastattn.swap(model).swapped == dict.fromkeys(layers, "BertSelfAttention")
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_unswap_gives_the_implementation_back(implementation):
+    clip = transformers.CLIPConfig(
+        text_config=SIZES | {"projection_dim": 16},
+        vision_config={**SIZES, "image_size": 8, "patch_size": 4, "projection_dim": 16},
+    )
+    model = nn.ModuleDict({"clip": transformers.CLIPModel(clip), "bert": bert()})
+    for part in model.values():
+        part.set_attn_implementation(implementation)
+    pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    saved = [module.config.to_json_string() for module in pretrained]
+    for _ in range(2):
+        fastattn.swap(model)
+    assert {module.config._attn_implementation for module in pretrained} == {"fastattn"}
+    assert [module.config.to_json_string() for module in pretrained] == saved  # a saved model does not need fastattn
+    fastattn.unswap(model)
+    assert {module.config._attn_implementation for module in pretrained} == {implementation}
+    assert not any("fastattn" in name for module in model.modules() for name in vars(module))
+
+
 def test_a_model_with_its_own_attention_is_refused_and_left_alone():
     config = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=1, n_head=4)
     model = nn.ModuleDict({"bloom": transformers.BloomModel(config), "bert": bert()})

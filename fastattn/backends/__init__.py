@@ -95,6 +95,17 @@ def _objections(
         yield why
 
 
+class NoBackendError(NotImplementedError):
+    """No backend, or not the named one, computes a well-formed call.
+
+    reasons: of each backend, a line each; the message has them too.
+    """
+
+    def __init__(self, message: str, reasons: str) -> None:
+        super().__init__(f"{message}\n{reasons}")
+        self.reasons = reasons
+
+
 def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None, *, function: str = "forward") -> str:
     """The name of the backend that computes this call.
 
@@ -105,7 +116,7 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
 
     Raises:
         ValueError: there is no backend of that name.
-        NotImplementedError: every backend asked objects; the message gives each one's reasons.
+        NoBackendError: every backend asked objects.
     """
     candidates = {None: BACKENDS, "fused": BACKENDS[:-1]}.get(name) or (backend_by_name(name),)
     named, features = name not in (None, "fused"), spec.features()
@@ -117,21 +128,21 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
                 _warn_of_fallback(_listed_objections(BACKENDS[:-1], q, k, v, spec, function, named))
             return backend.NAME
     who = f"backend {name!r} does not compute" if named else "no fused backend computes"
-    raise NotImplementedError(f"{who} this call:\n" + _listed_objections(candidates, q, k, v, spec, function, named))
+    raise NoBackendError(f"{who} this call:", _listed_objections(candidates, q, k, v, spec, function, named))
 
 
-def _while_tracing(function: Callable) -> Callable:
+def while_tracing(function: Callable) -> Callable:
     """`function`, which torch.compile then calls once, while it traces, and takes for a constant."""
     function._dynamo_marked_constant = True  # all that torch.compiler.assume_constant_result does but import dynamo
     return function
 
 
-@_while_tracing
+@while_tracing
 def _unavailable(name: str) -> str | None:
     return backend_by_name(name).unavailable()
 
 
-@_while_tracing
+@while_tracing
 def _warn_of_fallback(reasons: str) -> None:
     # The stack level is ours on purpose: Python then shows each distinct reason once, not once per line of user code.
     warnings.warn(

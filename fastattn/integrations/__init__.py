@@ -1,1 +1,1 @@
-"""fastattn inside models of other libraries. Nothing here is imported by `import fastattn`."""
+"""fastattn inside the models of others, which need not know it."""

@@ -25,6 +25,9 @@ from ..spec import Mask
 
 IMPLEMENTATION = "fastattn"
 
+_MEMORY = "_implementation_before_fastattn"
+"""An attribute of models that were switched. It is not in their config, which is saved with them."""
+
 _SELF_ATTENTION_ONLY = frozenset({"albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"})
 """Model types without `add_cross_attention` in which a mask that is not causal belongs to self-attention. It cannot be
 told from the call: a cross-attention whose queries happen to be as many as its keys looks the same."""
@@ -57,7 +60,7 @@ and padding are in the mask already."""
 class PreparedMask(Mask):
     """A `Mask` that goes through transformers in place of the 4-D tensor it expects a mask function to make."""
 
-    __slots__ = ()
+    __slots__ = ("packed",)  # what `packed_transformers` makes of it
     ndim = 4
 
     def contiguous(self) -> PreparedMask:
@@ -86,7 +89,7 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
     for prefix, outermost in _outermost_models(model).items():
         pretrained = {n: module for n, module in outermost.named_modules() if isinstance(module, PreTrainedModel)}
         before = {module: module.config._attn_implementation for module in pretrained.values()}
-        attention = _attention_modules(outermost)
+        attention = _attention_modules_of(outermost)
         try:
             if attention:
                 outermost.set_attn_implementation(IMPLEMENTATION)
@@ -99,11 +102,21 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
             if not module._can_set_attn_implementation():
                 why = f"{type(module).__name__} does not use the AttentionInterface of transformers"
                 refused[_joined(prefix, name)] = why
+        for module, implementation in before.items():
+            if implementation != module.config._attn_implementation:
+                vars(module)[_MEMORY] = implementation
         for name, (module, owner) in attention.items():
             if owner.config._attn_implementation == IMPLEMENTATION:
                 done = already if before[owner] == IMPLEMENTATION else swapped
                 done[_joined(prefix, name)] = type(module).__name__
     return swapped, already, refused
+
+
+def switch_back(model: nn.Module) -> None:
+    """Gives every model of transformers in `model` the implementation that it had before `switch`."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _MEMORY in vars(module):
+            module.config._attn_implementation = vars(module).pop(_MEMORY)
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -120,7 +133,16 @@ def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     return found
 
 
-def _attention_modules(model: PreTrainedModel) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
+def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
+    """By name in `model`, each module that asks transformers for its implementation, and the model it belongs to."""
+    return {
+        _joined(prefix, name): found
+        for prefix, outermost in _outermost_models(model).items()
+        for name, found in _attention_modules_of(outermost).items()
+    }
+
+
+def _attention_modules_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
     """By name, each module that asks transformers for its implementation, and the model whose config decides."""
     owners: dict[str, PreTrainedModel] = {}
     found = {}

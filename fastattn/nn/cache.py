@@ -39,10 +39,10 @@ class KVCache:
 
     Example:
         >>> cache = KVCache(batch_size=2, max_length=8)
-        >>> cache.advance(3, torch.tensor([[True, True, True], [False, True, True]]))
+        >>> cache.extend(3, torch.tensor([[True, True, True], [False, True, True]]))
         tensor([[0, 1, 2],
                 [0, 0, 1]])
-        >>> cache.advance(1)
+        >>> cache.extend(1)
         tensor([[3],
                 [2]])
     """
@@ -56,7 +56,7 @@ class KVCache:
         self._layers: dict[int, _Growing] = {}
         self._memories: dict[int, _Memory] = {}
 
-    def advance(self, n: int, real: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
+    def extend(self, n: int, real: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
         """Positions, int64 [B or 1, n], of the n tokens of each sample that the next pass through the layers adds.
 
         Args:

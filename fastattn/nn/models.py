@@ -232,7 +232,7 @@ class LanguageModel(Model):
         if cache is None:
             positions = _positions_in(input_ids, real)
         else:
-            positions = cache.advance(input_ids.shape[1], real, input_ids.device)
+            positions = cache.extend(input_ids.shape[1], real, input_ids.device)
         x = self._embed(input_ids, positions, self.embedding)
         if cache is not None:
             return self.decoder(x, Mask(causal=True), cache=cache)
@@ -262,7 +262,7 @@ class LanguageModel(Model):
 
     def _next(self, ids: Tensor, cache: KVCache) -> Tensor:
         """[B, d_model] of one more token of each sample, int64 [B], which is real whatever it is."""
-        x = self._embed(ids[:, None], cache.advance(1, device=ids.device), self.embedding)
+        x = self._embed(ids[:, None], cache.extend(1, device=ids.device), self.embedding)
         return self.decoder(x, Mask(causal=True), cache=cache)[:, 0]
 
     def _check_room(self, length: int) -> None:
@@ -368,7 +368,7 @@ class Seq2SeqModel(Model):
             source = _Source(self.encode(input_ids, attention_mask), _hidden(real))
 
             def step(ids: Tensor) -> Tensor:
-                x = self._embed(ids[:, None], cache.advance(1, device=ids.device), self.tgt_embedding)
+                x = self._embed(ids[:, None], cache.extend(1, device=ids.device), self.tgt_embedding)
                 x = self.decoder(
                     x, source.memory, Mask(causal=True), memory_key_padding_mask=source.padding, cache=cache
                 )

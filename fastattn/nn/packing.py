@@ -42,6 +42,12 @@ class Packing:
         """int64 [1, tokens]: the sample that each token belongs to, as `Mask.segments` wants it."""
         return (self.index // self.real.shape[1])[None]
 
+    @cached_property
+    def contiguous(self) -> bool:
+        """Whether no sample has padding between its tokens, so that they are as far apart when it is gone."""
+        begins = self.real[:, 1:] & ~self.real[:, :-1]
+        return bool((begins.sum(1) + self.real[:, 0] <= 1).all())
+
     def pack(self, x: Tensor) -> Tensor:
         """[tokens, ...] from [B, L, ...]."""
         return x.flatten(0, 1).index_select(0, self.index)

@@ -308,7 +308,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             src_key_padding_mask: [N, L] or [L], bool (True hides) or float (added).
             is_causal: hint that `mask` is causal; None lets its values decide.
             positions: of the tokens, int64 [N, L] or [L], for `rotary`; None is 0, 1, 2, ...
-            cache: of the tokens before. `KVCache.advance` has made room for these and knows their padding; `mask` is a
+            cache: of the tokens before. `KVCache.extend` has made room for these and knows their padding; `mask` is a
                 causal `Mask` then.
 
         Raises:
@@ -403,7 +403,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             tgt_is_causal: hint that `tgt_mask` is causal; None lets its values decide.
             memory_is_causal: the same for `memory_mask`.
             positions: of the target's tokens, int64 [N, L] or [L], for `rotary`; None is 0, 1, 2, ...
-            cache: of the target's tokens before, and of `memory`, which is projected once. `KVCache.advance` has made
+            cache: of the target's tokens before, and of `memory`, which is projected once. `KVCache.extend` has made
                 room for these tokens and knows their padding; `tgt_mask` is a causal `Mask` then.
 
         Raises:

@@ -1,0 +1,225 @@
+"""swap(model, packed=True): layers compute real tokens only, everything around them sees the batch as it came."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import fastattn
+from fastattn.integrations.packed_transformers import MODEL_TYPES
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2, "use_cache": False}
+MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    "roberta": lambda: transformers.RobertaModel(transformers.RobertaConfig(**SIZES, pad_token_id=1)),
+    "xlm-roberta": lambda: transformers.XLMRobertaModel(transformers.XLMRobertaConfig(**SIZES, pad_token_id=1)),
+    "camembert": lambda: transformers.CamembertModel(transformers.CamembertConfig(**SIZES, pad_token_id=1)),
+    "electra": lambda: transformers.ElectraModel(transformers.ElectraConfig(**SIZES, embedding_size=32)),
+    "distilbert": lambda: transformers.DistilBertModel(
+        transformers.DistilBertConfig(vocab_size=99, dim=32, hidden_dim=48, n_layers=2, n_heads=4)
+    ),
+    "modernbert": lambda: transformers.ModernBertModel(
+        transformers.ModernBertConfig(**SIZES, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0)
+    ),
+    "gpt2": lambda: transformers.GPT2Model(
+        transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, use_cache=False)
+    ),
+    "llama": lambda: transformers.LlamaModel(transformers.LlamaConfig(**GROUPED)),
+    "mistral": lambda: transformers.MistralModel(transformers.MistralConfig(**GROUPED, sliding_window=5)),
+    "qwen2": lambda: transformers.Qwen2Model(transformers.Qwen2Config(**GROUPED)),
+    "qwen3": lambda: transformers.Qwen3Model(transformers.Qwen3Config(**GROUPED, head_dim=8)),
+}
+L = 12
+REAL = {
+    "right": torch.arange(L) < torch.tensor([[12], [5], [8]]),
+    "left": torch.arange(L) >= torch.tensor([[0], [7], [3]]),
+    "holes": torch.tensor([[1, 1, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0], [1] * 6 + [0] * 6, [1] * 12]).bool(),
+}
+
+
+def model_of(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def inputs(side: str) -> dict[str, Tensor]:
+    ids = torch.randint(3, 99, (3, L), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": REAL[side].long()}
+
+
+def results(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The hidden states at real tokens, and the gradients of every parameter."""
+    hidden = model(**batch).last_hidden_state[batch["attention_mask"].bool()]
+    model.zero_grad()
+    (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    return {"hidden": hidden.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(actual: object, expected: object) -> None:
+    torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-5)
+
+
+def rows_in(model: nn.Module) -> set[int]:
+    """How many rows the norms and projections inside the layers are given, from now on."""
+    seen: set[int] = set()
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList):
+            for part in layers.modules():
+                if isinstance(part, (nn.Linear, transformers.pytorch_utils.Conv1D)):
+                    part.register_forward_hook(lambda _, args, __: seen.add(args[0].shape[:-1].numel()))
+    return seen
+
+
+def test_every_model_type_is_tested():
+    assert MODELS.keys() == MODEL_TYPES
+    assert {name: MODELS[name]().config.model_type for name in MODELS} == {name: name for name in MODELS}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("side", REAL)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_answers_and_gradients_of_the_model_as_it_was(name, side, training):
+    model, batch = model_of(name).train(training), inputs(side)
+    packed = copy.deepcopy(model)
+    report = fastattn.swap(packed, packed=True)
+    seen = rows_in(packed)
+    assert_same(results(packed, batch), results(model, batch))
+    if side == "holes":
+        assert report.calls.unpacked == {"there is padding between tokens": 1}
+        assert seen == {3 * L}
+    else:
+        assert (report.calls.packed, report.calls.unpacked.total()) == (1, 0)
+        assert seen == {int(REAL[side].sum())}
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_what_comes_out_at_padding(name):
+    """0 after the last layer, and in a model that ends with a norm what that makes of 0."""
+    model, batch = model_of(name).eval(), inputs("left")
+    fastattn.swap(model, packed=True)
+    assert (model(**batch).last_hidden_state[~REAL["left"]] == 0).all()
+
+
+def test_calls_that_cannot_be_packed_run_as_they_were_and_are_counted():
+    model, batch = model_of("llama").eval(), inputs("right")
+    plain = copy.deepcopy(model)
+    fastattn.swap(plain)
+    report = fastattn.swap(model, packed=True)
+    with torch.no_grad():
+        for options in ({"use_cache": True}, {"output_hidden_states": True}, {"output_attentions": True}):
+            actual, expected = model(**batch, **options), plain(**batch, **options)
+            assert_same(actual.last_hidden_state, expected.last_hidden_state)
+            assert_same(actual.hidden_states, expected.hidden_states)
+            assert_same(actual.attentions, expected.attentions)
+        model(input_ids=batch["input_ids"])
+    assert report.calls.packed == 0
+    assert report.calls.unpacked == {
+        "the call has past_key_values": 1,
+        "hidden states or attentions are asked for": 2,
+        "there is little padding, or none": 1,
+    }
+    assert str(report.calls).startswith("packed: 0 passes through a stack of layers\nnot packed: 2: hidden states")
+
+
+def test_generation_is_left_alone():
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)).eval()
+    batch = inputs("left")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
+    expected = model.generate(**batch, **options)
+    report = fastattn.swap(model, packed=True)
+    assert torch.equal(model.generate(**batch, **options), expected)
+    assert report.calls.packed == 0
+
+
+def test_heads_and_losses_see_the_batch_as_it_came():
+    torch.manual_seed(0)
+    model = transformers.BertForTokenClassification(transformers.BertConfig(**SIZES, num_labels=3)).eval()
+    batch = inputs("right")
+    labels = torch.where(REAL["right"], batch["input_ids"] % 3, -100)
+    expected = model(**batch, labels=labels)
+    report = fastattn.swap(model, packed=True)
+    actual = model(**batch, labels=labels)
+    assert_same(actual.loss, expected.loss)
+    assert_same(actual.logits[REAL["right"]], expected.logits[REAL["right"]])
+    assert report.calls.packed == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model, batch = model_of("bert").train(), inputs("right")
+    expected = results(model, batch)
+    report = fastattn.swap(model, packed=True)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(results(model, batch), expected)
+    assert (report.calls.packed, report.calls.unpacked.total()) == (1, 0)
+
+
+def test_models_that_are_not_known_to_take_it_are_named_and_run():
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    model = transformers.T5EncoderModel(config).eval()
+    batch = inputs("right")
+    expected = model(**batch).last_hidden_state
+    report = fastattn.swap(model, packed=True)
+    assert report.refused == {
+        "encoder.block": "not packed: t5 is not among the models whose layers are known to take it"
+    }
+    assert len(report.swapped) == 2
+    assert_same(model(**batch).last_hidden_state[REAL["right"]], expected[REAL["right"]])
+
+
+def test_a_stack_that_was_cut_is_not_packed():
+    model, batch = model_of("bert").eval(), inputs("right")
+    report = fastattn.swap(model, packed=True)
+    model.encoder.layer = model.encoder.layer[:1]
+    shorter = model_of("bert").eval()
+    shorter.encoder.layer = shorter.encoder.layer[:1]
+    real = REAL["right"]
+    assert_same(model(**batch).last_hidden_state[real], shorter(**batch).last_hidden_state[real])
+    assert report.calls.unpacked == {"the stack of layers was changed after the swap": 1}
+
+
+def test_another_implementation_switches_it_off():
+    model, batch = model_of("bert").eval(), inputs("right")
+    fastattn.swap(model, packed=True)
+    model.set_attn_implementation("sdpa")
+    seen = rows_in(model)
+    model(**batch)
+    assert seen == {3 * L}
+
+
+def test_twice_copies_and_back():
+    model, batch = model_of("bert").eval(), inputs("right")
+    expected = results(model, batch)
+    first = fastattn.swap(model, packed=True)
+    second = fastattn.swap(model, packed=True)
+    copied = copy.deepcopy(model)
+    seen = rows_in(copied)
+    assert_same(results(copied, batch), expected)
+    assert seen == {int(REAL["right"].sum())}
+    assert (first.calls.packed, second.calls.packed) == (0, 0)  # the copy counts for itself
+    assert_same(results(model, batch), expected)
+    assert (first.calls.packed, second.calls.packed) == (1, 0)
+    fastattn.unswap(model)
+    seen = rows_in(model)
+    assert_same(results(model, batch), expected)
+    assert seen == {3 * L}
+    assert not any("fastattn" in name for module in model.modules() for name in vars(module))

@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: str, epochs: int) 
     group.add_argument("--epochs", type=positive_int, default=epochs, metavar="N", help=f"default: {epochs}")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     group.add_argument("--checkpoint-every", type=positive_int, default=200, metavar="STEPS", help="default: 200")
-    group.add_argument("--device", default="cpu", help="default: cpu")
+    group.add_argument("--device", type=device, default="cpu", help="default: cpu")
 
 
 def positive_int(text: str) -> int:
@@ -102,6 +102,25 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
     return int(text)
+
+
+def probability(text: str) -> float:
+    """The number, for argparse."""
+    try:
+        if 0 <= (value := float(text)) < 1:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"must be a number of at least 0 and below 1, got {text}")
+
+
+def device(text: str) -> str:
+    """The same, for argparse, if torch can use it here."""
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise argparse.ArgumentTypeError(f"must be one that torch can use here, got {text}: {error}") from error
+    return text
 
 
 def seed_everything(seed: int) -> None:
@@ -152,14 +171,19 @@ def train(
         clip_norm: largest norm of all gradients together; None does not clip.
 
     Raises:
-        InputError: the checkpoint is damaged, or was made by other settings or for another model.
+        InputError: the checkpoint is damaged, or was made by other settings or for another model; or the folder cannot
+            be made.
         FloatingPointError: the loss is no longer finite.
     """
-    run.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{run.folder} must be a folder, or a place for one, got {error}") from error
     parts = {"model": model, "optimizer": optimizer} | ({"schedule": schedule} if schedule else {})
     settings = {"seed": run.seed, **run.settings}
     place = _restore(run.checkpoint, parts, settings) if run.checkpoint.exists() else _Place()
     started, seconds_before = time.perf_counter(), place.seconds
+    about = _about(run, model)
 
     def keep() -> None:
         place.seconds = seconds_before + time.perf_counter() - started
@@ -193,9 +217,9 @@ def train(
                 figures = evaluate(place.epoch)
             display.say(place.end_epoch(figures))
             keep()
-            _write_metrics(run, model, place)
+            _write_metrics(run, about, place)
     model.eval()
-    return _write_metrics(run, model, place)
+    return _write_metrics(run, about, place)
 
 
 @dataclass
@@ -298,17 +322,22 @@ def _set_rng_state(state: dict) -> None:
     random.setstate(state["python"])
 
 
-def _write_metrics(run: Run, model: nn.Module, place: _Place) -> dict:
-    """What the run is and has reached; returned, too."""
-    device = next(model.parameters()).device.type
-    metrics = {
+def _about(run: Run, model: nn.Module) -> dict:
+    """What a run is."""
+    return {
         "command": shlex.join(["python", *_module_options(), *sys.argv[1:]]),
         "seed": run.seed,
         "settings": run.settings,
-        "machine": machine(device),
+        "machine": machine(next(model.parameters()).device.type),
         "versions": versions(),
-        "written": now(),
         "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def _write_metrics(run: Run, about: dict, place: _Place) -> dict:
+    """What the run is and has reached; returned, too."""
+    metrics = about | {
+        "written": now(),
         "epochs": place.epoch - 1,
         "steps": place.step,
         "tokens": place.tokens,

@@ -24,13 +24,26 @@ def read_lines(path: str | Path) -> list[str]:
         InputError: the file cannot be read, or is empty.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} must be a text file in UTF-8, got {error}") from error
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} must be a file that can be read, got {error}") from error
+    if not content:
+        raise InputError(f"{path} must have at least one line, got an empty file")
+    return lines_of(content, str(path))
+
+
+def lines_of(content: bytes, name: str) -> list[str]:
+    """The lines in UTF-8, which end with a line feed, a carriage return before it or not; `name` is for the error.
+
+    Raises:
+        InputError: it is not UTF-8.
+    """
+    try:
+        lines = content.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} must be text in UTF-8, got {error}") from error
     if lines[-1] == "":
         lines.pop()
-    if not lines:
-        raise InputError(f"{path} must have at least one line, got an empty file")
     return [line.removesuffix("\r") for line in lines]
 
 
@@ -146,6 +159,10 @@ class BytePairs:
 
     def __len__(self) -> int:
         return self.tokenizer.get_vocab_size()
+
+    @property
+    def lowercase(self) -> bool:
+        return self.tokenizer.normalizer.normalize_str("A") == "a"
 
     def encode(self, text: str) -> list[int]:
         """The ids of a sentence, without `<sos>` and `<eos>`."""

@@ -4,30 +4,51 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastattn.nn
 
-from ..training import InputError, Loss, Run, add_arguments, inverse_sqrt, positive_int, seed_everything, train
+from ..training import (
+    InputError,
+    Loss,
+    Run,
+    add_arguments,
+    inverse_sqrt,
+    positive_int,
+    probability,
+    seed_everything,
+    train,
+)
 from .batches import Batch, Pair, bucketed, collate, encode
 from .text import PAD, BytePairs, Vocabularies, Words, read_parallel
 from .translator import Translator, bleu
 
 CLIP_NORM = 1.0
+POSITIONS = 1024  # that a model has at least, to translate what is longer than what it has learned from
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Gives the parser the options of `train`; their defaults are those of the figures in docs/systems.md."""
+    add_model_arguments(parser)
+    group = parser.add_argument_group("training")
+    add_files_argument(group, "--valid", "val", "for validation")
+    _number(group, "--warmup", 800, "steps")
+    _number(group, "--label-smoothing", 0.1, "probability spread over all tokens", probability)
+    _number(group, "--average", 5, "the model is the mean of the weights after so many epochs, the last ones")
+    _number(group, "--valid-sentences", 200, "translated after each epoch for a BLEU (greedy)")
+    add_arguments(parser, output="runs/translation", epochs=14)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the options that say what the model and its batches are."""
     add_data_argument(parser)
-    pair = {"nargs": 2, "metavar": ("SOURCE", "TARGET")}
     group = parser.add_argument_group("text")
-    group.add_argument("--train", **pair, default=["train.de.txt", "train.en.txt"], help="two parallel files")
-    group.add_argument("--valid", **pair, default=["val.de.txt", "val.en.txt"], help="the same, for validation")
+    add_files_argument(group, "--train", "train", "to train on")
     group.add_argument(
         "--vocabulary", choices=(BytePairs.kind, Words.kind), default=BytePairs.kind,
         help="joint byte-pair encoding, or the words of each side; default: bpe",
@@ -42,16 +63,11 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     _number(group, "--nhead", 4, "heads")
     _number(group, "--num-layers", 3, "layers of the encoder, and of the decoder")
     _number(group, "--dim-feedforward", 512, "inner width of the feed-forward networks")
-    _number(group, "--dropout", 0.2, "probability", float)
+    _number(group, "--dropout", 0.2, "of embeddings, attention weights and residuals", probability)
 
-    group = parser.add_argument_group("optimization")
+    group = parser.add_argument_group("steps")
     _number(group, "--tokens", 1200, "of a batch on either side, padding included")
     _number(group, "--learning-rate", 1.2e-3, "at the end of the warm-up; falls with 1 / sqrt(step) then", float)
-    _number(group, "--warmup", 800, "steps")
-    _number(group, "--label-smoothing", 0.1, "probability spread over all tokens", float)
-    _number(group, "--average", 5, "the model is the mean of the weights after so many epochs, the last ones")
-    _number(group, "--valid-sentences", 200, "translated after each epoch for a BLEU (greedy)")
-    add_arguments(parser, output="runs/translation", epochs=14)
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
@@ -59,39 +75,48 @@ def add_data_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=default, metavar="FOLDER", help=f"of the text files; default: {default}")
 
 
-def _number(group: argparse._ArgumentGroup, name: str, default: float, meaning: str, kind: type = positive_int) -> None:
-    group.add_argument(name, type=kind, default=default, metavar="X" if kind is float else "N",
-                       help=f"{meaning}; default: {default}")  # fmt: skip
+def add_files_argument(group: argparse._ActionsContainer, name: str, default: str, purpose: str) -> None:
+    """An option for two parallel files."""
+    group.add_argument(
+        name, nargs=2, metavar=("SOURCE", "TARGET"), default=[f"{default}.de.txt", f"{default}.en.txt"],
+        help=f"two parallel files in the folder, {purpose}; default: {default}.de.txt {default}.en.txt",
+    )  # fmt: skip
+
+
+def _number(
+    group: argparse._ActionsContainer,
+    name: str,
+    default: float,
+    meaning: str,
+    kind: Callable[[str], float] = positive_int,
+) -> None:
+    metavar = "N" if kind is positive_int else "X"
+    group.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{meaning}; default: {default}")
 
 
 def run_train(args: argparse.Namespace) -> None:
     """Trains the model that the options describe. Its folder can be used to translate after the first epoch."""
-    pairs, valid_pairs = (
-        read_parallel(*(Path(args.data) / name for name in names)) for names in (args.train, args.valid)
-    )
+    pairs, valid_pairs = (read_pairs(args.data, names) for names in (args.train, args.valid))
     seed_everything(args.seed)
-    vocabularies = Vocabularies.of(
-        pairs, kind=args.vocabulary, min_frequency=args.min_frequency, max_size=args.max_size,
-        lowercase=not args.keep_case,
-    )  # fmt: skip
+    vocabularies = make_vocabularies(args, pairs)
     data, valid = (encode(lines, vocabularies, args.max_length) for lines in (pairs, valid_pairs))
     for names, found in ((args.train, data), (args.valid, valid)):
         if not found:
             raise InputError(f"{names[0]} must have a sentence of 1 to {args.max_length} tokens, got none")
     print(f"{len(data)} of {len(pairs)} pairs; {vocabularies}", flush=True)
     model = make_model(args, vocabularies).to(args.device)
-    optimizer = torch.optim.Adam(model.parameters(), args.learning_rate, betas=(0.9, 0.98), fused=True)
+    optimizer = make_optimizer(model, args.learning_rate)
     run = Run.from_arguments(args, _settings(args, data))
-    run.folder.mkdir(parents=True, exist_ok=True)
     translator = Translator(model, vocabularies)
 
     def evaluate(epoch: int) -> dict[str, float]:
         save_average(translator, run.folder, epoch, args.average)
         some = valid_pairs[: args.valid_sentences]
         found = translator.translate([source for source, _ in some])
+        score, _ = bleu(found, [target for _, target in some], lowercase=not args.keep_case)
         return {
             "valid_loss": mean_loss(model, valid, args.tokens, args.device),
-            "valid_bleu_greedy": bleu(found, [target for _, target in some], lowercase=not args.keep_case).score,
+            "valid_bleu_greedy": score.score,
         }
 
     train(
@@ -111,8 +136,18 @@ def read_pairs(folder: str, names: Sequence[str]) -> list[tuple[str, str]]:
     return read_parallel(*(Path(folder) / name for name in names))
 
 
+def make_vocabularies(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> Vocabularies:
+    """Of the kind and within the limits that the options say."""
+    return Vocabularies.of(
+        pairs, kind=args.vocabulary, min_frequency=args.min_frequency, max_size=args.max_size,
+        lowercase=not args.keep_case,
+    )  # fmt: skip
+
+
 def make_model(args: argparse.Namespace, vocabularies: Vocabularies) -> fastattn.nn.Seq2SeqModel:
     """Pre-norm, with the target embedding as output layer; one embedding for both sides of a joint vocabulary."""
+    if args.d_model % args.nhead:
+        raise InputError(f"--nhead must divide --d-model, got {args.nhead} and {args.d_model}")
     return fastattn.nn.Seq2SeqModel(
         fastattn.nn.TransformerConfig(
             vocab_size=len(vocabularies.source),
@@ -123,8 +158,14 @@ def make_model(args: argparse.Namespace, vocabularies: Vocabularies) -> fastattn
             dim_feedforward=args.dim_feedforward,
             dropout=args.dropout,
             padding_idx=PAD,
+            max_length=max(POSITIONS, args.max_length + 1),  # and EOS or SOS
         )
     )
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Adam:
+    """With the betas of Vaswani et al. (2017), section 5.3."""
+    return torch.optim.Adam(model.parameters(), learning_rate, betas=(0.9, 0.98), fused=True)
 
 
 def _settings(args: argparse.Namespace, data: list[Pair]) -> dict:
@@ -160,7 +201,10 @@ def save_average(translator: Translator, folder: Path, epoch: int, average: int)
     fastattn.nn.save(translator.model, paths[-1])
     for path in set(weights.glob("epoch-*.safetensors")) - set(paths):
         path.unlink()
-    models = [fastattn.nn.load(path) for path in paths]
+    try:
+        models = [fastattn.nn.load(path) for path in paths]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{weights} must hold the weights of the last {average} epochs, got {error}") from error
     set_mean([list(model.parameters()) for model in models])
     Translator(models[0], translator.vocabularies).save(folder)
 

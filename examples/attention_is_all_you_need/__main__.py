@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from examples import training
-from examples.translation.batches import Batch, bucketed, collate, encode
-from examples.translation.text import PAD, BytePairs, Vocabularies, Words, read_parallel
-from examples.translation.translator import Translator, bleu, most_tokens
+from examples.translation.batches import Batch, bucketed, collate, encode, pad
+from examples.translation.text import EOS, PAD, SOS, BytePairs, Vocabularies, Words, read_parallel
+from examples.translation.translator import bleu, most_tokens
 
 from .model import Transformer
 
@@ -35,11 +36,11 @@ def main() -> int:
     model = parser.add_argument_group("model")
     for name, default in zip(MODEL, (512, 2048, 6, 8, 64, 64), strict=True):
         add_number(model, f"--{name.replace('_', '-')}", default)
-    model.add_argument("--dropout", type=float, default=0.1, help="default: 0.1")
+    model.add_argument("--dropout", type=training.probability, default=0.1, help="default: 0.1")
     optimisation = parser.add_argument_group("optimisation")
     add_number(optimisation, "--tokens", 2000)
     add_number(optimisation, "--warmup", 4000)
-    optimisation.add_argument("--label-smoothing", type=float, default=0.1, help="default: 0.1")
+    optimisation.add_argument("--label-smoothing", type=training.probability, default=0.1, help="default: 0.1")
     training.add_arguments(parser, output="runs/attention_is_all_you_need", epochs=20)
     args = parser.parse_args()
     return training.exit_code(lambda: train(args))
@@ -72,7 +73,6 @@ def train(args: argparse.Namespace) -> None:
         share_embeddings=vocabularies.joint,
         **{name: getattr(args, name) for name in MODEL},
     ).to(args.device)
-    translator = Translator(model, vocabularies)
     highest_lr = (args.d_model * args.warmup) ** -0.5
     optimizer = torch.optim.Adam(model.parameters(), lr=highest_lr, betas=(0.9, 0.98), eps=1e-9)
 
@@ -84,7 +84,7 @@ def train(args: argparse.Namespace) -> None:
         losses = [batch_loss(model, batch) for batch in batches]
         return {
             "valid_loss": sum(x.mean.item() * x.count for x in losses) / sum(x.count for x in losses),
-            "valid_bleu": bleu(translator.translate(sources), targets, lowercase=True).score,
+            "valid_bleu": bleu(translate(model, vocabularies, sources), targets, lowercase=True)[0].score,
         }
 
     settings = {name: value for name, value in vars(args).items() if name not in _OF_THE_RUN}
@@ -97,7 +97,7 @@ def train(args: argparse.Namespace) -> None:
         evaluate=evaluate,
         schedule=training.inverse_sqrt(optimizer, args.warmup),
     )
-    for source, found in zip(sources[:3], translator.translate(sources[:3]), strict=True):
+    for source, found in zip(sources[:3], translate(model, vocabularies, sources[:3]), strict=True):
         print(f"{source} -> {found}")
     score, size = metrics["history"][-1]["valid_bleu"], metrics["parameters"] / 1e6
     print(
@@ -116,6 +116,25 @@ def batch_loss(model: Transformer, batch: Batch, label_smoothing: float = 0.0) -
     mean = F.cross_entropy(logits[real], batch.target_out[real], label_smoothing=label_smoothing)
     targets = int(real.sum())
     return training.Loss(mean, targets, targets + int((batch.source != PAD).sum()))
+
+
+def translate(
+    model: Transformer, vocabularies: Vocabularies, sentences: Sequence[str], batch_size: int = 64
+) -> list[str]:
+    """The greedy translations, in the order of the sentences."""
+    encoded = [[*vocabularies.source.encode(sentence), EOS] for sentence in sentences]
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+    found = [""] * len(sentences)
+    device = model.tgt_embedding.words.weight.device
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        source = pad([encoded[i] for i in chosen]).to(device)
+        ids = model.generate(
+            source, decoder_start_token_id=SOS, eos_token_id=EOS, max_new_tokens=most_tokens(source.shape[1])
+        )
+        for i, row in zip(chosen, ids.tolist(), strict=True):
+            found[i] = vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
+    return found
 
 
 if __name__ == "__main__":

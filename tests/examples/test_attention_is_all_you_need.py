@@ -348,7 +348,7 @@ def test_a_long_sentence_is_translated_though_none_like_it_was_learnt(monkeypatc
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        ({}, "train.de.txt must be a text file"),
+        ({}, "train.de.txt must be a file"),
         ({"train.de": "a\nb\n", "train.en": "a\n"}, "train.en.txt must have 2 lines like"),
     ],
 )

@@ -1,7 +1,7 @@
 """German-to-English translation: a Transformer that learns from two parallel text files.
 
-    python -m examples.translation train --data ../shared/data/multi30k
-    python -m examples.translation evaluate --data ../shared/data/multi30k
+    python -m examples.translation train --data DATA/multi30k
+    python -m examples.translation evaluate --data DATA/multi30k
     echo "Ein Hund läuft über die Wiese." | python -m examples.translation translate
 
 The model is `fastattn.nn.Seq2SeqModel`; `text` makes ids of sentences, `batches` tensors of ids, `train` says what is

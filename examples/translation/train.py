@@ -71,8 +71,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
-    default = "../shared/data/multi30k"
-    parser.add_argument("--data", default=default, metavar="FOLDER", help=f"of the text files; default: {default}")
+    parser.add_argument("--data", required=True, metavar="FOLDER", help="of the text files")
 
 
 def add_files_argument(group: argparse._ActionsContainer, name: str, default: str, purpose: str) -> None:

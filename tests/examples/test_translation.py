@@ -354,9 +354,8 @@ def test_another_run_does_not_resume(trained, tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["translate", "evaluate", "train", "speed"])
 def test_files_that_are_not_there_are_one_sentence(command, tmp_path, capsys):
-    options = {"translate": ["--model", str(tmp_path)], "evaluate": ["--model", str(tmp_path)]}.get(
-        command, ["--data", str(tmp_path / "nowhere")]
-    )
+    options = [] if command == "translate" else ["--data", str(tmp_path / "nowhere")]
+    options += ["--model", str(tmp_path)] if command in ("translate", "evaluate") else []
     assert main([command, *options]) == 1
     said = capsys.readouterr().err.strip()
     assert said.startswith("error: ")
@@ -396,7 +395,7 @@ def test_a_sentence_longer_than_the_positions_is_refused(trained):
 def test_a_damaged_model_is_one_sentence(trained, tmp_path, capsys):
     (tmp_path / "vocabulary.json").write_bytes((trained / "vocabulary.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes()[:1000])
-    assert main(["evaluate", "--model", str(tmp_path)]) == 1
+    assert main(["evaluate", "--model", str(tmp_path), "--data", str(DATA)]) == 1
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"error: {tmp_path} must hold a trained model, got ")
     assert "\n" not in said

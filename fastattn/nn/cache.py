@@ -122,13 +122,23 @@ class KVCache:
             part.select(samples)
 
 
-class _Growing:
-    """Keys and values [B, H_kv, max_length, D] of one self-attention."""
+class _KeysAndValues:
+    """k and v [B, H_kv, n, D] of one attention layer, from its first call on."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
+    def __init__(self) -> None:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
+
+    def select(self, samples: Tensor) -> None:
+        self.k, self.v = self.k[samples], self.v[samples]
+
+
+class _Growing(_KeysAndValues):
+    """Those of a self-attention, with room for max_length tokens."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__()
+        self.cache = cache
 
     def project(
         self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
@@ -138,16 +148,9 @@ class _Growing:
             self.k, self.v = (x.new_zeros(*x.shape[:2], self.cache.max_length, x.shape[3]) for x in (k, v))
         return q, self.cache.write(self.k, k), self.cache.write(self.v, v)
 
-    def select(self, samples: Tensor) -> None:
-        self.k, self.v = self.k[samples], self.v[samples]
 
-
-class _Memory:
-    """Keys and values [B, H_kv, S, D] of an encoder's output, from the first call on."""
-
-    def __init__(self) -> None:
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
+class _Memory(_KeysAndValues):
+    """Those of an encoder's output."""
 
     def project(
         self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
@@ -157,6 +160,3 @@ class _Memory:
         else:
             q = attention.project_query(query)
         return q, self.k, self.v
-
-    def select(self, samples: Tensor) -> None:
-        self.k, self.v = self.k[samples], self.v[samples]

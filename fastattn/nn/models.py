@@ -227,7 +227,7 @@ class LanguageModel(Model):
         return self.head(self.hidden(input_ids, attention_mask, cache))
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """What `head` turns into logits, [B, L, d_model], 0 at padding; arguments as in `forward`."""
+        """What `head` turns into logits, [B, L, d_model], without a cache 0 at padding; arguments as in `forward`."""
         real = self._real(input_ids, attention_mask)
         if cache is None:
             positions = _positions_in(input_ids, real)
@@ -252,8 +252,9 @@ class LanguageModel(Model):
         real = self._real(input_ids, attention_mask)
 
         def begin(max_new_tokens: int) -> Generation:
-            self._check_room(input_ids.shape[1] + max_new_tokens)
-            cache = KVCache(len(input_ids), input_ids.shape[1] + max_new_tokens)
+            length = input_ids.shape[1] + max_new_tokens
+            _check_length(self, "input_ids and max_new_tokens together", length)
+            cache = KVCache(len(input_ids), length)
             x = self.hidden(input_ids, real, cache)
             last = x[:, -1] if real is None else _last_real(x, real)
             return Generation(self.head(last), lambda ids: self.head(self._next(ids, cache)), cache.select)
@@ -264,9 +265,6 @@ class LanguageModel(Model):
         """[B, d_model] of one more token of each sample, int64 [B], which is real whatever it is."""
         x = self._embed(ids[:, None], cache.extend(1, device=ids.device), self.embedding)
         return self.decoder(x, Mask(causal=True), cache=cache)[:, 0]
-
-    def _check_room(self, length: int) -> None:
-        _check_positions(self, "input_ids and max_new_tokens together", length)
 
 
 class Seq2SeqModel(Model):
@@ -363,7 +361,7 @@ class Seq2SeqModel(Model):
         real = self._real(input_ids, attention_mask)
 
         def begin(max_new_tokens: int) -> Generation:
-            _check_positions(self, "max_new_tokens", max_new_tokens)
+            _check_length(self, "max_new_tokens", max_new_tokens)
             cache = KVCache(len(input_ids), 1 + max_new_tokens)
             source = _Source(self.encode(input_ids, attention_mask), _hidden(real))
 
@@ -402,7 +400,7 @@ def _last_real(x: Tensor, real: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device), last]
 
 
-def _check_positions(model: Model, what: str, length: int) -> None:
+def _check_length(model: Model, what: str, length: int) -> None:
     """Refuses lengths that a table of positions does not hold."""
     if model.positions is not None and length > model.config.max_length:
         raise ValueError(f"{what} must be at most max_length = {model.config.max_length} tokens, got {length}")

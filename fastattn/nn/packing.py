@@ -11,8 +11,7 @@ from torch import Tensor
 from .masks import can_look_at
 
 WORTHWHILE = 0.9
-"""Pack batches of which at most this part is real. Gathering and scattering the tokens costs a few hundredths of one
-layer of a transformer, on the CPU as on a GPU."""
+"""Pack batches of which at most this part is real, since gathering and scattering the tokens must pay. Untuned."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -178,7 +178,7 @@ class RotaryPositions(nn.Module):
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation of the tokens at these integer positions [N, L] or [L]."""
         frequencies = _frequencies(self.head_dim, self.base).to(positions.device)
-        angles = (positions[..., None] * frequencies).repeat_interleave(2, dim=-1).unflatten(-1, (-1, 2)).mT.flatten(-2)
+        angles = (positions[..., None] * frequencies).repeat((1,) * positions.dim() + (2,))
         angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
         return Rotation(angles.cos().float(), angles.sin().float())
 

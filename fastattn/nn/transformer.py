@@ -1,9 +1,9 @@
 """The Transformer: layers, encoder, decoder and both together, with the arguments and the state_dict of torch.nn's.
 
 Each class extends the one of the same name in torch.nn. What is new are keyword-only arguments, `fastattn.Mask`
-wherever torch takes a mask (True means seen there), and that a stack of layers works on real tokens only: it packs a
-padded batch before the first layer and unpacks it after the last, and attention keeps the samples apart by
-`Mask.segments`. So a stack returns 0 at padding, in every mode, as torch's do in their fast path.
+wherever torch takes a mask (True means seen there), and that a stack of layers works on real tokens only where there
+is much padding: it packs a batch before the first layer and unpacks it after the last, and attention keeps the samples
+apart by `Mask.segments`. A stack returns 0 at padding, in every mode, as torch's do in their fast path.
 """
 
 from __future__ import annotations
@@ -327,10 +327,10 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
                 "src_mask": Mask(causal=seen.causal, segments=(packing.documents, packing.documents)),
                 "rotation": self._rotation(x, positions, packing),
             }
-            for_layers = packing.pack(x)
+            x = packing.pack(x)
             for layer in self.layers:
-                for_layers = layer(for_layers, **options)
-            return _batch_first(packing.unpack(self._normed(for_layers)), attention)
+                x = layer(x, **options)
+            return _batch_first(packing.unpack(self._normed(x)), attention)
 
         if cache is not None:
             seen, positions = cache.mask(seen), cache.positions

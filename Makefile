@@ -87,6 +87,10 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info fastattn/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Apart from the rest, for tests/conftest.py to find: a torchvision that was compiled for another build of the same torch
+# cannot be imported as it is, and wherever it is seen nor can transformers.
+VISION := torchvision timm open-clip-torch ftfy wcwidth
+
 # Editable, and without the native module: tests and demo compile it on first use, and again after a change in csrc/.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -96,4 +100,5 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@echo "Installing fastattn and its tools into $(VENV) (torch alone is 200 MB to 3 GB; once)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/vision $(VISION)
 	@touch $@

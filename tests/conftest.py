@@ -1,8 +1,23 @@
 """Set-up of the whole suite: Triton kernels run in the interpreter wherever there is no GPU."""
 
 import os
+import site
+import sys
+from pathlib import Path
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported, so before any test is
+
+# Where make puts torchvision and what needs it. Compiled for another build of torch, it cannot be loaded, and its
+# import ends where it gives two of its operators a shape, unless they exist.
+VISION = Path(sys.prefix) / "vision"
+site.addsitedir(str(VISION))
+for _compiled in VISION.glob("torchvision/_C.*"):
+    try:
+        torch.ops.load_library(_compiled)
+    except OSError:
+        _operators = torch.library.Library("torchvision", "FRAGMENT")
+        for _name in ("nms", "qnms"):
+            _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

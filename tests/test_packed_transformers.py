@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn.integrations.packed_transformers import MODEL_TYPES
+from fastattn.integrations.transformers import PreparedMask
 
 SIZES = {
     "vocab_size": 99,
@@ -151,14 +152,43 @@ def test_calls_that_cannot_be_packed_run_as_they_were_and_are_counted():
             assert_same(actual.last_hidden_state, expected.last_hidden_state)
             assert_same(actual.hidden_states, expected.hidden_states)
             assert_same(actual.attentions, expected.attentions)
+        model(**batch, use_cache=False, cache_position=torch.arange(L))
         model(input_ids=batch["input_ids"])
     assert report.calls.packed == 0
     assert report.calls.unpacked == {
         "the call has a cache, past_key_values; use_cache=False does without": 1,
         "hidden states or attentions are asked for": 2,
+        "the call has cache_position": 1,
         "there is little padding, or none": 1,
     }
     assert str(report.calls).startswith("packed: 0 passes through a stack of layers\nnot packed: 2: hidden states")
+
+
+def test_masks_that_say_more_than_padding():
+    model, batch = model_of("bert").eval(), inputs("right")
+    packed = copy.deepcopy(model)
+    report = fastattn.swap(packed, packed=True)
+    x = model.embeddings(batch["input_ids"])
+    dense = torch.rand(3, 1, L, L, generator=torch.Generator().manual_seed(0)) < 0.7
+    mask = PreparedMask(dense=dense, real_keys=REAL["right"])
+    with torch.no_grad():
+        actual = packed.encoder(x, attention_mask=mask)[0]
+        expected = model.encoder(x, attention_mask=dense & REAL["right"][:, None, None])[0]
+    assert_same(actual[REAL["right"]], expected[REAL["right"]])
+    assert report.calls.unpacked == {"the mask has dense": 1}
+
+
+def test_a_mask_of_the_users_own_for_the_encoders_output():
+    model, batch = model_of("bart").eval(), inputs("right", "right")
+    packed = copy.deepcopy(model)
+    report = fastattn.swap(packed, packed=True)
+    real, states = batch["decoder_attention_mask"].bool(), torch.randn(3, L, 32)
+    own = (torch.rand(3, 1, 9, L) < 0.7).logical_or(torch.arange(L) == 0)
+    call = {"input_ids": batch["decoder_input_ids"], "attention_mask": real, "encoder_hidden_states": states}
+    with torch.no_grad():
+        actual, expected = (one.decoder(**call, encoder_attention_mask=own)[0] for one in (packed, model))
+    assert_same(actual[real], expected[real])
+    assert report.calls.unpacked == {"the call has a mask of its own for the encoder's output": 1}
 
 
 def test_generation_is_left_alone():

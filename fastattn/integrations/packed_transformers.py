@@ -72,12 +72,11 @@ class PackedPass:
     def of(cls, x: Tensor, arguments: dict[str, object]) -> PackedPass | str:
         """The pass of a layer that is called so, or why it is not packed: found for the first, kept for the others."""
         mask, states = arguments["attention_mask"], arguments.get("encoder_hidden_states")
-        cross_mask = None if states is None else arguments.get("encoder_attention_mask")
-        known = getattr(mask, "packed", None)
-        if known is None or known[0] is not cross_mask:
-            known = cross_mask, cls._found(mask, x, cross_mask, states)
-            object.__setattr__(mask, "packed", known)
-        return known[1]
+        if (found := getattr(mask, "packed", None)) is None:
+            cross_mask = None if states is None else arguments.get("encoder_attention_mask")
+            found = cls._found(mask, x, cross_mask, states)
+            object.__setattr__(mask, "packed", found)
+        return found
 
     @classmethod
     def _found(
@@ -101,20 +100,18 @@ class PackedPass:
         found = arguments | {"attention_mask": self.mask}
         for name in _OF_TOKENS:
             if (given := arguments.get(name)) is not None:
-                parts = [self._once(part, self.mask.keys) for part in (given if isinstance(given, tuple) else (given,))]
+                parts = [self._once(part) for part in (given if isinstance(given, tuple) else (given,))]
                 found[name] = tuple(parts) if isinstance(given, tuple) else parts[0]
         if self.cross_mask is not None:
             found["encoder_attention_mask"] = self.cross_mask
-            found["encoder_hidden_states"] = self._once(arguments["encoder_hidden_states"], self.cross_mask.keys)
+            found["encoder_hidden_states"] = _packed(arguments["encoder_hidden_states"], self.cross_mask.keys)
         return found
 
-    def _once(self, x: Tensor, packing: Packing) -> Tensor:
-        """x packed; the same x is given to layer after layer."""
-        if x.requires_grad:  # what is kept would outlive the graph where a layer is computed again
-            return _packed(x, packing)
-        if id(x) not in self._packed:
-            self._packed[id(x)] = x, _packed(x, packing)
-        return self._packed[id(x)][1]
+    def _once(self, positions: Tensor) -> Tensor:
+        """Them packed; layer after layer is given the same ones."""
+        if id(positions) not in self._packed:
+            self._packed[id(positions)] = positions, _packed(positions, self.mask.queries)
+        return self._packed[id(positions)][1]
 
 
 class PackedStack:

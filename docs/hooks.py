@@ -1,4 +1,4 @@
-"""What mkdocs asks of this site besides Markdown: signatures and docstrings, and links to files that it does not have."""
+"""What the site has besides Markdown: signatures and docstrings, and text for links to files that it does not have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ITEM = re.compile(r"^([\w*]+(?:, [\w*]+)*)((?: \([^)]*\))?): ")
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """The page with `::: module` lines filled in, and links that leave docs/, for readers of the repository, as text."""
+    """The page with its `::: module` lines filled in; links that leave docs/, which the repository has, become text."""
     folder = Path(page.file.abs_src_path).parent
 
     def text_of(link: re.Match) -> str:

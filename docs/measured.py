@@ -35,7 +35,9 @@ def layers(machine: str) -> str:
     document = _read(machine, "layers")
     modes = list(dict.fromkeys(row["mode"] for row in document["rows"]))
     ratio = {(f"L{row['L']} B{row['B']} {row['dtype']}", row["mode"]): row["ratio"] for row in document["rows"]}
-    lines = [(name, *(f"{ratio[name, mode]:.2f}" for mode in modes)) for name in dict.fromkeys(name for name, _ in ratio)]
+    lines = [
+        (name, *(f"{ratio[name, mode]:.2f}" for mode in modes)) for name in dict.fromkeys(name for name, _ in ratio)
+    ]
     return f"{_about(document)}\n\n{_table(('layer', *modes), lines)}"
 
 
@@ -58,7 +60,10 @@ TABLES = {"attention": attention, "layers": layers, "encoder": encoder}
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m docs.measured", description="Prints a table of measured figures.")
     parser.add_argument("table", choices=TABLES)
-    parser.add_argument("machine", choices=sorted({path.name.rsplit("-cores-")[0] + "-cores" for path in RESULTS.glob("*-cores-*.json")}))
+    parser.add_argument(
+        "machine",
+        choices=sorted({path.name.rsplit("-cores-")[0] + "-cores" for path in RESULTS.glob("*-cores-*.json")}),
+    )
     args = parser.parse_args()
     print(TABLES[args.table](args.machine))
 

@@ -1,0 +1,135 @@
+"""The site: its code runs and prints what it says, its tables and pictures are those of the code, its links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn
+from docs import pages, pictures, render
+
+ROOT = Path(__file__).parent.parent
+GUIDES = [*pages.PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+def sources(*folders: str) -> str:
+    """The text of all Python and C++ files in these folders."""
+    return "\n".join(
+        path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".h")
+    )
+
+
+def by_name(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("path", pages.PAGES, ids=by_name)
+def test_code_prints_and_draws_what_the_page_shows(path):
+    torch.manual_seed(0)
+    for block, printed, namespace in pages.run(path):
+        same = doctest.OutputChecker().check_output(block.printed, printed, doctest.ELLIPSIS)
+        assert same, f"{path.name}:{block.line} says it prints\n{block.printed}\nbut prints\n{printed}"
+        for name in block.pictures:
+            shown = (pages.FOLDER / "pictures" / name).read_text()
+            assert shown == pictures.draw(name, namespace), f"{name} is another mask: python -m docs.render"
+
+
+def test_every_picture_is_on_a_page():
+    shown = [name for path in pages.PAGES for block in pages.python_blocks(path.read_text()) for name in block.pictures]
+    assert sorted(shown) == sorted(path.name for path in (pages.FOLDER / "pictures").iterdir())
+
+
+@pytest.mark.parametrize("path", pages.PAGES, ids=by_name)
+def test_generated_parts_are_what_their_commands_print(path):
+    page = path.read_text()
+    assert page.count("<!-- run: ") == page.count("<!-- end -->") == len(pages.generated_parts(page))
+    for command, written in pages.generated_parts(page):
+        assert written == render.output_of(command), f"{command}: python -m docs.render"
+
+
+COMMANDS = sorted({line for path in GUIDES for line in pages.shell_lines(path.read_text())})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_and_their_options_exist(command):
+    words = shlex.split(command)
+    match words:
+        case ["make", *rest]:
+            targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert {word for word in rest if "=" not in word} <= set(targets)
+        case ["pip", "install", *rest]:
+            extras = {extra for word in rest for part in re.findall(r"\[(.+)\]", word) for extra in part.split(",")}
+            project = (ROOT / "pyproject.toml").read_text()
+            assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
+        case ["fastattn", *rest]:
+            assert_options(rest, help_of("fastattn", rest))
+        case ["python", "-m", module, *rest]:
+            assert_options(rest, help_of(module, rest))
+        case ["python", script, *rest]:
+            assert_options(rest, help_of(str(ROOT / script), rest))
+        case _:
+            assert os.access(ROOT / command, os.X_OK), f"what is {command!r}?"
+
+
+def help_of(program: str, words: list[str]) -> str:
+    """What a module or a script prints for --help, after the words of this command that choose what it does."""
+    chosen = words[: next((i for i, word in enumerate(words) if word.startswith("-")), len(words))]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program, *chosen, "--help"])
+        run = runpy.run_path if program.endswith(".py") else runpy.run_module
+        with pytest.raises(SystemExit) as end:
+            run(program, run_name="__main__")
+    assert not end.value.code
+    return printed.getvalue()
+
+
+def assert_options(words: list[str], text: str) -> None:
+    for option in (word for word in words if word.startswith("-")):
+        assert re.search(rf"{option}\b", text), f"{option} is no option of it"
+
+
+def first_column(page: str, heading: str) -> list[str]:
+    """The code in the first column of the table under a heading."""
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)
+
+
+def test_messages_that_are_explained_are_those_of_the_code():
+    messages = first_column((pages.FOLDER / "build.md").read_text(), "Messages and what they mean")
+    assert len(messages) > 5
+    code = sources("fastattn")
+    assert [message for message in messages if message not in code] == []
+
+
+def test_environment_variables_are_those_that_kernels_and_backends_read():
+    read = set(re.findall(r"(?:environ\.get\(|kCapabilityVariable = )\"(\w+)\"", sources("fastattn/backends", "csrc")))
+    listed = first_column((pages.FOLDER / "build.md").read_text(), "Environment variables")
+    names = {variable.partition("=")[0] for variable in listed}
+    assert names - {"OMP_NUM_THREADS"} == read - {"PATH"}  # the one is torch's, the other everybody's
+
+
+def test_the_site_is_built_without_a_warning_and_whole(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    built = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
+    assert {path.stem for path in pages.PAGES} <= built.keys()
+    for module in (fastattn, fastattn.nn):
+        headings = {name: f'<h3 id="{module.__name__}.{name}">' for name in module.__all__}
+        assert [name for name, heading in headings.items() if heading not in built["reference"]] == []
+    for page in built.values():
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?([^\" >]+)", page)
+        assert loaded
+        assert [address for address in loaded if "//" in address] == []  # nothing comes from the network

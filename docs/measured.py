@@ -60,10 +60,8 @@ TABLES = {"attention": attention, "layers": layers, "encoder": encoder}
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m docs.measured", description="Prints a table of measured figures.")
     parser.add_argument("table", choices=TABLES)
-    parser.add_argument(
-        "machine",
-        choices=sorted({path.name.rsplit("-cores-")[0] + "-cores" for path in RESULTS.glob("*-cores-*.json")}),
-    )
+    machines = {path.name.rpartition("-cores-")[0] + "-cores" for path in RESULTS.glob("*-cores-*.json")}
+    parser.add_argument("machine", choices=sorted(machines))
     args = parser.parse_args()
     print(TABLES[args.table](args.machine))
 
@@ -76,8 +74,8 @@ def _about(document: dict) -> str:
     """Where, with what and when the figures were measured."""
     machine, versions = document["machine"], document["versions"]
     return (
-        f"{machine['cpu']}, {machine['torch_threads']} threads on {machine['cores']} cores; fastattn {versions['fastattn']}, "
-        f"torch {versions['torch']}, Python {versions['python']}."
+        f"{machine['cpu']}, {machine['torch_threads']} threads on {machine['cores']} cores; "
+        f"fastattn {versions['fastattn']}, torch {versions['torch']}, Python {versions['python']}."
     )
 
 

@@ -58,7 +58,7 @@ def draw_bias(page: dict[str, object]) -> str:
 
 
 def draw_tiles(page: dict[str, object]) -> str:
-    """The picture of `mask` cut into tiles of `tile` x `tile`: full ones, those on an edge, and those that are skipped."""
+    """The picture of `mask` cut into tiles of `tile` x `tile` pairs: which are full, on an edge, or skipped."""
     mask, n_q, n_k, tile = page["mask"], page["n_q"], page["n_k"], page["tile"]
     keep = mask.keep(n_q, n_k)[0, 0]
     whole = keep.unfold(0, tile, tile).unfold(1, tile, tile).flatten(2)  # [rows of tiles, columns of tiles, pairs]
@@ -83,7 +83,7 @@ def draw_tiles(page: dict[str, object]) -> str:
 
 
 DRAWN_BY: dict[str, Callable[[dict[str, object]], str]] = {"alibi.svg": draw_bias, "tiles.svg": draw_tiles}
-"""Which function draws a file of pictures/ from the namespace of the page that shows it; `draw_mask` where it is not here."""
+"""What draws a file of pictures/ from the namespace of the page that shows it, where that is not `draw_mask`."""
 
 
 def draw(name: str, page: dict[str, object]) -> str:
@@ -122,8 +122,8 @@ def _picture(panels: list[str], n_q: int, n_k: int, legend: list[tuple[str, str]
     panel_width = GAP + n_k * CELL + 12
     top = GAP + n_q * CELL + 14
     marks = "\n".join(
-        f'{_cell(GAP, top + 24 * row, attributes)}<text class="left" x="{GAP + 30}" y="{top + 24 * row + 11}">{words}</text>'
-        for row, (attributes, words) in enumerate(legend)
+        f'{_cell(GAP, y, attributes)}<text class="left" x="{GAP + 30}" y="{y + CELL / 2:g}">{words}</text>'
+        for y, (attributes, words) in zip(range(top, top + 24 * len(legend), 24), legend, strict=True)
     )
     width = max(len(panels) * panel_width, GAP + 40 + 7 * max(len(words) for _, words in legend))
     height = top + 24 * len(legend) + 2

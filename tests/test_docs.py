@@ -1,4 +1,4 @@
-"""The site: its code runs and prints what it says, its tables and pictures are those of the code, its links lead somewhere."""
+"""The site: its code prints what it says, its tables and pictures are those of the code, its links lead somewhere."""
 
 from __future__ import annotations
 

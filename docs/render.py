@@ -26,11 +26,11 @@ def output_of(command: str) -> str:
 
 
 def main() -> None:
-    for path in pages.PAGES:
+    for path in pages.GUIDES:
         page = path.read_text()
         outputs = {command: output_of(command) for command, _ in pages.generated_parts(page)}
         path.write_text(pages.with_generated_parts(page, outputs))
-        if any(block.pictures for block in pages.python_blocks(page)):
+        if any(block.pictures for block in pages.python_blocks(page)):  # else there is no need to run it
             for block, _, namespace in pages.run(path):
                 for name in block.pictures:
                     (pages.FOLDER / "pictures" / name).write_text(pictures.draw(name, namespace))

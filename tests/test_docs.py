@@ -20,7 +20,7 @@ import fastattn
 from docs import pages, pictures, render
 
 ROOT = Path(__file__).parent.parent
-GUIDES = [*pages.PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+GUIDES = [*pages.GUIDES, ROOT / "CONTRIBUTING.md"]
 
 
 def sources(*folders: str) -> str:
@@ -45,15 +45,23 @@ def test_code_prints_and_draws_what_the_page_shows(path):
             assert shown == pictures.draw(name, namespace), f"{name} is another mask: python -m docs.render"
 
 
+@pytest.mark.parametrize("path", pages.PAGES, ids=by_name)
+def test_no_block_is_overlooked(path):
+    page = path.read_text()
+    kinds = re.findall(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*(\S*)", page, re.MULTILINE)[::2]
+    assert set(kinds) <= {"python", "text", "console"}
+    assert kinds.count("python") == len(pages.python_blocks(page))
+
+
 def test_every_picture_is_on_a_page():
     shown = [name for path in pages.PAGES for block in pages.python_blocks(path.read_text()) for name in block.pictures]
     assert sorted(shown) == sorted(path.name for path in (pages.FOLDER / "pictures").iterdir())
 
 
-@pytest.mark.parametrize("path", pages.PAGES, ids=by_name)
+@pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
 def test_generated_parts_are_what_their_commands_print(path):
     page = path.read_text()
-    assert page.count("<!-- run: ") == page.count("<!-- end -->") == len(pages.generated_parts(page))
+    assert page.count("<!-- run: ") == len(pages.generated_parts(page))
     for command, written in pages.generated_parts(page):
         assert written == render.output_of(command), f"{command}: python -m docs.render"
 

@@ -16,7 +16,8 @@ _LOG = logging.getLogger("mkdocs.hooks.fastattn")  # a warning here fails a stri
 _MODULE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]*)[^)]*\)")
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Sources|Example):$", re.MULTILINE)
-_ITEM = re.compile(r"^([\w*]+(?:, [\w*]+)*)((?: \([^)]*\))?): ")
+_ITEM = re.compile(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*)((?: \([^)]*\))?): ")
+_BROKEN_NAMES = re.compile(r",\n(?=[\w*, ]+: )")
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
@@ -28,15 +29,23 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
             _LOG.warning("%s links to %s, which is not there", page.file.src_path, link[2])
         return link[1]
 
-    return _MODULE.sub(lambda line: documented(line[1]), _OUTSIDE.sub(text_of, markdown))
+    documented: dict[object, str] = {}
+    return _MODULE.sub(lambda line: _documented(line[1], documented), _OUTSIDE.sub(text_of, markdown))
 
 
-def documented(module: str) -> str:
-    """Markdown for every public name of a module: its signature, its docstring, and those of its public methods."""
+def _documented(module: str, before: dict[object, str]) -> str:
+    """Markdown for every public name of a module: its signature, its docstring, and those of its public methods.
+
+    before: by what was documented already, its name; the names of this module are added.
+    """
     found = importlib.import_module(module)
     parts = []
     for name in sorted(found.__all__, key=str.lower):
         thing = getattr(found, name)
+        if thing in before:
+            parts += [f"### {name} {{ #{module}.{name} }}", f"See [`{before[thing]}`](#{before[thing]})."]
+            continue
+        before[thing] = f"{module}.{name}"
         parts += [f"### {name} {{ #{module}.{name} }}", _signature(name, thing), _as_markdown(inspect.getdoc(thing))]
         for method_name, method in vars(thing).items() if inspect.isclass(thing) else ():
             function = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
@@ -74,6 +83,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
     if parameter.default is parameter.empty:
         return text
     default = getattr(parameter.default, "__name__", repr(parameter.default))
+    default = "..." if default.startswith("<") else default  # what a dataclass makes anew
     return f"{text} = {default}" if ":" in text else f"{text}={default}"
 
 
@@ -84,20 +94,21 @@ def _type(annotation: object) -> str:
 def _as_markdown(docstring: str) -> str:
     """A docstring of this library: text, then sections of items, sentences or one example."""
     before, *sections = _SECTION.split(docstring)
-    parts = [_items(before)]
+    parts = [_items(before, of_section=False)]
     for heading, body in zip(sections[::2], sections[1::2], strict=True):
         body = inspect.cleandoc(body)
-        parts.append(f"```pycon\n{body}\n```" if heading == "Example" else f"**{heading}**\n\n{_items(body)}")
+        is_code = heading == "Example"
+        parts += [f"```pycon\n{body}\n```"] if is_code else [f"**{heading}**", _items(body, of_section=True)]
     return "\n\n".join(parts)
 
 
-def _items(text: str) -> str:
+def _items(text: str, *, of_section: bool) -> str:
     """`name: what it is`, with its further lines indented, as the item of a list; other text as it is."""
-    lines = []
-    for line in text.strip().splitlines():
-        if _ITEM.match(line):
-            if lines and lines[-1] and not lines[-1].startswith(("- ", "    ")):
-                lines.append("")  # a list begins after a blank line
-            line = _ITEM.sub(r"- `\1`\2: ", line, count=1)
+    lines, may_begin = [], True
+    for line in _BROKEN_NAMES.sub(", ", text.strip()).splitlines():
+        item = _ITEM.match(line) if may_begin else None
+        if item and (of_section or item[1].islower()):  # outside a section, only fields have descriptions
+            line = f"- `{item[1]}`{item[2]}: {line[item.end() :]}"
+        may_begin = not line or line.startswith(("- ", "    "))  # not in the middle of a sentence
         lines.append(line)
     return "\n".join(lines)

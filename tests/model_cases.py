@@ -67,3 +67,104 @@ class ModelCase:
 
     def __str__(self) -> str:
         return f"{self.library.name}: {self.family}"
+
+
+def at_real(output: Tensor, real: Tensor | None) -> Tensor:
+    """The rows of `output` [B, L, ...] at real tokens. What stands at padding means nothing, but must be finite."""
+    assert output.isfinite().all()
+    return output if real is None else output[real]
+
+
+def random_like(model: nn.Module, *shape: int) -> Tensor:
+    """Inputs for a model: the same for every dtype, but for rounding."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(next(model.parameters()))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One case in one dtype: the same parameters under three attentions."""
+
+    case: ModelCase
+    eager: nn.Module
+    swapped: nn.Module
+    exact: nn.Module
+    report: fastattn.SwapReport
+
+
+def compared(case: ModelCase, dtype: torch.dtype = torch.float32) -> Compared:
+    """The model with the library's own attention, a swapped copy, and one in fp64."""
+    torch.manual_seed(0)
+    model = case.make().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that attention is far from uniform
+            parameter.normal_(std=0.2)
+    model.to(dtype)
+    eager, swapped, exact = model, copy.deepcopy(model), copy.deepcopy(model).double()
+    case.library.use_eager(eager)
+    case.library.use_exact(exact)
+    return Compared(case, eager, swapped, exact, fastattn.swap(swapped))
+
+
+def outputs_and_gradients(case: ModelCase, model: nn.Module, real: Tensor | None) -> dict[str, Tensor]:
+    """The outputs, and the gradients of a loss over them as one vector."""
+    outputs = case.run(model, real)
+    generator = torch.Generator().manual_seed(2)
+    cotangents = [torch.randn(output.shape, generator=generator).to(output) for output in outputs.values()]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(list(outputs.values()), parameters, cotangents, allow_unused=True)
+    found = {name: output.detach() for name, output in outputs.items()}
+    return found | {"gradients": torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])}
+
+
+def weights(case: ModelCase, model: nn.Module, real: Tensor | None) -> dict[str, Tensor]:
+    """The attention weights of every layer."""
+    with torch.no_grad():
+        return case.run_with_weights(model, real)
+
+
+def objections(
+    models: Compared, results: Callable[[ModelCase, nn.Module, Tensor | None], dict[str, Tensor]], padding: str
+) -> list[str]:
+    """What is wrong with these results of the swapped model, each in a sentence that names the padding."""
+    call = models.case, PADDINGS[padding]
+    actual, naive, exact = (
+        results(call[0], model, call[1]) for model in (models.swapped, models.eager, models.exact)
+    )
+    if not actual.keys() == naive.keys() == exact.keys():
+        return [f"{padding}: got {sorted(actual)} instead of {sorted(naive)}"]
+    errors = [compare(name, actual[name], naive[name], exact[name].double()) for name in exact]
+    near = 30 * torch.finfo(actual[errors[0].output].dtype).eps ** 0.75  # so that a budget cannot hide a wrong answer
+    loose = [error for error in errors if not error.budget < near * exact[error.output].abs().max()]
+    return [f"{padding}: naive and exact disagree: {error}" for error in loose] + [
+        f"{padding}: {error}" for error in errors if not error.right
+    ]
+
+
+@dataclass
+class Calls:
+    """What fastattn was asked for.
+
+    features: what any of the calls needed.
+    backends: the names of those that computed them.
+    """
+
+    features: set[str] = field(default_factory=set)
+    backends: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def calls_seen() -> Iterator[Calls]:
+    """Notes every attention that is computed meanwhile."""
+    calls, select = Calls(), api.select
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *args: object, **options: object) -> str:
+        backend = select(q, k, v, spec, *args, **options)
+        calls.features |= spec.features()
+        calls.backends.add(backend)
+        return backend
+
+    api.select = noted
+    try:
+        yield calls
+    finally:
+        api.select = select

@@ -56,6 +56,13 @@ TRANSFORMERS = Library(
 )
 
 
+def exact(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in fp64."""
+    model = copy.deepcopy(model).double()
+    TRANSFORMERS.use_exact(model)
+    return model
+
+
 def ids(seed: int = 1) -> Tensor:
     return torch.randint(3, VOCABULARY, (3, L), generator=torch.Generator().manual_seed(seed))
 
@@ -348,6 +355,9 @@ CASES = (
     speech("Wav2Vec2", "Wav2Vec2"),
     speech("HuBERT", "Hubert"),
 )
+
+
+BY_FAMILY = {case.family: case for case in CASES}
 
 
 def with_own_attention(

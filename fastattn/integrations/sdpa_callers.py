@@ -63,6 +63,8 @@ class _ToFastattn(TorchFunctionMode):
             tensors = (*args[:4], *(kwargs.get(name) for name in ("query", "key", "value", "attn_mask")))
             if all(x is None or (type(x) in _PLAIN and not x.is_nested) for x in tensors):
                 return scaled_dot_product_attention(*args, **kwargs)
+        if func is Tensor.unflatten:  # Dynamo cannot call this one method from here
+            func = torch.unflatten
         return func(*args, **kwargs)
 
 

@@ -108,9 +108,10 @@ def random_like(model: nn.Module, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Compared:
-    """One case in one dtype: the same parameters under three attentions."""
+    """One case in one dtype: the same parameters as they were made, and under three attentions."""
 
     case: ModelCase
+    untouched: nn.Module
     eager: nn.Module
     swapped: nn.Module
     exact: nn.Module
@@ -128,10 +129,10 @@ def compared(case: ModelCase, dtype: torch.dtype = torch.float32) -> Compared:
             else:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.to(dtype)
-    eager, swapped, exact = model, copy.deepcopy(model), copy.deepcopy(model).double()
+    eager, swapped, exact = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model).double()
     case.library.use_eager(eager)
     case.library.use_exact(exact)
-    return Compared(case, eager, swapped, exact, fastattn.swap(swapped))
+    return Compared(case, model, eager, swapped, exact, fastattn.swap(swapped))
 
 
 def outputs_and_gradients(case: ModelCase, model: nn.Module, real: Tensor | None) -> dict[str, Tensor]:

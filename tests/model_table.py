@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -10,8 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import conftest  # noqa: F401 (lets torchvision be imported)
+import sentence_cases
 import torch
+import torch_cases
 import transformers_cases
+import vision_cases
 from model_cases import (
     PADDINGS,
     Compared,
@@ -27,7 +29,12 @@ from torch import nn
 
 import fastattn
 
-CASES: tuple[ModelCase, ...] = transformers_cases.CASES
+CASES: tuple[ModelCase, ...] = (
+    *transformers_cases.CASES,
+    *sentence_cases.CASES,
+    *vision_cases.CASES,
+    *torch_cases.CASES,
+)
 REFUSED: tuple[RefusedCase, ...] = transformers_cases.REFUSED
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
@@ -80,7 +87,7 @@ def examine(case: ModelCase) -> Finding:
     if case.run_with_weights is not None:
         wrong += [f"weights, {why}" for why in _objections(models, weights)]
     wrong += [f"refused {name}: {why}" for name, why in models.report.refused.items()]
-    packed = replace(models, swapped=copy.deepcopy(models.eager))
+    packed = replace(models, swapped=models.untouched)
     packs = _packs(packed)
     if packs:
         wrong += [f"packed, {why}" for why in _objections(packed, outputs_and_gradients)]

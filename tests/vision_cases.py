@@ -82,7 +82,7 @@ ROTARY = {"use_rot_pos_emb": True, "ref_feat_shape": (4, 4)}
 
 def swin() -> nn.Module:
     """With a shifted window in its first stage."""
-    return timm.models.SwinTransformer(**STAGES, patch_size=4, window_size=4, num_classes=CLASSES)
+    return timm.models.SwinTransformer(**STAGES, patch_size=4, window_size=4, drop_path_rate=0.0, num_classes=CLASSES)
 
 
 def hiera() -> nn.Module:

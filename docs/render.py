@@ -6,19 +6,31 @@ import io
 import runpy
 import shlex
 import sys
+import warnings
 from contextlib import redirect_stdout
+from functools import partial
 from unittest import mock
 
 from docs import pages, pictures
 
 
 def output_of(command: str) -> str:
-    """What `fastattn ...` or `python -m MODULE ...` prints."""
-    words = shlex.split(command)
-    module, *args = ["fastattn", *words[1:]] if words[0] == "fastattn" else words[2:]
-    with redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "argv", [module, *args]):
+    """What `fastattn ...`, `python -m MODULE ...` or `python FILE ...` prints; RuntimeError if it fails."""
+    match shlex.split(command):
+        case ["fastattn" as program, *args] | ["python", "-m", program, *args]:
+            run = partial(runpy.run_module, program, alter_sys=True)
+        case ["python", program, *args]:
+            run = partial(runpy.run_path, str(pages.FOLDER.parent / program))
+        case _:
+            raise RuntimeError(f"command must be fastattn or python, got {command}")
+    with (
+        redirect_stdout(io.StringIO()) as printed,
+        mock.patch.object(sys, "argv", [program, *args]),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # it runs a second time here
         try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            run(run_name="__main__")
         except SystemExit as end:
             if end.code:
                 raise RuntimeError(f"{command} ended with {end.code}") from end

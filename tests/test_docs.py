@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import doctest
-import io
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -80,31 +77,14 @@ def test_commands_and_their_options_exist(command):
             extras = {extra for word in rest for part in re.findall(r"\[(.+)\]", word) for extra in part.split(",")}
             project = (ROOT / "pyproject.toml").read_text()
             assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
-        case ["fastattn", *rest]:
-            assert_options(rest, help_of("fastattn", rest))
-        case ["python", "-m", module, *rest]:
-            assert_options(rest, help_of(module, rest))
-        case ["python", script, *rest]:
-            assert_options(rest, help_of(str(ROOT / script), rest))
+        case ["fastattn" | "python", *rest]:
+            begin = 1 if words[1] == "-m" else 0  # options of Python's own
+            options = [word for word in rest[begin:] if word.startswith("-")]
+            chosen = words[: words.index(options[0], begin + 1)] if options else words
+            text = render.output_of(shlex.join([*chosen, "--help"]))
+            assert [option for option in options if not re.search(rf"{option}\b", text)] == []
         case _:
             assert os.access(ROOT / command, os.X_OK), f"what is {command!r}?"
-
-
-def help_of(program: str, words: list[str]) -> str:
-    """What a module or a script prints for --help, after the words of this command that choose what it does."""
-    chosen = words[: next((i for i, word in enumerate(words) if word.startswith("-")), len(words))]
-    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [program, *chosen, "--help"])
-        run = runpy.run_path if program.endswith(".py") else runpy.run_module
-        with pytest.raises(SystemExit) as end:
-            run(program, run_name="__main__")
-    assert not end.value.code
-    return printed.getvalue()
-
-
-def assert_options(words: list[str], text: str) -> None:
-    for option in (word for word in words if word.startswith("-")):
-        assert re.search(rf"{option}\b", text), f"{option} is no option of it"
 
 
 def first_column(page: str, heading: str) -> list[str]:

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.utils.output_capturing import _active_collector
 
 from ..api import attention, attention_with_weights
+from ..nn.packing import Packing
 from ..spec import Mask
 
 IMPLEMENTATION = "fastattn"
@@ -107,6 +108,30 @@ class PreparedMask(Mask):
             return args[1] + args[0]
         args, kwargs = tree_map_only(cls, cls.tensor, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+class PackedMask(PreparedMask):
+    """What the tokens of a packed batch see of those of the same sample.
+
+    queries: how the queries were packed.
+    keys: how the keys were.
+    padded: the mask of the padded batch.
+    """
+
+    __slots__ = ("keys", "padded", "queries")
+
+    @classmethod
+    def of(cls, padded: PreparedMask, queries: Packing, keys: Packing) -> PackedMask:
+        """The mask that says what `padded` says."""
+        packed = cls(causal=padded.causal, window=padded.window, segments=(queries.documents, keys.documents))
+        for name, value in (("queries", queries), ("keys", keys), ("padded", padded)):
+            object.__setattr__(packed, name, value)  # a Mask is frozen
+        return packed
+
+    def needs_places(self, position_bias: Tensor | None) -> bool:
+        """Whether the attention counts places that are not there in the packed batch, so that it has to be padded."""
+        of_places = position_bias is not None and position_bias.shape[-2:].numel() > 1
+        return of_places or ("window" in self.features() and not self.queries.contiguous)
 
 
 def register() -> None:
@@ -433,6 +458,15 @@ def attention_forward(
     unknown = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
     if unknown:
         raise _refusal(module, f"the option {', '.join(sorted(unknown))} is not supported")
+    if isinstance(attention_mask, PackedMask) and attention_mask.needs_places(position_bias):
+        queries, keys, mask = attention_mask.queries, attention_mask.keys, attention_mask.padded
+        padded = (
+            packing.unpack(x[0].transpose(0, 1)).transpose(1, 2)
+            for packing, x in ((queries, query), (keys, key), (keys, value))
+        )
+        terms = (mask, dropout, scaling, is_causal, position_bias, softcap, s_aux, sliding_window)
+        return queries.pack(attention_forward(module, *padded, *terms)[0])[None], None
+
     n_q, n_k = query.shape[2], key.shape[2]
     if attention_mask is None:
         if sliding_window is not None and sliding_window < n_k:

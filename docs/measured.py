@@ -43,18 +43,29 @@ def layers(machine: str) -> str:
 
 def encoder(machine: str) -> str:
     """Times of an encoder on a padded batch in ms, and speed-ups over torch.nn's."""
-    document = _read(machine, "padding-free")
+    return _times(_read(machine, "padding-free"), "mode", ("torch", "torch padded", "fastattn", "swapped"))
+
+
+def packed(machine: str) -> str:
+    """Times of a model of transformers on padded batches in ms, and speed-ups over the model as it was."""
+    return _times(_read(machine, "packed-transformers"), "what", ("transformers", "swapped", "packed"))
+
+
+def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
+    """Median times of contenders in ms, and how many times as fast as the first of them fastattn's are."""
+    ours = [name for name in names if name in ("fastattn", "swapped", "packed")]
     lines = []
     for row in document["rows"]:
-        ms = {name: 1e3 * median(seconds) for name, seconds in row["seconds"].items()}
-        speed_ups = (f"{ms['torch'] / ms[name]:.2f}" for name in ("fastattn", "swapped"))
-        names = ("torch", "torch padded", "fastattn", "swapped")
-        lines.append((row["mode"], *(f"{ms[name]:.0f}" for name in names), *speed_ups))
-    headings = ("", "torch, ms", "torch padded, ms", "fastattn.nn, ms", "swapped, ms", "fastattn.nn", "swapped")
-    return f"{_about(document)}\n\n{_table(headings, lines)}"
+        ms = {name: 1e3 * median(row["seconds"][name]) for name in names}
+        speed_ups = (f"{ms[names[0]] / ms[name]:.2f}" for name in ours)
+        lines.append((row[what], *(f"{ms[name]:.0f}" for name in names), *speed_ups))
+    headings = ("", *(f"{name}, ms" for name in names), *(f"{name}, speed-up" for name in ours))
+    fills = {row["fill"] for row in document["rows"] if "fill" in row}
+    about = "".join(f" Fill {fill:.3f} = 1 / {1 / fill:.2f}." for fill in fills)
+    return f"{_about(document)}{about}\n\n{_table(headings, lines)}"
 
 
-TABLES = {"attention": attention, "layers": layers, "encoder": encoder}
+TABLES = {"attention": attention, "layers": layers, "encoder": encoder, "packed": packed}
 
 
 def main() -> None:

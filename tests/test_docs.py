@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import fastattn
-from docs import pages, pictures, render
+from docs import measured, pages, pictures, render
 
 ROOT = Path(__file__).parent.parent
 GUIDES = [*pages.GUIDES, ROOT / "CONTRIBUTING.md"]
@@ -61,6 +62,17 @@ def test_generated_parts_are_what_their_commands_print(path):
     assert page.count("<!-- run: ") == len(pages.generated_parts(page))
     for command, written in pages.generated_parts(page):
         assert written == render.output_of(command), f"{command}: python -m docs.render"
+
+
+def test_the_table_of_packed_models(tmp_path, monkeypatch):
+    seconds = {"transformers": [0.3, 0.1, 0.2], "swapped": [0.2], "packed": [0.05]}
+    about = {"cpu": "A CPU", "cores": 2, "torch_threads": 2}, {"fastattn": "1", "torch": "2", "python": "3"}
+    document = {"machine": about[0], "versions": about[1], "rows": [{"what": "x", "fill": 0.25, "seconds": seconds}]}
+    (tmp_path / "some-packed-transformers.json").write_text(json.dumps(document))
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    lines = measured.packed("some").splitlines()
+    assert lines[0].endswith(" Fill 0.250 = 1 / 4.00.")
+    assert lines[-1] == "| x | 200 | 200 | 50 | 1.00 | 4.00 |"
 
 
 COMMANDS = sorted({line for path in GUIDES for line in pages.shell_lines(path.read_text())})

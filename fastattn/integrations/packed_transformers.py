@@ -22,20 +22,24 @@ from ..nn.packing import Packing, worth_packing
 from .transformers import PackedMask, PreparedMask, attention_modules
 
 MODEL_TYPES = frozenset(
-    {"bart", "bert", "camembert", "distilbert", "electra", "gpt2", "llama", "m2m_100", "marian", "mbart", "mistral"}
-    | {"modernbert", "mt5", "pegasus", "qwen2", "qwen3", "roberta", "t5", "xlm-roberta"}
+    {"albert", "bert", "camembert", "clip_text_model", "distilbert", "electra", "ernie", "eurobert"}
+    | {"hubert", "modernbert", "roberta", "siglip_text_model", "wav2vec2", "xlm-roberta"}
+    | {"cohere", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox"}
+    | {"gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3"}
+    | {"qwen3_moe", "smollm3", "starcoder2"}
+    | {"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5"}
 )
 """Models whose layers, as tests show, take all they know of positions from what they are given."""
 
 _COUNT_TOKENS = frozenset({"mt5", "t5"})
 """But for these: their first layer makes a bias for as many tokens as it sees, unless it is given one."""
 
-_PACKABLE = frozenset({"causal", "window", "real_keys", "real_queries"})
 _OF_TOKENS = ("position_ids", "position_embeddings")
 _MASKS = ("attention_mask", "encoder_attention_mask")
 _OF_PLACES = ("position_bias", "encoder_decoder_position_bias")
-_WITHOUT_TOKENS = ("use_cache", "output_attentions", "output_router_logits", "num_items_in_batch")
-_KNOWN = frozenset({*_OF_TOKENS, *_MASKS, *_OF_PLACES, *_WITHOUT_TOKENS, "encoder_hidden_states"})
+_ASKED_FOR = ("output_attentions", "output_hidden_states")
+_WITHOUT_TOKENS = ("is_causal", "num_items_in_batch", "output_router_logits", "return_dict", "use_cache")
+_KNOWN = frozenset({*_OF_TOKENS, *_MASKS, *_OF_PLACES, *_ASKED_FOR, *_WITHOUT_TOKENS, "encoder_hidden_states"})
 
 
 @dataclass
@@ -70,24 +74,13 @@ class PackedPass:
 
     @classmethod
     def of(cls, x: Tensor, arguments: dict[str, object]) -> PackedPass | str:
-        """The pass of a layer that is called so, or why it is not packed: found for the first, kept for the others."""
+        """The pass of a layer that is called so, or why it need not be packed."""
         mask, states = arguments["attention_mask"], arguments.get("encoder_hidden_states")
-        if (found := getattr(mask, "packed", None)) is None:
-            cross_mask = None if states is None else arguments.get("encoder_attention_mask")
-            found = cls._found(mask, x, cross_mask, states)
-            object.__setattr__(mask, "packed", found)
-        return found
-
-    @classmethod
-    def _found(
-        cls, mask: PreparedMask, x: Tensor, cross_mask: PreparedMask | None, states: Tensor | None
-    ) -> PackedPass | str:
+        cross_mask = None if states is None else arguments.get("encoder_attention_mask")
         packings = []
         for of, tokens in ((mask, x),) if states is None else ((mask, x), (cross_mask, states)):
             if not isinstance(of, PreparedMask):
                 return "the call has a mask of its own for the encoder's output"
-            if others := of.features() - _PACKABLE:
-                return f"the mask has {', '.join(sorted(others))}"
             every = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
             packings.append(Packing(every if of.real_keys is None else of.real_keys))
         if not worth_packing(*(packing.real for packing in packings)):
@@ -138,7 +131,7 @@ class PackedStack:
         self.why = None
         if not layers or layers[0] is not self.first or layers[-1] is not self.last:
             self.why = "the stack of layers was changed after the swap"
-        elif parent.training and getattr(parent, "layerdrop", 0.0) > 0.0:
+        elif parent.training and any(getattr(of, "layerdrop", 0.0) for of in (parent, getattr(parent, "config", None))):
             self.why = "layers are left out at random (layerdrop)"
 
     def remove(self) -> None:
@@ -153,15 +146,14 @@ class PackedStack:
         if not isinstance(arguments.get("attention_mask"), PreparedMask):
             return None
         x = arguments.pop(names[0])
-        found = self._objection(arguments) or PackedPass.of(x, arguments)
-        if layer is self.first:
-            self.calls.count(found if isinstance(found, str) else None)
+        found = self._decision(layer, x, arguments)
         if isinstance(found, str):
             return None
         arguments = found.arguments(arguments)
         if layer is self.first and self.counts_tokens:
             arguments |= _biases_of_places(layer, x)
-        arguments[names[0]] = _packed(x, found.mask.queries) if layer is self.first else x
+        queries = found.mask.queries
+        arguments[names[0]] = _packed(x, queries) if x.shape[:2] == queries.real.shape else x
         # What came by position stays there: activation checkpointing differentiates by nothing else.
         return tuple(arguments.pop(name) for name in names[: len(args)]), arguments
 
@@ -174,11 +166,21 @@ class PackedStack:
             return (mask.queries.unpack(output[0][0]), *output[1:])
         return mask.queries.unpack(output[0])
 
+    def _decision(self, layer: nn.Module, x: Tensor, arguments: dict[str, object]) -> PackedPass | str:
+        """How the pass that this layer is in is packed, or why it is not: the same for all that are given its mask."""
+        mask = arguments["attention_mask"]
+        if (found := getattr(mask, "packed", None)) is None:
+            found = self._objection(arguments) or PackedPass.of(x, arguments)
+            object.__setattr__(mask, "packed", found)
+            if layer is self.first:
+                self.calls.count(found if isinstance(found, str) else None)
+        return found
+
     def _objection(self, arguments: dict[str, object]) -> str | None:
         """Why a pass in which a layer has these arguments cannot be packed."""
         if self.why is not None:
             return self.why
-        if _active_collector.get() or arguments.get("output_attentions"):
+        if _active_collector.get() or any(arguments.get(name) for name in _ASKED_FOR):
             return "hidden states or attentions are asked for"
         if arguments.get("past_key_values") is not None:
             return "the call has a cache, past_key_values; use_cache=False does without"

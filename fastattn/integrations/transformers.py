@@ -123,15 +123,19 @@ class PackedMask(PreparedMask):
     @classmethod
     def of(cls, padded: PreparedMask, queries: Packing, keys: Packing) -> PackedMask:
         """The mask that says what `padded` says."""
-        packed = cls(causal=padded.causal, window=padded.window, segments=(queries.documents, keys.documents))
+        documents = queries.documents, keys.documents
+        lengths = 1, documents[0].shape[1], documents[1].shape[1]
+        packed = cls.for_lengths(lengths, causal=padded.causal, window=padded.window, segments=documents)
         for name, value in (("queries", queries), ("keys", keys), ("padded", padded)):
             object.__setattr__(packed, name, value)  # a Mask is frozen
         return packed
 
     def needs_places(self, position_bias: Tensor | None) -> bool:
-        """Whether the attention counts places that are not there in the packed batch, so that it has to be padded."""
-        of_places = position_bias is not None and position_bias.shape[-2:].numel() > 1
-        return of_places or ("window" in self.features() and not self.queries.contiguous)
+        """Whether the attention asks for the places in the padded batch, so that it has to be computed there."""
+        if position_bias is not None and position_bias.shape[-2:].numel() > 1:
+            return True
+        asked = self.padded.features() - {"causal", "real_keys", "real_queries"}
+        return bool(asked - {"window"}) or (bool(asked) and not self.queries.contiguous)
 
 
 def register() -> None:

@@ -74,7 +74,7 @@ def torch_case(name: str, make: Callable, run: Callable, **options: object) -> M
 
 
 # Where padding comes first, a causal query sees nothing, and torch's answer is NaN.
-CAUSAL = {"needs": frozenset({"causal"}), "paddings": ("none", "right")}
+CAUSAL = {"needs": frozenset({"causal", "segments"}), "paddings": ("none", "right")}
 
 
 CASES = (

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 VOCABULARY = 99
+IMAGE_TOKEN = 2  # `ids` has none
 
 
 def formula(
@@ -239,18 +240,11 @@ def as_speech(model: PreTrainedModel, real: Tensor | None) -> dict[str, object]:
 
 def with_image_tokens(model: PreTrainedModel, real: Tensor | None) -> dict[str, object]:
     """Tokens in the middle stand for the patches of an image."""
-    token, patches = model.config.image_token_id, slice(4, 8)
-    tokens = ids()
-    tokens[:, patches] = token
-    types = torch.zeros_like(tokens)
-    types[:, patches] = 1
-    return {
-        "input_ids": tokens,
-        "pixel_values": image(model),
-        "use_cache": False,
-        "token_type_ids": types,
-        **masked(real),
-    }
+    found = as_decoder(model, real) | {"pixel_values": image(model)}
+    types = torch.zeros_like(found["input_ids"])
+    types[:, 4:8] = 1
+    found["input_ids"] = found["input_ids"].where(types == 0, IMAGE_TOKEN)
+    return found if model.config.model_type == "llava" else found | {"token_type_ids": types}
 
 
 VISION = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "max_position_embeddings")} | {
@@ -282,6 +276,16 @@ def two_towers(family: str, name: str, *needs: str) -> ModelCase:
         | {"vision_model_output.pooler_output": everything},
         attentions={f"{tower}.attentions": real for tower, real in rows.items()},
     )
+
+
+def images_and_text(family: str, name: str, *needs: str, **config: object) -> ModelCase:
+    """A case of a decoder that reads images among its tokens."""
+    towers = {
+        "text_config": GROUPED,
+        "vision_config": VISION | {"model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False},
+        "image_token_index": IMAGE_TOKEN,
+    }
+    return transformers_case(family, f"{name}Model", towers | config, with_image_tokens, needs=needs)
 
 
 def speech(family: str, name: str) -> ModelCase:
@@ -321,7 +325,9 @@ CASES = (
     decoder("Mixtral", "Mixtral", num_local_experts=2, **EXPERTS),
     decoder("Qwen2", "Qwen2"),
     decoder("Qwen3", "Qwen3"),
+    decoder("Qwen3-Next", "Qwen3Next", layer_types=["linear_attention", "full_attention"], num_experts=2, **EXPERTS),
     decoder("Qwen3-MoE", "Qwen3Moe", num_experts=2, moe_intermediate_size=16, **EXPERTS),
+    decoder("Phi", "Phi"),
     decoder("Phi-3", "Phi3"),
     decoder("Gemma", "Gemma"),
     decoder("Gemma 2", "Gemma2", "window", "softcap", sliding_window=5, attn_logit_softcapping=2.0),
@@ -331,6 +337,7 @@ CASES = (
     decoder("StarCoder 2", "Starcoder2"),
     decoder("SmolLM 3", "SmolLM3"),
     decoder("Cohere", "Cohere"),
+    decoder("Cohere 2", "Cohere2", "window", sliding_window=5),
     decoder("GLM 4", "Glm4"),
     decoder(
         "Llama 4", "Llama4", "dense", attention_chunk_size=5, no_rope_layers=[1, 0], num_local_experts=2, **EXPERTS
@@ -352,11 +359,48 @@ CASES = (
     vision("DINOv3", "DINOv3ViT"),
     two_towers("CLIP", "CLIP", "causal"),
     two_towers("SigLIP", "Siglip"),
+    images_and_text(
+        "LLaVA",
+        "Llava",
+        "causal",
+        vision_config=VISION | {"model_type": "clip_vision_model"},
+        vision_feature_layer=-1,
+    ),
+    images_and_text(
+        "PaliGemma", "PaliGemma", "dense", text_config=GROUPED | {"model_type": "gemma"}, projection_dim=32
+    ),
+    images_and_text(
+        "Gemma 3 with images",
+        "Gemma3",
+        "dense",
+        text_config=GROUPED | {"sliding_window": 5},
+        mm_tokens_per_image=4,
+    ),
+    transformers_case(
+        "Whisper",
+        "WhisperModel",
+        BART | {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 64},
+        as_seq2seq_of("input_features", lambda model: random_like(model, 3, 4, 16)),
+        needs=("causal",),
+        outputs=HIDDEN,
+        attentions={"encoder_attentions": everything, "decoder_attentions": given, "cross_attentions": given},
+    ),
     speech("Wav2Vec2", "Wav2Vec2"),
     speech("HuBERT", "Hubert"),
 )
 
 
+GEMMA_4 = decoder(  # its scores have no scale, so that bf16 is far off with whatever attention
+    "Gemma 4",
+    "Gemma4",
+    "window",
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    sliding_window=5,
+    global_head_dim=8,
+    hidden_size_per_layer_input=8,
+)
 BY_FAMILY = {case.family: case for case in CASES}
 
 

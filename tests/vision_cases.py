@@ -62,9 +62,13 @@ def classified(model: nn.Module, real: None) -> dict[str, Tensor]:
 
 
 def timm_case(
-    family: str, make: Callable[[], nn.Module], needs: tuple[str, ...] = (), run: Callable = classified
+    family: str,
+    make: Callable[[], nn.Module],
+    needs: tuple[str, ...] = (),
+    run: Callable = classified,
+    keeps: frozenset[str] = frozenset(),
 ) -> ModelCase:
-    return ModelCase(TIMM, family, make, run, frozenset(needs))
+    return ModelCase(TIMM, family, make, run, frozenset(needs), keeps=keeps)
 
 
 def created(name: str, **options: object) -> Callable[[], nn.Module]:
@@ -165,7 +169,11 @@ CASES = (
     timm_case("ViT with relative positions", created("vit_relpos_small_patch16_224", **VIT), ("bias",)),
     timm_case("BEiT", created("beit_base_patch16_224", **VIT), ("bias",)),
     timm_case("EVA-02", created("eva02_tiny_patch14_224", **VIT)),
-    timm_case("CaiT", created("cait_xxs24_224", **VIT)),
+    timm_case(
+        "CaiT",
+        created("cait_xxs24_224", **VIT),
+        keeps=frozenset({"timm.models.cait.TalkingHeadAttn computes attention by code of its own"}),
+    ),
     timm_case("XCiT", created("xcit_nano_12_p16_224", **VIT | {"patch_size": 16, "img_size": 64})),
     timm_case("SAM's image encoder", sam, ("bias",)),
     timm_case("Swin", swin, ("bias",)),
@@ -174,5 +182,5 @@ CASES = (
     ModelCase(TORCHVISION, "ViT", vit_of_torchvision, classified),
     ModelCase(OPEN_CLIP, "CLIP", clip, both_towers, frozenset({"causal"})),
     ModelCase(OPEN_CLIP, "CLIP with its own attention", own_clip, both_towers, frozenset({"bias"})),
-    ModelCase(OPEN_CLIP, "CoCa", coca, captioned, frozenset({"causal"})),
+    ModelCase(OPEN_CLIP, "CoCa", coca, captioned, frozenset({"causal", "dense"})),
 )

@@ -6,6 +6,7 @@ attention is 0, while eager attention computes something there that nothing read
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -317,6 +318,35 @@ def test_unswap_gives_the_implementation_back(implementation):
     fastattn.unswap(model)
     assert {module.config._attn_implementation for module in pretrained} == {implementation}
     assert not any("fastattn" in name for module in model.modules() for name in vars(module))
+
+
+def test_a_configuration_that_transformers_does_not_reach():
+    model = BY_FAMILY["BERT"].make()
+    attention = model.encoder.layer[0].attention.self
+    attention.config = copy.deepcopy(model.config)
+    report = fastattn.swap(model)
+    why = "transformers did not set the configuration of BertSelfAttention"
+    assert report.refused == {"encoder.layer.0.attention.self": why}
+    assert report.swapped == {"encoder.layer.1.attention.self": "BertSelfAttention"}
+    assert attention.config._attn_implementation == "sdpa"
+
+
+class OneTower(transformers.CLIPPreTrainedModel):
+    """A model whose attention looks in a configuration that is no model's."""
+
+    def __init__(self, config: transformers.CLIPConfig) -> None:
+        super().__init__(config)
+        self.attention = transformers.models.clip.modeling_clip.CLIPAttention(config.vision_config)
+        self.post_init()
+
+
+def test_unswap_gives_back_a_configuration_that_is_no_models():
+    model = OneTower(BY_FAMILY["CLIP"].make().config)
+    assert fastattn.swap(model).swapped == {"attention": "CLIPAttention"}
+    assert model.config.vision_config._attn_implementation == "fastattn"
+    assert fastattn.swap(model).already == {"attention": "CLIPAttention"}
+    fastattn.unswap(model)
+    assert model.config.vision_config._attn_implementation == "sdpa"
 
 
 def test_a_model_with_its_own_attention_is_refused_and_left_alone():

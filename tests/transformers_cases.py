@@ -166,6 +166,7 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 GROUPED = SIZES | TOKENS | {"num_key_value_heads": 2, "head_dim": 8}
 # All experts for every token, since which are best may turn on a rounding; and an implementation that knows fp64.
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+WINDOWED = GROUPED | {"sliding_window": 5}
 LATENT = {  # keys and values of different width
     "num_key_value_heads": 4,
     "head_dim": 4,
@@ -247,10 +248,24 @@ def with_image_tokens(model: PreTrainedModel, real: Tensor | None) -> dict[str, 
     return found if model.config.model_type == "llava" else found | {"token_type_ids": types}
 
 
+def with_patches(model: PreTrainedModel, real: Tensor | None) -> dict[str, object]:
+    """One token stands for an image of two by two patches."""
+    tokens = ids()
+    tokens[:, 4] = IMAGE_TOKEN
+    patches = {
+        "pixel_values": random_like(model, 3 * 4, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * 3),
+    }
+    return {"input_ids": tokens, "use_cache": False, **patches, **masked(real)}
+
+
 VISION = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "max_position_embeddings")} | {
     "image_size": 8,
     "patch_size": 4,
 }
+PATCHES = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4}
+PATCHES |= {"spatial_merge_size": 2, "window_size": 8, "fullatt_block_indexes": [1], "out_hidden_size": 32}
+ROTARY_3D = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 SPEECH = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
 SPEECH |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
 
@@ -310,6 +325,13 @@ CASES = (
     encoder("ModernBERT", "ModernBert", "window", local_attention=6, global_attn_every_n_layers=2),
     encoder("EuroBERT", "EuroBert", num_key_value_heads=2),
     transformers_case(
+        "EmbeddingGemma",
+        "Gemma3TextModel",
+        GROUPED | {"sliding_window": 6, "use_bidirectional_attention": True},
+        as_encoder,
+        needs=("dense",),
+    ),
+    transformers_case(
         "GPT-2",
         "GPT2LMHeadModel",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} | TOKENS,
@@ -346,6 +368,15 @@ CASES = (
     decoder("gpt-oss", "GptOss", "window", "sinks", sliding_window=5, num_local_experts=2, **EXPERTS),
     seq2seq("T5", "T5ForConditionalGeneration", T5, "bias"),
     seq2seq("mT5", "MT5ForConditionalGeneration", T5, "bias"),
+    transformers_case(
+        "T5Gemma",
+        "T5GemmaForConditionalGeneration",
+        {"vocab_size": VOCABULARY, "encoder": WINDOWED, "decoder": WINDOWED | {"cross_attention_hidden_size": 32}},
+        as_seq2seq,
+        needs=("causal", "window", "softcap"),
+        outputs={"logits": mirrored},
+        attentions=SEQ2SEQ_ATTENTIONS,
+    ),
     seq2seq("BART", "BartForConditionalGeneration", BART),
     seq2seq("mBART", "MBartModel", BART),
     seq2seq("Marian", "MarianModel", BART),
@@ -354,6 +385,14 @@ CASES = (
     vision("ViT", "ViT"),
     vision("DeiT", "DeiT"),
     vision("BEiT", "Beit", "bias", use_relative_position_bias=True),
+    transformers_case(
+        "Swin",
+        "SwinModel",
+        {"image_size": 8, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2},
+        as_vision,
+        needs=("bias",),
+        paddings=("none",),
+    ),
     vision("DINOv2", "Dinov2"),
     vision("DINOv2 with registers", "Dinov2WithRegisters"),
     vision("DINOv3", "DINOv3ViT"),
@@ -375,6 +414,13 @@ CASES = (
         "dense",
         text_config=GROUPED | {"sliding_window": 5},
         mm_tokens_per_image=4,
+    ),
+    transformers_case(
+        "Qwen2.5-VL",
+        "Qwen2_5_VLModel",
+        {"text_config": GROUPED | ROTARY_3D, "vision_config": PATCHES, "image_token_id": IMAGE_TOKEN},
+        with_patches,
+        needs=("causal",),
     ),
     transformers_case(
         "Whisper",
@@ -410,18 +456,23 @@ def with_own_attention(
     config: dict[str, object],
     refused: dict[str, str],
     *,
-    inputs: Callable[[PreTrainedModel, None], dict[str, object]] = as_encoder,
-    output: str = "last_hidden_state",
+    inputs: Callable[[PreTrainedModel, Tensor | None], dict[str, object]] = as_encoder,
+    rows: Rows = given,
     swapped: tuple[str, ...] = (),
 ) -> RefusedCase:
-    """A case that fastattn does not compute, or not all of it. model, config, inputs: as in `transformers_case`."""
+    """A case that fastattn does not compute, or not all of it.
+
+    model, config, inputs: as in `transformers_case`.
+    rows: which of the output's are real.
+    """
+    real = None if inputs is as_vision else PADDINGS["right"]
 
     def make() -> PreTrainedModel:
         cls = getattr(transformers, model)
         return cls(cls.config_class(**copy.deepcopy(config)))
 
     def run(model: PreTrainedModel) -> Tensor:
-        return attrgetter(output)(model(**inputs(model, None)))
+        return at_real(model(**inputs(model, real)).last_hidden_state, rows(real))
 
     return RefusedCase(TRANSFORMERS, family, make, run, refused, frozenset(swapped))
 
@@ -474,6 +525,7 @@ REFUSED = (
         T5 | {"local_radius": 3},
         parts("LongT5LocalAttention", *(f"encoder.block.{i}.layer.0.LocalSelfAttention" for i in range(2))),
         inputs=as_seq2seq,
+        rows=mirrored,
         swapped=("LongT5Attention",),
     ),
     with_own_attention(
@@ -482,6 +534,7 @@ REFUSED = (
         SIZES | TOKENS | {"vision_config": VISION},
         parts("GitSelfAttention", *(f"encoder.layer.{i}.attention.self" for i in range(2))),
         inputs=as_image_and_text,
+        rows=lambda real: nn.functional.pad(real, (5, 0), value=True),  # patches, and what stands for the whole image
         swapped=("GitVisionAttention",),
     ),
 )

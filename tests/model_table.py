@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import conftest  # noqa: F401 (lets torchvision be imported)
+import sentence_cases
 import torch
+import torch_cases
 import transformers_cases
+import vision_cases
 from model_cases import (
     PADDINGS,
     Compared,
@@ -27,8 +30,13 @@ from torch import nn
 
 import fastattn
 
-CASES: tuple[ModelCase, ...] = transformers_cases.CASES
-REFUSED: tuple[RefusedCase, ...] = transformers_cases.REFUSED
+CASES: tuple[ModelCase, ...] = (
+    *transformers_cases.CASES,
+    *sentence_cases.CASES,
+    *torch_cases.CASES,
+    *vision_cases.CASES,
+)
+REFUSED: tuple[RefusedCase, ...] = (*transformers_cases.REFUSED, *vision_cases.REFUSED)
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
 OF_PADDING = {"real_keys", "real_queries"}

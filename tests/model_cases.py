@@ -55,7 +55,6 @@ class ModelCase:
     needs: what its attention asks of fastattn besides padding, in names of `fastattn.spec.FEATURES`.
     paddings: the keys of `PADDINGS` that it takes.
     run_with_weights: like `run`, for the attention weights of every layer; None if the model does not offer them.
-    keeps: why some of its attention stays what it is.
     """
 
     library: Library
@@ -65,7 +64,6 @@ class ModelCase:
     needs: frozenset[str] = frozenset()
     paddings: tuple[str, ...] = ("none",)
     run_with_weights: Callable[[nn.Module, Tensor | None], dict[str, Tensor]] | None = None
-    keeps: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.library.name}: {self.family}"

@@ -15,7 +15,7 @@ import transformers
 from model_cases import PADDINGS, Compared, L, compared, differences, objections, outputs_and_gradients
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
-from transformers_cases import BY_FAMILY, GEMMA_4, as_decoder, ids
+from transformers_cases import BY_FAMILY, DEEPSEEK_V3_2, GEMMA_4, as_decoder, ids
 
 import fastattn
 from fastattn import Mask
@@ -109,6 +109,25 @@ def test_a_model_that_takes_rows_of_the_mask_gets_them(received):
     assert_within_budget(*(logits[real[:, -2:]] for logits in rows))
     for padding in GEMMA_4.paddings:
         assert not objections(models, outputs_and_gradients, padding)
+
+
+@may_fall_back
+def test_only_the_keys_that_an_indexer_chose_are_seen():
+    models = compared(DEEPSEEK_V3_2)
+    for padding in DEEPSEEK_V3_2.paddings:
+        assert not objections(models, outputs_and_gradients, padding)
+
+
+@may_fall_back
+def test_chosen_keys_are_seen_only_where_the_mask_lets_them():
+    q, k, v = torch.randn(3, 2, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    indices = torch.tensor([[0, 4]]).expand(2, 5, 2)
+    o, _ = integration.attention_forward(nn.Identity(), q, k, v, Mask(causal=True), indices=indices)
+    lower = torch.ones(5, 5, dtype=torch.bool).tril() & torch.tensor([True, False, False, False, True])
+    expected = fastattn.attention(q, k, v, Mask(dense=lower)).transpose(1, 2)
+    assert torch.equal(o, expected)
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
+    assert torch.equal(integration.attention_forward(nn.Identity(), q, k, v, allowed, indices=indices)[0], expected)
 
 
 def test_the_mask_is_a_tensor_to_whoever_takes_it_for_one():
@@ -226,7 +245,7 @@ def test_a_users_mask_function_is_not_forgotten(monkeypatch, received):
     ("options", "why"),
     [
         ({"head_mask": torch.ones(4)}, "the option head_mask is not supported"),
-        ({"indices": torch.ones(1), "cache": object()}, "the option cache, indices is not supported"),
+        ({"block_indices": torch.ones(1), "cache": object()}, "the option block_indices, cache is not supported"),
         ({"sliding_window": 2}, "sliding_window=2 came without a mask"),
         ({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, "pass position_ids too"),
         ({"attention_mask": Mask(causal=True), "is_causal": False}, "is_causal=False came with a causal mask"),

@@ -26,6 +26,7 @@ def formula(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | float = 0.0,
+    indices: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, Tensor]:
     """Attention in the dtype of the model throughout: eager attention of many models takes its softmax in fp32."""
@@ -37,6 +38,10 @@ def formula(
         scores = scores + attention_mask
     elif attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, -torch.inf)
+    if indices is not None:
+        scores = scores.masked_fill(
+            (indices[:, :, None] != torch.arange(key.shape[2])[:, None]).all(-1)[:, None], -torch.inf
+        )
     if s_aux is not None:
         scores = torch.cat([scores, s_aux[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     seen = (scores > -torch.inf).any(-1, keepdim=True)
@@ -446,6 +451,16 @@ GEMMA_4 = decoder(  # its scores have no scale, so that bf16 is far off with wha
     sliding_window=5,
     global_head_dim=8,
     hidden_size_per_layer_input=8,
+)
+DEEPSEEK_V3_2 = decoder(  # which keys its indexer chooses turns on a rounding, in bf16
+    "DeepSeek-V3.2",
+    "DeepseekV32",
+    "dense",
+    index_topk=4,
+    index_n_heads=2,
+    index_head_dim=8,
+    **LATENT,
+    **EXPERTS,
 )
 BY_FAMILY = {case.family: case for case in CASES}
 

@@ -119,6 +119,18 @@ def test_only_the_keys_that_an_indexer_chose_are_seen():
 
 
 @may_fall_back
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("case", [GEMMA_4, DEEPSEEK_V3_2], ids=str)
+def test_generation_where_the_mask_is_taken_for_a_tensor(case, cache):
+    models = compared(case)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    call = {"input_ids": ids(), "attention_mask": PADDINGS["left"].long()}
+    actual = models.swapped.generate(**call, **options)
+    assert actual.shape == (3, L + 8)
+    assert torch.equal(actual, models.eager.generate(**call, **options))
+
+
+@may_fall_back
 def test_chosen_keys_are_seen_only_where_the_mask_lets_them():
     q, k, v = torch.randn(3, 2, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     indices = torch.tensor([[0, 4]]).expand(2, 5, 2)

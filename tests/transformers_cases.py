@@ -46,7 +46,7 @@ def formula(
         scores = torch.cat([scores, s_aux[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     seen = (scores > -torch.inf).any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~seen, 0), -1).masked_fill(~seen, 0)[..., : key.shape[2]]
-    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2), weights
+    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), weights
 
 
 def formula_mask(**call: object) -> Tensor:

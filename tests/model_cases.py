@@ -55,6 +55,7 @@ class ModelCase:
     needs: what its attention asks of fastattn besides padding, in names of `fastattn.spec.FEATURES`.
     paddings: the keys of `PADDINGS` that it takes.
     run_with_weights: like `run`, for the attention weights of every layer; None if the model does not offer them.
+    keeps: why some of its attention stays what it is.
     """
 
     library: Library
@@ -64,6 +65,7 @@ class ModelCase:
     needs: frozenset[str] = frozenset()
     paddings: tuple[str, ...] = ("none",)
     run_with_weights: Callable[[nn.Module, Tensor | None], dict[str, Tensor]] | None = None
+    keeps: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.library.name}: {self.family}"
@@ -108,9 +110,10 @@ def random_like(model: nn.Module, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Compared:
-    """One case in one dtype: the same parameters under three attentions."""
+    """One case in one dtype: the same parameters as they were made, and under three attentions."""
 
     case: ModelCase
+    untouched: nn.Module
     eager: nn.Module
     swapped: nn.Module
     exact: nn.Module
@@ -128,10 +131,10 @@ def compared(case: ModelCase, dtype: torch.dtype = torch.float32) -> Compared:
             else:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.to(dtype)
-    eager, swapped, exact = model, copy.deepcopy(model), copy.deepcopy(model).double()
+    eager, swapped, exact = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model).double()
     case.library.use_eager(eager)
     case.library.use_exact(exact)
-    return Compared(case, eager, swapped, exact, fastattn.swap(swapped))
+    return Compared(case, model, eager, swapped, exact, fastattn.swap(swapped))
 
 
 def outputs_and_gradients(case: ModelCase, model: nn.Module, real: Tensor | None) -> dict[str, Tensor]:

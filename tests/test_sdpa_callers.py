@@ -312,6 +312,12 @@ def with_own_forward() -> nn.Module:
     return module
 
 
+class Checkpointing(ByMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        o = torch.utils.checkpoint.checkpoint(self.compute, *self.split(x), use_reentrant=False)
+        return o.transpose(1, 2).flatten(2)
+
+
 class MemoryEfficientAttention(nn.Module):
     """As those are that call a kernel of xformers or flash_attn."""
 
@@ -330,6 +336,7 @@ class ScriptedAttention(Scripted):
 
 REFUSED = {
     "own forward": (with_own_forward, "its forward was replaced on the module itself"),
+    "checkpoint": (Checkpointing, "it checkpoints parts of its own forward; fastattn.patch_sdpa() takes its calls"),
     "subclass by hand": (ByHand, "test_sdpa_callers.ByHand computes attention by code of its own"),
     "unknown kernel": (MemoryEfficientAttention, "MemoryEfficientAttention computes attention by code of its own"),
     "scripted": (lambda: torch.jit.script(ScriptedAttention()), "it is compiled by TorchScript; swap the model before"),
@@ -350,6 +357,15 @@ def test_refused_with_the_reason(name):
     assert f"not swapped: block.bad: {report.refused['block.bad']}" in str(report)
     assert state_of(model["block"]) == before
     assert fastattn.swap(model).refused == report.refused
+
+
+def test_patch_sdpa_takes_the_calls_of_a_module_that_checkpoints_itself():
+    model = Checkpointing()
+    expected = gradients(model, model(inputs()))
+    with fastattn.patch_sdpa() as patch:
+        actual = gradients(model, model(inputs()))
+    assert patch.computed  # once, and once more in part: as soon as all is there, torch stops the second forward
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_holds_attention_is_not_named():

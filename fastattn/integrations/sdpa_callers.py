@@ -1,7 +1,7 @@
 """Modules that call torch.nn.functional.scaled_dot_product_attention themselves: timm's, open_clip's, or a user's own.
 
-Such a module gets a subclass of its own class, whose forward is the same code: while it runs, its calls of torch's
-function go to fastattn's. What the module computes around them is not known here and need not be.
+Such a module gets a subclass of its own class, whose forward is the same code: while it runs, calls of torch's function
+go to fastattn's. What the module computes around them is not known here and need not be.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ def objection(module: nn.Module) -> str | None:
     names = names_in_code_of(type(module))
     if "forward" in vars(module):
         return "its forward was replaced on the module itself"
+    if "checkpoint" in names:  # the second time a part of the forward runs without the forward around it
+        return f"it checkpoints parts of its own forward; fastattn.patch_sdpa() takes its calls of {_FUNCTION}"
     for attribute in _WAYS_AROUND:
         if attribute in names and getattr(module, attribute, False):
             return f"with {attribute}={getattr(module, attribute)} it does not call {_FUNCTION}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import threading
@@ -55,13 +56,15 @@ class ByMethod(Heads):
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(*self.split(x)).transpose(1, 2).flatten(2)
 
-    @torch.no_grad()
-    def unused(self) -> None:
-        pass
-
     @staticmethod
     def compute(*qkv: Tensor) -> Tensor:
         return next(F.scaled_dot_product_attention(*qkv, is_causal=causal) for causal in (True,))
+
+
+class ByDecorated(Heads):
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.split(x), is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Inheriting(ByFunctional):
@@ -88,7 +91,7 @@ class Optional(ByHand):
         F.scaled_dot_product_attention()
 
 
-CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, Inheriting)
+CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, ByDecorated, Inheriting)
 
 
 def two_layers(make: Callable[[], nn.Module] = ByFunctional) -> nn.Sequential:
@@ -133,6 +136,7 @@ def test_everything_but_the_class_stays():
     for part, attributes in zip(model.modules(), before, strict=True):
         assert {name: value for name, value in vars(part).items() if name != "_before_fastattn"} == attributes
     assert isinstance(model[0], ByFunctional)
+    assert inspect.signature(model[0].forward) == inspect.signature(ByFunctional().forward)
     assert repr(model) == repr(two_layers())
 
 

@@ -34,14 +34,6 @@ _WAYS_AROUND = ("einsum", "scaled_cosine")
 class SDPACaller(nn.Module):
     """The base, before the original class, of the class that `adopt` gives a module."""
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        """What the original forward returns, its attention computed by fastattn."""
-        with _ToFastattn() as mode:
-            output = super().forward(*args, **kwargs)
-        if not (torch.compiler.is_compiling() or mode.called or F.scaled_dot_product_attention is not _TORCHS_OWN):
-            warnings.warn(f"{full_name(original_class(self))} was swapped, but ran without {_FUNCTION}", stacklevel=1)
-        return output
-
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Copied and pickled by the original class: the one of the module itself is in no file."""
         _, _, *state = super().__reduce_ex__(max(protocol, 2))
@@ -112,8 +104,16 @@ def _switches_off(module: nn.Module) -> list[str]:
 
 @functools.cache
 def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
+    @functools.wraps(cls.forward)  # so that it has the signature, which trainers ask for
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        with _ToFastattn() as mode:
+            output = cls.forward(self, *args, **kwargs)
+        if not (torch.compiler.is_compiling() or mode.called or F.scaled_dot_product_attention is not _TORCHS_OWN):
+            warnings.warn(f"{full_name(cls)} was swapped, but ran without {_FUNCTION}", stacklevel=1)
+        return output
+
     likeness = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (SDPACaller, cls), likeness)
+    return type(cls.__name__, (SDPACaller, cls), likeness | {"forward": forward})
 
 
 def _new(cls: type[nn.Module]) -> SDPACaller:
@@ -125,8 +125,9 @@ def _new(cls: type[nn.Module]) -> SDPACaller:
 def names_in_code_of(cls: type[nn.Module]) -> frozenset[str]:
     """Every attribute, global and keyword that the methods of this class name."""
     methods = [inspect.getattr_static(cls, name) for name in dir(cls)]
-    methods = [inspect.unwrap(getattr(method, "__func__", method)) for method in methods]
-    return frozenset().union(*(_names_in(method.__code__) for method in methods if inspect.isfunction(method)))
+    methods = [getattr(method, "__func__", method) for method in methods]  # of static and class methods
+    functions = [inspect.unwrap(method) for method in methods if inspect.isfunction(method)]
+    return frozenset().union(*(_names_in(function.__code__) for function in functions))
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -61,13 +61,6 @@ def classified(model: nn.Module, real: None) -> dict[str, Tensor]:
     return {"logits": model(images(model))}
 
 
-def classified_anew(model: nn.Module, real: None) -> dict[str, Tensor]:
-    """Of a model that keeps its position bias, and the graph behind it, from one call in eval mode to the next."""
-    found = classified(model, real)
-    model.train().eval()  # drops it
-    return found
-
-
 def timm_case(
     family: str, make: Callable[[], nn.Module], needs: tuple[str, ...] = (), run: Callable = classified
 ) -> ModelCase:
@@ -164,6 +157,11 @@ def captioned(model: nn.Module, real: None) -> dict[str, Tensor]:
     return {name: found[name] for name in ("image_features", "text_features", "logits")}
 
 
+def swin_v2() -> nn.Module:
+    """Whose attention is of cosines."""
+    return timm.models.SwinTransformerV2(**STAGES, patch_size=4, window_size=4, num_classes=CLASSES)
+
+
 CASES = (
     timm_case("ViT", created("vit_tiny_patch16_224", **VIT)),
     timm_case("DeiT, distilled", created("deit_tiny_distilled_patch16_224", **VIT)),
@@ -174,38 +172,22 @@ CASES = (
     timm_case("XCiT", created("xcit_nano_12_p16_224", **VIT | {"patch_size": 16, "img_size": 64})),
     timm_case("SAM's image encoder", sam, ("bias",)),
     timm_case("Swin", swin, ("bias",)),
-    timm_case("TinyViT", tiny_vit, ("bias",), classified_anew),
+    timm_case("TinyViT", tiny_vit, ("bias",)),
     timm_case("Hiera", hiera),
     ModelCase(TORCHVISION, "ViT", vit_of_torchvision, classified),
     ModelCase(OPEN_CLIP, "CLIP", clip, both_towers, frozenset({"causal"})),
     ModelCase(OPEN_CLIP, "CLIP with its own attention", own_clip, both_towers, frozenset({"bias"})),
     ModelCase(OPEN_CLIP, "CoCa", coca, captioned, frozenset({"causal", "dense"})),
 )
-
-
-def of_its_own(names: str) -> dict[str, str]:
-    """The refusal of attention modules, given as "class: name name ..." with the class's full name."""
-    cls, _, modules = names.partition(": ")
-    return dict.fromkeys(modules.split(), f"{cls} computes attention by code of its own")
-
-
 REFUSED = (
     RefusedCase(
         TIMM,
-        "CaiT",
-        created("cait_xxs24_224", **VIT),
-        lambda model: model(images(model)),
-        of_its_own("timm.models.cait.TalkingHeadAttn: blocks.0.attn blocks.1.attn"),
-        frozenset({"ClassAttn"}),
-    ),
-    RefusedCase(
-        TIMM,
         "Swin v2",
-        lambda: timm.models.SwinTransformerV2(**STAGES, patch_size=4, window_size=4, num_classes=CLASSES),
+        swin_v2,
         lambda model: model(images(model)),
-        of_its_own(
-            "timm.models.swin_transformer_v2.WindowAttention: "
-            "layers.0.blocks.0.attn layers.0.blocks.1.attn layers.1.blocks.0.attn"
+        dict.fromkeys(
+            [f"layers.{stage}.blocks.{block}.attn" for stage, block in ((0, 0), (0, 1), (1, 0))],
+            "timm.models.swin_transformer_v2.WindowAttention computes attention by code of its own",
         ),
     ),
 )

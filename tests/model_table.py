@@ -32,10 +32,10 @@ import fastattn
 CASES: tuple[ModelCase, ...] = (
     *transformers_cases.CASES,
     *sentence_cases.CASES,
-    *vision_cases.CASES,
     *torch_cases.CASES,
+    *vision_cases.CASES,
 )
-REFUSED: tuple[RefusedCase, ...] = transformers_cases.REFUSED
+REFUSED: tuple[RefusedCase, ...] = (*transformers_cases.REFUSED, *vision_cases.REFUSED)
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
 OF_PADDING = {"real_keys", "real_queries"}
@@ -46,7 +46,7 @@ class Finding:
     """What was seen of a case in fp32.
 
     wrong: sentences about results that are not those of the library's own attention; none is as it should be.
-    modules: the classes that were swapped.
+    swapped: the classes of the modules that were.
     terms: what the attention needed besides padding.
     learns: whether each of the swapped modules had a gradient.
     packed: whether `packed=True` let the layers compute no padding.
@@ -55,7 +55,7 @@ class Finding:
 
     case: ModelCase
     wrong: list[str]
-    modules: str
+    swapped: frozenset[str]
     terms: frozenset[str]
     learns: bool
     packed: bool
@@ -65,7 +65,7 @@ class Finding:
         """The line of the table."""
         cells = (
             self.case.family,
-            self.modules,
+            ", ".join(sorted(self.swapped)),
             ", ".join(sorted(self.terms)) or "-",
             ", ".join(self.case.paddings) if len(self.case.paddings) > 1 else "-",
             _yes(self.learns),
@@ -86,7 +86,7 @@ def examine(case: ModelCase) -> Finding:
         wrong = _objections(models, outputs_and_gradients)
     if case.run_with_weights is not None:
         wrong += [f"weights, {why}" for why in _objections(models, weights)]
-    wrong += [f"refused {name}: {why}" for name, why in models.report.refused.items()]
+    wrong += [f"{name or 'the model'}: {why}" for name, why in models.report.refused.items()]
     packed = replace(models, swapped=models.untouched)
     packs = _packs(packed)
     if packs:
@@ -94,7 +94,7 @@ def examine(case: ModelCase) -> Finding:
     return Finding(
         case,
         wrong,
-        ", ".join(sorted(set(models.report.swapped.values()))),
+        frozenset(models.report.swapped.values()),
         frozenset(calls.features - OF_PADDING),
         all(_has_gradient(models.swapped, name) for name in models.report.swapped),
         packs,

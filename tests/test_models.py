@@ -16,7 +16,7 @@ COMMAND = "python tests/model_table.py renders docs/models.md"
 def test_outputs_gradients_and_weights(case: ModelCase):
     finding = examine(case)
     assert not finding.wrong, "\n".join(finding.wrong)
-    assert finding.modules
+    assert finding.swapped
     assert finding.terms == case.needs
     assert finding.learns
     assert finding.row() in committed().splitlines(), COMMAND

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import threading
@@ -55,13 +56,15 @@ class ByMethod(Heads):
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(*self.split(x)).transpose(1, 2).flatten(2)
 
-    @torch.no_grad()
-    def unused(self) -> None:
-        pass
-
     @staticmethod
     def compute(*qkv: Tensor) -> Tensor:
         return next(F.scaled_dot_product_attention(*qkv, is_causal=causal) for causal in (True,))
+
+
+class ByDecorated(Heads):
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.split(x), is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Inheriting(ByFunctional):
@@ -88,7 +91,7 @@ class Optional(ByHand):
         F.scaled_dot_product_attention()
 
 
-CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, Inheriting)
+CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, ByDecorated, Inheriting)
 
 
 def two_layers(make: Callable[[], nn.Module] = ByFunctional) -> nn.Sequential:
@@ -133,6 +136,7 @@ def test_everything_but_the_class_stays():
     for part, attributes in zip(model.modules(), before, strict=True):
         assert {name: value for name, value in vars(part).items() if name != "_before_fastattn"} == attributes
     assert isinstance(model[0], ByFunctional)
+    assert inspect.signature(model[0].forward) == inspect.signature(ByFunctional().forward)
     assert repr(model) == repr(two_layers())
 
 
@@ -312,6 +316,12 @@ def with_own_forward() -> nn.Module:
     return module
 
 
+class Checkpointing(ByMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        o = torch.utils.checkpoint.checkpoint(self.compute, *self.split(x), use_reentrant=False)
+        return o.transpose(1, 2).flatten(2)
+
+
 class MemoryEfficientAttention(nn.Module):
     """As those are that call a kernel of xformers or flash_attn."""
 
@@ -330,6 +340,7 @@ class ScriptedAttention(Scripted):
 
 REFUSED = {
     "own forward": (with_own_forward, "its forward was replaced on the module itself"),
+    "checkpoint": (Checkpointing, "it checkpoints parts of its own forward; fastattn.patch_sdpa() takes its calls"),
     "subclass by hand": (ByHand, "test_sdpa_callers.ByHand computes attention by code of its own"),
     "unknown kernel": (MemoryEfficientAttention, "MemoryEfficientAttention computes attention by code of its own"),
     "scripted": (lambda: torch.jit.script(ScriptedAttention()), "it is compiled by TorchScript; swap the model before"),
@@ -350,6 +361,15 @@ def test_refused_with_the_reason(name):
     assert f"not swapped: block.bad: {report.refused['block.bad']}" in str(report)
     assert state_of(model["block"]) == before
     assert fastattn.swap(model).refused == report.refused
+
+
+def test_patch_sdpa_takes_the_calls_of_a_module_that_checkpoints_itself():
+    model = Checkpointing()
+    expected = gradients(model, model(inputs()))
+    with fastattn.patch_sdpa() as patch:
+        actual = gradients(model, model(inputs()))
+    assert patch.computed  # once, and once more in part: as soon as all is there, torch stops the second forward
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_holds_attention_is_not_named():

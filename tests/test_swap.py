@@ -250,6 +250,97 @@ def test_twice_changes_nothing(calls):
     assert calls == attentions(model)
 
 
+class DoublingLayer(nn.TransformerEncoderLayer):
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs)
+
+
+class OwnEncoder(nn.TransformerEncoder):
+    pass
+
+
+class OwnDecoderLayer(nn.TransformerDecoderLayer):
+    pass
+
+
+class RenamedAttention(nn.MultiheadAttention):
+    pass
+
+
+SIZES = {"d_model": 16, "nhead": 4, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+
+
+def encoder(layer: type[nn.TransformerEncoderLayer] = nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
+    return nn.TransformerEncoder(layer(**SIZES), 3)
+
+
+def layers_in_a_sequential() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(**SIZES)
+    return nn.Sequential(layer, nn.Linear(16, 16, dtype=torch.float64), layer)
+
+
+def encoder_with_a_tied_layer() -> nn.Module:
+    model = encoder()
+    model.layers[2] = model.layers[0]
+    return model
+
+
+def encoder_with_another_layer_inside() -> nn.Module:
+    model = encoder()
+    model.layers[1] = DoublingLayer(**SIZES)
+    return model
+
+
+def encoder_with_a_refused_attention_inside() -> nn.Module:
+    model = encoder()
+    model.layers[1].self_attn = RenamedAttention(16, 4, batch_first=True, dtype=torch.float64)
+    return model
+
+
+def transformer_with_its_own_encoder() -> nn.Module:
+    model = nn.Transformer(**SIZES, num_encoder_layers=1, num_decoder_layers=1)
+    model.encoder = OwnEncoder(DoublingLayer(**SIZES), 2)
+    return model
+
+
+STRUCTURES = {  # how many attention modules are swapped; the names of those that padding has in a call
+    layers_in_a_sequential: (1, ()),
+    encoder_with_a_tied_layer: (2, ("src_key_padding_mask",)),
+    encoder_with_another_layer_inside: (3, ("src_key_padding_mask",)),
+    encoder_with_a_refused_attention_inside: (2, ("src_key_padding_mask",)),
+    lambda: OwnEncoder(nn.TransformerEncoderLayer(**SIZES), 2): (2, ("src_key_padding_mask",)),
+    lambda: nn.TransformerDecoder(OwnDecoderLayer(**SIZES), 2): (4, ("tgt_key_padding_mask",)),
+    transformer_with_its_own_encoder: (4, ("src_key_padding_mask", "memory_key_padding_mask")),
+}
+
+
+@may_fall_back
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("make", STRUCTURES)
+def test_structures(make, training, grad, calls):
+    torch.manual_seed(0)
+    model = make().train(training)
+    swapped = copy.deepcopy(model)
+    count, names = STRUCTURES[make]
+    assert len(fastattn.swap(swapped).swapped) == count
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    hidden = torch.arange(7) >= torch.tensor([[6], [3]])
+    args = (x, x.flip(1)) if isinstance(model, nn.Transformer | nn.TransformerDecoder) else (x,)
+    real = ~hidden if names and not isinstance(model, nn.Transformer) else ...  # that one pads its source alone
+    with torch.set_grad_enabled(grad):
+        actual, expected = (m(*args, **dict.fromkeys(names, hidden)) for m in (swapped, model))
+    assert len(set(calls)) == count
+    assert_same(actual[real], expected[real])
+    if grad:
+        gradients = (
+            torch.autograd.grad(o[real].square().sum(), tuple(m.parameters()))
+            for o, m in ((actual, swapped), (expected, model))
+        )
+        assert_same(*gradients)
+
+
 class OwnAttention(nn.MultiheadAttention):
     def forward(self, *args, **kwargs):
         return None, None

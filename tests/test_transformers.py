@@ -6,15 +6,16 @@ attention is 0, while eager attention computes something there that nothing read
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import transformers
-from model_cases import PADDINGS, Compared, L, compared, differences
+from model_cases import PADDINGS, Compared, L, compared, differences, objections, outputs_and_gradients
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
-from transformers_cases import BY_FAMILY, as_decoder, ids
+from transformers_cases import BY_FAMILY, DEEPSEEK_V3_2, GEMMA_4, as_decoder, ids
 
 import fastattn
 from fastattn import Mask
@@ -96,6 +97,66 @@ def test_a_cache_gives_what_one_pass_gives(family, received):
     naive, exact = (models.case.run(model, real)["logits"] for model in (models.eager, models.exact))
     assert_within_budget(torch.cat(parts, dim=1)[real], naive, exact)
     assert all(isinstance(mask, Mask) and mask.dense is None for mask in received)
+
+
+@may_fall_back
+def test_a_model_that_takes_rows_of_the_mask_gets_them(received):
+    """Gemma 4 computes its last layers for those tokens alone whose logits are wanted."""
+    models, real = compared(GEMMA_4), PADDINGS["left"]
+    call = as_decoder(models.swapped, real)
+    rows = [model(**call, logits_to_keep=2).logits for model in (models.swapped, models.eager, models.exact)]
+    assert [getattr(mask, "dense", mask).shape[-2:] for mask in received[2:]] == [(2, L)] * 2
+    assert_within_budget(*(logits[real[:, -2:]] for logits in rows))
+    for padding in GEMMA_4.paddings:
+        assert not objections(models, outputs_and_gradients, padding)
+
+
+@may_fall_back
+def test_only_the_keys_that_an_indexer_chose_are_seen():
+    models = compared(DEEPSEEK_V3_2)
+    for padding in DEEPSEEK_V3_2.paddings:
+        assert not objections(models, outputs_and_gradients, padding)
+
+
+@may_fall_back
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("case", [GEMMA_4, DEEPSEEK_V3_2], ids=str)
+def test_generation_where_the_mask_is_taken_for_a_tensor(case, cache):
+    models = compared(case)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    call = {"input_ids": ids(), "attention_mask": PADDINGS["left"].long()}
+    actual = models.swapped.generate(**call, **options)
+    assert actual.shape == (3, L + 8)
+    assert torch.equal(actual, models.eager.generate(**call, **options))
+
+
+@may_fall_back
+def test_chosen_keys_are_seen_only_where_the_mask_lets_them():
+    q, k, v = torch.randn(3, 2, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    indices = torch.tensor([[0, 4]]).expand(2, 5, 2)
+    o, _ = integration.attention_forward(nn.Identity(), q, k, v, Mask(causal=True), indices=indices)
+    lower = torch.ones(5, 5, dtype=torch.bool).tril() & torch.tensor([True, False, False, False, True])
+    expected = fastattn.attention(q, k, v, Mask(dense=lower)).transpose(1, 2)
+    assert torch.equal(o, expected)
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
+    assert torch.equal(integration.attention_forward(nn.Identity(), q, k, v, allowed, indices=indices)[0], expected)
+
+
+def test_the_mask_is_a_tensor_to_whoever_takes_it_for_one():
+    mask = integration.attention_mask(
+        2, 3, 5, q_offset=2, attention_mask=torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]).bool()
+    )
+    keep = mask.keep(3, 5)
+    scores = torch.randn(1, 4, 3, 5, generator=torch.Generator().manual_seed(0))
+    lowest = torch.finfo(torch.float32).min
+    assert (mask.shape, mask.dtype, mask.dim()) == (keep.shape, torch.bool, 4)
+    assert torch.equal(mask[:, :, -1:], keep[:, :, -1:])
+    assert torch.equal(mask & keep[:, :, :1], keep & keep[:, :, :1])
+    assert torch.equal(torch.where(mask, 1, 2), torch.where(keep, 1, 2))
+    for sum_of_both in (scores + mask, mask + scores, torch.add(scores, mask)):
+        assert torch.equal(sum_of_both, torch.where(keep, scores, lowest))
+    with pytest.raises(AttributeError, match="PreparedMask has no attribute 'nonsense'"):
+        mask.nonsense  # noqa: B018
 
 
 @may_fall_back
@@ -196,7 +257,7 @@ def test_a_users_mask_function_is_not_forgotten(monkeypatch, received):
     ("options", "why"),
     [
         ({"head_mask": torch.ones(4)}, "the option head_mask is not supported"),
-        ({"indices": torch.ones(1), "cache": object()}, "the option cache, indices is not supported"),
+        ({"block_indices": torch.ones(1), "cache": object()}, "the option block_indices, cache is not supported"),
         ({"sliding_window": 2}, "sliding_window=2 came without a mask"),
         ({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, "pass position_ids too"),
         ({"attention_mask": Mask(causal=True), "is_causal": False}, "is_causal=False came with a causal mask"),
@@ -288,6 +349,35 @@ def test_unswap_gives_the_implementation_back(implementation):
     fastattn.unswap(model)
     assert {module.config._attn_implementation for module in pretrained} == {implementation}
     assert not any("fastattn" in name for module in model.modules() for name in vars(module))
+
+
+def test_a_configuration_that_transformers_does_not_reach():
+    model = BY_FAMILY["BERT"].make()
+    attention = model.encoder.layer[0].attention.self
+    attention.config = copy.deepcopy(model.config)
+    report = fastattn.swap(model)
+    why = "transformers did not set the configuration of BertSelfAttention"
+    assert report.refused == {"encoder.layer.0.attention.self": why}
+    assert report.swapped == {"encoder.layer.1.attention.self": "BertSelfAttention"}
+    assert attention.config._attn_implementation == "sdpa"
+
+
+class OneTower(transformers.CLIPPreTrainedModel):
+    """A model whose attention looks in a configuration that is no model's."""
+
+    def __init__(self, config: transformers.CLIPConfig) -> None:
+        super().__init__(config)
+        self.attention = transformers.models.clip.modeling_clip.CLIPAttention(config.vision_config)
+        self.post_init()
+
+
+def test_unswap_gives_back_a_configuration_that_is_no_models():
+    model = OneTower(BY_FAMILY["CLIP"].make().config)
+    assert fastattn.swap(model).swapped == {"attention": "CLIPAttention"}
+    assert model.config.vision_config._attn_implementation == "fastattn"
+    assert fastattn.swap(model).already == {"attention": "CLIPAttention"}
+    fastattn.unswap(model)
+    assert model.config.vision_config._attn_implementation == "sdpa"
 
 
 def test_a_model_with_its_own_attention_is_refused_and_left_alone():

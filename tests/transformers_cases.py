@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 VOCABULARY = 99
+IMAGE_TOKEN = 2  # `ids` has none
 
 
 def formula(
@@ -25,6 +26,7 @@ def formula(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | float = 0.0,
+    indices: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, Tensor]:
     """Attention in the dtype of the model throughout: eager attention of many models takes its softmax in fp32."""
@@ -36,11 +38,15 @@ def formula(
         scores = scores + attention_mask
     elif attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, -torch.inf)
+    if indices is not None:
+        scores = scores.masked_fill(
+            (indices[:, :, None] != torch.arange(key.shape[2])[:, None]).all(-1)[:, None], -torch.inf
+        )
     if s_aux is not None:
         scores = torch.cat([scores, s_aux[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     seen = (scores > -torch.inf).any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~seen, 0), -1).masked_fill(~seen, 0)[..., : key.shape[2]]
-    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2), weights
+    return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), weights
 
 
 def formula_mask(**call: object) -> Tensor:
@@ -165,6 +171,7 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 GROUPED = SIZES | TOKENS | {"num_key_value_heads": 2, "head_dim": 8}
 # All experts for every token, since which are best may turn on a rounding; and an implementation that knows fp64.
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+WINDOWED = GROUPED | {"sliding_window": 5}
 LATENT = {  # keys and values of different width
     "num_key_value_heads": 4,
     "head_dim": 4,
@@ -239,24 +246,31 @@ def as_speech(model: PreTrainedModel, real: Tensor | None) -> dict[str, object]:
 
 def with_image_tokens(model: PreTrainedModel, real: Tensor | None) -> dict[str, object]:
     """Tokens in the middle stand for the patches of an image."""
-    token, patches = model.config.image_token_id, slice(4, 8)
+    found = as_decoder(model, real) | {"pixel_values": image(model)}
+    types = torch.zeros_like(found["input_ids"])
+    types[:, 4:8] = 1
+    found["input_ids"] = found["input_ids"].where(types == 0, IMAGE_TOKEN)
+    return found if model.config.model_type == "llava" else found | {"token_type_ids": types}
+
+
+def with_patches(model: PreTrainedModel, real: Tensor | None) -> dict[str, object]:
+    """One token stands for an image of two by two patches."""
     tokens = ids()
-    tokens[:, patches] = token
-    types = torch.zeros_like(tokens)
-    types[:, patches] = 1
-    return {
-        "input_ids": tokens,
-        "pixel_values": image(model),
-        "use_cache": False,
-        "token_type_ids": types,
-        **masked(real),
+    tokens[:, 4] = IMAGE_TOKEN
+    patches = {
+        "pixel_values": random_like(model, 3 * 4, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * 3),
     }
+    return {"input_ids": tokens, "use_cache": False, **patches, **masked(real)}
 
 
 VISION = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "max_position_embeddings")} | {
     "image_size": 8,
     "patch_size": 4,
 }
+PATCHES = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4}
+PATCHES |= {"spatial_merge_size": 2, "window_size": 8, "fullatt_block_indexes": [1], "out_hidden_size": 32}
+ROTARY_3D = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 SPEECH = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
 SPEECH |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False}
 
@@ -284,6 +298,16 @@ def two_towers(family: str, name: str, *needs: str) -> ModelCase:
     )
 
 
+def images_and_text(family: str, name: str, *needs: str, **config: object) -> ModelCase:
+    """A case of a decoder that reads images among its tokens."""
+    towers = {
+        "text_config": GROUPED,
+        "vision_config": VISION | {"model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False},
+        "image_token_index": IMAGE_TOKEN,
+    }
+    return transformers_case(family, f"{name}Model", towers | config, with_image_tokens, needs=needs)
+
+
 def speech(family: str, name: str) -> ModelCase:
     """A case of an encoder of sound."""
     return transformers_case(family, f"{name}Model", SIZES | SPEECH, as_speech, paddings=("none", "right"))
@@ -306,6 +330,13 @@ CASES = (
     encoder("ModernBERT", "ModernBert", "window", local_attention=6, global_attn_every_n_layers=2),
     encoder("EuroBERT", "EuroBert", num_key_value_heads=2),
     transformers_case(
+        "EmbeddingGemma",
+        "Gemma3TextModel",
+        GROUPED | {"sliding_window": 6, "use_bidirectional_attention": True},
+        as_encoder,
+        needs=("dense",),
+    ),
+    transformers_case(
         "GPT-2",
         "GPT2LMHeadModel",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} | TOKENS,
@@ -321,7 +352,9 @@ CASES = (
     decoder("Mixtral", "Mixtral", num_local_experts=2, **EXPERTS),
     decoder("Qwen2", "Qwen2"),
     decoder("Qwen3", "Qwen3"),
+    decoder("Qwen3-Next", "Qwen3Next", layer_types=["linear_attention", "full_attention"], num_experts=2, **EXPERTS),
     decoder("Qwen3-MoE", "Qwen3Moe", num_experts=2, moe_intermediate_size=16, **EXPERTS),
+    decoder("Phi", "Phi"),
     decoder("Phi-3", "Phi3"),
     decoder("Gemma", "Gemma"),
     decoder("Gemma 2", "Gemma2", "window", "softcap", sliding_window=5, attn_logit_softcapping=2.0),
@@ -331,6 +364,7 @@ CASES = (
     decoder("StarCoder 2", "Starcoder2"),
     decoder("SmolLM 3", "SmolLM3"),
     decoder("Cohere", "Cohere"),
+    decoder("Cohere 2", "Cohere2", "window", sliding_window=5),
     decoder("GLM 4", "Glm4"),
     decoder(
         "Llama 4", "Llama4", "dense", attention_chunk_size=5, no_rope_layers=[1, 0], num_local_experts=2, **EXPERTS
@@ -339,6 +373,15 @@ CASES = (
     decoder("gpt-oss", "GptOss", "window", "sinks", sliding_window=5, num_local_experts=2, **EXPERTS),
     seq2seq("T5", "T5ForConditionalGeneration", T5, "bias"),
     seq2seq("mT5", "MT5ForConditionalGeneration", T5, "bias"),
+    transformers_case(
+        "T5Gemma",
+        "T5GemmaForConditionalGeneration",
+        {"vocab_size": VOCABULARY, "encoder": WINDOWED, "decoder": WINDOWED | {"cross_attention_hidden_size": 32}},
+        as_seq2seq,
+        needs=("causal", "window", "softcap"),
+        outputs={"logits": mirrored},
+        attentions=SEQ2SEQ_ATTENTIONS,
+    ),
     seq2seq("BART", "BartForConditionalGeneration", BART),
     seq2seq("mBART", "MBartModel", BART),
     seq2seq("Marian", "MarianModel", BART),
@@ -347,16 +390,78 @@ CASES = (
     vision("ViT", "ViT"),
     vision("DeiT", "DeiT"),
     vision("BEiT", "Beit", "bias", use_relative_position_bias=True),
+    transformers_case(
+        "Swin",
+        "SwinModel",
+        {"image_size": 8, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2},
+        as_vision,
+        needs=("bias",),
+        paddings=("none",),
+    ),
     vision("DINOv2", "Dinov2"),
     vision("DINOv2 with registers", "Dinov2WithRegisters"),
     vision("DINOv3", "DINOv3ViT"),
     two_towers("CLIP", "CLIP", "causal"),
     two_towers("SigLIP", "Siglip"),
+    images_and_text(
+        "LLaVA",
+        "Llava",
+        "causal",
+        vision_config=VISION | {"model_type": "clip_vision_model"},
+        vision_feature_layer=-1,
+    ),
+    images_and_text(
+        "PaliGemma", "PaliGemma", "dense", text_config=GROUPED | {"model_type": "gemma"}, projection_dim=32
+    ),
+    images_and_text(
+        "Gemma 3 with images",
+        "Gemma3",
+        "dense",
+        text_config=GROUPED | {"sliding_window": 5},
+        mm_tokens_per_image=4,
+    ),
+    transformers_case(
+        "Qwen2.5-VL",
+        "Qwen2_5_VLModel",
+        {"text_config": GROUPED | ROTARY_3D, "vision_config": PATCHES, "image_token_id": IMAGE_TOKEN},
+        with_patches,
+        needs=("causal",),
+    ),
+    transformers_case(
+        "Whisper",
+        "WhisperModel",
+        BART | {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 64},
+        as_seq2seq_of("input_features", lambda model: random_like(model, 3, 4, 16)),
+        needs=("causal",),
+        outputs=HIDDEN,
+        attentions={"encoder_attentions": everything, "decoder_attentions": given, "cross_attentions": given},
+    ),
     speech("Wav2Vec2", "Wav2Vec2"),
     speech("HuBERT", "Hubert"),
 )
 
 
+GEMMA_4 = decoder(  # its scores have no scale, so that bf16 is far off with whatever attention
+    "Gemma 4",
+    "Gemma4",
+    "window",
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    sliding_window=5,
+    global_head_dim=8,
+    hidden_size_per_layer_input=8,
+)
+DEEPSEEK_V3_2 = decoder(  # which keys its indexer chooses turns on a rounding, in bf16
+    "DeepSeek-V3.2",
+    "DeepseekV32",
+    "dense",
+    index_topk=4,
+    index_n_heads=2,
+    index_head_dim=8,
+    **LATENT,
+    **EXPERTS,
+)
 BY_FAMILY = {case.family: case for case in CASES}
 
 
@@ -366,18 +471,23 @@ def with_own_attention(
     config: dict[str, object],
     refused: dict[str, str],
     *,
-    inputs: Callable[[PreTrainedModel, None], dict[str, object]] = as_encoder,
-    output: str = "last_hidden_state",
+    inputs: Callable[[PreTrainedModel, Tensor | None], dict[str, object]] = as_encoder,
+    rows: Rows = given,
     swapped: tuple[str, ...] = (),
 ) -> RefusedCase:
-    """A case that fastattn does not compute, or not all of it. model, config, inputs: as in `transformers_case`."""
+    """A case that fastattn does not compute, or not all of it.
+
+    model, config, inputs: as in `transformers_case`.
+    rows: which of the output's are real.
+    """
+    real = None if inputs is as_vision else PADDINGS["right"]
 
     def make() -> PreTrainedModel:
         cls = getattr(transformers, model)
         return cls(cls.config_class(**copy.deepcopy(config)))
 
     def run(model: PreTrainedModel) -> Tensor:
-        return attrgetter(output)(model(**inputs(model, None)))
+        return at_real(model(**inputs(model, real)).last_hidden_state, rows(real))
 
     return RefusedCase(TRANSFORMERS, family, make, run, refused, frozenset(swapped))
 
@@ -430,6 +540,7 @@ REFUSED = (
         T5 | {"local_radius": 3},
         parts("LongT5LocalAttention", *(f"encoder.block.{i}.layer.0.LocalSelfAttention" for i in range(2))),
         inputs=as_seq2seq,
+        rows=mirrored,
         swapped=("LongT5Attention",),
     ),
     with_own_attention(
@@ -438,6 +549,7 @@ REFUSED = (
         SIZES | TOKENS | {"vision_config": VISION},
         parts("GitSelfAttention", *(f"encoder.layer.{i}.attention.self" for i in range(2))),
         inputs=as_image_and_text,
+        rows=lambda real: nn.functional.pad(real, (5, 0), value=True),  # patches, and what stands for the whole image
         swapped=("GitVisionAttention",),
     ),
 )

@@ -9,7 +9,7 @@ import open_clip
 import timm
 import torch
 import torchvision
-from model_cases import Library, ModelCase, random_like
+from model_cases import Library, ModelCase, RefusedCase, random_like
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -77,7 +77,6 @@ OPEN_CLIP = Library("open_clip", write_attention_out, write_attention_out)
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 STAGES = {"img_size": 32, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4)}
-ROTARY = {"use_rot_pos_emb": True, "ref_feat_shape": (4, 4)}
 
 
 def swin() -> nn.Module:
@@ -158,6 +157,11 @@ def captioned(model: nn.Module, real: None) -> dict[str, Tensor]:
     return {name: found[name] for name in ("image_features", "text_features", "logits")}
 
 
+def swin_v2() -> nn.Module:
+    """Whose attention is of cosines."""
+    return timm.models.SwinTransformerV2(**STAGES, patch_size=4, window_size=4, num_classes=CLASSES)
+
+
 CASES = (
     timm_case("ViT", created("vit_tiny_patch16_224", **VIT)),
     timm_case("DeiT, distilled", created("deit_tiny_distilled_patch16_224", **VIT)),
@@ -165,7 +169,6 @@ CASES = (
     timm_case("ViT with relative positions", created("vit_relpos_small_patch16_224", **VIT), ("bias",)),
     timm_case("BEiT", created("beit_base_patch16_224", **VIT), ("bias",)),
     timm_case("EVA-02", created("eva02_tiny_patch14_224", **VIT)),
-    timm_case("CaiT", created("cait_xxs24_224", **VIT)),
     timm_case("XCiT", created("xcit_nano_12_p16_224", **VIT | {"patch_size": 16, "img_size": 64})),
     timm_case("SAM's image encoder", sam, ("bias",)),
     timm_case("Swin", swin, ("bias",)),
@@ -174,5 +177,17 @@ CASES = (
     ModelCase(TORCHVISION, "ViT", vit_of_torchvision, classified),
     ModelCase(OPEN_CLIP, "CLIP", clip, both_towers, frozenset({"causal"})),
     ModelCase(OPEN_CLIP, "CLIP with its own attention", own_clip, both_towers, frozenset({"bias"})),
-    ModelCase(OPEN_CLIP, "CoCa", coca, captioned, frozenset({"causal"})),
+    ModelCase(OPEN_CLIP, "CoCa", coca, captioned, frozenset({"causal", "dense"})),
+)
+REFUSED = (
+    RefusedCase(
+        TIMM,
+        "Swin v2",
+        swin_v2,
+        lambda model: model(images(model)),
+        dict.fromkeys(
+            [f"layers.{stage}.blocks.{block}.attn" for stage, block in ((0, 0), (0, 1), (1, 0))],
+            "timm.models.swin_transformer_v2.WindowAttention computes attention by code of its own",
+        ),
+    ),
 )

@@ -1,7 +1,7 @@
 """Modules that call torch.nn.functional.scaled_dot_product_attention themselves: timm's, open_clip's, or a user's own.
 
-Such a module gets a subclass of its own class, whose forward is the same code: while it runs, its calls of torch's
-function go to fastattn's. What the module computes around them is not known here and need not be.
+Such a module gets a subclass of its own class, whose forward is the same code: while it runs, calls of torch's function
+go to fastattn's. What the module computes around them is not known here and need not be.
 """
 
 from __future__ import annotations
@@ -33,14 +33,6 @@ _WAYS_AROUND = ("einsum", "scaled_cosine")
 
 class SDPACaller(nn.Module):
     """The base, before the original class, of the class that `adopt` gives a module."""
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        """What the original forward returns, its attention computed by fastattn."""
-        with _ToFastattn() as mode:
-            output = super().forward(*args, **kwargs)
-        if not (torch.compiler.is_compiling() or mode.called or F.scaled_dot_product_attention is not _TORCHS_OWN):
-            warnings.warn(f"{full_name(original_class(self))} was swapped, but ran without {_FUNCTION}", stacklevel=1)
-        return output
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Copied and pickled by the original class: the one of the module itself is in no file."""
@@ -86,6 +78,8 @@ def objection(module: nn.Module) -> str | None:
     names = names_in_code_of(type(module))
     if "forward" in vars(module):
         return "its forward was replaced on the module itself"
+    if "checkpoint" in names:  # the second time a part of the forward runs without the forward around it
+        return f"it checkpoints parts of its own forward; fastattn.patch_sdpa() takes its calls of {_FUNCTION}"
     for attribute in _WAYS_AROUND:
         if attribute in names and getattr(module, attribute, False):
             return f"with {attribute}={getattr(module, attribute)} it does not call {_FUNCTION}"
@@ -110,8 +104,16 @@ def _switches_off(module: nn.Module) -> list[str]:
 
 @functools.cache
 def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
+    @functools.wraps(cls.forward)  # so that it has the signature, which trainers ask for
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        with _ToFastattn() as mode:
+            output = cls.forward(self, *args, **kwargs)
+        if not (torch.compiler.is_compiling() or mode.called or F.scaled_dot_product_attention is not _TORCHS_OWN):
+            warnings.warn(f"{full_name(cls)} was swapped, but ran without {_FUNCTION}", stacklevel=1)
+        return output
+
     likeness = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (SDPACaller, cls), likeness)
+    return type(cls.__name__, (SDPACaller, cls), likeness | {"forward": forward})
 
 
 def _new(cls: type[nn.Module]) -> SDPACaller:
@@ -123,8 +125,9 @@ def _new(cls: type[nn.Module]) -> SDPACaller:
 def names_in_code_of(cls: type[nn.Module]) -> frozenset[str]:
     """Every attribute, global and keyword that the methods of this class name."""
     methods = [inspect.getattr_static(cls, name) for name in dir(cls)]
-    methods = [inspect.unwrap(getattr(method, "__func__", method)) for method in methods]
-    return frozenset().union(*(_names_in(method.__code__) for method in methods if inspect.isfunction(method)))
+    methods = [getattr(method, "__func__", method) for method in methods]  # of static and class methods
+    functions = [inspect.unwrap(method) for method in methods if inspect.isfunction(method)]
+    return frozenset().union(*(_names_in(function.__code__) for function in functions))
 
 
 def _names_in(code: CodeType) -> set[str]:

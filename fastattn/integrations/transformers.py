@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -433,6 +434,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
+    indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     **options: object,
@@ -453,6 +455,8 @@ def attention_forward(
         softcap: bound on the scores.
         s_aux: [H], attention sinks.
         sliding_window: the window that the mask has already.
+        indices: int [B, n_q, any number], the only keys that a query may see of those that the mask lets it see, as an
+            indexer chose them (DeepSeek-V3.2). None is all of them.
         cu_seq_lens_q: with `cu_seq_lens_k`, where packed sequences start, which the mask has already.
         options: `_WITHOUT_EFFECT`, or None.
 
@@ -486,6 +490,10 @@ def attention_forward(
     packed = [x for x in (cu_seq_lens_q, cu_seq_lens_k) if x is not None and x.numel() > 2]
     if packed and mask.segments is None and mask.dense is None and bias is None:
         raise _refusal(module, "cu_seq_lens came without a mask that separates the sequences; pass position_ids too")
+    if indices is not None:
+        chosen = torch.zeros(query.shape[0], 1, n_q, n_k, dtype=torch.bool, device=query.device)
+        chosen.scatter_(-1, indices[:, None].long(), True)
+        mask = replace(mask, dense=chosen if mask.dense is None else chosen & mask.dense)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
 

@@ -1,0 +1,134 @@
+"""sentence-transformers: what `encode` returns is the same, plain and packed, and the report names what was swapped."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from model_cases import calls_seen
+from sentence_cases import SENTENCE_TRANSFORMERS, sentence_model
+from torch import Tensor, nn
+
+import fastattn
+from fastattn import demo
+from fastattn.testing import compare
+
+SENTENCES = [
+    "a b c",
+    "one sentence of more words than the others have, and one more for good measure",
+    "",
+    "twice",
+    "twice",
+    *(" ".join("abcdefghij"[:n]) for n in range(1, 10)),
+]
+
+
+def encoded(model: nn.Module, **options: object) -> Tensor:
+    return model.encode(SENTENCES, batch_size=4, convert_to_tensor=True, show_progress_bar=False, **options)
+
+
+def assert_embeddings_are_right(swapped: nn.Module, original: nn.Module, **options: object) -> None:
+    """original: with the attention that it has by default."""
+    eager, exact = original, copy.deepcopy(original).double()
+    SENTENCE_TRANSFORMERS.use_eager(eager)
+    SENTENCE_TRANSFORMERS.use_exact(exact)
+    error = compare("embeddings", *(encoded(model, **options) for model in (swapped, eager, exact)))
+    assert error.right, str(error)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "lasttoken"])
+def test_embeddings(pooling, packed):
+    torch.manual_seed(0)
+    model = sentence_model(pooling).eval()
+    swapped = copy.deepcopy(model)
+    report = fastattn.swap(swapped, packed=packed)
+    assert report.swapped == dict.fromkeys(
+        [f"0.model.encoder.layer.{i}.attention.self" for i in range(2)], "BertSelfAttention"
+    )
+    assert str(report) == "swapped: 2 BertSelfAttention"
+    with calls_seen() as calls:
+        assert_embeddings_are_right(swapped, model)
+    assert calls.backends == {"native"}
+    if packed:
+        assert report.calls.packed > 0
+        assert report.calls.packed + report.calls.unpacked.total() == 4  # batches
+        assert set(report.calls.unpacked) <= {"there is little padding, or none"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_token_embeddings_have_the_length_of_their_sentence(packed):
+    torch.manual_seed(0)
+    model = sentence_model()
+    swapped = copy.deepcopy(model)
+    fastattn.swap(swapped, packed=packed)
+    expected, actual = (
+        m.encode(SENTENCES, output_value="token_embeddings", show_progress_bar=False) for m in (model, swapped)
+    )
+    assert len({len(tokens) for tokens in expected}) > 5
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_unswap_and_twice():
+    torch.manual_seed(0)
+    model = sentence_model()
+    implementation = model[0].model.config._attn_implementation
+    expected = encoded(model)
+    first, second = fastattn.swap(model, packed=True), fastattn.swap(model, packed=True)
+    assert second.already == first.swapped
+    assert not second.swapped
+    torch.testing.assert_close(encoded(model), expected, rtol=1e-4, atol=1e-6)
+    fastattn.unswap(model)
+    assert model[0].model.config._attn_implementation == implementation
+    with calls_seen() as calls:
+        assert torch.equal(encoded(model), expected)
+    assert not calls.backends
+
+
+def test_training_gives_the_same_gradients():
+    torch.manual_seed(0)
+    model = sentence_model().eval()  # without dropout
+    found = []
+    for packed in (None, False, True):
+        trained = copy.deepcopy(model)
+        if packed is not None:
+            fastattn.swap(trained, packed=packed)
+        features = trained.preprocess(SENTENCES)
+        embeddings = trained(features)["sentence_embedding"]
+        (embeddings @ embeddings.T).square().sum().backward()
+        found.append([p.grad for p in trained.parameters() if p.grad is not None])
+    assert len(found[0]) > 30
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-3, atol=1e-5)
+
+
+def test_minilm_of_the_demo():
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    bert = Transformer(demo._bundled_model())
+    model = SentenceTransformer(modules=[bert, Pooling(bert.get_embedding_dimension())])
+    swapped = copy.deepcopy(model)
+    assert str(fastattn.swap(swapped, packed=True)) == "swapped: 6 BertSelfAttention"
+    assert_embeddings_are_right(swapped, model, normalize_embeddings=True)
+    similar, other = (swapped.encode(s) for s in (["a cat sat", "the cat is sitting"], ["a cat sat", "tax law"]))
+    cosines = [float(np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b)) for a, b in (similar, other)]
+    assert cosines[0] > 0.5 > cosines[1]
+
+
+def test_a_cross_encoder(tmp_path):
+    from sentence_cases import save_bert
+    from sentence_transformers import CrossEncoder
+
+    torch.manual_seed(0)
+    save_bert(tmp_path)
+    model = CrossEncoder(str(tmp_path), num_labels=1)
+    pairs = list(zip(SENTENCES, reversed(SENTENCES), strict=True))
+    expected = model.predict(pairs, show_progress_bar=False)
+    report = fastattn.swap(model, packed=True)
+    assert list(report.swapped.values()) == ["BertSelfAttention"] * 2
+    np.testing.assert_allclose(model.predict(pairs, show_progress_bar=False), expected, rtol=1e-4, atol=1e-6)
+    assert report.calls.packed > 0

@@ -50,6 +50,7 @@ _WITHOUT_EFFECT = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
+        "shift_labels",
         "use_cache",
     }
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from ..spec import Mask
 IMPLEMENTATION = "fastattn"
 
 _MEMORY = "_implementation_before_fastattn"
-"""An attribute of models that were switched. It is not in their config, which is saved with them."""
+"""An attribute of models that were switched, a `_Before`. It is not in their config, which is saved with them."""
 
 _SELF_ATTENTION_ONLY = frozenset({"albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"})
 """Model types without `add_cross_attention` in which a mask that is not causal belongs to self-attention. It cannot be
@@ -75,6 +76,17 @@ def register() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What `switch_back` gives back. A model that is unpickled, perhaps in a new process, registers ours with it."""
+
+    implementation: str
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        register()
+        vars(self).update(state)
+
+
 def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """What was set to fastattn, what had been before, and what cannot be, of the transformers models in `model`.
 
@@ -105,7 +117,7 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
                 refused[_joined(prefix, name)] = why
         for module, implementation in before.items():
             if implementation != module.config._attn_implementation:
-                vars(module)[_MEMORY] = implementation
+                vars(module)[_MEMORY] = _Before(implementation)
         for name, (module, owner) in attention.items():
             if owner.config._attn_implementation == IMPLEMENTATION:
                 done = already if before[owner] == IMPLEMENTATION else swapped
@@ -117,7 +129,7 @@ def switch_back(model: nn.Module) -> None:
     """Gives every model of transformers in `model` the implementation that it had before `switch`."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and _MEMORY in vars(module):
-            module.config._attn_implementation = vars(module).pop(_MEMORY)
+            module.config._attn_implementation = vars(module).pop(_MEMORY).implementation
 
 
 def _joined(prefix: str, name: str) -> str:

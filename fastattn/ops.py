@@ -118,8 +118,8 @@ def _onnx_exports() -> bool:
     """Whether the call is being written down as ONNX, which has no ops of ours: only the formula in torch's will do."""
     if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
         raise NotImplementedError(
-            "torch.onnx.export(dynamo=False) cannot write attention of fastattn down: leave dynamo=True, its default, or "
-            "call fastattn.unswap(model) first"
+            "torch.onnx.export(dynamo=False) cannot write attention of fastattn down: leave dynamo=True, its default, "
+            "or call fastattn.unswap(model) first"
         )
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 

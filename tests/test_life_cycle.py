@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnxruntime
@@ -226,26 +226,48 @@ def test_what_was_pickled_can_be_taken_back(name):
     assert traces(swapped)
 
 
-@every_model
-def test_compiles_whole_for_every_size(name):
-    original, swapped = pair(name)
+@pytest.fixture
+def compiled_ops() -> Iterator[tuple[Callable, set[str]]]:
+    """A backend of torch.compile, and the names of what it was asked to compile so far."""
+    names: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable:
+        names.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
     torch._dynamo.reset()
-    compiled = torch.compile(swapped, fullgraph=True, dynamic=True, backend="eager")
+    yield backend, names
+    torch._dynamo.reset()
+
+
+@every_model
+def test_compiles_whole_for_every_size(name, compiled_ops):
+    original, swapped = pair(name)
+    backend, names = compiled_ops
+    compiled = torch.compile(swapped, fullgraph=True, dynamic=True, backend=backend)
     assert_same(compiled, original, SHORT, LONG)
+    assert "fastattn.forward" in names
 
 
 @pytest.mark.parametrize("name", ["encoder", "bert, packed"])
-def test_a_compiled_model_can_be_swapped_and_taken_back(name):
+def test_a_compiled_model_can_be_swapped_and_taken_back(name, compiled_ops):
     original, _ = pair(name)
-    torch._dynamo.reset()
     model = copy.deepcopy(original)
-    compiled = torch.compile(model, backend="eager")
+    backend, names = compiled_ops
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     assert_same(compiled, original, SHORT)
+    assert names
+    assert "fastattn.forward" not in names
     assert fastattn.swap(compiled, packed=MODELS[name][1]).swapped
     assert_same(compiled, original, SHORT, LONG)
+    assert "fastattn.forward" in names
     fastattn.unswap(compiled)
     assert not traces(model)
+    names.clear()
+    torch._dynamo.reset()
     assert_same(compiled, original, SHORT, LONG)
+    assert names
+    assert "fastattn.forward" not in names
 
 
 @pytest.mark.parametrize(

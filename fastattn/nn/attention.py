@@ -98,8 +98,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
     def __prepare_scriptable__(self) -> NoReturn:
         """What torch.jit.script asks each module before it compiles it."""
         raise NotImplementedError(
-            "torch.jit.script cannot compile a MultiHeadAttention of fastattn: call fastattn.unswap(model) first, or use "
-            "torch.compile or torch.export"
+            "torch.jit.script cannot compile a MultiHeadAttention of fastattn: call fastattn.unswap(model) first, "
+            "or use torch.compile or torch.export"
         )
 
     def _share_heads(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:

@@ -66,7 +66,8 @@ def from_torch(
     but 0 and -inf only hides, so it becomes part of the mask, and an `attn_mask` that hides exactly what lies above
     the diagonal becomes `causal`. To know, the values are looked at: on CUDA one synchronisation, remembered while
     the tensor's version counter stands still. Where nobody can look (under torch.compile, torch.jit.trace or vmap,
-    while a CUDA graph is captured), and where the mask is differentiated, a float mask stays a bias and a bool one `dense`.
+    while a CUDA graph is captured), and where the mask is differentiated, a float mask stays a bias and a bool one
+    `dense`.
 
     Args:
         key_padding_mask: [B, S], bool or float.

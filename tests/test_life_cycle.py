@@ -240,7 +240,7 @@ def compiled_ops() -> Iterator[tuple[Callable, set[str]]]:
     torch._dynamo.reset()
 
 
-@every_model
+@pytest.mark.parametrize("name", ["attention", "encoder", "bert", "llama, packed"])
 def test_compiles_whole_for_every_size(name, compiled_ops):
     original, swapped = pair(name)
     backend, names = compiled_ops
@@ -249,7 +249,7 @@ def test_compiles_whole_for_every_size(name, compiled_ops):
     assert "fastattn.forward" in names
 
 
-@pytest.mark.parametrize("name", ["encoder", "bert, packed"])
+@pytest.mark.parametrize("name", ["encoder", "bert"])
 def test_a_compiled_model_can_be_swapped_and_taken_back(name, compiled_ops):
     original, _ = pair(name)
     model = copy.deepcopy(original)
@@ -271,7 +271,8 @@ def test_a_compiled_model_can_be_swapped_and_taken_back(name, compiled_ops):
 
 
 @pytest.mark.parametrize(
-    ("name", "strict"), [*((name, False) for name in MODELS), ("encoder", True), ("bert, packed", True)]
+    ("name", "strict"),
+    [("attention", False), ("encoder", False), ("encoder", True), ("llama, packed", False), ("bert, packed", True)],
 )
 def test_exports_for_every_size(name, strict):
     original, swapped = pair(name)
@@ -283,7 +284,7 @@ def test_exports_for_every_size(name, strict):
     assert_same(torch.export.load(file).module(), original, SHORT, LONG)
 
 
-@pytest.mark.parametrize("name", ["attention", "encoder", "bert, packed", "llama"])
+@pytest.mark.parametrize("name", ["attention", "bert, packed", "llama"])
 def test_onnx_for_every_size(name):
     original, swapped = pair(name)
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -411,7 +412,7 @@ def test_inference_mode_leaves_nothing_that_training_stumbles_over(name):
 @every_model
 def test_one_model_in_several_threads(name):
     _, swapped = pair(name)
-    batches = [inputs(swapped, *lengths) for lengths in (SHORT, LONG, (20, 3), (8, 8))]
+    batches = [inputs(swapped, *lengths) for lengths in (SHORT, (9, 3, 8), (9, 9, 1), LONG)]
 
     def run(x: Tensor, hidden: Tensor) -> Tensor:
         with torch.no_grad():  # a thread has its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from .integrations import sdpa_callers
+from .integrations.sdpa_callers import full_name, names_in_code_of
 from .nn import (
     MultiHeadAttention,
     TransformerDecoder,
@@ -40,7 +43,10 @@ class SwapReport:
 
     def __str__(self) -> str:
         if not (self.swapped or self.already or self.refused):
-            return "nothing to swap: the model has no attention that fastattn knows"
+            return (
+                "nothing to swap: the model has no attention that fastattn knows. If functions of its own call "
+                "scaled_dot_product_attention, fastattn.patch_sdpa() reaches them"
+            )
         lines = [f"swapped: {_counted(self.swapped)}"]
         if self.already:
             lines.append(f"swapped before: {_counted(self.already)}")
@@ -57,8 +63,12 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
     return there is 0, as in torch's fast path. Subclasses of them stay what they are, and leave their fast path, which
     would go around the attention module.
     Models of Hugging Face transformers are set to the attention implementation "fastattn", which
-    `model.set_attn_implementation("sdpa")` takes back. Whatever cannot be replaced is left as it was, and listed in the
-    report with the reason. Doing it again changes nothing.
+    `model.set_attn_implementation("sdpa")` takes back.
+    Every other module whose class calls `torch.nn.functional.scaled_dot_product_attention` itself (those of timm and
+    open_clip do, and many of one's own) has fastattn compute these calls, and keeps all the rest of its code; timm's
+    `fused_attn` is set for that.
+    Whatever cannot be replaced is left as it was, and listed in the report with the reason; so is what only has the
+    name of an attention. Doing it again changes nothing.
 
     What is saved as a `state_dict` or by `save_pretrained` says nothing of fastattn, and loads without it; a model that
     is pickled whole (`torch.save(model)`) asks for it. torch.compile, torch.export and torch.onnx.export take the
@@ -100,6 +110,16 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
                 report.swapped[name] = type(module).__name__
                 _remember(module)
                 MultiHeadAttention.adopt(module)
+        elif isinstance(module, sdpa_callers.SDPACaller):
+            report.already[name] = type(module).__name__
+        elif _is_foreign(module) and sdpa_callers.calls_sdpa(module):
+            if why := sdpa_callers.objection(module):
+                report.refused[name] = why
+            else:
+                report.swapped[name] = type(module).__name__
+                _remember(module)
+                sdpa_callers.adopt(module)
+    report.refused.update(_unknown(model, {*report.swapped, *report.already, *report.refused}))
     for module in reversed(list(model.modules())):  # layers before the stacks that hold them
         if not _adopt(module):
             _leave_fast_path(module)
@@ -139,7 +159,7 @@ def unswap(model: nn.Module) -> None:
 
 
 _MEMORY = "_before_fastattn"  # an attribute of what was swapped: its class, and those of `_CHANGED` that it had
-_CHANGED = ("num_kv_heads", "rotary", "use_nested_tensor", "activation_relu_or_gelu")
+_CHANGED = ("num_kv_heads", "rotary", "use_nested_tensor", "activation_relu_or_gelu", *sdpa_callers.SWITCHES)
 
 
 def _remember(module: nn.Module) -> None:
@@ -152,20 +172,49 @@ def _is_torch_attention(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or getattr(module, "original_name", None) == "MultiheadAttention"
 
 
+_SCRIPTED = "it is compiled by TorchScript; swap the model before torch.jit.script"
+
+
 def _objection(module: nn.Module) -> str | None:
     """Why this nn.MultiheadAttention cannot become a fastattn.MultiHeadAttention; None if it can."""
     if not isinstance(module, nn.MultiheadAttention):
-        return "it is compiled by TorchScript; swap the model before torch.jit.script"
+        return _SCRIPTED
     cls = type(module)
     if cls.__module__.startswith("torch.ao."):
-        return f"{cls.__module__}.{cls.__name__} is quantised, or observed to be; swap a model in floating point"
+        return f"{full_name(cls)} is quantised, or observed to be; swap a model in floating point"
     if cls is not nn.MultiheadAttention:
-        return f"{cls.__module__}.{cls.__name__} is a subclass of nn.MultiheadAttention and may compute something else"
+        return f"{full_name(cls)} is a subclass of nn.MultiheadAttention and may compute something else"
     if "forward" in vars(module):
         return "its forward was replaced on the module itself"
     if type(module.out_proj) not in (nn.Linear, NonDynamicallyQuantizableLinear):
         return f"its out_proj is a {type(module.out_proj).__name__}, not a Linear"
     return None
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    """Whether this is a module of neither torch nor transformers, which has its own way to choose attention."""
+    return type(module).__module__.partition(".")[0] not in ("torch", "transformers")
+
+
+_NAMED_ATTENTION = re.compile("attn|attention", re.IGNORECASE).search
+_SOFTMAX = frozenset({"softmax", "num_heads"})  # in the code of those that are named otherwise
+
+
+def _unknown(model: nn.Module, known: set[str]) -> dict[str, str]:
+    """By name, why each other module that looks like an attention, and holds none of `known`, stays what it is."""
+    found: dict[str, str] = {}
+    for name, module in reversed(list(model.named_modules())):  # what is inside first
+        scripted = getattr(module, "original_name", None)
+        if not (_NAMED_ATTENTION(scripted or type(module).__name__) or names_in_code_of(type(module)) >= _SOFTMAX):
+            continue
+        inside = f"{name}." if name else ""
+        if any(other == name or other.startswith(inside) for other in (*known, *found)):
+            continue
+        if scripted:
+            found[name] = _SCRIPTED
+        elif _is_foreign(module):
+            found[name] = f"{full_name(type(module))} computes attention by code of its own"
+    return dict(reversed(found.items()))
 
 
 _LAYERS = {

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.output_capturing import _active_collector
 
 from ..api import attention, attention_with_weights
+from ..nn.packing import Packing
 from ..spec import Mask
 
 IMPLEMENTATION = "fastattn"
@@ -60,14 +62,78 @@ and padding are in the mask already."""
 
 
 class PreparedMask(Mask):
-    """A `Mask` that goes through transformers in place of the 4-D tensor it expects a mask function to make."""
+    """A `Mask` that goes through transformers in place of the 4-D tensor it expects a mask function to make.
 
-    __slots__ = ("packed",)  # what `packed_transformers` makes of it
+    Nearly all models hand it on as it is. To what others do with it (BEiT adds it to its position bias, Gemma 4 takes
+    the last rows) it is the tensor that they get under "sdpa", or "eager" where they add it.
+    """
+
+    __slots__ = ("lengths", "packed")  # (B, n_q, n_k); what `packed_transformers` makes of it
     ndim = 4
+
+    @classmethod
+    def for_lengths(cls, lengths: tuple[int, int, int], **fields: object) -> PreparedMask:
+        """The mask with these fields, for B samples of n_q queries and n_k keys."""
+        mask = cls(**fields)
+        object.__setattr__(mask, "lengths", lengths)
+        return mask
+
+    def tensor(self) -> Tensor:
+        """bool [B, 1, n_q, n_k], or with H in place of 1, True where a query may see a key."""
+        B, n_q, n_k = self.lengths
+        keep = self.keep(n_q, n_k)
+        return keep.expand(B, *keep.shape[1:])
 
     def contiguous(self) -> PreparedMask:
         """Itself: `generate` asks this of the masks that it makes ahead for a static cache."""
         return self
+
+    def __getitem__(self, index: object) -> Tensor:
+        return self.tensor()[index]
+
+    def __and__(self, other: Tensor) -> Tensor:
+        return self.tensor() & other
+
+    def __add__(self, scores: Tensor) -> Tensor:
+        return torch.where(self.tensor().to(scores.device), scores, torch.finfo(scores.dtype).min)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        if function in (Tensor.add, Tensor.__add__, torch.add) and len(args) == 2 and isinstance(args[1], cls):
+            return args[1] + args[0]
+        args, kwargs = tree_map_only(cls, cls.tensor, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+class PackedMask(PreparedMask):
+    """What the tokens of a packed batch see of those of the same sample.
+
+    queries: how the queries were packed.
+    keys: how the keys were.
+    padded: the mask of the padded batch.
+    """
+
+    __slots__ = ("keys", "padded", "queries")
+
+    @classmethod
+    def of(cls, padded: PreparedMask, queries: Packing, keys: Packing) -> PackedMask:
+        """The mask that says what `padded` says."""
+        packed = cls(causal=padded.causal, window=padded.window, segments=(queries.documents, keys.documents))
+        for name, value in (("queries", queries), ("keys", keys), ("padded", padded)):
+            object.__setattr__(packed, name, value)  # a Mask is frozen
+        return packed
+
+    def needs_places(self, position_bias: Tensor | None) -> bool:
+        """Whether the attention counts places that are not there in the packed batch, so that it has to be padded."""
+        of_places = position_bias is not None and position_bias.shape[-2:].numel() > 1
+        return of_places or ("window" in self.features() and not self.queries.contiguous)
 
 
 def register() -> None:
@@ -100,8 +166,7 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
     already: dict[str, str] = {}
     refused: dict[str, str] = {}
     for prefix, outermost in _outermost_models(model).items():
-        pretrained = {n: module for n, module in outermost.named_modules() if isinstance(module, PreTrainedModel)}
-        before = {module: module.config._attn_implementation for module in pretrained.values()}
+        before = {module: module.config._attn_implementation for module in _holders_of_configs(outermost)}
         attention = _attention_modules_of(outermost)
         try:
             if attention:
@@ -111,24 +176,32 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
                 module.config._attn_implementation = implementation
             refused[prefix] = str(error)
             continue
-        for name, module in pretrained.items():
-            if not module._can_set_attn_implementation():
-                why = f"{type(module).__name__} does not use the AttentionInterface of transformers"
-                refused[_joined(prefix, name)] = why
         for module, implementation in before.items():
             if implementation != module.config._attn_implementation:
                 vars(module)[_MEMORY] = _Before(implementation)
+        implementations = {id(module.config): implementation for module, implementation in before.items()}
         for name, (module, owner) in attention.items():
-            if owner.config._attn_implementation == IMPLEMENTATION:
-                done = already if before[owner] == IMPLEMENTATION else swapped
+            config = _deciding_config(module, owner)
+            if config._attn_implementation == IMPLEMENTATION:
+                done = already if implementations[id(config)] == IMPLEMENTATION else swapped
                 done[_joined(prefix, name)] = type(module).__name__
+            elif owner._can_set_attn_implementation():
+                refused[_joined(prefix, name)] = (
+                    f"transformers did not set the configuration of {type(module).__name__}"
+                )
+        for name, (module, owner_name, owner) in _other_attention_of(outermost).items():
+            if owner._can_set_attn_implementation():
+                refused[_joined(prefix, name)] = f"{type(module).__name__} computes its attention by code of its own"
+            else:
+                why = f"{type(owner).__name__} does not use the AttentionInterface of transformers"
+                refused[_joined(prefix, owner_name)] = why
     return swapped, already, refused
 
 
 def switch_back(model: nn.Module) -> None:
     """Gives every model of transformers in `model` the implementation that it had before `switch`."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and _MEMORY in vars(module):
+        if _MEMORY in vars(module):
             module.config._attn_implementation = vars(module).pop(_MEMORY).implementation
 
 
@@ -156,15 +229,53 @@ def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, PreTrained
 
 
 def _attention_modules_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
-    """By name, each module that asks transformers for its implementation, and the model whose config decides."""
-    owners: dict[str, PreTrainedModel] = {}
+    """By name, each module that asks transformers for its implementation, and the model that it belongs to."""
+    return {
+        name: (module, owner) for name, (module, _, owner) in _owned(model) if _asks_for_implementation(type(module))
+    }
+
+
+def _other_attention_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str, PreTrainedModel]]:
+    """By name, each attention of transformers that does not ask; and the name of the model it belongs to, and that."""
+    asking = {part for module, _ in _attention_modules_of(model).values() for part in module.modules()}
     found = {}
-    for name, module in model.named_modules():
-        parent = owners.get(name.rpartition(".")[0])
-        owners[name] = module if isinstance(module, PreTrainedModel) else parent
-        if not isinstance(module, PreTrainedModel) and _asks_for_implementation(type(module)):
-            found[name] = (module, parent)
+    for name, (module, owner_name, owner) in _owned(model):
+        cls = type(module)
+        if "Att" not in cls.__name__ or not cls.__module__.startswith("transformers."):
+            continue
+        if module in asking or asking.intersection(module.modules()):
+            continue
+        if not owner._can_set_attn_implementation() or _weighs_by_itself(cls):
+            found[name] = module, owner_name, owner
     return found
+
+
+def _owned(model: PreTrainedModel) -> Iterator[tuple[str, tuple[nn.Module, str, PreTrainedModel]]]:
+    """By name, each module that is no model; and the name of the model it belongs to, and that."""
+    owners: dict[str, tuple[str, PreTrainedModel]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            owners[name] = name, module
+        else:
+            owners[name] = owners[name.rpartition(".")[0]]
+            yield name, (module, *owners[name])
+
+
+def _deciding_config(module: nn.Module, owner: PreTrainedModel) -> PreTrainedConfig:
+    """The configuration in which an attention module looks its implementation up."""
+    config = getattr(module, "config", None)
+    return config if isinstance(config, PreTrainedConfig) else owner.config
+
+
+def _holders_of_configs(model: PreTrainedModel) -> list[nn.Module]:
+    """Every model in `model`, and one module for each configuration that is no model's."""
+    holders = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    seen = {id(module.config) for module in holders}
+    for module in model.modules():
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig) and id(config) not in seen:
+            seen.add(id(config))
+            holders.append(module)
+    return holders
 
 
 @functools.cache
@@ -176,6 +287,19 @@ def _asks_for_implementation(cls: type[nn.Module]) -> bool:
         return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(cls.forward)
     except (OSError, TypeError):  # there is no source to read
         return False
+
+
+_WEIGHING = ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
+
+
+@functools.cache
+def _weighs_by_itself(cls: type[nn.Module]) -> bool:
+    """Whether this class, which does not ask for an implementation, has attention of its own in its source."""
+    try:
+        source = inspect.getsource(cls)
+    except OSError:  # there is none to read
+        return False
+    return any(f"{call}(" in source for call in _WEIGHING)
 
 
 def attention_mask(
@@ -216,6 +340,7 @@ def attention_mask(
         padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         real_keys = padded[:, kv_offset : kv_offset + kv_length].expand(batch_size, -1)
 
+    lengths = batch_size, q_length, kv_length
     fields = None if use_vmap else _fields(mask_function)
     if fields is None:
         dense = masking_utils.sdpa_mask(
@@ -231,19 +356,20 @@ def attention_mask(
             use_vmap=use_vmap,
             device=device,
         )
-        return PreparedMask(dense=dense, real_keys=real_keys)
+        return PreparedMask.for_lengths(lengths, dense=dense, real_keys=real_keys)
 
     q_start = q_offset - kv_offset
     if isinstance(q_start, Tensor):  # a static cache, longer than the sequence so far
         q_start = q_start.to(device).expand(batch_size) if fields else 0
-        return PreparedMask(**fields, q_start=q_start, real_keys=real_keys)
+        return PreparedMask.for_lengths(lengths, **fields, q_start=q_start, real_keys=real_keys)
     real_queries = None
     if q_start + q_length == kv_length:  # the queries are the last tokens of the keys, unless this is cross-attention
         if q_length == 1:
             fields.pop("causal", None)  # the last token sees every key
         elif real_keys is not None and (fields.get("causal") or _self_attention_only(config)):
             real_queries = real_keys[:, q_start:]
-    return PreparedMask(**fields, q_start=q_start if fields else 0, real_keys=real_keys, real_queries=real_queries)
+    q_start = q_start if fields else 0
+    return PreparedMask.for_lengths(lengths, **fields, q_start=q_start, real_keys=real_keys, real_queries=real_queries)
 
 
 def _self_attention_only(config: PreTrainedConfig | None) -> bool:
@@ -345,6 +471,15 @@ def attention_forward(
     unknown = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
     if unknown:
         raise _refusal(module, f"the option {', '.join(sorted(unknown))} is not supported")
+    if isinstance(attention_mask, PackedMask) and attention_mask.needs_places(position_bias):
+        queries, keys, mask = attention_mask.queries, attention_mask.keys, attention_mask.padded
+        padded = (
+            packing.unpack(x[0].transpose(0, 1)).transpose(1, 2)
+            for packing, x in ((queries, query), (keys, key), (keys, value))
+        )
+        terms = (mask, dropout, scaling, is_causal, position_bias, softcap, s_aux, sliding_window)
+        return queries.pack(attention_forward(module, *padded, *terms)[0])[None], None
+
     n_q, n_k = query.shape[2], key.shape[2]
     if attention_mask is None:
         if sliding_window is not None and sliding_window < n_k:

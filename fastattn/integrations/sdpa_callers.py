@@ -1,0 +1,142 @@
+"""Modules that call torch.nn.functional.scaled_dot_product_attention themselves: timm's, open_clip's, or a user's own.
+
+Such a module gets a subclass of its own class, whose forward is the same code: while it runs, its calls of torch's
+function go to fastattn's. What the module computes around them is not known here and need not be.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from types import CodeType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+
+from ..api import scaled_dot_product_attention
+
+_TORCHS_OWN = torch._C._nn.scaled_dot_product_attention  # patch_sdpa() may have put another one into torch.nn
+_PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # the last two while torch.export traces
+
+SWITCHES = ("fused_attn", "use_fsdpa")
+"""Attributes by which timm (where Swin's is False by default) and open_clip choose the code that calls the function."""
+
+_WAYS_AROUND = ("einsum", "scaled_cosine")
+"""Attributes by which modules of timm and open_clip choose other code, whatever the switch says."""
+
+
+class SDPACaller(nn.Module):
+    """The base, before the original class, of the class that `adopt` gives a module."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """What the original forward returns, its attention computed by fastattn."""
+        with _ToFastattn() as mode:
+            output = super().forward(*args, **kwargs)
+        if not (torch.compiler.is_compiling() or mode.called or F.scaled_dot_product_attention is not _TORCHS_OWN):
+            warnings.warn(f"{full_name(original_class(self))} was swapped, but ran without {_FUNCTION}", stacklevel=1)
+        return output
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Copied and pickled by the original class: the one of the module itself is in no file."""
+        _, _, *state = super().__reduce_ex__(max(protocol, 2))
+        return (_new, (original_class(self),), *state)
+
+
+class _ToFastattn(TorchFunctionMode):
+    """While it is entered, calls of torch's scaled_dot_product_attention in this thread go to fastattn's.
+
+    Those on tensors of a subclass (nested, distributed) stay with torch.
+    """
+
+    called = False
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        kwargs = kwargs or {}
+        if func is _TORCHS_OWN:
+            self.called = True
+            tensors = (*args[:4], *(kwargs.get(name) for name in ("query", "key", "value", "attn_mask")))
+            if all(x is None or (type(x) in _PLAIN and not x.is_nested) for x in tensors):
+                return scaled_dot_product_attention(*args, **kwargs)
+        if func is Tensor.unflatten:  # Dynamo cannot call this one method from here
+            func = torch.unflatten
+        return func(*args, **kwargs)
+
+
+_FUNCTION = "scaled_dot_product_attention"
+
+
+def calls_sdpa(module: nn.Module) -> bool:
+    """Whether the class of this module calls the function in its own code."""
+    return _FUNCTION in names_in_code_of(type(module))
+
+
+def original_class(module: SDPACaller) -> type[nn.Module]:
+    """The class that the module had before `adopt`."""
+    return type(module).__bases__[1]
+
+
+def objection(module: nn.Module) -> str | None:
+    """Why fastattn would not compute the attention of this module, whose class calls the function; None if it would."""
+    names = names_in_code_of(type(module))
+    if "forward" in vars(module):
+        return "its forward was replaced on the module itself"
+    for attribute in _WAYS_AROUND:
+        if attribute in names and getattr(module, attribute, False):
+            return f"with {attribute}={getattr(module, attribute)} it does not call {_FUNCTION}"
+    for switch in _switches_off(module):
+        dropout_p = getattr(getattr(module, "attn_drop", None), "p", 0.0)
+        if dropout_p and "dropout_p" not in names:
+            return f"with {switch}=True, which it needs, it would forget its dropout of {dropout_p}"
+    return None
+
+
+def adopt(module: nn.Module) -> None:
+    """Lets fastattn compute this module's attention: the same object with another class, and its switch on."""
+    for switch in _switches_off(module):
+        setattr(module, switch, True)
+    module.__class__ = _subclass(type(module))
+
+
+def _switches_off(module: nn.Module) -> list[str]:
+    names = names_in_code_of(type(module))
+    return [switch for switch in SWITCHES if switch in names and not getattr(module, switch, True)]
+
+
+@functools.cache
+def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
+    likeness = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (SDPACaller, cls), likeness)
+
+
+def _new(cls: type[nn.Module]) -> SDPACaller:
+    """An empty module of the subclass of `cls`, for its state to be put in."""
+    return _subclass(cls).__new__(_subclass(cls))
+
+
+@functools.cache
+def names_in_code_of(cls: type[nn.Module]) -> frozenset[str]:
+    """Every attribute, global and keyword that the methods of this class name."""
+    methods = [inspect.getattr_static(cls, name) for name in dir(cls)]
+    methods = [inspect.unwrap(getattr(method, "__func__", method)) for method in methods]
+    return frozenset().union(*(_names_in(method.__code__) for method in methods if inspect.isfunction(method)))
+
+
+def _names_in(code: CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names_in(constant)
+        elif isinstance(constant, tuple):  # among them the keywords of calls
+            found |= {name for name in constant if isinstance(name, str)}
+    return found
+
+
+def full_name(cls: type) -> str:
+    """Of a class, with its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"

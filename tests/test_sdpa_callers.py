@@ -1,0 +1,380 @@
+"""Modules that call scaled_dot_product_attention themselves: swapped, they answer as before, by fastattn alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_cases import calls_seen
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import fastattn
+from fastattn.integrations import sdpa_callers
+
+E, HEADS = 16, 2
+
+
+class Heads(nn.Module):
+    """Self-attention of [B, L, E] for a `compute` of [B, HEADS, L, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.qkv = nn.Linear(E, 3 * E)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+
+class ByFunctional(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.split(x), is_causal=True).transpose(1, 2).flatten(2)
+
+
+class ByWholeName(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        o = torch.nn.functional.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True)
+        return o.transpose(1, 2).flatten(2)
+
+
+class ByImportedName(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*self.split(x), is_causal=True).transpose(1, 2).flatten(2)
+
+
+class ByMethod(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(*self.split(x)).transpose(1, 2).flatten(2)
+
+    @torch.no_grad()
+    def unused(self) -> None:
+        pass
+
+    @staticmethod
+    def compute(*qkv: Tensor) -> Tensor:
+        return next(F.scaled_dot_product_attention(*qkv, is_causal=causal) for causal in (True,))
+
+
+class Inheriting(ByFunctional):
+    pass
+
+
+class ByHand(ByFunctional):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        later = torch.ones(2 * x.shape[1:2], dtype=torch.bool).triu(1)
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class Optional(ByHand):
+    """With a switch that fastattn does not know."""
+
+    fast = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ByFunctional.forward(self, x) if self.fast else super().forward(x)
+
+    def unused(self) -> None:
+        F.scaled_dot_product_attention()
+
+
+CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, Inheriting)
+
+
+def two_layers(make: Callable[[], nn.Module] = ByFunctional) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(make(), nn.GELU(), make())
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, 7, E, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(output.square().sum(), tuple(model.parameters()))
+
+
+def state_of(model: nn.Module) -> list[tuple[type, dict]]:
+    return [(type(part), dict(vars(part))) for part in model.modules()]
+
+
+@pytest.mark.parametrize("make", CALLERS)
+def test_their_calls_are_computed_by_fastattn(make):
+    model = two_layers(make)
+    by_hand = copy.deepcopy(model)
+    for part in (by_hand[0], by_hand[2]):
+        part.__class__ = ByHand
+    report = fastattn.swap(model)
+    assert report.swapped == {"0": make.__name__, "2": make.__name__}
+    assert str(report) == f"swapped: 2 {make.__name__}"
+    with calls_seen() as calls:
+        actual = model(inputs())
+    assert calls.features == {"causal"}
+    assert calls.backends == {"native"}
+    expected = by_hand(inputs())
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(model, actual), gradients(by_hand, expected), rtol=1e-4, atol=1e-5)
+
+
+def test_everything_but_the_class_stays():
+    model = two_layers()
+    before = [vars(part).copy() for part in model.modules()]
+    fastattn.swap(model)
+    for part, attributes in zip(model.modules(), before, strict=True):
+        assert {name: value for name, value in vars(part).items() if name != "_before_fastattn"} == attributes
+    assert isinstance(model[0], ByFunctional)
+    assert repr(model) == repr(two_layers())
+
+
+def test_unswap_gives_the_original_back():
+    model = two_layers()
+    before, expected = state_of(model), model(inputs())
+    for _ in range(2):
+        fastattn.swap(model)
+    assert state_of(model) != before
+    copied = copy.deepcopy(model)
+    for _ in range(2):
+        fastattn.unswap(model)
+    assert state_of(model) == before
+    with calls_seen() as calls:
+        assert torch.equal(model(inputs()), expected)
+    assert not calls.backends
+    fastattn.unswap(copied)
+    assert [type(part) for part in copied.modules()] == [type(part) for part in model.modules()]
+
+
+def test_twice_changes_nothing():
+    model = two_layers()
+    first = fastattn.swap(model)
+    before = state_of(model)
+    assert fastattn.swap(model) == fastattn.SwapReport(already=first.swapped)
+    assert state_of(model) == before
+
+
+def test_shared_modules_stay_shared():
+    shared = ByFunctional()
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, shared)})
+    assert str(fastattn.swap(model)) == "swapped: 1 ByFunctional"
+    assert model["a"] is model["b"][0] is model["b"][1] is shared
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, through_pickle, through_file])
+def test_copies_are_swapped_too(copied):
+    model = two_layers()[0]
+    fastattn.swap(model)
+    found = copied(model)
+    assert type(found) is type(model)
+    with calls_seen() as calls:
+        assert torch.equal(found(inputs()), model(inputs()))
+    assert calls.backends == {"native"}
+    fastattn.unswap(found)
+    assert type(found) is ByFunctional
+    assert isinstance(model, sdpa_callers.SDPACaller)
+
+
+def test_other_calls_are_not_routed():
+    model = two_layers()[0]
+    fastattn.swap(model)
+    inside, answered = threading.Event(), threading.Event()
+    model.qkv.register_forward_hook(lambda *_: (inside.set(), answered.wait(10))[:0] or None)
+    q = torch.randn(1, 1, 3, 4)
+    with calls_seen() as calls:
+        thread = threading.Thread(target=model, args=(inputs(),))
+        thread.start()
+        assert inside.wait(10)
+        F.scaled_dot_product_attention(q, q, q)  # while another thread is in the forward
+        assert not calls.backends
+        answered.set()
+        thread.join()
+        assert calls.backends == {"native"}
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(inputs()[..., 1:])
+        calls.backends.clear()
+        F.scaled_dot_product_attention(q, q, q)  # after an exception in the forward
+        two_layers()(inputs())  # in another module of the class
+        assert not calls.backends
+
+
+def test_threads_do_not_disturb_each_other():
+    model = two_layers()
+    expected = model(inputs())
+    fastattn.swap(model)
+    found = {}
+
+    def run(i: int) -> None:
+        with torch.no_grad():
+            found[i] = [model(inputs()) for _ in range(20)]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for outputs in found.values():
+        for output in outputs:
+            torch.testing.assert_close(output, expected)
+
+
+def test_patch_sdpa_and_swap_together():
+    model = two_layers()
+    expected = model(inputs())
+    fastattn.swap(model)
+    with warnings.catch_warnings(), fastattn.patch_sdpa() as patch:
+        warnings.simplefilter("error")
+        torch.testing.assert_close(model(inputs()), expected)
+    assert patch.computed == 2
+
+
+def test_nested_tensors_stay_with_torch():
+    class OfNested(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model = OfNested()
+    x = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
+    expected = model(x).to_padded_tensor(0.0)
+    assert fastattn.swap(model).swapped == {"": "OfNested"}
+    with calls_seen() as calls:
+        assert torch.equal(model(x).to_padded_tensor(0.0), expected)
+    assert not calls.backends
+
+
+def test_what_no_fused_backend_takes_is_computed_with_a_warning():
+    model = two_layers().double()
+    x = inputs().double()
+    expected = model(x)
+    fastattn.swap(model)
+    with pytest.warns(fastattn.FallbackWarning, match=r"got torch\.float64"):
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_a_switch_that_is_not_known_cannot_lie():
+    model = Optional()
+    assert fastattn.swap(model).swapped == {"": "Optional"}
+    model(inputs())
+    model.fast = False
+    name = r"test_sdpa_callers\.Optional was swapped, but ran without scaled_dot_product_attention"
+    with pytest.warns(UserWarning, match=name):
+        model(inputs())
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+def test_it_compiles_and_exports():
+    model = two_layers()
+    fastattn.swap(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    actual, expected = compiled(inputs()), model(inputs())
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(model, actual), gradients(model, expected))
+    for strict in (False, True):
+        exported = torch.export.export(model, (inputs(),), strict=strict)
+        operators = {str(node.target) for part in exported.graph_module.modules() for node in part.graph.nodes}
+        assert "fastattn.forward.default" in operators
+        assert not any("scaled_dot_product" in operator for operator in operators)
+        torch.testing.assert_close(exported.module()(inputs()), expected)
+
+
+def test_checkpointing():
+    model = two_layers()
+    expected = gradients(model, model(inputs()))
+    fastattn.swap(model)
+    x = inputs()
+    for part in model:
+        x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
+    torch.testing.assert_close(gradients(model, x), expected, rtol=1e-4, atol=1e-5)
+
+
+def with_own_forward() -> nn.Module:
+    module = ByFunctional()
+    module.forward = ByHand().forward
+    return module
+
+
+class MemoryEfficientAttention(nn.Module):
+    """As those are that call a kernel of xformers or flash_attn."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.xformers.memory_efficient_attention(q, k, v)
+
+
+class Scripted(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class ScriptedAttention(Scripted):
+    pass
+
+
+REFUSED = {
+    "own forward": (with_own_forward, "its forward was replaced on the module itself"),
+    "subclass by hand": (ByHand, "test_sdpa_callers.ByHand computes attention by code of its own"),
+    "unknown kernel": (MemoryEfficientAttention, "MemoryEfficientAttention computes attention by code of its own"),
+    "scripted": (lambda: torch.jit.script(ScriptedAttention()), "it is compiled by TorchScript; swap the model before"),
+    "quantised": (lambda: torch.ao.nn.quantized.MultiheadAttention(8, 2), "MultiheadAttention is quantised"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name):
+    make, why = REFUSED[name]
+    model = nn.ModuleDict({"good": ByFunctional(), "block": nn.ModuleDict({"bad": make()})})
+    before = state_of(model["block"])
+    report = fastattn.swap(model)
+    assert report.swapped == {"good": "ByFunctional"}
+    assert list(report.refused) == ["block.bad"]
+    assert why in report.refused["block.bad"]
+    assert f"not swapped: block.bad: {report.refused['block.bad']}" in str(report)
+    assert state_of(model["block"]) == before
+    assert fastattn.swap(model).refused == report.refused
+
+
+def test_what_holds_attention_is_not_named():
+    class AttentionBlock(nn.Module):
+        def __init__(self, attention: nn.Module) -> None:
+            super().__init__()
+            self.attention = attention
+
+    blocks = nn.ModuleList(AttentionBlock(part) for part in (ByFunctional(), nn.MultiheadAttention(8, 2), ByHand()))
+    report = fastattn.swap(blocks)
+    assert report.swapped == {"0.attention": "ByFunctional", "1.attention": "MultiheadAttention"}
+    assert list(report.refused) == ["2.attention"]
+
+
+def test_a_model_without_known_attention_is_told_of_patch_sdpa():
+    def attend(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q)
+
+    class Model(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return attend(q)
+
+    report = fastattn.swap(Model())
+    assert report == fastattn.SwapReport()
+    assert "fastattn.patch_sdpa() reaches them" in str(report)
+    with fastattn.patch_sdpa() as patch:
+        Model()(torch.randn(1, 1, 3, 4))
+    assert patch.computed == 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from ..spec import Mask
 IMPLEMENTATION = "fastattn"
 
 _MEMORY = "_implementation_before_fastattn"
-"""An attribute of models that were switched. It is not in their config, which is saved with them."""
+"""An attribute of models that were switched, a `_Before`. It is not in their config, which is saved with them."""
 
 _SELF_ATTENTION_ONLY = frozenset({"albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"})
 """Model types without `add_cross_attention` in which a mask that is not causal belongs to self-attention. It cannot be
@@ -53,6 +53,7 @@ _WITHOUT_EFFECT = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
+        "shift_labels",
         "use_cache",
     }
 )
@@ -145,6 +146,17 @@ def register() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What `switch_back` gives back. A model that is unpickled, perhaps in a new process, registers ours with it."""
+
+    implementation: str
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        register()
+        vars(self).update(state)
+
+
 def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """What was set to fastattn, what had been before, and what cannot be, of the transformers models in `model`.
 
@@ -170,7 +182,7 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
             continue
         for module, implementation in before.items():
             if implementation != module.config._attn_implementation:
-                vars(module)[_MEMORY] = implementation
+                vars(module)[_MEMORY] = _Before(implementation)
         implementations = {id(module.config): implementation for module, implementation in before.items()}
         for name, (module, owner) in attention.items():
             config = _deciding_config(module, owner)
@@ -194,7 +206,7 @@ def switch_back(model: nn.Module) -> None:
     """Gives every model of transformers in `model` the implementation that it had before `switch`."""
     for module in model.modules():
         if _MEMORY in vars(module):
-            module.config._attn_implementation = vars(module).pop(_MEMORY)
+            module.config._attn_implementation = vars(module).pop(_MEMORY).implementation
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -24,10 +24,10 @@ from .transformers import PackedMask, PreparedMask, attention_modules
 MODEL_TYPES = frozenset(
     {"albert", "bert", "camembert", "clip_text_model", "distilbert", "electra", "ernie", "eurobert"}
     | {"hubert", "modernbert", "roberta", "siglip_text_model", "wav2vec2", "xlm-roberta"}
-    | {"cohere", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox"}
-    | {"gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3"}
+    | {"cohere", "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox"}
+    | {"gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3"}
     | {"qwen3_moe", "smollm3", "starcoder2"}
-    | {"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5"}
+    | {"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5_gemma_module"}
 )
 """Models whose layers, as tests show, take all they know of positions from what they are given."""
 
@@ -80,7 +80,7 @@ class PackedPass:
         packings = []
         for of, tokens in ((mask, x),) if states is None else ((mask, x), (cross_mask, states)):
             if not isinstance(of, PreparedMask):
-                return "the call has a mask of its own for the encoder's output"
+                return "the mask for the encoder's output is none of fastattn's"
             every = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
             packings.append(Packing(every if of.real_keys is None else of.real_keys))
         if not worth_packing(*(packing.real for packing in packings)):

@@ -227,47 +227,44 @@ def test_what_was_pickled_can_be_taken_back(name):
 
 
 @pytest.fixture
-def compiled_ops() -> Iterator[tuple[Callable, set[str]]]:
-    """A backend of torch.compile, and the names of what it was asked to compile so far."""
-    names: set[str] = set()
+def compiled() -> Iterator[tuple[Callable, list[bool]]]:
+    """A backend of torch.compile, and of each graph that it was given whether fastattn is in it."""
+    graphs: list[bool] = []
 
     def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable:
-        names.update(str(node.target) for node in graph.graph.nodes)
+        graphs.append("fastattn.forward" in {str(node.target) for node in graph.graph.nodes})
         return graph.forward
 
     torch._dynamo.reset()
-    yield backend, names
+    yield backend, graphs
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", ["attention", "encoder", "bert", "llama, packed"])
-def test_compiles_whole_for_every_size(name, compiled_ops):
+def test_compiles_whole_and_once_for_every_size(name, compiled):
     original, swapped = pair(name)
-    backend, names = compiled_ops
-    compiled = torch.compile(swapped, fullgraph=True, dynamic=True, backend=backend)
-    assert_same(compiled, original, SHORT, LONG)
-    assert "fastattn.forward" in names
+    backend, graphs = compiled
+    whole = torch.compile(swapped, fullgraph=True, dynamic=True, backend=backend)
+    assert_same(whole, original, SHORT, LONG, SHORT)
+    assert graphs == [True]
 
 
 @pytest.mark.parametrize("name", ["encoder", "bert"])
-def test_a_compiled_model_can_be_swapped_and_taken_back(name, compiled_ops):
+def test_a_compiled_model_can_be_swapped_and_taken_back(name, compiled):
     original, _ = pair(name)
     model = copy.deepcopy(original)
-    backend, names = compiled_ops
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
-    assert_same(compiled, original, SHORT)
-    assert names
-    assert "fastattn.forward" not in names
-    assert fastattn.swap(compiled, packed=MODELS[name][1]).swapped
-    assert_same(compiled, original, SHORT, LONG)
-    assert "fastattn.forward" in names
-    fastattn.unswap(compiled)
+    backend, graphs = compiled
+    whole = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    assert_same(whole, original, SHORT)
+    assert graphs == [False]
+    assert fastattn.swap(whole).swapped
+    assert_same(whole, original, SHORT, LONG)
+    assert graphs == [False, True]
+    fastattn.unswap(whole)
     assert not traces(model)
-    names.clear()
     torch._dynamo.reset()
-    assert_same(compiled, original, SHORT, LONG)
-    assert names
-    assert "fastattn.forward" not in names
+    assert_same(whole, original, SHORT, LONG)
+    assert graphs == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ class PackedStack:
 
     def pack(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The arguments of a layer, packed; None leaves them as they are, in all layers of the same pass."""
+        if torch.compiler.is_compiling():  # a graph is for every batch; one that counts would be compiled at each call
+            return None
         names = _positional(layer.forward) if "forward" in vars(layer) else _positional_of(type(layer))
         arguments = dict(zip(names, args, strict=False)) | kwargs
         if not isinstance(arguments.get("attention_mask"), PreparedMask):

@@ -121,6 +121,8 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
     candidates = {None: BACKENDS, "fused": BACKENDS[:-1]}.get(name) or (backend_by_name(name),)
     named, features = name not in (None, "fused"), spec.features()
     for backend in candidates:
+        if not named and backend.by_name_only(q.device):  # the quickest to ask
+            continue
         for _ in _objections(backend, q, k, v, spec, features, function, named):
             break  # one is enough: the rest is worked out only for somebody who reads it
         else:

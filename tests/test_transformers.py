@@ -264,19 +264,6 @@ def test_output_attentions(make):
             assert_within_budget(**weights)
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("make", [gpt2, llama, mistral, pytest.param(t5, marks=may_fall_back)])
-def test_greedy_generation_with_left_padding(make, cache, received):
-    eager, swapped = both(make)
-    mask = padding("left")
-    call = {"input_ids": inputs(eager, mask)["input_ids"], "attention_mask": mask}
-    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "cache_implementation": cache}
-    actual = swapped.generate(**call, **options)
-    assert actual.shape[1] >= 16
-    assert torch.equal(actual, eager.generate(**call, **options))
-    assert all(isinstance(mask, Mask) and mask.dense is None for mask in received)
-
-
 @pytest.mark.parametrize("make", DECODERS)
 def test_a_cache_gives_what_one_pass_gives(make, received):
     eager, swapped = both(make)

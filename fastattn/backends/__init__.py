@@ -82,9 +82,10 @@ def _objections(
     if not hasattr(backend, function):
         willing = False
         yield f"does not compute {OPTIONAL[function]}"
-    for name in sorted(features - backend.features(q.device)):
+    if not features <= (supported := backend.features(q.device)):
         willing = False
-        yield f"does not support {name} on {q.device.type}"
+        for name in sorted(features - supported):
+            yield f"does not support {name} on {q.device.type}"
     for why in backend.unsupported(q, k, v, spec):
         willing = False
         yield why

@@ -50,12 +50,16 @@ _TENSOR = "a tensor stood here"
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] and lse [B, H, n_q] of a validated call, computed by the backend of that name."""
-    arguments = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks, *_flatten(spec, backend))
+    tensors = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks)
+    compiling = torch.compiler.is_compiling()
+    if not (compiling or _derivative_wanted(tensors)) and _only_computed((*tensors, spec.seed), spec.mask):
+        return _computed(q, k, v, spec, backend)
+    arguments = (*tensors, *_flatten(spec, backend))
     if _onnx_exports():
         return _forward(*arguments)
-    if torch.compiler.is_compiling():
+    if compiling:
         return _CompiledAttention.apply(*_distinct(arguments))
-    if _derivative_wanted(arguments[:6]):
+    if _derivative_wanted(tensors):
         return _Attention.apply(*arguments)
     return torch.ops.fastattn.forward(*arguments)
 
@@ -107,6 +111,28 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
             "torch.func.grad or torch.func.vjp inside one torch.func.jvp instead (torch.func.hessian does)."
         )
     return forward_mode or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+
+
+def _only_computed(tensors: tuple[Tensor | None, ...], mask: Mask) -> bool:
+    """Whether PyTorch would do nothing with a call but hand it to the backend.
+
+    Going through the dispatcher takes longer than all else about the next token of a small model. It has more to do
+    where a mode, a transform, a trace or the profiler looks on, or a tensor is more than its memory (wrapped, of a
+    subclass, lazily negated): each of these sets a dispatch key that a plain tensor does not have.
+    """
+    if (
+        torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_NO_MODE
+        or torch.autograd.profiler._is_profiler_enabled
+    ):
+        return False
+    found = [x for x in (*tensors, *mask.tensors().values()) if x is not None]
+    return not torch.overrides.has_torch_function(found) and not any(
+        torch._C._dispatch_keys(x).raw_repr() & ~_OF_PLAIN_TENSORS for x in found
+    )
+
+
+_OF_NO_MODE = torch._C._dispatch_tls_local_include_set().raw_repr()
+_OF_PLAIN_TENSORS = torch._C._dispatch_keys(torch.empty(0)).raw_repr()
 
 
 def _nested_forward_mode() -> bool:
@@ -334,9 +360,12 @@ def _primals(arguments: list) -> tuple[tuple[Tensor | None, ...], Spec]:
 
 
 def _forward(q, k, v, bias, alibi_slopes, sinks, *flat):
+    return _computed(q, k, v, *_unflatten((bias, alibi_slopes, sinks), flat))
+
+
+def _computed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tuple[Tensor, Tensor]:
     if _nothing_to_see(q, k):
         return empty_output(q, v.shape[3]).zero_(), _empty_lse(q).fill_(-math.inf)
-    spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
     return backend_by_name(backend).forward(q, k, v, spec)
 
 

@@ -120,15 +120,18 @@ class Mask:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of this mask, by the name of its field (for checks of device and dtype)."""
-        found = {
-            "q_start": self.q_start if isinstance(self.q_start, Tensor) else None,
-            "real_keys": self.real_keys,
-            "real_queries": self.real_queries,
-            "segments[0]": None if self.segments is None else self.segments[0],
-            "segments[1]": None if self.segments is None else self.segments[1],
-            "dense": self.dense,
-        }
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        found = {}
+        if isinstance(self.q_start, Tensor):
+            found["q_start"] = self.q_start
+        if self.real_keys is not None:
+            found["real_keys"] = self.real_keys
+        if self.real_queries is not None:
+            found["real_queries"] = self.real_queries
+        if self.segments is not None:
+            found["segments[0]"], found["segments[1]"] = self.segments
+        if self.dense is not None:
+            found["dense"] = self.dense
+        return found
 
 
 def _rank_in_document(ids: Tensor) -> Tensor:

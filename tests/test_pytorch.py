@@ -8,6 +8,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import Mask, ops
@@ -411,3 +412,27 @@ def test_batch_times_heads_beyond_a_cuda_grid_dimension():
     sample.q = sample.k = sample.v = q[69_999:]
     sample.do, sample.dlse = torch.zeros_like(q[:1]), torch.zeros(1, 1, 2)
     assert_right(sample, {"o": o[69_999:]})
+
+
+def test_a_call_that_pytorch_only_passes_on_goes_straight_to_the_backend(monkeypatch):
+    dispatched = []
+    flatten = ops._flatten  # makes the arguments of the op
+    monkeypatch.setattr(ops, "_flatten", lambda *arguments: dispatched.append(None) or flatten(*arguments))
+    q = torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(0))
+    mask = Mask(causal=True, real_keys=torch.tensor([[True, True, False]]))
+    expected = fastattn.attention(q, q, q, mask)
+    assert not dispatched
+
+    def seen_by_pytorch(call) -> bool:
+        dispatched.clear()
+        call()
+        return bool(dispatched)
+
+    negated = torch.complex(q, -q).conj().imag  # q, which lies in memory as -q
+    assert negated.is_neg()
+    assert seen_by_pytorch(lambda: torch.testing.assert_close(fastattn.attention(negated, q, q, mask), expected))
+    for mode in (torch.profiler.profile, torch.overrides.BaseTorchFunctionMode, lambda: FlopCounterMode(display=False)):
+        with mode():
+            assert seen_by_pytorch(lambda: fastattn.attention(q, q, q, mask))
+    assert seen_by_pytorch(lambda: vmap(lambda q: fastattn.attention(q[None], q[None], q[None], mask)[0])(q))
+    assert not seen_by_pytorch(lambda: fastattn.attention(q, q, q, mask))

@@ -82,9 +82,10 @@ def _objections(
     if not hasattr(backend, function):
         willing = False
         yield f"does not compute {OPTIONAL[function]}"
-    for name in sorted(features - backend.features(q.device)):
+    if not features <= (supported := backend.features(q.device)):
         willing = False
-        yield f"does not support {name} on {q.device.type}"
+        for name in sorted(features - supported):
+            yield f"does not support {name} on {q.device.type}"
     for why in backend.unsupported(q, k, v, spec):
         willing = False
         yield why
@@ -121,6 +122,8 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
     candidates = {None: BACKENDS, "fused": BACKENDS[:-1]}.get(name) or (backend_by_name(name),)
     named, features = name not in (None, "fused"), spec.features()
     for backend in candidates:
+        if not named and backend.by_name_only(q.device):  # the quickest to ask
+            continue
         for _ in _objections(backend, q, k, v, spec, features, function, named):
             break  # one is enough: the rest is worked out only for somebody who reads it
         else:

@@ -1,4 +1,4 @@
-# make demo | test | properties | lint | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
+# make demo | test | properties | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
 # make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch
 # make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 PYTHON ?= python3
@@ -14,7 +14,7 @@ NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties lint bench gpu native-test sanitize valgrind aarch64 scaling clean
+.PHONY: demo test properties lint docs bench gpu native-test sanitize valgrind aarch64 scaling clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -30,6 +30,10 @@ properties: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The site, in build/site. What it shows of the code's own is written by `python -m docs.render`.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
 	$(BIN)/fastattn bench

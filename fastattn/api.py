@@ -526,7 +526,7 @@ def _validated(
         raise ValueError(f"v must be [{B}, {H_kv}, {n_k}, d_v] like k, got {list(v.shape)}")
     if scale is None:
         scale = D**-0.5 if D else 1.0
-    elif not _is_number(scale) or not math.isfinite(scale):
+    elif not (_is_number(scale) and -math.inf < scale < math.inf):
         raise ValueError(f"scale must be a finite number, got {scale}")
     if softcap is not None and not (_is_number(softcap) and 0 < softcap < math.inf):
         raise ValueError(f"softcap must be a positive finite number or None, got {softcap}")

@@ -289,7 +289,7 @@ def _kernels(device: str) -> None:
 def _load(model: str | None) -> tuple[PreTrainedModel, Callable, str]:
     """The model in fp32 for inference, its tokenizer, and what to call it."""
     if model is None:
-        location, name = _bundled_model(), "MiniLM (all-MiniLM-L6-v2)"
+        location, name = bundled_model(), "MiniLM (all-MiniLM-L6-v2)"
     else:
         location, name = model, model
     local = os.path.isdir(location)
@@ -310,7 +310,7 @@ def _load(model: str | None) -> tuple[PreTrainedModel, Callable, str]:
     return loaded.eval(), tokenizer, name
 
 
-def _bundled_model() -> str:
+def bundled_model() -> str:
     """The folder with MiniLM, in a package that is looked up and not imported: nothing but its files is wanted."""
     spec = importlib.util.find_spec(_MODEL_PACKAGE)
     if spec is None:

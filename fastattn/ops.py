@@ -51,6 +51,8 @@ _TENSOR = "a tensor stood here"
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] and lse [B, H, n_q] of a validated call, computed by the backend of that name."""
     arguments = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks, *_flatten(spec, backend))
+    if _onnx_exports():
+        return _forward(*arguments)
     if torch.compiler.is_compiling():
         return _CompiledAttention.apply(*_distinct(arguments))
     if _derivative_wanted(arguments[:6]):
@@ -78,6 +80,8 @@ def _in_form(
 ) -> tuple[Tensor, Tensor]:
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
     arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, backend))
+    if _onnx_exports():
+        return _weights(*arguments)
     if torch.compiler.is_compiling():
         return _CompiledWeights.apply(*_distinct(arguments))
     if _derivative_wanted((q, k, *learned)):
@@ -110,6 +114,16 @@ def _nested_forward_mode() -> bool:
     return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
 
 
+def _onnx_exports() -> bool:
+    """Whether the call is being written down as ONNX, which has no ops of ours: only the formula in torch's will do."""
+    if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            "torch.onnx.export(dynamo=False) cannot write attention of fastattn down: leave dynamo=True, its default, "
+            "or call fastattn.unswap(model) first"
+        )
+    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+
+
 def _flatten(spec: Spec, backend: str) -> tuple:
     """The arguments that `_SPEC` declares."""
     mask = spec.mask
@@ -128,7 +142,7 @@ def _flatten(spec: Spec, backend: str) -> tuple:
         spec.softcap,
         spec.dropout_p,
         spec.deterministic,
-        backend,
+        "reference" if _onnx_exports() else backend,
     )
 
 
@@ -367,7 +381,7 @@ def _weights_dtype(q: Tensor, form: str) -> torch.dtype:
 
 def _nothing_to_see(q: Tensor, k: Tensor) -> bool:
     """Whether there is no pair of query and key: no backend is asked. Inside the op, so lengths choose no graph."""
-    return q.shape[:3].numel() * k.shape[2] == 0
+    return math.prod((*q.shape[:3], k.shape[2])) == 0
 
 
 def _empty_lse(q: Tensor) -> Tensor:

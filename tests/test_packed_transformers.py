@@ -8,10 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
+import transformers_cases
+from model_cases import PADDINGS, ModelCase
 from torch import Tensor, nn
 
 import fastattn
-from fastattn.integrations.packed_transformers import MODEL_TYPES
+from fastattn.integrations.packed_transformers import MODEL_TYPES, _stacks
+from fastattn.integrations.transformers import PreparedMask
 
 SIZES = {
     "vocab_size": 99,
@@ -22,25 +25,20 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 GROUPED = SIZES | {"num_key_value_heads": 2, "use_cache": False}
+SEQ2SEQ = {"vocab_size": 99, "d_model": 32, "pad_token_id": 0, "decoder_start_token_id": 0, "use_cache": False}
+T5 = SEQ2SEQ | {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+for side in ("encoder", "decoder"):
+    SEQ2SEQ |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+    SEQ2SEQ |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
 MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
-    "roberta": lambda: transformers.RobertaModel(transformers.RobertaConfig(**SIZES, pad_token_id=1)),
-    "xlm-roberta": lambda: transformers.XLMRobertaModel(transformers.XLMRobertaConfig(**SIZES, pad_token_id=1)),
-    "camembert": lambda: transformers.CamembertModel(transformers.CamembertConfig(**SIZES, pad_token_id=1)),
-    "electra": lambda: transformers.ElectraModel(transformers.ElectraConfig(**SIZES, embedding_size=32)),
-    "distilbert": lambda: transformers.DistilBertModel(
-        transformers.DistilBertConfig(vocab_size=99, dim=32, hidden_dim=48, n_layers=2, n_heads=4)
-    ),
     "modernbert": lambda: transformers.ModernBertModel(
         transformers.ModernBertConfig(**SIZES, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0)
     ),
-    "gpt2": lambda: transformers.GPT2Model(
-        transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, use_cache=False)
-    ),
     "llama": lambda: transformers.LlamaModel(transformers.LlamaConfig(**GROUPED)),
     "mistral": lambda: transformers.MistralModel(transformers.MistralConfig(**GROUPED, sliding_window=5)),
-    "qwen2": lambda: transformers.Qwen2Model(transformers.Qwen2Config(**GROUPED)),
-    "qwen3": lambda: transformers.Qwen3Model(transformers.Qwen3Config(**GROUPED, head_dim=8)),
+    "bart": lambda: transformers.BartModel(transformers.BartConfig(**SEQ2SEQ)),
+    "t5": lambda: transformers.T5Model(transformers.T5Config(**T5)),
 }
 L = 12
 REAL = {
@@ -59,14 +57,22 @@ def model_of(name: str) -> transformers.PreTrainedModel:
     return model
 
 
-def inputs(side: str) -> dict[str, Tensor]:
+def inputs(side: str, target: str | None = None) -> dict[str, Tensor]:
+    """A batch with padding on this side; with a target, also for the decoder (on no side for "none")."""
     ids = torch.randint(3, 99, (3, L), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "attention_mask": REAL[side].long()}
+    batch = {"input_ids": ids, "attention_mask": REAL[side].long()}
+    if target is not None:
+        batch["decoder_input_ids"] = ids.flip(1)[:, :9]
+        batch["decoder_attention_mask"] = torch.ones(3, 9, dtype=torch.long)
+    if target not in (None, "none"):
+        batch["decoder_attention_mask"] = REAL[target].flip(0)[:, :9].long()
+    return batch
 
 
 def results(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The hidden states at real tokens, and the gradients of every parameter."""
-    hidden = model(**batch).last_hidden_state[batch["attention_mask"].bool()]
+    real = batch.get("decoder_attention_mask", batch["attention_mask"])
+    hidden = model(**batch).last_hidden_state[real.bool()]
     model.zero_grad()
     (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
     return {"hidden": hidden.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -87,26 +93,69 @@ def rows_in(model: nn.Module) -> set[int]:
     return seen
 
 
+NOT_PACKED = {  # family: the types of its layers
+    "Llama 4": {"llama4_text"},  # which count their tokens
+    "Qwen2.5-VL": {"qwen2_5_vl_text", "qwen2_5_vl_vision"},  # whose tokens have several positions
+    "Qwen3-Next": {"qwen3_next"},  # which mix tokens without attention
+    "Whisper": {"whisper"},  # whose encoder has no padding
+}
+OF_IMAGES = {"clip_vision_model", "siglip_vision_model"}  # without padding
+WITH_PADDING = [case for case in transformers_cases.CASES if "right" in case.paddings]
+CASES = [case for case in WITH_PADDING if case.family not in NOT_PACKED]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layers_see_real_tokens_only(case):
+    """What they answer is in test_models.py."""
+    model = case.make().eval()
+    model.config.use_cache = False
+    report = fastattn.swap(model, packed=True)
+    seen, real = rows_in(model), PADDINGS["right"]
+    with torch.no_grad():
+        case.run(model, real)
+    assert seen >= {int(real.sum())}
+    assert not seen & {real.numel()}
+    assert report.calls.packed == (2 if model.config.is_encoder_decoder else 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_hidden_states_have_the_shape_of_the_batch(case):
+    model, outputs = case.make().eval(), []
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            module.config.output_hidden_states = True
+            module.register_forward_hook(lambda _, __, output: outputs.append(output))
+    shapes = []
+    for swap in (lambda: None, lambda: fastattn.swap(model, packed=True)):
+        report = swap()
+        outputs.clear()
+        with torch.no_grad():
+            case.run(model, PADDINGS["right"])
+        names = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+        shapes.append([getattr(x, "shape", x) for output in outputs for name in names for x in output.get(name) or ()])
+    assert shapes[0]
+    assert shapes[0] == shapes[1]
+    assert report.calls.packed == 0
+
+
 def test_every_model_type_is_tested():
-    assert MODELS.keys() == MODEL_TYPES
-    assert {name: MODELS[name]().config.model_type for name in MODELS} == {name: name for name in MODELS}
+    def types(case: ModelCase) -> set[str]:
+        return {owner.config.model_type for owner in _stacks(case.make()).values()}
+
+    assert set().union(*(types(case) for case in CASES)) - OF_IMAGES == MODEL_TYPES
+    assert {case.family: types(case) for case in WITH_PADDING if case not in CASES} == NOT_PACKED
 
 
-@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("side", REAL)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_answers_and_gradients_of_the_model_as_it_was(name, side, training):
-    model, batch = model_of(name).train(training), inputs(side)
+def test_the_answers_and_gradients_of_the_model_as_it_was(name, side):
+    model = model_of(name).train()
+    batch = inputs(side, "right" if model.config.is_encoder_decoder else None)
     packed = copy.deepcopy(model)
     report = fastattn.swap(packed, packed=True)
-    seen = rows_in(packed)
     assert_same(results(packed, batch), results(model, batch))
-    if side == "holes":
-        assert report.calls.unpacked == {"there is padding between tokens": 1}
-        assert seen == {3 * L}
-    else:
-        assert (report.calls.packed, report.calls.unpacked.total()) == (1, 0)
-        assert seen == {int(REAL[side].sum())}
+    masks = [mask for argument, mask in batch.items() if argument.endswith("attention_mask")]
+    assert (report.calls.packed, report.calls.unpacked.total()) == (len(masks), 0)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
@@ -128,14 +177,43 @@ def test_calls_that_cannot_be_packed_run_as_they_were_and_are_counted():
             assert_same(actual.last_hidden_state, expected.last_hidden_state)
             assert_same(actual.hidden_states, expected.hidden_states)
             assert_same(actual.attentions, expected.attentions)
+        model(**batch, use_cache=False, cache_position=torch.arange(L))
         model(input_ids=batch["input_ids"])
     assert report.calls.packed == 0
     assert report.calls.unpacked == {
-        "the call has past_key_values": 1,
+        "the call has a cache, past_key_values; use_cache=False does without": 1,
         "hidden states or attentions are asked for": 2,
+        "the call has cache_position": 1,
         "there is little padding, or none": 1,
     }
     assert str(report.calls).startswith("packed: 0 passes through a stack of layers\nnot packed: 2: hidden states")
+
+
+def test_masks_that_say_more_than_padding():
+    model, batch = model_of("bert").eval(), inputs("right")
+    packed = copy.deepcopy(model)
+    report = fastattn.swap(packed, packed=True)
+    x = model.embeddings(batch["input_ids"])
+    dense = torch.rand(3, 1, L, L, generator=torch.Generator().manual_seed(0)) < 0.7
+    mask = PreparedMask(dense=dense, real_keys=REAL["right"])
+    with torch.no_grad():
+        actual = packed.encoder(x, attention_mask=mask)[0]
+        expected = model.encoder(x, attention_mask=dense & REAL["right"][:, None, None])[0]
+    assert_same(actual[REAL["right"]], expected[REAL["right"]])
+    assert report.calls.packed == 1
+
+
+def test_a_mask_of_the_users_own_for_the_encoders_output():
+    model, batch = model_of("bart").eval(), inputs("right", "right")
+    packed = copy.deepcopy(model)
+    report = fastattn.swap(packed, packed=True)
+    real, states = batch["decoder_attention_mask"].bool(), torch.randn(3, L, 32)
+    own = (torch.rand(3, 1, 9, L) < 0.7).logical_or(torch.arange(L) == 0)
+    call = {"input_ids": batch["decoder_input_ids"], "attention_mask": real, "encoder_hidden_states": states}
+    with torch.no_grad():
+        actual, expected = (one.decoder(**call, encoder_attention_mask=own)[0] for one in (packed, model))
+    assert_same(actual[real], expected[real])
+    assert report.calls.unpacked == {"the mask for the encoder's output is none of fastattn's": 1}
 
 
 def test_generation_is_left_alone():
@@ -162,25 +240,57 @@ def test_heads_and_losses_see_the_batch_as_it_came():
     assert report.calls.packed == 1
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant):
-    model, batch = model_of("bert").train(), inputs("right")
+@pytest.mark.parametrize("name", ["bert", "llama", "bart", "t5"])
+def test_gradient_checkpointing(name, reentrant):
+    model = model_of(name).train()
+    batch = inputs("right", "left" if model.config.is_encoder_decoder else None)
     expected = results(model, batch)
     report = fastattn.swap(model, packed=True)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_same(results(model, batch), expected)
-    assert (report.calls.packed, report.calls.unpacked.total()) == (1, 0)
+    assert (report.calls.packed, report.calls.unpacked.total()) == (1 + model.config.is_encoder_decoder, 0)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_a_decoder_without_padding_saves_that_of_its_encoder(name):
+    model, batch = model_of(name), inputs("right", "none")
+    packed = copy.deepcopy(model)
+    report = fastattn.swap(packed, packed=True)
+    seen = rows_in(packed)
+    assert_same(results(packed, batch), results(model, batch))
+    assert report.calls.packed == 2
+    assert seen == {int(batch["attention_mask"].sum()), batch["decoder_input_ids"].numel()}
+    del batch["decoder_attention_mask"]
+    assert_same(packed(**batch).last_hidden_state, model(**batch).last_hidden_state)
+    assert report.calls.packed == 4
+
+
+def test_layers_left_out_at_random():
+    torch.manual_seed(0)
+    model = transformers.BartModel(transformers.BartConfig(**SEQ2SEQ, encoder_layerdrop=0.5, decoder_layerdrop=0.5))
+    packed, batch = copy.deepcopy(model.train()), inputs("right", "left")
+    report = fastattn.swap(packed, packed=True)
+    for seed in range(8):
+        hidden = []
+        for one in (model, packed):
+            torch.manual_seed(seed)
+            hidden.append(one(**batch).last_hidden_state[batch["decoder_attention_mask"].bool()])
+        assert_same(*hidden)
+    assert report.calls.unpacked.keys() == {"layers are left out at random (layerdrop)"}
+    packed.eval()(**batch)
+    assert report.calls.packed == 2
 
 
 def test_models_that_are_not_known_to_take_it_are_named_and_run():
     torch.manual_seed(0)
-    config = transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-    model = transformers.T5EncoderModel(config).eval()
+    model = transformers.UMT5EncoderModel(transformers.UMT5Config(**T5)).eval()
     batch = inputs("right")
     expected = model(**batch).last_hidden_state
     report = fastattn.swap(model, packed=True)
     assert report.refused == {
-        "encoder.block": "not packed: t5 is not among the models whose layers are known to take it"
+        "encoder.block": "not packed: umt5 is not among the models whose layers are known to take it"
     }
     assert len(report.swapped) == 2
     assert_same(model(**batch).last_hidden_state[REAL["right"]], expected[REAL["right"]])

@@ -273,6 +273,7 @@ def test_options_without_effect_are_ignored():
     q = torch.ones(1, 2, 3, 4)
     options = {
         "use_cache": True,
+        "shift_labels": torch.ones(1, 3),
         "position_ids": torch.arange(3),
         "head_mask": None,
         "cu_seq_lens_q": torch.tensor([0, 3]),

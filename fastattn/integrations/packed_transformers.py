@@ -7,26 +7,39 @@ for what packing would change, it runs as it would without the hooks.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from ..nn.packing import Packing, worth_packing
-from .transformers import PreparedMask, attention_modules
+from .transformers import PackedMask, PreparedMask, attention_modules
 
 MODEL_TYPES = frozenset(
-    {"bert", "camembert", "distilbert", "electra", "gpt2", "llama", "mistral", "modernbert", "qwen2", "qwen3"}
-    | {"roberta", "xlm-roberta"}
+    {"albert", "bert", "camembert", "clip_text_model", "distilbert", "electra", "ernie", "eurobert"}
+    | {"hubert", "modernbert", "roberta", "siglip_text_model", "wav2vec2", "xlm-roberta"}
+    | {"cohere", "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox"}
+    | {"gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3"}
+    | {"qwen3_moe", "smollm3", "starcoder2"}
+    | {"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5_gemma_module"}
 )
-"""Models whose layers, as tests show, take all they know of positions from what they are given: a layer that counted
-its tokens itself (T5, for its position bias) would count those of all samples."""
+"""Models whose layers, as tests show, take all they know of positions from what they are given."""
 
-_PACKABLE = frozenset({"causal", "window", "real_keys", "real_queries"})
-_WITHOUT_TOKENS = frozenset({"use_cache", "output_attentions", "output_router_logits", "num_items_in_batch"})
+_COUNT_TOKENS = frozenset({"mt5", "t5"})
+"""But for these: their first layer makes a bias for as many tokens as it sees, unless it is given one."""
+
+_OF_TOKENS = ("position_ids", "position_embeddings")
+_MASKS = ("attention_mask", "encoder_attention_mask")
+_OF_PLACES = ("position_bias", "encoder_decoder_position_bias")
+_ASKED_FOR = ("output_attentions", "output_hidden_states")
+_WITHOUT_TOKENS = ("is_causal", "num_items_in_batch", "output_router_logits", "return_dict", "use_cache")
+_KNOWN = frozenset({*_OF_TOKENS, *_MASKS, *_OF_PLACES, *_ASKED_FOR, *_WITHOUT_TOKENS, "encoder_hidden_states"})
 
 
 @dataclass
@@ -48,32 +61,50 @@ class PackedCalls:
         return "\n".join(lines + [f"not packed: {count}: {why}" for why, count in self.unpacked.most_common()])
 
 
-class PackedMask(PreparedMask):
-    """What the tokens of a packed batch see, and how the batch was packed."""
+class PackedPass:
+    """How one pass of a padded batch through a stack of layers is packed.
 
-    __slots__ = ("packing",)
-    packing: Packing
+    mask: what the tokens see of each other.
+    cross_mask: what they see of the encoder's, if they do.
+    """
 
-    @classmethod
-    def of(cls, mask: PreparedMask) -> PackedMask | str:
-        """The mask of the packed batch, or why that would not be right, or not pay; found once for each mask."""
-        if (found := getattr(mask, "packed", None)) is None:
-            found = cls._made_of(mask)
-            object.__setattr__(mask, "packed", found)
-        return found
+    def __init__(self, mask: PackedMask, cross_mask: PackedMask | None) -> None:
+        self.mask, self.cross_mask = mask, cross_mask
+        self._packed: dict[int, tuple[Tensor, Tensor]] = {}
 
     @classmethod
-    def _made_of(cls, mask: PreparedMask) -> PackedMask | str:
-        if mask.features() - _PACKABLE:
-            return f"the mask has {', '.join(sorted(mask.features() - _PACKABLE))}"
-        if not worth_packing(mask.real_keys):
+    def of(cls, x: Tensor, arguments: dict[str, object]) -> PackedPass | str:
+        """The pass of a layer that is called so, or why it need not be packed."""
+        mask, states = arguments["attention_mask"], arguments.get("encoder_hidden_states")
+        cross_mask = None if states is None else arguments.get("encoder_attention_mask")
+        packings = []
+        for of, tokens in ((mask, x),) if states is None else ((mask, x), (cross_mask, states)):
+            if not isinstance(of, PreparedMask):
+                return "the mask for the encoder's output is none of fastattn's"
+            every = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
+            packings.append(Packing(every if of.real_keys is None else of.real_keys))
+        if not worth_packing(*(packing.real for packing in packings)):
             return "there is little padding, or none"
-        packing = Packing(mask.real_keys)
-        if not packing.contiguous:  # without it tokens would be nearer to each other, which a window counts
-            return "there is padding between tokens"
-        found = cls(causal=mask.causal, window=mask.window, segments=(packing.documents, packing.documents))
-        object.__setattr__(found, "packing", packing)
+        masks = (PackedMask.of(of, packings[0], keys) for of, keys in zip((mask, cross_mask), packings, strict=False))
+        return cls(next(masks), next(masks, None))
+
+    def arguments(self, arguments: dict[str, object]) -> dict[str, object]:
+        """Those of a layer, packed."""
+        found = arguments | {"attention_mask": self.mask}
+        for name in _OF_TOKENS:
+            if (given := arguments.get(name)) is not None:
+                parts = [self._once(part) for part in (given if isinstance(given, tuple) else (given,))]
+                found[name] = tuple(parts) if isinstance(given, tuple) else parts[0]
+        if self.cross_mask is not None:
+            found["encoder_attention_mask"] = self.cross_mask
+            found["encoder_hidden_states"] = _packed(arguments["encoder_hidden_states"], self.cross_mask.keys)
         return found
+
+    def _once(self, positions: Tensor) -> Tensor:
+        """Them packed; layer after layer is given the same ones."""
+        if id(positions) not in self._packed:
+            self._packed[id(positions)] = positions, _packed(positions, self.mask.queries)
+        return self._packed[id(positions)][1]
 
 
 class PackedStack:
@@ -81,22 +112,27 @@ class PackedStack:
 
     parent: the module whose attribute `name` is the list of layers, which it calls one after the other, each with the
         output of the one before for its first argument.
+    counts_tokens: whether the first layer is to be given a bias by places.
     calls: where to count.
     """
 
-    def __init__(self, parent: nn.Module, name: str, calls: PackedCalls) -> None:
+    def __init__(self, parent: nn.Module, name: str, counts_tokens: bool, calls: PackedCalls) -> None:
         layers = getattr(parent, name)
-        self.name, self.calls = name, calls
+        self.name, self.counts_tokens, self.calls = name, counts_tokens, calls
         self.first, self.last = layers[0], layers[-1]
-        self.whole = True
+        self.why: str | None = None
         self.handles = [layer.register_forward_pre_hook(self.pack, with_kwargs=True) for layer in layers]
         self.handles.append(self.last.register_forward_hook(self.unpack, with_kwargs=True))
         self.handles.append(parent.register_forward_pre_hook(self.look))
 
     def look(self, parent: nn.Module, args: tuple) -> None:
-        """Notes whether the layers that have the hooks are still those of the parent."""
+        """Notes why this pass may not go through all of the layers, from the first with a hook to the last."""
         layers = getattr(parent, self.name)
-        self.whole = len(layers) > 0 and layers[0] is self.first and layers[-1] is self.last
+        self.why = None
+        if not layers or layers[0] is not self.first or layers[-1] is not self.last:
+            self.why = "the stack of layers was changed after the swap"
+        elif parent.training and any(getattr(of, "layerdrop", 0.0) for of in (parent, getattr(parent, "config", None))):
+            self.why = "layers are left out at random (layerdrop)"
 
     def remove(self) -> None:
         """Takes the hooks away."""
@@ -105,47 +141,52 @@ class PackedStack:
 
     def pack(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The arguments of a layer, packed; None leaves them as they are, in all layers of the same pass."""
-        arguments = _by_name(layer, args, kwargs)
-        if not isinstance(mask := arguments.get("attention_mask"), PreparedMask):
+        if torch.compiler.is_compiling():  # a graph is for every batch; one that counts would be compiled at each call
             return None
-        first_name, x = next(iter(arguments.items()))
-        del arguments[first_name]
-        why = self._objection(arguments)
-        if why is None and isinstance(mask := PackedMask.of(mask), str):
-            why = mask
-        if layer is self.first:
-            self.calls.count(why)
-        if why is not None:
+        names = _positional(layer.forward) if "forward" in vars(layer) else _positional_of(type(layer))
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        if not isinstance(arguments.get("attention_mask"), PreparedMask):
             return None
-
-        def packed(tokens: Tensor) -> Tensor:
-            real = mask.packing.real
-            return mask.packing.pack(tokens.expand(*real.shape, *tokens.shape[2:]))[None]
-
-        arguments["attention_mask"] = mask
-        if arguments.get("position_ids") is not None:
-            arguments["position_ids"] = packed(arguments["position_ids"])
-        if arguments.get("position_embeddings") is not None:
-            arguments["position_embeddings"] = tuple(packed(part) for part in arguments["position_embeddings"])
-        return (packed(x) if layer is self.first else x,), arguments
+        x = arguments.pop(names[0])
+        found = self._decision(layer, x, arguments)
+        if isinstance(found, str):
+            return None
+        arguments = found.arguments(arguments)
+        if layer is self.first and self.counts_tokens:
+            arguments |= _biases_of_places(layer, x)
+        queries = found.mask.queries
+        arguments[names[0]] = _packed(x, queries) if x.shape[:2] == queries.real.shape else x
+        # What came by position stays there: activation checkpointing differentiates by nothing else.
+        return tuple(arguments.pop(name) for name in names[: len(args)]), arguments
 
     def unpack(self, layer: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> Tensor | tuple | None:
         """The last layer's output as the batch came, 0 at padding."""
-        mask = kwargs.get("attention_mask")
-        if not isinstance(mask, PackedMask):
+        mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, PackedMask)), None)
+        if mask is None:
             return None
         if isinstance(output, tuple):
-            return (mask.packing.unpack(output[0][0]), *output[1:])
-        return mask.packing.unpack(output[0])
+            return (mask.queries.unpack(output[0][0]), *output[1:])
+        return mask.queries.unpack(output[0])
+
+    def _decision(self, layer: nn.Module, x: Tensor, arguments: dict[str, object]) -> PackedPass | str:
+        """How the pass that this layer is in is packed, or why it is not: the same for all that are given its mask."""
+        mask = arguments["attention_mask"]
+        if (found := getattr(mask, "packed", None)) is None:
+            found = self._objection(arguments) or PackedPass.of(x, arguments)
+            object.__setattr__(mask, "packed", found)
+            if layer is self.first:
+                self.calls.count(found if isinstance(found, str) else None)
+        return found
 
     def _objection(self, arguments: dict[str, object]) -> str | None:
         """Why a pass in which a layer has these arguments cannot be packed."""
-        if not self.whole:
-            return "the stack of layers was changed after the swap"
-        if _active_collector.get() or arguments.get("output_attentions"):
+        if self.why is not None:
+            return self.why
+        if _active_collector.get() or any(arguments.get(name) for name in _ASKED_FOR):
             return "hidden states or attentions are asked for"
-        others = arguments.keys() - {"attention_mask", "position_ids", "position_embeddings", *_WITHOUT_TOKENS}
-        if given := sorted(name for name in others if arguments[name] is not None):
+        if arguments.get("past_key_values") is not None:
+            return "the call has a cache, past_key_values; use_cache=False does without"
+        if given := sorted(name for name in arguments.keys() - _KNOWN if arguments[name] is not None):
             return f"the call has {', '.join(given)}"
         return None
 
@@ -158,7 +199,8 @@ def pack(model: nn.Module, calls: PackedCalls) -> dict[str, str]:
         if _MEMORY in vars(parent):
             continue
         if (model_type := owner.config.model_type) in MODEL_TYPES:
-            vars(parent)[_MEMORY] = PackedStack(parent, name.rpartition(".")[2], calls)
+            stack = PackedStack(parent, name.rpartition(".")[2], model_type in _COUNT_TOKENS, calls)
+            vars(parent)[_MEMORY] = stack
         else:
             refused[name] = f"not packed: {model_type} is not among the models whose layers are known to take it"
     return refused
@@ -186,11 +228,25 @@ def _stacks(model: nn.Module) -> dict[str, PreTrainedModel]:
     return found
 
 
-def _by_name(layer: nn.Module, args: tuple, kwargs: dict) -> dict[str, object]:
-    """The arguments of a call of this layer, each by its name, in the order of its parameters."""
-    signature = inspect.signature(layer.forward)
-    bound = signature.bind(*args, **kwargs).arguments
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            bound |= bound.pop(parameter.name, {})
-    return dict(bound)
+def _packed(x: Tensor, packing: Packing) -> Tensor:
+    """[1, tokens, ...] from [B, L, ...], or [1, L, ...] for all samples."""
+    return packing.pack(x.expand(*packing.real.shape, *x.shape[2:]))[None]
+
+
+def _biases_of_places(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """What T5's first layer would make of a padded batch x: a bias [1, H, L, L], and in cross-attention none."""
+    attention, L = layer.layer[0].SelfAttention, x.shape[1]
+    none = {"encoder_decoder_position_bias": x.new_zeros(1, 1, 1, 1)} if layer.is_decoder else {}
+    return {"position_bias": attention.compute_bias(L, L, device=x.device)} | none
+
+
+def _positional(function: Callable) -> tuple[str, ...]:
+    """The names of the parameters that may be given by position."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+@functools.cache
+def _positional_of(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Those of the forward of a class of layers."""
+    return _positional(cls.forward)[1:]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.utils.output_capturing import _active_collector
 
 from ..api import attention, attention_with_weights
+from ..nn.packing import Packing
 from ..spec import Mask
 
 IMPLEMENTATION = "fastattn"
 
 _MEMORY = "_implementation_before_fastattn"
-"""An attribute of models that were switched. It is not in their config, which is saved with them."""
+"""An attribute of models that were switched, a `_Before`. It is not in their config, which is saved with them."""
 
 _SELF_ATTENTION_ONLY = frozenset({"albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"})
 """Model types without `add_cross_attention` in which a mask that is not causal belongs to self-attention. It cannot be
@@ -52,6 +53,7 @@ _WITHOUT_EFFECT = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
+        "shift_labels",
         "use_cache",
     }
 )
@@ -110,10 +112,49 @@ class PreparedMask(Mask):
         return function(*args, **kwargs)
 
 
+class PackedMask(PreparedMask):
+    """What the tokens of a packed batch see of those of the same sample.
+
+    queries: how the queries were packed.
+    keys: how the keys were.
+    padded: the mask of the padded batch.
+    """
+
+    __slots__ = ("keys", "padded", "queries")
+
+    @classmethod
+    def of(cls, padded: PreparedMask, queries: Packing, keys: Packing) -> PackedMask:
+        """The mask that says what `padded` says."""
+        documents = queries.documents, keys.documents
+        lengths = 1, documents[0].shape[1], documents[1].shape[1]
+        packed = cls.for_lengths(lengths, causal=padded.causal, window=padded.window, segments=documents)
+        for name, value in (("queries", queries), ("keys", keys), ("padded", padded)):
+            object.__setattr__(packed, name, value)  # a Mask is frozen
+        return packed
+
+    def needs_places(self, position_bias: Tensor | None) -> bool:
+        """Whether the attention asks for the places in the padded batch, so that it has to be computed there."""
+        if position_bias is not None and position_bias.shape[-2:].numel() > 1:
+            return True
+        asked = self.padded.features() - {"causal", "real_keys", "real_queries"}
+        return bool(asked - {"window"}) or (bool(asked) and not self.queries.contiguous)
+
+
 def register() -> None:
     """Makes `attn_implementation="fastattn"` known to transformers. Doing it again changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What `switch_back` gives back. A model that is unpickled, perhaps in a new process, registers ours with it."""
+
+    implementation: str
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        register()
+        vars(self).update(state)
 
 
 def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
@@ -141,7 +182,7 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
             continue
         for module, implementation in before.items():
             if implementation != module.config._attn_implementation:
-                vars(module)[_MEMORY] = implementation
+                vars(module)[_MEMORY] = _Before(implementation)
         implementations = {id(module.config): implementation for module, implementation in before.items()}
         for name, (module, owner) in attention.items():
             config = _deciding_config(module, owner)
@@ -165,7 +206,7 @@ def switch_back(model: nn.Module) -> None:
     """Gives every model of transformers in `model` the implementation that it had before `switch`."""
     for module in model.modules():
         if _MEMORY in vars(module):
-            module.config._attn_implementation = vars(module).pop(_MEMORY)
+            module.config._attn_implementation = vars(module).pop(_MEMORY).implementation
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -437,6 +478,15 @@ def attention_forward(
     unknown = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
     if unknown:
         raise _refusal(module, f"the option {', '.join(sorted(unknown))} is not supported")
+    if isinstance(attention_mask, PackedMask) and attention_mask.needs_places(position_bias):
+        queries, keys, mask = attention_mask.queries, attention_mask.keys, attention_mask.padded
+        padded = (
+            packing.unpack(x[0].transpose(0, 1)).transpose(1, 2)
+            for packing, x in ((queries, query), (keys, key), (keys, value))
+        )
+        terms = (mask, dropout, scaling, is_causal, position_bias, softcap, s_aux, sliding_window)
+        return queries.pack(attention_forward(module, *padded, *terms)[0])[None], None
+
     n_q, n_k = query.shape[2], key.shape[2]
     if attention_mask is None:
         if sliding_window is not None and sliding_window < n_k:

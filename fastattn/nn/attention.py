@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -92,6 +94,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """Makes this torch.nn.MultiheadAttention one of ours, in place: the same object and the same parameters."""
         module.__class__ = cls
         module.num_kv_heads = module.num_heads
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks each module before it compiles it."""
+        raise NotImplementedError(
+            "torch.jit.script cannot compile a MultiHeadAttention of fastattn: call fastattn.unswap(model) first, "
+            "or use torch.compile or torch.export"
+        )
 
     def _share_heads(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Replaces the input projection by one with fewer heads of keys and values."""

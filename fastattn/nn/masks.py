@@ -65,8 +65,9 @@ def from_torch(
     True in a bool mask of torch's means *hidden*, and a float one is added to the scores. A float mask of nothing
     but 0 and -inf only hides, so it becomes part of the mask, and an `attn_mask` that hides exactly what lies above
     the diagonal becomes `causal`. To know, the values are looked at: on CUDA one synchronisation, remembered while
-    the tensor's version counter stands still. Where nobody can look (under torch.compile or vmap, while a CUDA
-    graph is captured), and where the mask is differentiated, a float mask stays a bias and a bool one `dense`.
+    the tensor's version counter stands still. Where nobody can look (under torch.compile, torch.jit.trace or vmap,
+    while a CUDA graph is captured), and where the mask is differentiated, a float mask stays a bias and a bool one
+    `dense`.
 
     Args:
         key_padding_mask: [B, S], bool or float.
@@ -138,7 +139,7 @@ def _remembered(mask: Tensor) -> bool:
 
 def can_look_at(mask: Tensor) -> bool:
     """Whether the values are there to be read now, and nobody differentiates by them."""
-    if torch.compiler.is_compiling() or mask.is_meta or type(mask) is not Tensor:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or mask.is_meta or type(mask) is not Tensor:
         return False
     if mask.requires_grad or forward_ad.unpack_dual(mask).tangent is not None:
         return False

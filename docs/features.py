@@ -1,0 +1,57 @@
+"""Prints what each backend computes, feature by feature and function by function: python -m docs.features."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from fastattn.backends import BACKENDS
+from fastattn.spec import FEATURES, Mask
+
+_DEVICES = {"triton": "cuda"}  # where a backend that is not for the CPU runs
+_MEANINGS = {
+    "causal": "keys at the query's own position and before it",
+    "q_start": "where the first query stands: for all, for each sample, or for each query",
+    "window": "so many keys to the left and to the right",
+    "real_keys": "padding among the keys, in any pattern",
+    "real_queries": "padding among the queries",
+    "segments": "several documents in a row, in any order",
+    "dense": "any boolean mask",
+    "bias": "any float added to the scores, with its gradient",
+    "softcap": "bounded scores: softcap * tanh(score / softcap)",
+    "alibi_slopes": "a penalty by distance, with its gradient",
+    "sinks": "one more logit for each head, with its gradient",
+    "dropout": "weights dropped at random, the same ones on every backend",
+}
+_FUNCTIONS = {
+    "forward": "`attention` and what is built on it, forward",
+    "backward": "the same, backward",
+    "weights": "`attention_weights`, `attention_with_weights`",
+    "received": "`attention_received`",
+    "top_keys": "`top_keys`",
+}
+
+
+def main() -> None:
+    names = [f"`{backend.NAME}`" for backend in BACKENDS]
+    features = [backend.features(torch.device(_DEVICES.get(backend.NAME, "cpu"))) for backend in BACKENDS]
+    of_mask = [field.name for field in fields(Mask)]
+    rows = []
+    for name in [*of_mask, *sorted(FEATURES - set(of_mask))]:
+        argument = f"`Mask({name}=...)`" if name in of_mask else f"`{'dropout_p' if name == 'dropout' else name}=...`"
+        rows.append((argument, _MEANINGS[name], *(name in of_backend for of_backend in features)))
+    _print_table(("argument", "what it is", *names), rows)
+    print()
+    rows = [(what, *(hasattr(backend, name) for backend in BACKENDS)) for name, what in _FUNCTIONS.items()]
+    _print_table(("function", *names), rows)
+
+
+def _print_table(headings: tuple[str, ...], rows: list[tuple]) -> None:
+    words = {True: "yes", False: "no"}
+    for cells in (headings, ["---"] * len(headings), *([words.get(cell, cell) for cell in row] for row in rows)):
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

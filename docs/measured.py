@@ -1,0 +1,104 @@
+"""Prints a table of a file in benchmarks/results/, as the pages show it: python -m docs.measured TABLE MACHINE."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+_MASKS = ("none", "causal", "pad", "both")
+
+
+def attention(machine: str) -> str:
+    """Speed-ups over torch's scaled_dot_product_attention, forward / backward, by dtype, shape and mask."""
+    document = _read(machine, "limit")
+    rows = [row for row in document["rows"] if row["rival"].startswith("SDPA")]
+    ratio = {(row["case"], row["dtype"], row["pass"]): f"{row['ratio']:.2f}" for row in rows}
+    shapes = {row["case"].split("-")[0]: row["shape"] for row in rows if row["case"].endswith("-none")}
+    tables = [_about(document)]
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        lines = []
+        for length, shape in shapes.items():
+            pairs = ([ratio[f"{length}-{mask}", dtype, p] for p in ("forward", "backward")] for mask in _MASKS)
+            name = f"{length} B{shape['B']} H{shape['H']} D{shape['D']}"
+            lines.append((name, *(" / ".join(pair) for pair in pairs)))
+        tables.append(_table((dtype, *_MASKS), lines))
+    others = [row for row in rows if row["case"] in ("decode", "L512-dropout")]
+    lines = [(_shape(row), row["dtype"], row["pass"], f"{row['ratio']:.2f}") for row in others]
+    return "\n\n".join([*tables, _table(("other calls", "dtype", "pass", "speed-up"), lines)])
+
+
+def layers(machine: str) -> str:
+    """Speed-ups of MultiHeadAttention over torch.nn.MultiheadAttention, by shape, dtype and mode."""
+    document = _read(machine, "layers")
+    modes = list(dict.fromkeys(row["mode"] for row in document["rows"]))
+    ratio = {(f"L{row['L']} B{row['B']} {row['dtype']}", row["mode"]): row["ratio"] for row in document["rows"]}
+    lines = [
+        (name, *(f"{ratio[name, mode]:.2f}" for mode in modes)) for name in dict.fromkeys(name for name, _ in ratio)
+    ]
+    return f"{_about(document)}\n\n{_table(('layer', *modes), lines)}"
+
+
+def encoder(machine: str) -> str:
+    """Times of an encoder on a padded batch in ms, and speed-ups over torch.nn's."""
+    return _times(_read(machine, "padding-free"), "mode", ("torch", "torch padded", "fastattn", "swapped"))
+
+
+def packed(machine: str) -> str:
+    """Times of a model of transformers on padded batches in ms, and speed-ups over the model as it was."""
+    return _times(_read(machine, "packed-transformers"), "what", ("transformers", "swapped", "packed"))
+
+
+def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
+    """Median times of contenders in ms, and how many times as fast as the first of them fastattn's are."""
+    ours = [name for name in names if name in ("fastattn", "swapped", "packed")]
+    lines = []
+    for row in document["rows"]:
+        ms = {name: 1e3 * median(row["seconds"][name]) for name in names}
+        speed_ups = (f"{ms[names[0]] / ms[name]:.2f}" for name in ours)
+        lines.append((row[what], *(f"{ms[name]:.0f}" for name in names), *speed_ups))
+    headings = ("", *(f"{name}, ms" for name in names), *(f"{name}, speed-up" for name in ours))
+    fills = {row["fill"] for row in document["rows"] if "fill" in row}
+    about = "".join(f" Fill {fill:.3f} = 1 / {1 / fill:.2f}." for fill in fills)
+    return f"{_about(document)}{about}\n\n{_table(headings, lines)}"
+
+
+TABLES = {"attention": attention, "layers": layers, "encoder": encoder, "packed": packed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m docs.measured", description="Prints a table of measured figures.")
+    parser.add_argument("table", choices=TABLES)
+    machines = {path.name.rpartition("-cores-")[0] + "-cores" for path in RESULTS.glob("*-cores-*.json")}
+    parser.add_argument("machine", choices=sorted(machines))
+    args = parser.parse_args()
+    print(TABLES[args.table](args.machine))
+
+
+def _read(machine: str, suite: str) -> dict:
+    return json.loads((RESULTS / f"{machine}-{suite}.json").read_text())
+
+
+def _about(document: dict) -> str:
+    """Where, with what and when the figures were measured."""
+    machine, versions = document["machine"], document["versions"]
+    return (
+        f"{machine['cpu']}, {machine['torch_threads']} threads on {machine['cores']} cores; "
+        f"fastattn {versions['fastattn']}, torch {versions['torch']}, Python {versions['python']}."
+    )
+
+
+def _shape(row: dict) -> str:
+    shape = row["shape"]
+    return f"{row['case']}: n_q {shape['n_q']}, n_k {shape['n_k']}, B{shape['B']} H{shape['H']} D{shape['D']}"
+
+
+def _table(headings: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    rule = ("---", *("--:" for _ in headings[1:]))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A page as a program: its Python blocks run in order in one namespace, and say what they print and what they draw."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+PAGES = sorted(FOLDER.glob("*.md"))
+GUIDES = [*PAGES, FOLDER.parent / "README.md"]
+
+_BLOCK = re.compile(r"^```(\w+).*\n((?:.*\n)*?)^```$", re.MULTILINE)
+_PRINTED = re.compile(r"\s*^```text.*\n((?:.*\n)*?)^```$", re.MULTILINE)
+_PICTURE = re.compile(r"\]\(pictures/(.+?\.svg)\)")
+_GENERATED = re.compile(r"(?<=<!-- run: )(.+?)( -->\n)((?:.*\n)*?)(?=<!-- end -->)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One ```python block.
+
+    line: of the page, where its code begins.
+    printed: what the page says it prints: the ```text block right after it, or nothing.
+    pictures: names of the files in pictures/ that the page shows between this block and the next one.
+    """
+
+    code: str
+    line: int
+    printed: str
+    pictures: tuple[str, ...]
+
+
+def python_blocks(page: str) -> list[Block]:
+    """The ```python blocks of a page, in order."""
+    fences = [fence for fence in _BLOCK.finditer(page) if fence[1] == "python"]
+    starts = [*(fence.start() for fence in fences), len(page)]
+    found = []
+    for fence, end in zip(fences, starts[1:], strict=True):
+        printed = _PRINTED.match(page, fence.end())
+        pictures = _PICTURE.findall(page, fence.end(), end)
+        line = page.count("\n", 0, fence.start(2)) + 1
+        found.append(Block(fence[2], line, printed[1] if printed else "", tuple(pictures)))
+    return found
+
+
+def shell_lines(page: str) -> list[str]:
+    """Every command of the ```console blocks of a page, without prompts and comments."""
+    blocks = (fence[2] for fence in _BLOCK.finditer(page) if fence[1] == "console")
+    lines = (line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ "))
+    return [line.partition(" #")[0].strip() for line in lines]
+
+
+def run(path: Path) -> Iterator[tuple[Block, str, dict[str, object]]]:
+    """Of each block of the page at `path`, once it has run: the block, what it printed, and the page's namespace."""
+    namespace: dict[str, object] = {"__name__": path.stem}
+    for block in python_blocks(path.read_text()):
+        code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")  # tracebacks name the page's line
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(code, namespace)
+        yield block, printed.getvalue(), namespace
+
+
+def generated_parts(page: str) -> list[tuple[str, str]]:
+    """(command, text) of each part of a page between `<!-- run: command -->` and `<!-- end -->`."""
+    return [(part[1], part[3]) for part in _GENERATED.finditer(page)]
+
+
+def with_generated_parts(page: str, output_of: dict[str, str]) -> str:
+    """The page with the output of each command in its place."""
+    return _GENERATED.sub(lambda part: f"{part[1]}{part[2]}{output_of[part[1]]}", page)

@@ -505,6 +505,7 @@ def parts(attention: str, *names: str) -> dict[str, str]:
 REFUSED = (
     with_own_attention("DeBERTa", "DebertaModel", SIZES | {"relative_attention": True}, whole("DebertaModel")),
     with_own_attention("DeBERTa v2, v3", "DebertaV2Model", SIZES, whole("DebertaV2Model")),
+    with_own_attention("YOSO", "YosoModel", SIZES, whole("YosoModel")),
     with_own_attention("MPNet", "MPNetModel", SIZES, whole("MPNetModel")),
     with_own_attention("Longformer", "LongformerModel", SIZES | {"attention_window": 4}, whole("LongformerModel")),
     with_own_attention(

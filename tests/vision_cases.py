@@ -182,6 +182,16 @@ CASES = (
 REFUSED = (
     RefusedCase(
         TIMM,
+        "CaiT",
+        created("cait_xxs24_224", **VIT),
+        lambda model: model(images(model)),
+        dict.fromkeys(
+            ("blocks.0.attn", "blocks.1.attn"), "timm.models.cait.TalkingHeadAttn computes attention by code of its own"
+        ),
+        frozenset({"ClassAttn"}),
+    ),
+    RefusedCase(
+        TIMM,
         "Swin v2",
         swin_v2,
         lambda model: model(images(model)),

@@ -293,7 +293,7 @@ def _asks_for_implementation(cls: type[nn.Module]) -> bool:
         return False
 
 
-_WEIGHING = ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
+_WEIGHING = ("softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
 
 
 @functools.cache

@@ -21,9 +21,9 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from test_transformers import exact
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers_cases import exact
 
 import fastattn
 

@@ -273,13 +273,32 @@ void take_in_turn(int64_t n, int64_t scratch_floats, Run run) {
 }
 constexpr auto in_turn = [](int64_t n, int64_t scratch_floats, auto run) { take_in_turn(n, scratch_floats, run); };
 
+// The same for items that are worth little more than the memory they read: each thread has a share of them that follow
+// each other, as PyTorch cuts what it writes, so that a cache that was just written is read by the cores that have it.
+// Whoever is done helps the others.
+template <class Run>
+void take_shares(int64_t n, int64_t scratch_floats, Run run) {
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), n);
+  const Tensor scratch = at::empty({threads, scratch_floats}, at::kFloat);
+  std::vector<std::atomic<int64_t>> next(threads);
+  for (int64_t share = 0; share < threads; ++share) next[share] = share * n / threads;
+  at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t) {
+    float* own = scratch.data_ptr<float>() + thread * scratch_floats;
+    for (int64_t turn = 0; turn < threads; ++turn) {
+      const int64_t share = (thread + turn) % threads, end = (share + 1) * n / threads;
+      for (int64_t i; (i = next[share].fetch_add(1)) < end;) run(i, n, own);
+    }
+  });
+}
+constexpr auto in_shares = [](int64_t n, int64_t scratch_floats, auto run) { take_shares(n, scratch_floats, run); };
+
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
              double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
   const Problem p =
       problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
-  run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn);
+  run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn, in_shares);
 }
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,

@@ -149,7 +149,7 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
     __builtin_memset(part.o, 0, padded(p.d_v) * sizeof(float));
   }
 
-  each_key_block<kDecodeKeys>(key_list, seen, item.first_key, item.last_key, [&](int64_t first, int64_t n) {
+  const auto attend = [&](int64_t first, int64_t n) {
     const int64_t n_padded = padded(n);
     const KeyRange block{key_list.at(first), key_list.at(first + n - 1) + 1};
     int64_t row_begin = 0, row_end = rows;  // that see some of these keys, and those in between
@@ -180,6 +180,11 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
         add_product<vectors>(to, row_end - row_begin, n_padded, weights, v.at_column(column));
       });
     });
+  };
+  each_key_block<kDecodeKeys>(key_list, seen, item.first_key, item.last_key, [&](int64_t first, int64_t n) {
+    const int64_t rest = n % kLanes;  // these few have to be copied
+    if (n > rest) attend(first, n - rest);
+    if (rest > 0) attend(first + n - rest, rest);
   });
 }
 

@@ -27,10 +27,11 @@ void run_decode(const DecodeKernels& kernels, const Problem& p, const ForwardOut
   });
 }
 
-template <class ForEach>
+// `for_each_share` hands out items that follow each other to the same thread.
+template <class ForEach, class ForEachShare>
 void run_forward(const Capability& capability, const Problem& p, const ForwardOutputs& out, int64_t threads,
-                 ForEach for_each) {
-  if (decodes(p)) return run_decode(*capability.others->decode, p, out, for_each);
+                 ForEach for_each, ForEachShare for_each_share) {
+  if (decodes(p)) return run_decode(*capability.others->decode, p, out, for_each_share);
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   const auto items = forward_items(p, kernels, threads);
   for_each(int64_t(items.size()), kernels.forward_scratch(p), [&](int64_t i, int64_t next, float* scratch) {
@@ -60,7 +61,7 @@ std::unique_ptr<Measure[]> run_measure(const Capability& capability, const Probl
     const std::unique_ptr<float[]> unused(new float[p.B * p.H * p.n_q]);
     Problem undropped = p;
     undropped.dropout = {};
-    run_forward(capability, undropped, {Output{}, unused.get(), measures.get()}, threads, for_each);
+    run_forward(capability, undropped, {Output{}, unused.get(), measures.get()}, threads, for_each, for_each);
     return measures;
   }
   const Kernels& kernels = capability.kernels_for(p.q.dtype);

@@ -27,7 +27,8 @@ inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& k
   return items;
 }
 
-// Few queries are decoded: their keys are split, always at the same places, which leaves every thread some.
+// Few queries are decoded: their keys are split, always at the same places, which leaves every thread some. All parts but
+// the last are whole vectors of keys, which are read where they lie.
 inline bool decodes(const Problem& p) {
   return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops && !p.bias.data && !p.alibi_slopes && !p.ranges.gaps;
 }
@@ -38,13 +39,15 @@ inline int64_t decode_parts_of_head(const Problem& p) {
 }
 
 inline std::vector<DecodeItem> decode_items(const Problem& p) {
+  constexpr int64_t kWhole = 64;
   const int64_t n_parts = decode_parts_of_head(p);
   std::vector<DecodeItem> items;
   for (int64_t b = 0; b < p.B; ++b) {
     const int64_t keys = p.keys[b].count;
+    const auto begin = [&](int64_t part) { return part == n_parts ? keys : part * keys / n_parts / kWhole * kWhole; };
     for (int64_t h_kv = 0; h_kv < p.H_kv; ++h_kv) {
       for (int64_t part = 0; part < n_parts; ++part) {
-        items.push_back({b, h_kv, part, n_parts, part * keys / n_parts, (part + 1) * keys / n_parts});
+        items.push_back({b, h_kv, part, n_parts, begin(part), begin(part + 1)});
       }
     }
   }

@@ -102,7 +102,8 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   p.q = q.input(), p.k = k.input(), p.v = v.input();
   p.dropout = make_dropout(c.dropout_p, kSeed);
   Sequential for_each(placement);
-  run_forward(choose_capability(), p, {o.output(), lse.floats()}, request.threads, std::ref(for_each));
+  run_forward(choose_capability(), p, {o.output(), lse.floats()}, request.threads, std::ref(for_each),
+              std::ref(for_each));
 
   BackwardTensors t{};
   t.o = o.input(), t.lse = lse.floats();

@@ -67,7 +67,7 @@ class Finding:
             self.case.family,
             ", ".join(sorted(self.swapped)),
             ", ".join(sorted(self.terms)) or "-",
-            ", ".join(self.case.paddings) if len(self.case.paddings) > 1 else "-",
+            _paddings(self.case),
             _yes(self.learns),
             _yes(self.case.run_with_weights is not None),
             _yes(self.packed),
@@ -126,6 +126,12 @@ def _packs(models: Compared) -> bool:
             models.case.run(models.swapped, PADDINGS["right"])
     stacks = (fastattn.nn.TransformerEncoder, fastattn.nn.TransformerDecoder)
     return report.calls.packed > 0 or any(isinstance(module, stacks) for module in models.swapped.modules())
+
+
+def _paddings(case: ModelCase) -> str:
+    if len(case.paddings) == 1:
+        return "-"
+    return "all" if set(case.paddings) == set(PADDINGS) else ", ".join(case.paddings)
 
 
 def _yes(value: bool) -> str:

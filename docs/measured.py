@@ -51,6 +51,23 @@ def packed(machine: str) -> str:
     return _times(_read(machine, "packed-transformers"), "what", ("transformers", "swapped", "packed"))
 
 
+def generation(machine: str) -> str:
+    """Time per generated token with sdpa over that with fastattn, by dtype, batch, padding and cached tokens."""
+    document = _read(machine, "generation")
+    speed_up = {
+        (f"{row['dtype']}, batch {row['batch']}, {row['real']:.0%} real", row["cached"]): (
+            median(row["seconds_per_token"]["sdpa"]) / median(row["seconds_per_token"]["fastattn"])
+        )
+        for row in document["rows"]
+    }
+    cached = list(dict.fromkeys(length for _, length in speed_up))
+    lines = [
+        (name, *(f"{speed_up[name, length]:.2f}" for length in cached))
+        for name in dict.fromkeys(name for name, _ in speed_up)
+    ]
+    return f"{_about(document)}\n\n{_table(('cached tokens', *map(str, cached)), lines)}"
+
+
 def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
     """Median times of contenders in ms, and how many times as fast as the first of them fastattn's are."""
     ours = [name for name in names if name in ("fastattn", "swapped", "packed")]
@@ -65,7 +82,7 @@ def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
     return f"{_about(document)}{about}\n\n{_table(headings, lines)}"
 
 
-TABLES = {"attention": attention, "layers": layers, "encoder": encoder, "packed": packed}
+TABLES = {"attention": attention, "layers": layers, "encoder": encoder, "packed": packed, "generation": generation}
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def test_minilm_of_the_demo():
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    bert = Transformer(demo._bundled_model())
+    bert = Transformer(demo.bundled_model())
     model = SentenceTransformer(modules=[bert, Pooling(bert.get_embedding_dimension())])
     swapped = copy.deepcopy(model)
     assert str(fastattn.swap(swapped, packed=True)) == "swapped: 6 BertSelfAttention"

@@ -116,8 +116,8 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
 def _only_computed(tensors: tuple[Tensor | None, ...], mask: Mask) -> bool:
     """Whether PyTorch would do nothing with a call but hand it to the backend.
 
-    Going through the dispatcher takes longer than all else about the next token of a small model. It has more to do
-    where a mode, a transform, a trace or the profiler looks on, or a tensor is more than its memory (wrapped, of a
+    The dispatcher would take time, which shows where a call is short, as for the next token. It has more to do where a
+    mode, a transform, a trace or the profiler looks on, or a tensor is more than its memory (wrapped, of a
     subclass, lazily negated): each of these sets a dispatch key that a plain tensor does not have.
     """
     if (
@@ -132,7 +132,7 @@ def _only_computed(tensors: tuple[Tensor | None, ...], mask: Mask) -> bool:
 
 
 _OF_NO_MODE = torch._C._dispatch_tls_local_include_set().raw_repr()
-_OF_PLAIN_TENSORS = torch._C._dispatch_keys(torch.empty(0)).raw_repr()
+_OF_PLAIN_TENSORS = torch._C._dispatch_keys(torch.empty(0, device="cpu")).raw_repr()  # whatever the default device is
 
 
 def _nested_forward_mode() -> bool:

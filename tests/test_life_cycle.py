@@ -18,17 +18,10 @@ import transformers
 from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers_cases import SIZES
 
 import fastattn
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 WIDTH = SIZES["hidden_size"]
 
 

@@ -11,19 +11,12 @@ import transformers
 import transformers_cases
 from model_cases import PADDINGS, ModelCase
 from torch import Tensor, nn
+from transformers_cases import SIZES
 
 import fastattn
 from fastattn.integrations.packed_transformers import MODEL_TYPES, _stacks
 from fastattn.integrations.transformers import PreparedMask
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 GROUPED = SIZES | {"num_key_value_heads": 2, "use_cache": False}
 SEQ2SEQ = {"vocab_size": 99, "d_model": 32, "pad_token_id": 0, "decoder_start_token_id": 0, "use_cache": False}
 T5 = SEQ2SEQ | {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}

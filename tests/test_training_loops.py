@@ -23,30 +23,26 @@ import transformers
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers_cases import exact
+from transformers_cases import SIZES, exact
 
 import fastattn
 
 STEPS, BATCH, L = 50, 8, 16
 RATE = 5e-3
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+WITH_PADDING = SIZES | {"pad_token_id": 0}
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def bert() -> transformers.PreTrainedModel:
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, **UNDROPPED, num_labels=3))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**WITH_PADDING, **UNDROPPED, num_labels=3)
+    )
 
 
 def llama() -> transformers.PreTrainedModel:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**WITH_PADDING, num_key_value_heads=2, use_cache=False)
+    )
 
 
 def samples(make: Callable[[], nn.Module]) -> list[dict[str, Tensor]]:

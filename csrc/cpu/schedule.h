@@ -27,8 +27,7 @@ inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& k
   return items;
 }
 
-// Few queries are decoded: their keys are split, always at the same places, which leaves every thread some. All parts but
-// the last are whole vectors of keys, which are read where they lie.
+// Few queries are decoded: their keys are split, always at the same places, which leaves every thread some.
 inline bool decodes(const Problem& p) {
   return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops && !p.bias.data && !p.alibi_slopes && !p.ranges.gaps;
 }
@@ -39,7 +38,7 @@ inline int64_t decode_parts_of_head(const Problem& p) {
 }
 
 inline std::vector<DecodeItem> decode_items(const Problem& p) {
-  constexpr int64_t kWhole = 64;
+  constexpr int64_t kWhole = 64;  // all parts but the last are whole vectors of keys, which are read where they lie
   const int64_t n_parts = decode_parts_of_head(p);
   std::vector<DecodeItem> items;
   for (int64_t b = 0; b < p.B; ++b) {

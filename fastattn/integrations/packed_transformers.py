@@ -81,8 +81,8 @@ class PackedPass:
         for of, tokens in ((mask, x),) if states is None else ((mask, x), (cross_mask, states)):
             if not isinstance(of, PreparedMask):
                 return "the mask for the encoder's output is none of fastattn's"
-            every = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
-            packings.append(Packing(every if of.real_keys is None else of.real_keys))
+            real = of.real_keys
+            packings.append(Packing(tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if real is None else real))
         if not worth_packing(*(packing.real for packing in packings)):
             return "there is little padding, or none"
         masks = (PackedMask.of(of, packings[0], keys) for of, keys in zip((mask, cross_mask), packings, strict=False))

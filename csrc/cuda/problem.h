@@ -108,8 +108,9 @@ struct Problem {
   Table dense;  // bool
   Table bias;
   DType bias_dtype;
-  float softcap;     // 0: scores are not bounded
-  ScoreScale scale;  // a plain score is split_scale's, and a general one in nats before the rest is added to it
+  float scale;
+  float softcap;            // 0: scores are not bounded
+  ScoreScale score_scale;   // split_scale(scale) of plain scores; general ones are in nats: {scale, log2(e)}
   Dropout dropout;
   Rows q, k, v;
 
@@ -132,6 +133,31 @@ struct Forward {
   Problem problem;
   Rows o;
   float* lse;  // [B, H, n_q], in nats; -inf where nothing is seen
+};
+
+// A query's part in all its pairs, [B, H, padded n_q]: where there is no query, or one that sees nothing, lse_log2 is +inf,
+// which makes each weight 0.
+struct QueryFacts {
+  float* lse_log2;
+  float* rest_log2;  // what the rounding of lse_log2 left out; null where it does not show, in 16 bits
+  float* delta;      // sum(dO * O) - dlse
+};
+
+constexpr int kQueryPadding = 128;  // no tile has more queries
+
+FASTATTN_HD int64_t padded_queries(int n_q) { return (int64_t(n_q) + kQueryPadding - 1) / kQueryPadding * kQueryPadding; }
+
+// A gradient that is null is not wanted; dk and dv come together.
+struct Backward {
+  Problem problem;
+  Rows o, d_o;
+  const float* lse;    // [B, H, n_q]
+  const float* d_lse;  // [B, H, n_q], or null
+  QueryFacts facts;
+  Rows dq, dk, dv;
+  float* ds_of_keys;  // [B, H, n_k]: dS summed over the queries
+  float* d_bias;      // [B or 1, H or 1, n_q, n_k], dense: dS summed over what shares an entry of the bias
+  int bias_B, bias_H;
 };
 
 }  // namespace fastattn::cuda

@@ -21,24 +21,27 @@ FASTATTN_DEVICE float entry(const Table& table, DType dtype, int64_t index) {
                               : to_float(static_cast<const f16*>(table.data)[index]);
 }
 
-// Products become scores that count from the same zero as `Problem::scale` says. With a softcap `steepness`, unless null,
-// gets the derivative of each by scale * q.k.
-template <bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks>
-FASTATTN_DEVICE void finish_scores(Sums (&products)[kRowBlocks][kColumnBlocks], const Problem& p,
-                                   Place<kRowsAreQueries> place) {
-  const float on_query = p.scale.on_query;
-  if (kGeneral || on_query != 1) each(products, [&](float& s, int, int) { s *= on_query; });
+// A score, which counts from the same zero as `Problem::scale` says, and its derivative by scale * q.k.
+struct Score {
+  float value, steepness;
+};
+
+template <bool kGeneral, bool kRowsAreQueries>
+FASTATTN_DEVICE Score score_of(float product, const Problem& p, Place<kRowsAreQueries> place, int row, int column) {
+  Score score{product * p.score_scale.on_query, 1};
   if constexpr (kGeneral) {
-    if (p.softcap > 0) each(products, [&](float& s, int, int) { s = p.softcap * tanhf(s / p.softcap); });
+    if (p.softcap > 0) {
+      const float capped = tanhf(score.value / p.softcap);
+      score = {p.softcap * capped, (1 - capped) * (1 + capped)};
+    }
     if (p.bias.data) {
-      each(products, [&](float& s, int row, int column) {
-        const int query = place.query(row, column), key = place.key(row, column);
-        if (query < p.queries.n && key < p.keys.n) {
-          s += entry(p.bias, p.bias_dtype, p.bias.index(place.b, place.h, query, key));
-        }
-      });
+      const int query = place.query(row, column), key = place.key(row, column);
+      if (query < p.queries.n && key < p.keys.n) {
+        score.value += entry(p.bias, p.bias_dtype, p.bias.index(place.b, place.h, query, key));
+      }
     }
   }
+  return score;
 }
 
 // Which of a row's columns are shown, of those that this lane holds: bit 2 c + e stands for column
@@ -72,46 +75,52 @@ FASTATTN_DEVICE uint32_t columns_in_band(const Problem& p, Place<kRowsAreQueries
          ~columns_below<kColumnBlocks>(seen.begin - place.first_column);
 }
 
-// Puts `value` where the key may not be seen. What a query that is no real one sees does not matter.
-template <bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks>
-FASTATTN_DEVICE void hide(Sums (&sums)[kRowBlocks][kColumnBlocks], float value, const Problem& p,
-                          Place<kRowsAreQueries> place) {
+// Which pairs of a tile are shown: the columns of each row that this lane holds. What a query that is no real one sees
+// does not matter.
+template <int kRowBlocks, int kColumnBlocks>
+struct Shown {
+  uint32_t columns[2 * kRowBlocks];
+
+  FASTATTN_DEVICE bool at(int row, int column) const {
+    return columns[row / 8] >> (column / 8 * 2 + column % 2) & 1;
+  }
+};
+
+template <bool kGeneral, int kRowBlocks, int kColumnBlocks, bool kRowsAreQueries>
+FASTATTN_DEVICE Shown<kRowBlocks, kColumnBlocks> shown_pairs(const Problem& p, Place<kRowsAreQueries> place) {
   uint32_t real = ~0u;
   if (kRowsAreQueries && (p.keys.real || p.queries.position)) {
     real = shown_columns<kColumnBlocks>([&](int column) { return p.keys.is_real(place.b, place.first_column + column); });
   }
+  Shown<kRowBlocks, kColumnBlocks> shown;
 #pragma unroll
   for (int i = 0; i < 2 * kRowBlocks; ++i) {
     const int row = 8 * i + lane() / 4;
-    uint32_t shown = real;
-    if (!p.queries.position) shown &= columns_in_band<kColumnBlocks>(p, place, row);
+    shown.columns[i] = real;
+    if (!p.queries.position) shown.columns[i] &= columns_in_band<kColumnBlocks>(p, place, row);
     if (p.queries.position || (kGeneral && p.dense.data)) {
-      shown &= shown_columns<kColumnBlocks>([&](int column) {
+      shown.columns[i] &= shown_columns<kColumnBlocks>([&](int column) {
         const int query = place.query(row, column), key = place.key(row, column);
         return query < p.queries.n && key < p.keys.n && p.sees<kGeneral>(place.b, place.h, query, key);
       });
     }
-#pragma unroll
-    for (int c = 0; c < kColumnBlocks; ++c) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (!(shown >> (2 * c + e) & 1)) sums[i / 2][c][2 * (i % 2) + e] = value;
-      }
-    }
   }
+  return shown;
 }
 
-// Calls visit(sum, kept) for all.
-template <bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks, class Visit>
-FASTATTN_DEVICE void each_kept(Sums (&sums)[kRowBlocks][kColumnBlocks], const Problem& p, Place<kRowsAreQueries> place,
-                               Visit visit) {
-  each(sums, [&](float& s, int row, int column) {
-    const int query = place.query(row, column), key = place.key(row, column);
-    const PhiloxWords words =
-        philox(p.dropout.key, {uint32_t(key / 4), uint32_t(query), uint32_t(place.h), uint32_t(place.b)});
-    const uint32_t word = key % 4 == 0 ? words.x0 : key % 4 == 1 ? words.x1 : key % 4 == 2 ? words.x2 : words.x3;
-    visit(s, word >= p.dropout.threshold);
-  });
+// Puts -inf where a pair is not shown.
+template <bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks>
+FASTATTN_DEVICE void hide(Sums (&scores)[kRowBlocks][kColumnBlocks], const Problem& p, Place<kRowsAreQueries> place) {
+  const auto shown = shown_pairs<kGeneral, kRowBlocks, kColumnBlocks>(p, place);
+  each([&](float& x, int row, int column) { if (!shown.at(row, column)) x = -kInfinity; }, scores);
+}
+
+template <bool kRowsAreQueries>
+FASTATTN_DEVICE bool survives_dropout(const Problem& p, Place<kRowsAreQueries> place, int row, int column) {
+  const uint32_t query = place.query(row, column), key = place.key(row, column);
+  const PhiloxWords words = philox(p.dropout.key, {key / 4, query, uint32_t(place.h), uint32_t(place.b)});
+  const uint32_t word = key % 4 == 0 ? words.x0 : key % 4 == 1 ? words.x1 : key % 4 == 2 ? words.x2 : words.x3;
+  return word >= p.dropout.threshold;
 }
 
 }  // namespace fastattn::cuda

@@ -16,6 +16,10 @@ namespace fastattn::cuda {
 // Which products a kernel adds to: dQ or dK, and dV. With a wide head the registers do for one of them only.
 enum class Wanted { of_scores = 1, of_values = 2, both = 3 };
 
+template <class Tiling>
+constexpr int kBytesOfBackward =
+    Tiling::shared_bytes(2, 2) + 3 * Tiling::kColumns * int(sizeof(float)) + bytes_of_seen(Tiling::kThreads);
+
 template <class Tiling, bool kRowsAreQueries, Wanted kWanted, bool kGeneral>
 __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const Backward g) {
   using Element = typename Tiling::Element;

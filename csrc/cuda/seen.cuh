@@ -10,6 +10,9 @@ struct SeenTile {
   bool edge;  // some pairs may not be seen
 };
 
+// Shared memory of SeenTiles, for blocks of so many threads.
+constexpr int bytes_of_seen(int threads) { return (threads + threads / kWarp) * int(sizeof(int)); }
+
 // A tile of queries and all tiles of keys, or the other way round.
 template <bool kOwnAreQueries, int kOthers, int kThreads>
 class SeenTiles {
@@ -18,14 +21,12 @@ class SeenTiles {
   const int64_t b_;
   const int first_own_, own_count_;
   int* found_;  // shared, [kThreads]: 2 * tile + edge
-  int* count_;  // shared, [warps]
+  int* counts_;  // shared, [warps]
   int next_tile_ = 0, end_, taken_ = 0, found_count_ = 0;
 
  public:
-  static constexpr int kBytes = (kThreads + kThreads / kWarp) * int(sizeof(int));
-
   FASTATTN_DEVICE SeenTiles(const Problem& p, int64_t b, int first_own, int own_count, int* shared)
-      : p_(p), b_(b), first_own_(first_own), own_count_(own_count), found_(shared), count_(shared + kThreads) {
+      : p_(p), b_(b), first_own_(first_own), own_count_(own_count), found_(shared), counts_(shared + kThreads) {
     const Tokens own = own_tokens();
     end_ = own.some_real ? (others().n + kOthers - 1) / kOthers : 0;
     if (others().position || others().document) return;
@@ -65,14 +66,14 @@ class SeenTiles {
     }
     const unsigned seen = __ballot_sync(~0u, sight != Sight::none);
     __syncthreads();  // all have taken what was found before
-    if (lane() == 0) count_[warp()] = __popc(seen);
+    if (lane() == 0) counts_[warp()] = __popc(seen);
     __syncthreads();
     int place = __popc(seen & ((1u << lane()) - 1));
     found_count_ = 0;
 #pragma unroll
     for (int w = 0; w < kThreads / kWarp; ++w) {
-      place += w < warp() ? count_[w] : 0;
-      found_count_ += count_[w];
+      place += w < warp() ? counts_[w] : 0;
+      found_count_ += counts_[w];
     }
     if (sight != Sight::none) found_[place] = 2 * tile + (sight == Sight::some);
     __syncthreads();

@@ -140,7 +140,7 @@ def _info(args: argparse.Namespace) -> int:
     print(", ".join(f"{name} {value}" for name, value in versions().items()))
     print(", ".join(f"{name} {value}" for name, value in machine(devices[-1]).items()))
     for backend in BACKENDS:
-        state = _native_state() if backend is native else backend.unavailable() or "ready"
+        state = _native_state() if backend is native else backend.unavailable(torch.device(devices[-1])) or "ready"
         print(f"\n{backend.NAME}: {state}")
         for device in devices:
             print(f"  {device}: {_backend_on(backend, device)}")
@@ -148,12 +148,12 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from fastattn.backends.native import build, capability
+    from fastattn.backends.native import build, cpu
 
     start = time.perf_counter()
     if why := build.unavailable():
         raise CommandError(why)
-    print(f"{build.state()} ({time.perf_counter() - start:.1f} s, instruction set {capability()})")
+    print(f"{build.state()} ({time.perf_counter() - start:.1f} s, instruction set {cpu.capability()})")
     return 0
 
 
@@ -195,13 +195,15 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _check_limit(args: argparse.Namespace, device: str) -> None:
     """Says no where the limit suite cannot be run as asked."""
+    import torch
+
     from fastattn.backends import native
 
     if device != "cpu":
         args.usage_error(f"--device must be cpu for --suite limit, got {device}")
     if args.quick:
         args.usage_error("--quick is for --suite standard; --filter shortens --suite limit")
-    if why := native.unavailable():
+    if why := native.unavailable(torch.device(device)):
         raise CommandError(f"--suite limit times the native backend, which cannot be had: {why}")
 
 
@@ -262,11 +264,11 @@ def _promises() -> str:
 
 def _native_state() -> str:
     """How the native module stands, without building it."""
-    from fastattn.backends.native import build, capability
+    from fastattn.backends.native import build, cpu
 
     state = build.state()
     is_built = state.startswith(("built", "cached"))
-    return f"{state}; instruction set {capability()}" if is_built else state
+    return f"{state}; instruction set {cpu.capability()}" if is_built else state
 
 
 if __name__ == "__main__":

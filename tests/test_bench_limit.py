@@ -224,7 +224,7 @@ def test_long_cases_are_checked_in_their_outer_heads():
 def test_sixteen_bits_are_compared_without_native_support(monkeypatch):
     level = "FASTATTN_CPU_CAPABILITY"
     monkeypatch.delenv(level, raising=False)
-    monkeypatch.setattr(native, "capability", lambda: os.environ.get(level, "avx512_bf16"))
+    monkeypatch.setattr(native.cpu, "capability", lambda: os.environ.get(level, "avx512_bf16"))
     assert limit.measure(tiny(fp32_arithmetic=True), 0.0).instruction_set == "avx512"
     assert level not in os.environ
     assert limit.measure(tiny(), 0.0).instruction_set == "avx512_bf16"

@@ -106,22 +106,24 @@ def test_info_builds_nothing(monkeypatch, capsys):
     def never(*args):
         raise AssertionError("info must not build")
 
-    monkeypatch.setattr(native.build, "load", never)
-    monkeypatch.setattr(native.build, "unavailable", never)
-    monkeypatch.setattr(native.build, "state", lambda: "not built yet: `fastattn build` builds it")
+    monkeypatch.setattr(native.build.NativeModule, "load", never)
+    monkeypatch.setattr(native.build.NativeModule, "unavailable", never)
+    monkeypatch.setattr(native.build.NativeModule, "state", lambda self: "not built yet: `fastattn build` builds it")
     assert main(["info"]) == 0
-    assert "native: not built yet: `fastattn build` builds it\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    for part in ("CPU", "CUDA"):
+        assert f"\n  {part} module: not built yet: `fastattn build` builds it\n" in text
 
 
 def test_build_says_where_the_module_is_and_how_long_it_took(capsys):
     assert main(["build"]) == 0
     text = capsys.readouterr().out
-    assert native.build.file_name() in text
+    assert native.build.CPU.file_name() in text
     assert f"instruction set {native.cpu.capability()}" in text
 
 
 def test_build_fails_in_a_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(native.build, "unavailable", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(native.build.NativeModule, "unavailable", lambda self: "there is no C++ compiler")
     assert main(["build"]) == 1
     assert capsys.readouterr().err == "fastattn: there is no C++ compiler\n"
 

@@ -122,7 +122,7 @@ def threads():
 
 
 def test_environment_lowers_the_instruction_set(capability):
-    info = native.build.load().build_info()
+    info = native.build.CPU.load().build_info()
     below = info["compiled_for"][info["compiled_for"].index(capability) :]
     assert native.cpu.capability() == next(name for name in below if name in info["runs_here"])
 
@@ -469,7 +469,7 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
     )
     q, k = torch.empty(B, H, n_q, 1), torch.empty(B, H, n_k, 1)
     for block in (1, 7, 32):
-        found = native.build.load().keep(native.cpu.native_mask(mask, q, k), block)
+        found = native.build.CPU.load().keep(native.cpu.native_mask(mask, q, k), block)
         assert torch.equal(found, mask.keep(n_q, n_k).expand(B, H, n_q, n_k))
 
 
@@ -479,13 +479,13 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
 def test_far_positions_do_not_overflow(q_start, window, causal):
     mask = Mask(causal=causal, q_start=q_start, window=window)
     x = torch.empty(1, 1, 5, 1)
-    found = native.build.load().keep(native.cpu.native_mask(mask, x, x), 4)
+    found = native.build.CPU.load().keep(native.cpu.native_mask(mask, x, x), 4)
     assert torch.equal(found, mask.keep(5, 5))
 
 
 @pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)
 def test_philox_in_cpp_gives_the_published_answers(seed, counter, words):
-    assert tuple(native.build.load().philox(seed, counter)) == words
+    assert tuple(native.build.CPU.load().philox(seed, counter)) == words
 
 
 def holes(n: int, seed: int) -> torch.Tensor:
@@ -607,7 +607,7 @@ def test_what_is_not_taken_is_said():
         "q must be float32, bfloat16 or float16, got torch.float64"
     ]
     meta = torch.zeros(1, 1, 2, 8, device="meta")
-    with pytest.raises(NotImplementedError, match="native: q must be on the CPU, got meta"):
+    with pytest.raises(NotImplementedError, match="native: q must be on the CPU or an NVIDIA GPU, got meta"):
         fastattn.attention(meta, meta, meta, backend="native")
 
 

@@ -1,4 +1,4 @@
-"""Attention in C++ (csrc/), one part for each kind of device: what a part does not do is refused for its device alone."""
+"""Attention in C++ (csrc/), in parts: one for the CPU, and one in CUDA. Neither is built for a call on the other."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ...spec import Spec
-from . import build, cpu
+from . import cpu, cuda
 
 NAME = "native"
 WHERE = "CPU, C++: AMX, AVX-512, AVX2, or whatever there is"
 
-_PARTS: dict[str, ModuleType] = {"cpu": cpu}  # by the type of the device
+_PARTS: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}  # by the type of the device
 
 
 def features(device: torch.device) -> frozenset[str]:
@@ -31,17 +31,18 @@ def lacks(device: torch.device) -> frozenset[str]:
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """Sentences about the device, or about what its part does not take."""
     part = _PARTS.get(q.device.type)
-    return part.unsupported(q, k, v, spec) if part else [f"q must be on the CPU, got {q.device}"]
+    return part.unsupported(q, k, v, spec) if part else [f"q must be on the CPU or an NVIDIA GPU, got {q.device}"]
 
 
 def unavailable(device: torch.device) -> str | None:
     """Why the C++ module for that device cannot be had, or None; builds it if that has not been done, and no other."""
-    return build.unavailable()
+    return _PARTS[device.type].unavailable(device)
 
 
 def by_name_only(device: torch.device) -> str | None:
-    """Never: it serves every call that it supports."""
-    return None
+    """One sentence on GPUs that the Triton backend serves."""
+    part = _PARTS.get(device.type)
+    return part.by_name_only(device) if part else None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,16 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     return found
 
 
+def unavailable(device: torch.device) -> str | None:
+    """Why the C++ module cannot be had, or None; builds it if that has not been done."""
+    return build.CPU.unavailable()
+
+
+def by_name_only(device: torch.device) -> str | None:
+    """Never: it serves every call that it supports."""
+    return None
+
+
 def capability() -> str:
     """The instruction set in use: "amx", "avx512_bf16", "avx512", "avx2" or "portable".
 
@@ -43,14 +53,14 @@ def capability() -> str:
     Raises:
         ValueError: FASTATTN_CPU_CAPABILITY is none of these.
     """
-    return build.load().capability()
+    return build.CPU.load().capability()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
     o = empty_output(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    build.load().forward(*map(_rows, (q, k, v)), o, lse, *_described(q, k, spec))
+    build.CPU.load().forward(*map(_rows, (q, k, v)), o, lse, *_described(q, k, spec))
     return o, lse
 
 
@@ -88,7 +98,7 @@ def backward(
         d_row = torch.zeros_like(lse)
     if wants_dalibi:
         d_slope = torch.zeros_like(lse)
-    build.load().backward(
+    build.CPU.load().backward(
         None if do is None else _rows(do),
         _contiguous(dlse),
         *map(_rows, (q, k, v, o)),
@@ -125,14 +135,14 @@ def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads:
     """The weights after dropout in the dtype of q, [B, n_q, n_k] or [B, H, n_q, n_k]."""
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     found = q.new_empty(B, 1 if average_heads else H, n_q, n_k)
-    build.load().weights(_rows(q), _rows(k), _contiguous(lse), found, *_described(q, k, spec))
+    build.CPU.load().weights(_rows(q), _rows(k), _contiguous(lse), found, *_described(q, k, spec))
     return found[:, 0] if average_heads else found
 
 
 def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     """The sum over the queries of the weights, [B, H, n_k] in fp32."""
     found = q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
-    build.load().received(_rows(q), _rows(k), found, *_described(q, k, spec))
+    build.CPU.load().received(_rows(q), _rows(k), found, *_described(q, k, spec))
     return found
 
 
@@ -140,7 +150,7 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tens
     """The largest weights of every query in fp32, and their keys in int64: [B, H, n_q, top_k]."""
     found = q.new_empty(*q.shape[:3], top_k, dtype=torch.float32)
     keys = torch.empty_like(found, dtype=torch.int64)
-    build.load().top_keys(_rows(q), _rows(k), found, keys, *_described(q, k, spec))
+    build.CPU.load().top_keys(_rows(q), _rows(k), found, keys, *_described(q, k, spec))
     return found, keys
 
 
@@ -203,7 +213,7 @@ def native_mask(mask: Mask, q: Tensor, k: Tensor) -> object:
     B, H, n_q, _ = q.shape
     left, right = mask.window
     ids_q, ids_k = mask.segments or (None, None)
-    return build.load().Mask(
+    return build.CPU.load().Mask(
         B=B,
         H=H,
         n_q=n_q,

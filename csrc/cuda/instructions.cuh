@@ -6,15 +6,9 @@
 
 #include <cstdint>
 
-namespace fastattn::cuda {
+#include "elements.h"
 
-// 16-bit elements as they lie in memory. fp32 is float.
-struct f16 {
-  uint16_t bits;
-};
-struct bf16 {
-  uint16_t bits;
-};
+namespace fastattn::cuda {
 
 // What a warp holds of a 16 x 8 matrix of sums: lane l has in [0] and [1] the columns 2 * (l % 4) and the one after it of
 // row l / 4, in [2] and [3] those of row l / 4 + 8.

@@ -2,6 +2,8 @@
 // system.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -13,9 +15,6 @@
 #include <vector>
 
 #include "multiprocessor.h"
-
-using cudaStream_t = struct CUstream_st*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 
 namespace fastattn::cuda {
 

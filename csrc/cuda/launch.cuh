@@ -27,7 +27,7 @@ cudaError_t launch(void (*kernel)(P...), int64_t blocks, int threads, int shared
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes) != cudaSuccess) {
     return cudaGetLastError();
   }
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream> > >(arguments...);
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(arguments...);
   return cudaGetLastError();
 }
 

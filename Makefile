@@ -92,22 +92,32 @@ $(NATIVE)/scaling: benchmarks/scaling.cpp $(KERNELS) $(NATIVE_HEADERS)
 # written holds no zero by chance, where the compiler can see to that.
 CUDA_MODEL := build/cuda_model
 CUDA_MODEL_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh tests/cuda_model/*.h tests/native/*.h)
-CUDA_MODEL_FLAGS := -std=c++20 -Wall -Wextra -Itests/cuda_model \
+CUDA_MODEL_FLAGS := -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -Itests/cuda_model \
     $(shell g++ -ftrivial-auto-var-init=pattern -E -x c++ /dev/null >/dev/null 2>&1 && echo -ftrivial-auto-var-init=pattern)
+CUDA_MODEL_BUILDS := 75 80 75-sanitized 80-sanitized
 
-cuda-model-test: $(foreach build,75 80 75-sanitized 80-sanitized,$(CUDA_MODEL)/model_test-$(build))
+cuda-model-test: $(foreach build,$(CUDA_MODEL_BUILDS),$(addprefix $(CUDA_MODEL)/$(build)/,model_test kernels_test))
 	set -e; for test in $^; do $$test; done
 
-define cuda_model_of_capability
-$(CUDA_MODEL)/%-$(1): tests/cuda_model/%.cpp $(CUDA_MODEL_HEADERS)
+# $(1): one of the builds, $(2): its compiler
+define cuda_model_build
+$(CUDA_MODEL)/$(1)/%.o: tests/cuda_model/%.cpp $(CUDA_MODEL_HEADERS)
 	@mkdir -p $$(@D)
-	g++ $(CUDA_MODEL_FLAGS) -O2 -g -DFASTATTN_MODEL_CAPABILITY=$(1) $$< -o $$@
+	$(2) $(CUDA_MODEL_FLAGS) -c $$< -o $$@
 
-$(CUDA_MODEL)/%-$(1)-sanitized: tests/cuda_model/%.cpp $(CUDA_MODEL_HEADERS) $(SANITIZING_CXX)
+$(CUDA_MODEL)/$(1)/%.o: csrc/cuda/%.cu $(CUDA_MODEL_HEADERS)
 	@mkdir -p $$(@D)
-	$(SANITIZING_CXX) $(CUDA_MODEL_FLAGS) -DFASTATTN_MODEL_CAPABILITY=$(1) $$< -o $$@
+	$(2) $(CUDA_MODEL_FLAGS) -x c++ -c $$< -o $$@
+
+$(CUDA_MODEL)/$(1)/model_test: $(CUDA_MODEL)/$(1)/model_test.o
+	$(2) $$^ -o $$@
+
+$(CUDA_MODEL)/$(1)/kernels_test: $(patsubst %,$(CUDA_MODEL)/$(1)/%.o,kernels_test f16 bf16 f32)
+	$(2) $$^ -o $$@
 endef
-$(foreach capability,75 80,$(eval $(call cuda_model_of_capability,$(capability))))
+$(foreach capability,75 80,\
+    $(eval $(call cuda_model_build,$(capability),g++ -O2 -g -DFASTATTN_MODEL_CAPABILITY=$(capability)))\
+    $(eval $(call cuda_model_build,$(capability)-sanitized,$(SANITIZING_CXX) -DFASTATTN_MODEL_CAPABILITY=$(capability))))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastattn/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

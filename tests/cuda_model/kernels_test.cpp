@@ -1,0 +1,296 @@
+// The kernels of csrc/cuda on a model of a GPU: right within the error budget of fastattn/testing.py, no byte read or
+// written that is not theirs, and the same bits in whatever order threads that do not wait for each other run. Every
+// buffer lies beside a page that nobody may touch (guarded.h), and NaN stands in all padding.
+//
+//   kernels_test         all cases
+//   kernels_test NAME    the cases of that name
+#include "../../csrc/cuda/kernels.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <type_traits>
+
+#include "../native/budget.h"
+#include "../native/formula.h"
+#include "settings.h"
+
+namespace fastattn::test {
+namespace {
+
+using cuda::model::Order;
+
+const char* name_of(DType dtype) { return dtype == DType::f32 ? "fp32" : dtype == DType::bf16 ? "bf16" : "fp16"; }
+
+// How a call is run and which gradients are asked for: none of it may change a bit of the results.
+struct Request {
+  const char* name;
+  Placement placement;
+  Order order;
+  bool dq, dkv;
+};
+constexpr Request kRequests[] = {
+    {"in order", Placement::before_guard, Order::ascending, true, true},
+    {"in reverse", Placement::after_guard, Order::descending, true, true},
+    {"at random", Placement::heap, Order::random, true, true},
+    {"dq at random", Placement::before_guard, Order::random, true, false},
+    {"dk and dv at random", Placement::after_guard, Order::random, false, true},
+};
+
+// What is being computed, for the message of a crash, and how often something was wrong.
+char current[200];
+int wrong = 0;
+
+void complain(const std::string& what) {
+  std::printf("%s: %s\n", current, what.c_str());
+  ++wrong;
+}
+
+void on_crash(int) {
+  constexpr char kMessage[] = ": touched memory that is not its own\n";
+  const bool told = write(STDOUT_FILENO, current, std::strlen(current)) > 0 &&
+                    write(STDOUT_FILENO, kMessage, std::strlen(kMessage)) > 0;
+  _exit(told ? 1 : 2);
+}
+
+constexpr int64_t kRowBytes = 16;  // that the kernels read or write at a time
+
+int64_t padded(int64_t elements, DType dtype) {
+  const int64_t in_row = kRowBytes / bytes_of(dtype);
+  return (elements + in_row - 1) / in_row * in_row;
+}
+
+Layout padded(Layout layout, DType dtype) { return {layout.token_by_token, padded(layout.gap, dtype)}; }
+
+// A tensor with columns of zeros, so that the kernels take it.
+Tensor tensor(Placement placement, DType dtype, const Array& from, Layout layout) {
+  Array wide(from.B, from.H, from.N, padded(from.D, dtype));
+  each_row(from, [&](int64_t b, int64_t h, int64_t i) { std::copy_n(from.row(b, h, i), from.D, wide.row(b, h, i)); });
+  return Tensor(placement, dtype, wide, padded(layout, dtype));
+}
+
+// One for the kernels to write such an array.
+Tensor tensor_for(Placement placement, DType dtype, const Array& like, Layout layout) {
+  return Tensor(placement, dtype, like.B, like.H, like.N, padded(like.D, dtype), padded(layout, dtype));
+}
+
+// Its first columns; the others are 0, where anything was written.
+Array without_padding(const Tensor& tensor, const Array& like) {
+  const Array wide = tensor.read();
+  Array narrow = like;
+  each_row(like, [&](int64_t b, int64_t h, int64_t i) {
+    std::copy_n(wide.row(b, h, i), like.D, narrow.row(b, h, i));
+    const bool zeros =
+        std::all_of(wide.row(b, h, i) + like.D, wide.row(b, h, i) + wide.D, [](double x) { return x == 0; });
+    if (!zeros) complain("columns that pad a row are not 0");
+  });
+  return narrow;
+}
+
+cuda::Rows rows(const Tensor& x) {
+  const Output o = x.output();
+  return {o.data, o.batch_stride, o.head_stride, o.row_stride};
+}
+
+// Values in guarded memory.
+template <class T>
+class Values {
+ public:
+  Values(Placement placement, int64_t n) : memory_(placement, n * int64_t(sizeof(T)), alignof(T)) {}
+
+  template <class From>
+  Values(Placement placement, const std::vector<From>& from) : Values(placement, int64_t(from.size())) {
+    std::copy(from.begin(), from.end(), data());
+  }
+
+  T* data() const { return memory_.data<T>(); }
+  bool kept_inside() const { return memory_.surroundings_untouched(); }
+
+ private:
+  Buffer memory_;
+};
+
+// The queries or the keys.
+class Tokens {
+ public:
+  Tokens(Placement placement, const std::vector<std::vector<char>>& real, bool some_are_padding)
+      : real_(placement, flat(real)) {
+    side.n = int(real[0].size());
+    groups_ = std::make_unique<Values<cuda::Tokens>>(placement,
+                                                     some_are_padding ? int64_t(real.size()) * side.group_count() : 0);
+    if (!some_are_padding) return;
+    side.real = real_.data();
+    side.groups = groups_->data();
+  }
+
+  bool kept_inside() const { return real_.kept_inside() && groups_->kept_inside(); }
+
+  cuda::Side side{};
+
+ private:
+  template <class T>
+  static std::vector<T> flat(const std::vector<std::vector<T>>& rows) {
+    std::vector<T> all;
+    for (const std::vector<T>& row : rows) all.insert(all.end(), row.begin(), row.end());
+    return all;
+  }
+
+  Values<bool> real_;
+  std::unique_ptr<Values<cuda::Tokens>> groups_;
+};
+
+void check(cudaError_t error) {
+  if (error != cudaSuccess) complain("the launch fails with error " + std::to_string(error));
+}
+
+// Forward and backward; gradients that are not requested stay 0.
+Results run(const Inputs& in, DType dtype, const Request& request) {
+  const Case& c = in.about;
+  const Placement placement = request.placement;
+  Results r(c);
+  const Array no_d_o(c.B, c.H, c.n_q, c.d_v);
+  const Tensor q = tensor(placement, dtype, in.q, c.layout), k = tensor(placement, dtype, in.k, c.layout),
+               v = tensor(placement, dtype, in.v, c.layout),
+               d_o = tensor(placement, dtype, c.with_d_o ? in.d_o : no_d_o, c.layout);
+  const Tensor o = tensor_for(placement, dtype, r.o, c.layout), dq = tensor_for(placement, dtype, r.dq, c.layout),
+               dk = tensor_for(placement, dtype, r.dk, c.layout), dv = tensor_for(placement, dtype, r.dv, c.layout);
+  const Tensor lse(placement, DType::f32, c.B, c.H, c.n_q, 1), d_lse(placement, DType::f32, in.d_lse);
+  Tokens queries(placement, in.real_queries, c.queries != Padding::none);
+  const Tokens keys(placement, in.real_keys, c.keys != Padding::none);
+  const Values<int64_t> q_start(placement, c.q_start);
+  queries.side.starts = q_start.data();
+
+  cuda::Forward forward{};
+  cuda::Problem& p = forward.problem;
+  p.B = int(c.B), p.H = int(c.H), p.H_kv = int(c.H_kv), p.d_qk = int(q.D), p.d_v = int(v.D);
+  p.dtype = dtype;
+  p.queries = queries.side, p.keys = keys.side;
+  p.band = make_band(c.causal, c.left, c.right);
+  p.softcap = float(c.softcap);
+  p.dropout = make_dropout(c.dropout_p, kSeed);
+  p.scale = float(c.scale);
+  p.score_scale = p.is_general() ? ScoreScale{p.scale, float(kLog2E)} : split_scale(c.scale);
+  p.q = rows(q), p.k = rows(k), p.v = rows(v);
+  forward.o = rows(o), forward.lse = lse.floats();
+
+  const int64_t facts = c.B * c.H * cuda::padded_queries(int(c.n_q));
+  const Values<float> lse_log2(placement, facts), rest_log2(placement, facts), delta(placement, facts);
+  cuda::Backward backward{};
+  backward.problem = p;
+  backward.o = rows(o), backward.d_o = rows(d_o);
+  backward.lse = lse.floats(), backward.d_lse = c.with_d_lse ? d_lse.floats() : nullptr;
+  backward.facts = {lse_log2.data(), dtype == DType::f32 ? rest_log2.data() : nullptr, delta.data()};
+  if (request.dq) backward.dq = rows(dq);
+  if (request.dkv) backward.dk = rows(dk), backward.dv = rows(dv);
+
+  cuda::model::settings.order = request.order;
+  check(cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.forward(forward, nullptr); }));
+  check(cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.backward(backward, nullptr); }));
+
+  bool kept_inside = queries.kept_inside() && keys.kept_inside() && q_start.kept_inside() && lse_log2.kept_inside() &&
+                     rest_log2.kept_inside() && delta.kept_inside();
+  for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv}) {
+    kept_inside = kept_inside && x->gaps_untouched();
+  }
+  if (!kept_inside) complain("bytes beside a tensor's rows were written");
+  r.o = without_padding(o, r.o), r.lse = lse.read();
+  if (request.dq) r.dq = without_padding(dq, r.dq);
+  if (request.dkv) r.dk = without_padding(dk, r.dk), r.dv = without_padding(dv, r.dv);
+  return r;
+}
+
+// Whether nothing is added to a row of a result, [B, H or H_kv, n_q or n_k], which is 0 then or -inf.
+class Untouched {
+ public:
+  explicit Untouched(const Inputs& in)
+      : queries_(in.about.B, std::vector<char>(in.about.n_q, 1)),
+        keys_(in.about.B, std::vector<char>(in.about.n_k, 1)) {
+    for (int64_t b = 0; b < in.about.B; ++b) {
+      for (int64_t i = 0; i < in.about.n_q; ++i) {
+        for (int64_t j = 0; j < in.about.n_k; ++j) {
+          if (in.sees(b, i, j)) queries_[b][i] = keys_[b][j] = 0;
+        }
+      }
+    }
+  }
+
+  bool operator()(Array Results::* result, int64_t b, int64_t i) const {
+    return result == &Results::dk || result == &Results::dv ? keys_[b][i] : queries_[b][i];
+  }
+
+ private:
+  std::vector<std::vector<char>> queries_, keys_;
+};
+
+constexpr NamedResult kOfKernels[] = {
+    {"o", &Results::o}, {"lse", &Results::lse}, {"dq", &Results::dq}, {"dk", &Results::dk}, {"dv", &Results::dv},
+};
+
+bool same_bits(const std::vector<double>& x, const std::vector<double>& y) {
+  return std::memcmp(x.data(), y.data(), x.size() * sizeof(double)) == 0;
+}
+
+void test_case(const Case& c, DType dtype) {
+  const Inputs in(c, dtype);
+  const Results exact = formula<double>(in, dtype), naive = formula<float>(in, dtype);
+  const Untouched untouched(in);
+  Results first(c);
+  for (const Request& request : kRequests) {
+    std::snprintf(current, sizeof current, "%s, %s, %s", c.name, name_of(dtype), request.name);
+    try {
+      const Results actual = run(in, dtype, request);
+      if (&request == kRequests) {
+        first = actual;
+        for (const auto& [name, array] : kOfKernels) {
+          const DType of_result = array == &Results::lse ? DType::f32 : dtype;
+          const std::string beyond =
+              beyond_budget(actual.*array, naive.*array, exact.*array, eps_of(of_result),
+                            [&, array = array](int64_t b, int64_t, int64_t i) { return untouched(array, b, i); });
+          if (!beyond.empty()) complain(name + (": " + beyond));
+        }
+      }
+      for (const auto& [name, array] : kOfKernels) {
+        const bool wanted =
+            array == &Results::dq ? request.dq : array == &Results::o || array == &Results::lse || request.dkv;
+        if (wanted && !same_bits((actual.*array).values, (first.*array).values)) {
+          complain(std::string("other bits of ") + name + " than " + kRequests[0].name);
+        }
+      }
+    } catch (const cuda::model::Mistake& mistake) {
+      complain(mistake.what());
+    }
+  }
+}
+
+bool takes(const Case& c) { return c.d_qk <= cuda::kMostColumns && c.d_v <= cuda::kMostColumns && c.sink == -HUGE_VAL; }
+
+int test_all(const std::string& wish) {
+  struct sigaction present;
+  sigaction(SIGSEGV, nullptr, &present);
+  if (present.sa_handler == SIG_DFL) std::signal(SIGSEGV, on_crash);  // AddressSanitizer has its own, which tells more
+
+  int cases = 0;
+  for (const Case& c : kCases) {
+    if (!takes(c) || (!wish.empty() && wish != c.name)) continue;
+    ++cases;
+    test_case(c, DType::f32);
+    test_case(c, DType::f16);
+    if (cuda::model::kCapability >= 80) test_case(c, DType::bf16);
+  }
+  const cuda::model::Counters& counted = cuda::model::counters;
+  std::printf("kernels on a model of a GPU of capability %d.%d: %d cases, %d wrong\n", cuda::model::kCapability / 10,
+              cuda::model::kCapability % 10, cases, wrong);
+  std::printf("%lld products, %lld loads with %lld bank conflicts, %lld copies with %lld\n",
+              static_cast<long long>(counted.products), static_cast<long long>(counted.loads),
+              static_cast<long long>(counted.load_conflicts), static_cast<long long>(counted.copies),
+              static_cast<long long>(counted.copy_conflicts));
+  return wrong > 0 || cases == 0;
+}
+
+}  // namespace
+}  // namespace fastattn::test
+
+int main(int count, char** arguments) { return fastattn::test::test_all(count > 1 ? arguments[1] : ""); }

@@ -235,10 +235,10 @@ class Multiprocessor {
   }
 
   void run(const Instruction& instruction, int first, int threads) {
-    std::array<void*, kMostThreads> operands;
-    for (int i = 0; i < threads; ++i) operands[i] = threads_[first + i].operands;
+
+    for (int i = 0; i < threads; ++i) operands_[i] = threads_[first + i].operands;
     try {
-      instruction.run(*this, operands.data(), threads);
+      instruction.run(*this, operands_.data(), threads);
     } catch (const Mistake& mistake) {
       throw Mistake(where() + ", warp " + std::to_string(first / kLanes) + ": " + mistake.what() +
                     text(threads_[first]));
@@ -302,6 +302,7 @@ class Multiprocessor {
   std::array<Thread*, kLanes> step_;  // the lanes of the step, in the order of their turns
   int turn_ = 0;
   Thread* running_ = nullptr;
+  std::array<void*, kMostThreads> operands_;  // of the instruction that is done
   std::string mistake_;  // of a thread
 };
 

@@ -12,7 +12,7 @@ namespace fastattn::cuda {
 constexpr int kThreadsOfPreparation = 128;
 
 // One thread for each group of each sample.
-__global__ void __launch_bounds__(kThreadsOfPreparation) token_groups_kernel(const Side side, const int B) {
+static __global__ void __launch_bounds__(kThreadsOfPreparation) token_groups_kernel(const Side side, const int B) {
   const int64_t i = int64_t(blockIdx.x) * kThreadsOfPreparation + threadIdx.x, n = side.group_count();
   if (i >= B * n) return;
   const int64_t b = i / n, first = i % n * kTokenGroup;

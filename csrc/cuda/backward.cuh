@@ -16,6 +16,30 @@ namespace fastattn::cuda {
 // Which products a kernel adds to: dQ or dK, and dV. With a wide head the registers do for one of them only.
 enum class Wanted { of_scores = 1, of_values = 2, both = 3 };
 
+// What is summed over a row's columns beside the products: of those of this lane only, until it is written.
+struct SumsOfRow {
+  float ds, ds_by_distance, p_by_distance;
+
+  FASTATTN_DEVICE void add(float weight, float pair_ds, float distance) {
+    ds += pair_ds;
+    ds_by_distance += pair_ds * distance;
+    p_by_distance += weight * distance;
+  }
+
+  template <bool kRowsAreQueries>
+  FASTATTN_DEVICE void write(const Backward& g, int b, int h, int token) const {
+    const Side& side = kRowsAreQueries ? g.problem.queries : g.problem.keys;
+    const auto write_to = [&](float* rows, float of_lane) {
+      const float sum = sum_of_row(of_lane);
+      if (!rows || lane() % 4 != 0 || token >= side.n) return;
+      rows[(int64_t(b) * g.problem.H + h) * side.n + token] = side.is_real(b, token) ? sum : 0;
+    };
+    write_to(kRowsAreQueries ? g.ds_of_queries : g.ds_of_keys, ds);
+    if (kRowsAreQueries) write_to(g.ds_by_distance, ds_by_distance);
+    if (kRowsAreQueries) write_to(g.p_by_distance, p_by_distance);
+  }
+};
+
 template <class Tiling>
 constexpr int kBytesOfBackward =
     Tiling::shared_bytes(2, 2) + 3 * Tiling::kColumns * int(sizeof(float)) + bytes_of_seen(Tiling::kThreads);
@@ -66,7 +90,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const Backwa
           own_facts[i] = {g.facts.lse_log2[at], g.facts.rest_log2 ? g.facts.rest_log2[at] : 0, g.facts.delta[at]};
         }
       }
-      float ds_of_rows[2 * kRowBlocks] = {};
+      SumsOfRow sums[2 * kRowBlocks] = {};
       SeenTiles<kRowsAreQueries, kColumns, kThreads> seen(p, b, first_own, Tiling::kRows, list);
       for (SeenTile tile; seen.next(tile);) {
         __syncthreads();  // nobody reads the last tile any more
@@ -91,18 +115,19 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const Backwa
           if constexpr (kRowsAreQueries) return own_facts[row / 8];
           return {facts[column], facts[2 * kColumns + column], facts[kColumns + column]};
         };
-        weights_and_gradients<Element, kGeneral>(s, dp, p, place, tile.edge, facts_of,
-                                                 [&](int row, int, float ds) { ds_of_rows[row / 8] += ds; });
+        const auto visit = [&](int row, int column, float weight, float ds) {
+          const bool far = kRowsAreQueries && p.alibi_slopes;
+          const float distance = far ? p.distance(b, place.query(row, column), place.key(row, column)) : 0;
+          sums[row / 8].add(weight, ds, distance);
+        };
+        weights_and_gradients<Element, kGeneral>(s, dp, p, place, tile.edge, facts_of, visit);
         if constexpr (kOfValues) add_weighted(of_values, s, dy);
         if constexpr (kOfScores) add_weighted(of_scores, dp, y);
       }
-      if (!kRowsAreQueries && kOfScores && kGeneral && g.ds_of_keys) {
+      if constexpr (kGeneral && kOfScores) {
 #pragma unroll
         for (int i = 0; i < 2 * kRowBlocks; ++i) {
-          const float ds = sum_of_row(ds_of_rows[i]);
-          const int key = first_own + first_row + 8 * i + lane() / 4;
-          if (lane() % 4 != 0 || key >= p.keys.n) continue;
-          g.ds_of_keys[(int64_t(b) * p.H + h) * p.keys.n + key] = p.keys.is_real(b, key) ? ds : 0;
+          sums[i].template write<kRowsAreQueries>(g, b, h, first_own + first_row + 8 * i + lane() / 4);
         }
       }
     }

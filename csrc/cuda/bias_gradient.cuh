@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const B
         }
         weights_and_gradients<Element, true>(
             s, dp, p, place, seen == Sight::some || p.dense.data, [&](int row, int) { return facts[row / 8]; },
-            [&](int row, int column, float ds) { sums[row / 16][column / 8][row / 8 % 2 * 2 + column % 2] += ds; });
+            [&](int row, int column, float, float ds) { sums[row / 16][column / 8][row / 8 % 2 * 2 + column % 2] += ds; });
       }
     }
     each(

@@ -48,9 +48,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const Forward
       Sums s[kRowBlocks][kColumns / 8] = {};
       add_product(s, q, first_row, k);
       const Place<true> place{b, h, first_query + first_row, tile.first};
-      if (kGeneral || p.score_scale.on_query != 1) {
-        each([&](float& x, int row, int column) { x = score_of<kGeneral>(x, p, place, row, column).value; }, s);
-      }
+      finish_scores<kGeneral>(s, p, place);
       if (tile.edge) hide<kGeneral>(s, p, place);
       softmax.add(s, p.score_scale.on_score_log2, o);
       if constexpr (kGeneral) {
@@ -72,17 +70,18 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const Forward
 
     const int own_query = first_query + first_row;
     const float on_o = kGeneral && p.dropout.drops ? p.dropout.on_kept : 1;
+    float on_row[2 * kRowBlocks];
 #pragma unroll
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
-      const float sum = softmax.sum[i / 2][i % 2] = sum_of_row(softmax.sum[i / 2][i % 2]);
+      RowSum row{softmax.max[i / 2][i % 2], sum_of_row(softmax.sum[i / 2][i % 2]), 1};
+      if (kGeneral && p.sinks) row = row.beside(p.sinks[h], p.score_scale.on_score_log2);
+      on_row[i] = one_over_sum(row.sum) * row.on_weights * on_o;
       const int query = own_query + 8 * i + lane() / 4;
       if (lane() % 4 != 0 || query >= p.queries.n) continue;
-      const bool saw = p.queries.is_real(b, query) && sum != 0;
       f.lse[(int64_t(b) * p.H + h) * p.queries.n + query] =
-          saw ? lse_of(softmax.max[i / 2][i % 2], p.score_scale.on_score_log2, log2f(sum)) : -kInfinity;
+          p.queries.is_real(b, query) && row.sum != 0 ? lse_of(row.max, p.score_scale.on_score_log2, log2f(row.sum)) : -kInfinity;
     }
-    store_rows<Element>(o, f.o, h, p.d_v, p.queries, b, own_query,
-                        [&](int i) { return one_over_sum(softmax.sum[i / 2][i % 2]) * on_o; });
+    store_rows<Element>(o, f.o, h, p.d_v, p.queries, b, own_query, [&](int i) { return on_row[i]; });
   }
 }
 

@@ -12,8 +12,8 @@ struct Facts {
 };
 
 // Products q.k become weights, without those that dropout drops and before its factor; products dO.v become the gradients
-// of scale * q.k. facts_of(row, column) tells those of the pair's query; visit(row, column, ds) is shown the gradients of
-// what the softmax is taken of, where scores are general.
+// of scale * q.k. facts_of(row, column) tells those of the pair's query; visit(row, column, weight, ds) is shown the
+// gradient of what the softmax is taken of, where scores are general.
 template <class Element, bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks, class FactsOf, class Visit>
 FASTATTN_DEVICE void weights_and_gradients(Sums (&s)[kRowBlocks][kColumnBlocks], Sums (&dp)[kRowBlocks][kColumnBlocks],
                                            const Problem& p, Place<kRowsAreQueries> place, bool edge, FactsOf facts_of,
@@ -22,11 +22,12 @@ FASTATTN_DEVICE void weights_and_gradients(Sums (&s)[kRowBlocks][kColumnBlocks],
     return exp2_for<Element>(fmaf(score, p.score_scale.on_score_log2, -facts.lse_log2) - facts.rest_log2);
   };
   if constexpr (!kGeneral) {
+    finish_scores<false>(s, p, place);
     if (edge) hide<false>(s, p, place);
     each(
         [&](float& x, float& dx, int row, int column) {
           const Facts facts = facts_of(row, column);
-          x = weight_of(x * p.score_scale.on_query, facts);
+          x = weight_of(x, facts);
           dx = x * (dx - facts.delta);
         },
         s, dp);
@@ -42,7 +43,7 @@ FASTATTN_DEVICE void weights_and_gradients(Sums (&s)[kRowBlocks][kColumnBlocks],
           const bool survives = !p.dropout.drops || survives_dropout(p, place, row, column);
           const float on_dp = p.dropout.drops ? p.dropout.on_kept : 1;
           const float ds = shown.at(row, column) ? weight * ((survives ? dx * on_dp : 0) - facts.delta) : 0;
-          visit(row, column, ds);
+          visit(row, column, weight, ds);
           dx = ds * score.steepness;
           x = survives ? weight : 0;
         },

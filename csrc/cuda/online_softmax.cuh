@@ -26,6 +26,19 @@ FASTATTN_DEVICE float sum_of_row(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// What the scores of a row come to: their maximum, and the sum of 2^(score_log2 - max_log2). Weights measured from an older
+// maximum are still to be multiplied by on_weights.
+struct RowSum {
+  float max, sum, on_weights;
+
+  // With a sink, one more score whose value is zero. A row that saw nothing does not see it either.
+  FASTATTN_DEVICE RowSum beside(float sink, float on_score_log2) const {
+    if (sum == 0) return *this;
+    const float new_max = fmaxf(max, sink), on_old = exp2f((max - new_max) * on_score_log2);
+    return {new_max, sum * on_old + exp2f((sink - new_max) * on_score_log2), on_old};
+  }
+};
+
 // What is known of the rows of a warp so far: rows lane() / 4 and lane() / 4 + 8 of each block of 16.
 template <class Element, int kRowBlocks>
 struct OnlineSoftmax {

@@ -109,15 +109,25 @@ struct Problem {
   Table bias;
   DType bias_dtype;
   float scale;
-  float softcap;            // 0: scores are not bounded
-  ScoreScale score_scale;   // split_scale(scale) of plain scores; general ones are in nats: {scale, log2(e)}
-  Dropout dropout;
+  float softcap;           // 0: scores are not bounded
+  ScoreScale score_scale;  // split_scale(scale) of plain scores; general ones are in nats: {scale, log2(e)}
+  const float* alibi_slopes;  // [B, H], or null
+  const float* sinks;         // [H], or null
+  Dropout dropout;            // but for its key, which is that of `seed`
+  const int64_t* seed;
   Rows q, k, v;
 
   FASTATTN_HD int group() const { return H / H_kv; }
 
-  // Whether a score is more than a multiple of q.k, or a weight is more than a power of it, or pairs are hidden one by one.
-  FASTATTN_HD bool is_general() const { return dense.data || bias.data || softcap > 0 || dropout.drops; }
+  // Whether scores are more than multiples of q.k, or weights more than powers of them, or pairs are hidden one by one.
+  FASTATTN_HD bool is_general() const {
+    return dense.data || bias.data || softcap > 0 || alibi_slopes || sinks || dropout.drops;
+  }
+
+  FASTATTN_HD float distance(int b, int query, int key) const {
+    const int64_t behind = queries.position_of(b, query) - keys.position_of(b, key);
+    return float(behind < 0 ? -behind : behind);
+  }
 
   // The twin of Mask.keep in fastattn/spec.py, for real tokens.
   template <bool kGeneral>
@@ -147,7 +157,7 @@ constexpr int kQueryPadding = 128;  // no tile has more queries
 
 FASTATTN_HD int64_t padded_queries(int n_q) { return (int64_t(n_q) + kQueryPadding - 1) / kQueryPadding * kQueryPadding; }
 
-// A gradient that is null is not wanted; dk and dv come together.
+// A gradient that is null is not wanted; dk and dv come together, and sums over keys with dq.
 struct Backward {
   Problem problem;
   Rows o, d_o;
@@ -156,7 +166,9 @@ struct Backward {
   QueryFacts facts;
   Rows dq, dk, dv;
   float* ds_of_keys;  // [B, H, n_k]: dS summed over the queries
-  float* d_bias;      // [B or 1, H or 1, n_q, n_k], dense: dS summed over what shares an entry of the bias
+  // [B, H, n_q], each where it is not null: dS summed over the keys, dS times the distance, and P times the distance.
+  float *ds_of_queries, *ds_by_distance, *p_by_distance;
+  float* d_bias;  // [bias_B, bias_H, n_q, n_k], dense: dS summed over what shares an entry of the bias
   int bias_B, bias_H;
 };
 

@@ -34,14 +34,22 @@ FASTATTN_DEVICE Score score_of(float product, const Problem& p, Place<kRowsAreQu
       const float capped = tanhf(score.value / p.softcap);
       score = {p.softcap * capped, (1 - capped) * (1 + capped)};
     }
-    if (p.bias.data) {
-      const int query = place.query(row, column), key = place.key(row, column);
-      if (query < p.queries.n && key < p.keys.n) {
-        score.value += entry(p.bias, p.bias_dtype, p.bias.index(place.b, place.h, query, key));
-      }
+    const int query = place.query(row, column), key = place.key(row, column);
+    const bool exists = query < p.queries.n && key < p.keys.n;
+    if (exists && p.bias.data) score.value += entry(p.bias, p.bias_dtype, p.bias.index(place.b, place.h, query, key));
+    if (exists && p.alibi_slopes) {
+      score.value -= p.alibi_slopes[place.b * p.H + place.h] * p.distance(place.b, query, key);
     }
   }
   return score;
+}
+
+// Products become scores.
+template <bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks>
+FASTATTN_DEVICE void finish_scores(Sums (&products)[kRowBlocks][kColumnBlocks], const Problem& p,
+                                   Place<kRowsAreQueries> place) {
+  if (!kGeneral && p.score_scale.on_query == 1) return;
+  each([&](float& x, int row, int column) { x = score_of<kGeneral>(x, p, place, row, column).value; }, products);
 }
 
 // Which of a row's columns are shown, of those that this lane holds: bit 2 c + e stands for column
@@ -118,7 +126,7 @@ FASTATTN_DEVICE void hide(Sums (&scores)[kRowBlocks][kColumnBlocks], const Probl
 template <bool kRowsAreQueries>
 FASTATTN_DEVICE bool survives_dropout(const Problem& p, Place<kRowsAreQueries> place, int row, int column) {
   const uint32_t query = place.query(row, column), key = place.key(row, column);
-  const PhiloxWords words = philox(p.dropout.key, {key / 4, query, uint32_t(place.h), uint32_t(place.b)});
+  const PhiloxWords words = philox(philox_key(*p.seed), {key / 4, query, uint32_t(place.h), uint32_t(place.b)});
   const uint32_t word = key % 4 == 0 ? words.x0 : key % 4 == 1 ? words.x1 : key % 4 == 2 ? words.x2 : words.x3;
   return word >= p.dropout.threshold;
 }

@@ -48,9 +48,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const Forward
       Sums s[kRowBlocks][kColumns / 8] = {};
       add_product(s, q, first_row, k);
       const Place<true> place{b, h, first_query + first_row, tile.first};
-      if (kGeneral || p.score_scale.on_query != 1) {
-        each([&](float& x, int row, int column) { x = score_of<kGeneral>(x, p, place, row, column).value; }, s);
-      }
+      finish_scores<kGeneral>(s, p, place);
       if (tile.edge) hide<kGeneral>(s, p, place);
       softmax.add(s, p.score_scale.on_score_log2, o);
       if constexpr (kGeneral) {

@@ -22,11 +22,12 @@ FASTATTN_DEVICE void weights_and_gradients(Sums (&s)[kRowBlocks][kColumnBlocks],
     return exp2_for<Element>(fmaf(score, p.score_scale.on_score_log2, -facts.lse_log2) - facts.rest_log2);
   };
   if constexpr (!kGeneral) {
+    finish_scores<false>(s, p, place);
     if (edge) hide<false>(s, p, place);
     each(
         [&](float& x, float& dx, int row, int column) {
           const Facts facts = facts_of(row, column);
-          x = weight_of(x * p.score_scale.on_query, facts);
+          x = weight_of(x, facts);
           dx = x * (dx - facts.delta);
         },
         s, dp);

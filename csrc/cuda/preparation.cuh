@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const Bac
   const Tile k{q.data + Tiling::kRows * Tiling::kHeadDim};
   int* list = reinterpret_cast<int*>(k.data + kColumns * Tiling::kHeadDim);
   copy_rows<Tiling::kRows, kThreads>(q, p.q, h, p.d_qk, p.queries, b, first_query);
+  commit_copies();
 
   const int first_row = 16 * kRowBlocks * warp();
   const int64_t first_fact = (int64_t(b) * p.H + h) * padded_queries(p.queries.n) + first_query + first_row;
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const Bac
     Sums s[kRowBlocks][kColumns / 8] = {};
     add_product(s, q, first_row, k);
     const Place<true> place{b, h, first_query + first_row, tile.first};
-    each([&](float& x, int row, int column) { x = score_of<kGeneral>(x, p, place, row, column).value; }, s);
+    finish_scores<kGeneral>(s, p, place);
     if (tile.edge) hide<kGeneral>(s, p, place);
     each(
         [&](float& x, int row, int) {
@@ -91,8 +92,11 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const Bac
   }
 #pragma unroll
   for (int i = 0; i < 2 * kRowBlocks; ++i) {
-    const float total = sum_of_row(sum[i]);
     const int row = 8 * i + lane() / 4;
+    float total = sum_of_row(sum[i]);
+    if (kGeneral && p.sinks) {
+      total += exp2_for<Element>(fmaf(p.sinks[h], p.score_scale.on_score_log2, -g.facts.lse_log2[first_fact + row]));
+    }
     if (lane() % 4 == 0) g.facts.rest_log2[first_fact + row] = total == 0 ? 0 : log2f(total);
   }
   wait_for_copies<0>();

@@ -44,6 +44,14 @@ FASTATTN_DEVICE Score score_of(float product, const Problem& p, Place<kRowsAreQu
   return score;
 }
 
+// Products become scores.
+template <bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks>
+FASTATTN_DEVICE void finish_scores(Sums (&products)[kRowBlocks][kColumnBlocks], const Problem& p,
+                                   Place<kRowsAreQueries> place) {
+  if (!kGeneral && p.score_scale.on_query == 1) return;
+  each([&](float& x, int row, int column) { x = score_of<kGeneral>(x, p, place, row, column).value; }, products);
+}
+
 // Which of a row's columns are shown, of those that this lane holds: bit 2 c + e stands for column
 // 8 c + 2 (lane() % 4) + e. Found in loops, not unrolled: a tile of sums leaves few registers.
 template <int kColumnBlocks, class Shown>

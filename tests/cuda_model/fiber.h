@@ -7,7 +7,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <new>
+#include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -47,14 +50,14 @@ extern "C" void fastattn_switch_stacks(void** from, void* to);
 
 namespace fastattn::cuda::model {
 
-// Memory for the stacks of some fibers; a page that nobody may touch lies below each.
+// Memory for stacks; a page that nobody may touch lies below each. What is never used costs nothing.
 class Stacks {
  public:
-  explicit Stacks(int count) : count_(count), guard_(sysconf(_SC_PAGESIZE)) {
+  Stacks() : guard_(sysconf(_SC_PAGESIZE)) {
     void* mapped = mmap(nullptr, bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     memory_ = static_cast<char*>(mapped);
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       if (mprotect(memory_ + i * (guard_ + kBytes), guard_, PROT_NONE) != 0) throw std::bad_alloc();
     }
   }
@@ -62,15 +65,38 @@ class Stacks {
   Stacks& operator=(const Stacks&) = delete;
   ~Stacks() { munmap(memory_, bytes()); }
 
-  static constexpr size_t kBytes = 256 << 10;
+  static constexpr int kCount = 1024;
+  static constexpr size_t kBytes = 128 << 10;
 
   char* operator[](int i) const { return memory_ + i * (guard_ + kBytes) + guard_; }
 
  private:
-  size_t bytes() const { return count_ * (guard_ + kBytes); }
+  size_t bytes() const { return kCount * (guard_ + kBytes); }
 
-  size_t count_, guard_;
+  size_t guard_;
   char* memory_;
+};
+
+// Stacks that go to another user afterwards: to make them takes longer than a small launch.
+class LentStacks {
+ public:
+  LentStacks() {
+    const std::lock_guard guard(lock_);
+    if (spare_.empty()) spare_.push_back(std::make_unique<Stacks>());
+    stacks_ = std::move(spare_.back());
+    spare_.pop_back();
+  }
+  ~LentStacks() {
+    const std::lock_guard guard(lock_);
+    spare_.push_back(std::move(stacks_));
+  }
+
+  char* operator[](int i) const { return (*stacks_)[i]; }
+
+ private:
+  static inline std::mutex lock_;
+  static inline std::vector<std::unique_ptr<Stacks>> spare_;
+  std::unique_ptr<Stacks> stacks_;
 };
 
 class Fiber {
@@ -79,8 +105,8 @@ class Fiber {
   Fiber() = default;
 
   // Lets the next switch to this fiber call `entry` on that stack, of Stacks::kBytes. `entry` begins with arrived() and
-  // never returns. Fibers with other numbers begin at other addresses modulo the size of a page: else what they all work
-  // on would share a few sets of the cache.
+  // never returns. Fibers with other numbers begin at other addresses modulo the size of a page: else what they all
+  // work on would share a few sets of the cache.
   void start(char* stack, int number, void (*entry)()) {
     constexpr int kApart = 128, kNumbers = 32;
     stack_ = stack, bytes_ = Stacks::kBytes;

@@ -10,12 +10,17 @@ namespace fastattn::cuda::model {
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinityBits = 0x7f800000;
 constexpr uint16_t kNaN16 = 0x7fff;
 
-// The exponent and the fraction where fp32 has them; a multiplication corrects the bias of the exponent, also of what is
-// subnormal as f16 or zero.
+constexpr uint32_t kExponents = 112u << 23;  // the bias of the exponents of fp32 beyond that of f16
+constexpr float kHalf = 0.5f;                // its last bit stands for 2^-24, as that of a subnormal f16 does
+constexpr uint32_t kHalfBits = std::bit_cast<uint32_t>(kHalf);
+
+inline uint32_t bits_of_f16(uint32_t magnitude) {
+  if (magnitude < 0x400) return std::bit_cast<uint32_t>(std::bit_cast<float>(kHalfBits + magnitude) - kHalf);
+  return (magnitude << 13) + (magnitude < 0x7c00 ? kExponents : 2 * kExponents);
+}
+
 inline float float_of_f16(uint16_t x) {
-  const uint32_t magnitude = uint32_t(x & 0x7fff) << 13, sign = uint32_t(x & 0x8000) << 16;
-  const uint32_t finite = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
-  return std::bit_cast<float>(sign | ((x & 0x7c00) == 0x7c00 ? magnitude | kInfinityBits : finite));
+  return std::bit_cast<float>(uint32_t(x & 0x8000) << 16 | bits_of_f16(x & 0x7fff));
 }
 
 inline float float_of_bf16(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
@@ -27,15 +32,12 @@ inline uint32_t without_low_bits(uint32_t magnitude, int bits) {
 }
 
 inline uint16_t f16_of(float x) {
-  constexpr uint32_t kBias = 112u << 23;  // of the exponents of fp32 over those of f16
   const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & kMagnitude, sign = bits >> 16 & 0x8000;
+  const float size = std::bit_cast<float>(magnitude);
   if (magnitude > kInfinityBits) return kNaN16;
-  if (magnitude >= std::bit_cast<uint32_t>(65520.0f)) return uint16_t(sign | 0x7c00);
-  if (magnitude < std::bit_cast<uint32_t>(0x1p-14f)) {
-    const float in_place = std::bit_cast<float>(magnitude) + 0.5f;  // its last bit stands for 2^-24, as f16's does
-    return uint16_t(sign | (std::bit_cast<uint32_t>(in_place) - std::bit_cast<uint32_t>(0.5f)));
-  }
-  return uint16_t(sign | without_low_bits(magnitude - kBias, 13));
+  if (size >= 65520) return uint16_t(sign | 0x7c00);
+  if (size >= 0x1p-14f) return uint16_t(sign | without_low_bits(magnitude - kExponents, 13));
+  return uint16_t(sign | (std::bit_cast<uint32_t>(size + kHalf) - kHalfBits));
 }
 
 inline uint16_t bf16_of(float x) {

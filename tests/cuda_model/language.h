@@ -63,142 +63,134 @@ T atomicAdd(T* sum, T x) {
 
 namespace fastattn::cuda::model {
 
-// A built-in variable: .x is what get() says where it is read.
-template <auto get>
+inline Multiprocessor& here() { return Multiprocessor::current(); }
+
+inline unsigned thread_index() { return here().thread(); }
+inline unsigned block_index() { return static_cast<unsigned>(here().block()); }
+inline unsigned block_size() { return here().grid().threads; }
+inline unsigned grid_size() { return static_cast<unsigned>(here().grid().blocks); }
+
+// A built-in variable, whose .x is what get() says where it is read.
+template <unsigned (*get)()>
 struct Builtin {
   struct {
-    operator unsigned() const { return static_cast<unsigned>(get()); }
+    operator unsigned() const { return get(); }
   } x;
 };
-
-struct Exchange {  // of the lanes of a warp
-  uint64_t bits;
-  int from;
-  uint64_t received;
-};
-
-inline constexpr Instruction kShuffle = {"a shuffle", [](Multiprocessor&, void* const* operands, int lanes) {
-  for (int i = 0; i < lanes; ++i) {
-    auto* x = static_cast<Exchange*>(operands[i]);
-    x->received = static_cast<const Exchange*>(operands[x->from])->bits;
-  }
-}};
-
-struct Vote {
-  bool yes;
-  unsigned of_all;  // lanes
-};
-
-inline constexpr Instruction kVote = {"a vote", [](Multiprocessor&, void* const* operands, int lanes) {
-  unsigned of_all = 0;
-  for (int i = 0; i < lanes; ++i) of_all |= unsigned(static_cast<const Vote*>(operands[i])->yes) << i;
-  for (int i = 0; i < lanes; ++i) static_cast<Vote*>(operands[i])->of_all = of_all;
-}};
-
-inline constexpr Instruction kSyncWarp = {"__syncwarp", [](Multiprocessor&, void* const*, int) {}};
-
-inline constexpr Instruction kSyncThreads = {"__syncthreads", [](Multiprocessor&, void* const*, int) {}, true};
-
-inline constexpr Instruction kSyncThreadsOr = {"__syncthreads_or", [](Multiprocessor&, void* const* operands, int threads) {
-  int any = 0;
-  for (int i = 0; i < threads; ++i) any |= *static_cast<const int*>(operands[i]) != 0;
-  for (int i = 0; i < threads; ++i) *static_cast<int*>(operands[i]) = any;
-}, true};
+inline constexpr Builtin<thread_index> threadIdx{};
+inline constexpr Builtin<block_index> blockIdx{};
+inline constexpr Builtin<block_size> blockDim{};
+inline constexpr Builtin<grid_size> gridDim{};
 
 inline void check_mask(unsigned mask) {
   if (mask != 0xffffffff) throw Mistake("the mask of lanes must be 0xffffffff, got " + std::to_string(mask));
 }
 
-// What the lane `from` brings; a lane outside the part of the warp asks itself.
+struct Shuffled {
+  uint64_t bits;
+  int from;  // the lane whose bits this one wants
+  uint64_t received;
+};
+
+inline void shuffle_warp(Multiprocessor&, void* const* operands, int lanes) {
+  const auto of_lane = [&](int lane) { return static_cast<Shuffled*>(operands[lane]); };
+  for (int i = 0; i < lanes; ++i) of_lane(i)->received = of_lane(of_lane(i)->from)->bits;
+}
+inline constexpr Instruction kShuffle = {"a shuffle", shuffle_warp};
+
 template <class T>
-T exchange(unsigned mask, T value, int from, const Place& place) {
+T shuffle(unsigned mask, T value, int from, const Place& place) {
   static_assert(std::is_arithmetic_v<T>);
   check_mask(mask);
-  Exchange x{0, from, 0};
+  Shuffled x{0, from, 0};
   std::memcpy(&x.bits, &value, sizeof value);
-  Multiprocessor::current().meet(kShuffle, &x, place);
+  here().meet(kShuffle, &x, place);
   std::memcpy(&value, &x.received, sizeof value);
   return value;
 }
 
-inline unsigned vote(unsigned mask, bool yes, const Place& place) {
-  check_mask(mask);
-  Vote x{yes, 0};
-  Multiprocessor::current().meet(kVote, &x, place);
-  return x.of_all;
+// Lanes shuffle among the `width` of their part of the warp, a power of two. Who asks for a lane beyond it gets its own.
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int lane, int width = kLanes, const Place& place = Place::current()) {
+  return shuffle(mask, value, (here().lane() & -width) | (lane & (width - 1)), place);
 }
 
-inline int this_lane() { return Multiprocessor::current().lane(); }
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int flipped, int width = kLanes, const Place& place = Place::current()) {
+  const int own = here().lane(), from = own ^ flipped;
+  return shuffle(mask, value, from <= (own | (width - 1)) ? from : own, place);
+}
+
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, int distance, int width = kLanes, const Place& place = Place::current()) {
+  const int own = here().lane(), from = own + distance;
+  return shuffle(mask, value, from <= (own | (width - 1)) ? from : own, place);
+}
+
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int distance, int width = kLanes, const Place& place = Place::current()) {
+  const int own = here().lane(), from = own - distance;
+  return shuffle(mask, value, from >= (own & -width) ? from : own, place);
+}
+
+struct Vote {
+  bool yes;
+  unsigned of_all;  // bit l: that of lane l
+};
+
+inline void vote_of_warp(Multiprocessor&, void* const* operands, int lanes) {
+  const auto of_lane = [&](int lane) { return static_cast<Vote*>(operands[lane]); };
+  unsigned of_all = 0;
+  for (int i = 0; i < lanes; ++i) of_all |= unsigned(of_lane(i)->yes) << i;
+  for (int i = 0; i < lanes; ++i) of_lane(i)->of_all = of_all;
+}
+inline constexpr Instruction kVote = {"a vote", vote_of_warp};
+
+inline unsigned __ballot_sync(unsigned mask, int yes, const Place& place = Place::current()) {
+  check_mask(mask);
+  Vote vote{yes != 0, 0};
+  here().meet(kVote, &vote, place);
+  return vote.of_all;
+}
+
+inline int __any_sync(unsigned mask, int yes, const Place& place = Place::current()) {
+  return __ballot_sync(mask, yes, place) != 0;
+}
+
+inline int __all_sync(unsigned mask, int yes, const Place& place = Place::current()) {
+  return __ballot_sync(mask, yes, place) == 0xffffffff;
+}
+
+inline void nothing(Multiprocessor&, void* const*, int) {}
+inline constexpr Instruction kSyncWarp = {"__syncwarp", nothing};
+inline constexpr Instruction kSyncThreads = {"__syncthreads", nothing, true};
+
+inline void or_of_block(Multiprocessor&, void* const* operands, int threads) {
+  const auto of_thread = [&](int thread) { return static_cast<int*>(operands[thread]); };
+  bool any = false;
+  for (int i = 0; i < threads; ++i) any = any || *of_thread(i) != 0;
+  for (int i = 0; i < threads; ++i) *of_thread(i) = any;
+}
+inline constexpr Instruction kSyncThreadsOr = {"__syncthreads_or", or_of_block, true};
+
+inline void __syncwarp(unsigned mask = 0xffffffff, const Place& place = Place::current()) {
+  check_mask(mask);
+  here().meet(kSyncWarp, nullptr, place);
+}
+
+inline void __syncthreads(const Place& place = Place::current()) { here().meet(kSyncThreads, nullptr, place); }
+
+inline int __syncthreads_or(int yes, const Place& place = Place::current()) {
+  here().meet(kSyncThreadsOr, &yes, place);
+  return yes;
+}
 
 }  // namespace fastattn::cuda::model
 
-inline constexpr fastattn::cuda::model::Builtin<[] { return fastattn::cuda::model::Multiprocessor::current().thread(); }>
-    threadIdx{};
-inline constexpr fastattn::cuda::model::Builtin<[] { return fastattn::cuda::model::Multiprocessor::current().block(); }>
-    blockIdx{};
-inline constexpr fastattn::cuda::model::Builtin<
-    [] { return fastattn::cuda::model::Multiprocessor::current().grid().threads; }>
-    blockDim{};
-inline constexpr fastattn::cuda::model::Builtin<
-    [] { return fastattn::cuda::model::Multiprocessor::current().grid().blocks; }>
-    gridDim{};
-
-// `width`: of the parts of the warp that exchange among themselves, a power of two.
-
-template <class T>
-T __shfl_sync(unsigned mask, T value, int lane, int width = 32,
-              const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  const int own = fastattn::cuda::model::this_lane();
-  return fastattn::cuda::model::exchange(mask, value, (own & -width) | (lane & (width - 1)), place);
-}
-
-template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int flipped, int width = 32,
-                  const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  const int own = fastattn::cuda::model::this_lane(), from = own ^ flipped;
-  return fastattn::cuda::model::exchange(mask, value, from <= (own | (width - 1)) ? from : own, place);
-}
-
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                   const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  const int own = fastattn::cuda::model::this_lane(), from = own + int(delta);
-  return fastattn::cuda::model::exchange(mask, value, from <= (own | (width - 1)) ? from : own, place);
-}
-
-template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32,
-                 const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  const int own = fastattn::cuda::model::this_lane(), from = own - int(delta);
-  return fastattn::cuda::model::exchange(mask, value, from >= (own & -width) ? from : own, place);
-}
-
-inline unsigned __ballot_sync(unsigned mask, int yes,
-                              const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  return fastattn::cuda::model::vote(mask, yes != 0, place);
-}
-
-inline int __any_sync(unsigned mask, int yes,
-                      const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  return fastattn::cuda::model::vote(mask, yes != 0, place) != 0;
-}
-
-inline int __all_sync(unsigned mask, int yes,
-                      const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  return fastattn::cuda::model::vote(mask, yes != 0, place) == 0xffffffff;
-}
-
-inline void __syncwarp(unsigned mask = 0xffffffff,
-                       const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  fastattn::cuda::model::check_mask(mask);
-  fastattn::cuda::model::Multiprocessor::current().meet(fastattn::cuda::model::kSyncWarp, nullptr, place);
-}
-
-inline void __syncthreads(const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  fastattn::cuda::model::Multiprocessor::current().meet(fastattn::cuda::model::kSyncThreads, nullptr, place);
-}
-
-inline int __syncthreads_or(int yes, const fastattn::cuda::model::Place& place = fastattn::cuda::model::Place::current()) {
-  fastattn::cuda::model::Multiprocessor::current().meet(fastattn::cuda::model::kSyncThreadsOr, &yes, place);
-  return yes;
-}
+using fastattn::cuda::model::threadIdx, fastattn::cuda::model::blockIdx;
+using fastattn::cuda::model::blockDim, fastattn::cuda::model::gridDim;
+using fastattn::cuda::model::__ballot_sync, fastattn::cuda::model::__any_sync, fastattn::cuda::model::__all_sync;
+using fastattn::cuda::model::__shfl_sync, fastattn::cuda::model::__shfl_xor_sync;
+using fastattn::cuda::model::__shfl_up_sync, fastattn::cuda::model::__shfl_down_sync;
+using fastattn::cuda::model::__syncwarp, fastattn::cuda::model::__syncthreads, fastattn::cuda::model::__syncthreads_or;

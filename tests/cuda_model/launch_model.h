@@ -24,11 +24,8 @@ namespace model {
 inline void run(const Grid& grid) {
   std::vector<int64_t> order(grid.blocks);
   std::iota(order.begin(), order.end(), 0);
-  if (settings.order == Order::descending) std::reverse(order.begin(), order.end());
-  if (settings.order == Order::random) {
-    Random random(settings.seed);
-    for (int i = int(grid.blocks) - 1; i > 0; --i) std::swap(order[i], order[random.below(i + 1)]);
-  }
+  Random random(settings.seed);
+  in_order(order.begin(), order.end(), settings.order, random);
   std::atomic<int64_t> next = 0;
   std::mutex lock;
   std::exception_ptr mistake;
@@ -62,11 +59,12 @@ template <class... P>
 cudaError_t launch(void (*kernel)(P...), int64_t blocks, int threads, int shared_bytes, cudaStream_t,
                    const std::type_identity_t<P>&... arguments) {
   constexpr int64_t kMostBlocks = 0x7fffffff;
-  constexpr int kMostThreads = 1024;
   if (blocks == 0) return cudaSuccess;
   if (shared_bytes > model::settings.shared_bytes) return cudaErrorInvalidValue;
-  if (blocks < 0 || blocks > kMostBlocks || threads < 1 || threads > kMostThreads) return cudaErrorInvalidConfiguration;
-  if (threads % model::kLanes != 0) throw model::Mistake("a block must be whole warps, got " + std::to_string(threads) + " threads");
+  if (blocks < 0 || blocks > kMostBlocks || threads < 1 || threads > model::kMostThreads)
+    return cudaErrorInvalidConfiguration;
+  if (threads % model::kLanes != 0)
+    throw model::Mistake("a block must be whole warps, got " + std::to_string(threads) + " threads");
   model::run({blocks, threads, shared_bytes, [&] { kernel(arguments...); }});
   return cudaSuccess;
 }

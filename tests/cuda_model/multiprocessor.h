@@ -1,14 +1,13 @@
 // A multiprocessor of the GPU: runs blocks, one after the other, each thread of a block as a fiber.
 //
-// A warp runs in steps. In a step each of its lanes runs, one after the other, to the next instruction that the lanes of a
-// warp do together, or to its end. All must come to the same one, which is then done for all of them at once.
+// A warp runs in steps. In a step each of its lanes runs, one after the other, to the next instruction that the lanes
+// of a warp do together, or to its end. All must come to the same one, which is then done for all of them at once.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
-#include <exception>
 #include <functional>
-#include <memory>
 #include <numeric>
 #include <source_location>
 #include <string>
@@ -20,7 +19,7 @@
 
 namespace fastattn::cuda::model {
 
-constexpr int kLanes = 32;
+constexpr int kLanes = 32, kMostThreads = Stacks::kCount;  // of a warp, of a block
 
 using Place = std::source_location;
 
@@ -38,6 +37,14 @@ struct Copy {
   char* shared;
   const void* global;  // null: zeros
   int64_t group;
+
+  void arrive() const {
+    if (global) {
+      std::memcpy(shared, global, kRowBytes);
+    } else {
+      std::memset(shared, 0, kRowBytes);
+    }
+  }
 };
 
 struct Thread {
@@ -74,10 +81,18 @@ class Random {
   uint64_t state_;
 };
 
+// What stands in ascending order, in another one.
+template <class Iterator>
+void in_order(Iterator first, Iterator last, Order order, Random& random) {
+  if (order == Order::descending) std::reverse(first, last);
+  if (order != Order::random) return;
+  for (auto n = last - first; n > 1; --n) std::swap(first[n - 1], first[random.below(int(n))]);
+}
+
 class Multiprocessor {
  public:
   explicit Multiprocessor(const Grid& grid)
-      : grid_(grid), shared_(grid.shared_bytes), stacks_(grid.threads), threads_(grid.threads), warps_(grid.threads / kLanes) {}
+      : grid_(grid), shared_(grid.shared_bytes), threads_(grid.threads), warps_(grid.threads / kLanes) {}
 
   void run_block(int64_t block) {
     current_ = this;
@@ -113,8 +128,10 @@ class Multiprocessor {
     const int row = shared_.row(shared, "copy_16_bytes");
     if (thread.copies_of_step == copies.size()) copies.emplace_back().fill(kNoRow);
     copies[thread.copies_of_step++][lane()] = row;
+    const Copy copy{shared, global_or_null, thread.group};
+    if (!kCopiesLater) return copy.arrive();
     std::memset(shared, test::Buffer::kUntouched, kRowBytes);
-    thread.copies.push_back({shared, global_or_null, thread.group});
+    thread.copies.push_back(copy);
   }
 
   void commit() { ++running_->group; }
@@ -123,12 +140,7 @@ class Multiprocessor {
     Thread& thread = *running_;
     size_t arrived = 0;
     for (; arrived < thread.copies.size() && thread.copies[arrived].group < thread.group - may_run; ++arrived) {
-      const Copy& copy = thread.copies[arrived];
-      if (copy.global) {
-        std::memcpy(copy.shared, copy.global, kRowBytes);
-      } else {
-        std::memset(copy.shared, 0, kRowBytes);
-      }
+      thread.copies[arrived].arrive();
     }
     thread.copies.erase(thread.copies.begin(), thread.copies.begin() + arrived);
   }
@@ -175,13 +187,17 @@ class Multiprocessor {
     thread.fiber.switch_to(turn_ < kLanes ? running_->fiber : scheduler_);
   }
 
+  int first_of(int n) {
+    if (settings.order == Order::random) return random_.below(n);
+    return settings.order == Order::ascending ? 0 : n - 1;
+  }
+
   // Runs every warp until it waits for the others. False: the block has ended.
   bool run_to_barrier() {
     std::vector<int> ready(warps_.size());
     std::iota(ready.begin(), ready.end(), 0);
     while (!ready.empty()) {
-      const int n = static_cast<int>(ready.size());
-      const int i = settings.order == Order::ascending ? 0 : settings.order == Order::descending ? n - 1 : random_.below(n);
+      const int i = first_of(static_cast<int>(ready.size()));
       step(ready[i]);
       if (warps_[ready[i]].state != Warp::runs) ready.erase(ready.begin() + i);
     }
@@ -198,10 +214,8 @@ class Multiprocessor {
 
   void step(int warp) {
     const int first = warp * kLanes;
-    for (int i = 0; i < kLanes; ++i) step_[i] = &threads_[first + (settings.order == Order::descending ? kLanes - 1 - i : i)];
-    if (settings.order == Order::random) {
-      for (int i = kLanes - 1; i > 0; --i) std::swap(step_[i], step_[random_.below(i + 1)]);
-    }
+    for (int i = 0; i < kLanes; ++i) step_[i] = &threads_[first + i];
+    in_order(step_.begin(), step_.end(), settings.order, random_);
     turn_ = 0;
     running_ = step_[0];
     counters.switches += kLanes;
@@ -221,12 +235,13 @@ class Multiprocessor {
   }
 
   void run(const Instruction& instruction, int first, int threads) {
-    std::array<void*, kMaxThreads> operands;
+    std::array<void*, kMostThreads> operands;
     for (int i = 0; i < threads; ++i) operands[i] = threads_[first + i].operands;
     try {
       instruction.run(*this, operands.data(), threads);
     } catch (const Mistake& mistake) {
-      throw Mistake(where() + ", warp " + std::to_string(first / kLanes) + ": " + mistake.what() + text(threads_[first]));
+      throw Mistake(where() + ", warp " + std::to_string(first / kLanes) + ": " + mistake.what() +
+                    text(threads_[first]));
     }
   }
 
@@ -246,8 +261,9 @@ class Multiprocessor {
   }
 
   static std::string text(const Thread& thread) {
-    const std::string file = thread.place.file_name();
-    return " (" + file.substr(file.rfind('/') + 1) + ":" + std::to_string(thread.place.line()) + ")";
+    std::string file = thread.place.file_name();
+    file.erase(0, file.rfind('/') + 1);
+    return " (" + file + ":" + std::to_string(thread.place.line()) + ")";
   }
 
   // "lanes 0-15 wait at a shuffle (x.cuh:7), lanes 16-31 have ended", of every stride-th thread.
@@ -273,12 +289,11 @@ class Multiprocessor {
     return all;
   }
 
-  static constexpr int kMaxThreads = 1024;
   static inline thread_local Multiprocessor* current_ = nullptr;
 
   const Grid& grid_;
   Shared shared_;
-  Stacks stacks_;
+  LentStacks stacks_;
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
   int64_t block_ = 0;

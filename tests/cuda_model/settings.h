@@ -11,19 +11,22 @@
 
 namespace fastattn::cuda::model {
 
+constexpr int kCapability = FASTATTN_MODEL_CAPABILITY;
+constexpr bool kCopiesLater = kCapability >= 80;
+
 // What a kernel must not do: a GPU would do anything then.
 struct Mistake : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// In which order threads, warps and blocks run that do not wait for each other. A kernel whose results depend on it has a
-// race. `random` also runs another warp at each instruction that the lanes of a warp do together.
+// In which order threads, warps and blocks run that do not wait for each other. A kernel whose results depend on it has
+// a race. `random` also runs another warp at each instruction that the lanes of a warp do together.
 enum class Order { ascending, descending, random };
 
 struct Settings {
   Order order = Order::ascending;
-  uint64_t seed = 1;  // of the random order
-  int64_t shared_bytes = FASTATTN_MODEL_CAPABILITY == 75 ? 64 << 10 : 163 << 10;  // that a block may have
+  uint64_t seed = 1;                                                // of the random order
+  int64_t shared_bytes = kCapability >= 80 ? 163 << 10 : 64 << 10;  // that a block may have
 };
 inline Settings settings;
 

@@ -14,14 +14,14 @@
 
 namespace fastattn::cuda::model {
 
-constexpr int kRowBytes = 16;         // of a row of load_matrices, and of copy_16_bytes
-constexpr int kRowsTogether = 8;      // that the banks serve in a wavefront, if no two lie in the same ones
+constexpr int kRowBytes = 16;          // of a row of load_matrices, and of copy_16_bytes
+constexpr int kRowsTogether = 8;       // that the banks serve in a wavefront, if no two lie in the same ones
 constexpr int kSharedAlignment = 128;  // all 32 banks of 4 bytes
 
 class Shared {
  public:
   explicit Shared(int bytes)
-      : bytes_(bytes), memory_(kPlacement, (bytes + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment, kSharedAlignment) {
+      : bytes_(bytes), memory_(kPlacement, (bytes / kSharedAlignment + 1) * kSharedAlignment, kSharedAlignment) {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_poison_memory_region(data() + bytes_, memory_.size() - bytes_);
 #endif

@@ -33,11 +33,14 @@ struct Request {
   bool dq, dkv;
 };
 constexpr Request kRequests[] = {
+#if defined(__SANITIZE_ADDRESS__)  // which watches the heap, and takes its time
+    {"in order", Placement::heap, Order::ascending, true, true},
+#else
     {"in order", Placement::before_guard, Order::ascending, true, true},
     {"in reverse", Placement::after_guard, Order::descending, true, true},
-    {"at random", Placement::heap, Order::random, true, true},
-    {"dq at random", Placement::before_guard, Order::random, true, false},
-    {"dk and dv at random", Placement::after_guard, Order::random, false, true},
+    {"dq at random", Placement::heap, Order::random, true, false},
+    {"dk and dv at random", Placement::before_guard, Order::random, false, true},
+#endif
 };
 
 // What is being computed, for the message of a crash, and how often something was wrong.
@@ -162,6 +165,10 @@ Results run(const Inputs& in, DType dtype, const Request& request) {
   const Tokens keys(placement, in.real_keys, c.keys != Padding::none);
   const Values<int64_t> q_start(placement, c.q_start);
   queries.side.starts = q_start.data();
+  const Values<int64_t> seed(placement, std::vector<int64_t>{kSeed});
+  std::vector<float> sink_of_head(c.H);
+  for (int64_t h = 0; h < c.H; ++h) sink_of_head[h] = static_cast<float>(in.sink(h));
+  const Values<float> sinks(placement, sink_of_head);
 
   cuda::Forward forward{};
   cuda::Problem& p = forward.problem;
@@ -170,7 +177,9 @@ Results run(const Inputs& in, DType dtype, const Request& request) {
   p.queries = queries.side, p.keys = keys.side;
   p.band = make_band(c.causal, c.left, c.right);
   p.softcap = float(c.softcap);
-  p.dropout = make_dropout(c.dropout_p, kSeed);
+  p.dropout = make_dropout(c.dropout_p, 0);
+  p.seed = seed.data();
+  if (c.sink > -HUGE_VAL) p.sinks = sinks.data();
   p.scale = float(c.scale);
   p.score_scale = p.is_general() ? ScoreScale{p.scale, float(kLog2E)} : split_scale(c.scale);
   p.q = rows(q), p.k = rows(k), p.v = rows(v);
@@ -190,8 +199,8 @@ Results run(const Inputs& in, DType dtype, const Request& request) {
   check(cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.forward(forward, nullptr); }));
   check(cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.backward(backward, nullptr); }));
 
-  bool kept_inside = queries.kept_inside() && keys.kept_inside() && q_start.kept_inside() && lse_log2.kept_inside() &&
-                     rest_log2.kept_inside() && delta.kept_inside();
+  bool kept_inside = queries.kept_inside() && keys.kept_inside() && q_start.kept_inside() && seed.kept_inside() &&
+                     sinks.kept_inside() && lse_log2.kept_inside() && rest_log2.kept_inside() && delta.kept_inside();
   for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv}) {
     kept_inside = kept_inside && x->gaps_untouched();
   }
@@ -265,7 +274,7 @@ void test_case(const Case& c, DType dtype) {
   }
 }
 
-bool takes(const Case& c) { return c.d_qk <= cuda::kMostColumns && c.d_v <= cuda::kMostColumns && c.sink == -HUGE_VAL; }
+bool takes(const Case& c) { return c.d_qk <= cuda::kMostColumns && c.d_v <= cuda::kMostColumns; }
 
 int test_all(const std::string& wish) {
   struct sigaction present;

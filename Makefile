@@ -115,8 +115,8 @@ $(CUDA_MODEL)/$(1)/model_test: $(CUDA_MODEL)/$(1)/model_test.o
 $(CUDA_MODEL)/$(1)/kernels_test: $(patsubst %,$(CUDA_MODEL)/$(1)/%.o,kernels_test f16 bf16 f32)
 	$(2) $$^ -o $$@
 endef
-$(eval $(call cuda_model_build,75,g++ -O2 -g -DFASTATTN_MODEL_CAPABILITY=75))
-$(eval $(call cuda_model_build,80,g++ -O2 -g -DFASTATTN_MODEL_CAPABILITY=80))
+$(eval $(call cuda_model_build,75,g++ -O2 -DFASTATTN_MODEL_CAPABILITY=75))
+$(eval $(call cuda_model_build,80,g++ -O2 -DFASTATTN_MODEL_CAPABILITY=80))
 $(eval $(call cuda_model_build,80-sanitized,$(SANITIZING_CXX) -DFASTATTN_MODEL_CAPABILITY=80))
 
 clean:

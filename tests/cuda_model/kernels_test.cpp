@@ -7,6 +7,7 @@
 #include "../../csrc/cuda/kernels.h"
 
 #include <algorithm>
+#include <bit>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
@@ -239,7 +240,8 @@ constexpr NamedResult kOfKernels[] = {
 };
 
 bool same_bits(const std::vector<double>& x, const std::vector<double>& y) {
-  return std::memcmp(x.data(), y.data(), x.size() * sizeof(double)) == 0;
+  return std::equal(x.begin(), x.end(), y.begin(), y.end(),
+                    [](double a, double b) { return std::bit_cast<uint64_t>(a) == std::bit_cast<uint64_t>(b); });
 }
 
 void test_case(const Case& c, DType dtype) {
@@ -290,12 +292,13 @@ int test_all(const std::string& wish) {
     if (cuda::model::kCapability >= 80) test_case(c, DType::bf16);
   }
   const cuda::model::Counters& counted = cuda::model::counters;
+  if (counted.load_conflicts + counted.copy_conflicts > 0) complain("there are bank conflicts");
   std::printf("kernels on a model of a GPU of capability %d.%d: %d cases, %d wrong\n", cuda::model::kCapability / 10,
               cuda::model::kCapability % 10, cases, wrong);
-  std::printf("%lld products, %lld loads with %lld bank conflicts, %lld copies with %lld\n",
-              static_cast<long long>(counted.products), static_cast<long long>(counted.loads),
-              static_cast<long long>(counted.load_conflicts), static_cast<long long>(counted.copies),
-              static_cast<long long>(counted.copy_conflicts));
+  const auto print = [](const char* name, int64_t n) { std::printf("  %-15s %10lld\n", name, (long long)n); };
+  print("products", counted.products), print("loads", counted.loads), print("copies", counted.copies);
+  print("bank conflicts", counted.load_conflicts + counted.copy_conflicts);
+  print("barriers", counted.barriers), print("switches", counted.switches);
   return wrong > 0 || cases == 0;
 }
 

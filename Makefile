@@ -1,5 +1,6 @@
 # make demo | test | properties | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
 # make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch
+# make cuda: compiles the kernels in csrc/cuda, for GPUs that need not be there
 # make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
 PYTHON ?= python3
@@ -15,7 +16,7 @@ NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties lint docs bench gpu native-test sanitize valgrind aarch64 scaling cuda-model-test clean
+.PHONY: demo test properties lint docs bench gpu cuda native-test sanitize valgrind aarch64 scaling cuda-model-test clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -45,6 +46,15 @@ gpu:
 	@$(PYTHON) -c 'import torch, triton, pytest' 2>/dev/null || \
 	    { echo "make gpu needs torch, triton and pytest, which $(PYTHON) does not have: make gpu PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m fastattn.bench.gpu $(STAGE) $(ARGS)
+
+# nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. The parts: without bf16 and asynchronous
+# copies, the first with both, and one of each later kind that is common.
+CUDA_ARCHS ?= 75 80 90 120
+PYPI_CUDA := $(VENV)/cuda
+NVCC ?= $(or $(and $(CUDA_HOME),$(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),$(PYPI_CUDA)/nvidia/cu13/bin/nvcc)
+
+cuda: $(INSTALLED) $(NVCC)
+	$(BIN)/python tests/cuda_compile.py --nvcc $(NVCC) $(CUDA_ARCHS)
 
 # Runs the given executable on each instruction set of this machine.
 each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTATTN_CPU_CAPABILITY=$$name $(1); done
@@ -126,6 +136,12 @@ clean:
 # Apart from the rest, for tests/conftest.py to find: a torchvision that was compiled for another build of the same torch
 # cannot be imported as it is, and wherever it is seen nor can transformers.
 VISION := torchvision timm open-clip-torch ftfy wcwidth
+
+# nvcc, what it starts and what it includes, apart from the rest, where torch might take it for its own.
+CUDA_PACKAGES := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime
+
+$(PYPI_CUDA)/nvidia/cu13/bin/nvcc: | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(PYPI_CUDA) $(CUDA_PACKAGES)
 
 # Editable, and without the native module: tests and demo compile it on first use, and again after a change in csrc/.
 $(INSTALLED): pyproject.toml setup.py constraints.txt

@@ -17,16 +17,20 @@ namespace fastattn::cuda {
 enum class Wanted { of_scores = 1, of_values = 2, both = 3 };
 
 // What is summed over a row's columns beside the products: of those of this lane only, until it is written.
+template <bool kRowsAreQueries>
 struct SumsOfRow {
   float ds, ds_by_distance, p_by_distance;
 
-  FASTATTN_DEVICE void add(float weight, float pair_ds, float distance) {
+  FASTATTN_DEVICE void add(float weight, float pair_ds, const Problem& p, Place<kRowsAreQueries> place, int row, int column) {
     ds += pair_ds;
-    ds_by_distance += pair_ds * distance;
-    p_by_distance += weight * distance;
+    if constexpr (kRowsAreQueries) {
+      if (!p.alibi_slopes) return;
+      const float distance = p.distance(place.b, place.query(row, column), place.key(row, column));
+      ds_by_distance += pair_ds * distance;
+      p_by_distance += weight * distance;
+    }
   }
 
-  template <bool kRowsAreQueries>
   FASTATTN_DEVICE void write(const Backward& g, int b, int h, int token) const {
     const Side& side = kRowsAreQueries ? g.problem.queries : g.problem.keys;
     const auto write_to = [&](float* rows, float of_lane) {
@@ -34,15 +38,27 @@ struct SumsOfRow {
       if (!rows || lane() % 4 != 0 || token >= side.n) return;
       rows[(int64_t(b) * g.problem.H + h) * side.n + token] = side.is_real(b, token) ? sum : 0;
     };
-    write_to(kRowsAreQueries ? g.ds_of_queries : g.ds_of_keys, ds);
-    if (kRowsAreQueries) write_to(g.ds_by_distance, ds_by_distance);
-    if (kRowsAreQueries) write_to(g.p_by_distance, p_by_distance);
+    if constexpr (kRowsAreQueries) {
+      write_to(g.ds_of_queries, ds);
+      write_to(g.ds_by_distance, ds_by_distance);
+      write_to(g.p_by_distance, p_by_distance);
+    } else {
+      write_to(g.ds_of_keys, ds);
+    }
   }
 };
 
 template <class Tiling>
 constexpr int kBytesOfBackward =
-    Tiling::shared_bytes(2, 2) + 3 * Tiling::kColumns * int(sizeof(float)) + bytes_of_seen(Tiling::kThreads);
+    Tiling::shared_bytes(2, 2) + kFacts * Tiling::kColumns * int(sizeof(float)) + bytes_of_seen(Tiling::kThreads);
+
+// Begins to copy the facts of the queries first, ....
+template <int kSize>
+FASTATTN_DEVICE void copy_facts(float (&shared)[kSize], const QueryFacts& all, int64_t head, int first) {
+  constexpr int kQueries = kSize / kFacts, kInChunk = 4;
+  const int i = kInChunk * threadIdx.x;
+  if (i < kSize) copy_16_bytes(shared + i, all.of_head(head, Fact(i / kQueries)) + first + i % kQueries, true);
+}
 
 template <class Tiling, bool kRowsAreQueries, Wanted kWanted, bool kGeneral>
 __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const Backward g) {
@@ -66,8 +82,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const Backwa
     const Tile dx{x.data + Tiling::kRows * Tiling::kHeadDim};
     const Tile y{dx.data + Tiling::kRows * Tiling::kHeadDim};
     const Tile dy{y.data + kColumns * Tiling::kHeadDim};
-    float* facts = reinterpret_cast<float*>(dy.data + kColumns * Tiling::kHeadDim);  // [3][kColumns], where columns are queries
-    int* list = reinterpret_cast<int*>(facts + 3 * kColumns);
+    auto& facts = *reinterpret_cast<float(*)[kFacts * kColumns]>(dy.data + kColumns * Tiling::kHeadDim);  // where columns are queries
+    int* list = reinterpret_cast<int*>(facts + kFacts * kColumns);
     const Rows &x_rows = kRowsAreQueries ? p.q : p.k, &dx_rows = kRowsAreQueries ? g.d_o : p.v;
     const Rows &y_rows = kRowsAreQueries ? p.k : p.q, &dy_rows = kRowsAreQueries ? p.v : g.d_o;
 
@@ -81,53 +97,54 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const Backwa
     for (int i_head = 0; i_head < (kRowsAreQueries ? 1 : p.group()); ++i_head) {
       const int h = kRowsAreQueries ? own_head : own_head * p.group() + i_head;
       const int other_head = kRowsAreQueries ? h / p.group() : h;
-      const int64_t first_fact = (int64_t(b) * p.H + h) * padded_queries(p.queries.n);
+      const int64_t head = int64_t(b) * p.H + h;
       Facts own_facts[2 * kRowBlocks];
-      if constexpr (kRowsAreQueries) {
-#pragma unroll
-        for (int i = 0; i < 2 * kRowBlocks; ++i) {
-          const int64_t at = first_fact + first_own + first_row + 8 * i + lane() / 4;
-          own_facts[i] = {g.facts.lse_log2[at], g.facts.rest_log2 ? g.facts.rest_log2[at] : 0, g.facts.delta[at]};
-        }
-      }
-      SumsOfRow sums[2 * kRowBlocks] = {};
+      if constexpr (kRowsAreQueries) load_facts(own_facts, g.facts, head, first_own + first_row + lane() / 4);
+      SumsOfRow<kRowsAreQueries> sums[2 * kRowBlocks] = {};
       SeenTiles<kRowsAreQueries, kColumns, kThreads> seen(p, b, first_own, Tiling::kRows, list);
-      for (SeenTile tile; seen.next(tile);) {
-        __syncthreads();  // nobody reads the last tile any more
-        copy_rows<kColumns, kThreads>(y, y_rows, other_head, p.d_qk, others, b, tile.first);
-        copy_rows<kColumns, kThreads>(dy, dy_rows, other_head, p.d_v, others, b, tile.first);
-        if constexpr (!kRowsAreQueries) {
-          const int i = threadIdx.x;
-          if (i < 3 * kColumns / 4) {
-            const float* from = i < kColumns / 4 ? g.facts.lse_log2 : i < kColumns / 2 ? g.facts.delta : g.facts.rest_log2;
-            copy_16_bytes(facts + 4 * i, from + first_fact + tile.first + 4 * i % kColumns, from);
-          }
-        }
+      SeenTile tile, next;
+      bool more = seen.next(tile);
+      const auto copy_dy = [&](const SeenTile& of) {
+        copy_rows<kColumns, kThreads>(dy, dy_rows, other_head, p.d_v, others, b, of.first);
         commit_copies();
+      };
+      if (more) copy_dy(tile);
+      while (more) {
         wait_for_copies<0>();
-        __syncthreads();
+        __syncthreads();  // dy is here, and nobody reads y any more
+        copy_rows<kColumns, kThreads>(y, y_rows, other_head, p.d_qk, others, b, tile.first);
+        if constexpr (!kRowsAreQueries) copy_facts(facts, g.facts, head, tile.first);
+        commit_copies();
+        more = seen.next(next);
+        Sums dp[kRowBlocks][kColumns / 8] = {};
+        if constexpr (kOfScores) add_product(dp, dx, first_row, dy);
 
-        Sums s[kRowBlocks][kColumns / 8] = {}, dp[kRowBlocks][kColumns / 8] = {};
+        wait_for_copies<0>();
+        __syncthreads();  // y is here, and where the rows are queries nobody reads dy any more
+        if (kRowsAreQueries && more) copy_dy(next);
+        Sums s[kRowBlocks][kColumns / 8] = {};
         add_product(s, x, first_row, y);
-        if (kOfScores) add_product(dp, dx, first_row, dy);
         const Place<kRowsAreQueries> place{b, h, first_own + first_row, tile.first};
         const auto facts_of = [&](int row, int column) -> Facts {
           if constexpr (kRowsAreQueries) return own_facts[row / 8];
-          return {facts[column], facts[2 * kColumns + column], facts[kColumns + column]};
+          return {facts[column], facts[kColumns + column], facts[2 * kColumns + column]};
         };
         const auto visit = [&](int row, int column, float weight, float ds) {
-          const bool far = kRowsAreQueries && p.alibi_slopes;
-          const float distance = far ? p.distance(b, place.query(row, column), place.key(row, column)) : 0;
-          sums[row / 8].add(weight, ds, distance);
+          sums[row / 8].add(weight, ds, p, place, row, column);
         };
         weights_and_gradients<Element, kGeneral>(s, dp, p, place, tile.edge, facts_of, visit);
         if constexpr (kOfValues) add_weighted(of_values, s, dy);
+        if constexpr (!kRowsAreQueries) {
+          __syncthreads();  // nobody reads dy any more
+          if (more) copy_dy(next);
+        }
         if constexpr (kOfScores) add_weighted(of_scores, dp, y);
+        tile = next;
       }
       if constexpr (kGeneral && kOfScores) {
 #pragma unroll
         for (int i = 0; i < 2 * kRowBlocks; ++i) {
-          sums[i].template write<kRowsAreQueries>(g, b, h, first_own + first_row + 8 * i + lane() / 4);
+          sums[i].write(g, b, h, first_own + first_row + 8 * i + lane() / 4);
         }
       }
     }

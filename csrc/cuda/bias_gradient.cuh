@@ -45,13 +45,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const B
         add_product(s, q, first_row, k);
         add_product(dp, d_o, first_row, v);
         const Place<true> place{b, h, first_query + first_row, first_key};
-        const int64_t first_fact = (int64_t(b) * p.H + h) * padded_queries(p.queries.n) + place.first_row;
         Facts facts[2 * kRowBlocks];
-#pragma unroll
-        for (int i = 0; i < 2 * kRowBlocks; ++i) {
-          const int64_t at = first_fact + 8 * i + lane() / 4;
-          facts[i] = {g.facts.lse_log2[at], g.facts.rest_log2 ? g.facts.rest_log2[at] : 0, g.facts.delta[at]};
-        }
+        load_facts(facts, g.facts, int64_t(b) * p.H + h, place.first_row + lane() / 4);
         weights_and_gradients<Element, true>(
             s, dp, p, place, seen == Sight::some || p.dense.data, [&](int row, int) { return facts[row / 8]; },
             [&](int row, int column, float, float ds) { sums[row / 16][column / 8][row / 8 % 2 * 2 + column % 2] += ds; });

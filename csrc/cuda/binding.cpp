@@ -144,19 +144,17 @@ struct Gradients {
   MaybeTensor d_bias;  // float [bias_B, bias_H, n_q, n_k]
 };
 
-// Returns (lse_log2, rest_log2, delta) of each query, each float [B, H, n_q].
+// Returns the facts of each query, float [B, H, kFacts, n_q].
 Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
                 const Tensor& lse, const Gradients& wanted, const Mask& mask, const Scores& scores) {
   const c10::cuda::CUDAGuard guard(q.device());
   const Call call(q, k, v, mask, scores);
   const Problem& p = call.problem;
-  const Tensor facts = at::empty({3, p.B, p.H, padded_queries(p.queries.n)}, lse.options());
-  facts[1].zero_();
+  const Tensor facts = at::empty({p.B, p.H, kFacts, padded_queries(p.queries.n)}, lse.options());
   Backward g{p};
   g.o = rows_of(o), g.d_o = rows_of(d_o);
   g.lse = data_or_null<float>(lse), g.d_lse = data_or_null<float>(d_lse);
-  const auto fact = [&](int i) { return facts[i].data_ptr<float>(); };
-  g.facts = {fact(0), p.dtype == DType::f32 ? fact(1) : nullptr, fact(2)};
+  g.facts = {facts.data_ptr<float>(), facts.size(3)};
   g.dq = rows_or_null(wanted.dq), g.dk = rows_or_null(wanted.dk), g.dv = rows_or_null(wanted.dv);
   g.ds_of_keys = data_or_null<float>(wanted.ds_of_keys);
   g.ds_of_queries = data_or_null<float>(wanted.ds_of_queries);

@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const Forward
       __syncthreads();
       copy_rows<kColumns, kThreads>(v, p.v, h_kv, p.d_v, p.keys, b, tile.first);
       commit_copies();
+      more = seen.next(next);  // now, while there are registers for it
 
       Sums s[kRowBlocks][kColumns / 8] = {};
       add_product(s, q, first_row, k);
@@ -57,7 +58,6 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const Forward
         }
       }
 
-      more = seen.next(next);
       wait_for_copies<0>();
       __syncthreads();
       if (more) {

@@ -6,10 +6,20 @@
 
 namespace fastattn::cuda {
 
-// Those of one query: see QueryFacts.
+// Those of one query: see Fact.
 struct Facts {
   float lse_log2, rest_log2, delta;
 };
+
+// Those of the queries that a lane's rows are, of which the first stands `row` rows after the first query of that head.
+template <int kRows>
+FASTATTN_DEVICE void load_facts(Facts (&facts)[kRows], const QueryFacts& all, int64_t head, int row) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const auto load = [&](Fact fact) { return all.of_head(head, fact)[row + 8 * i]; };
+    facts[i] = {load(Fact::lse_log2), load(Fact::rest_log2), load(Fact::delta)};
+  }
+}
 
 // Products q.k become weights, without those that dropout drops and before its factor; products dO.v become the gradients
 // of scale * q.k. facts_of(row, column) tells those of the pair's query; visit(row, column, weight, ds) is shown the

@@ -155,6 +155,13 @@ FASTATTN_DEVICE float exp2_fast(float x) {
   return y;
 }
 
+// x, of which the compiler knows nothing: what is computed from it is not kept in registers from one round of a loop to
+// the next, but computed again.
+FASTATTN_DEVICE int computed_anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // The block's shared memory, of the size it was launched with; aligned to 128 bytes.
 FASTATTN_DEVICE char* shared_memory() {
   extern __shared__ __align__(128) char memory[];

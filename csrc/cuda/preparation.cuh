@@ -47,8 +47,10 @@ __global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(cons
 #pragma unroll
   for (int other = kWarp / 2; other > 0; other /= 2) delta += __shfl_xor_sync(~0u, delta, other);
   if (lane() != 0) return;
-  g.facts.lse_log2[i] = seen ? float(g.lse[of_query] * kLog2E) : kInfinity;
-  g.facts.delta[i] = seen && g.d_lse ? delta - g.d_lse[of_query] : delta;
+  const int64_t head = i / n;
+  g.facts.of_head(head, Fact::lse_log2)[query] = seen ? float(g.lse[of_query] * kLog2E) : kInfinity;
+  g.facts.of_head(head, Fact::rest_log2)[query] = 0;
+  g.facts.of_head(head, Fact::delta)[query] = seen && g.d_lse ? delta - g.d_lse[of_query] : delta;
 }
 
 // lse is a float, which is too coarse for large ones in fp32: the weights that it gives do not sum to 1. By how much the
@@ -69,7 +71,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const Bac
   commit_copies();
 
   const int first_row = 16 * kRowBlocks * warp();
-  const int64_t first_fact = (int64_t(b) * p.H + h) * padded_queries(p.queries.n) + first_query + first_row;
+  const int64_t head = int64_t(b) * p.H + h;
+  const float* lse_log2 = g.facts.of_head(head, Fact::lse_log2) + first_query + first_row;
   float sum[2 * kRowBlocks] = {};
   SeenTiles<true, kColumns, kThreads> seen(p, b, first_query, Tiling::kRows, list);
   for (SeenTile tile; seen.next(tile);) {
@@ -85,8 +88,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const Bac
     if (tile.edge) hide<kGeneral>(s, p, place);
     each(
         [&](float& x, int row, int) {
-          const float lse_log2 = g.facts.lse_log2[first_fact + row];
-          sum[row / 8] += exp2_for<Element>(fmaf(x, p.score_scale.on_score_log2, -lse_log2));
+          sum[row / 8] += exp2_for<Element>(fmaf(x, p.score_scale.on_score_log2, -lse_log2[row]));
         },
         s);
   }
@@ -95,9 +97,9 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const Bac
     const int row = 8 * i + lane() / 4;
     float total = sum_of_row(sum[i]);
     if (kGeneral && p.sinks) {
-      total += exp2_for<Element>(fmaf(p.sinks[h], p.score_scale.on_score_log2, -g.facts.lse_log2[first_fact + row]));
+      total += exp2_for<Element>(fmaf(p.sinks[h], p.score_scale.on_score_log2, -lse_log2[row]));
     }
-    if (lane() % 4 == 0) g.facts.rest_log2[first_fact + row] = total == 0 ? 0 : log2f(total);
+    if (lane() % 4 == 0) g.facts.of_head(head, Fact::rest_log2)[first_query + first_row + row] = total == 0 ? 0 : log2f(total);
   }
   wait_for_copies<0>();
 }

@@ -145,17 +145,25 @@ struct Forward {
   float* lse;  // [B, H, n_q], in nats; -inf where nothing is seen
 };
 
-// A query's part in all its pairs, [B, H, padded n_q]: where there is no query, or one that sees nothing, lse_log2 is +inf,
-// which makes each weight 0.
-struct QueryFacts {
-  float* lse_log2;
-  float* rest_log2;  // what the rounding of lse_log2 left out; null where it does not show, in 16 bits
-  float* delta;      // sum(dO * O) - dlse
-};
-
 constexpr int kQueryPadding = 128;  // no tile has more queries
 
 FASTATTN_HD int64_t padded_queries(int n_q) { return (int64_t(n_q) + kQueryPadding - 1) / kQueryPadding * kQueryPadding; }
+
+// A query's part in all its pairs.
+enum class Fact {
+  lse_log2,   // +inf where there is no query or it sees nothing, which makes each weight 0
+  rest_log2,  // what the rounding of lse_log2 left out
+  delta,      // sum(dO * O) - dlse
+};
+constexpr int kFacts = 3;
+
+// [B, H, kFacts, padded n_q]
+struct QueryFacts {
+  float* data;
+  int64_t fact_stride;
+
+  FASTATTN_HD float* of_head(int64_t head, Fact fact) const { return data + (head * kFacts + int(fact)) * fact_stride; }
+};
 
 // A gradient that is null is not wanted; dk and dv come together, and sums over keys with dq.
 struct Backward {

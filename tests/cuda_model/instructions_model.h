@@ -19,6 +19,8 @@ constexpr bool kHasTensorCores = true;
 template <>
 constexpr bool kHasTensorCores<bf16> = model::kCapability >= 80;
 
+FASTATTN_DEVICE int computed_anew(int x) { return x; }
+
 FASTATTN_DEVICE float to_float(float x) { return x; }
 FASTATTN_DEVICE float to_float(f16 x) { return model::float_of_f16(x.bits); }
 FASTATTN_DEVICE float to_float(bf16 x) { return model::float_of_bf16(x.bits); }

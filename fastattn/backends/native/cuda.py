@@ -127,7 +127,7 @@ def backward(
     )
     dq, dk, dv = (x if x is None else _copied_back(x, y) for x, y in zip((dq, dk, dv), written, strict=True))
 
-    rows = RowFacts(*facts.unbind(), dlse, spec.sinks, ds_of_queries)
+    rows = RowFacts(*facts.unbind(2), dlse, spec.sinks, ds_of_queries)
     if bias_along == "queries":
         dbias = ds_of_keys[:, :, None]
     elif bias_along == "keys":

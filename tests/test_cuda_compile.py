@@ -1,0 +1,49 @@
+"""What the compiled CUDA kernels are held to, by `make cuda`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from cuda_compile import MOST_SHARED_KIB, Kernel, kernel_files
+
+PLAIN = Kernel(80, "forward_kernel<Tiling<bf16, 64, 4, 2, 64>, false>", registers=248, spilled=0, shared=33296, mma=128)
+FP32 = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<float, 64, 4, 1, 32>, false>", mma=0)
+GENERAL = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<f16, 64, 4, 2, 64>, true>")
+WIDE = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<f16, 256, 4, 1, 16>, false>")
+OF_QUERIES = dataclasses.replace(PLAIN, name="query_facts_kernel<bf16>", mma=0)
+
+
+@pytest.mark.parametrize("kernel", [PLAIN, FP32, GENERAL, WIDE, OF_QUERIES], ids=lambda kernel: kernel.name)
+def test_a_kernel_as_it_should_be(kernel):
+    assert list(kernel.complaints()) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes", "complaint"),
+    [
+        (PLAIN, {"mma": 0}, "has no matrix instruction"),
+        (GENERAL, {"mma": 0}, "has no matrix instruction"),
+        (FP32, {"mma": 8}, "has 8 matrix instructions, which are not true fp32 arithmetic"),
+        (PLAIN, {"spilled": 4}, "spills 4 bytes"),
+        (PLAIN, {"arch": 75, "shared": 64 * 1024 + 1}, "takes 65537 bytes of shared memory, of 64 KiB"),
+        (FP32, {"arch": 120, "shared": 99 * 1024 + 1}, "takes 101377 bytes of shared memory, of 99 KiB"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(kernel, changes, complaint):
+    assert list(dataclasses.replace(kernel, **changes).complaints()) == [complaint]
+
+
+@pytest.mark.parametrize("kernel", [FP32, GENERAL, WIDE], ids=lambda kernel: kernel.name)
+def test_what_few_calls_take_may_spill(kernel):
+    assert list(dataclasses.replace(kernel, spilled=4).complaints()) == []
+
+
+def test_every_part_takes_as_much_as_it_has():
+    for arch, kib in MOST_SHARED_KIB.items():
+        assert list(dataclasses.replace(PLAIN, arch=arch, shared=1024 * kib).complaints()) == []
+
+
+def test_bf16_is_compiled_where_there_are_instructions_for_it():
+    assert kernel_files(75) == ["cuda/f16.cu", "cuda/f32.cu"]
+    assert kernel_files(80) == ["cuda/bf16.cu", "cuda/f16.cu", "cuda/f32.cu"]

@@ -186,13 +186,13 @@ Results run(const Inputs& in, DType dtype, const Request& request) {
   p.q = rows(q), p.k = rows(k), p.v = rows(v);
   forward.o = rows(o), forward.lse = lse.floats();
 
-  const int64_t facts = c.B * c.H * cuda::padded_queries(int(c.n_q));
-  const Values<float> lse_log2(placement, facts), rest_log2(placement, facts), delta(placement, facts);
+  const int64_t padded_queries = cuda::padded_queries(int(c.n_q));
+  const Values<float> facts(placement, c.B * c.H * cuda::kFacts * padded_queries);
   cuda::Backward backward{};
   backward.problem = p;
   backward.o = rows(o), backward.d_o = rows(d_o);
   backward.lse = lse.floats(), backward.d_lse = c.with_d_lse ? d_lse.floats() : nullptr;
-  backward.facts = {lse_log2.data(), dtype == DType::f32 ? rest_log2.data() : nullptr, delta.data()};
+  backward.facts = {facts.data(), padded_queries};
   if (request.dq) backward.dq = rows(dq);
   if (request.dkv) backward.dk = rows(dk), backward.dv = rows(dv);
 
@@ -201,7 +201,7 @@ Results run(const Inputs& in, DType dtype, const Request& request) {
   check(cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.backward(backward, nullptr); }));
 
   bool kept_inside = queries.kept_inside() && keys.kept_inside() && q_start.kept_inside() && seed.kept_inside() &&
-                     sinks.kept_inside() && lse_log2.kept_inside() && rest_log2.kept_inside() && delta.kept_inside();
+                     sinks.kept_inside() && facts.kept_inside();
   for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv}) {
     kept_inside = kept_inside && x->gaps_untouched();
   }

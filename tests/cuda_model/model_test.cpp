@@ -556,4 +556,11 @@ int test_all() {
 }  // namespace
 }  // namespace fastattn::cuda
 
-int main() { return fastattn::cuda::test_all(); }
+int main() {
+  try {
+    return fastattn::cuda::test_all();
+  } catch (const fastattn::cuda::model::Mistake& mistake) {
+    std::printf("a mistake where there is none: %s\n", mistake.what());
+    return 1;
+  }
+}

@@ -235,7 +235,6 @@ class Multiprocessor {
   }
 
   void run(const Instruction& instruction, int first, int threads) {
-
     for (int i = 0; i < threads; ++i) operands_[i] = threads_[first + i].operands;
     try {
       instruction.run(*this, operands_.data(), threads);

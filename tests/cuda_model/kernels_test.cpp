@@ -276,6 +276,19 @@ void test_case(const Case& c, DType dtype) {
   }
 }
 
+// Beside those that the CPU kernels are tested with: more tiles of the other side than the threads of a block find at a
+// time.
+// clang-format off
+const std::vector<Case> kMoreCases = {
+    {.name = "many-tiles-of-keys", .why = "the next ones are found while a tile is multiplied",
+     .B = 1, .H = 2, .H_kv = 1, .n_q = 20, .n_k = 1100, .d_qk = 136, .d_v = 136, .causal = true, .q_start = {1080},
+     .keys = Padding::holes},
+    {.name = "many-tiles-of-queries", .why = "the same for a tile of keys",
+     .B = 1, .H = 2, .H_kv = 1, .n_q = 1100, .n_k = 20, .d_qk = 136, .d_v = 136, .q_start = {0},
+     .queries = Padding::holes},
+};
+// clang-format on
+
 bool takes(const Case& c) { return c.d_qk <= cuda::kMostColumns && c.d_v <= cuda::kMostColumns; }
 
 int test_all(const std::string& wish) {
@@ -284,12 +297,14 @@ int test_all(const std::string& wish) {
   if (present.sa_handler == SIG_DFL) std::signal(SIGSEGV, on_crash);  // AddressSanitizer has its own, which tells more
 
   int cases = 0;
-  for (const Case& c : kCases) {
-    if (!takes(c) || (!wish.empty() && wish != c.name)) continue;
-    ++cases;
-    test_case(c, DType::f32);
-    test_case(c, DType::f16);
-    if (cuda::model::kCapability >= 80) test_case(c, DType::bf16);
+  for (const std::vector<Case>* some : {&kCases, &kMoreCases}) {
+    for (const Case& c : *some) {
+      if (!takes(c) || (!wish.empty() && wish != c.name)) continue;
+      ++cases;
+      test_case(c, DType::f32);
+      test_case(c, DType::f16);
+      if (cuda::model::kCapability >= 80) test_case(c, DType::bf16);
+    }
   }
   const cuda::model::Counters& counted = cuda::model::counters;
   if (counted.load_conflicts + counted.copy_conflicts > 0) complain("there are bank conflicts");

@@ -21,3 +21,5 @@ for _compiled in VISION.glob("torchvision/_C.*"):
         _operators = torch.library.Library("torchvision", "FRAGMENT")
         for _name in ("nms", "qnms"):
             _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+from modelled_gpu import backend, gpu_model  # noqa: E402, F401  fixtures; it imports fastattn, and so Triton's kernels

@@ -5,12 +5,14 @@ import re
 
 import pytest
 import torch
+from modelled_gpu import CudaModel
 
 import fastattn
 from fastattn.backends import BACKENDS, objections, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+COMPUTING = (*BACKENDS, CudaModel)
 TESTED = [case for case in CASES if not case.timed]
 
 POSITIONS = {"causal", "q_start", "window", "real_keys", "real_queries"}
@@ -37,6 +39,9 @@ def device_of(backend) -> str:
     return "cpu" if backend.NAME == "native" else DEVICES[-1]
 
 
+on_each = pytest.mark.parametrize("backend", COMPUTING, ids=lambda b: b.NAME, indirect=True)
+
+
 def every_call() -> list[tuple]:
     """Every case on every backend in every dtype; where Triton is interpreted, 16 bits are fp16 and bf16 by turns.
 
@@ -45,14 +50,16 @@ def every_call() -> list[tuple]:
     by_turns = (torch.float16, torch.bfloat16)
     return [
         (backend, case, dtype)
-        for backend in BACKENDS
+        for backend in COMPUTING
         for i, case in enumerate(TESTED)
         for dtype in DTYPES
         if backend is not triton or torch.cuda.is_available() or dtype is not by_turns[i % 2]
     ]
 
 
-@pytest.mark.parametrize(("backend", "case", "dtype"), every_call(), ids=lambda x: getattr(x, "NAME", str(x)))
+@pytest.mark.parametrize(
+    ("backend", "case", "dtype"), every_call(), ids=lambda x: getattr(x, "NAME", str(x)), indirect=["backend"]
+)
 def test_case_is_right_or_refused(backend, case, dtype):
     inputs = make_inputs(case, dtype, device_of(backend))
     why = objections(backend, inputs.q, inputs.k, inputs.v, inputs.spec())
@@ -89,7 +96,7 @@ def test_reference_agrees_with_autograd_of_the_formula(case):
         torch.testing.assert_close(value, derived[name], rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@on_each
 def test_hidden_values_change_nothing(backend):
     """Bit for bit the same output and gradients, whatever stands in padded keys and padded query rows."""
     case = next(case for case in CASES if case.name == "pad-queries")
@@ -102,7 +109,7 @@ def test_hidden_values_change_nothing(backend):
         assert torch.equal(value, clean[name]), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@on_each
 def test_visible_nan_stays_in_its_sample(backend):
     inputs = make_inputs(next(case for case in CASES if case.name == "plain"), torch.float32, device_of(backend))
     inputs.k[0, 0, 3] = float("nan")
@@ -111,7 +118,7 @@ def test_visible_nan_stays_in_its_sample(backend):
         assert value[1].isfinite().all(), f"{name} spreads a NaN to another sample"
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@on_each
 def test_queries_that_see_nothing_give_exactly_zero(backend):
     case = next(case for case in CASES if case.name == "pad-left-causal")
     inputs = make_inputs(case, torch.float32, device_of(backend))
@@ -127,7 +134,7 @@ def test_queries_that_see_nothing_give_exactly_zero(backend):
     assert (outputs["dv"][unread] == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@on_each
 def test_bias_of_minus_infinity_hides(backend):
     inputs = make_inputs(next(case for case in CASES if case.name == "dense"), torch.float32, device_of(backend))
     bias = torch.zeros_like(inputs.mask.dense, dtype=torch.float32).masked_fill(~inputs.mask.dense, -float("inf"))
@@ -137,7 +144,7 @@ def test_bias_of_minus_infinity_hides(backend):
     assert_right(inputs, outputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@on_each
 def test_same_inputs_give_the_same_bits(backend):
     case = next(case for case in CASES if case.name == "pad-queries-causal")
     inputs = make_inputs(case, torch.float32, device_of(backend))
@@ -147,7 +154,7 @@ def test_same_inputs_give_the_same_bits(backend):
             assert torch.equal(first[name], value), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@on_each
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("q", "v"), ("k", "v")], ids="".join)
 def test_gradients_of_any_subset(backend, wanted):
     inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device_of(backend))
@@ -159,7 +166,7 @@ def test_gradients_of_any_subset(backend, wanted):
         assert torch.equal(gradient, every[f"d{name}"]), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@on_each
 @pytest.mark.parametrize("output", ["o", "lse"])
 def test_gradient_through_one_output_only(backend, output):
     inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device_of(backend))
@@ -193,7 +200,7 @@ def test_zero_length_inputs_never_reach_a_backend(backend, empty, monkeypatch):
         assert (gradient == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@on_each
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "heads", "tokens"])
 def test_offsets_beyond_32_bits(backend, dim):
     """Rows 3 * 2^30 elements apart: the address space is reserved, but only the pages with rows are ever touched."""

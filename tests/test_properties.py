@@ -141,6 +141,18 @@ def test_native_over_many_blocks(case, dtype):
     check(case, dtype, "native")
 
 
+@profile(0.5)
+@given(case=cases(FEATURES, longest=140, widest=256), dtype=st.sampled_from(DTYPES))
+def test_native_on_a_model_of_a_gpu(gpu_model, case, dtype):
+    check(case, dtype, "native")
+
+
+@profile(0.1)
+@given(case=cases(FEATURES, longest=700, widest=20), dtype=st.sampled_from(DTYPES))
+def test_native_over_many_tiles_of_a_modelled_gpu(gpu_model, case, dtype):
+    check(case, dtype, "native")
+
+
 @profile(0.1)
 @given(case=cases(triton.features(torch.device("cpu")), longest=20, widest=20), dtype=st.sampled_from(DTYPES))
 def test_triton_interpreted(case, dtype):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from modelled_gpu import CudaModel
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -12,9 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import Mask, ops
+from fastattn.backends import native, reference
 from fastattn.testing import CASES, assert_right, compare, make_inputs
 
 FUSED_ON_CPU = ("native", "reference")  # Triton's interpreter is too slow for everything here; ops.py is the same
+on_each = pytest.mark.parametrize("backend", [native, reference, CudaModel], ids=lambda b: b.NAME, indirect=True)
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -192,14 +195,14 @@ MAPPED = {  # name: the function of it, and the values it is mapped over
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", FUSED_ON_CPU)
+@on_each
 @pytest.mark.parametrize("name", MAPPED)
 def test_vmap_over_what_describes_the_call(name, backend):
     options, values = MAPPED[name]
 
     def loss(q, x):
         o, lse = fastattn.attention(
-            q, K.float(), V.float(), **options(x), softcap=2.0, return_lse=True, backend=backend
+            q, K.float(), V.float(), **options(x), softcap=2.0, return_lse=True, backend=backend.NAME
         )  # fmt: skip
         return o.square().sum() + lse.masked_fill(lse == -math.inf, 0).sin().sum()
 
@@ -288,7 +291,7 @@ def test_exports():
     assert torch.equal(torch.export.export(Attend(), inputs).module()(*inputs), Attend()(*inputs))
 
 
-@pytest.mark.parametrize("backend", FUSED_ON_CPU)
+@on_each
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -303,7 +306,7 @@ def test_opcheck(backend, name, dtype):
     for x in (inputs.q, inputs.k, inputs.v, inputs.do):
         x.nan_to_num_()  # opcheck compares results, and NaN is not equal to NaN
     spec = inputs.spec()
-    flat = ops._flatten(spec, backend)
+    flat = ops._flatten(spec, backend.NAME)
     forward = (inputs.q, inputs.k, inputs.v, None, None, None, *flat)
     o, lse = torch.ops.fastattn.forward(*forward)
     wanted = (True, True, True, False, False, False)

@@ -1,0 +1,126 @@
+"""The CUDA kernels on a model of a GPU: around the borders of their tiles, in any order of threads, and on old GPUs.
+
+Most of what they are held to stands in tests/test_conformance.py, with the other backends.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from modelled_gpu import modelled_gpu
+from test_properties import check
+
+import fastattn
+from fastattn import Mask
+from fastattn.testing import CASES, DTYPES, Case, assert_right, make_inputs, run
+
+NAMED = {case.name: case for case in CASES if not case.timed}
+TAKEN = [case for case in NAMED.values() if max(case.D, case.d_v or 0) <= 256]
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130)
+HEAD_DIMS = (1, 8, 33, 63, 64, 65, 96, 128, 129, 192, 256)
+VARIANTS = (
+    {},
+    {"causal": True},
+    {"causal": True, "q_start": "scattered"},
+    {"window": (20, 7)},
+    {"keys": "holes", "queries": True},
+    {"segments": True, "causal": True},
+    {"H": 6, "H_kv": 2, "keys": "right", "causal": True},
+    {"layout": "sliced"},
+    {"layout": "BNHD", "H": 3, "H_kv": 1, "keys": "left"},
+    {"softcap": 3.0, "alibi": True, "q_start": (5, -9), "window": (None, 30)},
+    {"sinks": True, "keys": "none"},
+    {"dropout_p": 0.3, "dense": True},
+    {"segments": True, "q_start": "scattered", "window": (40, 0), "alibi": True},
+)
+
+
+def around_borders() -> list[tuple[Case, torch.dtype]]:
+    """Every length of queries with every head dim; the rest by turns, so that each meets most of what it can."""
+    drawn = []
+    for (i, n_q), (j, D) in itertools.product(enumerate(LENGTHS), enumerate(HEAD_DIMS)):
+        turn = len(HEAD_DIMS) * i + j
+        n_k, d_v = LENGTHS[(4 * i + 7 * j) % len(LENGTHS)], HEAD_DIMS[(3 * i + j) % len(HEAD_DIMS)]
+        case = Case(f"{n_q}x{n_k}-D{D}-{d_v}-{turn % len(VARIANTS)}", "", n_q=n_q, n_k=n_k, D=D, d_v=d_v)
+        drawn.append((dataclasses.replace(case, **VARIANTS[turn % len(VARIANTS)]), DTYPES[(i + j) % len(DTYPES)]))
+    return drawn
+
+
+@pytest.mark.parametrize(("case", "dtype"), around_borders(), ids=str)
+def test_around_the_borders_of_tiles(gpu_model, case, dtype):
+    check(case, dtype, "native")
+
+
+@pytest.mark.parametrize(
+    "dims", list(itertools.product((0, 1), repeat=4)), ids=lambda d: "".join("1bhqk"[i * n] for i, n in enumerate(d, 1))
+)
+def test_bias_of_any_shape(gpu_model, dims):
+    shape = tuple(n if whole else 1 for n, whole in zip((2, 4, 70, 90), dims, strict=True))
+    case = Case("bias", "", H=4, H_kv=2, n_q=70, n_k=90, bias=shape, causal=True, q_start=20)
+    for dtype in DTYPES:
+        check(case, dtype, "native")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_whose_tokens_lie_anywhere(gpu_model, causal, dtype):
+    """Those of a packed row, in another order for the queries than for the keys: their tiles see each other in patches."""
+    inputs = make_inputs(Case("packed", "", n_q=150, n_k=140, segments=True), dtype)
+    generator = torch.Generator().manual_seed(0)
+    of_queries, of_keys = (torch.randperm(n // 10, generator=generator) for n in (150, 140))
+    orders = [(10 * order[:, None] + torch.arange(10)).flatten() for order in (of_queries, of_keys)]
+    segments = tuple(ids[:, order] for ids, order in zip(inputs.mask.segments, orders, strict=True))
+    q, do, dlse = (x.index_select(2, orders[0]) for x in (inputs.q, inputs.do, inputs.dlse))
+    k, v = (x.index_select(2, orders[1]) for x in (inputs.k, inputs.v))
+    inputs = dataclasses.replace(inputs, q=q, k=k, v=v, do=do, dlse=dlse, mask=Mask(causal=causal, segments=segments))
+    assert_right(inputs, run(inputs, "native"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("output", ["o", "lse"])
+@pytest.mark.parametrize("name", ["tail-above", "bias-of-queries", "alibi", "pad-queries-causal", "head-dim-256"])
+def test_gradient_through_one_output_only(gpu_model, name, output, dtype):
+    inputs = make_inputs(NAMED[name], dtype)
+    (inputs.dlse if output == "o" else inputs.do).zero_()
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
+    o, lse = fastattn.attention(
+        **leaves, mask=inputs.mask, scale=inputs.options["scale"], return_lse=True, backend="native"
+    )
+    through, arriving = (o, inputs.do) if output == "o" else (lse, inputs.dlse)
+    gradients = torch.autograd.grad(through, list(leaves.values()), arriving)
+    assert_right(inputs, {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
+
+
+IN_ANY_ORDER = (
+    "tail-above", "head-dim-256", "wide-values", "multi-query", "window-causal", "pad-holes", "pad-queries-causal",
+    "segments-causal", "scattered", "bias-shared", "sinks", "everything",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", IN_ANY_ORDER)
+def test_same_bits_in_any_order_of_threads(gpu_model, name, dtype):
+    """What depends on the order has a race."""
+    inputs = make_inputs(NAMED[name], dtype)
+    in_turn = run(inputs, "native")
+    for order, seed in (("descending", 1), ("random", 1), ("random", 2)):
+        with gpu_model.runs_in(order, seed):
+            found = run(inputs, "native")
+        for output, value in in_turn.items():
+            torch.testing.assert_close(value, found[output], rtol=0, atol=0, equal_nan=True, msg=f"{output}, {order}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_on_the_oldest_gpus(case, dtype):
+    """They have no asynchronous copies, less shared memory, and no bf16."""
+    with modelled_gpu(7, 5).computes_for_the_cpu():
+        if dtype == torch.bfloat16:
+            with pytest.raises(NotImplementedError, match=re.escape("needs compute capability 8.0 or later")):
+                run(make_inputs(case, dtype), "native")
+        else:
+            check(case, dtype, "native")

@@ -50,7 +50,7 @@ class ModelledGpu:
 
     @contextmanager
     def runs_in(self, order: str, seed: int = 1) -> Iterator[None]:
-        """What does not wait for each other runs in that order: threads, warps and blocks. The seed is of a random one."""
+        """Threads, warps and blocks that do not wait for each other run in that order; the seed is of a random one."""
         run_in = ctypes.CDLL(self._module.__file__).fastattn_model_run_in
         run_in.argtypes = (ctypes.c_int, ctypes.c_uint64)
         run_in(_ORDERS.index(order), seed)

@@ -141,7 +141,7 @@ def test_native_over_many_blocks(case, dtype):
     check(case, dtype, "native")
 
 
-@profile(0.5)
+@profile(0.3)
 @given(case=cases(FEATURES, longest=140, widest=256), dtype=st.sampled_from(DTYPES))
 def test_native_on_a_model_of_a_gpu(gpu_model, case, dtype):
     check(case, dtype, "native")

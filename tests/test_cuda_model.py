@@ -6,7 +6,10 @@ Most of what they are held to stands in tests/test_conformance.py, with the othe
 import dataclasses
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +116,13 @@ def test_same_bits_in_any_order_of_threads(gpu_model, name, dtype):
             found = run(inputs, "native")
         for output, value in in_turn.items():
             torch.testing.assert_close(value, found[output], rtol=0, atol=0, equal_nan=True, msg=f"{output}, {order}")
+
+
+def test_nothing_is_read_beyond_the_end_of_a_tensor(gpu_model):
+    """A process of its own, for it ends where something is."""
+    program = Path(__file__).with_name("fenced_cases.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=280)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "done"), done.stdout + done.stderr
 
 
 @pytest.fixture

@@ -24,8 +24,9 @@ struct SumsOfRow {
   FASTATTN_DEVICE void add(float weight, float pair_ds, const Problem& p, Place<kRowsAreQueries> place, int row, int column) {
     ds += pair_ds;
     if constexpr (kRowsAreQueries) {
-      if (!p.alibi_slopes) return;
-      const float distance = p.distance(place.b, place.query(row, column), place.key(row, column));
+      const int query = place.query(row, column), key = place.key(row, column);
+      if (!p.alibi_slopes || query >= p.queries.n || key >= p.keys.n) return;
+      const float distance = p.distance(place.b, query, key);
       ds_by_distance += pair_ds * distance;
       p_by_distance += weight * distance;
     }

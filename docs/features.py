@@ -9,7 +9,7 @@ import torch
 from fastattn.backends import BACKENDS
 from fastattn.spec import FEATURES, Mask
 
-_DEVICES = {"triton": "cuda"}  # where a backend that is not for the CPU runs
+_DEVICES = {"triton": ("cuda",), "native": ("cpu", "cuda"), "reference": ("cpu",)}  # where each runs; the last, anywhere
 _MEANINGS = {
     "causal": "keys at the query's own position and before it",
     "q_start": "where the first query stands: for all, for each sample, or for each query",
@@ -35,21 +35,29 @@ _FUNCTIONS = {
 
 def main() -> None:
     names = [f"`{backend.NAME}`" for backend in BACKENDS]
-    features = [backend.features(torch.device(_DEVICES.get(backend.NAME, "cpu"))) for backend in BACKENDS]
+    devices = {backend: [torch.device(name) for name in _DEVICES[backend.NAME]] for backend in BACKENDS}
     of_mask = [field.name for field in fields(Mask)]
     rows = []
     for name in [*of_mask, *sorted(FEATURES - set(of_mask))]:
         argument = f"`Mask({name}=...)`" if name in of_mask else f"`{'dropout_p' if name == 'dropout' else name}=...`"
-        rows.append((argument, _MEANINGS[name], *(name in of_backend for of_backend in features)))
+        takes = [[name in backend.features(device) for device in devices[backend]] for backend in BACKENDS]
+        rows.append((argument, _MEANINGS[name], *map(_answer, takes)))
     _print_table(("argument", "what it is", *names), rows)
     print()
-    rows = [(what, *(hasattr(backend, name) for backend in BACKENDS)) for name, what in _FUNCTIONS.items()]
+    rows = [
+        (what, *(_answer([name not in backend.lacks(device) for device in devices[backend]]) for backend in BACKENDS))
+        for name, what in _FUNCTIONS.items()
+    ]
     _print_table(("function", *names), rows)
 
 
+def _answer(on_devices: list[bool]) -> str:
+    """For the devices of a backend, of which the CPU comes first."""
+    return "yes" if all(on_devices) else "on the CPU" if on_devices[0] else "no"
+
+
 def _print_table(headings: tuple[str, ...], rows: list[tuple]) -> None:
-    words = {True: "yes", False: "no"}
-    for cells in (headings, ["---"] * len(headings), *([words.get(cell, cell) for cell in row] for row in rows)):
+    for cells in (headings, ["---"] * len(headings), *rows):
         print(f"| {' | '.join(cells)} |")
 
 

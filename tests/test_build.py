@@ -123,7 +123,7 @@ def test_wheel_without_torch_is_pure_quick_and_whole(tree, no_torch):
     assert compiled(wheel) == []
     packed = set(wheel.namelist())
     sources = {path.relative_to(tree / "csrc").as_posix() for path in (tree / "csrc").rglob("*.*")}
-    assert {"binding.cpp", "mask.h"} <= sources
+    assert {"binding.cpp", "mask.h", "cuda/f16.cu", "cuda/forward.cuh"} <= sources
     assert {name.removeprefix("fastattn/_csrc/") for name in packed if name.startswith("fastattn/_csrc/")} == sources
     modules = {path.relative_to(tree).as_posix() for path in (tree / "fastattn").rglob("*.py")}
     assert modules <= packed
@@ -327,3 +327,180 @@ print("torch._dynamo" in sys.modules)
 """
     imported = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert (imported.stdout, imported.returncode) == ("['fastattn']\nFalse\n", 0), imported.stderr
+
+
+FAKE_CUDA = """
+import torch
+torch.version.cuda = {cuda!r}
+torch.version.hip = {hip!r}
+gpus = {gpus!r}
+torch.cuda.device_count = lambda: len(gpus)
+torch.cuda.get_device_capability = lambda i: gpus[i]
+"""
+"""torch as it is where there is CUDA, for what is asked of it before anything is compiled."""
+
+
+def fake_cuda(gpus: list[tuple[int, int]], cuda: str | None = "13.0", hip: str | None = None) -> str:
+    return FAKE_CUDA.format(cuda=cuda, hip=hip, gpus=gpus)
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A CUDA toolkit that knows sm_75 and sm_90, says that it is 13.0, and compiles nothing."""
+    home = tmp_path / "toolkit"
+    (home / "bin").mkdir(parents=True)
+    (home / "lib64").mkdir()
+    (home / "lib64" / "libcudart.so").write_text("")
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(
+        """#!/bin/sh
+        case $1 in
+          --version) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;
+          --list-gpu-code) echo sm_75; echo sm_90 ;;
+          *) echo "this nvcc compiles nothing"; exit 1 ;;
+        esac"""
+    )
+    nvcc.chmod(0o755)
+    return home
+
+
+def of_cuda(tree: Path, what: str, cuda: str, **environment: str) -> str:
+    """What is printed for an expression, in which `cuda` is the CUDA module, where torch is as `fake_cuda` says."""
+    out, err = finish(start(tree, f"{cuda}\ncuda = build.CUDA\nprint({what})", **environment))
+    assert err == ""
+    return out
+
+
+NO_ARCHS = {"TORCH_CUDA_ARCH_LIST": ""}
+
+
+@pytest.mark.parametrize(
+    ("cuda", "environment", "sentence"),
+    [
+        (fake_cuda([], cuda=None), {}, "is built without CUDA"),
+        (fake_cuda([(9, 0)], cuda=None, hip="6.2"), {}, "is built for ROCm"),
+        (fake_cuda([]), {}, "torch sees no GPU"),
+        (fake_cuda([(7, 0)]), {}, "need compute capability 7.5 (Turing) or later, got 7.0"),
+        (fake_cuda([]), {"TORCH_CUDA_ARCH_LIST": "7.5 7.0"}, "need compute capability 7.5 (Turing) or later, got 7.0"),
+        (fake_cuda([]), {"TORCH_CUDA_ARCH_LIST": "Turing"}, "such as '7.5;8.6+PTX', got 'Turing'"),
+        (fake_cuda([(7, 5)]), {"CUDA_HOME": "/nonexistent"}, "no CUDA toolkit in /nonexistent, as CUDA_HOME has it"),
+        (fake_cuda([(7, 5)], cuda="12.8"), {}, "toolkit is 13.0, and torch"),
+        (fake_cuda([(7, 5), (12, 0)]), {}, "toolkit cannot compile for compute capability 12.0"),
+        (fake_cuda([(7, 5)]), {"CXX": "/nonexistent/c++"}, "there is no C++ compiler"),
+    ],
+)
+def test_what_keeps_cuda_from_being_built_is_a_sentence(stand_in, toolkit, cuda, environment, sentence):
+    said = of_cuda(stand_in, "cuda.obstacle()", cuda, **{**NO_ARCHS, "CUDA_HOME": str(toolkit), **environment})
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("gpus", [[(7, 5)], [(9, 0), (7, 5)], [(7, 0), (7, 5)]], ids=str)
+def test_nothing_keeps_cuda_from_being_built_for_gpus_that_are_known(stand_in, toolkit, gpus):
+    environment = NO_ARCHS | {"CUDA_HOME": str(toolkit)}
+    assert of_cuda(stand_in, "cuda.obstacle()", fake_cuda(gpus), **environment) == "None"
+
+
+def test_toolkit_is_where_nvcc_really_is(stand_in, toolkit, tmp_path):
+    elsewhere = tmp_path / "links" / "bin"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "nvcc").symlink_to(toolkit / "bin" / "nvcc")
+    environment = {"CUDA_HOME": "", "CUDA_PATH": "", "PATH": f"{elsewhere}{os.pathsep}{os.environ['PATH']}"}
+    what = "next(build._toolkits()).home"
+    assert of_cuda(stand_in, what, fake_cuda([(7, 5)]), **environment) == str(toolkit)
+
+
+def test_cuda_is_compiled_for_the_gpus_of_the_machine_or_those_in_the_list(stand_in):
+    gpus, what = fake_cuda([(8, 6), (7, 5), (8, 6), (6, 1)]), "cuda.compile_flags()['nvcc'][1:]"
+    assert of_cuda(stand_in, what, gpus, **NO_ARCHS) == str(
+        ["-gencode=arch=compute_75,code=sm_75", "-gencode=arch=compute_86,code=sm_86"]
+    )
+    for chosen in ("9.0 12.0+PTX", "12.0+PTX;9.0"):
+        assert of_cuda(stand_in, what, gpus, TORCH_CUDA_ARCH_LIST=chosen) == str(
+            [
+                "-gencode=arch=compute_120,code=sm_120",
+                "-gencode=arch=compute_120,code=compute_120",
+                "-gencode=arch=compute_90,code=sm_90",
+            ]
+        )
+
+
+def test_names_of_the_files_tell_apart_what_must_not_be_confused(stand_in):
+    def names(cuda: str, **environment: str) -> tuple[str, ...]:
+        what = "build.CPU.file_name(), build.CUDA.file_name(), sep='|'"
+        return tuple(of_cuda(stand_in, what, cuda, **{**NO_ARCHS, **environment}).split("|"))
+
+    turing = fake_cuda([(7, 5)])
+    cpu, cuda = names(turing)
+    assert ".7.5.torch-" in cuda
+    assert names(turing) == (cpu, cuda)
+    others = [
+        names(fake_cuda([(7, 5), (8, 6)])),
+        names(turing, TORCH_CUDA_ARCH_LIST="7.5+PTX"),
+        names(fake_cuda([(7, 5)], cuda="12.8")),
+    ]
+    assert [name for name, _ in others[:2]] == [cpu, cpu]
+    (stand_in / "csrc" / "cuda" / "new.cuh").write_text("")
+    others.append(names(turing))
+    assert others[-1][0] == cpu  # which does not include it
+    assert len({cuda, *(name for _, name in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("archs", "gpus", "environment", "serves"),
+    [
+        ("7.5-8.0-9.0", [(7, 5)], {}, True),
+        ("7.5-8.0-9.0", [(9, 0), (8, 6)], {}, True),  # 8.6 runs what is for 8.0
+        ("8.6", [(8, 0)], {}, False),
+        ("7.5-8.0", [(8, 0), (9, 0)], {}, False),
+        ("7.5-8.0+PTX", [(12, 0)], {}, True),
+        ("8.0+PTX", [(7, 5)], {}, False),
+        ("7.5-9.0", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, False),  # asked for, to try PTX
+        ("7.5+PTX", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, True),
+    ],
+)
+def test_a_build_for_more_gpus_serves(stand_in, archs, gpus, environment, serves):
+    name = of_cuda(stand_in, "cuda.file_name()", fake_cuda([(7, 5)]), **NO_ARCHS).replace(".7.5.", f".{archs}.")
+    (stand_in / "fastattn" / name).write_text("")
+    what = "cuda.built_in(build._PACKAGE_DIR)"
+    found = of_cuda(stand_in, what, fake_cuda(gpus), **(NO_ARCHS | environment))
+    assert found == (str(stand_in / "fastattn" / name) if serves else "None")
+
+
+def test_cuda_that_does_not_compile_is_a_sentence_and_the_cpu_module_is_untouched(stand_in, toolkit):
+    code = (
+        fake_cuda([(7, 5)])
+        + "print(build.CUDA.unavailable(), build.CUDA.unavailable_on((7, 5)), build.CPU.load().answer, sep='|')"
+    )
+    out, err = finish(start(stand_in, code, CUDA_HOME=str(toolkit), **NO_ARCHS))
+    sentence, again, answer = out.split("|")
+    assert sentence.startswith("the native CUDA module did not compile (the compiler's messages are in ")
+    assert again == sentence
+    assert answer == "1"
+    assert [line.split(" module")[0] for line in err.splitlines()] == [
+        "fastattn: compiling the native CUDA",
+        "fastattn: compiling the native CPU",
+    ]
+    out, err = finish(start(stand_in, fake_cuda([(7, 5)]) + "print(build.CPU.load().answer)", **NO_ARCHS))
+    assert (out, err) == ("1", "")
+
+
+def test_wheel_with_cuda_asked_for_says_why_it_has_none(stand_in):
+    wheel, said = wheel_of(stand_in, FASTATTN_BUILD_CUDA="1")
+    assert [name.split(".")[0] for name in compiled(wheel)] == ["fastattn/_native_cpu"]
+    assert "installing without the native CUDA module, which its first use compiles: torch" in said
+    _, said = wheel_of(stand_in)
+    assert "CUDA module" not in said
+
+
+def test_a_long_compilation_tells_how_far_it_is(stand_in):
+    code = """
+import sys
+steps = "print('[1/2] c++ a', '[2/2] c++ b', 'linked', sep=chr(10)); sys.exit(3)"
+build._SECONDS_BETWEEN_LINES = {seconds}
+print(*build._run_counting_steps([sys.executable, "-c", "import sys; " + steps], {{}}))
+"""
+    out, err = finish(start(stand_in, code.format(seconds=0)))
+    assert out == r"3 b'[1/2] c++ a\n[2/2] c++ b\nlinked\n'"
+    assert err.splitlines() == [f"fastattn: {done} of 2 steps of the compilation are done" for done in (1, 2)]
+    assert finish(start(stand_in, code.format(seconds=20)))[1] == ""

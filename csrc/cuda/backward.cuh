@@ -61,7 +61,7 @@ FASTATTN_DEVICE void copy_facts(float (&shared)[kSize], const QueryFacts& all, i
 }
 
 template <class Tiling, bool kRowsAreQueries, Wanted kWanted, bool kGeneral>
-__global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const Backward g) {
+__global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid_constant__ Backward g) {
   using Element = typename Tiling::Element;
   using Tile = SharedTile<Element, Tiling::kHeadDim>;
   constexpr int kThreads = Tiling::kThreads, kRowBlocks = Tiling::kRowBlocks, kColumns = Tiling::kColumns;

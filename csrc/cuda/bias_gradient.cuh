@@ -10,7 +10,7 @@ namespace fastattn::cuda {
 
 // Each block of threads takes a tile of entries, and goes through all that share it in order.
 template <class Tiling>
-__global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const Backward g) {
+__global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const __grid_constant__ Backward g) {
   using Element = typename Tiling::Element;
   using Tile = SharedTile<Element, Tiling::kHeadDim>;
   constexpr int kThreads = Tiling::kThreads, kRowBlocks = Tiling::kRowBlocks, kColumns = Tiling::kColumns;

@@ -11,7 +11,7 @@
 namespace fastattn::cuda {
 
 template <class Tiling, bool kGeneral>
-__global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const Forward f) {
+__global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_constant__ Forward f) {
   using Element = typename Tiling::Element;
   using Tile = SharedTile<Element, Tiling::kHeadDim>;
   constexpr int kThreads = Tiling::kThreads, kRowBlocks = Tiling::kRowBlocks, kColumns = Tiling::kColumns;

@@ -31,6 +31,7 @@ constexpr int kWarp = 32;  // lanes
 namespace fastattn::cuda {
 
 #define FASTATTN_DEVICE __device__ __forceinline__
+#define FASTATTN_COLD __device__ __noinline__  // for code that is run rarely
 
 FASTATTN_DEVICE float to_float(float x) { return x; }
 

@@ -12,7 +12,7 @@ namespace fastattn::cuda {
 constexpr int kThreadsOfPreparation = 128;
 
 // One thread for each group of each sample.
-static __global__ void __launch_bounds__(kThreadsOfPreparation) token_groups_kernel(const Side side, const int B) {
+static __global__ void __launch_bounds__(kThreadsOfPreparation) token_groups_kernel(const __grid_constant__ Side side, const int B) {
   const int64_t i = int64_t(blockIdx.x) * kThreadsOfPreparation + threadIdx.x, n = side.group_count();
   if (i >= B * n) return;
   const int64_t b = i / n, first = i % n * kTokenGroup;
@@ -31,7 +31,7 @@ static __global__ void __launch_bounds__(kThreadsOfPreparation) token_groups_ker
 
 // One warp for each query that there is or that pads their number.
 template <class Element>
-__global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(const Backward g) {
+__global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(const __grid_constant__ Backward g) {
   const Problem& p = g.problem;
   const int64_t i = int64_t(blockIdx.x) * (kThreadsOfPreparation / kWarp) + warp(), n = padded_queries(p.queries.n);
   if (i >= int64_t(p.B) * p.H * n) return;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(cons
 // lse is a float, which is too coarse for large ones in fp32: the weights that it gives do not sum to 1. By how much the
 // sum is wrong is found here.
 template <class Tiling, bool kGeneral>
-__global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const Backward g) {
+__global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __grid_constant__ Backward g) {
   using Element = typename Tiling::Element;
   using Tile = SharedTile<Element, Tiling::kHeadDim>;
   constexpr int kThreads = Tiling::kThreads, kRowBlocks = Tiling::kRowBlocks, kColumns = Tiling::kColumns;

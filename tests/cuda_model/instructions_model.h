@@ -13,6 +13,8 @@ namespace fastattn::cuda {
 static_assert(kWarp == model::kLanes);
 
 #define FASTATTN_DEVICE inline
+#define FASTATTN_COLD inline
+#define __grid_constant__
 
 template <class Element>
 constexpr bool kHasTensorCores = true;

@@ -11,7 +11,7 @@ from ...spec import Spec
 from . import cpu, cuda
 
 NAME = "native"
-WHERE = "CPU, C++: AMX, AVX-512, AVX2, or whatever there is"
+WHERE = "CPU, C++: AMX, AVX-512, AVX2, or whatever there is; NVIDIA GPUs of compute capability 7.5 and newer, CUDA"
 
 _PARTS: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}  # by the type of the device
 

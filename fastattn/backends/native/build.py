@@ -214,8 +214,8 @@ class CudaModule(NativeModule):
         import torch
 
         if torch.version.cuda is None:
-            kind = "for ROCm" if torch.version.hip else "without CUDA"
-            return f"torch {torch.__version__} is built {kind} (pytorch.org says how to install it with CUDA)"
+            kind = "is built for ROCm" if torch.version.hip else "is built without CUDA"
+            return f"torch {torch.__version__} {kind} (pytorch.org says how to install it with CUDA)"
         return _obstacle_to_archs() or _obstacle_of_toolkit() or super().obstacle()
 
     def environment(self) -> dict[str, str]:

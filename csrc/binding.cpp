@@ -320,8 +320,8 @@ const uint64_t kPlainKeys = keys_of_plain_tensors();
 // Whether a tensor is nothing but its memory, on the CPU.
 bool plain(const Tensor& x) { return !(x.key_set().raw_repr() & ~kPlainKeys); }
 
-// Whether PyTorch would do nothing with a call but hand it on: _only_computed of fastattn/ops.py, and that no gradient is
-// wanted, nor autocast on.
+// Whether PyTorch would do nothing with a call but hand it on: the twin of _only_computed in fastattn/ops.py. Gradients
+// and autocast are asked for here too.
 bool only_computed(const Tensor& q, const Tensor& k, const Tensor& v) {
   const uint64_t of_modes = c10::impl::tls_local_dispatch_key_set().included_.raw_repr();
   return !(of_modes & ~c10::default_included_set.raw_repr()) && !at::impl::torch_function_mode_enabled() &&

@@ -14,7 +14,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import FallbackWarning, Mask
+from fastattn import FallbackWarning, Mask, backends
 from fastattn.backends import native
 from fastattn.spec import Spec
 from fastattn.testing import CASES, make_inputs
@@ -287,9 +287,13 @@ def test_a_dtype_that_is_not_computed_builds_nothing(monkeypatch):
 
 
 def test_a_backend_that_serves_by_name_only_is_not_asked(monkeypatch, answers):
+    backends._asked_first.cache_clear()
     monkeypatch.setattr(native, "by_name_only", lambda device: "is shy")
-    with pytest.warns(FallbackWarning, match="is shy"):
-        fastattn.attention(Q, K, V)
+    try:
+        with pytest.warns(FallbackWarning, match="is shy"):
+            fastattn.attention(Q, K, V)
+    finally:
+        backends._asked_first.cache_clear()
     assert not answers
 
 

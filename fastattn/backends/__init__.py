@@ -31,10 +31,12 @@ right, to which it has no objection, and with which PyTorch has nothing to do.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from ..spec import Mask, Spec
@@ -142,11 +144,14 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
 
 
 def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
-    """The answer of the first backend that serves the device unnamed; None where it has no short way."""
-    for backend in BACKENDS:
-        if not backend.by_name_only(q.device):
-            return backend.at_once(q, k, v, mask, scale) if hasattr(backend, "at_once") else None
-    return None
+    """The answer of the backend that is asked first; None where it has no short way."""
+    first = _asked_first(q.device)
+    return first.at_once(q, k, v, mask, scale) if hasattr(first, "at_once") else None
+
+
+@functools.cache
+def _asked_first(device: torch.device) -> ModuleType:
+    return next(backend for backend in BACKENDS if not backend.by_name_only(device))
 
 
 def while_tracing(function: Callable) -> Callable:

@@ -50,6 +50,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return _PARTS[q.device.type].forward(q, k, v, spec)
 
 
+def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
+    """What `forward` returns, if C++ sees that the call is right and that PyTorch has nothing to do with it."""
+    if q.dtype not in _DTYPES or unavailable():  # another dtype builds nothing
+        return None
+    return build.load().at_once(q, k, v, mask.real_keys, mask.causal, mask.q_start, *mask.window, scale)
+
+
 def backward(
     do: Tensor | None,
     dlse: Tensor | None,

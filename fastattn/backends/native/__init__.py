@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...spec import Spec
+from ...spec import Mask, Spec
 from . import cpu, cuda
 
 NAME = "native"
@@ -51,10 +51,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 
 
 def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
-    """What `forward` returns, if C++ sees that the call is right and that PyTorch has nothing to do with it."""
-    if q.dtype not in _DTYPES or unavailable():  # another dtype builds nothing
-        return None
-    return build.load().at_once(q, k, v, mask.real_keys, mask.causal, mask.q_start, *mask.window, scale)
+    """What `forward` returns, where the part for that device sees that nothing else is to be done; else None."""
+    part = _PARTS.get(q.device.type)
+    return part.at_once(q, k, v, mask, scale) if hasattr(part, "at_once") else None
 
 
 def backward(

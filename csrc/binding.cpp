@@ -1,15 +1,25 @@
 // The module fastattn._native_cpu: plain functions over tensors. fastattn/backends/native calls them, and allocates
 // what they write; fastattn/ops.py is where PyTorch is told.
 #include <ATen/Parallel.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
+#include <limits>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -301,6 +311,65 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
   run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn, in_shares);
 }
 
+uint64_t keys_of_plain_tensors() {
+  const c10::InferenceMode not_in_inference_mode(false);
+  return at::empty({0}, at::kFloat).key_set().raw_repr();
+}
+const uint64_t kPlainKeys = keys_of_plain_tensors();
+
+// Whether a tensor is nothing but its memory, on the CPU.
+bool plain(const Tensor& x) { return !(x.key_set().raw_repr() & ~kPlainKeys); }
+
+// Whether PyTorch would do nothing with a call but hand it on: the twin of _only_computed in fastattn/ops.py. Gradients
+// and autocast are asked for here too.
+bool only_computed(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const uint64_t of_modes = c10::impl::tls_local_dispatch_key_set().included_.raw_repr();
+  return !(of_modes & ~c10::default_included_set.raw_repr()) && !at::impl::torch_function_mode_enabled() &&
+         !at::hasCallbacks() && !at::autocast::is_autocast_enabled(at::kCPU) && plain(q) && plain(k) && plain(v) &&
+         !(at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad()));
+}
+
+// Whether q, k and v are right, have something in them, and can be read as they are.
+bool fit(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const at::ScalarType dtype = q.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) return false;
+  for (const Tensor& x : {q, k, v}) {
+    if (x.dim() != 4 || x.numel() == 0 || (x.stride(3) != 1 && x.size(3) != 1)) return false;
+    if (x.scalar_type() != dtype || x.device() != q.device()) return false;
+    if (x.size(2) > std::numeric_limits<int32_t>::max()) return false;
+  }
+  return k.size(0) == q.size(0) && k.size(3) == q.size(3) && q.size(1) % k.size(1) == 0 &&
+         v.sizes().slice(0, 3) == k.sizes().slice(0, 3);
+}
+
+bool fits(const Tensor& real_keys, const Tensor& k) {
+  return plain(real_keys) && real_keys.scalar_type() == at::kBool && real_keys.device() == k.device() &&
+         real_keys.sizes() == at::IntArrayRef({k.size(0), k.size(2)});
+}
+
+// [B, H, n_q, d_v] in the memory order that empty_output of fastattn/spec.py gives it.
+Tensor empty_output(const Tensor& q, int64_t d_v) {
+  const int64_t B = q.size(0), H = q.size(1), n_q = q.size(2);
+  const bool heads_inside_tokens = q.stride(1) < q.stride(2);
+  const int64_t of_head = heads_inside_tokens ? d_v : n_q * d_v, of_token = heads_inside_tokens ? H * d_v : d_v;
+  return at::empty_strided({B, H, n_q, d_v}, {H * n_q * d_v, of_head, of_token, 1}, q.options());
+}
+
+// o and lse of a call with which PyTorch has nothing to do, and whose tensors fit each other as they are. None for any
+// other, right or wrong: fastattn/api.py finds out which.
+std::optional<std::tuple<Tensor, Tensor>> at_once(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  const MaybeTensor& real_keys, bool causal, int64_t q_start,
+                                                  std::optional<int64_t> left, std::optional<int64_t> right,
+                                                  std::optional<double> scale) {
+  if (!only_computed(q, k, v) || !fit(q, k, v) || (real_keys && !fits(*real_keys, k))) return {};
+  if (scale && !std::isfinite(*scale)) return {};
+  const int64_t B = q.size(0), H = q.size(1), n_q = q.size(2), D = q.size(3);
+  const Mask mask(B, H, n_q, k.size(2), causal, left, right, q_start, {}, real_keys, {}, {}, {});
+  const Tensor o = empty_output(q, v.size(3)), lse = at::empty({B, H, n_q}, at::kFloat);
+  forward(q, k, v, o, lse, mask, scale.value_or(std::pow(D, -0.5)), {}, {}, {}, {}, 0, 0);
+  return std::tuple(o, lse);
+}
+
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
               const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
               const MaybeTensor& d_bias, const MaybeTensor& d_column, const MaybeTensor& d_row,
@@ -452,6 +521,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("right"), py::arg("q_start"), py::arg("real_queries"), py::arg("real_keys"), py::arg("ids_q"),
       py::arg("ids_k"), py::arg("dense"));
   m.def("forward", &forward, without_gil);
+  m.def("at_once", &at_once, without_gil);
   m.def("backward", &backward, without_gil);
   m.def("weights", &weights, without_gil);
   m.def("received", &received, without_gil);

@@ -9,11 +9,7 @@ import torch
 from fastattn.backends import BACKENDS
 from fastattn.spec import FEATURES, Mask
 
-_DEVICES = {
-    "triton": ("cuda",),
-    "native": ("cpu", "cuda"),
-    "reference": ("cpu",),
-}  # where each runs; the last, anywhere
+_DEVICES = {"triton": ("cuda",), "native": ("cpu", "cuda"), "reference": ("cpu",)}  # the last runs anywhere
 _MEANINGS = {
     "causal": "keys at the query's own position and before it",
     "q_start": "where the first query stands: for all, for each sample, or for each query",

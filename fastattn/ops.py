@@ -12,9 +12,11 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function, forward_ad, profiler
+from torch.compiler import is_compiling
+from torch.overrides import has_torch_function
 
-from . import derivatives
+from . import backends, derivatives
 from .backends import backend_by_name
 from .spec import Mask, Spec, accumulation_dtype, empty_output
 
@@ -62,6 +64,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tupl
     if _derivative_wanted(tensors):
         return _Attention.apply(*arguments)
     return torch.ops.fastattn.forward(*arguments)
+
+
+def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
+    """o and lse of a call that a backend takes as it is, and with which PyTorch has nothing to do; None for any other.
+
+    q, k, v and the tensors of `mask` need not be validated; numbers must be.
+    """
+    if (
+        is_compiling()
+        or not type(q) is type(k) is type(v) is Tensor
+        or not (mask.real_keys is None or type(mask.real_keys) is Tensor)
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    return backends.at_once(q, k, v, mask, scale)
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: str, *, average_heads: bool) -> Tensor:
@@ -120,19 +137,17 @@ def _only_computed(tensors: tuple[Tensor | None, ...], mask: Mask) -> bool:
     mode, a transform, a trace or the profiler looks on, or a tensor is more than its memory (wrapped, of a
     subclass, lazily negated): each of these sets a dispatch key that a plain tensor does not have.
     """
-    if (
-        torch._C._dispatch_tls_local_include_set().raw_repr() & ~_OF_NO_MODE
-        or torch.autograd.profiler._is_profiler_enabled
-    ):
+    if _keys_of_modes().raw_repr() & ~_OF_NO_MODE or profiler._is_profiler_enabled:
         return False
-    found = [x for x in (*tensors, *mask.tensors().values()) if x is not None]
-    return not torch.overrides.has_torch_function(found) and not any(
-        torch._C._dispatch_keys(x).raw_repr() & ~_OF_PLAIN_TENSORS for x in found
+    tensors += tuple(mask.tensors().values())
+    return not has_torch_function(tensors) and not any(
+        _keys_of(x).raw_repr() & ~_OF_PLAIN_TENSORS for x in tensors if x is not None
     )
 
 
-_OF_NO_MODE = torch._C._dispatch_tls_local_include_set().raw_repr()
-_OF_PLAIN_TENSORS = torch._C._dispatch_keys(torch.empty(0, device="cpu")).raw_repr()  # whatever the default device is
+_keys_of_modes, _keys_of = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_keys
+_OF_NO_MODE = _keys_of_modes().raw_repr()
+_OF_PLAIN_TENSORS = _keys_of(torch.empty(0, device="cpu")).raw_repr()  # whatever the default device is
 
 
 def _nested_forward_mode() -> bool:

@@ -68,9 +68,8 @@ class SeenTiles {
       if (sight == Sight::all && p.dense.data) sight = Sight::some;
     }
     const unsigned seen = __ballot_sync(~0u, sight != Sight::none);
-    __syncthreads();  // all have taken what was found before
     if (lane() == 0) counts[warp()] = __popc(seen);
-    __syncthreads();
+    __syncthreads();  // and all have taken what was found before
     int place = __popc(seen & ((1u << lane()) - 1)), found = 0;
     for (int w = 0; w < kThreads / kWarp; ++w) {
       place += w < warp() ? counts[w] : 0;

@@ -21,10 +21,18 @@ A backend is a module with these names, and nothing else is asked of it:
 
 as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
 dropout. Their derivatives are those of derivatives.py on every backend.
+
+One more saves time where calls are short, and may be absent:
+
+    at_once(q, k, v, mask, scale) -> what `forward` returns, or None
+
+It is given calls without any other term, of which only the numbers in `mask` are validated, and answers those that are
+right, to which it has no objection, and with which PyTorch has nothing to do.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -32,7 +40,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..spec import Spec
+from ..spec import Mask, Spec
 from . import native, reference, triton
 
 BACKENDS: tuple[ModuleType, ...] = (triton, native, reference)
@@ -134,6 +142,17 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
             return backend.NAME
     who = f"backend {name!r} does not compute" if named else "no fused backend computes"
     raise NoBackendError(f"{who} this call:", _listed_objections(candidates, q, k, v, spec, function, named))
+
+
+def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
+    """The answer of the backend that is asked first; None where it has no short way."""
+    first = _asked_first(q.device)
+    return first.at_once(q, k, v, mask, scale) if hasattr(first, "at_once") else None
+
+
+@functools.cache
+def _asked_first(device: torch.device) -> ModuleType:
+    return next(backend for backend in BACKENDS if not backend.by_name_only(device))
 
 
 def while_tracing(function: Callable) -> Callable:

@@ -529,8 +529,10 @@ def _from_tensor(attention_mask: Tensor) -> tuple[Mask, Tensor | None]:
 
 def _weights_wanted(options: dict[str, object]) -> bool:
     # Some models (GPT-2) keep the option to themselves and collect the weights by a hook, which would then find None.
-    collected = _active_collector.get() or ()
-    return bool(options.get("output_attentions")) or any(name.endswith("attentions") for name in collected)
+    if options.get("output_attentions"):
+        return True
+    collected = _active_collector.get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
 
 
 def _refusal(module: nn.Module, why: str) -> NotImplementedError:

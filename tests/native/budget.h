@@ -10,8 +10,8 @@
 
 namespace fastattn::test {
 
-// What is wrong with `actual`; empty if max|actual - exact| <= 2 max|naive - exact| + 4 eps max|exact|, -inf stands where
-// exact has it, and rows of which must_be_exact(b, h, i) are what they are in exact.
+// What is wrong with `actual`; empty if max|actual - exact| <= 2 max|naive - exact| + 4 eps max|exact|, -inf stands
+// where exact has it, and rows of which must_be_exact(b, h, i) are what they are in exact.
 template <class MustBeExact>
 std::string beyond_budget(const Array& actual, const Array& naive, const Array& exact, double eps,
                           MustBeExact must_be_exact) {

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...spec import Spec
+from ...spec import Mask, Spec
 from . import cpu, cuda
 
 NAME = "native"
@@ -48,6 +48,12 @@ def by_name_only(device: torch.device) -> str | None:
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
     return _PARTS[q.device.type].forward(q, k, v, spec)
+
+
+def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
+    """What `forward` returns, where the part for that device sees that nothing else is to be done; else None."""
+    part = _PARTS.get(q.device.type)
+    return part.at_once(q, k, v, mask, scale) if hasattr(part, "at_once") else None
 
 
 def backward(

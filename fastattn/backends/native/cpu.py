@@ -64,6 +64,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return o, lse
 
 
+def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
+    """What `forward` returns, if C++ sees that the call is right and that PyTorch has nothing to do with it."""
+    if q.dtype not in _DTYPES or unavailable(q.device):  # another dtype builds nothing
+        return None
+    return build.CPU.load().at_once(q, k, v, mask.real_keys, mask.causal, mask.q_start, *mask.window, scale)
+
+
 def backward(
     do: Tensor | None,
     dlse: Tensor | None,

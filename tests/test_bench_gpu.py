@@ -126,15 +126,15 @@ def test_a_stage_is_about_native_on_the_gpu_or_all_but_that():
 
 
 def test_the_older_code_is_asked_for_in_the_worker_alone(monkeypatch, tmp_path):
-    file = tmp_path / "test_it.py"
+    file = tmp_path / "test_older.py"
     file.write_text("import os\ndef test_a(): assert os.environ['TORCH_CUDA_ARCH_LIST'] == '7.5+PTX'\n")
     monkeypatch.setattr(truth, "TEST_FILES", (str(file),))
     monkeypatch.setattr(truth, "REPOSITORY", tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv(truth.ARCH_LIST, "9.0")  # so that it is undone
     rows = []
-    truth.serve(iter([truth.named("test_it.py::test_a", "7.5+PTX")]), rows.extend, "cpu", archs="7.5+PTX")
-    assert [(row["test"], row["verdict"]) for row in rows] == [("test_it.py::test_a", "right")]
+    truth.serve(iter([truth.named("test_older.py::test_a", "7.5+PTX")]), rows.extend, "cpu", archs="7.5+PTX")
+    assert [(row["test"], row["verdict"]) for row in rows] == [("test_older.py::test_a", "right")]
 
 
 def test_a_build_that_fails_ends_the_stage_with_what_the_compiler_said(tmp_path, monkeypatch, capsys):

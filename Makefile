@@ -1,5 +1,5 @@
 # make demo | test | properties | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
-# make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch
+# make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch; cuda needs nvcc too
 # make cuda: compiles the kernels in csrc/cuda, for GPUs that need not be there
 # make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU

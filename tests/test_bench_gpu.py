@@ -73,8 +73,8 @@ def test_a_dry_run_of_truth_tests_each_backend(tmp_path, monkeypatch):
     tests = {row["test"] for row in dry_run("truth", tmp_path, monkeypatch)}
     for backend in truth.backend_names():
         for case in ("plain-torch.bfloat16", "one-query-torch.float16"):
-            assert f"tests/test_conformance.py::test_case_is_right_or_refused[{backend}-{case}]" in tests
-        assert f"tests/test_truth.py::test_case_of_pytorch_196678[{backend}]" in tests
+            assert f"tests/test_conformance.py::test_case_is_right_or_refused[{backend}-cpu-{case}]" in tests
+        assert f"tests/test_truth.py::test_case_of_pytorch_196678[{backend}-cpu]" in tests
 
 
 def test_a_dry_run_of_bench_measures_every_task(tmp_path, monkeypatch):
@@ -90,11 +90,73 @@ def test_a_dry_run_of_bench_measures_every_task(tmp_path, monkeypatch):
             assert min(row[name] for name in ("tflops", "gbps", "peak_mib", "max_error")) > 0
 
 
+def test_a_dry_run_of_cuda_builds_tests_and_measures_native_alone(tmp_path, monkeypatch):
+    rows = dry_run("cuda", tmp_path, monkeypatch)
+    tasks = {row["task"] for row in rows}
+    assert {"build", "build for 7.5+PTX"} <= tasks
+    own_code = {row["task"] for row in rows if "test" in row and row["task"] == row["test"]}
+    older_code = {row["task"] for row in rows if "test" in row and row["task"] == f"{row['test']} for 7.5+PTX"}
+    cases = ("case_is_right_or_refused[native-cpu-one-query-torch.float16]", "case_of_pytorch_196678[native-cpu]")
+    for found in (own_code, older_code):
+        assert all(any(case in task for task in found) for case in cases)
+    assert own_code | older_code == {row["task"] for row in rows if "test" in row}
+    assert all("[native-cpu" in task for task in own_code | older_code)
+
+    timed = [row for row in rows if "contender" in row]
+    assert {row["task"] for row in timed} == {task.name for task in speed.tasks("cpu", dry=True, only="native")}
+    assert {row["level"] for row in timed} == {"ceilings", "attention", "launch"}
+    of_attention = {row["contender"] for row in timed if row["level"] == "attention"}
+    assert of_attention == {"fastattn native", "SDPA flash"}
+    assert all(row["verdict"] == "right" for row in timed if row["contender"] == "fastattn native")
+
+
+def test_what_native_is_promised_on_a_gpu_is_timed():
+    cases = {task.name.split()[1] for task in speed.tasks("cuda", dry=False, only="native") if " " in task.name}
+    promised = {found.promise.split()[0].rstrip(",") for found in targets.outcomes([{"stage": "cuda", "verdict": "x"}])}
+    assert cases - {"launch"} == promised - {"forward", "forward+backward"}
+
+
+def test_a_stage_is_about_native_on_the_gpu_or_all_but_that():
+    for id_ in ("t.py::a[native-cuda]", "t.py::a[right-native-cuda]", "t.py::a[native-cuda-plain-torch.float16]"):
+        assert truth.belongs(id_, "native", "cuda")
+        assert not truth.belongs(id_, None, "cuda")
+    for id_ in ("t.py::a[native-cpu]", "t.py::a[triton-cuda]", "t.py::native_cuda", "t.py::a[native-x-cuda]"):
+        assert not truth.belongs(id_, "native", "cuda")
+        assert truth.belongs(id_, None, "cuda")
+
+
+def test_the_older_code_is_asked_for_in_the_worker_alone(monkeypatch, tmp_path):
+    file = tmp_path / "test_older.py"
+    file.write_text("import os\ndef test_a(): assert os.environ['TORCH_CUDA_ARCH_LIST'] == '7.5+PTX'\n")
+    monkeypatch.setattr(truth, "TEST_FILES", (str(file),))
+    monkeypatch.setattr(truth, "REPOSITORY", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv(truth.ARCH_LIST, "9.0")  # so that it is undone
+    rows = []
+    truth.serve(iter([truth.named("test_older.py::test_a", "7.5+PTX")]), rows.extend, "cpu", archs="7.5+PTX")
+    assert [(row["test"], row["verdict"]) for row in rows] == [("test_older.py::test_a", "right")]
+
+
+def test_a_build_that_fails_ends_the_stage_with_what_the_compiler_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no compiler is there
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "modules"))
+    (tmp_path / "modules" / "fastattn").mkdir(parents=True)
+    (tmp_path / "modules" / "fastattn" / "x.log").write_text("ptxas: out of registers")
+    monkeypatch.delenv("CXX", raising=False)
+    assert command.main(["cuda", "--device", "cpu", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "cuda: the native module was not built: exit code 1; ptxas: out of registers" in said
+    (path,) = (tmp_path / "out").glob("*.json")
+    assert {(row["task"], row["verdict"]) for row in json.loads(path.read_text())["rows"]} == {
+        ("build", "wrong"), ("build for 7.5+PTX", "wrong"),
+    }  # fmt: skip
+
+
 @pytest.fixture
 def three_tasks(monkeypatch):
     """The stage "bench" has a task that is right, one that is wrong, and one whose worker dies."""
     monkeypatch.setattr(speed, "serve", serve_verdicts)
-    monkeypatch.setattr(speed, "tasks", lambda device, dry: [Task(name) for name in ("right", "wrong", "dies")])
+    monkeypatch.setattr(speed, "tasks", lambda device, dry, only: [Task(name) for name in ("right", "wrong", "dies")])
 
 
 def test_a_stage_goes_on_where_it_stopped_and_tells_what_failed(three_tasks, tmp_path, capsys, monkeypatch):
@@ -126,13 +188,10 @@ def test_a_stage_that_runs_out_of_time_is_not_done(three_tasks, tmp_path, capsys
     assert "bench: 3 tasks are left; the same command goes on with them" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["hopper", "cuda"])
-def test_a_stage_without_its_backend_says_so(name, tmp_path, capsys):
-    assert command.main([name, "--device", "cpu", "--out", str(tmp_path)]) == 1
-    assert (
-        f"{name}: stage {name} needs a backend of that name, and there are only triton, native"
-        in capsys.readouterr().err
-    )
+def test_a_stage_without_its_backend_says_so(tmp_path, capsys):
+    assert command.main(["hopper", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "hopper: stage hopper needs a backend of that name, and there are only triton, native" in said
     assert not list(tmp_path.iterdir())
 
 
@@ -238,8 +297,8 @@ def test_the_sanitizer_is_heard(tmp_path, monkeypatch, exit_code, verdict, note)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     rows = []
     truth.serve_sanitizer(iter([task.name for task in truth.sanitizer_tasks(["triton"])]), rows.extend)
-    assert rows == [{"verdict": verdict, "note": note}] * 2
-    assert (tmp_path / "called").read_text().split()[:2] == ["--tool", "racecheck"]
+    assert rows == [{"verdict": verdict, "note": note}] * 3
+    assert (tmp_path / "called").read_text().split()[:2] == ["--tool", "initcheck"]
 
 
 def test_kernels_are_compiled_for_the_tests_that_launch_some():
@@ -344,6 +403,26 @@ def test_promises_are_held_against_the_figures():
     ]
     assert outcome(both, "bert, both passes: at least 1.2 times as fast as SDPA cudnn") == ("1.3x", True)
     assert outcome(both[:3], "bert, both passes: at least 1.2 times as fast as SDPA cudnn")[1] is None
+
+
+def test_native_is_held_against_kernels_that_are_made_for_the_gpu():
+    def timed(case, which, name, ms):
+        return row(case, which, name, ms, stage="cuda")
+
+    case = "D64-N2048-causal"
+    for ms, figure, met in ((1.0, "0.71x", True), (1.1, "0.645x", False)):
+        rows = [timed(case, "forward", "fastattn native", ms), timed(case, "forward", "SDPA flash", 0.71)]
+        assert outcome(rows, f"{case} forward: at least 0.7 times") == (figure, met)
+        assert outcome(rows, f"{case} backward: at least 0.6 times") == ("not measured", None)
+    rows = [
+        timed("D128-N2048-pad", which, name, ms)
+        for which, ms in (("forward", 1.0), ("backward", 2.0))
+        for name, ms in (("fastattn native", ms), ("SDPA efficient", 1.6 * ms))
+    ]
+    assert outcome(rows, "D128-N2048-pad, both passes: at least 1.5 times as fast as SDPA eff") == ("1.6x", True)
+    graph = timed("launch", "forward", "fastattn native, CUDA graph", 0.01) | {"level": "launch"}
+    assert outcome([graph], "forward in a CUDA graph") == ("10 us a replay", True)
+    assert not any("TFLOP/s" in found.promise for found in targets.outcomes(rows))
 
 
 def test_launches_and_memory_are_held_against_theirs():

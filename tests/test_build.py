@@ -454,6 +454,7 @@ def test_names_of_the_files_tell_apart_what_must_not_be_confused(stand_in):
         ("8.6", [(8, 0)], {}, False),
         ("7.5-8.0", [(8, 0), (9, 0)], {}, False),
         ("7.5-8.0+PTX", [(12, 0)], {}, True),
+        ("7.5+PTX", [(9, 0)], {}, False),  # which would run, without bf16
         ("8.0+PTX", [(7, 5)], {}, False),
         ("7.5-9.0", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, False),  # asked for, to try PTX
         ("7.5+PTX", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, True),

@@ -6,14 +6,15 @@ import re
 import pytest
 import torch
 from modelled_gpu import CudaModel
+from places import CUDA_TAKES_BF16, PLACES, in_each_place, place_id
 
 import fastattn
-from fastattn.backends import BACKENDS, objections, triton
+from fastattn.backends import objections, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
-DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-COMPUTING = (*BACKENDS, CudaModel)
 TESTED = [case for case in CASES if not case.timed]
+COMPUTING = [*PLACES, (CudaModel, "cpu")]
+on_each = pytest.mark.parametrize(("backend", "device"), COMPUTING, ids=place_id, indirect=["backend"])
 
 POSITIONS = {"causal", "q_start", "window", "real_keys", "real_queries"}
 PROMISES = {  # what each backend must take, so that none gets greener by refusing more
@@ -27,6 +28,11 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
         "dtypes": set(DTYPES),
         "head_dims": range(1, 513),
     },
+    "native on cuda": {
+        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "dtypes": {*DTYPES} if CUDA_TAKES_BF16 else {*DTYPES} - {torch.bfloat16},
+        "head_dims": range(1, 257),
+    },
     "reference": {
         "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": {*DTYPES, torch.float64},
@@ -35,33 +41,24 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
 }
 
 
-def device_of(backend) -> str:
-    return "cpu" if backend.NAME == "native" else DEVICES[-1]
-
-
-on_each = pytest.mark.parametrize("backend", COMPUTING, ids=lambda b: b.NAME, indirect=True)
-
-
 def every_call() -> list[tuple]:
-    """Every case on every backend in every dtype; where Triton is interpreted, 16 bits are fp16 and bf16 by turns.
+    """Every case in every place in every dtype; where Triton is interpreted, 16 bits are fp16 and bf16 by turns.
 
     The interpreter multiplies both in fp32, and kernels do not ask which of them they have.
     """
     by_turns = (torch.float16, torch.bfloat16)
     return [
-        (backend, case, dtype)
-        for backend in COMPUTING
+        (backend, device, case, dtype)
+        for backend, device in COMPUTING
         for i, case in enumerate(TESTED)
         for dtype in DTYPES
         if backend is not triton or torch.cuda.is_available() or dtype is not by_turns[i % 2]
     ]
 
 
-@pytest.mark.parametrize(
-    ("backend", "case", "dtype"), every_call(), ids=lambda x: getattr(x, "NAME", str(x)), indirect=["backend"]
-)
-def test_case_is_right_or_refused(backend, case, dtype):
-    inputs = make_inputs(case, dtype, device_of(backend))
+@pytest.mark.parametrize(("backend", "device", "case", "dtype"), every_call(), ids=place_id, indirect=["backend"])
+def test_case_is_right_or_refused(backend, device, case, dtype):
+    inputs = make_inputs(case, dtype, device)
     why = objections(backend, inputs.q, inputs.k, inputs.v, inputs.spec())
     if why:
         with pytest.raises(NotImplementedError, match=re.escape("; ".join(why))):
@@ -70,9 +67,10 @@ def test_case_is_right_or_refused(backend, case, dtype):
         assert_right(inputs, run(inputs, backend.NAME))
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
-def test_backend_keeps_its_promises(backend):
-    promise, device = PROMISES[backend.NAME], torch.device(device_of(backend))
+@in_each_place
+def test_backend_keeps_its_promises(backend, device):
+    promise = PROMISES.get(f"{backend.NAME} on {device}") or PROMISES[backend.NAME]
+    device = torch.device(device)
     assert backend.unavailable(device) is None
     assert backend.features(device) == promise["features"]
     for dtype in promise["dtypes"]:
@@ -97,10 +95,10 @@ def test_reference_agrees_with_autograd_of_the_formula(case):
 
 
 @on_each
-def test_hidden_values_change_nothing(backend):
+def test_hidden_values_change_nothing(backend, device):
     """Bit for bit the same output and gradients, whatever stands in padded keys and padded query rows."""
     case = next(case for case in CASES if case.name == "pad-queries")
-    inputs = make_inputs(case, torch.float32, device_of(backend))
+    inputs = make_inputs(case, torch.float32, device)
     poisoned = run(inputs, backend.NAME)
     for x in (inputs.q, inputs.k, inputs.v, inputs.do):
         x.nan_to_num_(nan=7.0)
@@ -110,8 +108,8 @@ def test_hidden_values_change_nothing(backend):
 
 
 @on_each
-def test_visible_nan_stays_in_its_sample(backend):
-    inputs = make_inputs(next(case for case in CASES if case.name == "plain"), torch.float32, device_of(backend))
+def test_visible_nan_stays_in_its_sample(backend, device):
+    inputs = make_inputs(next(case for case in CASES if case.name == "plain"), torch.float32, device)
     inputs.k[0, 0, 3] = float("nan")
     for name, value in run(inputs, backend.NAME).items():
         assert value[0, 0].isnan().any(), f"{name} hides a NaN"
@@ -119,9 +117,9 @@ def test_visible_nan_stays_in_its_sample(backend):
 
 
 @on_each
-def test_queries_that_see_nothing_give_exactly_zero(backend):
+def test_queries_that_see_nothing_give_exactly_zero(backend, device):
     case = next(case for case in CASES if case.name == "pad-left-causal")
-    inputs = make_inputs(case, torch.float32, device_of(backend))
+    inputs = make_inputs(case, torch.float32, device)
     seen = inputs.mask.keep(*case.shapes()[0][2:3], case.shapes()[1][2], inputs.q.device).any(-1)  # [B, 1, n_q]
     assert not seen.all()
     empty = (~seen).expand(inputs.q.shape[:3])
@@ -135,8 +133,8 @@ def test_queries_that_see_nothing_give_exactly_zero(backend):
 
 
 @on_each
-def test_bias_of_minus_infinity_hides(backend):
-    inputs = make_inputs(next(case for case in CASES if case.name == "dense"), torch.float32, device_of(backend))
+def test_bias_of_minus_infinity_hides(backend, device):
+    inputs = make_inputs(next(case for case in CASES if case.name == "dense"), torch.float32, device)
     bias = torch.zeros_like(inputs.mask.dense, dtype=torch.float32).masked_fill(~inputs.mask.dense, -float("inf"))
     hidden_by_bias = dataclasses.replace(inputs, mask=fastattn.Mask(), options=inputs.options | {"bias": bias})
     outputs = run(hidden_by_bias, backend.NAME)
@@ -145,9 +143,9 @@ def test_bias_of_minus_infinity_hides(backend):
 
 
 @on_each
-def test_same_inputs_give_the_same_bits(backend):
+def test_same_inputs_give_the_same_bits(backend, device):
     case = next(case for case in CASES if case.name == "pad-queries-causal")
-    inputs = make_inputs(case, torch.float32, device_of(backend))
+    inputs = make_inputs(case, torch.float32, device)
     first = run(inputs, backend.NAME)
     for _ in range(3):
         for name, value in run(inputs, backend.NAME).items():
@@ -156,8 +154,8 @@ def test_same_inputs_give_the_same_bits(backend):
 
 @on_each
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("q", "v"), ("k", "v")], ids="".join)
-def test_gradients_of_any_subset(backend, wanted):
-    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device_of(backend))
+def test_gradients_of_any_subset(backend, device, wanted):
+    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device)
     every = run(inputs, backend.NAME)
     leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.learned().items()}
     o, lse = fastattn.attention(**leaves, mask=inputs.mask, return_lse=True, backend=backend.NAME)
@@ -168,8 +166,8 @@ def test_gradients_of_any_subset(backend, wanted):
 
 @on_each
 @pytest.mark.parametrize("output", ["o", "lse"])
-def test_gradient_through_one_output_only(backend, output):
-    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device_of(backend))
+def test_gradient_through_one_output_only(backend, device, output):
+    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device)
     unused = inputs.dlse if output == "o" else inputs.do
     unused.zero_()
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
@@ -179,16 +177,15 @@ def test_gradient_through_one_output_only(backend, output):
     assert_right(inputs, {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)})
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@on_each
 @pytest.mark.parametrize("empty", ["B", "n_q", "n_k", "H"])
-def test_zero_length_inputs_never_reach_a_backend(backend, empty, monkeypatch):
+def test_zero_length_inputs_never_reach_a_backend(backend, device, empty, monkeypatch):
     def refuse(*arguments):
         raise AssertionError("asked to compute nothing")
 
     monkeypatch.setattr(backend, "forward", refuse)
     monkeypatch.setattr(backend, "backward", refuse)
     size = {"B": 2, "H": 2, "n_q": 3, "n_k": 4} | {empty: 0}
-    device = device_of(backend)
     q = torch.ones(size["B"], size["H"], size["n_q"], 8, device=device, requires_grad=True)
     k, v = (torch.ones(size["B"], max(size["H"], 1), size["n_k"], 8, device=device, requires_grad=True) for _ in "kv")
     o, lse = fastattn.attention(q, k, v, fastattn.Mask(causal=True), return_lse=True, backend=backend.NAME)
@@ -202,10 +199,10 @@ def test_zero_length_inputs_never_reach_a_backend(backend, empty, monkeypatch):
 
 @on_each
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "heads", "tokens"])
-def test_offsets_beyond_32_bits(backend, dim):
+def test_offsets_beyond_32_bits(backend, device, dim):
     """Rows 3 * 2^30 elements apart: the address space is reserved, but only the pages with rows are ever touched."""
     case = next(case for case in CASES if case.name == "causal-cached")
-    inputs = make_inputs(case, torch.float16, device_of(backend))
+    inputs = make_inputs(case, torch.float16, device)
     far = {}
     for name in "qkv":
         x = getattr(inputs, name)

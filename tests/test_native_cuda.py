@@ -64,6 +64,18 @@ def test_what_is_refused_is_a_sentence(gpu):
     assert refusals(on_gpu()) == ["needs compute capability 7.5 or later, got 7.0"]
 
 
+def test_bf16_is_refused_where_the_code_is_for_older_gpus(gpu, monkeypatch):
+    """There its kernels are empty, and would leave the outputs as they were allocated."""
+    gpu(9, 0)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5+PTX")
+    assert refusals(on_gpu()) == refusals(on_gpu(torch.float32)) == []
+    (why,) = refusals(on_gpu(torch.bfloat16))
+    assert why == "needs compute capability 8.0 or later for bfloat16, got code for 7.5 by TORCH_CUDA_ARCH_LIST"
+    for chosen in ("8.0+PTX", "7.5+PTX;9.0", "7.5;8.6+PTX", "Hopper"):  # the last is refused when it is to be built
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
+        assert refusals(on_gpu(torch.bfloat16)) == []
+
+
 def test_rocm_is_refused(gpu, monkeypatch):
     gpu(9, 0)
     monkeypatch.setattr(torch.version, "cuda", None)

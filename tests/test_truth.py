@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from places import CUDA_TAKES_BF16, in_each_place
 
-from fastattn.backends import BACKENDS
 from fastattn.testing import Case, assert_right, make_inputs, run
 
 ON_GPU = torch.cuda.is_available()
@@ -18,41 +18,38 @@ TRAINING = Case(
 )  # fmt: skip
 
 
-def device_of(backend) -> str:
-    return "cuda" if ON_GPU and backend.NAME != "native" else "cpu"
-
-
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
-def test_many_runs_give_the_same_bits(backend):
-    inputs = make_inputs(TRAINING, torch.float16, device_of(backend))
+@in_each_place
+def test_many_runs_give_the_same_bits(backend, device):
+    inputs = make_inputs(TRAINING, torch.float16, device)
     first = run(inputs, backend.NAME)
     for _ in range(RUNS - 1):
         for name, value in run(inputs, backend.NAME).items():
             assert torch.equal(first[name], value), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
+@in_each_place
 @pytest.mark.parametrize("keys", ["right", "left", "holes", "skewed"])
-def test_nan_in_padding_of_long_rows_is_never_read(backend, keys):
+def test_nan_in_padding_of_long_rows_is_never_read(backend, device, keys):
     """In the padding, and around each row in memory."""
     case = Case("", "", B=2, H=1, n_q=LENGTH, D=64, keys=keys, queries=True, causal=True, layout="sliced")
-    inputs = make_inputs(case, torch.float16, device_of(backend))
+    inputs = make_inputs(case, torch.float16, device)
     assert inputs.k.isnan().any()
     assert_right(inputs, run(inputs, backend.NAME))
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
-def test_more_heads_than_a_grid_dimension_takes(backend):
+@in_each_place
+def test_more_heads_than_a_grid_dimension_takes(backend, device):
     """A dimension of a grid ends at 65,535."""
-    inputs = make_inputs(Case("", "", B=B_LARGE, H=10, n_q=3, D=16, keys="right"), torch.float32, device_of(backend))
+    inputs = make_inputs(Case("", "", B=B_LARGE, H=10, n_q=3, D=16, keys="right"), torch.float32, device)
     assert_right(inputs, run(inputs, backend.NAME))
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
-def test_case_of_pytorch_196678(backend, record_property):
+@in_each_place
+def test_case_of_pytorch_196678(backend, device, record_property):
     """Rows whose lse is below -88.7: cuDNN's dq is NaN there with an attn_mask, if the length leaves 64 modulo 128."""
     case = Case("", "", B=1, H=1, n_q=704 if ON_GPU else 64, D=64, causal=True)
-    inputs = make_inputs(case, torch.float16 if device_of(backend) == "cpu" else torch.bfloat16, device_of(backend))
+    dtype = torch.bfloat16 if device == "cuda" and CUDA_TAKES_BF16 else torch.float16
+    inputs = make_inputs(case, dtype, device)
     for x, first in ((inputs.q, 1.0), (inputs.k, -120 * math.sqrt(case.D))):
         x.mul_(0.1)[..., 0] = first
     outputs = run(inputs, backend.NAME)

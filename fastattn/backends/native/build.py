@@ -198,7 +198,15 @@ class CudaModule(NativeModule):
             return exact
         before, _, after = self._parts_of_file_name()
         candidates = sorted(folder.glob(f"{glob.escape(before)}*.{glob.escape(after)}"))
-        return next((path for path in candidates if all(_has_code_for(gpu, path) for gpu in _gpus())), None)
+        return next((path for path in candidates if all(_is_made_for(gpu, path) for gpu in _gpus())), None)
+
+    def code_for(self, capability: tuple[int, int]) -> tuple[int, int]:
+        """The capability that the code was written for which a GPU of that capability runs: its own, or an older one.
+
+        Only TORCH_CUDA_ARCH_LIST may ask for code that leaves out what the GPU could do. Builds nothing.
+        """
+        known = [arch for arch in _chosen_archs() if re.fullmatch(_AN_ARCH, arch)]
+        return _newest_code(capability, known) or capability
 
     def unavailable_on(self, capability: tuple[int, int]) -> str | None:
         """Why nothing can be computed on a GPU of that capability, in one sentence, or None."""
@@ -255,7 +263,9 @@ MODULES = (CPU, CUDA)
 # GPUs. A capability is that of a GPU, such as (8, 6); an arch is what code is for, as TORCH_CUDA_ARCH_LIST has it.
 
 _ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
+_AN_ARCH = r"\d+\.\d(\+PTX)?"
 OLDEST_CAPABILITY = (7, 5)
+FIRST_WITH_BF16 = (8, 0)  # in code for older ones the kernels of bf16 are empty
 
 
 def _gpus() -> list[tuple[int, int]]:
@@ -297,16 +307,31 @@ def _runs_on(capability: tuple[int, int], arch: str) -> bool:
     return number <= capability and (number[0] == capability[0] or arch.endswith("+PTX"))
 
 
-def _has_code_for(capability: tuple[int, int], path: Path) -> bool:
-    """Whether the CUDA module in that file, whose name says what it is for, runs on such a GPU."""
+def _newest_code(capability: tuple[int, int], archs: list[str]) -> tuple[int, int] | None:
+    """What that GPU runs of the code for these archs, if anything."""
+    return max((_number(arch) for arch in archs if _runs_on(capability, arch)), default=None)
+
+
+def _archs_in(path: Path) -> list[str]:
+    """What the CUDA module in that file is for, as its name says."""
     (archs,) = re.findall(r"\.[0-9a-f]{12}\.(.+)\.torch-", path.name)
-    return any(_runs_on(capability, arch) for arch in archs.split("-"))
+    return archs.split("-")
+
+
+def _has_code_for(capability: tuple[int, int], path: Path) -> bool:
+    return _newest_code(capability, _archs_in(path)) is not None
+
+
+def _is_made_for(capability: tuple[int, int], path: Path) -> bool:
+    """Whether that GPU runs the module in that file, and with all that the kernels can do on it."""
+    code = _newest_code(capability, _archs_in(path))
+    return code is not None and (code >= FIRST_WITH_BF16 or capability < FIRST_WITH_BF16)
 
 
 def _obstacle_to_archs() -> str | None:
     chosen = _chosen_archs()
     for arch in chosen:
-        if not re.fullmatch(r"\d+\.\d(\+PTX)?", arch):
+        if not re.fullmatch(_AN_ARCH, arch):
             return f"{_ARCH_LIST} must list compute capabilities, such as '7.5;8.6+PTX', got {os.environ[_ARCH_LIST]!r}"
     gpus = [_number(arch) for arch in chosen] or _visible_gpus()
     if not gpus:

@@ -16,7 +16,7 @@ from . import build
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEAD_DIM = 256
-_AMPERE = (8, 0)  # the first with bf16, and the first that Triton compiles for
+_FIRST_OF_TRITON = (8, 0)  # that it compiles for
 
 
 _ALIGNMENT = 16  # bytes: of what the kernels copy at a time
@@ -43,8 +43,9 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
         found.append(f"needs compute capability {_text(build.OLDEST_CAPABILITY)} or later, got {_text(capability)}")
     if q.dtype not in _DTYPES:
         found.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
-    if q.dtype == torch.bfloat16 and capability < _AMPERE:
-        found.append(f"needs compute capability {_text(_AMPERE)} or later for bfloat16, got {_text(capability)}")
+    if q.dtype == torch.bfloat16 and (code := build.CUDA.code_for(capability)) < build.FIRST_WITH_BF16:
+        got = _text(capability) if code == capability else f"code for {_text(code)} by TORCH_CUDA_ARCH_LIST"
+        found.append(f"needs compute capability {_text(build.FIRST_WITH_BF16)} or later for bfloat16, got {got}")
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if dim > _LARGEST_HEAD_DIM:
             found.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
@@ -60,9 +61,13 @@ def unavailable(device: torch.device) -> str | None:
 
 def by_name_only(device: torch.device) -> str | None:
     """One sentence where the Triton backend runs."""
-    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < _AMPERE or not _triton_is_there():
+    if (
+        torch.version.cuda is None
+        or torch.cuda.get_device_capability(device) < _FIRST_OF_TRITON
+        or not _triton_is_there()
+    ):
         return None
-    return f"serves by name where Triton runs: on compute capability {_text(_AMPERE)} and later"
+    return f"serves by name where Triton runs: on compute capability {_text(_FIRST_OF_TRITON)} and later"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

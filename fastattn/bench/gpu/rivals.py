@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import Mask
-from fastattn.backends import BACKENDS
+from fastattn.backends import BACKENDS, backend_by_name, objections
 from fastattn.testing import Inputs
 
 from ..cases import Problem
@@ -18,18 +18,34 @@ from ..rivals import Contender, contenders, leaves_of, without_nan
 
 _WITH_TABLES = ("SDPA math", "naive")
 _LARGEST_TABLE_BYTES = 10 * 2**30  # a backward pass holds several, and both of them theirs at the same time
+_RIVALS_OF_NATIVE = ("SDPA flash", "SDPA efficient")  # which its targets are about, so that it takes no longer
 _TOLD_TO_FLEX = {"causal", "real_keys", "real_queries"}
 
 
-def gpu_contenders(problem: Problem) -> list[Contender]:
-    """Those of the standard suite that are fused and for this device, and at the attention level those of this file."""
-    device, reference = problem.inputs.q.device, BACKENDS[-1]
-    left_out = {f"fastattn {b.NAME}" for b in BACKENDS if b is reference or not b.features(device)}
+def gpu_contenders(problem: Problem, only: str | None = None) -> list[Contender]:
+    """Those of the standard suite that are fused and for this device, and at the attention level those of this file.
+
+    Args:
+        only: the one backend of fastattn, asked for by its name; None for those that serve there without being named.
+    """
+    device, level, fused = problem.inputs.q.device, problem.job.level, BACKENDS[:-1]
+    chosen = [only] if only else [b.NAME for b in fused if b.features(device) and not b.by_name_only(device)]
+    left_out = {f"fastattn {b.NAME}" for b in BACKENDS if b.NAME not in chosen}
     standard = [_if_it_fits(c, problem.inputs) for c in contenders(problem) if c.name not in left_out]
-    if problem.job.level != "attention":
+    if level != "attention":
         return standard
+    if only:
+        standard = [_by_name(c, only, problem.inputs) if c.name == f"fastattn {only}" else c for c in standard]
+    if only == "native":
+        return [c for c in standard if c.family == "fastattn" or c.name in _RIVALS_OF_NATIVE]
     inputs = without_nan(problem.inputs)
     return standard + [_flex(inputs)] + [add(inputs) for package, add in _PACKAGES.items() if _installed(package)]
+
+
+def _by_name(contender: Contender, backend: str, inputs: Inputs) -> Contender:
+    """The contender with the objections of a backend that was asked for by name: the standard suite does not ask so."""
+    found = objections(backend_by_name(backend), inputs.q, inputs.k, inputs.v, inputs.spec())
+    return replace(contender, refusal="; ".join(found) or None)
 
 
 def _if_it_fits(contender: Contender, inputs: Inputs) -> Contender:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -25,12 +26,13 @@ LIMIT_S = 90.0  # of one task: the largest shapes take fp64 and the plain formul
 _BUDGET_S = {"cuda": 0.8, "cpu": 0.0}  # for all rounds of one job
 _COPIED_BYTES = {"cuda": 2**32, "cpu": 2**20}
 _WHOLE_MODELS = "bert"  # the case that a layer and an encoder are trained on
+_OF_NATIVE = re.compile(r"D(64|128)-N(2048|4096|16384)-(full|causal|pad)|bert|launch")  # what its targets are about
 _DRY = ("D128-N4096-causal", "bert", "launch", "left-causal", "bias-N1024")
 
 
-def tasks(device: str, dry: bool) -> list[Task]:
-    """Every task by its name, a dry run's in a small size."""
-    return [Task(name, LIMIT_S) for name in [CEILINGS, *_jobs(dry)]]
+def tasks(device: str, dry: bool, only: str | None = None) -> list[Task]:
+    """Every task by its name, a dry run's in a small size, and those of native fewer."""
+    return [Task(name, LIMIT_S) for name in [CEILINGS, *_jobs(dry, only)]]
 
 
 def to_compile(tasks: list[Task], dry: bool) -> list[Task]:
@@ -45,9 +47,9 @@ def serve(
     """Measures each task. Ends early when the GPU is lost to this process.
 
     Args:
-        only: the backend of fastattn to measure, None for all.
+        only: the backend of fastattn to measure, None for all that serve by themselves.
     """
-    jobs = _jobs(dry)
+    jobs = _jobs(dry, only)
     for name in names:
         if name == CEILINGS:
             answer(_ceilings(device))
@@ -66,7 +68,7 @@ def serve_compiling(names: Iterator[str], answer: Callable[[Rows], None], device
     for name in names:
         job = replace(jobs[name], level="attention")
         problem = Problem(job, inputs_of(job.case, job.dtype, device, drawn_there=True), {}, {}, 0.0, {})
-        for contender in _chosen(gpu_contenders(problem), only):
+        for contender in gpu_contenders(problem, only):
             _compile(contender, job.case)
         answer([])
 
@@ -80,16 +82,18 @@ def gpu_answers() -> bool:
         return False
 
 
-def _jobs(dry: bool) -> dict[str, Job]:
+def _jobs(dry: bool, only: str | None = None) -> dict[str, Job]:
     """The jobs by name, in order."""
     cases = [case for case in CASES if case.timed == "gpu" and (not dry or case.name in _DRY)]
+    if only == "native":
+        cases = [case for case in cases if _OF_NATIVE.fullmatch(case.name)]
     found: list[Job] = []
     for case in map(_shrunk, cases) if dry else cases:
         if case.name == LAUNCH:
             found.append(Job(LAUNCH, case, DTYPE, "forward"))
             continue
         found += [Job("attention", case, DTYPE, timed) for timed in (PASSES if case.n_q > 1 else ("forward",))]
-        if case.name == _WHOLE_MODELS:
+        if case.name == _WHOLE_MODELS and only != "native":  # which no module chooses there
             found += [Job(level, case, DTYPE, "forward+backward") for level in ("layer", "encoder")]
     return {str(job): job for job in found}
 
@@ -101,15 +105,9 @@ def _shrunk(case: Case) -> Case:
     return replace(case, B=min(case.B, 3), H=2, H_kv=case.H_kv and 1, n_q=n_q, n_k=n_k, D=16, bias=bias)
 
 
-def _chosen(contenders: list[Contender], only: str | None) -> list[Contender]:
-    return [c for c in contenders if only is None or c.family != "fastattn" or c.name == f"fastattn {only}"]
-
-
 def _measure(job: Job, device: str, only: str | None) -> Rows:
     problem = make_problem(job, device, outer_heads=device == "cuda", drawn_there=True)
-    candidates = gpu_contenders(problem)
-    if job.level == "attention":
-        candidates = _chosen(candidates, only)
+    candidates = gpu_contenders(problem, only)
     return [_as_dict(row) for row in measure_problem(problem, candidates, device, _BUDGET_S[device])]
 
 
@@ -131,7 +129,7 @@ def _ceilings(device: str) -> Rows:
 def _launch(job: Job, device: str, only: str | None) -> Rows:
     """What a caller waits for a call so small that the GPU has nothing to do, and what a CUDA graph makes of it."""
     problem = make_problem(replace(job, level="attention"), device, drawn_there=True)
-    backends = [c for c in _chosen(gpu_contenders(problem), only) if c.family == "fastattn" and not c.refusal]
+    backends = [c for c in gpu_contenders(problem, only) if c.family == "fastattn" and not c.refusal]
     rows: Rows = []
     for timed in ("forward", "forward+backward"):
         timed_job = replace(job, timed=timed)

@@ -24,6 +24,9 @@ _PADDED = {"D128-N2048-pad": "D128-N2048-full", "D64-N2048-pad": "D64-N2048-full
 _PADDED_SHARE = 0.9
 _PADDED_SPEED_UPS = {"SDPA efficient": 2.5, "SDPA cudnn": 1.2}  # over both passes together
 _LAUNCH_US = {"forward": 30.0, "forward+backward": 60.0}  # beyond what SDPA takes
+_NATIVE_SHARE_OF_FLASH = {"forward": 0.7, "backward": 0.6}
+_NATIVE_LENGTHS = (2048, 4096, 16384)
+_NATIVE_PADDED_SPEED_UP = 1.5  # over SDPA efficient, both passes together
 _ROUNDING_MIB = 1.0  # of the allocator
 
 
@@ -39,7 +42,9 @@ class Outcome:
 def outcomes(rows: Rows) -> list[Outcome]:
     """Every promise, held against the rows of one stage."""
     right = [row for row in rows if row["verdict"] == "right" and "case" in row]
-    return [*_rates(right), *_padding(right), *_launch(right), *_memory(right)]
+    if any(row["stage"] == "cuda" for row in rows):
+        return [*_native(right), *_graphs(right)]
+    return [*_rates(right), *_padding(right), *_launch(right), *_graphs(right), *_memory(right)]
 
 
 def ours(rows: Rows, case: str, timed: str, level: str = "attention") -> Row | None:
@@ -88,13 +93,31 @@ def _padding(rows: Rows) -> Iterator[Outcome]:
             share = pair[0]["tflops"] / pair[1]["tflops"] if all(pair) else None
             promise = f"{padded} {timed}: useful TFLOP/s at least {_PADDED_SHARE:.0%} of those without padding"
             yield _compared(promise, None if share is None else 100 * share, " %", 100 * _PADDED_SHARE)
+    yield from _padded_speed_ups(rows, _PADDED_SPEED_UPS)
+
+
+def _padded_speed_ups(rows: Rows, speed_ups: dict[str, float]) -> Iterator[Outcome]:
     for case in (*_PADDED, "bert"):
-        for rival, least in _PADDED_SPEED_UPS.items():
-            passes = [(of_contender(rows, rival, case, t), ours(rows, case, t)) for t in ("forward", "backward")]
-            figure = None
-            if all(map(all, passes)):
-                figure = sum(median_ms(theirs) for theirs, _ in passes) / sum(median_ms(our) for _, our in passes)
+        for rival, least in speed_ups.items():
+            figure = _speed_up(rows, rival, case, ("forward", "backward"))
             yield _compared(f"{case}, both passes: at least {least} times as fast as {rival}", figure, "x", least)
+
+
+def _speed_up(rows: Rows, rival: str, case: str, passes: tuple[str, ...]) -> float | None:
+    """How many times as fast as a rival we are in these passes together; None where one was not measured."""
+    pairs = [(of_contender(rows, rival, case, timed), ours(rows, case, timed)) for timed in passes]
+    if not all(map(all, pairs)):
+        return None
+    return sum(median_ms(theirs) for theirs, _ in pairs) / sum(median_ms(our) for _, our in pairs)
+
+
+def _native(rows: Rows) -> Iterator[Outcome]:
+    """The targets of the native backend on a GPU that has faster ones."""
+    for timed, least in _NATIVE_SHARE_OF_FLASH.items():
+        for case in (f"D{D}-N{N}-{mask}" for D in (128, 64) for N in _NATIVE_LENGTHS for mask in ("full", "causal")):
+            figure = _speed_up(rows, "SDPA flash", case, (timed,))
+            yield _compared(f"{case} {timed}: at least {least} times as fast as SDPA flash", figure, "x", least)
+    yield from _padded_speed_ups(rows, {"SDPA efficient": _NATIVE_PADDED_SPEED_UP})
 
 
 def _launch(rows: Rows) -> Iterator[Outcome]:
@@ -102,6 +125,9 @@ def _launch(rows: Rows) -> Iterator[Outcome]:
         pair = ours(rows, "launch", timed, "launch"), of_contender(rows, "SDPA", "launch", timed, "launch")
         figure = 1e3 * (median_ms(pair[0]) - median_ms(pair[1])) if all(pair) else None
         yield _compared(f"launch of {timed}: at most SDPA's and {most:.0f} us", figure, " us more", -1e9, most)
+
+
+def _graphs(rows: Rows) -> Iterator[Outcome]:
     for timed in _LAUNCH_US:
         graphs = [row for row in _of(rows, "launch", "launch", timed) if _is_graph(row)]
         figure = min((1e3 * median_ms(row) for row in graphs), default=None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 from .compiling import compile_only
@@ -15,31 +17,49 @@ from .crew import Rows, Task
 from .results import REPOSITORY
 from .speed import gpu_answers
 
-TEST_FILES = ("tests/test_conformance.py", "tests/test_truth.py", "tests/test_triton.py")
+TEST_FILES = (
+    "tests/test_conformance.py",
+    "tests/test_truth.py",
+    "tests/test_streams_and_graphs.py",
+    "tests/test_triton.py",
+)
 _FOR_OTHER_GPUS = "test_kernels_compile_and_fit"  # for those that are not there
 FIRST = "an import, and one case on each backend"
-SANITIZER_TOOLS = ("memcheck", "racecheck")
-_FIRST_CASE = "test_case_is_right_or_refused[{}-plain-torch.bfloat16]"
+SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck")
+ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
+_FIRST_CASE = re.compile(r"test_case_is_right_or_refused\[.*-plain-torch\.bfloat16]")
+_OF_STAGE_CUDA = ("native", "cuda")  # too much to compile and to run for a stage that is about all
 _DRY = ("one-query-torch.float16", "test_case_of_pytorch_196678")
 _SANITIZED = ("plain", "pad-queries-causal", "segments-causal", "everything")
 _FOUND_ERRORS = 99  # the exit code that the sanitizer is asked for
 _NOTE_LENGTH = 600
 
 
-def serve(names: Iterator[str], answer: Callable[[Rows], None], device: str, compiling: bool = False) -> None:
+def serve(
+    names: Iterator[str],
+    answer: Callable[[Rows], None],
+    device: str,
+    compiling: bool = False,
+    only: str | None = None,
+    archs: str = "",
+) -> None:
     """Runs tests by their pytest ids, and `FIRST`, whose rows are those of the first tests and one with all ids.
 
     Args:
         compiling: only compile what the tests launch; nothing is answered then.
+        only: the backend that the first tests and the ids are about, None for all.
+        archs: the code that the native CUDA module has, as TORCH_CUDA_ARCH_LIST has it; the names are then `named`.
     """
     import pytest
 
+    if archs:
+        os.environ[ARCH_LIST] = archs
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     # The configuration of pyproject.toml asks for plugins that a machine with a GPU need not have.
     options = ["-c", os.devnull, f"--rootdir={REPOSITORY}", "-q", "-p", "no:cacheprovider"]
     files = [str(REPOSITORY / path) for path in TEST_FILES]
     with compile_only() if compiling else nullcontext():
-        runner = _Runner(names, (lambda rows: answer([])) if compiling else answer, device)
+        runner = _Runner(names, (lambda rows: answer([])) if compiling else answer, device, only, archs)
         status = pytest.main([*options, *files], plugins=[runner])
     if not runner.begun:
         raise SystemExit(f"pytest found nothing to run (exit code {status})")
@@ -48,8 +68,10 @@ def serve(names: Iterator[str], answer: Callable[[Rows], None], device: str, com
 class _Runner:
     """A plugin that runs the tests it is told to, one by one, instead of all."""
 
-    def __init__(self, names: Iterator[str], answer: Callable[[Rows], None], device: str) -> None:
-        self.names, self.answer, self.device = names, answer, device
+    def __init__(
+        self, names: Iterator[str], answer: Callable[[Rows], None], device: str, only: str | None, archs: str
+    ) -> None:
+        self.names, self.answer, self.device, self.only, self.archs = names, answer, device, only, archs
         self.begun = False
         self.reports: list = []
 
@@ -58,10 +80,11 @@ class _Runner:
         items = {item.nodeid: item for item in session.items if _FOR_OTHER_GPUS not in item.nodeid}
         for name in self.names if self.begun else ():
             if name == FIRST:
-                first = [id_ for id_ in items if any(id_.endswith(_FIRST_CASE.format(b)) for b in backend_names())]
-                self.answer([{"ids": list(items)}, *(self._run(items[id_]) for id_ in first)])
+                ids = [id_ for id_ in items if belongs(id_, self.only, self.device)]
+                first = [id_ for id_ in ids if _FIRST_CASE.search(id_)]
+                self.answer([{"ids": ids}, *(self._run(items[id_]) for id_ in first)])
                 continue
-            row = self._run(items[name])
+            row = self._run(items[name.removesuffix(named("", self.archs))])
             self.answer([row])
             if row["verdict"] == "wrong" and self.device == "cuda" and not gpu_answers():
                 break
@@ -93,10 +116,24 @@ def backend_names() -> list[str]:
     return [backend.NAME for backend in BACKENDS]
 
 
+def named(task: str, archs: str) -> str:
+    """The name of a task that runs the native CUDA module with code for these archs; as it is for this GPU's own."""
+    return f"{task} for {archs}" if archs else task
+
+
+def belongs(id_: str, only: str | None, device: str) -> bool:
+    """Whether a test is part of a stage that is about one backend on a device, or of one about all."""
+    places = list(pairwise(_parameters(id_)))
+    return (only, device) in places if only else _OF_STAGE_CUDA not in places
+
+
 def compiles(id_: str, fused: list[str]) -> bool:
     """Whether a test launches kernels that are compiled at run time: those of these backends, by its parameters."""
-    parameters = id_.partition("[")[2].rstrip("]").split("-")
-    return any(name in parameters for name in fused)
+    return any(name in _parameters(id_) for name in fused)
+
+
+def _parameters(id_: str) -> list[str]:
+    return id_.partition("[")[2].rstrip("]").split("-")
 
 
 def in_dry_run(id_: str) -> bool:
@@ -148,8 +185,9 @@ def _run_small_cases(backend: str) -> None:
     from fastattn.testing import CASES, make_inputs, run
 
     for case in (case for case in CASES if case.name in _SANITIZED):
-        run(make_inputs(case, torch.float16, "cuda"), backend)
-        torch.cuda.synchronize()
+        for dtype in (torch.float16, torch.float32):
+            run(make_inputs(case, dtype, "cuda"), backend)
+            torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

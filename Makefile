@@ -1,6 +1,7 @@
 # make demo | test | properties | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
 # make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch
 # make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
+# make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties lint docs bench gpu native-test sanitize valgrind aarch64 scaling clean
+.PHONY: demo test properties lint docs bench gpu native-test sanitize valgrind aarch64 scaling cuda-model-test clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -86,6 +87,27 @@ $(NATIVE)/kernels_test-aarch64: $(KERNELS_TEST) $(NATIVE_HEADERS)
 $(NATIVE)/scaling: benchmarks/scaling.cpp $(KERNELS) $(NATIVE_HEADERS)
 	@mkdir -p $(@D)
 	$(NATIVE_CXX) -O2 $< $(KERNELS) -o $@
+
+# For each compute capability that the kernels tell apart, plain and sanitized. A variable that is read before it is
+# written holds no zero by chance, where the compiler can see to that.
+CUDA_MODEL := build/cuda_model
+CUDA_MODEL_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh tests/cuda_model/*.h tests/native/*.h)
+CUDA_MODEL_FLAGS := -std=c++20 -Wall -Wextra -Itests/cuda_model \
+    $(shell g++ -ftrivial-auto-var-init=pattern -E -x c++ /dev/null >/dev/null 2>&1 && echo -ftrivial-auto-var-init=pattern)
+
+cuda-model-test: $(foreach build,75 80 75-sanitized 80-sanitized,$(CUDA_MODEL)/model_test-$(build))
+	set -e; for test in $^; do $$test; done
+
+define cuda_model_of_capability
+$(CUDA_MODEL)/%-$(1): tests/cuda_model/%.cpp $(CUDA_MODEL_HEADERS)
+	@mkdir -p $$(@D)
+	g++ $(CUDA_MODEL_FLAGS) -O2 -g -DFASTATTN_MODEL_CAPABILITY=$(1) $$< -o $$@
+
+$(CUDA_MODEL)/%-$(1)-sanitized: tests/cuda_model/%.cpp $(CUDA_MODEL_HEADERS) $(SANITIZING_CXX)
+	@mkdir -p $$(@D)
+	$(SANITIZING_CXX) $(CUDA_MODEL_FLAGS) -DFASTATTN_MODEL_CAPABILITY=$(1) $$< -o $$@
+endef
+$(foreach capability,75 80,$(eval $(call cuda_model_of_capability,$(capability))))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastattn/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

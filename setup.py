@@ -1,6 +1,8 @@
-"""Adds to pyproject.toml what it cannot say: the native CPU module, built where torch and a C++ compiler are at hand.
+"""Adds to pyproject.toml what it cannot say: the native modules, built where torch and their compilers are at hand.
 
-Everywhere else the installation is pure Python, and the first use of the native backend compiles the module.
+The CPU module is built wherever it can be, the CUDA module where FASTATTN_BUILD_CUDA=1 asks for it, since that takes
+minutes: for the GPUs in TORCH_CUDA_ARCH_LIST, or else of this machine. Everywhere else the installation is pure Python,
+and the first use of a module compiles it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.errors import CompileError
 
 HERE = Path(__file__).resolve().parent
@@ -19,8 +21,8 @@ HERE = Path(__file__).resolve().parent
 
 def load_by_path(path: Path) -> ModuleType:
     """The module in that file; importing it the usual way would import fastattn, and so torch."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(f"fastattn_{path.stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where its dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
@@ -28,43 +30,65 @@ def load_by_path(path: Path) -> ModuleType:
 native = load_by_path(HERE / "fastattn" / "backends" / "native" / "build.py")
 
 
-def native_module() -> dict:
-    """The arguments of setup() that build the native module; none, and a sentence on stderr, where that cannot be."""
+def native_modules() -> dict:
+    """The arguments of setup() that build the native modules; a sentence on stderr tells of each that cannot be."""
+    wanted = native.MODULES if os.environ.get("FASTATTN_BUILD_CUDA") == "1" else (native.CPU,)
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        import torch  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a torch whose shared libraries are missing
-        return without_native_module(f"torch cannot be imported here ({error})")
-    if why := native.obstacle():
-        return without_native_module(why)
+        for module in wanted:
+            say_without(module, f"torch cannot be imported here ({error})")
+        return {}
+    buildable = []
+    for module in wanted:
+        if why := module.obstacle():
+            say_without(module, why)
+        else:
+            os.environ |= module.environment()  # which cpp_extension reads when it is imported
+            buildable.append(module)
+    return built(buildable) if buildable else {}
+
+
+def built(modules: list) -> dict:
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    def module_of(name: str) -> object:
+        return next(module for module in modules if module.stem == name.rpartition(".")[2])
 
     class BuildNative(BuildExtension):
         def get_ext_filename(self, fullname: str) -> str:
-            return os.path.join(*fullname.split(".")[:-1], native.file_name())
+            return os.path.join(*fullname.split(".")[:-1], module_of(fullname).file_name())
 
-        def build_extension(self, ext: CppExtension) -> None:
-            target = Path(self.get_ext_fullpath(ext.name))
-            for other in set(target.parent.glob(native.ANY_FILE)) - {target}:
+        def build_extension(self, ext: Extension) -> None:
+            module, target = module_of(ext.name), Path(self.get_ext_fullpath(ext.name))
+            for other in set(target.parent.glob(module.any_file)) - {target}:
                 other.unlink()  # left in build/ by another torch or older sources, it would travel in the wheel
+            os.makedirs(self.build_temp, exist_ok=True)
+            ext.extra_link_args += module.linker_flags(self.build_temp)
             try:
                 super().build_extension(ext)
             except RuntimeError as error:  # what torch makes of a compile error; `optional` knows only this one:
                 raise CompileError(str(error)) from error
 
     sources = native.source_dir().relative_to(HERE)
-    extension = CppExtension(
-        native.MODULE,
-        [str(sources / source) for source in native.SOURCES],
-        depends=[str(sources / header) for header in native.headers()],
-        extra_compile_args=native.COMPILE_FLAGS,
-        extra_link_args=native.LINK_FLAGS,
-        optional=True,  # a failed compile leaves a pure installation
+    extensions = [
+        (CUDAExtension if "nvcc" in module.flags else CppExtension)(
+            module.name,
+            [str(sources / source) for source in module.sources],
+            depends=[str(sources / header) for header in module.headers()],
+            extra_compile_args=module.compile_flags(),
+            optional=True,  # a failed compile leaves a pure installation
+        )
+        for module in modules
+    ]
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildNative}}
+
+
+def say_without(module: object, why: str) -> None:
+    print(
+        f"fastattn: installing without the native {module.device} module, which its first use compiles: {why}",
+        file=sys.stderr,
     )
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildNative}}
 
 
-def without_native_module(why: str) -> dict:
-    print(f"fastattn: installing without the native CPU module, which its first use compiles: {why}", file=sys.stderr)
-    return {}
-
-
-setup(packages=[*find_packages(include=["fastattn", "fastattn.*"]), "fastattn._csrc"], **native_module())
+setup(packages=[*find_packages(include=["fastattn", "fastattn.*"]), "fastattn._csrc"], **native_modules())

@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastattn.backends.native import build
 
 _DTYPES = ("fp32", "bf16", "fp16")  # the names in bench.cases.DTYPES, which parsing need not import
 _A_NAME = "attention L512-pad fp32 backward"
@@ -57,9 +61,15 @@ def _parser() -> argparse.ArgumentParser:
 
     build = commands.add_parser(
         "build",
-        help="compile the native CPU backend now instead of on first use",
-        description="Compiles the native CPU backend for the installed torch, unless that has been done, and says "
-        "where it lies. Without this command the first call that needs it does the same.",
+        help="compile the native backend now instead of on first use",
+        description="Compiles the native backend for the installed torch, unless that has been done, and says where it "
+        "lies. Without this command the first call that needs it does the same. Its CUDA part is compiled where it "
+        "serves the GPUs of this machine, which takes minutes.",
+    )
+    build.add_argument(
+        "--cuda",
+        action="store_true",
+        help="the CUDA part in any case: for the GPUs of this machine, or those in TORCH_CUDA_ARCH_LIST",
     )
     build.set_defaults(run=_build)
 
@@ -140,20 +150,31 @@ def _info(args: argparse.Namespace) -> int:
     print(", ".join(f"{name} {value}" for name, value in versions().items()))
     print(", ".join(f"{name} {value}" for name, value in machine(devices[-1]).items()))
     for backend in BACKENDS:
-        state = _native_state() if backend is native else backend.unavailable() or "ready"
-        print(f"\n{backend.NAME}: {state}")
+        if backend is native:
+            print(f"\n{backend.NAME}:", *_native_states(), sep="\n  ")
+        else:
+            print(f"\n{backend.NAME}: {backend.unavailable(torch.device(devices[-1])) or 'ready'}")
         for device in devices:
             print(f"  {device}: {_backend_on(backend, device)}")
     return 0
 
 
 def _build(args: argparse.Namespace) -> int:
-    from fastattn.backends.native import build, capability
+    import torch
 
-    start = time.perf_counter()
-    if why := build.unavailable():
-        raise CommandError(why)
-    print(f"{build.state()} ({time.perf_counter() - start:.1f} s, instruction set {capability()})")
+    from fastattn.backends import native
+    from fastattn.backends.native import build
+
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    serves_gpus = any(native.by_name_only(gpu) is None for gpu in gpus)
+    for module in build.MODULES if args.cuda or serves_gpus else (build.CPU,):
+        start = time.perf_counter()
+        if why := module.unavailable():
+            if module is build.CPU or args.cuda:
+                raise CommandError(why)
+            print(f"{module.device}: {why}")
+        else:
+            print(f"{module.device}: {_module_state(module)} ({time.perf_counter() - start:.1f} s)")
     return 0
 
 
@@ -195,13 +216,15 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _check_limit(args: argparse.Namespace, device: str) -> None:
     """Says no where the limit suite cannot be run as asked."""
+    import torch
+
     from fastattn.backends import native
 
     if device != "cpu":
         args.usage_error(f"--device must be cpu for --suite limit, got {device}")
     if args.quick:
         args.usage_error("--quick is for --suite standard; --filter shortens --suite limit")
-    if why := native.unavailable():
+    if why := native.unavailable(torch.device(device)):
         raise CommandError(f"--suite limit times the native backend, which cannot be had: {why}")
 
 
@@ -260,13 +283,19 @@ def _promises() -> str:
     return "\n".join([*lines, "", f"All features: {', '.join(sorted(FEATURES))}."])
 
 
-def _native_state() -> str:
-    """How the native module stands, without building it."""
-    from fastattn.backends.native import build, capability
+def _native_states() -> list[str]:
+    """How each native module stands, without building it."""
+    from fastattn.backends.native import build
 
-    state = build.state()
+    return [f"{module.device} module: {_module_state(module)}" for module in build.MODULES]
+
+
+def _module_state(module: build.NativeModule) -> str:
+    from fastattn.backends.native import build, cpu
+
+    state = module.state()
     is_built = state.startswith(("built", "cached"))
-    return f"{state}; instruction set {capability()}" if is_built else state
+    return f"{state}; instruction set {cpu.capability()}" if is_built and module is build.CPU else state
 
 
 if __name__ == "__main__":

@@ -131,13 +131,13 @@ def test_named_backend_is_used_or_refused(lacking):
 
 
 def test_backend_that_cannot_run_here_is_an_objection(monkeypatch):
-    monkeypatch.setattr(native, "unavailable", lambda: "needs a C++ compiler, found none")
+    monkeypatch.setattr(native, "unavailable", lambda device: "needs a C++ compiler, found none")
     with pytest.warns(FallbackWarning, match="native: needs a C\\+\\+ compiler, found none"):
         fastattn.attention(Q, K, K)
 
 
 def test_a_backend_that_is_not_asked_is_not_built(monkeypatch):
-    def build():
+    def build(device):
         raise AssertionError("built for a call it does not take")
 
     monkeypatch.setattr(native, "unavailable", build)

@@ -32,9 +32,9 @@ PyMODINIT_FUNC PyInit__native_cpu() {
 """The sources listed in build.py are this one and empty files."""
 
 LOAD_BUILD = f"""
-import importlib.util
+import importlib.util, sys
 spec = importlib.util.spec_from_file_location("build", "{BUILD_FILE.as_posix()}")
-build = importlib.util.module_from_spec(spec)
+build = sys.modules["build"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
 """
 
@@ -159,7 +159,7 @@ def test_wheel_with_torch_carries_the_one_module_that_is_then_loaded(stand_in, t
     wheel, _ = wheel_of(stand_in)
     (module,) = compiled(wheel)
     wheel.extractall(tmp_path / "installed")
-    code = "print(build.load().answer, build.load().__file__, build.state(), sep='\\n')"
+    code = "print(build.CPU.load().answer, build.CPU.load().__file__, build.CPU.state(), sep='\\n')"
     out, err = finish(start(tmp_path / "installed", code, CXX="/nonexistent/c++"))
     answer, file, state = out.splitlines()
     assert answer == "2"
@@ -169,7 +169,10 @@ def test_wheel_with_torch_carries_the_one_module_that_is_then_loaded(stand_in, t
 
 
 def test_first_use_compiles_once_and_the_next_process_finds_it(stand_in):
-    code = "print(build.state(), build.load().answer, build.load() is build.load(), build.unavailable(), sep='|')"
+    code = """
+cpu = build.CPU
+print(cpu.state(), cpu.load().answer, cpu.load() is cpu.load(), cpu.unavailable(), sep="|")
+"""
     first_out, first_err = finish(start(stand_in, code))
     assert first_out.startswith("not built yet: `fastattn build`")
     assert first_out.endswith("|1|True|None")
@@ -182,7 +185,7 @@ def test_first_use_compiles_once_and_the_next_process_finds_it(stand_in):
 
 
 def test_two_processes_at_once_compile_once(stand_in):
-    both = [start(stand_in, "print(build.load().answer)") for _ in range(2)]
+    both = [start(stand_in, "print(build.CPU.load().answer)") for _ in range(2)]
     results = [finish(process) for process in both]
     assert [out for out, _ in results] == ["1", "1"]
     assert sum("compiling" in err for _, err in results) == 1
@@ -191,26 +194,26 @@ def test_two_processes_at_once_compile_once(stand_in):
 
 def test_module_for_other_sources_or_another_torch_is_never_loaded(stand_in):
     (stand_in / "fastattn" / "_native_cpu.000000000000.torch-1.0.so").write_bytes(b"would crash")
-    out, err = finish(start(stand_in, "print(build.load().answer)"))
+    out, err = finish(start(stand_in, "print(build.CPU.load().answer)"))
     assert out == "1"
     assert "the installed one is for another torch or other sources" in err
     change_answer(stand_in)
-    out, err = finish(start(stand_in, "print(build.load().answer)"))
+    out, err = finish(start(stand_in, "print(build.CPU.load().answer)"))
     assert out == "2"
     assert "compiling" in err
-    out, _ = finish(start(stand_in, "import torch; torch.__version__ += '.other'; print(build.state())"))
+    out, _ = finish(start(stand_in, "import torch; torch.__version__ += '.other'; print(build.CPU.state())"))
     assert out.startswith("not built yet")
     (stand_in / "csrc" / "new.h").write_text("")
-    out, _ = finish(start(stand_in, "print(build.state())"))
+    out, _ = finish(start(stand_in, "print(build.CPU.state())"))
     assert out.startswith("not built yet")
 
 
 def test_compile_error_is_a_sentence_with_a_log_and_is_not_repeated(stand_in):
     (stand_in / "csrc" / "binding.cpp").write_text("this is not C++")
-    code = "print(build.unavailable()); print(build.unavailable()); print(build.state())"
+    code = "print(build.CPU.unavailable()); print(build.CPU.unavailable()); print(build.CPU.state())"
     out, err = finish(start(stand_in, code))
     sentence, again, state = out.splitlines()
-    assert sentence.startswith("the native module did not compile (the compiler's messages are in ")
+    assert sentence.startswith("the native CPU module did not compile (the compiler's messages are in ")
     assert again == sentence
     assert err.count("compiling") == 1
     (log,) = (stand_in.parent / "cache").rglob("*.log")
@@ -223,9 +226,9 @@ def test_compile_error_is_a_sentence_with_a_log_and_is_not_repeated(stand_in):
 def test_without_a_compiler_load_raises_the_sentence_of_unavailable(stand_in):
     code = """
 try:
-    build.load()
+    build.CPU.load()
 except RuntimeError as error:
-    print(error, build.unavailable(), build.state(), sep="|")
+    print(error, build.CPU.unavailable(), build.CPU.state(), sep="|")
 """
     out, err = finish(start(stand_in, code, CXX="/nonexistent/c++"))
     raised, sentence, state = out.split("|")
@@ -239,15 +242,15 @@ except RuntimeError as error:
 
 
 def test_missing_ninja_is_a_sentence(stand_in):
-    out, err = finish(start(stand_in, "import sys; sys.modules['ninja'] = None; print(build.unavailable())"))
+    out, err = finish(start(stand_in, "import sys; sys.modules['ninja'] = None; print(build.CPU.unavailable())"))
     assert out == "the package ninja, which torch builds with, is not installed (pip install ninja)"
     assert err == ""
 
 
 def test_cache_that_cannot_be_written_is_a_sentence(stand_in, tmp_path):
     (tmp_path / "file").write_text("")
-    out, err = finish(start(stand_in, "print(build.unavailable())", TORCH_EXTENSIONS_DIR=str(tmp_path / "file")))
-    assert out.startswith(f"the native module cannot be kept in {tmp_path / 'file' / 'fastattn'}")
+    out, err = finish(start(stand_in, "print(build.CPU.unavailable())", TORCH_EXTENSIONS_DIR=str(tmp_path / "file")))
+    assert out.startswith(f"the native CPU module cannot be kept in {tmp_path / 'file' / 'fastattn'}")
     assert out.endswith("set TORCH_EXTENSIONS_DIR elsewhere")
     assert err == ""
 
@@ -271,13 +274,14 @@ class Reasons(torch.utils.data.Dataset):
     def __len__(self):
         return 1
     def __getitem__(self, i):
-        return build.unavailable()
+        return build.CPU.unavailable()
 (reason,), = torch.utils.data.DataLoader(Reasons(), num_workers=1, multiprocessing_context="fork")
 print(reason)
 """
     out, err = finish(start(stand_in, code))
     assert (
-        out == "the native module is not built yet, and a DataLoader worker builds nothing: run `fastattn build` first"
+        out
+        == "the native CPU module is not built yet, and a DataLoader worker builds nothing: run `fastattn build` first"
     )
     assert err == ""
     assert not (stand_in.parent / "cache").exists()

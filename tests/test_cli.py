@@ -97,7 +97,7 @@ def test_table_of_the_readme_is_what_the_backends_say(capsys, monkeypatch):
 
 def test_table_tells_a_backend_that_takes_less(capsys, monkeypatch):
     monkeypatch.setattr(native, "features", lambda device: frozenset({"window", "causal"}))
-    monkeypatch.setattr(native, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(native.cpu, "_DTYPES", (torch.float32,))
     assert main(["info", "--markdown"]) == 0
     assert f"| `native` | {native.WHERE} | causal, window | fp32 | all |\n" in capsys.readouterr().out
 
@@ -106,22 +106,24 @@ def test_info_builds_nothing(monkeypatch, capsys):
     def never(*args):
         raise AssertionError("info must not build")
 
-    monkeypatch.setattr(native.build, "load", never)
-    monkeypatch.setattr(native.build, "unavailable", never)
-    monkeypatch.setattr(native.build, "state", lambda: "not built yet: `fastattn build` builds it")
+    monkeypatch.setattr(native.build.NativeModule, "load", never)
+    monkeypatch.setattr(native.build.NativeModule, "unavailable", never)
+    monkeypatch.setattr(native.build.NativeModule, "state", lambda self: "not built yet: `fastattn build` builds it")
     assert main(["info"]) == 0
-    assert "native: not built yet: `fastattn build` builds it\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    for part in ("CPU", "CUDA"):
+        assert f"\n  {part} module: not built yet: `fastattn build` builds it\n" in text
 
 
 def test_build_says_where_the_module_is_and_how_long_it_took(capsys):
     assert main(["build"]) == 0
     text = capsys.readouterr().out
-    assert native.build.file_name() in text
-    assert f"instruction set {native.capability()}" in text
+    assert native.build.CPU.file_name() in text
+    assert f"instruction set {native.cpu.capability()}" in text
 
 
 def test_build_fails_in_a_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(native.build, "unavailable", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(native.build.NativeModule, "unavailable", lambda self: "there is no C++ compiler")
     assert main(["build"]) == 1
     assert capsys.readouterr().err == "fastattn: there is no C++ compiler\n"
 
@@ -172,7 +174,7 @@ def test_limit_suite_fails_on_a_wrong_answer_but_not_on_a_missed_target(tiny_due
 
 
 def test_limit_suite_needs_the_native_module(monkeypatch, capsys):
-    monkeypatch.setattr(native, "unavailable", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(native, "unavailable", lambda device: "there is no C++ compiler")
     assert main(["bench", "--suite", "limit"]) == 1
     assert capsys.readouterr().err.endswith("cannot be had: there is no C++ compiler\n")
 

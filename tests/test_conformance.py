@@ -66,7 +66,7 @@ def test_case_is_right_or_refused(backend, case, dtype):
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)
 def test_backend_keeps_its_promises(backend):
     promise, device = PROMISES[backend.NAME], torch.device(device_of(backend))
-    assert backend.unavailable() is None
+    assert backend.unavailable(device) is None
     assert backend.features(device) == promise["features"]
     for dtype in promise["dtypes"]:
         for head_dim in promise["head_dims"]:

@@ -122,9 +122,9 @@ def threads():
 
 
 def test_environment_lowers_the_instruction_set(capability):
-    info = native.build.load().build_info()
+    info = native.build.CPU.load().build_info()
     below = info["compiled_for"][info["compiled_for"].index(capability) :]
-    assert native.capability() == next(name for name in below if name in info["runs_here"])
+    assert native.cpu.capability() == next(name for name in below if name in info["runs_here"])
 
 
 @pytest.mark.parametrize("wrong", ["avx", "AVX2", "1"])
@@ -132,7 +132,7 @@ def test_unknown_instruction_set_is_refused(monkeypatch, wrong):
     monkeypatch.setenv("FASTATTN_CPU_CAPABILITY", wrong)
     message = f"FASTATTN_CPU_CAPABILITY must be one of .*'portable', got '{wrong}'"
     with pytest.raises(ValueError, match=message):
-        native.capability()
+        native.cpu.capability()
     x = torch.zeros(1, 1, 2, 8)
     with pytest.raises(ValueError, match=message):
         native.forward(x, x, x, Spec(Mask(), 1.0))
@@ -469,7 +469,7 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
     )
     q, k = torch.empty(B, H, n_q, 1), torch.empty(B, H, n_k, 1)
     for block in (1, 7, 32):
-        found = native.build.load().keep(native.native_mask(mask, q, k), block)
+        found = native.build.CPU.load().keep(native.cpu.native_mask(mask, q, k), block)
         assert torch.equal(found, mask.keep(n_q, n_k).expand(B, H, n_q, n_k))
 
 
@@ -479,13 +479,13 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
 def test_far_positions_do_not_overflow(q_start, window, causal):
     mask = Mask(causal=causal, q_start=q_start, window=window)
     x = torch.empty(1, 1, 5, 1)
-    found = native.build.load().keep(native.native_mask(mask, x, x), 4)
+    found = native.build.CPU.load().keep(native.cpu.native_mask(mask, x, x), 4)
     assert torch.equal(found, mask.keep(5, 5))
 
 
 @pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)
 def test_philox_in_cpp_gives_the_published_answers(seed, counter, words):
-    assert tuple(native.build.load().philox(seed, counter)) == words
+    assert tuple(native.build.CPU.load().philox(seed, counter)) == words
 
 
 def holes(n: int, seed: int) -> torch.Tensor:
@@ -549,7 +549,7 @@ def test_every_half_passes_unchanged(dtype, n_q, capability):
     v = every_pattern(dtype).reshape(1, 256, 1, 256)
     x = torch.ones(1, 256, n_q, 8, dtype=dtype)
     o, _ = native.forward(x, x[:, :, :1], v, Spec(Mask(), 1.0))
-    if n_q > 1 and dtype == torch.bfloat16 and native.capability() in BF16_PRODUCTS:
+    if n_q > 1 and dtype == torch.bfloat16 and native.cpu.capability() in BF16_PRODUCTS:
         v = v.where(v.abs() >= torch.finfo(dtype).tiny, 0 * v)
     v = v.expand_as(o)
     assert torch.equal(o.isnan(), v.isnan())
@@ -607,7 +607,7 @@ def test_what_is_not_taken_is_said():
         "q must be float32, bfloat16 or float16, got torch.float64"
     ]
     meta = torch.zeros(1, 1, 2, 8, device="meta")
-    with pytest.raises(NotImplementedError, match="native: q must be on the CPU, got meta"):
+    with pytest.raises(NotImplementedError, match="native: q must be on the CPU or an NVIDIA GPU, got meta"):
         fastattn.attention(meta, meta, meta, backend="native")
 
 

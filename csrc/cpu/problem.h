@@ -3,16 +3,13 @@
 
 #include <cstdint>
 
+#include "../dtype.h"
 #include "../mask.h"
 #include "../philox.h"
 #include "../softmax.h"
 #include "index_list.h"
 
 namespace fastattn {
-
-enum class DType { f32, bf16, f16 };
-
-inline int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // Rows [B, H, N] of a tensor [B, H, N, D] whose elements lie side by side in a row.
 template <class Byte>

@@ -6,13 +6,14 @@ A backend is a module with these names, and nothing else is asked of it:
     WHERE                                 what it runs on, in words
     features(device) -> frozenset[str]    the features of spec.py it computes there; what is not listed is refused
     unsupported(q, k, v, spec)            sentences about dtype, head dims or device it does not take; [] means yes
-    unavailable() -> str | None           one sentence why it cannot run on this machine at all (asked last: may build)
+    lacks(device) -> frozenset[str]       the functions in `OPTIONAL` that it does not have there, and so refuses
+    unavailable(device) -> str | None     one sentence why nothing runs there on this machine (asked last: may build)
     by_name_only(device) -> str | None    one sentence why it is used there only when named
     forward(q, k, v, spec) -> (o, lse)
     backward(do, dlse, q, k, v, o, lse, spec, output_mask) -> (dq, dk, dv, dbias, dalibi_slopes, dsinks)
 
 `do` and `dlse` may each be None (no gradient arrives through that output). Of the six gradients those whose entry in
-`output_mask` is False may be None. What a backend need not have, and refuses then, by the names in `OPTIONAL`:
+`output_mask` is False may be None. The functions in `OPTIONAL`:
 
     weights(q, k, lse, spec, average_heads) -> weights
     received(q, k, spec) -> sums of the weights over the queries
@@ -28,6 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from ..spec import Spec
@@ -40,7 +42,7 @@ OPTIONAL = {
     "received": "the weights that keys receive",
     "top_keys": "the keys of the largest weights",
 }
-"""Functions that a backend may lack, and what they compute, for its objection."""
+"""Functions that a backend may lack, and what they compute, for the objection."""
 
 
 class FallbackWarning(UserWarning):
@@ -79,9 +81,9 @@ def _objections(
     named: bool,
 ) -> Iterator[str]:
     willing = True
-    if not hasattr(backend, function):
+    if function in backend.lacks(q.device):
         willing = False
-        yield f"does not compute {OPTIONAL[function]}"
+        yield f"does not compute {OPTIONAL[function]} on {q.device.type}"
     if not features <= (supported := backend.features(q.device)):
         willing = False
         for name in sorted(features - supported):
@@ -92,7 +94,7 @@ def _objections(
     if willing and not named and (why := backend.by_name_only(q.device)):
         willing = False
         yield why
-    if willing and (why := _unavailable(backend.NAME)):  # last, since it may have to build the backend first
+    if willing and (why := _unavailable(backend.NAME, q.device)):  # last, since it may have to build the backend first
         yield why
 
 
@@ -141,8 +143,8 @@ def while_tracing(function: Callable) -> Callable:
 
 
 @while_tracing
-def _unavailable(name: str) -> str | None:
-    return backend_by_name(name).unavailable()
+def _unavailable(name: str, device: torch.device) -> str | None:
+    return backend_by_name(name).unavailable(device)
 
 
 @while_tracing

@@ -27,7 +27,12 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     return []
 
 
-def unavailable() -> str | None:
+def lacks(device: torch.device) -> frozenset[str]:
+    """Nothing, on every device."""
+    return frozenset()
+
+
+def unavailable(device: torch.device) -> str | None:
     """Never."""
     return None
 

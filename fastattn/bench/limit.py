@@ -279,13 +279,13 @@ def _visible_share(problem: Problem) -> float:
 @contextmanager
 def _instruction_set(duel: Duel) -> Iterator[str]:
     """The one that our kernels use, lowered within this block where the duel asks for it."""
-    if not duel.fp32_arithmetic or native.capability() in _WITHOUT_NATIVE_16_BIT:
-        yield native.capability()
+    if not duel.fp32_arithmetic or native.cpu.capability() in _WITHOUT_NATIVE_16_BIT:
+        yield native.cpu.capability()
         return
     before = os.environ.get(_CAPABILITY_VARIABLE)
     os.environ[_CAPABILITY_VARIABLE] = _WITHOUT_NATIVE_16_BIT[0]
     try:
-        yield native.capability()
+        yield native.cpu.capability()
     finally:
         if before is None:
             del os.environ[_CAPABILITY_VARIABLE]

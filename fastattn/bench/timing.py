@@ -153,7 +153,7 @@ def fma_ceiling() -> tuple[str, Call, float]:
 
     In fp32, in the instruction set that the native backend uses at the moment.
     """
-    run = functools.partial(native_build.load().fma_ceiling, CEILING_STEPS)
+    run = functools.partial(native_build.CPU.load().fma_ceiling, CEILING_STEPS)
     return "FMA ceiling", Call(run), run()
 
 

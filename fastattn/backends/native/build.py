@@ -1,4 +1,4 @@
-"""The native CPU module: what it is built from and how, and where the build for this torch, Python and source is found.
+"""The native modules, one for each kind of device: what each is built from and how, and where its build is found.
 
 At module level this file imports the standard library only: setup.py loads it by path, where neither torch nor fastattn
 can be imported, and the compiling child process runs it as a script.
@@ -7,9 +7,11 @@ can be imported, and the compiling child process runs it as a script.
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,8 +19,10 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -27,46 +31,19 @@ try:
 except ImportError:  # Windows, where nothing here has been tried: without the lock two processes may both build
     fcntl = None
 
-MODULE = "fastattn._native_cpu"
-_LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", "portable")  # one translation unit per instruction set
-SOURCES = ("binding.cpp", *(f"cpu/{level}.cpp" for level in _LEVELS))
-_STEM = MODULE.rpartition(".")[2]
-ANY_FILE = f"{_STEM}.*"  # matches every build of the module, whatever it was built for
-BUILD_SECONDS = 40  # about: GCC 12, 2 cores
-
-# at::parallel_for is inline code of torch's headers: compiled without OpenMP it silently runs on one thread.
-OPENMP_FLAGS = ["-fopenmp"] if sys.platform == "linux" else []
-# The C++ standard is left to torch, which adds the one its headers need. Instruction sets are chosen at run time.
-COMPILE_FLAGS = ["-O3", "-g0", *OPENMP_FLAGS]
-LINK_FLAGS = OPENMP_FLAGS
-
 _PACKAGE_DIR = Path(__file__).resolve().parents[2]
+_ON_WINDOWS = sys.platform == "win32"
+
+# The C++ standard is left to torch, which adds the one its headers need. Instruction sets are chosen at run time.
+_OPTIMISED = ("/O2",) if _ON_WINDOWS else ("-O3", "-g0")
+# at::parallel_for is inline code of torch's headers: compiled without OpenMP it silently runs on one thread.
+_OPENMP = ("-fopenmp",) if sys.platform == "linux" else ()
 
 
 def source_dir() -> Path:
     """The folder of the C++ sources: inside an installed package, beside the package in a clone."""
     installed = _PACKAGE_DIR / "_csrc"
     return installed if installed.is_dir() else _PACKAGE_DIR.parent / "csrc"
-
-
-def headers() -> list[Path]:
-    """The headers that the sources include, as paths below `source_dir()`."""
-    return sorted(path.relative_to(source_dir()) for path in source_dir().rglob("*.h"))
-
-
-def file_name() -> str:
-    """The file name of the module for these sources and flags, this torch, this Python and this machine.
-
-    A module of any other name is never imported: one built for another torch may crash the process as it is loaded.
-    """
-    import torch
-
-    identity = hashlib.sha256(repr((COMPILE_FLAGS, LINK_FLAGS)).encode())
-    for path in (*map(Path, SOURCES), *headers()):
-        identity.update(path.as_posix().encode() + b"\0")
-        identity.update((source_dir() / path).read_bytes())
-    abi_and_machine = sysconfig.get_config_var("EXT_SUFFIX")  # such as .cpython-311-x86_64-linux-gnu.so
-    return f"{_STEM}.{identity.hexdigest()[:12]}.torch-{torch.__version__}{abi_and_machine}"
 
 
 def cache_dir() -> Path:
@@ -76,56 +53,345 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fastattn"
 
 
-def obstacle() -> str | None:
-    """Why this machine cannot compile the module, in one sentence, or None where nothing is known to be missing."""
-    compiler = next(iter(shlex.split(os.environ.get("CXX", "c++"))), "")  # as torch.utils.cpp_extension chooses it
-    if shutil.which(compiler) is None:
-        return f"there is no C++ compiler: {compiler!r} is not on the PATH (install g++, or set CXX)"
-    include_dir = sysconfig.get_path("include")
-    if not Path(include_dir, "Python.h").is_file():
-        return f"Python's own headers are missing: no Python.h in {include_dir} (install python3-dev)"
-    if importlib.util.find_spec("ninja") is None:
-        return "the package ninja, which torch builds with, is not installed (pip install ninja)"
+@dataclass(frozen=True, eq=False)
+class NativeModule:
+    """A compiled module: what it is built from, and what a machine must have to compile it.
+
+    Args:
+        stem: its name in the package.
+        device: what it computes on, for messages.
+        folder: the folder in `source_dir()` whose headers it includes, besides those in `source_dir()` itself.
+        sources: as paths below `source_dir()`.
+        flags: for each compiler, by torch's names of them.
+        link_flags: for the linker.
+        seconds: about how long two cores compile it.
+    """
+
+    stem: str
+    device: str
+    folder: str
+    sources: tuple[str, ...]
+    flags: dict[str, tuple[str, ...]]
+    link_flags: tuple[str, ...]
+    seconds: int
+
+    @property
+    def name(self) -> str:
+        """As it is imported."""
+        return f"fastattn.{self.stem}"
+
+    @property
+    def any_file(self) -> str:
+        """A pattern for every build of it, whatever it was built for."""
+        return f"{self.stem}.*"
+
+    def headers(self) -> list[Path]:
+        """The headers that the sources may include, as paths below `source_dir()`."""
+        patterns = ("*.h", f"{self.folder}/*.h", f"{self.folder}/*.cuh")
+        found = (path for pattern in patterns for path in source_dir().glob(pattern))
+        return sorted(path.relative_to(source_dir()) for path in found)
+
+    def compile_flags(self) -> dict[str, list[str]]:
+        """The flags for each compiler on this machine; the lists are the caller's."""
+        return {compiler: list(flags) for compiler, flags in self.flags.items()}
+
+    def linker_flags(self, folder: str) -> list[str]:
+        """The flags for the linker on this machine, which may use that folder."""
+        return list(self.link_flags)
+
+    def file_name(self) -> str:
+        """The file name of the module for these sources and flags, this torch, this Python and this machine.
+
+        A module of any other name is never imported: one built for another torch may crash the process as it is loaded.
+        """
+        return "".join(self._parts_of_file_name())
+
+    def built_in(self, folder: Path) -> Path | None:
+        """The module in that folder that can be loaded here, if there is one."""
+        path = folder / self.file_name()
+        return path if path.is_file() else None
+
+    def obstacle(self) -> str | None:
+        """Why this machine cannot compile the module, in one sentence, or None where nothing is known to be missing."""
+        compiler = next(iter(shlex.split(os.environ.get("CXX", "c++"))), "")  # as torch.utils.cpp_extension chooses it
+        if shutil.which(compiler) is None:
+            return f"there is no C++ compiler: {compiler!r} is not on the PATH (install g++, or set CXX)"
+        include_dir = sysconfig.get_path("include")
+        if not Path(include_dir, "Python.h").is_file():
+            return f"Python's own headers are missing: no Python.h in {include_dir} (install python3-dev)"
+        if importlib.util.find_spec("ninja") is None:
+            return "the package ninja, which torch builds with, is not installed (pip install ninja)"
+        return None
+
+    def environment(self) -> dict[str, str]:
+        """Variables for the process that compiles."""
+        return {}
+
+    def load(self) -> ModuleType:
+        """The module, compiled first if no build for this torch and these sources exists.
+
+        Raises:
+            RuntimeError: it cannot be had; the message is the sentence of `unavailable()`.
+        """
+        outcome = _module_or_reason(self)
+        if isinstance(outcome, str):
+            raise RuntimeError(outcome)
+        return outcome
+
+    def unavailable(self) -> str | None:
+        """Why the module cannot be had, in one sentence, or None. Compiles it where that has not been done."""
+        outcome = _module_or_reason(self)
+        return outcome if isinstance(outcome, str) else None
+
+    def state(self) -> str:
+        """How the module stands, in one phrase; compiles nothing."""
+        if path := self.built_in(_PACKAGE_DIR):
+            return f"built ahead of time: {path}"
+        if path := self.built_in(cache_dir()):
+            return f"cached: {path}"
+        if why := self.obstacle():
+            return f"cannot be built: {why}"
+        log = _log(cache_dir() / self.file_name())
+        if log.is_file():
+            return f"did not compile (messages in {log}): `fastattn build` or the next use tries again"
+        return f"not built yet: `fastattn build` (about {self.seconds} s) or the first use builds it"
+
+    def _parts_of_file_name(self) -> tuple[str, str, str]:
+        """What stands before the GPUs that it is for, these, and what stands after them."""
+        import torch
+
+        identity = hashlib.sha256(repr((self.flags, self.link_flags, torch.version.cuda)).encode())
+        for path in (*map(Path, self.sources), *self.headers()):
+            identity.update(path.as_posix().encode() + b"\0")
+            identity.update((source_dir() / path).read_bytes())
+        abi_and_machine = sysconfig.get_config_var("EXT_SUFFIX")  # such as .cpython-311-x86_64-linux-gnu.so
+        return f"{self.stem}.{identity.hexdigest()[:12]}.", "", f"torch-{torch.__version__}{abi_and_machine}"
+
+
+class CudaModule(NativeModule):
+    """One with kernels for NVIDIA GPUs: those of this machine, or those in TORCH_CUDA_ARCH_LIST."""
+
+    def compile_flags(self) -> dict[str, list[str]]:
+        """With code for each GPU; torch, which adds none then, would raise IndexError where no GPU is visible."""
+        flags = super().compile_flags()
+        flags["nvcc"] += [flag for arch in _archs() for flag in _code_flags(arch)]
+        return flags
+
+    def linker_flags(self, folder: str) -> list[str]:
+        """With that folder, where the runtime library gets the name that the linker looks for, if it lacks that."""
+        cudart = _toolkit().cudart
+        if not cudart.name.startswith("libcudart.so."):
+            return super().linker_flags(folder)
+        link = Path(folder, "libcudart.so")
+        link.unlink(missing_ok=True)
+        link.symlink_to(cudart)
+        return [*super().linker_flags(folder), f"-L{folder}"]
+
+    def built_in(self, folder: Path) -> Path | None:
+        """As of any module; without TORCH_CUDA_ARCH_LIST one for more GPUs too, if it has code for those here."""
+        import torch
+
+        if torch.version.cuda is None:
+            return None
+        exact = super().built_in(folder)
+        if exact or _chosen_archs():
+            return exact
+        before, _, after = self._parts_of_file_name()
+        candidates = sorted(folder.glob(f"{glob.escape(before)}*.{glob.escape(after)}"))
+        return next((path for path in candidates if all(_has_code_for(gpu, path) for gpu in _gpus())), None)
+
+    def unavailable_on(self, capability: tuple[int, int]) -> str | None:
+        """Why nothing can be computed on a GPU of that capability, in one sentence, or None."""
+        if why := self.unavailable():
+            return why
+        path = Path(self.load().__file__)
+        if _has_code_for(capability, path):
+            return None
+        return f"{path} has no code for compute capability {capability[0]}.{capability[1]}, as {_ARCH_LIST} had it"
+
+    def obstacle(self) -> str | None:
+        """Why this machine cannot compile the module, in one sentence, or None where nothing is known to be missing."""
+        import torch
+
+        if torch.version.cuda is None:
+            kind = "for ROCm" if torch.version.hip else "without CUDA"
+            return f"torch {torch.__version__} is built {kind} (pytorch.org says how to install it with CUDA)"
+        return _obstacle_to_archs() or _obstacle_of_toolkit() or super().obstacle()
+
+    def environment(self) -> dict[str, str]:
+        """The toolkit, the GPUs, and how many files are compiled at once: nvcc may take 2 GB for each."""
+        found = {"CUDA_HOME": str(_toolkit().home), _ARCH_LIST: ";".join(_archs())}
+        if os.environ.get("MAX_JOBS") is None and hasattr(os, "sysconf"):
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            found["MAX_JOBS"] = str(max(1, min(os.cpu_count() or 1, memory // 2**31)))
+        return found
+
+    def _parts_of_file_name(self) -> tuple[str, str, str]:
+        before, _, after = super()._parts_of_file_name()
+        return before, f"{'-'.join(_archs())}.", after
+
+
+CPU = NativeModule(
+    stem="_native_cpu",
+    device="CPU",
+    folder="cpu",
+    sources=("binding.cpp", *(f"cpu/{level}.cpp" for level in ("amx", "avx512_bf16", "avx512", "avx2", "portable"))),
+    flags={"cxx": (*_OPTIMISED, *_OPENMP)},
+    link_flags=_OPENMP,
+    seconds=40,
+)
+CUDA = CudaModule(
+    stem="_native_cuda",
+    device="CUDA",
+    folder="cuda",
+    sources=("cuda/binding.cpp", "cuda/forward.cu", "cuda/backward.cu"),
+    flags={"cxx": _OPTIMISED, "nvcc": ("-O3",)},
+    link_flags=(),
+    seconds=240,
+)
+MODULES = (CPU, CUDA)
+
+
+# GPUs. A capability is that of a GPU, such as (8, 6); an arch is what code is for, as TORCH_CUDA_ARCH_LIST has it.
+
+_ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
+OLDEST_CAPABILITY = (7, 5)
+
+
+def _gpus() -> list[tuple[int, int]]:
+    """The capabilities of the visible GPUs that the kernels can run on."""
+    return [capability for capability in _visible_gpus() if capability >= OLDEST_CAPABILITY]
+
+
+def _visible_gpus() -> list[tuple[int, int]]:
+    import torch
+
+    return sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
+
+
+def _chosen_archs() -> list[str]:
+    """Those in TORCH_CUDA_ARCH_LIST; none where it is not set, or says that the GPUs of this machine decide."""
+    chosen = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")
+    return sorted(set(filter(None, re.split(r"[;,\s]+", chosen))))
+
+
+def _archs() -> list[str]:
+    return _chosen_archs() or [f"{major}.{minor}" for major, minor in _gpus()]
+
+
+def _number(arch: str) -> tuple[int, int]:
+    major, minor = arch.removesuffix("+PTX").split(".")
+    return int(major), int(minor)
+
+
+def _code_flags(arch: str) -> list[str]:
+    """What tells nvcc to make machine code for it, and with "+PTX" also what newer GPUs compile for themselves."""
+    number = "".join(map(str, _number(arch)))
+    kinds = ("sm", "compute") if arch.endswith("+PTX") else ("sm",)
+    return [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in kinds]
+
+
+def _runs_on(capability: tuple[int, int], arch: str) -> bool:
+    """Whether that GPU runs code for `arch`: machine code within a major version, PTX ever after."""
+    number = _number(arch)
+    return number <= capability and (number[0] == capability[0] or arch.endswith("+PTX"))
+
+
+def _has_code_for(capability: tuple[int, int], path: Path) -> bool:
+    """Whether the CUDA module in that file, whose name says what it is for, runs on such a GPU."""
+    (archs,) = re.findall(r"\.[0-9a-f]{12}\.(.+)\.torch-", path.name)
+    return any(_runs_on(capability, arch) for arch in archs.split("-"))
+
+
+def _obstacle_to_archs() -> str | None:
+    chosen = _chosen_archs()
+    for arch in chosen:
+        if not re.fullmatch(r"\d+\.\d(\+PTX)?", arch):
+            return f"{_ARCH_LIST} must list compute capabilities, such as '7.5;8.6+PTX', got {os.environ[_ARCH_LIST]!r}"
+    gpus = [_number(arch) for arch in chosen] or _visible_gpus()
+    if not gpus:
+        return f"torch sees no GPU (to build for another machine's, set {_ARCH_LIST} to its capability, such as 7.5)"
+    too_old = [f"{major}.{minor}" for major, minor in gpus if (major, minor) < OLDEST_CAPABILITY]
+    if too_old and (chosen or len(too_old) == len(gpus)):
+        oldest = ".".join(map(str, OLDEST_CAPABILITY))
+        return f"the CUDA kernels need compute capability {oldest} (Turing) or later, got {', '.join(too_old)}"
     return None
 
 
-def load() -> ModuleType:
-    """The native module, compiled first if no build for this torch and these sources exists.
+@dataclass(frozen=True)
+class _Toolkit:
+    home: Path
+    nvcc: Path
+    cudart: Path  # the library, whose name may be one that the linker does not look for
 
-    Raises:
-        RuntimeError: it cannot be had; the message is the sentence of `unavailable()`.
+    def says(self, *options: str) -> str:
+        """What nvcc prints; nothing where it cannot be run."""
+        try:
+            return subprocess.run([self.nvcc, *options], capture_output=True, text=True).stdout
+        except OSError:
+            return ""
+
+    def version(self) -> str:
+        """Such as "13.0"; "unknown" where nvcc does not say."""
+        found = re.search(r"release (\d+\.\d+)", self.says("--version"))
+        return found[1] if found else "unknown"
+
+    def is_for(self, torch_cuda: str) -> bool:
+        """Whether torch builds with it: the major version must be its own."""
+        return self.version().partition(".")[0] == torch_cuda.partition(".")[0]
+
+
+def _toolkits() -> Iterator[_Toolkit]:
+    """Each folder with nvcc and libcudart: CUDA_HOME alone where it is set, or else wherever they are installed.
+
+    The folder above that of `nvcc` on the PATH may be none: it may be a script that starts the real one.
     """
-    outcome = _module_or_reason()
-    if isinstance(outcome, str):
-        raise RuntimeError(outcome)
-    return outcome
+    import torch
+
+    if chosen := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        homes = [Path(chosen)]
+    else:
+        on_path = [Path(nvcc) for nvcc in [shutil.which("nvcc")] if nvcc]
+        beside_torch = Path(torch.__file__).parents[1] / "nvidia" / f"cu{torch.version.cuda.partition('.')[0]}"
+        homes = [nvcc.parents[1] for path in on_path for nvcc in (path, path.resolve())]
+        homes += [Path("/usr/local/cuda"), beside_torch]  # the latter is where pip puts NVIDIA's own packages
+    for home in homes:
+        nvcc = shutil.which("nvcc", path=home / "bin")
+        patterns = ("lib64/libcudart.so*", "lib/libcudart.so*", "lib/*/libcudart.so*", "lib/x64/cudart.lib")
+        cudart = next((path for pattern in patterns for path in sorted(home.glob(pattern))), None)
+        if nvcc and cudart:
+            yield _Toolkit(home, Path(nvcc), cudart)
 
 
-def unavailable() -> str | None:
-    """Why the native module cannot be had, in one sentence, or None. Compiles it where that has not been done."""
-    outcome = _module_or_reason()
-    return outcome if isinstance(outcome, str) else None
+def _toolkit() -> _Toolkit | None:
+    """The first that torch builds with; any other where there is none."""
+    import torch
+
+    found = list(_toolkits())
+    return next((toolkit for toolkit in found if toolkit.is_for(torch.version.cuda)), next(iter(found), None))
 
 
-def state() -> str:
-    """How the native module stands, in one phrase; compiles nothing."""
-    if _built_ahead().is_file():
-        return f"built ahead of time: {_built_ahead()}"
-    if _cached().is_file():
-        return f"cached: {_cached()}"
-    if why := obstacle():
-        return f"cannot be built: {why}"
-    if _log(_cached()).is_file():
-        return f"did not compile (messages in {_log(_cached())}): `fastattn build` or the next use tries again"
-    return f"not built yet: `fastattn build` (about {BUILD_SECONDS} s) or the first use builds it"
+def _obstacle_of_toolkit() -> str | None:
+    import torch
+
+    toolkit, major = _toolkit(), torch.version.cuda.partition(".")[0]
+    if toolkit is None:
+        chosen = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        where = f"in {chosen}, as CUDA_HOME has it" if chosen else "on the PATH or in /usr/local/cuda"
+        return f"there is no CUDA toolkit {where}, with nvcc and libcudart (install CUDA {major}, or set CUDA_HOME)"
+    if not toolkit.is_for(torch.version.cuda):
+        return (
+            f"the CUDA toolkit in {toolkit.home} is {toolkit.version()}, and torch {torch.__version__} takes CUDA "
+            f"{major} only (install it, or set CUDA_HOME)"
+        )
+    known = toolkit.says("--list-gpu-code").split()
+    unknown = [arch for arch in _archs() if "sm_{}{}".format(*_number(arch)) not in known]
+    if unknown:
+        return f"CUDA {toolkit.version()} in {toolkit.home} cannot compile for compute capability {', '.join(unknown)}"
+    return None
 
 
-def _built_ahead() -> Path:
-    return _PACKAGE_DIR / file_name()
-
-
-def _cached() -> Path:
-    return cache_dir() / file_name()
+# Building.
 
 
 def _log(target: Path) -> Path:
@@ -133,41 +399,49 @@ def _log(target: Path) -> Path:
 
 
 @functools.cache  # a failure too: nobody waits twice for the same compile error
-def _module_or_reason() -> ModuleType | str:
-    path = next((path for path in (_built_ahead(), _cached()) if path.is_file()), None)
+def _module_or_reason(module: NativeModule) -> ModuleType | str:
+    path = module.built_in(_PACKAGE_DIR) or module.built_in(cache_dir())
     if path is None:
-        path = _cached()
-        if why := _build_reluctance() or _build(path):
+        if why := _build_reluctance(module):
+            return why
+        path = cache_dir() / module.file_name()
+        if why := _build(module, path):
             return why
     try:
-        return _import(path)
+        return _import(module, path)
     except ImportError as error:
-        return f"the native module {path} cannot be loaded: {error}"
+        return f"the native {module.device} module {path} cannot be loaded: {error}"
 
 
-def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(MODULE, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _import(module: NativeModule, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(module.name, path)
+    imported = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(imported)
+    return imported
 
 
-def _build_reluctance() -> str | None:
+def _build_reluctance(module: NativeModule) -> str | None:
     from torch.utils.data import get_worker_info
 
     if get_worker_info() is not None:
-        return "the native module is not built yet, and a DataLoader worker builds nothing: run `fastattn build` first"
-    return obstacle()
+        return (
+            f"the native {module.device} module is not built yet, and a DataLoader worker builds nothing: run "
+            "`fastattn build` first"
+        )
+    return module.obstacle()
 
 
-def _build(target: Path) -> str | None:
+def _build(module: NativeModule, target: Path) -> str | None:
     """Why `target` could not be built, in one sentence, or None when it is there."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _only_builder_of(target):
-            return None if target.is_file() else _compile(target)
+            return None if target.is_file() else _compile(module, target)
     except OSError as error:
-        return f"the native module cannot be kept in {target.parent} ({error}): set TORCH_EXTENSIONS_DIR elsewhere"
+        return (
+            f"the native {module.device} module cannot be kept in {target.parent} ({error}): set TORCH_EXTENSIONS_DIR "
+            "elsewhere"
+        )
 
 
 _one_thread = threading.Lock()
@@ -186,14 +460,14 @@ def _only_builder_of(target: Path) -> Iterator[None]:
         yield
 
 
-def _compile(target: Path) -> str | None:
+def _compile(module: NativeModule, target: Path) -> str | None:
     import torch
 
-    stale = any(_PACKAGE_DIR.glob(ANY_FILE))
+    stale = any(_PACKAGE_DIR.glob(module.any_file))
     why = "the installed one is for another torch or other sources" if stale else "none was built ahead of time"
     print(
-        f"fastattn: compiling the native CPU module for torch {torch.__version__} ({why}); "
-        f"this takes about {BUILD_SECONDS} s, once, and is kept in {target.parent}",
+        f"fastattn: compiling the native {module.device} module for torch {torch.__version__} ({why}); "
+        f"this takes about {module.seconds} s, once, and is kept in {target.parent}",
         file=sys.stderr,
         flush=True,
     )
@@ -201,42 +475,81 @@ def _compile(target: Path) -> str | None:
         shutil.rmtree(leftover, ignore_errors=True)
     _log(target).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.build-", dir=target.parent) as folder:
-        child = subprocess.run(
-            [sys.executable, __file__, folder],
-            env=_child_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        if child.returncode != 0:
-            _log(target).write_bytes(child.stdout)
-            return f"the native module did not compile (the compiler's messages are in {_log(target)})"
-        Path(folder, f"{_STEM}{target.suffix}").replace(target)
+        code, said = _run_counting_steps([sys.executable, __file__, module.stem, folder], _child_environment(module))
+        if code != 0:
+            _log(target).write_bytes(said)
+            return f"the native {module.device} module did not compile (the compiler's messages are in {_log(target)})"
+        Path(folder, f"{module.stem}{target.suffix}").replace(target)
     return None
 
 
-def _child_environment() -> dict[str, str]:
+def _child_environment(module: NativeModule) -> dict[str, str]:
     import ninja
 
-    environment = dict(os.environ)
+    environment = {**os.environ, **module.environment()}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the torch that this process found
     # A virtual environment that was not activated has its ninja on no PATH.
     environment["PATH"] = os.pathsep.join((ninja.BIN_DIR, environment.get("PATH", os.defpath)))
     return environment
 
 
-def _compile_in(folder: str) -> None:
+def _run_counting_steps(command: list[str], environment: dict[str, str]) -> tuple[int, bytes]:
+    """The exit code and all that was said by a command that runs ninja; shows how many of its steps are done."""
+    said = []
+    with (
+        _steps_shown() as show,
+        subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as child,
+    ):
+        for line in child.stdout:
+            said.append(line)
+            if step := re.match(rb"\[(\d+)/(\d+)\]", line):
+                show(int(step[1]), int(step[2]))
+    return child.returncode, b"".join(said)
+
+
+_SECONDS_BETWEEN_LINES = 20
+
+
+@contextmanager
+def _steps_shown() -> Iterator[Callable[[int, int], None]]:
+    """A function to call with how many steps are done and how many there are: a bar, or else a line now and then."""
+    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+        return
+    last_line = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last_line
+        if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
+            print(f"fastattn: {done} of {total} steps of the compilation are done", file=sys.stderr, flush=True)
+
+    yield show
+
+
+def _compile_in(module: NativeModule, folder: str) -> None:
     """Leaves the compiled module in `folder`, having imported it once: what the child process does."""
     from torch.utils import cpp_extension
 
+    flags = module.compile_flags()
     cpp_extension.load(
-        _STEM,
-        [str(source_dir() / source) for source in SOURCES],
-        extra_cflags=COMPILE_FLAGS,
-        extra_ldflags=LINK_FLAGS,
+        module.stem,
+        [str(source_dir() / source) for source in module.sources],
+        extra_cflags=flags["cxx"],
+        extra_cuda_cflags=flags.get("nvcc"),
+        extra_ldflags=module.linker_flags(folder),
         build_directory=folder,
+        verbose=True,  # the steps of ninja as they are done, which the parent counts
     )
 
 
 if __name__ == "__main__":
-    _compile_in(sys.argv[1])
+    _compile_in(next(module for module in MODULES if module.stem == sys.argv[1]), sys.argv[2])

@@ -44,7 +44,12 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     return found
 
 
-def unavailable() -> str | None:
+def lacks(device: torch.device) -> frozenset[str]:
+    """Nothing, on every device."""
+    return frozenset()
+
+
+def unavailable(device: torch.device) -> str | None:
     """One sentence where Triton is not installed."""
     try:
         import triton  # noqa: F401

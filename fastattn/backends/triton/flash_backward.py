@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec, shared_along, summed_like
+from ..row_facts import RowFacts
 from .bias_gradient import gradient_of_table
 from .configs import config_for, padded_head_dim
 from .dropout import kept
@@ -116,34 +117,14 @@ def backward(
     elif bias_over == "queries":
         dbias = summed_like(spec.bias, ds_of_keys[:, :, None])
 
-    p_sinks = None if spec.sinks is None else weights_of_sinks(spec.sinks, rows)
-    lost = None if ds_of_rows is None else lost_in_delta(rows.delta, ds_of_rows, p_sinks, dlse)
-    # A sink takes weight from the values and adds nothing to them: its dP is 0.
-    ds_of_sinks = None if p_sinks is None or lost is None else -p_sinks * (rows.delta + lost)
+    facts = RowFacts(*rows, dlse, spec.sinks, ds_of_rows)
     if bias_over == "keys":
-        # The dS of a row, its sink's included, sum to dlse: a softmax does not see what is added to all its scores.
-        total = torch.zeros_like(lse) if dlse is None else dlse
-        dbias = summed_like(spec.bias, (total if ds_of_sinks is None else total - ds_of_sinks)[..., None])
+        dbias = summed_like(spec.bias, facts.ds_of_keys()[..., None])
     if dalibi_wanted:
-        dalibi_slopes = summed_like(spec.alibi_slopes, -(ds_by_distance - lost * p_by_distance).sum(2))
+        dalibi_slopes = summed_like(spec.alibi_slopes, facts.dalibi_slopes(ds_by_distance, p_by_distance))
     if dsinks_wanted:
-        dsinks = ds_of_sinks.sum((0, 2)).to(spec.sinks.dtype)
+        dsinks = facts.ds_of_sinks().sum((0, 2)).to(spec.sinks.dtype)
     return dq, dk, dv, dbias, dalibi_slopes, dsinks
-
-
-def weights_of_sinks(sinks: Tensor, rows: Rows) -> Tensor:
-    """What each query gives to the sink of its head, [B, H, n_q]."""
-    p_log2 = sinks[:, None].float() * LOG2E.value - rows.lse_log2
-    return torch.exp2(p_log2 if rows.rest_log2 is None else p_log2 - rows.rest_log2)
-
-
-def lost_in_delta(delta: Tensor, ds_of_rows: Tensor, p_sinks: Tensor | None, dlse: Tensor | None) -> Tensor:
-    """What delta lacks since O was rounded, [B, H, n_q]: a gradient that is one number for all queries would show it.
-
-    dS = P * (dP - delta), of which the kernels know all sums: dP's is what delta should hold, P's is 1 less the sink's.
-    """
-    lost = ds_of_rows if p_sinks is None else ds_of_rows - p_sinks * delta
-    return lost if dlse is None else lost - dlse
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])

@@ -1,0 +1,205 @@
+// The module fastattn._native_cuda: plain functions over tensors, compiled by the C++ compiler. fastattn/backends/native
+// calls them, and allocates what they write.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <optional>
+#include <variant>
+
+#include "kernels.h"
+
+namespace fastattn::cuda {
+namespace {
+
+using at::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+// As for the CPU: beyond these a softcap changes nothing that fp32 can tell.
+constexpr double kLeastSoftcap = 0x1p-100, kMostSoftcap = 0x1p100;
+
+DType dtype_of(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return DType::f32;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kHalf:
+      return DType::f16;
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "tensors must be float32, bfloat16 or float16, got ", x.scalar_type());
+  }
+}
+
+Rows rows_of(const Tensor& x) {
+  const auto whole = [&](int64_t elements) { return elements * x.element_size() % 16 == 0; };
+  TORCH_CHECK_VALUE(x.dim() == 4 && x.stride(3) == 1 && whole(x.size(3)) && whole(x.stride(0)) && whole(x.stride(1)) &&
+                        whole(x.stride(2)) && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
+                    "tensors must be [B, H, N, D] in rows of multiples of 16 bytes, got shape ", x.sizes(), ", strides ",
+                    x.strides());
+  return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+Rows rows_or_null(const MaybeTensor& x) { return x ? rows_of(*x) : Rows{}; }
+
+template <class T>
+T* data_or_null(const MaybeTensor& x) {
+  TORCH_CHECK_VALUE(!x || x->is_contiguous(), "tables must be contiguous, got strides ", x->strides());
+  return x ? x->data_ptr<T>() : nullptr;
+}
+
+// A tensor that Python has expanded to [B, H, n_q, n_k].
+Table table_or_null(const MaybeTensor& x) {
+  return x ? Table{x->const_data_ptr(), x->stride(0), x->stride(1), x->stride(2), x->stride(3)} : Table{};
+}
+
+// The queries or the keys of a Mask of fastattn/spec.py: bool, int64 and int64 [B, n].
+struct SideTensors {
+  MaybeTensor real, documents, positions;
+};
+
+struct Mask {
+  bool causal;
+  std::optional<int64_t> left, right;
+  std::variant<Tensor, int64_t> q_start;  // int64 [B], or one for all
+  SideTensors queries, keys;
+  MaybeTensor dense;  // bool [B, H, n_q, n_k]
+};
+
+struct Scores {
+  double scale;
+  std::optional<double> softcap;
+  MaybeTensor bias;          // [B, H, n_q, n_k]
+  MaybeTensor alibi_slopes;  // float [B, H]
+  MaybeTensor sinks;         // float [H]
+  double dropout_p;
+  MaybeTensor seed;  // int64 scalar
+};
+
+// A problem, and the memory that is lent to it.
+class Call {
+  Tensor groups_of_queries_, groups_of_keys_;
+
+ public:
+  Problem problem{};
+
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores) {
+    Problem& p = problem;
+    p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1), p.d_qk = q.size(3), p.d_v = v.size(3);
+    TORCH_CHECK_VALUE(std::max(p.d_qk, p.d_v) <= kMostColumns, "head dims must be at most ", kMostColumns, ", got ", p.d_qk,
+                      " and ", p.d_v);
+    p.dtype = dtype_of(q);
+    p.q = rows_of(q), p.k = rows_of(k), p.v = rows_of(v);
+    groups_of_queries_ = describe(p.queries, mask.queries, q);
+    groups_of_keys_ = describe(p.keys, mask.keys, k);
+    if (const auto* same_for_all = std::get_if<int64_t>(&mask.q_start)) {
+      p.queries.start = *same_for_all;
+    } else {
+      p.queries.starts = data_or_null<int64_t>(std::get<Tensor>(mask.q_start));
+    }
+    p.band = make_band(mask.causal, mask.left.value_or(kNoLimit), mask.right.value_or(kNoLimit));
+    p.dense = table_or_null(mask.dense);
+    p.bias = table_or_null(scores.bias);
+    if (scores.bias) p.bias_dtype = dtype_of(*scores.bias);
+    p.scale = static_cast<float>(scores.scale);
+    if (scores.softcap) p.softcap = static_cast<float>(std::clamp(*scores.softcap, kLeastSoftcap, kMostSoftcap));
+    p.alibi_slopes = data_or_null<float>(scores.alibi_slopes);
+    p.sinks = data_or_null<float>(scores.sinks);
+    p.dropout = make_dropout(scores.dropout_p, 0);
+    p.seed = data_or_null<int64_t>(scores.seed);
+    p.score_scale = p.is_general() ? ScoreScale{p.scale, float(kLog2E)} : split_scale(scores.scale);
+  }
+
+ private:
+  Tensor describe(Side& side, const SideTensors& tensors, const Tensor& x) {
+    side.n = x.size(2);
+    side.real = data_or_null<bool>(tensors.real);
+    side.document = data_or_null<int64_t>(tensors.documents);
+    side.position = data_or_null<int64_t>(tensors.positions);
+    if (!side.real && !side.document && !side.position) return {};
+    const Tensor groups = at::empty({problem.B * side.group_count() * int64_t(sizeof(Tokens))}, x.options().dtype(at::kByte));
+    side.groups = reinterpret_cast<Tokens*>(groups.data_ptr());
+    return groups;
+  }
+};
+
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
+             const Scores& scores) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  const Call call(q, k, v, mask, scores);
+  const Forward f{call.problem, rows_of(o), lse.data_ptr<float>()};
+  C10_CUDA_CHECK(with_kernels_of(f.problem.dtype, [&](auto kernels) {
+    return kernels.forward(f, c10::cuda::getCurrentCUDAStream());
+  }));
+}
+
+// What is None is not wanted.
+struct Gradients {
+  MaybeTensor dq, dk, dv;
+  MaybeTensor ds_of_keys, ds_of_queries, ds_by_distance, p_by_distance;
+  MaybeTensor d_bias;  // float [bias_B, bias_H, n_q, n_k]
+};
+
+// Returns (lse_log2, rest_log2, delta) of each query, each float [B, H, n_q].
+Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
+                const Tensor& lse, const Gradients& wanted, const Mask& mask, const Scores& scores) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  const Call call(q, k, v, mask, scores);
+  const Problem& p = call.problem;
+  const Tensor facts = at::empty({3, p.B, p.H, padded_queries(p.queries.n)}, lse.options());
+  facts[1].zero_();
+  Backward g{p};
+  g.o = rows_of(o), g.d_o = rows_of(d_o);
+  g.lse = data_or_null<float>(lse), g.d_lse = data_or_null<float>(d_lse);
+  const auto fact = [&](int i) { return facts[i].data_ptr<float>(); };
+  g.facts = {fact(0), p.dtype == DType::f32 ? fact(1) : nullptr, fact(2)};
+  g.dq = rows_or_null(wanted.dq), g.dk = rows_or_null(wanted.dk), g.dv = rows_or_null(wanted.dv);
+  g.ds_of_keys = data_or_null<float>(wanted.ds_of_keys);
+  g.ds_of_queries = data_or_null<float>(wanted.ds_of_queries);
+  g.ds_by_distance = data_or_null<float>(wanted.ds_by_distance);
+  g.p_by_distance = data_or_null<float>(wanted.p_by_distance);
+  g.d_bias = data_or_null<float>(wanted.d_bias);
+  if (wanted.d_bias) g.bias_B = wanted.d_bias->size(0), g.bias_H = wanted.d_bias->size(1);
+  C10_CUDA_CHECK(with_kernels_of(p.dtype, [&](auto kernels) {
+    return kernels.backward(g, c10::cuda::getCurrentCUDAStream());
+  }));
+  return facts.narrow(3, 0, p.queries.n);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  namespace py = pybind11;
+  const py::call_guard<py::gil_scoped_release> without_gil;
+  py::class_<SideTensors>(m, "Side").def(py::init<MaybeTensor, MaybeTensor, MaybeTensor>(), py::kw_only(), py::arg("real"),
+                                         py::arg("documents"), py::arg("positions"));
+  py::class_<Mask>(m, "Mask").def(
+      py::init([](bool causal, std::optional<int64_t> left, std::optional<int64_t> right,
+                  const std::variant<Tensor, int64_t>& q_start, const SideTensors& queries, const SideTensors& keys,
+                  const MaybeTensor& dense) { return Mask{causal, left, right, q_start, queries, keys, dense}; }),
+      py::kw_only(), py::arg("causal"), py::arg("left"), py::arg("right"), py::arg("q_start"), py::arg("queries"),
+      py::arg("keys"), py::arg("dense"));
+  py::class_<Scores>(m, "Scores").def(
+      py::init([](double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+                  const MaybeTensor& sinks, double dropout_p, const MaybeTensor& seed) {
+        return Scores{scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed};
+      }),
+      py::kw_only(), py::arg("scale"), py::arg("softcap"), py::arg("bias"), py::arg("alibi_slopes"), py::arg("sinks"),
+      py::arg("dropout_p"), py::arg("seed"));
+  py::class_<Gradients>(m, "Gradients").def(
+      py::init([](const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv, const MaybeTensor& ds_of_keys,
+                  const MaybeTensor& ds_of_queries, const MaybeTensor& ds_by_distance, const MaybeTensor& p_by_distance,
+                  const MaybeTensor& d_bias) {
+        return Gradients{dq, dk, dv, ds_of_keys, ds_of_queries, ds_by_distance, p_by_distance, d_bias};
+      }),
+      py::kw_only(), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("ds_of_keys"), py::arg("ds_of_queries"),
+      py::arg("ds_by_distance"), py::arg("p_by_distance"), py::arg("d_bias"));
+  m.def("forward", &forward, without_gil);
+  m.def("backward", &backward, without_gil);
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,3 @@
+#include "kernels.cuh"
+
+template struct fastattn::cuda::Kernels<fastattn::cuda::f16>;

@@ -1,0 +1,117 @@
+// Which kernels a call takes, and how they are launched.
+#pragma once
+
+#include <type_traits>
+
+#include "backward.cuh"
+#include "bias_gradient.cuh"
+#include "forward.cuh"
+#include "kernels.h"
+#include "launch.cuh"
+#include "preparation.cuh"
+
+namespace fastattn::cuda {
+
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+// Calls run(head dim that the kernels are compiled for, whether they are those of general scores), both as constants.
+template <class Run>
+cudaError_t with_kernels_for(const Problem& p, Run run) {
+  const int columns = p.d_qk > p.d_v ? p.d_qk : p.d_v;
+  const auto of_head_dim = [&](auto head_dim) {
+    return p.is_general() ? run(head_dim, std::true_type()) : run(head_dim, std::false_type());
+  };
+  return columns <= 64 ? of_head_dim(Constant<64>()) : columns <= 128 ? of_head_dim(Constant<128>()) : of_head_dim(Constant<256>());
+}
+
+inline int64_t tiles_of(int64_t n, int rows) { return (n + rows - 1) / rows; }
+
+// Launches one after the other, up to the first that fails.
+class Launches {
+  cudaStream_t stream_;
+
+ public:
+  cudaError_t error = cudaSuccess;
+
+  explicit Launches(cudaStream_t stream) : stream_(stream) {}
+
+  template <class Kernel, class... Arguments>
+  void add(Kernel kernel, int64_t blocks, int threads, int shared_bytes, const Arguments&... arguments) {
+    if (error == cudaSuccess) error = launch(kernel, blocks, threads, shared_bytes, stream_, arguments...);
+  }
+
+  void add_token_groups(const Problem& p) {
+    for (const Side* side : {&p.queries, &p.keys}) {
+      if (!side->groups) continue;
+      add(token_groups_kernel, tiles_of(p.B * side->group_count(), kThreadsOfPreparation), kThreadsOfPreparation, 0, *side, p.B);
+    }
+  }
+};
+
+template <class Element, int kHeadDim, bool kGeneral>
+constexpr auto forward_tiling() {
+  constexpr Shape shape = forward_shape(sizeof(Element), kHeadDim, kGeneral);
+  return Tiling<Element, kHeadDim, shape.warps, shape.row_blocks, shape.columns>();
+}
+
+template <class Element, int kHeadDim, bool kGeneral, bool kRowsAreQueries>
+constexpr auto backward_tiling() {
+  constexpr Shape shape = backward_shape(sizeof(Element), kHeadDim, kGeneral, kRowsAreQueries);
+  return Tiling<Element, kHeadDim, shape.warps, shape.row_blocks, shape.columns>();
+}
+
+template <class Element>
+cudaError_t Kernels<Element>::forward(const Forward& f, cudaStream_t stream) {
+  return with_kernels_for(f.problem, [&](auto head_dim, auto general) {
+    using Tiling = decltype(forward_tiling<Element, head_dim, general>());
+    const Problem& p = f.problem;
+    Launches launches(stream);
+    launches.add_token_groups(p);
+    launches.add(forward_kernel<Tiling, general>, tiles_of(p.queries.n, Tiling::kRows) * p.H * p.B, Tiling::kThreads,
+                 Tiling::shared_bytes(1, 2) + bytes_of_seen(Tiling::kThreads), f);
+    return launches.error;
+  });
+}
+
+template <class Element>
+cudaError_t Kernels<Element>::backward(const Backward& g, cudaStream_t stream) {
+  return with_kernels_for(g.problem, [&](auto head_dim, auto general) {
+    using OfQueries = decltype(backward_tiling<Element, head_dim, general, true>());
+    using OfKeys = decltype(backward_tiling<Element, head_dim, general, false>());
+    const Problem& p = g.problem;
+    Launches launches(stream);
+    launches.add_token_groups(p);
+    launches.add(query_facts_kernel<Element>,
+                 tiles_of(padded_queries(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp), kThreadsOfPreparation, 0, g);
+    if constexpr (std::is_same_v<Element, float>) {
+      launches.add(rest_of_lse_kernel<OfQueries, general>, tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B,
+                   OfQueries::kThreads, OfQueries::shared_bytes(1, 1) + bytes_of_seen(OfQueries::kThreads), g);
+    }
+    if (g.dq.data) {
+      launches.add(backward_kernel<OfQueries, true, Wanted::of_scores, general>,
+                   tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B, OfQueries::kThreads, kBytesOfBackward<OfQueries>, g);
+    }
+    if (g.dk.data) {
+      const auto add = [&](auto kernel) {
+        launches.add(kernel, tiles_of(p.keys.n, OfKeys::kRows) * p.H_kv * p.B, OfKeys::kThreads, kBytesOfBackward<OfKeys>, g);
+      };
+      if constexpr (head_dim * sizeof(Element) <= 256) {
+        add(backward_kernel<OfKeys, false, Wanted::both, general>);
+      } else {
+        add(backward_kernel<OfKeys, false, Wanted::of_scores, general>);
+        add(backward_kernel<OfKeys, false, Wanted::of_values, general>);
+      }
+    }
+    if constexpr (general) {
+      if (g.d_bias) {
+        launches.add(bias_gradient_kernel<OfQueries>,
+                     tiles_of(p.keys.n, OfQueries::kColumns) * tiles_of(p.queries.n, OfQueries::kRows) * g.bias_H * g.bias_B,
+                     OfQueries::kThreads, OfQueries::shared_bytes(2, 2), g);
+      }
+    }
+    return launches.error;
+  });
+}
+
+}  // namespace fastattn::cuda

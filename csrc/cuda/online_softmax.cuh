@@ -1,0 +1,90 @@
+// The online softmax of FlashAttention-2 (Dao, 2023, algorithm 1), in base 2.
+#pragma once
+
+#include "tile.cuh"
+
+namespace fastattn::cuda {
+
+// 2^x for weights that will be rounded to Element.
+template <class Element>
+FASTATTN_DEVICE float exp2_for(float x) {
+  if constexpr (sizeof(Element) == sizeof(float)) {
+    return exp2f(x);
+  } else {
+    return exp2_fast(x);
+  }
+}
+
+// Of the four lanes that hold a row of sums.
+FASTATTN_DEVICE float max_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+FASTATTN_DEVICE float sum_of_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// What the scores of a row come to: their maximum, and the sum of 2^(score_log2 - max_log2). Weights measured from an older
+// maximum are still to be multiplied by on_weights.
+struct RowSum {
+  float max, sum, on_weights;
+
+  // With a sink, one more score whose value is zero. A row that saw nothing does not see it either.
+  FASTATTN_DEVICE RowSum beside(float sink, float on_score_log2) const {
+    if (sum == 0) return *this;
+    const float new_max = fmaxf(max, sink), on_old = exp2f((max - new_max) * on_score_log2);
+    return {new_max, sum * on_old + exp2f((sink - new_max) * on_score_log2), on_old};
+  }
+};
+
+// What is known of the rows of a warp so far: rows lane() / 4 and lane() / 4 + 8 of each block of 16.
+template <class Element, int kRowBlocks>
+struct OnlineSoftmax {
+  float max[kRowBlocks][2];
+  float sum[kRowBlocks][2];  // of 2^(score_log2 - max_log2), of the columns of this lane only
+
+  FASTATTN_DEVICE OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      max[i / 2][i % 2] = -kInfinity;
+      sum[i / 2][i % 2] = 0;
+    }
+  }
+
+  // Makes weights of the scores, and o what it would be had it been measured from the new maximum.
+  template <int kColumnBlocks, int kBlocksOfO>
+  FASTATTN_DEVICE void add(Sums (&scores)[kRowBlocks][kColumnBlocks], float on_score_log2,
+                           Sums (&o)[kRowBlocks][kBlocksOfO]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      const int r = i / 2, half = i % 2;
+      float new_max = max[r][half];
+#pragma unroll
+      for (int c = 0; c < kColumnBlocks; ++c) {
+        new_max = fmaxf(new_max, fmaxf(scores[r][c][2 * half], scores[r][c][2 * half + 1]));
+      }
+      new_max = max_of_row(new_max);
+      const float base_log2 = finite_max(new_max) * on_score_log2;
+      const float rescale = exp2_for<Element>(max[r][half] * on_score_log2 - base_log2);
+      max[r][half] = new_max;
+      sum[r][half] *= rescale;
+#pragma unroll
+      for (int c = 0; c < kColumnBlocks; ++c) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          scores[r][c][e] = exp2_for<Element>(scores[r][c][e] * on_score_log2 - base_log2);
+          sum[r][half] += scores[r][c][e];
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kBlocksOfO; ++c) {
+        o[r][c][2 * half] *= rescale;
+        o[r][c][2 * half + 1] *= rescale;
+      }
+    }
+  }
+};
+
+}  // namespace fastattn::cuda

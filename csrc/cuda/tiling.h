@@ -1,0 +1,42 @@
+// Tile sizes: every number that depends on the hardware.
+#pragma once
+
+#include "seen.cuh"
+#include "tile.cuh"
+
+namespace fastattn::cuda {
+
+// A block of `warps` warps takes 16 row_blocks rows each, and `columns` rows of the other side at a time.
+struct Shape {
+  int warps, row_blocks, columns;
+};
+
+// The comments say how many registers a thread takes for plain scores on sm_80. Nothing here was measured on a GPU yet.
+// All fit into the 64 KB of shared memory that sm_75 has.
+constexpr Shape forward_shape(int bytes, int head_dim, bool general) {
+  if (bytes == 4) return head_dim == 64 ? Shape{4, 1, 32} : head_dim == 128 ? Shape{4, 1, 16} : Shape{2, 1, 8};
+  if (head_dim == 64) return general ? Shape{4, 1, 64} : Shape{4, 2, 64};
+  return head_dim == 128 ? Shape{4, 1, 64} : Shape{4, 1, 16};
+}
+
+// The gradients of queries, or of keys and values.
+constexpr Shape backward_shape(int bytes, int head_dim, bool general, bool rows_are_queries) {
+  if (bytes == 4) return head_dim == 64 ? Shape{4, 1, 16} : head_dim == 128 ? Shape{2, 1, 16} : Shape{1, 1, 8};
+  if (head_dim == 64) return rows_are_queries && !general ? Shape{4, 2, 32} : Shape{4, 1, 32};
+  return head_dim == 128 ? Shape{4, 1, general ? 16 : 32} : Shape{2, 1, 16};
+}
+
+template <class Element_, int kHeadDim_, int kWarps_, int kRowBlocks_, int kColumns_>
+struct Tiling {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kWarps = kWarps_, kRowBlocks = kRowBlocks_, kColumns = kColumns_;
+  static constexpr int kThreads = kWarp * kWarps, kRows = 16 * kRowBlocks * kWarps;
+  static_assert(kQueryPadding % kRows == 0 && kQueryPadding % kColumns == 0);
+
+  // For that many tiles of own rows, and of the other side's, each.
+  static constexpr int shared_bytes(int of_rows, int of_columns) {
+    return (of_rows * kRows + of_columns * kColumns) * kHeadDim * int(sizeof(Element));
+  }
+};
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,228 @@
+"""The CUDA part (csrc/cuda/): for GPUs that Triton does not compile for, and for machines without Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ...spec import FEATURES, Spec, empty_output, shared_along, summed_like
+from ..row_facts import RowFacts
+from . import build
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_HEAD_DIM = 256
+_AMPERE = (8, 0)  # the first with bf16, and the first that Triton compiles for
+
+
+_ALIGNMENT = 16  # bytes: of what the kernels copy at a time
+_FAR = 2**61  # positions are cut off here: kFar in csrc/mask.h
+_MOST_TOKENS = 2**30  # tokens are numbered by 32-bit integers inside the kernels
+
+
+def features() -> frozenset[str]:
+    """Every feature."""
+    return FEATURES
+
+
+def lacks() -> frozenset[str]:
+    """All that is about weights."""
+    return frozenset({"weights", "received", "top_keys"})
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
+    """Sentences about the GPU, the dtype and the head dims."""
+    if torch.version.cuda is None:
+        return [f"needs an NVIDIA GPU, and a torch for it, got torch {torch.__version__}"]
+    found, capability = [], torch.cuda.get_device_capability(q.device)
+    if capability < build.OLDEST_CAPABILITY:
+        found.append(f"needs compute capability {_text(build.OLDEST_CAPABILITY)} or later, got {_text(capability)}")
+    if q.dtype not in _DTYPES:
+        found.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
+    if q.dtype == torch.bfloat16 and capability < _AMPERE:
+        found.append(f"needs compute capability {_text(_AMPERE)} or later for bfloat16, got {_text(capability)}")
+    for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
+        if dim > _LARGEST_HEAD_DIM:
+            found.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
+    if max(q.shape[2], k.shape[2]) > _MOST_TOKENS:
+        found.append(f"n_q and n_k must be at most {_MOST_TOKENS}, got {q.shape[2]} and {k.shape[2]}")
+    return found
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why the CUDA module cannot be had for that GPU, or None; builds it if that has not been done."""
+    return build.CUDA.unavailable_on(torch.cuda.get_device_capability(device))
+
+
+def by_name_only(device: torch.device) -> str | None:
+    """One sentence where the Triton backend runs."""
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < _AMPERE or not _triton_is_there():
+        return None
+    return f"serves by name where Triton runs: on compute capability {_text(_AMPERE)} and later"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
+    module = build.CUDA.load()
+    o = empty_output(q, v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    written = _writable(o)
+    module.forward(*map(_readable, (q, k, v)), written, lse, *_described(module, q, k, spec))
+    return _copied_back(o, written), lse
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: Spec,
+    output_mask: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes; dk and dv come together."""
+    module = build.CUDA.load()
+    wants_dq, wants_dk, wants_dv, wants_dbias, wants_dalibi, wants_dsinks = output_mask
+    do = torch.zeros_like(o) if do is None else do
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == -math.inf, 0)  # a constant there, whatever arrives
+    bias_along = shared_along(spec.bias) if wants_dbias else None
+    wants_ds_of_sinks = wants_dsinks or (bias_along == "keys" and spec.sinks is not None)
+    wants_ds_of_queries = wants_ds_of_sinks or wants_dalibi
+    wants_ds_of_keys = bias_along == "queries"
+
+    def sums(wanted: bool, *shape: int) -> Tensor | None:
+        return lse.new_empty(shape) if wanted else None
+
+    dq = torch.empty_like(q) if wants_dq or wants_ds_of_queries else None
+    dk, dv = (torch.empty_like(x) if wants_dk or wants_dv or wants_ds_of_keys else None for x in (k, v))
+    written = [None if x is None else _writable(x) for x in (dq, dk, dv)]
+    n_q, n_k = q.shape[2], k.shape[2]
+    ds_of_keys = sums(wants_ds_of_keys, *lse.shape[:2], n_k)
+    ds_of_queries = sums(wants_ds_of_queries, *lse.shape)
+    ds_by_distance, p_by_distance = (sums(wants_dalibi, *lse.shape) for _ in range(2))
+    dbias = sums(bias_along == "neither", *(1, 1, *(spec.bias.shape if wants_dbias else ()))[-4:-2], n_q, n_k)
+    facts = module.backward(
+        _readable(do),
+        None if dlse is None else dlse.contiguous(),
+        *map(_readable, (q, k, v, o)),
+        lse.contiguous(),
+        module.Gradients(
+            dq=written[0],
+            dk=written[1],
+            dv=written[2],
+            ds_of_keys=ds_of_keys,
+            ds_of_queries=ds_of_queries,
+            ds_by_distance=ds_by_distance,
+            p_by_distance=p_by_distance,
+            d_bias=dbias,
+        ),
+        *_described(module, q, k, spec),
+    )
+    dq, dk, dv = (x if x is None else _copied_back(x, y) for x, y in zip((dq, dk, dv), written, strict=True))
+
+    rows = RowFacts(*facts.unbind(), dlse, spec.sinks, ds_of_queries)
+    if bias_along == "queries":
+        dbias = ds_of_keys[:, :, None]
+    elif bias_along == "keys":
+        dbias = rows.ds_of_keys()[..., None]
+    return (
+        dq if wants_dq else None,
+        dk if wants_dk else None,
+        dv if wants_dv else None,
+        summed_like(spec.bias, dbias) if wants_dbias else None,
+        summed_like(spec.alibi_slopes, rows.dalibi_slopes(ds_by_distance, p_by_distance)) if wants_dalibi else None,
+        rows.ds_of_sinks().sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
+    )
+
+
+def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[object, object]:
+    """The arguments that tell the module what to compute."""
+    mask, shape = spec.mask, (*q.shape[:3], k.shape[2])
+    documents, positions, q_start = (None, None), (None, None), mask.q_start
+    if mask.segments is not None or (isinstance(q_start, Tensor) and q_start.dim() == 2):
+        near = q_start.long().clamp(-_FAR, _FAR) if isinstance(q_start, Tensor) else max(-_FAR, min(q_start, _FAR))
+        positions = dataclasses.replace(mask, q_start=near).positions(*shape[2:], q.device)
+        positions = [p.expand(shape[0], -1).contiguous() for p in positions]
+        documents, q_start = mask.segments or documents, 0
+    elif isinstance(q_start, Tensor):
+        q_start = q_start.long().contiguous()
+    real = mask.readable_queries(), mask.readable_keys()
+    sides = [
+        module.Side(
+            real=None if r is None else r.contiguous(),
+            documents=None if d is None else d.long().contiguous(),
+            positions=p,
+        )
+        for r, d, p in zip(real, documents, positions, strict=True)
+    ]
+    left, right = mask.window
+    native_mask = module.Mask(
+        causal=mask.causal,
+        left=left,
+        right=right,
+        q_start=q_start,
+        queries=sides[0],
+        keys=sides[1],
+        dense=None if mask.dense is None else mask.dense.expand(shape),
+    )
+    bias, slopes, sinks = spec.bias, spec.alibi_slopes, spec.sinks
+    if bias is not None:
+        bias = (bias if bias.dtype in _DTYPES else bias.float()).expand(shape)
+    scores = module.Scores(
+        scale=spec.scale,
+        softcap=spec.softcap,
+        bias=bias,
+        alibi_slopes=None if slopes is None else slopes.float().expand(shape[:2]).contiguous(),
+        sinks=None if sinks is None else sinks.float().contiguous(),
+        dropout_p=spec.dropout_p,
+        seed=spec.seed,
+    )
+    return native_mask, scores
+
+
+def _is_aligned(x: Tensor) -> bool:
+    in_bytes = (x.data_ptr(), *(n * x.element_size() for n in (x.shape[3], *x.stride()[:3])))
+    return x.stride(3) == 1 and all(n % _ALIGNMENT == 0 for n in in_bytes)
+
+
+def _padding(x: Tensor) -> int:
+    """How many columns `x` lacks until its rows are multiples of what is copied at a time."""
+    return -x.shape[3] % (_ALIGNMENT // x.element_size())
+
+
+def _readable(x: Tensor) -> Tensor:
+    """`x`, copied where its rows do not lie as the kernels read them; zeros stand in the columns that are added."""
+    if _is_aligned(x):
+        return x
+    padded = x.new_zeros(*x.shape[:3], x.shape[3] + _padding(x))
+    padded[..., : x.shape[3]] = x
+    return padded
+
+
+def _writable(x: Tensor) -> Tensor:
+    """`x`, or what stands in for it where its rows do not lie as the kernels write them."""
+    return x if _is_aligned(x) else x.new_empty(*x.shape[:3], x.shape[3] + _padding(x))
+
+
+def _copied_back(x: Tensor, written: Tensor) -> Tensor:
+    return x if written is x else x.copy_(written[..., : x.shape[3]])
+
+
+@functools.cache
+def _triton_is_there() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)

@@ -110,6 +110,7 @@ class Mask {
     }
     if (dense) set_dense(*dense);
     set_groups();
+    if (ids_q && range_heads_ == 1) set_sections();
   }
 
   void describe(Problem& p) const {
@@ -124,6 +125,7 @@ class Mask {
       p.ranges = {ranges_.data(),        groups_.data(),   range_heads_ * n_q, several * n_q,
                   range_heads_ * groups, several * groups, gaps_};
     }
+    if (!section_lists_.empty()) p.sections = section_lists_.data();
     if (!document_of_query_.empty()) {
       p.documents = {document_of_query_.data(), document_of_key_.data(), rank_of_query_.data(), rank_of_key_.data()};
     }
@@ -191,6 +193,13 @@ class Mask {
     }
   }
 
+  void set_sections() {
+    for (int64_t b = 0; b < B; ++b) {
+      sections_.push_back(sections_of(&ranges_[b * n_q], queries_.lists()[b]));
+      section_lists_.push_back({sections_.back().data(), int64_t(sections_.back().size())});
+    }
+  }
+
   // Narrows the ranges to what the rows of a dense mask show. Rows that serve several samples, heads or queries are
   // looked at once.
   void set_dense(const Tensor& dense) {
@@ -225,6 +234,8 @@ class Mask {
   std::vector<RowRange> ranges_;  // [B, range_heads_, n_q]
   std::vector<KeyRange> groups_;  // [B, range_heads_, groups_of_head()]
   int64_t range_heads_ = 1;
+  std::vector<std::vector<Section>> sections_;  // [B]
+  std::vector<SectionList> section_lists_;
   uint32_t gaps_ = kNoGaps;
   std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
 };

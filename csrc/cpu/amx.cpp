@@ -18,6 +18,7 @@
 #define FASTATTN_COLUMNS 4
 #define FASTATTN_BLOCK_KEYS 128
 #define FASTATTN_CHUNK_BLOCKS 16
+#define FASTATTN_KEYS_AT_ONCE 0
 #include "kernels.h"
 
 #endif

@@ -17,6 +17,7 @@
 #define FASTATTN_COLUMNS 4
 #define FASTATTN_BLOCK_KEYS 48
 #define FASTATTN_CHUNK_BLOCKS 1
+#define FASTATTN_KEYS_AT_ONCE 128
 #include "kernels.h"
 
 #endif

@@ -35,8 +35,8 @@ struct BackwardBlock {
 
 struct BackwardScratch {
   float *k, *v, *k_t;            // copies of a block of keys, where they are needed
-  float *s_t, *dp_t, *z_t;       // [kBlockKeys, M]
-  float* steepness;              // the same: derivative of the scores by scale * S
+  float *s_t, *dp_t, *z_t;       // [kMostKeys, M]
+  float* steepness;              // [kBlockKeys, M]: derivative of the scores by scale * S
   float *weights, *ds, *ds_t;    // Z^T * P^T and dS^T as left factors, and dS^T as a right one
   float *dk, *dv;                // [cached_keys, d]
   int32_t* queries;              // [n_q]
@@ -46,17 +46,17 @@ struct BackwardScratch {
   BackwardScratch(const Problem& p, float* base) {
     constexpr int64_t M = kBlockQueries;
     Arena arena(base);
-    k = arena.take(kBlockKeys * units(p.d_qk));
-    v = arena.take(kBlockKeys * units(p.d_v));
+    k = arena.take(kMostKeys * units(p.d_qk));
+    v = arena.take(kMostKeys * units(p.d_v));
     k_t = arena.take(transposed_size(kBlockKeys, p.d_qk));
-    s_t = arena.take(kBlockKeys * M);
-    dp_t = arena.take(kBlockKeys * M);
-    z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
+    s_t = arena.take(kMostKeys * M);
+    dp_t = arena.take(kMostKeys * M);
+    z_t = arena.take(p.dropout.drops ? kMostKeys * M : 0);
     steepness = arena.take(p.softcap > 0 ? kBlockKeys * M : 0);
     weights = s_t, ds = dp_t;  // in place, which both forms allow
     ds_t = kOneForm ? ds : arena.take(kBlockKeys * M / kPerUnit);
-    dk = arena.take(cached_keys(p) * padded(p.d_qk));
-    dv = arena.take(cached_keys(p) * padded(p.d_v));
+    dk = arena.take((cached_keys(p) + kGrain) * padded(p.d_qk));  // a block may end in the middle of a grain
+    dv = arena.take((cached_keys(p) + kGrain) * padded(p.d_v));
     queries = reinterpret_cast<int32_t*>(arena.take(p.n_q));
     strip = arena.take(0);
     BackwardBlock block;
@@ -125,7 +125,7 @@ void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* i
   const IndexList& list = p.keys[b];
   const QueryBlock queries = block.queries.vectors(first, C);
   Floats sum[C] = {};
-  each_key_block(list, queries.range.some, 0, list.count, [&](int64_t first_key, int64_t n) {
+  each_key_block(list, queries.range.some, queries.origin, 0, list.count, [&](int64_t first_key, int64_t n) {
     KeyBlock keys{&list, first_key, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, h / p.group(), list, first_key, n, up_to_grain(n), p.d_qk, false, w.k);
     const Part part = visible_part(queries.range.some, keys);
@@ -319,12 +319,11 @@ void zero_other_dq(const Problem& p, const BackwardTensors& t, const BackwardIte
   }
 }
 
-// A strip of contributing queries of one head against the keys of a chunk.
+// A strip of contributing queries of a section of one head against the keys of a chunk.
 void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                            const IndexList& queries, int64_t first_query, int64_t chunk_begin, int64_t chunk_end,
-                            Ahead& ahead, const BackwardScratch& w) {
+                            const IndexList& queries, const Section& section, int64_t first_query, int64_t end,
+                            int64_t chunk_begin, int64_t chunk_end, Ahead& ahead, const BackwardScratch& w) {
   const int64_t b = item.b;
-  const int64_t end = lesser(first_query + kStripQueries, lesser(item.last_query, queries.count));
   const IndexList& list = p.keys[b];
   const KeyRange chunk =
       chunk_begin < chunk_end ? KeyRange{list.at(chunk_begin), list.at(chunk_end - 1) + 1} : KeyRange{0, 0};
@@ -339,7 +338,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
   KeyRange seen{p.n_k, 0};  // by any of them
   for (int64_t first = first_query; first < end; first += kBlockQueries) {
     BackwardBlock& block = blocks[count];
-    block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
+    block.queries.init(p, b, h, queries, section, first, lesser(kBlockQueries, end - first));
     if (!block.queries.range.some.meets(chunk)) {
       skip(first, first + block.queries.n);
       continue;
@@ -349,7 +348,9 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, item, h, queries, block, w); });
   }
 
-  each_key_block(list, seen, chunk_begin, chunk_end, [&](int64_t i, int64_t n) {
+  const int64_t origin = list.lower_bound(section.keys.begin);
+  const int64_t last_key = lesser(chunk_end, list.lower_bound(section.keys.end));
+  each_key_block(list, seen, origin, chunk_begin, last_key, [&](int64_t i, int64_t n) {
     KeyBlock keys{&list, i, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, item.h_kv, list, i, n, up_to_grain(n), p.d_qk, false, w.k);
     keys.v = rows_of(p.v, b, item.h_kv, list, i, n, up_to_grain(n), p.d_v, false, w.v);
@@ -396,7 +397,7 @@ void write_chunk(const Problem& p, const BackwardTensors& t, const BackwardItem&
   }
 }
 
-// What the next item begins with, spread as in forward.h.
+// What the next item begins with.
 Ahead ahead_of(const Problem& p, const BackwardTensors& t, const BackwardItem& item, const BackwardItem* next) {
   Ahead ahead;
   if (!next) return ahead;
@@ -409,11 +410,16 @@ Ahead ahead_of(const Problem& p, const BackwardTensors& t, const BackwardItem& i
   ahead.add(p.k, next->b, next->h_kv, keys, next->first_key, last_key, p.d_qk);
   ahead.add(p.v, next->b, next->h_kv, keys, next->first_key, last_key, p.d_v);
   const int64_t products = 2 + item.wanted.dq + 2 * item.wanted.dkv;
-  const int64_t pairs = (lesser(item.last_query, p.queries[item.b].count) - item.first_query) *
-                        (item.last_key - item.first_key) * (item.last_head - item.first_head);
-  ahead.spread(products * pairs / (2 * kBlockQueries * kBlockKeys));
+  const int64_t pairs = pairs_of_blocks(p, item.b, item.first_query, item.last_query, item.first_key, item.last_key);
+  ahead.spread(products * pairs * (item.last_head - item.first_head));
   return ahead;
 }
+
+#if !FASTATTN_PAIRS
+void add_gradients_at_once(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+                           const IndexList& queries, const Section& section, int64_t first, int64_t last,
+                           int64_t chunk_begin, int64_t chunk_end, Ahead& ahead, const BackwardScratch& w);
+#endif
 
 void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& item, const BackwardItem* next,
               float* scratch) {
@@ -430,9 +436,18 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
     for (int64_t h = item.first_head; h < item.last_head; ++h) {
       const IndexList queries = contributing_queries(p, t, item.b, h, w.queries);
       if (item.wanted.dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
-      for (int64_t first = item.first_query; first < lesser(item.last_query, queries.count); first += kStripQueries) {
-        add_gradients_of_strip(p, t, item, h, queries, first, begin, end, ahead, w);
-      }
+      each_section(p, item.b, queries, item.first_query, item.last_query,
+                   [&](const Section& section, int64_t first, int64_t last) {
+#if !FASTATTN_PAIRS
+        if (fits_at_once(p, item.b, section)) {
+          return add_gradients_at_once(p, t, item, h, queries, section, first, last, begin, end, ahead, w);
+        }
+#endif
+        for (; first < last; first += kStripQueries) {
+          const int64_t strip_end = lesser(first + kStripQueries, last);
+          add_gradients_of_strip(p, t, item, h, queries, section, first, strip_end, begin, end, ahead, w);
+        }
+      });
     }
     if (item.wanted.dkv) write_chunk(p, t, item, begin, end, w);
     begin = end;

@@ -43,6 +43,15 @@ inline int64_t key_blocks_in_chunk(const Problem& p) {
   return greater(1, lesser(kChunkBlocks, lesser(kCacheFloats / block, (p.n_k + kBlockKeys - 1) / kBlockKeys)));
 }
 
+// Keys of a section that are met all at once (few_keys.h), if they are so few.
+constexpr int64_t kKeysAtOnce = FASTATTN_KEYS_AT_ONCE;
+constexpr int64_t kMostKeys = kBlockKeys > kKeysAtOnce ? kBlockKeys : kKeysAtOnce;  // that a block of queries meets
+
+inline bool fits_at_once(const Problem& p, int64_t b, const Section& section) {
+  const int64_t keys = p.keys[b].lower_bound(section.keys.end) - p.keys[b].lower_bound(section.keys.begin);
+  return 0 < keys && keys <= kKeysAtOnce && !p.finishes_scores();
+}
+
 // Queries that meet a chunk of keys, block by block, before the next one.
 constexpr int64_t kStripQueries = 256;
 constexpr int64_t kBlockQueries = kColumns * kLanes;
@@ -64,10 +73,54 @@ Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_
   return {copy, units(d)};
 }
 
+// The sections of a list of queries, and those of their blocks that begin at the places first, ..., last - 1:
+// run(section, place of the first query, place after the last one).
+template <class Run>
+FASTATTN_INLINE void each_section(const Problem& p, int64_t b, const IndexList& queries, int64_t first, int64_t last,
+                                  Run run) {
+  const bool by_table = p.sections && queries.count == p.queries[b].count;
+  const Section whole{0, queries.count, {0, p.n_k}, false};
+  const SectionList sections = by_table ? p.sections[b] : SectionList{&whole, 1};
+  int64_t i = 0;
+  for (int64_t end = sections.count; i < end;) {  // finds the first one that ends after `first`
+    const int64_t middle = (i + end) / 2;
+    if (sections.data[middle].last <= first) {
+      i = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  for (; i < sections.count && sections.data[i].first < last; ++i) {
+    const Section& section = sections.data[i];
+    const auto first_block_from = [&](int64_t place) {
+      const int64_t blocks = (greater(place - section.first, 0) + kBlockQueries - 1) / kBlockQueries;
+      return lesser(section.first + blocks * kBlockQueries, section.last);
+    };
+    const int64_t begin = first_block_from(first), end = first_block_from(last);
+    if (begin < end) run(section, begin, end);
+  }
+}
+
+// About how often a block of the queries at these places meets a block of the keys at those: half of the blocks that
+// there are, a causal mask's share, but for what is met at once.
+int64_t pairs_of_blocks(const Problem& p, int64_t b, int64_t first_query, int64_t last_query, int64_t first_key,
+                        int64_t last_key) {
+  const auto blocks = [](int64_t n, int64_t size) { return (greater(n, 0) + size - 1) / size; };
+  int64_t pairs = 0;
+  each_section(p, b, p.queries[b], first_query, last_query, [&](const Section& section, int64_t first, int64_t last) {
+    const int64_t of_queries = blocks(last - first, kBlockQueries);
+    const int64_t begin = greater(p.keys[b].lower_bound(section.keys.begin), first_key);
+    const int64_t end = lesser(p.keys[b].lower_bound(section.keys.end), last_key);
+    pairs += fits_at_once(p, b, section) ? of_queries : of_queries * blocks(end - begin, kBlockKeys) / 2;
+  });
+  return pairs;
+}
+
 // Queries of one head, at most kBlockQueries of them, one per lane, and the keys that each may see. Lanes without a query
 // repeat the last one.
 struct QueryBlock {
   int64_t first, n;  // places in a list of queries
+  int64_t origin;    // the place of a key from which the keys are cut into blocks
   BlockRange range;  // of all of them
   BlockRange ranges[kColumns];  // of each vector
   Bits index[kColumns];  // of the queries
@@ -75,8 +128,10 @@ struct QueryBlock {
   Bits length[kColumns];
   uint32_t gaps;  // in the ranges of some
 
-  void init(const Problem& p, int64_t b, int64_t h, const IndexList& queries, int64_t first_place, int64_t count) {
-    first = first_place, n = count;
+  void init(const Problem& p, int64_t b, int64_t h, const IndexList& queries, const Section& section,
+            int64_t first_place, int64_t count) {
+    first = first_place, n = count, origin = p.keys[b].lower_bound(section.keys.begin);
+    if (section.see_all && queries.consecutive(first, n)) return init_alike(section.keys, queries.at(first), p.n_k);
     for (BlockRange& of_vector : ranges) of_vector = no_queries(p.n_k);
     gaps = kNoGaps;
     const bool all_alike = !p.ranges.data && p.visible(b, h, queries.at(first)).covers(p.n_k) &&
@@ -93,6 +148,24 @@ struct QueryBlock {
     range = range_of(0, kColumns);
   }
 
+  void init(const Problem& p, int64_t b, int64_t h, const IndexList& queries, int64_t first_place, int64_t count) {
+    init(p, b, h, queries, Section{0, queries.count, {0, p.n_k}, false}, first_place, count);
+  }
+
+  // For queries that follow each other, all of which see all of the keys.
+  void init_alike(KeyRange keys, int64_t first_query, int64_t n_k) {
+    range = {keys, keys};
+    gaps = kNoGaps;
+    for (int c = 0; c < kColumns; ++c) {
+      ranges[c] = c * kLanes < n ? range : no_queries(n_k);
+      begin[c] = Ints{} + static_cast<int32_t>(keys.begin);
+      length[c] = Bits{} + static_cast<uint32_t>(keys.end - keys.begin);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        index[c][lane] = static_cast<uint32_t>(first_query + lesser(c * kLanes + lane, n - 1));
+      }
+    }
+  }
+
   // What the queries of `count` vectors may see.
   BlockRange range_of(int first_vector, int count) const {
     BlockRange joint = ranges[first_vector];
@@ -104,6 +177,7 @@ struct QueryBlock {
   QueryBlock vectors(int first_vector, int count) const {
     QueryBlock part;
     part.first = first + first_vector * kLanes, part.n = clamp(n - first_vector * kLanes, 0, count * kLanes);
+    part.origin = origin;
     part.range = range_of(first_vector, count);
     part.gaps = gaps;
     for (int c = 0; c < count; ++c) {
@@ -128,29 +202,31 @@ struct QueryBlock {
 };
 
 // run(std::integral_constant<int, C>) with the fewest vectors of queries that hold n.
-template <int C = kColumns, class Run>
+template <int C = kFewestColumns, class Run>
 FASTATTN_INLINE void with_columns(int64_t n, Run run) {
-  if constexpr (C / 2 >= kFewestColumns) {
-    if (n <= C / 2 * kLanes) return with_columns<C / 2>(n, run);
+  if constexpr (C + kFewestColumns <= kColumns) {
+    if (n > C * kLanes) return with_columns<C + kFewestColumns>(n, run);
   }
   run(std::integral_constant<int, C>{});
 }
 
-// The blocks of the key list that begin at multiples of their size, as far as they lie in [first, last) and hold keys of
-// `seen`: run(place of the first key, number of keys).
+// The blocks of the key list that begin at `origin` and multiples of their size after it, as far as they lie in
+// [first, last) and hold keys of `seen`: run(place of the first key, number of keys).
 template <int64_t kSize = kBlockKeys, class Run>
-FASTATTN_INLINE void each_key_block(const IndexList& keys, KeyRange seen, int64_t first, int64_t last, Run run) {
+FASTATTN_INLINE void each_key_block(const IndexList& keys, KeyRange seen, int64_t origin, int64_t first, int64_t last,
+                                    Run run) {
   const int64_t end = lesser(last, keys.lower_bound(seen.end));
-  const int64_t begin = greater(first, keys.lower_bound(seen.begin) / kSize * kSize);
+  const int64_t begin = greater(first, origin + (keys.lower_bound(seen.begin) - origin) / kSize * kSize);
   for (int64_t i = begin; i < end; i += kSize) run(i, lesser(kSize, last - i));
 }
 
 // The same blocks, by whole chunks of them: run(place of the first key, place after the last one).
 template <class Run>
-FASTATTN_INLINE void each_key_chunk(const IndexList& keys, KeyRange seen, int64_t first, int64_t last,
+FASTATTN_INLINE void each_key_chunk(const IndexList& keys, KeyRange seen, int64_t origin, int64_t last,
                                     int64_t chunk_keys, Run run) {
-  const int64_t end = lesser(last, (keys.lower_bound(seen.end) + kBlockKeys - 1) / kBlockKeys * kBlockKeys);
-  const int64_t begin = greater(first, keys.lower_bound(seen.begin) / kBlockKeys * kBlockKeys);
+  const auto blocks_before = [&](int64_t places) { return (places - origin) / kBlockKeys * kBlockKeys; };
+  const int64_t begin = origin + blocks_before(keys.lower_bound(seen.begin));
+  const int64_t end = lesser(last, origin + blocks_before(keys.lower_bound(seen.end) + kBlockKeys - 1));
   for (int64_t i = begin; i < end; i += chunk_keys) run(i, lesser(i + chunk_keys, end));
 }
 
@@ -177,24 +253,26 @@ FASTATTN_INLINE Part visible_part(KeyRange some, const KeyBlock& keys) {
 template <int C, class Run>
 void each_part(const QueryBlock& queries, int first_vector, const KeyBlock& keys, Part within, Run run) {
   constexpr int64_t kWorthACut = 8;  // vectors of pairs
-  constexpr int kHalf = C / 2;
+  constexpr int kLower = C / 2, kUpper = C - kLower;
   const Part part = visible_part(queries.range.some, keys).between(within.begin, within.end());
   if (part.n == 0) return;
-  if constexpr (kHalf >= kFewestColumns) {
+  if constexpr (kLower >= kFewestColumns) {
     if (!queries.sees_all(keys, part.begin, part.n)) {
-      const QueryBlock halves[] = {queries.vectors(0, kHalf), queries.vectors(kHalf, kHalf)};
-      Part of_half[2];
-      for (int i : {0, 1}) of_half[i] = visible_part(halves[i].range.some, keys).between(part.begin, part.end());
-      if (C * part.n - kHalf * (of_half[0].n + of_half[1].n) >= kWorthACut) {
-        const Part both = of_half[0].between(of_half[1].begin, of_half[1].end());
+      const QueryBlock upper = queries.vectors(0, kUpper), lower = queries.vectors(kUpper, kLower);
+      const Part of_upper = visible_part(upper.range.some, keys).between(part.begin, part.end());
+      const Part of_lower = visible_part(lower.range.some, keys).between(part.begin, part.end());
+      if (C * part.n - kUpper * of_upper.n - kLower * of_lower.n >= kWorthACut) {
+        const Part both = of_upper.between(of_lower.begin, of_lower.end());
         if (both.n > 0) run(std::integral_constant<int, C>{}, queries, first_vector, both);
-        for (int i : {0, 1}) {
-          const auto rest = [&](int64_t begin, int64_t end) {
-            each_part<kHalf>(halves[i], first_vector + i * kHalf, keys, of_half[i].between(begin, end), run);
+        const auto rest = [&](auto vectors, const QueryBlock& half, int first, Part of_half) {
+          const auto between = [&](int64_t begin, int64_t end) {
+            each_part<vectors>(half, first, keys, of_half.between(begin, end), run);
           };
-          rest(part.begin, both.n > 0 ? both.begin : part.end());
-          if (both.n > 0) rest(both.end(), part.end());
-        }
+          between(part.begin, both.n > 0 ? both.begin : part.end());
+          if (both.n > 0) between(both.end(), part.end());
+        };
+        rest(std::integral_constant<int, kUpper>{}, upper, first_vector, of_upper);
+        rest(std::integral_constant<int, kLower>{}, lower, first_vector + kUpper, of_lower);
         return;
       }
     }

@@ -4,7 +4,8 @@
 //
 // A block of keys meets all blocks of queries of the strip before the next one is loaded: the keys stay in the L1 cache
 // and what has to be done to them (copied, widened, transposed) is done once. Blocks of keys begin at the multiples of
-// kBlockKeys, wherever a strip begins, so that the result does not depend on how the queries are cut into strips.
+// kBlockKeys, counted from the first key of their section, wherever a strip begins, so that the result does not depend on
+// how the queries are cut into strips.
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -12,7 +13,7 @@ namespace {
 struct ForwardScratch {
   float* q;                  // [M, d]: rows of a block of queries, where they are needed
   float *k, *v, *v_t;        // copies of a block of keys, where they are needed
-  float *p_t, *z_t;          // [kBlockKeys, M], S^T and then P^T; Z^T
+  float *p_t, *z_t;          // [kMostKeys, M], S^T and then P^T; Z^T
   float *q_t, *o_t;          // [d, M] for each block of a strip
   int64_t chunk_blocks;        // blocks of keys that are made ready together
   int64_t size;
@@ -21,11 +22,12 @@ struct ForwardScratch {
     Arena arena(base);
     q = arena.take(kBlockQueries * units(p.d_qk));
     chunk_blocks = key_blocks_in_chunk(p);
-    k = arena.take(chunk_blocks * kBlockKeys * units(p.d_qk));
-    v = arena.take(chunk_blocks * kBlockKeys * units(p.d_v));
+    const int64_t n_keys = greater(chunk_blocks * kBlockKeys, kKeysAtOnce);
+    k = arena.take(n_keys * units(p.d_qk));
+    v = arena.take(n_keys * units(p.d_v));
     v_t = arena.take(chunk_blocks * transposed_size(kBlockKeys, p.d_v));
-    p_t = arena.take(kBlockKeys * kBlockQueries);
-    z_t = arena.take(p.dropout.drops ? kBlockKeys * kBlockQueries : 0);
+    p_t = arena.take(kMostKeys * kBlockQueries);
+    z_t = arena.take(p.dropout.drops ? kMostKeys * kBlockQueries : 0);
     q_t = arena.take(kStripQueries * units(p.d_qk));
     o_t = arena.take(kStripQueries * padded(p.d_v));
     size = arena.used();
@@ -143,30 +145,57 @@ void begin_block(const Problem& p, int64_t b, int64_t h, ForwardBlock& block, co
   __builtin_memset(block.o_t, 0, M * padded(p.d_v) * sizeof(float));
 }
 
+// The lse of all lanes, from the score m whose weight is 1 and the sum l of the weights.
+template <int C>
+FASTATTN_INLINE void lse_of_lanes(const Floats (&m)[C], const Floats (&l)[C], float on_score_log2, float* lse) {
+  for (int c = 0; c < C; ++c) {
+    const Floats log2_of_l = log2(l[c]);
+    for (int i = 0; i < kLanes; ++i) {
+      lse[c * kLanes + i] = static_cast<float>(lse_of(m[c][i], on_score_log2, log2_of_l[i]));
+    }
+  }
+}
+
+// What the output is to be multiplied by, the lse, and, in l, the weight of the sink too.
+template <int C>
+FASTATTN_INLINE void finish_softmax(const Problem& p, int64_t h, const Floats (&m)[C], Floats (&l)[C],
+                                    Floats (&on_o)[C], float* lse) {
+  const float on_score_log2 = p.on_score_log2();
+  for (int c = 0; c < C; ++c) on_o[c] = l[c] == 0.0f ? Floats{} : 1.0f / l[c];  // one_over_sum
+  lse_of_lanes<C>(m, l, on_score_log2, lse);
+  for (int64_t i = 0; p.sinks && i < C * kLanes; ++i) {
+    const int64_t c = i / kLanes, lane = i % kLanes;
+    const BesideSink row = beside_sink(lse_of(m[c][lane], on_score_log2, log2(l[c])[lane]), p.sinks[h]);
+    lse[i] = static_cast<float>(row.lse);
+    l[c][lane] /= static_cast<float>(row.share);
+    on_o[c][lane] *= static_cast<float>(row.share);
+  }
+}
+
+// Writes what a block of queries leaves beside its output.
+template <int C>
+FASTATTN_INLINE void write_statistics(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h,
+                                      const QueryBlock& queries, const Floats (&m)[C], const Floats (&l)[C],
+                                      const float* lse) {
+  for (int64_t i = 0; i < queries.n; ++i) {
+    const int64_t row = (b * p.H + h) * p.n_q + p.queries[b].at(queries.first + i);
+    out.lse[row] = lse[i];
+    if (out.measures) {
+      const int64_t c = i / kLanes, lane = i % kLanes;
+      out.measures[row] = Measure::of(m[c][lane], l[c][lane], p.on_score_log2());
+    }
+  }
+}
+
 // Writes the output and lse of a block of queries.
 template <int C>
 void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block) {
   constexpr int64_t M = C * kLanes;
-  const float on_score_log2 = p.on_score_log2();
   const auto query = [&](int64_t i) { return p.queries[b].at(block.queries.first + i); };
-  Floats on_o[C];
-  float m[M], l[M], log2_of_l[M], lse[M];
-  for (int c = 0; c < C; ++c) {
-    on_o[c] = block.l[c] == 0.0f ? Floats{} : 1.0f / block.l[c];  // one_over_sum
-    store(m + c * kLanes, block.m[c]);
-    store(l + c * kLanes, block.l[c]);
-    store(log2_of_l + c * kLanes, log2(block.l[c]));
-  }
-  for (int64_t i = 0; i < M; ++i) lse[i] = static_cast<float>(lse_of(m[i], on_score_log2, log2_of_l[i]));
-  if (p.sinks) {
-    float share[M];
-    for (int64_t i = 0; i < M; ++i) {
-      const BesideSink row = beside_sink(lse_of(m[i], on_score_log2, log2_of_l[i]), p.sinks[h]);
-      share[i] = static_cast<float>(row.share), lse[i] = static_cast<float>(row.lse);
-      l[i] /= share[i];  // the sink's weight among them
-    }
-    for (int c = 0; c < C; ++c) on_o[c] *= load(share + c * kLanes);
-  }
+  Floats m[C], l[C], on_o[C];
+  for (int c = 0; c < C; ++c) m[c] = block.m[c], l[c] = block.l[c];
+  float lse[M];
+  finish_softmax<C>(p, h, m, l, on_o, lse);
   with_elements(out.o.row(b, h, 0), out.o.dtype, [&](auto* o) {
     transpose(
         padded(p.d_v), M, [&](int64_t d, int64_t i) { return load(block.o_t + d * M + i) * on_o[i / kLanes]; },
@@ -174,11 +203,7 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
           if (i < block.queries.n) narrow_lanes(o + query(i) * out.o.row_stride + d, x, p.d_v - d);
         });
   });
-  for (int64_t i = 0; i < block.queries.n; ++i) {
-    const int64_t row = (b * p.H + h) * p.n_q + query(i);
-    out.lse[row] = lse[i];
-    if (out.measures) out.measures[row] = Measure::of(m[i], l[i], on_score_log2);
-  }
+  write_statistics<C>(p, out, b, h, block.queries, m, l, lse);
 }
 
 // Zeros for the queries first, ..., last - 1 that are padding.
@@ -192,7 +217,7 @@ void write_padding(const Problem& p, const ForwardOutputs& out, int64_t b, int64
   }
 }
 
-// What the next item reads, if it is not what this one does: spread over half of the blocks, a causal mask's share.
+// What the next item reads, if it is not what this one does.
 Ahead ahead_of(const Problem& p, const ForwardItem& item, const ForwardItem* next) {
   Ahead ahead;
   if (!next) return ahead;
@@ -205,35 +230,30 @@ Ahead ahead_of(const Problem& p, const ForwardItem& item, const ForwardItem* nex
     ahead.add(p.v, b, h_kv, keys, 0, keys.count, p.d_v);
   }
   constexpr int64_t kProducts = 2;
-  const int64_t pairs = (item.last_query - item.first_query) * p.keys[item.b].count;
-  ahead.spread(kProducts * pairs / (2 * kBlockQueries * kBlockKeys));
+  ahead.spread(kProducts * pairs_of_blocks(p, item.b, item.first_query, item.last_query, 0, p.keys[item.b].count));
   return ahead;
 }
 
-void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next,
-             float* scratch) {
-  const ForwardScratch w(p, scratch);
-  [[maybe_unused]] const MultiplierInUse multiplier;
-  const auto [b, h, first_query, last_query] = item;
-  write_padding(p, out, b, h, first_query, lesser(last_query, p.n_q));
-
+// At most kStripQueries queries of a section against all keys they see.
+void forward_strip(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const Section& section,
+                   int64_t first_query, int64_t last_query, Ahead& ahead, const ForwardScratch& w) {
   ForwardBlock blocks[kStripBlocks];
-  const IndexList &queries = p.queries[b], &key_list = p.keys[b];
-  const int64_t end = lesser(last_query, queries.count);
   int64_t count = 0;
   KeyRange seen{p.n_k, 0};  // by any of them
-  for (int64_t first = first_query; first < end; first += kBlockQueries, ++count) {
+  for (int64_t first = first_query; first < last_query; first += kBlockQueries, ++count) {
     ForwardBlock& block = blocks[count];
-    block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
+    block.queries.init(p, b, h, p.queries[b], section, first, lesser(kBlockQueries, last_query - first));
     block.q_t = w.q_t + count * kBlockQueries * units(p.d_qk);
     block.o_t = w.o_t + count * kBlockQueries * padded(p.d_v);
     seen = hull(seen, block.queries.range.some);
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, b, h, block, w); });
   }
 
-  Ahead ahead = ahead_of(p, item, next);
   KeyBlock keys[kChunkBlocks];
-  each_key_chunk(key_list, seen, 0, key_list.count, w.chunk_blocks * kBlockKeys, [&](int64_t begin, int64_t chunk_end) {
+  const IndexList& list = p.keys[b];
+  const int64_t origin = list.lower_bound(section.keys.begin), last_key = list.lower_bound(section.keys.end);
+  const int64_t chunk_keys = w.chunk_blocks * kBlockKeys;
+  each_key_chunk(list, seen, origin, last_key, chunk_keys, [&](int64_t begin, int64_t chunk_end) {
     int64_t n_key_blocks = 0;
     for (int64_t i = begin; i < chunk_end; i += kBlockKeys, ++n_key_blocks) {
       keys[n_key_blocks] = key_block(p, b, h / p.group(), i, lesser(kBlockKeys, chunk_end - i), w, n_key_blocks);
@@ -252,6 +272,28 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
   for (int64_t j = 0; j < count; ++j) {
     with_columns(blocks[j].queries.n, [&](auto C) { end_block<C>(p, out, b, h, blocks[j]); });
   }
+}
+
+#if !FASTATTN_PAIRS
+void attend_at_once(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const Section& section,
+                    int64_t first, int64_t last, Ahead& ahead, const ForwardScratch& w);
+#endif
+
+void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next,
+             float* scratch) {
+  const ForwardScratch w(p, scratch);
+  [[maybe_unused]] const MultiplierInUse multiplier;
+  const auto [b, h, first_query, last_query] = item;
+  write_padding(p, out, b, h, first_query, lesser(last_query, p.n_q));
+  Ahead ahead = ahead_of(p, item, next);
+  each_section(p, b, p.queries[b], first_query, last_query, [&](const Section& section, int64_t first, int64_t last) {
+#if !FASTATTN_PAIRS
+    if (fits_at_once(p, b, section)) return attend_at_once(p, out, b, h, section, first, last, ahead, w);
+#endif
+    for (; first < last; first += kStripQueries) {
+      forward_strip(p, out, b, h, section, first, lesser(first + kStripQueries, last), ahead, w);
+    }
+  });
 }
 
 int64_t forward_scratch(const Problem& p) { return ForwardScratch(p, nullptr).size; }

@@ -8,6 +8,7 @@
 //   FASTATTN_COLUMNS        vectors of queries in a block
 //   FASTATTN_BLOCK_KEYS     keys in a block
 //   FASTATTN_CHUNK_BLOCKS   blocks of keys that are made ready together
+//   FASTATTN_KEYS_AT_ONCE   keys of a section that are met together, in fp32
 //
 // and includes "problem.h" and "../softmax.h" before it too, so that their inline functions, of which the linker keeps
 // one copy for the whole module, are compiled for any machine.
@@ -41,6 +42,7 @@ constexpr int kColumns = FASTATTN_COLUMNS;
 #include "backward.h"
 #include "weights.h"
 #if !FASTATTN_PAIRS
+#include "few_keys.h"
 #include "decode.h"
 #endif
 #include "ceiling.h"

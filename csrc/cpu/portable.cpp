@@ -11,4 +11,5 @@
 #define FASTATTN_COLUMNS 2
 #define FASTATTN_BLOCK_KEYS 96
 #define FASTATTN_CHUNK_BLOCKS 1
+#define FASTATTN_KEYS_AT_ONCE 128
 #include "kernels.h"

@@ -52,6 +52,20 @@ struct RangeTable {
   }
 };
 
+// Queries that share no key with the others of their sample, such as a document. They are cut into blocks as if they were
+// alone, so that no block has to hide other documents.
+struct Section {
+  int64_t first, last;  // places in the list of real queries
+  KeyRange keys;        // they see no others
+  bool see_all;         // each of them sees all of these
+};
+
+// In the order of their queries, all of them.
+struct SectionList {
+  const Section* data;
+  int64_t count;
+};
+
 // The numbers of the documents, and where in its document each token stands: [B, n].
 struct Documents {
   const int32_t *of_query, *of_key;  // null: there are none; -1: padding
@@ -83,6 +97,7 @@ struct Problem {
   Input q, k, v;
   Dropout dropout;
   RangeTable ranges;
+  const SectionList* sections;  // [B], or null: the queries of a sample are one section
   Documents documents;
   Table dense;  // bool
   Table bias;
@@ -148,8 +163,8 @@ struct ForwardOutputs {
   Measure* measures = nullptr;  // of the real queries, or null
 };
 
-// Queries of one head at the places first_query, ... of the list of real ones: at most Kernels::strip_queries of them,
-// from a multiple of Kernels::block_queries on. It owns the rows with these numbers, of real queries and of padding.
+// Queries of one head at the places first_query, ... of the list of real ones, from a multiple of Kernels::block_queries
+// on. It owns the blocks of queries that begin there, and the rows of padding with these numbers.
 struct ForwardItem {
   int64_t b, h, first_query, last_query;
 };
@@ -185,10 +200,10 @@ struct Wanted {
   }
 };
 
-// The heads that share keys and values, the queries at the places first_query, ... of the list of those that have a
-// gradient, from a multiple of Kernels::block_queries on, and a part of the key list. An item owns what it writes: rows
-// of those queries if it wants those (its keys are then all keys), rows of those keys if it wants those (its queries are
-// then all queries).
+// The heads that share keys and values, the blocks of queries that begin at the places first_query, ... of the list of
+// those that have a gradient, a multiple of Kernels::block_queries, and a part of the key list. An item owns what it
+// writes: rows of those queries if it wants those (its keys are then all keys), rows of those keys if it wants those (its
+// queries are then all queries).
 struct BackwardItem {
   int64_t b, h_kv, first_head, last_head;
   int64_t first_query, last_query;

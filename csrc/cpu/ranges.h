@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <unordered_map>
 #include <vector>
 
@@ -65,6 +66,29 @@ inline RowRange dense_range(const bool* row, bool one_for_all_keys, int64_t n_k)
   const bool* end = stop;
   while (!end[-1]) --end;
   return {static_cast<int32_t>(begin - row), static_cast<int32_t>(end - row), kDenseGaps};
+}
+
+// Cuts a list of queries wherever those before see only keys before all that those after see.
+inline std::vector<Section> sections_of(const RowRange* ranges, const IndexList& queries) {
+  const auto range = [&](int64_t place) { return ranges[queries.at(place)]; };
+  std::vector<int32_t> first_key_from(queries.count + 1, std::numeric_limits<int32_t>::max());
+  for (int64_t i = queries.count - 1; i >= 0; --i) {
+    const bool sees = range(i).begin < range(i).end;
+    first_key_from[i] = sees ? std::min(range(i).begin, first_key_from[i + 1]) : first_key_from[i + 1];
+  }
+  std::vector<Section> sections;
+  for (int64_t first = 0, last; first < queries.count; first = last) {
+    Section section{first, first, {0, 0}, true};
+    const RowRange of_first = range(first);
+    for (last = first; last == first || (last < queries.count && section.keys.end > first_key_from[last]); ++last) {
+      const RowRange keys = range(last);
+      section.keys = hull(section.keys, {keys.begin, keys.end});
+      section.see_all &= keys.gaps == kNoGaps && keys.begin == of_first.begin && keys.end == of_first.end;
+    }
+    section.last = last;
+    sections.push_back(section);
+  }
+  return sections;
 }
 
 inline RowRange both(RowRange x, RowRange y) {

@@ -19,6 +19,7 @@ struct Case {
   std::vector<int64_t> q_start = {0, 0};  // [B]
   int64_t left = kNoLimit, right = kNoLimit;
   Padding keys = Padding::none, queries = Padding::none;
+  std::vector<int64_t> documents_q = {}, documents_k = {};  // their lengths, in every sample; none: one document
   double dropout_p = 0, scale = 0.2;
   double softcap = 0;  // 0: none
   double sink = -HUGE_VAL;  // of head 0, one more for each head after it; -HUGE_VAL: none
@@ -85,6 +86,23 @@ inline const std::vector<Case> kCases = {
      .n_k = 100, .d_qk = 40, .d_v = 24, .layout = {.token_by_token = true}},
     {.name = "token-by-token-strided", .why = "cut out of one tensor",
      .causal = true, .keys = Padding::holes, .layout = {.token_by_token = true, .gap = 7}},
+    {.name = "documents", .why = "sections of few keys, one that spans blocks of queries",
+     .n_q = 164, .n_k = 164, .documents_q = {1, 23, 16, 33, 80, 11}, .documents_k = {1, 23, 16, 33, 80, 11}},
+    {.name = "documents-causal", .why = "positions within documents, rows that are copied",
+     .n_q = 90, .n_k = 90, .d_qk = 31, .d_v = 17, .causal = true, .documents_q = {40, 50}, .documents_k = {40, 50}},
+    {.name = "documents-of-other-lengths", .why = "documents without a key or a query, heads that share keys",
+     .H = 4, .n_q = 70, .n_k = 95, .documents_q = {20, 0, 35, 15}, .documents_k = {35, 10, 50, 0}},
+    {.name = "documents-holes", .why = "sections of lists with tables",
+     .n_q = 120, .n_k = 120, .keys = Padding::holes, .queries = Padding::holes, .documents_q = {30, 60, 30},
+     .documents_k = {30, 60, 30}},
+    {.name = "documents-long", .why = "sections of several blocks of keys, strips that end within one",
+     .B = 1, .n_q = 560, .n_k = 560, .d_qk = 16, .d_v = 16, .q_start = {0}, .left = 100, .right = 30,
+     .documents_q = {9, 331, 20, 200}, .documents_k = {9, 331, 20, 200}},
+    {.name = "documents-in-chunks", .why = "sections cut by chunks of keys, and by items of few",
+     .B = 1, .H = 1, .H_kv = 1, .n_q = 230, .n_k = 230, .d_qk = 512, .d_v = 512, .q_start = {0},
+     .documents_q = {71, 100, 59}, .documents_k = {71, 100, 59}},
+    {.name = "documents-dropout", .why = "sections that begin among four keys",
+     .H = 4, .H_kv = 2, .n_q = 75, .n_k = 75, .documents_q = {5, 17, 53}, .documents_k = {5, 17, 53}, .dropout_p = 0.3},
     {.name = "dropout", .why = "dropped weights, odd numbers of keys", .n_q = 39, .n_k = 101, .dropout_p = 0.3},
     {.name = "dropout-window", .why = "blocks that begin among four keys",
      .n_q = 90, .n_k = 90, .left = 13, .right = 6, .keys = Padding::holes, .dropout_p = 0.5},
@@ -140,8 +158,23 @@ class Inputs {
 
   double sink(int64_t h) const { return about.sink + h; }
 
+  // The number of a document, and where it begins; a token alone is document 0.
+  struct Document {
+    int64_t number, begin;
+  };
+  static Document document_of(const std::vector<int64_t>& lengths, int64_t token) {
+    Document document{0, 0};
+    for (; document.number < int64_t(lengths.size()); ++document.number) {
+      if (token < document.begin + lengths[document.number]) break;
+      document.begin += lengths[document.number];
+    }
+    return document;
+  }
+
   bool sees(int64_t b, int64_t query, int64_t key) const {
-    const int64_t distance = key - (query + about.q_start[b]);
+    const Document of_query = document_of(about.documents_q, query), of_key = document_of(about.documents_k, key);
+    if (of_query.number != of_key.number) return false;
+    const int64_t distance = key - of_key.begin - (query - of_query.begin + about.q_start[b]);
     const bool in_band = distance >= -about.left && distance <= about.right && !(about.causal && distance > 0);
     return in_band && real_queries[b][query] && real_keys[b][key];
   }

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "../../csrc/cpu/dispatch.h"
+#include "../../csrc/cpu/ranges.h"
 #include "budget.h"
 #include "formula.h"
 #include "sequential.h"
@@ -77,6 +78,51 @@ class RowLists {
   std::vector<std::unique_ptr<Buffer>> tables_;
 };
 
+// What documents tell the kernels, as csrc/binding.cpp finds it.
+class Ranges {
+ public:
+  Ranges(const Inputs& in, Problem& p) {
+    const Case& c = in.about;
+    if (c.documents_q.empty()) return;
+    const auto ids = [](const std::vector<int64_t>& lengths, int64_t n) {
+      std::vector<int64_t> found(n);
+      for (int64_t i = 0; i < n; ++i) found[i] = 7 * Inputs::document_of(lengths, i).number;
+      return found;
+    };
+    const std::vector<int64_t> ids_q = ids(c.documents_q, c.n_q), ids_k = ids(c.documents_k, c.n_k);
+    const int64_t groups = (c.n_q + kRangeGroup - 1) / kRangeGroup;
+    groups_.assign(c.B * groups, KeyRange{c.n_k, 0});
+    for (std::vector<int32_t>* x : {&document_of_query_, &rank_of_query_}) x->resize(c.B * c.n_q);
+    for (std::vector<int32_t>* x : {&document_of_key_, &rank_of_key_}) x->resize(c.B * c.n_k);
+    for (int64_t b = 0; b < c.B; ++b) {
+      DocumentsOfSample sample;
+      sample.number(ids_k.data(), c.n_k, &document_of_key_[b * c.n_k], &rank_of_key_[b * c.n_k]);
+      sample.number(ids_q.data(), c.n_q, &document_of_query_[b * c.n_q], &rank_of_query_[b * c.n_q]);
+      sample.collect(&document_of_key_[b * c.n_k], c.n_k);
+      for (int64_t i = 0; i < c.n_q; ++i) {
+        const int64_t position = rank_of_query_[b * c.n_q + i] + c.q_start[b];
+        ranges_.push_back(sample.visible(p.band, document_of_query_[b * c.n_q + i], position));
+        KeyRange& of_group = groups_[b * groups + i / kRangeGroup];
+        of_group = hull(of_group, {ranges_.back().begin, ranges_.back().end});
+      }
+    }
+    for (int64_t b = 0; b < c.B; ++b) {
+      sections_.push_back(sections_of(&ranges_[b * c.n_q], p.queries[b]));
+      lists_.push_back({sections_.back().data(), int64_t(sections_.back().size())});
+    }
+    p.ranges = {ranges_.data(), groups_.data(), c.n_q, 0, groups, 0, kNoGaps};
+    p.sections = lists_.data();
+    p.documents = {document_of_query_.data(), document_of_key_.data(), rank_of_query_.data(), rank_of_key_.data()};
+  }
+
+ private:
+  std::vector<RowRange> ranges_;
+  std::vector<KeyRange> groups_;
+  std::vector<std::vector<Section>> sections_;
+  std::vector<SectionList> lists_;
+  std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
+};
+
 // Forward, backward and weights; gradients that are not requested stay 0.
 Results run(const Inputs& in, DType dtype, Placement placement, const Request& request) {
   const Case& c = in.about;
@@ -100,6 +146,7 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   p.band = make_band(c.causal, c.left, c.right);
   p.q_start = q_start.data<int64_t>();
   p.queries = queries.data(), p.keys = keys.data();
+  const Ranges ranges(in, p);
   p.q = q.input(), p.k = k.input(), p.v = v.input();
   p.dropout = make_dropout(c.dropout_p, kSeed);
   Sequential for_each(placement);

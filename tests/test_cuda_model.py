@@ -5,6 +5,7 @@ Most of what they are held to stands in tests/test_conformance.py, with the othe
 
 import dataclasses
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -121,7 +122,8 @@ def test_same_bits_in_any_order_of_threads(gpu_model, name, dtype):
 def test_nothing_is_read_beyond_the_end_of_a_tensor(gpu_model):
     """A process of its own, for it ends where something is."""
     program = Path(__file__).with_name("fenced_cases.py")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=280)
+    environment = os.environ | {"PYTHONPATH": str(program.parents[1])}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "done"), done.stdout + done.stderr
 
 

@@ -66,7 +66,7 @@ def test_around_the_borders_of_tiles(gpu_model, case, dtype):
 
 @pytest.mark.parametrize("shape", list(itertools.product((1, 2), (1, 4), (1, 70), (1, 90))), ids=str)
 def test_bias_of_any_shape(gpu_model, shape):
-    case = Case("bias", "", H=4, H_kv=2, n_q=70, n_k=90, bias=shape, causal=True, q_start=20)
+    case = Case("bias", "", H=4, H_kv=2, n_q=70, n_k=90, bias=shape, dense=True)
     for dtype in DTYPES:
         check(case, dtype, "native")
 

@@ -17,7 +17,6 @@ from fastattn.backends import native, reference
 from fastattn.testing import CASES, assert_right, compare, make_inputs
 
 FUSED_ON_CPU = ("native", "reference")  # Triton's interpreter is too slow for everything here; ops.py is the same
-on_each = pytest.mark.parametrize("backend", [native, reference, CudaModel], ids=lambda b: b.NAME, indirect=True)
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -195,14 +194,14 @@ MAPPED = {  # name: the function of it, and the values it is mapped over
 }  # fmt: skip
 
 
-@on_each
+@pytest.mark.parametrize("backend", FUSED_ON_CPU)
 @pytest.mark.parametrize("name", MAPPED)
 def test_vmap_over_what_describes_the_call(name, backend):
     options, values = MAPPED[name]
 
     def loss(q, x):
         o, lse = fastattn.attention(
-            q, K.float(), V.float(), **options(x), softcap=2.0, return_lse=True, backend=backend.NAME
+            q, K.float(), V.float(), **options(x), softcap=2.0, return_lse=True, backend=backend
         )  # fmt: skip
         return o.square().sum() + lse.masked_fill(lse == -math.inf, 0).sin().sum()
 
@@ -291,7 +290,7 @@ def test_exports():
     assert torch.equal(torch.export.export(Attend(), inputs).module()(*inputs), Attend()(*inputs))
 
 
-@on_each
+@pytest.mark.parametrize("backend", [native, reference, CudaModel], ids=lambda b: b.NAME, indirect=True)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

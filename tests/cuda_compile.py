@@ -60,9 +60,14 @@ class Kernel:
 
     @property
     def is_hot(self) -> bool:
-        """Whether it is what most calls take: 16 bits, head dims up to 128, scores that are multiples of q k^T."""
+        """Whether it is what most calls take: 16 bits, head dims up to 128, scores that are multiples of q k^T.
+
+        Up to 64 on sm_75, whose copies go through registers: with 128 the gradients of keys spill there, though nothing
+        that their loop over tiles reads.
+        """
         head_dim = re.search(r"Tiling<b?f16, (\d+),", self.name)
-        return head_dim is not None and int(head_dim[1]) <= 128 and self.name.endswith("false>")
+        widest = 128 if self.arch >= 80 else 64
+        return head_dim is not None and int(head_dim[1]) <= widest and self.name.endswith("false>")
 
     def complaints(self) -> Iterator[str]:
         """What is wrong with it, in sentences."""

@@ -11,6 +11,8 @@ PLAIN = Kernel(80, "forward_kernel<Tiling<bf16, 64, 4, 2, 64>, false>", register
 FP32 = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<float, 64, 4, 1, 32>, false>", mma=0)
 GENERAL = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<f16, 64, 4, 2, 64>, true>")
 WIDE = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<f16, 256, 4, 1, 16>, false>")
+OF_KEYS = dataclasses.replace(PLAIN, name="backward_kernel<Tiling<f16, 128, 4, 1, 32>, false, (Wanted)3, false>")
+OF_KEYS_ON_75 = dataclasses.replace(OF_KEYS, arch=75)
 OF_QUERIES = dataclasses.replace(PLAIN, name="query_facts_kernel<bf16>", mma=0)
 
 
@@ -26,6 +28,8 @@ def test_a_kernel_as_it_should_be(kernel):
         (GENERAL, {"mma": 0}, "has no matrix instruction"),
         (FP32, {"mma": 8}, "has 8 matrix instructions, which are not true fp32 arithmetic"),
         (PLAIN, {"spilled": 4}, "spills 4 bytes"),
+        (OF_KEYS, {"spilled": 4}, "spills 4 bytes"),
+        (PLAIN, {"arch": 75, "spilled": 4}, "spills 4 bytes"),
         (PLAIN, {"arch": 75, "shared": 64 * 1024 + 1}, "takes 65537 bytes of shared memory, of 64 KiB"),
         (FP32, {"arch": 120, "shared": 99 * 1024 + 1}, "takes 101377 bytes of shared memory, of 99 KiB"),
     ],
@@ -34,7 +38,7 @@ def test_what_is_wrong_is_a_sentence(kernel, changes, complaint):
     assert list(dataclasses.replace(kernel, **changes).complaints()) == [complaint]
 
 
-@pytest.mark.parametrize("kernel", [FP32, GENERAL, WIDE], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [FP32, GENERAL, WIDE, OF_KEYS_ON_75], ids=lambda kernel: kernel.name)
 def test_what_few_calls_take_may_spill(kernel):
     assert list(dataclasses.replace(kernel, spilled=4).complaints()) == []
 

@@ -24,11 +24,6 @@ struct SharedTile {
   FASTATTN_DEVICE Element* chunk(int row, int i) const { return data + row * kColumns + (i ^ (row % 8)) * kInChunk; }
 };
 
-template <class Element, int kColumns>
-constexpr int bytes_of_rows(int rows) {
-  return rows * kColumns * int(sizeof(Element));
-}
-
 // Begins to copy the rows first, ..., first + kRows - 1 of a head, zeros for those that are not real, and for all columns
 // from `columns` on.
 template <int kRows, int kThreads, class Tile>
@@ -50,7 +45,7 @@ FASTATTN_DEVICE void copy_rows(Tile tile, const Rows& rows, int h, int columns, 
   }
 }
 
-// Writes `pair` to the columns `column` and `column` + 1 of a row.
+// Writes two elements to the columns `column` and `column` + 1 of a row.
 FASTATTN_DEVICE void store_pair(float* row, int column, float low, float high) {
   *reinterpret_cast<float2*>(row + column) = make_float2(low, high);
 }
@@ -60,8 +55,7 @@ FASTATTN_DEVICE void store_pair(Element* row, int column, float low, float high)
 }
 
 // Writes a warp's sums as rows first, ... of a head, each times factor_of(i) where i counts the rows that this lane holds:
-// they are 8 apart. Rows that are not real, or whose factor is 0, are 0
-// whatever stands in the sums.
+// they are 8 apart. Rows that are not real, or whose factor is 0, are 0 whatever stands in the sums.
 template <class Element, int kRowBlocks, int kColumnBlocks, class FactorOf>
 FASTATTN_DEVICE void store_rows(const Sums (&sums)[kRowBlocks][kColumnBlocks], const Rows& rows, int h, int columns,
                                 const Side& side, int b, int first, FactorOf factor_of) {

@@ -120,17 +120,25 @@ class Values {
 // The queries or the keys.
 class Tokens {
  public:
-  Tokens(Placement placement, const std::vector<std::vector<char>>& real, bool some_are_padding)
-      : real_(placement, flat(real)) {
+  // `documents` are their lengths, or none; `starts` is where the first token of each stands, in every sample.
+  Tokens(Placement placement, const std::vector<std::vector<char>>& real, bool some_are_padding,
+         const std::vector<int64_t>& documents, const std::vector<int64_t>& starts)
+      : real_(placement, flat(real)),
+        documents_(placement, of_tokens(real, documents, [](Inputs::Document of, int64_t, int64_t) { return 7 * of.number; })),
+        positions_(placement, of_tokens(real, documents, [&](Inputs::Document of, int64_t b, int64_t i) {
+          return i - of.begin + starts[b];
+        })) {
     side.n = int(real[0].size());
-    groups_ = std::make_unique<Values<cuda::Tokens>>(placement,
-                                                     some_are_padding ? int64_t(real.size()) * side.group_count() : 0);
-    if (!some_are_padding) return;
-    side.real = real_.data();
-    side.groups = groups_->data();
+    const bool any = some_are_padding || !documents.empty();
+    groups_ = std::make_unique<Values<cuda::Tokens>>(placement, any ? int64_t(real.size()) * side.group_count() : 0);
+    if (any) side.groups = groups_->data();
+    if (some_are_padding) side.real = real_.data();
+    if (!documents.empty()) side.document = documents_.data(), side.position = positions_.data();
   }
 
-  bool kept_inside() const { return real_.kept_inside() && groups_->kept_inside(); }
+  bool kept_inside() const {
+    return real_.kept_inside() && documents_.kept_inside() && positions_.kept_inside() && groups_->kept_inside();
+  }
 
   cuda::Side side{};
 
@@ -142,7 +150,19 @@ class Tokens {
     return all;
   }
 
+  // of(document, b, i) of each token; none where there are no documents.
+  template <class Of>
+  static std::vector<int64_t> of_tokens(const std::vector<std::vector<char>>& real, const std::vector<int64_t>& documents,
+                                        Of of) {
+    std::vector<int64_t> all;
+    for (size_t b = 0; b < (documents.empty() ? 0 : real.size()); ++b) {
+      for (size_t i = 0; i < real[b].size(); ++i) all.push_back(of(Inputs::document_of(documents, i), b, i));
+    }
+    return all;
+  }
+
   Values<bool> real_;
+  Values<int64_t> documents_, positions_;
   std::unique_ptr<Values<cuda::Tokens>> groups_;
 };
 
@@ -162,8 +182,8 @@ Results run(const Inputs& in, DType dtype, const Request& request) {
   const Tensor o = tensor_for(placement, dtype, r.o, c.layout), dq = tensor_for(placement, dtype, r.dq, c.layout),
                dk = tensor_for(placement, dtype, r.dk, c.layout), dv = tensor_for(placement, dtype, r.dv, c.layout);
   const Tensor lse(placement, DType::f32, c.B, c.H, c.n_q, 1), d_lse(placement, DType::f32, in.d_lse);
-  Tokens queries(placement, in.real_queries, c.queries != Padding::none);
-  const Tokens keys(placement, in.real_keys, c.keys != Padding::none);
+  Tokens queries(placement, in.real_queries, c.queries != Padding::none, c.documents_q, c.q_start);
+  const Tokens keys(placement, in.real_keys, c.keys != Padding::none, c.documents_k, std::vector<int64_t>(c.B));
   const Values<int64_t> q_start(placement, c.q_start);
   queries.side.starts = q_start.data();
   const Values<int64_t> seed(placement, std::vector<int64_t>{kSeed});

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fastattn
-from fastattn import api
-from fastattn.spec import Spec
+from fastattn import api, backends, ops
+from fastattn.spec import Mask, Spec
 from fastattn.testing import compare
 
 L = 12  # tokens in each sample of a model that takes padding
@@ -192,7 +192,7 @@ class Calls:
 @contextmanager
 def calls_seen() -> Iterator[Calls]:
     """Notes every attention that is computed meanwhile."""
-    calls, select = Calls(), api.select
+    calls, select, at_once = Calls(), api.select, ops.at_once
 
     def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *args: object, **options: object) -> str:
         backend = select(q, k, v, spec, *args, **options)
@@ -200,8 +200,15 @@ def calls_seen() -> Iterator[Calls]:
         calls.backends.add(backend)
         return backend
 
-    api.select = noted
+    def noted_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
+        found = at_once(q, k, v, mask, scale)
+        if found is not None:
+            calls.features |= Spec(mask, 1.0).features()
+            calls.backends.add(backends._asked_first(q.device).NAME)
+        return found
+
+    api.select, ops.at_once = noted, noted_at_once
     try:
         yield calls
     finally:
-        api.select = select
+        api.select, ops.at_once = select, at_once

@@ -131,7 +131,7 @@ def test_named_backend_is_used_or_refused(lacking):
 
 
 def test_backend_that_cannot_run_here_is_an_objection(monkeypatch):
-    monkeypatch.setattr(native, "unavailable", lambda device: "needs a C++ compiler, found none")
+    monkeypatch.setattr(native.cpu, "unavailable", lambda device: "needs a C++ compiler, found none")
     with pytest.warns(FallbackWarning, match="native: needs a C\\+\\+ compiler, found none"):
         fastattn.attention(Q, K, K)
 

@@ -26,25 +26,13 @@
 
 #include "cpu/ranges.h"
 #include "cpu/run.h"
+#include "dtype_of_tensor.h"
 
 namespace fastattn {
 namespace {
 
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
-
-DType dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case at::kFloat:
-      return DType::f32;
-    case at::kBFloat16:
-      return DType::bf16;
-    case at::kHalf:
-      return DType::f16;
-    default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, "tensors must be float32, bfloat16 or float16, got ", x.scalar_type());
-  }
-}
 
 template <class Rows>
 Rows rows_of(const Tensor& x) {

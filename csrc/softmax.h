@@ -11,6 +11,9 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 constexpr float kInfinity = __builtin_inff();
 
+// Beyond these a softcap changes nothing that fp32 can tell: scores are then all zero, or not bounded.
+constexpr double kLeastSoftcap = 0x1p-100, kMostSoftcap = 0x1p100;
+
 // score_log2 = on_score_log2 * ((on_query * q) . k), with on_score_log2 > 0, so that the maximum may be taken before
 // the multiplication and a hidden score of -inf stays one. on_query is exact: the query is not rounded.
 struct ScoreScale {

@@ -83,9 +83,6 @@ struct Table {
   }
 };
 
-// Beyond these a softcap changes nothing that fp32 can tell: scores are then all zero, or not bounded.
-constexpr double kLeastSoftcap = 0x1p-100, kMostSoftcap = 0x1p100;
-
 struct Problem {
   int64_t B, H, H_kv, n_q, n_k, d_qk, d_v;
   double scale;

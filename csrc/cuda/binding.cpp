@@ -11,6 +11,7 @@
 #include <optional>
 #include <variant>
 
+#include "../dtype_of_tensor.h"
 #include "kernels.h"
 
 namespace fastattn::cuda {
@@ -18,22 +19,6 @@ namespace {
 
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
-
-// As for the CPU: beyond these a softcap changes nothing that fp32 can tell.
-constexpr double kLeastSoftcap = 0x1p-100, kMostSoftcap = 0x1p100;
-
-DType dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case at::kFloat:
-      return DType::f32;
-    case at::kBFloat16:
-      return DType::bf16;
-    case at::kHalf:
-      return DType::f16;
-    default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, "tensors must be float32, bfloat16 or float16, got ", x.scalar_type());
-  }
-}
 
 Rows rows_of(const Tensor& x) {
   const auto whole = [&](int64_t elements) { return elements * x.element_size() % 16 == 0; };

@@ -1,0 +1,23 @@
+// The dtype of a tensor, for the bindings: the only header here that knows torch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "dtype.h"
+
+namespace fastattn {
+
+inline DType dtype_of(const at::Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return DType::f32;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kHalf:
+      return DType::f16;
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "tensors must be float32, bfloat16 or float16, got ", x.scalar_type());
+  }
+}
+
+}  // namespace fastattn

@@ -3,7 +3,9 @@
 // after it in the same thread; n or more if none does.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <vector>
 
 #include "dispatch.h"
 #include "schedule.h"
@@ -15,15 +17,19 @@ const Item* item_or_null(const std::vector<Item>& items, int64_t i) {
   return i < int64_t(items.size()) ? &items[i] : nullptr;
 }
 
+// Who ends the last part of a head joins them, in their order: the head's other parts are in nobody's hands any more.
 template <class ForEach>
 void run_decode(const DecodeKernels& kernels, const Problem& p, const ForwardOutputs& out, ForEach for_each) {
   const int64_t heads = p.B * p.H_kv, n_parts = decode_parts_of_head(p);
   const std::unique_ptr<float[]> parts(new float[heads * n_parts * kernels.parts_size(p)]);
+  std::vector<std::atomic<int64_t>> ended(heads);  // parts of each head
   const auto items = decode_items(p);
-  for_each(int64_t(items.size()), kernels.scratch(p),
-           [&](int64_t i, int64_t, float* scratch) { kernels.attend(p, items[i], parts.get(), scratch); });
-  for_each(heads, 0, [&](int64_t i, int64_t, float*) {
-    kernels.combine(p, out, i / p.H_kv, i % p.H_kv, n_parts, parts.get());
+  for_each(int64_t(items.size()), kernels.scratch(p), [&](int64_t i, int64_t, float* scratch) {
+    const DecodeItem& item = items[i];
+    kernels.attend(p, item, parts.get(), scratch);
+    if (ended[item.b * p.H_kv + item.h_kv].fetch_add(1) + 1 == n_parts) {
+      kernels.combine(p, out, item.b, item.h_kv, n_parts, parts.get());
+    }
   });
 }
 

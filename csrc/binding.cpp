@@ -44,16 +44,39 @@ Rows rows_of(const Tensor& x) {
 
 const float* floats_or_null(const MaybeTensor& x) { return x ? x->const_data_ptr<float>() : nullptr; }
 
-// The rows of every batch entry that are not padding.
+void check_sizes(const MaybeTensor& x, int64_t B, int64_t n, const char* name) {
+  TORCH_CHECK_VALUE(!x || x->sizes() == at::IntArrayRef({B, n}), name, " must be [", B, ", ", n, "], got ", x->sizes());
+}
+
+// The ids of the documents that the queries and the keys belong to.
+struct Documents {
+  MaybeTensor queries, keys;  // contiguous, int64
+
+  Documents(const MaybeTensor& of_queries, const MaybeTensor& of_keys) {
+    if (!of_keys) return;
+    keys = of_keys->to(at::kLong).contiguous();
+    queries = of_queries->is_same(*of_keys) ? keys : of_queries->to(at::kLong).contiguous();
+  }
+
+  bool shared() const { return queries->is_same(*keys); }
+};
+
+// The rows of every batch entry that are not padding: marked as real, and of a document.
 class RealRows {
  public:
-  RealRows(const MaybeTensor& flags, int64_t B, int64_t n) : tables_(B), lists_(B, IndexList{nullptr, 0, n}) {
-    if (!flags) return;
-    const Tensor contiguous = flags->contiguous();
-    TORCH_CHECK_VALUE(contiguous.dim() == 2 && contiguous.size(0) == B && contiguous.size(1) == n,
-                      "real_queries and real_keys must be [", B, ", ", n, "], got ", contiguous.sizes());
-    const bool* row = contiguous.const_data_ptr<bool>();
-    for (int64_t b = 0; b < B; ++b) lists_[b] = index_list(row + b * n, n, tables_[b]);
+  RealRows(const MaybeTensor& marks, const MaybeTensor& documents, int64_t B, int64_t n)
+      : tables_(B), lists_(B, IndexList{nullptr, 0, n}) {
+    if (!marks && !documents) return;
+    check_sizes(marks, B, n, "real_queries and real_keys");
+    check_sizes(documents, B, n, "segments");
+    const Tensor contiguous = marks ? marks->contiguous() : Tensor();
+    const bool* mark = marks ? contiguous.const_data_ptr<bool>() : nullptr;
+    const int64_t* id = documents ? documents->const_data_ptr<int64_t>() : nullptr;
+    for (int64_t b = 0; b < B; ++b) {
+      lists_[b] = index_list(n, tables_[b], [&](int64_t i) {
+        return (!mark || mark[b * n + i]) && (!id || id[b * n + i] >= 0);
+      });
+    }
   }
 
   const IndexList* lists() const { return lists_.data(); }
@@ -85,11 +108,12 @@ class Mask {
         n_q(n_q),
         n_k(n_k),
         band_(make_band(causal, left.value_or(kNoLimit), right.value_or(kNoLimit))),
-        queries_(real_queries, B, n_q),
-        keys_(real_keys, B, n_k) {
+        documents_(ids_q, ids_k),
+        queries_(real_queries, documents_.queries, B, n_q),
+        keys_(real_keys, documents_.keys, B, n_k) {
     set_q_start(q_start);
-    if (ids_q) {
-      set_documents(*ids_q, *ids_k);
+    if (documents_.keys) {
+      set_documents();
     } else if (dense || each_query_starts_) {
       set_ranges([&](int64_t b, int64_t i) {
         const KeyRange keys = visible_keys(band_, position_of(i, start_of(b, i)), this->n_k);
@@ -98,7 +122,7 @@ class Mask {
     }
     if (dense) set_dense(*dense);
     set_groups();
-    if (ids_q && range_heads_ == 1) set_sections();
+    if (documents_.keys && range_heads_ == 1) set_sections();
   }
 
   void describe(Problem& p) const {
@@ -138,20 +162,19 @@ class Mask {
 
   int64_t start_of(int64_t b, int64_t query) const { return q_start_[each_query_starts_ ? b * n_q + query : b]; }
 
-  void set_documents(const Tensor& ids_q, const Tensor& ids_k) {
-    const Tensor queries = ids_q.to(at::kLong).contiguous(), keys = ids_k.to(at::kLong).contiguous();
-    TORCH_CHECK_VALUE(queries.sizes() == at::IntArrayRef({B, n_q}) && keys.sizes() == at::IntArrayRef({B, n_k}),
-                      "segments must be [", B, ", ", n_q, "] and [", B, ", ", n_k, "]");
-    document_of_query_.resize(B * n_q), rank_of_query_.resize(B * n_q);
-    document_of_key_.resize(B * n_k), rank_of_key_.resize(B * n_k);
+  void set_documents() {
+    const auto number = [&](DocumentsOfSample& sample, const Tensor& ids, int64_t b, int64_t n,
+                            std::vector<int32_t>& document, std::vector<int32_t>& rank) {
+      document.resize(B * n), rank.resize(B * n);
+      sample.number(ids.const_data_ptr<int64_t>() + b * n, n, document.data() + b * n, rank.data() + b * n);
+    };
     std::vector<DocumentsOfSample> samples(B);
     for (int64_t b = 0; b < B; ++b) {
-      samples[b].number(keys.const_data_ptr<int64_t>() + b * n_k, n_k, &document_of_key_[b * n_k],
-                        &rank_of_key_[b * n_k]);
-      samples[b].number(queries.const_data_ptr<int64_t>() + b * n_q, n_q, &document_of_query_[b * n_q],
-                        &rank_of_query_[b * n_q]);
-      samples[b].collect(&document_of_key_[b * n_k], n_k);
+      number(samples[b], *documents_.keys, b, n_k, document_of_key_, rank_of_key_);
+      if (!documents_.shared()) number(samples[b], *documents_.queries, b, n_q, document_of_query_, rank_of_query_);
+      samples[b].collect(document_of_key_.data() + b * n_k, rank_of_key_.data() + b * n_k, n_k);
     }
+    if (documents_.shared()) document_of_query_ = document_of_key_, rank_of_query_ = rank_of_key_;
     set_ranges([&](int64_t b, int64_t i) {
       const int64_t position = position_of(rank_of_query_[b * n_q + i], start_of(b, i));
       return samples[b].visible(band_, document_of_query_[b * n_q + i], position);
@@ -217,6 +240,7 @@ class Mask {
   Band band_;
   std::vector<int64_t> q_start_;  // [B], or [B, n_q]
   bool each_query_starts_ = false;
+  Documents documents_;
   RealRows queries_, keys_;
   MaybeTensor dense_;
   std::vector<RowRange> ranges_;  // [B, range_heads_, n_q]

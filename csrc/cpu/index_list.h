@@ -37,13 +37,16 @@ struct IndexList {
   }
 };
 
-// The list of the rows whose flag is set; `table` keeps what the list points to.
-inline IndexList index_list(const bool* flags, int64_t n, std::vector<int32_t>& table) {
-  table.clear();
+// The list of the rows i for which is_real(i); `table` keeps what the list points to.
+template <class IsReal>
+IndexList index_list(int64_t n, std::vector<int32_t>& table, IsReal is_real) {
+  table.resize(n);
+  int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
-    if (flags[i]) table.push_back(static_cast<int32_t>(i));
+    table[count] = static_cast<int32_t>(i);
+    count += is_real(i);
   }
-  const int64_t count = static_cast<int64_t>(table.size());
+  table.resize(count);
   const IndexList list{table.data(), count ? table[0] : 0, count};
   const bool one_run = count == 0 || list.consecutive(0, count);
   return {one_run ? nullptr : list.table, list.first, count};

@@ -32,25 +32,30 @@ class DocumentsOfSample {
   }
 
   // Takes the keys, by document.
-  void collect(const int32_t* document_of_key, int64_t n_k) {
-    keys_.resize(numbers_.size());
+  void collect(const int32_t* document, const int32_t* rank, int64_t n_k) {
+    first_.assign(numbers_.size() + 1, 0);
     for (int64_t key = 0; key < n_k; ++key) {
-      if (document_of_key[key] >= 0) keys_[document_of_key[key]].push_back(static_cast<int32_t>(key));
+      if (document[key] >= 0) ++first_[document[key] + 1];
+    }
+    for (size_t i = 1; i < first_.size(); ++i) first_[i] += first_[i - 1];
+    keys_.resize(first_.back());
+    for (int64_t key = 0; key < n_k; ++key) {
+      if (document[key] >= 0) keys_[first_[document[key]] + rank[key]] = static_cast<int32_t>(key);
     }
   }
 
   RowRange visible(Band band, int32_t document, int64_t position) const {
     if (document < 0) return {0, 0, kNoGaps};
-    const std::vector<int32_t>& keys = keys_[document];
-    const KeyRange ranks = visible_keys(band, position, static_cast<int64_t>(keys.size()));
+    const KeyRange ranks = visible_keys(band, position, first_[document + 1] - first_[document]);
     if (ranks.empty()) return {0, 0, kNoGaps};
+    const int32_t* const keys = &keys_[first_[document]];
     const int32_t begin = keys[ranks.begin], end = keys[ranks.end - 1] + 1;
     return {begin, end, end - begin == ranks.end - ranks.begin ? kNoGaps : kOtherDocuments};
   }
 
  private:
   std::unordered_map<int64_t, int32_t> numbers_;
-  std::vector<std::vector<int32_t>> keys_;  // of each document
+  std::vector<int32_t> keys_, first_;  // document by document, and where each begins there
 };
 
 // What a row of a bool mask shows.

@@ -60,7 +60,7 @@ class RowLists {
       : lists_(placement, int64_t(flags.size() * sizeof(IndexList)), alignof(IndexList)) {
     for (size_t b = 0; b < flags.size(); ++b) {
       std::vector<int32_t> table;
-      IndexList list = index_list(reinterpret_cast<const bool*>(flags[b].data()), int64_t(flags[b].size()), table);
+      IndexList list = index_list(int64_t(flags[b].size()), table, [&](int64_t i) { return flags[b][i] != 0; });
       tables_.push_back(
           std::make_unique<Buffer>(placement, int64_t(table.size() * sizeof(int32_t)), alignof(int32_t)));
       if (list.table) {
@@ -98,7 +98,7 @@ class Ranges {
       DocumentsOfSample sample;
       sample.number(ids_k.data(), c.n_k, &document_of_key_[b * c.n_k], &rank_of_key_[b * c.n_k]);
       sample.number(ids_q.data(), c.n_q, &document_of_query_[b * c.n_q], &rank_of_query_[b * c.n_q]);
-      sample.collect(&document_of_key_[b * c.n_k], c.n_k);
+      sample.collect(&document_of_key_[b * c.n_k], &rank_of_key_[b * c.n_k], c.n_k);
       for (int64_t i = 0; i < c.n_q; ++i) {
         const int64_t position = rank_of_query_[b * c.n_q + i] + c.q_start[b];
         ranges_.push_back(sample.visible(p.band, document_of_query_[b * c.n_q + i], position));

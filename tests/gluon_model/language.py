@@ -148,7 +148,7 @@ def _of_each(of_tiles: Callable) -> Callable:
 exp, exp2 = _of_each(torch.exp), _of_each(torch.exp2)
 log, log2 = _of_each(torch.log), _of_each(torch.log2)
 sqrt, rsqrt = _of_each(torch.sqrt), _of_each(torch.rsqrt)
-abs = _of_each(torch.abs)  # noqa: A001
+abs = _of_each(torch.abs)
 floor, ceil = _of_each(torch.floor), _of_each(torch.ceil)
 
 
@@ -187,11 +187,9 @@ def _extreme(x: Tensor, axis: int, largest: bool) -> Tensor:
     return found.where(~x.isnan().all(axis), float("nan")) if x.is_floating_point() else found
 
 
-max = _reduced(lambda x, axis: _extreme(x, axis, True), lambda x: _extreme(x.flatten(), 0, True))  # noqa: A001
-min = _reduced(lambda x, axis: _extreme(x, axis, False), lambda x: _extreme(x.flatten(), 0, False))  # noqa: A001
-sum = _reduced(  # noqa: A001
-    lambda x, axis: x.sum(axis, dtype=x.dtype), lambda x: x.sum(dtype=x.dtype)
-)
+max = _reduced(lambda x, axis: _extreme(x, axis, True), lambda x: _extreme(x.flatten(), 0, True))
+min = _reduced(lambda x, axis: _extreme(x, axis, False), lambda x: _extreme(x.flatten(), 0, False))
+sum = _reduced(lambda x, axis: x.sum(axis, dtype=x.dtype), lambda x: x.sum(dtype=x.dtype))
 
 
 def load(pointer: Pointer, mask: object = None, other: object = None, **_: object) -> Value:
@@ -226,7 +224,7 @@ class _Counted:
             yield Value(i, dtype)
 
 
-range = _Counted()  # noqa: A001
+range = _Counted()
 static_range = builtins.range
 
 

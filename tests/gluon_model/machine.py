@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -35,7 +36,7 @@ class Settings:
     order: str = "round robin"
     timing: str = "random"
     seed: int = 0
-    programs: Callable[[Sequence[int]], Sequence[int]] = staticmethod(lambda numbers: numbers)
+    programs: Callable[[Sequence[int]], Sequence[int]] = tuple
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS or self.timing not in TIMINGS:
@@ -259,7 +260,7 @@ class Machine:
 
     def check_nothing_is_left(self, partition: Partition) -> None:
         """An error where a partition ends with something that it started and never waited for."""
-        left = [*partition.products, *partition.copies, *sum(partition.copy_groups, []), *partition.stores]
+        left = [*partition.products, *partition.copies, *chain.from_iterable(partition.copy_groups), *partition.stores]
         if left:
             raise KernelError(f"{partition.name} ends without waiting for {left[0]}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .errors import KernelError, source_line
@@ -79,7 +78,7 @@ class _Product:
                 raise KernelError(f"{self.where}: {rule}")
 
     def _compute(self) -> None:
-        a, b = ((x.data if isinstance(x, View) else x.data).float() for x in (self.a, self.b))
+        a, b = self.a.data.float(), self.b.data.float()
         self.result = a @ b
         if self.use_acc:
             self.result += self.acc._product.result if isinstance(self.acc, Accumulator) else raw(self.acc)

@@ -5,7 +5,7 @@ host functions take tensors on the CPU, and a launch runs its programs one after
 
     from gluon_model import modelled, running_with
 
-    forward = modelled("hopper.forward")  # a copy of fastattn/backends/hopper/forward.py
+    forward = modelled("hopper.forward")  # a copy of that module
     o, lse = forward.forward(q, k, v, spec)  # raises KernelError where a kernel does something wrong
     with running_with(order="random", timing="late", seed=3):  # see machine.Settings
         o, lse = forward.forward(q, k, v, spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from triton.experimental.gluon.language import _layouts as layouts
@@ -31,6 +32,11 @@ def warp_specialize(functions_and_args: object, worker_num_warps: object, worker
     return machine().specialize(functions_and_args, [int(n) for n in worker_num_warps])
 
 
+def constexpr_function(fn: Callable) -> Callable:
+    """A function of constants."""
+    return fn
+
+
 def names_of_a_language() -> dict[str, object]:
     """What `tl` and `gl` have in common."""
     functions = {name: x for name, x in vars(language).items() if not name.startswith("_")}
@@ -50,6 +56,7 @@ __all__ = [
     "TensorDescriptor",
     "arrive_named",
     "block_barrier",
+    "constexpr_function",
     "copy_commit",
     "copy_load",
     "copy_wait",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import _HERE, KernelError, source_line
-from .machine import Partition, machine
+from .machine import Machine, Partition, machine
 from .values import DType, Value, dtype_of, value_of
 
 CAPACITY = 232448  # bytes that one program can have on sm_90
@@ -207,15 +207,16 @@ def allocate_shared_memory(element_ty: DType, shape: object, layout: object, val
     return view
 
 
-def _assigned_name() -> str | None:
-    """Of the innermost line of the kernel that calls this and assigns the outcome to something."""
-    frame = sys._getframe(1)
+def _assigned_name() -> str:
+    """Made of the lines of the kernel, from the outermost in, that call this and assign the outcome to something."""
+    names, frame = [], sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_HERE):
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            if found := re.match(r"\s*([A-Za-z_][\w.]*)\s*(?::[^=]+)?=[^=]", line):
-                return found[1]
-        elif frame.f_code.co_name == "run":
-            return None
+        file = frame.f_code.co_filename
+        if not file.startswith(_HERE):
+            line = linecache.getline(file, frame.f_lineno)
+            if found := re.match(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=[^=]", line):
+                names.append(found[1])
+        elif frame.f_code is Machine.run.__code__:
+            break
         frame = frame.f_back
-    return None
+    return ".".join(reversed(names))

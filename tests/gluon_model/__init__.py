@@ -10,7 +10,7 @@ host functions take tensors on the CPU, and a launch runs its programs one after
     with running_with(order="random", timing="late", seed=3):  # see machine.Settings
         o, lse = forward.forward(q, k, v, spec)
 
-A kernel of one's own imports its names from `gluon_model.gluon` (`from gluon_model.gluon import gl, jit, mbarrier, ...`)
+    forward = modelled("hopper.forward")  # a copy of the module
 and is launched as usual: `kernel[(programs,)](*arguments, num_warps=4)`. Tensors and descriptors are arguments.
 
 What is found, whatever the order in which the model happens to run things (`shared.py` says how): a slot of shared

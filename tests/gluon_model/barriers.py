@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .errors import KernelError, source_line
 from .machine import Partition, machine
+from .protocol import Arrive, Await, Come, Wait
 from .shared import View
 from .values import value_of
 
@@ -103,6 +104,7 @@ class mbarrier:  # noqa: N801  a module of Gluon
         m.pause()
         if value_of(pred):
             found = _barrier(bar)
+            m.record(Arrive, found, 1, int(bytes_per_cta))
             found.expect(int(bytes_per_cta))
             found.arrive(1, m.current.known, m.current.fenced)
 
@@ -111,6 +113,7 @@ class mbarrier:  # noqa: N801  a module of Gluon
         m = machine()
         m.pause()
         if value_of(pred):
+            m.record(Arrive, _barrier(bar), int(count))
             _barrier(bar).arrive(int(count), m.current.known, m.current.fenced)
 
     @staticmethod
@@ -135,19 +138,25 @@ class mbarrier:  # noqa: N801  a module of Gluon
                 f"at {source_line()}: {found.state()}"
             )
         me.phases[found] = wanted
+        m.record(Wait, found, wanted)
         me.learn(found.known, found.fenced)
 
 
 class _NamedBarrier:
     """One of the hardware's sixteen: it opens when so many threads have come, and is as new then."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, number: int, threads: int) -> None:
+        self.number = number
         self.threads, self.come, self.opened = threads, 0, 0
         self.known = self.fenced = 0
         self._known_next = self._fenced_next = 0
         self.who: list[str] = []
 
+    def __str__(self) -> str:
+        return f"named barrier {self.number}"
+
     def come_to(self, partition: Partition) -> None:
+        machine().record(Come, self, partition.threads, self.opened)
         self.come += partition.threads
         self.who.append(partition.name)
         self._known_next |= partition.known
@@ -165,7 +174,7 @@ def _named(barrier: int, threads: int) -> _NamedBarrier:
         raise KernelError(f"ID of a named barrier must be 9 to 15, was {barrier}, at {source_line()}")
     if threads % 32:
         raise KernelError(f"THREADS of a named barrier must be whole warps, was {threads}, at {source_line()}")
-    found = m.named_barriers.setdefault(barrier, _NamedBarrier(threads))
+    found = m.named_barriers.setdefault(barrier, _NamedBarrier(barrier, threads))
     if found.come == 0:
         found.threads = threads
     if found.threads != threads or found.come + m.current.threads > threads:
@@ -187,8 +196,9 @@ def sync_named(ID: int, THREADS: int) -> None:
     barrier.come_to(me)
     m.wait_until(
         lambda: barrier.opened > opened,
-        lambda: f"waits at named barrier {int(ID)}: {barrier.come} of {barrier.threads} threads have come",
+        lambda: f"waits at {barrier}: {barrier.come} of {barrier.threads} threads have come",
     )
+    m.record(Await, barrier, opened + 1)
     me.learn(barrier.known, barrier.fenced)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from .barriers import _barrier
 from .errors import KernelError, source_line
 from .machine import machine
+from .protocol import Begin
 from .shared import View
 from .values import DType, Pointer, Value, dtype_of, int1, raw, value_of
 
@@ -116,7 +117,8 @@ def tma_load(
         return
     _shape_must_agree(descriptor, smem)
     parts, barrier = descriptor.parts(coord), _barrier(bar)
-    access = smem.allocation.access(smem, True, False, m.current, "TMA load")
+    access = smem.allocation.access(smem, True, False, "TMA load")
+    m.record(Begin, access, barrier, smem.bytes)
     m.loads.append((access.event, access.words))
 
     def arrive() -> None:
@@ -138,19 +140,20 @@ class _Store:
         if add and not descriptor.dtype.is_floating():
             raise KernelError(f"reduce-add of {descriptor.dtype}, at {source_line()}")
         self.parts, self.descriptor, self.smem, self.add = descriptor.parts(coord), descriptor, smem, add
-        self.access = smem.allocation.access(smem, False, False, m.current, "TMA reduce-add" if add else "TMA store")
+        self.access = smem.allocation.access(smem, False, False, "TMA reduce-add" if add else "TMA store")
+        m.record(Begin, self.access)
         self.block = smem.data.clone() if m.early() else None
 
     def __str__(self) -> str:
         return f"the {self.access.words}"
 
-    def complete(self) -> int:
-        """Writes the block; the event of having read it."""
+    def complete(self) -> None:
+        """Writes the block."""
         block = self.smem.data if self.block is None else self.block
         if self.parts is not None:
             target = self.descriptor.view[self.parts[0]]
             target.add_(block[self.parts[1]]) if self.add else target.copy_(block[self.parts[1]])
-        return self.access.event
+        machine().over(self.access)
 
 
 def _store(descriptor: TensorDescriptor, coord: object, smem: View, add: bool) -> None:
@@ -175,7 +178,7 @@ def store_wait(pendings: int, **_: object) -> None:
     m.pause()
     me = m.current
     while len(me.stores) > int(pendings):
-        me.known |= me.stores.pop(0).complete()
+        me.stores.pop(0).complete()
 
 
 class _Copy:
@@ -184,7 +187,8 @@ class _Copy:
     def __init__(self, smem: View, data: Tensor) -> None:
         m = machine()
         self.smem, self.data = smem, data
-        self.access = smem.allocation.access(smem, True, True, m.current, "cp.async")
+        self.access = smem.allocation.access(smem, True, True, "cp.async")
+        m.record(Begin, self.access)
         self.done = False
         if m.early():
             self._write()
@@ -197,9 +201,9 @@ class _Copy:
             self.smem.fill(self.data)
             self.done = True
 
-    def complete(self) -> int:
+    def complete(self) -> None:
         self._write()
-        return self.access.event
+        machine().over(self.access)
 
 
 def copy_load(smem: View, pointer: Pointer, mask: object = None, **_: object) -> None:
@@ -228,7 +232,7 @@ def copy_wait(num_outstanding: int = 0) -> None:
     me = m.current
     while len(me.copy_groups) > int(num_outstanding):
         for copy in me.copy_groups.pop(0):
-            me.known |= copy.complete()
+            copy.complete()
 
 
 def gathered(pointer: Pointer, mask: object, other: object) -> Value:

@@ -17,6 +17,7 @@ from itertools import chain
 import torch
 
 from .errors import DeadlockError, KernelError, source_line
+from .protocol import End, Recording, Step
 
 ORDERS = ("round robin", "consumers first", "producer first", "random")
 TIMINGS = ("early", "late", "random")
@@ -30,12 +31,16 @@ class Settings:
     timing: of what is asynchronous: "early", as soon as it is started; "late", when something waits for it and nothing
         else can go on; or a random moment.
     seed: of what is random.
+    recording: gets the steps of the only program that is launched, see protocol.py.
+    unordered: accesses that nothing orders are no error, for a recording in which they are to be found.
     programs: the order of the programs of a launch, given their numbers; it may leave some out.
     """
 
     order: str = "round robin"
     timing: str = "random"
     seed: int = 0
+    recording: Recording | None = None
+    unordered: bool = False
     programs: Callable[[Sequence[int]], Sequence[int]] = tuple
 
     def __post_init__(self) -> None:
@@ -136,6 +141,16 @@ class Machine:
         self.events += 1
         return event
 
+    def record(self, step: Callable[..., Step], *arguments: object) -> None:
+        """The running partition takes a step."""
+        if self.how.recording is not None and self.current is not self.main:
+            self.how.recording.add(self.partitions.index(self.current), step(*arguments))
+
+    def over(self, access: object) -> None:
+        """The running partition knows from now on that an access of its own is over."""
+        self.record(End, access)
+        self.current.known |= access.event
+
     def early(self) -> bool:
         """Whether an asynchronous read or write that starts now is done at once."""
         return self.how.timing == "early" or (self.how.timing == "random" and self.random.random() < 0.5)
@@ -211,6 +226,8 @@ class Machine:
         self.partitions = [
             Partition(name, n, main.known, main.fenced) for name, n in zip(names, (main.warps, *warps), strict=True)
         ]
+        if self.how.recording is not None:
+            self.how.recording.begin(names)
 
         def body(i: int) -> None:
             partition = self.partitions[i]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .errors import KernelError, source_line
 from .machine import machine
+from .protocol import Begin
 from .shared import View
 from .values import DType, Value, bfloat16, float16, float32, raw, value_of
 
@@ -43,10 +44,11 @@ class _Product:
         self.shape = [a.shape[0], b.shape[1]]
         self.where = f"wgmma {[*a.shape, b.shape[1]]} by {m.current.name} at {source_line()}"
         self._check(m.current.warps)
-        self.events = 0
+        self.accesses = []
         for operand in (a, b):
             if isinstance(operand, View):
-                self.events |= operand.allocation.access(operand, False, False, m.current, "wgmma").event
+                self.accesses.append(operand.allocation.access(operand, False, False, "wgmma"))
+                m.record(Begin, self.accesses[-1])
         self.result: Tensor | None = None
         self.early = m.early()
         if self.early and not isinstance(acc, Accumulator):
@@ -84,11 +86,12 @@ class _Product:
             self.result += self.acc._product.result if isinstance(self.acc, Accumulator) else raw(self.acc)
         self.a = self.b = None  # read
 
-    def complete(self) -> int:
-        """Its result is there; the events of having read its operands."""
+    def complete(self) -> None:
+        """Its result is there, and its operands have been read."""
         if self.result is None:
             self._compute()
-        return self.events
+        for access in self.accesses:
+            machine().over(access)
 
 
 def warpgroup_mma(
@@ -117,7 +120,7 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: object = None) -> object:
     m.pause()
     me = m.current
     while len(me.products) > int(num_outstanding):
-        me.known |= me.products.pop(0).complete()
+        me.products.pop(0).complete()
     found = tuple(_outcome(x, me.products) for x in deps)
     return found[0] if len(found) == 1 else found
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .errors import _HERE, KernelError, source_line
 from .machine import Machine, Partition, machine
+from .protocol import Begin
 from .values import DType, Value, dtype_of, value_of
 
 CAPACITY = 232448  # bytes that one program can have on sm_90
@@ -28,11 +29,20 @@ Region = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset,
 class Access:
     """One read or write. generic: through the generic proxy (loads and stores of threads), not by TMA or wgmma."""
 
+    allocation: Allocation
     region: Region
     writes: bool
     generic: bool
     event: int
     words: str
+
+    def conflicts_with(self, other: Access) -> bool:
+        """Whether the order of the two matters: they touch the same elements, and one of them writes."""
+        return (
+            (self.writes or other.writes)
+            and self.allocation is other.allocation
+            and self.allocation.relation(self.region, other.region)[0]
+        )
 
 
 class Allocation:
@@ -61,7 +71,7 @@ class Allocation:
             self._maps[region] = found
         return self._maps[region]
 
-    def _relation(self, x: Region, y: Region) -> tuple[bool, bool]:
+    def relation(self, x: Region, y: Region) -> tuple[bool, bool]:
         """(whether they have elements in common, whether `x` has all that `y` has)."""
         if x == y:
             return True, True
@@ -70,34 +80,38 @@ class Allocation:
             self._relations[x, y] = bool((of_x & of_y).any()), not bool((of_y & ~of_x).any())
         return self._relations[x, y]
 
-    def access(self, view: View, writes: bool, generic: bool, partition: Partition, what: str) -> Access:
-        """Checks and keeps an access that begins now, by `partition`; its event is known to nobody yet."""
-        region = view.region
+    def access(self, view: View, writes: bool, generic: bool, what: str) -> Access:
+        """Checks and keeps an access of the running partition that begins now; nobody knows yet that it is over."""
+        m = machine()
+        partition = m.current
         words = f"{what} of {view} by {partition.name} at {source_line()}"
-        for other in self.accesses:
-            if not (writes or other.writes) or not self._relation(region, other.region)[0]:
-                continue
-            if not other.event & partition.known:
-                problem = {
-                    (True, False): "written while it may still be read: nothing orders",
-                    (True, True): "written twice at a time: nothing orders",
-                    (False, True): "read before it is filled: nothing orders",
-                }[writes, other.writes]
-                raise KernelError(f"{view} is {problem}\n  {words}\n  after the {other.words}")
-            if not generic and other.generic and other.writes and not other.event & partition.fenced:
-                raise KernelError(f"no fence_async_shared between the {other.words}\n  and the {words}")
-        if not writes and not bool(self.written.as_strided(*region).all()):
+        new = Access(self, view.region, writes, generic, m.new_event(), words)
+        for other in self.accesses if not m.how.unordered else ():
+            if other.conflicts_with(new):
+                self._must_be_ordered(other, new, view, partition)
+        if not writes and not bool(self.written.as_strided(*view.region).all()):
             raise KernelError(f"{view} is read before anything was written to it\n  {words}")
-        new = Access(region, writes, generic, machine().new_event(), words)
         self.accesses = [other for other in self.accesses if not self._replaced(other, new, partition)]
         self.accesses.append(new)
         return new
+
+    @staticmethod
+    def _must_be_ordered(other: Access, new: Access, view: View, partition: Partition) -> None:
+        if not other.event & partition.known:
+            problem = {
+                (True, False): "written while it may still be read: nothing orders",
+                (True, True): "written twice at a time: nothing orders",
+                (False, True): "read before it is filled: nothing orders",
+            }[new.writes, other.writes]
+            raise KernelError(f"{view} is {problem}\n  {new.words}\n  after the {other.words}")
+        if not new.generic and other.generic and other.writes and not other.event & partition.fenced:
+            raise KernelError(f"no fence_async_shared between the {other.words}\n  and the {new.words}")
 
     def _replaced(self, other: Access, new: Access, partition: Partition) -> bool:
         """Whether what is ordered after `new` is after `other`, too, and conflicts with `new` if with `other`."""
         if other.writes and not new.writes:
             return False
-        return bool(other.event & partition.known) and self._relation(new.region, other.region)[1]
+        return bool(other.event & partition.known) and self.relation(new.region, other.region)[1]
 
     def check_at_the_end(self) -> None:
         for barrier in self.barriers.values():
@@ -167,8 +181,9 @@ class View:
     def load(self, layout: object = None) -> Value:
         m = machine()
         m.pause()
-        access = self.allocation.access(self, False, True, m.current, "load")
-        m.current.known |= access.event
+        access = self.allocation.access(self, False, True, "load")
+        m.record(Begin, access)
+        m.over(access)
         return Value(self.data.clone(), self.dtype)
 
     def store(self, value: Value) -> None:
@@ -179,8 +194,9 @@ class View:
             raise KernelError(
                 f"{value.dtype} {value.shape} stored to {self}, which is {self.dtype} {self.shape}, at {source_line()}"
             )
-        access = self.allocation.access(self, True, True, m.current, "store")
-        m.current.known |= access.event
+        access = self.allocation.access(self, True, True, "store")
+        m.record(Begin, access)
+        m.over(access)
         self.fill(value.data)
 
     def fill(self, data: Tensor | float) -> None:

@@ -6,7 +6,7 @@ The names are those of the newest version. Everything here may be called in a ke
 from __future__ import annotations
 
 from triton._C.libtriton import ir
-from triton.experimental.gluon import jit
+from triton.experimental.gluon import constexpr_function, jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,6 +23,7 @@ __all__ = [
     "TensorDescriptor",
     "arrive_named",
     "block_barrier",
+    "constexpr_function",
     "copy_commit",
     "copy_load",
     "copy_wait",

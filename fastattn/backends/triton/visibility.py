@@ -173,7 +173,12 @@ def position_of_first_query(visible, i_b):
 @triton.jit
 def query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M: tl.constexpr):
     """A tile of queries: (index, which may be read, position among the keys)."""
-    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    return queries_at(i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_b, n_q, q_start, visible)
+
+
+@triton.jit
+def queries_at(o_q, i_b, n_q, q_start, visible):
+    """`query_tokens` for the queries of these indices."""
     m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
     if visible.positions_q is None:
         return o_q, m_q, o_q + q_start
@@ -184,7 +189,12 @@ def query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M: tl.constexpr):
 @triton.jit
 def key_tokens(i_n, i_b, n_k, visible, BLOCK_N: tl.constexpr):
     """A tile of keys: (index, which may be read, position)."""
-    o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    return keys_at(i_n * BLOCK_N + tl.arange(0, BLOCK_N), i_b, n_k, visible)
+
+
+@triton.jit
+def keys_at(o_k, i_b, n_k, visible):
+    """`key_tokens` for the keys of these indices."""
     m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
     if visible.positions_k is None:
         return o_k, m_k, o_k

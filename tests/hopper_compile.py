@@ -1,10 +1,10 @@
 """Compiles the Hopper kernels ahead of time, on a machine without a GPU, and prints what each of them takes.
 
-`python tests/hopper_compile.py` prints a line for each kernel of each hot call, `--json` one object a line, and `--head-dim`
-those of one head dim. `--triton DIR` does it with another Triton, unpacked there (pip install --target DIR).
-`--record DIR ...` does it with the installed one and with those in these folders, and writes hopper_record.FILE. All fail
-where something is wrong. It runs the functions of the backend and stops each launch after compiling: what is compiled is
-what would run.
+`python tests/hopper_compile.py` prints a line for each kernel of each hot call, `--json` one object a line, and
+`--head-dim` those of one head dim. `--triton DIR` does it with another Triton, unpacked there (pip install --target DIR).
+`--record DIR ...` does it with the installed one and with those in these folders, and writes hopper_record.FILE. All
+fail where something is wrong. It runs the functions of the backend and stops each launch after compiling: what is
+compiled is what would run.
 """
 
 from __future__ import annotations
@@ -144,9 +144,8 @@ def compiled_with(folder: Path | None, head_dim: int) -> list[Compiled]:
     command = [sys.executable, str(Path(__file__)), "--json", "--head-dim", str(head_dim)]
     kept = Path(__file__).parents[1] / "build" / "hopper" / f"{_state(folder)}-{head_dim}.jsonl"
     if not kept.is_file():
-        done = subprocess.run(
-            command + (["--triton", str(folder)] if folder else []), stdout=subprocess.PIPE, text=True
-        )
+        command += ["--triton", str(folder)] if folder else []
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode not in (0, _WRONG):
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}")
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """What the Hopper kernels took when they were last compiled on every Triton, and of which sources that is true.
 
-`python tests/hopper_record.py` prints the table of docs/hopper.md. With `--is-current` it prints nothing, and fails where
-the kernels are no longer those of the record: `make hopper` compiles them anew and writes it. Needs Python alone.
+`python tests/hopper_record.py` prints the table of docs/hopper.md. With `--is-current` it prints nothing, and fails
+where the kernels are no longer those of the record: `make hopper` compiles them anew and writes it. Needs Python alone.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class Compiled:
         for name in ("tma", "setmaxreg", "loop_hgmma"):
             if getattr(self, name) == 0:
                 yield f"has no {name}"
-        for warning in self.warnings:
-            yield warning
+        yield from self.warnings
 
 
 def digest() -> str:

@@ -147,11 +147,39 @@ def forward_kernel(
             [
                 (
                     consume,
-                    (rings, o, lse, visible, scale_log2, sizes, GROUPS, 0, D_V, BLOCK_N, BLOCK_V, PING_PONG, POSITIVE_SCALE),
+                    (
+                        rings,
+                        o,
+                        lse,
+                        visible,
+                        scale_log2,
+                        sizes,
+                        GROUPS,
+                        0,
+                        D_V,
+                        BLOCK_N,
+                        BLOCK_V,
+                        PING_PONG,
+                        POSITIVE_SCALE,
+                    ),
                 ),
                 (
                     consume,
-                    (rings, o, lse, visible, scale_log2, sizes, GROUPS, 1, D_V, BLOCK_N, BLOCK_V, PING_PONG, POSITIVE_SCALE),
+                    (
+                        rings,
+                        o,
+                        lse,
+                        visible,
+                        scale_log2,
+                        sizes,
+                        GROUPS,
+                        1,
+                        D_V,
+                        BLOCK_N,
+                        BLOCK_V,
+                        PING_PONG,
+                        POSITIVE_SCALE,
+                    ),
                 ),
                 (produce, (rings, tensors, v_rows, visible, sizes, GROUPS, GROUP, D_V, BLOCK_N)),
             ],
@@ -163,15 +191,57 @@ def forward_kernel(
             [
                 (
                     consume,
-                    (rings, o, lse, visible, scale_log2, sizes, GROUPS, 0, D_V, BLOCK_N, BLOCK_V, PING_PONG, POSITIVE_SCALE),
+                    (
+                        rings,
+                        o,
+                        lse,
+                        visible,
+                        scale_log2,
+                        sizes,
+                        GROUPS,
+                        0,
+                        D_V,
+                        BLOCK_N,
+                        BLOCK_V,
+                        PING_PONG,
+                        POSITIVE_SCALE,
+                    ),
                 ),
                 (
                     consume,
-                    (rings, o, lse, visible, scale_log2, sizes, GROUPS, 1, D_V, BLOCK_N, BLOCK_V, PING_PONG, POSITIVE_SCALE),
+                    (
+                        rings,
+                        o,
+                        lse,
+                        visible,
+                        scale_log2,
+                        sizes,
+                        GROUPS,
+                        1,
+                        D_V,
+                        BLOCK_N,
+                        BLOCK_V,
+                        PING_PONG,
+                        POSITIVE_SCALE,
+                    ),
                 ),
                 (
                     consume,
-                    (rings, o, lse, visible, scale_log2, sizes, GROUPS, 2, D_V, BLOCK_N, BLOCK_V, PING_PONG, POSITIVE_SCALE),
+                    (
+                        rings,
+                        o,
+                        lse,
+                        visible,
+                        scale_log2,
+                        sizes,
+                        GROUPS,
+                        2,
+                        D_V,
+                        BLOCK_N,
+                        BLOCK_V,
+                        PING_PONG,
+                        POSITIVE_SCALE,
+                    ),
                 ),
                 (produce, (rings, tensors, v_rows, visible, sizes, GROUPS, GROUP, D_V, BLOCK_N)),
             ],
@@ -198,7 +268,9 @@ def tile_of_step(i_step, tile_range):
     begin, full_begin, full_end, end = tile_range
     n_right, n_edge = end - full_end, end - full_end + full_begin - begin
     i_full = full_end - 1 - (i_step - n_edge)
-    return gl.where(i_step < n_right, end - 1 - i_step, gl.where(i_step < n_edge, full_begin - 1 - (i_step - n_right), i_full))
+    return gl.where(
+        i_step < n_right, end - 1 - i_step, gl.where(i_step < n_edge, full_begin - 1 - (i_step - n_right), i_full)
+    )
 
 
 @jit
@@ -306,13 +378,43 @@ def consume(
             )
             for i_step in range(1, n_edge):
                 b_left, b_o, b_max_log2, b_sum = step(
-                    n_k_tiles + i_step, rings, t_q, b_left, b_o, b_max_log2, b_sum, queries, tile_of_step(i_step, tile_range), i_b,
-                    sizes, visible, scale_log2, True, POSITIVE_SCALE, I_GROUP, PING_PONG,
+                    n_k_tiles + i_step,
+                    rings,
+                    t_q,
+                    b_left,
+                    b_o,
+                    b_max_log2,
+                    b_sum,
+                    queries,
+                    tile_of_step(i_step, tile_range),
+                    i_b,
+                    sizes,
+                    visible,
+                    scale_log2,
+                    True,
+                    POSITIVE_SCALE,
+                    I_GROUP,
+                    PING_PONG,
                 )
             for i_step in range(gl.maximum(n_edge, 1), n_steps):
                 b_left, b_o, b_max_log2, b_sum = step(
-                    n_k_tiles + i_step, rings, t_q, b_left, b_o, b_max_log2, b_sum, queries, tile_of_step(i_step, tile_range), i_b,
-                    sizes, visible, scale_log2, False, POSITIVE_SCALE, I_GROUP, PING_PONG,
+                    n_k_tiles + i_step,
+                    rings,
+                    t_q,
+                    b_left,
+                    b_o,
+                    b_max_log2,
+                    b_sum,
+                    queries,
+                    tile_of_step(i_step, tile_range),
+                    i_b,
+                    sizes,
+                    visible,
+                    scale_log2,
+                    False,
+                    POSITIVE_SCALE,
+                    I_GROUP,
+                    PING_PONG,
                 )
             release(n_q_tile, q_ring)
             n_q_tile += GROUPS
@@ -423,4 +525,9 @@ def weigh(
     b_p = gl.exp2(b_s * scale_log2 - gl.expand_dims(b_base_log2, 1))
     b_rescale = gl.exp2(b_max_log2 - b_base_log2)
     b_sum = b_sum * b_rescale + gl.sum(b_p, 1)
-    return gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(v_ring.tiles.shape[4])), b_rescale, b_new_max_log2, b_sum
+    return (
+        gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(v_ring.tiles.shape[4])),
+        b_rescale,
+        b_new_max_log2,
+        b_sum,
+    )

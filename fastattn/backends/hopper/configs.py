@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 
 ROWS_OF_GROUP = 64
-"""What a warp group works on at a time: the rows of a wgmma."""
+"""What a warp group multiplies at a time: the rows of a wgmma."""
 
 
 class ForwardConfig(NamedTuple):
@@ -18,34 +18,40 @@ class ForwardConfig(NamedTuple):
 
     GROUPS: int  # warp groups that compute, of 64 queries each
     BLOCK_N: int  # keys of a tile
-    SLOTS: int  # tiles of K, and as many of V, that shared memory holds
-    PING_PONG: bool  # whether the two warp groups take turns at the tensor cores
-    REGISTERS: tuple[int, int]  # of a thread that computes, of one that loads
-    maxnreg: int  # registers of a thread at the start: all threads together have 65536
-    persistent: bool  # one program for each SM, instead of one for each tile of queries
+    SLOTS: int  # tiles of K, and as many of V, in shared memory
+    Q_SLOTS: int  # tiles of queries in shared memory; with two, the next is loaded before the last is done
+    PING_PONG: bool  # whether two warp groups take turns at issuing matrix products
+    REGISTERS: int  # of a thread of a warp group
+    PRODUCER_REGISTERS: int  # of a thread that loads
+    maxnreg: int  # of a thread at the start, and what all of them share: 65536 in all
+    persistent: bool  # as many programs as SMs, instead of one for each item
 
     @property
     def block_m(self) -> int:
         """Queries of a tile."""
         return self.GROUPS * ROWS_OF_GROUP
 
+    def options(self) -> dict[str, int]:
+        """The keyword arguments of a launch."""
+        return {name: value for name, value in self._asdict().items() if name != "persistent"} | {"num_warps": 4}
 
-_FORWARD = {  # by the larger head dim
-    64: ForwardConfig(2, 128, 3, False, (240, 24), 168, True),
-    128: ForwardConfig(2, 128, 2, False, (240, 24), 168, True),
-    256: ForwardConfig(2, 64, 2, False, (240, 24), 168, True),
+
+_FORWARD = {  # larger head dim -> configuration
+    64: ForwardConfig(2, 128, 3, 2, False, 240, 24, 168, True),
+    128: ForwardConfig(2, 128, 2, 2, False, 240, 24, 168, True),
+    256: ForwardConfig(2, 64, 2, 1, False, 240, 24, 168, True),
 }
-ALTERNATIVES = {  # to be measured against those
-    64: (ForwardConfig(3, 128, 3, False, (160, 32), 128, True),),
-    128: (ForwardConfig(2, 128, 2, True, (240, 24), 168, True),),
+FORWARD_ALTERNATIVES = {  # to be measured against those
+    64: (ForwardConfig(3, 128, 3, 2, False, 160, 32, 128, True),),
+    128: (ForwardConfig(2, 128, 2, 2, True, 240, 24, 168, True),),
 }
 
 
 def forward_config(padded_head_dim: int) -> ForwardConfig:
-    """The parameters of the forward for head dims that are padded to this one."""
+    """The parameters of the forward for head dims of which the larger is padded to this."""
     return _FORWARD[padded_head_dim]
 
 
 def padded_head_dim(dim: int) -> int:
-    """The power of two that a head dim is padded to: at least 64, the columns of a swizzled row of shared memory."""
+    """The power of two that a head dim is padded to: at least the 128 bytes of a row of swizzled shared memory."""
     return max(64, triton.next_power_of_2(dim))

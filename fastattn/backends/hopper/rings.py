@@ -37,11 +37,7 @@ def loadable(x: Tensor) -> Tensor:
     """`x` [B, H, N, D], copied where TMA cannot read it: D a multiple of 16 bytes is asked for in any case."""
     outer = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
     fits = all(stride > 0 and stride * x.element_size() % BYTES_OF_CHUNK == 0 for stride in outer)
-    return (
-        x
-        if fits and x.stride(3) == 1 and x.data_ptr() % BYTES_OF_CHUNK == 0
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    return x if fits and x.stride(3) == 1 and x.data_ptr() % BYTES_OF_CHUNK == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:
@@ -128,7 +124,7 @@ def load(n, ring, desc, i_b, i_h, row):
     wait_empty(n, ring)
     slot = slot_of(n, ring)[0]
     mbarrier.expect(ring.full.index(slot), ROWS * D * (desc.dtype.primitive_bitwidth // 8))
-    tma_load(desc, [i_b, i_h, row, 0], ring.full.index(slot), ring.tiles.index(slot))
+    tma_load(desc, [i_b.to(gl.int32), i_h.to(gl.int32), row, 0], ring.full.index(slot), ring.tiles.index(slot))
 
 
 @jit
@@ -142,7 +138,7 @@ def load_real_rows(n, ring, x: Heads, i_b, i_h, row, n_rows, real, D: gl.constex
     wait_empty(n, ring)
     t_x = tile_in(n, ring)
     o_col = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, threads))
-    p_head = x.data + (i_b.to(gl.int64) * x.s[0] + i_h.to(gl.int64) * x.s[1]) * OF_CHUNK
+    p_head = x.data + (i_b * x.s[0] + i_h * x.s[1]) * OF_CHUNK
     for i_part in gl.static_range(ROWS // PART):
         o_row = row + i_part * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, threads))
         m_row = real_tokens(o_row, n_rows, real, i_b)

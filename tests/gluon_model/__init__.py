@@ -5,13 +5,14 @@ host functions take tensors on the CPU, and a launch runs its programs one after
 
     from gluon_model import modelled, running_with
 
-    forward = modelled("hopper.forward")  # a copy of that module
-    o, lse = forward.forward(q, k, v, spec)  # raises KernelError where a kernel does something wrong
+    flash_forward = modelled("hopper.flash_forward")  # a copy of that module
+    o, lse = flash_forward.forward(q, k, v, spec)  # raises KernelError where a kernel does something wrong
     with running_with(order="random", timing="late", seed=3):  # see machine.Settings
-        o, lse = forward.forward(q, k, v, spec)
+        o, lse = flash_forward.forward(q, k, v, spec)
 
-    forward = modelled("hopper.forward")  # a copy of the module
-and is launched as usual: `kernel[(programs,)](*arguments, num_warps=4)`. Tensors and descriptors are arguments.
+(tests/modelled_hopper.py also gives them a GPU to ask for its properties.) A kernel of one's own imports its names from
+`gluon_model.gluon` and is launched as usual: `kernel[(programs,)](*arguments, num_warps=4)`. Tensors and descriptors
+are arguments.
 
 What is found, whatever the order in which the model happens to run things (`shared.py` says how): a slot of shared
 memory read before it is filled, or filled again before all have read it; a missing fence between the proxies;

@@ -24,7 +24,7 @@ class GluonModel:
 
 @contextmanager
 def hopper_computes_for_the_cpu(multiprocessors: int = MULTIPROCESSORS) -> Iterator[None]:
-    """Calls of the Hopper backend on CPU tensors are computed by its kernels, on a model of a GPU with so many of them."""
+    """Calls of the Hopper backend on CPU tensors are computed by its kernels, on a model of a GPU."""
     copy, gpu = modelled("hopper"), SimpleNamespace(multi_processor_count=multiprocessors)
     with (
         mock.patch.object(hopper, "_device_objections", return_value=[]),

@@ -144,7 +144,7 @@ class Machine:
     def record(self, step: Callable[..., Step], *arguments: object) -> None:
         """The running partition takes a step."""
         if self.how.recording is not None and self.current is not self.main:
-            self.how.recording.add(self.partitions.index(self.current), step(*arguments))
+            self.how.recording.add(self.partitions.index(self.current), step(*arguments, at=source_line()))
 
     def over(self, access: object) -> None:
         """The running partition knows from now on that an access of its own is over."""

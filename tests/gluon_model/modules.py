@@ -33,7 +33,7 @@ def _import_all() -> None:
     sys.modules[f"{_COPY}.spec"] = fastattn.spec
     sys.modules[f"{_COPY}.backends.row_facts"] = fastattn.backends.row_facts
     sys.modules[f"{_COPY}.backends.hopper.gluon"] = gluon
-    with _instead_of_triton():
+    with instead_of_triton():
         for folder in ("triton", "hopper"):
             package = importlib.import_module(f"{_COPY}.backends.{folder}")
             for module in pkgutil.iter_modules(package.__path__):
@@ -48,7 +48,7 @@ def _package(name: str, original: ModuleType) -> ModuleType:
 
 
 @contextmanager
-def _instead_of_triton() -> Iterator[None]:
+def instead_of_triton() -> Iterator[None]:
     """`import triton` gives what the Triton backend uses of it, on the model."""
     language, triton = ModuleType("triton.language"), ModuleType("triton")
     vars(language).update(gluon.names_of_a_language())

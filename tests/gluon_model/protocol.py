@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .errors import DeadlockError, KernelError, source_line
+from .errors import DeadlockError, KernelError
 
 
 @dataclass
 class Step:
     """Something that a partition does. at: the line of the kernel."""
 
-    at: str = field(default_factory=source_line, kw_only=True)
+    at: str = field(kw_only=True)
 
 
 @dataclass

@@ -21,13 +21,13 @@ def whole_numbers(x, y, found, N: tl.constexpr):
 
 @triton.jit
 def real_numbers(x, found, factor, N: tl.constexpr):
-    """Rounding, NaN in maxima and sums, masked lanes, and types that meet."""
+    """Rounding, NaN in the maxima of rows, masked lanes, and types that meet."""
     o = tl.arange(0, N)
     b_x = tl.load(x + o, mask=o < N - 3, other=-1.5)
     b_half = b_x.to(tl.float16)
-    tl.store(found + o, b_half * factor + o)
+    tl.store(found + o, b_half * o + b_x * factor)
     tl.store(found + N + o, (b_half * 1.1).to(tl.float32))
-    tl.store(found + 2 * N + o, tl.maximum(b_x, 0.25) + tl.exp2(tl.minimum(b_x, 2.0)))
+    tl.store(found + 2 * N + o, tl.where(b_x != b_x, 9.0, tl.maximum(b_x, 0.25) + tl.exp2(tl.minimum(b_x, 2.0))))
     tl.store(found + 3 * N + o, tl.where(o % 2 == 0, b_x, float("inf")))
     b_square = b_x[:, None] * o[None, :]
     tl.store(found + 4 * N + o, tl.max(b_square, 1), mask=o > 2)

@@ -217,9 +217,11 @@ def common_type(x: object, y: object, division: bool = False) -> DType:
 def raw(x: object, dtype: DType | None = None) -> Tensor | float:
     """The tensor or the number in `x`, in that type."""
     data = value_of(x).data
-    if dtype is not None and isinstance(data, Tensor):
+    if dtype is None:
+        return data
+    if isinstance(data, Tensor):
         return data.to(dtype.torch)
-    return data
+    return scalar(data, dtype).data if dtype in (float16, bfloat16) else data
 
 
 def _truncated(x: int, y: int) -> int:

@@ -7,10 +7,9 @@ import itertools
 
 import hopper_record
 import pytest
-from hopper_compile import CALLS, HEAD_DIMS, compiled_with
+from hopper_compile import CALLS, HEAD_DIMS, KERNELS, compiled_with
 from hopper_record import Compiled
 
-KERNELS = ("forward_kernel", "dk_dv_kernel", "dq_kernel", "fused_kernel")
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 RIGHT = Compiled(
     "3.7.1", "forward_kernel", 128, "full", registers=168, spilled=0, local=0, shared=164200, hgmma=96, tma=8,

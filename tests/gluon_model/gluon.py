@@ -21,7 +21,7 @@ from .copies import (
 )
 from .launch import jit
 from .machine import machine
-from .products import warpgroup_mma, warpgroup_mma_wait
+from .products import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from .shared import allocate_shared_memory
 
 
@@ -71,5 +71,6 @@ __all__ = [
     "tma_store",
     "warp_specialize",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

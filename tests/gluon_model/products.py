@@ -112,6 +112,11 @@ def warpgroup_mma(
     return outcome if is_async else warpgroup_mma_wait(0, deps=(outcome,))
 
 
+def warpgroup_mma_init(value: Value) -> Value:
+    """A value in the place of a product's outcome, which need not be waited for."""
+    return value
+
+
 def warpgroup_mma_wait(num_outstanding: int = 0, deps: object = None) -> object:
     """Until at most so many products are under way; the outcomes of those in `deps` that are over."""
     if deps is None:

@@ -161,7 +161,7 @@ class View:
     def index(self, i: object) -> View:
         i = int(value_of(i))
         if not 0 <= i < self.data.shape[0]:
-            raise KernelError(f"{self}[{i}] is outside of its {self.data.shape[0]} entries, at {source_line()}")
+            return _Outside(f"{self}[{i}] is outside of its {self.data.shape[0]} entries, at {source_line()}")
         return self._part(self.data[i], f"{self.name}[{i}]")
 
     def slice(self, start: object, length: object, dim: int = 0) -> View:
@@ -203,6 +203,16 @@ class View:
         """Writes, without any check."""
         self.data.copy_(data) if isinstance(data, Tensor) else self.data.fill_(data)
         self.allocation.written.as_strided(*self.region).fill_(True)
+
+
+class _Outside:
+    """An address that may be computed, but not used."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def __getattr__(self, name: str) -> object:
+        raise KernelError(self._problem)
 
 
 def allocate_shared_memory(element_ty: DType, shape: object, layout: object, value: object = None) -> View:

@@ -30,7 +30,17 @@ from ..triton.visibility import (
     visibility,
 )
 from .configs import ROWS_OF_GROUP, forward_config, padded_head_dim
-from .gluon import arrive_named, block_barrier, gl, jit, sync_named, warp_specialize, warpgroup_mma, warpgroup_mma_wait
+from .gluon import (
+    arrive_named,
+    block_barrier,
+    gl,
+    jit,
+    sync_named,
+    warp_specialize,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from .order import item_at, programs_for, section_of
 from .rings import (
     accumulator,
@@ -245,12 +255,16 @@ def consume(
             tokens = queries, tile_range[3] - 1, i_b
             b_p, b_rescale, b_max_log2, b_sum = weigh(b_s, b_max_log2, b_sum, tokens, True, call, SCALE_IS_POSITIVE)
             b_left = gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(BLOCK_V))
+            b_o_coming = warpgroup_mma_init(b_o)
             for i_step in range(1, n_steps):
                 n = n_k_tiles + i_step
                 i_n = tile_range[3] - 1 - i_step
                 edge = is_edge(i_n, tile_range)
                 if PING_PONG:
                     sync_named(FIRST_TURN + I_GROUP, 2 * gl.num_warps() * 32)
+                b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
+                release(n - 2, v_ring, i_step > 1)
+                b_o *= as_output_rows(b_rescale, BLOCK_V)
                 b_s_coming = products_coming(n, t_q, k_ring)
                 b_o_coming = output_coming(n - 1, b_left, b_o, v_ring)
                 if PING_PONG:
@@ -259,13 +273,13 @@ def consume(
                 release(n, k_ring)
                 tokens = queries, i_n, i_b
                 b_p, b_rescale, b_max_log2, b_sum = weigh(b_s, b_max_log2, b_sum, tokens, edge, call, SCALE_IS_POSITIVE)
-                b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
-                release(n - 1, v_ring)
-                b_o *= as_output_rows(b_rescale, BLOCK_V)
                 b_left = gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(BLOCK_V))
             release(n_q_tile, q_ring)
             n_turns += 1
             n_k_tiles += n_steps
+            b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
+            release(n_k_tiles - 2, v_ring, n_steps > 1)
+            b_o *= as_output_rows(b_rescale, BLOCK_V)
             b_o = warpgroup_mma_wait(0, deps=(output_coming(n_k_tiles - 1, b_left, b_o, v_ring),))
             release(n_k_tiles - 1, v_ring)
 

@@ -39,5 +39,6 @@ def item_at(i, n_tiles, n_heads, section, H):
     first_head = i // (section * n_tiles) * section
     heads_here = gl.minimum(section, n_heads - first_head)
     i_here = i - first_head * n_tiles
-    i_bh = (first_head + i_here % heads_here).to(gl.int64)  # 64 bits: it is multiplied with strides
-    return n_tiles - 1 - i_here // heads_here, i_bh % H, i_bh // H
+    i_bh = first_head + i_here % heads_here
+    # 64 bits, since they are multiplied with strides; but not before the divisions, which would take a function each.
+    return n_tiles - 1 - i_here // heads_here, (i_bh % H).to(gl.int64), (i_bh // H).to(gl.int64)

@@ -37,7 +37,11 @@ def loadable(x: Tensor) -> Tensor:
     """`x` [B, H, N, D], copied where TMA cannot read it: D a multiple of 16 bytes is asked for in any case."""
     outer = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
     fits = all(stride > 0 and stride * x.element_size() % BYTES_OF_CHUNK == 0 for stride in outer)
-    return x if fits and x.stride(3) == 1 and x.data_ptr() % BYTES_OF_CHUNK == 0 else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if fits and x.stride(3) == 1 and x.data_ptr() % BYTES_OF_CHUNK == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:
@@ -111,9 +115,9 @@ def wait_empty(n, ring):
 
 
 @jit
-def release(n, ring):
-    """Says that tile n was read: no wgmma that reads it may be under way."""
-    mbarrier.arrive(ring.empty.index(slot_of(n, ring)[0]), count=1)
+def release(n, ring, pred=True):
+    """Says that tile n was read, if there was one: no wgmma that reads it may be under way."""
+    mbarrier.arrive(ring.empty.index(slot_of(n, ring)[0]), count=1, pred=pred)
 
 
 @jit

@@ -33,7 +33,7 @@ from ..triton.visibility import (
     real_tokens,
 )
 from .configs import ROWS_OF_GROUP, dk_dv_config, dq_config, padded_head_dim
-from .forward import ROWS, Call, store_rows, work_item
+from .flash_forward import ROWS, Call, store_rows, work_item
 from .gluon import (
     TensorDescriptor,
     block_barrier,

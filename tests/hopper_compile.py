@@ -29,7 +29,7 @@ from types import SimpleNamespace
 import hopper_record
 from hopper_record import Compiled
 
-KERNELS = ("forward_kernel",)
+KERNELS = ("forward_kernel", "dk_dv_kernel", "dq_kernel")
 HEAD_DIMS = (64, 128, 256)
 CALLS = ("full", "causal", "padded", "documents")
 _B, _H, _H_KV, _N = 2, 4, 2, 1024
@@ -66,7 +66,9 @@ def compiled(head_dims: tuple[int, ...]) -> Iterator[Compiled]:
         printed.truncate(printed.seek(0))
         if not any(kernel is other for other in known):
             known.append(kernel)
-            found.append(_resources(kernel, ptxas_says) | {"kernel": name})
+            same_name = sum(row["kernel"].startswith(name) for row in found)  # with other constants
+            kernel_name = f"{name}, {same_name + 1}" if same_name else name
+            found.append(_resources(kernel, ptxas_says) | {"kernel": kernel_name})
 
     def is_of_warp_groups(options: dict[str, object]) -> bool:
         """Not the kernels of the Triton backend, which prepare rows and masks."""
@@ -82,8 +84,7 @@ def compiled(head_dims: tuple[int, ...]) -> Iterator[Compiled]:
                     spec = Spec(masks[call], D**-0.5, deterministic=deterministic)
                     if deterministic:
                         hopper.forward(q, k, k, spec)
-                    if "dq_kernel" in KERNELS:
-                        hopper.backward(q, lse, q, k, k, q, lse, spec, (True,) * 3 + (False,) * 3)
+                    hopper.backward(q, lse, q, k, k, q, lse, spec, (True,) * 3 + (False,) * 3)
             for row in found:
                 yield Compiled(triton=triton.__version__, D=D, call=call, **row)
             found.clear()

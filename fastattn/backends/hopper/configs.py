@@ -52,6 +52,76 @@ def forward_config(padded_head_dim: int) -> ForwardConfig:
     return _FORWARD[padded_head_dim]
 
 
+class DkDvConfig(NamedTuple):
+    """How the kernel of dK and dV is compiled and launched: two warp groups, of 64 keys each."""
+
+    BOTH: bool  # whether one launch finds both, which takes registers for both
+    BLOCK_M: int  # queries of a tile
+    Q_SLOTS: int  # tiles of Q in shared memory
+    DO_SLOTS: int  # tiles of dO
+    REGISTERS: int
+    PRODUCER_REGISTERS: int
+    maxnreg: int
+    persistent: bool
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a tile."""
+        return 2 * ROWS_OF_GROUP
+
+    def options(self) -> dict[str, int]:
+        """The keyword arguments of a launch."""
+        return _options(self, "BOTH", "persistent")
+
+
+class DqConfig(NamedTuple):
+    """How the kernel of dQ is compiled and launched: two warp groups, of 64 queries each."""
+
+    BLOCK_N: int  # keys of a tile
+    K_SLOTS: int  # tiles of K in shared memory
+    V_SLOTS: int  # tiles of V
+    REGISTERS: int
+    PRODUCER_REGISTERS: int
+    maxnreg: int
+    persistent: bool
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile."""
+        return 2 * ROWS_OF_GROUP
+
+    def options(self) -> dict[str, int]:
+        """The keyword arguments of a launch."""
+        return _options(self, "persistent")
+
+
+def _options(config: NamedTuple, *not_of_the_kernel: str) -> dict[str, int]:
+    names = [name for name in config._fields if name not in not_of_the_kernel]
+    return {name: getattr(config, name) for name in names} | {"num_warps": 4}
+
+
+_DK_DV = {  # larger head dim -> configuration
+    64: DkDvConfig(True, 64, 2, 2, 240, 24, 168, True),
+    128: DkDvConfig(True, 64, 2, 2, 240, 24, 168, True),
+    256: DkDvConfig(False, 64, 2, 1, 240, 24, 168, True),
+}
+_DQ = {
+    64: DqConfig(128, 2, 2, 240, 24, 168, True),
+    128: DqConfig(64, 2, 2, 240, 24, 168, True),
+    256: DqConfig(64, 2, 1, 240, 24, 168, True),
+}
+
+
+def dk_dv_config(padded_head_dim: int) -> DkDvConfig:
+    """The parameters of the kernel of dK and dV, as `forward_config` has those of the forward."""
+    return _DK_DV[padded_head_dim]
+
+
+def dq_config(padded_head_dim: int) -> DqConfig:
+    """The parameters of the kernel of dQ, as `forward_config` has those of the forward."""
+    return _DQ[padded_head_dim]
+
+
 def padded_head_dim(dim: int) -> int:
     """The power of two that a head dim is padded to: at least the 128 bytes of a row of swizzled shared memory."""
     return max(64, triton.next_power_of_2(dim))

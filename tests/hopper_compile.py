@@ -111,6 +111,7 @@ def _resources(kernel, ptxas_says: str) -> dict[str, object]:
         "setmaxreg": _count("USETMAXREG", instructions),
         "loop": len(shortest),
         "loop_hgmma": _count("HGMMA", shortest),
+        "loop_exposed": _exposed(shortest),
         "warnings": tuple(warnings),
     }
 
@@ -136,6 +137,21 @@ def _instructions(sass: str) -> tuple[list[str], list[slice]]:
     jumps = ((i, re.search(r"BRA.*`\((\.L_x_\d+)\)", text)) for i, text in enumerate(instructions))
     loops = [slice(labels[jump[1]], i + 1) for i, jump in jumps if jump and labels.get(jump[1], i + 1) <= i]
     return instructions, loops
+
+
+def _exposed(loop: list[str]) -> int:
+    """How many exponentials of a loop run while no group of matrix products is under way."""
+    exposed = under_way = 0
+    for _ in ("the first time", "any later one"):
+        exposed = 0
+        for text in loop:
+            if wait := re.search(r"DEPBAR\.LE gsb0, (0x\w+)", text):
+                under_way = min(under_way, int(wait[1], 16))
+            elif "HGMMA" in text and "gsb0" in text:
+                under_way += 1
+            elif "MUFU.EX2" in text and under_way == 0:
+                exposed += 1
+    return exposed
 
 
 def _count(name: str, instructions: list[str]) -> int:

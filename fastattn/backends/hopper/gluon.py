@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -38,6 +39,7 @@ __all__ = [
     "tma_store",
     "warp_specialize",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]
 

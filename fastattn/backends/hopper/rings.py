@@ -1,8 +1,8 @@
 """What forward and backward share: rings of tiles in shared memory, how they are filled, and the layouts of registers.
 
 A producer warp fills the slots of a ring in turn, consumers wait for a tile, read it and release its slot. Both count
-the tiles that went through the ring since the kernel began: tile n lies in slot n % SLOTS, and each time round flips the
-phase that its barriers are waited for with.
+the tiles that went through the ring since the kernel began: tile n lies in slot n % SLOTS, and each time round flips
+the phase that its barriers are waited for with.
 """
 
 from __future__ import annotations
@@ -37,12 +37,17 @@ def loadable(x: Tensor) -> Tensor:
     """`x` [B, H, N, D], copied where TMA cannot read it: D a multiple of 16 bytes is asked for in any case."""
     outer = [stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
     fits = all(stride > 0 and stride * x.element_size() % BYTES_OF_CHUNK == 0 for stride in outer)
-    return x if fits and x.stride(3) == 1 and x.data_ptr() % BYTES_OF_CHUNK == 0 else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if fits and x.stride(3) == 1 and x.data_ptr() % BYTES_OF_CHUNK == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:
     """The strides of a `loadable` tensor; along an axis of one entry any will do."""
-    return tuple(stride if n > 1 else x.shape[3] for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)) + (1,)
+    outer = (stride if n > 1 else x.shape[3] for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return (*outer, 1)
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -55,7 +60,7 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def in_chunks(x: Tensor) -> Heads:
     """A `loadable` tensor for `load_real_rows`: its strides count 16 bytes, which says that all rows begin at such."""
     of_chunk = BYTES_OF_CHUNK // x.element_size()
-    return Heads(x, tuple(stride // of_chunk for stride in strides_of(x)[:3]) + (1,))
+    return Heads(x, (*(stride // of_chunk for stride in strides_of(x)[:3]), 1))
 
 
 class Ring(NamedTuple):
@@ -111,9 +116,9 @@ def wait_empty(n, ring):
 
 
 @jit
-def release(n, ring):
-    """Says that tile n was read: no wgmma that reads it may be under way."""
-    mbarrier.arrive(ring.empty.index(slot_of(n, ring)[0]), count=1)
+def release(n, ring, pred=True):
+    """Says that tile n was read, if there was one: no wgmma that reads it may be under way."""
+    mbarrier.arrive(ring.empty.index(slot_of(n, ring)[0]), count=1, pred=pred)
 
 
 @jit

@@ -1,0 +1,68 @@
+"""The Hopper kernels, compiled with the installed Triton; and the record of what they took with every Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import hopper_record
+import pytest
+from hopper_compile import CALLS, HEAD_DIMS, KERNELS, compiled_with
+from hopper_record import Compiled
+
+TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+RIGHT = Compiled(
+    "3.7.1", "forward_kernel", 128, "full", registers=168, spilled=0, local=0, shared=164200, hgmma=96, tma=8,
+    setmaxreg=12, loop=454, loop_hgmma=16, loop_local=0,
+)  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_hot_kernel_compiles_and_is_as_it_should_be(head_dim):
+    kernels = compiled_with(None, head_dim)
+    expected = set(itertools.product(KERNELS, (head_dim,), CALLS))
+    assert {(kernel.kernel, kernel.D, kernel.call) for kernel in kernels} == expected
+    assert [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()] == []
+
+
+def test_the_record_is_of_these_kernels():
+    """What CI goes by to compile them with every Triton."""
+    of_record, kernels = hopper_record.recorded()
+    assert of_record == hopper_record.digest(), "the kernels have changed: run make hopper, then python -m docs.render"
+    found = {(kernel.triton, kernel.kernel, kernel.D, kernel.call) for kernel in kernels}
+    assert found == set(itertools.product(TRITONS, KERNELS, HEAD_DIMS, CALLS))
+    assert [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()] == []
+
+
+def test_a_kernel_as_it_should_be():
+    assert list(RIGHT.complaints()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"spilled": 8}, "spills 8 bytes, with 0 instructions"),
+        ({"local": 3}, "spills 0 bytes, with 3 instructions"),
+        ({"shared": 232449}, "takes 232449 bytes of shared memory, of 232448"),
+        ({"tma": 0}, "has no tma"),
+        ({"setmaxreg": 0}, "has no setmaxreg"),
+        ({"loop_hgmma": 0}, "has no loop_hgmma"),
+        ({"warnings": ("wgmma is serialized",)}, "wgmma is serialized"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(changes, complaint):
+    assert list(dataclasses.replace(RIGHT, **changes).complaints()) == [complaint]
+
+
+def test_the_record_is_of_code_and_not_of_comments():
+    source = '"""Says."""\n\nX = 1  # one\n\n\ndef f():\n    """Does."""\n    return "# 2"\n'
+    assert hopper_record.code_of(source) == 'X = 1\ndef f():\n    return "# 2"'
+    assert hopper_record.code_of(source.replace("one", "1").replace("Does", "It does")) == hopper_record.code_of(source)
+    assert hopper_record.code_of(source.replace("# 2", "# 3")) != hopper_record.code_of(source)
+
+
+def test_the_record_is_of_all_that_the_kernels_are_made_of():
+    names = {f"{path.parent.name}/{path.name}" for path in hopper_record.sources()}
+    assert {"hopper/gluon.py", "hopper/flash_forward.py", "triton/visibility.py", "triton/tiles.py"} <= names
+    assert not {"triton/flash_weights.py", "triton/dropout.py", "native/cuda.py"} & names

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 import hopper_record
 from hopper_record import Compiled
 
-KERNELS = ("forward_kernel",)
+KERNELS = ("forward_kernel", "dk_dv_kernel", "dq_kernel")
 HEAD_DIMS = (64, 128, 256)
 CALLS = ("full", "causal", "padded", "documents")
 _B, _H, _H_KV, _N = 2, 4, 2, 1024
@@ -66,7 +66,9 @@ def compiled(head_dims: tuple[int, ...]) -> Iterator[Compiled]:
         printed.truncate(printed.seek(0))
         if not any(kernel is other for other in known):
             known.append(kernel)
-            found.append(_resources(kernel, ptxas_says) | {"kernel": name})
+            same_name = sum(row["kernel"].startswith(name) for row in found)  # with other constants
+            kernel_name = f"{name}, {same_name + 1}" if same_name else name
+            found.append(_resources(kernel, ptxas_says) | {"kernel": kernel_name})
 
     def is_of_warp_groups(options: dict[str, object]) -> bool:
         """Not the kernels of the Triton backend, which prepare rows and masks."""
@@ -82,8 +84,7 @@ def compiled(head_dims: tuple[int, ...]) -> Iterator[Compiled]:
                     spec = Spec(masks[call], D**-0.5, deterministic=deterministic)
                     if deterministic:
                         hopper.forward(q, k, k, spec)
-                    if "dq_kernel" in KERNELS:
-                        hopper.backward(q, lse, q, k, k, q, lse, spec, (True,) * 3 + (False,) * 3)
+                    hopper.backward(q, lse, q, k, k, q, lse, spec, (True,) * 3 + (False,) * 3)
             for row in found:
                 yield Compiled(triton=triton.__version__, D=D, call=call, **row)
             found.clear()
@@ -110,6 +111,7 @@ def _resources(kernel, ptxas_says: str) -> dict[str, object]:
         "setmaxreg": _count("USETMAXREG", instructions),
         "loop": len(shortest),
         "loop_hgmma": _count("HGMMA", shortest),
+        "loop_exposed": _exposed(shortest),
         "warnings": tuple(warnings),
     }
 
@@ -135,6 +137,21 @@ def _instructions(sass: str) -> tuple[list[str], list[slice]]:
     jumps = ((i, re.search(r"BRA.*`\((\.L_x_\d+)\)", text)) for i, text in enumerate(instructions))
     loops = [slice(labels[jump[1]], i + 1) for i, jump in jumps if jump and labels.get(jump[1], i + 1) <= i]
     return instructions, loops
+
+
+def _exposed(loop: list[str]) -> int:
+    """How many exponentials of a loop run while no group of matrix products is under way."""
+    exposed = under_way = 0
+    for _ in ("the first time", "any later one"):
+        exposed = 0
+        for text in loop:
+            if wait := re.search(r"DEPBAR\.LE gsb0, (0x\w+)", text):
+                under_way = min(under_way, int(wait[1], 16))
+            elif "HGMMA" in text and "gsb0" in text:
+                under_way += 1
+            elif "MUFU.EX2" in text and under_way == 0:
+                exposed += 1
+    return exposed
 
 
 def _count(name: str, instructions: list[str]) -> int:

@@ -41,7 +41,7 @@ from .gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from .order import item_at, programs_for, section_of
+from .order import Order, item_at, programs_for, section_of
 from .rings import (
     accumulator,
     descriptor,
@@ -62,15 +62,13 @@ FIRST_TURN: gl.constexpr = gl.constexpr(9)
 
 
 class Call(NamedTuple):
-    """In a kernel: what is to be computed, besides q, k and v; `section` is that of order.py."""
+    """In a kernel: what is to be computed, besides q, k and v."""
 
     visible: Visibility
     scale_log2: float
-    section: int
-    B: int
-    H: int
     n_q: int
     n_k: int
+    order: Order
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, Tensor]:
@@ -85,9 +83,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
     config = forward_config(max(block_qk, block_v))
     visible = visibility(spec.mask, n_q, n_k).in_tiles(config.block_m)
     scale_log2 = spec.scale * what.LOG2E
+    n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
+    n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
         forward_kernel,
-        programs_for(B * H * triton.cdiv(n_q, config.block_m), config.persistent, q.device),
+        n_programs,
         descriptor(q, ROWS_OF_GROUP, block_qk),
         descriptor(k, config.BLOCK_N, block_qk),
         descriptor(v, config.BLOCK_N, block_v),
@@ -96,11 +96,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
         lse,
         visible,
         scale_log2,
-        section_of(B * H, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
-        B,
-        H,
         n_q,
         n_k,
+        n_tiles * n_heads,
+        n_programs,
+        n_tiles,
+        n_heads,
+        section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
+        H,
         GROUP=H // H_kv,
         D_V=d_v,
         SCALE_IS_POSITIVE=scale_log2 >= torch.finfo(torch.float32).tiny,
@@ -109,7 +112,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
     return o, lse
 
 
-@jit(do_not_specialize=["section", "B", "n_q", "n_k"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
 def forward_kernel(
     q,
     k,
@@ -119,11 +122,14 @@ def forward_kernel(
     lse,
     visible: Visibility,
     scale_log2,
-    section,
-    B,
-    H,
     n_q,
     n_k,
+    n_items,
+    n_programs,
+    n_tiles,
+    n_heads,
+    section,
+    H,
     GROUP: gl.constexpr,
     D_V: gl.constexpr,
     SCALE_IS_POSITIVE: gl.constexpr,
@@ -136,7 +142,7 @@ def forward_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: GROUPS * 64 rows of a head's output, over the key tiles that they see."""
-    call = Call(visible, scale_log2, section, B, H, n_q, n_k)
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H))
     tensors = q, k, v
     rings = new_ring(q, GROUPS * Q_SLOTS, 1), new_ring(k, SLOTS, GROUPS), new_ring(v, SLOTS, GROUPS)
     block_barrier()
@@ -168,7 +174,7 @@ def forward_kernel(
 def work_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """The i-th item: (tile, head, batch entry, position of query 0, key tiles as `key_range` has them)."""
     n_q, n_k = call.n_q, call.n_k
-    i_m, i_h, i_b = item_at(i, gl.cdiv(n_q, BLOCK_M), call.B * call.H, call.section, call.H)
+    i_m, i_h, i_b = item_at(i, call.order)
     q_start = position_of_first_query(call.visible, i_b)
     return i_m, i_h, i_b, q_start, key_range(i_m, i_b, q_start, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
 
@@ -183,8 +189,8 @@ def produce(rings, tensors, v_rows, call, GROUPS: gl.constexpr, GROUP: gl.conste
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     n_q_tiles = 0  # that went through the rings, and so below
     n_k_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(call.n_q, BLOCK_M), gl.num_programs(0)):
-        i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
+        i_m, i_h, i_b, _, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_h_kv = i_h // GROUP
         n_steps = tile_range[3] - tile_range[0]
         for i_step in range(n_steps):
@@ -236,7 +242,7 @@ def consume(
         arrive_named(FIRST_TURN, 2 * gl.num_warps() * 32)
     n_turns = 0  # items that had something to see
     n_k_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(n_q, BLOCK_M), gl.num_programs(0)):
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         queries = queries_at(i_row + gl.arange(0, ROWS, layout=rows), i_b, n_q, q_start, visible)
@@ -288,7 +294,7 @@ def consume(
         m_nothing_seen = (b_sum == 0.0) | ~m_q
         b_sum = gl.where(m_nothing_seen, 1.0, b_sum)
         b_lse = gl.where(m_nothing_seen, float("-inf"), (b_max_log2 + gl.log2(b_sum)) / LOG2E)
-        gl.store(lse + (i_b * call.H + i_h) * n_q + o_q, b_lse, mask=o_q < n_q)
+        gl.store(lse + (i_b * call.order.H + i_h) * n_q + o_q, b_lse, mask=o_q < n_q)
         b_o = gl.where(as_output_rows(m_nothing_seen, BLOCK_V), 0.0, b_o * as_output_rows(1.0 / b_sum, BLOCK_V))
         store_rows(o, i_b, i_h, i_row, n_q, b_o, D_V)
 

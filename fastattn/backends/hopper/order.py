@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..triton.visibility import Visibility
@@ -30,14 +32,30 @@ def section_of(n_heads: int, group: int, bytes_of_head: int, visible: Visibility
     return min(group * 2 ** (fitting.bit_length() - 1), n_heads)
 
 
+class Order(NamedTuple):
+    """In a kernel: what says which items a program takes.
+
+    All of it comes from the host: what the partitions of a kernel compute alike from its arguments, ptxas computes once
+    before they part, and keeps in registers that are too few there.
+    """
+
+    n_items: int
+    n_programs: int
+    n_tiles: int  # of a head
+    n_heads: int  # of all batch entries
+    section: int
+    H: int
+
+
 @jit
-def item_at(i, n_tiles, n_heads, section, H):
+def item_at(i, order):
     """(tile, head, batch entry) of the i-th item: section by section, and in each the last tiles of all heads first.
 
     Under a causal mask the last tiles are the heaviest. Where heads do not fill the last section, it is smaller.
     """
+    section, n_tiles, H = order.section, order.n_tiles, order.H
     first_head = i // (section * n_tiles) * section
-    heads_here = gl.minimum(section, n_heads - first_head)
+    heads_here = gl.minimum(section, order.n_heads - first_head)
     i_here = i - first_head * n_tiles
     i_bh = first_head + i_here % heads_here
     # 64 bits, since they are multiplied with strides; but not before the divisions, which would take a function each.

@@ -1,8 +1,8 @@
 """What forward and backward share: rings of tiles in shared memory, how they are filled, and the layouts of registers.
 
 A producer warp fills the slots of a ring in turn, consumers wait for a tile, read it and release its slot. Both count
-the tiles that went through the ring since the kernel began: tile n lies in slot n % SLOTS, and each time round flips the
-phase that its barriers are waited for with.
+the tiles that went through the ring since the kernel began: tile n lies in slot n % SLOTS, and each time round flips
+the phase that its barriers are waited for with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def loadable(x: Tensor) -> Tensor:
 
 def strides_of(x: Tensor) -> tuple[int, ...]:
     """The strides of a `loadable` tensor; along an axis of one entry any will do."""
-    return tuple(stride if n > 1 else x.shape[3] for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)) + (1,)
+    outer = (stride if n > 1 else x.shape[3] for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return (*outer, 1)
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -59,7 +60,7 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def in_chunks(x: Tensor) -> Heads:
     """A `loadable` tensor for `load_real_rows`: its strides count 16 bytes, which says that all rows begin at such."""
     of_chunk = BYTES_OF_CHUNK // x.element_size()
-    return Heads(x, tuple(stride // of_chunk for stride in strides_of(x)[:3]) + (1,))
+    return Heads(x, (*(stride // of_chunk for stride in strides_of(x)[:3]), 1))
 
 
 class Ring(NamedTuple):

@@ -84,6 +84,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
     visible = visibility(spec.mask, n_q, n_k).in_tiles(config.block_m)
     scale_log2 = spec.scale * what.LOG2E
     n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
+    section = section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible)
     n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
         forward_kernel,
@@ -102,7 +103,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
         n_programs,
         n_tiles,
         n_heads,
-        section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
+        section,
+        section * n_tiles,
         H,
         GROUP=H // H_kv,
         D_V=d_v,
@@ -112,7 +114,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
     return o, lse
 
 
-@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section", "items_of_section"])
 def forward_kernel(
     q,
     k,
@@ -129,6 +131,7 @@ def forward_kernel(
     n_tiles,
     n_heads,
     section,
+    items_of_section,
     H,
     GROUP: gl.constexpr,
     D_V: gl.constexpr,
@@ -142,7 +145,10 @@ def forward_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: GROUPS * 64 rows of a head's output, over the key tiles that they see."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H))
+    order = Order(n_items, n_programs, n_tiles, n_heads, section, items_of_section, H)
+    call = Call(visible, scale_log2, n_q, n_k, order)
+    gl.assume((n_q >= 0) & (n_k >= 0) & (H >= 0))
+    gl.assume((o.s[0] >= 0) & (o.s[1] >= 0) & (o.s[2] >= 0))
     tensors = q, k, v
     rings = new_ring(q, GROUPS * Q_SLOTS, 1), new_ring(k, SLOTS, GROUPS), new_ring(v, SLOTS, GROUPS)
     block_barrier()

@@ -37,8 +37,8 @@ from .flash_forward import ROWS, Call, work_item
 from .gluon import (
     TensorDescriptor,
     block_barrier,
-    gl,
     fence_async_shared,
+    gl,
     jit,
     mbarrier,
     store_wait,
@@ -48,7 +48,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .order import item_at, programs_for, section_of
+from .order import Order, item_at, programs_for, section_of
 from .rings import (
     BYTES_OF_CHUNK,
     Ring,
@@ -101,17 +101,13 @@ def backward(
     """(dq, dk, dv, None, None, None); None, and not computed, where `output_mask` does not ask for it."""
     wanted = zip((q, k, v), output_mask[:3], strict=True)
     dq, dk, dv = (loadable(torch.empty_like(x)) if is_wanted else None for x, is_wanted in wanted)
-    if 0 in (q.numel(), k.numel()):
-        dq, dk, dv = (None if x is None else x.zero_() for x in (dq, dk, dv))
+    inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
+    if dk is None or dv is None or dk_dv_config(_larger_head_dim(inputs)).BOTH:
+        find_dk_dv(dk, dv, inputs, visible, spec.scale)
     else:
-        inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
-        config = dk_dv_config(_larger_head_dim(inputs))
-        if config.BOTH or dk is None or dv is None:
-            find_dk_dv(dk, dv, inputs, visible, spec.scale)
-        else:
-            find_dk_dv(dk, None, inputs, visible, spec.scale)
-            find_dk_dv(None, dv, inputs, visible, spec.scale)
-        find_dq(dq, inputs, visible, spec.scale)
+        find_dk_dv(dk, None, inputs, visible, spec.scale)
+        find_dk_dv(None, dv, inputs, visible, spec.scale)
+    find_dq(dq, inputs, visible, spec.scale)
     return dq, dk, dv, None, None, None
 
 
@@ -153,9 +149,11 @@ def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Vi
         hidden = Hidden(real_queries, spans, in_chunks(q), in_chunks(do))
     # A hidden query adds nothing, since its lse is +inf; the gradient of a hidden key is thrown away.
     visible = visible._replace(real_queries=None, real_keys=None).in_tiles(config.BLOCK_M)
+    n_tiles, n_heads = triton.cdiv(n_k, config.block_n), B * H_kv
+    n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
         dk_dv_kernel,
-        programs_for(B * H_kv * triton.cdiv(n_k, config.block_n), config.persistent, q.device),
+        n_programs,
         descriptor(q, config.BLOCK_M, block_qk),
         descriptor(k, ROWS_OF_GROUP, block_qk),
         descriptor(v, ROWS_OF_GROUP, block_v),
@@ -168,11 +166,14 @@ def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Vi
         real_keys,
         scale,
         scale * what.LOG2E,
-        section_of(B * H_kv, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
-        B,
-        H_kv,
         n_q,
         n_k,
+        n_tiles * n_heads,
+        n_programs,
+        n_tiles,
+        n_heads,
+        section_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
+        H_kv,
         GROUP=H // H_kv,
         D_QK=d_qk,
         D_V=d_v,
@@ -195,9 +196,11 @@ def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float
         hidden = Hidden(real_keys, spans, in_chunks(k), None)
     # The gradient of a hidden query is thrown away.
     visible = visible._replace(real_queries=None).in_tiles(config.block_m)
+    n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
+    n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
         dq_kernel,
-        programs_for(B * H * triton.cdiv(n_q, config.block_m), config.persistent, q.device),
+        n_programs,
         descriptor(q, ROWS_OF_GROUP, block_qk),
         descriptor(k, config.BLOCK_N, block_qk),
         descriptor(v, config.BLOCK_N, block_v),
@@ -210,11 +213,14 @@ def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float
         real_queries,
         scale,
         scale * what.LOG2E,
-        section_of(B * H, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
-        B,
-        H,
         n_q,
         n_k,
+        n_tiles * n_heads,
+        n_programs,
+        n_tiles,
+        n_heads,
+        section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
+        H,
         GROUP=H // H_kv,
         D_QK=d_qk,
         **config.options(),
@@ -238,7 +244,7 @@ def has_hidden(i_tile, i_b, n, spans, BLOCK: gl.constexpr):
     return (i_tile * BLOCK < first) | (gl.minimum((i_tile + 1) * BLOCK, n) > hole)
 
 
-@jit(do_not_specialize=["section", "B", "n_q", "n_k"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
 def dk_dv_kernel(
     q,
     k,
@@ -252,11 +258,14 @@ def dk_dv_kernel(
     real_keys,
     scale,
     scale_log2,
-    section,
-    B,
-    H_kv,
     n_q,
     n_k,
+    n_items,
+    n_programs,
+    n_tiles,
+    n_heads,
+    section,
+    H_kv,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
     D_V: gl.constexpr,
@@ -267,7 +276,7 @@ def dk_dv_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 keys of a head, over the query tiles of all heads that share it."""
-    call = Call(visible, scale_log2, section, B, H_kv, n_q, n_k)
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
     tensors = q, k, v, do, rows
     found = dk, dv
     q_ring, do_ring, rows_ring = new_ring(q, Q_SLOTS, 2), new_ring(do, DO_SLOTS, 2), new_ring(rows, DO_SLOTS, 2)
@@ -292,9 +301,9 @@ def dk_dv_kernel(
 @jit
 def key_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """The i-th item: (tile, key head, batch entry, position of query 0, query tiles as `query_range` has them)."""
-    n_q, n_k, n_tiles = call.n_q, call.n_k, gl.cdiv(call.n_k, BLOCK_N)
-    i_tile, i_h, i_b = item_at(i, n_tiles, call.B * call.H, call.section, call.H)
-    i_n = n_tiles - 1 - i_tile  # under a causal mask the first keys are seen most
+    n_q, n_k = call.n_q, call.n_k
+    i_tile, i_h, i_b = item_at(i, call.order)
+    i_n = call.order.n_tiles - 1 - i_tile  # under a causal mask the first keys are seen most
     q_start = position_of_first_query(call.visible, i_b)
     return i_n, i_h, i_b, q_start, query_range(i_n, i_b, q_start, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
 
@@ -310,7 +319,7 @@ def produce_dk_dv(rings, tensors, found, hidden, call, GROUP: gl.constexpr, D_QK
     BLOCK_N: gl.constexpr = 2 * ROWS
     n_tiles = 0  # of queries, that went through the rings
     n_key_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(call.n_k, BLOCK_N), gl.num_programs(0)):
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         for i_group in gl.static_range(2):
             i_row = i_n * BLOCK_N + i_group * ROWS
@@ -355,7 +364,7 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
     BLOCK_V: gl.constexpr = do_ring.tiles.shape[4]
     n_key_tile = I_GROUP + 0
     n_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(n_k, BLOCK_N), gl.num_programs(0)):
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
         keys = keys_at(i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M))), i_b, n_k, call.visible)
@@ -461,7 +470,7 @@ def of_real(b_x, i_row, i_b, n, real):
     return gl.where(gl.expand_dims(real_tokens(o_row, n, real, i_b), 1), b_x, 0.0)
 
 
-@jit(do_not_specialize=["s_row", "section", "B", "n_q", "n_k"])
+@jit(do_not_specialize=["s_row", "n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
 def dq_kernel(
     q,
     k,
@@ -475,11 +484,14 @@ def dq_kernel(
     real_queries,
     scale,
     scale_log2,
-    section,
-    B,
-    H,
     n_q,
     n_k,
+    n_items,
+    n_programs,
+    n_tiles,
+    n_heads,
+    section,
+    H,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -489,7 +501,7 @@ def dq_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 queries of a head, over the key tiles that they see."""
-    call = Call(visible, scale_log2, section, B, H, n_q, n_k)
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H))
     tensors = q, k, v, do
     # Each warp group has a slot for its queries.
     rings = new_ring(q, 2, 1), new_ring(k, K_SLOTS, 2), new_ring(v, V_SLOTS, 2), new_ring(do, 2, 1)
@@ -515,7 +527,7 @@ def produce_dq(rings, tensors, hidden, call, GROUP: gl.constexpr, D_QK: gl.const
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     n_tiles = 0  # of keys, that went through the rings
     n_query_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(call.n_q, BLOCK_M), gl.num_programs(0)):
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_h_kv = i_h // GROUP
         for i_group in gl.static_range(2):
@@ -544,11 +556,11 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
     BLOCK_QK: gl.constexpr = k_ring.tiles.shape[4]
     n_query_tile = I_GROUP + 0
     n_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(n_q, BLOCK_M), gl.num_programs(0)):
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         o_q = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_N)))
-        p_row = rows + (i_b * call.H + i_h) * 2 * s_row + o_q
+        p_row = rows + (i_b * call.order.H + i_h) * 2 * s_row + o_q
         b_lse_log2 = gl.load(p_row, mask=o_q < n_q, other=float("inf"))
         b_delta = gl.load(p_row + s_row, mask=o_q < n_q, other=0.0)
         queries = queries_at(o_q, i_b, n_q, q_start, call.visible)

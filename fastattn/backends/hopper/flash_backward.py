@@ -64,7 +64,6 @@ from .rings import (
     release,
     slot_of,
     tile_in,
-    wait_empty,
     wait_full,
 )
 
@@ -345,9 +344,8 @@ def produce_dk_dv(rings, tensors, found, hidden, call, GROUP: gl.constexpr, D_QK
 
 @jit
 def load_rows(n, ring, desc, i_b, i_h, i_q):
-    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M]."""
+    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M], for which dO has found room."""
     BLOCK_M: gl.constexpr = desc.block_shape[3]
-    wait_empty(n, ring)
     slot = slot_of(n, ring)[0]
     mbarrier.expect(ring.full.index(slot), 2 * BLOCK_M * 4)
     tma_load(desc, [i_b.to(gl.int32), i_h.to(gl.int32), 0, i_q], ring.full.index(slot), ring.tiles.index(slot))

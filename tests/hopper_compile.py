@@ -28,6 +28,7 @@ from types import SimpleNamespace
 
 import hopper_record
 from hopper_record import Compiled
+from sass import count, innermost_loops, instructions
 
 KERNELS = ("forward_kernel", "dk_dv_kernel", "dq_kernel")
 HEAD_DIMS = (64, 128, 256)
@@ -94,29 +95,26 @@ def _resources(kernel, ptxas_says: str) -> dict[str, object]:
     """Of a kernel that was just compiled, from what ptxas said of it and from its instructions."""
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_says)
     warnings = [line.strip() for line in ptxas_says.splitlines() if "C75" in line or "serializ" in line]
-    sass = _sass(kernel.asm["cubin"])
-    instructions, loops = _instructions(sass)
-    inner = [loop for loop in loops if _count("HGMMA", instructions[loop])]
-    inner = [x for x in inner if not any(x.start <= y.start and y.stop <= x.stop and x != y for y in inner)]
-    innermost = [instructions[loop] for loop in inner]
-    shortest = min(innermost, key=len, default=[])
+    code = _disassembled(kernel.asm["cubin"])
+    every, loops = instructions(code), innermost_loops(code, "HGMMA")
+    shortest = min(loops, key=len, default=[])
     return {
         "registers": int(re.search(r"Used (\d+) registers", ptxas_says)[1]),
         "spilled": sum(map(int, spilled)),
-        "local": _count(_LOCAL, instructions),
-        "loop_local": sum(_count(_LOCAL, loop) for loop in innermost),
+        "local": count(_LOCAL, every),
+        "loop_local": sum(count(_LOCAL, loop) for loop in loops),
         "shared": kernel.metadata.shared,
-        "hgmma": _count("HGMMA", instructions),
-        "tma": _count("UTMALDG", instructions),
-        "setmaxreg": _count("USETMAXREG", instructions),
+        "hgmma": count("HGMMA", every),
+        "tma": count("UTMALDG", every),
+        "setmaxreg": count("USETMAXREG", every),
         "loop": len(shortest),
-        "loop_hgmma": _count("HGMMA", shortest),
+        "loop_hgmma": count("HGMMA", shortest),
         "loop_exposed": _exposed(shortest),
         "warnings": tuple(warnings),
     }
 
 
-def _sass(cubin: bytes) -> str:
+def _disassembled(cubin: bytes) -> str:
     import triton
 
     nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -124,19 +122,6 @@ def _sass(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
-
-
-def _instructions(sass: str) -> tuple[list[str], list[slice]]:
-    """The instructions of a kernel, and from where to where each jump back goes."""
-    instructions, labels = [], {}
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            instructions.append(instruction[1])
-    jumps = ((i, re.search(r"BRA.*`\((\.L_x_\d+)\)", text)) for i, text in enumerate(instructions))
-    loops = [slice(labels[jump[1]], i + 1) for i, jump in jumps if jump and labels.get(jump[1], i + 1) <= i]
-    return instructions, loops
 
 
 def _exposed(loop: list[str]) -> int:
@@ -152,10 +137,6 @@ def _exposed(loop: list[str]) -> int:
             elif "MUFU.EX2" in text and under_way == 0:
                 exposed += 1
     return exposed
-
-
-def _count(name: str, instructions: list[str]) -> int:
-    return sum(re.match(rf"(@!?U?P\w+ )?{name}\b", text) is not None for text in instructions)
 
 
 def compiled_with(folder: Path | None, head_dim: int) -> list[Compiled]:

@@ -33,19 +33,23 @@ from ..triton.visibility import (
     real_tokens,
 )
 from .configs import ROWS_OF_GROUP, dk_dv_config, dq_config, padded_head_dim
-from .flash_forward import ROWS, Call, store_rows, work_item
+from .flash_forward import ROWS, Call, work_item
 from .gluon import (
     TensorDescriptor,
+    again,
     block_barrier,
+    fence_async_shared,
     gl,
     jit,
     mbarrier,
+    store_wait,
     tma_load,
+    tma_store,
     warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .order import item_at, programs_for, section_of
+from .order import Order, item_at, programs_for, section_of
 from .rings import (
     BYTES_OF_CHUNK,
     Ring,
@@ -60,7 +64,6 @@ from .rings import (
     release,
     slot_of,
     tile_in,
-    wait_empty,
     wait_full,
 )
 
@@ -96,18 +99,15 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, None, None, None); None, and not computed, where `output_mask` does not ask for it."""
-    dq, dk, dv = (torch.empty_like(x) if wanted else None for x, wanted in zip((q, k, v), output_mask[:3], strict=True))
-    if 0 in (q.numel(), k.numel()):
-        dq, dk, dv = (None if x is None else x.zero_() for x in (dq, dk, dv))
+    wanted = zip((q, k, v), output_mask[:3], strict=True)
+    dq, dk, dv = (loadable(torch.empty_like(x)) if is_wanted else None for x, is_wanted in wanted)
+    inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
+    if dk is None or dv is None or dk_dv_config(_larger_head_dim(inputs)).BOTH:
+        find_dk_dv(dk, dv, inputs, visible, spec.scale)
     else:
-        inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
-        config = dk_dv_config(_larger_head_dim(inputs))
-        if config.BOTH or dk is None or dv is None:
-            find_dk_dv(dk, dv, inputs, visible, spec.scale)
-        else:
-            find_dk_dv(dk, None, inputs, visible, spec.scale)
-            find_dk_dv(None, dv, inputs, visible, spec.scale)
-        find_dq(dq, inputs, visible, spec.scale)
+        find_dk_dv(dk, None, inputs, visible, spec.scale)
+        find_dk_dv(None, dv, inputs, visible, spec.scale)
+    find_dq(dq, inputs, visible, spec.scale)
     return dq, dk, dv, None, None, None
 
 
@@ -149,26 +149,31 @@ def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Vi
         hidden = Hidden(real_queries, spans, in_chunks(q), in_chunks(do))
     # A hidden query adds nothing, since its lse is +inf; the gradient of a hidden key is thrown away.
     visible = visible._replace(real_queries=None, real_keys=None).in_tiles(config.BLOCK_M)
+    n_tiles, n_heads = triton.cdiv(n_k, config.block_n), B * H_kv
+    n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
         dk_dv_kernel,
-        programs_for(B * H_kv * triton.cdiv(n_k, config.block_n), config.persistent, q.device),
+        n_programs,
         descriptor(q, config.BLOCK_M, block_qk),
         descriptor(k, ROWS_OF_GROUP, block_qk),
         descriptor(v, ROWS_OF_GROUP, block_v),
         descriptor(do, config.BLOCK_M, block_v),
         _descriptor_of_rows(rows, config.BLOCK_M),
-        None if dk is None else heads(dk),
-        None if dv is None else heads(dv),
+        None if dk is None else descriptor(dk, ROWS_OF_GROUP, block_qk),
+        None if dv is None else descriptor(dv, ROWS_OF_GROUP, block_v),
         visible,
         hidden,
         real_keys,
         scale,
         scale * what.LOG2E,
-        section_of(B * H_kv, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
-        B,
-        H_kv,
         n_q,
         n_k,
+        n_tiles * n_heads,
+        n_programs,
+        n_tiles,
+        n_heads,
+        section_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
+        H_kv,
         GROUP=H // H_kv,
         D_QK=d_qk,
         D_V=d_v,
@@ -191,26 +196,31 @@ def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float
         hidden = Hidden(real_keys, spans, in_chunks(k), None)
     # The gradient of a hidden query is thrown away.
     visible = visible._replace(real_queries=None).in_tiles(config.block_m)
+    n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
+    n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
         dq_kernel,
-        programs_for(B * H * triton.cdiv(n_q, config.block_m), config.persistent, q.device),
+        n_programs,
         descriptor(q, ROWS_OF_GROUP, block_qk),
         descriptor(k, config.BLOCK_N, block_qk),
         descriptor(v, config.BLOCK_N, block_v),
         descriptor(do, ROWS_OF_GROUP, block_v),
         rows,
         rows.stride(2),
-        heads(dq),
+        descriptor(dq, ROWS_OF_GROUP, block_qk),
         visible,
         hidden,
         real_queries,
         scale,
         scale * what.LOG2E,
-        section_of(B * H, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
-        B,
-        H,
         n_q,
         n_k,
+        n_tiles * n_heads,
+        n_programs,
+        n_tiles,
+        n_heads,
+        section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
+        H,
         GROUP=H // H_kv,
         D_QK=d_qk,
         **config.options(),
@@ -234,25 +244,28 @@ def has_hidden(i_tile, i_b, n, spans, BLOCK: gl.constexpr):
     return (i_tile * BLOCK < first) | (gl.minimum((i_tile + 1) * BLOCK, n) > hole)
 
 
-@jit(do_not_specialize=["section", "B", "n_q", "n_k"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
 def dk_dv_kernel(
     q,
     k,
     v,
     do,
     rows,
-    dk: Heads,
-    dv: Heads,
+    dk,
+    dv,
     visible: Visibility,
     hidden: Hidden,
     real_keys,
     scale,
     scale_log2,
-    section,
-    B,
-    H_kv,
     n_q,
     n_k,
+    n_items,
+    n_programs,
+    n_tiles,
+    n_heads,
+    section,
+    H_kv,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
     D_V: gl.constexpr,
@@ -263,10 +276,11 @@ def dk_dv_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 keys of a head, over the query tiles of all heads that share it."""
-    call = Call(visible, scale_log2, section, B, H_kv, n_q, n_k)
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
     tensors = q, k, v, do, rows
     found = dk, dv
     q_ring, do_ring, rows_ring = new_ring(q, Q_SLOTS, 2), new_ring(do, DO_SLOTS, 2), new_ring(rows, DO_SLOTS, 2)
+    rows_ring = Ring(rows_ring.tiles, rows_ring.full, do_ring.empty)  # released together
     k_ring = new_ring(k, 2, 1)  # a slot for each warp group
     v_ring = k_ring
     if dk is not None:
@@ -275,8 +289,8 @@ def dk_dv_kernel(
     block_barrier()
     warp_specialize(
         [
-            (consume_dk_dv, (rings, found, real_keys, scale, call, 0, GROUP, D_QK, D_V)),
-            (consume_dk_dv, (rings, found, real_keys, scale, call, 1, GROUP, D_QK, D_V)),
+            (consume_dk_dv, (rings, found, real_keys, scale, call, 0, GROUP)),
+            (consume_dk_dv, (rings, found, real_keys, scale, call, 1, GROUP)),
             (produce_dk_dv, (rings, tensors, found, hidden, call, GROUP, D_QK, D_V)),
         ],
         [4, 1],
@@ -287,9 +301,9 @@ def dk_dv_kernel(
 @jit
 def key_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """The i-th item: (tile, key head, batch entry, position of query 0, query tiles as `query_range` has them)."""
-    n_q, n_k, n_tiles = call.n_q, call.n_k, gl.cdiv(call.n_k, BLOCK_N)
-    i_tile, i_h, i_b = item_at(i, n_tiles, call.B * call.H, call.section, call.H)
-    i_n = n_tiles - 1 - i_tile  # under a causal mask the first keys are seen most
+    n_q, n_k = call.n_q, call.n_k
+    i_tile, i_h, i_b = item_at(i, call.order)
+    i_n = call.order.n_tiles - 1 - i_tile  # under a causal mask the first keys are seen most
     q_start = position_of_first_query(call.visible, i_b)
     return i_n, i_h, i_b, q_start, query_range(i_n, i_b, q_start, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
 
@@ -305,17 +319,15 @@ def produce_dk_dv(rings, tensors, found, hidden, call, GROUP: gl.constexpr, D_QK
     BLOCK_N: gl.constexpr = 2 * ROWS
     n_tiles = 0  # of queries, that went through the rings
     n_key_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(call.n_k, BLOCK_N), gl.num_programs(0)):
-        i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
-        n_steps = (tile_range[3] - tile_range[0]) * GROUP
-        if n_steps > 0:
-            for i_group in gl.static_range(2):
-                i_row = i_n * BLOCK_N + i_group * ROWS
-                load(n_key_tiles + i_group, k_ring, k, i_b, i_h, i_row)
-                if dk is not None:
-                    load(n_key_tiles + i_group, v_ring, v, i_b, i_h, i_row)
-            n_key_tiles += 2
-        for i_step in range(n_steps):
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
+        i_n, i_h, i_b, _, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
+        for i_group in gl.static_range(2):
+            i_row = i_n * BLOCK_N + i_group * ROWS
+            load(n_key_tiles + i_group, k_ring, k, i_b, i_h, i_row)
+            if dk is not None:
+                load(n_key_tiles + i_group, v_ring, v, i_b, i_h, i_row)
+        n_key_tiles += 2
+        for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m, i_hq = tile_range[0] + i_step // GROUP, i_h * GROUP + i_step % GROUP
             if hidden.real is None:
                 load(n_tiles, q_ring, q, i_b, i_hq, i_m * BLOCK_M)
@@ -332,129 +344,125 @@ def produce_dk_dv(rings, tensors, found, hidden, call, GROUP: gl.constexpr, D_QK
 
 @jit
 def load_rows(n, ring, desc, i_b, i_h, i_q):
-    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M]."""
+    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M], for which dO has found room."""
     BLOCK_M: gl.constexpr = desc.block_shape[3]
-    wait_empty(n, ring)
     slot = slot_of(n, ring)[0]
     mbarrier.expect(ring.full.index(slot), 2 * BLOCK_M * 4)
     tma_load(desc, [i_b.to(gl.int32), i_h.to(gl.int32), 0, i_q], ring.full.index(slot), ring.tiles.index(slot))
 
 
 @jit
-def consume_dk_dv(
-    rings,
-    found,
-    real_keys,
-    scale,
-    call,
-    I_GROUP: gl.constexpr,
-    GROUP: gl.constexpr,
-    D_QK: gl.constexpr,
-    D_V: gl.constexpr,
-):
+def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
     """A warp group: 64 rows of dK and dV of every item, over the query tiles from the first one up."""
     q_ring, k_ring, v_ring, do_ring, _ = rings
     dk, dv = found
-    n_k, visible = call.n_k, call.visible
+    n_k = call.n_k
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     BLOCK_N: gl.constexpr = 2 * ROWS
     BLOCK_QK: gl.constexpr = q_ring.tiles.shape[4]
     BLOCK_V: gl.constexpr = do_ring.tiles.shape[4]
-    n_turns = 0  # items that had something to see
+    n_key_tile = I_GROUP + 0  # they lie in the slot of this number
     n_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(n_k, BLOCK_N), gl.num_programs(0)):
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
-        n_steps = (tile_range[3] - tile_range[0]) * GROUP
-
+        o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M)))
+        keys = keys_at(o_k, i_b, n_k, call.visible)
         b_dk = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
         b_dv = gl.zeros([ROWS, BLOCK_V], gl.float32, layout=accumulator(BLOCK_V))
-        if n_steps > 0:
-            o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M)))
-            keys = keys_at(o_k, i_b, n_k, visible)
-            n_key_tile = n_turns * 2 + I_GROUP
-            wait_full(n_key_tile, k_ring)
-            if dk is not None:
-                wait_full(n_key_tile, v_ring)
-            t_k, t_v = tile_in(n_key_tile, k_ring), tile_in(n_key_tile, v_ring)
-            # The first tile, before which there is no other dS to multiply. Its mask is applied even where it is full.
-            tokens = keys, tile_range[0], i_b, q_start
-            b_ds = gl.zeros([ROWS, BLOCK_M], q_ring.tiles.dtype, layout=left_operand(BLOCK_QK))
-            b_dk, b_dv, b_ds = dk_dv_step(n_tiles, rings, t_k, t_v, b_dk, b_dv, b_ds, found, tokens, True, call, True)
-            for i_step in range(1, n_steps):
-                i_m = tile_range[0] + i_step // GROUP
-                edge = is_edge(i_m, tile_range)
-                tokens = keys, i_m, i_b, q_start
-                n = n_tiles + i_step
-                b_dk, b_dv, b_ds = dk_dv_step(n, rings, t_k, t_v, b_dk, b_dv, b_ds, found, tokens, edge, call, False)
-            n_turns += 1
-            n_tiles += n_steps
-            if dk is not None:
-                b_dk = warpgroup_mma_wait(0, deps=(warpgroup_mma(b_ds, tile_in(n_tiles - 1, q_ring), b_dk, is_async=True),))
-                release(n_tiles - 1, q_ring)
-                release(n_key_tile, v_ring)
-            release(n_key_tile, k_ring)
-
+        wait_full(n_key_tile, k_ring)
         if dk is not None:
-            store_rows(dk, i_b, i_h, i_row, n_k, of_real(b_dk * scale, i_row, i_b, n_k, real_keys), D_QK)
+            wait_full(n_key_tile, v_ring)
+        t_k, t_v = tile_in(I_GROUP, k_ring), tile_in(I_GROUP, v_ring)
+        for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
+            i_m = tile_range[0] + i_step // GROUP
+            tokens = keys, i_m, i_b, q_start
+            edge = is_edge(i_m, tile_range)
+            b_dk, b_dv = dk_dv_step(n_tiles, rings, t_k, t_v, b_dk, b_dv, found, tokens, edge, call)
+            n_tiles += 1
+        # The tiles of K and V have been read: what was found takes their place, on its way out.
+        i_tile, i_h, i_b = item_at(again(i), call.order)
+        i_row = (call.order.n_tiles - 1 - i_tile) * BLOCK_N + I_GROUP * ROWS
+        if dk is not None:
+            t_k.store(of_real(b_dk * scale, i_row, i_b, n_k, real_keys).to(t_k.dtype))
         if dv is not None:
-            store_rows(dv, i_b, i_h, i_row, n_k, of_real(b_dv, i_row, i_b, n_k, real_keys), D_V)
+            t_v.store(of_real(b_dv, i_row, i_b, n_k, real_keys).to(t_v.dtype))
+        fence_async_shared()
+        if dk is not None:
+            store(I_GROUP, k_ring, dk, i_b, i_h, i_row)
+        if dv is not None:
+            store(I_GROUP, v_ring, dv, i_b, i_h, i_row)
+        store_wait(0)
+        release(I_GROUP, k_ring)
+        if dk is not None:
+            release(I_GROUP, v_ring)
+        n_key_tile += 2
 
 
 @jit
-def dk_dv_step(
-    n, rings, t_k, t_v, b_dk, b_dv, b_ds, found, tokens, edge, call, FIRST: gl.constexpr
-):
-    """(dK with the dS of the tile before, which is `b_ds`; dV with the n-th tile of queries; the dS of that).
-
-    Tiles lie the other way round than in the forward: [keys, queries].
-    """
+def dk_dv_step(n, rings, t_k, t_v, b_dk, b_dv, found, tokens, edge, call):
+    """dK and dV with what the n-th tile of queries adds. Tiles lie the other way round than in the forward: [N, M]."""
     q_ring, _, _, do_ring, rows_ring = rings
     dk, dv = found
     keys, i_m, i_b, q_start = tokens
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     dtype: gl.constexpr = q_ring.tiles.dtype
+    # Queries past the last one have no dO, and keys past theirs are not written: only limits need a mask.
+    IS_LIMITED: gl.constexpr = (
+        call.visible.left is not None or call.visible.right is not None or call.visible.documents_q is not None
+    )
     b_zero = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=accumulator(BLOCK_M))
     wait_full(n, q_ring)
-    b_s = warpgroup_mma(t_k, tile_in(n, q_ring).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    if dk is not None and not FIRST:
-        b_dk = warpgroup_mma(b_ds, tile_in(n - 1, q_ring), b_dk, is_async=True)
+    t_q = tile_in(n, q_ring)
+    b_s = warpgroup_mma(t_k, t_q.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     wait_full(n, do_ring)
     t_do = tile_in(n, do_ring)
     if dk is not None:
         b_dp = warpgroup_mma(t_v, t_do.permute((1, 0)), b_zero, use_acc=False, is_async=True)
-        b_s = warpgroup_mma_wait(1 if FIRST else 2, deps=(b_s,))
+        b_s = warpgroup_mma_wait(1, deps=(b_s,))
     else:
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        release(n, q_ring)
     wait_full(n, rows_ring)
     b_p = gl.exp2(b_s * call.scale_log2 - row_in(n, rows_ring, 0))
-    if edge:
+    if IS_LIMITED and edge:
         o_q = i_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, accumulator(BLOCK_M)))
         queries = queries_at(o_q, i_b, call.n_q, q_start, call.visible)
         pairs = as_row(queries), as_column(keys), i_b, 0, call.n_q, call.n_k
         b_p = gl.where(keep(pairs, call.visible), b_p, 0.0)
-    if dk is not None and not FIRST:
-        b_dk = warpgroup_mma_wait(1, deps=(b_dk,))
-        release(n - 1, q_ring)
+    if dk is not None:
+        b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
+        b_ds = b_p * (b_dp - row_in(n, rows_ring, 1))
     if dv is not None:
         b_left = gl.convert_layout(b_p.to(dtype), left_operand(do_ring.tiles.shape[4]))
         b_dv = warpgroup_mma(b_left, t_do, b_dv, is_async=True)
     if dk is not None:
-        b_dp = warpgroup_mma_wait(0 if dv is None else 1, deps=(b_dp,))
-        b_ds = (b_p * (b_dp - row_in(n, rows_ring, 1))).to(dtype)
-        b_ds = gl.convert_layout(b_ds, left_operand(q_ring.tiles.shape[4]))
-    release(n, rows_ring)
-    if dv is not None:
-        b_dv = warpgroup_mma_wait(0, deps=(b_dv,))
-    release(n, do_ring)
-    return b_dk, b_dv, b_ds
+        b_left = gl.convert_layout(b_ds.to(dtype), left_operand(q_ring.tiles.shape[4]))
+        b_dk = warpgroup_mma(b_left, t_q, b_dk, is_async=True)
+    if dk is not None and dv is not None:
+        b_dv = warpgroup_mma_wait(1, deps=(b_dv,))
+        release(n, do_ring)
+        b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+        release(n, q_ring)
+    else:
+        if dv is not None:
+            b_dv = warpgroup_mma_wait(0, deps=(b_dv,))
+        else:
+            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+        release(n, do_ring)
+        release(n, q_ring)
+    return b_dk, b_dv
 
 
 @jit
-def row_in(n, ring, I: gl.constexpr):
-    """lse_log2 (I = 0) or delta (I = 1) of the n-th tile, [1, M], to be used with products."""
-    return tile_in(n, ring).slice(I, 1).load(accumulator(ring.tiles.shape[4]))
+def row_in(n, ring, ROW: gl.constexpr):
+    """lse_log2 (row 0) or delta (row 1) of the n-th tile, [1, M], to be used with products."""
+    return tile_in(n, ring).slice(ROW, 1).load(accumulator(ring.tiles.shape[4]))
+
+
+@jit
+def store(n, ring, desc, i_b, i_h, i_row):
+    """Has the n-th tile of the ring written to the rows of a head from `i_row` on, as far as there are such."""
+    tma_store(desc, [i_b.to(gl.int32), i_h.to(gl.int32), i_row, 0], ring.tiles.index(slot_of(n, ring)[0]))
 
 
 @jit
@@ -464,7 +472,7 @@ def of_real(b_x, i_row, i_b, n, real):
     return gl.where(gl.expand_dims(real_tokens(o_row, n, real, i_b), 1), b_x, 0.0)
 
 
-@jit(do_not_specialize=["s_row", "section", "B", "n_q", "n_k"])
+@jit(do_not_specialize=["s_row", "n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
 def dq_kernel(
     q,
     k,
@@ -472,17 +480,20 @@ def dq_kernel(
     do,
     rows,
     s_row,
-    dq: Heads,
+    dq,
     visible: Visibility,
     hidden: Hidden,
     real_queries,
     scale,
     scale_log2,
-    section,
-    B,
-    H,
     n_q,
     n_k,
+    n_items,
+    n_programs,
+    n_tiles,
+    n_heads,
+    section,
+    H,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -492,15 +503,15 @@ def dq_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 queries of a head, over the key tiles that they see."""
-    call = Call(visible, scale_log2, section, B, H, n_q, n_k)
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H))
     tensors = q, k, v, do
     # Each warp group has a slot for its queries.
     rings = new_ring(q, 2, 1), new_ring(k, K_SLOTS, 2), new_ring(v, V_SLOTS, 2), new_ring(do, 2, 1)
     block_barrier()
     warp_specialize(
         [
-            (consume_dq, (rings, rows, s_row, dq, real_queries, scale, call, 0, D_QK)),
-            (consume_dq, (rings, rows, s_row, dq, real_queries, scale, call, 1, D_QK)),
+            (consume_dq, (rings, rows, s_row, dq, real_queries, scale, call, 0)),
+            (consume_dq, (rings, rows, s_row, dq, real_queries, scale, call, 1)),
             (produce_dq, (rings, tensors, hidden, call, GROUP, D_QK)),
         ],
         [4, 1],
@@ -518,16 +529,14 @@ def produce_dq(rings, tensors, hidden, call, GROUP: gl.constexpr, D_QK: gl.const
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     n_tiles = 0  # of keys, that went through the rings
     n_query_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(call.n_q, BLOCK_M), gl.num_programs(0)):
-        i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
+        i_m, i_h, i_b, _, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_h_kv = i_h // GROUP
-        n_steps = tile_range[3] - tile_range[0]
-        if n_steps > 0:
-            for i_group in gl.static_range(2):
-                load(n_query_tiles + i_group, q_ring, q, i_b, i_h, i_m * BLOCK_M + i_group * ROWS)
-                load(n_query_tiles + i_group, do_ring, do, i_b, i_h, i_m * BLOCK_M + i_group * ROWS)
-            n_query_tiles += 2
-        for i_step in range(n_steps):
+        for i_group in gl.static_range(2):
+            load(n_query_tiles + i_group, q_ring, q, i_b, i_h, i_m * BLOCK_M + i_group * ROWS)
+            load(n_query_tiles + i_group, do_ring, do, i_b, i_h, i_m * BLOCK_M + i_group * ROWS)
+        n_query_tiles += 2
+        for i_step in range(tile_range[3] - tile_range[0]):
             i_n = tile_range[3] - 1 - i_step
             if hidden.real is None:
                 load(n_tiles, k_ring, k, i_b, i_h_kv, i_n * BLOCK_N)
@@ -540,77 +549,68 @@ def produce_dq(rings, tensors, hidden, call, GROUP: gl.constexpr, D_QK: gl.const
 
 
 @jit
-def consume_dq(rings, rows, s_row, dq: Heads, real_queries, scale, call, I_GROUP: gl.constexpr, D_QK: gl.constexpr):
+def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.constexpr):
     """A warp group: 64 rows of dQ of every item, over the key tiles from the last one down."""
-    q_ring, k_ring, v_ring, do_ring = rings
-    n_q, visible = call.n_q, call.visible
+    q_ring, k_ring, _, do_ring = rings
+    n_q = call.n_q
     BLOCK_M: gl.constexpr = 2 * ROWS
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     BLOCK_QK: gl.constexpr = k_ring.tiles.shape[4]
-    n_turns = 0  # items that had something to see
+    n_query_tile = I_GROUP + 0  # they lie in the slot of this number
     n_tiles = 0
-    for i in range(gl.program_id(0), call.B * call.H * gl.cdiv(n_q, BLOCK_M), gl.num_programs(0)):
+    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
-        n_steps = tile_range[3] - tile_range[0]
-
+        o_q = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_N)))
+        p_row = rows + (i_b * call.order.H + i_h) * 2 * s_row + o_q
+        b_lse_log2 = gl.load(p_row, mask=o_q < n_q, other=float("inf"))
+        b_delta = gl.load(p_row + s_row, mask=o_q < n_q, other=0.0)
+        queries = queries_at(o_q, i_b, n_q, q_start, call.visible)
+        of_rows = queries, gl.expand_dims(b_lse_log2, 1), gl.expand_dims(b_delta, 1)
         b_dq = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
-        if n_steps > 0:
-            o_q = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_N)))
-            queries = queries_at(o_q, i_b, n_q, q_start, visible)
-            p_row = rows + (i_b * call.H + i_h) * 2 * s_row + o_q
-            b_lse_log2 = gl.load(p_row, mask=o_q < n_q, other=float("inf"))
-            b_delta = gl.load(p_row + s_row, mask=o_q < n_q, other=0.0)
-            n_query_tile = n_turns * 2 + I_GROUP
-            wait_full(n_query_tile, q_ring)
-            wait_full(n_query_tile, do_ring)
-            t_q, t_do = tile_in(n_query_tile, q_ring), tile_in(n_query_tile, do_ring)
-            of_rows = queries, gl.expand_dims(b_lse_log2, 1), gl.expand_dims(b_delta, 1)
-            # The first tile, before which there is no other dS to multiply. Its mask is applied even where it is full.
-            b_ds = gl.zeros([ROWS, BLOCK_N], k_ring.tiles.dtype, layout=left_operand(BLOCK_QK))
-            i_n = tile_range[3] - 1
-            b_dq, b_ds = dq_step(n_tiles, rings, t_q, t_do, b_dq, b_ds, of_rows, i_n, i_b, True, call, True)
-            for i_step in range(1, n_steps):
-                i_n = tile_range[3] - 1 - i_step
-                edge = is_edge(i_n, tile_range)
-                n = n_tiles + i_step
-                b_dq, b_ds = dq_step(n, rings, t_q, t_do, b_dq, b_ds, of_rows, i_n, i_b, edge, call, False)
-            release(n_query_tile, q_ring)
-            release(n_query_tile, do_ring)
-            n_turns += 1
-            n_tiles += n_steps
-            b_dq = warpgroup_mma_wait(0, deps=(warpgroup_mma(b_ds, tile_in(n_tiles - 1, k_ring), b_dq, is_async=True),))
-            release(n_tiles - 1, k_ring)
-
-        store_rows(dq, i_b, i_h, i_row, n_q, of_real(b_dq * scale, i_row, i_b, n_q, real_queries), D_QK)
+        wait_full(n_query_tile, q_ring)
+        wait_full(n_query_tile, do_ring)
+        t_q, t_do = tile_in(I_GROUP, q_ring), tile_in(I_GROUP, do_ring)
+        for i_step in range(tile_range[3] - tile_range[0]):
+            i_n = tile_range[3] - 1 - i_step
+            b_dq = dq_step(n_tiles, rings, t_q, t_do, b_dq, of_rows, i_n, i_b, is_edge(i_n, tile_range), call)
+            n_tiles += 1
+        release(I_GROUP, do_ring)
+        # The tile of Q has been read: what was found takes its place, on its way out.
+        i_m, i_h, i_b = item_at(again(i), call.order)
+        i_row = i_m * BLOCK_M + I_GROUP * ROWS
+        t_q.store(of_real(b_dq * scale, i_row, i_b, n_q, real_queries).to(t_q.dtype))
+        fence_async_shared()
+        store(I_GROUP, q_ring, dq, i_b, i_h, i_row)
+        store_wait(0)
+        release(I_GROUP, q_ring)
+        n_query_tile += 2
 
 
 @jit
-def dq_step(n, rings, t_q, t_do, b_dq, b_ds, of_rows, i_n, i_b, edge, call, FIRST: gl.constexpr):
-    """(dQ with the dS of the tile before, which is `b_ds`; the dS of the n-th tile of keys)."""
+def dq_step(n, rings, t_q, t_do, b_dq, of_rows, i_n, i_b, edge, call):
+    """dQ with what the n-th tile of keys adds."""
     _, k_ring, v_ring, _ = rings
     queries, b_lse_log2, b_delta = of_rows
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
     wait_full(n, k_ring)
-    b_s = warpgroup_mma(t_q, tile_in(n, k_ring).permute((1, 0)), b_zero, use_acc=False, is_async=True)
+    t_k = tile_in(n, k_ring)
+    b_s = warpgroup_mma(t_q, t_k.permute((1, 0)), b_zero, use_acc=False, is_async=True)
     wait_full(n, v_ring)
     b_dp = warpgroup_mma(t_do, tile_in(n, v_ring).permute((1, 0)), b_zero, use_acc=False, is_async=True)
-    if not FIRST:
-        b_dq = warpgroup_mma(b_ds, tile_in(n - 1, k_ring), b_dq, is_async=True)
-    b_s = warpgroup_mma_wait(1 if FIRST else 2, deps=(b_s,))
+    b_s = warpgroup_mma_wait(1, deps=(b_s,))
     b_p = gl.exp2(b_s * call.scale_log2 - b_lse_log2)
-    b_dp = warpgroup_mma_wait(0 if FIRST else 1, deps=(b_dp,))
+    b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
     release(n, v_ring)
-    b_ds_coming = b_p * (b_dp - b_delta)
+    b_ds = b_p * (b_dp - b_delta)
     if edge:
         # Of what is hidden, V may be NaN, and P infinite.
         o_k = i_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, accumulator(BLOCK_N)))
         keys = keys_at(o_k, i_b, call.n_k, call.visible)
         pairs = as_column(queries), as_row(keys), i_b, 0, call.n_q, call.n_k
-        b_ds_coming = gl.where(keep(pairs, call.visible), b_ds_coming, 0.0)
-    if not FIRST:
-        b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
-        release(n - 1, k_ring)
-    b_ds = gl.convert_layout(b_ds_coming.to(k_ring.tiles.dtype), left_operand(k_ring.tiles.shape[4]))
-    return b_dq, b_ds
+        b_ds = gl.where(keep(pairs, call.visible), b_ds, 0.0)
+    b_left = gl.convert_layout(b_ds.to(k_ring.tiles.dtype), left_operand(k_ring.tiles.shape[4]))
+    b_dq = warpgroup_mma_wait(0, deps=(warpgroup_mma(b_left, t_k, b_dq, is_async=True),))
+    release(n, k_ring)
+    return b_dq

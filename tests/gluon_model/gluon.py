@@ -32,6 +32,11 @@ def warp_specialize(functions_and_args: object, worker_num_warps: object, worker
     return machine().specialize(functions_and_args, [int(n) for n in worker_num_warps])
 
 
+def again(x: values.Value) -> values.Value:
+    """`x`: nothing is computed ahead here."""
+    return x
+
+
 def constexpr_function(fn: Callable) -> Callable:
     """A function of constants."""
     return fn
@@ -54,6 +59,7 @@ gl = SimpleNamespace(
 
 __all__ = [
     "TensorDescriptor",
+    "again",
     "arrive_named",
     "block_barrier",
     "constexpr_function",

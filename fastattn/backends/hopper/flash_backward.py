@@ -36,6 +36,7 @@ from .configs import ROWS_OF_GROUP, dk_dv_config, dq_config, padded_head_dim
 from .flash_forward import ROWS, Call, work_item
 from .gluon import (
     TensorDescriptor,
+    again,
     block_barrier,
     fence_async_shared,
     gl,
@@ -63,7 +64,6 @@ from .rings import (
     release,
     slot_of,
     tile_in,
-    wait_empty,
     wait_full,
 )
 
@@ -320,7 +320,7 @@ def produce_dk_dv(rings, tensors, found, hidden, call, GROUP: gl.constexpr, D_QK
     n_tiles = 0  # of queries, that went through the rings
     n_key_tiles = 0
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
-        i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
+        i_n, i_h, i_b, _, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         for i_group in gl.static_range(2):
             i_row = i_n * BLOCK_N + i_group * ROWS
             load(n_key_tiles + i_group, k_ring, k, i_b, i_h, i_row)
@@ -344,9 +344,8 @@ def produce_dk_dv(rings, tensors, found, hidden, call, GROUP: gl.constexpr, D_QK
 
 @jit
 def load_rows(n, ring, desc, i_b, i_h, i_q):
-    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M]."""
+    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M], for which dO has found room."""
     BLOCK_M: gl.constexpr = desc.block_shape[3]
-    wait_empty(n, ring)
     slot = slot_of(n, ring)[0]
     mbarrier.expect(ring.full.index(slot), 2 * BLOCK_M * 4)
     tma_load(desc, [i_b.to(gl.int32), i_h.to(gl.int32), 0, i_q], ring.full.index(slot), ring.tiles.index(slot))
@@ -362,18 +361,19 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
     BLOCK_N: gl.constexpr = 2 * ROWS
     BLOCK_QK: gl.constexpr = q_ring.tiles.shape[4]
     BLOCK_V: gl.constexpr = do_ring.tiles.shape[4]
-    n_key_tile = I_GROUP + 0
+    n_key_tile = I_GROUP + 0  # they lie in the slot of this number
     n_tiles = 0
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
-        keys = keys_at(i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M))), i_b, n_k, call.visible)
+        o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M)))
+        keys = keys_at(o_k, i_b, n_k, call.visible)
         b_dk = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
         b_dv = gl.zeros([ROWS, BLOCK_V], gl.float32, layout=accumulator(BLOCK_V))
         wait_full(n_key_tile, k_ring)
         if dk is not None:
             wait_full(n_key_tile, v_ring)
-        t_k, t_v = tile_in(n_key_tile, k_ring), tile_in(n_key_tile, v_ring)
+        t_k, t_v = tile_in(I_GROUP, k_ring), tile_in(I_GROUP, v_ring)
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m = tile_range[0] + i_step // GROUP
             tokens = keys, i_m, i_b, q_start
@@ -381,19 +381,21 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
             b_dk, b_dv = dk_dv_step(n_tiles, rings, t_k, t_v, b_dk, b_dv, found, tokens, edge, call)
             n_tiles += 1
         # The tiles of K and V have been read: what was found takes their place, on its way out.
+        i_tile, i_h, i_b = item_at(again(i), call.order)
+        i_row = (call.order.n_tiles - 1 - i_tile) * BLOCK_N + I_GROUP * ROWS
         if dk is not None:
             t_k.store(of_real(b_dk * scale, i_row, i_b, n_k, real_keys).to(t_k.dtype))
         if dv is not None:
             t_v.store(of_real(b_dv, i_row, i_b, n_k, real_keys).to(t_v.dtype))
         fence_async_shared()
         if dk is not None:
-            store(n_key_tile, k_ring, dk, i_b, i_h, i_row)
+            store(I_GROUP, k_ring, dk, i_b, i_h, i_row)
         if dv is not None:
-            store(n_key_tile, v_ring, dv, i_b, i_h, i_row)
+            store(I_GROUP, v_ring, dv, i_b, i_h, i_row)
         store_wait(0)
-        release(n_key_tile, k_ring)
+        release(I_GROUP, k_ring)
         if dk is not None:
-            release(n_key_tile, v_ring)
+            release(I_GROUP, v_ring)
         n_key_tile += 2
 
 
@@ -452,9 +454,9 @@ def dk_dv_step(n, rings, t_k, t_v, b_dk, b_dv, found, tokens, edge, call):
 
 
 @jit
-def row_in(n, ring, I: gl.constexpr):
-    """lse_log2 (I = 0) or delta (I = 1) of the n-th tile, [1, M], to be used with products."""
-    return tile_in(n, ring).slice(I, 1).load(accumulator(ring.tiles.shape[4]))
+def row_in(n, ring, ROW: gl.constexpr):
+    """lse_log2 (row 0) or delta (row 1) of the n-th tile, [1, M], to be used with products."""
+    return tile_in(n, ring).slice(ROW, 1).load(accumulator(ring.tiles.shape[4]))
 
 
 @jit
@@ -528,7 +530,7 @@ def produce_dq(rings, tensors, hidden, call, GROUP: gl.constexpr, D_QK: gl.const
     n_tiles = 0  # of keys, that went through the rings
     n_query_tiles = 0
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
-        i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
+        i_m, i_h, i_b, _, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_h_kv = i_h // GROUP
         for i_group in gl.static_range(2):
             load(n_query_tiles + i_group, q_ring, q, i_b, i_h, i_m * BLOCK_M + i_group * ROWS)
@@ -549,12 +551,12 @@ def produce_dq(rings, tensors, hidden, call, GROUP: gl.constexpr, D_QK: gl.const
 @jit
 def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.constexpr):
     """A warp group: 64 rows of dQ of every item, over the key tiles from the last one down."""
-    q_ring, k_ring, v_ring, do_ring = rings
+    q_ring, k_ring, _, do_ring = rings
     n_q = call.n_q
     BLOCK_M: gl.constexpr = 2 * ROWS
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     BLOCK_QK: gl.constexpr = k_ring.tiles.shape[4]
-    n_query_tile = I_GROUP + 0
+    n_query_tile = I_GROUP + 0  # they lie in the slot of this number
     n_tiles = 0
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
@@ -568,18 +570,20 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
         b_dq = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
         wait_full(n_query_tile, q_ring)
         wait_full(n_query_tile, do_ring)
-        t_q, t_do = tile_in(n_query_tile, q_ring), tile_in(n_query_tile, do_ring)
+        t_q, t_do = tile_in(I_GROUP, q_ring), tile_in(I_GROUP, do_ring)
         for i_step in range(tile_range[3] - tile_range[0]):
             i_n = tile_range[3] - 1 - i_step
             b_dq = dq_step(n_tiles, rings, t_q, t_do, b_dq, of_rows, i_n, i_b, is_edge(i_n, tile_range), call)
             n_tiles += 1
-        release(n_query_tile, do_ring)
+        release(I_GROUP, do_ring)
         # The tile of Q has been read: what was found takes its place, on its way out.
+        i_m, i_h, i_b = item_at(again(i), call.order)
+        i_row = i_m * BLOCK_M + I_GROUP * ROWS
         t_q.store(of_real(b_dq * scale, i_row, i_b, n_q, real_queries).to(t_q.dtype))
         fence_async_shared()
-        store(n_query_tile, q_ring, dq, i_b, i_h, i_row)
+        store(I_GROUP, q_ring, dq, i_b, i_h, i_row)
         store_wait(0)
-        release(n_query_tile, q_ring)
+        release(I_GROUP, q_ring)
         n_query_tile += 2
 
 

@@ -22,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
+    "again",
     "arrive_named",
     "block_barrier",
     "constexpr_function",
@@ -81,3 +82,12 @@ def arrive_named(ID: gl.constexpr, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(
         f"bar.arrive {ID}, {THREADS}; mov.u32 $0, $1;", "=r,r", [o], gl.int32, is_pure=False, pack=1
     )
+
+
+@jit
+def again(x):
+    """The integer `x`, of which the compiler does not know that it is `x`.
+
+    What is computed from it is computed anew, instead of being kept in registers over a loop that needs them all.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)

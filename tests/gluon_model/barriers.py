@@ -118,7 +118,7 @@ class mbarrier:  # noqa: N801  a module of Gluon
 
     @staticmethod
     def wait(bar: View, phase: object, pred: object = True, deps: object = ()) -> None:
-        """Until the phase of that parity is complete: the one that this partition saw last, or the next one it can be."""
+        """Until the phase of that parity is complete: that which this partition saw last, or the next one it can be."""
         if not value_of(pred):
             return
         m, found, parity = machine(), _barrier(bar), int(value_of(phase))

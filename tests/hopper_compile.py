@@ -1,7 +1,7 @@
 """Compiles the Hopper kernels ahead of time, on a machine without a GPU, and prints what each of them takes.
 
 `python tests/hopper_compile.py` prints a line for each kernel of each hot call, `--json` one object a line, and
-`--head-dim` those of one head dim. `--triton DIR` does it with another Triton, unpacked there by pip install --target.
+`--head-dim` and `--mask` some of them. `--triton DIR` does it with another Triton, unpacked there by pip install --target.
 `--record DIR ...` does it with the installed one and with those in these folders, and writes hopper_record.FILE. All
 fail where something is wrong. It runs the functions of the backend and stops each launch after compiling: what is
 compiled is what would run.
@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,8 +39,8 @@ _MULTIPROCESSORS = 132  # of an H100 or H200
 _LOCAL = "(?:STL|LDL)"
 
 
-def compiled(head_dims: tuple[int, ...]) -> Iterator[Compiled]:
-    """What every kernel of the hot calls takes, in bf16."""
+def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
+    """What every kernel of these head dims with these masks takes, in bf16."""
     import torch
     import triton
     from triton_compile import NoGPU
@@ -75,20 +76,19 @@ def compiled(head_dims: tuple[int, ...]) -> Iterator[Compiled]:
         """Not the kernels of the Triton backend, which prepare rows and masks."""
         return "maxnreg" in options
 
-    for D in head_dims:
-        for call in CALLS:
-            q = torch.zeros(_B, _H, _N, D, dtype=torch.bfloat16)
-            k, lse = q[:, :_H_KV], torch.zeros(_B, _H, _N)
-            printed = io.StringIO()
-            with compile_only(take, is_of_warp_groups), contextlib.redirect_stdout(printed):
-                for deterministic in (True, False):
-                    spec = Spec(masks[call], D**-0.5, deterministic=deterministic)
-                    if deterministic:
-                        hopper.forward(q, k, k, spec)
-                    hopper.backward(q, lse, q, k, k, q, lse, spec, (True,) * 3 + (False,) * 3)
-            for row in found:
-                yield Compiled(triton=triton.__version__, D=D, call=call, **row)
-            found.clear()
+    for D, call in calls:
+        q = torch.zeros(_B, _H, _N, D, dtype=torch.bfloat16)
+        k, lse = q[:, :_H_KV], torch.zeros(_B, _H, _N)
+        printed = io.StringIO()
+        with compile_only(take, is_of_warp_groups), contextlib.redirect_stdout(printed):
+            for deterministic in (True, False):
+                spec = Spec(masks[call], D**-0.5, deterministic=deterministic)
+                if deterministic:
+                    hopper.forward(q, k, k, spec)
+                hopper.backward(q, lse, q, k, k, q, lse, spec, (True,) * 3 + (False,) * 3)
+        for row in found:
+            yield Compiled(triton=triton.__version__, D=D, call=call, **row)
+        found.clear()
 
 
 def _resources(kernel, ptxas_says: str) -> dict[str, object]:
@@ -139,15 +139,19 @@ def _exposed(loop: list[str]) -> int:
     return exposed
 
 
-def compiled_with(folder: Path | None, head_dim: int) -> list[Compiled]:
-    """The same in a process of its own, with the Triton in a folder or the installed one; keeps what it found."""
-    command = [sys.executable, str(Path(__file__)), "--json", "--head-dim", str(head_dim)]
-    kept = Path(__file__).parents[1] / "build" / "hopper" / f"{_state(folder)}-{head_dim}.jsonl"
+def compiled_with(folder: Path | None, head_dim: int, call: str) -> list[Compiled]:
+    """The same in a process of its own, with the Triton in a folder or the installed one; keeps what it found.
+
+    Raises:
+        CompilationError: something does not compile.
+    """
+    command = [sys.executable, str(Path(__file__)), "--json", "--head-dim", str(head_dim), "--mask", call]
+    kept = Path(__file__).parents[1] / "build" / "hopper" / f"{_state(folder)}-{head_dim}-{call}.jsonl"
     if not kept.is_file():
         command += ["--triton", str(folder)] if folder else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode not in (0, _WRONG):
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}")
+            raise CompilationError(f"{' '.join(command)} ended with {done.returncode}")
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(done.stdout)
     rows = map(json.loads, kept.read_text().splitlines())
@@ -161,6 +165,10 @@ def _state(folder: Path | None) -> str:
     return f"{version}-{hopper_record.digest()}-{hashlib.sha256(tools).hexdigest()[:8]}"
 
 
+class CompilationError(Exception):
+    """Kernels do not compile; the message is the command that says why."""
+
+
 _WRONG = 3  # the exit code
 
 
@@ -169,6 +177,7 @@ def main() -> None:
     parser.add_argument("--triton", type=Path, metavar="DIR")
     parser.add_argument("--record", type=Path, metavar="DIR", nargs="*")
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--mask", choices=CALLS, nargs="+", default=CALLS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.triton:
@@ -177,18 +186,23 @@ def main() -> None:
         rest = [x for x in sys.argv[1:] if x not in ("--triton", str(options.triton))]
         os.execv(sys.executable, [sys.executable, __file__, *rest])
     if options.record is not None:
-        each = [(folder, D) for folder in (None, *options.record) for D in HEAD_DIMS]
+        each = product((None, *options.record), options.head_dim, options.mask)
+        kernels, wrong = [], []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            kernels = [x for found in pool.map(lambda args: compiled_with(*args), each) for x in found]
+            for future in [pool.submit(compiled_with, *call) for call in each]:
+                try:
+                    kernels += future.result()
+                except CompilationError as error:
+                    wrong.append(str(error))
         hopper_record.record(kernels)
         print(hopper_record.table(kernels))
-        wrong = [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()]
+        wrong += [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()]
     else:
         wrong = []
         with tempfile.TemporaryDirectory() as folder:  # what is cached says nothing of ptxas
             os.environ["TRITON_CACHE_DIR"] = folder
             os.environ.pop("TRITON_INTERPRET", None)
-            for kernel in compiled(tuple(options.head_dim)):
+            for kernel in compiled(list(product(options.head_dim, options.mask))):
                 row = asdict(kernel)
                 print(
                     json.dumps(row) if options.json else "  ".join(f"{k} {v!s:>6}" for k, v in row.items()), flush=True

@@ -1,7 +1,7 @@
 """Compiles the Hopper kernels ahead of time, on a machine without a GPU, and prints what each of them takes.
 
 `python tests/hopper_compile.py` prints a line for each kernel of each hot call, `--json` one object a line, and
-`--head-dim` and `--mask` some of them. `--triton DIR` does it with another Triton, unpacked there by pip install --target.
+`--head-dim` and `--mask` some of them. `--triton DIR` does it with the Triton that pip install --target DIR unpacks.
 `--record DIR ...` does it with the installed one and with those in these folders, and writes hopper_record.FILE. All
 fail where something is wrong. It runs the functions of the backend and stops each launch after compiling: what is
 compiled is what would run.

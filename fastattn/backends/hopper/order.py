@@ -53,7 +53,7 @@ def item_at(i, order):
 
     Under a causal mask the last tiles are the heaviest. Where heads do not fill the last section, it is smaller.
     """
-    first_head = i // (order.section * order.n_tiles) * order.section
+    first_head = i // order.n_tiles // order.section * order.section
     heads_here = gl.minimum(order.section, order.n_heads - first_head)
     i_here = i - first_head * order.n_tiles
     i_bh = first_head + i_here % heads_here

@@ -39,7 +39,7 @@ class ForwardConfig(NamedTuple):
 _FORWARD = {  # larger head dim -> configuration
     64: ForwardConfig(2, 128, 3, 2, False, 232, 40, 168, True),
     128: ForwardConfig(2, 128, 2, 2, False, 232, 40, 168, True),
-    256: ForwardConfig(2, 64, 2, 1, False, 240, 24, 168, True),
+    256: ForwardConfig(2, 64, 2, 1, False, 232, 40, 168, True),
 }
 FORWARD_ALTERNATIVES = {  # to be measured against those
     64: (ForwardConfig(3, 128, 3, 2, False, 160, 32, 128, True),),

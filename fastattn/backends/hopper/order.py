@@ -59,4 +59,4 @@ def item_at(i, order):
     i_bh = first_head + i_here % heads_here
     # 64 bits, since they are multiplied with strides; but not before the divisions, which would take a function each.
     i_h, i_b = (i_bh % order.H).to(gl.int64), (i_bh // order.H).to(gl.int64)
-    return order.n_tiles - 1 - i_here // heads_here, i_h, i_b
+    return order.n_tiles - (1 + i_here // heads_here), i_h, i_b

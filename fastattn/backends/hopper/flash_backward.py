@@ -276,7 +276,7 @@ def dk_dv_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 keys of a head, over the query tiles of all heads that share it."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, section * n_tiles, H_kv))
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
     tensors = q, k, v, do, rows
     found = dk, dv
     q_ring, do_ring, rows_ring = new_ring(q, Q_SLOTS, 2), new_ring(do, DO_SLOTS, 2), new_ring(rows, DO_SLOTS, 2)
@@ -507,7 +507,7 @@ def dq_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 queries of a head, over the key tiles that they see."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, section * n_tiles, H))
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H))
     tensors = q, k, v, do
     # Each warp group has a slot for its queries.
     rings = new_ring(q, 2, 1), new_ring(k, K_SLOTS, 2), new_ring(v, V_SLOTS, 2), new_ring(do, 2, 1)

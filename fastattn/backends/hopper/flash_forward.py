@@ -104,7 +104,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
         n_tiles,
         n_heads,
         section,
-        section * n_tiles,
         H,
         GROUP=H // H_kv,
         D_V=d_v,
@@ -114,7 +113,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
     return o, lse
 
 
-@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section", "items_of_section"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
 def forward_kernel(
     q,
     k,
@@ -131,7 +130,6 @@ def forward_kernel(
     n_tiles,
     n_heads,
     section,
-    items_of_section,
     H,
     GROUP: gl.constexpr,
     D_V: gl.constexpr,
@@ -145,7 +143,7 @@ def forward_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: GROUPS * 64 rows of a head's output, over the key tiles that they see."""
-    order = Order(n_items, n_programs, n_tiles, n_heads, section, items_of_section, H)
+    order = Order(n_items, n_programs, n_tiles, n_heads, section, H)
     call = Call(visible, scale_log2, n_q, n_k, order)
     gl.assume((n_q >= 0) & (n_k >= 0) & (H >= 0))
     gl.assume((o.s[0] >= 0) & (o.s[1] >= 0) & (o.s[2] >= 0))
@@ -272,11 +270,11 @@ def consume(
                 n = n_k_tiles + i_step
                 i_n = tile_range[3] - 1 - i_step
                 edge = is_edge(i_n, tile_range)
-                if PING_PONG:
-                    sync_named(FIRST_TURN + I_GROUP, 2 * gl.num_warps() * 32)
                 b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
                 release(n - 2, v_ring, i_step > 1)
                 b_o *= as_output_rows(b_rescale, BLOCK_V)
+                if PING_PONG:
+                    sync_named(FIRST_TURN + I_GROUP, 2 * gl.num_warps() * 32)
                 b_s_coming = products_coming(n, t_q, k_ring)
                 b_o_coming = output_coming(n - 1, b_left, b_o, v_ring)
                 if PING_PONG:

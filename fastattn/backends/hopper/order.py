@@ -44,7 +44,6 @@ class Order(NamedTuple):
     n_tiles: int  # of a head
     n_heads: int  # of all batch entries
     section: int
-    items_of_section: int
     H: int
 
 
@@ -54,9 +53,9 @@ def item_at(i, order):
 
     Under a causal mask the last tiles are the heaviest. Where heads do not fill the last section, it is smaller.
     """
-    i_section, i_here = i // order.items_of_section, i % order.items_of_section
-    first_head = i_section * order.section
+    first_head = i // (order.section * order.n_tiles) * order.section
     heads_here = gl.minimum(order.section, order.n_heads - first_head)
+    i_here = i - first_head * order.n_tiles
     i_bh = first_head + i_here % heads_here
     # 64 bits, since they are multiplied with strides; but not before the divisions, which would take a function each.
     i_h, i_b = (i_bh % order.H).to(gl.int64), (i_bh // order.H).to(gl.int64)

@@ -285,6 +285,8 @@ def dk_dv_kernel(
     v_ring = k_ring
     if dk is not None:
         v_ring = new_ring(v, 2, 1)
+    elif v.block_shape[3] != k.block_shape[3]:
+        v_ring = Ring(new_ring(v, 2, 1).tiles, k_ring.full, k_ring.empty)  # where dV fits on its way out
     rings = q_ring, k_ring, v_ring, do_ring, rows_ring
     block_barrier()
     warp_specialize(
@@ -373,16 +375,16 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
         wait_full(n_key_tile, k_ring)
         if dk is not None:
             wait_full(n_key_tile, v_ring)
-        t_k, t_v = tile_in(I_GROUP, k_ring), tile_in(I_GROUP, v_ring)
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m = tile_range[0] + i_step // GROUP
             tokens = keys, i_m, i_b, q_start
             edge = is_edge(i_m, tile_range)
-            b_dk, b_dv = dk_dv_step(n_tiles, rings, t_k, t_v, b_dk, b_dv, found, tokens, edge, call)
+            b_dk, b_dv = dk_dv_step(n_tiles, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP)
             n_tiles += 1
         # The tiles of K and V have been read: what was found takes their place, on its way out.
         i_tile, i_h, i_b = item_at(again(i), call.order)
         i_row = (call.order.n_tiles - 1 - i_tile) * BLOCK_N + I_GROUP * ROWS
+        t_k, t_v = tile_in(I_GROUP, k_ring), tile_in(I_GROUP, v_ring)
         if dk is not None:
             t_k.store(of_real(b_dk * scale, i_row, i_b, n_k, real_keys).to(t_k.dtype))
         if dv is not None:
@@ -400,9 +402,9 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
 
 
 @jit
-def dk_dv_step(n, rings, t_k, t_v, b_dk, b_dv, found, tokens, edge, call):
+def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.constexpr):
     """dK and dV with what the n-th tile of queries adds. Tiles lie the other way round than in the forward: [N, M]."""
-    q_ring, _, _, do_ring, rows_ring = rings
+    q_ring, k_ring, v_ring, do_ring, rows_ring = rings
     dk, dv = found
     keys, i_m, i_b, q_start = tokens
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
@@ -412,6 +414,8 @@ def dk_dv_step(n, rings, t_k, t_v, b_dk, b_dv, found, tokens, edge, call):
         call.visible.left is not None or call.visible.right is not None or call.visible.documents_q is not None
     )
     b_zero = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=accumulator(BLOCK_M))
+    i_slot = again(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
+    t_k, t_v = tile_in(i_slot, k_ring), tile_in(i_slot, v_ring)
     wait_full(n, q_ring)
     t_q = tile_in(n, q_ring)
     b_s = warpgroup_mma(t_k, t_q.permute((1, 0)), b_zero, use_acc=False, is_async=True)
@@ -570,15 +574,16 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
         b_dq = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
         wait_full(n_query_tile, q_ring)
         wait_full(n_query_tile, do_ring)
-        t_q, t_do = tile_in(I_GROUP, q_ring), tile_in(I_GROUP, do_ring)
         for i_step in range(tile_range[3] - tile_range[0]):
             i_n = tile_range[3] - 1 - i_step
-            b_dq = dq_step(n_tiles, rings, t_q, t_do, b_dq, of_rows, i_n, i_b, is_edge(i_n, tile_range), call)
+            edge = is_edge(i_n, tile_range)
+            b_dq = dq_step(n_tiles, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP)
             n_tiles += 1
         release(I_GROUP, do_ring)
         # The tile of Q has been read: what was found takes its place, on its way out.
         i_m, i_h, i_b = item_at(again(i), call.order)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
+        t_q = tile_in(I_GROUP, q_ring)
         t_q.store(of_real(b_dq * scale, i_row, i_b, n_q, real_queries).to(t_q.dtype))
         fence_async_shared()
         store(I_GROUP, q_ring, dq, i_b, i_h, i_row)
@@ -588,12 +593,14 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
 
 
 @jit
-def dq_step(n, rings, t_q, t_do, b_dq, of_rows, i_n, i_b, edge, call):
+def dq_step(n, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP: gl.constexpr):
     """dQ with what the n-th tile of keys adds."""
-    _, k_ring, v_ring, _ = rings
+    q_ring, k_ring, v_ring, do_ring = rings
     queries, b_lse_log2, b_delta = of_rows
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
+    i_slot = again(I_GROUP)  # or else the addresses of all parts of Q and dO are kept in registers
+    t_q, t_do = tile_in(i_slot, q_ring), tile_in(i_slot, do_ring)
     wait_full(n, k_ring)
     t_k = tile_in(n, k_ring)
     b_s = warpgroup_mma(t_q, t_k.permute((1, 0)), b_zero, use_acc=False, is_async=True)

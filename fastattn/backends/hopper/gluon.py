@@ -87,9 +87,9 @@ def arrive_named(ID: gl.constexpr, THREADS: gl.constexpr):
 
 @jit
 def again(x):
-    """The integer `x`, of which the compiler does not know that it is `x`.
+    """The integers `x`, of which the compiler does not know that they are `x`.
 
-    What is computed from it is computed anew, instead of being kept in registers over a loop that needs them all.
+    What is computed from them is computed anew, instead of being kept in registers over a loop that needs them all.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
 

@@ -16,6 +16,7 @@ from ..triton.tiles import Heads
 from ..triton.visibility import real_tokens
 from .gluon import (
     TensorDescriptor,
+    again,
     constexpr_function,
     copy_commit,
     copy_load,

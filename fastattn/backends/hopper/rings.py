@@ -16,7 +16,6 @@ from ..triton.tiles import Heads
 from ..triton.visibility import real_tokens
 from .gluon import (
     TensorDescriptor,
-    again,
     constexpr_function,
     copy_commit,
     copy_load,

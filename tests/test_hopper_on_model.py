@@ -15,11 +15,12 @@ from modelled_hopper import hopper_computes_for_the_cpu
 
 from fastattn import Mask
 from fastattn.backends import hopper
-from fastattn.backends.hopper.configs import FORWARD_ALTERNATIVES, ForwardConfig
+from fastattn.backends.hopper.configs import FORWARD_ALTERNATIVES, DkDvConfig, DqConfig, ForwardConfig
 from fastattn.spec import Spec
-from fastattn.testing import Case, assert_right, make_inputs
+from fastattn.testing import Case, assert_right, make_inputs, run
 
-flash_forward, rings = modelled("hopper.flash_forward"), modelled("hopper.rings")
+flash_forward, flash_backward = modelled("hopper.flash_forward"), modelled("hopper.flash_backward")
+rings = modelled("hopper.rings")
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 193)
@@ -51,14 +52,10 @@ def around_borders() -> list[tuple[Case, torch.dtype]]:
     return drawn
 
 
-def forward(inputs) -> dict[str, torch.Tensor]:
-    return dict(zip(("o", "lse"), hopper.forward(inputs.q, inputs.k, inputs.v, inputs.spec()), strict=True))
-
-
 @pytest.mark.parametrize(("case", "dtype"), around_borders(), ids=str)
 def test_around_the_borders_of_tiles(gluon_model, case, dtype):
     inputs = make_inputs(case, dtype)
-    assert_right(inputs, forward(inputs))
+    assert_right(inputs, run(inputs, "hopper"))
 
 
 SEVERAL_ITEMS = Case("several items", "", B=2, H=1, n_q=200, n_k=500, causal=True, q_start=300, keys="right")
@@ -70,11 +67,11 @@ def test_same_bits_in_any_order(order, timing):
     """Whatever waits longest: rings go round several times, and on from one work item to the next."""
     inputs = make_inputs(SEVERAL_ITEMS, torch.bfloat16)
     with hopper_computes_for_the_cpu():
-        first = forward(inputs)
+        first = run(inputs, "hopper")
     assert_right(inputs, first)
     for multiprocessors, seed in ((1, 1), (3, 2)):
         with hopper_computes_for_the_cpu(multiprocessors), running_with(order=order, timing=timing, seed=seed):
-            found = forward(inputs)
+            found = run(inputs, "hopper")
         assert all(torch.equal(first[name], found[name]) for name in first)
 
 
@@ -98,7 +95,7 @@ def test_every_configuration(config):
         hopper_computes_for_the_cpu(),
         running_with(order="random"),
     ):
-        assert_right(inputs, forward(inputs))
+        assert_right(inputs, run(inputs, "hopper"))
 
 
 def test_ping_pong_needs_two_slots():
@@ -116,13 +113,39 @@ def recorded(config: ForwardConfig, blocks: int, items: int, hidden: bool = Fals
     k = torch.zeros(1, items, blocks * config.BLOCK_N, 64, dtype=torch.float16)
     real_keys = torch.ones(1, k.shape[2], dtype=torch.bool)
     real_keys[0, -2:-1] = False
+    spec = Spec(Mask(real_keys=real_keys if hidden else None), 1.0)
     recording = Recording()
     with (
         mock.patch.object(flash_forward, "forward_config", return_value=config),
         hopper_computes_for_the_cpu(multiprocessors=1),
         running_with(recording=recording, **how),
     ):
-        hopper.forward(q, k, k, Spec(Mask(real_keys=real_keys if hidden else None), 1.0))
+        hopper.forward(q, k, k, spec)
+    return recording
+
+
+def recorded_backward(
+    config: DkDvConfig | DqConfig, blocks: int, items: int, hidden: bool = False, group: int = 1, **how: object
+) -> Recording:
+    """The same of the kernel that the configuration is for; `blocks` are its tiles of queries or keys.
+
+    group: how many query heads share the keys that a work item of dK and dV is about.
+    """
+    of_dq = isinstance(config, DqConfig)
+    n_q, n_k = (128, blocks * config.BLOCK_N) if of_dq else (blocks * config.BLOCK_M, 128)
+    q, k = (torch.zeros(1, h, n, 64, dtype=torch.float16) for h, n in ((items * group, n_q), (items, n_k)))
+    real = torch.ones(1, n_k if of_dq else n_q, dtype=torch.bool)
+    real[0, -2:-1] = False
+    spec = Spec(Mask(**{"real_keys" if of_dq else "real_queries": real if hidden else None}), 1.0)
+    recording = Recording()
+    with hopper_computes_for_the_cpu(multiprocessors=1), running_with(recording=recording, **how):
+        inputs, visible = flash_backward.prepared(q, None, q, k, k, q, torch.zeros(q.shape[:3]), spec)
+        if of_dq:
+            with mock.patch.object(flash_backward, "dq_config", return_value=config):
+                flash_backward.find_dq(torch.empty_like(q), inputs, visible, 1.0)
+        else:
+            with mock.patch.object(flash_backward, "dk_dv_config", return_value=config):
+                flash_backward.find_dk_dv(torch.empty_like(k), torch.empty_like(k), inputs, visible, 1.0)
     return recording
 
 
@@ -146,6 +169,26 @@ def test_protocol_of_the_forward_in_all_orders(config, blocks, items, hidden):
     recording = recorded(config, blocks, items, hidden)
     assert [len(steps) > 0 for steps in recording.steps] == [True] * (config.GROUPS + 1)
     assert explore(recording) > 10
+
+
+PROTOCOLS_OF_BACKWARD = [  # (configuration, tiles, work items)
+    *((DqConfig(64, *slots, 240, 24, 168, True), 3, 2) for slots in ((1, 1), (2, 1), (2, 2))),
+    *((DkDvConfig(True, 64, *slots, 240, 24, 168, True), 3, 2) for slots in ((1, 1), (2, 1), (2, 2))),
+    (DqConfig(64, 2, 2, 240, 24, 168, True), 5, 1),
+    (DkDvConfig(True, 64, 2, 2, 240, 24, 168, True), 5, 1),
+]
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["TMA", "cp.async"])
+@pytest.mark.parametrize(
+    ("config", "blocks", "items"), PROTOCOLS_OF_BACKWARD, ids=lambda x: str(x[:4] if isinstance(x, tuple) else x)
+)
+def test_protocol_of_the_backward_in_all_orders(config, blocks, items, hidden):
+    assert explore(recorded_backward(config, blocks, items, hidden)) > 10
+
+
+def test_protocol_of_the_backward_of_grouped_heads_in_all_orders():
+    assert explore(recorded_backward(DkDvConfig(True, 64, 2, 2, 240, 24, 168, True), 2, 1, group=3)) > 10
 
 
 def test_nothing_to_see_takes_no_part_in_the_protocol():

@@ -27,12 +27,15 @@ from ..triton.visibility import (
     position_of_first_query,
     queries_at,
     real_span,
+    real_tokens,
     visibility,
 )
 from .configs import ROWS_OF_GROUP, forward_config, padded_head_dim
 from .gluon import (
+    again,
     arrive_named,
     block_barrier,
+    fence_async_shared,
     gl,
     jit,
     sync_named,
@@ -149,14 +152,16 @@ def forward_kernel(
     gl.assume((o.s[0] >= 0) & (o.s[1] >= 0) & (o.s[2] >= 0))
     tensors = q, k, v
     rings = new_ring(q, GROUPS * Q_SLOTS, 1), new_ring(k, SLOTS, GROUPS), new_ring(v, SLOTS, GROUPS)
+    fence_async_shared()  # what loads asynchronously has to see that the barriers are ready
     block_barrier()
+    first = again(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
     # Constants reach a partition only from a tuple that is written here.
     if GROUPS == 2:
         warp_specialize(
             [
-                (consume, (rings, o, lse, call, GROUPS, 0, D_V, SCALE_IS_POSITIVE, PING_PONG)),
-                (consume, (rings, o, lse, call, GROUPS, 1, D_V, SCALE_IS_POSITIVE, PING_PONG)),
-                (produce, (rings, tensors, v_rows, call, GROUPS, GROUP, D_V)),
+                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, SCALE_IS_POSITIVE, PING_PONG)),
+                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, SCALE_IS_POSITIVE, PING_PONG)),
+                (produce, (rings, tensors, v_rows, call, first, GROUPS, GROUP, D_V)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -164,10 +169,10 @@ def forward_kernel(
     else:
         warp_specialize(
             [
-                (consume, (rings, o, lse, call, GROUPS, 0, D_V, SCALE_IS_POSITIVE, False)),
-                (consume, (rings, o, lse, call, GROUPS, 1, D_V, SCALE_IS_POSITIVE, False)),
-                (consume, (rings, o, lse, call, GROUPS, 2, D_V, SCALE_IS_POSITIVE, False)),
-                (produce, (rings, tensors, v_rows, call, GROUPS, GROUP, D_V)),
+                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, SCALE_IS_POSITIVE, False)),
+                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, SCALE_IS_POSITIVE, False)),
+                (consume, (rings, o, lse, call, first, GROUPS, 2, D_V, SCALE_IS_POSITIVE, False)),
+                (produce, (rings, tensors, v_rows, call, first, GROUPS, GROUP, D_V)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -184,7 +189,7 @@ def work_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @jit
-def produce(rings, tensors, v_rows, call, GROUPS: gl.constexpr, GROUP: gl.constexpr, D_V: gl.constexpr):
+def produce(rings, tensors, v_rows, call, first, GROUPS: gl.constexpr, GROUP: gl.constexpr, D_V: gl.constexpr):
     """The warp that loads: every tile that the warp groups read, in the order in which they do."""
     q_ring, k_ring, v_ring = rings
     q, k, v = tensors
@@ -193,7 +198,7 @@ def produce(rings, tensors, v_rows, call, GROUPS: gl.constexpr, GROUP: gl.conste
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     n_q_tiles = 0  # that went through the rings, and so below
     n_k_tiles = 0
-    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
+    for i in range(first, call.order.n_items, call.order.n_programs):
         i_m, i_h, i_b, _, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_h_kv = i_h // GROUP
         n_steps = tile_range[3] - tile_range[0]
@@ -229,6 +234,7 @@ def consume(
     o: Heads,
     lse,
     call,
+    first,
     GROUPS: gl.constexpr,
     I_GROUP: gl.constexpr,
     D_V: gl.constexpr,
@@ -246,8 +252,8 @@ def consume(
         arrive_named(FIRST_TURN, 2 * gl.num_warps() * 32)
     n_turns = 0  # items that had something to see
     n_k_tiles = 0
-    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
-        i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
+    for i in range(first, call.order.n_items, call.order.n_programs):
+        i_m, _, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         queries = queries_at(i_row + gl.arange(0, ROWS, layout=rows), i_b, n_q, q_start, visible)
         n_steps = tile_range[3] - tile_range[0]
@@ -293,9 +299,11 @@ def consume(
             b_o = warpgroup_mma_wait(0, deps=(output_coming(n_k_tiles - 1, b_left, b_o, v_ring),))
             release(n_k_tiles - 1, v_ring)
 
+        i_m, i_h, i_b = item_at(again(i), call.order)
+        i_row = i_m * BLOCK_M + I_GROUP * ROWS
+        o_q = i_row + gl.arange(0, ROWS, layout=rows)
         # Equal to 0, not "not above 0": a NaN that was seen must come out.
-        o_q, m_q = queries[0], queries[1]
-        m_nothing_seen = (b_sum == 0.0) | ~m_q
+        m_nothing_seen = (b_sum == 0.0) | ~real_tokens(o_q, n_q, visible.real_queries, i_b)
         b_sum = gl.where(m_nothing_seen, 1.0, b_sum)
         b_lse = gl.where(m_nothing_seen, float("-inf"), (b_max_log2 + gl.log2(b_sum)) / LOG2E)
         gl.store(lse + (i_b * call.order.H + i_h) * n_q + o_q, b_lse, mask=o_q < n_q)

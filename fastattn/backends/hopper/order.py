@@ -53,10 +53,10 @@ def item_at(i, order):
 
     Under a causal mask the last tiles are the heaviest. Where heads do not fill the last section, it is smaller.
     """
-    first_head = i // (order.section * order.n_tiles) * order.section
+    first_head = i // order.n_tiles // order.section * order.section
     heads_here = gl.minimum(order.section, order.n_heads - first_head)
     i_here = i - first_head * order.n_tiles
     i_bh = first_head + i_here % heads_here
     # 64 bits, since they are multiplied with strides; but not before the divisions, which would take a function each.
     i_h, i_b = (i_bh % order.H).to(gl.int64), (i_bh // order.H).to(gl.int64)
-    return order.n_tiles - 1 - i_here // heads_here, i_h, i_b
+    return order.n_tiles - (1 + i_here // heads_here), i_h, i_b

@@ -16,7 +16,6 @@ from ..triton.tiles import Heads
 from ..triton.visibility import real_tokens
 from .gluon import (
     TensorDescriptor,
-    again,
     constexpr_function,
     copy_commit,
     copy_load,
@@ -145,7 +144,7 @@ def load_real_rows(n, ring, x: Heads, i_b, i_h, row, n_rows, real, D: gl.constex
     t_x = tile_in(n, ring)
     p_head = x.data + (i_b * x.s[0] + i_h * x.s[1]) * OF_CHUNK
     for i_part in gl.static_range(ROWS // PART):
-        o_row = row + i_part * PART + again(gl.arange(0, PART, layout=gl.SliceLayout(1, threads)))
+        o_row = row + i_part * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, threads))
         o_col = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, threads))
         m_row = real_tokens(o_row, n_rows, real, i_b)
         p_rows = p_head + gl.expand_dims(o_row.to(gl.int64) * x.s[2] * OF_CHUNK, 1) + gl.expand_dims(o_col, 0)

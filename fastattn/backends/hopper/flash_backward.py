@@ -382,10 +382,10 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
         # The tiles of K and V have been read: what was found takes their place, on its way out.
         i_tile, i_h, i_b = item_at(again(i), call.order)
         i_row = (call.order.n_tiles - 1 - i_tile) * BLOCK_N + I_GROUP * ROWS
-        if dv is not None:
-            store(I_GROUP, v_ring, dv, i_b, i_h, i_row, of_real(b_dv, i_row, i_b, n_k, real_keys))
         if dk is not None:
             store(I_GROUP, k_ring, dk, i_b, i_h, i_row, of_real(b_dk * scale, i_row, i_b, n_k, real_keys))
+        if dv is not None:
+            store(I_GROUP, v_ring, dv, i_b, i_h, i_row, of_real(b_dv, i_row, i_b, n_k, real_keys))
         store_wait(0)
         release(I_GROUP, k_ring)
         if dk is not None:

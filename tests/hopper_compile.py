@@ -187,13 +187,15 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, __file__, *rest])
     if options.record is not None:
         each = product((None, *options.record), options.head_dim, options.mask)
-        kernels, wrong = [], []
+        kernels, wrong, digest = [], [], hopper_record.digest()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for future in [pool.submit(compiled_with, *call) for call in each]:
                 try:
                     kernels += future.result()
                 except CompilationError as error:
                     wrong.append(str(error))
+        if hopper_record.digest() != digest:
+            sys.exit("the kernels were changed while they were compiled, so that nothing is recorded")
         hopper_record.record(kernels)
         print(hopper_record.table(kernels))
         wrong += [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()]

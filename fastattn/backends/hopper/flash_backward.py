@@ -384,16 +384,10 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
         # The tiles of K and V have been read: what was found takes their place, on its way out.
         i_tile, i_h, i_b = item_at(again(i), call.order)
         i_row = (call.order.n_tiles - 1 - i_tile) * BLOCK_N + I_GROUP * ROWS
-        t_k, t_v = tile_in(I_GROUP, k_ring), tile_in(I_GROUP, v_ring)
         if dk is not None:
-            t_k.store(of_real(b_dk * scale, i_row, i_b, n_k, real_keys).to(t_k.dtype))
+            store(I_GROUP, k_ring, dk, i_b, i_h, i_row, of_real(b_dk * scale, i_row, i_b, n_k, real_keys))
         if dv is not None:
-            t_v.store(of_real(b_dv, i_row, i_b, n_k, real_keys).to(t_v.dtype))
-        fence_async_shared()
-        if dk is not None:
-            store(I_GROUP, k_ring, dk, i_b, i_h, i_row)
-        if dv is not None:
-            store(I_GROUP, v_ring, dv, i_b, i_h, i_row)
+            store(I_GROUP, v_ring, dv, i_b, i_h, i_row, of_real(b_dv, i_row, i_b, n_k, real_keys))
         store_wait(0)
         release(I_GROUP, k_ring)
         if dk is not None:
@@ -464,8 +458,10 @@ def row_in(n, ring, ROW: gl.constexpr):
 
 
 @jit
-def store(n, ring, desc, i_b, i_h, i_row):
-    """Has the n-th tile of the ring written to the rows of a head from `i_row` on, as far as there are such."""
+def store(n, ring, desc, i_b, i_h, i_row, b_x):
+    """Has an accumulator written to the rows of a head from `i_row` on, as far as there are such, by way of a tile."""
+    tile_in(n, ring).store(b_x.to(desc.dtype))
+    fence_async_shared()
     tma_store(desc, [i_b.to(gl.int32), i_h.to(gl.int32), i_row, 0], ring.tiles.index(slot_of(n, ring)[0]))
 
 
@@ -583,10 +579,7 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
         # The tile of Q has been read: what was found takes its place, on its way out.
         i_m, i_h, i_b = item_at(again(i), call.order)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
-        t_q = tile_in(I_GROUP, q_ring)
-        t_q.store(of_real(b_dq * scale, i_row, i_b, n_q, real_queries).to(t_q.dtype))
-        fence_async_shared()
-        store(I_GROUP, q_ring, dq, i_b, i_h, i_row)
+        store(I_GROUP, q_ring, dq, i_b, i_h, i_row, of_real(b_dq * scale, i_row, i_b, n_q, real_queries))
         store_wait(0)
         release(I_GROUP, q_ring)
         n_query_tile += 2

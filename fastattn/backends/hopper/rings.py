@@ -140,7 +140,6 @@ def load_real_rows(n, ring, x: Heads, i_b, i_h, row, n_rows, real, D: gl.constex
     COLUMNS: gl.constexpr = ring.tiles.shape[4]
     PART: gl.constexpr = 8  # rows at a time, each thread one of them, since a thread that loads has few registers
     OF_CHUNK: gl.constexpr = 128 // ring.tiles.dtype.primitive_bitwidth
-<<<<<<< HEAD
     threads: gl.constexpr = chunks_of_rows(OF_CHUNK)
     wait_empty(n, ring)
     t_x = tile_in(n, ring)
@@ -148,15 +147,6 @@ def load_real_rows(n, ring, x: Heads, i_b, i_h, row, n_rows, real, D: gl.constex
     for i_part in range(ROWS * COLUMNS // (PART * 64)):
         o_row = row + i_part % (ROWS // PART) * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, threads))
         o_col = i_part // (ROWS // PART) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, threads))
-=======
-    threads: gl.constexpr = gl.BlockedLayout([1, OF_CHUNK], [PART, 32 // PART], [1, 1], [1, 0])
-    wait_empty(n, ring)
-    t_x = tile_in(n, ring)
-    p_head = x.data + (i_b * x.s[0] + i_h * x.s[1]) * OF_CHUNK
-    for i_part in gl.static_range(ROWS // PART):
-        o_row = row + i_part * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, threads))
-        o_col = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, threads))
->>>>>>> e8f9199e5fb9ac50022ff37345281a40bb5c17c1
         m_row = real_tokens(o_row, n_rows, real, i_b)
         p_rows = p_head + gl.expand_dims(o_row.to(gl.int64) * x.s[2] * OF_CHUNK, 1) + gl.expand_dims(o_col, 0)
         m = gl.expand_dims(m_row, 1) & gl.expand_dims(o_col < D, 0)
@@ -168,7 +158,6 @@ def load_real_rows(n, ring, x: Heads, i_b, i_h, row, n_rows, real, D: gl.constex
 
 
 @constexpr_function
-<<<<<<< HEAD
 def chunks_of_rows(of_chunk):
     """The layout of rows of 64 columns in the registers of a warp whose threads take a chunk each."""
     across = 64 // of_chunk
@@ -176,8 +165,6 @@ def chunks_of_rows(of_chunk):
 
 
 @constexpr_function
-=======
->>>>>>> e8f9199e5fb9ac50022ff37345281a40bb5c17c1
 def accumulator(columns):
     """The layout of a wgmma's result [64, columns] in the registers of a warp group."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])

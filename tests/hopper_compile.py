@@ -1,7 +1,7 @@
 """Compiles the Hopper kernels ahead of time, on a machine without a GPU, and prints what each of them takes.
 
 `python tests/hopper_compile.py` prints a line for each kernel of each hot call, `--json` one object a line, and
-`--head-dim` those of one head dim. `--triton DIR` does it with another Triton, unpacked there by pip install --target.
+`--head-dim` and `--mask` some of them. `--triton DIR` does it with the Triton that pip install --target DIR unpacks.
 `--record DIR ...` does it with the installed one and with those in these folders, and writes hopper_record.FILE. All
 fail where something is wrong. It runs the functions of the backend and stops each launch after compiling: what is
 compiled is what would run.
@@ -23,13 +23,15 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import hopper_record
 from hopper_record import Compiled
+from sass import count, innermost_loops, instructions
 
-KERNELS = ("forward_kernel",)
+KERNELS = ("forward_kernel", "dk_dv_kernel", "dq_kernel")
 HEAD_DIMS = (64, 128, 256)
 CALLS = ("full", "causal", "padded", "documents")
 _B, _H, _H_KV, _N = 2, 4, 2, 1024
@@ -37,8 +39,8 @@ _MULTIPROCESSORS = 132  # of an H100 or H200
 _LOCAL = "(?:STL|LDL)"
 
 
-def compiled(head_dims: tuple[int, ...]) -> Iterator[Compiled]:
-    """What every kernel of the hot calls takes, in bf16."""
+def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
+    """What every kernel of these head dims with these masks takes, in bf16."""
     import torch
     import triton
     from triton_compile import NoGPU
@@ -66,55 +68,53 @@ def compiled(head_dims: tuple[int, ...]) -> Iterator[Compiled]:
         printed.truncate(printed.seek(0))
         if not any(kernel is other for other in known):
             known.append(kernel)
-            found.append(_resources(kernel, ptxas_says) | {"kernel": name})
+            same_name = sum(row["kernel"].startswith(name) for row in found)  # with other constants
+            kernel_name = f"{name}, {same_name + 1}" if same_name else name
+            found.append(_resources(kernel, ptxas_says) | {"kernel": kernel_name})
 
     def is_of_warp_groups(options: dict[str, object]) -> bool:
         """Not the kernels of the Triton backend, which prepare rows and masks."""
         return "maxnreg" in options
 
-    for D in head_dims:
-        for call in CALLS:
-            q = torch.zeros(_B, _H, _N, D, dtype=torch.bfloat16)
-            k, lse = q[:, :_H_KV], torch.zeros(_B, _H, _N)
-            printed = io.StringIO()
-            with compile_only(take, is_of_warp_groups), contextlib.redirect_stdout(printed):
-                for deterministic in (True, False):
-                    spec = Spec(masks[call], D**-0.5, deterministic=deterministic)
-                    if deterministic:
-                        hopper.forward(q, k, k, spec)
-                    if "dq_kernel" in KERNELS:
-                        hopper.backward(q, lse, q, k, k, q, lse, spec, (True,) * 3 + (False,) * 3)
-            for row in found:
-                yield Compiled(triton=triton.__version__, D=D, call=call, **row)
-            found.clear()
+    for D, call in calls:
+        q = torch.zeros(_B, _H, _N, D, dtype=torch.bfloat16)
+        k, lse = q[:, :_H_KV], torch.zeros(_B, _H, _N)
+        printed = io.StringIO()
+        with compile_only(take, is_of_warp_groups), contextlib.redirect_stdout(printed):
+            for deterministic in (True, False):
+                spec = Spec(masks[call], D**-0.5, deterministic=deterministic)
+                if deterministic:
+                    hopper.forward(q, k, k, spec)
+                hopper.backward(q, lse, q, k, k, q, lse, spec, (True,) * 3 + (False,) * 3)
+        for row in found:
+            yield Compiled(triton=triton.__version__, D=D, call=call, **row)
+        found.clear()
 
 
 def _resources(kernel, ptxas_says: str) -> dict[str, object]:
     """Of a kernel that was just compiled, from what ptxas said of it and from its instructions."""
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_says)
     warnings = [line.strip() for line in ptxas_says.splitlines() if "C75" in line or "serializ" in line]
-    sass = _sass(kernel.asm["cubin"])
-    instructions, loops = _instructions(sass)
-    inner = [loop for loop in loops if _count("HGMMA", instructions[loop])]
-    inner = [x for x in inner if not any(x.start <= y.start and y.stop <= x.stop and x != y for y in inner)]
-    innermost = [instructions[loop] for loop in inner]
-    shortest = min(innermost, key=len, default=[])
+    code = _disassembled(kernel.asm["cubin"])
+    every, loops = instructions(code), innermost_loops(code, "HGMMA")
+    shortest = min(loops, key=len, default=[])
     return {
         "registers": int(re.search(r"Used (\d+) registers", ptxas_says)[1]),
         "spilled": sum(map(int, spilled)),
-        "local": _count(_LOCAL, instructions),
-        "loop_local": sum(_count(_LOCAL, loop) for loop in innermost),
+        "local": count(_LOCAL, every),
+        "loop_local": sum(count(_LOCAL, loop) for loop in loops),
         "shared": kernel.metadata.shared,
-        "hgmma": _count("HGMMA", instructions),
-        "tma": _count("UTMALDG", instructions),
-        "setmaxreg": _count("USETMAXREG", instructions),
+        "hgmma": count("HGMMA", every),
+        "tma": count("UTMALDG", every),
+        "setmaxreg": count("USETMAXREG", every),
         "loop": len(shortest),
-        "loop_hgmma": _count("HGMMA", shortest),
+        "loop_hgmma": count("HGMMA", shortest),
+        "loop_exposed": _exposed(shortest),
         "warnings": tuple(warnings),
     }
 
 
-def _sass(cubin: bytes) -> str:
+def _disassembled(cubin: bytes) -> str:
     import triton
 
     nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -124,32 +124,34 @@ def _sass(cubin: bytes) -> str:
         return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _instructions(sass: str) -> tuple[list[str], list[slice]]:
-    """The instructions of a kernel, and from where to where each jump back goes."""
-    instructions, labels = [], {}
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            instructions.append(instruction[1])
-    jumps = ((i, re.search(r"BRA.*`\((\.L_x_\d+)\)", text)) for i, text in enumerate(instructions))
-    loops = [slice(labels[jump[1]], i + 1) for i, jump in jumps if jump and labels.get(jump[1], i + 1) <= i]
-    return instructions, loops
+def _exposed(loop: list[str]) -> int:
+    """How many exponentials of a loop run while no group of matrix products is under way."""
+    exposed = under_way = 0
+    for _ in ("the first time", "any later one"):
+        exposed = 0
+        for text in loop:
+            if wait := re.search(r"DEPBAR\.LE gsb0, (0x\w+)", text):
+                under_way = min(under_way, int(wait[1], 16))
+            elif "HGMMA" in text and "gsb0" in text:
+                under_way += 1
+            elif "MUFU.EX2" in text and under_way == 0:
+                exposed += 1
+    return exposed
 
 
-def _count(name: str, instructions: list[str]) -> int:
-    return sum(re.match(rf"(@!?U?P\w+ )?{name}\b", text) is not None for text in instructions)
+def compiled_with(folder: Path | None, head_dim: int, call: str) -> list[Compiled]:
+    """The same in a process of its own, with the Triton in a folder or the installed one; keeps what it found.
 
-
-def compiled_with(folder: Path | None, head_dim: int) -> list[Compiled]:
-    """The same in a process of its own, with the Triton in a folder or the installed one; keeps what it found."""
-    command = [sys.executable, str(Path(__file__)), "--json", "--head-dim", str(head_dim)]
-    kept = Path(__file__).parents[1] / "build" / "hopper" / f"{_state(folder)}-{head_dim}.jsonl"
+    Raises:
+        CompilationError: something does not compile.
+    """
+    command = [sys.executable, str(Path(__file__)), "--json", "--head-dim", str(head_dim), "--mask", call]
+    kept = Path(__file__).parents[1] / "build" / "hopper" / f"{_state(folder)}-{head_dim}-{call}.jsonl"
     if not kept.is_file():
         command += ["--triton", str(folder)] if folder else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode not in (0, _WRONG):
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}")
+            raise CompilationError(f"{' '.join(command)} ended with {done.returncode}")
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(done.stdout)
     rows = map(json.loads, kept.read_text().splitlines())
@@ -163,6 +165,10 @@ def _state(folder: Path | None) -> str:
     return f"{version}-{hopper_record.digest()}-{hashlib.sha256(tools).hexdigest()[:8]}"
 
 
+class CompilationError(Exception):
+    """Kernels do not compile; the message is the command that says why."""
+
+
 _WRONG = 3  # the exit code
 
 
@@ -171,6 +177,7 @@ def main() -> None:
     parser.add_argument("--triton", type=Path, metavar="DIR")
     parser.add_argument("--record", type=Path, metavar="DIR", nargs="*")
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--mask", choices=CALLS, nargs="+", default=CALLS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.triton:
@@ -179,18 +186,23 @@ def main() -> None:
         rest = [x for x in sys.argv[1:] if x not in ("--triton", str(options.triton))]
         os.execv(sys.executable, [sys.executable, __file__, *rest])
     if options.record is not None:
-        each = [(folder, D) for folder in (None, *options.record) for D in HEAD_DIMS]
+        each = product((None, *options.record), options.head_dim, options.mask)
+        kernels, wrong = [], []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            kernels = [x for found in pool.map(lambda args: compiled_with(*args), each) for x in found]
+            for future in [pool.submit(compiled_with, *call) for call in each]:
+                try:
+                    kernels += future.result()
+                except CompilationError as error:
+                    wrong.append(str(error))
         hopper_record.record(kernels)
         print(hopper_record.table(kernels))
-        wrong = [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()]
+        wrong += [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()]
     else:
         wrong = []
         with tempfile.TemporaryDirectory() as folder:  # what is cached says nothing of ptxas
             os.environ["TRITON_CACHE_DIR"] = folder
             os.environ.pop("TRITON_INTERPRET", None)
-            for kernel in compiled(tuple(options.head_dim)):
+            for kernel in compiled(list(product(options.head_dim, options.mask))):
                 row = asdict(kernel)
                 print(
                     json.dumps(row) if options.json else "  ".join(f"{k} {v!s:>6}" for k, v in row.items()), flush=True

@@ -30,7 +30,8 @@ class Compiled:
     triton: its version. call: the mask it was compiled for. registers: of a thread at the start. spilled: bytes that
     ptxas stores and loads. local: instructions that touch local memory. shared: bytes. hgmma, tma, setmaxreg:
     instructions (HGMMA, UTMALDG, USETMAXREG). loop, loop_hgmma: all instructions, and the matrix instructions, of the
-    shortest loop with such. loop_local: how many of `local` are in any such loop. warnings: of ptxas about performance.
+    shortest loop with such. loop_exposed: its exponentials that run while no matrix product is under way. loop_local:
+    how many of `local` are in any such loop. warnings: of ptxas about performance.
     """
 
     triton: str
@@ -46,6 +47,7 @@ class Compiled:
     setmaxreg: int
     loop: int
     loop_hgmma: int
+    loop_exposed: int
     loop_local: int
     warnings: tuple[str, ...] = ()
 
@@ -61,6 +63,8 @@ class Compiled:
         for name in ("tma", "setmaxreg", "loop_hgmma"):
             if getattr(self, name) == 0:
                 yield f"has no {name}"
+        if self.kernel == "forward_kernel" and self.loop_exposed:
+            yield f"computes {self.loop_exposed} exponentials of its loop with no matrix product under way"
         yield from self.warnings
 
 

@@ -27,7 +27,7 @@ def hopper_computes_for_the_cpu(multiprocessors: int = MULTIPROCESSORS) -> Itera
     """Calls of the Hopper backend on CPU tensors are computed by its kernels, on a model of a GPU."""
     copy, gpu = modelled("hopper"), SimpleNamespace(multi_processor_count=multiprocessors)
     with (
-        mock.patch.object(hopper, "_device_objections", return_value=[]),
+        mock.patch.object(hopper, "_device_objections", side_effect=lambda device: []),  # a new list each time
         mock.patch.object(hopper, "forward", copy.forward),
         mock.patch.object(hopper, "backward", copy.backward),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu),

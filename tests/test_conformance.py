@@ -6,15 +6,17 @@ import re
 import pytest
 import torch
 from modelled_gpu import CudaModel
-from places import CUDA_TAKES_BF16, PLACES, in_each_place, most_precise_dtype, place_id
+from modelled_hopper import GluonModel
+from places import CUDA_TAKES_BF16, PLACES, most_precise_dtype, place_id
 
 import fastattn
 from fastattn.backends import hopper, objections, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
-COMPUTING = [*PLACES, (CudaModel, "cpu")]
-WITH_BIAS = [place for place in COMPUTING if place[0] is not hopper]
+ON_MODELS = [(CudaModel, "cpu"), (GluonModel, "cpu")]
+COMPUTING = [*PLACES, *ON_MODELS]
+WITH_BIAS = [place for place in COMPUTING if place[0] not in (hopper, GluonModel)]
 on_each, on_each_with_bias = (
     pytest.mark.parametrize(("backend", "device"), places, ids=place_id, indirect=["backend"])
     for places in (COMPUTING, WITH_BIAS)
@@ -76,7 +78,7 @@ def test_case_is_right_or_refused(backend, device, case, dtype):
         assert_right(inputs, run(inputs, backend.NAME))
 
 
-@in_each_place
+@pytest.mark.parametrize(("backend", "device"), [*PLACES, (GluonModel, "cpu")], ids=place_id, indirect=["backend"])
 def test_backend_keeps_its_promises(backend, device):
     promise = PROMISES.get(f"{backend.NAME} on {device}") or PROMISES[backend.NAME]
     device = torch.device(device)

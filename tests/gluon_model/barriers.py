@@ -118,15 +118,16 @@ class mbarrier:  # noqa: N801  a module of Gluon
 
     @staticmethod
     def wait(bar: View, phase: object, pred: object = True, deps: object = ()) -> None:
-        """Until the phase of that parity is complete, which must be the next one that this partition has not seen."""
+        """Until the phase of that parity is complete: that which this partition saw last, or the next one it can be."""
         if not value_of(pred):
             return
         m, found, parity = machine(), _barrier(bar), int(value_of(phase))
         if parity not in (0, 1):
             raise KernelError(f"phase of {found} must be 0 or 1, was {parity}, at {source_line()}")
         me = m.current
-        seen = me.phases.get(found, -2 if parity else -1)
-        wanted = seen + (1 if (seen + 1) % 2 == parity else 2)
+        seen = me.phases.get(found, -1)
+        again = seen % 2 == parity and found.phase == seen + 1
+        wanted = seen if again else seen + (2 if seen % 2 == parity else 1)
         m.wait_until(
             lambda: found.passed(parity),
             lambda: f"waits for phase {wanted} (parity {parity}) of {found}: {found.state()}",

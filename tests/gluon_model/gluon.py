@@ -22,7 +22,7 @@ from .copies import (
 from .launch import jit
 from .machine import machine
 from .products import warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
-from .shared import allocate_shared_memory
+from .shared import View, allocate_shared_memory
 
 
 def warp_specialize(functions_and_args: object, worker_num_warps: object, worker_num_regs: object = None) -> object:
@@ -35,6 +35,13 @@ def warp_specialize(functions_and_args: object, worker_num_warps: object, worker
 def again(x: values.Value) -> values.Value:
     """`x`: nothing is computed ahead here."""
     return x
+
+
+def part_of(tile: View, i_part: object, rows: object) -> View:
+    """Rows and 64 columns of a tile [rows, D]; the parts of the first 64 columns come first."""
+    i_part, rows = int(values.value_of(i_part)), int(rows)
+    i_columns, i_rows = divmod(i_part, int(tile.shape[0]) // rows)
+    return tile.slice(i_rows * rows, rows).slice(i_columns * 64, 64, dim=1)
 
 
 def constexpr_function(fn: Callable) -> Callable:
@@ -70,6 +77,7 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "part_of",
     "store_wait",
     "sync_named",
     "tma_load",

@@ -35,7 +35,8 @@ class JITFunction:
     def __call__(self, *arguments: object, **options: object) -> object:
         if not in_kernel():
             raise KernelError(f"{self.__name__} is called outside of a kernel, at {source_line()}")
-        for name, value in self._signature.bind(*arguments, **options).arguments.items():
+        named = (*zip(self._signature.parameters, arguments, strict=False), *options.items())
+        for name, value in named if self._constants else ():
             if name in self._constants and isinstance(value, (Value, Pointer)):
                 raise KernelError(f"{self.__name__} needs a constant for {name}, got {value}, at {source_line()}")
         return self.fn(*arguments, **options)

@@ -6,6 +6,7 @@ place. A new access must be ordered after all of them that it conflicts with.
 
 from __future__ import annotations
 
+import functools
 import linecache
 import math
 import re
@@ -41,8 +42,28 @@ class Access:
         return (
             (self.writes or other.writes)
             and self.allocation is other.allocation
-            and self.allocation.relation(self.region, other.region)[0]
+            and _relation(self.region, other.region)[0]
         )
+
+
+@functools.cache
+def _elements(region: Region) -> Tensor:
+    """bool: which elements of an allocation are in the region, up to the last one."""
+    shape, strides, offset = region
+    found = torch.zeros(1 + offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)), dtype=torch.bool)
+    found.as_strided(*region).fill_(True)
+    return found
+
+
+@functools.cache
+def _relation(x: Region, y: Region) -> tuple[bool, bool]:
+    """Of two regions of one allocation: (whether they have elements in common, whether `x` has all that `y` has)."""
+    if x == y:
+        return True, True
+    of_x, of_y = _elements(x), _elements(y)
+    n = min(len(of_x), len(of_y))
+    covered = len(of_x) >= len(of_y) and not bool((of_y & ~of_x[:n]).any())
+    return bool((of_x[:n] & of_y[:n]).any()), covered
 
 
 class Allocation:
@@ -56,29 +77,10 @@ class Allocation:
         self.written = torch.zeros(size, dtype=torch.bool)
         self.accesses: list[Access] = []
         self.barriers: dict[int, object] = {}
-        self._maps: dict[Region, Tensor] = {}
-        self._relations: dict[tuple[Region, Region], tuple[bool, bool]] = {}
 
     @property
     def bytes(self) -> int:
         return self.data.numel() * self.data.itemsize
-
-    def _map(self, region: Region) -> Tensor:
-        """bool [elements]: which ones are in the region."""
-        if region not in self._maps:
-            found = torch.zeros(self.data.numel(), dtype=torch.bool)
-            found.as_strided(*region).fill_(True)
-            self._maps[region] = found
-        return self._maps[region]
-
-    def relation(self, x: Region, y: Region) -> tuple[bool, bool]:
-        """(whether they have elements in common, whether `x` has all that `y` has)."""
-        if x == y:
-            return True, True
-        if (x, y) not in self._relations:
-            of_x, of_y = self._map(x), self._map(y)
-            self._relations[x, y] = bool((of_x & of_y).any()), not bool((of_y & ~of_x).any())
-        return self._relations[x, y]
 
     def access(self, view: View, writes: bool, generic: bool, what: str) -> Access:
         """Checks and keeps an access of the running partition that begins now; nobody knows yet that it is over."""
@@ -111,7 +113,7 @@ class Allocation:
         """Whether what is ordered after `new` is after `other`, too, and conflicts with `new` if with `other`."""
         if other.writes and not new.writes:
             return False
-        return bool(other.event & partition.known) and self.relation(new.region, other.region)[1]
+        return bool(other.event & partition.known) and _relation(new.region, other.region)[1]
 
     def check_at_the_end(self) -> None:
         for barrier in self.barriers.values():

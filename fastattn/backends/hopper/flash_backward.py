@@ -289,6 +289,8 @@ def dk_dv_kernel(
     v_ring = k_ring
     if dk is not None:
         v_ring = new_ring(v, 2, 1)
+    elif v.block_shape[3] != k.block_shape[3]:
+        v_ring = Ring(new_ring(v, 2, 1).tiles, k_ring.full, k_ring.empty)  # where dV fits on its way out
     rings = q_ring, k_ring, v_ring, do_ring, rows_ring
     block_barrier()
     warp_specialize(

@@ -27,12 +27,15 @@ from ..triton.visibility import (
     position_of_first_query,
     queries_at,
     real_span,
+    real_tokens,
     visibility,
 )
 from .configs import ROWS_OF_GROUP, forward_config, padded_head_dim
 from .gluon import (
+    again,
     arrive_named,
     block_barrier,
+    fence_async_shared,
     gl,
     jit,
     sync_named,
@@ -84,6 +87,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
     visible = visibility(spec.mask, n_q, n_k).in_tiles(config.block_m)
     scale_log2 = spec.scale * what.LOG2E
     n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
+    section = section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible)
     n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
         forward_kernel,
@@ -102,7 +106,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
         n_programs,
         n_tiles,
         n_heads,
-        section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
+        section,
         H,
         GROUP=H // H_kv,
         D_V=d_v,
@@ -142,17 +146,22 @@ def forward_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: GROUPS * 64 rows of a head's output, over the key tiles that they see."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H))
+    order = Order(n_items, n_programs, n_tiles, n_heads, section, H)
+    call = Call(visible, scale_log2, n_q, n_k, order)
+    gl.assume((n_q >= 0) & (n_k >= 0) & (H >= 0))
+    gl.assume((o.s[0] >= 0) & (o.s[1] >= 0) & (o.s[2] >= 0))
     tensors = q, k, v
     rings = new_ring(q, GROUPS * Q_SLOTS, 1), new_ring(k, SLOTS, GROUPS), new_ring(v, SLOTS, GROUPS)
+    fence_async_shared()  # what loads asynchronously has to see that the barriers are ready
     block_barrier()
+    first = again(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
     # Constants reach a partition only from a tuple that is written here.
     if GROUPS == 2:
         warp_specialize(
             [
-                (consume, (rings, o, lse, call, GROUPS, 0, D_V, SCALE_IS_POSITIVE, PING_PONG)),
-                (consume, (rings, o, lse, call, GROUPS, 1, D_V, SCALE_IS_POSITIVE, PING_PONG)),
-                (produce, (rings, tensors, v_rows, call, GROUPS, GROUP, D_V)),
+                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, SCALE_IS_POSITIVE, PING_PONG)),
+                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, SCALE_IS_POSITIVE, PING_PONG)),
+                (produce, (rings, tensors, v_rows, call, first, GROUPS, GROUP, D_V)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -160,10 +169,10 @@ def forward_kernel(
     else:
         warp_specialize(
             [
-                (consume, (rings, o, lse, call, GROUPS, 0, D_V, SCALE_IS_POSITIVE, False)),
-                (consume, (rings, o, lse, call, GROUPS, 1, D_V, SCALE_IS_POSITIVE, False)),
-                (consume, (rings, o, lse, call, GROUPS, 2, D_V, SCALE_IS_POSITIVE, False)),
-                (produce, (rings, tensors, v_rows, call, GROUPS, GROUP, D_V)),
+                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, SCALE_IS_POSITIVE, False)),
+                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, SCALE_IS_POSITIVE, False)),
+                (consume, (rings, o, lse, call, first, GROUPS, 2, D_V, SCALE_IS_POSITIVE, False)),
+                (produce, (rings, tensors, v_rows, call, first, GROUPS, GROUP, D_V)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -180,7 +189,7 @@ def work_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @jit
-def produce(rings, tensors, v_rows, call, GROUPS: gl.constexpr, GROUP: gl.constexpr, D_V: gl.constexpr):
+def produce(rings, tensors, v_rows, call, first, GROUPS: gl.constexpr, GROUP: gl.constexpr, D_V: gl.constexpr):
     """The warp that loads: every tile that the warp groups read, in the order in which they do."""
     q_ring, k_ring, v_ring = rings
     q, k, v = tensors
@@ -189,7 +198,7 @@ def produce(rings, tensors, v_rows, call, GROUPS: gl.constexpr, GROUP: gl.conste
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     n_q_tiles = 0  # that went through the rings, and so below
     n_k_tiles = 0
-    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
+    for i in range(first, call.order.n_items, call.order.n_programs):
         i_m, i_h, i_b, _, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_h_kv = i_h // GROUP
         n_steps = tile_range[3] - tile_range[0]
@@ -225,6 +234,7 @@ def consume(
     o: Heads,
     lse,
     call,
+    first,
     GROUPS: gl.constexpr,
     I_GROUP: gl.constexpr,
     D_V: gl.constexpr,
@@ -242,8 +252,8 @@ def consume(
         arrive_named(FIRST_TURN, 2 * gl.num_warps() * 32)
     n_turns = 0  # items that had something to see
     n_k_tiles = 0
-    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
-        i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
+    for i in range(first, call.order.n_items, call.order.n_programs):
+        i_m, _, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         queries = queries_at(i_row + gl.arange(0, ROWS, layout=rows), i_b, n_q, q_start, visible)
         n_steps = tile_range[3] - tile_range[0]
@@ -266,11 +276,11 @@ def consume(
                 n = n_k_tiles + i_step
                 i_n = tile_range[3] - 1 - i_step
                 edge = is_edge(i_n, tile_range)
-                if PING_PONG:
-                    sync_named(FIRST_TURN + I_GROUP, 2 * gl.num_warps() * 32)
                 b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
                 release(n - 2, v_ring, i_step > 1)
                 b_o *= as_output_rows(b_rescale, BLOCK_V)
+                if PING_PONG:
+                    sync_named(FIRST_TURN + I_GROUP, 2 * gl.num_warps() * 32)
                 b_s_coming = products_coming(n, t_q, k_ring)
                 b_o_coming = output_coming(n - 1, b_left, b_o, v_ring)
                 if PING_PONG:
@@ -289,9 +299,11 @@ def consume(
             b_o = warpgroup_mma_wait(0, deps=(output_coming(n_k_tiles - 1, b_left, b_o, v_ring),))
             release(n_k_tiles - 1, v_ring)
 
+        i_m, i_h, i_b = item_at(again(i), call.order)
+        i_row = i_m * BLOCK_M + I_GROUP * ROWS
+        o_q = i_row + gl.arange(0, ROWS, layout=rows)
         # Equal to 0, not "not above 0": a NaN that was seen must come out.
-        o_q, m_q = queries[0], queries[1]
-        m_nothing_seen = (b_sum == 0.0) | ~m_q
+        m_nothing_seen = (b_sum == 0.0) | ~real_tokens(o_q, n_q, visible.real_queries, i_b)
         b_sum = gl.where(m_nothing_seen, 1.0, b_sum)
         b_lse = gl.where(m_nothing_seen, float("-inf"), (b_max_log2 + gl.log2(b_sum)) / LOG2E)
         gl.store(lse + (i_b * call.order.H + i_h) * n_q + o_q, b_lse, mask=o_q < n_q)

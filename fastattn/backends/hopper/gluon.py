@@ -33,6 +33,7 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "part_of",
     "store_wait",
     "sync_named",
     "tma_load",
@@ -91,3 +92,20 @@ def again(x):
     What is computed from them is computed anew, instead of being kept in registers over a loop that needs them all.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+
+
+_IS_3_9: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@jit
+def part_of(tile, i_part, PART: gl.constexpr):
+    """PART rows (a multiple of 8) and 64 columns of a tile [rows, D] of 16 bits, which may be found at run time.
+
+    The parts of the first 64 columns come first. So they lie in memory: 64 columns are what a swizzled row holds.
+    """
+    PARTS: gl.constexpr = tile.shape[0] * tile.shape[1] // (PART * 64)
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    if _IS_3_9:
+        return tile.reinterpret(tile.dtype, [PARTS, PART, 64], layout).index(i_part)
+    else:
+        return tile._reinterpret(tile.dtype, [PARTS, PART, 64], layout).index(i_part)

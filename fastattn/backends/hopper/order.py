@@ -53,10 +53,10 @@ def item_at(i, order):
 
     Under a causal mask the last tiles are the heaviest. Where heads do not fill the last section, it is smaller.
     """
-    section, n_tiles, H = order.section, order.n_tiles, order.H
-    first_head = i // (section * n_tiles) * section
-    heads_here = gl.minimum(section, order.n_heads - first_head)
-    i_here = i - first_head * n_tiles
+    first_head = i // order.n_tiles // order.section * order.section
+    heads_here = gl.minimum(order.section, order.n_heads - first_head)
+    i_here = i - first_head * order.n_tiles
     i_bh = first_head + i_here % heads_here
     # 64 bits, since they are multiplied with strides; but not before the divisions, which would take a function each.
-    return n_tiles - 1 - i_here // heads_here, (i_bh % H).to(gl.int64), (i_bh // H).to(gl.int64)
+    i_h, i_b = (i_bh % order.H).to(gl.int64), (i_bh // order.H).to(gl.int64)
+    return order.n_tiles - (1 + i_here // heads_here), i_h, i_b

@@ -24,6 +24,7 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    part_of,
     tma_load,
 )
 
@@ -137,23 +138,30 @@ def load_real_rows(n, ring, x: Heads, i_b, i_h, row, n_rows, real, D: gl.constex
     """Loads what `load` does, but zeros instead of the rows that padding hides; `x` is `in_chunks`. Waits for it."""
     ROWS: gl.constexpr = ring.tiles.shape[3]
     COLUMNS: gl.constexpr = ring.tiles.shape[4]
-    PART: gl.constexpr = 8  # rows at a time, each thread one of them, since a thread that loads has few registers
+    PART: gl.constexpr = 16  # rows at a time, since a thread that loads has few registers
     OF_CHUNK: gl.constexpr = 128 // ring.tiles.dtype.primitive_bitwidth
-    threads: gl.constexpr = gl.BlockedLayout([1, OF_CHUNK], [PART, 32 // PART], [1, 1], [1, 0])
+    threads: gl.constexpr = chunks_of_rows(OF_CHUNK)
     wait_empty(n, ring)
     t_x = tile_in(n, ring)
     p_head = x.data + (i_b * x.s[0] + i_h * x.s[1]) * OF_CHUNK
-    for i_part in gl.static_range(ROWS // PART):
-        o_row = row + i_part * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, threads))
-        o_col = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, threads))
+    for i_part in range(ROWS * COLUMNS // (PART * 64)):
+        o_row = row + i_part % (ROWS // PART) * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, threads))
+        o_col = i_part // (ROWS // PART) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, threads))
         m_row = real_tokens(o_row, n_rows, real, i_b)
         p_rows = p_head + gl.expand_dims(o_row.to(gl.int64) * x.s[2] * OF_CHUNK, 1) + gl.expand_dims(o_col, 0)
         m = gl.expand_dims(m_row, 1) & gl.expand_dims(o_col < D, 0)
-        copy_load(t_x.slice(i_part * PART, PART, dim=0), p_rows, mask=m)
+        copy_load(part_of(t_x, i_part, PART), p_rows, mask=m)
     copy_commit()
     copy_wait(0)
     fence_async_shared()
     mbarrier.arrive(ring.full.index(slot_of(n, ring)[0]), count=1)
+
+
+@constexpr_function
+def chunks_of_rows(of_chunk):
+    """The layout of rows of 64 columns in the registers of a warp whose threads take a chunk each."""
+    across = 64 // of_chunk
+    return gl.BlockedLayout([1, of_chunk], [32 // across, across], [1, 1], [1, 0])
 
 
 @constexpr_function

@@ -28,6 +28,8 @@ from ..triton.visibility import (
     position_of_first_query,
     queries_at,
     query_range,
+    query_ranges,
+    range_in_table,
     real_span,
     real_spans,
     real_tokens,
@@ -149,6 +151,8 @@ def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Vi
         hidden = Hidden(real_queries, spans, in_chunks(q), in_chunks(do))
     # A hidden query adds nothing, since its lse is +inf; the gradient of a hidden key is thrown away.
     visible = visible._replace(real_queries=None, real_keys=None).in_tiles(config.BLOCK_M)
+    if visible.key_ranges is not None:
+        visible = visible._replace(key_ranges=query_ranges(visible.key_ranges, n_k, config.block_n))
     n_tiles, n_heads = triton.cdiv(n_k, config.block_n), B * H_kv
     n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
@@ -307,7 +311,11 @@ def key_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     i_tile, i_h, i_b = item_at(i, call.order)
     i_n = call.order.n_tiles - 1 - i_tile  # under a causal mask the first keys are seen most
     q_start = position_of_first_query(call.visible, i_b)
-    return i_n, i_h, i_b, q_start, query_range(i_n, i_b, q_start, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
+    if call.visible.key_ranges is None:
+        tile_range = query_range(i_n, i_b, q_start, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
+    else:  # those of `query_ranges`
+        tile_range = range_in_table(call.visible.key_ranges, i_b * call.order.n_tiles + i_n)
+    return i_n, i_h, i_b, q_start, tile_range
 
 
 @jit
@@ -366,7 +374,7 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
     n_key_tile = I_GROUP + 0  # they lie in the slot of this number
     n_tiles = 0
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
-        i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
+        i_n, _, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
         o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M)))
         keys = keys_at(o_k, i_b, n_k, call.visible)
@@ -382,12 +390,10 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
             b_dk, b_dv = dk_dv_step(n_tiles, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP)
             n_tiles += 1
         # The tiles of K and V have been read: what was found takes their place, on its way out.
-        i_tile, i_h, i_b = item_at(again(i), call.order)
-        i_row = (call.order.n_tiles - 1 - i_tile) * BLOCK_N + I_GROUP * ROWS
         if dk is not None:
-            store(I_GROUP, k_ring, dk, i_b, i_h, i_row, of_real(b_dk * scale, i_row, i_b, n_k, real_keys))
+            store_item(i, I_GROUP, k_ring, dk, b_dk * scale, real_keys, call)
         if dv is not None:
-            store(I_GROUP, v_ring, dv, i_b, i_h, i_row, of_real(b_dv, i_row, i_b, n_k, real_keys))
+            store_item(i, I_GROUP, v_ring, dv, b_dv, real_keys, call)
         store_wait(0)
         release(I_GROUP, k_ring)
         if dk is not None:
@@ -455,6 +461,14 @@ def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.cons
 def row_in(n, ring, ROW: gl.constexpr):
     """lse_log2 (row 0) or delta (row 1) of the n-th tile, [1, M], to be used with products."""
     return tile_in(n, ring).slice(ROW, 1).load(accumulator(ring.tiles.shape[4]))
+
+
+@jit
+def store_item(i, I_GROUP: gl.constexpr, ring, desc, b_x, real_keys, call):
+    """Has rows of dK or dV of the i-th item written; where they are to go is found anew for each of the two."""
+    i_tile, i_h, i_b = item_at(again(i), call.order)
+    i_row = (call.order.n_tiles - 1 - i_tile) * 2 * ROWS + I_GROUP * ROWS
+    store(I_GROUP, ring, desc, i_b, i_h, i_row, of_real(b_x, i_row, i_b, call.n_k, real_keys))
 
 
 @jit

@@ -1,5 +1,6 @@
 # make demo | test | properties | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
 # make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch; cuda needs nvcc too
+# make hopper: compiles the kernels in fastattn/backends/hopper with every Triton, and records what they take
 # make cuda: compiles the kernels in csrc/cuda, for GPUs that need not be there
 # make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
@@ -16,7 +17,7 @@ NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties lint docs bench gpu cuda native-test sanitize valgrind aarch64 scaling cuda-model-test clean
+.PHONY: demo test properties lint docs bench gpu cuda hopper native-test sanitize valgrind aarch64 scaling cuda-model-test clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -55,6 +56,16 @@ NVCC ?= $(or $(and $(CUDA_HOME),$(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),
 
 cuda: $(INSTALLED) $(NVCC)
 	$(BIN)/python tests/cuda_compile.py --nvcc $(NVCC) $(CUDA_ARCHS)
+
+# With the Triton of constraints.txt and with these, of 200 MB each.
+TRITONS := $(addprefix build/tritons/,3.6.0 3.8.0 3.9.0)
+
+hopper: $(INSTALLED) $(TRITONS)
+	$(BIN)/python tests/hopper_compile.py --record $(TRITONS)
+
+build/tritons/%: | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.unfinished triton==$*
+	mv $@.unfinished $@
 
 # Runs the given executable on each instruction set of this machine.
 each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTATTN_CPU_CAPABILITY=$$name $(1); done

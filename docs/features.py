@@ -9,7 +9,8 @@ import torch
 from fastattn.backends import BACKENDS
 from fastattn.spec import FEATURES, Mask
 
-_DEVICES = {"triton": ("cuda",), "native": ("cpu", "cuda"), "reference": ("cpu",)}  # the last runs anywhere
+# The reference runs anywhere.
+_DEVICES = {"hopper": ("cuda",), "triton": ("cuda",), "native": ("cpu", "cuda"), "reference": ("cpu",)}
 _MEANINGS = {
     "causal": "keys at the query's own position and before it",
     "q_start": "where the first query stands: for all, for each sample, or for each query",

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -241,7 +242,7 @@ def _backend_on(backend: ModuleType, device: str) -> str:
         refusals[str(dtype).removeprefix("torch.")] = backend.unsupported(x, x, x, Spec(Mask(), scale=1.0))
     dtypes = [name for name, refusal in refusals.items() if not refusal]
     if not dtypes:
-        return f"no: {'; '.join(refusals['float32'])}"
+        return f"no: {'; '.join(_common(refusals.values()))}"
     features = ", ".join(sorted(backend.features(torch.device(device))))
     by_name_only = backend.by_name_only(torch.device(device))
     return f"{', '.join(dtypes)}; {features}" + (f"; only by name: {by_name_only}" if by_name_only else "")
@@ -258,29 +259,41 @@ def _promises() -> str:
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
     device, many = torch.device("cpu"), 1025
 
-    def objections(backend: ModuleType, dtype: torch.dtype, head_dim: int) -> set[str]:
+    def objections(backend: ModuleType, dtype: torch.dtype, head_dim: int) -> list[str]:
         x = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
-        return set(backend.unsupported(x, x, x, Spec(Mask(), scale=1.0)))
+        return backend.unsupported(x, x, x, Spec(Mask(), scale=1.0))
 
     lines = ["| backend | where | features | dtypes | head dims |", "|---|---|---|---|---|"]
     for backend in BACKENDS:
-        always = objections(backend, torch.float32, 64)  # to this machine
-
-        def takes(dtype: torch.dtype, head_dim: int, backend=backend, always=always) -> bool:
-            return objections(backend, dtype, head_dim) <= always
-
+        always = _common(objections(backend, dtype, 64) for dtype in dtypes.values())  # to this machine
         features = backend.features(device)
-        taken = [name for name, dtype in dtypes.items() if takes(dtype, 64)]
-        narrowest_refused = next((dim for dim in range(1, many) if not takes(torch.float32, dim)), many)
+        taken = [name for name, dtype in dtypes.items() if objections(backend, dtype, 64) == always]
+        head_dims = [dim for dim in range(1, many) if objections(backend, dtypes[taken[0]], dim) == always]
         cells = (
             f"`{backend.NAME}`",
             backend.WHERE,
             "all" if features == FEATURES else ", ".join(sorted(features)),
             "all" if len(taken) == len(dtypes) else ", ".join(taken),
-            "all" if narrowest_refused == many else f"1-{narrowest_refused - 1}",
+            _multiples(head_dims, many),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"All features: {', '.join(sorted(FEATURES))}."])
+
+
+def _common(lists: Iterable[list[str]]) -> list[str]:
+    """The sentences that are in all of the lists."""
+    first, *others = lists
+    return [sentence for sentence in first if all(sentence in other for other in others)]
+
+
+def _multiples(taken: list[int], many: int) -> str:
+    """In words, numbers below `many` that are the multiples of the first of them."""
+    step, last = taken[0], taken[-1]
+    if taken != list(range(step, last + 1, step)):
+        raise RuntimeError(f"head dims must be multiples of the first, got {taken}")
+    if step == 1:
+        return "all" if last == many - 1 else f"1-{last}"
+    return f"multiples of {step} up to {last}"
 
 
 def _native_states() -> list[str]:

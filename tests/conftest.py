@@ -23,3 +23,4 @@ for _compiled in VISION.glob("torchvision/_C.*"):
             _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 from modelled_gpu import backend, gpu_model  # noqa: E402, F401  fixtures; it imports fastattn, and so Triton's kernels
+from modelled_hopper import gluon_model  # noqa: E402, F401  a fixture

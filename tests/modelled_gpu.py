@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+from modelled_hopper import GluonModel
 
-from fastattn.backends import native
+from fastattn.backends import hopper, native
 from fastattn.backends.native import build, cuda
 
 _ORDERS = ("ascending", "descending", "random")  # as in tests/cuda_model/settings.h
@@ -102,10 +103,13 @@ def gpu_model() -> Iterator[ModelledGpu]:
         yield gpu
 
 
+_MODELS = {CudaModel: ("gpu_model", native), GluonModel: ("gluon_model", hopper)}
+
+
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> ModuleType:
-    """The backend that a test is parametrized with (indirectly); for CudaModel it is native, on `gpu_model`."""
-    if request.param is not CudaModel:
-        return request.param
-    request.getfixturevalue("gpu_model")
-    return native
+    """The backend that a test is parametrized with (indirectly); for a model it is that which computes on it."""
+    fixture, found = _MODELS.get(request.param, (None, request.param))
+    if fixture is not None:
+        request.getfixturevalue(fixture)
+    return found

@@ -1,13 +1,17 @@
-"""Where each backend is tested: on the GPU if there is one, and what has a part for each device on every one."""
+"""Where each backend is tested: on the GPU if there is one that it is for, and native on every device."""
+
+from types import ModuleType
 
 import pytest
 import torch
 
-from fastattn.backends import BACKENDS, native
+from fastattn.backends import BACKENDS, hopper, native
 from fastattn.backends.native import build
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-PLACES = [(backend, device) for backend in BACKENDS for device in (DEVICES if backend is native else DEVICES[-1:])]
+_ON_HOPPER = "cuda" in DEVICES and torch.cuda.get_device_capability()[0] == 9
+_DEVICES_OF = {native: DEVICES, hopper: DEVICES[-1:] if _ON_HOPPER else ()}
+PLACES = [(backend, device) for backend in BACKENDS for device in _DEVICES_OF.get(backend, DEVICES[-1:])]
 
 # A GPU of compute capability 7.5 multiplies no bf16, and TORCH_CUDA_ARCH_LIST may ask for code for one.
 CUDA_TAKES_BF16 = "cuda" in DEVICES and build.CUDA.code_for(torch.cuda.get_device_capability()) >= (8, 0)
@@ -16,6 +20,11 @@ CUDA_TAKES_BF16 = "cuda" in DEVICES and build.CUDA.code_for(torch.cuda.get_devic
 def place_id(x: object) -> str:
     """Of a backend its name; of a device, a dtype or a case what str() says."""
     return getattr(x, "NAME", str(x))
+
+
+def most_precise_dtype(backend: ModuleType) -> torch.dtype:
+    """Of those that a backend takes, but for fp64."""
+    return torch.float16 if backend is hopper else torch.float32
 
 
 in_each_place = pytest.mark.parametrize(("backend", "device"), PLACES, ids=place_id)

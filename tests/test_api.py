@@ -53,7 +53,10 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "bias dtype": ({"bias": ONES}, "bias must be a floating Tensor, got torch.bool"),
     "slopes": ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be [4] or [2, 4], got [3]"),
     "sinks": ({"sinks": torch.zeros(2, 4)}, "sinks must be [4], got [2, 4]"),
-    "backend": ({"backend": "cuda"}, "backend must be one of 'fused', 'triton', 'native', 'reference', got 'cuda'"),
+    "backend": (
+        {"backend": "cuda"},
+        "backend must be one of 'fused', 'hopper', 'triton', 'native', 'reference', got 'cuda'",
+    ),
 }  # fmt: skip
 
 

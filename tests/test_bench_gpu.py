@@ -16,7 +16,7 @@ import fastattn
 from fastattn import testing
 from fastattn.bench import cases, run, timing
 from fastattn.bench.gpu import __main__ as command
-from fastattn.bench.gpu import render, rivals, speed, targets, truth
+from fastattn.bench.gpu import render, rivals, speed, stages, targets, tries, truth
 from fastattn.bench.gpu.crew import Crew, CrewError, Task, answers
 from fastattn.bench.gpu.results import Results, file_name, is_failure
 from fastattn.testing import CASES, make_inputs
@@ -110,6 +110,69 @@ def test_a_dry_run_of_cuda_builds_tests_and_measures_native_alone(tmp_path, monk
     assert all(row["verdict"] == "right" for row in timed if row["contender"] == "fastattn native")
 
 
+def test_a_dry_run_of_hopper_tries_and_measures_that_alone(tmp_path, monkeypatch):
+    """On a CPU, which the backend refuses: each of its rows says so."""
+    rows = dry_run("hopper", tmp_path, monkeypatch)
+    why = "needs an NVIDIA GPU, got cpu"
+    tried = [row for row in rows if row["task"].startswith("try ")]
+    assert [row["task"] for row in tried] == [task.name for task in tries.tasks(dry=True)]
+    assert {(row["verdict"], row["note"]) for row in tried} == {("n/a", why)}
+
+    timed = [row for row in rows if "contender" in row]
+    assert {row["task"] for row in timed} == {task.name for task in speed.tasks("cpu", dry=True, only="hopper")}
+    assert len(tried) + len(timed) == len(rows)
+    of_backward = [row for row in timed if row.get("pass") == "backward"]
+    expected = {"fastattn hopper", "fastattn hopper, deterministic=False"}
+    assert {row["contender"] for row in of_backward if row["family"] == "fastattn"} == expected
+    assert {(row["verdict"], row["note"]) for row in timed if row["family"] == "fastattn"} == {("n/a", why)}
+    assert {row["verdict"] for row in timed if row["contender"] == "SDPA flash"} == {"right"}
+
+
+def test_first_calls_are_held_to_the_error_budget(monkeypatch):
+    """By another backend, since the one that they are for needs a GPU."""
+    names = [task.name for task in tries.tasks(dry=False)]
+    assert len(names) == len(set(names)) == 3 * 3 * 4 * 3
+    first = [name for name in names if ": tile D64 " in name] + ["try backward: head D128 documents"]
+    rows = []
+    tries.serve(iter(first), rows.extend, "cpu", only="native")
+    assert [(row["verdict"], row["note"]) for row in rows] == [("right", "")] * 13
+    right, asked = fastattn.attention, []
+
+    def wrong(*args, backend, deterministic, **options):
+        asked.append((backend, deterministic))
+        factor = 1.1 if backend == "native" else 1.0
+        return tuple(factor * x for x in right(*args, backend=backend, **options))
+
+    monkeypatch.setattr(testing, "attention", wrong)
+    rows.clear()
+    tries.serve(iter(["try backward, deterministic=False: tile D64 full"]), rows.extend, "cpu", only="native")
+    assert ("native", False) in asked
+    assert rows[0]["verdict"] == "wrong"
+    assert rows[0]["note"].startswith("o: max error")
+
+
+def test_a_stage_about_a_backend_that_refuses_the_gpu_says_so(tmp_path):
+    stage = stages.Stage("hopper", Results(tmp_path, "cpu"), "cpu", 10.0)
+    stage.dry = False
+    with pytest.raises(stages.StageError, match="hopper needs an NVIDIA GPU, got cpu"):
+        stage.run()
+
+
+def test_backward_on_hopper_is_timed_in_any_order_too(monkeypatch):
+    case = speed._shrunk(next(case for case in CASES if case.name == "D128-N4096-causal"))
+    problem = cases.make_problem(cases.Job("attention", case, "bf16", "backward"), "cpu")
+    found = {c.name: c for c in rivals.gpu_contenders(problem, "hopper") if c.family == "fastattn"}
+    asked = []
+    monkeypatch.setattr(fastattn, "attention", lambda *args, **options: asked.append(options))
+    for contender in found.values():
+        contender.compute()
+    assert list(found) == ["fastattn hopper", "fastattn hopper, deterministic=False"]
+    assert [options["backend"] for options in asked] == ["hopper", "hopper"]
+    assert [options.get("deterministic", True) for options in asked] == [True, False]
+    forward = replace(problem, job=replace(problem.job, timed="forward"))
+    assert not any("deterministic" in c.name for c in rivals.gpu_contenders(forward, "hopper"))
+
+
 def test_what_native_is_promised_on_a_gpu_is_timed():
     cases = {task.name.split()[1] for task in speed.tasks("cuda", dry=False, only="native") if " " in task.name}
     promised = {found.promise.split()[0].rstrip(",") for found in targets.outcomes([{"stage": "cuda", "verdict": "x"}])}
@@ -188,7 +251,8 @@ def test_a_stage_that_runs_out_of_time_is_not_done(three_tasks, tmp_path, capsys
     assert "bench: 3 tasks are left; the same command goes on with them" in capsys.readouterr().err
 
 
-def test_a_stage_without_its_backend_says_so(tmp_path, capsys):
+def test_a_stage_without_its_backend_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(truth, "backend_names", lambda: ["triton", "native"])
     assert command.main(["hopper", "--device", "cpu", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "hopper: stage hopper needs a backend of that name, and there are only triton, native" in said
@@ -423,6 +487,46 @@ def test_native_is_held_against_kernels_that_are_made_for_the_gpu():
     graph = timed("launch", "forward", "fastattn native, CUDA graph", 0.01) | {"level": "launch"}
     assert outcome([graph], "forward in a CUDA graph") == ("10 us a replay", True)
     assert not any("TFLOP/s" in found.promise for found in targets.outcomes(rows))
+
+
+def test_hopper_is_held_against_cudnn():
+    def timed(case, which, name, ms, **more):
+        return row(case, which, name, ms, stage="hopper", **more)
+
+    lengths, promise = (1024, 2048, 4096, 8192, 16384), "D128 causal forward: on average at least 1.03 times"
+    rows = [timed(f"D128-N{N}-causal", "forward", "SDPA cudnn", 1.0) for N in lengths]
+    rows += [timed(f"D128-N{N}-causal", "forward", "fastattn hopper", 1.0) for N in lengths]
+    assert outcome(rows, promise) == ("1x", False)
+    assert outcome(rows[:-1], promise) == ("not measured", None)
+    rows[-1]["time_ms"]["median"] = 1 / 2**5  # whose mean with four ones is 2
+    assert outcome(rows, promise) == ("2x", True)
+
+    names = {"fastattn hopper": 2.0, "fastattn hopper, deterministic=False": 1.0, "SDPA cudnn": 1.1}
+    rows = [timed(f"D64-N{N}-full", "backward", name, ms) for N in lengths for name, ms in names.items()]
+    promise = "D64 full backward: on average at least 1.05 times as fast as SDPA cudnn"
+    assert outcome(rows, promise) == ("1.1x, and 0.55x with the same bits each time", True)
+    assert targets.ours(rows, "D64-N1024-full", "backward")["contender"] == "fastattn hopper"
+
+    rivals_of_256 = {"fastattn hopper": 1.0, "SDPA cudnn": 3.0, "SDPA flash": 0.9}
+    rows = [timed(f"D256-N{N}-full", "forward", name, ms) for N in lengths for name, ms in rivals_of_256.items()]
+    assert outcome(rows, "D256 full forward") == ("0.9x", False)
+
+    rows = [timed("D64-N2048-pad", "forward", name, ms) for name, ms in names.items()]
+    rows += [timed("D64-N2048-pad", "backward", name, ms) for name, ms in names.items()]
+    assert outcome(rows, "D64-N2048-pad, both passes: at least 2.0 times") == ("0.733x", False)  # 2.2 / (2 + 1)
+
+    ceiling = {"stage": "hopper", "family": "ceiling", "verdict": "right", "contender": "matmul", "tflops": 700.0}
+    longest = timed("D128-N16384-full", "forward", "fastattn hopper", 1.0, tflops=630.0)
+    assert outcome([longest, ceiling], "D128 N16384 full forward") == ("90 %", True)
+    assert outcome([longest], "D128 N16384 full forward") == ("not measured", None)
+
+
+def test_what_hopper_is_promised_is_timed():
+    names = {task.name for task in speed.tasks("cuda", dry=False, only="hopper")}
+    for case in (f"D{D}-N{N}-{mask}" for D in (64, 128, 256) for N in (1024, 16384) for mask in ("full", "causal")):
+        assert {f"attention {case} bf16 forward", f"attention {case} bf16 backward"} <= names
+    assert "attention D64-N2048-pad bf16 backward" in names
+    assert not any("bias" in name or "dropout" in name or "encoder" in name for name in names)
 
 
 def test_launches_and_memory_are_held_against_theirs():

@@ -11,7 +11,7 @@ import torch
 
 import fastattn
 from fastattn.__main__ import main
-from fastattn.backends import BACKENDS, native
+from fastattn.backends import BACKENDS, hopper, native
 from fastattn.bench import cases, limit, run, timing
 from fastattn.testing import Case
 
@@ -73,6 +73,7 @@ def test_version(capsys):
 
 
 def test_info_names_every_backend_its_dtypes_and_its_refusals(capsys, monkeypatch):
+    assert hopper.unavailable(torch.device("cpu")) is None  # Gluon has to be imported in the mode that Triton was
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert main(["info"]) == 0
     text = capsys.readouterr().out
@@ -83,6 +84,7 @@ def test_info_names_every_backend_its_dtypes_and_its_refusals(capsys, monkeypatc
     assert "float64" not in about["native"]
     assert "real_keys" in about["native"]
     assert "cpu: no: runs on the CPU only in Triton's interpreter" in about["triton"]
+    assert about["hopper"] == "hopper: ready\n  cpu: no: needs an NVIDIA GPU, got cpu"
 
 
 def test_table_of_the_readme_is_what_the_backends_say(capsys, monkeypatch):
@@ -98,8 +100,11 @@ def test_table_of_the_readme_is_what_the_backends_say(capsys, monkeypatch):
 def test_table_tells_a_backend_that_takes_less(capsys, monkeypatch):
     monkeypatch.setattr(native, "features", lambda device: frozenset({"window", "causal"}))
     monkeypatch.setattr(native.cpu, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(hopper, "_HEAD_DIM_STEP", 16)
     assert main(["info", "--markdown"]) == 0
-    assert f"| `native` | {native.WHERE} | causal, window | fp32 | all |\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"| `native` | {native.WHERE} | causal, window | fp32 | all |\n" in printed
+    assert "| fp16, bf16 | multiples of 16 up to 256 |\n" in printed
 
 
 def test_info_builds_nothing(monkeypatch, capsys):

@@ -6,18 +6,29 @@ import re
 import pytest
 import torch
 from modelled_gpu import CudaModel
-from places import CUDA_TAKES_BF16, PLACES, in_each_place, place_id
+from modelled_hopper import GluonModel
+from places import CUDA_TAKES_BF16, PLACES, most_precise_dtype, place_id
 
 import fastattn
-from fastattn.backends import objections, triton
+from fastattn.backends import hopper, objections, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
-COMPUTING = [*PLACES, (CudaModel, "cpu")]
-on_each = pytest.mark.parametrize(("backend", "device"), COMPUTING, ids=place_id, indirect=["backend"])
+ON_MODELS = [(CudaModel, "cpu"), (GluonModel, "cpu")]
+COMPUTING = [*PLACES, *ON_MODELS]
+WITH_BIAS = [place for place in COMPUTING if place[0] not in (hopper, GluonModel)]
+on_each, on_each_with_bias = (
+    pytest.mark.parametrize(("backend", "device"), places, ids=place_id, indirect=["backend"])
+    for places in (COMPUTING, WITH_BIAS)
+)
 
 POSITIONS = {"causal", "q_start", "window", "real_keys", "real_queries"}
 PROMISES = {  # what each backend must take, so that none gets greener by refusing more
+    "hopper": {
+        "features": POSITIONS | {"segments"},
+        "dtypes": {torch.float16, torch.bfloat16},
+        "head_dims": range(8, 257, 8),
+    },
     "triton": {
         "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": set(DTYPES),
@@ -67,7 +78,7 @@ def test_case_is_right_or_refused(backend, device, case, dtype):
         assert_right(inputs, run(inputs, backend.NAME))
 
 
-@in_each_place
+@pytest.mark.parametrize(("backend", "device"), [*PLACES, (GluonModel, "cpu")], ids=place_id, indirect=["backend"])
 def test_backend_keeps_its_promises(backend, device):
     promise = PROMISES.get(f"{backend.NAME} on {device}") or PROMISES[backend.NAME]
     device = torch.device(device)
@@ -98,7 +109,7 @@ def test_reference_agrees_with_autograd_of_the_formula(case):
 def test_hidden_values_change_nothing(backend, device):
     """Bit for bit the same output and gradients, whatever stands in padded keys and padded query rows."""
     case = next(case for case in CASES if case.name == "pad-queries")
-    inputs = make_inputs(case, torch.float32, device)
+    inputs = make_inputs(case, most_precise_dtype(backend), device)
     poisoned = run(inputs, backend.NAME)
     for x in (inputs.q, inputs.k, inputs.v, inputs.do):
         x.nan_to_num_(nan=7.0)
@@ -109,7 +120,7 @@ def test_hidden_values_change_nothing(backend, device):
 
 @on_each
 def test_visible_nan_stays_in_its_sample(backend, device):
-    inputs = make_inputs(next(case for case in CASES if case.name == "plain"), torch.float32, device)
+    inputs = make_inputs(next(case for case in CASES if case.name == "plain"), most_precise_dtype(backend), device)
     inputs.k[0, 0, 3] = float("nan")
     for name, value in run(inputs, backend.NAME).items():
         assert value[0, 0].isnan().any(), f"{name} hides a NaN"
@@ -119,7 +130,7 @@ def test_visible_nan_stays_in_its_sample(backend, device):
 @on_each
 def test_queries_that_see_nothing_give_exactly_zero(backend, device):
     case = next(case for case in CASES if case.name == "pad-left-causal")
-    inputs = make_inputs(case, torch.float32, device)
+    inputs = make_inputs(case, most_precise_dtype(backend), device)
     seen = inputs.mask.keep(*case.shapes()[0][2:3], case.shapes()[1][2], inputs.q.device).any(-1)  # [B, 1, n_q]
     assert not seen.all()
     empty = (~seen).expand(inputs.q.shape[:3])
@@ -132,7 +143,7 @@ def test_queries_that_see_nothing_give_exactly_zero(backend, device):
     assert (outputs["dv"][unread] == 0).all()
 
 
-@on_each
+@on_each_with_bias
 def test_bias_of_minus_infinity_hides(backend, device):
     inputs = make_inputs(next(case for case in CASES if case.name == "dense"), torch.float32, device)
     bias = torch.zeros_like(inputs.mask.dense, dtype=torch.float32).masked_fill(~inputs.mask.dense, -float("inf"))
@@ -145,7 +156,7 @@ def test_bias_of_minus_infinity_hides(backend, device):
 @on_each
 def test_same_inputs_give_the_same_bits(backend, device):
     case = next(case for case in CASES if case.name == "pad-queries-causal")
-    inputs = make_inputs(case, torch.float32, device)
+    inputs = make_inputs(case, most_precise_dtype(backend), device)
     first = run(inputs, backend.NAME)
     for _ in range(3):
         for name, value in run(inputs, backend.NAME).items():
@@ -155,7 +166,7 @@ def test_same_inputs_give_the_same_bits(backend, device):
 @on_each
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("q", "v"), ("k", "v")], ids="".join)
 def test_gradients_of_any_subset(backend, device, wanted):
-    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device)
+    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), most_precise_dtype(backend), device)
     every = run(inputs, backend.NAME)
     leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.learned().items()}
     o, lse = fastattn.attention(**leaves, mask=inputs.mask, return_lse=True, backend=backend.NAME)
@@ -167,7 +178,7 @@ def test_gradients_of_any_subset(backend, device, wanted):
 @on_each
 @pytest.mark.parametrize("output", ["o", "lse"])
 def test_gradient_through_one_output_only(backend, device, output):
-    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), torch.float32, device)
+    inputs = make_inputs(next(case for case in CASES if case.name == "causal-end"), most_precise_dtype(backend), device)
     unused = inputs.dlse if output == "o" else inputs.do
     unused.zero_()
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
@@ -186,8 +197,9 @@ def test_zero_length_inputs_never_reach_a_backend(backend, device, empty, monkey
     monkeypatch.setattr(backend, "forward", refuse)
     monkeypatch.setattr(backend, "backward", refuse)
     size = {"B": 2, "H": 2, "n_q": 3, "n_k": 4} | {empty: 0}
-    q = torch.ones(size["B"], size["H"], size["n_q"], 8, device=device, requires_grad=True)
-    k, v = (torch.ones(size["B"], max(size["H"], 1), size["n_k"], 8, device=device, requires_grad=True) for _ in "kv")
+    options = {"dtype": most_precise_dtype(backend), "device": device, "requires_grad": True}
+    q = torch.ones(size["B"], size["H"], size["n_q"], 8, **options)
+    k, v = (torch.ones(size["B"], max(size["H"], 1), size["n_k"], 8, **options) for _ in "kv")
     o, lse = fastattn.attention(q, k, v, fastattn.Mask(causal=True), return_lse=True, backend=backend.NAME)
     assert o.shape == q.shape
     assert (o == 0).all()

@@ -41,9 +41,9 @@ import torch
 from torch import Tensor
 
 from ..spec import Mask, Spec
-from . import native, reference, triton
+from . import hopper, native, reference, triton
 
-BACKENDS: tuple[ModuleType, ...] = (triton, native, reference)
+BACKENDS: tuple[ModuleType, ...] = (hopper, triton, native, reference)
 
 OPTIONAL = {
     "weights": "weights",

@@ -78,18 +78,13 @@ def backward(
     rules, scalars = rules_of(spec, n_q, n_k), (H, n_q, n_k)
     q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
     do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
-    lse = lse.contiguous()
-    if dlse is not None:
-        dlse = dlse.masked_fill(lse == -math.inf, 0)  # a constant there, whatever arrives
+    lse, dlse = lse.contiguous(), constant_where_nothing_is_seen(dlse, lse)
 
     def per_query(wanted: bool) -> Tensor | None:
         return torch.empty_like(lse) if wanted else None
 
     rows = Rows(per_query(True), per_query(q.dtype == torch.float32), per_query(True))
-    config = config_for("rows", q, max(block_qk, block_v), rules.heavy_terms)
-    programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-    arguments = (q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rows, rules.in_tiles(config.BLOCK_M))
-    launch(rows_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
+    find_rows(rows, q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rules)
 
     inputs, scalars = (q_heads, k_heads, v_heads, do_heads, rows), (spec.scale, *scalars)
     bias_over = shared_along(spec.bias) if dbias_wanted else None
@@ -127,7 +122,49 @@ def backward(
     return dq, dk, dv, dbias, dalibi_slopes, dsinks
 
 
-@triton.jit(do_not_specialize=["n_q", "n_k"])
+def constant_where_nothing_is_seen(dlse: Tensor | None, lse: Tensor) -> Tensor | None:
+    """`dlse`, but 0 where the lse is -inf, whatever arrives there."""
+    return None if dlse is None else dlse.masked_fill(lse == -math.inf, 0)
+
+
+def find_rows(
+    rows: Rows, q: Heads, k: Heads, o: Heads, do: Heads, lse: Tensor, dlse: Tensor | None, rules: Rules
+) -> None:
+    """Writes `rows`: [B, H, n_q] each, whose heads may lie apart, but all as far as those of delta.
+
+    Args:
+        lse: fp32 [B, H, n_q], contiguous.
+        dlse: the same, as `constant_where_nothing_is_seen` returns it; or None.
+    """
+    (B, H, n_q, d_qk), (_, H_kv, n_k, _), d_v = q.data.shape, k.data.shape, o.data.shape[3]
+    block_qk, block_v = padded_head_dim(d_qk, q.data), padded_head_dim(d_v, q.data)
+    config = config_for("rows", q.data, max(block_qk, block_v), rules.heavy_terms)
+    launch(
+        rows_kernel,
+        B * H * triton.cdiv(n_q, config.BLOCK_M),
+        q,
+        k,
+        o,
+        do,
+        lse,
+        dlse,
+        rows,
+        rules.in_tiles(config.BLOCK_M),
+        rows.delta.stride(1),
+        H,
+        n_q,
+        n_k,
+        GROUP=H // max(H_kv, 1),
+        D_QK=d_qk,
+        D_V=d_v,
+        BLOCK_QK=block_qk,
+        BLOCK_V=block_v,
+        PRECISION=dot_precision(),
+        **config._asdict(),
+    )
+
+
+@triton.jit(do_not_specialize=["s_head", "n_q", "n_k"])
 def rows_kernel(
     q: Heads,
     k: Heads,
@@ -137,6 +174,7 @@ def rows_kernel(
     dlse,
     rows: Rows,
     rules: Rules,
+    s_head,
     H,
     n_q,
     n_k,
@@ -165,8 +203,9 @@ def rows_kernel(
     b_lse = tl.load(lse + p_row, mask=m_q, other=float("-inf"))
     b_lse_log2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
     m_row = o_q < n_q
-    tl.store(rows.delta + p_row, b_delta, mask=m_row)
-    tl.store(rows.lse_log2 + p_row, b_lse_log2, mask=m_row)
+    i_row = (i_b * H + i_h) * s_head + o_q
+    tl.store(rows.delta + i_row, b_delta, mask=m_row)
+    tl.store(rows.lse_log2 + i_row, b_lse_log2, mask=m_row)
 
     if rows.rest_log2 is not None:
         # Every weight of a row is off by the rounding of its lse. They sum to 1, so one more pass tells by how much.
@@ -190,7 +229,7 @@ def rows_kernel(
                 pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_p = weights(b_q, b_k, b_lse_log2[:, None], 0.0, edge, m_dense, pairs, rules, PRECISION)[0]
                 b_sum += tl.sum(b_p, 1)
-        tl.store(rows.rest_log2 + p_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
+        tl.store(rows.rest_log2 + i_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...spec import Spec
 from .configs import config_for, padded_head_dim
 from .dropout import kept
-from .flash_backward import rows_kernel
+from .flash_backward import find_rows
 from .flash_forward import forward
 from .recompute import Rows, load_rows
 from .recompute import weights as weights_of_tile
@@ -90,16 +90,12 @@ def _shape(q: Tensor, k: Tensor) -> dict[str, int | str]:
 
 def _rows(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, rules: Rules) -> Rows:
     """What the scores of each query are measured from."""
-    (B, H, n_q, _), n_k = q.shape, k.shape[2]
     if lse is None:
         _, lse = forward(q, k, k[..., :0], replace(spec, dropout_p=0.0, seed=None))
     lse, no_o = lse.contiguous(), heads(q[..., :0])
     rest = torch.empty_like(lse) if q.dtype == torch.float32 else None
-    rows, shape = Rows(torch.empty_like(lse), rest, torch.empty_like(lse)), _shape(q, k)
-    config = config_for("rows", q, shape["BLOCK_QK"], rules.heavy_terms)
-    arguments = (readable_heads(q), readable_heads(k), no_o, no_o, lse, None, rows, rules.in_tiles(config.BLOCK_M))
-    shape |= {"D_V": 0, "BLOCK_V": padded_head_dim(0, q)}
-    launch(rows_kernel, B * H * triton.cdiv(n_q, config.BLOCK_M), *arguments, H, n_q, n_k, **shape, **config._asdict())
+    rows = Rows(torch.empty_like(lse), rest, torch.empty_like(lse))
+    find_rows(rows, readable_heads(q), readable_heads(k), no_o, no_o, lse, None, rules)
     return rows
 
 

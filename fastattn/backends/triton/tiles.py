@@ -68,7 +68,8 @@ def launch(kernel: triton.JITFunction, programs: int, *args: object, **options: 
     """Runs `programs` instances of `kernel` on the GPU of its tensors; nothing where there is nothing to do."""
     if programs == 0:
         return
-    with torch.cuda.device_of(next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))):
+    leaves = (getattr(leaf, "base", leaf) for leaf in tree_leaves(args))  # of a descriptor, the tensor it describes
+    with torch.cuda.device_of(next(leaf for leaf in leaves if isinstance(leaf, Tensor))):
         # Triton 3.10 turns the fusion of a * b + c off by default.
         kernel[(programs,)](*args, **options, enable_fp_fusion=True)
 

@@ -173,7 +173,12 @@ def position_of_first_query(visible, i_b):
 @triton.jit
 def query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M: tl.constexpr):
     """A tile of queries: (index, which may be read, position among the keys)."""
-    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    return queries_at(i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_b, n_q, q_start, visible)
+
+
+@triton.jit
+def queries_at(o_q, i_b, n_q, q_start, visible):
+    """`query_tokens` for the queries of these indices."""
     m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
     if visible.positions_q is None:
         return o_q, m_q, o_q + q_start
@@ -184,7 +189,12 @@ def query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M: tl.constexpr):
 @triton.jit
 def key_tokens(i_n, i_b, n_k, visible, BLOCK_N: tl.constexpr):
     """A tile of keys: (index, which may be read, position)."""
-    o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    return keys_at(i_n * BLOCK_N + tl.arange(0, BLOCK_N), i_b, n_k, visible)
+
+
+@triton.jit
+def keys_at(o_k, i_b, n_k, visible):
+    """`key_tokens` for the keys of these indices."""
     m_k = real_tokens(o_k, n_k, visible.real_keys, i_b)
     if visible.positions_k is None:
         return o_k, m_k, o_k
@@ -263,9 +273,7 @@ def key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK
         row_end = tl.minimum(i_m * BLOCK_M + BLOCK_M, q_end)
         return column_range(row_first, row_end, q_start, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
     else:
-        p_range = visible.key_ranges + (i_b * tl.cdiv(n_q, BLOCK_M) + i_m) * 4
-        first, end = tl.load(p_range), tl.load(p_range + 3)
-        full_first, full_end = tl.load(p_range + 1), tl.load(p_range + 2)
+        first, full_first, full_end, end = range_in_table(visible.key_ranges, i_b * tl.cdiv(n_q, BLOCK_M) + i_m)
         return tiles_of(first, full_first, full_end, end, BLOCK_N)
 
 
@@ -282,6 +290,40 @@ def query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLO
     else:
         first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
         return tiles_that_see(first, end, visible.key_ranges, i_b, tl.cdiv(n_q, BLOCK_M))
+
+
+def query_ranges(key_ranges: Tensor, n_k: int, block_n: int) -> Tensor:
+    """int32 [B, key tiles, 4]: `query_range` of each tile of `block_n` keys, for kernels that cannot look for it.
+
+    Args:
+        key_ranges: int32 [B, query tiles, 4], see `Visibility.in_tiles`.
+    """
+    B, n_query_tiles, _ = key_ranges.shape
+    tiles = triton.cdiv(n_k, block_n)
+    found = key_ranges.new_empty(B, tiles, 4)
+    launch(query_ranges_kernel, B * tiles, key_ranges, found, n_query_tiles, n_k, BLOCK_N=block_n, num_warps=4)
+    return found
+
+
+@triton.jit(do_not_specialize=["n_query_tiles", "n_k"])
+def query_ranges_kernel(key_ranges, found, n_query_tiles, n_k, BLOCK_N: tl.constexpr):
+    """One tile's row of `query_ranges`."""
+    i_program = tl.program_id(0).to(tl.int64)
+    n_tiles = tl.cdiv(n_k, BLOCK_N)
+    i_b, i_n = i_program // n_tiles, (i_program % n_tiles).to(tl.int32)
+    first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
+    begin, full_begin, full_end, end_of_seen = tiles_that_see(first, end, key_ranges, i_b, n_query_tiles)
+    tl.store(found + i_program * 4, begin)
+    tl.store(found + i_program * 4 + 1, full_begin)
+    tl.store(found + i_program * 4 + 2, full_end)
+    tl.store(found + i_program * 4 + 3, end_of_seen)
+
+
+@triton.jit
+def range_in_table(ranges, i_tile):
+    """(begin, full_begin, full_end, end), as a row of a table says."""
+    p_range = ranges + i_tile * 4
+    return tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
 
 
 @triton.jit

@@ -9,12 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+import fastattn
 from fastattn import Mask
 from fastattn.backends import BACKENDS, backend_by_name, objections
 from fastattn.testing import Inputs
 
 from ..cases import Problem
 from ..rivals import Contender, contenders, leaves_of, without_nan
+from .targets import IN_ANY_ORDER
 
 _WITH_TABLES = ("SDPA math", "naive")
 _LARGEST_TABLE_BYTES = 10 * 2**30  # a backward pass holds several, and both of them theirs at the same time
@@ -36,6 +38,8 @@ def gpu_contenders(problem: Problem, only: str | None = None) -> list[Contender]
         return standard
     if only:
         standard = [_by_name(c, only, problem.inputs) if c.name == f"fastattn {only}" else c for c in standard]
+    if only == "hopper" and problem.job.timed != "forward":
+        standard += [_in_any_order(c, only, problem.inputs) for c in standard if c.name == f"fastattn {only}"]
     if only == "native":
         return [c for c in standard if c.family == "fastattn" or c.name in _RIVALS_OF_NATIVE]
     inputs = without_nan(problem.inputs)
@@ -46,6 +50,18 @@ def _by_name(contender: Contender, backend: str, inputs: Inputs) -> Contender:
     """The contender with the objections of a backend that was asked for by name: the standard suite does not ask so."""
     found = objections(backend_by_name(backend), inputs.q, inputs.k, inputs.v, inputs.spec())
     return replace(contender, refusal="; ".join(found) or None)
+
+
+def _in_any_order(contender: Contender, backend: str, inputs: Inputs) -> Contender:
+    """The contender with gradients that are summed in any order."""
+    leaves = leaves_of(**inputs.learned())
+    options = {"mask": inputs.mask, "backend": backend, "deterministic": False}
+    return replace(
+        contender,
+        name=f"{contender.name}{IN_ANY_ORDER}",
+        compute=lambda: fastattn.attention(**leaves, **options),
+        tensors=leaves,
+    )
 
 
 def _if_it_fits(contender: Contender, inputs: Inputs) -> Contender:

@@ -26,12 +26,15 @@ LIMIT_S = 90.0  # of one task: the largest shapes take fp64 and the plain formul
 _BUDGET_S = {"cuda": 0.8, "cpu": 0.0}  # for all rounds of one job
 _COPIED_BYTES = {"cuda": 2**32, "cpu": 2**20}
 _WHOLE_MODELS = "bert"  # the case that a layer and an encoder are trained on
-_OF_NATIVE = re.compile(r"D(64|128)-N(2048|4096|16384)-(full|causal|pad)|bert|launch")  # what its targets are about
+_ONLY = {  # of a backend, where it is measured alone
+    "native": re.compile(r"D(64|128)-N(2048|4096|16384)-(full|causal|pad)|bert|launch"),  # what its targets are about
+    "hopper": re.compile(r"(?!bias|dropout).*"),  # what it takes
+}
 _DRY = ("D128-N4096-causal", "bert", "launch", "left-causal", "bias-N1024")
 
 
 def tasks(device: str, dry: bool, only: str | None = None) -> list[Task]:
-    """Every task by its name, a dry run's in a small size, and those of native fewer."""
+    """Every task by its name, a dry run's in a small size, and those of one backend fewer."""
     return [Task(name, LIMIT_S) for name in [CEILINGS, *_jobs(dry, only)]]
 
 
@@ -85,15 +88,15 @@ def gpu_answers() -> bool:
 def _jobs(dry: bool, only: str | None = None) -> dict[str, Job]:
     """The jobs by name, in order."""
     cases = [case for case in CASES if case.timed == "gpu" and (not dry or case.name in _DRY)]
-    if only == "native":
-        cases = [case for case in cases if _OF_NATIVE.fullmatch(case.name)]
+    if only:
+        cases = [case for case in cases if _ONLY[only].fullmatch(case.name)]
     found: list[Job] = []
     for case in map(_shrunk, cases) if dry else cases:
         if case.name == LAUNCH:
             found.append(Job(LAUNCH, case, DTYPE, "forward"))
             continue
         found += [Job("attention", case, DTYPE, timed) for timed in (PASSES if case.n_q > 1 else ("forward",))]
-        if case.name == _WHOLE_MODELS and only != "native":  # which no module chooses there
+        if case.name == _WHOLE_MODELS and not only:  # modules choose for themselves
             found += [Job(level, case, DTYPE, "forward+backward") for level in ("layer", "encoder")]
     return {str(job): job for job in found}
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattn.backends import BACKENDS
+from fastattn.backends import BACKENDS, backend_by_name
 from fastattn.backends.native import build
+from fastattn.testing import CASES, make_inputs
 
-from . import speed, truth
+from . import speed, tries, truth
 from .crew import Answer, Crew, CrewError, Task, answers
 from .results import REPOSITORY, Results, is_failure
 
@@ -23,6 +24,7 @@ STAGES = ("truth", "bench", "hopper", "cuda")
 _ONLY = {"hopper": "hopper", "cuda": "native"}  # the backend that a stage is about; other stages are about all
 _OLDER = "7.5+PTX"  # the code for GPUs without bf16, which newer ones compile for themselves
 _COMPILING_SHARE = 0.6  # of the time of a stage, at most
+_TRIES_SHARE = 0.4  # until then, in a stage that begins with first calls
 _TRUTH_SHARE = 0.7  # until then, in a stage that goes on with times
 _BUILD_LIMIT_S = 240.0
 _OLDER_LIMIT_S = 240.0  # of one test: the first ones wait until the driver has compiled the code
@@ -66,12 +68,16 @@ class Stage:
         if self.only and self.only not in truth.backend_names():
             known = ", ".join(truth.backend_names())
             raise StageError(f"stage {self.name} needs a backend of that name, and there are only {known}")
+        if self.only and not self.dry and (why := _refusal(self.only, self.device)):
+            raise StageError(f"{self.only} {why}")
         if self.name != "bench" and not (REPOSITORY / "tests").is_dir():
             raise StageError("the tests are not installed with the package: run it in a checkout")
         self.results.begin_run(self.name)
         self.left = 0
         try:
             archs = self._build() if self.name == "cuda" else [""]
+            if self.name == "hopper":
+                self._try()
             if self.name != "bench":
                 self._truth(archs)
             if self.name != "truth":
@@ -119,6 +125,15 @@ class Stage:
         if failures[""]:
             raise StageError(f"the native module was not built: {failures['']}")
         return [archs for archs, failure in failures.items() if not failure]
+
+    def _try(self) -> None:
+        """The first calls of kernels that may hang; what hangs costs the others nothing."""
+        options = {"device": self.device, "only": self.only}
+        tasks = self._unfinished(tries.tasks(self.dry))
+        if not self.dry:
+            to_compile = [Task(task.name, _COMPILE_LIMIT_S) for task in tasks]
+            self._compile(Crew(tries.serve, to_compile, _cores(), options | {"compiling": True}))
+        self._measure([Crew(tries.serve, tasks, options=options)], self.begun + _TRIES_SHARE * self.seconds)
 
     def _truth(self, archs: list[str]) -> None:
         first = next(answers([self._tests([Task(truth.FIRST, _FIRST_LIMIT_S)])], self.deadline), None)
@@ -216,6 +231,12 @@ def _failure_of(process: subprocess.Popen, until: float) -> str:
         return ""
     logs = sorted(build.cache_dir().glob("*.log"), key=lambda path: path.stat().st_mtime)
     return f"exit code {code}; " + "".join(path.read_text(errors="replace")[-_LOG_TAIL:] for path in logs[-1:])
+
+
+def _refusal(name: str, device: str) -> str:
+    """What a backend has against the plainest call on a device; "" where it takes it."""
+    inputs = make_inputs(CASES[0], torch.float16, device)
+    return "; ".join(backend_by_name(name).unsupported(inputs.q, inputs.k, inputs.v, inputs.spec()))
 
 
 def _cores() -> int:

@@ -1,0 +1,91 @@
+"""The Hopper backend: FlashAttention-3 in Gluon, which ships with Triton.
+
+It takes calls that have a mask, which may not be dense, and no other term. It is built over the Triton backend, whose
+`visibility` says here too which pairs and tiles are seen.
+
+The modules with kernels are imported inside functions, so that importing fastattn needs torch alone. None of them is
+called `forward` or `backward`: Python would put the module in the place of the function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from ...spec import Mask, Spec
+
+NAME = "hopper"
+WHERE = "NVIDIA GPUs of compute capability 9.0 (H100, H200), by name"
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD_DIM = 256
+_HEAD_DIM_STEP = 8  # rows that TMA copies are multiples of 16 bytes
+
+
+def features(device: torch.device) -> frozenset[str]:
+    """Those of a mask, but for a dense one, on every device."""
+    return frozenset(field.name for field in fields(Mask)) - {"dense"}
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
+    """Sentences about the device, the dtype and the head dims."""
+    found = _device_objections(q.device)
+    if q.dtype not in _DTYPES:
+        found.append(f"needs float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
+    for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
+        if dim % _HEAD_DIM_STEP or dim > _LARGEST_HEAD_DIM:
+            of = f"multiples of {_HEAD_DIM_STEP} up to {_LARGEST_HEAD_DIM}"
+            found.append(f"takes head dims that are {of}, got {dim} for {name}")
+    return found
+
+
+def lacks(device: torch.device) -> frozenset[str]:
+    """All that is about weights, on every device."""
+    return frozenset({"weights", "received", "top_keys"})
+
+
+def unavailable(device: torch.device) -> str | None:
+    """One sentence where the installed Triton has no Gluon, or one that lacks what the kernels use."""
+    try:
+        from . import gluon  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"needs Triton 3.6 or newer with Gluon: {error}"
+    return None
+
+
+def by_name_only(device: torch.device) -> str | None:
+    """One sentence, on every device."""
+    return "serves by name only, since no GPU has run its tests yet"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
+    from .flash_forward import forward
+
+    return forward(q, k, v, spec)
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spec: Spec,
+    output_mask: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k and v where `output_mask` asks for them, and three None: it takes no bias, slopes or sinks."""
+    from .flash_backward import backward
+
+    return backward(do, dlse, q, k, v, o, lse, spec, output_mask)
+
+
+def _device_objections(device: torch.device) -> list[str]:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return [f"needs an NVIDIA GPU, got {device.type}"]
+    major, minor = torch.cuda.get_device_capability(device)
+    return [] if major == 9 else [f"needs compute capability 9.0 (Hopper), got {major}.{minor}"]

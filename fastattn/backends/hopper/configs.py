@@ -1,0 +1,127 @@
+"""Tile sizes and launch parameters of the Hopper kernels.
+
+None was measured on a GPU yet. All were chosen by compiling ahead of time for sm_90a.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+
+ROWS_OF_GROUP = 64
+"""What a warp group multiplies at a time: the rows of a wgmma."""
+
+
+class ForwardConfig(NamedTuple):
+    """How the forward is compiled and launched; capitals are the kernel's names."""
+
+    GROUPS: int  # warp groups that compute, of 64 queries each
+    BLOCK_N: int  # keys of a tile
+    SLOTS: int  # tiles of K, and as many of V, in shared memory
+    Q_SLOTS: int  # tiles of queries in shared memory; with two, the next is loaded before the last is done
+    PING_PONG: bool  # whether two warp groups take turns at issuing matrix products
+    REGISTERS: int  # of a thread of a warp group
+    PRODUCER_REGISTERS: int  # of a thread that loads
+    maxnreg: int  # of a thread at the start, and what all of them share: 65536 in all
+    persistent: bool  # as many programs as SMs, instead of one for each item
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile."""
+        return self.GROUPS * ROWS_OF_GROUP
+
+    def options(self) -> dict[str, int]:
+        """The keyword arguments of a launch."""
+        return {name: value for name, value in self._asdict().items() if name != "persistent"} | {"num_warps": 4}
+
+
+_FORWARD = {  # larger head dim -> configuration
+    64: ForwardConfig(2, 128, 3, 2, False, 232, 40, 168, True),
+    128: ForwardConfig(2, 128, 2, 2, False, 232, 40, 168, True),
+    256: ForwardConfig(2, 64, 2, 1, False, 232, 40, 168, True),
+}
+FORWARD_ALTERNATIVES = {  # to be measured against those
+    64: (ForwardConfig(3, 128, 3, 2, False, 160, 32, 128, True),),
+    128: (ForwardConfig(2, 128, 2, 2, True, 232, 40, 168, True),),
+}
+
+
+def forward_config(padded_head_dim: int) -> ForwardConfig:
+    """The parameters of the forward for head dims of which the larger is padded to this."""
+    return _FORWARD[padded_head_dim]
+
+
+class DkDvConfig(NamedTuple):
+    """How the kernel of dK and dV is compiled and launched: two warp groups, of 64 keys each."""
+
+    BOTH: bool  # whether one launch finds both, which takes registers for both
+    BLOCK_M: int  # queries of a tile
+    Q_SLOTS: int  # tiles of Q in shared memory
+    DO_SLOTS: int  # tiles of dO
+    REGISTERS: int
+    PRODUCER_REGISTERS: int
+    maxnreg: int
+    persistent: bool
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a tile."""
+        return 2 * ROWS_OF_GROUP
+
+    def options(self) -> dict[str, int]:
+        """The keyword arguments of a launch."""
+        return _options(self, "BOTH", "persistent")
+
+
+class DqConfig(NamedTuple):
+    """How the kernel of dQ is compiled and launched: two warp groups, of 64 queries each."""
+
+    BLOCK_N: int  # keys of a tile
+    K_SLOTS: int  # tiles of K in shared memory
+    V_SLOTS: int  # tiles of V
+    REGISTERS: int
+    PRODUCER_REGISTERS: int
+    maxnreg: int
+    persistent: bool
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a tile."""
+        return 2 * ROWS_OF_GROUP
+
+    def options(self) -> dict[str, int]:
+        """The keyword arguments of a launch."""
+        return _options(self, "persistent")
+
+
+def _options(config: NamedTuple, *not_of_the_kernel: str) -> dict[str, int]:
+    names = [name for name in config._fields if name not in not_of_the_kernel]
+    return {name: getattr(config, name) for name in names} | {"num_warps": 4}
+
+
+_DK_DV = {  # larger head dim -> configuration
+    64: DkDvConfig(True, 64, 2, 2, 224, 56, 168, True),
+    128: DkDvConfig(True, 64, 2, 2, 232, 40, 168, True),
+    256: DkDvConfig(False, 64, 2, 1, 232, 40, 168, True),
+}
+_DQ = {
+    64: DqConfig(128, 2, 2, 232, 40, 168, True),
+    128: DqConfig(64, 2, 2, 232, 40, 168, True),
+    256: DqConfig(64, 2, 1, 240, 24, 168, True),
+}
+
+
+def dk_dv_config(padded_head_dim: int) -> DkDvConfig:
+    """The parameters of the kernel of dK and dV, as `forward_config` has those of the forward."""
+    return _DK_DV[padded_head_dim]
+
+
+def dq_config(padded_head_dim: int) -> DqConfig:
+    """The parameters of the kernel of dQ, as `forward_config` has those of the forward."""
+    return _DQ[padded_head_dim]
+
+
+def padded_head_dim(dim: int) -> int:
+    """The power of two that a head dim is padded to: at least the 128 bytes of a row of swizzled shared memory."""
+    return max(64, triton.next_power_of_2(dim))

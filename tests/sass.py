@@ -1,0 +1,83 @@
+"""The machine code of a kernel, as nvdisasm prints it: its instructions, and its loops."""
+
+from __future__ import annotations
+
+import re
+from functools import reduce
+
+_LABEL = re.compile(r"\s*(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+_ENDS = re.compile(r"(BRA|EXIT|RET|BRX|JMP)\b")  # without a predicate, nothing goes on after it
+
+
+def innermost_loops(sass: str, name: str) -> list[list[str]]:
+    """The loops that have an instruction of that name and hold no such loop, each as instructions by their addresses.
+
+    A loop is what can be run again by a jump back to the block of instructions through which alone it is entered. Not
+    every jump to an earlier address is one: code that waits often stands after the loop that it belongs to.
+    """
+    blocks, successors = _blocks(sass)
+    predecessors = [[a for a, follow in enumerate(successors) if b in follow] for b in range(len(blocks))]
+    dominators = _dominators(predecessors)
+    bodies: dict[int, set[int]] = {}
+    for tail, follow in enumerate(successors):
+        for head in follow:
+            if dominators[tail] >> head & 1:
+                body, waiting = bodies.setdefault(head, {head}), [tail]
+                while waiting:
+                    block = waiting.pop()
+                    if block not in body:
+                        body.add(block)
+                        waiting += predecessors[block]
+    texts = {tuple(sorted(body)): [x for block in sorted(body) for x in blocks[block]] for body in bodies.values()}
+    found = {body: text for body, text in texts.items() if count(name, text)}
+    return [text for body, text in found.items() if not any(set(other) < set(body) for other in found)]
+
+
+def instructions(sass: str) -> list[str]:
+    """All instructions, in the order of their addresses."""
+    return [text for block in _blocks(sass)[0] for text in block]
+
+
+def count(name: str, texts: list[str]) -> int:
+    """How many of the instructions have that name, which is a regular expression."""
+    return sum(re.match(rf"(@!?U?P\w+ )?{name}\b", text) is not None for text in texts)
+
+
+def _blocks(sass: str) -> tuple[list[list[str]], list[set[int]]]:
+    """Instructions that are run one after the other, and which of these blocks may follow each."""
+    blocks: list[list[str]] = [[]]
+    begins: dict[str, int] = {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            if blocks[-1]:
+                blocks.append([])
+            begins[label[1]] = len(blocks) - 1
+        elif instruction := _INSTRUCTION.match(line):
+            blocks[-1].append(instruction[1])
+            if _ENDS.search(instruction[1]):
+                blocks.append([])
+    successors = []
+    for i, block in enumerate(blocks):
+        last = block[-1] if block else ""
+        follow = {begins[label] for label in _TARGET.findall(last) if label in begins}
+        if not _ENDS.match(last) and i + 1 < len(blocks):
+            follow.add(i + 1)
+        successors.append(follow)
+    return blocks, successors
+
+
+def _dominators(predecessors: list[list[int]]) -> list[int]:
+    """For each block a set of bits: the blocks through which every way to it leads, itself among them."""
+    everything = (1 << len(predecessors)) - 1
+    found = [everything if before else 1 << i for i, before in enumerate(predecessors)]
+    found[0], changed = 1, True
+    while changed:
+        changed = False
+        for i, before in enumerate(predecessors):
+            if i and before:
+                common = reduce(int.__and__, (found[b] for b in before)) | 1 << i
+                changed |= common != found[i]
+                found[i] = common
+    return found

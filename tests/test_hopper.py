@@ -1,0 +1,81 @@
+"""What is particular to the Hopper backend: its refusals, and who is asked first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends import BACKENDS, hopper, select
+from fastattn.backends import objections as objections_to_call
+from fastattn.spec import Mask, Spec
+
+
+def call(shape=(1, 1, 4, 64), d_v=64, dtype=torch.float16, mask=None, **terms):
+    q = torch.empty(shape, dtype=dtype)
+    return q, q, q.new_empty(*shape[:3], d_v), Spec(mask or Mask(), 1.0, **terms)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """CPU tensors count as those of a GPU of compute capability 9.0."""
+    monkeypatch.setattr(hopper, "_device_objections", lambda device: [])
+
+
+def test_refusals_are_sentences(on_hopper):
+    assert hopper.unsupported(*call()) == []
+    assert hopper.unsupported(*call(dtype=torch.float32)) == ["needs float16 or bfloat16, got float32"]
+    for dim in (4, 36, 264):
+        of = "takes head dims that are multiples of 8 up to 256, got"
+        assert hopper.unsupported(*call((1, 1, 4, dim))) == [f"{of} {dim} for q and k"]
+        assert hopper.unsupported(*call(d_v=dim)) == [f"{of} {dim} for v"]
+    dense = call(mask=Mask(dense=torch.ones(4, 4, dtype=torch.bool)), softcap=1.0)
+    assert objections_to_call(hopper, *dense) == ["does not support dense on cpu", "does not support softcap on cpu"]
+
+
+def test_only_hopper_is_taken(monkeypatch):
+    assert hopper._device_objections(torch.device("cpu")) == ["needs an NVIDIA GPU, got cpu"]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for capability, got in (((9, 0), None), ((8, 0), "8.0"), ((10, 0), "10.0"), ((12, 0), "12.0")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        expected = [f"needs compute capability 9.0 (Hopper), got {got}"] if got else []
+        assert hopper._device_objections(torch.device("cuda")) == expected
+
+
+def test_it_serves_by_name_until_a_gpu_has_run_its_tests(on_hopper):
+    assert objections_to_call(hopper, *call()) == []
+    why = "serves by name only, since no GPU has run its tests yet"
+    assert objections_to_call(hopper, *call(), named=False) == [why]
+    q, k, v, _ = call()
+    explanation = fastattn.explain(q, k, v)
+    assert explanation.objections["hopper"] == [why]
+    assert explanation.backend == "native"
+    assert select(*call(), "hopper") == "hopper"
+
+
+def test_it_is_asked_first_where_it_serves(on_hopper, monkeypatch):
+    assert BACKENDS[0] is hopper
+    monkeypatch.setattr(hopper, "by_name_only", lambda device: None)
+    assert select(*call()) == "hopper"
+    assert select(*call(dtype=torch.float32)) == "native"
+
+
+def test_without_gluon_there_is_a_sentence():
+    """In a process of its own, where nothing has imported it; a Triton that is too old lacks names, or the package."""
+    program = (
+        "import sys, torch, triton.experimental.gluon.language.nvidia.hopper as there\n"
+        "from fastattn.backends import hopper\n"
+        "{}\n"
+        "print(hopper.unavailable(torch.device('cuda')))"
+    )
+    lacking = {
+        "pass": "None",
+        "sys.modules['triton.experimental.gluon'] = None": "needs Triton 3.6 or newer with Gluon: import of",
+        "del there.warpgroup_mma": "needs Triton 3.6 or newer with Gluon: cannot import name 'warpgroup_mma'",
+    }
+    for line, said in lacking.items():
+        done = subprocess.run([sys.executable, "-c", program.format(line)], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith(said), done.stdout

@@ -1,0 +1,81 @@
+"""The Hopper kernels, compiled with the installed Triton; and the record of what they took with every Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import hopper_record
+import pytest
+from hopper_compile import CALLS, HEAD_DIMS, KERNELS, _exposed, compiled_with
+from hopper_record import Compiled
+
+TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+RIGHT = Compiled(
+    "3.7.1", "forward_kernel", 128, "full", registers=168, spilled=0, local=0, shared=164200, hgmma=96, tma=8,
+    setmaxreg=12, loop=454, loop_hgmma=16, loop_exposed=0, loop_local=0,
+)  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_hot_kernel_compiles_and_is_as_it_should_be(head_dim, call):
+    kernels = compiled_with(None, head_dim, call)
+    expected = set(itertools.product(KERNELS, (head_dim,), (call,)))
+    assert {(kernel.kernel.partition(",")[0], kernel.D, kernel.call) for kernel in kernels} == expected
+    assert [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()] == []
+
+
+def test_the_record_is_of_these_kernels():
+    """What CI goes by to compile them with every Triton."""
+    of_record, kernels = hopper_record.recorded()
+    assert of_record == hopper_record.digest(), "the kernels have changed: run make hopper, then python -m docs.render"
+    found = {(kernel.triton, kernel.kernel.partition(",")[0], kernel.D, kernel.call) for kernel in kernels}
+    assert found == set(itertools.product(TRITONS, KERNELS, HEAD_DIMS, CALLS))
+    assert [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()] == []
+
+
+def test_a_kernel_as_it_should_be():
+    assert list(RIGHT.complaints()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"spilled": 8}, "spills 8 bytes, with 0 instructions"),
+        ({"local": 3}, "spills 0 bytes, with 3 instructions"),
+        ({"shared": 232449}, "takes 232449 bytes of shared memory, of 232448"),
+        ({"tma": 0}, "has no tma"),
+        ({"setmaxreg": 0}, "has no setmaxreg"),
+        ({"loop_hgmma": 0}, "has no loop_hgmma"),
+        ({"loop_exposed": 64}, "computes 64 exponentials of its loop with no matrix product under way"),
+        ({"warnings": ("wgmma is serialized",)}, "wgmma is serialized"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(changes, complaint):
+    assert list(dataclasses.replace(RIGHT, **changes).complaints()) == [complaint]
+
+
+def test_the_record_is_of_code_and_not_of_comments():
+    source = '"""Says."""\n\nX = 1  # one\n\n\ndef f():\n    """Does."""\n    return "# 2"\n'
+    assert hopper_record.code_of(source) == 'X = 1\ndef f():\n    return "# 2"'
+    assert hopper_record.code_of(source.replace("one", "1").replace("Does", "It does")) == hopper_record.code_of(source)
+    assert hopper_record.code_of(source.replace("# 2", "# 3")) != hopper_record.code_of(source)
+
+
+def test_the_record_is_of_all_that_the_kernels_are_made_of():
+    names = {f"{path.parent.name}/{path.name}" for path in hopper_record.sources()}
+    assert {"hopper/gluon.py", "hopper/flash_forward.py", "triton/visibility.py", "triton/tiles.py"} <= names
+    assert not {"triton/flash_weights.py", "native/cuda.py", "backends/__init__.py"} & names
+
+
+def test_exponentials_that_wait_for_products_are_exposed():
+    product, other, wait = (
+        "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0",
+        "MUFU.EX2 R1, R2",
+        "WARPGROUP.DEPBAR.LE gsb0, ",
+    )
+    assert _exposed([f"{wait}0x0", product, product, f"{wait}0x1", other, other]) == 0
+    assert _exposed([product, product, f"{wait}0x1", other, f"{wait}0x0", other]) == 1
+    assert _exposed([other, product, f"{wait}0x0"]) == 1

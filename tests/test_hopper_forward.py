@@ -1,0 +1,104 @@
+"""What is particular to the forward on Hopper: the order of its items, what TMA may read, scales, empty calls."""
+
+import pytest
+import torch
+from gluon_model import modelled
+from gluon_model.gluon import gl, jit
+
+from fastattn import Mask
+from fastattn.backends import hopper
+from fastattn.backends.triton.visibility import visibility
+from fastattn.spec import Spec
+from fastattn.testing import Case, assert_right, make_inputs
+
+order, rings = modelled("hopper.order"), modelled("hopper.rings")
+
+
+@jit
+def order_kernel(found, i_first, n_items, n_tiles, n_heads, section, H):
+    for i in range(i_first, n_items):
+        i_m, i_h, i_b = order.item_at(i, order.Order(n_items, 1, n_tiles, n_heads, section, H))
+        gl.store(found + 3 * i, i_m)
+        gl.store(found + 3 * i + 1, i_h.to(gl.int32))
+        gl.store(found + 3 * i + 2, i_b.to(gl.int32))
+
+
+@pytest.mark.parametrize(("B", "H", "n_tiles", "section"), [(1, 1, 1, 1), (2, 3, 5, 1), (2, 3, 4, 4), (3, 4, 2, 12)])
+def test_every_item_has_its_turn_and_the_heaviest_of_a_section_come_first(B, H, n_tiles, section):
+    n_items = B * H * n_tiles
+    found = torch.full((n_items, 3), -1, dtype=torch.int32)
+    order_kernel[(1,)](found, 0, n_items, n_tiles, B * H, section, H, num_warps=4)
+    items = [(i_b * H + i_h, i_m) for i_m, i_h, i_b in found.tolist()]
+    expected = []
+    for first in range(0, B * H, section):
+        heads = range(first, min(first + section, B * H))
+        expected += [(head, tile) for tile in reversed(range(n_tiles)) for head in heads]
+    assert items == expected
+
+
+def test_sections_fit_into_the_cache():
+    causal, window, full = (
+        visibility(mask, 64, 64) for mask in (Mask(causal=True), Mask(causal=True, window=(9, 0)), Mask())
+    )
+    mib = 2**20
+    assert [order.section_of(64, 1, size * mib, causal) for size in (64, 32, 9, 8, 1)] == [1, 1, 2, 4, 32]
+    assert order.section_of(64, 4, 16 * mib, causal) == 8
+    assert order.section_of(6, 1, 1, causal) == 6
+    assert order.section_of(64, 1, 1, window) == order.section_of(64, 1, 1, full) == 1
+
+
+def readable_by_tma() -> dict[str, torch.Tensor]:
+    x = torch.randn(2, 3, 40, 64).half()
+    return {
+        "as it is": x,
+        "heads in tokens": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "part of a wider tensor": torch.randn(2, 3, 40, 136).half()[..., 8:72],
+        "one head of odd stride": torch.randn(1, 40 * 64 + 3).half()[:, : 40 * 64].view(1, 1, 40, 64),
+    }
+
+
+def not_readable_by_tma() -> dict[str, torch.Tensor]:
+    return {
+        "columns apart": torch.randn(2, 3, 64, 40).half().mT,
+        "heads shared": torch.randn(2, 1, 40, 64).half().expand(2, 3, 40, 64),
+        "base not on 16 bytes": torch.randn(2 * 3 * 40 * 64 + 1).half()[1:].view(2, 3, 40, 64),
+        "rows not on 16 bytes": torch.randn(2, 3, 40, 68).half()[..., :64],
+    }
+
+
+@pytest.mark.parametrize("name", readable_by_tma())
+def test_what_tma_reads_is_not_copied(name):
+    x = readable_by_tma()[name]
+    assert rings.loadable(x) is x
+    assert all(stride % 8 == 0 for stride in rings.strides_of(x)[:3])
+
+
+@pytest.mark.parametrize("name", not_readable_by_tma())
+def test_what_tma_does_not_read_is_copied(gluon_model, name):
+    x = not_readable_by_tma()[name]
+    copy = rings.loadable(x)
+    assert copy.is_contiguous()
+    assert torch.equal(copy, x)
+    q = torch.randn(x.shape).half()
+    for found, expected in zip(
+        hopper.forward(q, x, x, Spec(Mask(), 0.1)), hopper.forward(q, copy, copy, Spec(Mask(), 0.1)), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-45])
+def test_scales_that_are_not_positive(gluon_model, scale):
+    """The largest product has the smallest score, or all are alike; 1e-45 is 0 where small numbers are flushed."""
+    inputs = make_inputs(
+        Case(f"scale {scale}", "", n_q=70, n_k=200, D=64, causal=True, keys="holes", scale=scale), torch.float16
+    )
+    o, lse = hopper.forward(inputs.q, inputs.k, inputs.v, inputs.spec())
+    assert_right(inputs, {"o": o, "lse": lse})
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_compute(gluon_model, n_q, n_k):
+    q, k = (torch.randn(2, 2, n, 64).half() for n in (n_q, n_k))
+    o, lse = hopper.forward(q, k, k, Spec(Mask(), 1.0))
+    assert torch.equal(o, torch.zeros(2, 2, n_q, 64).half())
+    assert torch.equal(lse, torch.full((2, 2, n_q), -torch.inf))

@@ -1,0 +1,45 @@
+"""Loops in machine code, found where they are."""
+
+from sass import count, innermost_loops, instructions
+
+# A loop over tiles around a loop of two products, which waits in code that stands after everything else.
+SASS = """
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   IADD3 R2, R2, 0x1, RZ ;
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
+.L_x_2:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R4 ;
+        /*0040*/              @!P0 BRA `(.L_x_9) ;
+.L_x_3:
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0060*/              @!P1 STL [R1], R2 ;
+        /*0070*/               @P2 BRA `(.L_x_2) ;
+        /*0080*/               @P3 BRA `(.L_x_1) ;
+        /*0090*/                   EXIT ;
+.L_x_9:
+        /*00a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R4 ;
+        /*00b0*/              @!P0 BRA `(.L_x_9) ;
+        /*00c0*/                   BRA `(.L_x_3) ;
+.L_x_10:
+        /*00d0*/                   BRA `(.L_x_10);
+"""
+
+
+def names(texts):
+    return [text.split()[1 if text.startswith("@") else 0].partition(".")[0] for text in texts]
+
+
+def test_instructions_are_counted_by_name():
+    every = instructions(SASS)
+    assert len(every) == 14
+    assert [count(name, every) for name in ("HGMMA", "STL", "BRA", "(?:STL|EXIT)", "HG")] == [2, 1, 6, 2, 0]
+
+
+def test_code_that_waits_elsewhere_belongs_to_its_loop():
+    (loop,) = innermost_loops(SASS, "HGMMA")
+    assert names(loop) == ["SYNCS", "BRA", "HGMMA", "STL", "BRA", "SYNCS", "BRA", "BRA"]
+    assert [len(loop) for loop in innermost_loops(SASS, "SYNCS")] == [2]
+    assert [len(loop) for loop in innermost_loops(SASS, "IADD3")] == [11]
+    assert innermost_loops(SASS, "EXIT") == innermost_loops(SASS, "MOV") == []

@@ -61,7 +61,6 @@ FAULTS = {  # and what is said of each, whatever the order
     "outcome used before the wait": "is used before a wait",
     "wait for too few": r"tiles\[0\] is written while it may still be read",
     "too many releases": r"3 arrivals at empty\[0\], which waits for [12]",
-    "one wait more": r"waits for phase \d \(parity \d\) of full\[\d\]",
     "release that comes twice": r"tiles\[0\] is (written while it may still be read|read before it is filled)|deadlock",
     "both store to one place": r"t_out\[0\] is written twice at a time",
     "no fence": r"no fence_async_shared between the store of t_out\[0\] by consume 0",
@@ -98,6 +97,7 @@ def test_all_orders_of_what_is_right():
 
 
 FOUND_BY_EXPLORING = {
+    "one wait more": r"deadlock:(?s:.*)consume \d waits for phase 0 of full\[0\]",
     "release before the wait": r"produce begins the TMA load of tiles\[0\].*, and not over is the wgmma of tiles\[0\]",
     "copy not waited for": r"begins the wgmma of tiles\[1\].*, and not over is the cp.async of tiles\[1\]",
     "store while it is read": r"begins the store of t_out\[0\].*, and not over is the TMA store of t_out\[0\]",

@@ -47,9 +47,8 @@ gpu:
 	    { echo "make gpu needs torch, triton and pytest, which $(PYTHON) does not have: make gpu PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m fastattn.bench.gpu $(STAGE) $(ARGS)
 
-# nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. The parts: without bf16 and asynchronous
-# copies, the first with both, and one of each later kind that is common.
-CUDA_ARCHS ?= 75 80 90 120
+# nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. CUDA_ARCHS as 75 80; make chooses none.
+CUDA_ARCHS ?=
 PYPI_CUDA := $(VENV)/cuda
 NVCC ?= $(or $(and $(CUDA_HOME),$(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),$(PYPI_CUDA)/nvidia/cu13/bin/nvcc)
 

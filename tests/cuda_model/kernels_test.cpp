@@ -3,7 +3,7 @@
 // buffer lies beside a page that nobody may touch (guarded.h), and NaN stands in all padding.
 //
 //   kernels_test         all cases
-//   kernels_test NAME    the cases of that name
+//   kernels_test NAME    the cases of that name; `few` for some of them (kFewCases)
 #include "../../csrc/cuda/kernels.h"
 
 #include <algorithm>
@@ -319,7 +319,7 @@ int test_all(const std::string& wish) {
   int cases = 0;
   for (const std::vector<Case>* some : {&kCases, &kMoreCases}) {
     for (const Case& c : *some) {
-      if (!takes(c) || (!wish.empty() && wish != c.name)) continue;
+      if (!takes(c) || !is_wished(c, wish)) continue;
       ++cases;
       test_case(c, DType::f32);
       test_case(c, DType::f16);

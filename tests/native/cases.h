@@ -3,6 +3,8 @@
 
 #include <cmath>
 #include <random>
+#include <set>
+#include <string>
 
 #include "tensor.h"
 
@@ -134,6 +136,16 @@ inline const std::vector<Case> kCases = {
     {.name = "only-lse", .why = "no gradient arrives at o", .causal = true, .with_d_o = false},
 };
 // clang-format on
+
+// Some of them, which take every branch of the kernels that all of them take: for tools under which each takes long.
+inline const std::set<std::string> kFewCases = {
+    "plain",
+};
+
+// wish: the name of a case, "few", or nothing, which means every case.
+inline bool is_wished(const Case& c, const std::string& wish) {
+  return wish.empty() || wish == c.name || (wish == "few" && kFewCases.contains(c.name));
+}
 
 constexpr int64_t kSeed = 0x1234567890abcdef;  // of dropout
 

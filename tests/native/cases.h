@@ -137,14 +137,9 @@ inline const std::vector<Case> kCases = {
 };
 // clang-format on
 
-// Some of them, which take every branch of the kernels that all of them take: for tools under which each takes long.
-inline const std::set<std::string> kFewCases = {
-    "plain",
-};
-
-// wish: the name of a case, "few", or nothing, which means every case.
-inline bool is_wished(const Case& c, const std::string& wish) {
-  return wish.empty() || wish == c.name || (wish == "few" && kFewCases.contains(c.name));
+// wish: the name of a case, "few", which means those in `few`, or nothing, which means every case.
+inline bool is_wished(const Case& c, const std::string& wish, const std::set<std::string>& few) {
+  return wish.empty() || wish == c.name || (wish == "few" && few.contains(c.name));
 }
 
 constexpr int64_t kSeed = 0x1234567890abcdef;  // of dropout

@@ -11,7 +11,6 @@ INSTALLED := $(VENV)/.installed
 
 NATIVE := build/native
 KERNELS := $(wildcard csrc/cpu/*.cpp)
-KERNELS_TEST := tests/native/kernels_test.cpp $(KERNELS)
 NATIVE_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/native/*.h)
 NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
@@ -48,9 +47,8 @@ gpu:
 	    { echo "make gpu needs torch, triton and pytest, which $(PYTHON) does not have: make gpu PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m fastattn.bench.gpu $(STAGE) $(ARGS)
 
-# nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. The parts: without bf16 and asynchronous
-# copies, the first with both, and one of each later kind that is common.
-CUDA_ARCHS ?= 75 80 90 120
+# nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. CUDA_ARCHS as 75 80; make chooses none.
+CUDA_ARCHS ?=
 PYPI_CUDA := $(VENV)/cuda
 NVCC ?= $(or $(and $(CUDA_HOME),$(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),$(PYPI_CUDA)/nvidia/cu13/bin/nvcc)
 
@@ -67,50 +65,58 @@ build/tritons/%: | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.unfinished triton==$*
 	mv $@.unfinished $@
 
-# Runs the given executable on each instruction set of this machine.
-each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTATTN_CPU_CAPABILITY=$$name $(1); done
+# Runs the given executable, with these arguments, on each instruction set of this machine.
+each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTATTN_CPU_CAPABILITY=$$name $(1) $(2); done
 
-native-test: $(NATIVE)/kernels_test
+native-test: $(NATIVE)/optimised/kernels_test
 	$(call each_instruction_set,$<)
 
-# The executable, and then the conformance suite on a build of the module of its own. Python leaks on purpose, and
-# pytest must not swallow what the sanitizers print as they end it.
-sanitize: $(NATIVE)/kernels_test-sanitized $(INSTALLED)
-	$(call each_instruction_set,$<)
+# The executable, on the heap, which is what AddressSanitizer watches; and then the conformance suite on a build of the module
+# of its own. Python leaks on purpose, and pytest must not swallow what the sanitizers print as they end it.
+sanitize: $(NATIVE)/sanitized/kernels_test $(INSTALLED)
+	$(call each_instruction_set,$<,heap)
 	CXX=$(CURDIR)/$(SANITIZING_CXX) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NATIVE) \
 	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python -m pytest --capture=sys tests/test_conformance.py -k native
 
-# valgrind knows no AVX-512. On the heap it sees every byte that is not theirs, and what was never written.
-valgrind: $(NATIVE)/kernels_test
-	FASTATTN_CPU_CAPABILITY=avx2 valgrind --quiet --error-exitcode=1 $< heap
+# valgrind knows no AVX-512, and takes fifty times as long. On the heap it sees every byte that is not theirs, and what was
+# never written.
+valgrind: $(NATIVE)/optimised/kernels_test
+	FASTATTN_CPU_CAPABILITY=avx2 valgrind --quiet --error-exitcode=1 $< heap few
 
 # Compiled, not run: qemu-aarch64 runs what it leaves, where there is one.
-aarch64: $(NATIVE)/kernels_test-aarch64
+aarch64:
+	@command -v $(AARCH64_CXX) >/dev/null || \
+	    { echo "there is no $(AARCH64_CXX) here (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu)" >&2; exit 1; }
+	@$(MAKE) $(NATIVE)/aarch64/kernels_test
 
 scaling: $(NATIVE)/scaling
 	$<
 
-$(NATIVE)/kernels_test: $(KERNELS_TEST) $(NATIVE_HEADERS)
-	@mkdir -p $(@D)
-	$(NATIVE_CXX) -O2 -g $(KERNELS_TEST) -o $@
+# $(1): a build of the executable, $(2): its compiler, $(3): more flags for the linker
+define native_build
+$(NATIVE)/$(1)/%.o: csrc/cpu/%.cpp $(NATIVE_HEADERS)
+	@mkdir -p $$(@D)
+	$(2) -c $$< -o $$@
 
-$(NATIVE)/kernels_test-sanitized: $(KERNELS_TEST) $(NATIVE_HEADERS) $(SANITIZING_CXX)
-	@mkdir -p $(@D)
-	$(SANITIZING_CXX) -std=c++20 $(KERNELS_TEST) -o $@
+$(NATIVE)/$(1)/%.o: tests/native/%.cpp $(NATIVE_HEADERS)
+	@mkdir -p $$(@D)
+	$(2) -c $$< -o $$@
 
-$(NATIVE)/kernels_test-aarch64: $(KERNELS_TEST) $(NATIVE_HEADERS)
-	@mkdir -p $(@D)
-	@command -v $(AARCH64_CXX) >/dev/null || \
-	    { echo "there is no $(AARCH64_CXX) here (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu)" >&2; exit 1; }
-	$(AARCH64_CXX) -std=c++20 -O3 -static -Wall -Wextra -Werror $(KERNELS_TEST) -o $@
+$(NATIVE)/$(1)/kernels_test: $(patsubst csrc/cpu/%.cpp,$(NATIVE)/$(1)/%.o,$(KERNELS)) $(NATIVE)/$(1)/kernels_test.o
+	$(2) $(3) $$^ -o $$@
+endef
+$(eval $(call native_build,optimised,$(NATIVE_CXX) -O2 -g))
+$(eval $(call native_build,sanitized,$(SANITIZING_CXX) -std=c++20))
+$(eval $(call native_build,aarch64,$(AARCH64_CXX) -std=c++20 -O3 -Wall -Wextra -Werror,-static))
 
 $(NATIVE)/scaling: benchmarks/scaling.cpp $(KERNELS) $(NATIVE_HEADERS)
 	@mkdir -p $(@D)
 	$(NATIVE_CXX) -O2 $< $(KERNELS) -o $@
 
-# For each compute capability that the kernels tell apart, the later one sanitized too. A variable that is read before it is
-# written holds no zero by chance, where the compiler can see to that.
+# For each compute capability that the kernels tell apart, the later one sanitized too; every case on one of them, and on
+# the others those that reach every branch. A variable that is read before it is written holds no zero by chance, where
+# the compiler can see to that.
 CUDA_MODEL := build/cuda_model
 CUDA_MODEL_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh tests/cuda_model/*.h tests/native/*.h)
 CUDA_MODEL_FLAGS := -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -Itests/cuda_model \
@@ -118,7 +124,9 @@ CUDA_MODEL_FLAGS := -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -Itests/cuda_m
 CUDA_MODEL_BUILDS := 75 80 80-sanitized
 
 cuda-model-test: $(foreach build,$(CUDA_MODEL_BUILDS),$(addprefix $(CUDA_MODEL)/$(build)/,model_test kernels_test))
-	set -e; for test in $^; do $$test; done
+	set -e; for build in $(CUDA_MODEL_BUILDS); do $(CUDA_MODEL)/$$build/model_test; done
+	$(CUDA_MODEL)/80/kernels_test
+	set -e; for build in $(filter-out 80,$(CUDA_MODEL_BUILDS)); do $(CUDA_MODEL)/$$build/kernels_test few; done
 
 # $(1): one of the builds, $(2): its compiler
 define cuda_model_build

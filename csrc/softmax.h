@@ -9,7 +9,7 @@ namespace fastattn {
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
-constexpr float kInfinity = __builtin_inff();
+constexpr float kInfinity = INFINITY;
 
 // Beyond these a softcap changes nothing that fp32 can tell: scores are then all zero, or not bounded.
 constexpr double kLeastSoftcap = 0x1p-100, kMostSoftcap = 0x1p100;

@@ -1,7 +1,8 @@
-// Prints each launch of the CUDA kernels: the kernel's name and the bytes of shared memory that the host gives it. It is
-// linked with the kernels and, in place of CUDA's runtime library, with these functions, which launch nothing: the memory
-// of the calls is nowhere.
+// Prints each launch of the CUDA kernels: the kernel's name and the bytes of shared memory that the host gives it. Fails
+// where a GPU would refuse one, or the host does not tell what was refused. It is linked with the kernels and, in place of
+// CUDA's runtime library, with these functions, which launch nothing: the memory of the calls is nowhere.
 #include <cstdio>
+#include <cstring>
 #include <initializer_list>
 #include <map>
 
@@ -9,12 +10,30 @@
 
 namespace {
 
-std::map<const void*, const char*> names;  // of the host's functions
-size_t shared_bytes;                       // of the launch that is being prepared
+constexpr size_t kSharedBytesForAll = 48 * 1024;
+
+std::map<const void*, const char*> names;     // of the host's functions
+std::map<const void*, size_t> allowed_bytes;  // of shared memory, where they were asked for
+dim3 grid;                                    // of the launch that is being prepared
+size_t shared_bytes;
+cudaError_t last_error = cudaSuccess;  // until it is asked for
+int launches = 0, wrong = 0;
+
+void expect(bool holds, const char* what) {
+  if (holds) return;
+  std::printf("wrong: %s\n", what);
+  ++wrong;
+}
 
 cudaError_t print_launch(const void* kernel) {
-  std::printf("%s %zu\n", names.at(kernel), shared_bytes);
-  return cudaSuccess;
+  ++launches;
+  expect(grid.x > 0, "a launch of no blocks");
+  expect(shared_bytes <= kSharedBytesForAll || shared_bytes <= allowed_bytes[kernel],
+         "a launch with more shared memory than was asked for");
+  const char* name = names.at(kernel);
+  expect(shared_bytes > 0 || !std::strstr(name, "Tiling"), "a launch without memory for tiles");
+  std::printf("%s %zu\n", name, shared_bytes);
+  return last_error;
 }
 
 }  // namespace
@@ -29,7 +48,8 @@ void __cudaRegisterFunction(void**, const char* host_function, char*, const char
   names[host_function] = name;
 }
 
-unsigned __cudaPushCallConfiguration(dim3, dim3, size_t bytes, cudaStream_t) {
+unsigned __cudaPushCallConfiguration(dim3 blocks, dim3, size_t bytes, cudaStream_t) {
+  grid = blocks;
   shared_bytes = bytes;
   return 0;
 }
@@ -45,8 +65,11 @@ cudaError_t __cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, c
 // As nvcc before 12.8 calls it.
 cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) { return print_launch(kernel); }
 
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && last_error == cudaSuccess) allowed_bytes[kernel] = value;
+  return last_error;
+}
+cudaError_t cudaGetLastError() { return last_error; }
 
 }  // extern "C"
 
@@ -76,14 +99,38 @@ void launch_all() {
         gradients.d_bias = static_cast<float*>(p.q.data);
         gradients.bias_B = gradients.bias_H = 1;
         with_kernels_of(dtype, [&](auto kernels) {
-          kernels.forward(Forward{p}, nullptr);
-          return kernels.backward(gradients, nullptr);
+          expect(kernels.forward(Forward{p}, nullptr) == cudaSuccess, "a forward that can be launched");
+          expect(kernels.backward(gradients, nullptr) == cudaSuccess, "a backward that can be launched");
+          return cudaSuccess;
         });
       }
     }
   }
 }
 
+// What the host must not launch, or not go on after.
+void refuse_some() {
+  const auto forward = [](const Problem& p) {
+    launches = 0;
+    return Kernels<f16>::forward(Forward{p}, nullptr);
+  };
+  Problem none = problem_of(DType::f16, 64, false);
+  none.queries.n = 0;
+  none.queries.groups = none.keys.groups = nullptr;
+  expect(forward(none) == cudaSuccess && launches == 0, "no queries must be no launch");
+  Problem many = problem_of(DType::f16, 64, false);
+  many.B = 1 << 20, many.H = 1 << 12;
+  many.queries.groups = many.keys.groups = nullptr;
+  expect(forward(many) == cudaErrorInvalidConfiguration && launches == 0, "too many blocks must be refused");
+  last_error = cudaErrorLaunchOutOfResources;
+  expect(forward(problem_of(DType::f16, 64, false)) == last_error && launches == 1, "an error of a launch must be told");
+  last_error = cudaSuccess;
+}
+
 }  // namespace fastattn::cuda
 
-int main() { fastattn::cuda::launch_all(); }
+int main() {
+  fastattn::cuda::launch_all();
+  fastattn::cuda::refuse_some();
+  return wrong > 0;
+}

@@ -425,6 +425,12 @@ def test_cuda_is_compiled_for_the_gpus_of_the_machine_or_those_in_the_list(stand
         )
 
 
+def test_the_time_that_is_told_is_that_of_each_kind_of_gpu(stand_in):
+    gpus, what = fake_cuda([(7, 5), (7, 5)]), "cuda.about_seconds(), cuda.seconds"
+    assert of_cuda(stand_in, what, gpus, **NO_ARCHS) == "50 50"
+    assert of_cuda(stand_in, what, gpus, TORCH_CUDA_ARCH_LIST="7.5;8.0;9.0;12.0+PTX") == "200 50"
+
+
 def test_names_of_the_files_tell_apart_what_must_not_be_confused(stand_in):
     def names(cuda: str, **environment: str) -> tuple[str, ...]:
         what = "build.CPU.file_name(), build.CUDA.file_name(), sep='|'"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from cuda_compile import MOST_SHARED_KIB, Kernel, kernel_files
+from cuda_compile import MOST_SHARED_KIB, SUMMARY, Kernel, known_archs, summary, version_of
 
 PLAIN = Kernel(80, "forward_kernel<Tiling<bf16, 64, 4, 2, 64>, false>", registers=248, spilled=0, shared=33296, mma=128)
 FP32 = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<float, 64, 4, 1, 32>, false>", mma=0)
@@ -48,6 +48,27 @@ def test_every_part_takes_as_much_as_it_has():
         assert list(dataclasses.replace(PLAIN, arch=arch, shared=1024 * kib).complaints()) == []
 
 
-def test_bf16_is_compiled_where_there_are_instructions_for_it():
-    assert kernel_files(75) == ["cuda/f16.cu", "cuda/f32.cu"]
-    assert kernel_files(80) == ["cuda/bf16.cu", "cuda/f16.cu", "cuda/f32.cu"]
+def test_a_kernel_of_bf16_is_empty_where_there_are_no_instructions_for_it():
+    empty = dataclasses.replace(PLAIN, arch=75, mma=0)
+    assert list(empty.complaints()) == []
+    assert empty.is_empty
+    assert not any(kernel.is_empty for kernel in (PLAIN, FP32, OF_KEYS_ON_75))
+
+
+def test_the_summary_of_an_arch_is_a_row():
+    spilling = [dataclasses.replace(kernel, arch=75, spilled=8) for kernel in (OF_KEYS, WIDE, FP32)]
+    wide = dataclasses.replace(FP32, arch=75, shared=63 * 1024, spilled=20)
+    empty = dataclasses.replace(PLAIN, arch=75, mma=0, registers=4)
+    row = summary("12.4", 75, [*spilling, wide, empty, dataclasses.replace(OF_QUERIES, arch=75)])
+    assert row == "| 12.4 | 7.5 | 5 | 4 | 1 | 20 | 63 of 64 KiB |"
+    assert row.count("|") == len(SUMMARY) + 1
+
+
+def test_what_nvcc_knows_is_asked_of_it(tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo 'tools, release 12.4, V12.4.131' || printf 'sm_75\\nsm_90\\nsm_90a\\n'\n"
+    )
+    nvcc.chmod(0o755)
+    assert known_archs(str(nvcc)) == {75, 90}
+    assert version_of(str(nvcc)) == "12.4"

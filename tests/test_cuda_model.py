@@ -5,6 +5,7 @@ Most of what they are held to stands in tests/test_conformance.py, with the othe
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from modelled_gpu import modelled_gpu
-from test_properties import check
+from test_properties import check, errors_with
 
 import fastattn
 from fastattn import Mask
@@ -62,6 +63,23 @@ def around_borders() -> list[tuple[Case, torch.dtype]]:
 @pytest.mark.parametrize(("case", "dtype"), around_borders(), ids=str)
 def test_around_the_borders_of_tiles(gpu_model, case, dtype):
     check(case, dtype, "native")
+
+
+def test_sums_over_wide_heads_round_little(gpu_model):
+    """With one key dP - delta is dlse and nothing but rounding: of sums of 256 products, and every seed must do."""
+    case = Case("one-key", "", n_q=130, n_k=1, D=63, d_v=256)
+    found = [error for seed in range(8) for error in errors_with(seed, case, torch.float32, "native")]
+    assert all(error.right for error in found), "; ".join(map(str, found))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_query_that_sees_nothing_gets_zeros_beside_a_nan(gpu_model, dtype):
+    """Its weights are 0, but 0 times what others see of the same tile is NaN."""
+    inputs = make_inputs(Case("before", "", n_q=40, n_k=33, causal=True, q_start=-5), dtype)
+    inputs.v[:, :, 0] = math.nan
+    o = run(inputs, "native")["o"]
+    assert (o[:, :, :5] == 0).all()
+    assert o[:, :, 5:].isnan().all()
 
 
 @pytest.mark.parametrize("shape", list(itertools.product((1, 2), (1, 4), (1, 70), (1, 90))), ids=str)

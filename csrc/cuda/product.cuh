@@ -68,26 +68,32 @@ FASTATTN_DEVICE void add_weighted(Sums (&sums)[kRowBlocks][kColumns / 8], const 
 template <int kRowBlocks, int kColumnBlocks, int kDepth>
 FASTATTN_DEVICE void add_product(Sums (&sums)[kRowBlocks][kColumnBlocks], SharedTile<float, kDepth> x, int first_row,
                                  SharedTile<float, kDepth> y) {
+  constexpr int kChunksOfPart = 8;  // a sum of 256 products in parts of 32 rounds less than half as much as in one go
+#pragma unroll 1
+  for (int first = 0; first < kDepth / 4; first += kChunksOfPart) {
+    Sums part[kRowBlocks][kColumnBlocks] = {};
 #pragma unroll 2
-  for (int chunk = 0; chunk < kDepth / 4; ++chunk) {
-    float4 left[kRowBlocks][2];
+    for (int chunk = first; chunk < first + kChunksOfPart; ++chunk) {
+      float4 left[kRowBlocks][2];
 #pragma unroll
-    for (int r = 0; r < 2 * kRowBlocks; ++r) {
-      left[r / 2][r % 2] = *reinterpret_cast<const float4*>(x.chunk(first_row + 8 * r + lane() / 4, chunk));
-    }
+      for (int r = 0; r < 2 * kRowBlocks; ++r) {
+        left[r / 2][r % 2] = *reinterpret_cast<const float4*>(x.chunk(first_row + 8 * r + lane() / 4, chunk));
+      }
 #pragma unroll
-    for (int c = 0; c < kColumnBlocks; ++c) {
+      for (int c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float4 right = *reinterpret_cast<const float4*>(y.chunk(8 * c + 2 * (lane() % 4) + e, chunk));
+        for (int e = 0; e < 2; ++e) {
+          const float4 right = *reinterpret_cast<const float4*>(y.chunk(8 * c + 2 * (lane() % 4) + e, chunk));
 #pragma unroll
-        for (int r = 0; r < 2 * kRowBlocks; ++r) {
-          const float4 row = left[r / 2][r % 2];
-          float& sum = sums[r / 2][c][2 * (r % 2) + e];
-          sum = fmaf(row.x, right.x, fmaf(row.y, right.y, fmaf(row.z, right.z, fmaf(row.w, right.w, sum))));
+          for (int r = 0; r < 2 * kRowBlocks; ++r) {
+            const float4 row = left[r / 2][r % 2];
+            float& sum = part[r / 2][c][2 * (r % 2) + e];
+            sum = fmaf(row.x, right.x, fmaf(row.y, right.y, fmaf(row.z, right.z, fmaf(row.w, right.w, sum))));
+          }
         }
       }
     }
+    each([](float& sum, float of_part, int, int) { sum += of_part; }, sums, part);
   }
 }
 

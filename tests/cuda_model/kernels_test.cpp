@@ -3,7 +3,7 @@
 // buffer lies beside a page that nobody may touch (guarded.h), and NaN stands in all padding.
 //
 //   kernels_test         all cases
-//   kernels_test NAME    the cases of that name
+//   kernels_test NAME    the cases of that name; `few` for some of them (kFewCases)
 #include "../../csrc/cuda/kernels.h"
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "../native/budget.h"
 #include "../native/formula.h"
@@ -166,12 +167,14 @@ class Tokens {
   std::unique_ptr<Values<cuda::Tokens>> groups_;
 };
 
-void check(cudaError_t error) {
-  if (error != cudaSuccess) complain("the launch fails with error " + std::to_string(error));
-}
+// What the kernels gave, and what the launches said.
+struct Launched {
+  Results results;
+  cudaError_t forward, backward;
+};
 
 // Forward and backward; gradients that are not requested stay 0.
-Results run(const Inputs& in, DType dtype, const Request& request) {
+Launched run(const Inputs& in, DType dtype, const Request& request) {
   const Case& c = in.about;
   const Placement placement = request.placement;
   Results r(c);
@@ -217,8 +220,10 @@ Results run(const Inputs& in, DType dtype, const Request& request) {
   if (request.dkv) backward.dk = rows(dk), backward.dv = rows(dv);
 
   cuda::model::settings.order = request.order;
-  check(cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.forward(forward, nullptr); }));
-  check(cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.backward(backward, nullptr); }));
+  const cudaError_t of_forward =
+      cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.forward(forward, nullptr); });
+  const cudaError_t of_backward =
+      cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.backward(backward, nullptr); });
 
   bool kept_inside = queries.kept_inside() && keys.kept_inside() && q_start.kept_inside() && seed.kept_inside() &&
                      sinks.kept_inside() && facts.kept_inside();
@@ -229,7 +234,7 @@ Results run(const Inputs& in, DType dtype, const Request& request) {
   r.o = without_padding(o, r.o), r.lse = lse.read();
   if (request.dq) r.dq = without_padding(dq, r.dq);
   if (request.dkv) r.dk = without_padding(dk, r.dk), r.dv = without_padding(dv, r.dv);
-  return r;
+  return {std::move(r), of_forward, of_backward};
 }
 
 // Whether nothing is added to a row of a result, [B, H or H_kv, n_q or n_k], which is 0 then or -inf.
@@ -272,7 +277,10 @@ void test_case(const Case& c, DType dtype) {
   for (const Request& request : kRequests) {
     std::snprintf(current, sizeof current, "%s, %s, %s", c.name, name_of(dtype), request.name);
     try {
-      const Results actual = run(in, dtype, request);
+      const auto [actual, of_forward, of_backward] = run(in, dtype, request);
+      for (const cudaError_t error : {of_forward, of_backward}) {
+        if (error != cudaSuccess) complain("the launch fails with error " + std::to_string(error));
+      }
       if (&request == kRequests) {
         first = actual;
         for (const auto& [name, array] : kOfKernels) {
@@ -296,8 +304,27 @@ void test_case(const Case& c, DType dtype) {
   }
 }
 
+// A launch that is refused is told, and none follows it.
+void test_refused_launches() {
+  const Case c{.name = "refused", .why = "", .d_qk = 64, .d_v = 64};
+  const Inputs in(c, DType::f16);
+  const int64_t all = cuda::model::settings.shared_bytes;
+  constexpr Request request{"refused", Placement::before_guard, Order::ascending, true, true};
+  constexpr int64_t kForDkNotForDq = 36 << 10;
+  for (const int64_t bytes : {int64_t(0), kForDkNotForDq}) {
+    std::snprintf(current, sizeof current, "%d bytes of shared memory", int(bytes));
+    cuda::model::settings.shared_bytes = bytes;
+    const Launched launched = run(in, DType::f16, request);
+    const bool untouched = std::all_of(launched.results.dk.values.begin(), launched.results.dk.values.end(),
+                                   [](double x) { return std::isnan(x); });
+    if ((launched.forward == cudaSuccess) != (bytes > 0)) complain("forward is refused where it fits, or is not");
+    if (launched.backward == cudaSuccess || !untouched) complain("dk is computed though dq was refused");
+  }
+  cuda::model::settings.shared_bytes = all;
+}
+
 // Beside those that the CPU kernels are tested with: more tiles of the other side than the threads of a block find at a
-// time.
+// time, head dims around those that kernels are compiled for, and bands whose borders are those of tiles.
 // clang-format off
 const std::vector<Case> kMoreCases = {
     {.name = "many-tiles-of-keys", .why = "the next ones are found while a tile is multiplied",
@@ -306,6 +333,27 @@ const std::vector<Case> kMoreCases = {
     {.name = "many-tiles-of-queries", .why = "the same for a tile of keys",
      .B = 1, .H = 1, .H_kv = 1, .n_q = 600, .n_k = 20, .d_qk = 136, .d_v = 136, .q_start = {0},
      .queries = Padding::holes},
+    {.name = "many-samples", .why = "more groups of tokens than the threads of a block sum up",
+     .B = 70, .H = 1, .H_kv = 1, .n_q = 33, .n_k = 40, .d_qk = 8, .d_v = 8, .q_start = std::vector<int64_t>(70),
+     .keys = Padding::holes, .queries = Padding::holes},
+    {.name = "values-above-64", .why = "the wider of both head dims counts", .n_q = 20, .d_qk = 64, .d_v = 65},
+    {.name = "keys-above-128", .why = "the same", .n_q = 20, .d_qk = 129, .d_v = 128},
+    {.name = "last-query-not-first-key", .why = "a tile that one row does not see whole",
+     .n_q = 128, .n_k = 128, .left = 62},
+    {.name = "first-query-not-last-key", .why = "the same for a tile of keys", .n_q = 128, .n_k = 128, .right = 62},
+    {.name = "last-query-next-key", .why = "a tile that one row sees, and that only",
+     .n_q = 128, .n_k = 200, .causal = true, .q_start = {1, 65}},
+    {.name = "last-key-next-query", .why = "the same for a tile of keys", .n_q = 130, .n_k = 130, .left = 1},
+};
+// clang-format on
+
+// Those that together run every basic block of the kernels that all of them run, on capability 8.0: for sanitizers, and
+// for GPUs whose kernels differ little.
+// clang-format off
+const std::set<std::string> kFewCases = {
+    "head-dim-200", "head-dim-128", "window-outside", "pad-whole-sample", "odd-strides", "documents-causal",
+    "documents-dropout", "dropout-window", "zero-scale", "softcap-narrow", "sinks", "many-tiles-of-keys",
+    "many-tiles-of-queries",
 };
 // clang-format on
 
@@ -319,13 +367,14 @@ int test_all(const std::string& wish) {
   int cases = 0;
   for (const std::vector<Case>* some : {&kCases, &kMoreCases}) {
     for (const Case& c : *some) {
-      if (!takes(c) || (!wish.empty() && wish != c.name)) continue;
+      if (!takes(c) || !is_wished(c, wish, kFewCases)) continue;
       ++cases;
       test_case(c, DType::f32);
       test_case(c, DType::f16);
       if (cuda::model::kCapability >= 80) test_case(c, DType::bf16);
     }
   }
+  if (wish.empty() || wish == "few") test_refused_launches();
   const cuda::model::Counters& counted = cuda::model::counters;
   if (counted.load_conflicts + counted.copy_conflicts > 0) complain("there are bank conflicts");
   std::printf("kernels on a model of a GPU of capability %d.%d: %d cases, %d wrong\n", cuda::model::kCapability / 10,
@@ -340,4 +389,11 @@ int test_all(const std::string& wish) {
 }  // namespace
 }  // namespace fastattn::test
 
-int main(int count, char** arguments) { return fastattn::test::test_all(count > 1 ? arguments[1] : ""); }
+int main(int count, char** arguments) {
+  try {
+    return fastattn::test::test_all(count > 1 ? arguments[1] : "");
+  } catch (const fastattn::cuda::model::Mistake& mistake) {
+    std::printf("%s: %s\n", fastattn::test::current, mistake.what());
+    return 1;
+  }
+}

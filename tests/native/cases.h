@@ -3,6 +3,8 @@
 
 #include <cmath>
 #include <random>
+#include <set>
+#include <string>
 
 #include "tensor.h"
 
@@ -134,6 +136,11 @@ inline const std::vector<Case> kCases = {
     {.name = "only-lse", .why = "no gradient arrives at o", .causal = true, .with_d_o = false},
 };
 // clang-format on
+
+// wish: the name of a case, "few", which means those in `few`, or nothing, which means every case.
+inline bool is_wished(const Case& c, const std::string& wish, const std::set<std::string>& few) {
+  return wish.empty() || wish == c.name || (wish == "few" && few.contains(c.name));
+}
 
 constexpr int64_t kSeed = 0x1234567890abcdef;  // of dropout
 

@@ -64,7 +64,7 @@ class NativeModule:
         sources: as paths below `source_dir()`.
         flags: for each compiler, by torch's names of them.
         link_flags: for the linker.
-        seconds: about how long two cores compile it.
+        seconds: about how long two cores compile it; for each kind of GPU, where the code is for some of them.
     """
 
     stem: str
@@ -90,6 +90,10 @@ class NativeModule:
         patterns = ("*.h", f"{self.folder}/*.h", f"{self.folder}/*.cuh")
         found = (path for pattern in patterns for path in source_dir().glob(pattern))
         return sorted(path.relative_to(source_dir()) for path in found)
+
+    def about_seconds(self) -> int:
+        """About how long two cores compile it here."""
+        return self.seconds
 
     def compile_flags(self) -> dict[str, list[str]]:
         """The flags for each compiler on this machine; the lists are the caller's."""
@@ -154,7 +158,7 @@ class NativeModule:
         log = _log(cache_dir() / self.file_name())
         if log.is_file():
             return f"did not compile (messages in {log}): `fastattn build` or the next use tries again"
-        return f"not built yet: `fastattn build` (about {self.seconds} s) or the first use builds it"
+        return f"not built yet: `fastattn build` (about {self.about_seconds()} s) or the first use builds it"
 
     def _parts_of_file_name(self) -> tuple[str, str, str]:
         """What stands before the GPUs that it is for, these, and what stands after them."""
@@ -170,6 +174,10 @@ class NativeModule:
 
 class CudaModule(NativeModule):
     """One with kernels for NVIDIA GPUs: those of this machine, or those in TORCH_CUDA_ARCH_LIST."""
+
+    def about_seconds(self) -> int:
+        """As long as that for each kind of GPU."""
+        return self.seconds * len(_archs())
 
     def compile_flags(self) -> dict[str, list[str]]:
         """With code for each GPU; torch, which adds none then, would raise IndexError where no GPU is visible."""
@@ -255,7 +263,7 @@ CUDA = CudaModule(
     sources=("cuda/binding.cpp", *(f"cuda/{dtype}.cu" for dtype in ("bf16", "f16", "f32"))),
     flags={"cxx": _OPTIMISED, "nvcc": ("-O3",)},
     link_flags=(),
-    seconds=240,
+    seconds=50,
 )
 MODULES = (CPU, CUDA)
 
@@ -492,7 +500,7 @@ def _compile(module: NativeModule, target: Path) -> str | None:
     why = "the installed one is for another torch or other sources" if stale else "none was built ahead of time"
     print(
         f"fastattn: compiling the native {module.device} module for torch {torch.__version__} ({why}); "
-        f"this takes about {module.seconds} s, once, and is kept in {target.parent}",
+        f"this takes about {module.about_seconds()} s, once, and is kept in {target.parent}",
         file=sys.stderr,
         flush=True,
     )

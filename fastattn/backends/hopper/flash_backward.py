@@ -364,7 +364,7 @@ def load_rows(n, ring, desc, i_b, i_h, i_q):
 @jit
 def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
     """A warp group: 64 rows of dK and dV of every item, over the query tiles from the first one up."""
-    q_ring, k_ring, v_ring, do_ring, _ = rings
+    q_ring, k_ring, v_ring, do_ring = rings[0], rings[1], rings[2], rings[3]
     dk, dv = found
     n_k = call.n_k
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
@@ -565,7 +565,7 @@ def produce_dq(rings, tensors, hidden, call, GROUP: gl.constexpr, D_QK: gl.const
 @jit
 def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.constexpr):
     """A warp group: 64 rows of dQ of every item, over the key tiles from the last one down."""
-    q_ring, k_ring, _, do_ring = rings
+    q_ring, k_ring, do_ring = rings[0], rings[1], rings[3]
     n_q = call.n_q
     BLOCK_M: gl.constexpr = 2 * ROWS
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]

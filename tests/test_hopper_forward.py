@@ -6,7 +6,7 @@ from gluon_model import modelled
 from gluon_model.gluon import gl, jit
 
 from fastattn import Mask
-from fastattn.backends import hopper
+from fastattn.backends import hopper, reference
 from fastattn.backends.triton.visibility import visibility
 from fastattn.spec import Spec
 from fastattn.testing import Case, assert_right, make_inputs
@@ -102,3 +102,24 @@ def test_nothing_to_compute(gluon_model, n_q, n_k):
     o, lse = hopper.forward(q, k, k, Spec(Mask(), 1.0))
     assert torch.equal(o, torch.zeros(2, 2, n_q, 64).half())
     assert torch.equal(lse, torch.full((2, 2, n_q), -torch.inf))
+
+
+@pytest.mark.parametrize("hidden", [0, 63, 127, 128, 255])
+def test_one_hidden_key_at_the_edge_of_a_tile(gluon_model, hidden):
+    """Its values are NaN: they have to be left out where all other keys of the tile are read."""
+    q, k, v = (torch.randn(1, 2, 256, 64).half() for _ in range(3))
+    real_keys = torch.arange(256)[None] != hidden
+    k[:, :, hidden], v[:, :, hidden] = torch.nan, torch.nan
+    o, lse = hopper.forward(q, k, v, Spec(Mask(real_keys=real_keys), 0.1))
+    expected = reference.forward(q.double(), k.double(), v.double(), Spec(Mask(real_keys=real_keys), 0.1))
+    torch.testing.assert_close(o.double(), expected[0], atol=2e-3, rtol=0)
+    torch.testing.assert_close(lse.double(), expected[1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("window", [(300, 0), (0, 300), (200, 200)])
+def test_tiles_on_both_sides_of_full_ones_are_masked(gluon_model, window):
+    inputs = make_inputs(
+        Case(f"window {window}", "", n_q=300, n_k=900, D=64, q_start=300, window=window), torch.float16
+    )
+    o, lse = hopper.forward(inputs.q, inputs.k, inputs.v, inputs.spec())
+    assert_right(inputs, {"o": o, "lse": lse})

@@ -106,7 +106,7 @@ _DK_DV = {  # larger head dim -> configuration
     256: DkDvConfig(False, 64, 2, 1, 232, 40, 168, True),
 }
 _DQ = {
-    64: DqConfig(128, 2, 2, 232, 40, 168, True),
+    64: DqConfig(128, 2, 2, 224, 56, 168, True),
     128: DqConfig(64, 2, 2, 232, 40, 168, True),
     256: DqConfig(64, 2, 1, 240, 24, 168, True),
 }

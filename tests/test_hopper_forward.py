@@ -1,17 +1,21 @@
 """What is particular to the forward on Hopper: the order of its items, what TMA may read, scales, empty calls."""
 
+from unittest import mock
+
 import pytest
 import torch
 from gluon_model import modelled
 from gluon_model.gluon import gl, jit
+from modelled_hopper import hopper_computes_for_the_cpu
 
 from fastattn import Mask
 from fastattn.backends import hopper, reference
+from fastattn.backends.hopper.configs import FORWARD_ALTERNATIVES
 from fastattn.backends.triton.visibility import visibility
 from fastattn.spec import Spec
 from fastattn.testing import Case, assert_right, make_inputs
 
-order, rings = modelled("hopper.order"), modelled("hopper.rings")
+flash_forward, order, rings = (modelled(f"hopper.{name}") for name in ("flash_forward", "order", "rings"))
 
 
 @jit
@@ -122,4 +126,14 @@ def test_tiles_on_both_sides_of_full_ones_are_masked(gluon_model, window):
         Case(f"window {window}", "", n_q=300, n_k=900, D=64, q_start=300, window=window), torch.float16
     )
     o, lse = hopper.forward(inputs.q, inputs.k, inputs.v, inputs.spec())
+    assert_right(inputs, {"o": o, "lse": lse})
+
+
+def test_documents_in_tiles_of_three_warp_groups():
+    """192 queries a tile, which is no power of two."""
+    inputs = make_inputs(Case("documents", "", n_q=400, D=64, segments=True, causal=True), torch.float16)
+    config = FORWARD_ALTERNATIVES[64][0]
+    assert config.block_m == 192
+    with mock.patch.object(flash_forward, "forward_config", return_value=config), hopper_computes_for_the_cpu():
+        o, lse = hopper.forward(inputs.q, inputs.k, inputs.v, inputs.spec())
     assert_right(inputs, {"o": o, "lse": lse})

@@ -66,17 +66,19 @@ def tile_ranges(ranges: Tensor, block_m: int) -> Tensor:
     B, n_q, _ = ranges.shape
     tiles = triton.cdiv(n_q, block_m)
     found = ranges.new_empty(B, tiles, 4)
-    launch(tile_ranges_kernel, B * tiles, ranges, found, n_q, BLOCK_M=block_m, num_warps=1)
+    lanes = triton.next_power_of_2(block_m)
+    launch(tile_ranges_kernel, B * tiles, ranges, found, n_q, BLOCK_M=block_m, LANES=lanes, num_warps=1)
     return found
 
 
 @triton.jit(do_not_specialize=["n_q"])
-def tile_ranges_kernel(ranges, found, n_q, BLOCK_M: tl.constexpr):
+def tile_ranges_kernel(ranges, found, n_q, BLOCK_M: tl.constexpr, LANES: tl.constexpr):
     """One tile's row of `tile_ranges`."""
     i_program = tl.program_id(0).to(tl.int64)
     n_tiles = tl.cdiv(n_q, BLOCK_M)
-    i_b, o_q = i_program // n_tiles, i_program % n_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    p_row, m_row = ranges + (i_b * n_q + o_q) * 4, o_q < n_q
+    o_lane = tl.arange(0, LANES)
+    i_b, o_q = i_program // n_tiles, i_program % n_tiles * BLOCK_M + o_lane
+    p_row, m_row = ranges + (i_b * n_q + o_q) * 4, (o_q < n_q) & (o_lane < BLOCK_M)
     far = 2**31 - 1
     tl.store(found + i_program * 4, tl.min(tl.load(p_row, mask=m_row, other=far), 0))
     tl.store(found + i_program * 4 + 1, tl.max(tl.load(p_row + 1, mask=m_row, other=0), 0))

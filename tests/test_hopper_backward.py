@@ -1,0 +1,80 @@
+"""What is particular to the Hopper backward, on the model of Gluon: several tiles and items, edges, hidden rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastattn.backends import hopper, reference
+from fastattn.spec import Mask, Spec
+from fastattn.testing import Case, assert_right, make_inputs, run
+
+pytestmark = pytest.mark.usefixtures("gluon_model")
+
+CASES = [
+    Case("full", "no mask arithmetic, a tail of queries and of keys", n_q=201, n_k=333, D=64),
+    Case("causal", "full tiles beside edges", n_q=330, D=64, causal=True),
+    Case("cached", "fewer queries than keys", n_q=70, n_k=300, D=64, causal=True, q_start=(230, 100)),
+    Case("window", "edges on both sides", n_q=400, n_k=390, D=64, window=(100, 70)),
+    Case("padded", "tiles of which some rows are hidden", n_q=200, D=64, keys="right", queries=True),
+    Case("padded-left", "the first tiles are hidden", n_q=201, D=64, keys="left", queries=True, causal=True),
+    Case("holes", "hidden rows anywhere", n_q=200, n_k=210, D=64, keys="holes", queries=True),
+    Case("no-key", "items that see nothing", n_q=150, n_k=300, D=64, keys="none", causal=True),
+    Case("documents", "ranges from a table, in both kernels", n_q=400, D=64, segments=True, causal=True),
+    Case("grouped", "a key tile goes through the queries of several heads", H=6, H_kv=2, n_q=200, D=64, causal=True),
+    Case("narrow", "columns past the last one", n_q=150, D=40, d_v=24, causal=True),
+    Case("wide-v", "other head dims for values", n_q=150, D=64, d_v=128),
+    Case("wide-qk", "other head dims for keys", n_q=150, D=80, d_v=64, layout="sliced"),
+    Case("128", "the tiles of this head dim", n_q=300, D=128, keys="right", queries=True, causal=True, layout="BNHD"),
+    Case("256", "dK and dV by a launch each", H=1, n_q=200, D=256, keys="right", queries=True, causal=True),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_right(case, dtype):
+    inputs = make_inputs(case, dtype, "cpu")
+    assert_right(inputs, run(inputs, "hopper"))
+
+
+def of_one_call(D: int, **mask: object) -> tuple:
+    """Arguments of a backward but for `output_mask`, with 2 heads of 150 queries and keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 150, D, generator=generator).half() for _ in range(4))
+    spec = Spec(Mask(**mask), scale=D**-0.5)
+    o, lse = reference.forward(q, k, v, spec)
+    return do, torch.randn(lse.shape, generator=generator), q, k, v, o, lse, spec
+
+
+@pytest.mark.parametrize("D", [64, 256])
+def test_each_gradient_alone_has_the_same_bits(D):
+    call = of_one_call(D, causal=True)
+    together = hopper.backward(*call, (True,) * 3 + (False,) * 3)
+    assert together[3:] == (None,) * 3
+    for i in range(3):
+        alone = hopper.backward(*call, tuple(i == j for j in range(6)))
+        assert [x is None for x in alone] == [i != j for j in range(6)]
+        assert torch.equal(alone[i], together[i])
+
+
+def test_what_sees_nothing_has_gradients_of_zero():
+    """Also where an item has no tile at all, and the memory of its gradient held something else."""
+    do, dlse, q, k, v, o, lse, spec = of_one_call(64, causal=True, q_start=-140)
+    dq, dk, dv, *_ = hopper.backward(do, dlse, q, k, v, o, lse, spec, (True,) * 3 + (False,) * 3)
+    assert (dq[:, :, :140] == 0).all() and dq[:, :, 141:].any(-1).all()
+    assert (dk[:, :, 10:] == 0).all() and (dv[:, :, 10:] == 0).all()
+    assert dv[:, :, :10].any(-1).all()
+
+
+def test_gradients_that_tma_cannot_read_are_copied():
+    """A gradient expanded from one number, and rows of dO that begin anywhere."""
+    do, *others = of_one_call(64, causal=True)
+    wanted = (True,) * 3 + (False,) * 3
+    ones = hopper.backward(torch.ones_like(do), *others, wanted)
+    expanded = hopper.backward(do.new_ones(()).expand(do.shape), *others, wanted)
+    plain = hopper.backward(do, *others, wanted)
+    shifted = torch.cat((do, do), dim=-1)[..., 3:67].copy_(do)
+    assert shifted.data_ptr() % 16
+    for other, same in ((expanded, ones), (hopper.backward(shifted, *others, wanted), plain)):
+        for x, y in zip(other[:3], same[:3], strict=True):
+            assert torch.equal(x, y)

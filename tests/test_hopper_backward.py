@@ -61,9 +61,11 @@ def test_what_sees_nothing_has_gradients_of_zero():
     """Also where an item has no tile at all, and the memory of its gradient held something else."""
     do, dlse, q, k, v, o, lse, spec = of_one_call(64, causal=True, q_start=-140)
     dq, dk, dv, *_ = hopper.backward(do, dlse, q, k, v, o, lse, spec, (True,) * 3 + (False,) * 3)
-    assert (dq[:, :, :140] == 0).all() and dq[:, :, 141:].any(-1).all()
-    assert (dk[:, :, 10:] == 0).all() and (dv[:, :, 10:] == 0).all()
+    assert (dq[:, :, :140] == 0).all()
+    assert dq[:, :, 141:].any(-1).all()
     assert dv[:, :, :10].any(-1).all()
+    for x in (dk, dv):
+        assert (x[:, :, 10:] == 0).all()
 
 
 def test_gradients_that_tma_cannot_read_are_copied():

@@ -19,6 +19,7 @@ from ...spec import Mask, Spec
 NAME = "hopper"
 WHERE = "NVIDIA GPUs of compute capability 9.0 (H100, H200), by name"
 
+_FEATURES = frozenset(field.name for field in fields(Mask)) - {"dense"}
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD_DIM = 256
 _HEAD_DIM_STEP = 8  # rows that TMA copies are multiples of 16 bytes
@@ -26,7 +27,7 @@ _HEAD_DIM_STEP = 8  # rows that TMA copies are multiples of 16 bytes
 
 def features(device: torch.device) -> frozenset[str]:
     """Those of a mask, but for a dense one, on every device."""
-    return frozenset(field.name for field in fields(Mask)) - {"dense"}
+    return _FEATURES
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:

@@ -36,16 +36,15 @@ class ForwardConfig(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "persistent"} | {"num_warps": 4}
 
 
-# The comments say what Triton 3.7.1 made of it: shared memory, instructions of the loop over full key tiles without a
-# mask and with padding, and of them matrix instructions. Nothing spills; with 240 and 24 registers the warp that loads
-# padded tiles does.
+# What each of these kernels takes is printed by `python tests/hopper_record.py`. With 240 and 24 registers the warp
+# that loads padded tiles spills.
 _FORWARD = {  # larger head dim -> configuration
-    64: ForwardConfig(2, 128, 3, 2, False, 232, 40, 168, True),  # untuned; 129 KiB; 429, 441, 12
-    128: ForwardConfig(2, 128, 2, 2, False, 232, 40, 168, True),  # untuned; 193 KiB; 473, 484, 16
-    256: ForwardConfig(2, 64, 2, 1, False, 232, 40, 168, True),  # untuned; 193 KiB; 420, 447, 20
+    64: ForwardConfig(2, 128, 3, 2, False, 232, 40, 168, True),  # untuned
+    128: ForwardConfig(2, 128, 2, 2, False, 232, 40, 168, True),  # untuned
+    256: ForwardConfig(2, 64, 2, 1, False, 232, 40, 168, True),  # untuned
 }
 FORWARD_ALTERNATIVES = {  # to be measured against those
-    64: (ForwardConfig(3, 128, 3, 2, False, 160, 32, 128, True),),  # 145 KiB; 16 bytes spill with padding
+    64: (ForwardConfig(3, 128, 3, 2, False, 160, 32, 128, True),),  # a third warp group, with fewer registers each
     128: (ForwardConfig(2, 128, 2, 2, True, 232, 40, 168, True),),
 }
 

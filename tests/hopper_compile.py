@@ -97,12 +97,12 @@ def _resources(kernel, ptxas_says: str) -> dict[str, object]:
     warnings = [line.strip() for line in ptxas_says.splitlines() if "C75" in line or "serializ" in line]
     code = _disassembled(kernel.asm["cubin"])
     every, loops = instructions(code), innermost_loops(code, "HGMMA")
-    shortest = min(loops, key=len, default=[])
+    shortest = min((loop.shortest_way for loop in loops), key=len, default=[])
     return {
         "registers": int(re.search(r"Used (\d+) registers", ptxas_says)[1]),
         "spilled": sum(map(int, spilled)),
         "local": count(_LOCAL, every),
-        "loop_local": sum(count(_LOCAL, loop) for loop in loops),
+        "loop_local": sum(count(_LOCAL, loop.every) for loop in loops),
         "shared": kernel.metadata.shared,
         "hgmma": count("HGMMA", every),
         "tma": count("UTMALDG", every),

@@ -24,7 +24,7 @@ _PRODUCTS = {  # of a step with the head dim, in units of 16 that are summed ove
     "forward_kernel": {64: 12, 128: 16, 256: 20},
     "dk_dv_kernel": {64: 16, 128: 24, 256: 36},
     "dk_dv_kernel, 2": {256: 20},
-    "dq_kernel": {64: 16, 128: 20, 256: 36},
+    "dq_kernel": {64: 16, 128: 24, 256: 36},
 }
 _SLOWER = ("3.8.0", "3.9.0")
 """Tritons that make less of the forward: 3.8 spills a little where there is padding, 3.9 serialises its products."""
@@ -39,8 +39,9 @@ class Compiled:
     triton: its version. call: the mask it was compiled for. registers: of a thread at the start. spilled: bytes that
     ptxas stores and loads. local: instructions that touch local memory. shared: bytes. hgmma, tma, setmaxreg:
     instructions (HGMMA, UTMALDG, USETMAXREG). loop, loop_hgmma: all instructions, and the matrix instructions, of the
-    shortest loop with such. loop_exposed: its exponentials that run while no matrix product is under way. loop_local:
-    how many of `local` are in any such loop. warnings: of ptxas about performance.
+    shortest way round a loop with such: it waits for nothing, and applies no mask where there are tiles without.
+    loop_exposed: its exponentials that run while no matrix product is under way. loop_local: how many of `local` are
+    in any such loop. warnings: of ptxas about performance.
     """
 
     triton: str

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 from functools import reduce
+from typing import NamedTuple
 
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);")
@@ -11,8 +13,15 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _ENDS = re.compile(r"(BRA|EXIT|RET|BRX|JMP)\b")  # without a predicate, nothing goes on after it
 
 
-def innermost_loops(sass: str, name: str) -> list[list[str]]:
-    """The loops that have an instruction of that name and hold no such loop, each as instructions by their addresses.
+class Loop(NamedTuple):
+    """Instructions of a loop: all of them by their addresses, and those of the shortest way round it past that name."""
+
+    every: list[str]
+    shortest_way: list[str]
+
+
+def innermost_loops(sass: str, name: str) -> list[Loop]:
+    """The loops that have an instruction of that name and hold no such loop.
 
     A loop is what can be run again by a jump back to the block of instructions through which alone it is entered. Not
     every jump to an earlier address is one: code that waits often stands after the loop that it belongs to.
@@ -20,7 +29,7 @@ def innermost_loops(sass: str, name: str) -> list[list[str]]:
     blocks, successors = _blocks(sass)
     predecessors = [[a for a, follow in enumerate(successors) if b in follow] for b in range(len(blocks))]
     dominators = _dominators(predecessors)
-    bodies: dict[int, set[int]] = {}
+    bodies: dict[int, set[int]] = {}  # by the block where the loop begins
     for tail, follow in enumerate(successors):
         for head in follow:
             if dominators[tail] >> head & 1:
@@ -30,9 +39,19 @@ def innermost_loops(sass: str, name: str) -> list[list[str]]:
                     if block not in body:
                         body.add(block)
                         waiting += predecessors[block]
-    texts = {tuple(sorted(body)): [x for block in sorted(body) for x in blocks[block]] for body in bodies.values()}
-    found = {body: text for body, text in texts.items() if count(name, text)}
-    return [text for body, text in found.items() if not any(set(other) < set(body) for other in found)]
+    named = {i for i, block in enumerate(blocks) if count(name, block)}
+    found = [(head, body) for head, body in bodies.items() if body & named]
+    loops = []
+    for head, body in found:
+        if not any(other < body for _, other in found):
+            # Nothing goes round these: each is on all ways to the next.
+            stops = sorted(body & named - {head}, key=lambda block: dominators[block].bit_count())
+            way = [head]
+            for stop in (*stops, head):
+                way += _shortest_way(way[-1], stop, body, blocks, successors)
+            texts = ([text for block in order for text in blocks[block]] for order in (sorted(body), way[:-1]))
+            loops.append(Loop(*texts))
+    return loops
 
 
 def instructions(sass: str) -> list[str]:
@@ -66,6 +85,22 @@ def _blocks(sass: str) -> tuple[list[list[str]], list[set[int]]]:
             follow.add(i + 1)
         successors.append(follow)
     return blocks, successors
+
+
+def _shortest_way(
+    start: int, end: int, body: set[int], blocks: list[list[str]], successors: list[set[int]]
+) -> tuple[int, ...]:
+    """The blocks with the fewest instructions from one to another of a loop, without the first."""
+    waiting: list[tuple[int, tuple[int, ...]]] = [(0, (start,))]
+    reached: set[int] = set()
+    while True:
+        length, way = heapq.heappop(waiting)
+        if way[-1] == end and len(way) > 1:
+            return way[1:]
+        if way[-1] not in reached:
+            reached |= {way[-1]} if len(way) > 1 else set()
+            for block in successors[way[-1]] & body:
+                heapq.heappush(waiting, (length + len(blocks[block]), (*way, block)))
 
 
 def _dominators(predecessors: list[list[int]]) -> list[int]:

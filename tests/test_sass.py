@@ -39,7 +39,16 @@ def test_instructions_are_counted_by_name():
 
 def test_code_that_waits_elsewhere_belongs_to_its_loop():
     (loop,) = innermost_loops(SASS, "HGMMA")
-    assert names(loop) == ["SYNCS", "BRA", "HGMMA", "STL", "BRA", "SYNCS", "BRA", "BRA"]
-    assert [len(loop) for loop in innermost_loops(SASS, "SYNCS")] == [2]
-    assert [len(loop) for loop in innermost_loops(SASS, "IADD3")] == [11]
+    assert names(loop.every) == ["SYNCS", "BRA", "HGMMA", "STL", "BRA", "SYNCS", "BRA", "BRA"]
+    assert [len(loop.every) for loop in innermost_loops(SASS, "SYNCS")] == [2]
+    assert [len(loop.every) for loop in innermost_loops(SASS, "IADD3")] == [11]
     assert innermost_loops(SASS, "EXIT") == innermost_loops(SASS, "MOV") == []
+
+
+def test_the_shortest_way_round_a_loop_does_not_wait():
+    (loop,) = innermost_loops(SASS, "HGMMA")
+    assert names(loop.shortest_way) == ["SYNCS", "BRA", "HGMMA", "STL", "BRA"]
+    (around,) = innermost_loops(SASS, "IADD3")
+    assert names(around.shortest_way) == ["IADD3", "HGMMA", "SYNCS", "BRA", "HGMMA", "STL", "BRA", "BRA"]
+    (waiting,) = innermost_loops(SASS, "SYNCS")
+    assert waiting.shortest_way == waiting.every

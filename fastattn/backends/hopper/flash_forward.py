@@ -41,7 +41,6 @@ from .gluon import (
     sync_named,
     warp_specialize,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from .order import Order, item_at, programs_for, section_of
@@ -185,7 +184,9 @@ def work_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     n_q, n_k = call.n_q, call.n_k
     i_m, i_h, i_b = item_at(i, call.order)
     q_start = position_of_first_query(call.visible, i_b)
-    return i_m, i_h, i_b, q_start, key_range(i_m, i_b, q_start, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
+    # n_q anew: else the number of tiles, computed from it, is kept in local memory over the whole kernel.
+    tile_range = key_range(i_m, i_b, q_start, again(n_q), n_k, call.visible, BLOCK_M, BLOCK_N)
+    return i_m, i_h, i_b, q_start, tile_range
 
 
 @jit
@@ -271,14 +272,10 @@ def consume(
             tokens = queries, tile_range[3] - 1, i_b
             b_p, b_rescale, b_max_log2, b_sum = weigh(b_s, b_max_log2, b_sum, tokens, True, call, SCALE_IS_POSITIVE)
             b_left = gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(BLOCK_V))
-            b_o_coming = warpgroup_mma_init(b_o)
             for i_step in range(1, n_steps):
                 n = n_k_tiles + i_step
                 i_n = tile_range[3] - 1 - i_step
                 edge = is_edge(i_n, tile_range)
-                b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
-                release(n - 2, v_ring, i_step > 1)
-                b_o *= as_output_rows(b_rescale, BLOCK_V)
                 if PING_PONG:
                     sync_named(FIRST_TURN + I_GROUP, 2 * gl.num_warps() * 32)
                 b_s_coming = products_coming(n, t_q, k_ring)
@@ -290,12 +287,13 @@ def consume(
                 tokens = queries, i_n, i_b
                 b_p, b_rescale, b_max_log2, b_sum = weigh(b_s, b_max_log2, b_sum, tokens, edge, call, SCALE_IS_POSITIVE)
                 b_left = gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(BLOCK_V))
+                wait_full(n - 1, v_ring)  # it is: but ptxas moves the wait for products before all that this follows
+                b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
+                release(n - 1, v_ring)
+                b_o *= as_output_rows(b_rescale, BLOCK_V)
             release(n_q_tile, q_ring)
             n_turns += 1
             n_k_tiles += n_steps
-            b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
-            release(n_k_tiles - 2, v_ring, n_steps > 1)
-            b_o *= as_output_rows(b_rescale, BLOCK_V)
             b_o = warpgroup_mma_wait(0, deps=(output_coming(n_k_tiles - 1, b_left, b_o, v_ring),))
             release(n_k_tiles - 1, v_ring)
 

@@ -138,7 +138,7 @@ def load_real_rows(n, ring, x: Heads, i_b, i_h, row, n_rows, real, D: gl.constex
     """Loads what `load` does, but zeros instead of the rows that padding hides; `x` is `in_chunks`. Waits for it."""
     ROWS: gl.constexpr = ring.tiles.shape[3]
     COLUMNS: gl.constexpr = ring.tiles.shape[4]
-    PART: gl.constexpr = 16  # rows at a time, since a thread that loads has few registers
+    PART: gl.constexpr = 8  # rows at a time, since a thread that loads has few registers
     OF_CHUNK: gl.constexpr = 128 // ring.tiles.dtype.primitive_bitwidth
     threads: gl.constexpr = chunks_of_rows(OF_CHUNK)
     wait_empty(n, ring)

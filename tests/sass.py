@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);")
-_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+_TARGET = re.compile(r"\.L_x_\d+")
 _ENDS = re.compile(r"(BRA|EXIT|RET|BRX|JMP)\b")  # without a predicate, nothing goes on after it
 
 

@@ -434,6 +434,7 @@ def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.cons
         pairs = as_row(queries), as_column(keys), i_b, 0, call.n_q, call.n_k
         b_p = gl.where(keep(pairs, call.visible), b_p, 0.0)
     if dk is not None:
+        wait_full(n, do_ring)  # it is: but ptxas moves the wait for products before all that this follows
         b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
         b_ds = b_p * (b_dp - row_in(n, rows_ring, 1))
     if dv is not None:
@@ -615,6 +616,7 @@ def dq_step(n, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP: gl.constexpr
     b_dp = warpgroup_mma(t_do, tile_in(n, v_ring).permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(1, deps=(b_s,))
     b_p = gl.exp2(b_s * call.scale_log2 - b_lse_log2)
+    wait_full(n, v_ring)  # as in `dk_dv_step`
     b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
     release(n, v_ring)
     b_ds = b_p * (b_dp - b_delta)

@@ -28,8 +28,8 @@ def on_hopper(monkeypatch):
 def test_refusals_are_sentences(on_hopper):
     assert hopper.unsupported(*call()) == []
     assert hopper.unsupported(*call(dtype=torch.float32)) == ["needs float16 or bfloat16, got float32"]
-    for dim in (4, 36, 264):
-        of = "takes head dims that are multiples of 8 up to 256, got"
+    for dim in (0, 4, 36, 264):
+        of = "takes head dims that are multiples of 8 from 8 to 256, got"
         assert hopper.unsupported(*call((1, 1, 4, dim))) == [f"{of} {dim} for q and k"]
         assert hopper.unsupported(*call(d_v=dim)) == [f"{of} {dim} for v"]
     dense = call(mask=Mask(dense=torch.ones(4, 4, dtype=torch.bool)), softcap=1.0)

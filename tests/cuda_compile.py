@@ -49,6 +49,8 @@ class Kernel:
     """What a kernel takes on an arch.
 
     name: with its template arguments. shared: bytes, static and dynamic. spilled: bytes. mma: matrix instructions.
+    matrices, transposed: instructions that load matrices from shared memory, as they are and transposed. copies: those
+    that copy from global to shared memory while others run.
     """
 
     arch: int
@@ -57,11 +59,19 @@ class Kernel:
     spilled: int
     shared: int
     mma: int
+    matrices: int
+    transposed: int
+    copies: int
 
     @property
     def has_16_bits(self) -> bool:
         """Whether it multiplies matrices of 16-bit elements."""
         return re.search(r"Tiling<b?f16,", self.name) is not None
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether it works on tiles in shared memory."""
+        return "Tiling<" in self.name
 
     @property
     def is_empty(self) -> bool:
@@ -86,8 +96,15 @@ class Kernel:
 
     def complaints(self) -> Iterator[str]:
         """What is wrong with it, in sentences."""
-        if self.has_16_bits and self.mma == 0 and not self.is_empty:
-            yield "has no matrix instruction"
+        if self.has_16_bits and not self.is_empty:
+            if self.mma == 0:
+                yield "has no matrix instruction"
+            if self.matrices == 0:
+                yield "loads no matrix from shared memory"
+            if self.transposed == 0 and not self.name.startswith("bias_gradient_kernel"):  # which needs none
+                yield "loads no transposed matrix from shared memory"
+        if self.is_tiled and not self.is_empty and (self.copies > 0) != (self.arch >= 80):
+            yield f"has {self.copies} asynchronous copies"
         if not self.has_16_bits and self.mma > 0:
             yield f"has {self.mma} matrix instructions, which are not true fp32 arithmetic"
         if self.is_hot and self.spilled > 0:
@@ -144,7 +161,7 @@ def kernels_in(arch: int, target: Path, ptxas_says: str, dynamic: dict[str, int]
     """The kernels of an object file; `dynamic` are the bytes of shared memory that the host gives to each."""
     environment = {**os.environ, "PATH": os.pathsep.join((str(TRITONS_TOOLS), os.environ["PATH"]))}
     assembly = output_of([TRITONS_TOOLS / "cuobjdump", "-sass", target], environment)
-    mma = {part.split()[0]: part.count("HMMA") for part in assembly.split("Function : ")[1:]}
+    code = {part.split()[0]: part for part in assembly.split("Function : ")[1:]}
     for part in ptxas_says.split("Compiling entry function ")[1:]:
         symbol = part.split("'")[1]
         stores, loads, registers = re.search(
@@ -157,7 +174,7 @@ def kernels_in(arch: int, target: Path, ptxas_says: str, dynamic: dict[str, int]
             int(registers),
             int(stores) + int(loads),
             (int(static[1]) if static else 0) + dynamic[symbol],
-            mma[symbol],
+            *(code[symbol].count(name) for name in ("HMMA", "LDSM.16.M88", "LDSM.16.MT88", "LDGSTS")),
         )
 
 

@@ -7,16 +7,20 @@ import dataclasses
 import pytest
 from cuda_compile import MOST_SHARED_KIB, SUMMARY, Kernel, known_archs, summary, version_of
 
-PLAIN = Kernel(80, "forward_kernel<Tiling<bf16, 64, 4, 2, 64>, false>", registers=248, spilled=0, shared=33296, mma=128)
-FP32 = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<float, 64, 4, 1, 32>, false>", mma=0)
+PLAIN = Kernel(80, "forward_kernel<Tiling<bf16, 64, 4, 2, 64>, false>", 248, 0, 33296, 128, 24, 16, 8)
+NO_PRODUCTS = {"mma": 0, "matrices": 0, "transposed": 0}
+FP32 = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<float, 64, 4, 1, 32>, false>", **NO_PRODUCTS)
 GENERAL = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<f16, 64, 4, 2, 64>, true>")
 WIDE = dataclasses.replace(PLAIN, name="forward_kernel<Tiling<f16, 256, 4, 1, 16>, false>")
 OF_KEYS = dataclasses.replace(PLAIN, name="backward_kernel<Tiling<f16, 128, 4, 1, 32>, false, (Wanted)3, false>")
-OF_KEYS_ON_75 = dataclasses.replace(OF_KEYS, arch=75)
-OF_QUERIES = dataclasses.replace(PLAIN, name="query_facts_kernel<bf16>", mma=0)
+OF_KEYS_ON_75 = dataclasses.replace(OF_KEYS, arch=75, copies=0)
+OF_BIAS = dataclasses.replace(PLAIN, name="bias_gradient_kernel<Tiling<f16, 64, 4, 1, 32> >", transposed=0)
+OF_QUERIES = dataclasses.replace(PLAIN, name="query_facts_kernel<bf16>", copies=0, **NO_PRODUCTS)
 
 
-@pytest.mark.parametrize("kernel", [PLAIN, FP32, GENERAL, WIDE, OF_QUERIES], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [PLAIN, FP32, GENERAL, WIDE, OF_KEYS_ON_75, OF_BIAS, OF_QUERIES], ids=lambda kernel: kernel.name
+)
 def test_a_kernel_as_it_should_be(kernel):
     assert list(kernel.complaints()) == []
 
@@ -26,11 +30,18 @@ def test_a_kernel_as_it_should_be(kernel):
     [
         (PLAIN, {"mma": 0}, "has no matrix instruction"),
         (GENERAL, {"mma": 0}, "has no matrix instruction"),
+        (PLAIN, {"matrices": 0}, "loads no matrix from shared memory"),
+        (OF_BIAS, {"matrices": 0}, "loads no matrix from shared memory"),
+        (PLAIN, {"transposed": 0}, "loads no transposed matrix from shared memory"),
+        (OF_KEYS_ON_75, {"transposed": 0}, "loads no transposed matrix from shared memory"),
+        (PLAIN, {"copies": 0}, "has 0 asynchronous copies"),
+        (FP32, {"copies": 0}, "has 0 asynchronous copies"),
+        (OF_KEYS_ON_75, {"copies": 8}, "has 8 asynchronous copies"),
         (FP32, {"mma": 8}, "has 8 matrix instructions, which are not true fp32 arithmetic"),
         (PLAIN, {"spilled": 4}, "spills 4 bytes"),
         (OF_KEYS, {"spilled": 4}, "spills 4 bytes"),
-        (PLAIN, {"arch": 75, "spilled": 4}, "spills 4 bytes"),
-        (PLAIN, {"arch": 75, "shared": 64 * 1024 + 1}, "takes 65537 bytes of shared memory, of 64 KiB"),
+        (PLAIN, {"arch": 75, "copies": 0, "spilled": 4}, "spills 4 bytes"),
+        (PLAIN, {"arch": 75, "copies": 0, "shared": 64 * 1024 + 1}, "takes 65537 bytes of shared memory, of 64 KiB"),
         (FP32, {"arch": 120, "shared": 99 * 1024 + 1}, "takes 101377 bytes of shared memory, of 99 KiB"),
     ],
 )
@@ -45,11 +56,12 @@ def test_what_few_calls_take_may_spill(kernel):
 
 def test_every_part_takes_as_much_as_it_has():
     for arch, kib in MOST_SHARED_KIB.items():
-        assert list(dataclasses.replace(PLAIN, arch=arch, shared=1024 * kib).complaints()) == []
+        full = dataclasses.replace(PLAIN, arch=arch, shared=1024 * kib, copies=8 if arch >= 80 else 0)
+        assert list(full.complaints()) == []
 
 
 def test_a_kernel_of_bf16_is_empty_where_there_are_no_instructions_for_it():
-    empty = dataclasses.replace(PLAIN, arch=75, mma=0)
+    empty = dataclasses.replace(PLAIN, arch=75, copies=0, **NO_PRODUCTS)
     assert list(empty.complaints()) == []
     assert empty.is_empty
     assert not any(kernel.is_empty for kernel in (PLAIN, FP32, OF_KEYS_ON_75))

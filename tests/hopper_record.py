@@ -25,6 +25,7 @@ _PRODUCTS = {  # of a step with the head dim, in units of 16 that are summed ove
     "dk_dv_kernel": {64: 16, 128: 24, 256: 36},
     "dk_dv_kernel, 2": {256: 20},
     "dq_kernel": {64: 16, 128: 20, 256: 36},
+    "fused_kernel": {64: 40, 128: 32},
 }
 _SLOWER = ("3.8.0", "3.9.0")
 """Tritons that make less of the forward: 3.8 spills a little where there is padding, 3.9 serialises its products."""
@@ -84,6 +85,11 @@ class Compiled:
             yield f"computes {self.loop_exposed} exponentials of its loop with no matrix product under way"
         if fast:
             yield from self.warnings
+
+
+def kernels_of(D: int) -> set[str]:
+    """The names of the kernels that there are for a head dim."""
+    return {name.partition(",")[0] for name, products in _PRODUCTS.items() if D in products}
 
 
 def digest() -> str:

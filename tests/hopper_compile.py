@@ -31,7 +31,6 @@ import hopper_record
 from hopper_record import Compiled
 from sass import count, innermost_loops, instructions
 
-KERNELS = ("forward_kernel", "dk_dv_kernel", "dq_kernel")
 HEAD_DIMS = (64, 128, 256)
 CALLS = ("full", "causal", "padded", "documents")
 _B, _H, _H_KV, _N = 2, 4, 2, 1024

@@ -25,6 +25,7 @@ _PRODUCTS = {  # of a step with the head dim, in units of 16 that are summed ove
     "dk_dv_kernel": {64: 16, 128: 24, 256: 36},
     "dk_dv_kernel, 2": {256: 20},
     "dq_kernel": {64: 16, 128: 24, 256: 36},
+    "fused_kernel": {64: 40, 128: 32},
 }
 _MOST_EXPOSED = {"forward_kernel": 0, "dk_dv_kernel": 0, "dq_kernel": 16}
 """Exponentials of a step that may run while no matrix product is under way, of 32 to 64 for each thread."""
@@ -88,6 +89,11 @@ class Compiled:
         if self.loop_exposed > _MOST_EXPOSED.get(self.kernel, self.loop_exposed):
             yield f"computes {self.loop_exposed} exponentials of its loop with no matrix product under way"
         yield from self.warnings
+
+
+def kernels_of(D: int) -> set[str]:
+    """The names of the kernels that there are for a head dim."""
+    return {name.partition(",")[0] for name, products in _PRODUCTS.items() if D in products}
 
 
 def digest() -> str:

@@ -78,6 +78,31 @@ def test_case_is_right_or_refused(backend, device, case, dtype):
         assert_right(inputs, run(inputs, backend.NAME))
 
 
+def every_call_in_any_order() -> list[tuple]:
+    """Those of the backends that sum gradients in any order if they may; on the model in both dtypes by turns."""
+    dtypes = (torch.float16, torch.bfloat16)
+    return [
+        (backend, device, case, dtype)
+        for backend, device in COMPUTING
+        if backend in (hopper, GluonModel)
+        for i, case in enumerate(TESTED)
+        for dtype in (dtypes if backend is hopper else dtypes[i % 2 :][:1])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "case", "dtype"), every_call_in_any_order(), ids=place_id, indirect=["backend"]
+)
+def test_case_is_right_or_refused_in_any_order(backend, device, case, dtype):
+    inputs = make_inputs(case, dtype, device)
+    inputs.options["deterministic"] = False
+    if objections(backend, inputs.q, inputs.k, inputs.v, inputs.spec()):
+        with pytest.raises(NotImplementedError):
+            run(inputs, backend.NAME)
+    else:
+        assert_right(inputs, run(inputs, backend.NAME))
+
+
 @pytest.mark.parametrize(("backend", "device"), [*PLACES, (GluonModel, "cpu")], ids=place_id, indirect=["backend"])
 def test_backend_keeps_its_promises(backend, device):
     promise = PROMISES.get(f"{backend.NAME} on {device}") or PROMISES[backend.NAME]

@@ -80,9 +80,10 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k and v where `output_mask` asks for them, and three None: it takes no bias, slopes or sinks."""
-    from .flash_backward import backward
+    from . import flash_backward, fused_backward
 
-    return backward(do, dlse, q, k, v, o, lse, spec, output_mask)
+    which = flash_backward if spec.deterministic else fused_backward
+    return which.backward(do, dlse, q, k, v, o, lse, spec, output_mask)
 
 
 def _device_objections(device: torch.device) -> list[str]:

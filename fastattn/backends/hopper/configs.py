@@ -126,3 +126,35 @@ def dq_config(padded_head_dim: int) -> DqConfig:
 def padded_head_dim(dim: int) -> int:
     """The power of two that a head dim is padded to: at least the 128 bytes of a row of swizzled shared memory."""
     return max(64, triton.next_power_of_2(dim))
+
+
+class FusedConfig(NamedTuple):
+    """How the kernel of all three gradients is compiled and launched: two warp groups, of 64 keys each."""
+
+    BLOCK_M: int  # queries of a tile
+    Q_SLOTS: int  # tiles of Q in shared memory
+    DO_SLOTS: int  # tiles of dO
+    REGISTERS: int
+    PRODUCER_REGISTERS: int
+    maxnreg: int
+    persistent: bool
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a tile."""
+        return 2 * ROWS_OF_GROUP
+
+    def options(self) -> dict[str, int]:
+        """The keyword arguments of a launch."""
+        return _options(self, "persistent")
+
+
+_FUSED = {  # larger head dim -> configuration; BLOCK_M times the head dim is what two warp groups find of dQ
+    64: FusedConfig(128, 2, 2, 224, 56, 168, True),
+    128: FusedConfig(64, 2, 2, 232, 40, 168, True),
+}
+
+
+def fused_config(padded_head_dim: int) -> FusedConfig | None:
+    """The parameters of the kernel of all three gradients; None where it cannot serve such head dims."""
+    return _FUSED.get(padded_head_dim)

@@ -104,7 +104,7 @@ def backward(
     wanted = zip((q, k, v), output_mask[:3], strict=True)
     dq, dk, dv = (loadable(torch.empty_like(x)) if is_wanted else None for x, is_wanted in wanted)
     inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
-    if dk is None or dv is None or dk_dv_config(_larger_head_dim(inputs)).BOTH:
+    if dk is None or dv is None or dk_dv_config(larger_head_dim(inputs)).BOTH:
         find_dk_dv(dk, dv, inputs, visible, spec.scale)
     else:
         find_dk_dv(dk, None, inputs, visible, spec.scale)
@@ -143,12 +143,9 @@ def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Vi
     q, k, v, do, rows = inputs
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
-    config = dk_dv_config(_larger_head_dim(inputs))
+    config = dk_dv_config(larger_head_dim(inputs))
     real_queries, real_keys = visible.real_queries, visible.real_keys
-    hidden = Hidden(None, None, None, None)
-    if real_queries is not None:
-        spans = real_spans(real_queries) if visible.query_spans is None else visible.query_spans
-        hidden = Hidden(real_queries, spans, in_chunks(q), in_chunks(do))
+    hidden = hidden_by(real_queries, visible.query_spans, q, do)
     # A hidden query adds nothing, since its lse is +inf; the gradient of a hidden key is thrown away.
     visible = visible._replace(real_queries=None, real_keys=None).in_tiles(config.BLOCK_M)
     if visible.key_ranges is not None:
@@ -162,7 +159,7 @@ def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Vi
         descriptor(k, ROWS_OF_GROUP, block_qk),
         descriptor(v, ROWS_OF_GROUP, block_v),
         descriptor(do, config.BLOCK_M, block_v),
-        _descriptor_of_rows(rows, config.BLOCK_M),
+        descriptor_of_rows(rows, config.BLOCK_M),
         None if dk is None else descriptor(dk, ROWS_OF_GROUP, block_qk),
         None if dv is None else descriptor(dv, ROWS_OF_GROUP, block_v),
         visible,
@@ -192,12 +189,9 @@ def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float
     q, k, v, do, rows = inputs
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
-    config = dq_config(_larger_head_dim(inputs))
+    config = dq_config(larger_head_dim(inputs))
     real_queries, real_keys = visible.real_queries, visible.real_keys
-    hidden = Hidden(None, None, None, None)
-    if real_keys is not None:
-        spans = real_spans(real_keys) if visible.key_spans is None else visible.key_spans
-        hidden = Hidden(real_keys, spans, in_chunks(k), None)
+    hidden = hidden_by(real_keys, visible.key_spans, k)
     # The gradient of a hidden query is thrown away.
     visible = visible._replace(real_queries=None).in_tiles(config.block_m)
     n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
@@ -231,11 +225,20 @@ def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float
     )
 
 
-def _larger_head_dim(inputs: Inputs) -> int:
+def hidden_by(real: Tensor | None, spans: Tensor | None, x: Tensor, dx: Tensor | None = None) -> Hidden:
+    """`Hidden` for tokens of which `real` says what padding hides; the spans of documents are found here."""
+    if real is None:
+        return Hidden(None, None, None, None)
+    spans = real_spans(real) if spans is None else spans
+    return Hidden(real, spans, in_chunks(x), None if dx is None else in_chunks(dx))
+
+
+def larger_head_dim(inputs: Inputs) -> int:
+    """The larger one of keys and values, padded."""
     return padded_head_dim(max(inputs.q.shape[3], inputs.v.shape[3]))
 
 
-def _descriptor_of_rows(rows: Tensor, block_m: int) -> TensorDescriptor:
+def descriptor_of_rows(rows: Tensor, block_m: int) -> TensorDescriptor:
     """lse_log2 and delta of `block_m` queries at a time; 0 past the last one, where dO is 0 and nothing is added."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, 2, block_m], layout)
@@ -282,6 +285,7 @@ def dk_dv_kernel(
     """A program takes every so many-th item: 128 keys of a head, over the query tiles of all heads that share it."""
     call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
     tensors = q, k, v, do, rows
+    hidden_keys = Hidden(None, None, None, None)  # what comes of them is in rows of their own
     found = dk, dv
     q_ring, do_ring, rows_ring = new_ring(q, Q_SLOTS, 2), new_ring(do, DO_SLOTS, 2), new_ring(rows, DO_SLOTS, 2)
     rows_ring = Ring(rows_ring.tiles, rows_ring.full, do_ring.empty)  # released together
@@ -297,7 +301,7 @@ def dk_dv_kernel(
         [
             (consume_dk_dv, (rings, found, real_keys, scale, call, 0, GROUP)),
             (consume_dk_dv, (rings, found, real_keys, scale, call, 1, GROUP)),
-            (produce_dk_dv, (rings, tensors, found, hidden, call, GROUP, D_QK, D_V)),
+            (produce_dk_dv, (rings, tensors, found, hidden, hidden_keys, call, gl.program_id(0), GROUP, D_QK, D_V)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -319,7 +323,18 @@ def key_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @jit
-def produce_dk_dv(rings, tensors, found, hidden, call, GROUP: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr):
+def produce_dk_dv(
+    rings,
+    tensors,
+    found,
+    hidden,
+    hidden_keys,
+    call,
+    first,
+    GROUP: gl.constexpr,
+    D_QK: gl.constexpr,
+    D_V: gl.constexpr,
+):
     """The warp that loads: every tile that the warp groups read, in the order in which they do."""
     q_ring, k_ring, v_ring, do_ring, rows_ring = rings
     q, k, v, do, rows = tensors
@@ -329,13 +344,19 @@ def produce_dk_dv(rings, tensors, found, hidden, call, GROUP: gl.constexpr, D_QK
     BLOCK_N: gl.constexpr = 2 * ROWS
     n_tiles = 0  # of queries, that went through the rings
     n_key_tiles = 0
-    for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
+    for i in range(first, call.order.n_items, call.order.n_programs):
         i_n, i_h, i_b, _, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
-        for i_group in gl.static_range(2):
+        for i_group in range(2):
             i_row = i_n * BLOCK_N + i_group * ROWS
-            load(n_key_tiles + i_group, k_ring, k, i_b, i_h, i_row)
+            n = n_key_tiles + i_group
+            if hidden_keys.real is None:
+                load(n, k_ring, k, i_b, i_h, i_row)
+            elif has_hidden(i_n * 2 + i_group, i_b, call.n_k, hidden_keys.spans, ROWS):
+                load_real_rows(n, k_ring, hidden_keys.x, i_b, i_h, i_row, call.n_k, hidden_keys.real, D_QK)
+            else:
+                load(n, k_ring, k, i_b, i_h, i_row)
             if dk is not None:
-                load(n_key_tiles + i_group, v_ring, v, i_b, i_h, i_row)
+                load(n, v_ring, v, i_b, i_h, i_row)
         n_key_tiles += 2
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m, i_hq = tile_range[0] + i_step // GROUP, i_h * GROUP + i_step % GROUP
@@ -366,7 +387,6 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
     """A warp group: 64 rows of dK and dV of every item, over the query tiles from the first one up."""
     q_ring, k_ring, v_ring, do_ring = rings[0], rings[1], rings[2], rings[3]
     dk, dv = found
-    n_k = call.n_k
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     BLOCK_N: gl.constexpr = 2 * ROWS
     BLOCK_QK: gl.constexpr = q_ring.tiles.shape[4]
@@ -376,8 +396,6 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_n, _, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
-        o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M)))
-        keys = keys_at(o_k, i_b, n_k, call.visible)
         b_dk = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
         b_dv = gl.zeros([ROWS, BLOCK_V], gl.float32, layout=accumulator(BLOCK_V))
         wait_full(n_key_tile, k_ring)
@@ -385,7 +403,7 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
             wait_full(n_key_tile, v_ring)
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m = tile_range[0] + i_step // GROUP
-            tokens = keys, i_m, i_b, q_start
+            tokens = i_row, i_m * BLOCK_M, i_b, q_start
             edge = is_edge(i_m, tile_range)
             b_dk, b_dv = dk_dv_step(n_tiles, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP)
             n_tiles += 1
@@ -406,13 +424,8 @@ def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.cons
     """dK and dV with what the n-th tile of queries adds. Tiles lie the other way round than in the forward: [N, M]."""
     q_ring, k_ring, v_ring, do_ring, rows_ring = rings
     dk, dv = found
-    keys, i_m, i_b, q_start = tokens
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     dtype: gl.constexpr = q_ring.tiles.dtype
-    # Queries past the last one have no dO, and keys past theirs are not written: only limits need a mask.
-    IS_LIMITED: gl.constexpr = (
-        call.visible.left is not None or call.visible.right is not None or call.visible.documents_q is not None
-    )
     b_zero = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=accumulator(BLOCK_M))
     i_slot = again(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
     t_k, t_v = tile_in(i_slot, k_ring), tile_in(i_slot, v_ring)
@@ -426,17 +439,11 @@ def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.cons
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
     else:
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-    wait_full(n, rows_ring)
-    b_p = gl.exp2(b_s * call.scale_log2 - row_in(n, rows_ring, 0))
-    if IS_LIMITED and edge:
-        o_q = i_m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, accumulator(BLOCK_M)))
-        queries = queries_at(o_q, i_b, call.n_q, q_start, call.visible)
-        pairs = as_row(queries), as_column(keys), i_b, 0, call.n_q, call.n_k
-        b_p = gl.where(keep(pairs, call.visible), b_p, 0.0)
+    b_p = weights_of_keys(n, rows_ring, b_s, tokens, edge, call, 0)
     if dk is not None:
         wait_full(n, do_ring)  # it is: but ptxas moves the wait for products before all that this follows
         b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
-        b_ds = b_p * (b_dp - row_in(n, rows_ring, 1))
+        b_ds = b_p * (b_dp - row_in(n, rows_ring, 1, 0, BLOCK_M))
     if dv is not None:
         b_left = gl.convert_layout(b_p.to(dtype), left_operand(do_ring.tiles.shape[4]))
         b_dv = warpgroup_mma(b_left, t_do, b_dv, is_async=True)
@@ -459,9 +466,35 @@ def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.cons
 
 
 @jit
-def row_in(n, ring, ROW: gl.constexpr):
-    """lse_log2 (row 0) or delta (row 1) of the n-th tile, [1, M], to be used with products."""
-    return tile_in(n, ring).slice(ROW, 1).load(accumulator(ring.tiles.shape[4]))
+def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr):
+    """P [N, M] of a part of the n-th tile of queries, as many as `b_s` has, once their rows are there."""
+    i_row, i_q, i_b, q_start = tokens
+    PART: gl.constexpr = b_s.shape[1]
+    # Queries past the last one have no dO, and keys past theirs are not written: only limits need a mask.
+    IS_LIMITED: gl.constexpr = (
+        call.visible.left is not None or call.visible.right is not None or call.visible.documents_q is not None
+    )
+    wait_full(n, rows_ring)
+    b_p = gl.exp2(b_s * call.scale_log2 - row_in(n, rows_ring, 0, I_PART, PART))
+    if IS_LIMITED and edge:
+        o_m = gl.arange(0, PART, layout=gl.SliceLayout(0, accumulator(PART)))
+        if call.visible.documents_q is None:
+            # In two steps, of which the second adds a constant: or else all of them are kept in registers.
+            o_q = i_q + I_PART * PART + (o_m & 7) + (o_m & -8)
+        else:
+            o_q = i_q + I_PART * PART + o_m
+        queries = queries_at(o_q, i_b, call.n_q, q_start, call.visible)
+        o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(PART)))
+        keys = keys_at(o_k, i_b, call.n_k, call.visible)
+        pairs = as_row(queries), as_column(keys), i_b, 0, call.n_q, call.n_k
+        b_p = gl.where(keep(pairs, call.visible), b_p, 0.0)
+    return b_p
+
+
+@jit
+def row_in(n, ring, ROW: gl.constexpr, I_PART: gl.constexpr, PART: gl.constexpr):
+    """lse_log2 (row 0) or delta (row 1) of PART queries of the n-th tile, [1, PART], to be used with products."""
+    return tile_in(n, ring).slice(ROW, 1).slice(I_PART * PART, PART, dim=1).load(accumulator(PART))
 
 
 @jit

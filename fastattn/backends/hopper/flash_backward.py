@@ -396,6 +396,8 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
         i_n, _, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
+        o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M)))
+        keys = keys_at(o_k, i_b, call.n_k, call.visible)
         b_dk = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
         b_dv = gl.zeros([ROWS, BLOCK_V], gl.float32, layout=accumulator(BLOCK_V))
         wait_full(n_key_tile, k_ring)
@@ -403,7 +405,7 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
             wait_full(n_key_tile, v_ring)
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m = tile_range[0] + i_step // GROUP
-            tokens = i_row, i_m * BLOCK_M, i_b, q_start
+            tokens = keys, i_m * BLOCK_M, i_b, q_start
             edge = is_edge(i_m, tile_range)
             b_dk, b_dv = dk_dv_step(n_tiles, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP)
             n_tiles += 1
@@ -468,7 +470,7 @@ def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.cons
 @jit
 def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr):
     """P [N, M] of a part of the n-th tile of queries, as many as `b_s` has, once their rows are there."""
-    i_row, i_q, i_b, q_start = tokens
+    keys, i_q, i_b, q_start = tokens
     PART: gl.constexpr = b_s.shape[1]
     # Queries past the last one have no dO, and keys past theirs are not written: only limits need a mask.
     IS_LIMITED: gl.constexpr = (
@@ -484,8 +486,6 @@ def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr)
         else:
             o_q = i_q + I_PART * PART + o_m
         queries = queries_at(o_q, i_b, call.n_q, q_start, call.visible)
-        o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(PART)))
-        keys = keys_at(o_k, i_b, call.n_k, call.visible)
         pairs = as_row(queries), as_column(keys), i_b, 0, call.n_q, call.n_k
         b_p = gl.where(keep(pairs, call.visible), b_p, 0.0)
     return b_p

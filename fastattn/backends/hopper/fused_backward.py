@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import spec as what
 from ..triton.tiles import Heads, head_of, heads, launch, load_tile, program_share, store_tile
-from ..triton.visibility import Visibility, is_edge, query_ranges, real_tokens
+from ..triton.visibility import Visibility, is_edge, keys_at, query_ranges, real_tokens
 from . import flash_backward
 from .configs import ROWS_OF_GROUP, fused_config, padded_head_dim
 from .flash_backward import (
@@ -231,6 +231,8 @@ def consume_all(rings, to_dq, found, hidden_keys, scale, call, first, I_GROUP: g
     for i in range(first, call.order.n_items, call.order.n_programs):
         i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
+        o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(ROWS)))
+        keys = keys_at(o_k, i_b, n_k, call.visible)
         unreal = i_row + ROWS > n_k  # whether some of the rows are no keys that may be seen
         if hidden_keys.real is not None:
             unreal |= has_hidden(i_n * 2 + I_GROUP, i_b, n_k, hidden_keys.spans, ROWS)
@@ -241,9 +243,9 @@ def consume_all(rings, to_dq, found, hidden_keys, scale, call, first, I_GROUP: g
         wait_full(n_key_tiles + I_GROUP, v_ring)
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m, i_hq = tile_range[0] + i_step // GROUP, i_h * GROUP + i_step % GROUP
-            tokens = i_row, i_m * BLOCK_M, i_b, q_start
+            tokens = keys, i_m * BLOCK_M, i_b, q_start
             edge = is_edge(i_m, tile_range)
-            of_keys = unreal, hidden_keys.real
+            of_keys = unreal, i_row, hidden_keys.real
             b_dk, b_dv = fused_step(n_tiles, rings, to_dq, b_dk, b_dv, i_hq, tokens, edge, of_keys, call, I_GROUP)
             n_tiles += 1
         # What was found takes the place of V and K, on its way out. V has been read, K is by the other group, too.
@@ -261,8 +263,8 @@ def fused_step(n, rings, to_dq, b_dk, b_dv, i_hq, tokens, edge, of_keys, call, I
     """dK and dV with what the n-th tile of queries adds; what the keys add to its dQ goes to memory."""
     q_ring, k_ring, v_ring, do_ring, rows_ring = rings
     ds_ring, dq_ring, dq = to_dq
-    i_row, i_q, i_b, _ = tokens
-    unreal, real_keys = of_keys
+    _, i_q, i_b, _ = tokens
+    unreal, i_row, real_keys = of_keys
     PARTS: gl.constexpr = q_ring.tiles.shape[3] // ROWS  # of the tile, of 64 queries each: all that registers can hold
     dtype: gl.constexpr = q_ring.tiles.dtype
     b_zero = gl.zeros([ROWS, ROWS], gl.float32, layout=accumulator(ROWS))

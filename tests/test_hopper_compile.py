@@ -71,6 +71,12 @@ def test_some_tritons_may_spill_outside_the_loops():
     assert list(dataclasses.replace(on_another, loop_local=2, call="documents").complaints()) == []
 
 
+def test_the_fused_kernel_need_not_overlap_where_there_is_padding():
+    fused = dataclasses.replace(RIGHT, kernel="fused_kernel", loop_hgmma=32, loop_exposed=32)
+    assert len(list(fused.complaints())) == 1
+    assert list(dataclasses.replace(fused, call="padded").complaints()) == []
+
+
 @pytest.mark.parametrize("changes", [{"call": "documents"}, {"D": 256, "loop_hgmma": 36}])
 def test_a_backward_that_few_calls_take_may_spill(changes):
     changes = {"kernel": "dq_kernel", "loop_hgmma": 24, "spilled": 8, "local": 2} | changes

@@ -441,9 +441,8 @@ def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.cons
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
     else:
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-    b_p = weights_of_keys(n, rows_ring, b_s, tokens, edge, call, 0)
+    b_p = weights_of_keys(n, rows_ring, b_s, tokens, edge, call, 0, True)
     if dk is not None:
-        wait_full(n, do_ring)  # it is: but ptxas moves the wait for products before all that this follows
         b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
         b_ds = b_p * (b_dp - row_in(n, rows_ring, 1, 0, BLOCK_M))
     if dv is not None:
@@ -468,8 +467,11 @@ def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.cons
 
 
 @jit
-def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr):
-    """P [N, M] of a part of the n-th tile of queries, as many as `b_s` has, once their rows are there."""
+def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr, OVERLAP: gl.constexpr):
+    """P [N, M] of a part of the n-th tile of queries, as many as `b_s` has, once their rows are there.
+
+    OVERLAP: whether something keeps ptxas from moving a wait for products that follows to before the exponentials.
+    """
     keys, i_q, i_b, q_start = tokens
     PART: gl.constexpr = b_s.shape[1]
     # Queries past the last one have no dO, and keys past theirs are not written: only limits need a mask.
@@ -488,6 +490,8 @@ def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr)
         queries = queries_at(o_q, i_b, call.n_q, q_start, call.visible)
         pairs = as_row(queries), as_column(keys), i_b, 0, call.n_q, call.n_k
         b_p = gl.where(keep(pairs, call.visible), b_p, 0.0)
+    if OVERLAP and not IS_LIMITED:  # a branch for the mask would do, too
+        wait_full(n, rows_ring)  # they are
     return b_p
 
 
@@ -649,7 +653,7 @@ def dq_step(n, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP: gl.constexpr
     b_dp = warpgroup_mma(t_do, tile_in(n, v_ring).permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(1, deps=(b_s,))
     b_p = gl.exp2(b_s * call.scale_log2 - b_lse_log2)
-    wait_full(n, v_ring)  # as in `dk_dv_step`
+    wait_full(n, v_ring)  # it is: see OVERLAP of `weights_of_keys`
     b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
     release(n, v_ring)
     b_ds = b_p * (b_dp - b_delta)

@@ -280,7 +280,7 @@ def fused_step(n, rings, to_dq, b_dk, b_dv, i_hq, tokens, edge, of_keys, call, I
         t_do = queries_of(tile_in(n, do_ring), i_part)
         b_dp = warpgroup_mma(t_v, t_do.permute((1, 0)), b_zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
-        b_p = weights_of_keys(n, rows_ring, b_s, tokens, edge, call, i_part)
+        b_p = weights_of_keys(n, rows_ring, b_s, tokens, edge, call, i_part, real_keys is None)
         b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
         b_ds = b_p * (b_dp - row_in(n, rows_ring, 1, i_part, ROWS))
         if unreal:

@@ -74,11 +74,14 @@ def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) ->
     if (
         is_compiling()
         or not type(q) is type(k) is type(v) is Tensor
-        or not (mask.real_keys is None or type(mask.real_keys) is Tensor)
+        or not {*map(type, (mask.real_queries, mask.real_keys, *(mask.segments or ())))} <= _TENSOR_OR_NONE
         or forward_ad._current_level >= 0
     ):
         return None
     return backends.at_once(q, k, v, mask, scale)
+
+
+_TENSOR_OR_NONE = {Tensor, type(None)}
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: str, *, average_heads: bool) -> Tensor:

@@ -16,6 +16,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <string>
@@ -365,9 +366,10 @@ bool fit(const Tensor& q, const Tensor& k, const Tensor& v) {
          v.sizes().slice(0, 3) == k.sizes().slice(0, 3);
 }
 
-bool fits(const Tensor& real_keys, const Tensor& k) {
-  return plain(real_keys) && real_keys.scalar_type() == at::kBool && real_keys.device() == k.device() &&
-         real_keys.sizes() == at::IntArrayRef({k.size(0), k.size(2)});
+// Whether a table of the tokens of x is right, if there is one.
+bool fits(const MaybeTensor& table, const Tensor& x, std::initializer_list<at::ScalarType> dtypes) {
+  return !table || (plain(*table) && std::count(dtypes.begin(), dtypes.end(), table->scalar_type()) &&
+                    table->device() == x.device() && table->sizes() == at::IntArrayRef({x.size(0), x.size(2)}));
 }
 
 // [B, H, n_q, d_v] in the memory order that empty_output of fastattn/spec.py gives it.
@@ -381,13 +383,16 @@ Tensor empty_output(const Tensor& q, int64_t d_v) {
 // o and lse of a call with which PyTorch has nothing to do, and whose tensors fit each other as they are. None for any
 // other, right or wrong: fastattn/api.py finds out which.
 std::optional<std::tuple<Tensor, Tensor>> at_once(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                  const MaybeTensor& real_keys, bool causal, int64_t q_start,
-                                                  std::optional<int64_t> left, std::optional<int64_t> right,
-                                                  std::optional<double> scale) {
-  if (!only_computed(q, k, v) || !fit(q, k, v) || (real_keys && !fits(*real_keys, k))) return {};
+                                                  const MaybeTensor& real_queries, const MaybeTensor& real_keys,
+                                                  const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal,
+                                                  int64_t q_start, std::optional<int64_t> left,
+                                                  std::optional<int64_t> right, std::optional<double> scale) {
+  if (!only_computed(q, k, v) || !fit(q, k, v)) return {};
+  if (!fits(real_queries, q, {at::kBool}) || !fits(real_keys, k, {at::kBool})) return {};
+  if (!fits(ids_q, q, {at::kInt, at::kLong}) || !fits(ids_k, k, {at::kInt, at::kLong})) return {};
   if (scale && !std::isfinite(*scale)) return {};
   const int64_t B = q.size(0), H = q.size(1), n_q = q.size(2), D = q.size(3);
-  const Mask mask(B, H, n_q, k.size(2), causal, left, right, q_start, {}, real_keys, {}, {}, {});
+  const Mask mask(B, H, n_q, k.size(2), causal, left, right, q_start, real_queries, real_keys, ids_q, ids_k, {});
   const Tensor o = empty_output(q, v.size(3)), lse = at::empty({B, H, n_q}, at::kFloat);
   forward(q, k, v, o, lse, mask, scale.value_or(std::pow(D, -0.5)), {}, {}, {}, {}, 0, 0);
   return std::tuple(o, lse);

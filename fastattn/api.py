@@ -519,7 +519,8 @@ def _at_once(
     ):
         mask = _EVERYTHING if mask is None else mask
         if (
-            mask.dense is mask.segments is mask.real_queries is None
+            mask.dense is None
+            and (mask.segments is None or (type(mask.segments) is tuple and len(mask.segments) == 2))
             and type(mask.q_start) is int
             and type(mask.window) is tuple
             and len(mask.window) == 2

@@ -1,8 +1,9 @@
 """The only place PyTorch is told about attention and its weights: op pairs, their fakes and vmap rule, the Functions.
 
-Eager calls go through `_Attention`, whose backward applies `_AttentionBackward`, so that every derivative of every
-order exists (the second from `derivatives.py`). Under torch.compile, which cannot trace such a pair,
-`_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the graph.
+Eager calls go through `_Attention`, whose backward applies `_AttentionBackward` where it is to be differentiated, so
+that every derivative of every order exists (the second from `derivatives.py`). Under torch.compile, which cannot trace
+such a pair, `_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the
+graph.
 """
 
 from __future__ import annotations
@@ -74,11 +75,14 @@ def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) ->
     if (
         is_compiling()
         or not type(q) is type(k) is type(v) is Tensor
-        or not (mask.real_keys is None or type(mask.real_keys) is Tensor)
-        or forward_ad._current_level >= 0
+        or not {*map(type, (mask.real_queries, mask.real_keys, *(mask.segments or ())))} <= _TENSOR_OR_NONE
+        or _derivative_wanted((q, k, v))
     ):
         return None
     return backends.at_once(q, k, v, mask, scale)
+
+
+_TENSOR_OR_NONE = {Tensor, type(None)}
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: str, *, average_heads: bool) -> Tensor:
@@ -226,7 +230,9 @@ class _Attention(Function):
         q, k, v, *others = _join(tensors, ctx.constants)
         learned, flat = others[:3], others[3:]
         wanted = ctx.needs_input_grad[:6]
-        gradients = _AttentionBackward.apply(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
+        again = _derivative_wanted((do, dlse, q, k, v, *learned))
+        backward = _AttentionBackward.apply if again else torch.ops.fastattn.backward
+        gradients = backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
         gradients = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
         return *gradients, *(None for _ in flat)
 

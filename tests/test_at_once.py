@@ -21,12 +21,13 @@ from fastattn.testing import CASES, make_inputs
 
 Q, K, V = (torch.randn(2, H, n, 8, generator=torch.Generator().manual_seed(n)) for H, n in ((4, 3), (2, 7), (2, 7)))
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1, 1]], dtype=torch.bool)
-NUMBERS = {"causal", "q_start", "window", "real_keys"}
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, -1, 2], [4, 3, 4, 3, 3, 3, 3]])
+TOLD_AT_ONCE = {"causal", "q_start", "window", "real_keys", "real_queries", "segments"}
 TAKEN = [
     case
     for case in CASES
     if not case.timed
-    and (spec := make_inputs(case, torch.float32).spec()).features() <= NUMBERS
+    and (spec := make_inputs(case, torch.float32).spec()).features() <= TOLD_AT_ONCE
     and isinstance(spec.mask.q_start, int)
 ]
 
@@ -68,6 +69,7 @@ def test_it_is_what_forward_returns(case, dtype):
 
 def test_most_cases_without_other_terms_are_answered():
     assert len(TAKEN) >= 20
+    assert set().union(*(make_inputs(c, torch.float32).spec().features() for c in TAKEN)) == TOLD_AT_ONCE
     assert sum(answer(q=i.q, k=i.k, v=i.v) is not None for i in (make_inputs(c, torch.float32) for c in TAKEN)) >= 15
 
 
@@ -101,6 +103,13 @@ REFUSED = {
     "shared real_keys": {"mask": Mask(real_keys=REAL[:1])},
     "real_keys dtype": {"mask": Mask(real_keys=REAL.int())},
     "real_keys device": {"mask": Mask(real_keys=REAL.to("meta"))},
+    "real_queries": {"mask": Mask(real_queries=REAL)},
+    "real_queries dtype": {"mask": Mask(real_queries=REAL[:, :3].int())},
+    "documents of queries": {"mask": Mask(segments=(DOCUMENTS, DOCUMENTS))},
+    "documents of keys": {"mask": Mask(segments=(DOCUMENTS[:, :3], DOCUMENTS[:, :3]))},
+    "documents dtype": {"mask": Mask(segments=(DOCUMENTS[:, :3].short(), DOCUMENTS))},
+    "dtype of the documents of keys": {"mask": Mask(segments=(DOCUMENTS[:, :3], DOCUMENTS.float()))},
+    "documents device": {"mask": Mask(segments=(DOCUMENTS[:, :3].to("meta"), DOCUMENTS))},
     "negated q": {"q": torch.complex(Q, -Q).conj().imag},
     "negated k": {"k": torch.complex(K, -K).conj().imag},
     "negated v": {"v": torch.complex(V, -V).conj().imag},
@@ -163,8 +172,6 @@ OTHERWISE = {  # calls of attention that are right, but not for the short way
     "int scale": {"scale": 1},
     "parameter": {"q": nn.Parameter(Q, requires_grad=False)},
     "dense": {"mask": Mask(dense=torch.ones(3, 7, dtype=torch.bool))},
-    "segments": {"mask": Mask(segments=(torch.zeros(2, 3).long(), torch.zeros(2, 7).long()))},
-    "real_queries": {"mask": Mask(real_queries=REAL[:, :3])},
     "q_start": {"mask": Mask(q_start=torch.tensor([1, 2]))},
 }
 
@@ -175,7 +182,16 @@ def test_other_calls_go_the_long_way(name, answers):
     assert not answers
 
 
-@pytest.mark.parametrize("mask", [None, Mask(causal=True, q_start=4), Mask(window=(3, None), real_keys=REAL)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        Mask(causal=True, q_start=4),
+        Mask(window=(3, None), real_keys=REAL, real_queries=REAL[:, :3]),
+        Mask(causal=True, segments=(DOCUMENTS[:, :3], DOCUMENTS)),
+        Mask(segments=(DOCUMENTS[:, :3].int(), DOCUMENTS.int())),
+    ],
+)
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_plain_calls_go_the_short_way(mask, scale, answers):
     o, lse = fastattn.attention(Q, K, V, mask, scale=scale, return_lse=True)
@@ -196,6 +212,9 @@ def test_plain_calls_go_the_short_way(mask, scale, answers):
         ({"mask": Mask(window=(1, 1, 1))}, "mask.window must be a pair"),
         ({"mask": Mask(q_start=True)}, "mask.q_start must be an int"),
         ({"mask": Mask(real_keys=[1])}, "mask.real_keys must be a Tensor"),
+        ({"mask": Mask(real_queries=[1])}, "mask.real_queries must be a Tensor"),
+        ({"mask": Mask(segments=(DOCUMENTS[:, :3], [1]))}, r"mask.segments\[1\] must be a Tensor"),
+        ({"mask": Mask(segments=(DOCUMENTS, DOCUMENTS))}, r"mask.segments\[0\] must be \[2, 3\]"),
         ({"mask": REAL}, "mask must be a fastattn.Mask"),
         ({"dropout_p": False}, "dropout_p must be between 0 and 1"),
         ({"dropout_p": None}, "dropout_p must be between 0 and 1"),
@@ -223,7 +242,14 @@ class Watched(Tensor):
 
 
 def test_a_subclass_sees_the_call(answers):
-    for call in ({"q": Q.as_subclass(Watched)}, {"mask": Mask(real_keys=REAL.as_subclass(Watched))}):
+    watched = DOCUMENTS.as_subclass(Watched)
+    for call in (
+        {"q": Q.as_subclass(Watched)},
+        {"mask": Mask(real_keys=REAL.as_subclass(Watched))},
+        {"mask": Mask(real_queries=REAL[:, :3].as_subclass(Watched))},
+        {"mask": Mask(segments=(watched[:, :3], DOCUMENTS))},
+        {"mask": Mask(segments=(DOCUMENTS[:, :3], watched))},
+    ):
         Watched.seen = 0
         fastattn.attention(**({"q": Q, "k": K, "v": V} | call))
         assert Watched.seen
@@ -251,7 +277,7 @@ def test_the_mode_of_gradients_decides_between_calls(answers):
     for enabled in (False, True, False):
         with torch.set_grad_enabled(enabled):
             assert fastattn.attention(q, K, V, mask).requires_grad == enabled
-    assert answers == [True, False, True]
+    assert answers == [True, True]
 
 
 def test_a_mask_that_is_changed_in_place_counts_as_it_is_now(answers):

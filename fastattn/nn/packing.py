@@ -54,7 +54,7 @@ class Packing:
     def unpack(self, x: Tensor) -> Tensor:
         """[B, L, ...] from [tokens, ...], 0 at padding."""
         empty = x.new_zeros(self.real.numel(), *x.shape[1:])
-        return empty.index_copy(0, self.index, x).unflatten(0, self.real.shape)
+        return empty.index_copy_(0, self.index, x).unflatten(0, self.real.shape)
 
 
 def worth_packing(*batches: Tensor | None) -> bool:

@@ -68,7 +68,8 @@ def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) ->
     """What `forward` returns, if C++ sees that the call is right and that PyTorch has nothing to do with it."""
     if q.dtype not in _DTYPES or unavailable(q.device):  # another dtype builds nothing
         return None
-    return build.CPU.load().at_once(q, k, v, mask.real_keys, mask.causal, mask.q_start, *mask.window, scale)
+    tables = mask.real_queries, mask.real_keys, *(mask.segments or (None, None))
+    return build.CPU.load().at_once(q, k, v, *tables, mask.causal, mask.q_start, *mask.window, scale)
 
 
 def backward(

@@ -101,7 +101,7 @@ def _resources(kernel, ptxas_says: str) -> dict[str, object]:
         "registers": int(re.search(r"Used (\d+) registers", ptxas_says)[1]),
         "spilled": sum(map(int, spilled)),
         "local": count(_LOCAL, every),
-        "loop_local": sum(count(_LOCAL, loop.every) for loop in loops),
+        "loop_local": sum(count(_LOCAL, loop.shortest_way) for loop in loops),
         "shared": kernel.metadata.shared,
         "hgmma": count("HGMMA", every),
         "tma": count("UTMALDG", every),

@@ -63,11 +63,11 @@ def test_what_is_wrong_is_a_sentence(changes, complaint):
     assert list(dataclasses.replace(RIGHT, **changes).complaints()) == [complaint]
 
 
-def test_some_tritons_may_spill_outside_the_loops():
+def test_some_tritons_may_spill_outside_a_step():
     on_another = dataclasses.replace(RIGHT, triton="3.9.0", spilled=8, local=3)
     assert list(on_another.complaints()) == []
     (complaint,) = dataclasses.replace(on_another, loop_local=2).complaints()
-    assert complaint == "spills 8 bytes, with 2 instructions of its loops"
+    assert complaint == "spills 8 bytes, with 2 instructions of a step"
     assert list(dataclasses.replace(on_another, loop_local=2, call="documents").complaints()) == []
 
 
@@ -75,6 +75,13 @@ def test_the_fused_kernel_need_not_overlap_where_there_is_padding():
     fused = dataclasses.replace(RIGHT, kernel="fused_kernel", loop_hgmma=32, loop_exposed=32)
     assert len(list(fused.complaints())) == 1
     assert list(dataclasses.replace(fused, call="padded").complaints()) == []
+
+
+def test_a_forward_of_wide_heads_may_spill_outside_a_step():
+    wide = dataclasses.replace(RIGHT, D=256, loop_hgmma=20, spilled=8, local=3)
+    assert list(wide.complaints()) == []
+    (complaint,) = dataclasses.replace(wide, loop_local=1).complaints()
+    assert complaint == "spills 8 bytes, with 1 instructions of a step"
 
 
 @pytest.mark.parametrize("changes", [{"call": "documents"}, {"D": 256, "loop_hgmma": 36}])

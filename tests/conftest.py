@@ -22,5 +22,8 @@ for _compiled in VISION.glob("torchvision/_C.*"):
         for _name in ("nms", "qnms"):
             _operators.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+import quick_interpreter  # noqa: E402
 from modelled_gpu import backend, gpu_model  # noqa: E402, F401  fixtures; it imports fastattn, and so Triton's kernels
 from modelled_hopper import gluon_model  # noqa: E402, F401  a fixture
+
+quick_interpreter.install()

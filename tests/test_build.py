@@ -374,9 +374,23 @@ def of_cuda(tree: Path, what: str, cuda: str, **environment: str) -> str:
 NO_ARCHS = {"TORCH_CUDA_ARCH_LIST": ""}
 
 
-@pytest.mark.parametrize(
-    ("cuda", "environment", "sentence"),
-    [
+def of_each_cuda(tree: Path, what: str, *machines: tuple[str, dict[str, str]]) -> list[str]:
+    """The same on each of these machines and in its environment, in one process: torch's import is what takes time."""
+    code = ["import os", "cuda, own = build.CUDA, dict(os.environ)"]
+    for cuda, environment in machines:
+        code += ["os.environ.clear()", f"os.environ.update(own | {environment})", cuda, f"print({what})"]
+    out, err = finish(start(tree, "\n".join(code)))
+    assert err == ""
+    answers = out.splitlines()
+    assert len(answers) == len(machines), out
+    return answers
+
+
+NO_ARCHS = {"TORCH_CUDA_ARCH_LIST": ""}
+
+
+def test_what_keeps_cuda_from_being_built_is_a_sentence(stand_in, toolkit):
+    what_keeps = [
         (fake_cuda([], cuda=None), {}, "is built without CUDA"),
         (fake_cuda([(9, 0)], cuda=None, hip="6.2"), {}, "is built for ROCm"),
         (fake_cuda([]), {}, "torch sees no GPU"),
@@ -387,18 +401,14 @@ NO_ARCHS = {"TORCH_CUDA_ARCH_LIST": ""}
         (fake_cuda([(7, 5)], cuda="12.8"), {}, "toolkit is 13.0, and torch"),
         (fake_cuda([(7, 5), (12, 0)]), {}, "toolkit cannot compile for compute capability 12.0"),
         (fake_cuda([(7, 5)]), {"CXX": "/nonexistent/c++"}, "there is no C++ compiler"),
-    ],
-)
-def test_what_keeps_cuda_from_being_built_is_a_sentence(stand_in, toolkit, cuda, environment, sentence):
-    said = of_cuda(stand_in, "cuda.obstacle()", cuda, **{**NO_ARCHS, "CUDA_HOME": str(toolkit), **environment})
-    assert sentence in said
-    assert len(said.splitlines()) == 1
-
-
-@pytest.mark.parametrize("gpus", [[(7, 5)], [(9, 0), (7, 5)], [(7, 0), (7, 5)]], ids=str)
-def test_nothing_keeps_cuda_from_being_built_for_gpus_that_are_known(stand_in, toolkit, gpus):
-    environment = NO_ARCHS | {"CUDA_HOME": str(toolkit)}
-    assert of_cuda(stand_in, "cuda.obstacle()", fake_cuda(gpus), **environment) == "None"
+        *((fake_cuda(gpus), {}, "None") for gpus in ([(7, 5)], [(9, 0), (7, 5)], [(7, 0), (7, 5)])),
+    ]
+    usual = NO_ARCHS | {"CUDA_HOME": str(toolkit)}
+    machines = [(cuda, usual | environment) for cuda, environment, _ in what_keeps]
+    said = of_each_cuda(stand_in, "cuda.obstacle()", *machines)
+    expected = [sentence for _, _, sentence in what_keeps]
+    different = [(a, b) for a, b in zip(expected, said, strict=True) if (a != b if a == "None" else a not in b)]
+    assert different == []
 
 
 def test_toolkit_is_where_nvcc_really_is(stand_in, toolkit, tmp_path):
@@ -412,49 +422,47 @@ def test_toolkit_is_where_nvcc_really_is(stand_in, toolkit, tmp_path):
 
 def test_cuda_is_compiled_for_the_gpus_of_the_machine_or_those_in_the_list(stand_in):
     gpus, what = fake_cuda([(8, 6), (7, 5), (8, 6), (6, 1)]), "cuda.compile_flags()['nvcc'][1:]"
-    assert of_cuda(stand_in, what, gpus, **NO_ARCHS) == str(
-        ["-gencode=arch=compute_75,code=sm_75", "-gencode=arch=compute_86,code=sm_86"]
-    )
-    for chosen in ("9.0 12.0+PTX", "12.0+PTX;9.0"):
-        assert of_cuda(stand_in, what, gpus, TORCH_CUDA_ARCH_LIST=chosen) == str(
-            [
-                "-gencode=arch=compute_120,code=sm_120",
-                "-gencode=arch=compute_120,code=compute_120",
-                "-gencode=arch=compute_90,code=sm_90",
-            ]
-        )
+    lists = [{"TORCH_CUDA_ARCH_LIST": chosen} for chosen in ("9.0 12.0+PTX", "12.0+PTX;9.0")]
+    of_machine, *of_lists = of_each_cuda(stand_in, what, (gpus, NO_ARCHS), *((gpus, chosen) for chosen in lists))
+    assert of_machine == str(["-gencode=arch=compute_75,code=sm_75", "-gencode=arch=compute_86,code=sm_86"])
+    in_list = [
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+        "-gencode=arch=compute_90,code=sm_90",
+    ]
+    assert of_lists == [str(in_list)] * 2
 
 
 def test_the_time_that_is_told_is_that_of_each_kind_of_gpu(stand_in):
     gpus, what = fake_cuda([(7, 5), (7, 5)]), "cuda.about_seconds(), cuda.seconds"
-    assert of_cuda(stand_in, what, gpus, **NO_ARCHS) == "50 50"
-    assert of_cuda(stand_in, what, gpus, TORCH_CUDA_ARCH_LIST="7.5;8.0;9.0;12.0+PTX") == "200 50"
+    machines = (gpus, NO_ARCHS), (gpus, {"TORCH_CUDA_ARCH_LIST": "7.5;8.0;9.0;12.0+PTX"})
+    assert of_each_cuda(stand_in, what, *machines) == ["50 50", "200 50"]
 
 
 def test_names_of_the_files_tell_apart_what_must_not_be_confused(stand_in):
-    def names(cuda: str, **environment: str) -> tuple[str, ...]:
-        what = "build.CPU.file_name(), build.CUDA.file_name(), sep='|'"
-        return tuple(of_cuda(stand_in, what, cuda, **{**NO_ARCHS, **environment}).split("|"))
+    def names(*machines: tuple[str, dict[str, str]]) -> list[list[str]]:
+        what = "build.CPU.file_name(), cuda.file_name(), sep='|'"
+        return [answer.split("|") for answer in of_each_cuda(stand_in, what, *machines)]
 
-    turing = fake_cuda([(7, 5)])
-    cpu, cuda = names(turing)
+    turing = (fake_cuda([(7, 5)]), NO_ARCHS)
+    (cpu, cuda), again, *others = names(
+        turing,
+        turing,
+        (fake_cuda([(7, 5), (8, 6)]), NO_ARCHS),
+        (fake_cuda([(7, 5)]), {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}),
+        (fake_cuda([(7, 5)], cuda="12.8"), NO_ARCHS),
+    )
     assert ".7.5.torch-" in cuda
-    assert names(turing) == (cpu, cuda)
-    others = [
-        names(fake_cuda([(7, 5), (8, 6)])),
-        names(turing, TORCH_CUDA_ARCH_LIST="7.5+PTX"),
-        names(fake_cuda([(7, 5)], cuda="12.8")),
-    ]
+    assert again == [cpu, cuda]
     assert [name for name, _ in others[:2]] == [cpu, cpu]
     (stand_in / "csrc" / "cuda" / "new.cuh").write_text("")
-    others.append(names(turing))
+    others += names(turing)
     assert others[-1][0] == cpu  # which does not include it
     assert len({cuda, *(name for _, name in others)}) == 5
 
 
-@pytest.mark.parametrize(
-    ("archs", "gpus", "environment", "serves"),
-    [
+def test_a_build_for_more_gpus_serves(stand_in, tmp_path):
+    serves = [
         ("7.5-8.0-9.0", [(7, 5)], {}, True),
         ("7.5-8.0-9.0", [(9, 0), (8, 6)], {}, True),  # 8.6 runs what is for 8.0
         ("8.6", [(8, 0)], {}, False),
@@ -464,14 +472,17 @@ def test_names_of_the_files_tell_apart_what_must_not_be_confused(stand_in):
         ("8.0+PTX", [(7, 5)], {}, False),
         ("7.5-9.0", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, False),  # asked for, to try PTX
         ("7.5+PTX", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, True),
-    ],
-)
-def test_a_build_for_more_gpus_serves(stand_in, archs, gpus, environment, serves):
-    name = of_cuda(stand_in, "cuda.file_name()", fake_cuda([(7, 5)]), **NO_ARCHS).replace(".7.5.", f".{archs}.")
-    (stand_in / "fastattn" / name).write_text("")
-    what = "cuda.built_in(build._PACKAGE_DIR)"
-    found = of_cuda(stand_in, what, fake_cuda(gpus), **(NO_ARCHS | environment))
-    assert found == (str(stand_in / "fastattn" / name) if serves else "None")
+    ]
+    name = of_cuda(stand_in, "cuda.file_name()", fake_cuda([(7, 5)]), **NO_ARCHS)
+    machines, expected = [], []
+    for i, (archs, gpus, environment, is_found) in enumerate(serves):
+        built = tmp_path / str(i) / name.replace(".7.5.", f".{archs}.")
+        built.parent.mkdir()
+        built.write_text("")
+        machines.append((f"{fake_cuda(gpus)}folder = {str(built.parent)!r}", NO_ARCHS | environment))
+        expected.append(str(built) if is_found else "None")
+    what = "cuda.built_in(build.Path(folder))"
+    assert of_each_cuda(stand_in, what, *machines) == expected
 
 
 def test_cuda_that_does_not_compile_is_a_sentence_and_the_cpu_module_is_untouched(stand_in, toolkit):

@@ -2,6 +2,7 @@
 # make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch; cuda needs nvcc too
 # make hopper: compiles the kernels in fastattn/backends/hopper with every Triton, and records what they take
 # make cuda: compiles the kernels in csrc/cuda, for GPUs that need not be there
+# make triton: the same for those in fastattn/backends/triton and hopper, but for a few that make test compiles
 # make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
 PYTHON ?= python3
@@ -16,7 +17,7 @@ NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties lint docs bench gpu cuda hopper native-test sanitize valgrind aarch64 scaling cuda-model-test clean
+.PHONY: demo test properties lint docs bench gpu cuda triton hopper native-test sanitize valgrind aarch64 scaling cuda-model-test clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -54,6 +55,11 @@ NVCC ?= $(or $(and $(CUDA_HOME),$(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),
 
 cuda: $(INSTALLED) $(NVCC)
 	$(BIN)/python tests/cuda_compile.py --nvcc $(NVCC) $(CUDA_ARCHS)
+
+# With the Triton of constraints.txt; as many at once as there are cores.
+triton: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal \
+	    -m make_triton tests/test_triton.py tests/test_hopper_compile.py
 
 # With the Triton of constraints.txt and with these, of 200 MB each.
 TRITONS := $(addprefix build/tritons/,3.6.0 3.8.0 3.9.0)

@@ -152,7 +152,9 @@ def compiled_with(folder: Path | None, head_dim: int, call: str) -> list[Compile
         if done.returncode not in (0, _WRONG):
             raise CompilationError(f"{' '.join(command)} ended with {done.returncode}")
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(done.stdout)
+        unfinished = kept.with_suffix(f".{os.getpid()}")  # make hopper and the tests may compile the same at once
+        unfinished.write_text(done.stdout)
+        unfinished.replace(kept)
     rows = map(json.loads, kept.read_text().splitlines())
     return [Compiled(**row | {"warnings": tuple(row["warnings"])}) for row in rows]
 

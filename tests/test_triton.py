@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton_compile import COMPILED, HOT, WITH_WEIGHTS
+from triton_compile import HOT, PARTS, WITH_WEIGHTS
 
 import fastattn
 from fastattn.backends import triton as backend
@@ -346,16 +346,19 @@ OWN_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("arch", COMPILED)
-def test_kernels_compile_and_fit_and_hot_ones_use_tensor_cores_and_do_not_spill(arch, tmp_path):
+@pytest.mark.parametrize(
+    ("arch", "part"),
+    [pytest.param(*of, marks=[pytest.mark.make_triton] if of[1] == "rest" else []) for of in PARTS],
+)
+def test_kernels_compile_and_fit_and_hot_ones_use_tensor_cores_and_do_not_spill(arch, part, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, Path(__file__).with_name("triton_compile.py"), str(arch), "--json"]
+    command = [sys.executable, Path(__file__).with_name("triton_compile.py"), str(arch), "--part", part, "--json"]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in printed.splitlines()]
     of_weights = {"weights_kernel", "received_kernel", "top_keys_kernel"}
     with_products = {"forward_kernel", "dk_dv_kernel", "dq_kernel", "dbias_kernel"}
-    for D, dtype, call in COMPILED[arch]:
+    for D, dtype, call in PARTS[arch, part]:
         name = str(dtype).removeprefix("torch.")
         kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["call"]) == (D, name, call)}
         assert with_products - {"dbias_kernel"} | {"rows_kernel"} <= kernels

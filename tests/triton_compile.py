@@ -1,8 +1,8 @@
 """Compiles the Triton kernels ahead of time, for GPUs that need not be there, and prints what each of them takes.
 
-`python tests/triton_compile.py 80` prints a table for sm_80, `--json` one object a line. It runs the functions of the
-backend and stops each launch after compiling: what is compiled is what would run. A kernel that several calls share is
-printed once, for the first of them.
+`python tests/triton_compile.py 80` prints a table for sm_80, `--json` one object a line, `--part` some of them. It runs
+the functions of the backend and stops each launch after compiling: what is compiled is what would run. A kernel that
+several calls share is printed once, for the first of them.
 """
 
 from __future__ import annotations
@@ -69,6 +69,12 @@ COMPILED = {
     ],
     100: [(D, torch.bfloat16, "causal") for D in (64, 128)],
 }
+FEW = [*((128, torch.bfloat16, call) for call in ("plain", "causal", "keys")), (256, torch.bfloat16, "everything")]
+PARTS = {  # of what is compiled for an arch: `make test` compiles the few, `make triton` the rest
+    (arch, part): [config for config in configs if (config in FEW) == (part == "few")]
+    for part in ("few", "rest")
+    for arch, configs in COMPILED.items()
+}
 WITH_WEIGHTS = [config for config in HOT if config[2] != "sinks"]  # which they know from the lse alone
 MATRIX_INSTRUCTION = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
@@ -89,8 +95,8 @@ class NoGPU:
         return GPUTarget("cuda", self.arch, 32)
 
 
-def compiled(arch: int) -> Iterator[dict[str, object]]:
-    """What every kernel of `COMPILED[arch]` takes: see `_resources`."""
+def compiled(arch: int, configs: list[tuple[int, torch.dtype, str]]) -> Iterator[dict[str, object]]:
+    """What every kernel of these calls takes: see `_resources`."""
     driver.set_active(NoGPU(arch))
     torch.cuda.get_device_capability = lambda device: divmod(arch, 10)
     triton.knobs.compilation.disable_line_info = True  # faster, and the same instructions
@@ -105,7 +111,7 @@ def compiled(arch: int) -> Iterator[dict[str, object]]:
         """Not the rows and lse of weights: kernels of the forward and the backward, but without values."""
         return options.get("D_V") != 0 or name == "causal"
 
-    for D, dtype, name in COMPILED[arch]:
+    for D, dtype, name in configs:
         q = torch.zeros(B, H, N, D, dtype=dtype)
         lse, spec = torch.zeros(B, H, N), Spec(scale=D**-0.5, **CALLS[name])
         wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
@@ -157,9 +163,11 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arch", type=int, choices=COMPILED)
+    parser.add_argument("--part", choices=("few", "rest"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    for row in compiled(options.arch):
+    configs = PARTS[options.arch, options.part] if options.part else COMPILED[options.arch]
+    for row in compiled(options.arch, configs):
         text = json.dumps(row) if options.json else "  ".join(f"{name} {value!s:>8}" for name, value in row.items())
         print(text, flush=True)
 

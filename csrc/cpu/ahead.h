@@ -8,11 +8,12 @@ namespace {
 class Ahead {
  public:
   // The rows first, ..., last - 1 of a list, unless there is no more room in the cache.
-  void add(const Input& x, int64_t b, int64_t h, const IndexList& rows, int64_t first, int64_t last, int64_t d) {
-    if (!x.data || first >= last) return;
+  template <class Byte>
+  void add(const RowsOf<Byte>& x, int64_t b, int64_t h, const IndexList& rows, int64_t first, int64_t last, int64_t d) {
+    if (!x.data || first >= last || d == 0) return;
     const int64_t begin = rows.at(first), n = rows.at(last - 1) + 1 - begin, bytes = bytes_of(x.dtype);
     Rows found{x.row(b, h, begin), x.row_stride * bytes, (d * bytes + kLine - 1) / kLine, n};
-    if (found.stride == found.lines * kLine) found = {found.at, 0, found.lines * n, 1};
+    if (found.stride == found.lines * kLine) found = {found.at, kLine, 1, found.lines * n};
     if (count_ == kMost || lines_ + found.lines * found.n > kLines) return;
     rows_[count_++] = found;
     lines_ += found.lines * found.n;
@@ -23,17 +24,22 @@ class Ahead {
 
   FASTATTN_INLINE void step() {
     constexpr int kIntoL2 = 2;
-    for (int64_t i = 0; i < lines_of_step_ && next_ < count_; ++i) {
-      Rows& rows = rows_[next_];
-      __builtin_prefetch(rows.at + kLine * line_, 0, kIntoL2);
-      if (++line_ < rows.lines) continue;
-      line_ = 0, rows.at += rows.stride;
-      if (--rows.n == 0) ++next_;
+    for (int64_t lines = lines_of_step_; lines > 0 && next_ < count_;) {
+      const Rows rows = rows_[next_];
+      const int64_t n = lesser((lines + rows.lines - 1) / rows.lines, rows.n);
+      for (int64_t i = 0; i < n; ++i) {
+        for (int64_t line = 0; line < rows.lines; ++line) {
+          __builtin_prefetch(rows.at + i * rows.stride + line * kLine, 0, kIntoL2);
+        }
+      }
+      lines -= n * rows.lines;
+      rows_[next_].at += n * rows.stride, rows_[next_].n -= n;
+      next_ += rows_[next_].n == 0;
     }
   }
 
  private:
-  static constexpr int64_t kLine = 64, kLines = (512 << 10) / kLine, kMost = 5;
+  static constexpr int64_t kLine = 64, kLines = (512 << 10) / kLine, kMost = 8;
 
   struct Rows {
     const char* at;
@@ -41,7 +47,7 @@ class Ahead {
     int64_t n;
   };
   Rows rows_[kMost];
-  int64_t count_ = 0, next_ = 0, line_ = 0, lines_ = 0, lines_of_step_ = 0;
+  int64_t count_ = 0, next_ = 0, lines_ = 0, lines_of_step_ = 0;
 };
 
 }  // namespace

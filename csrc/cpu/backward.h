@@ -19,6 +19,12 @@ int64_t cached_keys(const Problem& p) {
   return greater(1, lesser(blocks, (p.n_k + kBlockKeys - 1) / kBlockKeys)) * kBlockKeys;
 }
 
+// Where the chunk of keys that begins there ends, before `last`. Chunks are cut at the same places for every item: dQ is
+// rounded where they meet.
+int64_t end_of_chunk(const Problem& p, int64_t begin, int64_t last) {
+  return lesser((begin / cached_keys(p) + 1) * cached_keys(p), last);
+}
+
 // A block of queries on its way over the keys. Per lane, what turns S into P and dP into dS: lse is the sum of two
 // floats (rounded to one, it would double the error of P), one that S is measured from, and a rest.
 struct BackwardBlock {
@@ -88,15 +94,18 @@ struct BackwardScratch {
 constexpr double precise_lse(DType dtype) { return dtype == DType::f32 ? 16 : 1024; }
 constexpr int64_t kFewKeys = 32;
 
-// The queries of a head that have a gradient: the real ones that see something (lse > -inf, or NaN).
-IndexList contributing_queries(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, int32_t* table) {
+// The queries of a head numbered begin, ..., end - 1 that have a gradient: the real ones that see something (lse > -inf,
+// or NaN).
+IndexList contributing_queries(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, int64_t begin,
+                               int64_t end, int32_t* table) {
   const IndexList& real = p.queries[b];
   const float* lse = t.lse + (b * p.H + h) * p.n_q;
+  const int64_t first = real.lower_bound(begin), last = real.lower_bound(end), n = last - first;
   int64_t count = 0;
-  if (real.count > 0 && real.consecutive(0, real.count) && !holds(lse + real.at(0), real.count, -kInfinity)) {
-    return {nullptr, real.at(0), real.count};
+  if (n > 0 && real.consecutive(first, n) && !holds(lse + real.at(first), n, -kInfinity)) {
+    return {nullptr, real.at(first), n};
   }
-  for (int64_t i = 0; i < real.count; ++i) {
+  for (int64_t i = first; i < last; ++i) {
     const int64_t query = real.at(i);
     if (lse[query] != -kInfinity) table[count++] = static_cast<int32_t>(query);
   }
@@ -304,13 +313,11 @@ void write_dq(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, 
       });
 }
 
-// Zeros for the queries without a gradient from the first query of an item to the first one of the next.
+// Zeros for the queries of an item without a gradient.
 void zero_other_dq(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
                    const IndexList& contributing) {
-  int64_t i = lesser(item.first_query, contributing.count);
-  const int64_t begin = item.first_query == 0 ? 0 : i == contributing.count ? p.n_q : contributing.at(i);
-  const int64_t end = item.last_query >= contributing.count ? p.n_q : contributing.at(item.last_query);
-  for (int64_t query = begin; query < end; ++query) {
+  int64_t i = contributing.lower_bound(item.first_query);
+  for (int64_t query = item.first_query; query < item.last_query; ++query) {
     if (i < contributing.count && contributing.at(i) == query) {
       ++i;
     } else {
@@ -378,23 +385,21 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
   }
 }
 
-// Writes dK and dV of the keys of a chunk, and zeros for the padding up to the next chunk.
-void write_chunk(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t chunk_begin,
-                 int64_t chunk_end, const BackwardScratch& w) {
-  const IndexList& keys = p.keys[item.b];
+// Writes the rows of the keys of a chunk, times factor, and zeros for the padding up to the next chunk.
+void write_rows(const BackwardItem& item, const IndexList& keys, int64_t n_k, int64_t chunk_begin, int64_t chunk_end,
+                const float* from, int64_t d, float factor, const Output& to) {
   const int64_t begin = chunk_begin == 0 ? 0 : keys.at(chunk_begin);
-  const int64_t end = chunk_end == keys.count ? p.n_k : keys.at(chunk_end);
+  const int64_t end = chunk_end == keys.count ? n_k : keys.at(chunk_end);
   int64_t i = chunk_begin;
-  for (int64_t key = begin; key < end; ++key) {
-    if (i < chunk_end && keys.at(i) == key) {
-      const int64_t row = i++ - chunk_begin;
-      write_row(t.dk, item.b, item.h_kv, key, p.d_qk, w.dk + row * padded(p.d_qk), static_cast<float>(p.scale));
-      write_row(t.dv, item.b, item.h_kv, key, p.d_v, w.dv + row * padded(p.d_v), 1.0f);
-    } else {
-      zero_row(t.dk, item.b, item.h_kv, key, p.d_qk);
-      zero_row(t.dv, item.b, item.h_kv, key, p.d_v);
+  with_elements(to.row(item.b, item.h_kv, 0), to.dtype, [&](auto* rows) {
+    for (int64_t key = begin; key < end; ++key) {
+      if (i < chunk_end && keys.at(i) == key) {
+        narrow_row(from + (i++ - chunk_begin) * padded(d), factor, d, rows + key * to.row_stride);
+      } else {
+        zero_row(to, item.b, item.h_kv, key, d);
+      }
     }
-  }
+  });
 }
 
 // What the next item begins with.
@@ -402,13 +407,22 @@ Ahead ahead_of(const Problem& p, const BackwardTensors& t, const BackwardItem& i
   Ahead ahead;
   if (!next) return ahead;
   const IndexList &queries = p.queries[next->b], &keys = p.keys[next->b];
-  const int64_t first_query = next->first_query, last_query = lesser(next->last_query, queries.count);
-  const int64_t last_key = lesser(next->first_key + cached_keys(p), next->last_key);
+  const int64_t first_query = queries.lower_bound(next->first_query);
+  const int64_t last_query = queries.lower_bound(next->last_query);
+  const int64_t last_key = end_of_chunk(p, next->first_key, next->last_key);
+  bool next_at_once = true;  // which does not read the output
+  each_section(p, next->b, queries, next->first_query, next->last_query,
+               [&](const Section& section, int64_t, int64_t) { next_at_once &= fits_at_once(p, next->b, section); });
   ahead.add(p.q, next->b, next->first_head, queries, first_query, last_query, p.d_qk);
   ahead.add(t.d_o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
-  ahead.add(t.o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
+  if (!next_at_once) ahead.add(t.o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
   ahead.add(p.k, next->b, next->h_kv, keys, next->first_key, last_key, p.d_qk);
   ahead.add(p.v, next->b, next->h_kv, keys, next->first_key, last_key, p.d_v);
+  if (next->wanted.dq) ahead.add(t.dq, next->b, next->first_head, queries, first_query, last_query, p.d_qk);
+  if (next->wanted.dkv) {
+    ahead.add(t.dk, next->b, next->h_kv, keys, next->first_key, last_key, p.d_qk);
+    ahead.add(t.dv, next->b, next->h_kv, keys, next->first_key, last_key, p.d_v);
+  }
   const int64_t products = 2 + item.wanted.dq + 2 * item.wanted.dkv;
   const int64_t pairs = pairs_of_blocks(p, item.b, item.first_query, item.last_query, item.first_key, item.last_key);
   ahead.spread(products * pairs * (item.last_head - item.first_head));
@@ -428,13 +442,15 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
   Ahead ahead = ahead_of(p, t, item, next);
   int64_t begin = item.first_key;
   do {
-    const int64_t end = lesser(begin + cached_keys(p), item.last_key);
+    const int64_t end = end_of_chunk(p, begin, item.last_key);
     if (item.wanted.dkv) {
       __builtin_memset(w.dk, 0, (end - begin) * padded(p.d_qk) * sizeof(float));
       __builtin_memset(w.dv, 0, (end - begin) * padded(p.d_v) * sizeof(float));
     }
     for (int64_t h = item.first_head; h < item.last_head; ++h) {
-      const IndexList queries = contributing_queries(p, t, item.b, h, w.queries);
+      const bool whole_sections = item.wanted.rows_of_queries() && item.wanted.rows_of_keys();
+      const int64_t from = whole_sections ? item.first_query : 0, to = whole_sections ? item.last_query : p.n_q;
+      const IndexList queries = contributing_queries(p, t, item.b, h, from, to, w.queries);
       if (item.wanted.dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
       each_section(p, item.b, queries, item.first_query, item.last_query,
                    [&](const Section& section, int64_t first, int64_t last) {
@@ -449,7 +465,11 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
         }
       });
     }
-    if (item.wanted.dkv) write_chunk(p, t, item, begin, end, w);
+    if (item.wanted.dkv) {
+      const IndexList& keys = p.keys[item.b];
+      write_rows(item, keys, p.n_k, begin, end, w.dk, p.d_qk, static_cast<float>(p.scale), t.dk);
+      write_rows(item, keys, p.n_k, begin, end, w.dv, p.d_v, 1.0f, t.dv);
+    }
     begin = end;
   } while (begin < item.last_key);
 }

@@ -73,28 +73,35 @@ Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_
   return {copy, units(d)};
 }
 
-// The sections of a list of queries, and those of their blocks that begin at the places first, ..., last - 1:
-// run(section, place of the first query, place after the last one).
+// The sections of a list of queries, which holds all real ones or some of them, and those of their blocks that begin
+// with the queries numbered first_query, ..., last_query - 1: run(section, place of the first query, place after the last
+// one).
 template <class Run>
-FASTATTN_INLINE void each_section(const Problem& p, int64_t b, const IndexList& queries, int64_t first, int64_t last,
-                                  Run run) {
-  const bool by_table = p.sections && queries.count == p.queries[b].count;
-  const Section whole{0, queries.count, {0, p.n_k}, false};
-  const SectionList sections = by_table ? p.sections[b] : SectionList{&whole, 1};
+FASTATTN_INLINE void each_section(const Problem& p, int64_t b, const IndexList& queries, int64_t first_query,
+                                  int64_t last_query, Run run) {
+  const IndexList& real = p.queries[b];
+  const Section whole{0, real.count, {0, p.n_k}, false};
+  const SectionList sections = p.sections ? p.sections[b] : SectionList{&whole, 1};
+  const auto place = [&](int64_t of_real) {
+    if (queries.count == real.count) return of_real;
+    return of_real < real.count ? queries.lower_bound(real.at(of_real)) : queries.count;
+  };
+  const int64_t first = queries.lower_bound(first_query), last = queries.lower_bound(last_query);
   int64_t i = 0;
   for (int64_t end = sections.count; i < end;) {  // finds the first one that ends after `first`
     const int64_t middle = (i + end) / 2;
-    if (sections.data[middle].last <= first) {
+    if (place(sections.data[middle].last) <= first) {
       i = middle + 1;
     } else {
       end = middle;
     }
   }
-  for (; i < sections.count && sections.data[i].first < last; ++i) {
+  for (; i < sections.count && place(sections.data[i].first) < last; ++i) {
     const Section& section = sections.data[i];
-    const auto first_block_from = [&](int64_t place) {
-      const int64_t blocks = (greater(place - section.first, 0) + kBlockQueries - 1) / kBlockQueries;
-      return lesser(section.first + blocks * kBlockQueries, section.last);
+    const int64_t section_first = place(section.first), section_last = place(section.last);
+    const auto first_block_from = [&](int64_t at) {
+      const int64_t blocks = (greater(at - section_first, 0) + kBlockQueries - 1) / kBlockQueries;
+      return lesser(section_first + blocks * kBlockQueries, section_last);
     };
     const int64_t begin = first_block_from(first), end = first_block_from(last);
     if (begin < end) run(section, begin, end);

@@ -218,16 +218,20 @@ void write_padding(const Problem& p, const ForwardOutputs& out, int64_t b, int64
 }
 
 // What the next item reads, if it is not what this one does.
-Ahead ahead_of(const Problem& p, const ForwardItem& item, const ForwardItem* next) {
+Ahead ahead_of(const Problem& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next) {
   Ahead ahead;
   if (!next) return ahead;
   const auto [b, h, first_query, last_query] = *next;
   const IndexList &queries = p.queries[b], &keys = p.keys[b];
-  const int64_t h_kv = h / p.group();
-  ahead.add(p.q, b, h, queries, first_query, lesser(last_query, queries.count), p.d_qk);
-  if (b != item.b || h_kv != item.h / p.group()) {
-    ahead.add(p.k, b, h_kv, keys, 0, keys.count, p.d_qk);
-    ahead.add(p.v, b, h_kv, keys, 0, keys.count, p.d_v);
+  const int64_t h_kv = h / p.group(), first = queries.lower_bound(first_query), last = queries.lower_bound(last_query);
+  if (first == last) return ahead;
+  ahead.add(p.q, b, h, queries, first, last, p.d_qk);
+  ahead.add(out.o, b, h, queries, first, last, p.d_v);
+  if (p.sections || b != item.b || h_kv != item.h / p.group()) {
+    const KeyRange seen = p.visible_to_some(b, h, queries.at(first), queries.at(last - 1));
+    const int64_t first_key = keys.lower_bound(seen.begin), last_key = keys.lower_bound(seen.end);
+    ahead.add(p.k, b, h_kv, keys, first_key, last_key, p.d_qk);
+    ahead.add(p.v, b, h_kv, keys, first_key, last_key, p.d_v);
   }
   constexpr int64_t kProducts = 2;
   ahead.spread(kProducts * pairs_of_blocks(p, item.b, item.first_query, item.last_query, 0, p.keys[item.b].count));
@@ -285,7 +289,7 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
   [[maybe_unused]] const MultiplierInUse multiplier;
   const auto [b, h, first_query, last_query] = item;
   write_padding(p, out, b, h, first_query, lesser(last_query, p.n_q));
-  Ahead ahead = ahead_of(p, item, next);
+  Ahead ahead = ahead_of(p, out, item, next);
   each_section(p, b, p.queries[b], first_query, last_query, [&](const Section& section, int64_t first, int64_t last) {
 #if !FASTATTN_PAIRS
     if (fits_at_once(p, b, section)) return attend_at_once(p, out, b, h, section, first, last, ahead, w);

@@ -160,8 +160,8 @@ struct ForwardOutputs {
   Measure* measures = nullptr;  // of the real queries, or null
 };
 
-// Queries of one head at the places first_query, ... of the list of real ones, from a multiple of Kernels::block_queries
-// on. It owns the blocks of queries that begin there, and the rows of padding with these numbers.
+// Queries of one head, numbered first_query, ..., last_query - 1. It owns the blocks of real queries that begin there, and
+// the rows of padding.
 struct ForwardItem {
   int64_t b, h, first_query, last_query;
 };
@@ -192,15 +192,18 @@ struct Wanted {
   bool by_query;  // d_bias, d_row and d_slope, which have rows for queries as dq has
   bool by_key;    // d_column, which has entries for keys as dk and dv have
 
+  bool rows_of_queries() const { return dq || by_query; }
+  bool rows_of_keys() const { return dkv || by_key; }
+
   static Wanted in(const BackwardTensors& t) {
     return {t.dq.data != nullptr, t.dk.data != nullptr, t.d_bias || t.d_row || t.d_slope, t.d_column != nullptr};
   }
 };
 
-// The heads that share keys and values, the blocks of queries that begin at the places first_query, ... of the list of
-// those that have a gradient, a multiple of Kernels::block_queries, and a part of the key list. An item owns what it
-// writes: rows of those queries if it wants those (its keys are then all keys), rows of those keys if it wants those (its
-// queries are then all queries).
+// The heads that share keys and values, queries numbered first_query, ..., last_query - 1, and a part of the key list. An
+// item owns what it writes: rows of the blocks of queries that begin there if it wants those (its keys are then all that
+// they see), rows of those keys if it wants those (its queries are then all that see them). One that wants both has whole
+// sections.
 struct BackwardItem {
   int64_t b, h_kv, first_head, last_head;
   int64_t first_query, last_query;
@@ -215,7 +218,7 @@ struct DecodeKernels {
   void (*combine)(const Problem&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
 };
 
-// Queries at the places first_query, ... of the list of real ones, as in a ForwardItem, of some heads whose weights go
+// Queries at the places first_query, ... of the list of real ones, and the rows of padding with these numbers, of some heads whose weights go
 // to row `row_of_heads` of the output; or one head and all of its queries, and a chunk of keys.
 struct WeightsItem {
   int64_t b, first_head, last_head, row_of_heads;

@@ -11,16 +11,25 @@ namespace fastattn {
 
 // The strips of a head follow each other, so that its keys stay in the cache, the last one first: with a causal mask it
 // sees the most keys, and the last items to be taken should be short. Strips are as long as leaves every thread several.
+// Sections share no keys: there the heads of a strip follow each other, whose rows may be parts of longer rows in memory.
 inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& kernels, int64_t threads) {
   constexpr int64_t kItemsPerThread = 4;
   const int64_t block = kernels.block_queries, blocks = (p.n_q + block - 1) / block;
   const int64_t fair = p.B * p.H * blocks / (kItemsPerThread * threads);
-  const int64_t strip = block * std::clamp<int64_t>(fair, 1, kernels.strip_queries / block);
+  const int64_t strip = block * std::clamp<int64_t>(fair, 1, p.sections ? 1 : kernels.strip_queries / block);
+  const int64_t strips = (p.n_q + strip - 1) / strip;
   std::vector<ForwardItem> items;
+  const auto add = [&](int64_t b, int64_t h, int64_t i) {
+    items.push_back({b, h, i * strip, std::min((i + 1) * strip, p.n_q)});
+  };
   for (int64_t b = 0; b < p.B; ++b) {
-    for (int64_t h = 0; h < p.H; ++h) {
-      for (int64_t first = (blocks * block - 1) / strip * strip; first >= 0; first -= strip) {
-        items.push_back({b, h, first, std::min(first + strip, p.n_q)});
+    if (p.sections) {
+      for (int64_t i = strips - 1; i >= 0; --i) {
+        for (int64_t h = 0; h < p.H; ++h) add(b, h, i);
+      }
+    } else {
+      for (int64_t h = 0; h < p.H; ++h) {
+        for (int64_t i = strips - 1; i >= 0; --i) add(b, h, i);
       }
     }
   }
@@ -53,12 +62,36 @@ inline std::vector<DecodeItem> decode_items(const Problem& p) {
   return items;
 }
 
+// Whole sections of a sample that follow each other, and the part of the key list that no others see.
+struct Piece {
+  int64_t first_query, last_query;
+  int64_t first_key, last_key;
+
+  int64_t work() const { return (last_query - first_query) * (last_key - first_key); }
+};
+
+// A sample in pieces of about so many queries or more.
+inline std::vector<Piece> pieces_of(const Problem& p, int64_t b, int64_t queries) {
+  const IndexList &list = p.queries[b], &keys = p.keys[b];
+  std::vector<Piece> pieces{{0, p.n_q, 0, keys.count}};
+  const SectionList sections = p.sections ? p.sections[b] : SectionList{nullptr, 0};
+  for (int64_t i = 1; i < sections.count; ++i) {
+    const Section& section = sections.data[i];
+    const int64_t first_query = list.at(section.first), first_key = keys.lower_bound(section.keys.begin);
+    if (section.keys.empty() || first_query - pieces.back().first_query < queries) continue;
+    pieces.back().last_query = first_query, pieces.back().last_key = first_key;
+    pieces.push_back({first_query, p.n_q, first_key, keys.count});
+  }
+  return pieces;
+}
+
 // What may be computed at once: items whose order does not matter, since each owns what it writes.
 using Step = std::vector<BackwardItem>;
 
-// One item for all heads that share keys and values computes S and dP once for all gradients: 5 products. Where that
-// leaves threads without work, what has rows of queries gets its own items, and what has rows of keys too, which can be
-// smaller: 7 products. Samples and heads that share entries of a bias add to its gradient in steps, one after the other.
+// One item for all heads that share keys and values, and whole sections, computes S and dP once for all gradients: 5
+// products. Where that leaves threads without work, what has rows of queries gets its own items, and what has rows of
+// keys too, which can be smaller: 7 products. Samples and heads that share entries of a bias add to its gradient in
+// steps, one after the other.
 inline std::vector<Step> backward_steps(const Problem& p, const Kernels& kernels, const BackwardTensors& t,
                                         int64_t threads) {
   const Wanted wanted = Wanted::in(t);
@@ -66,10 +99,19 @@ inline std::vector<Step> backward_steps(const Problem& p, const Kernels& kernels
   const int64_t heads = std::max<int64_t>(t.d_bias ? std::min(t.d_bias_heads, p.H) : p.H, 1);  // of a step
   const int64_t steps_of_samples = samples_share ? p.B : 1, steps_of_heads = (p.H + heads - 1) / heads;
   const bool groups_together = heads == p.H || p.group() == 1;
-  const bool by_query = wanted.dq || wanted.by_query, by_key = wanted.dkv || wanted.by_key;
-  const int64_t joint_items = p.B / std::max<int64_t>(steps_of_samples, 1) * (heads / p.group());
+  const bool by_query = wanted.rows_of_queries(), by_key = wanted.rows_of_keys();
+  std::vector<std::vector<Piece>> pieces;
+  int64_t n_pieces = 0, work = 0, most_work = 0;
+  for (int64_t b = 0; b < p.B; ++b) {
+    pieces.push_back(pieces_of(p, b, kernels.block_queries));
+    n_pieces += int64_t(pieces.back().size());
+    for (const Piece& piece : pieces.back()) work += piece.work(), most_work = std::max(most_work, piece.work());
+  }
+  const int64_t groups = heads / p.group();  // of heads, in a step
+  const int64_t joint_items = n_pieces / std::max<int64_t>(steps_of_samples, 1) * groups;
   const int64_t rounds = (joint_items + threads - 1) / threads;
-  const bool joint = by_query && by_key && groups_together && 5 * rounds * threads <= 7 * joint_items;
+  const bool joint = by_query && by_key && groups_together && 5 * rounds * threads <= 7 * joint_items &&
+                     5 * most_work * threads * steps_of_samples <= 7 * work * groups;
   const int64_t queries = 4 * kernels.block_queries, keys = 4 * kernels.block_keys;  // of a smaller item
 
   std::vector<Step> steps(steps_of_samples * steps_of_heads);
@@ -78,17 +120,18 @@ inline std::vector<Step> backward_steps(const Problem& p, const Kernels& kernels
   };
   for (int64_t b = 0; b < p.B; ++b) {
     const int64_t all_keys = p.keys[b].count;
-    for (int64_t h_kv = 0; h_kv < p.H_kv; ++h_kv) {
-      const int64_t first_head = h_kv * p.group(), last_head = first_head + p.group();
-      Step& step = step_of(b, first_head);
-      if (joint) {
-        step.push_back({b, h_kv, first_head, last_head, 0, p.n_q, 0, all_keys, wanted});
-        continue;
+    for (const Piece& piece : pieces[b]) {
+      for (int64_t h = 0; joint && h < p.H; h += p.group()) {
+        step_of(b, h).push_back({b, h / p.group(), h, h + p.group(), piece.first_query, piece.last_query,
+                                 piece.first_key, piece.last_key, wanted});
       }
+    }
+    for (int64_t h_kv = 0; !joint && h_kv < p.H_kv; ++h_kv) {
+      const int64_t first_head = h_kv * p.group(), last_head = first_head + p.group();
       for (int64_t key = 0; by_key && key < std::max<int64_t>(all_keys, 1); key += keys) {
         const int64_t last_key = std::min(key + keys, all_keys);
         const Wanted rows_of_keys{false, wanted.dkv, false, wanted.by_key};
-        step.push_back({b, h_kv, first_head, last_head, 0, p.n_q, key, last_key, rows_of_keys});
+        step_of(b, first_head).push_back({b, h_kv, first_head, last_head, 0, p.n_q, key, last_key, rows_of_keys});
       }
       for (int64_t h = first_head; by_query && h < last_head; ++h) {
         for (int64_t query = 0; query < p.n_q; query += queries) {

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
@@ -18,6 +19,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -344,13 +346,18 @@ const uint64_t kPlainKeys = keys_of_plain_tensors();
 // Whether a tensor is nothing but its memory, on the CPU.
 bool plain(const Tensor& x) { return !(x.key_set().raw_repr() & ~kPlainKeys); }
 
-// Whether PyTorch would do nothing with a call but hand it on: the twin of _only_computed in fastattn/ops.py. Gradients
-// and autocast are asked for here too.
-bool only_computed(const Tensor& q, const Tensor& k, const Tensor& v) {
+// Whether PyTorch would do nothing with a call but hand it on, and take its gradients: the twin of _only_computed in
+// fastattn/ops.py. Autocast is asked for here too.
+bool only_computed(std::initializer_list<MaybeTensor> tensors) {
   const uint64_t of_modes = c10::impl::tls_local_dispatch_key_set().included_.raw_repr();
   return !(of_modes & ~c10::default_included_set.raw_repr()) && !at::impl::torch_function_mode_enabled() &&
-         !at::hasCallbacks() && !at::autocast::is_autocast_enabled(at::kCPU) && plain(q) && plain(k) && plain(v) &&
-         !(at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad()));
+         !at::hasCallbacks() && !at::autocast::is_autocast_enabled(at::kCPU) &&
+         std::all_of(tensors.begin(), tensors.end(), [](const MaybeTensor& x) { return !x || plain(*x); });
+}
+
+bool wants_gradients(std::initializer_list<MaybeTensor> tensors) {
+  return at::GradMode::is_enabled() &&
+         std::any_of(tensors.begin(), tensors.end(), [](const MaybeTensor& x) { return x && x->requires_grad(); });
 }
 
 // Whether q, k and v are right, have something in them, and can be read as they are.
@@ -378,24 +385,6 @@ Tensor empty_output(const Tensor& q, int64_t d_v) {
   const bool heads_inside_tokens = q.stride(1) < q.stride(2);
   const int64_t of_head = heads_inside_tokens ? d_v : n_q * d_v, of_token = heads_inside_tokens ? H * d_v : d_v;
   return at::empty_strided({B, H, n_q, d_v}, {H * n_q * d_v, of_head, of_token, 1}, q.options());
-}
-
-// o and lse of a call with which PyTorch has nothing to do, and whose tensors fit each other as they are. None for any
-// other, right or wrong: fastattn/api.py finds out which.
-std::optional<std::tuple<Tensor, Tensor>> at_once(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                  const MaybeTensor& real_queries, const MaybeTensor& real_keys,
-                                                  const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal,
-                                                  int64_t q_start, std::optional<int64_t> left,
-                                                  std::optional<int64_t> right, std::optional<double> scale) {
-  if (!only_computed(q, k, v) || !fit(q, k, v)) return {};
-  if (!fits(real_queries, q, {at::kBool}) || !fits(real_keys, k, {at::kBool})) return {};
-  if (!fits(ids_q, q, {at::kInt, at::kLong}) || !fits(ids_k, k, {at::kInt, at::kLong})) return {};
-  if (scale && !std::isfinite(*scale)) return {};
-  const int64_t B = q.size(0), H = q.size(1), n_q = q.size(2), D = q.size(3);
-  const Mask mask(B, H, n_q, k.size(2), causal, left, right, q_start, real_queries, real_keys, ids_q, ids_k, {});
-  const Tensor o = empty_output(q, v.size(3)), lse = at::empty({B, H, n_q}, at::kFloat);
-  forward(q, k, v, o, lse, mask, scale.value_or(std::pow(D, -0.5)), {}, {}, {}, {}, 0, 0);
-  return std::tuple(o, lse);
 }
 
 void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -429,6 +418,70 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
   if (d_row) t.d_row = d_row->data_ptr<float>();
   if (d_slope) t.d_slope = d_slope->data_ptr<float>();
   run_backward(choose_capability(), p, t, at::get_num_threads(), in_turn);
+}
+
+// `x` with the elements of a row side by side, copied if they are not.
+Tensor with_rows(const Tensor& x) { return x.stride(3) == 1 || x.size(3) <= 1 ? x : x.contiguous(); }
+
+// A call without any other term, with which PyTorch has nothing to do but to take its gradients, and whose tensors fit
+// each other as they are.
+class PlainCall {
+ public:
+  template <class... OfMask>
+  PlainCall(double scale, OfMask&&... of_mask) : mask_(std::forward<OfMask>(of_mask)...), scale_(scale) {}
+
+  // o and lse.
+  std::tuple<Tensor, Tensor> run(const Tensor& q, const Tensor& k, const Tensor& v) const {
+    const Tensor o = empty_output(q, v.size(3)), lse = at::empty({q.size(0), q.size(1), q.size(2)}, at::kFloat);
+    forward(q, k, v, o, lse, mask_, scale_, {}, {}, {}, {}, 0, 0);
+    return {o, lse};
+  }
+
+  // The gradients of q, k and v that are wanted; nothing at all where PyTorch has more to do with it. `q`, `k`, `v`, `o`
+  // and `lse` are those of `run`.
+  std::optional<std::array<MaybeTensor, 3>> gradients(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
+                                                      const Tensor& k, const Tensor& v, const Tensor& o,
+                                                      const Tensor& lse, const std::array<bool, 3>& wanted) const {
+    if (!only_computed({d_o, d_lse, q, k, v, o, lse}) || wants_gradients({d_o, d_lse, q, k, v})) return {};
+    const auto contiguous = [](const MaybeTensor& x) { return x ? MaybeTensor(x->contiguous()) : x; };
+    MaybeTensor dq, dk, dv;
+    if (wanted[0]) dq = at::empty_like(q, q.options().dtype(at::kFloat));
+    if (wanted[1] || wanted[2]) dk = at::empty_like(k), dv = at::empty_like(v);
+    backward(d_o ? MaybeTensor(with_rows(*d_o)) : d_o, contiguous(d_lse), q, k, v, with_rows(o), lse.contiguous(), dq, dk,
+             dv, {}, {}, {}, {}, mask_, scale_, {}, {}, {}, {}, 0, 0);
+    if (dq) dq = dq->to(q.scalar_type());
+    return std::array{dq, wanted[1] ? dk : MaybeTensor(), wanted[2] ? dv : MaybeTensor()};
+  }
+
+ private:
+  const Mask mask_;
+  const double scale_;
+};
+
+// Null for any other call, right or wrong: fastattn/api.py finds out which.
+std::unique_ptr<PlainCall> plain_call(const Tensor& q, const Tensor& k, const Tensor& v,
+                                      const MaybeTensor& real_queries, const MaybeTensor& real_keys,
+                                      const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal, int64_t q_start,
+                                      std::optional<int64_t> left, std::optional<int64_t> right,
+                                      std::optional<double> scale) {
+  if (!only_computed({q, k, v}) || !fit(q, k, v)) return {};
+  if (!fits(real_queries, q, {at::kBool}) || !fits(real_keys, k, {at::kBool})) return {};
+  if (!fits(ids_q, q, {at::kInt, at::kLong}) || !fits(ids_k, k, {at::kInt, at::kLong})) return {};
+  if (scale && !std::isfinite(*scale)) return {};
+  return std::make_unique<PlainCall>(scale.value_or(std::pow(q.size(3), -0.5)), q.size(0), q.size(1), q.size(2), k.size(2),
+                                     causal, left, right, q_start, real_queries, real_keys, ids_q, ids_k, MaybeTensor());
+}
+
+// o and lse of a plain call without gradients, or none.
+std::optional<std::tuple<Tensor, Tensor>> at_once(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  const MaybeTensor& real_queries, const MaybeTensor& real_keys,
+                                                  const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal,
+                                                  int64_t q_start, std::optional<int64_t> left,
+                                                  std::optional<int64_t> right, std::optional<double> scale) {
+  if (wants_gradients({q, k, v})) return {};
+  const auto call = plain_call(q, k, v, real_queries, real_keys, ids_q, ids_k, causal, q_start, left, right, scale);
+  if (!call) return {};
+  return call->run(q, k, v);
 }
 
 // A call without values.
@@ -550,6 +603,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("ids_k"), py::arg("dense"));
   m.def("forward", &forward, without_gil);
   m.def("at_once", &at_once, without_gil);
+  py::class_<PlainCall>(m, "PlainCall")
+      .def("run", &PlainCall::run, without_gil)
+      .def("gradients", &PlainCall::gradients, without_gil);
+  m.def("plain_call", &plain_call, without_gil);
   m.def("backward", &backward, without_gil);
   m.def("weights", &weights, without_gil);
   m.def("received", &received, without_gil);

@@ -1,8 +1,9 @@
 """The only place PyTorch is told about attention and its weights: op pairs, their fakes and vmap rule, the Functions.
 
 Eager calls go through `_Attention`, whose backward applies `_AttentionBackward` where it is to be differentiated, so
-that every derivative of every order exists (the second from `derivatives.py`). Under torch.compile, which cannot trace
-such a pair, `_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the
+that every derivative of every order exists (the second from `derivatives.py`). Calls for which a backend has a short way
+go through `_PlainAttention`, which leaves out what PyTorch has nothing to do with. Under torch.compile, which cannot
+trace such a pair, `_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the
 graph.
 """
 
@@ -76,10 +77,13 @@ def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) ->
         is_compiling()
         or not type(q) is type(k) is type(v) is Tensor
         or not {*map(type, (mask.real_queries, mask.real_keys, *(mask.segments or ())))} <= _TENSOR_OR_NONE
-        or _derivative_wanted((q, k, v))
     ):
         return None
-    return backends.at_once(q, k, v, mask, scale)
+    if not _derivative_wanted((q, k, v)):
+        return backends.at_once(q, k, v, mask, scale)
+    if _in_forward_mode() or (call := backends.plain_call(q, k, v, mask, scale)) is None:
+        return None
+    return _PlainAttention.apply(q, k, v, call, mask, scale)
 
 
 _TENSOR_OR_NONE = {Tensor, type(None)}
@@ -124,8 +128,12 @@ def _distinct(arguments: tuple) -> tuple:
     return tuple(found)
 
 
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0  # PyTorch has no public way to ask
+
+
 def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
-    forward_mode = forward_ad._current_level >= 0  # PyTorch has no public way to ask
+    forward_mode = _in_forward_mode()
     if forward_mode and _nested_forward_mode():
         raise NotImplementedError(
             "forward mode inside forward mode is not available: PyTorch's autograd.Function would give zeros. Nest "
@@ -229,17 +237,49 @@ class _Attention(Function):
         *tensors, o, lse = ctx.saved_tensors
         q, k, v, *others = _join(tensors, ctx.constants)
         learned, flat = others[:3], others[3:]
-        wanted = ctx.needs_input_grad[:6]
-        again = _derivative_wanted((do, dlse, q, k, v, *learned))
-        backward = _AttentionBackward.apply if again else torch.ops.fastattn.backward
-        gradients = backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
-        gradients = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
+        gradients = _gradients(do, dlse, q, k, v, o, lse, learned, ctx.needs_input_grad[:6], flat)
         return *gradients, *(None for _ in flat)
 
     @staticmethod
     def jvp(ctx, *tangents):
         primals, spec = _primals(_join(ctx.saved_tensors, ctx.constants))
         return derivatives.forward_tangents(primals, tangents[:6], spec)
+
+
+def _gradients(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, learned: list,
+    wanted: tuple[bool, ...], flat: list,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of attention, as functions of their arguments where the derivatives of those are wanted."""
+    again = _derivative_wanted((do, dlse, q, k, v, *learned))
+    backward = _AttentionBackward.apply if again else torch.ops.fastattn.backward
+    gradients = backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
+    return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
+
+
+class _PlainAttention(Function):
+    """Attention of which eager PyTorch wants the gradients, as a backend has made it ready."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, mask, scale):
+        o, lse = call.run(q, k, v)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, o, lse, *mask.tensors().values())
+        ctx.call, ctx.mask, ctx.scale = call, mask, scale
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed, the mask's too
+        wanted = ctx.needs_input_grad[:3]
+        gradients = None
+        if not is_compiling() and not _in_forward_mode() and {type(do), type(dlse)} <= _TENSOR_OR_NONE:
+            gradients = ctx.call.gradients(do, dlse, q, k, v, o, lse, wanted)
+        if gradients is None:
+            spec = Spec(ctx.mask, q.shape[3] ** -0.5 if ctx.scale is None else ctx.scale)
+            flat = _flatten(spec, backends.asked_first(q.device).NAME)
+            gradients = _gradients(do, dlse, q, k, v, o, lse, [None] * 3, (*wanted, *[False] * 3), flat)[:3]
+        return *gradients, None, None, None
 
 
 class _AttentionBackward(Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -11,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import FallbackWarning, Mask, backends
 from fastattn.backends import native
 from fastattn.spec import Spec
-from fastattn.testing import CASES, make_inputs
+from fastattn.testing import CASES, Inputs, make_inputs
 
 Q, K, V = (torch.randn(2, H, n, 8, generator=torch.Generator().manual_seed(n)) for H, n in ((4, 3), (2, 7), (2, 7)))
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1, 1]], dtype=torch.bool)
@@ -35,22 +38,33 @@ TAKEN = [
 def answer(**call: object) -> tuple[Tensor, Tensor] | None:
     """Of the backend alone."""
     call = {"q": Q, "k": K, "v": V, "mask": Mask(), "scale": None} | call
-    return native.at_once(*call.values())
+    found, made_ready = (function(*call.values()) for function in (native.at_once, native.plain_call))
+    gradients = torch.is_grad_enabled() and any(call[name].requires_grad for name in "qkv")
+    assert (made_ready is not None) == (found is not None or gradients)
+    return found
 
 
 @pytest.fixture
 def answers(monkeypatch) -> list[bool]:
     """Whether each call that was tried was answered."""
     tried = []
-    at_once = native.at_once
 
-    def seen(*call: object) -> tuple[Tensor, Tensor] | None:
-        found = at_once(*call)
-        tried.append(found is not None)
-        return found
+    def note(function: Callable) -> None:
+        def noted(*call: object) -> object | None:
+            found = function(*call)
+            tried.append(found is not None)
+            return found
 
-    monkeypatch.setattr(native, "at_once", seen)
+        monkeypatch.setattr(native, function.__name__, noted)
+
+    note(native.at_once)
+    note(native.plain_call)
     return tried
+
+
+def readable(inputs: Inputs) -> bool:
+    """Whether a backend can read them as they are."""
+    return all(x.numel() and (x.stride(-1) == 1 or x.shape[-1] == 1) for x in (inputs.q, inputs.k, inputs.v))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -59,9 +73,8 @@ def test_it_is_what_forward_returns(case, dtype):
     inputs = make_inputs(case, dtype)
     spec = inputs.spec()
     found = answer(q=inputs.q, k=inputs.k, v=inputs.v, mask=spec.mask, scale=spec.scale)
-    readable = all(x.numel() and (x.stride(-1) == 1 or x.shape[-1] == 1) for x in (inputs.q, inputs.k, inputs.v))
-    assert (found is not None) == readable
-    if readable:
+    assert (found is not None) == readable(inputs)
+    if readable(inputs):
         for actual, expected in zip(found, native.forward(inputs.q, inputs.k, inputs.v, spec), strict=True):
             assert torch.equal(actual, expected)
             assert (actual.dtype, actual.stride()) == (expected.dtype, expected.stride())
@@ -277,7 +290,7 @@ def test_the_mode_of_gradients_decides_between_calls(answers):
     for enabled in (False, True, False):
         with torch.set_grad_enabled(enabled):
             assert fastattn.attention(q, K, V, mask).requires_grad == enabled
-    assert answers == [True, True]
+    assert answers == [True, True, True]
 
 
 def test_a_mask_that_is_changed_in_place_counts_as_it_is_now(answers):
@@ -315,14 +328,149 @@ def test_a_dtype_that_is_not_computed_builds_nothing(monkeypatch):
 
 
 def test_a_backend_that_serves_by_name_only_is_not_asked(monkeypatch, answers):
-    backends._asked_first.cache_clear()
+    backends.asked_first.cache_clear()
     monkeypatch.setattr(native, "by_name_only", lambda device: "is shy")
     try:
         with pytest.warns(FallbackWarning, match="is shy"):
             fastattn.attention(Q, K, V)
     finally:
-        backends._asked_first.cache_clear()
+        backends.asked_first.cache_clear()
     assert not answers
+
+
+def differentiated(
+    inputs: Inputs, backend: str | None, wanted: str = "qkv", outputs: str = "o lse"
+) -> dict[str, Tensor]:
+    """The outputs, and the gradients that arrive through those named."""
+    leaves = {name: getattr(inputs, name).detach().requires_grad_(name in wanted) for name in "qkv"}
+    spec = inputs.spec()
+    o, lse = fastattn.attention(*leaves.values(), spec.mask, scale=spec.scale, return_lse=True, backend=backend)
+    arriving = {"o": (o, inputs.do), "lse": (lse, inputs.dlse)}
+    of, gradients = zip(*(arriving[name] for name in outputs.split()), strict=True)
+    found = torch.autograd.grad(of, [leaves[name] for name in wanted], gradients)
+    return {"o": o, "lse": lse} | dict(zip(wanted, found, strict=True))
+
+
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name in expected:
+        assert torch.equal(actual[name], expected[name]), name
+        assert (actual[name].dtype, actual[name].stride()) == (expected[name].dtype, expected[name].stride()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
+def test_gradients_are_those_of_the_long_way(case, dtype, answers):
+    inputs = make_inputs(case, dtype)
+    found = differentiated(inputs, None)
+    assert answers == [
+        all(x.numel() and (x.stride(-1) == 1 or x.shape[-1] == 1) for x in (inputs.q, inputs.k, inputs.v))
+    ]
+    assert_same_bits(found, differentiated(inputs, "native"))
+    assert len(answers) == 1
+
+
+SOME = make_inputs(next(case for case in TAKEN if case.name == "window-causal"), torch.float32)
+
+
+@pytest.mark.parametrize("outputs", ["o", "lse", "o lse"])
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
+def test_any_gradients_of_any_output(wanted, outputs, answers):
+    assert_same_bits(differentiated(SOME, None, wanted, outputs), differentiated(SOME, "native", wanted, outputs))
+    assert answers == [True]
+
+
+def leaves() -> list[Tensor]:
+    return [x.clone().requires_grad_() for x in (Q, K, V)]
+
+
+def test_gradients_that_are_one_number_for_all_elements(answers):
+    found = torch.autograd.grad(fastattn.attention(*(q := leaves())).sum(), q)
+    assert answers == [True]
+    expected = torch.autograd.grad(fastattn.attention(*(q := leaves()), backend="native").sum(), q)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_derivatives_of_the_gradients(answers):
+    def second(backend: str | None) -> tuple[Tensor, ...]:
+        x, mask = leaves(), Mask(causal=True, q_start=4, real_keys=REAL)
+        gradients = torch.autograd.grad(fastattn.attention(*x, mask, backend=backend).sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), x)
+
+    found = second(None)
+    assert answers == [True]
+    assert all(map(torch.equal, found, second("native")))
+
+
+def test_gradients_of_several_at_a_time(answers):
+    def batched(backend: str | None) -> tuple[Tensor, ...]:
+        x = leaves()
+        o = fastattn.attention(*x, backend=backend)
+        several = torch.randn(3, *o.shape, generator=torch.Generator().manual_seed(0))
+        return torch.autograd.grad(o, x, several, is_grads_batched=True)
+
+    found = batched(None)
+    assert answers == [True]
+    assert all(map(torch.equal, found, batched("native")))
+
+
+class Ops(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.add(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+def test_who_looks_on_sees_the_backward():
+    x = leaves()
+    o = fastattn.attention(*x)
+    expected = torch.autograd.grad(o.sum(), x, retain_graph=True)
+    with Ops() as ops:
+        found = torch.autograd.grad(o.sum(), x, retain_graph=True)
+    with torch.profiler.profile() as profile:
+        profiled = torch.autograd.grad(o.sum(), x, retain_graph=True)
+    assert "fastattn::backward" in ops.names
+    assert "fastattn::backward" in {event.key for event in profile.key_averages()}
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, profiled, expected))
+
+
+def test_a_tangent_passes_through_the_backward():
+    def tangents(backend: str | None) -> list[Tensor]:
+        x = leaves()
+        o = fastattn.attention(*x, backend=backend)
+        with torch.autograd.forward_ad.dual_level():
+            do = torch.autograd.forward_ad.make_dual(torch.zeros_like(o), torch.ones_like(o))
+            return [torch.autograd.forward_ad.unpack_dual(g).tangent for g in torch.autograd.grad(o, x, do)]
+
+    assert all(map(torch.equal, tangents(None), tangents("native")))
+
+
+@pytest.mark.parametrize("name", ["q", "real_keys", "documents"])
+def test_what_was_changed_since_the_forward_is_refused(name, answers):
+    x, real, documents = leaves(), REAL.clone(), DOCUMENTS.clone()
+    q = x[0] * 1.0
+    o = fastattn.attention(q, *x[1:], Mask(real_keys=real, segments=(documents[:, :3], documents)))
+    assert answers == [True]
+    with torch.no_grad():
+        {"q": q, "real_keys": real, "documents": documents}[name].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_a_checkpoint_around_it(answers):
+    def gradients(checkpointed: bool) -> tuple[Tensor, ...]:
+        x = leaves()
+        attend = functools.partial(fastattn.attention, mask=Mask(real_keys=REAL))
+        o = checkpoint(attend, *x, use_reentrant=False) if checkpointed else attend(*x)
+        return torch.autograd.grad(o.sin().sum(), x)
+
+    assert all(map(torch.equal, gradients(checkpointed=True), gradients(checkpointed=False)))
+    assert answers == [True] * 3
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -22,12 +22,15 @@ A backend is a module with these names, and nothing else is asked of it:
 as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
 dropout. Their derivatives are those of derivatives.py on every backend.
 
-One more saves time where calls are short, and may be absent:
+Two more save time where calls are short, and may be absent:
 
     at_once(q, k, v, mask, scale) -> what `forward` returns, or None
+    plain_call(q, k, v, mask, scale) -> an object, or None
 
-It is given calls without any other term, of which only the numbers in `mask` are validated, and answers those that are
-right, to which it has no objection, and with which PyTorch has nothing to do.
+They are given calls without any other term, of which only the numbers in `mask` are validated, and answer those that
+are right, to which they have no objection, and with which PyTorch has nothing to do, but, in the case of `plain_call`,
+to take their gradients: object.run(q, k, v) is what `forward` returns, and object.gradients(do, dlse, q, k, v, o, lse,
+output_mask) the gradients of q, k and v, or None where PyTorch has more to do with those.
 """
 
 from __future__ import annotations
@@ -146,12 +149,19 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
 
 def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
     """The answer of the backend that is asked first; None where it has no short way."""
-    first = _asked_first(q.device)
+    first = asked_first(q.device)
     return first.at_once(q, k, v, mask, scale) if hasattr(first, "at_once") else None
 
 
+def plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> object | None:
+    """What the backend that is asked first makes of the call; None where it has no short way."""
+    first = asked_first(q.device)
+    return first.plain_call(q, k, v, mask, scale) if hasattr(first, "plain_call") else None
+
+
 @functools.cache
-def _asked_first(device: torch.device) -> ModuleType:
+def asked_first(device: torch.device) -> ModuleType:
+    """The backend that calls go to, unless it objects to them."""
     return next(backend for backend in BACKENDS if not backend.by_name_only(device))
 
 

@@ -56,6 +56,12 @@ def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) ->
     return part.at_once(q, k, v, mask, scale) if hasattr(part, "at_once") else None
 
 
+def plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> object | None:
+    """The same call, to be run and differentiated, where PyTorch has nothing else to do with it; else None."""
+    part = _PARTS.get(q.device.type)
+    return part.plain_call(q, k, v, mask, scale) if hasattr(part, "plain_call") else None
+
+
 def backward(
     do: Tensor | None,
     dlse: Tensor | None,

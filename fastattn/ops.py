@@ -1,7 +1,7 @@
 """The only place PyTorch is told about attention and its weights: op pairs, their fakes and vmap rule, the Functions.
 
 Eager calls go through `_Attention`, whose backward applies `_AttentionBackward` where it is to be differentiated, so
-that every derivative of every order exists (the second from `derivatives.py`). Calls for which a backend has a short way
+that every derivative of every order exists (the second from `derivatives.py`). Calls that a backend has a short way for
 go through `_PlainAttention`, which leaves out what PyTorch has nothing to do with. Under torch.compile, which cannot
 trace such a pair, `_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the
 graph.

@@ -218,8 +218,8 @@ struct DecodeKernels {
   void (*combine)(const Problem&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
 };
 
-// Queries at the places first_query, ... of the list of real ones, and the rows of padding with these numbers, of some heads whose weights go
-// to row `row_of_heads` of the output; or one head and all of its queries, and a chunk of keys.
+// Queries at the places first_query, ... of the list of real ones, and the rows of padding with these numbers, of some
+// heads whose weights go to row `row_of_heads` of the output; or one head and all of its queries, and a chunk of keys.
 struct WeightsItem {
   int64_t b, first_head, last_head, row_of_heads;
   int64_t first_query, last_query;

@@ -70,7 +70,7 @@ struct Piece {
   int64_t work() const { return (last_query - first_query) * (last_key - first_key); }
 };
 
-// A sample in pieces of about so many queries or more.
+// A sample in pieces of about so many queries or more, and of some keys.
 inline std::vector<Piece> pieces_of(const Problem& p, int64_t b, int64_t queries) {
   const IndexList &list = p.queries[b], &keys = p.keys[b];
   std::vector<Piece> pieces{{0, p.n_q, 0, keys.count}};
@@ -78,7 +78,8 @@ inline std::vector<Piece> pieces_of(const Problem& p, int64_t b, int64_t queries
   for (int64_t i = 1; i < sections.count; ++i) {
     const Section& section = sections.data[i];
     const int64_t first_query = list.at(section.first), first_key = keys.lower_bound(section.keys.begin);
-    if (section.keys.empty() || first_query - pieces.back().first_query < queries) continue;
+    const bool large = first_query - pieces.back().first_query >= queries && first_key > pieces.back().first_key;
+    if (section.keys.empty() || !large) continue;
     pieces.back().last_query = first_query, pieces.back().last_key = first_key;
     pieces.push_back({first_query, p.n_q, first_key, keys.count});
   }

@@ -33,6 +33,7 @@ from fastattn.backends.triton.visibility import (
     position_of_first_query,
     query_range,
     query_tokens,
+    real_spans,
     shown,
     visibility,
 )
@@ -166,6 +167,20 @@ def test_keep_and_ranges_are_twins_of_the_mask(causal, q_start):
             if documents_pattern is None and "holes" not in (keys_pattern, queries_pattern):
                 assert torch.equal(visited, seen), "a tile without a visible pair is visited"
                 assert torch.equal(full, all_seen & seen), "a tile without a hidden pair is not called full"
+
+
+@pytest.mark.parametrize("n", [1, 40, 4096, 4097, 9000])  # 4096 at a time
+def test_where_real_tokens_begin_and_end_and_where_the_first_hole_is(n):
+    index = torch.arange(n)
+    ends = [(0, n), (0, 0), (0, n // 2), (n // 3, n), (n // 3, n - 1), (n - 1, n), (n // 2, n // 2 + 1)]
+    rows = [(begin <= index) & (index < end) for begin, end in ends]
+    rows += [row & (index != hole) for row in rows for hole in (0, n // 3 + 1, n - 2, n - 1)]
+    spans = []
+    for row in rows:
+        real = row.nonzero().flatten().tolist()
+        first, end = (real[0], real[-1] + 1) if real else (n, 0)
+        spans.append([first, next((i for i in range(first, n) if not row[i]), n), end])
+    assert real_spans(torch.stack(rows).to(DEVICE)).tolist() == spans
 
 
 @pytest.mark.parametrize("start", [2**29 + 3, 2**31 - 1, 2**40, 2**62, -(2**29) - 3, -(2**31), -(2**40)])

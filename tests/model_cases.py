@@ -204,7 +204,7 @@ def calls_seen() -> Iterator[Calls]:
         found = at_once(q, k, v, mask, scale)
         if found is not None:
             calls.features |= Spec(mask, 1.0).features()
-            calls.backends.add(backends._asked_first(q.device).NAME)
+            calls.backends.add(backends.asked_first(q.device).NAME)
         return found
 
     api.select, ops.at_once = noted, noted_at_once

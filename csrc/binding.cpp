@@ -345,19 +345,23 @@ const uint64_t kPlainKeys = keys_of_plain_tensors();
 
 // Whether a tensor is nothing but its memory, on the CPU.
 bool plain(const Tensor& x) { return !(x.key_set().raw_repr() & ~kPlainKeys); }
+bool plain(const MaybeTensor& x) { return !x || plain(*x); }
 
 // Whether PyTorch would do nothing with a call but hand it on, and take its gradients: the twin of _only_computed in
 // fastattn/ops.py. Autocast is asked for here too.
-bool only_computed(std::initializer_list<MaybeTensor> tensors) {
+template <class... TensorOrNone>
+bool only_computed(const TensorOrNone&... tensors) {
   const uint64_t of_modes = c10::impl::tls_local_dispatch_key_set().included_.raw_repr();
   return !(of_modes & ~c10::default_included_set.raw_repr()) && !at::impl::torch_function_mode_enabled() &&
-         !at::hasCallbacks() && !at::autocast::is_autocast_enabled(at::kCPU) &&
-         std::all_of(tensors.begin(), tensors.end(), [](const MaybeTensor& x) { return !x || plain(*x); });
+         !at::hasCallbacks() && !at::autocast::is_autocast_enabled(at::kCPU) && (plain(tensors) && ...);
 }
 
-bool wants_gradients(std::initializer_list<MaybeTensor> tensors) {
-  return at::GradMode::is_enabled() &&
-         std::any_of(tensors.begin(), tensors.end(), [](const MaybeTensor& x) { return x && x->requires_grad(); });
+bool requires_grad(const Tensor& x) { return x.requires_grad(); }
+bool requires_grad(const MaybeTensor& x) { return x && x->requires_grad(); }
+
+template <class... TensorOrNone>
+bool wants_gradients(const TensorOrNone&... tensors) {
+  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
 // Whether q, k and v are right, have something in them, and can be read as they are.
@@ -375,7 +379,7 @@ bool fit(const Tensor& q, const Tensor& k, const Tensor& v) {
 
 // Whether a table of the tokens of x is right, if there is one.
 bool fits(const MaybeTensor& table, const Tensor& x, std::initializer_list<at::ScalarType> dtypes) {
-  return !table || (plain(*table) && std::count(dtypes.begin(), dtypes.end(), table->scalar_type()) &&
+  return !table || (plain(table) && std::count(dtypes.begin(), dtypes.end(), table->scalar_type()) &&
                     table->device() == x.device() && table->sizes() == at::IntArrayRef({x.size(0), x.size(2)}));
 }
 
@@ -442,7 +446,7 @@ class PlainCall {
   std::optional<std::array<MaybeTensor, 3>> gradients(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
                                                       const Tensor& k, const Tensor& v, const Tensor& o,
                                                       const Tensor& lse, const std::array<bool, 3>& wanted) const {
-    if (!only_computed({d_o, d_lse, q, k, v, o, lse}) || wants_gradients({d_o, d_lse, q, k, v})) return {};
+    if (!only_computed(d_o, d_lse, q, k, v, o, lse) || wants_gradients(d_o, d_lse, q, k, v)) return {};
     const auto contiguous = [](const MaybeTensor& x) { return x ? MaybeTensor(x->contiguous()) : x; };
     MaybeTensor dq, dk, dv;
     if (wanted[0]) dq = at::empty_like(q, q.options().dtype(at::kFloat));
@@ -464,7 +468,7 @@ std::unique_ptr<PlainCall> plain_call(const Tensor& q, const Tensor& k, const Te
                                       const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal, int64_t q_start,
                                       std::optional<int64_t> left, std::optional<int64_t> right,
                                       std::optional<double> scale) {
-  if (!only_computed({q, k, v}) || !fit(q, k, v)) return {};
+  if (!only_computed(q, k, v) || !fit(q, k, v)) return {};
   if (!fits(real_queries, q, {at::kBool}) || !fits(real_keys, k, {at::kBool})) return {};
   if (!fits(ids_q, q, {at::kInt, at::kLong}) || !fits(ids_k, k, {at::kInt, at::kLong})) return {};
   if (scale && !std::isfinite(*scale)) return {};
@@ -478,7 +482,7 @@ std::optional<std::tuple<Tensor, Tensor>> at_once(const Tensor& q, const Tensor&
                                                   const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal,
                                                   int64_t q_start, std::optional<int64_t> left,
                                                   std::optional<int64_t> right, std::optional<double> scale) {
-  if (wants_gradients({q, k, v})) return {};
+  if (wants_gradients(q, k, v)) return {};
   const auto call = plain_call(q, k, v, real_queries, real_keys, ids_q, ids_k, causal, q_start, left, right, scale);
   if (!call) return {};
   return call->run(q, k, v);

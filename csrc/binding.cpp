@@ -462,30 +462,22 @@ class PlainCall {
   const double scale_;
 };
 
-// Null for any other call, right or wrong: fastattn/api.py finds out which.
-std::unique_ptr<PlainCall> plain_call(const Tensor& q, const Tensor& k, const Tensor& v,
-                                      const MaybeTensor& real_queries, const MaybeTensor& real_keys,
-                                      const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal, int64_t q_start,
-                                      std::optional<int64_t> left, std::optional<int64_t> right,
-                                      std::optional<double> scale) {
+// o, lse, and the call where its gradients are wanted; nothing for any other call, right or wrong: fastattn/api.py finds
+// out which.
+std::optional<std::tuple<Tensor, Tensor, std::unique_ptr<PlainCall>>> at_once(
+    const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& real_queries, const MaybeTensor& real_keys,
+    const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal, int64_t q_start, std::optional<int64_t> left,
+    std::optional<int64_t> right, std::optional<double> scale) {
   if (!only_computed(q, k, v) || !fit(q, k, v)) return {};
   if (!fits(real_queries, q, {at::kBool}) || !fits(real_keys, k, {at::kBool})) return {};
   if (!fits(ids_q, q, {at::kInt, at::kLong}) || !fits(ids_k, k, {at::kInt, at::kLong})) return {};
   if (scale && !std::isfinite(*scale)) return {};
-  return std::make_unique<PlainCall>(scale.value_or(std::pow(q.size(3), -0.5)), q.size(0), q.size(1), q.size(2), k.size(2),
-                                     causal, left, right, q_start, real_queries, real_keys, ids_q, ids_k, MaybeTensor());
-}
-
-// o and lse of a plain call without gradients, or none.
-std::optional<std::tuple<Tensor, Tensor>> at_once(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                  const MaybeTensor& real_queries, const MaybeTensor& real_keys,
-                                                  const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal,
-                                                  int64_t q_start, std::optional<int64_t> left,
-                                                  std::optional<int64_t> right, std::optional<double> scale) {
-  if (wants_gradients(q, k, v)) return {};
-  const auto call = plain_call(q, k, v, real_queries, real_keys, ids_q, ids_k, causal, q_start, left, right, scale);
-  if (!call) return {};
-  return call->run(q, k, v);
+  auto call = std::make_unique<PlainCall>(scale.value_or(std::pow(q.size(3), -0.5)), q.size(0), q.size(1), q.size(2),
+                                          k.size(2), causal, left, right, q_start, real_queries, real_keys, ids_q, ids_k,
+                                          MaybeTensor());
+  auto [o, lse] = call->run(q, k, v);
+  if (!wants_gradients(q, k, v)) call.reset();
+  return std::make_tuple(std::move(o), std::move(lse), std::move(call));
 }
 
 // A call without values.
@@ -607,10 +599,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("ids_k"), py::arg("dense"));
   m.def("forward", &forward, without_gil);
   m.def("at_once", &at_once, without_gil);
-  py::class_<PlainCall>(m, "PlainCall")
-      .def("run", &PlainCall::run, without_gil)
-      .def("gradients", &PlainCall::gradients, without_gil);
-  m.def("plain_call", &plain_call, without_gil);
+  py::class_<PlainCall>(m, "PlainCall").def("gradients", &PlainCall::gradients, without_gil);
   m.def("backward", &backward, without_gil);
   m.def("weights", &weights, without_gil);
   m.def("received", &received, without_gil);

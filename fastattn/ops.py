@@ -79,11 +79,10 @@ def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) ->
         or not {*map(type, (mask.real_queries, mask.real_keys, *(mask.segments or ())))} <= _TENSOR_OR_NONE
     ):
         return None
-    if not _derivative_wanted((q, k, v)):
-        return backends.at_once(q, k, v, mask, scale)
-    if _in_forward_mode() or (call := backends.plain_call(q, k, v, mask, scale)) is None:
+    if _in_forward_mode() or (found := backends.at_once(q, k, v, mask, scale)) is None:
         return None
-    return _PlainAttention.apply(q, k, v, call, mask, scale)
+    o, lse, call = found
+    return (o, lse) if call is None else _PlainAttention.apply(q, k, v, found, mask, scale)
 
 
 _TENSOR_OR_NONE = {Tensor, type(None)}
@@ -258,14 +257,14 @@ def _gradients(
 
 
 class _PlainAttention(Function):
-    """Attention of which eager PyTorch wants the gradients, as a backend has made it ready."""
+    """Attention of which eager PyTorch wants the gradients, and which a backend has computed at once."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call, mask, scale):
-        o, lse = call.run(q, k, v)
+    def forward(ctx, q, k, v, found, mask, scale):
+        o, lse, ctx.call = found
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse, *mask.tensors().values())
-        ctx.call, ctx.mask, ctx.scale = call, mask, scale
+        ctx.mask, ctx.scale = mask, scale
         return o, lse
 
     @staticmethod

@@ -160,7 +160,9 @@ def served(monkeypatch) -> list[Call]:
         note(q, k, spec, served_at_once=False)
         return forward(q, k, v, spec)
 
-    def seen_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
+    def seen_at_once(
+        q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
+    ) -> tuple[Tensor, Tensor, object | None] | None:
         found = at_once(q, k, v, mask, scale)
         if found is not None:
             note(q, k, Spec(mask, scale), served_at_once=True)

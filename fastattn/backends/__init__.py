@@ -22,15 +22,14 @@ A backend is a module with these names, and nothing else is asked of it:
 as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
 dropout. Their derivatives are those of derivatives.py on every backend.
 
-Two more save time where calls are short, and may be absent:
+One more saves time where calls are short, and may be absent:
 
-    at_once(q, k, v, mask, scale) -> what `forward` returns, or None
-    plain_call(q, k, v, mask, scale) -> an object, or None
+    at_once(q, k, v, mask, scale) -> (o, lse, call), or None
 
-They are given calls without any other term, of which only the numbers in `mask` are validated, and answer those that
-are right, to which they have no objection, and with which PyTorch has nothing to do, but, in the case of `plain_call`,
-to take their gradients: object.run(q, k, v) is what `forward` returns, and object.gradients(do, dlse, q, k, v, o, lse,
-output_mask) the gradients of q, k and v, or None where PyTorch has more to do with those.
+It is given calls without any other term, of which only the numbers in `mask` are validated, and answers those that are
+right, to which the backend has no objection, and with which PyTorch has nothing to do but to take their gradients.
+`call` is None where it does not, or else call.gradients(do, dlse, q, k, v, o, lse, output_mask) gives those of q, k and
+v, or None where PyTorch has more to do with them.
 """
 
 from __future__ import annotations
@@ -147,16 +146,12 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
     raise NoBackendError(f"{who} this call:", _listed_objections(candidates, q, k, v, spec, function, named))
 
 
-def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
+def at_once(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
+) -> tuple[Tensor, Tensor, object | None] | None:
     """The answer of the backend that is asked first; None where it has no short way."""
     first = asked_first(q.device)
     return first.at_once(q, k, v, mask, scale) if hasattr(first, "at_once") else None
-
-
-def plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> object | None:
-    """What the backend that is asked first makes of the call; None where it has no short way."""
-    first = asked_first(q.device)
-    return first.plain_call(q, k, v, mask, scale) if hasattr(first, "plain_call") else None
 
 
 @functools.cache

@@ -50,16 +50,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return _PARTS[q.device.type].forward(q, k, v, spec)
 
 
-def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
-    """What `forward` returns, where the part for that device sees that nothing else is to be done; else None."""
+def at_once(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
+) -> tuple[Tensor, Tensor, object | None] | None:
+    """What `forward` returns, and what takes its gradients, where the part for that device has a short way."""
     part = _PARTS.get(q.device.type)
     return part.at_once(q, k, v, mask, scale) if hasattr(part, "at_once") else None
-
-
-def plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> object | None:
-    """The same call, to be run and differentiated, where PyTorch has nothing else to do with it; else None."""
-    part = _PARTS.get(q.device.type)
-    return part.plain_call(q, k, v, mask, scale) if hasattr(part, "plain_call") else None
 
 
 def backward(

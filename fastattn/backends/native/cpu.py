@@ -64,22 +64,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return o, lse
 
 
-def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
-    """What `forward` returns, if C++ sees that the call is right and that PyTorch has nothing to do with it."""
-    return _asked("at_once", q, k, v, mask, scale)
-
-
-def plain_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> object | None:
-    """A call that C++ sees to be right, and with which PyTorch has nothing to do but to take its gradients."""
-    return _asked("plain_call", q, k, v, mask, scale)
-
-
-def _asked(function: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> object | None:
+def at_once(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
+) -> tuple[Tensor, Tensor, object | None] | None:
+    """What `forward` returns, and what takes its gradients, if C++ sees that PyTorch has nothing else to do."""
     if q.dtype not in _DTYPES or unavailable(q.device):  # another dtype builds nothing
         return None
     tables = mask.real_queries, mask.real_keys, *(mask.segments or (None, None))
-    asked = getattr(build.CPU.load(), function)
-    return asked(q, k, v, *tables, mask.causal, mask.q_start, *mask.window, scale)
+    return build.CPU.load().at_once(q, k, v, *tables, mask.causal, mask.q_start, *mask.window, scale)
 
 
 def backward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 _MASKS = ("none", "causal", "pad", "both")
@@ -69,17 +69,25 @@ def generation(machine: str) -> str:
 
 
 def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
-    """Median times of contenders in ms, and how many times as fast as the first of them fastattn's are."""
+    """Median times of contenders in ms, and how many times as fast as the first of them fastattn's are, with quartiles."""
     ours = [name for name in names if name in ("fastattn", "swapped", "packed")]
     lines = []
     for row in document["rows"]:
         ms = {name: 1e3 * median(row["seconds"][name]) for name in names}
-        speed_ups = (f"{ms[names[0]] / ms[name]:.2f}" for name in ours)
+        speed_ups = (f"{ms[names[0]] / ms[name]:.2f} {_quartiles(row['seconds'], names[0], name)}" for name in ours)
         lines.append((row[what], *(f"{ms[name]:.0f}" for name in names), *speed_ups))
     headings = ("", *(f"{name}, ms" for name in names), *(f"{name}, speed-up" for name in ours))
     fills = {row["fill"] for row in document["rows"] if "fill" in row}
     about = "".join(f" Fill {fill:.3f} = 1 / {1 / fill:.2f}." for fill in fills)
+    rounds = [len(row["seconds"][names[0]]) for row in document["rows"]]
+    about += f" Medians of {min(rounds)} to {max(rounds)} rounds; in brackets the quartiles of the speed-up in a round."
     return f"{_about(document)}{about}\n\n{_table(headings, lines)}"
+
+
+def _quartiles(seconds: dict[str, list[float]], before: str, after: str) -> str:
+    in_a_round = [a / b for a, b in zip(seconds[before], seconds[after], strict=True)]
+    low, _, high = quantiles(in_a_round, method="inclusive")
+    return f"({low:.2f}-{high:.2f})"
 
 
 TABLES = {"attention": attention, "layers": layers, "encoder": encoder, "packed": packed, "generation": generation}

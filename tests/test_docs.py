@@ -66,14 +66,14 @@ def test_generated_parts_are_what_their_commands_print(path):
 
 
 def test_the_table_of_packed_models(tmp_path, monkeypatch):
-    seconds = {"transformers": [0.3, 0.1, 0.2], "swapped": [0.2], "packed": [0.05]}
+    seconds = {"transformers": [0.3, 0.1, 0.2], "swapped": [0.2, 0.2, 0.2], "packed": [0.05, 0.05, 0.04]}
     about = {"cpu": "A CPU", "cores": 2, "torch_threads": 2}, {"fastattn": "1", "torch": "2", "python": "3"}
     document = {"machine": about[0], "versions": about[1], "rows": [{"what": "x", "fill": 0.25, "seconds": seconds}]}
     (tmp_path / "some-packed-transformers.json").write_text(json.dumps(document))
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     lines = measured.packed("some").splitlines()
-    assert lines[0].endswith(" Fill 0.250 = 1 / 4.00.")
-    assert lines[-1] == "| x | 200 | 200 | 50 | 1.00 | 4.00 |"
+    assert " Fill 0.250 = 1 / 4.00. Medians of 3 to 3 rounds;" in lines[0]
+    assert lines[-1] == "| x | 200 | 200 | 50 | 1.00 (0.75-1.25) | 4.00 (3.50-5.50) |"
 
 
 COMMANDS = sorted({line for path in GUIDES for line in pages.shell_lines(path.read_text())})

@@ -69,7 +69,7 @@ def generation(machine: str) -> str:
 
 
 def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
-    """Median times of contenders in ms, and how many times as fast as the first of them fastattn's are, with quartiles."""
+    """Median times of contenders in ms, and how many times as fast as the first fastattn's are, with quartiles."""
     ours = [name for name in names if name in ("fastattn", "swapped", "packed")]
     lines = []
     for row in document["rows"]:

@@ -176,6 +176,10 @@ CASES: tuple[Case, ...] = (
     Case("alibi", "linear distance bias", n_q=40, alibi=True, causal=True),
     Case("alibi-segments", "distances count in the document", n_q=40, segments=True, alibi=True),
     Case("sinks", "one learned logit a head", n_q=40, sinks=True, keys="none"),
+    Case(
+        "far-keys", "sinks that leave hardly anything to the keys", n_q=20, n_k=5, q_start=24, alibi=True, sinks=True,
+        bias=(20, 1),
+    ),
     Case("dropout", "dropped weights, the same on every backend", n_q=40, dropout_p=0.3, causal=True),
     Case("dropout-all", "every weight dropped", n_q=20, dropout_p=1.0),
     Case(

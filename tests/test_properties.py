@@ -8,6 +8,7 @@ import math
 import os
 import re
 from dataclasses import replace
+from statistics import median
 from unittest import mock
 
 import pytest
@@ -99,9 +100,10 @@ def errors_with(seed: int, case: Case, dtype: torch.dtype, backend: str) -> list
 def check(case: Case, dtype: torch.dtype, backend: str) -> None:
     """Computed and within the budget, or refused with exactly its objections.
 
-    The budget is twice the error of the plain formula. Where few numbers are compared, as in the gradient of one slope,
-    that error is nearly 0 by chance now and then. An output that is outside is then computed with other random numbers
-    too, and the largest errors of all of them are compared.
+    The budget is twice the error of the plain formula. Where few numbers are compared, or one of them is far larger
+    than the others, that error is nearly 0 by chance now and then. An output that is outside is then computed with
+    other random numbers too: the median of its errors has to be within that of the budgets, and the largest within
+    twice the largest of those.
     """
     if backend == native.NAME and dtype == torch.bfloat16 and case.scale == 0:
         # The plain formula then has an lse without any error; that of bf16 products is exact to 1e-4, as their exp2 is.
@@ -116,11 +118,12 @@ def check(case: Case, dtype: torch.dtype, backend: str) -> None:
     found = errors_with(0, case, dtype, backend)
     if not all(error.right for error in found):
         several = [found, *(errors_with(seed, case, dtype, backend) for seed in OTHER_SEEDS)]
-        found = [
-            Error(of_output[0].output, max(e.largest for e in of_output), max(e.budget for e in of_output))
-            for of_output in zip(*several, strict=True)
-        ]
         assert all(math.isfinite(error.largest) for each in several for error in each), "; ".join(map(str, found))
+        found = []
+        for of_output in zip(*several, strict=True):
+            largest, budgets = [e.largest for e in of_output], [e.budget for e in of_output]
+            found.append(Error(f"median of {of_output[0].output}", median(largest), median(budgets)))
+            found.append(Error(f"largest of {of_output[0].output}", max(largest), 2 * max(budgets)))
     assert all(error.right for error in found), "; ".join(str(error) for error in found if not error.right)
 
 

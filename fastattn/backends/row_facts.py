@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowFacts:
-    """fp32 [B, H, n_q] each.
+    """fp32 or fp64 [B, H, n_q] each.
 
     lse_log2: lse in base 2; +inf where a query sees nothing.
     rest_log2: what its rounding left out, or None for nothing.
@@ -19,7 +19,7 @@ class RowFacts:
     dlse: what arrives at the lse, 0 where a query sees nothing; or None.
     sinks: [H], or None.
     ds_of_queries: dS summed over the keys, which tells what the rounding of O has taken from delta; or None where
-        nobody asks.
+        nobody asks, or where that was nothing to speak of.
     """
 
     lse_log2: Tensor
@@ -40,6 +40,8 @@ class RowFacts:
         dS = P * (dP - delta), of which the kernels know all sums: dP's is what delta should hold, P's is 1 less the
         sink's.
         """
+        if self.ds_of_queries is None:
+            return torch.zeros_like(self.delta)
         lost = self.ds_of_queries
         lost = lost if self.sinks is None else lost - self.p_of_sinks() * self.delta
         return lost if self.dlse is None else lost - self.dlse
@@ -49,9 +51,17 @@ class RowFacts:
         return -self.p_of_sinks() * (self.delta + self.lost_in_delta())
 
     def ds_of_keys(self) -> Tensor:
-        """The dS of a row, its sink's included, sum to dlse: a softmax does not see what is added to all its scores."""
+        """dS summed over the keys, as it would be if O had not been rounded.
+
+        The dS of a row, its sink's included, sum to dlse: a softmax does not see what is added to all its scores. So
+        this is dlse - ds_of_sinks(), but where the sink takes nearly everything that difference would be rounding
+        alone. What stands here is the same, written with factors that are small there.
+        """
         total = torch.zeros_like(self.delta) if self.dlse is None else self.dlse
-        return total if self.sinks is None else total - self.ds_of_sinks()
+        if self.sinks is None:
+            return total
+        of_sink = self.p_of_sinks()
+        return of_sink * self.ds_of_queries + (1 - of_sink) * (of_sink * self.delta + total)
 
     def dalibi_slopes(self, ds_by_distance: Tensor, p_by_distance: Tensor) -> Tensor:
         """[B, H], from dS and P, each times the distance of the pair and summed over the keys."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ...spec import FEATURES, Mask, Spec, empty_output, shared_along, summed_like
+from ..row_facts import RowFacts
 from . import build
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,7 +99,7 @@ def backward(
     )
     # Sums of dS: over what shares an entry of the bias, over the queries, over the keys, and over the keys by distance.
     bias_along = shared_along(spec.bias) if wants_dbias else None
-    wants_ds_of_sinks = wants_dsinks or (bias_along == "keys" and spec.sinks is not None)
+    wants_ds_along_keys = bias_along == "keys" and spec.sinks is not None
     d_bias = d_column = d_row = d_slope = None
     if bias_along == "neither":
         B_bias, H_bias = (1, 1, *spec.bias.shape)[-4:-2]
@@ -104,7 +107,7 @@ def backward(
         d_bias = torch.zeros((B_bias, tables, *spec.bias.shape[-2:]), dtype=torch.float32)
     elif bias_along == "queries":
         d_column = lse.new_zeros(*lse.shape[:2], k.shape[2])
-    if wants_ds_of_sinks and o.dtype != torch.float32:
+    if wants_ds_along_keys or (wants_dsinks and o.dtype != torch.float32):
         d_row = torch.zeros_like(lse)
     if wants_dalibi:
         d_slope = torch.zeros_like(lse)
@@ -124,20 +127,18 @@ def backward(
         if written is not None and written is not gradient:
             gradient.copy_(written)
 
-    ds_of_sinks = _ds_of_sinks(do, dlse, o, lse, d_row, spec.sinks) if wants_ds_of_sinks else None
+    rows = _row_facts(do, dlse, o, lse, spec.sinks, d_row) if bias_along == "keys" or wants_dsinks else None
     if bias_along == "queries":
         d_bias = d_column[:, :, None]
     elif bias_along == "keys":
-        # The dS of a row, its sink's included, sum to dlse: a softmax does not see what is added to all its scores.
-        d_bias = torch.zeros_like(lse) if dlse is None else dlse.where(lse != -torch.inf, 0)
-        d_bias = (d_bias if ds_of_sinks is None else d_bias - ds_of_sinks)[..., None]
+        d_bias = rows.ds_of_keys()[..., None]
     return (
         dq if wants_dq else None,
         dk if wants_dkv else None,
         dv if wants_dkv else None,
         summed_like(spec.bias, d_bias) if wants_dbias else None,
         summed_like(spec.alibi_slopes, d_slope.sum(-1)) if wants_dalibi else None,
-        ds_of_sinks.sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
+        rows.ds_of_sinks().sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
     )
 
 
@@ -168,23 +169,14 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _ds_of_sinks(
-    do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, d_row: Tensor | None, sinks: Tensor
-) -> Tensor:
-    """[B, H, n_q]: a sink is a key whose value is zero, so its score gets -weight * (delta - dlse) from each query.
-
-    delta = sum(do * o) shows the rounding of a 16-bit o, which the sum over all queries would make visible. It should
-    be the sum of weight * dP, and d_row, the sum of weight * (dP - delta + dlse) over the keys, tells what it lacks:
-    the weights of the keys sum to 1 less the sink's.
-    """
-    zero = lse.new_zeros(())
-    dlse = zero if dlse is None else dlse
-    weight = torch.exp(sinks.float()[:, None] - lse)
-    delta = zero if do is None else (do.float() * o.float()).sum(-1)
-    if d_row is not None:
-        delta = d_row + (delta - dlse) * (1 - weight)
-    seen = lse != -torch.inf  # else there is no sink either, and padding may have left NaN in do and dlse
-    return -torch.where(seen, weight * (delta - dlse), zero)
+def _row_facts(
+    do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, sinks: Tensor | None, d_row: Tensor | None
+) -> RowFacts:
+    seen, zero = lse != -math.inf, lse.new_zeros(())  # padding may have left NaN in do and dlse of the other queries
+    dlse = torch.where(seen, zero if dlse is None else dlse, zero)
+    delta = zero if do is None else torch.where(seen, (do.float() * o.float()).sum(-1), zero)
+    lse_log2 = torch.where(seen, lse.double() / math.log(2), math.inf)
+    return RowFacts(lse_log2, None, delta - dlse, dlse, sinks, d_row)
 
 
 def _described(q: Tensor, k: Tensor, spec: Spec) -> tuple[object, ...]:

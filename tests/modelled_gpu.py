@@ -78,8 +78,14 @@ def modelled_gpu(major: int, minor: int) -> ModelledGpu:
             [*_sources(folder), str(_MODEL / "settings_from_python.cpp")],
             extra_include_paths=[str(_MODEL), str(build.source_dir() / "cuda")],
             # The optimisation with which compiling and running take the least. What is hidden is not shared with the
-            # model of another GPU in this process.
-            extra_cflags=["-O1", "-g0", "-fvisibility=hidden", f"-DFASTATTN_MODEL_CAPABILITY={major}{minor}"],
+            # model of another GPU in this process. The model needs C++20; torch before 2.12 asks for C++17.
+            extra_cflags=[
+                "-std=c++20",
+                "-O1",
+                "-g0",
+                "-fvisibility=hidden",
+                f"-DFASTATTN_MODEL_CAPABILITY={major}{minor}",
+            ],
             build_directory=str(folder),
         )
     return ModelledGpu((major, minor), module)

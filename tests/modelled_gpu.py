@@ -78,7 +78,7 @@ def modelled_gpu(major: int, minor: int) -> ModelledGpu:
             [*_sources(folder), str(_MODEL / "settings_from_python.cpp")],
             extra_include_paths=[str(_MODEL), str(build.source_dir() / "cuda")],
             # The optimisation with which compiling and running take the least. What is hidden is not shared with the
-            # model of another GPU in this process. The model needs C++20; torch before 2.12 asks for C++17.
+            # model of another GPU in this process. The model needs C++20; torch 2.11 asks for C++17.
             extra_cflags=[
                 "-std=c++20",
                 "-O1",

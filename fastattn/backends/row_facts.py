@@ -30,8 +30,11 @@ class RowFacts:
     ds_of_queries: Tensor | None
 
     def p_of_sinks(self) -> Tensor:
-        """What each query gives to the sink of its head, in fp64: both may be large where their difference is not."""
-        p_log2 = self.sinks[:, None].double() / math.log(2) - self.lse_log2
+        """What each query gives to the sink of its head.
+
+        Where a sink is nearly all of an lse of any size, the two are the same number only if both were rounded alike.
+        """
+        p_log2 = self.sinks[:, None].to(self.lse_log2.dtype) / math.log(2) - self.lse_log2
         return torch.exp2(p_log2 if self.rest_log2 is None else p_log2 - self.rest_log2)
 
     def lost_in_delta(self) -> Tensor:

@@ -178,6 +178,16 @@ def test_bias_of_minus_infinity_hides(backend, device):
     assert_right(inputs, outputs)
 
 
+@on_each_with_bias
+@pytest.mark.parametrize("above", [100.0, 1e4, 1e30])
+def test_sinks_far_from_the_scores(backend, device, above):
+    """Whichever is larger leaves the other no weight, without overflow."""
+    case = next(case for case in CASES if case.name == "bias-of-queries")
+    inputs = make_inputs(case, torch.float32, device)
+    inputs.options["sinks"] = torch.tensor([above, -above], device=device)
+    assert_right(inputs, run(inputs, backend.NAME))
+
+
 @on_each
 def test_same_inputs_give_the_same_bits(backend, device):
     case = next(case for case in CASES if case.name == "pad-queries-causal")

@@ -22,7 +22,7 @@ from fastattn.testing import DTYPES, Case, Error, errors, exact, make_inputs, ru
 
 DRAWS = int(os.environ.get("FASTATTN_PROPERTY_DRAWS", "0"))  # 0: the same few every time
 CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
-OTHER_SEEDS = range(1, 16)
+OTHER_SEEDS = range(1, 64)
 
 
 def profile(fraction: float) -> settings:
@@ -102,8 +102,8 @@ def check(case: Case, dtype: torch.dtype, backend: str) -> None:
 
     The budget is twice the error of the plain formula. Where few numbers are compared, or one of them is far larger
     than the others, that error is nearly 0 by chance now and then. An output that is outside is then computed with
-    other random numbers too: the median of its errors has to be within that of the budgets, and the largest within
-    twice the largest of those.
+    other random numbers too: the median of its errors has to be within that of the budgets, and the largest within the
+    largest of those.
     """
     if backend == native.NAME and dtype == torch.bfloat16 and case.scale == 0:
         # The plain formula then has an lse without any error; that of bf16 products is exact to 1e-4, as their exp2 is.
@@ -123,7 +123,7 @@ def check(case: Case, dtype: torch.dtype, backend: str) -> None:
         for of_output in zip(*several, strict=True):
             largest, budgets = [e.largest for e in of_output], [e.budget for e in of_output]
             found.append(Error(f"median of {of_output[0].output}", median(largest), median(budgets)))
-            found.append(Error(f"largest of {of_output[0].output}", max(largest), 2 * max(budgets)))
+            found.append(Error(f"largest of {of_output[0].output}", max(largest), max(budgets)))
     assert all(error.right for error in found), "; ".join(str(error) for error in found if not error.right)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -127,21 +128,21 @@ def backward(
         if written is not None and written is not gradient:
             gradient.copy_(written)
 
+    if bias_along == "keys" or wants_dsinks:
+        rows = _row_facts(do, dlse, o, lse, spec.sinks, d_row)
     if bias_along == "queries":
         d_bias = d_column[:, :, None]
     elif bias_along == "keys":
-        d_bias = _row_facts(do, dlse, o, lse, spec.sinks, d_row).ds_of_keys()[..., None]
-    if wants_dsinks:
-        # What an fp32 O took from delta is less than what the rounding of d_row would add.
-        taken = None if o.dtype == torch.float32 else d_row
-        ds_of_sinks = _row_facts(do, dlse, o, lse, spec.sinks, taken).ds_of_sinks()
+        d_bias = rows.ds_of_keys()[..., None]
+    if wants_dsinks and o.dtype == torch.float32:  # which takes less from delta than the rounding of d_row would add
+        rows = replace(rows, ds_of_queries=None)
     return (
         dq if wants_dq else None,
         dk if wants_dkv else None,
         dv if wants_dkv else None,
         summed_like(spec.bias, d_bias) if wants_dbias else None,
         summed_like(spec.alibi_slopes, d_slope.sum(-1)) if wants_dalibi else None,
-        ds_of_sinks.sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
+        rows.ds_of_sinks().sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
     )
 
 

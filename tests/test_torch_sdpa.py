@@ -219,9 +219,15 @@ REFUSED_BY_TORCH = {
     "dtypes": {"key": torch.ones(2, 4, 7, 8, dtype=torch.float64)},
     "devices": {"key": torch.ones(2, 4, 7, 8, device="meta")},
     "mask": {"attn_mask": torch.ones(3, 3)},
+    "mask over samples of value alone": {
+        "query": torch.ones(4, 7, 8),
+        "key": torch.ones(4, 7, 8),
+        "attn_mask": torch.ones(2, 1, 7, 7).bool(),
+    },
     "integers for a mask": {"attn_mask": torch.ones(7, 7).long()},
     "a list for a mask": {"attn_mask": [True]},
     "is_causal": {"is_causal": 1},
+    "enable_gqa": {"enable_gqa": torch.tensor(True)},
     "dropout": {"dropout_p": 1.5},
     "scale": {"scale": torch.ones(1)},
     "argument": {"backend": "fused"},
@@ -431,6 +437,10 @@ def compiled_calls() -> dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tenso
     return {
         "causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), True),
         "dense": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dense), True),
+        "dense, of known lengths": (
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.ones(7, 7).tril(1) > 0),
+            True,
+        ),
         "upper left": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, upper), True),
         "lower right": (lambda q, k, v: F.scaled_dot_product_attention(q[:, :, 2:], k, v, lower), True),
         "by its name before": (lambda q, k, v: TORCHS_OWN(q[:, :, 2:], k, v, lower), True),

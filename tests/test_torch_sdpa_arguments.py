@@ -201,6 +201,20 @@ TAKEN = {  # what fastattn could refuse, and computes
     "grouped heads, broadcast batch": ((Q[:, :, :1], K[:1, :2], K[:, :2]), {"enable_gqa": True}),
     "grouped heads, fewer of keys": ((Q, K[:, :1], K[:, :2]), {"enable_gqa": True}),
     "grouped heads, fewer of values": ((Q[0], K[0], K[0, :2]), {"enable_gqa": True}),
+    "five dimensions, mask of five": (
+        (
+            *(x.expand(3, *x.shape) for x in (Q, K, K)),
+            torch.randn(3, 1, 1, 5, 7, generator=torch.Generator().manual_seed(0)),
+        ),
+        {},
+    ),
+    "five dimensions, mask of four": (
+        (
+            *(x.expand(3, *x.shape) for x in (Q, K, K)),
+            torch.randn(2, 1, 1, 7, generator=torch.Generator().manual_seed(0)) < 0.7,
+        ),
+        {},
+    ),
     "more dimensions of values": ((Q[0], K[0], K), {}),
     "more dimensions of queries": ((Q, K[0, 0], K[0, :1]), {}),
 }

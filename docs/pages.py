@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 PAGES = sorted(FOLDER.glob("*.md"))
-GUIDES = [*PAGES, FOLDER.parent / "README.md"]
+GUIDES = [*PAGES, FOLDER.parent / "README.md", FOLDER.parent / "CONTRIBUTING.md"]
 
 _BLOCK = re.compile(r"^```(\w+).*\n((?:.*\n)*?)^```$", re.MULTILINE)
 _PRINTED = re.compile(r"\s*^```text.*\n((?:.*\n)*?)^```$", re.MULTILINE)

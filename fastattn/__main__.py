@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "Builds nothing.",
     )
     info.add_argument(
-        "--markdown", action="store_true", help="only the table of what each backend takes on any machine, as README.md"
+        "--markdown", action="store_true", help="only the table of what each backend takes on any machine, in Markdown"
     )
     info.set_defaults(run=_info)
 

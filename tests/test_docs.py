@@ -74,6 +74,9 @@ def test_the_table_of_packed_models(tmp_path, monkeypatch):
     lines = measured.packed("some").splitlines()
     assert " Fill 0.250 = 1 / 4.00. Medians of 3 to 3 rounds;" in lines[0]
     assert lines[-1] == "| x | 200 | 200 | 50 | 1.00 (0.75-1.25) | 4.00 (3.50-5.50) |"
+    lines = measured.packed_in_short("some").splitlines()
+    assert lines[0].endswith(" 25% of the batches are tokens, the rest is padding.")
+    assert lines[-1] == "| x | 200 | 200 (1.00x) | 50 (4.00x) |"
 
 
 def make_repository(folder: Path, texts: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What the site has besides Markdown: signatures and docstrings, and text for links to files that it does not have."""
+"""The hooks of mkdocs: they include files, put docstrings into the reference, and make links out of the site text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 def _documented(module: str, before: dict[object, str]) -> str:
     """Markdown for every public name of a module: its signature, its docstring, and those of its public methods.
 
-    before: by what was documented already, its name; the names of this module are added.
+    before: the names of the objects that are documented already; those of this module are added.
     """
     found = importlib.import_module(module)
     parts = []

@@ -1,4 +1,4 @@
-"""Prints a table of a file in benchmarks/results/, as the pages show it: python -m docs.measured TABLE MACHINE."""
+"""Prints measured figures, a file of benchmarks/results/, as a table: python -m docs.measured TABLE MACHINE."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _read(machine: str, suite: str) -> dict:
 
 
 def _about(document: dict) -> str:
-    """Where, with what and when the figures were measured."""
+    """The machine, the versions and the commit of the figures."""
     machine, versions = document["machine"], document["versions"]
     return (
         f"{machine['cpu']}, {machine['torch_threads']} threads on {machine['cores']} cores; "

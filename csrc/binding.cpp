@@ -1,23 +1,17 @@
-// The module fastattn._native_cpu: plain functions over tensors. fastattn/backends/native calls them, and allocates
-// what they write; fastattn/ops.py is where PyTorch is told.
+// The module fastattn._native_cpu: plain functions of tensors and of a Spec of fastattn/spec.py, which return what they
+// allocate. fastattn/backends/native calls them; fastattn/ops.py is where PyTorch is told.
 #include <ATen/Parallel.h>
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/record_function.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cmath>
-#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -45,10 +39,36 @@ Rows rows_of(const Tensor& x) {
   return {static_cast<decltype(Rows::data)>(x.data_ptr()), dtype_of(x), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-const float* floats_or_null(const MaybeTensor& x) { return x ? x->const_data_ptr<float>() : nullptr; }
+// Spec of fastattn/spec.py, and its Mask.
+struct Spec {
+  bool causal;
+  std::variant<Tensor, int64_t> q_start;
+  std::optional<int64_t> left, right;
+  MaybeTensor real_queries, real_keys, ids_q, ids_k, dense;
+  double scale;
+  std::optional<double> softcap;
+  MaybeTensor bias, alibi_slopes, sinks;
+  double dropout_p;
+  MaybeTensor seed;
+};
 
-void check_sizes(const MaybeTensor& x, int64_t B, int64_t n, const char* name) {
-  TORCH_CHECK_VALUE(!x || x->sizes() == at::IntArrayRef({B, n}), name, " must be [", B, ", ", n, "], got ", x->sizes());
+// `x` with the elements of a row side by side, copied if they are not.
+Tensor with_rows(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous(); }
+MaybeTensor with_rows(const MaybeTensor& x) { return x ? MaybeTensor(with_rows(*x)) : x; }
+
+float* floats_or_null(const MaybeTensor& x) { return x ? x->data_ptr<float>() : nullptr; }
+
+void check_sizes(const Tensor& x, at::IntArrayRef sizes, const char* name) {
+  TORCH_CHECK_VALUE(x.sizes() == sizes, name, " must be ", sizes, ", got ", x.sizes());
+}
+
+void check_on_cpu(const Tensor& x, const char* name) {
+  TORCH_CHECK_VALUE(x.device().is_cpu() && x.layout() == at::kStrided, name, " must be dense on the CPU, got ",
+                    x.layout(), " on ", x.device());
+}
+
+void check_table(const MaybeTensor& x, int64_t B, int64_t n, const char* name) {
+  if (x) check_on_cpu(*x, name), check_sizes(*x, {B, n}, name);
 }
 
 // The ids of the documents that the queries and the keys belong to.
@@ -70,8 +90,8 @@ class RealRows {
   RealRows(const MaybeTensor& marks, const MaybeTensor& documents, int64_t B, int64_t n)
       : tables_(B), lists_(B, IndexList{nullptr, 0, n}) {
     if (!marks && !documents) return;
-    check_sizes(marks, B, n, "real_queries and real_keys");
-    check_sizes(documents, B, n, "segments");
+    check_table(marks, B, n, "real_queries and real_keys");
+    check_table(documents, B, n, "segments");
     const Tensor contiguous = marks ? marks->contiguous() : Tensor();
     const bool* mark = marks ? contiguous.const_data_ptr<bool>() : nullptr;
     const int64_t* id = documents ? documents->const_data_ptr<int64_t>() : nullptr;
@@ -89,12 +109,15 @@ class RealRows {
   std::vector<IndexList> lists_;
 };
 
-// A tensor that Python has expanded to [B, H, n_q, n_k].
+// `x`, which broadcasts to these sizes, as a view of them whose rows lie side by side or are one entry for all keys.
+Tensor expanded(const Tensor& x, at::IntArrayRef sizes, const char* name) {
+  check_on_cpu(x, name);
+  return (x.dim() == 0 ? x.reshape({1}) : with_rows(x)).expand(sizes);
+}
+
+// A tensor [B, H, n_q, n_k] of `expanded`.
 Table table_of(const Tensor& x) {
   const bool one_for_all_keys = x.stride(3) == 0;
-  TORCH_CHECK_VALUE(x.device().is_cpu() && (x.stride(3) == 1 || one_for_all_keys || x.size(3) <= 1),
-                    "tables must be on the CPU with a last stride of 1 or 0, got strides ", x.strides(), " on ",
-                    x.device());
   const int64_t bytes = x.element_size();
   return {static_cast<const char*>(x.const_data_ptr()), bytes * x.stride(0), bytes * x.stride(1), bytes * x.stride(2),
           one_for_all_keys};
@@ -154,6 +177,7 @@ class Mask {
       q_start_.assign(B, *same_for_all);
       return;
     }
+    check_on_cpu(std::get<Tensor>(q_start), "q_start");
     const Tensor starts = std::get<Tensor>(q_start).to(at::kLong).contiguous();
     each_query_starts_ = starts.dim() == 2;
     TORCH_CHECK_VALUE(each_query_starts_ ? starts.sizes() == at::IntArrayRef({B, n_q})
@@ -255,43 +279,64 @@ class Mask {
   std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
 };
 
-// What becomes of scale * q k^T: a bound, a bias, expanded to [B, H, n_q, n_k], slopes, fp32 [B, H], and one more score,
-// fp32 [H].
-struct Scores {
-  double scale;
-  std::optional<double> softcap;
-  MaybeTensor bias, alibi_slopes, sinks;
-};
+// A call in the form that the kernels take; it keeps the tensors and the tables that `params` points to.
+class Call {
+ public:
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec)
+      : q_(with_rows(checked(q, "q"))),
+        k_(with_rows(checked(k, "k"))),
+        v_(with_rows(checked(v, "v"))),
+        mask_(q.size(0), q.size(1), q.size(2), k.size(2), spec.causal, spec.left, spec.right, spec.q_start,
+              spec.real_queries, spec.real_keys, spec.ids_q, spec.ids_k,
+              spec.dense ? MaybeTensor(expanded(*spec.dense, {q.size(0), q.size(1), q.size(2), k.size(2)}, "dense"))
+                         : MaybeTensor()) {
+    Problem& p = params_;
+    p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
+    p.n_q = q.size(2), p.n_k = k.size(2), p.d_qk = q.size(3), p.d_v = v.size(3);
+    TORCH_CHECK_VALUE(p.B == k.size(0) && p.d_qk == k.size(3) && p.H_kv > 0 && p.H % p.H_kv == 0,
+                      "k must be [B, H_kv, n_k, D] like q, where H_kv divides H, got q ", q.sizes(), " and k ", k.sizes());
+    check_sizes(v, {p.B, p.H_kv, p.n_k, p.d_v}, "v");
+    TORCH_CHECK_VALUE(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
+                      "k and v must be ", q.scalar_type(), " like q, got ", k.scalar_type(), " and ", v.scalar_type());
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK_VALUE(p.n_q <= kMost && p.n_k <= kMost, "n_q and n_k must be at most ", kMost, ", got ", p.n_q, " and ",
+                      p.n_k);
+    mask_.describe(p);
+    p.scale = spec.scale;
+    if (spec.softcap) p.softcap = std::clamp(*spec.softcap, kLeastSoftcap, kMostSoftcap);
+    p.q = rows_of<Input>(q_), p.k = rows_of<Input>(k_), p.v = rows_of<Input>(v_);
+    if (spec.bias) {
+      const bool as_it_is = spec.bias->scalar_type() != at::kDouble;
+      bias_ = expanded(as_it_is ? *spec.bias : spec.bias->to(at::kFloat), {p.B, p.H, p.n_q, p.n_k}, "bias");
+      p.bias = table_of(bias_), p.bias_dtype = dtype_of(bias_);
+    }
+    if (spec.alibi_slopes) {
+      check_on_cpu(*spec.alibi_slopes, "alibi_slopes");
+      slopes_ = spec.alibi_slopes->to(at::kFloat).expand({p.B, p.H}).contiguous();
+      p.alibi_slopes = slopes_.const_data_ptr<float>();
+    }
+    if (spec.sinks) {
+      check_on_cpu(*spec.sinks, "sinks"), check_sizes(*spec.sinks, {p.H}, "sinks");
+      sinks_ = spec.sinks->to(at::kFloat).contiguous();
+      p.sinks = sinks_.const_data_ptr<float>();
+    }
+    p.dropout = make_dropout(spec.dropout_p, spec.seed ? spec.seed->item<int64_t>() : 0);
+  }
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores,
-                   const Dropout& dropout) {
-  Problem p{};
-  p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
-  p.n_q = q.size(2), p.n_k = k.size(2), p.d_qk = q.size(3), p.d_v = v.size(3);
-  TORCH_CHECK_VALUE(p.B == mask.B && p.H == mask.H && p.n_q == mask.n_q && p.n_k == mask.n_k,
-                    "the mask is for other sizes than q and k");
-  mask.describe(p);
-  p.scale = scores.scale;
-  if (scores.softcap) p.softcap = std::clamp(*scores.softcap, kLeastSoftcap, kMostSoftcap);
-  p.q = rows_of<Input>(q), p.k = rows_of<Input>(k), p.v = rows_of<Input>(v);
-  if (scores.bias) {
-    TORCH_CHECK_VALUE(scores.bias->sizes() == at::IntArrayRef({p.B, p.H, p.n_q, p.n_k}), "bias must be [", p.B, ", ",
-                      p.H, ", ", p.n_q, ", ", p.n_k, "], got ", scores.bias->sizes());
-    p.bias = table_of(*scores.bias), p.bias_dtype = dtype_of(*scores.bias);
+  const Problem& params() const { return params_; }
+
+ private:
+  static const Tensor& checked(const Tensor& x, const char* name) {
+    check_on_cpu(x, name);
+    TORCH_CHECK_VALUE(x.dim() == 4, name, " must be [B, H, N, D], got ", x.sizes());
+    return x;
   }
-  if (scores.alibi_slopes) {
-    TORCH_CHECK_VALUE(scores.alibi_slopes->sizes() == at::IntArrayRef({p.B, p.H}) && scores.alibi_slopes->is_contiguous(),
-                      "alibi_slopes must be contiguous [", p.B, ", ", p.H, "]");
-    p.alibi_slopes = scores.alibi_slopes->const_data_ptr<float>();
-  }
-  if (scores.sinks) {
-    TORCH_CHECK_VALUE(scores.sinks->sizes() == at::IntArrayRef({p.H}) && scores.sinks->is_contiguous(),
-                      "sinks must be contiguous [", p.H, "]");
-    p.sinks = scores.sinks->const_data_ptr<float>();
-  }
-  p.dropout = dropout;
-  return p;
-}
+
+  const Tensor q_, k_, v_;
+  const Mask mask_;
+  Tensor bias_, slopes_, sinks_;
+  Problem params_{};
+};
 
 // for_each of csrc/cpu/run.h: a thread takes another i whenever it begins one, since items differ in length.
 template <class Run>
@@ -328,61 +373,6 @@ void take_shares(int64_t n, int64_t scratch_floats, Run run) {
 }
 constexpr auto in_shares = [](int64_t n, int64_t scratch_floats, auto run) { take_shares(n, scratch_floats, run); };
 
-void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
-             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
-             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
-  const Problem p =
-      problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
-  const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
-  run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn, in_shares);
-}
-
-uint64_t keys_of_plain_tensors() {
-  const c10::InferenceMode not_in_inference_mode(false);
-  return at::empty({0}, at::kFloat).key_set().raw_repr();
-}
-const uint64_t kPlainKeys = keys_of_plain_tensors();
-
-// Whether a tensor is nothing but its memory, on the CPU.
-bool plain(const Tensor& x) { return !(x.key_set().raw_repr() & ~kPlainKeys); }
-bool plain(const MaybeTensor& x) { return !x || plain(*x); }
-
-// Whether PyTorch would do nothing with a call but hand it on, and take its gradients: the twin of _only_computed in
-// fastattn/ops.py. Autocast is asked for here too.
-template <class... TensorOrNone>
-bool only_computed(const TensorOrNone&... tensors) {
-  const uint64_t of_modes = c10::impl::tls_local_dispatch_key_set().included_.raw_repr();
-  return !(of_modes & ~c10::default_included_set.raw_repr()) && !at::impl::torch_function_mode_enabled() &&
-         !at::hasCallbacks() && !at::autocast::is_autocast_enabled(at::kCPU) && (plain(tensors) && ...);
-}
-
-bool requires_grad(const Tensor& x) { return x.requires_grad(); }
-bool requires_grad(const MaybeTensor& x) { return x && x->requires_grad(); }
-
-template <class... TensorOrNone>
-bool wants_gradients(const TensorOrNone&... tensors) {
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
-}
-
-// Whether q, k and v are right, have something in them, and can be read as they are.
-bool fit(const Tensor& q, const Tensor& k, const Tensor& v) {
-  const at::ScalarType dtype = q.scalar_type();
-  if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) return false;
-  for (const Tensor& x : {q, k, v}) {
-    if (x.dim() != 4 || x.numel() == 0 || (x.stride(3) != 1 && x.size(3) != 1)) return false;
-    if (x.scalar_type() != dtype || x.device() != q.device()) return false;
-    if (x.size(2) > std::numeric_limits<int32_t>::max()) return false;
-  }
-  return k.size(0) == q.size(0) && k.size(3) == q.size(3) && q.size(1) % k.size(1) == 0 &&
-         v.sizes().slice(0, 3) == k.sizes().slice(0, 3);
-}
-
-// Whether a table of the tokens of x is right, if there is one.
-bool fits(const MaybeTensor& table, const Tensor& x, std::initializer_list<at::ScalarType> dtypes) {
-  return !table || (plain(table) && std::count(dtypes.begin(), dtypes.end(), table->scalar_type()) &&
-                    table->device() == x.device() && table->sizes() == at::IntArrayRef({x.size(0), x.size(2)}));
-}
-
 // [B, H, n_q, d_v] in the memory order that empty_output of fastattn/spec.py gives it.
 Tensor empty_output(const Tensor& q, int64_t d_v) {
   const int64_t B = q.size(0), H = q.size(1), n_q = q.size(2);
@@ -391,141 +381,148 @@ Tensor empty_output(const Tensor& q, int64_t d_v) {
   return at::empty_strided({B, H, n_q, d_v}, {H * n_q * d_v, of_head, of_token, 1}, q.options());
 }
 
-void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
-              const Tensor& o, const Tensor& lse, const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
-              const MaybeTensor& d_bias, const MaybeTensor& d_column, const MaybeTensor& d_row,
-              const MaybeTensor& d_slope, const Mask& mask, double scale, std::optional<double> softcap,
-              const MaybeTensor& bias, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, double dropout_p,
-              int64_t seed) {
-  const Problem p =
-      problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
-  BackwardTensors t{};
-  t.o = rows_of<Input>(o);
-  if (d_o) t.d_o = rows_of<Input>(*d_o);
-  t.lse = lse.const_data_ptr<float>();
-  t.d_lse = floats_or_null(d_lse);
-  TORCH_CHECK_VALUE(!dq || dq->scalar_type() == at::kFloat, "dq must be float32: it is summed in place");
-  TORCH_CHECK_VALUE(dk.has_value() == dv.has_value(), "dk and dv are computed together");
-  if (dq) t.dq = rows_of<Output>(*dq);
-  if (dk) t.dk = rows_of<Output>(*dk), t.dv = rows_of<Output>(*dv);
-  for (const MaybeTensor& summed : {d_bias, d_column, d_row, d_slope}) {
-    TORCH_CHECK_VALUE(!summed || summed->is_contiguous(), "what gradients are summed in must be contiguous");
-  }
-  if (d_bias) {
-    TORCH_CHECK_VALUE(d_bias->dim() == 4 && d_bias->size(2) == p.n_q && d_bias->size(3) == p.n_k, "d_bias must be [", p.B,
-                      " or 1, at most ", p.H, ", ", p.n_q, ", ", p.n_k, "], got ", d_bias->sizes());
-    t.d_bias = d_bias->data_ptr<float>();
-    t.d_bias_batch_stride = d_bias->size(0) < p.B ? 0 : d_bias->stride(0);
-    t.d_bias_heads = d_bias->size(1);
-  }
-  if (d_column) t.d_column = d_column->data_ptr<float>();
-  if (d_row) t.d_row = d_row->data_ptr<float>();
-  if (d_slope) t.d_slope = d_slope->data_ptr<float>();
-  run_backward(choose_capability(), p, t, at::get_num_threads(), in_turn);
+// o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32.
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec) {
+  const at::AutoDispatchBelowADInplaceOrView without_autograd;
+  const Call call(q, k, v, spec);
+  const Tensor o = empty_output(q, v.size(3)), lse = at::empty({q.size(0), q.size(1), q.size(2)}, at::kFloat);
+  const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
+  run_forward(choose_capability(), call.params(), out, at::get_num_threads(), in_turn, in_shares);
+  return {o, lse};
 }
 
-// `x` with the elements of a row side by side, copied if they are not.
-Tensor with_rows(const Tensor& x) { return x.stride(3) == 1 || x.size(3) <= 1 ? x : x.contiguous(); }
+// Heads that share a bias add to its gradient in turn, and so many at once. It must not depend on the number of threads,
+// or the bits would.
+constexpr int64_t kTablesOfSharedBias = 4;
 
-// A call without any other term, with which PyTorch has nothing to do but to take its gradients, and whose tensors fit
-// each other as they are.
-class PlainCall {
- public:
-  template <class... OfMask>
-  PlainCall(double scale, OfMask&&... of_mask) : mask_(std::forward<OfMask>(of_mask)...), scale_(scale) {}
+// fp32 [B or 1, tables, n_q, n_k] of zeros: the gradient of this bias is the sum over the tables.
+Tensor zero_d_bias(const Tensor& bias, const Problem& p) {
+  const int64_t B = bias.dim() > 3 ? bias.size(-4) : 1, H = bias.dim() > 2 ? bias.size(-3) : 1;
+  return at::zeros({B, H == 1 ? std::min(p.H, kTablesOfSharedBias) : H, p.n_q, p.n_k}, at::kFloat);
+}
 
-  // o and lse.
-  std::tuple<Tensor, Tensor> run(const Tensor& q, const Tensor& k, const Tensor& v) const {
-    const Tensor o = empty_output(q, v.size(3)), lse = at::empty({q.size(0), q.size(1), q.size(2)}, at::kFloat);
-    forward(q, k, v, o, lse, mask_, scale_, {}, {}, {}, {}, 0, 0);
-    return {o, lse};
+// Whether the elements of a row lie side by side in what empty_like makes of `x`.
+bool likes_rows(const Tensor& x) {
+  return x.stride(3) == 1 || x.size(3) <= 1 || !x.is_non_overlapping_and_dense();
+}
+
+// A new tensor of the sizes of `x` with the elements of a row side by side, and in the memory order of `x` where it can be.
+Tensor writable_like(const Tensor& x, at::ScalarType dtype) {
+  const auto options = x.options().dtype(dtype);
+  return likes_rows(x) ? at::empty_like(x, options) : at::empty(x.sizes(), options);
+}
+
+// `result` of `writable_like` in the dtype and the memory order of empty_like.
+Tensor in_order_of(const Tensor& x, const Tensor& result) {
+  return likes_rows(x) ? result.to(x.scalar_type()) : at::empty_like(x).copy_(result);
+}
+
+// dq, dk and dv in their dtypes; and sums of dS in fp32: over what shares an entry of the bias, in tables that are to be
+// added; over the queries, [B, H, n_k]; over the keys, [B, H, n_q]; and over the keys times minus their distances.
+std::array<MaybeTensor, 7> backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k,
+                                    const Tensor& v, const Tensor& o, const Tensor& lse, const Spec& spec,
+                                    const std::array<bool, 6>& wanted_results) {
+  const at::AutoDispatchBelowADInplaceOrView without_autograd;
+  const auto [wants_dq, wants_dk_dv, wants_ds, wants_ds_of_keys, wants_ds_of_queries, wants_ds_by_distance] =
+      wanted_results;
+  const Call call(q, k, v, spec);
+  const Problem& p = call.params();
+  const std::array of_output{p.B, p.H, p.n_q, p.d_v};
+  const std::array of_queries{p.B, p.H, p.n_q};
+  const auto checked_output = [&](const Tensor& x, const char* name) {
+    check_on_cpu(x, name), check_sizes(x, of_output, name);
+    TORCH_CHECK_VALUE(x.scalar_type() == q.scalar_type(), name, " must be ", q.scalar_type(), " like q, got ",
+                      x.scalar_type());
+    return with_rows(x);
+  };
+  const auto checked_statistic = [&](const Tensor& x, const char* name) {
+    check_on_cpu(x, name), check_sizes(x, of_queries, name);
+    return x.contiguous();
+  };
+  const Tensor o_rows = checked_output(o, "o"), contiguous_lse = checked_statistic(lse, "lse");
+  const MaybeTensor d_o_rows = d_o ? MaybeTensor(checked_output(*d_o, "do")) : d_o;
+  const MaybeTensor contiguous_d_lse = d_lse ? MaybeTensor(checked_statistic(*d_lse, "dlse")) : d_lse;
+  BackwardTensors t{};
+  t.o = rows_of<Input>(o_rows);
+  if (d_o) t.d_o = rows_of<Input>(*d_o_rows);
+  t.lse = contiguous_lse.const_data_ptr<float>();
+  t.d_lse = floats_or_null(contiguous_d_lse);
+
+  MaybeTensor dq, dk, dv, ds, ds_of_keys, ds_of_queries, ds_by_distance;
+  if (wants_dq) dq = writable_like(q, at::kFloat), t.dq = rows_of<Output>(*dq);  // it is summed in place
+  if (wants_dk_dv) {
+    dk = writable_like(k, k.scalar_type()), dv = writable_like(v, v.scalar_type());
+    t.dk = rows_of<Output>(*dk), t.dv = rows_of<Output>(*dv);
   }
-
-  // The gradients of q, k and v that are wanted; nothing at all where PyTorch has more to do with it. `q`, `k`, `v`, `o`
-  // and `lse` are those of `run`.
-  std::optional<std::array<MaybeTensor, 3>> gradients(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
-                                                      const Tensor& k, const Tensor& v, const Tensor& o,
-                                                      const Tensor& lse, const std::array<bool, 3>& wanted) const {
-    if (!only_computed(d_o, d_lse, q, k, v, o, lse) || wants_gradients(d_o, d_lse, q, k, v)) return {};
-    const auto contiguous = [](const MaybeTensor& x) { return x ? MaybeTensor(x->contiguous()) : x; };
-    MaybeTensor dq, dk, dv;
-    if (wanted[0]) dq = at::empty_like(q, q.options().dtype(at::kFloat));
-    if (wanted[1] || wanted[2]) dk = at::empty_like(k), dv = at::empty_like(v);
-    backward(d_o ? MaybeTensor(with_rows(*d_o)) : d_o, contiguous(d_lse), q, k, v, with_rows(o), lse.contiguous(), dq, dk,
-             dv, {}, {}, {}, {}, mask_, scale_, {}, {}, {}, {}, 0, 0);
-    if (dq) dq = dq->to(q.scalar_type());
-    return std::array{dq, wanted[1] ? dk : MaybeTensor(), wanted[2] ? dv : MaybeTensor()};
+  if (wants_ds) {
+    TORCH_CHECK_VALUE(spec.bias, "bias must be given where its gradient is wanted, got none");
+    ds = zero_d_bias(*spec.bias, p);
+    t.d_bias_batch_stride = ds->size(0) < p.B ? 0 : ds->stride(0);
+    t.d_bias_heads = ds->size(1);
   }
-
- private:
-  const Mask mask_;
-  const double scale_;
-};
-
-// o, lse, and the call where its gradients are wanted; nothing for any other call, right or wrong: fastattn/api.py finds
-// out which.
-std::optional<std::tuple<Tensor, Tensor, std::unique_ptr<PlainCall>>> at_once(
-    const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& real_queries, const MaybeTensor& real_keys,
-    const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal, int64_t q_start, std::optional<int64_t> left,
-    std::optional<int64_t> right, std::optional<double> scale) {
-  if (!only_computed(q, k, v) || !fit(q, k, v)) return {};
-  if (!fits(real_queries, q, {at::kBool}) || !fits(real_keys, k, {at::kBool})) return {};
-  if (!fits(ids_q, q, {at::kInt, at::kLong}) || !fits(ids_k, k, {at::kInt, at::kLong})) return {};
-  if (scale && !std::isfinite(*scale)) return {};
-  auto call = std::make_unique<PlainCall>(scale.value_or(std::pow(q.size(3), -0.5)), q.size(0), q.size(1), q.size(2),
-                                          k.size(2), causal, left, right, q_start, real_queries, real_keys, ids_q, ids_k,
-                                          MaybeTensor());
-  auto [o, lse] = call->run(q, k, v);
-  if (!wants_gradients(q, k, v)) call.reset();
-  return std::make_tuple(std::move(o), std::move(lse), std::move(call));
+  if (wants_ds_of_keys) ds_of_keys = at::zeros({p.B, p.H, p.n_k}, at::kFloat);
+  if (wants_ds_of_queries) ds_of_queries = at::zeros(of_queries, at::kFloat);
+  if (wants_ds_by_distance) ds_by_distance = at::zeros(of_queries, at::kFloat);
+  t.d_bias = floats_or_null(ds), t.d_column = floats_or_null(ds_of_keys);
+  t.d_row = floats_or_null(ds_of_queries), t.d_slope = floats_or_null(ds_by_distance);
+  run_backward(choose_capability(), p, t, at::get_num_threads(), in_turn);
+  if (wants_dq) dq = in_order_of(q, *dq);
+  if (wants_dk_dv) dk = in_order_of(k, *dk), dv = in_order_of(v, *dv);
+  return {dq, dk, dv, ds, ds_of_keys, ds_of_queries, ds_by_distance};
 }
 
 // A call without values.
-Problem weights_problem(const Tensor& q, const Tensor& k, const Mask& mask, const Scores& scores, double dropout_p,
-                        int64_t seed) {
-  Problem p = problem_of(q, k, k, mask, scores, make_dropout(dropout_p, seed));
-  p.d_v = 0;
-  return p;
+class WeightsCall : public Call {
+ public:
+  WeightsCall(const Tensor& q, const Tensor& k, const Spec& spec) : Call(q, k, k, spec), without_values_(params()) {
+    without_values_.d_v = 0;
+  }
+
+  const Problem& without_values() const { return without_values_; }
+
+ private:
+  Problem without_values_;
+};
+
+// The weights in the dtype of q, [B, 1 or H, n_q, n_k]; `lse` is that of `forward`, or none.
+Tensor weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Spec& spec, bool average_heads) {
+  const at::AutoDispatchBelowADInplaceOrView without_autograd;
+  const WeightsCall call(q, k, spec);
+  const Problem& p = call.without_values();
+  if (lse) check_on_cpu(*lse, "lse"), check_sizes(*lse, {p.B, p.H, p.n_q}, "lse");
+  const MaybeTensor contiguous_lse = lse ? MaybeTensor(lse->contiguous()) : lse;
+  const Tensor result = at::empty({p.B, average_heads ? 1 : p.H, p.n_q, p.n_k}, q.options());
+  run_weights(choose_capability(), p, floats_or_null(contiguous_lse), rows_of<Output>(result), average_heads,
+              at::get_num_threads(), in_turn);
+  return result;
 }
 
-void weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Tensor& out, const Mask& mask,
-             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
-             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
-  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
-  const bool average_heads = out.size(1) == 1;
-  TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef({p.B, average_heads ? 1 : p.H, p.n_q, p.n_k}),
-                    "weights must be [B, 1 or H, n_q, n_k], got ", out.sizes());
-  run_weights(choose_capability(), p, floats_or_null(lse), rows_of<Output>(out), average_heads, at::get_num_threads(),
-              in_turn);
+// The sum of the weights over the queries, fp32 [B, H, n_k].
+Tensor received(const Tensor& q, const Tensor& k, const Spec& spec) {
+  const at::AutoDispatchBelowADInplaceOrView without_autograd;
+  const WeightsCall call(q, k, spec);
+  const Problem& p = call.without_values();
+  const Tensor result = at::empty({p.B, p.H, p.n_k}, at::kFloat);
+  run_received(choose_capability(), p, result.data_ptr<float>(), at::get_num_threads(), in_turn);
+  return result;
 }
 
-void received(const Tensor& q, const Tensor& k, const Tensor& out, const Mask& mask,
-             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
-             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
-  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
-  TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef({p.B, p.H, p.n_k}) && out.is_contiguous(),
-                    "received must be contiguous [B, H, n_k], got ", out.sizes());
-  run_received(choose_capability(), p, out.data_ptr<float>(), at::get_num_threads(), in_turn);
-}
-
-void top_keys(const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& keys,
-              const Mask& mask,
-             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
-             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
-  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
-  TORCH_CHECK_VALUE(weights.dim() == 4 && weights.sizes() == keys.sizes() && weights.is_contiguous() &&
-                        keys.is_contiguous() && weights.sizes().slice(0, 3) == at::IntArrayRef({p.B, p.H, p.n_q}),
-                    "weights and keys must be contiguous [B, H, n_q, top_k], got ", weights.sizes());
-  const TopKeysOutputs out{weights.data_ptr<float>(), keys.data_ptr<int64_t>(), weights.size(3)};
+// The largest weights of each query, fp32 [B, H, n_q, top_k], and their keys, int64.
+std::tuple<Tensor, Tensor> top_keys(const Tensor& q, const Tensor& k, const Spec& spec, int64_t top_k) {
+  const at::AutoDispatchBelowADInplaceOrView without_autograd;
+  const WeightsCall call(q, k, spec);
+  const Problem& p = call.without_values();
+  const Tensor largest = at::empty({p.B, p.H, p.n_q, top_k}, at::kFloat), keys = at::empty_like(largest, at::kLong);
+  const TopKeysOutputs out{largest.data_ptr<float>(), keys.data_ptr<int64_t>(), top_k};
   run_top_keys(choose_capability(), p, out, at::get_num_threads(), in_turn);
+  return {largest, keys};
 }
 
 // bool [B, H, n_q, n_k], by the lists, ranges and gaps that the kernels walk, for blocks of `block` queries: the tests
 // compare it with Mask.keep.
-Tensor keep(const Mask& mask, int64_t block) {
-  Problem p{};
-  p.B = mask.B, p.H = mask.H, p.n_q = mask.n_q, p.n_k = mask.n_k;
-  mask.describe(p);
+Tensor keep(const Tensor& q, const Tensor& k, const Spec& spec, int64_t block) {
+  const Call call(q, k, k, spec);
+  const Problem& p = call.params();
   const Tensor result = at::empty({p.B, p.H, p.n_q, p.n_k}, at::kBool).zero_();
   const auto sees = [&](int64_t b, int64_t h, int64_t query, int64_t key) {
     const uint32_t gaps = p.ranges.gaps ? p.ranges.at(b, h, query).gaps : kNoGaps;
@@ -586,20 +583,68 @@ pybind11::dict build_info() {
 }
 
 }  // namespace
+}  // namespace fastattn
+
+namespace pybind11::detail {
+
+// Reads the attributes of a Spec of fastattn/spec.py.
+template <>
+struct type_caster<fastattn::Spec> {
+  PYBIND11_TYPE_CASTER(fastattn::Spec, const_name("Spec"));
+
+  bool load(handle spec, bool) {
+    static const Names& names = *new Names;
+    const object mask = get(spec, names.mask), window = get(mask, names.window), segments = get(mask, names.segments);
+    read(mask, names.causal, value.causal);
+    read(mask, names.q_start, value.q_start);
+    read(mask, names.real_queries, value.real_queries);
+    read(mask, names.real_keys, value.real_keys);
+    read(mask, names.dense, value.dense);
+    std::tie(value.left, value.right) = window.cast<std::pair<std::optional<int64_t>, std::optional<int64_t>>>();
+    if (!segments.is_none()) {
+      std::tie(value.ids_q, value.ids_k) = segments.cast<std::pair<at::Tensor, at::Tensor>>();
+    }
+    read(spec, names.scale, value.scale);
+    read(spec, names.softcap, value.softcap);
+    read(spec, names.bias, value.bias);
+    read(spec, names.alibi_slopes, value.alibi_slopes);
+    read(spec, names.sinks, value.sinks);
+    read(spec, names.dropout_p, value.dropout_p);
+    read(spec, names.seed, value.seed);
+    return true;
+  }
+
+ private:
+  // Interned once, which makes a look-up of an attribute several times as fast.
+  struct Names {
+    PyObject *mask = of("mask"), *causal = of("causal"), *q_start = of("q_start"), *window = of("window"),
+             *real_queries = of("real_queries"), *real_keys = of("real_keys"), *segments = of("segments"),
+             *dense = of("dense"), *scale = of("scale"), *softcap = of("softcap"), *bias = of("bias"),
+             *alibi_slopes = of("alibi_slopes"), *sinks = of("sinks"), *dropout_p = of("dropout_p"), *seed = of("seed");
+
+    static PyObject* of(const char* name) { return PyUnicode_InternFromString(name); }
+  };
+
+  static object get(handle from, PyObject* name) {
+    PyObject* const found = PyObject_GetAttr(from.ptr(), name);
+    if (!found) throw error_already_set();
+    return reinterpret_steal<object>(found);
+  }
+
+  template <class T>
+  static void read(handle from, PyObject* name, T& to) {
+    to = get(from, name).cast<T>();
+  }
+};
+
+}  // namespace pybind11::detail
+
+namespace fastattn {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   const py::call_guard<py::gil_scoped_release> without_gil;
-  py::class_<Mask>(m, "Mask").def(
-      py::init<int64_t, int64_t, int64_t, int64_t, bool, std::optional<int64_t>, std::optional<int64_t>,
-               const std::variant<Tensor, int64_t>&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-               const MaybeTensor&>(),
-      py::kw_only(), py::arg("B"), py::arg("H"), py::arg("n_q"), py::arg("n_k"), py::arg("causal"), py::arg("left"),
-      py::arg("right"), py::arg("q_start"), py::arg("real_queries"), py::arg("real_keys"), py::arg("ids_q"),
-      py::arg("ids_k"), py::arg("dense"));
   m.def("forward", &forward, without_gil);
-  m.def("at_once", &at_once, without_gil);
-  py::class_<PlainCall>(m, "PlainCall").def("gradients", &PlainCall::gradients, without_gil);
   m.def("backward", &backward, without_gil);
   m.def("weights", &weights, without_gil);
   m.def("received", &received, without_gil);

@@ -21,15 +21,6 @@ A backend is a module with these names, and nothing else is asked of it:
 
 as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
 dropout. Their derivatives are those of derivatives.py on every backend.
-
-One more saves time where calls are short, and may be absent:
-
-    at_once(q, k, v, mask, scale) -> (o, lse, call), or None
-
-It is given calls without any other term, of which only the numbers in `mask` are validated, and answers those that are
-right, to which the backend has no objection, and with which PyTorch has nothing to do but to take their gradients.
-`call` is None where it does not, or else call.gradients(do, dlse, q, k, v, o, lse, output_mask) gives those of q, k and
-v, or None where PyTorch has more to do with them.
 """
 
 from __future__ import annotations
@@ -42,7 +33,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..spec import Mask, Spec
+from ..spec import Spec
 from . import hopper, native, reference, triton
 
 BACKENDS: tuple[ModuleType, ...] = (hopper, triton, native, reference)
@@ -144,20 +135,6 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
             return backend.NAME
     who = f"backend {name!r} does not compute" if named else "no fused backend computes"
     raise NoBackendError(f"{who} this call:", _listed_objections(candidates, q, k, v, spec, function, named))
-
-
-def at_once(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
-) -> tuple[Tensor, Tensor, object | None] | None:
-    """The answer of the backend that is asked first; None where it has no short way."""
-    first = asked_first(q.device)
-    return first.at_once(q, k, v, mask, scale) if hasattr(first, "at_once") else None
-
-
-@functools.cache
-def asked_first(device: torch.device) -> ModuleType:
-    """The backend that calls go to, unless it objects to them."""
-    return next(backend for backend in BACKENDS if not backend.by_name_only(device))
 
 
 def while_tracing(function: Callable) -> Callable:

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...spec import Mask, Spec
+from ...spec import Spec
 from . import cpu, cuda
 
 NAME = "native"
@@ -48,14 +48,6 @@ def by_name_only(device: torch.device) -> str | None:
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
     return _PARTS[q.device.type].forward(q, k, v, spec)
-
-
-def at_once(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
-) -> tuple[Tensor, Tensor, object | None] | None:
-    """What `forward` returns, and what takes its gradients, where the part for that device has a short way."""
-    part = _PARTS.get(q.device.type)
-    return part.at_once(q, k, v, mask, scale) if hasattr(part, "at_once") else None
 
 
 def backward(

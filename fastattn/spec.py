@@ -138,17 +138,17 @@ class Mask:
         return keep if self.dense is None else keep & _rows_of(self.dense, rows)
 
     def readable_keys(self) -> Tensor | None:
-        """bool [B, n_k], False for keys that padding hides from every query: nobody may read them. None if none are."""
+        """bool [B, n_k], False for keys that are padding to every query, and so never read. None without padding."""
         in_document = None if self.segments is None else self.segments[1] >= 0
         return _both(self.real_keys, in_document)
 
     def readable_queries(self) -> Tensor | None:
-        """bool [B, n_q], False for padded rows, which nobody may read; None if there are none."""
+        """bool [B, n_q], False for queries that are padding, and so never read. None without padding."""
         in_document = None if self.segments is None else self.segments[0] >= 0
         return _both(self.real_queries, in_document)
 
     def without_padding(self, real_keys: Tensor | None = None, real_queries: Tensor | None = None) -> Mask:
-        """This mask, which hides in addition what these mark as padding; each bool, [B, n_k] or [B, n_q]."""
+        """A copy of this mask that also hides what `real_keys` [B, n_k] and `real_queries` [B, n_q] mark as padding."""
         return replace(
             self,
             real_keys=_both(self.real_keys, real_keys),
@@ -203,7 +203,7 @@ def _rank_in_document(ids: Tensor) -> Tensor:
 
 
 def _rows_of(table: Tensor, rows: slice) -> Tensor:
-    """These query rows of something broadcastable to [B, H, n_q, n_k]."""
+    """The query rows `rows` of a table that is broadcastable to [B, H, n_q, n_k]."""
     return table if table.dim() < 2 or table.shape[-2] == 1 else table[..., rows, :]
 
 

@@ -20,15 +20,15 @@ _around = None  # what somebody put around `_routed` while it stood there, which
 
 
 class SDPAPatch:
-    """While it is started, calls of torch's scaled_dot_product_attention that a fused backend takes go to fastattn.
+    """A patch that routes calls of torch's scaled_dot_product_attention to fastattn, where a fused backend takes them.
 
-    It holds for the whole process, in every thread. Several may be started at once, and one several times: the last
-    `stop` brings torch's function back. Code that has imported the function itself, by `from torch.nn.functional import
-    scaled_dot_product_attention`, before the patch, keeps torch's; torch.nn's own modules do not.
+    It is in force in the whole process, in every thread. Several may be started at once, and one several times: the
+    last `stop` restores torch's function. Code that has imported the function itself, by `from torch.nn.functional
+    import scaled_dot_product_attention`, before the patch, keeps torch's; torch.nn's own modules do not.
 
     Attributes:
-        computed: how many calls fastattn computed since this patch was first started.
-        left: by reason, how many it left to torch; calls inside torch.compile are not counted, neither here nor there.
+        computed: number of calls that fastattn computed since this patch was first started.
+        left: number of calls left to torch, by reason. Neither counts calls inside torch.compile.
 
     Example:
         >>> import torch, fastattn
@@ -92,8 +92,11 @@ def patch_sdpa() -> SDPAPatch:
     """A patch of torch.nn.functional.scaled_dot_product_attention: for a `with`, or for `start()` and `stop()`.
 
     A call that no fused backend takes, one on tensors of a subclass (nested, distributed), and one whose kernel
-    `torch.nn.attention.sdpa_kernel` chooses is left to torch as it is. Answers are fastattn's otherwise: 0 for queries
+    `torch.nn.attention.sdpa_kernel` chooses is left to torch as it is. All other results are fastattn's: 0 for queries
     that may see nothing, and other random numbers under dropout.
+
+    Returns:
+        The patch, which counts both kinds of calls.
 
     Example:
         >>> import torch, fastattn
@@ -120,7 +123,7 @@ def _routed(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function, by fastattn where that takes the call."""
+    """torch's function, computed by fastattn where it takes the call."""
     arguments = (query, key, value, attn_mask, dropout_p, is_causal)
     options = {"scale": scale, "enable_gqa": enable_gqa}
     why = _objection(query, key, value, attn_mask)
@@ -134,7 +137,7 @@ def _routed(
 
 
 def _objection(*tensors: Tensor | None) -> str | None:
-    """Why this call is torch's, whoever could compute it."""
+    """Why this call is left to torch, whatever backend could compute it."""
     if not _started:
         return "the patch was stopped"
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested for x in tensors if x is not None):

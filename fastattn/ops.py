@@ -2,16 +2,18 @@
 
 Eager calls go through `_Attention`, whose backward applies `_AttentionBackward` where it is to be differentiated, so
 that every derivative of every order exists (the second from `derivatives.py`). Under torch.compile, which cannot trace
-such a pair, `_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the graph.
+such a pair, `_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the
+graph.
 
-The dispatcher, which takes as long as a short call itself, is left out of eager calls that nobody watches: where no mode,
-transform, trace or profiler looks on, it would do nothing but call the backend.
+The dispatcher, which takes as long as a short call itself, is left out of eager calls that nobody watches: where no
+mode, transform, trace or profiler looks on, it would do nothing but call the backend.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -69,23 +71,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
 
 
-def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: str, *, average_heads: bool) -> Tensor:
+def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType, *, average_heads: bool) -> Tensor:
     """The weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k]; `lse` is that of the same call, or None."""
     return _in_form("averaged" if average_heads else "each head", 0, q, k, lse, spec, backend)[0]
 
 
-def received(q: Tensor, k: Tensor, spec: Spec, backend: str) -> Tensor:
+def received(q: Tensor, k: Tensor, spec: Spec, backend: ModuleType) -> Tensor:
     """The sum of the weights over the queries, [B, H, n_k]."""
     return _in_form("received", 0, q, k, None, spec, backend)[0]
 
 
-def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int, backend: str) -> tuple[Tensor, Tensor]:
+def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int, backend: ModuleType) -> tuple[Tensor, Tensor]:
     """The largest weights of each query and their keys, both [B, H, n_q, top_k]."""
     return _in_form("top_keys", top_k, q, k, None, spec, backend)
 
 
 def _in_form(
-    form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: str
+    form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType
 ) -> tuple[Tensor, Tensor]:
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
     arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, backend))
@@ -121,10 +123,7 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
         )
     if forward_mode or not torch.is_grad_enabled():
         return forward_mode
-    for x in tensors:  # any() over a generator takes twice as long
-        if x is not None and x.requires_grad:
-            return True
-    return False
+    return True in [x is not None and x.requires_grad for x in tensors]  # any() of a generator takes twice as long
 
 
 def _watched() -> bool | int:
@@ -155,7 +154,7 @@ def _onnx_exports() -> bool:
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
-def _flatten(spec: Spec, backend: str) -> tuple:
+def _flatten(spec: Spec, backend: ModuleType) -> tuple:
     """The arguments that `_SPEC` declares."""
     mask = spec.mask
     several = isinstance(mask.q_start, Tensor)
@@ -173,12 +172,12 @@ def _flatten(spec: Spec, backend: str) -> tuple:
         spec.softcap,
         spec.dropout_p,
         spec.deterministic,
-        "reference" if _onnx_exports() else backend,
+        "reference" if _onnx_exports() else backend.NAME,
     )
 
 
-def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, str]:
-    """The spec and the name of the backend that `_flatten` was given."""
+def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
+    """The spec and the backend that `_flatten` was given."""
     q_starts, real_keys, real_queries, segments_q, segments_k, dense, seed, causal, q_start, left, right = flat[:11]
     scale, softcap, dropout_p, deterministic, backend = flat[11:]
     mask = Mask(
@@ -191,7 +190,7 @@ def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, s
         dense=dense,
     )
     bias, alibi_slopes, sinks = learned
-    return Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic), backend
+    return Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic), backend_by_name(backend)
 
 
 class _Attention(Function):
@@ -383,10 +382,10 @@ def _forward(q, k, v, bias, alibi_slopes, sinks, *flat):
     return _computed(q, k, v, *_unflatten((bias, alibi_slopes, sinks), flat))
 
 
-def _computed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tuple[Tensor, Tensor]:
+def _computed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: ModuleType) -> tuple[Tensor, Tensor]:
     if _nothing_to_see(q, k):
         return empty_output(q, v.shape[3]).zero_(), _empty_lse(q).fill_(-math.inf)
-    return backend_by_name(backend).forward(q, k, v, spec)
+    return backend.forward(q, k, v, spec)
 
 
 def _backward(do, dlse, q, *others):
@@ -400,7 +399,7 @@ def _gradients(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest) -> l
         inputs = (q, k, v, bias, alibi_slopes, sinks)
         return [torch.zeros_like(x) if w else None for x, w in zip(inputs, wanted, strict=True)]
     spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
-    gradients = backend_by_name(backend).backward(do, dlse, q, k, v, o, lse, spec, wanted)
+    gradients = backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
     return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
 
 
@@ -409,7 +408,6 @@ def _weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k, *flat):
         weights, keys = _fake_weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k)
         return weights.zero_(), keys.fill_(-1)
     spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
-    backend = backend_by_name(backend)
     if form == "top_keys":
         return backend.top_keys(q, k, spec, top_k)
     no_keys = q.new_empty(0, dtype=torch.int64)

@@ -8,6 +8,7 @@ tensors is checked in each call, by whoever reads them.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -27,12 +28,12 @@ class Plan(NamedTuple):
     """The decision about one kind of call.
 
     scale: the factor on q k^T.
-    backend: the name of the backend that computes it.
+    backend: the backend that computes it.
     plain: every tensor is nothing but its memory, so that PyTorch has nothing to do with the call but autograd.
     """
 
     scale: float
-    backend: str
+    backend: ModuleType
     plain: bool
 
 
@@ -75,8 +76,8 @@ def prepare(
     if not is_compiling():
         try:
             kind = (
-                _metadata(q), _metadata(k), _metadata(v), None if mask is None else _kind_of_mask(mask), type(scale), scale,
-                None if bias is None else _metadata(bias), type(softcap), softcap,
+                _metadata(q), _metadata(k), _metadata(v), None if mask is None else _kind_of_mask(mask),
+                type(scale), scale, None if bias is None else _metadata(bias), type(softcap), softcap,
                 None if alibi_slopes is None else _metadata(alibi_slopes), None if sinks is None else _metadata(sinks),
                 type(dropout_p), dropout_p, type(generator), deterministic, backend, function, backends.BACKENDS,
             )  # fmt: skip
@@ -89,9 +90,9 @@ def prepare(
             kind = plan = None
     if kind is None or plan is None:
         spec = validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic)
-        name = backends.select(q, k, v, spec, backend, function=function)
-        plan = Plan(spec.scale, name, kind is not None and _is_plain(q, k, v, spec))
-        if kind is not None and not (backend is None and name == backends.reference.NAME):  # which warns each time
+        chosen = backends.select(q, k, v, spec, backend, function=function)
+        plan = Plan(spec.scale, chosen, kind is not None and _is_plain(q, k, v, spec))
+        if kind is not None and not (backend is None and chosen is backends.reference):  # which warns each time
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan

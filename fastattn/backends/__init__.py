@@ -25,7 +25,6 @@ dropout. Their derivatives are those of derivatives.py on every backend.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -110,8 +109,10 @@ class NoBackendError(NotImplementedError):
         self.reasons = reasons
 
 
-def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None, *, function: str = "forward") -> str:
-    """The name of the backend that computes this call.
+def select(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None, *, function: str = "forward"
+) -> ModuleType:
+    """The backend that computes this call.
 
     Args:
         name: None takes the first backend without objections; "fused" the first but the reference; any other name that
@@ -122,8 +123,11 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
         ValueError: there is no backend of that name.
         NoBackendError: every backend asked objects.
     """
-    candidates = {None: BACKENDS, "fused": BACKENDS[:-1]}.get(name) or (backend_by_name(name),)
-    named, features = name not in (None, "fused"), spec.features()
+    if name is None or name == "fused":
+        named, candidates = False, BACKENDS if name is None else BACKENDS[:-1]
+    else:
+        named, candidates = True, (backend_by_name(name),)
+    features = spec.features()
     for backend in candidates:
         if not named and backend.by_name_only(q.device):  # the quickest to ask
             continue
@@ -132,7 +136,7 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
         else:
             if name is None and backend is reference:
                 _warn_of_fallback(_listed_objections(BACKENDS[:-1], q, k, v, spec, function, named))
-            return backend.NAME
+            return backend
     who = f"backend {name!r} does not compute" if named else "no fused backend computes"
     raise NoBackendError(f"{who} this call:", _listed_objections(candidates, q, k, v, spec, function, named))
 

@@ -1,6 +1,12 @@
 // What a thread's next item reads, brought into the L2 cache while this one computes: a few cache lines before each
 // product, so that the memory works while the multipliers do. Items of short sequences would wait for it a tenth of
 // their time.
+#pragma once
+
+#include <cstdint>
+
+#include "problem.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

@@ -8,6 +8,21 @@
 //
 // An item owns the gradients it writes, and sums each over all of its queries or over all of its keys, in order: no
 // atomics, and the same bits however the work is split.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "ahead.h"
+#include "arith.h"
+#include "bias.h"
+#include "blocks.h"
+#include "dropout.h"
+#include "matrix.h"
+#include "microkernel.h"
+#include "problem.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

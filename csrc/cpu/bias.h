@@ -2,6 +2,17 @@
 // no range of keys; and the derivatives of all that. Calls without any of this pass by in one branch a block.
 //
 // A bias and a dense mask lie in memory as rows of keys; S^T has rows of queries. They meet in tiles of kLanes * kLanes.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "arith.h"
+#include "blocks.h"
+#include "matrix.h"
+#include "problem.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

@@ -1,4 +1,13 @@
 // A block of queries and a block of keys, made ready for the products.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "arith.h"
+#include "matrix.h"
+#include "problem.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

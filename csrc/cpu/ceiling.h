@@ -1,4 +1,9 @@
 // The rate that no kernel passes: multiply-adds on registers alone. What it computes is of no use.
+#pragma once
+
+#include <cstdint>
+
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

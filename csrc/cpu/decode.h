@@ -2,6 +2,21 @@
 // with, so they are the head dim: S = Q K^T by dot products, and O = P V with V as it lies in memory. The heads that
 // share keys share one pass over them, and the keys are split into parts, each with its own softmax, so that there is
 // work for every thread; combine() joins the parts (as in Dao et al. 2023, Flash-Decoding).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "bias.h"
+#include "blocks.h"
+#include "forward.h"
+#include "matrix.h"
+#include "problem.h"
+#include "product.h"
+#include "rows.h"
+#include "single.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

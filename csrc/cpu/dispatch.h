@@ -15,6 +15,7 @@
 #include <unistd.h>
 #endif
 
+#include "../dtype.h"
 #include "problem.h"
 
 namespace fastattn {

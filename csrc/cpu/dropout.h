@@ -1,4 +1,11 @@
 // What dropout multiplies a block of weights by: Philox4x32-10 (../philox.h) with one query in every lane.
+#pragma once
+
+#include <cstdint>
+
+#include "blocks.h"
+#include "problem.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

@@ -6,6 +6,22 @@
 //   dP^T = V dO^T   dS^T = P^T * (dP^T - sum(P^T * dP^T) + dlse)  dQ = dS K   dV += P^T dO   dK += dS^T Q
 //
 // Backward finds P and delta from the scores, as exactly as forward does, and reads neither lse nor O.
+#pragma once
+
+#include <cstdint>
+
+#include "ahead.h"
+#include "backward.h"
+#include "bias.h"
+#include "blocks.h"
+#include "dropout.h"
+#include "forward.h"
+#include "matrix.h"
+#include "problem.h"
+#include "product.h"
+#include "rows.h"
+#include "single.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

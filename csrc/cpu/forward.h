@@ -6,6 +6,20 @@
 // and what has to be done to them (copied, widened, transposed) is done once. Blocks of keys begin at the multiples of
 // kBlockKeys, counted from the first key of their section, wherever a strip begins, so that the result does not depend on
 // how the queries are cut into strips.
+#pragma once
+
+#include <cstdint>
+
+#include "ahead.h"
+#include "arith.h"
+#include "bias.h"
+#include "blocks.h"
+#include "dropout.h"
+#include "matrix.h"
+#include "microkernel.h"
+#include "problem.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

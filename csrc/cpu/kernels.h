@@ -10,42 +10,20 @@
 //   FASTATTN_CHUNK_BLOCKS   blocks of keys that are made ready together
 //   FASTATTN_KEYS_AT_ONCE   keys of a section that are met together, in fp32
 //
-// and includes "problem.h" and "../softmax.h" before it too, so that their inline functions, of which the linker keeps
-// one copy for the whole module, are compiled for any machine.
+// and includes before it whatever these headers include besides each other, so that inline functions, of which the linker
+// keeps one copy for the whole module, are compiled for any machine (tests/test_headers.py checks it).
+#pragma once
 
-namespace fastattn::FASTATTN_ISA {
-namespace {
-
-constexpr int kColumns = FASTATTN_COLUMNS;
-
-}  // namespace
-}  // namespace fastattn::FASTATTN_ISA
-
-#include "vector.h"
-#include "rows.h"
-#include "matrix.h"
-#if FASTATTN_PAIRS
-#include "pairs.h"
-#else
-#include "single.h"
-#endif
-#if FASTATTN_TILES
-#include "tiles.h"
-#else
-#include "product.h"
-#endif
-#include "blocks.h"
-#include "ahead.h"
-#include "dropout.h"
-#include "bias.h"
-#include "forward.h"
 #include "backward.h"
+#include "blocks.h"
+#include "ceiling.h"
+#include "forward.h"
+#include "problem.h"
 #include "weights.h"
 #if !FASTATTN_PAIRS
-#include "few_keys.h"
 #include "decode.h"
+#include "few_keys.h"
 #endif
-#include "ceiling.h"
 
 #define FASTATTN_STRING(x) #x
 #define FASTATTN_NAME(x) FASTATTN_STRING(x)

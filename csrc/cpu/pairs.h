@@ -1,5 +1,15 @@
 // Arithmetic in bf16 with sums in fp32: a unit is two elements that follow each other in the direction of the sum, and
 // one instruction adds both products.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "matrix.h"
+#include "problem.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

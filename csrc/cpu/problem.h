@@ -1,6 +1,7 @@
 // What the kernels are told, in plain C++: no torch, no instruction set. Letters as in fastattn/spec.py.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "../dtype.h"

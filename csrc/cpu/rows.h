@@ -1,4 +1,15 @@
 // Rows in memory, of any dtype, to and from rows of floats. All arithmetic in between is fp32.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#if FASTATTN_LANES > 4
+#include <immintrin.h>
+#endif
+
+#include "problem.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

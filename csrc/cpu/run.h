@@ -4,10 +4,12 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "dispatch.h"
+#include "problem.h"
 #include "schedule.h"
 
 namespace fastattn {

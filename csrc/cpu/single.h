@@ -1,4 +1,12 @@
 // Arithmetic in fp32, whatever the dtype in memory: a unit is one float.
+#pragma once
+
+#include <cstdint>
+
+#include "matrix.h"
+#include "problem.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

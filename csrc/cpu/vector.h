@@ -2,6 +2,16 @@
 //
 // Included by each instruction set's translation unit, after its `#pragma GCC target`. Everything is in an anonymous
 // namespace, since the linker may merge equal inline functions and must not pick one that the machine cannot run.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#if FASTATTN_LANES > 4
+#include <immintrin.h>
+#endif
+
+#include "../softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

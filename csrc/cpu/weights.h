@@ -4,6 +4,19 @@
 //
 // What the scores of a query are measured from comes from the forward pass, or once from its lse (`measure`), which may
 // have to be refined, however the keys are cut after that.
+#pragma once
+
+#include <cstdint>
+
+#include "arith.h"
+#include "backward.h"
+#include "blocks.h"
+#include "dropout.h"
+#include "matrix.h"
+#include "microkernel.h"
+#include "problem.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

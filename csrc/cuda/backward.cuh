@@ -6,9 +6,16 @@
 // Every sum is that of one warp, in a fixed order: the same inputs give the same bits.
 #pragma once
 
+#include <cstdint>
+
 #include "gradient.cuh"
+#include "instructions.cuh"
+#include "online_softmax.cuh"
+#include "problem.h"
 #include "product.cuh"
+#include "scores.cuh"
 #include "seen.cuh"
+#include "tile.cuh"
 #include "tiling.h"
 
 namespace fastattn::cuda {

@@ -1,9 +1,14 @@
 // The gradient of a bias that has an entry for each pair: dS, summed over the samples and heads that share it.
 #pragma once
 
+#include <cstdint>
+
 #include "gradient.cuh"
+#include "instructions.cuh"
+#include "problem.h"
 #include "product.cuh"
-#include "seen.cuh"
+#include "scores.cuh"
+#include "tile.cuh"
 #include "tiling.h"
 
 namespace fastattn::cuda {

@@ -2,10 +2,17 @@
 // are on their way while the values of this one are multiplied, and its values while its keys are.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
+#include "../softmax.h"
+#include "instructions.cuh"
 #include "online_softmax.cuh"
+#include "problem.h"
 #include "product.cuh"
 #include "scores.cuh"
 #include "seen.cuh"
+#include "tile.cuh"
 #include "tiling.h"
 
 namespace fastattn::cuda {

@@ -1,8 +1,14 @@
 // What the backward kernels do with a tile of pairs: from the products q.k and dO.v to the weights P and to dS.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
+#include "instructions.cuh"
 #include "online_softmax.cuh"
+#include "problem.h"
 #include "scores.cuh"
+#include "tile.cuh"
 
 namespace fastattn::cuda {
 

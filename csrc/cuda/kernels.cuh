@@ -1,6 +1,9 @@
 // Which kernels a call takes, and how they are launched.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
 #include <type_traits>
 
 #include "backward.cuh"
@@ -9,6 +12,9 @@
 #include "kernels.h"
 #include "launch.cuh"
 #include "preparation.cuh"
+#include "problem.h"
+#include "seen.cuh"
+#include "tiling.h"
 
 namespace fastattn::cuda {
 

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../dtype.h"
 #include "elements.h"
 #include "problem.h"
 

@@ -1,6 +1,10 @@
 // The online softmax of FlashAttention-2 (Dao, 2023, algorithm 1), in base 2.
 #pragma once
 
+#include <cmath>
+
+#include "../softmax.h"
+#include "instructions.cuh"
 #include "tile.cuh"
 
 namespace fastattn::cuda {

@@ -1,10 +1,17 @@
 // Small kernels that run before the large ones: what groups of tokens have in common, and the facts of each query.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
+#include "../softmax.h"
+#include "instructions.cuh"
 #include "online_softmax.cuh"
+#include "problem.h"
 #include "product.cuh"
 #include "scores.cuh"
 #include "seen.cuh"
+#include "tile.cuh"
 #include "tiling.h"
 
 namespace fastattn::cuda {

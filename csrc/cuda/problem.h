@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../dtype.h"
+#include "../host_device.h"
 #include "../mask.h"
 #include "../philox.h"
 #include "../softmax.h"

@@ -6,6 +6,9 @@
 //   dk_dv     S = K Q^T    dP = V dO^T       dV += P dO,  dK += dS Q
 #pragma once
 
+#include <cmath>
+
+#include "instructions.cuh"
 #include "tile.cuh"
 
 namespace fastattn::cuda {

@@ -1,6 +1,16 @@
 // From products q.k to scores, and which of them may be seen.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
+#include "../dtype.h"
+#include "../mask.h"
+#include "../philox.h"
+#include "../softmax.h"
+#include "elements.h"
+#include "instructions.cuh"
+#include "problem.h"
 #include "tile.cuh"
 
 namespace fastattn::cuda {

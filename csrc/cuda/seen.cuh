@@ -1,6 +1,11 @@
 // Which tiles of the other side a tile of queries, or of keys, has anything to do with; in order, the others are skipped.
 #pragma once
 
+#include <cstdint>
+
+#include "../mask.h"
+#include "instructions.cuh"
+#include "problem.h"
 #include "tile.cuh"
 
 namespace fastattn::cuda {

@@ -1,6 +1,8 @@
 // Rows of a head in shared memory.
 #pragma once
 
+#include <cstdint>
+
 #include "instructions.cuh"
 #include "problem.h"
 

@@ -1,8 +1,7 @@
 // Tile sizes: every number that depends on the hardware.
 #pragma once
 
-#include "seen.cuh"
-#include "tile.cuh"
+#include "fragments.h"
 
 namespace fastattn::cuda {
 

@@ -7,9 +7,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <type_traits>
 
 #include "multiprocessor.h"
+#include "settings.h"
 
 #define __global__
 #define __device__

@@ -6,13 +6,17 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <source_location>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "../native/guarded.h"
 #include "fiber.h"
 #include "settings.h"
 #include "shared.h"

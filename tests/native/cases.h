@@ -2,10 +2,14 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <random>
 #include <set>
 #include <string>
+#include <vector>
 
+#include "../../csrc/dtype.h"
+#include "../../csrc/mask.h"
 #include "tensor.h"
 
 namespace fastattn::test {

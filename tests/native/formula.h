@@ -2,12 +2,17 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <type_traits>
 #include <vector>
 
+#include "../../csrc/dtype.h"
 #include "../../csrc/philox.h"
 #include "cases.h"
+#include "tensor.h"
 
 namespace fastattn::test {
 

@@ -14,6 +14,7 @@
 
 #include "../../csrc/cpu/dispatch.h"
 #include "../../csrc/cpu/ranges.h"
+#include "../../csrc/cpu/run.h"
 #include "budget.h"
 #include "formula.h"
 #include "sequential.h"

@@ -1,10 +1,13 @@
 // Arrays of doubles, and tensors: the same values rounded to a dtype, in guarded memory, in some layout.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <vector>
 
 #include "../../csrc/cpu/problem.h"
+#include "../../csrc/dtype.h"
 #include "guarded.h"
 
 namespace fastattn::test {

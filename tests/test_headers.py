@@ -19,7 +19,7 @@ HEADERS = sorted(
     for pattern in ("*.h", "*.cuh")
     for path in (REPOSITORY / folder).rglob(pattern)
 )
-OF_KERNELS = {path for path in HEADERS if re.search("FASTATTN_(ISA|PAIRS|TILES)", path.read_text())}
+OF_KERNELS = {path for path in HEADERS if re.search("FASTATTN_(ISA|BF16|TILES)", path.read_text())}
 """The headers that are compiled once for each instruction set, whose macros they need."""
 
 LEVELS = ("amx", "portable") if platform.machine() == "x86_64" else ("portable",)

@@ -12,7 +12,7 @@
 #pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 
 #define FASTATTN_ISA avx512_bf16
-#define FASTATTN_PAIRS 1
+#define FASTATTN_BF16 1
 #define FASTATTN_LANES 16
 #define FASTATTN_ACCUMULATORS 24
 #define FASTATTN_COLUMNS 4

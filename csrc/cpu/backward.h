@@ -13,13 +13,13 @@
 #include <cmath>
 #include <cstdint>
 
-#include "ahead.h"
 #include "arith.h"
 #include "bias.h"
 #include "blocks.h"
 #include "dropout.h"
 #include "matrix.h"
 #include "microkernel.h"
+#include "prefetch.h"
 #include "problem.h"
 #include "rows.h"
 #include "vector.h"
@@ -127,7 +127,7 @@ IndexList contributing_queries(const Problem& p, const BackwardTensors& t, int64
   return {table, 0, count};
 }
 
-// P of vector c of the queries from S. The difference first: see weight of single.h. It is above 1 by rounding only, and
+// P of vector c of the queries from S. The difference first: see weight of arith_fp32.h. It is above 1 by rounding only, and
 // an lse of 1e9 takes it far.
 FASTATTN_INLINE Floats weight_again(const BackwardBlock& block, int c, Floats s, float on_score_log2) {
   return exp2(at_most((s - block.reference[c]) * on_score_log2 - block.rest_log2[c], 64.0f));
@@ -444,7 +444,7 @@ Ahead ahead_of(const Problem& p, const BackwardTensors& t, const BackwardItem& i
   return ahead;
 }
 
-#if !FASTATTN_PAIRS
+#if !FASTATTN_BF16
 void add_gradients_at_once(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
                            const IndexList& queries, const Section& section, int64_t first, int64_t last,
                            int64_t chunk_begin, int64_t chunk_end, Ahead& ahead, const BackwardScratch& w);
@@ -469,7 +469,7 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
       if (item.wanted.dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
       each_section(p, item.b, queries, item.first_query, item.last_query,
                    [&](const Section& section, int64_t first, int64_t last) {
-#if !FASTATTN_PAIRS
+#if !FASTATTN_BF16
         if (fits_at_once(p, item.b, section)) {
           return add_gradients_at_once(p, t, item, h, queries, section, first, last, begin, end, ahead, w);
         }

@@ -52,7 +52,7 @@ inline int64_t key_blocks_in_chunk(const Problem& p) {
   return greater(1, lesser(kChunkBlocks, lesser(kCacheFloats / block, (p.n_k + kBlockKeys - 1) / kBlockKeys)));
 }
 
-// Keys of a section that are met all at once (few_keys.h), if they are so few.
+// Keys of a section that are met all at once (short_kv.h), if they are so few.
 constexpr int64_t kKeysAtOnce = FASTATTN_KEYS_AT_ONCE;
 constexpr int64_t kMostKeys = kBlockKeys > kKeysAtOnce ? kBlockKeys : kKeysAtOnce;  // that a block of queries meets
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "arith_fp32.h"
 #include "bias.h"
 #include "blocks.h"
 #include "forward.h"
@@ -15,7 +16,6 @@
 #include "problem.h"
 #include "product.h"
 #include "rows.h"
-#include "single.h"
 #include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {

@@ -10,13 +10,13 @@
 
 #include <cstdint>
 
-#include "ahead.h"
 #include "arith.h"
 #include "bias.h"
 #include "blocks.h"
 #include "dropout.h"
 #include "matrix.h"
 #include "microkernel.h"
+#include "prefetch.h"
 #include "problem.h"
 #include "rows.h"
 #include "vector.h"
@@ -292,7 +292,7 @@ void forward_strip(const Problem& p, const ForwardOutputs& out, int64_t b, int64
   }
 }
 
-#if !FASTATTN_PAIRS
+#if !FASTATTN_BF16
 void attend_at_once(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const Section& section,
                     int64_t first, int64_t last, Ahead& ahead, const ForwardScratch& w);
 #endif
@@ -305,7 +305,7 @@ void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& ite
   write_padding(p, out, b, h, first_query, lesser(last_query, p.n_q));
   Ahead ahead = ahead_of(p, out, item, next);
   each_section(p, b, p.queries[b], first_query, last_query, [&](const Section& section, int64_t first, int64_t last) {
-#if !FASTATTN_PAIRS
+#if !FASTATTN_BF16
     if (fits_at_once(p, b, section)) return attend_at_once(p, out, b, h, section, first, last, ahead, w);
 #endif
     for (; first < last; first += kStripQueries) {

@@ -2,7 +2,7 @@
 //
 //   FASTATTN_ISA            its name, also the namespace
 //   FASTATTN_LANES          floats in a vector
-//   FASTATTN_PAIRS          1: products of bf16 (pairs.h) instead of fp32 (single.h); it takes no other dtype then
+//   FASTATTN_BF16           1: products of bf16 (arith_bf16.h) instead of fp32 (arith_fp32.h); it takes no other dtype then
 //   FASTATTN_TILES          1: products by AMX (tiles.h) instead of vectors (product.h)
 //   FASTATTN_ACCUMULATORS   vectors of sums that a product keeps in registers
 //   FASTATTN_COLUMNS        vectors of queries in a block
@@ -16,13 +16,13 @@
 
 #include "backward.h"
 #include "blocks.h"
-#include "ceiling.h"
 #include "forward.h"
+#include "peak_fma.h"
 #include "problem.h"
 #include "weights.h"
-#if !FASTATTN_PAIRS
+#if !FASTATTN_BF16
 #include "decode.h"
-#include "few_keys.h"
+#include "short_kv.h"
 #endif
 
 #define FASTATTN_STRING(x) #x
@@ -43,7 +43,7 @@ const Kernels kernels = {
     fma_chains,
     kChainOperations,
     &weights_kernels,
-#if FASTATTN_PAIRS
+#if FASTATTN_BF16
     nullptr,
 #else
     &decode_kernels,

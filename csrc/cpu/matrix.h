@@ -1,7 +1,7 @@
 // Matrices for the products, cut into tiles of rows and vectors of columns.
 //
-// They are made of 32-bit units: one float (single.h), or two bf16 that follow each other in the direction of the
-// sum (pairs.h).
+// They are made of 32-bit units: one float (arith_fp32.h), or two bf16 that follow each other in the direction of the
+// sum (arith_bf16.h).
 #pragma once
 
 #include <cstdint>

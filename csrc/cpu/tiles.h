@@ -1,4 +1,4 @@
-// The micro-kernel of pairs.h on AMX: eight tile registers of 16 rows of 16 units, and one instruction that multiplies
+// The micro-kernel of arith_bf16.h on AMX: eight tile registers of 16 rows of 16 units, and one instruction that multiplies
 // two of them.
 #pragma once
 

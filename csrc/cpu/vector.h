@@ -69,7 +69,7 @@ FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {
 #if FASTATTN_LANES == 16
 
 FASTATTN_INLINE Floats exp2(Floats x) {
-#if FASTATTN_PAIRS
+#if FASTATTN_BF16
   constexpr float kCoefficients[] = {7.706704400e-02f, 2.276449877e-01f, 6.951167878e-01f, 1.0f};
   constexpr int kFloorQuietly = 9;
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, kFloorQuietly);  // x - floor(x)

@@ -10,17 +10,17 @@
 
 #include <cstdint>
 
-#include "ahead.h"
+#include "arith_fp32.h"
 #include "backward.h"
 #include "bias.h"
 #include "blocks.h"
 #include "dropout.h"
 #include "forward.h"
 #include "matrix.h"
+#include "prefetch.h"
 #include "problem.h"
 #include "product.h"
 #include "rows.h"
-#include "single.h"
 #include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {

@@ -125,10 +125,10 @@ class Mask {
     }
     if (dense) set_dense(*dense);
     set_groups();
-    if (documents_.keys && range_heads_ == 1) set_sections();
+    if (documents_.keys && range_heads_ == 1) set_isolated_runs();
   }
 
-  void describe(Problem& p) const {
+  void describe(Params& p) const {
     p.band = band_;
     p.q_start = q_start_.data();
     p.each_query_starts = each_query_starts_;
@@ -140,7 +140,7 @@ class Mask {
       p.ranges = {ranges_.data(),        groups_.data(),   range_heads_ * n_q, several * n_q,
                   range_heads_ * groups, several * groups, gaps_};
     }
-    if (!section_lists_.empty()) p.sections = section_lists_.data();
+    if (!isolated_run_lists_.empty()) p.isolated_runs = isolated_run_lists_.data();
     if (!document_of_query_.empty()) {
       p.documents = {document_of_query_.data(), document_of_key_.data(), rank_of_query_.data(), rank_of_key_.data()};
     }
@@ -207,10 +207,10 @@ class Mask {
     }
   }
 
-  void set_sections() {
+  void set_isolated_runs() {
     for (int64_t b = 0; b < B; ++b) {
-      sections_.push_back(sections_of(&ranges_[b * n_q], queries_.lists()[b]));
-      section_lists_.push_back({sections_.back().data(), int64_t(sections_.back().size())});
+      isolated_runs_.push_back(isolated_runs_of(&ranges_[b * n_q], queries_.lists()[b]));
+      isolated_run_lists_.push_back({isolated_runs_.back().data(), int64_t(isolated_runs_.back().size())});
     }
   }
 
@@ -249,8 +249,8 @@ class Mask {
   std::vector<RowRange> ranges_;  // [B, range_heads_, n_q]
   std::vector<KeyRange> groups_;  // [B, range_heads_, groups_of_head()]
   int64_t range_heads_ = 1;
-  std::vector<std::vector<Section>> sections_;  // [B]
-  std::vector<SectionList> section_lists_;
+  std::vector<std::vector<IsolatedRun>> isolated_runs_;  // [B]
+  std::vector<IsolatedRunList> isolated_run_lists_;
   uint32_t gaps_ = kNoGaps;
   std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
 };
@@ -263,9 +263,9 @@ struct Scores {
   MaybeTensor bias, alibi_slopes, sinks;
 };
 
-Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores,
+Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores,
                    const Dropout& dropout) {
-  Problem p{};
+  Params p{};
   p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
   p.n_q = q.size(2), p.n_k = k.size(2), p.d_qk = q.size(3), p.d_v = v.size(3);
   TORCH_CHECK_VALUE(p.B == mask.B && p.H == mask.H && p.n_q == mask.n_q && p.n_k == mask.n_k,
@@ -331,8 +331,8 @@ constexpr auto in_shares = [](int64_t n, int64_t scratch_floats, auto run) { tak
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
              double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
-  const Problem p =
-      problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
+  const Params p =
+      params_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
   run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn, in_shares);
 }
@@ -397,8 +397,8 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
               const MaybeTensor& d_slope, const Mask& mask, double scale, std::optional<double> softcap,
               const MaybeTensor& bias, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, double dropout_p,
               int64_t seed) {
-  const Problem p =
-      problem_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
+  const Params p =
+      params_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   BackwardTensors t{};
   t.o = rows_of<Input>(o);
   if (d_o) t.d_o = rows_of<Input>(*d_o);
@@ -481,9 +481,9 @@ std::optional<std::tuple<Tensor, Tensor, std::unique_ptr<PlainCall>>> at_once(
 }
 
 // A call without values.
-Problem weights_problem(const Tensor& q, const Tensor& k, const Mask& mask, const Scores& scores, double dropout_p,
+Params weights_params(const Tensor& q, const Tensor& k, const Mask& mask, const Scores& scores, double dropout_p,
                         int64_t seed) {
-  Problem p = problem_of(q, k, k, mask, scores, make_dropout(dropout_p, seed));
+  Params p = params_of(q, k, k, mask, scores, make_dropout(dropout_p, seed));
   p.d_v = 0;
   return p;
 }
@@ -491,7 +491,7 @@ Problem weights_problem(const Tensor& q, const Tensor& k, const Mask& mask, cons
 void weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Tensor& out, const Mask& mask,
              double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
-  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
+  const Params p = weights_params(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
   const bool average_heads = out.size(1) == 1;
   TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef({p.B, average_heads ? 1 : p.H, p.n_q, p.n_k}),
                     "weights must be [B, 1 or H, n_q, n_k], got ", out.sizes());
@@ -502,7 +502,7 @@ void weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Ten
 void received(const Tensor& q, const Tensor& k, const Tensor& out, const Mask& mask,
              double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
-  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
+  const Params p = weights_params(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
   TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef({p.B, p.H, p.n_k}) && out.is_contiguous(),
                     "received must be contiguous [B, H, n_k], got ", out.sizes());
   run_received(choose_capability(), p, out.data_ptr<float>(), at::get_num_threads(), in_turn);
@@ -512,7 +512,7 @@ void top_keys(const Tensor& q, const Tensor& k, const Tensor& weights, const Ten
               const Mask& mask,
              double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
-  const Problem p = weights_problem(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
+  const Params p = weights_params(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
   TORCH_CHECK_VALUE(weights.dim() == 4 && weights.sizes() == keys.sizes() && weights.is_contiguous() &&
                         keys.is_contiguous() && weights.sizes().slice(0, 3) == at::IntArrayRef({p.B, p.H, p.n_q}),
                     "weights and keys must be contiguous [B, H, n_q, top_k], got ", weights.sizes());
@@ -523,7 +523,7 @@ void top_keys(const Tensor& q, const Tensor& k, const Tensor& weights, const Ten
 // bool [B, H, n_q, n_k], by the lists, ranges and gaps that the kernels walk, for blocks of `block` queries: the tests
 // compare it with Mask.keep.
 Tensor keep(const Mask& mask, int64_t block) {
-  Problem p{};
+  Params p{};
   p.B = mask.B, p.H = mask.H, p.n_q = mask.n_q, p.n_k = mask.n_k;
   mask.describe(p);
   const Tensor result = at::empty({p.B, p.H, p.n_q, p.n_k}, at::kBool).zero_();

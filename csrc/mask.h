@@ -51,7 +51,7 @@ FASTATTN_HD KeyRange hull(KeyRange x, KeyRange y) {
   return x.empty() ? y : y.empty() ? x : KeyRange{lesser(x.begin, y.begin), greater(x.end, y.end)};
 }
 
-// What a block of queries sees, query by query.
+// The keys that the queries of a block see.
 struct BlockRange {
   KeyRange some;  // keys that some query of the block may see: the rest is never loaded
   KeyRange all;   // keys that every query sees: they need no mask

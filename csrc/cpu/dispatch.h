@@ -16,7 +16,7 @@
 #endif
 
 #include "../dtype.h"
-#include "problem.h"
+#include "params.h"
 
 namespace fastattn {
 
@@ -40,8 +40,8 @@ extern const Kernels kernels;
 
 constexpr const char* kCapabilityVariable = "FASTATTN_CPU_CAPABILITY";
 
-// What this module has kernels for, best first, and whether this machine runs them. Kernels that take bf16 only are
-// joined by those that do the other dtypes.
+// An instruction set that this module has kernels for, and whether this machine has it. Kernels that take bf16 only are
+// paired with those of another set for the other dtypes.
 struct Capability {
   const Kernels *bf16, *others;
   bool runs_here;
@@ -65,6 +65,7 @@ inline bool may_use_amx() {
 }
 #endif
 
+// All of them, the fastest first.
 inline std::vector<Capability> find_capabilities() {
   std::vector<Capability> all;
 #if defined(__x86_64__)

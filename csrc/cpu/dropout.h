@@ -4,13 +4,13 @@
 #include <cstdint>
 
 #include "blocks.h"
-#include "problem.h"
+#include "params.h"
 #include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// As philox of ../philox.h, in the low halves of 64-bit lanes. What stands in the upper halves is never multiplied.
+// As philox of ../philox.h, in the low halves of 64-bit lanes. The upper halves are never multiplied.
 FASTATTN_INLINE void philox(PhiloxKey key, Wide (&x)[4]) {
 #pragma GCC unroll 10
   for (int round = 0; round < kPhiloxRounds; ++round, key = key.of_next_round()) {

@@ -1,4 +1,4 @@
-// The rate that no kernel passes: multiply-adds on registers alone. What it computes is of no use.
+// The peak rate of multiply-adds, on registers alone, which bounds that of the kernels. The result itself is of no use.
 #pragma once
 
 #include <cstdint>

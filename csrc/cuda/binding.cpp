@@ -65,15 +65,15 @@ struct Scores {
   MaybeTensor seed;  // int64 scalar
 };
 
-// A problem, and the memory that is lent to it.
-class Call {
+// Params, and the memory that they point to.
+class CallParams {
   Tensor groups_of_queries_, groups_of_keys_;
 
  public:
-  Problem problem{};
+  Params params{};
 
-  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores) {
-    Problem& p = problem;
+  CallParams(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores) {
+    Params& p = params;
     p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1), p.d_qk = q.size(3), p.d_v = v.size(3);
     TORCH_CHECK_VALUE(std::max(p.d_qk, p.d_v) <= kMostColumns, "head dims must be at most ", kMostColumns, ", got ", p.d_qk,
                       " and ", p.d_v);
@@ -106,7 +106,7 @@ class Call {
     side.document = data_or_null<int64_t>(tensors.documents);
     side.position = data_or_null<int64_t>(tensors.positions);
     if (!side.real && !side.document && !side.position) return {};
-    const Tensor groups = at::empty({problem.B * side.group_count() * int64_t(sizeof(Tokens))}, x.options().dtype(at::kByte));
+    const Tensor groups = at::empty({params.B * side.group_count() * int64_t(sizeof(Tokens))}, x.options().dtype(at::kByte));
     side.groups = reinterpret_cast<Tokens*>(groups.data_ptr());
     return groups;
   }
@@ -115,14 +115,14 @@ class Call {
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
              const Scores& scores) {
   const c10::cuda::CUDAGuard guard(q.device());
-  const Call call(q, k, v, mask, scores);
-  const Forward f{call.problem, rows_of(o), lse.data_ptr<float>()};
-  C10_CUDA_CHECK(with_kernels_of(f.problem.dtype, [&](auto kernels) {
+  const CallParams call(q, k, v, mask, scores);
+  const ForwardParams f{call.params, rows_of(o), lse.data_ptr<float>()};
+  C10_CUDA_CHECK(with_kernels_of(f.params.dtype, [&](auto kernels) {
     return kernels.forward(f, c10::cuda::getCurrentCUDAStream());
   }));
 }
 
-// What is None is not wanted.
+// Gradients that are None are not computed.
 struct Gradients {
   MaybeTensor dq, dk, dv;
   MaybeTensor ds_of_keys, ds_of_queries, ds_by_distance, p_by_distance;
@@ -133,10 +133,10 @@ struct Gradients {
 Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
                 const Tensor& lse, const Gradients& wanted, const Mask& mask, const Scores& scores) {
   const c10::cuda::CUDAGuard guard(q.device());
-  const Call call(q, k, v, mask, scores);
-  const Problem& p = call.problem;
+  const CallParams call(q, k, v, mask, scores);
+  const Params& p = call.params;
   const Tensor facts = at::empty({p.B, p.H, kFacts, padded_queries(p.queries.n)}, lse.options());
-  Backward g{p};
+  BackwardParams g{p};
   g.o = rows_of(o), g.d_o = rows_of(d_o);
   g.lse = data_or_null<float>(lse), g.d_lse = data_or_null<float>(d_lse);
   g.facts = {facts.data_ptr<float>(), facts.size(3)};

@@ -1,4 +1,4 @@
-// The GPU's instructions that C++ has no words for, a function each: all inline PTX of fastattn stands here.
+// The GPU's instructions that CUDA C++ has no functions for, a function each: all inline PTX of fastattn stands here.
 //
 // A compiler other than nvcc finds the same functions in instructions_model.h, on its include path: a model of them in
 // plain C++, with which the tests run the kernels on a CPU.
@@ -141,7 +141,7 @@ FASTATTN_DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// x, of which the compiler knows nothing: what is computed from it is not kept in registers from one round of a loop to
+// x, whose value is hidden from the compiler: what is computed from it is not kept in registers from one round of a loop to
 // the next, but computed again.
 FASTATTN_DEVICE int computed_anew(int x) {
   asm volatile("" : "+r"(x));

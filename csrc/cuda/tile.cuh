@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "instructions.cuh"
-#include "problem.h"
+#include "params.h"
 
 namespace fastattn::cuda {
 

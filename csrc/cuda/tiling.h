@@ -34,9 +34,8 @@ struct Tiling {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kWarps = kWarps_, kRowBlocks = kRowBlocks_, kColumns = kColumns_;
   static constexpr int kThreads = kWarp * kWarps, kRows = 16 * kRowBlocks * kWarps;
-  
 
-  // For that many tiles of own rows, and of the other side's, each.
+  // Bytes of that many tiles of own rows, and of the other side's.
   static constexpr int shared_bytes(int of_rows, int of_columns) {
     return (of_rows * kRows + of_columns * kColumns) * kHeadDim * int(sizeof(Element));
   }

@@ -194,8 +194,8 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
   for (int64_t h = 0; h < c.H; ++h) sink_of_head[h] = static_cast<float>(in.sink(h));
   const Values<float> sinks(placement, sink_of_head);
 
-  cuda::Forward forward{};
-  cuda::Problem& p = forward.problem;
+  cuda::ForwardParams forward{};
+  cuda::Params& p = forward.params;
   p.B = int(c.B), p.H = int(c.H), p.H_kv = int(c.H_kv), p.d_qk = int(q.D), p.d_v = int(v.D);
   p.dtype = dtype;
   p.queries = queries.side, p.keys = keys.side;
@@ -211,8 +211,8 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
 
   const int64_t padded_queries = cuda::padded_queries(int(c.n_q));
   const Values<float> facts(placement, c.B * c.H * cuda::kFacts * padded_queries);
-  cuda::Backward backward{};
-  backward.problem = p;
+  cuda::BackwardParams backward{};
+  backward.params = p;
   backward.o = rows(o), backward.d_o = rows(d_o);
   backward.lse = lse.floats(), backward.d_lse = c.with_d_lse ? d_lse.floats() : nullptr;
   backward.facts = {facts.data(), padded_queries};

@@ -110,8 +110,7 @@ T shuffle(unsigned mask, T value, int from, const Place& place) {
   std::memcpy(&value, &x.received, sizeof value);
   return value;
 }
-// Lanes shuffle among the `width` of their part of the warp, a power of two. Who asks beyond it gets its own value.
-// Lanes shuffle among the `width` of their part of the warp, a power of two. Who asks for a lane beyond it gets its own.
+// Lanes shuffle among the `width` of their part of the warp, a power of two. One that asks beyond it gets its own value.
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int width = kLanes, const Place& place = Place::current()) {

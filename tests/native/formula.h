@@ -90,12 +90,12 @@ Results formula(const Inputs& in, DType dtype) {
     const int64_t h_kv = h / (c.H / c.H_kv);
     double* o = r.o.row(b, h, i);
     Real largest = -std::numeric_limits<Real>::infinity(), sum = 0;
-    std::vector<Real> p, steepness;
+    std::vector<Real> p, d_score;
     for (int64_t j : keys) {
       Real score = round(round(dot(in.q.row(b, h, i), in.k.row(b, h_kv, j), c.d_qk)) * Real(c.scale));
       if (c.softcap > 0) {
         const Real capped = round(std::tanh(round(score / Real(c.softcap))));
-        steepness.push_back(round(1 - round(capped * capped)));
+        d_score.push_back(round(1 - round(capped * capped)));
         score = round(capped * Real(c.softcap));
       }
       p.push_back(score);
@@ -129,7 +129,7 @@ Results formula(const Inputs& in, DType dtype) {
     for (size_t n = 0; n < keys.size(); ++n) {
       const Real dp = c.with_d_o ? round(dot(in.d_o.row(b, h, i), in.v.row(b, h_kv, keys[n]), c.d_v)) : 0;
       Real ds = round(p[n] * round(dp * factors[n] - delta));
-      if (c.softcap > 0) ds = round(ds * steepness[n]);
+      if (c.softcap > 0) ds = round(ds * d_score[n]);
       ds = round(ds * Real(c.scale));
       add_multiple(r.dq.row(b, h, i), ds, in.k.row(b, h_kv, keys[n]), c.d_qk);
       add_multiple(r.dk.row(b, h_kv, keys[n]), ds, in.q.row(b, h, i), c.d_qk);

@@ -83,7 +83,7 @@ class RowLists {
 // What documents tell the kernels, as csrc/binding.cpp finds it.
 class Ranges {
  public:
-  Ranges(const Inputs& in, Problem& p) {
+  Ranges(const Inputs& in, Params& p) {
     const Case& c = in.about;
     if (c.documents_q.empty()) return;
     const auto ids = [](const std::vector<int64_t>& lengths, int64_t n) {
@@ -109,19 +109,19 @@ class Ranges {
       }
     }
     for (int64_t b = 0; b < c.B; ++b) {
-      sections_.push_back(sections_of(&ranges_[b * c.n_q], p.queries[b]));
-      lists_.push_back({sections_.back().data(), int64_t(sections_.back().size())});
+      isolated_runs_.push_back(isolated_runs_of(&ranges_[b * c.n_q], p.queries[b]));
+      lists_.push_back({isolated_runs_.back().data(), int64_t(isolated_runs_.back().size())});
     }
     p.ranges = {ranges_.data(), groups_.data(), c.n_q, 0, groups, 0, kNoGaps};
-    p.sections = lists_.data();
+    p.isolated_runs = lists_.data();
     p.documents = {document_of_query_.data(), document_of_key_.data(), rank_of_query_.data(), rank_of_key_.data()};
   }
 
  private:
   std::vector<RowRange> ranges_;
   std::vector<KeyRange> groups_;
-  std::vector<std::vector<Section>> sections_;
-  std::vector<SectionList> lists_;
+  std::vector<std::vector<IsolatedRun>> isolated_runs_;
+  std::vector<IsolatedRunList> lists_;
   std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
 };
 
@@ -141,7 +141,7 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   const Buffer q_start(placement, c.B * int64_t(sizeof(int64_t)), alignof(int64_t));
   std::copy(c.q_start.begin(), c.q_start.end(), q_start.data<int64_t>());
 
-  Problem p{};
+  Params p{};
   p.B = c.B, p.H = c.H, p.H_kv = c.H_kv, p.n_q = c.n_q, p.n_k = c.n_k, p.d_qk = c.d_qk, p.d_v = c.d_v;
   p.scale = c.scale, p.softcap = c.softcap;
   if (c.sink > -HUGE_VAL) p.sinks = sinks.data<float>();

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../../csrc/cpu/problem.h"
+#include "../../csrc/cpu/params.h"
 #include "../../csrc/dtype.h"
 #include "guarded.h"
 

@@ -1,48 +1,48 @@
-// Which tiles of the other side a tile of queries, or of keys, has anything to do with; in order, the others are skipped.
+// The tiles of keys that a tile of queries sees, or the tiles of queries that see a tile of keys, in order.
 #pragma once
 
 #include <cstdint>
 
 #include "../mask.h"
 #include "instructions.cuh"
-#include "problem.h"
+#include "params.h"
 #include "tile.cuh"
 
 namespace fastattn::cuda {
 
-struct SeenTile {
+struct VisibleTile {
   int first;  // token
-  bool edge;  // some pairs may not be seen
+  bool partial;  // some of its pairs may be hidden
 };
 
-// Shared memory of SeenTiles, for blocks of so many threads.
-constexpr int bytes_of_seen(int threads) { return (threads + threads / kWarp) * int(sizeof(int)); }
+// Bytes of shared memory that VisibleTiles takes in a block of that many threads.
+constexpr int bytes_of_visible_tiles(int threads) { return (threads + threads / kWarp) * int(sizeof(int)); }
 
 // A tile of queries and all tiles of keys, or the other way round.
 template <bool kOwnAreQueries, int kOthers, int kThreads>
-class SeenTiles {
+class VisibleTiles {
   static_assert(kThreads <= 1024 && kThreads % kWarp == 0);
-  const Problem& p_;
+  const Params& p_;
   const int b_, first_own_, own_count_;
-  int* list_;  // shared: kThreads codes, 2 * tile + edge, and a count for each warp
+  int* list_;  // shared: kThreads codes, 2 * tile + partial, and a count for each warp
   int next_tile_ = 0, end_, taken_ = 0, found_ = 0;
 
  public:
-  FASTATTN_DEVICE SeenTiles(const Problem& p, int b, int first_own, int own_count, int* list)
+  FASTATTN_DEVICE VisibleTiles(const Params& p, int b, int first_own, int own_count, int* list)
       : p_(p), b_(b), first_own_(first_own), own_count_(own_count), list_(list) {
     const Tokens own = side<kOwnAreQueries>(p).tokens(b, first_own, own_count);
     const Side& others = side<!kOwnAreQueries>(p);
     end_ = own.some_real ? (others.n + kOthers - 1) / kOthers : 0;
     if (others.position || others.document) return;
-    // Where the others stand one after the other, it is known where those begin and end that can be seen.
+    // Positions that increase by one tell where the visible tiles begin and end.
     const int64_t before = kOwnAreQueries ? p.band.left : p.band.right, after = kOwnAreQueries ? p.band.right : p.band.left;
     const int64_t start = others.position_of(b, 0);
     next_tile_ = clamp(own.first_position - before - start, 0, others.n) / kOthers;
     end_ = lesser(end_, (clamp(own.last_position + after + 1 - start, 0, others.n) + kOthers - 1) / kOthers);
   }
 
-  // Whether there is one more; the same for all threads, which all have to call it.
-  FASTATTN_DEVICE bool next(SeenTile& tile) {
+  // Stores the next tile; false where there is none. All threads of a block must call it, with the same outcome.
+  FASTATTN_DEVICE bool next(VisibleTile& tile) {
     while (taken_ == found_) {
       if (next_tile_ >= end_) return false;
       found_ = find(p_, b_, first_own_, own_count_, next_tile_, end_, list_);
@@ -56,31 +56,31 @@ class SeenTiles {
 
  private:
   template <bool kQueries>
-  FASTATTN_HD static const Side& side(const Problem& p) {
+  FASTATTN_HD static const Side& side(const Params& p) {
     return kQueries ? p.queries : p.keys;
   }
 
-  // Lists the tiles seen of the next kThreads, of which each thread looks at one; returns how many there are. It is called
-  // rarely, and in the loop of a kernel it would take registers from what is done always.
-  FASTATTN_COLD static int find(const Problem& p, int b, int first_own, int own_count, int next_tile, int end, int* list) {
+  // Lists the visible ones of the next kThreads tiles, of which each thread tests one, and returns their number. It is not
+  // inlined: it runs rarely, and would take registers from the loop of a kernel.
+  FASTATTN_COLD static int find(const Params& p, int b, int first_own, int own_count, int next_tile, int end, int* list) {
     int* counts = list + kThreads;
     const int tile = next_tile + threadIdx.x;
-    Sight sight = Sight::none;
+    TileKind kind = TileKind::skipped;
     if (tile < end) {
       const Tokens own = side<kOwnAreQueries>(p).tokens(b, first_own, own_count);
       const Tokens other = side<!kOwnAreQueries>(p).tokens(b, tile * kOthers, kOthers);
-      sight = kOwnAreQueries ? cuda::sight(own, other, p.band) : cuda::sight(other, own, p.band);
-      if (sight == Sight::all && p.dense.data) sight = Sight::some;
+      kind = kOwnAreQueries ? tile_kind(own, other, p.band) : tile_kind(other, own, p.band);
+      if (kind == TileKind::full && p.dense.data) kind = TileKind::partial;
     }
-    const unsigned seen = __ballot_sync(~0u, sight != Sight::none);
-    if (lane() == 0) counts[warp()] = __popc(seen);
-    __syncthreads();  // and all have taken what was found before
-    int place = __popc(seen & ((1u << lane()) - 1)), found = 0;
+    const unsigned visible = __ballot_sync(~0u, kind != TileKind::skipped);
+    if (lane() == 0) counts[warp()] = __popc(visible);
+    __syncthreads();  // and all threads have read the previous list
+    int place = __popc(visible & ((1u << lane()) - 1)), found = 0;
     for (int w = 0; w < kThreads / kWarp; ++w) {
       place += w < warp() ? counts[w] : 0;
       found += counts[w];
     }
-    if (sight != Sight::none) list[place] = 2 * tile + (sight == Sight::some);
+    if (kind != TileKind::skipped) list[place] = 2 * tile + (kind == TileKind::partial);
     __syncthreads();
     return found;
   }

@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 NATIVE := build/native
-KERNELS := $(wildcard csrc/cpu/*.cpp)
+KERNELS := $(filter-out csrc/cpu/binding.cpp,$(wildcard csrc/cpu/*.cpp))
 NATIVE_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/native/*.h)
 NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++

@@ -1,4 +1,4 @@
-// The dtype of a tensor, for the bindings: the only header here that knows torch.
+// The dtype of a tensor, for the bindings.
 #pragma once
 
 #include <ATen/core/Tensor.h>

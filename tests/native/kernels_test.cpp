@@ -80,7 +80,7 @@ class RowLists {
   std::vector<std::unique_ptr<Buffer>> tables_;
 };
 
-// What documents tell the kernels, as csrc/binding.cpp finds it.
+// What documents tell the kernels, as csrc/cpu/mask_tables.h finds it.
 class Ranges {
  public:
   Ranges(const Inputs& in, Params& p) {

@@ -33,6 +33,7 @@ properties: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' | xargs $(BIN)/clang-format --dry-run --Werror
 
 # The site, in build/site. What it shows of the code's own is written by `python -m docs.render`.
 docs: $(INSTALLED)

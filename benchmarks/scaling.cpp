@@ -1,6 +1,6 @@
 // How the work list of a call spreads over more threads than this machine has: simulated, not measured. Threads take
-// the items in turn, as csrc/cpu/threads.h has them do, and an item takes as long as its multiplications. Printed is the
-// time of the last thread over that of an equal share of the useful work: 1 is ideal.
+// the items in turn, as csrc/cpu/threads.h has them do, and an item takes as long as its multiplications. Printed is
+// the time of the last thread over that of an equal share of the useful work: 1 is ideal.
 #include <algorithm>
 #include <cstdio>
 #include <functional>

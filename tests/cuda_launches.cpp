@@ -1,6 +1,6 @@
-// Prints each launch of the CUDA kernels: the kernel's name and the bytes of shared memory that the host gives it. Fails
-// where a GPU would refuse one, or the host does not tell what was refused. It is linked with the kernels and, in place of
-// CUDA's runtime library, with these functions, which launch nothing: the memory of the calls is nowhere.
+// Prints each launch of the CUDA kernels: the kernel's name and the bytes of shared memory that the host gives it.
+// Fails where a GPU would refuse one, or the host does not tell what was refused. It is linked with the kernels and, in
+// place of CUDA's runtime library, with these functions, which launch nothing: the memory of the calls is nowhere.
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
@@ -43,8 +43,8 @@ extern "C" {
 void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void**, const char* host_function, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
-                            int*) {
+void __cudaRegisterFunction(void**, const char* host_function, char*, const char* name, int, uint3*, uint3*, dim3*,
+                            dim3*, int*) {
   names[host_function] = name;
 }
 
@@ -61,12 +61,17 @@ cudaError_t __cudaGetKernel(const void** kernel, const void* host_function) {
   *kernel = host_function;
   return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) { return print_launch(kernel); }
+cudaError_t __cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+  return print_launch(kernel);
+}
 // As nvcc before 12.8 calls it.
-cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) { return print_launch(kernel); }
+cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+  return print_launch(kernel);
+}
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
-  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && last_error == cudaSuccess) allowed_bytes[kernel] = value;
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && last_error == cudaSuccess)
+    allowed_bytes[kernel] = value;
   return last_error;
 }
 cudaError_t cudaGetLastError() { return last_error; }

@@ -34,17 +34,17 @@ int64_t cached_keys(const Params& p) {
   return greater(1, lesser(blocks, (p.n_k + kBlockKeys - 1) / kBlockKeys)) * kBlockKeys;
 }
 
-// Where the chunk of keys that begins there ends, before `last`. Chunks are cut at the same places for every item: dQ is
-// rounded where they meet.
+// Where the chunk of keys that begins there ends, before `last`. Chunks are cut at the same places for every item: dQ
+// is rounded where they meet.
 int64_t end_of_chunk(const Params& p, int64_t begin, int64_t last) {
   return lesser((begin / cached_keys(p) + 1) * cached_keys(p), last);
 }
 
-// The state of a block of queries between two blocks of keys. Per lane, what turns S into P and dP into dS: lse is the sum of two
-// floats (rounded to one, it would double the error of P), one that S is measured from, and a rest.
+// The state of a block of queries between two blocks of keys. Per lane, what turns S into P and dP into dS: lse is the
+// sum of two floats (rounded to one, it would double the error of P), one that S is measured from, and a rest.
 struct BackwardBlock {
   QueryBlock queries;
-  float *q_copy, *d_o_copy;    // rows
+  float *q_copy, *d_o_copy;  // rows
   int64_t stride;
   float *q_t, *d_o_t;          // [d, stride], for the sums over the head dim
   float *q_right, *d_o_right;  // for the sums over the queries, where rows do not serve
@@ -55,13 +55,13 @@ struct BackwardBlock {
 };
 
 struct BackwardScratch {
-  float *k, *v, *k_t;            // copies of a block of keys, where they are needed
-  float *s_t, *dp_t, *z_t;       // [kMostKeys, M]
+  float *k, *v, *k_t;          // copies of a block of keys, where they are needed
+  float *s_t, *dp_t, *z_t;     // [kMostKeys, M]
   float* d_score;              // [kBlockKeys, M]: derivative of the scores by scale * S
-  float *weights, *ds, *ds_t;    // Z^T * P^T and dS^T as left factors, and dS^T as a right one
-  float *dk, *dv;                // [cached_keys, d]
-  int32_t* queries;              // [n_q]
-  float* strip;                  // what its blocks point to
+  float *weights, *ds, *ds_t;  // Z^T * P^T and dS^T as left factors, and dS^T as a right one
+  float *dk, *dv;              // [cached_keys, d]
+  int32_t* queries;            // [n_q]
+  float* strip;                // what its blocks point to
   int64_t size;
 
   BackwardScratch(const Params& p, float* base) {
@@ -127,8 +127,8 @@ IndexList contributing_queries(const Params& p, const BackwardTensors& t, int64_
   return {table, 0, count};
 }
 
-// P of vector c of the queries from S. The difference first: see weight of arith_fp32.h. It is above 1 by rounding only, and
-// an lse of 1e9 takes it far.
+// P of vector c of the queries from S. The difference first: see weight of arith_fp32.h. It is above 1 by rounding
+// only, and an lse of 1e9 takes it far.
 FASTATTN_INLINE Floats weight_from_lse(const BackwardBlock& block, int c, Floats s, float on_score_log2) {
   return exp2(at_most((s - block.reference[c]) * on_score_log2 - block.rest_log2[c], 64.0f));
 }
@@ -144,8 +144,8 @@ FASTATTN_INLINE void scores(const Params& p, int64_t b, int64_t h, const KeyBloc
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor. The weights of a row sum
 // to 1, that of the sink among them: what they sum to here tells the factor.
 template <int C>
-void refine_lse(const Params& p, int64_t b, int64_t h, int first, const bool* imprecise,
-                const float* weight_of_sink, BackwardBlock& block, const BackwardScratch& w) {
+void refine_lse(const Params& p, int64_t b, int64_t h, int first, const bool* imprecise, const float* weight_of_sink,
+                BackwardBlock& block, const BackwardScratch& w) {
   const IndexList& list = p.keys[b];
   const QueryBlock queries = block.queries.vectors(first, C);
   Floats sum[C] = {};
@@ -281,9 +281,9 @@ FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_querie
 // Vectors first, ..., first + C - 1 of a block of queries against a part of a block of keys. dk and dv are the rows of
 // the first key of the block.
 template <int C>
-void add_gradients(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                   const KeyBlock& keys, Part part, const QueryBlock& queries, int first, BackwardBlock& block,
-                   float* dk, float* dv, Prefetch& prefetch, const BackwardScratch& w) {
+void add_gradients(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h, const KeyBlock& keys,
+                   Part part, const QueryBlock& queries, int first, BackwardBlock& block, float* dk, float* dv,
+                   Prefetch& prefetch, const BackwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const int64_t column = first * kLanes;
   const Right q_t{block.q_t + column, block.stride}, d_o_t{block.d_o_t + column, block.stride};
@@ -319,8 +319,7 @@ void write_dq(const Params& p, const BackwardTensors& t, int64_t b, int64_t h, c
               const BackwardBlock& block) {
   const auto scale = static_cast<float>(p.scale);
   transpose(
-      padded(p.d_qk), C * kLanes,
-      [&](int64_t d, int64_t i) { return load(block.dq_t + d * block.stride + i) * scale; },
+      padded(p.d_qk), C * kLanes, [&](int64_t d, int64_t i) { return load(block.dq_t + d * block.stride + i) * scale; },
       [&](int64_t i, int64_t d, Floats x) {
         if (i >= block.queries.n) return;
         float* dq = reinterpret_cast<float*>(t.dq.row(b, h, queries.at(block.queries.first + i))) + d;
@@ -427,7 +426,9 @@ Prefetch prefetch_for(const Params& p, const BackwardTensors& t, const BackwardI
   const int64_t last_key = end_of_chunk(p, next->first_key, next->last_key);
   bool next_single_block = true;  // for which the output is not read
   each_isolated_run(p, next->b, queries, next->first_query, next->last_query,
-               [&](const IsolatedRun& isolated_run, int64_t, int64_t) { next_single_block &= fits_single_block(p, next->b, isolated_run); });
+                    [&](const IsolatedRun& isolated_run, int64_t, int64_t) {
+                      next_single_block &= fits_single_block(p, next->b, isolated_run);
+                    });
   prefetch.add(p.q, next->b, next->first_head, queries, first_query, last_query, p.d_qk);
   prefetch.add(t.d_o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
   if (!next_single_block) prefetch.add(t.o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
@@ -446,8 +447,8 @@ Prefetch prefetch_for(const Params& p, const BackwardTensors& t, const BackwardI
 
 #if !FASTATTN_BF16
 void add_gradients_single_block(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                           const IndexList& queries, const IsolatedRun& isolated_run, int64_t first, int64_t last,
-                           int64_t chunk_begin, int64_t chunk_end, Prefetch& prefetch, const BackwardScratch& w);
+                                const IndexList& queries, const IsolatedRun& isolated_run, int64_t first, int64_t last,
+                                int64_t chunk_begin, int64_t chunk_end, Prefetch& prefetch, const BackwardScratch& w);
 #endif
 
 void backward(const Params& p, const BackwardTensors& t, const BackwardItem& item, const BackwardItem* next,
@@ -468,17 +469,19 @@ void backward(const Params& p, const BackwardTensors& t, const BackwardItem& ite
       const IndexList queries = contributing_queries(p, t, item.b, h, from, to, w.queries);
       if (item.wanted.dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
       each_isolated_run(p, item.b, queries, item.first_query, item.last_query,
-                   [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
+                        [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
 #if !FASTATTN_BF16
-        if (fits_single_block(p, item.b, isolated_run)) {
-          return add_gradients_single_block(p, t, item, h, queries, isolated_run, first, last, begin, end, prefetch, w);
-        }
+                          if (fits_single_block(p, item.b, isolated_run)) {
+                            return add_gradients_single_block(p, t, item, h, queries, isolated_run, first, last, begin,
+                                                              end, prefetch, w);
+                          }
 #endif
-        for (; first < last; first += kStripQueries) {
-          const int64_t strip_end = lesser(first + kStripQueries, last);
-          add_gradients_of_strip(p, t, item, h, queries, isolated_run, first, strip_end, begin, end, prefetch, w);
-        }
-      });
+                          for (; first < last; first += kStripQueries) {
+                            const int64_t strip_end = lesser(first + kStripQueries, last);
+                            add_gradients_of_strip(p, t, item, h, queries, isolated_run, first, strip_end, begin, end,
+                                                   prefetch, w);
+                          }
+                        });
     }
     if (item.wanted.dkv) {
       const IndexList& keys = p.keys[item.b];

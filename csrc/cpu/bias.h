@@ -1,5 +1,5 @@
-// From products of queries and keys to scores: the softcap, what is added to them, and hidden keys that are no range; and
-// the derivatives of all that. A call without any of this costs one branch a block.
+// From products of queries and keys to scores: the softcap, what is added to them, and hidden keys that are no range;
+// and the derivatives of all that. A call without any of this costs one branch a block.
 //
 // A bias and a dense mask lie in memory as rows of keys; S^T has rows of queries. They are transposed in tiles of
 // kLanes * kLanes.
@@ -111,9 +111,8 @@ FASTATTN_SELDOM void add_bias(const Params& p, int64_t b, int64_t h, const Query
                               Part part, float scale, float* s_t) {
   with_elements(p.bias.data, p.bias_dtype, [&](auto* data) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-    with_entries<C, Element>(p.bias, b, h, queries, keys, part, s_t, [&](float* x, Floats bias) {
-      store(x, load(x) * scale + above_lowest_score(bias));
-    });
+    with_entries<C, Element>(p.bias, b, h, queries, keys, part, s_t,
+                             [&](float* x, Floats bias) { store(x, load(x) * scale + above_lowest_score(bias)); });
   });
 }
 
@@ -154,9 +153,8 @@ template <int C>
 FASTATTN_SELDOM void hide_gaps(const Params& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
                                Part part, float* s_t) {
   if (queries.gaps & kDenseGaps) {
-    with_entries<C, Flag>(p.dense, b, h, queries, keys, part, s_t, [&](float* x, Floats flags) {
-      store(x, (Bits)flags != 0 ? load(x) : splat(-kInfinity));
-    });
+    with_entries<C, Flag>(p.dense, b, h, queries, keys, part, s_t,
+                          [&](float* x, Floats flags) { store(x, (Bits)flags != 0 ? load(x) : splat(-kInfinity)); });
   }
   if (queries.gaps & kOtherDocuments) {
     Ints documents[C];
@@ -234,8 +232,8 @@ FASTATTN_SELDOM void add_d_column(const QueryBlock& queries, const KeyBlock& key
 
 // Adds each query's share in the gradient of the slope to its lane.
 template <int C>
-FASTATTN_SELDOM void add_d_slope(const Params& p, int64_t b, const QueryBlock& queries, const KeyBlock& keys,
-                                 Part part, const LeftElement* ds, Floats* d_slope) {
+FASTATTN_SELDOM void add_d_slope(const Params& p, int64_t b, const QueryBlock& queries, const KeyBlock& keys, Part part,
+                                 const LeftElement* ds, Floats* d_slope) {
   Ints positions[C];
   query_positions(p, b, queries, positions);
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {

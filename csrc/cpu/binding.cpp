@@ -45,8 +45,8 @@ Rows rows_of(const Tensor& x) {
 
 const float* floats_or_null(const MaybeTensor& x) { return x ? x->const_data_ptr<float>() : nullptr; }
 
-// What becomes of scale * q k^T: a bound, a bias, expanded to [B, H, n_q, n_k], slopes, fp32 [B, H], and one more score,
-// fp32 [H].
+// What becomes of scale * q k^T: a bound, a bias, expanded to [B, H, n_q, n_k], slopes, fp32 [B, H], and one more
+// score, fp32 [H].
 struct Scores {
   double scale;
   std::optional<double> softcap;
@@ -54,7 +54,7 @@ struct Scores {
 };
 
 Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores,
-                   const Dropout& dropout) {
+                 const Dropout& dropout) {
   Params p{};
   p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
   p.n_q = q.size(2), p.n_k = k.size(2), p.d_qk = q.size(3), p.d_v = v.size(3);
@@ -70,7 +70,8 @@ Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& 
     p.bias = table_of(*scores.bias), p.bias_dtype = dtype_of(*scores.bias);
   }
   if (scores.alibi_slopes) {
-    TORCH_CHECK_VALUE(scores.alibi_slopes->sizes() == at::IntArrayRef({p.B, p.H}) && scores.alibi_slopes->is_contiguous(),
+    TORCH_CHECK_VALUE(scores.alibi_slopes->sizes() == at::IntArrayRef({p.B, p.H}) &&
+                          scores.alibi_slopes->is_contiguous(),
                       "alibi_slopes must be contiguous [", p.B, ", ", p.H, "]");
     p.alibi_slopes = scores.alibi_slopes->const_data_ptr<float>();
   }
@@ -86,8 +87,7 @@ Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& 
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
              double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
-  const Params p =
-      params_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
+  const Params p = params_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
   run_forward(choose_capability(), p, out, at::get_num_threads(), in_turn, in_shares);
 }
@@ -152,8 +152,7 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
               const MaybeTensor& d_slope, const Mask& mask, double scale, std::optional<double> softcap,
               const MaybeTensor& bias, const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, double dropout_p,
               int64_t seed) {
-  const Params p =
-      params_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
+  const Params p = params_of(q, k, v, mask, {scale, softcap, bias, alibi_slopes, sinks}, make_dropout(dropout_p, seed));
   BackwardTensors t{};
   t.o = rows_of<Input>(o);
   if (d_o) t.d_o = rows_of<Input>(*d_o);
@@ -167,8 +166,8 @@ void backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
     TORCH_CHECK_VALUE(!summed || summed->is_contiguous(), "what gradients are summed in must be contiguous");
   }
   if (d_bias) {
-    TORCH_CHECK_VALUE(d_bias->dim() == 4 && d_bias->size(2) == p.n_q && d_bias->size(3) == p.n_k, "d_bias must be [", p.B,
-                      " or 1, at most ", p.H, ", ", p.n_q, ", ", p.n_k, "], got ", d_bias->sizes());
+    TORCH_CHECK_VALUE(d_bias->dim() == 4 && d_bias->size(2) == p.n_q && d_bias->size(3) == p.n_k, "d_bias must be [",
+                      p.B, " or 1, at most ", p.H, ", ", p.n_q, ", ", p.n_k, "], got ", d_bias->sizes());
     t.d_bias = d_bias->data_ptr<float>();
     t.d_bias_batch_stride = d_bias->size(0) < p.B ? 0 : d_bias->stride(0);
     t.d_bias_heads = d_bias->size(1);
@@ -196,8 +195,8 @@ class PlainCall {
     return {o, lse};
   }
 
-  // The gradients of q, k and v that are wanted; nothing at all where PyTorch has more to do with it. `q`, `k`, `v`, `o`
-  // and `lse` are those of `run`.
+  // The gradients of q, k and v that are wanted; nothing at all where PyTorch has more to do with it. `q`, `k`, `v`,
+  // `o` and `lse` are those of `run`.
   std::optional<std::array<MaybeTensor, 3>> gradients(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q,
                                                       const Tensor& k, const Tensor& v, const Tensor& o,
                                                       const Tensor& lse, const std::array<bool, 3>& wanted) const {
@@ -206,8 +205,8 @@ class PlainCall {
     MaybeTensor dq, dk, dv;
     if (wanted[0]) dq = at::empty_like(q, q.options().dtype(at::kFloat));
     if (wanted[1] || wanted[2]) dk = at::empty_like(k), dv = at::empty_like(v);
-    backward(d_o ? MaybeTensor(with_rows(*d_o)) : d_o, contiguous(d_lse), q, k, v, with_rows(o), lse.contiguous(), dq, dk,
-             dv, {}, {}, {}, {}, mask_, scale_, {}, {}, {}, {}, 0, 0);
+    backward(d_o ? MaybeTensor(with_rows(*d_o)) : d_o, contiguous(d_lse), q, k, v, with_rows(o), lse.contiguous(), dq,
+             dk, dv, {}, {}, {}, {}, mask_, scale_, {}, {}, {}, {}, 0, 0);
     if (dq) dq = dq->to(q.scalar_type());
     return std::array{dq, wanted[1] ? dk : MaybeTensor(), wanted[2] ? dv : MaybeTensor()};
   }
@@ -217,8 +216,8 @@ class PlainCall {
   const double scale_;
 };
 
-// o, lse, and the call where its gradients are wanted; nothing for any other call, right or wrong: fastattn/api.py finds
-// out which.
+// o, lse, and the call where its gradients are wanted; nothing for any other call, right or wrong: fastattn/api.py
+// finds out which.
 std::optional<std::tuple<Tensor, Tensor, std::unique_ptr<PlainCall>>> at_once(
     const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& real_queries, const MaybeTensor& real_keys,
     const MaybeTensor& ids_q, const MaybeTensor& ids_k, bool causal, int64_t q_start, std::optional<int64_t> left,
@@ -227,9 +226,9 @@ std::optional<std::tuple<Tensor, Tensor, std::unique_ptr<PlainCall>>> at_once(
   if (!fits(real_queries, q, {at::kBool}) || !fits(real_keys, k, {at::kBool})) return {};
   if (!fits(ids_q, q, {at::kInt, at::kLong}) || !fits(ids_k, k, {at::kInt, at::kLong})) return {};
   if (scale && !std::isfinite(*scale)) return {};
-  auto call = std::make_unique<PlainCall>(scale.value_or(std::pow(q.size(3), -0.5)), q.size(0), q.size(1), q.size(2),
-                                          k.size(2), causal, left, right, q_start, real_queries, real_keys, ids_q, ids_k,
-                                          MaybeTensor());
+  auto call =
+      std::make_unique<PlainCall>(scale.value_or(std::pow(q.size(3), -0.5)), q.size(0), q.size(1), q.size(2), k.size(2),
+                                  causal, left, right, q_start, real_queries, real_keys, ids_q, ids_k, MaybeTensor());
   auto [o, lse] = call->run(q, k, v);
   if (!wants_gradients(q, k, v)) call.reset();
   return std::make_tuple(std::move(o), std::move(lse), std::move(call));
@@ -237,7 +236,7 @@ std::optional<std::tuple<Tensor, Tensor, std::unique_ptr<PlainCall>>> at_once(
 
 // A call without values.
 Params weights_params(const Tensor& q, const Tensor& k, const Mask& mask, const Scores& scores, double dropout_p,
-                        int64_t seed) {
+                      int64_t seed) {
   Params p = params_of(q, k, k, mask, scores, make_dropout(dropout_p, seed));
   p.d_v = 0;
   return p;
@@ -254,19 +253,18 @@ void weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Ten
               in_turn);
 }
 
-void received(const Tensor& q, const Tensor& k, const Tensor& out, const Mask& mask,
-             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
-             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+void received(const Tensor& q, const Tensor& k, const Tensor& out, const Mask& mask, double scale,
+              std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
   const Params p = weights_params(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
   TORCH_CHECK_VALUE(out.sizes() == at::IntArrayRef({p.B, p.H, p.n_k}) && out.is_contiguous(),
                     "received must be contiguous [B, H, n_k], got ", out.sizes());
   run_received(choose_capability(), p, out.data_ptr<float>(), at::get_num_threads(), in_turn);
 }
 
-void top_keys(const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& keys,
-              const Mask& mask,
-             double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
-             const MaybeTensor& sinks, double dropout_p, int64_t seed) {
+void top_keys(const Tensor& q, const Tensor& k, const Tensor& weights, const Tensor& keys, const Mask& mask,
+              double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
+              const MaybeTensor& sinks, double dropout_p, int64_t seed) {
   const Params p = weights_params(q, k, mask, {scale, softcap, bias, alibi_slopes, sinks}, dropout_p, seed);
   TORCH_CHECK_VALUE(weights.dim() == 4 && weights.sizes() == keys.sizes() && weights.is_contiguous() &&
                         keys.is_contiguous() && weights.sizes().slice(0, 3) == at::IntArrayRef({p.B, p.H, p.n_q}),
@@ -347,8 +345,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   py::class_<Mask>(m, "Mask").def(
       py::init<int64_t, int64_t, int64_t, int64_t, bool, std::optional<int64_t>, std::optional<int64_t>,
-               const std::variant<Tensor, int64_t>&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-               const MaybeTensor&>(),
+               const std::variant<Tensor, int64_t>&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+               const MaybeTensor&, const MaybeTensor&>(),
       py::kw_only(), py::arg("B"), py::arg("H"), py::arg("n_q"), py::arg("n_k"), py::arg("causal"), py::arg("left"),
       py::arg("right"), py::arg("q_start"), py::arg("real_queries"), py::arg("real_keys"), py::arg("ids_q"),
       py::arg("ids_k"), py::arg("dense"));

@@ -42,8 +42,8 @@ struct KeyBlock {
   int64_t key(int64_t i) const { return list->at(first + i); }
 };
 
-// Blocks of keys that are prepared before queries attend to them: one, so that it stays in the L1 cache for all blocks of
-// queries, or, where preparing them takes long, as many as fit the L2 cache.
+// Blocks of keys that are prepared before queries attend to them: one, so that it stays in the L1 cache for all blocks
+// of queries, or, where preparing them takes long, as many as fit the L2 cache.
 constexpr int64_t kChunkBlocks = FASTATTN_CHUNK_BLOCKS;
 
 inline int64_t key_blocks_in_chunk(const Params& p) {
@@ -69,8 +69,8 @@ static_assert(kStripQueries % kBlockQueries == 0);
 
 constexpr int64_t up_to_grain(int64_t n) { return (n + kGrain - 1) / kGrain * kGrain; }
 
-// Rows i, ..., i + n - 1 of a list, and zeros up to n_padded rows: where they lie if they serve as they are, else copied
-// to `copy`. Whole vectors of units can be loaded from a row if `by_vectors`.
+// Rows i, ..., i + n - 1 of a list, and zeros up to n_padded rows: where they lie if they serve as they are, else
+// copied to `copy`. Whole vectors of units can be loaded from a row if `by_vectors`.
 Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n, int64_t n_padded,
              int64_t d, bool by_vectors, float* copy) {
   const bool fits = n == n_padded && (!by_vectors || d == units(d) * kPerUnit);
@@ -82,11 +82,12 @@ Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_
   return {copy, units(d)};
 }
 
-// Calls run(isolated run, place of the first query, place after the last one) for the isolated runs of a list of queries,
-// which holds all real ones or some of them: for the blocks that begin with queries from first_query to last_query - 1.
+// Calls run(isolated run, place of the first query, place after the last one) for the isolated runs of a list of
+// queries, which holds all real ones or some of them: for the blocks that begin with queries from first_query to
+// last_query - 1.
 template <class Run>
 FASTATTN_INLINE void each_isolated_run(const Params& p, int64_t b, const IndexList& queries, int64_t first_query,
-                                  int64_t last_query, Run run) {
+                                       int64_t last_query, Run run) {
   const IndexList& real = p.queries[b];
   const IsolatedRun whole{0, real.count, {0, p.n_k}, false};
   const IsolatedRunList isolated_runs = p.isolated_runs ? p.isolated_runs[b] : IsolatedRunList{&whole, 1};
@@ -122,23 +123,24 @@ int64_t pairs_of_blocks(const Params& p, int64_t b, int64_t first_query, int64_t
                         int64_t last_key) {
   const auto blocks = [](int64_t n, int64_t size) { return (greater(n, 0) + size - 1) / size; };
   int64_t pairs = 0;
-  each_isolated_run(p, b, p.queries[b], first_query, last_query, [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
-    const int64_t of_queries = blocks(last - first, kBlockQueries);
-    const int64_t begin = greater(p.keys[b].lower_bound(isolated_run.keys.begin), first_key);
-    const int64_t end = lesser(p.keys[b].lower_bound(isolated_run.keys.end), last_key);
-    pairs += fits_single_block(p, b, isolated_run) ? of_queries : of_queries * blocks(end - begin, kBlockKeys) / 2;
-  });
+  each_isolated_run(
+      p, b, p.queries[b], first_query, last_query, [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
+        const int64_t of_queries = blocks(last - first, kBlockQueries);
+        const int64_t begin = greater(p.keys[b].lower_bound(isolated_run.keys.begin), first_key);
+        const int64_t end = lesser(p.keys[b].lower_bound(isolated_run.keys.end), last_key);
+        pairs += fits_single_block(p, b, isolated_run) ? of_queries : of_queries * blocks(end - begin, kBlockKeys) / 2;
+      });
   return pairs;
 }
 
-// Queries of one head, at most kBlockQueries of them, one per lane, and the keys that each may see. Lanes without a query
-// repeat the last one.
+// Queries of one head, at most kBlockQueries of them, one per lane, and the keys that each may see. Lanes without a
+// query repeat the last one.
 struct QueryBlock {
-  int64_t first, n;  // places in a list of queries
-  int64_t origin;    // the place of a key from which the keys are cut into blocks
-  BlockRange range;  // of all of them
+  int64_t first, n;             // places in a list of queries
+  int64_t origin;               // the place of a key from which the keys are cut into blocks
+  BlockRange range;             // of all of them
   BlockRange ranges[kColumns];  // of each vector
-  Bits index[kColumns];  // of the queries
+  Bits index[kColumns];         // of the queries
   Ints begin[kColumns];
   Bits length[kColumns];
   uint32_t gaps;  // in the ranges of some
@@ -146,7 +148,8 @@ struct QueryBlock {
   void init(const Params& p, int64_t b, int64_t h, const IndexList& queries, const IsolatedRun& isolated_run,
             int64_t first_place, int64_t count) {
     first = first_place, n = count, origin = p.keys[b].lower_bound(isolated_run.keys.begin);
-    if (isolated_run.see_all && queries.consecutive(first, n)) return init_alike(isolated_run.keys, queries.at(first), p.n_k);
+    if (isolated_run.see_all && queries.consecutive(first, n))
+      return init_alike(isolated_run.keys, queries.at(first), p.n_k);
     for (BlockRange& of_vector : ranges) of_vector = no_queries(p.n_k);
     gaps = kNoGaps;
     const bool all_alike = !p.ranges.data && p.visible(b, h, queries.at(first)).covers(p.n_k) &&
@@ -262,9 +265,9 @@ FASTATTN_INLINE Part visible_part(KeyRange some, const KeyBlock& keys) {
   return {begin, greater(up_to_grain(end) - begin, 0)};
 }
 
-// Cuts what a block of queries may see of a block of keys into parts for all of its vectors and parts for some, where at
-// the edge of a mask this leaves out many hidden pairs: run(std::integral_constant<int, vectors>, their
-// queries, the first of them, the part of the keys).
+// Cuts what a block of queries may see of a block of keys into parts for all of its vectors and parts for some, where
+// at the edge of a mask this leaves out many hidden pairs: run(std::integral_constant<int, vectors>, their queries, the
+// first of them, the part of the keys).
 template <int C, class Run>
 void each_part(const QueryBlock& queries, int first_vector, const KeyBlock& keys, Part within, Run run) {
   constexpr int64_t kWorthACut = 8;  // vectors of pairs

@@ -75,8 +75,8 @@ FASTATTN_INLINE float sum_of_lanes(Floats x) {
   return sum;
 }
 
-// Rows that are read in order, by whole vectors. What lies kDistance bytes ahead is prefetched into the L2 cache, since the
-// processor's own prefetching stops at the end of a page.
+// Rows that are read in order, by whole vectors. What lies kDistance bytes ahead is prefetched into the L2 cache, since
+// the processor's own prefetching stops at the end of a page.
 template <class Element>
 struct Stream {
   RightOf<Element> rows;
@@ -132,8 +132,8 @@ void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, floa
   l += sum_of_lanes(sum);
 }
 
-// use(the rows of n keys by whole vectors): in the dtype they have in memory where they can be read there, else as copied
-// floats, with zeros up to a multiple of kLanes rows.
+// use(the rows of n keys by whole vectors): in the dtype they have in memory where they can be read there, else as
+// copied floats, with zeros up to a multiple of kLanes rows.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
                                   int64_t d, bool widen_once, float* copy, Use use) {

@@ -69,8 +69,8 @@ inline bool may_use_amx() {
 inline std::vector<Capability> find_capabilities() {
   std::vector<Capability> all;
 #if defined(__x86_64__)
-  const bool runs_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                         __builtin_cpu_supports("f16c");
+  const bool runs_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool runs_avx512 = runs_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool runs_avx512_bf16 = runs_avx512 && __builtin_cpu_supports("avx512bf16");
@@ -100,7 +100,8 @@ inline const Capability& choose_capability() {
     if (allowed && capability.runs_here) return capability;
     names += (names.empty() ? "'" : ", '") + std::string(capability.name()) + "'";
   }
-  throw std::invalid_argument(std::string(kCapabilityVariable) + " must be one of " + names + ", got '" + highest + "'");
+  throw std::invalid_argument(std::string(kCapabilityVariable) + " must be one of " + names + ", got '" + highest +
+                              "'");
 }
 
 }  // namespace fastattn

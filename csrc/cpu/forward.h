@@ -2,10 +2,10 @@
 // algorithm 1), transposed: lanes are queries, so that S^T = K Q^T takes K as it lies in memory, the softmax needs no
 // sums across lanes, and hidden keys are skipped one by one.
 //
-// All blocks of queries of a strip attend to a block of keys before the next one is loaded: the keys stay in the L1 cache
-// and what has to be done to them (copied, widened, transposed) is done once. Blocks of keys begin at the multiples of
-// kBlockKeys, counted from the first key of their isolated run, wherever a strip begins, so that the result does not depend on
-// how the queries are cut into strips.
+// All blocks of queries of a strip attend to a block of keys before the next one is loaded: the keys stay in the L1
+// cache and what has to be done to them (copied, widened, transposed) is done once. Blocks of keys begin at the
+// multiples of kBlockKeys, counted from the first key of their isolated run, wherever a strip begins, so that the
+// result does not depend on how the queries are cut into strips.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +25,11 @@ namespace fastattn::FASTATTN_ISA {
 namespace {
 
 struct ForwardScratch {
-  float* q;                  // [M, d]: rows of a block of queries, where they are needed
-  float *k, *v, *v_t;        // copies of a block of keys, where they are needed
-  float *p_t, *z_t;          // [kMostKeys, M], S^T and then P^T; Z^T
-  float *q_t, *o_t;          // [d, M] for each block of a strip
-  int64_t chunk_blocks;        // blocks of keys that are prepared together
+  float* q;              // [M, d]: rows of a block of queries, where they are needed
+  float *k, *v, *v_t;    // copies of a block of keys, where they are needed
+  float *p_t, *z_t;      // [kMostKeys, M], S^T and then P^T; Z^T
+  float *q_t, *o_t;      // [d, M] for each block of a strip
+  int64_t chunk_blocks;  // blocks of keys that are prepared together
   int64_t size;
 
   ForwardScratch(const Params& p, float* base) {
@@ -59,8 +59,8 @@ KeyBlock key_block(const Params& p, int64_t b, int64_t h_kv, int64_t first, int6
   return {&list, first, n, k, v, {}, transposed(v, n_padded, p.d_v, v_t)};
 }
 
-// The state of a block of queries between two blocks of keys: Q^T, O^T, the score m whose weight is 1, and the sum l of the
-// weights.
+// The state of a block of queries between two blocks of keys: Q^T, O^T, the score m whose weight is 1, and the sum l of
+// the weights.
 struct ForwardBlock {
   QueryBlock queries;
   float *q_t, *o_t;  // [d, stride]
@@ -173,8 +173,8 @@ FASTATTN_INLINE void lse_of_lanes(const Floats (&m)[C], const Floats (&l)[C], fl
 
 // Computes the factor of the output and the lse, and adds the weight of the sink to l.
 template <int C>
-FASTATTN_INLINE void finish_softmax(const Params& p, int64_t h, const Floats (&m)[C], Floats (&l)[C],
-                                    Floats (&on_o)[C], float* lse) {
+FASTATTN_INLINE void finish_softmax(const Params& p, int64_t h, const Floats (&m)[C], Floats (&l)[C], Floats (&on_o)[C],
+                                    float* lse) {
   const float on_score_log2 = p.on_score_log2();
   for (int c = 0; c < C; ++c) on_o[c] = l[c] == 0.0f ? Floats{} : 1.0f / l[c];  // one_over_sum
   lse_of_lanes<C>(m, l, on_score_log2, lse);
@@ -294,8 +294,9 @@ void forward_strip(const Params& p, const ForwardOutputs& out, int64_t b, int64_
 }
 
 #if !FASTATTN_BF16
-void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const IsolatedRun& isolated_run,
-                    int64_t first, int64_t last, Prefetch& prefetch, const ForwardScratch& w);
+void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
+                         const IsolatedRun& isolated_run, int64_t first, int64_t last, Prefetch& prefetch,
+                         const ForwardScratch& w);
 #endif
 
 void forward(const Params& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next,
@@ -305,14 +306,16 @@ void forward(const Params& p, const ForwardOutputs& out, const ForwardItem& item
   const auto [b, h, first_query, last_query] = item;
   write_padding(p, out, b, h, first_query, lesser(last_query, p.n_q));
   Prefetch prefetch = prefetch_for(p, out, item, next);
-  each_isolated_run(p, b, p.queries[b], first_query, last_query, [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
+  each_isolated_run(
+      p, b, p.queries[b], first_query, last_query, [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
 #if !FASTATTN_BF16
-    if (fits_single_block(p, b, isolated_run)) return attend_single_block(p, out, b, h, isolated_run, first, last, prefetch, w);
+        if (fits_single_block(p, b, isolated_run))
+          return attend_single_block(p, out, b, h, isolated_run, first, last, prefetch, w);
 #endif
-    for (; first < last; first += kStripQueries) {
-      forward_strip(p, out, b, h, isolated_run, first, lesser(first + kStripQueries, last), prefetch, w);
-    }
-  });
+        for (; first < last; first += kStripQueries) {
+          forward_strip(p, out, b, h, isolated_run, first, lesser(first + kStripQueries, last), prefetch, w);
+        }
+      });
 }
 
 int64_t forward_scratch(const Params& p) { return ForwardScratch(p, nullptr).size; }

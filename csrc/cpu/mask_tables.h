@@ -50,9 +50,8 @@ class RealRows {
     const bool* mark = marks ? contiguous.const_data_ptr<bool>() : nullptr;
     const int64_t* id = documents ? documents->const_data_ptr<int64_t>() : nullptr;
     for (int64_t b = 0; b < B; ++b) {
-      lists_[b] = index_list(n, tables_[b], [&](int64_t i) {
-        return (!mark || mark[b * n + i]) && (!id || id[b * n + i] >= 0);
-      });
+      lists_[b] = index_list(n, tables_[b],
+                             [&](int64_t i) { return (!mark || mark[b * n + i]) && (!id || id[b * n + i] >= 0); });
     }
   }
 
@@ -111,8 +110,8 @@ class Mask {
     if (dense_) p.dense = table_of(*dense_);
     if (!ranges_.empty()) {
       const int64_t groups = groups_of_head(), several = range_heads_ == 1 ? 0 : 1;
-      p.ranges = {ranges_.data(),        groups_.data(),   range_heads_ * n_q, several * n_q,
-                  range_heads_ * groups, several * groups, gaps_};
+      p.ranges = {ranges_.data(),   groups_.data(), range_heads_ * n_q, several * n_q, range_heads_ * groups,
+                  several * groups, gaps_};
     }
     if (!isolated_run_lists_.empty()) p.isolated_runs = isolated_run_lists_.data();
     if (!document_of_query_.empty()) {

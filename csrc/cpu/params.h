@@ -38,7 +38,7 @@ constexpr int64_t kRangeGroup = 64;  // queries that share an entry of RangeTabl
 
 // [B, H or 1, n_q]
 struct RangeTable {
-  const RowRange* data;  // null: ranges follow from positions alone
+  const RowRange* data;    // null: ranges follow from positions alone
   const KeyRange* groups;  // [B, H or 1, groups of kRangeGroup queries]: from the first to the last key that they see
   int64_t batch_stride, head_stride;
   int64_t group_batch_stride, group_head_stride;
@@ -52,8 +52,8 @@ struct RangeTable {
   }
 };
 
-// Queries that follow each other and the only keys that they can see, such as a document: no other query of their sample
-// sees one of these. Each run is cut into blocks of its own, so that no block has to hide other documents.
+// Queries that follow each other and the only keys that they can see, such as a document: no other query of their
+// sample sees one of these. Each run is cut into blocks of its own, so that no block has to hide other documents.
 struct IsolatedRun {
   int64_t first, last;  // places in the list of real queries
   KeyRange keys;        // no others are visible to them
@@ -160,8 +160,8 @@ struct ForwardOutputs {
   Measure* measures = nullptr;  // of the real queries, or null
 };
 
-// Queries of one head, numbered first_query, ..., last_query - 1. It owns the blocks of real queries that begin there, and
-// the rows of padding.
+// Queries of one head, numbered first_query, ..., last_query - 1. It owns the blocks of real queries that begin there,
+// and the rows of padding.
 struct ForwardItem {
   int64_t b, h, first_query, last_query;
 };
@@ -179,12 +179,12 @@ struct BackwardTensors {
   const float* d_lse;  // [B, H, n_q], or null: zeros
   Output dq, dk, dv;   // dq is fp32: it is summed in place over the chunks of keys
   // Sums of dS, for what is added to the scores. The kernels add to them; they are null where they are not wanted.
-  float* d_bias;       // [B or 1, d_bias_heads, n_q, n_k]: over all samples or none, whose stride is then 0, and over the
-                       // heads with the same remainder by d_bias_heads
+  float* d_bias;  // [B or 1, d_bias_heads, n_q, n_k]: over all samples or none, whose stride is then 0, and over the
+                  // heads with the same remainder by d_bias_heads
   int64_t d_bias_batch_stride, d_bias_heads;
-  float* d_column;     // [B, H, n_k]: over the queries
-  float* d_row;        // [B, H, n_q]: over the keys
-  float* d_slope;      // [B, H, n_q]: over the keys, times minus their distances
+  float* d_column;  // [B, H, n_k]: over the queries
+  float* d_row;     // [B, H, n_q]: over the keys
+  float* d_slope;   // [B, H, n_q]: over the keys, times minus their distances
 };
 
 struct Wanted {
@@ -200,10 +200,10 @@ struct Wanted {
   }
 };
 
-// The heads that share keys and values, queries numbered first_query, ..., last_query - 1, and a part of the key list. An
-// item owns what it writes: rows of the blocks of queries that begin there if it wants those (its keys are then all that
-// they see), rows of those keys if it wants those (its queries are then all that see them). One that wants both has whole
-// isolated runs.
+// The heads that share keys and values, queries numbered first_query, ..., last_query - 1, and a part of the key list.
+// An item owns what it writes: rows of the blocks of queries that begin there if it wants those (its keys are then all
+// that they see), rows of those keys if it wants those (its queries are then all that see them). One that wants both
+// has whole isolated runs.
 struct BackwardItem {
   int64_t b, h_kv, first_head, last_head;
   int64_t first_query, last_query;
@@ -235,14 +235,14 @@ struct TopKeysOutputs {
 struct WeightsKernels {
   int64_t chunk_keys;  // of an item of `received`
   void (*measure)(const Params&, const float* lse, const WeightsItem&, Measure*, float* scratch);  // as `backward`
-  int64_t (*scratch)(const Params&, int64_t top_k);  // of the three below
+  int64_t (*scratch)(const Params&, int64_t top_k);                                                // of the three below
   void (*weights)(const Params&, const Measure*, const Output&, const WeightsItem&, float* scratch);
   void (*received)(const Params&, const Measure*, float* out, const WeightsItem&, float* scratch);
   void (*top_keys)(const Params&, const Measure*, const TopKeysOutputs&, const WeightsItem&, float* scratch);
 };
 
-// The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned. `next` is the
-// item that the thread takes after this one, or null.
+// The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned. `next` is
+// the item that the thread takes after this one, or null.
 struct Kernels {
   const char* name;
   int64_t block_queries;  // queries that share a pass over the keys

@@ -1,6 +1,6 @@
-// The keys between the first and the last one that a query may see, where position alone does not tell: by documents and
-// by any bool mask. Found once per call, so that what a mask hides at the ends of a row is never visited. Most masks
-// hide nothing in between, and are then not read again.
+// The keys between the first and the last one that a query may see, where position alone does not tell: by documents
+// and by any bool mask. Found once per call, so that what a mask hides at the ends of a row is never visited. Most
+// masks hide nothing in between, and are then not read again.
 #pragma once
 
 #include <algorithm>
@@ -86,7 +86,8 @@ inline std::vector<IsolatedRun> isolated_runs_of(const RowRange* ranges, const I
   for (int64_t first = 0, last; first < queries.count; first = last) {
     IsolatedRun isolated_run{first, first, {0, 0}, true};
     const RowRange of_first = range(first);
-    for (last = first; last == first || (last < queries.count && isolated_run.keys.end > first_key_from[last]); ++last) {
+    for (last = first; last == first || (last < queries.count && isolated_run.keys.end > first_key_from[last]);
+         ++last) {
       const RowRange keys = range(last);
       isolated_run.keys = hull(isolated_run.keys, {keys.begin, keys.end});
       isolated_run.see_all &= keys.gaps == kNoGaps && keys.begin == of_first.begin && keys.end == of_first.end;

@@ -1,6 +1,6 @@
-// A call of the kernels from beginning to end, for any way to use several threads: for_each(n, scratch_floats, run) calls
-// run(i, next, scratch) for every i < n, with scratch that no two calls use at the same time. `next` is the i that comes
-// after it in the same thread; n or more if none does.
+// A call of the kernels from beginning to end, for any way to use several threads: for_each(n, scratch_floats, run)
+// calls run(i, next, scratch) for every i < n, with scratch that no two calls use at the same time. `next` is the i
+// that comes after it in the same thread; n or more if none does.
 #pragma once
 
 #include <atomic>
@@ -59,11 +59,11 @@ void run_backward(const Capability& capability, const Params& p, const BackwardT
   }
 }
 
-// The Measure of every query, [B, H, n_q]: from its lse, or by a forward pass where `lse` is null. p.d_v is 0, as in all
-// calls that compute weights.
+// The Measure of every query, [B, H, n_q]: from its lse, or by a forward pass where `lse` is null. p.d_v is 0, as in
+// all calls that compute weights.
 template <class ForEach>
-std::unique_ptr<Measure[]> run_measure(const Capability& capability, const Params& p, const float* lse,
-                                       int64_t threads, ForEach for_each) {
+std::unique_ptr<Measure[]> run_measure(const Capability& capability, const Params& p, const float* lse, int64_t threads,
+                                       ForEach for_each) {
   std::unique_ptr<Measure[]> measures(new Measure[p.B * p.H * p.n_q]);
   if (!lse) {
     const std::unique_ptr<float[]> unused(new float[p.B * p.H * p.n_q]);
@@ -82,8 +82,8 @@ std::unique_ptr<Measure[]> run_measure(const Capability& capability, const Param
 
 // out: [B, 1, n_q, n_k] if heads are averaged, else [B, H, n_q, n_k]. `lse` may be null.
 template <class ForEach>
-void run_weights(const Capability& capability, const Params& p, const float* lse, const Output& out,
-                 bool average_heads, int64_t threads, ForEach for_each) {
+void run_weights(const Capability& capability, const Params& p, const float* lse, const Output& out, bool average_heads,
+                 int64_t threads, ForEach for_each) {
   const auto measures = run_measure(capability, p, lse, threads, for_each);
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   const auto items = weights_items(p, kernels, average_heads);

@@ -10,9 +10,9 @@
 namespace fastattn {
 
 // The strips of a head follow each other, so that its keys stay in the cache, the last one first: with a causal mask it
-// sees the most keys, and the last items to be taken should be short. Strips are long, but so that each thread gets several.
-// Isolated runs share no keys: there the heads of a strip follow each other, whose rows may be parts of longer rows in
-// memory.
+// sees the most keys, and the last items to be taken should be short. Strips are long, but so that each thread gets
+// several. Isolated runs share no keys: there the heads of a strip follow each other, whose rows may be parts of longer
+// rows in memory.
 inline std::vector<ForwardItem> forward_items(const Params& p, const Kernels& kernels, int64_t threads) {
   constexpr int64_t kItemsPerThread = 4;
   const int64_t block = kernels.block_queries, blocks = (p.n_q + block - 1) / block;
@@ -37,8 +37,8 @@ inline std::vector<ForwardItem> forward_items(const Params& p, const Kernels& ke
   return items;
 }
 
-// Whether the kernels of decode.h take the call: with few queries each thread gets some of the keys, which are always split
-// at the same places.
+// Whether the kernels of decode.h take the call: with few queries each thread gets some of the keys, which are always
+// split at the same places.
 inline bool decodes(const Params& p) {
   return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops && !p.bias.data && !p.alibi_slopes && !p.ranges.gaps;
 }
@@ -91,10 +91,10 @@ inline std::vector<Piece> pieces_of(const Params& p, int64_t b, int64_t queries)
 // Items that may be computed in any order and at the same time, since each owns what it writes.
 using Step = std::vector<BackwardItem>;
 
-// An item for all heads that share keys and values, and for whole isolated runs, computes S and dP once for all gradients:
-// 5 products. Where that leaves threads without work, gradients with rows of queries and gradients with rows of keys have
-// items of their own, which can be smaller: 7 products. Samples and heads that share entries of a bias add to its gradient in
-// steps, one after the other.
+// An item for all heads that share keys and values, and for whole isolated runs, computes S and dP once for all
+// gradients: 5 products. Where that leaves threads without work, gradients with rows of queries and gradients with rows
+// of keys have items of their own, which can be smaller: 7 products. Samples and heads that share entries of a bias add
+// to its gradient in steps, one after the other.
 inline std::vector<Step> backward_steps(const Params& p, const Kernels& kernels, const BackwardTensors& t,
                                         int64_t threads) {
   const Wanted wanted = Wanted::in(t);

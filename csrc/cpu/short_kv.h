@@ -69,8 +69,8 @@ void write_dq(const Params& p, const BackwardTensors& t, int64_t b, int64_t h, c
 // Writes 2^(S^T - m) of a part of the keys, times Z^T if given, the largest scores m, and the sums l without Z^T.
 template <int C>
 FASTATTN_INLINE void softmax_single_block(const Params& p, int64_t b, int64_t h, const QueryBlock& queries,
-                                     const KeyBlock& keys, Part part, const float* q_t, const float* z_t, float* p_t,
-                                     Floats (&m)[C], Floats (&l)[C]) {
+                                          const KeyBlock& keys, Part part, const float* q_t, const float* z_t,
+                                          float* p_t, Floats (&m)[C], Floats (&l)[C]) {
   Floats unused[C];
   for (int c = 0; c < C; ++c) m[c] = splat(-kInfinity), l[c] = Floats{};
   assign_product<C>({p_t, C * kLanes}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), Right{q_t, C * kLanes});
@@ -81,7 +81,7 @@ FASTATTN_INLINE void softmax_single_block(const Params& p, int64_t b, int64_t h,
 
 template <int C>
 void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const KeyBlock& keys,
-                    const QueryBlock& queries, Prefetch& prefetch, const ForwardScratch& w) {
+                         const QueryBlock& queries, Prefetch& prefetch, const ForwardScratch& w) {
   const IndexList& list = p.queries[b];
   const int64_t n = queries.n;
   const float on_query = split_scale(p.scale).on_query;
@@ -105,10 +105,12 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
 }
 
 // The queries first, ..., last - 1 of an isolated run.
-void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const IsolatedRun& isolated_run,
-                    int64_t first, int64_t last, Prefetch& prefetch, const ForwardScratch& w) {
+void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
+                         const IsolatedRun& isolated_run, int64_t first, int64_t last, Prefetch& prefetch,
+                         const ForwardScratch& w) {
   const IndexList& list = p.keys[b];
-  const int64_t first_key = list.lower_bound(isolated_run.keys.begin), n = list.lower_bound(isolated_run.keys.end) - first_key;
+  const int64_t first_key = list.lower_bound(isolated_run.keys.begin),
+                n = list.lower_bound(isolated_run.keys.end) - first_key;
   KeyBlock keys{&list, first_key, n, {}, {}, {}, {}};
   keys.k = rows_of(p.k, b, h / p.group(), list, first_key, n, n, p.d_qk, false, w.k);
   keys.v = rows_of(p.v, b, h / p.group(), list, first_key, n, n, p.d_v, true, w.v);
@@ -122,7 +124,7 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
 // Turns 2^(S^T - m) and dP^T [n, M] into Z^T * P^T and dS^T, in place.
 template <int C>
 FASTATTN_INLINE void gradients_single_block(int64_t n, const Floats (&one_over_l)[C], const Floats (&d_lse)[C],
-                                       const float* z_t, float* p_t, float* dp_t) {
+                                            const float* z_t, float* p_t, float* dp_t) {
   Floats delta[C];
   for (int c = 0; c < C; ++c) delta[c] = Floats{};
   for (int64_t i = 0; i < n; ++i) {
@@ -148,8 +150,8 @@ FASTATTN_INLINE void gradients_single_block(int64_t n, const Floats (&one_over_l
 // Adds to dk and dv, the rows of the keys `own` of the isolated run.
 template <int C>
 void add_gradients_single_block(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                           const IndexList& list, const KeyBlock& keys, Part own, const QueryBlock& queries,
-                           bool writes_rows, float* dk, float* dv, Prefetch& prefetch, const BackwardScratch& w) {
+                                const IndexList& list, const KeyBlock& keys, Part own, const QueryBlock& queries,
+                                bool writes_rows, float* dk, float* dv, Prefetch& prefetch, const BackwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const int64_t b = item.b, n = queries.n;
   const float on_query = split_scale(p.scale).on_query;
@@ -203,13 +205,14 @@ void add_gradients_single_block(const Params& p, const BackwardTensors& t, const
   accumulate_rows<C>(w.dp_t + from, rows.n, n, Right{q.data, q.stride}, p.d_qk, dk + to * padded(p.d_qk));
 }
 
-// The queries first, ..., last - 1 of an isolated run against those of its keys that lie in a chunk. Their weights take all
-// of its keys; gradients with rows of queries are written with the chunk that has the first key.
+// The queries first, ..., last - 1 of an isolated run against those of its keys that lie in a chunk. Their weights take
+// all of its keys; gradients with rows of queries are written with the chunk that has the first key.
 void add_gradients_single_block(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                           const IndexList& queries, const IsolatedRun& isolated_run, int64_t first, int64_t last,
-                           int64_t chunk_begin, int64_t chunk_end, Prefetch& prefetch, const BackwardScratch& w) {
+                                const IndexList& queries, const IsolatedRun& isolated_run, int64_t first, int64_t last,
+                                int64_t chunk_begin, int64_t chunk_end, Prefetch& prefetch, const BackwardScratch& w) {
   const IndexList& list = p.keys[item.b];
-  const int64_t first_key = list.lower_bound(isolated_run.keys.begin), n = list.lower_bound(isolated_run.keys.end) - first_key;
+  const int64_t first_key = list.lower_bound(isolated_run.keys.begin),
+                n = list.lower_bound(isolated_run.keys.end) - first_key;
   const Part own = Part{0, n}.between(chunk_begin - first_key, chunk_end - first_key);
   if (own.n == 0) return;
   KeyBlock keys{&list, first_key, n, {}, {}, {}, {}};
@@ -220,8 +223,8 @@ void add_gradients_single_block(const Params& p, const BackwardTensors& t, const
     QueryBlock block;
     block.init(p, item.b, h, queries, isolated_run, first, lesser(kBlockQueries, last - first));
     with_columns(block.n, [&](auto C) {
-      add_gradients_single_block<C>(p, t, item, h, queries, keys, own, block, own.begin == 0, w.dk + row * padded(p.d_qk),
-                               w.dv + row * padded(p.d_v), prefetch, w);
+      add_gradients_single_block<C>(p, t, item, h, queries, keys, own, block, own.begin == 0,
+                                    w.dk + row * padded(p.d_qk), w.dv + row * padded(p.d_v), prefetch, w);
     });
   }
 }

@@ -1,9 +1,9 @@
-// The weights themselves, P = 2^(S - lse), recomputed from lse as in backward.h, block by block and transposed as there:
-// averaged over heads, summed over queries, or the largest of each query. Only what the caller asks for is ever in
-// memory for all pairs.
+// The weights themselves, P = 2^(S - lse), recomputed from lse as in backward.h, block by block and transposed as
+// there: averaged over heads, summed over queries, or the largest of each query. Only what the caller asks for is ever
+// in memory for all pairs.
 //
-// The Measure of a query comes from the forward pass, or from its lse (`measure`), which may have to be refined: once, in
-// whatever parts the keys are visited after that.
+// The Measure of a query comes from the forward pass, or from its lse (`measure`), which may have to be refined: once,
+// in whatever parts the keys are visited after that.
 #pragma once
 
 #include <cstdint>
@@ -26,13 +26,13 @@ constexpr int64_t kSummedKeys = 1024 / kBlockKeys * kBlockKeys;
 static_assert(kSummedKeys % kLanes == 0);
 
 struct WeightsScratch {
-  float *q, *q_t;        // [M, d] and [d, M]
-  float* k;              // a copy of a block of keys, where it is needed
-  float *s_t, *z_t;      // [kBlockKeys, M]
-  float* sums;           // [kSummedKeys, M], or [kSummedKeys, kLanes] where queries are summed
-  float* rows;           // [kLanes, kSummedKeys], or [kSummedKeys, kLanes]
-  float* largest;        // [M, top_k], descending
-  int32_t* their_keys;   // [M, top_k]
+  float *q, *q_t;       // [M, d] and [d, M]
+  float* k;             // a copy of a block of keys, where it is needed
+  float *s_t, *z_t;     // [kBlockKeys, M]
+  float* sums;          // [kSummedKeys, M], or [kSummedKeys, kLanes] where queries are summed
+  float* rows;          // [kLanes, kSummedKeys], or [kSummedKeys, kLanes]
+  float* largest;       // [M, top_k], descending
+  int32_t* their_keys;  // [M, top_k]
   int64_t size;
 
   WeightsScratch(const Params& p, int64_t top_k, float* base) {
@@ -99,8 +99,8 @@ void begin_weights(const Params& p, int64_t b, int64_t h, const Measure* measure
   }
 }
 
-// Calls visit(keys, part), with S^T of that part of a block of keys in the scratch, for all blocks that the queries see at
-// the places first_key, ..., last_key - 1.
+// Calls visit(keys, part), with S^T of that part of a block of keys in the scratch, for all blocks that the queries see
+// at the places first_key, ..., last_key - 1.
 template <int C, class Visit>
 FASTATTN_INLINE void each_block_of_scores(const Params& p, int64_t b, int64_t h, const BackwardBlock& block,
                                           int64_t first_key, int64_t last_key, const WeightsScratch& w, Visit visit) {
@@ -115,8 +115,8 @@ FASTATTN_INLINE void each_block_of_scores(const Params& p, int64_t b, int64_t h,
   });
 }
 
-// Keys at the places first, ..., last - 1 of a list, and the columns of the output that belong to them: theirs, and those
-// of padding up to the next ones.
+// Keys at the places first, ..., last - 1 of a list, and the columns of the output that belong to them: theirs, and
+// those of padding up to the next ones.
 struct Chunk {
   int64_t first, last, first_column, last_column;
 
@@ -183,9 +183,8 @@ void write_weights(const Params& p, const Output& out, const WeightsItem& item, 
     transpose(w.sums + c * kLanes, C * kLanes, padded(chunk.n()), kLanes, w.rows, kSummedKeys, Unchanged{});
     for (int64_t lane = 0; lane < lesser(kLanes, queries.n - c * kLanes); ++lane) {
       char* const row = out.row(item.b, item.row_of_heads, queries.index[c][lane]);
-      with_elements(row, out.dtype, [&](auto* to) {
-        write_columns(p.keys[item.b], chunk, w.rows + lane * kSummedKeys, factor, to);
-      });
+      with_elements(row, out.dtype,
+                    [&](auto* to) { write_columns(p.keys[item.b], chunk, w.rows + lane * kSummedKeys, factor, to); });
     }
   }
 }
@@ -223,17 +222,18 @@ void add_received(const Params& p, const WeightsItem& item, const BackwardBlock&
   const float on_score_log2 = p.on_score_log2();
   each_block_of_scores<C>(p, item.b, item.first_head, block, chunk.first, chunk.last, w,
                           [&](const KeyBlock& keys, Part part) {
-    float* const to = w.sums + (keys.first - chunk.first + part.begin) * kLanes;
-    for (int64_t i = 0; i < part.n; ++i) {
-      Floats x = {};
-      for (int c = 0; c < C; ++c) x += weight_from_lse(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
-      store(to + i * kLanes, load(to + i * kLanes) + x);
-    }
-  });
+                            float* const to = w.sums + (keys.first - chunk.first + part.begin) * kLanes;
+                            for (int64_t i = 0; i < part.n; ++i) {
+                              Floats x = {};
+                              for (int c = 0; c < C; ++c)
+                                x += weight_from_lse(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
+                              store(to + i * kLanes, load(to + i * kLanes) + x);
+                            }
+                          });
 }
 
-// What the keys of an item, those of one chunk, receive from all queries of its head. They are summed strip by strip, so
-// that the rounding errors of many queries do not pile up.
+// What the keys of an item, those of one chunk, receive from all queries of its head. They are summed strip by strip,
+// so that the rounding errors of many queries do not pile up.
 void received(const Params& p, const Measure* measures, float* out, const WeightsItem& item, float* scratch) {
   const WeightsScratch w(p, 0, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
@@ -289,23 +289,23 @@ void find_largest(const Params& p, const WeightsItem& item, const BackwardBlock&
   for (int64_t i = 0; i < C * kLanes * top_k; ++i) w.largest[i] = kNoWeight, w.their_keys[i] = -1;
   Floats smallest[C];  // of the largest of each query
   for (int c = 0; c < C; ++c) smallest[c] = splat(kNoWeight);
-  each_block_of_scores<C>(p, item.b, item.first_head, block, 0, p.keys[item.b].count, w,
-                          [&](const KeyBlock& keys, Part part) {
-    for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
-      for (int c = 0; c < C; ++c) {
-        const Floats s = load(w.s_t + (i * C + c) * kLanes);
-        const Floats x = s == -kInfinity ? splat(kNoWeight) : weight_from_lse(block, c, s, on_score_log2);
-        const Ints enters = comes_before(x, smallest[c]);
-        if (!any(enters)) continue;
-        for (int lane = 0; lane < kLanes; ++lane) {
-          if (!enters[lane]) continue;
-          const int64_t at = (c * kLanes + lane) * top_k;
-          insert(x[lane], static_cast<int32_t>(keys.key(part.begin + i)), top_k, w.largest + at, w.their_keys + at);
-          smallest[c][lane] = w.largest[at + top_k - 1];
+  each_block_of_scores<C>(
+      p, item.b, item.first_head, block, 0, p.keys[item.b].count, w, [&](const KeyBlock& keys, Part part) {
+        for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
+          for (int c = 0; c < C; ++c) {
+            const Floats s = load(w.s_t + (i * C + c) * kLanes);
+            const Floats x = s == -kInfinity ? splat(kNoWeight) : weight_from_lse(block, c, s, on_score_log2);
+            const Ints enters = comes_before(x, smallest[c]);
+            if (!any(enters)) continue;
+            for (int lane = 0; lane < kLanes; ++lane) {
+              if (!enters[lane]) continue;
+              const int64_t at = (c * kLanes + lane) * top_k;
+              insert(x[lane], static_cast<int32_t>(keys.key(part.begin + i)), top_k, w.largest + at, w.their_keys + at);
+              smallest[c][lane] = w.largest[at + top_k - 1];
+            }
+          }
         }
-      }
-    }
-  });
+      });
 }
 
 // The largest weights of the queries of an item, which has one head, and their keys.

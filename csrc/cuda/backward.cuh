@@ -28,7 +28,8 @@ template <bool kRowsAreQueries>
 struct SumsOfRow {
   float ds, ds_by_distance, p_by_distance;
 
-  FASTATTN_DEVICE void add(float weight, float pair_ds, const Params& p, Place<kRowsAreQueries> place, int row, int column) {
+  FASTATTN_DEVICE void add(float weight, float pair_ds, const Params& p, Place<kRowsAreQueries> place, int row,
+                           int column) {
     ds += pair_ds;
     if constexpr (kRowsAreQueries) {
       const int query = place.query(row, column), key = place.key(row, column);
@@ -57,8 +58,8 @@ struct SumsOfRow {
 };
 
 template <class Tiling>
-constexpr int kBytesOfBackward =
-    Tiling::shared_bytes(2, 2) + kFacts * Tiling::kColumns * int(sizeof(float)) + bytes_of_visible_tiles(Tiling::kThreads);
+constexpr int kBytesOfBackward = Tiling::shared_bytes(2, 2) + kFacts * Tiling::kColumns * int(sizeof(float)) +
+                                 bytes_of_visible_tiles(Tiling::kThreads);
 
 // Begins to copy the facts of the queries first, first + 1, ... .
 template <int kSize>

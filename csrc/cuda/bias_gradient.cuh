@@ -21,10 +21,12 @@ __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const _
   constexpr int kThreads = Tiling::kThreads, kRowBlocks = Tiling::kRowBlocks, kColumns = Tiling::kColumns;
   if constexpr (kHasTensorCores<Element>) {
     const Params& p = g.params;
-    const int query_tiles = (p.queries.n + Tiling::kRows - 1) / Tiling::kRows, key_tiles = (p.keys.n + kColumns - 1) / kColumns;
+    const int query_tiles = (p.queries.n + Tiling::kRows - 1) / Tiling::kRows,
+              key_tiles = (p.keys.n + kColumns - 1) / kColumns;
     const int first_key = blockIdx.x % key_tiles * kColumns;
     const int first_query = blockIdx.x / key_tiles % query_tiles * Tiling::kRows;
-    const int bias_h = blockIdx.x / key_tiles / query_tiles % g.bias_H, bias_b = blockIdx.x / key_tiles / query_tiles / g.bias_H;
+    const int bias_h = blockIdx.x / key_tiles / query_tiles % g.bias_H,
+              bias_b = blockIdx.x / key_tiles / query_tiles / g.bias_H;
 
     const Tile q{reinterpret_cast<Element*>(shared_memory())};
     const Tile d_o{q.data + Tiling::kRows * Tiling::kHeadDim};
@@ -33,7 +35,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const _
     const int first_row = 16 * kRowBlocks * warp();
     Sums sums[kRowBlocks][kColumns / 8] = {};
     for (int b = bias_b; b < p.B; b += g.bias_B) {
-      const Tokens queries = p.queries.tokens(b, first_query, Tiling::kRows), keys = p.keys.tokens(b, first_key, kColumns);
+      const Tokens queries = p.queries.tokens(b, first_query, Tiling::kRows),
+                   keys = p.keys.tokens(b, first_key, kColumns);
       const TileKind kind = tile_kind(queries, keys, p.band);
       if (kind == TileKind::skipped) continue;
       for (int h = bias_h; h < p.H; h += g.bias_H) {
@@ -54,7 +57,9 @@ __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const _
         load_facts(facts, g.facts, int64_t(b) * p.H + h, place.first_row + lane() / 4);
         weights_and_gradients<Element, true>(
             s, dp, p, place, kind == TileKind::partial || p.dense.data, [&](int row, int) { return facts[row / 8]; },
-            [&](int row, int column, float, float ds) { sums[row / 16][column / 8][row / 8 % 2 * 2 + column % 2] += ds; });
+            [&](int row, int column, float, float ds) {
+              sums[row / 16][column / 8][row / 8 % 2 * 2 + column % 2] += ds;
+            });
       }
     }
     each(

@@ -62,7 +62,11 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
       softmax.add(s, p.score_scale.on_score_log2, o);
       if constexpr (kGeneral) {
         if (p.dropout.drops) {
-          each([&](float& x, int row, int column) { if (!survives_dropout(p, place, row, column)) x = 0; }, s);
+          each(
+              [&](float& x, int row, int column) {
+                if (!survives_dropout(p, place, row, column)) x = 0;
+              },
+              s);
         }
       }
 
@@ -87,7 +91,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
       const int query = own_query + 8 * i + lane() / 4;
       if (lane() % 4 != 0 || query >= p.queries.n) continue;
       f.lse[(int64_t(b) * p.H + h) * p.queries.n + query] =
-          p.queries.is_real(b, query) && row.sum != 0 ? lse_of(row.max, p.score_scale.on_score_log2, log2f(row.sum)) : -kInfinity;
+          p.queries.is_real(b, query) && row.sum != 0 ? lse_of(row.max, p.score_scale.on_score_log2, log2f(row.sum))
+                                                      : -kInfinity;
     }
     store_rows<Element>(o, f.o, h, p.d_v, p.queries, b, own_query, [&](int i) { return on_row[i]; });
   }

@@ -27,13 +27,14 @@ FASTATTN_DEVICE void load_facts(Facts (&facts)[kRows], const QueryFacts& all, in
   }
 }
 
-// Turns products q.k into weights, 0 where dropout drops them and without its factor, and products dO.v into the gradients
-// of scale * q.k. facts_of(row, column) returns the facts of the pair's query. Where scores are general,
+// Turns products q.k into weights, 0 where dropout drops them and without its factor, and products dO.v into the
+// gradients of scale * q.k. facts_of(row, column) returns the facts of the pair's query. Where scores are general,
 // visit(row, column, weight, ds) gets the gradient of the score.
-template <class Element, bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks, class FactsOf, class Visit>
+template <class Element, bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks, class FactsOf,
+          class Visit>
 FASTATTN_DEVICE void weights_and_gradients(Sums (&s)[kRowBlocks][kColumnBlocks], Sums (&dp)[kRowBlocks][kColumnBlocks],
-                                           const Params& p, Place<kRowsAreQueries> place, bool partial, FactsOf facts_of,
-                                           Visit visit) {
+                                           const Params& p, Place<kRowsAreQueries> place, bool partial,
+                                           FactsOf facts_of, Visit visit) {
   const auto weight_of = [&](float score, Facts facts) {
     return exp2_for<Element>(fmaf(score, p.score_scale.on_score_log2, -facts.lse_log2) - facts.rest_log2);
   };

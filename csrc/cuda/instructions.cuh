@@ -90,8 +90,8 @@ FASTATTN_DEVICE uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Four 8 x 8 matrices of 16-bit elements: lane l brings the address of row l % 8 (16 bytes, aligned) of matrix l / 8, and
-// gets of each matrix the columns 2 * (l % 4) and the one after it of row l / 4.
+// Four 8 x 8 matrices of 16-bit elements: lane l brings the address of row l % 8 (16 bytes, aligned) of matrix l / 8,
+// and gets of each matrix the columns 2 * (l % 4) and the one after it of row l / 4.
 FASTATTN_DEVICE void load_matrices(uint32_t (&words)[4], const void* shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -107,8 +107,8 @@ FASTATTN_DEVICE void load_transposed(uint32_t (&words)[4], const void* shared_ro
                : "memory");
 }
 
-// 16 bytes from global to shared memory, or zeros where `readable` is false: nothing is read then. They are there for this
-// thread after wait_for_copies, for others after a barrier too.
+// 16 bytes from global to shared memory, or zeros where `readable` is false: nothing is read then. They are there for
+// this thread after wait_for_copies, for others after a barrier too.
 FASTATTN_DEVICE void copy_16_bytes(void* shared, const void* global, bool readable) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
@@ -141,8 +141,8 @@ FASTATTN_DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// x, whose value is hidden from the compiler: what is computed from it is not kept in registers from one round of a loop to
-// the next, but computed again.
+// x, whose value is hidden from the compiler: what is computed from it is not kept in registers from one round of a
+// loop to the next, but computed again.
 FASTATTN_DEVICE int computed_anew(int x) {
   asm volatile("" : "+r"(x));
   return x;

@@ -28,7 +28,9 @@ cudaError_t with_kernels_for(const Params& p, Run run) {
   const auto of_head_dim = [&](auto head_dim) {
     return p.is_general() ? run(head_dim, std::true_type()) : run(head_dim, std::false_type());
   };
-  return columns <= 64 ? of_head_dim(Constant<64>()) : columns <= 128 ? of_head_dim(Constant<128>()) : of_head_dim(Constant<256>());
+  return columns <= 64    ? of_head_dim(Constant<64>())
+         : columns <= 128 ? of_head_dim(Constant<128>())
+                          : of_head_dim(Constant<256>());
 }
 
 inline int64_t tiles_of(int64_t n, int rows) { return (n + rows - 1) / rows; }
@@ -50,7 +52,8 @@ class Launches {
   void add_token_groups(const Params& p) {
     for (const Side* side : {&p.queries, &p.keys}) {
       if (!side->groups) continue;
-      add(token_groups_kernel, tiles_of(p.B * side->group_count(), kThreadsOfPreparation), kThreadsOfPreparation, 0, *side, p.B);
+      add(token_groups_kernel, tiles_of(p.B * side->group_count(), kThreadsOfPreparation), kThreadsOfPreparation, 0,
+          *side, p.B);
     }
   }
 };
@@ -89,18 +92,21 @@ cudaError_t Kernels<Element>::backward(const BackwardParams& g, cudaStream_t str
     Launches launches(stream);
     launches.add_token_groups(p);
     launches.add(query_facts_kernel<Element>,
-                 tiles_of(padded_queries(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp), kThreadsOfPreparation, 0, g);
+                 tiles_of(padded_queries(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp),
+                 kThreadsOfPreparation, 0, g);
     if constexpr (std::is_same_v<Element, float>) {
       launches.add(rest_of_lse_kernel<OfQueries, general>, tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B,
                    OfQueries::kThreads, OfQueries::shared_bytes(1, 1) + bytes_of_visible_tiles(OfQueries::kThreads), g);
     }
     if (g.dq.data) {
       launches.add(backward_kernel<OfQueries, true, Wanted::of_scores, general>,
-                   tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B, OfQueries::kThreads, kBytesOfBackward<OfQueries>, g);
+                   tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B, OfQueries::kThreads,
+                   kBytesOfBackward<OfQueries>, g);
     }
     if (g.dk.data) {
       const auto add = [&](auto kernel) {
-        launches.add(kernel, tiles_of(p.keys.n, OfKeys::kRows) * p.H_kv * p.B, OfKeys::kThreads, kBytesOfBackward<OfKeys>, g);
+        launches.add(kernel, tiles_of(p.keys.n, OfKeys::kRows) * p.H_kv * p.B, OfKeys::kThreads,
+                     kBytesOfBackward<OfKeys>, g);
       };
       if constexpr (head_dim * sizeof(Element) <= 256) {
         add(backward_kernel<OfKeys, false, Wanted::both, general>);
@@ -112,7 +118,8 @@ cudaError_t Kernels<Element>::backward(const BackwardParams& g, cudaStream_t str
     if constexpr (general) {
       if (g.d_bias) {
         launches.add(bias_gradient_kernel<OfQueries>,
-                     tiles_of(p.keys.n, OfQueries::kColumns) * tiles_of(p.queries.n, OfQueries::kRows) * g.bias_H * g.bias_B,
+                     tiles_of(p.keys.n, OfQueries::kColumns) * tiles_of(p.queries.n, OfQueries::kRows) * g.bias_H *
+                         g.bias_B,
                      OfQueries::kThreads, OfQueries::shared_bytes(2, 2), g);
       }
     }

@@ -22,7 +22,9 @@ struct Kernels {
 // Calls run with the Kernels of that dtype.
 template <class Run>
 cudaError_t with_kernels_of(DType dtype, Run run) {
-  return dtype == DType::f32 ? run(Kernels<float>()) : dtype == DType::bf16 ? run(Kernels<bf16>()) : run(Kernels<f16>());
+  return dtype == DType::f32    ? run(Kernels<float>())
+         : dtype == DType::bf16 ? run(Kernels<bf16>())
+                                : run(Kernels<f16>());
 }
 
 }  // namespace fastattn::cuda

@@ -30,8 +30,8 @@ FASTATTN_DEVICE float sum_of_row(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The statistics of a row of scores: their maximum, and the sum of 2^(score_log2 - max_log2). Weights relative to an older
-// maximum are still to be multiplied by on_weights.
+// The statistics of a row of scores: their maximum, and the sum of 2^(score_log2 - max_log2). Weights relative to an
+// older maximum are still to be multiplied by on_weights.
 struct RowSum {
   float max, sum, on_weights;
 

@@ -94,7 +94,8 @@ FASTATTN_HD TileKind tile_kind(const Tokens& queries, const Tokens& keys, Band b
                      queries.first_position - band.left > keys.last_position ||
                      queries.last_document < keys.first_document || queries.first_document > keys.last_document;
   if (!queries.some_real || !keys.some_real || apart) return TileKind::skipped;
-  const bool one_document = queries.first_document == keys.last_document && queries.last_document == keys.first_document;
+  const bool one_document =
+      queries.first_document == keys.last_document && queries.last_document == keys.first_document;
   const bool in_band = queries.first_position + band.right >= keys.last_position &&
                        queries.last_position - band.left <= keys.first_position;
   return keys.all_real && one_document && in_band ? TileKind::full : TileKind::partial;
@@ -109,8 +110,8 @@ struct Params {
   Table bias;
   DType bias_dtype;
   float scale;
-  float softcap;           // 0: scores are not bounded
-  ScoreScale score_scale;  // split_scale(scale) of plain scores; general ones are in nats: {scale, log2(e)}
+  float softcap;              // 0: scores are not bounded
+  ScoreScale score_scale;     // split_scale(scale) of plain scores; general ones are in nats: {scale, log2(e)}
   const float* alibi_slopes;  // [B, H], or null
   const float* sinks;         // [H], or null
   Dropout dropout;            // with the key of `seed` instead of its own
@@ -147,7 +148,9 @@ struct ForwardParams {
 
 constexpr int kQueryPadding = 128;  // no tile has more queries
 
-FASTATTN_HD int64_t padded_queries(int n_q) { return (int64_t(n_q) + kQueryPadding - 1) / kQueryPadding * kQueryPadding; }
+FASTATTN_HD int64_t padded_queries(int n_q) {
+  return (int64_t(n_q) + kQueryPadding - 1) / kQueryPadding * kQueryPadding;
+}
 
 // What the backward kernels need of each query, in all of its pairs.
 enum class Fact {

@@ -19,7 +19,8 @@ namespace fastattn::cuda {
 constexpr int kThreadsOfPreparation = 128;
 
 // Summarizes the tokens of a group: one thread for each group of each sample.
-static __global__ void __launch_bounds__(kThreadsOfPreparation) token_groups_kernel(const __grid_constant__ Side side, const int B) {
+static __global__ void __launch_bounds__(kThreadsOfPreparation)
+    token_groups_kernel(const __grid_constant__ Side side, const int B) {
   const int64_t i = int64_t(blockIdx.x) * kThreadsOfPreparation + threadIdx.x, n = side.group_count();
   if (i >= B * n) return;
   const int64_t b = i / n, first = i % n * kTokenGroup;
@@ -60,8 +61,8 @@ __global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(cons
   g.facts.of_head(head, Fact::delta)[query] = seen && g.d_lse ? delta - g.d_lse[of_query] : delta;
 }
 
-// Computes rest_log2. In fp32 a large lse is rounded so much that the weights that it gives do not sum to 1: what they sum
-// to tells the rest.
+// Computes rest_log2. In fp32 a large lse is rounded so much that the weights that it gives do not sum to 1: what they
+// sum to tells the rest.
 template <class Tiling, bool kGeneral>
 __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __grid_constant__ BackwardParams g) {
   using Element = typename Tiling::Element;
@@ -105,7 +106,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __g
     if (kGeneral && p.sinks) {
       total += exp2_for<Element>(fmaf(p.sinks[h], p.score_scale.on_score_log2, -lse_log2[row]));
     }
-    if (lane() % 4 == 0) g.facts.of_head(head, Fact::rest_log2)[first_query + first_row + row] = total == 0 ? 0 : log2f(total);
+    if (lane() % 4 == 0)
+      g.facts.of_head(head, Fact::rest_log2)[first_query + first_row + row] = total == 0 ? 0 : log2f(total);
   }
   wait_for_copies<0>();
 }

@@ -15,14 +15,18 @@
 
 namespace fastattn::cuda {
 
-// The place of a warp's sums in a head: that of their row 0 and column 0. The rows are queries and the columns keys, or the other
-// way round.
+// The place of a warp's sums in a head: that of their row 0 and column 0. The rows are queries and the columns keys, or
+// the other way round.
 template <bool kRowsAreQueries>
 struct Place {
   int b, h, first_row, first_column;
 
-  FASTATTN_DEVICE int query(int row, int column) const { return kRowsAreQueries ? first_row + row : first_column + column; }
-  FASTATTN_DEVICE int key(int row, int column) const { return kRowsAreQueries ? first_column + column : first_row + row; }
+  FASTATTN_DEVICE int query(int row, int column) const {
+    return kRowsAreQueries ? first_row + row : first_column + column;
+  }
+  FASTATTN_DEVICE int key(int row, int column) const {
+    return kRowsAreQueries ? first_column + column : first_row + row;
+  }
 };
 
 FASTATTN_DEVICE float entry(const Table& table, DType dtype, int64_t index) {
@@ -81,14 +85,14 @@ FASTATTN_DEVICE uint32_t columns_below(int64_t end) {
   return count == 32 ? ~0u : (1u << count) - 1;
 }
 
-// The same for the columns that row `row` sees by its position alone, where positions increase by one. From the keys the
-// band looks as from the queries, with the sides exchanged.
+// The same for the columns that row `row` sees by its position alone, where positions increase by one. From the keys
+// the band looks as from the queries, with the sides exchanged.
 template <int kColumnBlocks, bool kRowsAreQueries>
 FASTATTN_DEVICE uint32_t columns_in_band(const Params& p, Place<kRowsAreQueries> place, int row) {
   const Band band = kRowsAreQueries ? p.band : Band{p.band.right, p.band.left};
   const int64_t start = p.queries.position_of(place.b, 0), token = place.first_row + row;
-  const KeyRange seen = visible_keys(band, kRowsAreQueries ? token + start : token - start,
-                                     kRowsAreQueries ? p.keys.n : p.queries.n);
+  const KeyRange seen =
+      visible_keys(band, kRowsAreQueries ? token + start : token - start, kRowsAreQueries ? p.keys.n : p.queries.n);
   return columns_below<kColumnBlocks>(seen.end - place.first_column) &
          ~columns_below<kColumnBlocks>(seen.begin - place.first_column);
 }
@@ -98,16 +102,15 @@ template <int kRowBlocks, int kColumnBlocks>
 struct VisiblePairs {
   uint32_t columns[2 * kRowBlocks];
 
-  FASTATTN_DEVICE bool at(int row, int column) const {
-    return columns[row / 8] >> (column / 8 * 2 + column % 2) & 1;
-  }
+  FASTATTN_DEVICE bool at(int row, int column) const { return columns[row / 8] >> (column / 8 * 2 + column % 2) & 1; }
 };
 
 template <bool kGeneral, int kRowBlocks, int kColumnBlocks, bool kRowsAreQueries>
 FASTATTN_DEVICE VisiblePairs<kRowBlocks, kColumnBlocks> visible_pairs(const Params& p, Place<kRowsAreQueries> place) {
   uint32_t real = ~0u;
   if (kRowsAreQueries && (p.keys.real || p.queries.position)) {
-    real = visible_columns<kColumnBlocks>([&](int column) { return p.keys.is_real(place.b, place.first_column + column); });
+    real = visible_columns<kColumnBlocks>(
+        [&](int column) { return p.keys.is_real(place.b, place.first_column + column); });
   }
   VisiblePairs<kRowBlocks, kColumnBlocks> visible;
 #pragma unroll
@@ -129,7 +132,11 @@ FASTATTN_DEVICE VisiblePairs<kRowBlocks, kColumnBlocks> visible_pairs(const Para
 template <bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks>
 FASTATTN_DEVICE void hide(Sums (&scores)[kRowBlocks][kColumnBlocks], const Params& p, Place<kRowsAreQueries> place) {
   const auto visible = visible_pairs<kGeneral, kRowBlocks, kColumnBlocks>(p, place);
-  each([&](float& x, int row, int column) { if (!visible.at(row, column)) x = -kInfinity; }, scores);
+  each(
+      [&](float& x, int row, int column) {
+        if (!visible.at(row, column)) x = -kInfinity;
+      },
+      scores);
 }
 
 template <bool kRowsAreQueries>

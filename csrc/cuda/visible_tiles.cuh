@@ -11,7 +11,7 @@
 namespace fastattn::cuda {
 
 struct VisibleTile {
-  int first;  // token
+  int first;     // token
   bool partial;  // some of its pairs may be hidden
 };
 
@@ -35,7 +35,8 @@ class VisibleTiles {
     end_ = own.some_real ? (others.n + kOthers - 1) / kOthers : 0;
     if (others.position || others.document) return;
     // Positions that increase by one tell where the visible tiles begin and end.
-    const int64_t before = kOwnAreQueries ? p.band.left : p.band.right, after = kOwnAreQueries ? p.band.right : p.band.left;
+    const int64_t before = kOwnAreQueries ? p.band.left : p.band.right,
+                  after = kOwnAreQueries ? p.band.right : p.band.left;
     const int64_t start = others.position_of(b, 0);
     next_tile_ = clamp(own.first_position - before - start, 0, others.n) / kOthers;
     end_ = lesser(end_, (clamp(own.last_position + after + 1 - start, 0, others.n) + kOthers - 1) / kOthers);
@@ -60,9 +61,10 @@ class VisibleTiles {
     return kQueries ? p.queries : p.keys;
   }
 
-  // Lists the visible ones of the next kThreads tiles, of which each thread tests one, and returns their number. It is not
-  // inlined: it runs rarely, and would take registers from the loop of a kernel.
-  FASTATTN_COLD static int find(const Params& p, int b, int first_own, int own_count, int next_tile, int end, int* list) {
+  // Lists the visible ones of the next kThreads tiles, of which each thread tests one, and returns their number. It is
+  // not inlined: it runs rarely, and would take registers from the loop of a kernel.
+  FASTATTN_COLD static int find(const Params& p, int b, int first_own, int own_count, int next_tile, int end,
+                                int* list) {
     int* counts = list + kThreads;
     const int tile = next_tile + threadIdx.x;
     TileKind kind = TileKind::skipped;

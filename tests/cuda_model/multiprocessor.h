@@ -306,7 +306,7 @@ class Multiprocessor {
   int turn_ = 0;
   Thread* running_ = nullptr;
   std::array<void*, kMostThreads> operands_;  // of the instruction that is done
-  std::string mistake_;  // of a thread
+  std::string mistake_;                       // of a thread
 };
 
 }  // namespace fastattn::cuda::model

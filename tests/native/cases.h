@@ -27,7 +27,7 @@ struct Case {
   Padding keys = Padding::none, queries = Padding::none;
   std::vector<int64_t> documents_q = {}, documents_k = {};  // their lengths, in every sample; none: one document
   double dropout_p = 0, scale = 0.2;
-  double softcap = 0;  // 0: none
+  double softcap = 0;       // 0: none
   double sink = -HUGE_VAL;  // of head 0, one more for each head after it; -HUGE_VAL: none
   Layout layout = {};
   bool with_d_o = true, with_d_lse = true;

@@ -1,4 +1,5 @@
-// Attention, its gradients and its weights by the textbook, one query after the other: the twin of `formula` in fastattn/testing.py.
+// Attention, its gradients and its weights by the textbook, one query after the other: the twin of `formula` in
+// fastattn/testing.py.
 #pragma once
 
 #include <algorithm>
@@ -20,10 +21,10 @@ constexpr int64_t kTopK = 5;
 
 struct Results {
   Array o, lse, dq, dk, dv;
-  Array averaged, each_head;   // weights after dropout, [B, 1 or H, n_q, n_k]
-  Array received;              // [B, H, 1, n_k]
-  Array largest, their_keys;   // [B, H, n_q, kTopK]
-  Array p;                     // before dropout; by the formula only
+  Array averaged, each_head;  // weights after dropout, [B, 1 or H, n_q, n_k]
+  Array received;             // [B, H, 1, n_k]
+  Array largest, their_keys;  // [B, H, n_q, kTopK]
+  Array p;                    // before dropout; by the formula only
 
   explicit Results(const Case& c)
       : o(c.B, c.H, c.n_q, c.d_v),

@@ -63,8 +63,7 @@ class RowLists {
     for (size_t b = 0; b < flags.size(); ++b) {
       std::vector<int32_t> table;
       IndexList list = index_list(int64_t(flags[b].size()), table, [&](int64_t i) { return flags[b][i] != 0; });
-      tables_.push_back(
-          std::make_unique<Buffer>(placement, int64_t(table.size() * sizeof(int32_t)), alignof(int32_t)));
+      tables_.push_back(std::make_unique<Buffer>(placement, int64_t(table.size() * sizeof(int32_t)), alignof(int32_t)));
       if (list.table) {
         std::copy(table.begin(), table.end(), tables_.back()->data<int32_t>());
         list.table = tables_.back()->data<int32_t>();
@@ -164,7 +163,8 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   run_backward(choose_capability(), p, t, request.threads, std::ref(for_each));
 
   const Tensor averaged(placement, dtype, c.B, 1, c.n_q, c.n_k), each_head(placement, dtype, c.B, c.H, c.n_q, c.n_k);
-  const Tensor received(placement, DType::f32, c.B, c.H, 1, c.n_k), largest(placement, DType::f32, c.B, c.H, c.n_q, kTopK);
+  const Tensor received(placement, DType::f32, c.B, c.H, 1, c.n_k),
+      largest(placement, DType::f32, c.B, c.H, c.n_q, kTopK);
   const Buffer their_keys(placement, c.B * c.H * c.n_q * kTopK * int64_t(sizeof(int64_t)), alignof(int64_t));
   p.d_v = 0;
   const auto run_to = [&](const float* lse_or_null, const Tensor& to, bool average_heads) {
@@ -177,13 +177,14 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
                std::ref(for_each));
   if (!for_each.kept_inside()) complain("a kernel wrote beside its scratch");
 
-  for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv, &averaged, &each_head, &received,
-                          &largest}) {
+  for (const Tensor* x :
+       {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv, &averaged, &each_head, &received, &largest}) {
     if (!x->gaps_untouched()) complain("bytes beside the rows of a tensor were written");
   }
   Results r(c);
   r.o = o.read(), r.lse = lse.read();
-  r.averaged = averaged.read(), r.each_head = each_head.read(), r.received = received.read(), r.largest = largest.read();
+  r.averaged = averaged.read(), r.each_head = each_head.read(), r.received = received.read(),
+  r.largest = largest.read();
   std::copy_n(their_keys.data<int64_t>(), r.their_keys.values.size(), r.their_keys.values.begin());
   if (request.dq) r.dq = dq.read();
   if (request.dkv) r.dk = dk.read(), r.dv = dv.read();
@@ -210,8 +211,8 @@ void check_keys(const Inputs& in, const Results& actual, const Results& naive, c
     for (int64_t j = 0; j < c.n_k; ++j) seen += in.sees(b, i, j);
     for (int64_t n = 0; n < kTopK; ++n) {
       const auto key = static_cast<int64_t>(keys[n]);
-      const bool right = n < seen ? key >= 0 && key < c.n_k && in.sees(b, i, key) && std::count(keys, keys + n, key) == 0
-                                  : key == -1;
+      const bool right =
+          n < seen ? key >= 0 && key < c.n_k && in.sees(b, i, key) && std::count(keys, keys + n, key) == 0 : key == -1;
       if (!right) return complain("a key is hidden, or there twice, or missing");
       if (n < seen) of_their_keys.row(b, h, i)[n] = exact.p.row(b, h, i)[key];
     }
@@ -236,14 +237,12 @@ void test_case(const Case& c, DType dtype, const std::vector<Placement>& placeme
         }
         check_keys(in, actual, naive, exact);
       }
-      const bool same = actual.o.values == first.o.values && actual.lse.values == first.lse.values &&
-                        actual.averaged.values == first.averaged.values &&
-                        actual.each_head.values == first.each_head.values &&
-                        actual.received.values == first.received.values &&
-                        actual.largest.values == first.largest.values &&
-                        actual.their_keys.values == first.their_keys.values &&
-                        (!request.dq || actual.dq.values == first.dq.values) &&
-                        (!request.dkv || (actual.dk.values == first.dk.values && actual.dv.values == first.dv.values));
+      const bool same =
+          actual.o.values == first.o.values && actual.lse.values == first.lse.values &&
+          actual.averaged.values == first.averaged.values && actual.each_head.values == first.each_head.values &&
+          actual.received.values == first.received.values && actual.largest.values == first.largest.values &&
+          actual.their_keys.values == first.their_keys.values && (!request.dq || actual.dq.values == first.dq.values) &&
+          (!request.dkv || (actual.dk.values == first.dk.values && actual.dv.values == first.dv.values));
       if (!same) complain(std::string("other bits than with ") + kRequests[0].name);
     }
   }

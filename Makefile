@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 NATIVE := build/native
-KERNELS := $(wildcard csrc/cpu/*.cpp)
+KERNELS := $(filter-out csrc/cpu/binding.cpp,$(wildcard csrc/cpu/*.cpp))
 NATIVE_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/native/*.h)
 NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
@@ -33,6 +33,7 @@ properties: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' | xargs $(BIN)/clang-format --dry-run --Werror
 
 # The site, in build/site. What it shows of the code's own is written by `python -m docs.render`.
 docs: $(INSTALLED)

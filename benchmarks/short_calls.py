@@ -2,8 +2,8 @@
 
     python benchmarks/short_calls.py [--rounds 200] [--filter "forward"]
 
-Each sample is the CPU time of one thread, in which other work on the machine disturbs little; both libraries take turns,
-and the ratio of a row is the median over the rounds. Every answer is compared with PyTorch's before it is timed.
+Each sample is the CPU time of one thread, in which other work on the machine disturbs little; both libraries take
+turns, and the ratio of a row is the median over the rounds. Every answer is compared with PyTorch's before it is timed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,13 @@ def pairs() -> list[Pair]:
     """Every pair, without gradients wherever the name does not have them."""
     lengths = [(1, 16, False), (1, 512, False), (16, 16, True)]
     calls = [attention_pair(terms, *of_call) for of_call in lengths for terms in TERMS]
-    modules = [(False, False, False), (True, False, False), (False, True, False), (False, False, True), (True, False, True)]
+    modules = [
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+        (True, False, True),
+    ]
     return [*calls, *(module_pair(*of_module) for of_module in modules)]
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import ops
+from . import ops, plan
 from .backends import BACKENDS, objections, select
-from .plan import after_autocast, prepare
 from .spec import Mask, accumulation_dtype
 from .validation import broadcasts, check_merge, check_top_k, check_varlen, validated
 
@@ -74,11 +73,16 @@ def attention(
         >>> fastattn.attention(q, k, v, fastattn.Mask(real_keys=real_keys), backend="reference").shape
         torch.Size([1, 1, 2, 4])
     """
-    q, k, v, spec, plan = prepare(
-        q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
-    )
-    o, lse = ops.attention(q, k, v, spec, plan)
-    return (o, lse) if return_lse else o
+    found = None
+    if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
+        found = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
+    if found is None:
+        found = ops.attention(
+            *plan.prepare(
+                q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
+            )
+        )
+    return found if return_lse else found[0]
 
 
 def attention_varlen(
@@ -191,11 +195,11 @@ def attention_weights(
         >>> fastattn.attention_weights(q, k, fastattn.Mask(causal=True))[0, 1]
         tensor([0.5000, 0.5000, 0.0000])
     """
-    q, k, _, spec, plan = prepare(
+    q, k, _, spec, decided = plan.prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend,
         "weights",
     )  # fmt: skip
-    return ops.weights(q, k, None, spec, plan.backend, average_heads=bool(average_heads))
+    return ops.weights(q, k, None, spec, decided.backend, average_heads=bool(average_heads))
 
 
 def attention_with_weights(
@@ -225,11 +229,11 @@ def attention_with_weights(
         >>> o.shape, weights.shape
         (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
     """
-    q, k, v, spec, plan = prepare(
+    q, k, v, spec, decided = plan.prepare(
         q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend
     )
     by_weights = select(q, k, _no_values(k), spec, backend, function="weights")
-    o, lse = ops.attention(q, k, v, spec, plan)
+    o, lse = ops.attention(q, k, v, spec, decided)
     return o, ops.weights(q, k, lse.detach(), spec, by_weights, average_heads=bool(average_heads))
 
 
@@ -264,10 +268,10 @@ def attention_received(
         >>> fastattn.attention_received(q, k, fastattn.Mask(causal=True))
         tensor([[[1.5000, 0.5000]]])
     """
-    q, k, _, spec, plan = prepare(
+    q, k, _, spec, decided = plan.prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "received"
     )
-    return ops.received(q, k, spec, plan.backend)
+    return ops.received(q, k, spec, decided.backend)
 
 
 def top_keys(
@@ -310,10 +314,10 @@ def top_keys(
                 [ 0,  1]]))
     """
     check_top_k(top_k)
-    q, k, _, spec, plan = prepare(
+    q, k, _, spec, decided = plan.prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "top_keys"
     )
-    return ops.top_keys(q, k, spec, top_k, plan.backend)
+    return ops.top_keys(q, k, spec, top_k, decided.backend)
 
 
 def _no_values(k: Tensor) -> Tensor:
@@ -471,7 +475,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     defaults |= {"dropout_p": 0.0, "deterministic": True}
     if unknown := options.keys() - defaults.keys():
         raise TypeError(f"explain() got unknown options: {', '.join(sorted(unknown))}")
-    q, k, v = after_autocast(q, k, v)
+    q, k, v = plan.after_autocast(q, k, v)
     spec = validated(q, k, v, mask, **(defaults | options))
     refusals = {b.NAME: objections(b, q, k, v, spec, named=False) for b in BACKENDS}
     return Explanation(next((name for name, why in refusals.items() if not why), None), refusals)

@@ -71,7 +71,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
 
 
-def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType, *, average_heads: bool) -> Tensor:
+def weights(
+    q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType, *, average_heads: bool
+) -> Tensor:
     """The weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k]; `lse` is that of the same call, or None."""
     return _in_form("averaged" if average_heads else "each head", 0, q, k, lse, spec, backend)[0]
 
@@ -190,7 +192,9 @@ def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, M
         dense=dense,
     )
     bias, alibi_slopes, sinks = learned
-    return Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic), backend_by_name(backend)
+    return Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic), backend_by_name(
+        backend
+    )
 
 
 class _Attention(Function):

@@ -8,11 +8,13 @@ tensors is checked in each call, by whoever reads them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -38,11 +40,36 @@ class Plan(NamedTuple):
 
 
 _plans: dict[tuple, Plan] = {}
+_short_ways: dict[tuple[ModuleType, ...], Callable] = {}  # by the backends there were; see `short_way`
 
 
 def forget_plans() -> None:
     """Forgets every decision, as after a change of what a backend supports."""
     _plans.clear()
+    _short_ways.clear()
+
+
+def short_way(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """(o, lse) of a call on the CPU that PyTorch would only pass on to the backend; None for any other, right or wrong.
+
+    For a query against 16 keys, all that Python does on the general road takes longer than the kernel, and than
+    PyTorch's own function from beginning to end. So one function in C++ judges and computes such a call, once the
+    general road has chosen its backend for another one; what it does not take at once goes the general road.
+    """
+    if is_compiling() or forward_ad._current_level >= 0 or not (mask is None or isinstance(mask, Mask)):
+        return None
+    of_backend = _short_ways.get(backends.BACKENDS)
+    return of_backend and of_backend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
 
 
 def prepare(
@@ -96,12 +123,18 @@ def prepare(
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan
+            if backend is None and (of_backend := getattr(chosen, "short_way", _no_short_way)(q.device)):
+                _short_ways[backends.BACKENDS] = of_backend
     seed = draw_seed(q.device, generator) if dropout_p > 0 else None
     spec = Spec(
         EVERYTHING if mask is None else mask, plan.scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed,
         deterministic,
     )  # fmt: skip
     return q, k, v, spec, plan
+
+
+def _no_short_way(device: torch.device) -> None:
+    """The `short_way` of a backend without one."""
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:

@@ -20,7 +20,9 @@ A backend is a module with these names, and nothing else is asked of it:
     top_keys(q, k, spec, top_k) -> (weights, keys)
 
 as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
-dropout. Their derivatives are those of derivatives.py on every backend.
+dropout. Their derivatives are those of derivatives.py on every backend. One more may be absent:
+
+    short_way(device) -> the function that `short_way` of fastattn/plan.py calls, or None
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -48,6 +49,12 @@ def by_name_only(device: torch.device) -> str | None:
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
     return _PARTS[q.device.type].forward(q, k, v, spec)
+
+
+def short_way(device: torch.device) -> Callable | None:
+    """The C++ function behind `short_way` of fastattn/plan.py, where the part for that device has one."""
+    part = _PARTS[device.type]
+    return part.short_way() if hasattr(part, "short_way") else None
 
 
 def backward(

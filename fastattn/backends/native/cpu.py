@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -60,6 +61,11 @@ def capability() -> str:
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
     return build.CPU.load().forward(q, k, v, spec)
+
+
+def short_way() -> Callable:
+    """The C++ function behind `short_way` of fastattn/plan.py."""
+    return build.CPU.load().short_way
 
 
 def backward(

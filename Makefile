@@ -47,7 +47,7 @@ STAGE ?= truth
 gpu:
 	@$(PYTHON) -c 'import torch, triton, pytest' 2>/dev/null || \
 	    { echo "make gpu needs torch, triton and pytest, which $(PYTHON) does not have: make gpu PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m fastattn.bench.gpu $(STAGE) $(ARGS)
+	$(PYTHON) -m benchmarks.gpu $(STAGE) $(ARGS)
 
 # nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. CUDA_ARCHS as 75 80; make chooses none.
 CUDA_ARCHS ?=

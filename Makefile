@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 NATIVE := build/native
-KERNELS := $(wildcard csrc/cpu/*.cpp)
+KERNELS := $(filter-out csrc/cpu/binding.cpp,$(wildcard csrc/cpu/*.cpp))
 NATIVE_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/native/*.h)
 NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
@@ -33,6 +33,7 @@ properties: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' | xargs $(BIN)/clang-format --dry-run --Werror
 
 # The site, in build/site. What it shows of the code's own is written by `python -m docs.render`.
 docs: $(INSTALLED)
@@ -46,7 +47,7 @@ STAGE ?= truth
 gpu:
 	@$(PYTHON) -c 'import torch, triton, pytest' 2>/dev/null || \
 	    { echo "make gpu needs torch, triton and pytest, which $(PYTHON) does not have: make gpu PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m fastattn.bench.gpu $(STAGE) $(ARGS)
+	$(PYTHON) -m benchmarks.gpu $(STAGE) $(ARGS)
 
 # nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. CUDA_ARCHS as 75 80; make chooses none.
 CUDA_ARCHS ?=

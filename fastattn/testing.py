@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .api import attention, draw_seed
+from .api import attention
 from .backends import reference
+from .plan import draw_seed
 from .spec import Mask, Spec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -2,10 +2,14 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <random>
 #include <set>
 #include <string>
+#include <vector>
 
+#include "../../csrc/dtype.h"
+#include "../../csrc/mask.h"
 #include "tensor.h"
 
 namespace fastattn::test {
@@ -23,7 +27,7 @@ struct Case {
   Padding keys = Padding::none, queries = Padding::none;
   std::vector<int64_t> documents_q = {}, documents_k = {};  // their lengths, in every sample; none: one document
   double dropout_p = 0, scale = 0.2;
-  double softcap = 0;  // 0: none
+  double softcap = 0;       // 0: none
   double sink = -HUGE_VAL;  // of head 0, one more for each head after it; -HUGE_VAL: none
   Layout layout = {};
   bool with_d_o = true, with_d_lse = true;
@@ -88,22 +92,22 @@ inline const std::vector<Case> kCases = {
      .n_k = 100, .d_qk = 40, .d_v = 24, .layout = {.token_by_token = true}},
     {.name = "token-by-token-strided", .why = "cut out of one tensor",
      .causal = true, .keys = Padding::holes, .layout = {.token_by_token = true, .gap = 7}},
-    {.name = "documents", .why = "sections of few keys, one that spans blocks of queries",
+    {.name = "documents", .why = "isolated runs of few keys, one that spans blocks of queries",
      .n_q = 164, .n_k = 164, .documents_q = {1, 23, 16, 33, 80, 11}, .documents_k = {1, 23, 16, 33, 80, 11}},
     {.name = "documents-causal", .why = "positions within documents, rows that are copied",
      .n_q = 90, .n_k = 90, .d_qk = 31, .d_v = 17, .causal = true, .documents_q = {40, 50}, .documents_k = {40, 50}},
     {.name = "documents-of-other-lengths", .why = "documents without a key or a query, heads that share keys",
      .H = 4, .n_q = 70, .n_k = 95, .documents_q = {20, 0, 35, 15}, .documents_k = {35, 10, 50, 0}},
-    {.name = "documents-holes", .why = "sections of lists with tables",
+    {.name = "documents-holes", .why = "isolated runs of lists with tables",
      .n_q = 120, .n_k = 120, .keys = Padding::holes, .queries = Padding::holes, .documents_q = {30, 60, 30},
      .documents_k = {30, 60, 30}},
-    {.name = "documents-long", .why = "sections of several blocks of keys, strips that end within one",
+    {.name = "documents-long", .why = "isolated runs of several blocks of keys, strips that end within one",
      .B = 1, .n_q = 560, .n_k = 560, .d_qk = 16, .d_v = 16, .q_start = {0}, .left = 100, .right = 30,
      .documents_q = {9, 331, 20, 200}, .documents_k = {9, 331, 20, 200}},
-    {.name = "documents-in-chunks", .why = "sections cut by chunks of keys, and by items of few",
+    {.name = "documents-in-chunks", .why = "isolated runs cut by chunks of keys, and by items of few",
      .B = 1, .H = 1, .H_kv = 1, .n_q = 230, .n_k = 230, .d_qk = 512, .d_v = 512, .q_start = {0},
      .documents_q = {71, 100, 59}, .documents_k = {71, 100, 59}},
-    {.name = "documents-dropout", .why = "sections that begin among four keys",
+    {.name = "documents-dropout", .why = "isolated runs that begin among four keys",
      .H = 4, .H_kv = 2, .n_q = 75, .n_k = 75, .documents_q = {5, 17, 53}, .documents_k = {5, 17, 53}, .dropout_p = 0.3},
     {.name = "dropout", .why = "dropped weights, odd numbers of keys", .n_q = 39, .n_k = 101, .dropout_p = 0.3},
     {.name = "dropout-window", .why = "blocks that begin among four keys",

@@ -1,13 +1,19 @@
-// Attention, its gradients and its weights by the textbook, one query after the other: the twin of `formula` in fastattn/testing.py.
+// Attention, its gradients and its weights by the textbook, one query after the other: the twin of `formula` in
+// fastattn/testing.py.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <type_traits>
 #include <vector>
 
+#include "../../csrc/dtype.h"
 #include "../../csrc/philox.h"
 #include "cases.h"
+#include "tensor.h"
 
 namespace fastattn::test {
 
@@ -15,10 +21,10 @@ constexpr int64_t kTopK = 5;
 
 struct Results {
   Array o, lse, dq, dk, dv;
-  Array averaged, each_head;   // weights after dropout, [B, 1 or H, n_q, n_k]
-  Array received;              // [B, H, 1, n_k]
-  Array largest, their_keys;   // [B, H, n_q, kTopK]
-  Array p;                     // before dropout; by the formula only
+  Array averaged, each_head;  // weights after dropout, [B, 1 or H, n_q, n_k]
+  Array received;             // [B, H, 1, n_k]
+  Array largest, their_keys;  // [B, H, n_q, kTopK]
+  Array p;                    // before dropout; by the formula only
 
   explicit Results(const Case& c)
       : o(c.B, c.H, c.n_q, c.d_v),
@@ -85,12 +91,12 @@ Results formula(const Inputs& in, DType dtype) {
     const int64_t h_kv = h / (c.H / c.H_kv);
     double* o = r.o.row(b, h, i);
     Real largest = -std::numeric_limits<Real>::infinity(), sum = 0;
-    std::vector<Real> p, steepness;
+    std::vector<Real> p, d_score;
     for (int64_t j : keys) {
       Real score = round(round(dot(in.q.row(b, h, i), in.k.row(b, h_kv, j), c.d_qk)) * Real(c.scale));
       if (c.softcap > 0) {
         const Real capped = round(std::tanh(round(score / Real(c.softcap))));
-        steepness.push_back(round(1 - round(capped * capped)));
+        d_score.push_back(round(1 - round(capped * capped)));
         score = round(capped * Real(c.softcap));
       }
       p.push_back(score);
@@ -124,7 +130,7 @@ Results formula(const Inputs& in, DType dtype) {
     for (size_t n = 0; n < keys.size(); ++n) {
       const Real dp = c.with_d_o ? round(dot(in.d_o.row(b, h, i), in.v.row(b, h_kv, keys[n]), c.d_v)) : 0;
       Real ds = round(p[n] * round(dp * factors[n] - delta));
-      if (c.softcap > 0) ds = round(ds * steepness[n]);
+      if (c.softcap > 0) ds = round(ds * d_score[n]);
       ds = round(ds * Real(c.scale));
       add_multiple(r.dq.row(b, h, i), ds, in.k.row(b, h_kv, keys[n]), c.d_qk);
       add_multiple(r.dk.row(b, h_kv, keys[n]), ds, in.q.row(b, h, i), c.d_qk);

@@ -14,6 +14,7 @@
 
 #include "../../csrc/cpu/dispatch.h"
 #include "../../csrc/cpu/ranges.h"
+#include "../../csrc/cpu/run.h"
 #include "budget.h"
 #include "formula.h"
 #include "sequential.h"
@@ -62,8 +63,7 @@ class RowLists {
     for (size_t b = 0; b < flags.size(); ++b) {
       std::vector<int32_t> table;
       IndexList list = index_list(int64_t(flags[b].size()), table, [&](int64_t i) { return flags[b][i] != 0; });
-      tables_.push_back(
-          std::make_unique<Buffer>(placement, int64_t(table.size() * sizeof(int32_t)), alignof(int32_t)));
+      tables_.push_back(std::make_unique<Buffer>(placement, int64_t(table.size() * sizeof(int32_t)), alignof(int32_t)));
       if (list.table) {
         std::copy(table.begin(), table.end(), tables_.back()->data<int32_t>());
         list.table = tables_.back()->data<int32_t>();
@@ -79,10 +79,10 @@ class RowLists {
   std::vector<std::unique_ptr<Buffer>> tables_;
 };
 
-// What documents tell the kernels, as csrc/binding.cpp finds it.
+// What documents tell the kernels, as csrc/cpu/mask_tables.h finds it.
 class Ranges {
  public:
-  Ranges(const Inputs& in, Problem& p) {
+  Ranges(const Inputs& in, Params& p) {
     const Case& c = in.about;
     if (c.documents_q.empty()) return;
     const auto ids = [](const std::vector<int64_t>& lengths, int64_t n) {
@@ -108,19 +108,19 @@ class Ranges {
       }
     }
     for (int64_t b = 0; b < c.B; ++b) {
-      sections_.push_back(sections_of(&ranges_[b * c.n_q], p.queries[b]));
-      lists_.push_back({sections_.back().data(), int64_t(sections_.back().size())});
+      isolated_runs_.push_back(isolated_runs_of(&ranges_[b * c.n_q], p.queries[b]));
+      lists_.push_back({isolated_runs_.back().data(), int64_t(isolated_runs_.back().size())});
     }
     p.ranges = {ranges_.data(), groups_.data(), c.n_q, 0, groups, 0, kNoGaps};
-    p.sections = lists_.data();
+    p.isolated_runs = lists_.data();
     p.documents = {document_of_query_.data(), document_of_key_.data(), rank_of_query_.data(), rank_of_key_.data()};
   }
 
  private:
   std::vector<RowRange> ranges_;
   std::vector<KeyRange> groups_;
-  std::vector<std::vector<Section>> sections_;
-  std::vector<SectionList> lists_;
+  std::vector<std::vector<IsolatedRun>> isolated_runs_;
+  std::vector<IsolatedRunList> lists_;
   std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
 };
 
@@ -140,7 +140,7 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   const Buffer q_start(placement, c.B * int64_t(sizeof(int64_t)), alignof(int64_t));
   std::copy(c.q_start.begin(), c.q_start.end(), q_start.data<int64_t>());
 
-  Problem p{};
+  Params p{};
   p.B = c.B, p.H = c.H, p.H_kv = c.H_kv, p.n_q = c.n_q, p.n_k = c.n_k, p.d_qk = c.d_qk, p.d_v = c.d_v;
   p.scale = c.scale, p.softcap = c.softcap;
   if (c.sink > -HUGE_VAL) p.sinks = sinks.data<float>();
@@ -163,7 +163,8 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   run_backward(choose_capability(), p, t, request.threads, std::ref(for_each));
 
   const Tensor averaged(placement, dtype, c.B, 1, c.n_q, c.n_k), each_head(placement, dtype, c.B, c.H, c.n_q, c.n_k);
-  const Tensor received(placement, DType::f32, c.B, c.H, 1, c.n_k), largest(placement, DType::f32, c.B, c.H, c.n_q, kTopK);
+  const Tensor received(placement, DType::f32, c.B, c.H, 1, c.n_k),
+      largest(placement, DType::f32, c.B, c.H, c.n_q, kTopK);
   const Buffer their_keys(placement, c.B * c.H * c.n_q * kTopK * int64_t(sizeof(int64_t)), alignof(int64_t));
   p.d_v = 0;
   const auto run_to = [&](const float* lse_or_null, const Tensor& to, bool average_heads) {
@@ -176,13 +177,14 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
                std::ref(for_each));
   if (!for_each.kept_inside()) complain("a kernel wrote beside its scratch");
 
-  for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv, &averaged, &each_head, &received,
-                          &largest}) {
+  for (const Tensor* x :
+       {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv, &averaged, &each_head, &received, &largest}) {
     if (!x->gaps_untouched()) complain("bytes beside the rows of a tensor were written");
   }
   Results r(c);
   r.o = o.read(), r.lse = lse.read();
-  r.averaged = averaged.read(), r.each_head = each_head.read(), r.received = received.read(), r.largest = largest.read();
+  r.averaged = averaged.read(), r.each_head = each_head.read(), r.received = received.read(),
+  r.largest = largest.read();
   std::copy_n(their_keys.data<int64_t>(), r.their_keys.values.size(), r.their_keys.values.begin());
   if (request.dq) r.dq = dq.read();
   if (request.dkv) r.dk = dk.read(), r.dv = dv.read();
@@ -209,8 +211,8 @@ void check_keys(const Inputs& in, const Results& actual, const Results& naive, c
     for (int64_t j = 0; j < c.n_k; ++j) seen += in.sees(b, i, j);
     for (int64_t n = 0; n < kTopK; ++n) {
       const auto key = static_cast<int64_t>(keys[n]);
-      const bool right = n < seen ? key >= 0 && key < c.n_k && in.sees(b, i, key) && std::count(keys, keys + n, key) == 0
-                                  : key == -1;
+      const bool right =
+          n < seen ? key >= 0 && key < c.n_k && in.sees(b, i, key) && std::count(keys, keys + n, key) == 0 : key == -1;
       if (!right) return complain("a key is hidden, or there twice, or missing");
       if (n < seen) of_their_keys.row(b, h, i)[n] = exact.p.row(b, h, i)[key];
     }
@@ -235,14 +237,12 @@ void test_case(const Case& c, DType dtype, const std::vector<Placement>& placeme
         }
         check_keys(in, actual, naive, exact);
       }
-      const bool same = actual.o.values == first.o.values && actual.lse.values == first.lse.values &&
-                        actual.averaged.values == first.averaged.values &&
-                        actual.each_head.values == first.each_head.values &&
-                        actual.received.values == first.received.values &&
-                        actual.largest.values == first.largest.values &&
-                        actual.their_keys.values == first.their_keys.values &&
-                        (!request.dq || actual.dq.values == first.dq.values) &&
-                        (!request.dkv || (actual.dk.values == first.dk.values && actual.dv.values == first.dv.values));
+      const bool same =
+          actual.o.values == first.o.values && actual.lse.values == first.lse.values &&
+          actual.averaged.values == first.averaged.values && actual.each_head.values == first.each_head.values &&
+          actual.received.values == first.received.values && actual.largest.values == first.largest.values &&
+          actual.their_keys.values == first.their_keys.values && (!request.dq || actual.dq.values == first.dq.values) &&
+          (!request.dkv || (actual.dk.values == first.dk.values && actual.dv.values == first.dv.values));
       if (!same) complain(std::string("other bits than with ") + kRequests[0].name);
     }
   }

@@ -1,7 +1,8 @@
 // The items of a call (csrc/cpu/run.h), which one thread takes in turn.
 #pragma once
 
-#include "../../csrc/cpu/run.h"
+#include <cstdint>
+
 #include "guarded.h"
 
 namespace fastattn::test {

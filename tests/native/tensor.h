@@ -1,10 +1,13 @@
 // Arrays of doubles, and tensors: the same values rounded to a dtype, in guarded memory, in some layout.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <vector>
 
-#include "../../csrc/cpu/problem.h"
+#include "../../csrc/cpu/params.h"
+#include "../../csrc/dtype.h"
 #include "guarded.h"
 
 namespace fastattn::test {
@@ -93,9 +96,7 @@ class Tensor {
   // Nothing was written but rows.
   bool gaps_untouched() const {
     std::vector<bool> in_a_row(memory_.size() / bytes_of(dtype));
-    each_row(*this, [&](int64_t b, int64_t h, int64_t i) {
-      std::fill_n(in_a_row.begin() + place(b, h, i), D, true);
-    });
+    each_row(*this, [&](int64_t b, int64_t h, int64_t i) { std::fill_n(in_a_row.begin() + place(b, h, i), D, true); });
     for (int64_t i = 0; i < int64_t(in_a_row.size()); ++i) {
       if (!in_a_row[i] && !memory_.untouched(i * bytes_of(dtype), (i + 1) * bytes_of(dtype))) return false;
     }

@@ -1,28 +1,27 @@
-"""The stage "bench": every task and what it measures. The telling tasks come first, for runs that are cut off."""
+"""The times of fastattn and its rivals, job by job. The telling jobs come first, for runs that are cut off."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
+from fastattn.bench.cases import DTYPES, PASSES, Job, Problem, inputs_of, make_problem
+from fastattn.bench.report import rounded, row_as_dict, timing_as_dict
+from fastattn.bench.rivals import Contender, RefusalError, sdpa_by_itself
+from fastattn.bench.run import Row, measure_problem, try_out
+from fastattn.bench.timing import Call, interleave, matmul
 from fastattn.testing import CASES, Case
 
-from ..cases import DTYPES, PASSES, Job, Problem, inputs_of, make_problem
-from ..report import rounded, row_as_dict, timing_as_dict
-from ..rivals import Contender, RefusalError, sdpa_by_itself
-from ..run import Row, measure_problem, try_out
-from ..timing import Call, interleave, matmul
 from .compiling import compile_only
-from .crew import Rows, Task
+from .record import Rows
 from .rivals import gpu_contenders
 
 DTYPE = "bf16"
-CEILINGS = "ceilings"
 LAUNCH = "launch"
-LIMIT_S = 90.0  # of one task: the largest shapes take fp64 and the plain formula some seconds
 _BUDGET_S = {"cuda": 0.8, "cpu": 0.0}  # for all rounds of one job
 _COPIED_BYTES = {"cuda": 2**32, "cpu": 2**20}
 _WHOLE_MODELS = "bert"  # the case that a layer and an encoder are trained on
@@ -33,60 +32,42 @@ _ONLY = {  # of a backend, where it is measured alone
 _DRY = ("D128-N4096-causal", "bert", "launch", "left-causal", "bias-N1024")
 
 
-def tasks(device: str, dry: bool, only: str | None = None) -> list[Task]:
-    """Every task by its name, a dry run's in a small size, and those of one backend fewer."""
-    return [Task(name, LIMIT_S) for name in [CEILINGS, *_jobs(dry, only)]]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives each job to `test_speed`, and the last one of each case to `test_compile`, for all passes."""
+    if "job" in metafunc.fixturenames:
+        found = jobs(metafunc.config.option.device, metafunc.config.option.only)
+        by_name = {str(job) if metafunc.function is test_speed else job.case.name: job for job in found}
+        metafunc.parametrize("job", by_name.values(), ids=by_name)
 
 
-def to_compile(tasks: list[Task], dry: bool) -> list[Task]:
-    """One of the tasks for each case: its passes are compiled together."""
-    jobs = _jobs(dry)
-    return list({jobs[task.name].case.name: task for task in tasks if task.name != CEILINGS}.values())
-
-
-def serve(
-    names: Iterator[str], answer: Callable[[Rows], None], device: str, dry: bool, only: str | None = None
-) -> None:
-    """Measures each task. Ends early when the GPU is lost to this process.
-
-    Args:
-        only: the backend of fastattn to measure, None for all that serve by themselves.
-    """
-    jobs = _jobs(dry, only)
-    for name in names:
-        if name == CEILINGS:
-            answer(_ceilings(device))
-        elif jobs[name].level == LAUNCH:
-            answer(_launch(jobs[name], device, only))
-        else:
-            answer(_measure(jobs[name], device, only))
-        if device == "cuda" and not gpu_answers():
-            return
-
-
-def serve_compiling(names: Iterator[str], answer: Callable[[Rows], None], device: str, dry: bool, only=None) -> None:
-    """Compiles what attention runs in the case of each task, and keeps nothing else."""
+def test_compile(job: Job, pytestconfig: pytest.Config) -> None:
+    """Compiles what attention runs in a case, and keeps nothing else."""
     torch.set_num_threads(1)
-    jobs = _jobs(dry)
-    for name in names:
-        job = replace(jobs[name], level="attention")
-        problem = Problem(job, inputs_of(job.case, job.dtype, device, drawn_there=True), {}, {}, 0.0, {})
-        for contender in gpu_contenders(problem, only):
-            _compile(contender, job.case)
-        answer([])
+    device, only = pytestconfig.option.device, pytestconfig.option.only
+    inputs = inputs_of(job.case, job.dtype, device, drawn_there=True)
+    problem = Problem(replace(job, level="attention"), inputs, {}, {}, 0.0, {})
+    for contender in gpu_contenders(problem, only):
+        _compile(contender, job.case)
 
 
-def gpu_answers() -> bool:
-    """Whether the GPU still does anything for this process."""
-    try:
-        torch.cuda.empty_cache()
-        return torch.ones(2, device="cuda").sum().item() == 2
-    except RuntimeError:
-        return False
+def test_ceilings(pytestconfig: pytest.Config, record_property: Callable[[str, object], None]) -> None:
+    """Records what the machine does at best."""
+    for row in _ceilings(pytestconfig.option.device):
+        record_property("row", row)
 
 
-def _jobs(dry: bool, only: str | None = None) -> dict[str, Job]:
-    """The jobs by name, in order."""
+def test_speed(job: Job, pytestconfig: pytest.Config, record_property: Callable[[str, object], None]) -> None:
+    """Records a row for each contender, which says so where its answer is wrong."""
+    device, only = pytestconfig.option.device, pytestconfig.option.only
+    if device == "cuda":
+        torch.cuda.empty_cache()  # of what the last job held
+    for row in _launch(job, device, only) if job.level == LAUNCH else _measure(job, device, only):
+        record_property("row", row)
+
+
+def jobs(device: str, only: str | None = None) -> list[Job]:
+    """Every job in order; on the CPU in a small size, and those of one backend fewer."""
+    dry = device == "cpu"
     cases = [case for case in CASES if case.timed == "gpu" and (not dry or case.name in _DRY)]
     if only:
         cases = [case for case in cases if _ONLY[only].fullmatch(case.name)]
@@ -98,7 +79,7 @@ def _jobs(dry: bool, only: str | None = None) -> dict[str, Job]:
         found += [Job("attention", case, DTYPE, timed) for timed in (PASSES if case.n_q > 1 else ("forward",))]
         if case.name == _WHOLE_MODELS and not only:  # modules choose for themselves
             found += [Job(level, case, DTYPE, "forward+backward") for level in ("layer", "encoder")]
-    return {str(job): job for job in found}
+    return found
 
 
 def _shrunk(case: Case) -> Case:
@@ -125,7 +106,7 @@ def _ceilings(device: str) -> Rows:
         name: {"dtype": DTYPE, "tflops": rounded(operations / timings[name].median / 1e12)},
         copy_name: {"dtype": "fp32", "gbps": rounded(2 * source.nbytes / timings[copy_name].median / 1e9)},
     }
-    row = {"level": CEILINGS, "family": "ceiling", "verdict": "right", "note": ""}
+    row = {"level": "ceilings", "family": "ceiling", "verdict": "right", "note": ""}
     return [row | rates[which] | {"contender": which, "time_ms": timing_as_dict(timings[which])} for which in rates]
 
 

@@ -1,10 +1,18 @@
 // Arithmetic in fp32, whatever the dtype in memory: a unit is one float.
+#pragma once
+
+#include <cstdint>
+
+#include "matrix.h"
+#include "params.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-constexpr int kPerUnit = 1;      // elements in a unit
-constexpr int kGrain = 1;        // keys are multiplied in multiples of this
+constexpr int kPerUnit = 1;        // elements in a unit
+constexpr int kGrain = 1;          // keys are multiplied in multiples of this
 constexpr int kFewestColumns = 1;  // vectors of queries
 
 // Units of a row of d elements, up to whole vectors, and how many of them a sum over d has to take.
@@ -22,28 +30,28 @@ FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, const Inde
 // Units of a query, each element times on_query of ../softmax.h.
 FASTATTN_INLINE Floats times_on_query(Floats units, float on_query) { return units * on_query; }
 
-// Whether rows that lie side by side in memory serve as they are.
+// Whether rows in memory are units already, and need no copy.
 FASTATTN_INLINE bool are_units(const Input& x, int64_t) { return x.dtype == DType::f32; }
 
-// The transpose of the rows of n keys: a sum over the keys takes it from the left. `copy` has room for transposed_size.
+// The transpose of the rows of n keys: the left factor of a sum over the keys. `copy` has room for transposed_size.
 using Transposed = Columns;
 FASTATTN_INLINE Transposed transposed(Rows rows, int64_t, int64_t, float*) { return {rows.data, rows.stride}; }
 constexpr int64_t transposed_size(int64_t, int64_t) { return 0; }
 
-// The rows [M, units] of a block of queries: a sum over the queries takes them from the right.
+// The rows [M, units] of a block of queries as the right factor of a sum over the queries.
 FASTATTN_INLINE Right over_queries(Rows rows, int64_t, int64_t, float*) { return {rows.data, rows.stride}; }
 constexpr int64_t over_queries_size(int64_t, int64_t) { return 0; }
 FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t) { return n; }
 
-// 2^(scale * (score - reference)). The difference first: the weight of the reference is then exactly 1, and a single key
-// gives O = V to the bit.
+// 2^(scale * (score - reference)). The difference first: the weight of the reference is then exactly 1, and a single
+// key gives O = V to the bit.
 FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) { return exp2((score - reference) * scale); }
 
-// Any finite score has its weight.
+// No score has to be raised: none overflows in `weight`.
 FASTATTN_INLINE Floats above_lowest_score(Floats score) { return score; }
 
-// A matrix [keys, C vectors of queries] is kept to be taken from the left in a sum over the queries, and from the right
-// in a sum over the keys: the same floats. x is row i of it, and the kPerUnit - 1 after it.
+// A matrix [keys, C vectors of queries] is the left factor of a sum over the queries, and the right factor of a sum
+// over the keys: the same floats. x is row i of it, and the kPerUnit - 1 after it.
 constexpr bool kOneForm = true;
 using LeftElement = float;
 

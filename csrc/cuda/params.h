@@ -1,11 +1,12 @@
-// What the kernels are told, in plain C++: no torch, no GPU. Letters as in fastattn/spec.py.
+// The parameters of the kernels, in plain C++: no torch, no GPU. Letters as in fastattn/spec.py.
 //
-// Pointers are the device's. Rows begin at multiples of 16 bytes and are multiples of 16 bytes long.
+// Pointers are device pointers. Rows begin at multiples of 16 bytes and are multiples of 16 bytes long.
 #pragma once
 
 #include <cstdint>
 
 #include "../dtype.h"
+#include "../host_device.h"
 #include "../mask.h"
 #include "../philox.h"
 #include "../softmax.h"
@@ -23,7 +24,7 @@ struct Rows {
   }
 };
 
-// Something broadcast to [B, H, n_q, n_k]: strides in entries, 0 where one entry serves all.
+// A table broadcast to [B, H, n_q, n_k]: strides in entries, 0 where one entry serves all.
 struct Table {
   const void* data;  // null: there is none
   int64_t batch_stride, head_stride, query_stride, key_stride;
@@ -33,7 +34,7 @@ struct Table {
   }
 };
 
-// What some neighbouring tokens of a sample have in common.
+// A summary of some neighbouring tokens of a sample: padding, and the ranges of their positions and documents.
 struct Tokens {
   bool some_real, all_real;
   int64_t first_position, last_position;  // of those that are real
@@ -51,10 +52,9 @@ struct Tokens {
   }
 };
 
-// So many tokens are summed up in a `Tokens`.
-constexpr int kTokenGroup = 32;
+constexpr int kTokenGroup = 32;  // tokens in a `Tokens` of `Side::groups`
 
-// The queries, or the keys: [B, n] of them. Null: all are real; all are of one document; token i stands at i + the start.
+// The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the start.
 struct Side {
   int n;
   const bool* real;
@@ -74,7 +74,7 @@ struct Side {
     return position ? position[b * n + i] : fastattn::position_of(i, starts ? starts[b] : start);
   }
 
-  // Of the tokens first, ..., first + count - 1 that there are.
+  // The summary of the tokens first, ..., first + count - 1, as far as they exist.
   FASTATTN_HD Tokens tokens(int64_t b, int64_t first, int64_t count) const {
     const int64_t end = lesser(first + count, n);
     if (!groups) {
@@ -86,21 +86,22 @@ struct Side {
   }
 };
 
-// How much of a tile of pairs may be seen: `all` by the real queries. What the others get is nobody's.
-enum class Sight { none, some, all };
+// How much of a tile of pairs is visible. In a full tile the real queries see every key; padding does not count.
+enum class TileKind { skipped, partial, full };
 
-FASTATTN_HD Sight sight(const Tokens& queries, const Tokens& keys, Band band) {
+FASTATTN_HD TileKind tile_kind(const Tokens& queries, const Tokens& keys, Band band) {
   const bool apart = queries.last_position + band.right < keys.first_position ||
                      queries.first_position - band.left > keys.last_position ||
                      queries.last_document < keys.first_document || queries.first_document > keys.last_document;
-  if (!queries.some_real || !keys.some_real || apart) return Sight::none;
-  const bool one_document = queries.first_document == keys.last_document && queries.last_document == keys.first_document;
+  if (!queries.some_real || !keys.some_real || apart) return TileKind::skipped;
+  const bool one_document =
+      queries.first_document == keys.last_document && queries.last_document == keys.first_document;
   const bool in_band = queries.first_position + band.right >= keys.last_position &&
                        queries.last_position - band.left <= keys.first_position;
-  return keys.all_real && one_document && in_band ? Sight::all : Sight::some;
+  return keys.all_real && one_document && in_band ? TileKind::full : TileKind::partial;
 }
 
-struct Problem {
+struct Params {
   int B, H, H_kv, d_qk, d_v;
   DType dtype;
   Side queries, keys;
@@ -109,11 +110,11 @@ struct Problem {
   Table bias;
   DType bias_dtype;
   float scale;
-  float softcap;           // 0: scores are not bounded
-  ScoreScale score_scale;  // split_scale(scale) of plain scores; general ones are in nats: {scale, log2(e)}
+  float softcap;              // 0: scores are not bounded
+  ScoreScale score_scale;     // split_scale(scale) of plain scores; general ones are in nats: {scale, log2(e)}
   const float* alibi_slopes;  // [B, H], or null
   const float* sinks;         // [H], or null
-  Dropout dropout;            // but for its key, which is that of `seed`
+  Dropout dropout;            // with the key of `seed` instead of its own
   const int64_t* seed;
   Rows q, k, v;
 
@@ -139,17 +140,19 @@ struct Problem {
   }
 };
 
-struct Forward {
-  Problem problem;
+struct ForwardParams {
+  Params params;
   Rows o;
   float* lse;  // [B, H, n_q], in nats; -inf where nothing is seen
 };
 
 constexpr int kQueryPadding = 128;  // no tile has more queries
 
-FASTATTN_HD int64_t padded_queries(int n_q) { return (int64_t(n_q) + kQueryPadding - 1) / kQueryPadding * kQueryPadding; }
+FASTATTN_HD int64_t padded_queries(int n_q) {
+  return (int64_t(n_q) + kQueryPadding - 1) / kQueryPadding * kQueryPadding;
+}
 
-// A query's part in all its pairs.
+// What the backward kernels need of each query, in all of its pairs.
 enum class Fact {
   lse_log2,   // +inf where there is no query or it sees nothing, which makes each weight 0
   rest_log2,  // what the rounding of lse_log2 left out
@@ -165,9 +168,9 @@ struct QueryFacts {
   FASTATTN_HD float* of_head(int64_t head, Fact fact) const { return data + (head * kFacts + int(fact)) * fact_stride; }
 };
 
-// A gradient that is null is not wanted; dk and dv come together, and sums over keys with dq.
-struct Backward {
-  Problem problem;
+// Gradients that are null are not computed. dk and dv come together, and sums over keys with dq.
+struct BackwardParams {
+  Params params;
   Rows o, d_o;
   const float* lse;    // [B, H, n_q]
   const float* d_lse;  // [B, H, n_q], or null

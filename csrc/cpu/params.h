@@ -1,6 +1,7 @@
-// What the kernels are told, in plain C++: no torch, no instruction set. Letters as in fastattn/spec.py.
+// The parameters of the kernels, in plain C++: no torch, no instruction set. Letters as in fastattn/spec.py.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "../dtype.h"
@@ -25,7 +26,7 @@ struct RowsOf {
 using Input = RowsOf<const char>;
 using Output = RowsOf<char>;
 
-// What is hidden inside a range, to be looked up key by key.
+// What hides keys inside a range: there each key has to be looked up.
 enum Gaps : uint32_t { kNoGaps = 0, kOtherDocuments = 1, kDenseGaps = 2 };
 
 struct RowRange {
@@ -33,12 +34,11 @@ struct RowRange {
   uint32_t gaps;
 };
 
-// What lies between the ranges of so many queries is found in one look.
-constexpr int64_t kRangeGroup = 64;
+constexpr int64_t kRangeGroup = 64;  // queries that share an entry of RangeTable::groups
 
 // [B, H or 1, n_q]
 struct RangeTable {
-  const RowRange* data;  // null: position alone tells
+  const RowRange* data;    // null: ranges follow from positions alone
   const KeyRange* groups;  // [B, H or 1, groups of kRangeGroup queries]: from the first to the last key that they see
   int64_t batch_stride, head_stride;
   int64_t group_batch_stride, group_head_stride;
@@ -52,38 +52,38 @@ struct RangeTable {
   }
 };
 
-// Queries that share no key with the others of their sample, such as a document. They are cut into blocks as if they were
-// alone, so that no block has to hide other documents.
-struct Section {
+// Queries that follow each other and the only keys that they can see, such as a document: no other query of their
+// sample sees one of these. Each run is cut into blocks of its own, so that no block has to hide other documents.
+struct IsolatedRun {
   int64_t first, last;  // places in the list of real queries
-  KeyRange keys;        // they see no others
+  KeyRange keys;        // no others are visible to them
   bool see_all;         // each of them sees all of these
 };
 
-// In the order of their queries, all of them.
-struct SectionList {
-  const Section* data;
+// The isolated runs of a sample, in the order of their queries.
+struct IsolatedRunList {
+  const IsolatedRun* data;
   int64_t count;
 };
 
-// The numbers of the documents, and where in its document each token stands: [B, n].
+// The number of each token's document, and the token's position in it: [B, n].
 struct Documents {
   const int32_t *of_query, *of_key;  // null: there are none; -1: padding
   const int32_t *rank_of_query, *rank_of_key;
 };
 
-// Something broadcast to [B, H, n_q, n_k]: strides in bytes, 0 where one entry serves all.
+// A table broadcast to [B, H, n_q, n_k]: strides in bytes, 0 where one entry serves all.
 struct Table {
   const char* data;  // null: there is none
   int64_t batch_stride, head_stride, query_stride;
-  bool one_for_all_keys;  // else they lie side by side
+  bool one_for_all_keys;  // else the entries of a row lie side by side
 
   const char* row(int64_t b, int64_t h, int64_t query) const {
     return data + b * batch_stride + h * head_stride + query * query_stride;
   }
 };
 
-struct Problem {
+struct Params {
   int64_t B, H, H_kv, n_q, n_k, d_qk, d_v;
   double scale;
   Band band;
@@ -94,7 +94,7 @@ struct Problem {
   Input q, k, v;
   Dropout dropout;
   RangeTable ranges;
-  const SectionList* sections;  // [B], or null: the queries of a sample are one section
+  const IsolatedRunList* isolated_runs;  // [B], or null: the queries of a sample are one run
   Documents documents;
   Table dense;  // bool
   Table bias;
@@ -110,13 +110,13 @@ struct Problem {
     return position_of(rank, q_start[each_query_starts ? b * n_q + query : b]);
   }
 
-  // No other keys are visible; between these there may be gaps.
+  // From the first to the last visible key; some in between may be hidden.
   KeyRange visible(int64_t b, int64_t h, int64_t query) const {
     if (!ranges.data) return visible_keys(band, position(b, query), n_k);
     return {ranges.at(b, h, query).begin, ranges.at(b, h, query).end};
   }
 
-  // No other keys are visible to the queries first, ..., last.
+  // From the first to the last key that is visible to some of the queries first, ..., last.
   KeyRange visible_to_some(int64_t b, int64_t h, int64_t first, int64_t last) const {
     if (!ranges.data) return hull(visible(b, h, first), visible(b, h, last));
     KeyRange keys{n_k, 0};
@@ -136,7 +136,7 @@ struct Problem {
   double scores_per_nat() const { return finishes_scores() ? 1.0 : kLog2E / on_score_log2(); }
 };
 
-// What scores are measured from: a weight is 2^(on_score_log2() * (S - reference) - rest_log2). That is lse, less rounded.
+// The lse of a query, as two floats: a weight is 2^(on_score_log2() * (S - reference) - rest_log2).
 struct Measure {
   float reference, rest_log2;
 
@@ -160,8 +160,8 @@ struct ForwardOutputs {
   Measure* measures = nullptr;  // of the real queries, or null
 };
 
-// Queries of one head, numbered first_query, ..., last_query - 1. It owns the blocks of real queries that begin there, and
-// the rows of padding.
+// Queries of one head, numbered first_query, ..., last_query - 1. It owns the blocks of real queries that begin there,
+// and the rows of padding.
 struct ForwardItem {
   int64_t b, h, first_query, last_query;
 };
@@ -178,13 +178,13 @@ struct BackwardTensors {
   const float* lse;    // [B, H, n_q]
   const float* d_lse;  // [B, H, n_q], or null: zeros
   Output dq, dk, dv;   // dq is fp32: it is summed in place over the chunks of keys
-  // Sums of dS, of what is added to the scores. All are to be added to, and null where they are not wanted.
-  float* d_bias;       // [B or 1, d_bias_heads, n_q, n_k]: over all samples or none, whose stride is then 0, and over the
-                       // heads with the same remainder by d_bias_heads
+  // Sums of dS, for what is added to the scores. The kernels add to them; they are null where they are not wanted.
+  float* d_bias;  // [B or 1, d_bias_heads, n_q, n_k]: over all samples or none, whose stride is then 0, and over the
+                  // heads with the same remainder by d_bias_heads
   int64_t d_bias_batch_stride, d_bias_heads;
-  float* d_column;     // [B, H, n_k]: over the queries
-  float* d_row;        // [B, H, n_q]: over the keys
-  float* d_slope;      // [B, H, n_q]: over the keys, times minus their distances
+  float* d_column;  // [B, H, n_k]: over the queries
+  float* d_row;     // [B, H, n_q]: over the keys
+  float* d_slope;   // [B, H, n_q]: over the keys, times minus their distances
 };
 
 struct Wanted {
@@ -200,10 +200,10 @@ struct Wanted {
   }
 };
 
-// The heads that share keys and values, queries numbered first_query, ..., last_query - 1, and a part of the key list. An
-// item owns what it writes: rows of the blocks of queries that begin there if it wants those (its keys are then all that
-// they see), rows of those keys if it wants those (its queries are then all that see them). One that wants both has whole
-// sections.
+// The heads that share keys and values, queries numbered first_query, ..., last_query - 1, and a part of the key list.
+// An item owns what it writes: rows of the blocks of queries that begin there if it wants those (its keys are then all
+// that they see), rows of those keys if it wants those (its queries are then all that see them). One that wants both
+// has whole isolated runs.
 struct BackwardItem {
   int64_t b, h_kv, first_head, last_head;
   int64_t first_query, last_query;
@@ -212,10 +212,10 @@ struct BackwardItem {
 };
 
 struct DecodeKernels {
-  int64_t (*parts_size)(const Problem&);  // floats for each part of the heads that share keys
-  int64_t (*scratch)(const Problem&);
-  void (*attend)(const Problem&, const DecodeItem&, float* parts, float* scratch);
-  void (*combine)(const Problem&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
+  int64_t (*parts_size)(const Params&);  // floats for each part of the heads that share keys
+  int64_t (*scratch)(const Params&);
+  void (*attend)(const Params&, const DecodeItem&, float* parts, float* scratch);
+  void (*combine)(const Params&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
 };
 
 // Queries at the places first_query, ... of the list of real ones, and the rows of padding with these numbers, of some
@@ -234,24 +234,24 @@ struct TopKeysOutputs {
 
 struct WeightsKernels {
   int64_t chunk_keys;  // of an item of `received`
-  void (*measure)(const Problem&, const float* lse, const WeightsItem&, Measure*, float* scratch);  // as `backward`
-  int64_t (*scratch)(const Problem&, int64_t top_k);  // of the others
-  void (*weights)(const Problem&, const Measure*, const Output&, const WeightsItem&, float* scratch);
-  void (*received)(const Problem&, const Measure*, float* out, const WeightsItem&, float* scratch);
-  void (*top_keys)(const Problem&, const Measure*, const TopKeysOutputs&, const WeightsItem&, float* scratch);
+  void (*measure)(const Params&, const float* lse, const WeightsItem&, Measure*, float* scratch);  // as `backward`
+  int64_t (*scratch)(const Params&, int64_t top_k);                                                // of the three below
+  void (*weights)(const Params&, const Measure*, const Output&, const WeightsItem&, float* scratch);
+  void (*received)(const Params&, const Measure*, float* out, const WeightsItem&, float* scratch);
+  void (*top_keys)(const Params&, const Measure*, const TopKeysOutputs&, const WeightsItem&, float* scratch);
 };
 
-// The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned. `next` is the
-// item that the thread takes after this one, or null.
+// The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned. `next` is
+// the item that the thread takes after this one, or null.
 struct Kernels {
   const char* name;
   int64_t block_queries;  // queries that share a pass over the keys
   int64_t strip_queries;  // most queries of a ForwardItem
   int64_t block_keys;     // keys that are worth an item: a multiple of this
-  int64_t (*forward_scratch)(const Problem&);
-  void (*forward)(const Problem&, const ForwardOutputs&, const ForwardItem&, const ForwardItem* next, float* scratch);
-  int64_t (*backward_scratch)(const Problem&);
-  void (*backward)(const Problem&, const BackwardTensors&, const BackwardItem&, const BackwardItem* next,
+  int64_t (*forward_scratch)(const Params&);
+  void (*forward)(const Params&, const ForwardOutputs&, const ForwardItem&, const ForwardItem* next, float* scratch);
+  int64_t (*backward_scratch)(const Params&);
+  void (*backward)(const Params&, const BackwardTensors&, const BackwardItem&, const BackwardItem* next,
                    float* scratch);
   float (*fma_chains)(int64_t steps);
   int64_t chain_operations;  // of one step of fma_chains

@@ -1,13 +1,18 @@
-// What a thread's next item reads, brought into the L2 cache while this one computes: a few cache lines before each
-// product, so that the memory works while the multipliers do. Items of short sequences would wait for it a tenth of
-// their time.
+// Prefetches what a thread's next item reads into the L2 cache while this one computes: a few cache lines before each
+// product, so that loads and products overlap. Items of short sequences would wait for memory a tenth of their time.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-class Ahead {
+class Prefetch {
  public:
-  // The rows first, ..., last - 1 of a list, unless there is no more room in the cache.
+  // Adds the rows first, ..., last - 1 of a list, unless there is no more room in the cache.
   template <class Byte>
   void add(const RowsOf<Byte>& x, int64_t b, int64_t h, const IndexList& rows, int64_t first, int64_t last, int64_t d) {
     if (!x.data || first >= last || d == 0) return;
@@ -19,7 +24,7 @@ class Ahead {
     lines_ += found.lines * found.n;
   }
 
-  // Cuts them into so many steps.
+  // Spreads all rows over that many steps.
   void spread(int64_t steps) { lines_of_step_ = lines_ / greater(steps, 1) + 1; }
 
   FASTATTN_INLINE void step() {

@@ -1,5 +1,15 @@
 // Arithmetic in bf16 with sums in fp32: a unit is two elements that follow each other in the direction of the sum, and
 // one instruction adds both products.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "matrix.h"
+#include "params.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -93,7 +103,7 @@ FASTATTN_INLINE Right over_queries(Rows rows, int64_t M, int64_t d, float* copy)
 constexpr int64_t over_queries_size(int64_t M, int64_t d) { return M / 2 * padded(d); }
 FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t M) { return kGrain == 2 ? (n + 1) / 2 : M / 2; }
 
-// As in single.h, in one operation less: the weight of the reference is 1 once it is rounded.
+// As in arith_fp32.h, with one operation less: the weight of the reference is 1 once it is rounded to bf16.
 FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) {
   return exp2(score * scale - reference * scale);
 }
@@ -105,7 +115,7 @@ FASTATTN_INLINE Floats above_lowest_score(Floats score) {
   return score == -kInfinity ? score : lowest > score ? lowest : score;
 }
 
-// Two forms: pairs along a row for the left, pairs of rows for the right.
+// Two forms: pairs along a row in a left factor, pairs of rows in a right one.
 constexpr bool kOneForm = false;
 using LeftElement = BFloat16;
 

@@ -1,4 +1,9 @@
-// The rate that no kernel passes: multiply-adds on registers alone. What it computes is of no use.
+// The peak rate of multiply-adds, on registers alone, which bounds that of the kernels. The result itself is of no use.
+#pragma once
+
+#include <cstdint>
+
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -10,8 +15,8 @@ constexpr int64_t kChainOperations = 2 * kChains * kLanes;  // of one step
 
 // Takes `steps` steps in every chain. The sum of the chains is returned so that the compiler keeps them.
 float fma_chains(int64_t steps) {
-  // x -> x / 2 + 1 tends to 2, without overflow or subnormal numbers. Chains that begin at equal numbers, or at 2, would
-  // be left out by the compiler.
+  // x -> x / 2 + 1 tends to 2, without overflow or subnormal numbers. Chains that begin at equal numbers, or at 2,
+  // would be left out by the compiler.
   const Floats factor = splat(0.5f), term = splat(1.0f);
   Floats chains[kChains];
   for (int c = 0; c < kChains; ++c) chains[c] = splat(-float(c));

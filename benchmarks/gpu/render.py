@@ -1,17 +1,16 @@
-"""What stages found, for people: Markdown and pictures from a results file, and the part of README.md about GPUs."""
+"""What stages found, for people: Markdown and pictures from a record, and the part of README.md about GPUs."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections import Counter
 from itertools import cycle
 from pathlib import Path
 
-from ..report import STYLES
-from .crew import Rows
-from .results import is_failure
+from fastattn.bench.report import STYLES
+
+from .record import Rows, is_failure, load
 from .targets import median_ms, of_contender, ours, outcomes
 
 NOT_MEASURED = """\
@@ -29,18 +28,19 @@ _IN_README = (
 _RIVALS_IN_README = ("SDPA cudnn", "SDPA flash", "SDPA efficient", "FlexAttention")
 _NOT_DRAWN = ("SDPA math", "naive")  # an order of magnitude below the others
 _SQUARE = re.compile(r"D(\d+)-N(\d+)-(full|causal)")
+_FIGURES = {"tflops": "TFLOP/s", "gbps": "GB/s", "peak_mib": "peak MiB", "max_error": "max error"}
+_OWN_HEADINGS = ("case", "contender", "median ms", "p20-p80", *_FIGURES.values(), "fastest rival")
 _IN_WORDS = {True: "met", False: "not met", None: ""}
 
 
 def results_files(folder: Path) -> list[Path]:
     """The results files of GPUs in a folder."""
-    documents = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    return [path for path, found in documents.items() if "runs" in found and found["device"] == "cuda"]
+    return [path for path in sorted(folder.glob("*.jsonl")) if load(path)["device"] == "cuda"]
 
 
 def render(path: Path) -> list[Path]:
     """Writes Markdown and, where matplotlib is installed, pictures beside a results file; what was written."""
-    document = json.loads(path.read_text())
+    document = load(path)
     text = path.with_suffix(".md")
     text.write_text(markdown(document) + "\n")
     if importlib.util.find_spec("matplotlib") is None:
@@ -63,7 +63,7 @@ def summary(document: dict, stage: str) -> str:
 
 def for_readme(folder: Path) -> str:
     """What README.md says of GPUs: a table for each results file with figures, or that there is none."""
-    documents = {path: json.loads(path.read_text()) for path in results_files(folder)}
+    documents = {path: load(path) for path in results_files(folder)}
     measured = {path: found for path, found in documents.items() if _timed_rows(found)}
     if not measured:
         return NOT_MEASURED
@@ -75,10 +75,10 @@ def markdown(document: dict) -> str:
     about = document["machine"], document["versions"]
     head = [f"# {_machine(document)}", *(", ".join(f"{name} {x}" for name, x in of.items()) for of in about)]
     runs = [
-        (r["stage"], r["date"], r["commit"], _state(r, "before"), _state(r, "after"), r.get("done"), r.get("left"))
+        (r["stage"], r["date"], r["versions"]["fastattn"], _state(r, "before"), _state(r, "after"), r.get("complete"))
         for r in document["runs"]
     ]
-    run_headings = ("stage", "date", "commit", "clocks before", "clocks after", "tasks done", "left")
+    run_headings = ("stage", "date", "commit", "clocks before", "clocks after", "complete")
     parts = [*head, "## Runs", _table(run_headings, runs)]
     truth = [row for row in document["rows"] if row["stage"] not in _TIMED or "contender" not in row]
     if truth:
@@ -97,17 +97,16 @@ def _machine(document: dict) -> str:
 
 def _state(run: dict, when: str) -> str:
     state = run.get(f"state_{when}") or {}
-    return ", ".join(
-        state[name] for name in ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw") if name in state
-    )
+    names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+    return ", ".join(state[name] for name in names if name in state)
 
 
 def _truth(rows: Rows) -> str:
     counts = Counter((row["stage"], row["verdict"]) for row in rows)
     lines = [_table(("stage", "verdict", "rows"), [(*key, n) for key, n in sorted(counts.items())])]
     failures = [row for row in rows if is_failure(row)]
-    lines += [f"* {row['task']}: {row['verdict']}: {row['note']}" for row in failures]
-    remarks = dict.fromkeys(f"* {row['task']}: {row['note']}" for row in rows if row["note"] and row not in failures)
+    lines += [f"* {row['test']}: {row['verdict']}: {row['note']}" for row in failures]
+    remarks = dict.fromkeys(f"* {row['test']}: {row['note']}" for row in rows if row["note"] and row not in failures)
     return "\n".join([lines[0], "", *lines[1:], *remarks])
 
 
@@ -116,18 +115,14 @@ def _figures(rows: Rows) -> list[str]:
     parts = []
     ceilings = [row for row in rows if row["family"] == "ceiling"]
     if ceilings:
-        rates = (
-            f"{r['contender']}: " + (f"{r['tflops']} TFLOP/s" if "tflops" in r else f"{r['gbps']} GB/s")
-            for r in ceilings
-        )
-        parts.append(f"Ceilings: {'; '.join(rates)}.")
+        rates = (f"{r['tflops']} TFLOP/s" if "tflops" in r else f"{r['gbps']} GB/s" for r in ceilings)
+        named = (f"{row['contender']}: {rate}" for row, rate in zip(ceilings, rates, strict=True))
+        parts.append(f"Ceilings: {'; '.join(named)}.")
     promised = [(o.promise, o.figure, _IN_WORDS[o.met]) for o in outcomes(rows) if o.met is not None]
     if promised:
         met = sum(words == "met" for *_, words in promised)
-        parts += [
-            f"### Promises: {met} of {len(promised)} measured ones met",
-            _table(("promise", "figure", ""), promised),
-        ]
+        heading = f"### Promises: {met} of {len(promised)} measured ones met"
+        parts += [heading, _table(("promise", "figure", ""), promised)]
     timed = [row for row in rows if row["family"] != "ceiling"]
     for level in dict.fromkeys(row["level"] for row in timed):
         of_level = [row for row in timed if row["level"] == level]
@@ -142,7 +137,7 @@ def _details(rows: Rows) -> list[str]:
     """Every figure of fastattn, and why others have none."""
     lines = [_own(row, rows) for row in rows if row["family"] == _OURS]
     untimed = (row for row in rows if row["verdict"] != "right")
-    notes = dict.fromkeys(f"* {row['task']}: {row['contender']}: {row['note']}" for row in untimed)
+    notes = dict.fromkeys(f"* {_job(row)}: {row['contender']}: {row['note']}" for row in untimed)
     return ["### Every row of fastattn", _table(_OWN_HEADINGS, lines), "### Not timed", "\n".join(notes) or "Nothing."]
 
 
@@ -157,46 +152,29 @@ def _tflops(row: dict) -> str:
 def _matrix(rows: Rows, shown) -> str:
     """Cases down, contenders across."""
     contenders = sorted(dict.fromkeys(row["contender"] for row in rows), key=lambda name: not name.startswith(_OURS))
-    cells = {
-        (row["case"], row["contender"]): shown(row) if row["verdict"] == "right" else row["verdict"] for row in rows
-    }
+    said = [shown(row) if row["verdict"] == "right" else row["verdict"] for row in rows]
+    cells = {(row["case"], row["contender"]): cell for row, cell in zip(rows, said, strict=True)}
     cases = dict.fromkeys(row["case"] for row in rows)
     return _table(("case", *contenders), [(case, *(cells.get((case, c), "") for c in contenders)) for case in cases])
 
 
-_OWN_HEADINGS = (
-    "case",
-    "contender",
-    "median ms",
-    "p20-p80",
-    "TFLOP/s",
-    "GB/s",
-    "peak MiB",
-    "max error",
-    "fastest rival",
-)
-
-
 def _own(row: dict, rows: Rows) -> tuple[object, ...]:
-    name = f"{row['level']} {row['case']} {row['pass']}"
     if row["verdict"] != "right":
-        return (name, row["contender"], row["verdict"], "", "", "", "", "", "")
+        return (_job(row), row["contender"], row["verdict"], *[""] * (len(_OWN_HEADINGS) - 3))
     time = row["time_ms"]
-    rivals = [x for x in rows if x["task"] == row["task"] and x.get("pass") == row["pass"] and x["family"] != _OURS]
-    fastest = min((x for x in rivals if x["verdict"] == "right"), key=median_ms, default=None)
-    beside = (
-        fastest and f"{fastest['contender']} {median_ms(fastest):.3g} ms ({median_ms(fastest) / time['median']:.2f}x)"
-    )
-    figures = (row.get(x) for x in ("tflops", "gbps", "peak_mib", "max_error"))
+    rivals = [x for x in rows if _job(x) == _job(row) and x["family"] != _OURS and x["verdict"] == "right"]
+    beside = ""
+    if fastest := min(rivals, key=median_ms, default=None):
+        speed_up = median_ms(fastest) / time["median"]
+        beside = f"{fastest['contender']} {median_ms(fastest):.3g} ms ({speed_up:.2f}x)"
+    figures = (row.get(name) for name in _FIGURES)
     shown = ("" if figure is None else f"{figure:.3g}" for figure in figures)
-    return (
-        name,
-        row["contender"],
-        f"{time['median']:.4g}",
-        f"{time['p20']:.4g}-{time['p80']:.4g}",
-        *shown,
-        beside or "",
-    )
+    times = (f"{time['median']:.4g}", f"{time['p20']:.4g}-{time['p80']:.4g}")
+    return (_job(row), row["contender"], *times, *shown, beside)
+
+
+def _job(row: dict) -> str:
+    return f"{row['level']} {row.get('case', '')} {row.get('pass', '')}"
 
 
 def _table(headings: tuple[str, ...], lines: list[tuple[object, ...]]) -> str:
@@ -210,7 +188,7 @@ def _timed_rows(document: dict) -> Rows:
 
 def _readme_table(path: Path, document: dict) -> str:
     rows = _timed_rows(document)
-    commits = dict.fromkeys(run["commit"] for run in document["runs"] if run["stage"] in _COMPARED)
+    commits = dict.fromkeys(run["versions"]["fastattn"] for run in document["runs"] if run["stage"] in _COMPARED)
     lines = []
     for case in _IN_README:
         passes = {timed: ours(rows, case, timed) for timed in ("forward", "backward")}
@@ -232,12 +210,9 @@ def _draw_lengths(document: dict, path: Path) -> bool:
     from matplotlib.figure import Figure  # no pyplot: nothing here needs a window
 
     found: dict[tuple, dict[str, list[tuple[int, float]]]] = {}
-    for row in _timed_rows(document):
-        if (
-            (square := _SQUARE.fullmatch(row["case"]))
-            and row["level"] == "attention"
-            and row["contender"] not in _NOT_DRAWN
-        ):
+    drawn = (row for row in _timed_rows(document) if row["level"] == "attention" and row["contender"] not in _NOT_DRAWN)
+    for row in drawn:
+        if square := _SQUARE.fullmatch(row["case"]):
             D, N, mask = square.groups()
             panel = found.setdefault((row["pass"], int(D), mask), {})
             panel.setdefault(row["contender"], []).append((int(N), row["tflops"]))
@@ -245,9 +220,8 @@ def _draw_lengths(document: dict, path: Path) -> bool:
         return False
     passes = sorted({key[0] for key in found}, reverse=True)
     columns = sorted({key[1:] for key in found}, key=lambda key: (key[0], key[1] == "causal"))
-    contenders = sorted(
-        {name for panel in found.values() for name in panel}, key=lambda name: not name.startswith(_OURS)
-    )
+    names = {name for panel in found.values() for name in panel}
+    contenders = sorted(names, key=lambda name: not name.startswith(_OURS))
     figure = Figure(figsize=(1 + 2.6 * len(columns), 1.4 + 2.4 * len(passes)), layout="constrained")
     panels = figure.subplots(len(passes), len(columns), sharey="row", squeeze=False)
     for line, timed in zip(panels, passes, strict=True):
@@ -275,9 +249,8 @@ def _draw_cases(document: dict, path: Path) -> bool:
     labels = []
     for level, case, timed in jobs:
         own = ours(rows, case, timed, level)
-        rivals = [
-            r for r in rows if (r["level"], r["case"], r["pass"]) == (level, case, timed) and r["family"] != _OURS
-        ]
+        of_job = [r for r in rows if (r["level"], r["case"], r["pass"]) == (level, case, timed)]
+        rivals = [row for row in of_job if row["family"] != _OURS]
         if own and rivals:
             for rival in rivals:
                 ratios.setdefault(rival["contender"], []).append((len(labels), median_ms(rival) / median_ms(own)))

@@ -12,10 +12,10 @@ from torch import Tensor
 import fastattn
 from fastattn import Mask
 from fastattn.backends import BACKENDS, backend_by_name, objections
+from fastattn.bench.cases import Problem
+from fastattn.bench.rivals import Contender, contenders, leaves_of, without_nan
 from fastattn.testing import Inputs
 
-from ..cases import Problem
-from ..rivals import Contender, contenders, leaves_of, without_nan
 from .targets import IN_ANY_ORDER
 
 _WITH_TABLES = ("SDPA math", "naive")
@@ -24,17 +24,22 @@ _RIVALS_OF_NATIVE = ("SDPA flash", "SDPA efficient")  # which its targets are ab
 _TOLD_TO_FLEX = {"causal", "real_keys", "real_queries"}
 
 
+def serving(device: str, only: str | None = None) -> list[str]:
+    """The names of the fused backends that serve on a device without being named, or else of the only one."""
+    fused, place = BACKENDS[:-1], torch.device(device)
+    return [only] if only else [b.NAME for b in fused if b.features(place) and not b.by_name_only(place)]
+
+
 def gpu_contenders(problem: Problem, only: str | None = None) -> list[Contender]:
     """Those of the standard suite that are fused and for this device, and at the attention level those of this file.
 
     Args:
         only: the one backend of fastattn, asked for by its name; None for those that serve there without being named.
     """
-    device, level, fused = problem.inputs.q.device, problem.job.level, BACKENDS[:-1]
-    chosen = [only] if only else [b.NAME for b in fused if b.features(device) and not b.by_name_only(device)]
+    chosen = serving(problem.inputs.q.device.type, only)
     left_out = {f"fastattn {b.NAME}" for b in BACKENDS if b.NAME not in chosen}
     standard = [_if_it_fits(c, problem.inputs) for c in contenders(problem) if c.name not in left_out]
-    if level != "attention":
+    if problem.job.level != "attention":
         return standard
     if only:
         standard = [_by_name(c, only, problem.inputs) if c.name == f"fastattn {only}" else c for c in standard]

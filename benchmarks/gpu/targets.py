@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
-from .crew import Rows
+from .record import Row, Rows
 
-Row = dict[str, object]
 IN_ANY_ORDER = ", deterministic=False"
 """Ends the name of a contender whose gradients are summed in any order."""
 

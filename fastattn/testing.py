@@ -115,6 +115,14 @@ CASES: tuple[Case, ...] = (
     Case("plain", "nothing special"),
     Case("one-query", "decoding: one query, many keys", n_q=1, n_k=70, causal=True, q_start=69),
     Case("one-key", "softmax over a single key", n_q=5, n_k=1),
+    Case(
+        "decode-bias", "a bias beside dot products, keys in several parts", H=4, H_kv=2, n_q=2, n_k=600, keys="holes",
+        bias=(4, 2, 600), softcap=3.0, sinks=True,
+    ),
+    Case(
+        "decode-alibi", "distances beside dot products, and a bias that is one number for all keys", n_q=3, n_k=70,
+        causal=True, q_start=(66, 40), alibi=True, bias=(3, 1),
+    ),
     Case("one-by-one", "the smallest call", B=1, H=1, n_q=1, n_k=1, D=1),
     Case("tail-below", "one less than a block of 16, 32, 64 and 128", n_q=127, n_k=63),
     Case("tail-above", "one more than a block of 16, 32, 64 and 128", n_q=65, n_k=129),

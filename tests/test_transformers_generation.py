@@ -142,7 +142,7 @@ class Call(NamedTuple):
 
     def splits_keys(self) -> bool:
         """Whether the kernel for few queries takes it, which splits the keys (`decodes` in csrc/cpu/schedule.h)."""
-        others = {"bias", "alibi_slopes", "dropout", "dense", "segments"}
+        others = {"dropout", "dense", "segments"}
         return self.heads_that_share_keys * self.n_q <= 8 and not self.spec.features() & others
 
 
@@ -175,8 +175,7 @@ def test_greedy(name, cache, served):
     steps = [call for call in served if call.n_q == 1]
     assert len(steps) >= 2 * (NEW - 1)  # layers
     assert all(call.spec.mask.dense is None for call in served)
-    if name != "t5":  # its bias is not in that kernel
-        assert all(call.splits_keys() for call in steps)
+    assert all(call.splits_keys() for call in steps)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -116,21 +116,28 @@ FASTATTN_SELDOM void add_bias(const Params& p, int64_t b, int64_t h, const Query
   });
 }
 
-// The positions of the queries. Beyond kFarthest the distances to all keys change alike, and the weights do not.
+// The position of a query. Beyond kFarthest the distances to all keys change alike, and the weights do not.
+FASTATTN_INLINE int32_t query_position(const Params& p, int64_t b, int64_t query) {
+  constexpr int64_t kFarthest = 1 << 30;
+  return static_cast<int32_t>(clamp(p.position(b, query), -kFarthest, kFarthest));
+}
+
 template <int C>
 FASTATTN_INLINE void query_positions(const Params& p, int64_t b, const QueryBlock& queries, Ints (&positions)[C]) {
-  constexpr int64_t kFarthest = 1 << 30;
   for (int lane = 0; lane < C * kLanes; ++lane) {
     const int64_t query = queries.index[lane / kLanes][lane % kLanes];
-    const int64_t position = clamp(p.position(b, query), -kFarthest, kFarthest);
-    positions[lane / kLanes][lane % kLanes] = static_cast<int32_t>(position);
+    positions[lane / kLanes][lane % kLanes] = query_position(p, b, query);
   }
 }
 
+FASTATTN_INLINE int32_t key_position(const Params& p, int64_t b, int64_t key) {
+  return p.documents.rank_of_key ? p.documents.rank_of_key[b * p.n_k + key] : static_cast<int32_t>(key);
+}
+
+FASTATTN_INLINE Floats absolute(Ints x) { return __builtin_convertvector(x < 0 ? -x : x, Floats); }
+
 FASTATTN_INLINE Floats distances(const Params& p, int64_t b, Ints query_position, int64_t key) {
-  const auto position = p.documents.rank_of_key ? p.documents.rank_of_key[b * p.n_k + key] : static_cast<int32_t>(key);
-  const Ints behind = query_position - position;
-  return __builtin_convertvector(behind < 0 ? -behind : behind, Floats);
+  return absolute(query_position - key_position(p, b, key));
 }
 
 // S^T becomes scale * S^T - slope * distance, in nats.

@@ -111,6 +111,34 @@ void dot_products(int64_t rows, const float* q, Stream<Element> k, int64_t n, in
   }
 }
 
+// Turns the products of one query with the n keys at the places first, ... of a list, in whole vectors, into scores.
+FASTATTN_SELDOM void finish_scores_of_query(const Params& p, int64_t b, int64_t h, int64_t query, const IndexList& list,
+                                            int64_t first, int64_t n, float* s) {
+  auto scale = static_cast<float>(p.scale < 0 ? -p.scale : p.scale);  // its sign is on the query
+  if (p.softcap > 0) cap_scores(p, padded(n), s, nullptr), scale = 1.0f;
+  const KeyBlock keys{&list, first, n, {}, {}, {}, {}};
+  if (p.bias.data) {
+    with_elements(p.bias.row(b, h, query), p.bias_dtype, [&](auto* row) {
+      for (int64_t i = 0; i < n; i += kLanes) {
+        const FewKeys few(keys, {0, n}, i);
+        const bool as_it_lies = few.side_by_side && !p.bias.one_for_all_keys;
+        const Floats bias = as_it_lies ? widen(row + few.at(0)) : few.gathered(row, p.bias.one_for_all_keys);
+        store(s + i, load(s + i) * scale + above_lowest_score(bias));
+      }
+    });
+    scale = 1.0f;
+  }
+  if (p.alibi_slopes) {
+    const float slope = p.alibi_slopes[b * p.H + h];
+    const int32_t position = query_position(p, b, query);
+    for (int64_t i = 0; i < n; i += kLanes) {
+      Ints behind{};
+      for (int64_t j = 0; j < lesser(kLanes, n - i); ++j) behind[j] = position - key_position(p, b, keys.key(i + j));
+      store(s + i, load(s + i) * scale - slope * absolute(behind));
+    }
+  }
+}
+
 // Turns a row of S into P, and updates its statistics and the output so far.
 void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, float* o) {
   const float on_score_log2 = p.on_score_log2();
@@ -177,7 +205,10 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     });
     for (int64_t row = row_begin; row < row_end; ++row) {
       float* s = w.s + row * kDecodeKeys;
-      if (p.softcap > 0) cap_scores(p, n_padded, s, nullptr);
+      if (p.finishes_scores()) {
+        const auto [h, query] = head_and_query(p, b, h_kv, row);
+        finish_scores_of_query(p, b, h, query, key_list, first, n, s);
+      }
       if (n == n_padded && visible[row].begin <= block.begin && block.end <= visible[row].end) continue;
       for (int64_t i = 0; i < n_padded; ++i) {
         if (i >= n || !visible[row].contains(key_list.at(first + i))) s[i] = -kInfinity;

@@ -185,6 +185,7 @@ CASES: tuple[Case, ...] = (
     Case("alibi", "linear distance bias", n_q=40, alibi=True, causal=True),
     Case("alibi-segments", "distances count in the document", n_q=40, segments=True, alibi=True),
     Case("sinks", "one learned logit a head", n_q=40, sinks=True, keys="none"),
+    Case("sinks-segments", "each document has the sink", n_q=40, sinks=True, segments=True, dropout_p=0.2),
     Case(
         "far-keys", "sinks that leave hardly anything to the keys", n_q=20, n_k=5, q_start=24, alibi=True, sinks=True,
         bias=(20, 1),
@@ -372,8 +373,19 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
     raise ValueError(f"layout must be BHND, BNHD or sliced, got {layout!r}")
 
 
-def run(inputs: Inputs, backend: str | None) -> dict[str, Tensor]:
-    """Outputs and gradients of `attention` by that backend: a dict over the names of OUTPUTS."""
+def run(inputs: Inputs, backend: str | None, threads: int | None = None) -> dict[str, Tensor]:
+    """Outputs and gradients of `attention` by that backend: a dict over the names of OUTPUTS.
+
+    Args:
+        threads: how many PyTorch has meanwhile; None for as many as it has now.
+    """
+    if threads is not None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return run(inputs, backend)
+        finally:
+            torch.set_num_threads(before)
     learned = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
     options = dict(inputs.options)
     if "generator" in options:

@@ -184,7 +184,7 @@ void add_gradients_single_block(const Params& p, const BackwardTensors& t, const
   }
   gradients_single_block<C>(part.n, one_over_l, d_lse, z_t, w.s_t, w.dp_t);
 
-  if (writes_rows && t.d_row) {
+  if (writes_rows && item.wanted.by_query && t.d_row) {
     for (int64_t lane = 0; lane < n; ++lane) {
       float& sum = t.d_row[(b * p.H + h) * p.n_q + list.at(queries.first + lane)];
       for (int64_t i = 0; i < part.n; ++i) sum += w.dp_t[i * M + lane];

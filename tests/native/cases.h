@@ -1,6 +1,7 @@
 // What the kernels are tested with: shapes and masks, each with its reason, and their random inputs.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <random>
@@ -27,10 +28,18 @@ struct Case {
   Padding keys = Padding::none, queries = Padding::none;
   std::vector<int64_t> documents_q = {}, documents_k = {};  // their lengths, in every sample; none: one document
   double dropout_p = 0, scale = 0.2;
-  double softcap = 0;       // 0: none
-  double sink = -HUGE_VAL;  // of head 0, one more for each head after it; -HUGE_VAL: none
+  double softcap = 0;              // 0: none
+  double sink = -HUGE_VAL;         // of head 0, one more for each head after it; -HUGE_VAL: none
+  std::vector<int64_t> bias = {};  // its shape, [B or 1, H or 1, n_q or 1, n_k or 1]; empty: there is none
+  bool alibi = false;
   Layout layout = {};
   bool with_d_o = true, with_d_lse = true;
+
+  bool finishes_scores() const { return softcap > 0 || !bias.empty() || alibi; }  // as Params has it
+
+  // The samples and the heads of d_bias, if there is one. Heads that share a bias add to two tables by turns.
+  int64_t d_bias_samples() const { return !finishes_scores() ? 0 : bias.empty() ? B : bias[0]; }
+  int64_t d_bias_heads() const { return bias.empty() || bias[1] == H ? H : std::min<int64_t>(H, 2); }
 };
 
 // clang-format off
@@ -136,7 +145,8 @@ inline const std::vector<Case> kCases = {
     {.name = "sinks-far-above", .why = "no weight is left", .n_k = 70, .sink = 1000},
     {.name = "sinks-far-below", .why = "a sink without weight", .n_k = 70, .sink = -1000},
     {.name = "sinks-large-scores", .why = "an lse of thousands that is refined", .causal = true, .scale = 50, .sink = 99},
-    {.name = "only-o", .why = "no gradient arrives at lse", .causal = true, .with_d_lse = false},
+    {.name = "only-o", .why = "no gradient arrives at lse, but the sink takes some", .causal = true, .sink = 0.5,
+     .with_d_lse = false},
     {.name = "only-lse", .why = "no gradient arrives at o", .causal = true, .with_d_o = false},
 };
 // clang-format on
@@ -155,7 +165,7 @@ class Inputs {
  public:
   const Case& about;
   std::vector<std::vector<char>> real_queries, real_keys;  // [B][N], 0 or 1
-  Array q, k, v, d_o, d_lse;
+  Array q, k, v, d_o, d_lse, bias;
 
   Inputs(const Case& c, DType dtype)
       : about(c),
@@ -165,9 +175,11 @@ class Inputs {
         k(normal(c.H_kv, c.d_qk, dtype, real_keys)),
         v(normal(c.H_kv, c.d_v, dtype, real_keys)),
         d_o(normal(c.H, c.d_v, dtype, real_queries)),
-        d_lse(normal(c.H, 1, DType::f32, seeing_queries())) {}
+        d_lse(normal(c.H, 1, DType::f32, seeing_queries())),
+        bias(normal(c.bias, dtype)) {}
 
   double sink(int64_t h) const { return about.sink + h; }
+  double slope(int64_t b, int64_t h) const { return std::ldexp(1.0, -1 - int(b + h)); }
 
   // The number of a document, and where it begins; a token alone is document 0.
   struct Document {
@@ -182,11 +194,16 @@ class Inputs {
     return document;
   }
 
-  bool sees(int64_t b, int64_t query, int64_t key) const {
+  // From where the query stands in its document to where the key stands in its own.
+  int64_t distance(int64_t b, int64_t query, int64_t key) const {
     const Document of_query = document_of(about.documents_q, query), of_key = document_of(about.documents_k, key);
-    if (of_query.number != of_key.number) return false;
-    const int64_t distance = key - of_key.begin - (query - of_query.begin + about.q_start[b]);
-    const bool in_band = distance >= -about.left && distance <= about.right && !(about.causal && distance > 0);
+    return key - of_key.begin - (query - of_query.begin + about.q_start[b]);
+  }
+
+  bool sees(int64_t b, int64_t query, int64_t key) const {
+    if (document_of(about.documents_q, query).number != document_of(about.documents_k, key).number) return false;
+    const int64_t d = distance(b, query, key);
+    const bool in_band = d >= -about.left && d <= about.right && !(about.causal && d > 0);
     return in_band && real_queries[b][query] && real_keys[b][key];
   }
 
@@ -219,6 +236,14 @@ class Inputs {
     each_row(x, [&](int64_t b, int64_t h, int64_t i) {
       for (int64_t d = 0; d < dim; ++d) x.row(b, h, i)[d] = real[b][i] ? rounded(distribution(random_), dtype) : NAN;
     });
+    return x;
+  }
+
+  Array normal(const std::vector<int64_t>& shape, DType dtype) {
+    if (shape.empty()) return Array(0, 0, 0, 0);
+    std::normal_distribution<double> distribution;
+    Array x(shape[0], shape[1], shape[2], shape[3]);
+    for (double& value : x.values) value = rounded(distribution(random_), dtype);
     return x;
   }
 };

@@ -91,6 +91,11 @@ class Tensor {
 
   Input input() const { return {memory_.data(), dtype, batch_stride_, head_stride_, row_stride_}; }
   Output output() const { return {memory_.data(), dtype, batch_stride_, head_stride_, row_stride_}; }
+  // One entry of it serves all samples, heads, queries or keys where it has no more of them.
+  Table table() const {
+    const auto bytes = [&](int64_t n, int64_t stride) { return n > 1 ? stride * bytes_of(dtype) : 0; };
+    return {memory_.data(), bytes(B, batch_stride_), bytes(H, head_stride_), bytes(N, row_stride_), D == 1};
+  }
   float* floats() const { return memory_.data<float>(); }
 
   // Nothing was written but rows.

@@ -72,7 +72,7 @@ class Mask:
             for side, width in zip(("left", "right"), self.window, strict=True):
                 if width is not None and not (is_int(width) and 0 <= width < 2**63):
                     raise ValueError(
-                        f"mask.window's {side} must be None or an int of 64 bits and at least 0, got {_shown(width)}"
+                        f"mask.window's {side} must be None or an int from 0 to 2**63 - 1, got {_shown(width)}"
                     )
         if self.real_keys is not None:
             _check_table("real_keys", self.real_keys, _BOOL, (2,))
@@ -178,7 +178,9 @@ def _check_table(name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: tu
     if not isinstance(x, Tensor):
         raise ValueError(f"mask.{name} must be a Tensor, got {_shown(x)}")
     if x.dtype not in dtypes:
-        meaning = "bool (True may be seen; a float mask is a bias)" if dtypes is _BOOL else "int32 or int64"
+        meaning = "bool (True is real)" if dtypes is _BOOL else "int32 or int64"
+        if name == "dense":
+            meaning = "bool (True may see; a float mask is a bias)"
         raise ValueError(f"mask.{name} must be {meaning}, got {x.dtype}")
     if x.dim() not in dims:
         raise ValueError(f"mask.{name} must have {' or '.join(map(str, dims))} dimensions, got {x.dim()}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fastattn
-from fastattn import ops
+from fastattn import ops, plan
 from fastattn.plan import Plan
 from fastattn.spec import Spec
 from fastattn.testing import compare
@@ -196,10 +196,10 @@ def calls_seen() -> Iterator[Calls]:
     """Notes every attention that is computed meanwhile."""
     calls, attention = Calls(), ops.attention
 
-    def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[Tensor, Tensor]:
+    def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, decided: Plan) -> tuple[Tensor, Tensor]:
         calls.features |= spec.features()
-        calls.backends.add(plan.backend.NAME)
-        return attention(q, k, v, spec, plan)
+        calls.backends.add(decided.backend.NAME)
+        return attention(q, k, v, spec, decided)
 
-    with mock.patch.object(ops, "attention", noted):
+    with mock.patch.object(ops, "attention", noted), mock.patch.object(plan, "short_way", return_value=None):
         yield calls

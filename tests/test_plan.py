@@ -24,9 +24,10 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, -1, 2], [4, 3, 4, 3, 3, 3, 3]])
 
 @pytest.fixture
 def judged(monkeypatch) -> list[tuple]:
-    """The arguments of every call that is judged from now on; no kind is known before."""
+    """The arguments of every call that is judged from now on; no kind is known before, and no call is short."""
     calls, validated = [], plan.validated
     monkeypatch.setattr(plan, "validated", lambda *arguments: calls.append(arguments) or validated(*arguments))
+    monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
     plan.forget_plans()
     return calls
 

@@ -213,7 +213,10 @@ bool read_plain(PyObject* from, Tensor& to) {
 
 bool read_plain(PyObject* from, MaybeTensor& to) { return from == Py_None || read_plain(from, to.emplace()); }
 
-bool is_plain(const MaybeTensor& x) { return !x || !(x->key_set().raw_repr() & ~kPlainKeys); }
+bool is_plain(const Tensor& x) {
+  Tensor unused;
+  return read_plain(pybind11::cast(x).ptr(), unused);
+}
 
 // The same for a number that fp32 can hold, or None.
 bool read_number(PyObject* from, std::optional<double>& to) {
@@ -247,7 +250,7 @@ PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (arguments[3] != Py_None) read_mask(arguments[3], spec);
     const auto* q_starts = std::get_if<Tensor>(&spec.q_start);
     for (const MaybeTensor* x : {&spec.real_queries, &spec.real_keys, &spec.ids_q, &spec.ids_k, &spec.dense}) {
-      if (!is_plain(*x)) Py_RETURN_NONE;
+      if (*x && !is_plain(**x)) Py_RETURN_NONE;
     }
     if (q_starts && !is_plain(*q_starts)) Py_RETURN_NONE;
     std::tuple<Tensor, Tensor> result;

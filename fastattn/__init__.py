@@ -9,12 +9,12 @@ from .api import (
     attention_with_weights,
     explain,
     merge,
-    scaled_dot_product_attention,
     top_keys,
 )
 from .backends import FallbackWarning, NoBackendError
 from .integrations.torch_sdpa import SDPAPatch, patch_sdpa, register_flash_implementation
 from .nn import MultiHeadAttention, Transformer
+from .sdpa import scaled_dot_product_attention
 from .spec import Mask
 from .swap import SwapReport, swap, unswap
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import ops, plan
 from .backends import BACKENDS, objections, select
 from .spec import Mask, accumulation_dtype
-from .validation import broadcasts, check_merge, check_top_k, check_varlen, validated
+from .validation import check_merge, check_top_k, check_varlen, validated
 
 
 def attention(
@@ -366,79 +366,6 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     return o.to(o1.dtype), lse
 
 
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    backend: str | None = None,
-) -> Tensor:
-    """What torch.nn.functional.scaled_dot_product_attention returns, by the fused backends: [N, ..., H, L, E_v].
-
-    Arguments, broadcasting and refusals are torch's, with one difference: where torch multiplies padding by zero, a
-    bool mask that is the same for every query ([N, 1, 1, S]) is skipped work here.
-
-    Args:
-        query: [N, ..., H, L, E]; key: [N, ..., H_kv, S, E]; value: [N, ..., H_kv, S, E_v].
-        attn_mask: bool (True may see) or float (added), broadcastable to [N, ..., H, L, S].
-        dropout_p: as in torch, applied whenever it is above 0.
-        is_causal: key j is seen by query i where j <= i. With attn_mask both apply (torch does so in its CPU kernel
-            and refuses elsewhere).
-        scale: factor on query key^T; None is 1 / sqrt(E).
-        enable_gqa: H may be a multiple of H_kv.
-        backend: as in `attention`; torch has no such argument.
-
-    Raises:
-        RuntimeError, IndexError, TypeError: torch's class for what torch refuses.
-        NotImplementedError: the named backend does not compute the call.
-
-    Example:
-        >>> import torch, fastattn
-        >>> x = torch.ones(1, 2, 3, 8)
-        >>> fastattn.scaled_dot_product_attention(x, x, x, is_causal=True).shape
-        torch.Size([1, 2, 3, 8])
-    """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-        if x.dim() < 2:
-            raise RuntimeError(f"{name} must have at least 2 dimensions, got {x.dim()}")
-    if attn_mask is not None and attn_mask.dim() < 2:
-        raise IndexError(f"attn_mask must have at least 2 dimensions, got {attn_mask.dim()}")
-
-    if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise RuntimeError(f"attn_mask must be bool, float32 or {query.dtype} like query, got {attn_mask.dtype}")
-
-    H, L = _at_least_3d(query).shape[-3:-1]
-    batches = [_at_least_3d(x).shape[:-3] for x in (query, key, value)]
-    H_kv = _at_least_3d(key).shape[-3]
-    try:
-        batch = torch.broadcast_shapes(*batches)
-        if not enable_gqa:
-            H = H_kv = torch.broadcast_shapes((H,), (H_kv,), (_at_least_3d(value).shape[-3],))[0]
-        q, k, v = (
-            _fold_batch(_at_least_3d(x).expand(*batch, heads, *x.shape[-2:]))
-            for x, heads in ((query, H), (key, H_kv), (value, H_kv))
-        )
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"query, key and value must agree in all but their last two dimensions, got {list(query.shape)}, "
-            f"{list(key.shape)} and {list(value.shape)} with enable_gqa={enable_gqa}"
-        ) from error
-    try:
-        mask, bias = _from_attn_mask(attn_mask, (*batch, H, L, k.shape[2]), is_causal)
-        o = attention(q, k, v, mask, scale=scale, bias=bias, dropout_p=dropout_p, backend=backend)
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error
-    o = o.reshape(*batch, *o.shape[1:])
-    return o if max(query.dim(), key.dim(), value.dim()) > 2 else o[0]
-
-
 @dataclass(frozen=True)
 class Explanation:
     """Which backend computes a call, and why the others do not. `str()` of it is meant for people.
@@ -479,31 +406,3 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     spec = validated(q, k, v, mask, **(defaults | options))
     refusals = {b.NAME: objections(b, q, k, v, spec, named=False) for b in BACKENDS}
     return Explanation(next((name for name, why in refusals.items() if not why), None), refusals)
-
-
-def _at_least_3d(x: Tensor) -> Tensor:
-    return x if x.dim() > 2 else x[None]
-
-
-def _fold_batch(x: Tensor) -> Tensor:
-    """[*batch, H, N, D] as [B, H, N, D]."""
-    return x.flatten(0, -4) if x.dim() > 3 else x[None]
-
-
-def _from_attn_mask(attn_mask: Tensor | None, shape: tuple[int, ...], is_causal: bool) -> tuple[Mask, Tensor | None]:
-    """The mask and the bias of torch's attn_mask, given the shape [*batch, H, L, S] of the scores."""
-    if attn_mask is None:
-        return Mask(causal=is_causal), None
-    batch, S = shape[:-3], shape[-1]
-    if not broadcasts(attn_mask.shape, shape):
-        raise ValueError(f"attn_mask must be broadcastable to {list(shape)}, got {list(attn_mask.shape)}")
-    if attn_mask.dim() > 3:  # fold the batch dimensions as those of q were
-        attn_mask = attn_mask.expand(*batch, *attn_mask.shape[-3:]).flatten(0, -4)
-    if attn_mask.dtype != torch.bool:
-        return Mask(causal=is_causal), attn_mask
-    same_for_all_queries = attn_mask.shape[-2] == 1 and (attn_mask.dim() < 3 or attn_mask.shape[-3] == 1)
-    if same_for_all_queries:
-        B = math.prod(batch)
-        keys = attn_mask[:, 0, 0] if attn_mask.dim() == 4 else attn_mask.reshape(-1, attn_mask.shape[-1])
-        return Mask(causal=is_causal, real_keys=keys.expand(B, S)), None
-    return Mask(causal=is_causal, dense=attn_mask), None

@@ -181,7 +181,8 @@ def _either(shapes: Iterable[tuple[int, ...]]) -> str:
 def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
     """Whether `shape` broadcasts to exactly `target`."""
     return len(shape) <= len(target) and all(
-        n in (1, wanted) for n, wanted in zip(reversed(shape), reversed(target), strict=False)
+        n == 1 or n == wanted  # not `in`: torch.compile does not find a symbolic length in a tuple
+        for n, wanted in zip(reversed(shape), reversed(target), strict=False)
     )
 
 

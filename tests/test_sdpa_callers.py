@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from model_cases import calls_seen
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 import fastattn
@@ -262,6 +263,35 @@ def test_nested_tensors_stay_with_torch():
     assert fastattn.swap(model).swapped == {"": "OfNested"}
     with calls_seen() as calls:
         assert torch.equal(model(x).to_padded_tensor(0.0), expected)
+    assert not calls.backends
+
+
+def test_causal_biases_are_computed_by_fastattn():
+    class OfLast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x[..., 2:, :], x, x, causal_lower_right(x.shape[-2] - 2, x.shape[-2]))
+
+    model = OfLast()
+    x = torch.randn(2, 3, 5, 4)
+    expected = model(x)
+    fastattn.swap(model)
+    with calls_seen() as calls:
+        torch.testing.assert_close(model(x), expected)
+    assert (calls.backends, calls.features) == ({"native"}, {"causal", "q_start"})
+
+
+def test_what_fastattn_refuses_stays_with_torch():
+    class Unscaled(nn.Module):
+        def forward(self, x: Tensor, scale: object) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, scale=scale)
+
+    model, x = Unscaled(), torch.randn(2, 3, 5, 4)
+    expected = model(x, float("inf"))
+    fastattn.swap(model)
+    with calls_seen() as calls:
+        torch.testing.assert_close(model(x, float("inf")), expected, rtol=0, atol=0, equal_nan=True)
+        with pytest.raises(TypeError, match="argument 'scale' must be float, not str"):
+            model(x, "1")
     assert not calls.backends
 
 

@@ -106,9 +106,12 @@ class NoBackendError(NotImplementedError):
     reasons: of each backend, a line each; the message has them too.
     """
 
-    def __init__(self, message: str, reasons: str) -> None:
-        super().__init__(f"{message}\n{reasons}")
-        self.reasons = reasons
+    @property
+    def reasons(self) -> str:
+        return self.args[1]
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 def select(

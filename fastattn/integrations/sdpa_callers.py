@@ -10,6 +10,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from types import CodeType
 
 import torch
@@ -19,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
-from ..api import scaled_dot_product_attention
+from ..sdpa import RefusedError, causal_bias, computed, parsed
 
-_TORCHS_OWN = torch._C._nn.scaled_dot_product_attention  # patch_sdpa() may have put another one into torch.nn
+TORCHS_OWN = torch._C._nn.scaled_dot_product_attention  # patch_sdpa() may have put another one into torch.nn
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # the last two while torch.export traces
 
 SWITCHES = ("fused_attn", "use_fsdpa")
@@ -40,21 +41,23 @@ class SDPACaller(nn.Module):
         return (_new, (original_class(self),), *state)
 
 
-class _ToFastattn(TorchFunctionMode):
-    """Routes calls of torch's scaled_dot_product_attention in this thread to fastattn's while it is entered.
+class ToFastattn(TorchFunctionMode):
+    """While it is entered, calls of torch's scaled_dot_product_attention in this thread go to fastattn's.
 
-    Calls on tensors of a subclass (nested, distributed) stay with torch.
+    Those on tensors of a subclass (nested, distributed) stay with torch, and those that fastattn refuses.
     """
 
     called = False
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
-        if func is _TORCHS_OWN:
+        if func is TORCHS_OWN:
             self.called = True
-            tensors = (*args[:4], *(kwargs.get(name) for name in ("query", "key", "value", "attn_mask")))
-            if all(x is None or (type(x) in _PLAIN and not x.is_nested) for x in tensors):
-                return scaled_dot_product_attention(*args, **kwargs)
+            plain = (*_PLAIN, *causal_bias())
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            if all(type(x) in plain and not x.is_nested for x in tensors):
+                with suppress(RefusedError):
+                    return computed(parsed(*args, **kwargs), None)
         if func is Tensor.unflatten:  # Dynamo cannot call this one method from here
             func = torch.unflatten
         return func(*args, **kwargs)
@@ -106,9 +109,9 @@ def _switches_off(module: nn.Module) -> list[str]:
 def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
     @functools.wraps(cls.forward)  # so that it has the signature, which trainers ask for
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        with _ToFastattn() as mode:
+        with ToFastattn() as mode:
             output = cls.forward(self, *args, **kwargs)
-        if not (torch.compiler.is_compiling() or mode.called or F.scaled_dot_product_attention is not _TORCHS_OWN):
+        if not (torch.compiler.is_compiling() or mode.called or F.scaled_dot_product_attention is not TORCHS_OWN):
             warnings.warn(f"{full_name(cls)} was swapped, but ran without {_FUNCTION}", stacklevel=1)
         return output
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack, get_overridable_functions, has_torch_function
+from torch.utils._device import DeviceContext
 
-from ..api import scaled_dot_product_attention
 from ..backends import NoBackendError, while_tracing
+from ..sdpa import Call, RefusedError, causal_bias, computed, parsed
+from .sdpa_callers import TORCHS_OWN, ToFastattn
 
 _lock = threading.RLock()
 _started: list[SDPAPatch] = []
 _inner = F.scaled_dot_product_attention  # what `_routed` stands in front of: torch's own, or what somebody put there
 _around = None  # what somebody put around `_routed` while it stood there, which goes on calling it
+_told: set[type] = set()  # the class that `_tell_causal_bias` has changed, once it has
+_away = 0  # in how many calls that are torch's, and look for its function, `_routed` does not stand there
 
 
 class SDPAPatch:
@@ -47,10 +54,12 @@ class SDPAPatch:
         """Routes calls to fastattn from now on."""
         global _inner
         with _lock:
-            _started.append(self)
-            if F.scaled_dot_product_attention not in (_routed, _around):
+            if not _started and F.scaled_dot_product_attention not in (_routed, _around):
                 _inner = F.scaled_dot_product_attention
-                F.scaled_dot_product_attention = _routed
+                get_overridable_functions()  # it keeps what it finds in `F` when it is called first
+            _started.append(self)
+            _tell_causal_bias()
+            _put_in_place()
         return self
 
     def stop(self) -> None:
@@ -66,10 +75,9 @@ class SDPAPatch:
             _started.remove(self)
             if _started:
                 return
-            if F.scaled_dot_product_attention is _routed:
-                F.scaled_dot_product_attention = _inner
-            else:  # whoever put that there keeps it: what is inside only passes calls on from now on
-                _around = F.scaled_dot_product_attention
+            _put_in_place()
+            if F.scaled_dot_product_attention is not _inner:  # whoever put that there keeps it, and what is inside it
+                _around = F.scaled_dot_product_attention  # only passes calls on from now on
 
     def remove(self) -> None:
         """`stop`, under the name that torch's registry of flash attention calls it by."""
@@ -91,9 +99,13 @@ class SDPAPatch:
 def patch_sdpa() -> SDPAPatch:
     """A patch of torch.nn.functional.scaled_dot_product_attention: for a `with`, or for `start()` and `stop()`.
 
-    A call that no fused backend takes, one on tensors of a subclass (nested, distributed), and one whose kernel
-    `torch.nn.attention.sdpa_kernel` chooses is left to torch as it is. All other results are fastattn's: 0 for queries
-    that may see nothing, and other random numbers under dropout.
+    What fastattn refuses, or no fused backend takes, is left to torch as it is, and raises what torch raises. So are
+    calls on tensors of a subclass (nested, distributed; a CausalBias is taken), calls that a TorchFunctionMode sees,
+    that are traced or exported, or whose kernel `torch.nn.attention.sdpa_kernel` chooses. Answers are fastattn's
+    otherwise, with other random numbers under dropout.
+
+    A `__torch_function__` that compares its function with `torch.nn.functional.scaled_dot_product_attention` finds them
+    the same, but not in a call by a name that was imported before the patch.
 
     Returns:
         The patch, which counts both kinds of calls.
@@ -113,36 +125,116 @@ def register_flash_implementation() -> None:
         register("fastattn", register_fn=lambda: patch_sdpa().start())
 
 
-def _routed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """torch's function, computed by fastattn where it takes the call."""
-    arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    why = _objection(query, key, value, attn_mask)
+def _routed(*args: object, **kwargs: object) -> object:
+    """torch's function, by fastattn where that takes the call."""
+    arguments = (*args, *kwargs.values())
+    _tell_causal_bias()
+    why = _objection(arguments)
     if why is None:
         try:
-            o = scaled_dot_product_attention(*arguments, **options, backend="fused")
-        except NoBackendError as refusal:
-            why = refusal.reasons
+            call = parsed(*args, **kwargs)
+            why = _objection_to(call)
+            if why is None:
+                o = computed(call, "fused")
+        except (NoBackendError, RefusedError) as refusal:
+            why = refusal
     _count(why)
-    return o if why is None else _inner(*arguments, **options)
+    return o if why is None else _by_torch(args, kwargs)
 
 
-def _objection(*tensors: Tensor | None) -> str | None:
-    """Why this call is left to torch, whatever backend could compute it."""
+# TorchScript, which compiles no function with **kwargs, writes torch's operator down instead.
+torch.jit._builtins._register_builtin(_routed, "aten::scaled_dot_product_attention")
+
+
+def _put_in_place() -> None:
+    """Puts `_routed` where torch's function is or the other way round, as it should be now; leaves others' there."""
+    if F.scaled_dot_product_attention in (_routed, _inner):
+        F.scaled_dot_product_attention = _routed if _started and not _away else _inner
+
+
+def _by_torch(args: tuple, kwargs: dict) -> object:
+    """A call of torch's own function.
+
+    It stands in its place while a `__torch_function__` runs that may compare what it is given with what stands there.
+    Calls of other threads go to torch meanwhile.
+    """
+    global _away
+    if not (has_torch_function((*args, *kwargs.values())) or torch._C._is_torch_function_mode_enabled()):
+        return _inner(*args, **kwargs)
+    if torch.compiler.is_compiling():  # which traces no lock, and one thread at a time
+        standing, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _inner
+        try:
+            return _inner(*args, **kwargs)
+        finally:
+            F.scaled_dot_product_attention = standing
+    with _lock:
+        _away += 1
+        _put_in_place()
+    try:
+        return _inner(*args, **kwargs)
+    finally:
+        with _lock:
+            _away -= 1
+            _put_in_place()
+
+
+@while_tracing
+def _tell_causal_bias() -> None:
+    """Has torch's CausalBias know torch's function, which it compares with what stands in its place.
+
+    While `_routed` stands there it would not, where the function was imported by name before, or a call is compiled.
+    """
+    for cls in causal_bias():
+        if cls in _told:
+            return
+        with _lock:
+            if cls not in _told:
+                cls.__torch_function__ = classmethod(_by_identity(cls.__torch_function__.__func__))
+                _told.add(cls)
+
+
+def _by_identity(torch_function: Callable) -> Callable:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # noqa: N807
+        if func is TORCHS_OWN:
+            return cls._dispatch(*args, **(kwargs or {}))
+        return torch_function(cls, func, types, args, kwargs)
+
+    return __torch_function__
+
+
+def _objection(arguments: tuple[object, ...]) -> str | None:
+    """Why this call is torch's, whoever could compute it."""
     if not _started:
         return "the patch was stopped"
-    if any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested for x in tensors if x is not None):
+    plain = (Tensor, torch.nn.Parameter, *causal_bias())
+    if any(isinstance(x, Tensor) and (type(x) not in plain or x.is_nested) for x in arguments):
         return "the tensors are nested, or of a subclass of torch.Tensor"
+    if torch._C._is_torch_function_mode_enabled() and _a_mode_may_want_it():
+        return "a TorchFunctionMode sees the call first"
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return "the call is written down, to be run without fastattn"
+    if forward_ad._current_level >= 0 and _forward_mode_is_nested():
+        return "its derivative is taken in forward mode inside forward mode"
     return "sdpa_kernel() chooses among torch's kernels" if _kernel_is_chosen() else None
+
+
+def _objection_to(call: Call) -> str | None:
+    """Why a call is torch's, of which each of torch's kernels has an opinion."""
+    if call.mask.causal and (call.bias is not None or call.mask.tensors()):
+        return "torch's kernels differ on is_causal=True with an attn_mask"
+    if not torch.compiler.is_compiling() and any(x.numel() == 0 for x in (call.q, call.k, call.v)):
+        return "a tensor is empty"
+    return None
+
+
+def _a_mode_may_want_it() -> bool:
+    """Whether a TorchFunctionMode is entered, but for the default device and the one that modules are swapped by."""
+    return any(type(mode) not in (DeviceContext, ToFastattn) for mode in _get_current_function_mode_stack())
+
+
+def _forward_mode_is_nested() -> bool:
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
 
 
 @while_tracing
@@ -152,10 +244,11 @@ def _kernel_is_chosen() -> bool:
     return not all(of_kernel() for of_kernel in (*enabled, kernels.cudnn_sdp_enabled))
 
 
-def _count(why: str | None) -> None:
+def _count(why: str | NoBackendError | RefusedError | None) -> None:
     """Notes one call: computed, or left for that reason."""
     if torch.compiler.is_compiling():
         return
+    why = why.reasons if isinstance(why, NoBackendError) else why and str(why)
     with _lock:
         for patch in set(_started):
             if why is None:

@@ -1,4 +1,4 @@
-"""What users call on tensors. Every call is validated here, once, and becomes a `Spec`; nothing below checks again."""
+"""The public functions on tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def attention(
         >>> import torch, fastattn
         >>> q = k = v = torch.ones(1, 1, 2, 4)
         >>> real_keys = torch.tensor([[True, False]])
-        >>> fastattn.attention(q, k, v, fastattn.Mask(real_keys=real_keys), backend="reference").shape
+        >>> fastattn.attention(q, k, v, fastattn.Mask(real_keys=real_keys)).shape
         torch.Size([1, 1, 2, 4])
     """
     found = None
@@ -134,7 +134,7 @@ def attention_varlen(
         >>> import torch, fastattn
         >>> q = k = v = torch.ones(5, 2, 8)
         >>> _, lse = fastattn.attention_varlen(
-        ...     q, k, v, torch.tensor([0, 3, 4]), causal=True, scale=0.0, return_lse=True, backend="reference")
+        ...     q, k, v, torch.tensor([0, 3, 4]), causal=True, scale=0.0, return_lse=True)
         >>> lse[0].exp()  # how many keys each token sees
         tensor([1., 2., 3., 1., 0.])
     """
@@ -225,7 +225,7 @@ def attention_with_weights(
     Example:
         >>> import torch, fastattn
         >>> q = k = v = torch.ones(1, 2, 3, 4)
-        >>> o, weights = fastattn.attention_with_weights(q, k, v, backend="reference")
+        >>> o, weights = fastattn.attention_with_weights(q, k, v)
         >>> o.shape, weights.shape
         (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
     """
@@ -346,10 +346,10 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
         >>> import torch, fastattn
         >>> q = k = v = torch.randn(1, 2, 6, 8)
         >>> halves = (
-        ...     fastattn.attention(q, k[:, :, part], v[:, :, part], return_lse=True, backend="reference")
+        ...     fastattn.attention(q, k[:, :, part], v[:, :, part], return_lse=True)
         ...     for part in (slice(0, 2), slice(2, 6)))
         >>> o, lse = fastattn.merge(*next(halves), *next(halves))
-        >>> torch.allclose(o, fastattn.attention(q, k, v, backend="reference"), atol=1e-6)
+        >>> torch.allclose(o, fastattn.attention(q, k, v), atol=1e-6)
         True
     """
     check_merge(o1, lse1, o2, lse2)

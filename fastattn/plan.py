@@ -1,4 +1,4 @@
-"""What is decided about a call before it is computed: whether it is well formed, and which backend computes it.
+"""The plan of a kind of call: whether it is well formed, and which backend computes it.
 
 All of that depends on metadata alone: on shapes, dtypes and devices, on which arguments are given, on numbers. So it is
 decided once for each kind of call, and remembered; a call of a known kind costs one look-up. What depends on values of

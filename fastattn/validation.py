@@ -1,6 +1,6 @@
-"""Judgement of inputs, in one place: whether a call is well formed, and if not which argument is wrong, in a sentence.
+"""Validation of the inputs of a call: an error names the argument, what it must be and what it was.
 
-`Mask` judges its own fields when it is made. Here they are compared with the tensors they come with.
+A `Mask` checks its own fields when it is made. Here they are compared with the tensors that come with it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     if q.dtype not in _DTYPES:
         found.append(f"needs float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
-        if dim not in range(_HEAD_DIM_STEP, _LARGEST_HEAD_DIM + 1, _HEAD_DIM_STEP):
+        if not (_HEAD_DIM_STEP <= dim <= _LARGEST_HEAD_DIM and dim % _HEAD_DIM_STEP == 0):
             of = f"multiples of {_HEAD_DIM_STEP} from {_HEAD_DIM_STEP} to {_LARGEST_HEAD_DIM}"
             found.append(f"takes head dims that are {of}, got {dim} for {name}")
     return found

@@ -108,7 +108,7 @@ def backward(
         dk,
         dv,
         summed_like(spec.bias, dbias) if wants_dbias else None,
-        summed_like(spec.alibi_slopes, ds_by_distance.sum(-1)) if wants_dalibi else None,
+        summed_like(spec.alibi_slopes, ds_by_distance.double().sum(-1)) if wants_dalibi else None,
         rows.ds_of_sinks().sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
     )
 

@@ -71,7 +71,8 @@ class _Share:
         line = {"stage": self.stage, "test": self._name(item), "sources": self.sources, "rows": rows}
         record.append(self.path, line)
         if is_lost:
-            pytest.exit("the GPU does not answer any more", GPU_IS_LOST)
+            self.current.write_text(GPU_IS_LOST)
+            pytest.exit(GPU_IS_LOST)
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

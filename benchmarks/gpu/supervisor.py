@@ -60,7 +60,7 @@ def run(suites: list[Suite], path: Path, stage: str, sources: str, deadline: flo
     Raises:
         StartError: a process cannot start.
     """
-    about = {"path": str(path.resolve()), "stage": stage, "sources": sources}
+    about = {"path": str(path.resolve()), "stage": stage, "sources": sources, "supervisor": os.getpid()}
     shares = [_share(suite, about | {"share": [n, suite.workers]}) for suite in suites for n in range(suite.workers)]
     told = 0.0
     try:

@@ -312,7 +312,7 @@ def test_markdown_and_pictures_are_made_of_a_results_file(tmp_path):
     assert [x.name for x in written] == ["gpu.md", "gpu-lengths.png", "gpu-cases.png"]
     text = written[0].read_text()
     for line in (
-        "| bench | 2026-01-02 | 0.1.0 (abc) | 1980 MHz, 700 W |  | True |",
+        "| bench | 2026-01-02 | 0.1.0 (abc) | 1980 MHz, 700 W |  | yes |",
         "* t::b: died: exit code -11",
         "* t::a: torch: all NaN",
         "| bert | 1 | 1 | n/a |",

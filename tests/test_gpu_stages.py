@@ -1,6 +1,7 @@
 """The stages of `python -m benchmarks.gpu` as far as a CPU goes: what crashes and hangs, what is resumed, dry runs."""
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -121,6 +122,9 @@ def test_the_deadline_ends_all(folder):
 def test_a_process_that_cannot_start_says_why(folder, monkeypatch):
     with pytest.raises(StartError, match=r"(?s)a process of pytest died: exit code 4; .*no-such-option"):
         rows_of(folder, faulty("right", "--no-such-option"))
+    monkeypatch.setattr("benchmarks.gpu.supervisor.os", SimpleNamespace(**vars(os) | {"getpid": lambda: 1}))
+    with pytest.raises(StartError, match="the supervisor has ended already"):
+        rows_of(folder, faulty("right"))
     monkeypatch.setattr("benchmarks.gpu.supervisor.START_LIMIT_S", 0.1)
     with pytest.raises(StartError, match="a process of pytest hung: no end in 0 s"):
         rows_of(folder, faulty("right"))

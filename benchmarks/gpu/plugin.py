@@ -42,10 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Share:
-    """JSON of: every so many-th test as [first, step]; of which stage and sources; the files `path` and `current`."""
+    """JSON of: which tests, as [first, step]; their stage and sources; the files `path`, `current`; the parent's id."""
 
-    def __init__(self, option, share: list[int], stage: str, sources: str, path: str, current: str) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # else it might hang on, and keep the GPU
+    def __init__(
+        self, option, share: list[int], stage: str, sources: str, path: str, current: str, supervisor: int
+    ) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # else a test that hangs would keep the GPU
+        if os.getppid() != supervisor:
+            pytest.exit("the supervisor has ended already", pytest.ExitCode.INTERRUPTED)
         self.option, (self.first, self.step), self.stage, self.sources = option, share, stage, sources
         self.path, self.current = Path(path), Path(current)
         self.reports: list[pytest.TestReport] = []
@@ -71,7 +75,8 @@ class _Share:
         line = {"stage": self.stage, "test": self._name(item), "sources": self.sources, "rows": rows}
         record.append(self.path, line)
         if is_lost:
-            pytest.exit("the GPU does not answer any more", GPU_IS_LOST)
+            self.current.write_text(GPU_IS_LOST)
+            pytest.exit(GPU_IS_LOST)
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -74,10 +74,7 @@ def markdown(document: dict) -> str:
     """All of a results file but its samples."""
     about = document["machine"], document["versions"]
     head = [f"# {_machine(document)}", *(", ".join(f"{name} {x}" for name, x in of.items()) for of in about)]
-    runs = [
-        (r["stage"], r["date"], r["versions"]["fastattn"], _state(r, "before"), _state(r, "after"), r.get("complete"))
-        for r in document["runs"]
-    ]
+    runs = [(run["stage"], run["date"], run["versions"]["fastattn"], *_course(run)) for run in document["runs"]]
     run_headings = ("stage", "date", "commit", "clocks before", "clocks after", "complete")
     parts = [*head, "## Runs", _table(run_headings, runs)]
     truth = [row for row in document["rows"] if row["stage"] not in _TIMED or "contender" not in row]
@@ -95,10 +92,12 @@ def _machine(document: dict) -> str:
     return f"{machine.get('gpu', machine['cpu'])}, torch {versions['torch']}, Triton {versions['triton']}"
 
 
-def _state(run: dict, when: str) -> str:
-    state = run.get(f"state_{when}") or {}
+def _course(run: dict) -> tuple[str, str, str]:
+    """The clocks before and after a run, and whether it has done all of its stage; one that was killed has no end."""
     names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
-    return ", ".join(state[name] for name in names if name in state)
+    before, after = (run.get(f"state_{when}", {}) for when in ("before", "after"))
+    clocks = (", ".join(state[name] for name in names if name in state) for state in (before, after))
+    return (*clocks, "yes" if run.get("complete") else "no")
 
 
 def _truth(rows: Rows) -> str:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from .record import REPOSITORY, append
 
-ALL_ENDED = "all tests have ended"  # what a process of pytest says in place of the test that it is at
-GPU_IS_LOST = 77  # an exit code that pytest has no use for
+# What a process of pytest says in place of the test that it is at, and may then be killed.
+ALL_ENDED = "all tests have ended"
+GPU_IS_LOST = "the GPU does not answer any more"
 START_LIMIT_S = 150.0  # to import torch, on a machine whose every core does the same
 _LOG_TAIL = 1500  # characters
 _TELL_EVERY_S = 2.0
@@ -59,7 +60,7 @@ def run(suites: list[Suite], path: Path, stage: str, sources: str, deadline: flo
     Raises:
         StartError: a process cannot start.
     """
-    about = {"path": str(path), "stage": stage, "sources": sources}
+    about = {"path": str(path.resolve()), "stage": stage, "sources": sources, "supervisor": os.getpid()}
     shares = [_share(suite, about | {"share": [n, suite.workers]}) for suite in suites for n in range(suite.workers)]
     told = 0.0
     try:
@@ -90,7 +91,7 @@ def _share(suite: Suite, about: dict) -> Iterator[str]:
             said = f"{why}; {log.read_bytes()[-_LOG_TAIL:].decode(errors='replace').strip()}"
             if not test:
                 raise StartError(f"a process of pytest {verdict}: {said}")
-            if test != ALL_ENDED and process.returncode != GPU_IS_LOST:
+            if test not in (ALL_ENDED, GPU_IS_LOST):
                 print(f"{test}: {verdict}: {said}", file=sys.stderr, flush=True)
                 line = {name: about[name] for name in ("stage", "sources")} | {"test": test}
                 append(Path(about["path"]), line | {"rows": [{"verdict": verdict, "note": said}]})
@@ -117,8 +118,8 @@ def _process(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
 
 
 def _watch(process: subprocess.Popen, current: Path, limit_s: float) -> Generator[str, None, tuple[str, str]]:
-    """Yields the test that a process is at; in the end returns the verdict on it, unless all have ended, and why."""
-    while (code := process.poll()) is None and (test := current.read_text()) != ALL_ENDED:
+    """Yields the test that a process is at; in the end returns the verdict on it, if it is one, and why."""
+    while (code := process.poll()) is None and (test := current.read_text()) not in (ALL_ENDED, GPU_IS_LOST):
         limit = limit_s if test else START_LIMIT_S
         if time.time() > current.stat().st_mtime + limit:
             return "hung", f"no end in {limit:.0f} s"

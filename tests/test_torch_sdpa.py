@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -388,6 +390,21 @@ def test_what_others_put_there_meanwhile_calls_what_was_there(monkeypatch):
             assert torch.equal(F.scaled_dot_product_attention(q, k, v), TORCHS_OWN(q, k, v))
         monkeypatch.undo()
     assert second.left.total() == 1
+
+
+def test_what_is_left_to_torch_is_freed_at_once():
+    q, k, v = qkv(torch.float64)
+    freed = weakref.ref(q)
+    gc.disable()
+    try:
+        with fastattn.patch_sdpa() as patch:
+            F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(q, k, v, scale=float("inf"))
+        del q
+        assert freed() is None
+    finally:
+        gc.enable()
+    assert patch.left.total() == 2
 
 
 def test_threads():

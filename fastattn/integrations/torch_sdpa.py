@@ -137,7 +137,7 @@ def _routed(*args: object, **kwargs: object) -> object:
             if why is None:
                 o = computed(call, "fused")
         except (NoBackendError, RefusedError) as refusal:
-            why = refusal
+            why = _sentence(refusal)
     _count(why)
     return o if why is None else _by_torch(args, kwargs)
 
@@ -180,9 +180,10 @@ def _by_torch(args: tuple, kwargs: dict) -> object:
 
 @while_tracing
 def _tell_causal_bias() -> None:
-    """Has torch's CausalBias know torch's function, which it compares with what stands in its place.
+    """Makes torch's CausalBias recognise torch's function while `_routed` stands in its place.
 
-    While `_routed` stands there it would not, where the function was imported by name before, or a call is compiled.
+    It compares the two, in calls by a name that was imported before and in compiled ones too, and would else be taken
+    for a mask.
     """
     for cls in causal_bias():
         if cls in _told:
@@ -212,14 +213,14 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
     if torch._C._is_torch_function_mode_enabled() and _a_mode_may_want_it():
         return "a TorchFunctionMode sees the call first"
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        return "the call is written down, to be run without fastattn"
+        return "the call is traced or exported, to run where fastattn may not be"
     if forward_ad._current_level >= 0 and _forward_mode_is_nested():
         return "its derivative is taken in forward mode inside forward mode"
     return "sdpa_kernel() chooses among torch's kernels" if _kernel_is_chosen() else None
 
 
 def _objection_to(call: Call) -> str | None:
-    """Why a call is torch's, of which each of torch's kernels has an opinion."""
+    """Why a call is torch's that fastattn could compute: what torch does with it depends on more than its arguments."""
     if call.mask.causal and (call.bias is not None or call.mask.tensors()):
         return "torch's kernels differ on is_causal=True with an attn_mask"
     if not torch.compiler.is_compiling() and any(x.numel() == 0 for x in (call.q, call.k, call.v)):
@@ -244,11 +245,16 @@ def _kernel_is_chosen() -> bool:
     return not all(of_kernel() for of_kernel in (*enabled, kernels.cudnn_sdp_enabled))
 
 
-def _count(why: str | NoBackendError | RefusedError | None) -> None:
+def _sentence(refusal: NoBackendError | RefusedError) -> str:
+    if torch.compiler.is_compiling():  # which cannot write every sentence, and counts no call
+        return ""
+    return refusal.reasons if isinstance(refusal, NoBackendError) else str(refusal)
+
+
+def _count(why: str | None) -> None:
     """Notes one call: computed, or left for that reason."""
     if torch.compiler.is_compiling():
         return
-    why = why.reasons if isinstance(why, NoBackendError) else why and str(why)
     with _lock:
         for patch in set(_started):
             if why is None:

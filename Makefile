@@ -3,7 +3,7 @@
 # make hopper: compiles the kernels in fastattn/backends/hopper with every Triton, and records what they take
 # make cuda: compiles the kernels in csrc/cuda, for GPUs that need not be there
 # make triton: the same for those in fastattn/backends/triton and hopper, but for a few that make test compiles
-# make native-test | sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
+# make native-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
 PYTHON ?= python3
 VENV := .venv
@@ -11,13 +11,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 NATIVE := build/native
-KERNELS := $(wildcard csrc/cpu/*.cpp)
+KERNELS := $(filter-out csrc/cpu/binding.cpp,$(wildcard csrc/cpu/*.cpp))
 NATIVE_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/native/*.h)
 NATIVE_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/native/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties lint docs bench gpu cuda triton hopper native-test sanitize valgrind aarch64 scaling cuda-model-test clean
+.PHONY: demo test properties lint docs bench gpu cuda triton hopper native-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -33,6 +33,7 @@ properties: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' | xargs $(BIN)/clang-format --dry-run --Werror
 
 # The site, in build/site. What it shows of the code's own is written by `python -m docs.render`.
 docs: $(INSTALLED)
@@ -46,7 +47,7 @@ STAGE ?= truth
 gpu:
 	@$(PYTHON) -c 'import torch, triton, pytest' 2>/dev/null || \
 	    { echo "make gpu needs torch, triton and pytest, which $(PYTHON) does not have: make gpu PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m fastattn.bench.gpu $(STAGE) $(ARGS)
+	$(PYTHON) -m benchmarks.gpu $(STAGE) $(ARGS)
 
 # nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. CUDA_ARCHS as 75 80; make chooses none.
 CUDA_ARCHS ?=
@@ -96,6 +97,11 @@ aarch64:
 	    { echo "there is no $(AARCH64_CXX) here (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu)" >&2; exit 1; }
 	@$(MAKE) $(NATIVE)/aarch64/kernels_test
 
+# On real threads, and on one instruction set: how work is split is the same for all. Older ThreadSanitizers do not start where
+# Linux makes addresses more random than they expect.
+thread-sanitize: $(NATIVE)/thread-sanitized/kernels_test
+	$(shell setarch -R true 2>/dev/null && echo setarch -R) $< heap few
+
 scaling: $(NATIVE)/scaling
 	$<
 
@@ -110,10 +116,11 @@ $(NATIVE)/$(1)/%.o: tests/native/%.cpp $(NATIVE_HEADERS)
 	$(2) -c $$< -o $$@
 
 $(NATIVE)/$(1)/kernels_test: $(patsubst csrc/cpu/%.cpp,$(NATIVE)/$(1)/%.o,$(KERNELS)) $(NATIVE)/$(1)/kernels_test.o
-	$(2) $(3) $$^ -o $$@
+	$(2) $(3) -pthread $$^ -o $$@
 endef
 $(eval $(call native_build,optimised,$(NATIVE_CXX) -O2 -g))
 $(eval $(call native_build,sanitized,$(SANITIZING_CXX) -std=c++20))
+$(eval $(call native_build,thread-sanitized,$(NATIVE_CXX) -O1 -g -fsanitize=thread))
 $(eval $(call native_build,aarch64,$(AARCH64_CXX) -std=c++20 -O3 -Wall -Wextra -Werror,-static))
 
 $(NATIVE)/scaling: benchmarks/scaling.cpp $(KERNELS) $(NATIVE_HEADERS)

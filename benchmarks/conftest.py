@@ -14,7 +14,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Gives a test module every job of its LEVEL, each with every contender."""
+    """Gives a test every job of its module's LEVEL, each with every contender."""
+    if "contender" not in metafunc.fixturenames:
+        return  # in gpu/
     level = metafunc.module.LEVEL
     jobs = cases.jobs(list(cases.DTYPES), words=level)
     metafunc.parametrize("job", jobs, ids=lambda job: f"{job.case}-{job.dtype}-{job.timed}")

@@ -1,6 +1,6 @@
 // How the work list of a call spreads over more threads than this machine has: simulated, not measured. Threads take
-// the items in turn, as csrc/binding.cpp has them do, and an item takes as long as its multiplications. Printed is the
-// time of the last thread over that of an equal share of the useful work: 1 is ideal.
+// the items in turn, as csrc/cpu/threads.h has them do, and an item takes as long as its multiplications. Printed is
+// the time of the last thread over that of an equal share of the useful work: 1 is ideal.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -37,7 +37,7 @@ constexpr Shape kShapes[] = {
 };
 
 // The visible pairs of the queries and of the keys at these places of the lists.
-int64_t visible_pairs(const Problem& p, int64_t b, int64_t first_query, int64_t last_query, int64_t first_key,
+int64_t visible_pairs(const Params& p, int64_t b, int64_t first_query, int64_t last_query, int64_t first_key,
                       int64_t last_key) {
   int64_t pairs = 0;
   for (int64_t i = first_query; i < std::min(last_query, p.queries[b].count); ++i) {
@@ -49,7 +49,7 @@ int64_t visible_pairs(const Problem& p, int64_t b, int64_t first_query, int64_t 
 }
 
 // Multiplications of every item: S and O.
-std::vector<int64_t> forward_work(const Problem& p, const Kernels& kernels, int64_t threads) {
+std::vector<int64_t> forward_work(const Params& p, const Kernels& kernels, int64_t threads) {
   std::vector<int64_t> work;
   if (decodes(p)) {
     for (const DecodeItem& item : decode_items(p)) {
@@ -66,7 +66,7 @@ std::vector<int64_t> forward_work(const Problem& p, const Kernels& kernels, int6
 }
 
 // S and dP for every item, dQ, and dK and dV, where it wants them.
-std::vector<int64_t> backward_work(const Problem& p, const Kernels& kernels, int64_t threads) {
+std::vector<int64_t> backward_work(const Params& p, const Kernels& kernels, int64_t threads) {
   std::vector<int64_t> work;
   char somewhere;
   BackwardTensors t{};
@@ -107,7 +107,7 @@ void print_row(const Shape& shape, const Kernels& kernels) {
     keys.push_back({nullptr, 0, length});
   }
   const std::vector<int64_t> q_start(shape.B);
-  Problem p{};
+  Params p{};
   p.B = shape.B, p.H = p.H_kv = shape.H, p.n_q = shape.n_q, p.n_k = shape.n_k, p.d_qk = p.d_v = shape.D;
   p.band = make_band(shape.causal, kNoLimit, kNoLimit);
   p.q_start = q_start.data(), p.queries = queries.data(), p.keys = keys.data();

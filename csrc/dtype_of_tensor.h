@@ -1,7 +1,8 @@
-// The dtype of a tensor, for the bindings: the only header here that knows torch.
+// The dtype of a tensor, for the bindings.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include "dtype.h"
 

@@ -24,9 +24,7 @@ struct KeyRange {
   FASTATTN_HD bool empty() const { return begin >= end; }
   FASTATTN_HD bool covers(int64_t n_k) const { return begin == 0 && end == n_k; }
   FASTATTN_HD bool contains(int64_t key) const { return begin <= key && key < end; }
-  FASTATTN_HD bool meets(KeyRange other) const {
-    return greater(begin, other.begin) < lesser(end, other.end);
-  }
+  FASTATTN_HD bool meets(KeyRange other) const { return greater(begin, other.begin) < lesser(end, other.end); }
 };
 
 // A query at position x sees the keys x - left, ..., x + right.
@@ -51,7 +49,7 @@ FASTATTN_HD KeyRange hull(KeyRange x, KeyRange y) {
   return x.empty() ? y : y.empty() ? x : KeyRange{lesser(x.begin, y.begin), greater(x.end, y.end)};
 }
 
-// What a block of queries sees, query by query.
+// The keys that the queries of a block see.
 struct BlockRange {
   KeyRange some;  // keys that some query of the block may see: the rest is never loaded
   KeyRange all;   // keys that every query sees: they need no mask

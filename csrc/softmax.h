@@ -36,8 +36,8 @@ FASTATTN_HD double lse_of(float max, float on_score_log2, float log2_of_sum) {
   return kLn2 * (max_log2 + double(log2_of_sum));
 }
 
-// What a sink, one more score whose value is zero, makes of a row with this lse, in nats: the lse of both, and the share
-// of the weights that is left for the keys. A row that saw nothing does not see the sink either.
+// What a sink, one more score whose value is zero, makes of a row with this lse, in nats: the lse of both, and the
+// share of the weights that is left for the keys. A row that saw nothing does not see the sink either.
 struct BesideSink {
   double lse, share;
 };

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _answer(on_devices: list[bool]) -> str:
-    """For the devices of a backend, of which the CPU comes first."""
+    """The cell for a backend, from an answer for each of its devices, the CPU first."""
     return "yes" if all(on_devices) else "on the CPU" if on_devices[0] else "no"
 
 

@@ -1,10 +1,11 @@
-"""What the site has besides Markdown: signatures and docstrings, and text for links to files that it does not have."""
+"""The hooks of mkdocs: they include files, put docstrings into the reference, and make links out of the site text."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import logging
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 _LOG = logging.getLogger("mkdocs.hooks.fastattn")  # a warning here fails a strict build
+_INCLUDED = re.compile(r"^<!-- include: (\S+) -->\n(?:.+\n)*", re.MULTILINE)
+_TARGET = re.compile(r"(?<=\]\()(?!https?:|#)[^)\s]+")
 _MODULE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]*)[^)]*\)")
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Sources|Example):$", re.MULTILINE)
@@ -21,8 +24,16 @@ _BROKEN_NAMES = re.compile(r",\n(?=[\w*, ]+: )")
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """The page with its `::: module` lines filled in; links that leave docs/, which the repository has, become text."""
+    """The page as the site shows it.
+
+    A paragraph after `<!-- include: FILE -->` is replaced by that file, `::: module` by what the module documents.
+    Links that leave docs/, to files that only the repository has, become text.
+    """
     folder = Path(page.file.abs_src_path).parent
+
+    def text_of_file(include: re.Match) -> str:
+        path = folder / include[1]
+        return _TARGET.sub(lambda target: os.path.relpath(path.parent / target[0], folder), path.read_text())
 
     def text_of(link: re.Match) -> str:
         if not (folder / link[2]).exists():
@@ -30,13 +41,14 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return link[1]
 
     documented: dict[object, str] = {}
-    return _MODULE.sub(lambda line: _documented(line[1], documented), _OUTSIDE.sub(text_of, markdown))
+    markdown = _OUTSIDE.sub(text_of, _INCLUDED.sub(text_of_file, markdown))
+    return _MODULE.sub(lambda line: _documented(line[1], documented), markdown)
 
 
 def _documented(module: str, before: dict[object, str]) -> str:
     """Markdown for every public name of a module: its signature, its docstring, and those of its public methods.
 
-    before: by what was documented already, its name; the names of this module are added.
+    before: the names of the objects that are documented already; those of this module are added.
     """
     found = importlib.import_module(module)
     parts = []

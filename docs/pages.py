@@ -1,4 +1,4 @@
-"""A page as a program: its Python blocks run in order in one namespace, and say what they print and what they draw."""
+"""Runs the Python blocks of a page in one namespace, and finds its output, its pictures and its generated parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 PAGES = sorted(FOLDER.glob("*.md"))
-GUIDES = [*PAGES, FOLDER.parent / "README.md"]
+GUIDES = [*PAGES, FOLDER.parent / "README.md", FOLDER.parent / "CONTRIBUTING.md"]
 
 _BLOCK = re.compile(r"^```(\w+).*\n((?:.*\n)*?)^```$", re.MULTILINE)
 _PRINTED = re.compile(r"\s*^```text.*\n((?:.*\n)*?)^```$", re.MULTILINE)
@@ -23,9 +23,9 @@ _GENERATED = re.compile(r"(?<=<!-- run: )(.+?)( -->\n)((?:.*\n)*?)(?=<!-- end --
 class Block:
     """One ```python block.
 
-    line: of the page, where its code begins.
-    printed: what the page says it prints: the ```text block right after it, or nothing.
-    pictures: names of the files in pictures/ that the page shows between this block and the next one.
+    line: the line of the page where its code begins.
+    printed: the output that the page shows, the ```text block right after it; "" without one.
+    pictures: the names of the files in pictures/ that the page shows between this block and the next one.
     """
 
     code: str
@@ -55,7 +55,7 @@ def shell_lines(page: str) -> list[str]:
 
 
 def run(path: Path) -> Iterator[tuple[Block, str, dict[str, object]]]:
-    """Of each block of the page at `path`, once it has run: the block, what it printed, and the page's namespace."""
+    """Yields each block of the page at `path` once it has run, with its output and the namespace of the page."""
     namespace: dict[str, object] = {"__name__": path.stem}
     for block in python_blocks(path.read_text()):
         code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")  # tracebacks name the page's line

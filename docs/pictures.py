@@ -1,4 +1,4 @@
-"""Pictures of masks, in SVG: each is drawn from what `Mask.keep` says. Legible on light and dark grounds alike."""
+"""Draws pictures of masks, in SVG, from what `Mask.keep` says; they are legible on light and dark grounds."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def draw_tiles(page: dict[str, object]) -> str:
 
 
 DRAWN_BY: dict[str, Callable[[dict[str, object]], str]] = {"alibi.svg": draw_bias, "tiles.svg": draw_tiles}
-"""What draws a file of pictures/ from the namespace of the page that shows it, where that is not `draw_mask`."""
+"""The functions that draw files of pictures/ from the namespace of their page, where that is not `draw_mask`."""
 
 
 def draw(name: str, page: dict[str, object]) -> str:
@@ -100,7 +100,7 @@ def _padding(mask: Mask, n_q: int, n_k: int) -> Tensor:
 
 
 def _names(mask: Mask, side: int, sample: int, n: int) -> list[str]:
-    """What stands beside the queries (side 0) or above the keys (side 1): their index, or with documents its letter."""
+    """The labels of the queries (side 0) or of the keys (side 1): their indices, or the letters of their documents."""
     if mask.segments is None:
         return [str(index) for index in range(n)]
     return ["-" if id < 0 else chr(ord("A") + int(id)) for id in mask.segments[side][sample]]

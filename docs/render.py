@@ -1,4 +1,4 @@
-"""Fills in what the pages do not say themselves: the output of commands, and the pictures: python -m docs.render."""
+"""Writes the generated parts of the pages, which are output of commands, and the pictures: python -m docs.render."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from docs import pages, pictures
 
 
 def output_of(command: str) -> str:
-    """What `fastattn ...`, `python -m MODULE ...` or `python FILE ...` prints; RuntimeError if it fails."""
+    """The output of `fastattn ...`, `python -m MODULE ...` or `python FILE ...`; RuntimeError if the command fails."""
     match shlex.split(command):
         case ["fastattn" as program, *args] | ["python", "-m", program, *args]:
             run = partial(runpy.run_module, program, alter_sys=True)

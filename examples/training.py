@@ -1,4 +1,4 @@
-"""The one training loop of the examples: seeded, resumed to the bit after being killed, its figures in a JSON file.
+"""The training loop of the examples: seeded, resumed to the bit after being killed, with its figures in a JSON file.
 
 A program says what its model, batches and loss are; `train` does the rest. In the run's folder it keeps
 `checkpoint.pt`, all that the run needs to go on, and `metrics.json`, what the run is and what it has reached.
@@ -35,15 +35,15 @@ Batch = TypeVar("Batch")
 
 
 class InputError(Exception):
-    """What the user gave cannot be used; the message is one sentence that says what it must be and what it was."""
+    """An input of the user cannot be used; the message is one sentence on what it must be and what it was."""
 
 
 class Loss(NamedTuple):
-    """Of one batch.
+    """The loss of one batch.
 
-    mean: scalar to take the gradient of.
-    count: what it is the mean over (target tokens, examples): its weight in the mean of an epoch.
-    tokens: real tokens that the model read, for the speed.
+    mean: the scalar that is differentiated.
+    count: the number of target tokens or examples of which it is the mean, its weight in the mean of an epoch.
+    tokens: the number of real tokens that the model read, for the speed.
     """
 
     mean: Tensor
@@ -55,11 +55,11 @@ class Loss(NamedTuple):
 class Run:
     """One training run.
 
-    folder: where its files are; made if missing.
-    epochs: how often all batches are seen; a finished run goes on if this grows.
-    seed: of everything that is drawn.
+    folder: the folder of its files; made if missing.
+    epochs: number of passes over all batches; a finished run goes on if this grows.
+    seed: seed of all random numbers.
     checkpoint_every: optimizer steps between checkpoints; there is one at the end of each epoch, too.
-    settings: whatever else decides the outcome, as JSON has it. A run does not resume under other settings.
+    settings: everything else that decides the outcome, as JSON values. A run does not resume under other settings.
     """
 
     folder: Path
@@ -83,11 +83,11 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, output: str, epochs: int) -> None:
-    """Gives the parser the options of every training run.
+    """Adds the options of every training run to the parser.
 
     Args:
         output: default folder of the run.
-        epochs: default number of them.
+        epochs: default number of epochs.
     """
     group = parser.add_argument_group("the run", "the same command resumes a run that was stopped")
     group.add_argument("--output", default=output, metavar="FOLDER", help=f"files of the run; default: {output}")
@@ -98,14 +98,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: str, epochs: int) 
 
 
 def positive_int(text: str) -> int:
-    """The number, for argparse."""
+    """A whole number above 0, for argparse."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
     return int(text)
 
 
 def probability(text: str) -> float:
-    """The number, for argparse."""
+    """A number of at least 0 and below 1, for argparse."""
     try:
         if 0 <= (value := float(text)) < 1:
             return value
@@ -115,7 +115,7 @@ def probability(text: str) -> float:
 
 
 def device(text: str) -> str:
-    """The same, for argparse, if torch can use it here."""
+    """A device that torch can use here, for argparse."""
     try:
         torch.empty(0, device=text)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
@@ -154,7 +154,7 @@ def train(
     schedule: LRScheduler | None = None,
     clip_norm: float | None = None,
 ) -> dict:
-    """What `metrics.json` holds at the end. The model is trained in place; a run that was stopped resumes.
+    """Trains the model in place; a run that was stopped resumes.
 
     A run that was killed and resumed has the same weights, to the bit, as one that was not, as long as `batches`,
     `loss` and `evaluate` draw only from the generator they are given, from torch, or from Python's random.
@@ -162,13 +162,16 @@ def train(
     Args:
         model: on its device.
         optimizer: of the model's parameters.
-        batches: the batches of one epoch, in order, with every draw taken from the generator. What is costly may wait
-            until a batch is taken by its index: those behind a resumed run are not looked at.
+        batches: the batches of one epoch, in order, with every random number from the generator. Costly work may wait
+            until a batch is taken by its index: a resumed run does not take the batches before its checkpoint.
         loss: of one batch, with the model in training mode.
         evaluate: figures at the end of an epoch, whose number it is given, from 1 on; the model is in evaluation mode,
             and gradients are off. It may also save the weights: being killed can repeat the call, with the same model.
         schedule: steps after each optimizer step.
         clip_norm: largest norm of all gradients together; None does not clip.
+
+    Returns:
+        The content of `metrics.json` at the end.
 
     Raises:
         InputError: the checkpoint is damaged, or was made by other settings or for another model; or the folder cannot
@@ -224,7 +227,7 @@ def train(
 
 @dataclass
 class _Place:
-    """How far a run is: `batch` batches into `epoch`, with what it has counted on the way."""
+    """The progress of a run: `batch` batches of `epoch` are done, with the counts so far."""
 
     epoch: int = 1
     batch: int = 0
@@ -237,7 +240,7 @@ class _Place:
 
     @property
     def mean_loss(self) -> float:
-        """Over the batches of this epoch so far."""
+        """The mean loss over the batches of this epoch so far."""
         return self.loss_sum / max(self.loss_count, 1)
 
     def count_batch(self, value: float, found: Loss) -> None:
@@ -248,7 +251,7 @@ class _Place:
         self.loss_count += found.count
 
     def end_epoch(self, figures: dict[str, float]) -> str:
-        """Goes to the next epoch, and says what this one was."""
+        """Goes to the next epoch, and returns a line on this one."""
         entry = {"epoch": self.epoch, "step": self.step, "train_loss": self.mean_loss, **figures}
         self.history.append(entry)
         self.epoch, self.batch, self.loss_sum, self.loss_count = self.epoch + 1, 0, 0.0, 0
@@ -257,7 +260,7 @@ class _Place:
 
 
 def _save(path: Path, parts: dict, settings: dict, place: _Place) -> None:
-    """Atomic: whoever is killed in the middle leaves the checkpoint before."""
+    """Writes a checkpoint atomically: a run that is killed meanwhile keeps the one before."""
     state = {name: part.state_dict() for name, part in parts.items()}
     state |= {"settings": settings, "place": vars(place), "rng": _rng_state()}
     temporary = path.with_suffix(".partial")
@@ -266,7 +269,7 @@ def _save(path: Path, parts: dict, settings: dict, place: _Place) -> None:
 
 
 def _restore(path: Path, parts: dict, settings: dict) -> _Place:
-    """Fills the parts from a checkpoint, and says where it was made."""
+    """Loads the parts from a checkpoint, and returns the progress of its run."""
     state = _read(path)
     different = sorted(
         name for name in settings.keys() | state["settings"].keys()
@@ -288,7 +291,7 @@ def _restore(path: Path, parts: dict, settings: dict) -> _Place:
 
 
 def _read(path: Path) -> dict:
-    """A checkpoint, every byte of it checked: torch itself does not compare the checksums of tensors."""
+    """A checkpoint, after a check of all its checksums: torch itself does not compare those of tensors."""
     try:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():
@@ -323,7 +326,7 @@ def _set_rng_state(state: dict) -> None:
 
 
 def _about(run: Run, model: nn.Module) -> dict:
-    """What a run is."""
+    """The command, the settings, the machine and the size of the model of a run."""
     return {
         "command": shlex.join(["python", *_module_options(), *sys.argv[1:]]),
         "seed": run.seed,
@@ -335,7 +338,7 @@ def _about(run: Run, model: nn.Module) -> dict:
 
 
 def _write_metrics(run: Run, about: dict, place: _Place) -> dict:
-    """What the run is and has reached; returned, too."""
+    """Writes and returns the description of a run and its results."""
     metrics = about | {
         "written": now(),
         "epochs": place.epoch - 1,
@@ -350,20 +353,20 @@ def _write_metrics(run: Run, about: dict, place: _Place) -> dict:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Atomic, like a checkpoint."""
+    """Writes a JSON file atomically, like a checkpoint."""
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
 def _module_options() -> list[str]:
-    """How the program was started: ["-m", "examples.NAME"], or its file."""
+    """The arguments of Python that started the program: ["-m", "examples.NAME"], or its file."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return ["-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
 
 
 class _Display:
-    """A progress bar on a terminal's stderr; elsewhere a line now and then."""
+    """A progress bar where stderr is a terminal, and a line every 100 steps elsewhere."""
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
@@ -396,7 +399,7 @@ class _Display:
 
 
 def exit_code(program: Callable[[], None]) -> int:
-    """Runs a program: 0, or 1 with one sentence on stderr for what the user can mend, or 130 when interrupted."""
+    """Runs a program, and returns 0, 1 with a sentence on stderr about a wrong input, or 130 if it was interrupted."""
     try:
         program()
     except (InputError, FloatingPointError) as error:

@@ -1,4 +1,4 @@
-"""Attention that is fused, takes the masks real models have, and means the same on CPU and GPU."""
+"""Exact attention for PyTorch that skips padding and masks: fused forward and backward on CPU and GPU."""
 
 from .api import (
     Explanation,

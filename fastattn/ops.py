@@ -1,25 +1,28 @@
 """The only place PyTorch is told about attention and its weights: op pairs, their fakes and vmap rule, the Functions.
 
 Eager calls go through `_Attention`, whose backward applies `_AttentionBackward` where it is to be differentiated, so
-that every derivative of every order exists (the second from `derivatives.py`). Calls that a backend has a short way for
-go through `_PlainAttention`, which leaves out what PyTorch has nothing to do with. Under torch.compile, which cannot
-trace such a pair, `_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the
+that every derivative of every order exists (the second from `derivatives.py`). Under torch.compile, which cannot trace
+such a pair, `_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the
 graph.
+
+The dispatcher, which takes as long as a short call itself, is left out of eager calls that nobody watches: where no
+mode, transform, trace or profiler looks on, it would do nothing but call the backend.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad, profiler
 from torch.compiler import is_compiling
-from torch.overrides import has_torch_function
 
-from . import backends, derivatives
+from . import derivatives
 from .backends import backend_by_name
+from .plan import Plan, is_plain
 from .spec import Mask, Spec, accumulation_dtype, empty_output
 
 _SPEC = (
@@ -52,59 +55,41 @@ torch.library.define(
 _TENSOR = "a tensor stood here"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tuple[Tensor, Tensor]:
-    """o [B, H, n_q, d_v] and lse [B, H, n_q] of a validated call, computed by the backend of that name."""
-    tensors = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks)
-    compiling = torch.compiler.is_compiling()
-    if not (compiling or _derivative_wanted(tensors)) and _only_computed((*tensors, spec.seed), spec.mask):
-        return _computed(q, k, v, spec, backend)
-    arguments = (*tensors, *_flatten(spec, backend))
-    if _onnx_exports():
-        return _forward(*arguments)
-    if compiling:
-        return _CompiledAttention.apply(*_distinct(arguments))
-    if _derivative_wanted(tensors):
-        return _Attention.apply(*arguments)
-    return torch.ops.fastattn.forward(*arguments)
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[Tensor, Tensor]:
+    """o [B, H, n_q, d_v] and lse [B, H, n_q] of a prepared call."""
+    learned = (spec.bias, spec.alibi_slopes, spec.sinks)
+    if is_compiling():
+        arguments = (q, k, v, *learned, *_flatten(spec, plan.backend))
+        return _forward(*arguments) if _onnx_exports() else _CompiledAttention.apply(*_distinct(arguments))
+    direct = plan.plain and not _watched() and not _in_forward_mode()
+    if _derivative_wanted((q, k, v, *learned)):
+        apply = _apply_directly if direct else _Attention.apply
+        return apply(q, k, v, *learned, *_flatten(spec, plan.backend), direct)
+    if direct:
+        return _computed(q, k, v, spec, plan.backend)
+    arguments = (q, k, v, *learned, *_flatten(spec, plan.backend))
+    return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
 
 
-def at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
-    """o and lse of a call that a backend takes as it is, and with which PyTorch has nothing to do; None for any other.
-
-    q, k, v and the tensors of `mask` need not be validated; numbers must be.
-    """
-    if (
-        is_compiling()
-        or not type(q) is type(k) is type(v) is Tensor
-        or not {*map(type, (mask.real_queries, mask.real_keys, *(mask.segments or ())))} <= _TENSOR_OR_NONE
-    ):
-        return None
-    if _in_forward_mode() or (found := backends.at_once(q, k, v, mask, scale)) is None:
-        return None
-    o, lse, call = found
-    return (o, lse) if call is None else _PlainAttention.apply(q, k, v, found, mask, scale)
-
-
-_TENSOR_OR_NONE = {Tensor, type(None)}
-
-
-def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: str, *, average_heads: bool) -> Tensor:
+def weights(
+    q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType, *, average_heads: bool
+) -> Tensor:
     """The weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k]; `lse` is that of the same call, or None."""
     return _in_form("averaged" if average_heads else "each head", 0, q, k, lse, spec, backend)[0]
 
 
-def received(q: Tensor, k: Tensor, spec: Spec, backend: str) -> Tensor:
+def received(q: Tensor, k: Tensor, spec: Spec, backend: ModuleType) -> Tensor:
     """The sum of the weights over the queries, [B, H, n_k]."""
     return _in_form("received", 0, q, k, None, spec, backend)[0]
 
 
-def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int, backend: str) -> tuple[Tensor, Tensor]:
+def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int, backend: ModuleType) -> tuple[Tensor, Tensor]:
     """The largest weights of each query and their keys, both [B, H, n_q, top_k]."""
     return _in_form("top_keys", top_k, q, k, None, spec, backend)
 
 
 def _in_form(
-    form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: str
+    form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType
 ) -> tuple[Tensor, Tensor]:
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
     arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, backend))
@@ -138,27 +123,22 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
             "forward mode inside forward mode is not available: PyTorch's autograd.Function would give zeros. Nest "
             "torch.func.grad or torch.func.vjp inside one torch.func.jvp instead (torch.func.hessian does)."
         )
-    return forward_mode or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+    if forward_mode or not torch.is_grad_enabled():
+        return forward_mode
+    return True in [x is not None and x.requires_grad for x in tensors]  # any() of a generator takes twice as long
 
 
-def _only_computed(tensors: tuple[Tensor | None, ...], mask: Mask) -> bool:
-    """Whether PyTorch would do nothing with a call but hand it to the backend.
-
-    The dispatcher would take time, which shows where a call is short, as for the next token. It has more to do where a
-    mode, a transform, a trace or the profiler looks on, or a tensor is more than its memory (wrapped, of a
-    subclass, lazily negated): each of these sets a dispatch key that a plain tensor does not have.
-    """
-    if _keys_of_modes().raw_repr() & ~_OF_NO_MODE or profiler._is_profiler_enabled:
-        return False
-    tensors += tuple(mask.tensors().values())
-    return not has_torch_function(tensors) and not any(
-        _keys_of(x).raw_repr() & ~_OF_PLAIN_TENSORS for x in tensors if x is not None
+def _watched() -> bool | int:
+    """Whether a mode, a transform, a trace or the profiler looks on, so that the dispatcher has to see each op."""
+    return (
+        _keys_of_modes().raw_repr() & ~_NO_MODE
+        or torch._C._is_torch_function_mode_enabled()
+        or profiler._is_profiler_enabled
     )
 
 
-_keys_of_modes, _keys_of = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_keys
-_OF_NO_MODE = _keys_of_modes().raw_repr()
-_OF_PLAIN_TENSORS = _keys_of(torch.empty(0, device="cpu")).raw_repr()  # whatever the default device is
+_keys_of_modes = torch._C._dispatch_tls_local_include_set
+_NO_MODE = _keys_of_modes().raw_repr()
 
 
 def _nested_forward_mode() -> bool:
@@ -176,7 +156,7 @@ def _onnx_exports() -> bool:
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
-def _flatten(spec: Spec, backend: str) -> tuple:
+def _flatten(spec: Spec, backend: ModuleType) -> tuple:
     """The arguments that `_SPEC` declares."""
     mask = spec.mask
     several = isinstance(mask.q_start, Tensor)
@@ -194,12 +174,12 @@ def _flatten(spec: Spec, backend: str) -> tuple:
         spec.softcap,
         spec.dropout_p,
         spec.deterministic,
-        "reference" if _onnx_exports() else backend,
+        "reference" if _onnx_exports() else backend.NAME,
     )
 
 
-def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, str]:
-    """The spec and the name of the backend that `_flatten` was given."""
+def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
+    """The spec and the backend that `_flatten` was given."""
     q_starts, real_keys, real_queries, segments_q, segments_k, dense, seed, causal, q_start, left, right = flat[:11]
     scale, softcap, dropout_p, deterministic, backend = flat[11:]
     mask = Mask(
@@ -212,73 +192,56 @@ def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, s
         dense=dense,
     )
     bias, alibi_slopes, sinks = learned
-    return Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic), backend
+    return Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic), backend_by_name(
+        backend
+    )
 
 
 class _Attention(Function):
-    """Attention with derivatives of every order; its backward is itself a Function."""
+    """Attention with derivatives of every order; its backward is itself a Function.
+
+    The arguments are those of `fastattn::forward`, and whether the backend is called directly, not by the dispatcher.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*arguments):
-        return torch.ops.fastattn.forward(*arguments)
+        *arguments, direct = arguments
+        return _forward(*arguments) if direct else torch.ops.fastattn.forward(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
-        tensors, ctx.constants = _split(inputs)
+        tensors, ctx.constants = inputs[:_TENSORS], inputs[_TENSORS:]
         ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors)
+        if not inputs[-1]:
+            ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx, do, dlse):
-        *tensors, o, lse = ctx.saved_tensors
-        q, k, v, *others = _join(tensors, ctx.constants)
-        learned, flat = others[:3], others[3:]
-        gradients = _gradients(do, dlse, q, k, v, o, lse, learned, ctx.needs_input_grad[:6], flat)
-        return *gradients, *(None for _ in flat)
+        q, k, v, *others, o, lse = ctx.saved_tensors  # which refuses those that were changed since
+        *constants, direct = ctx.constants
+        learned, of_mask, wanted = others[:3], others[3:], ctx.needs_input_grad[:6]
+        direct = direct and not is_compiling() and not _watched() and all(x is None or is_plain(x) for x in (do, dlse))
+        if _derivative_wanted((do, dlse, q, k, v, *learned)):
+            backward = _AttentionBackward.apply
+        else:
+            backward = _gradients if direct else torch.ops.fastattn.backward
+        gradients = backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *of_mask, *constants)
+        return *(g if w else None for g, w in zip(gradients, wanted, strict=True)), *_NO_GRADIENTS
 
     @staticmethod
     def jvp(ctx, *tangents):
-        primals, spec = _primals(_join(ctx.saved_tensors, ctx.constants))
+        primals, spec = _primals((*ctx.saved_tensors[:_TENSORS], *ctx.constants[:-1]))
         return derivatives.forward_tangents(primals, tangents[:6], spec)
 
 
-def _gradients(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, learned: list,
-    wanted: tuple[bool, ...], flat: list,
-) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of attention, as functions of their arguments where the derivatives of those are wanted."""
-    again = _derivative_wanted((do, dlse, q, k, v, *learned))
-    backward = _AttentionBackward.apply if again else torch.ops.fastattn.backward
-    gradients = backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
-    return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
-
-
-class _PlainAttention(Function):
-    """Attention of which eager PyTorch wants the gradients, and which a backend has computed at once."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, found, mask, scale):
-        o, lse, ctx.call = found
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, o, lse, *mask.tensors().values())
-        ctx.mask, ctx.scale = mask, scale
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, dlse):
-        q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed, the mask's too
-        wanted = ctx.needs_input_grad[:3]
-        gradients = None
-        if not is_compiling() and not _in_forward_mode() and {type(do), type(dlse)} <= _TENSOR_OR_NONE:
-            gradients = ctx.call.gradients(do, dlse, q, k, v, o, lse, wanted)
-        if gradients is None:
-            spec = Spec(ctx.mask, q.shape[3] ** -0.5 if ctx.scale is None else ctx.scale)
-            flat = _flatten(spec, backends.asked_first(q.device).NAME)
-            gradients = _gradients(do, dlse, q, k, v, o, lse, [None] * 3, (*wanted, *[False] * 3), flat)[:3]
-        return *gradients, None, None, None
+_TENSORS = 13  # so many of the arguments of `fastattn::forward` are tensors or None, and come first
+_NO_GRADIENTS = (None,) * 17  # of its other arguments than the six that are differentiated, and of `direct`
+_apply_directly = super(Function, _Attention).apply
+"""`_Attention.apply` for calls that nobody watches. Function.apply binds the arguments to the signature of `forward` in
+each call, which takes three times as long as all the rest of it."""
 
 
 class _AttentionBackward(Function):
@@ -423,20 +386,25 @@ def _forward(q, k, v, bias, alibi_slopes, sinks, *flat):
     return _computed(q, k, v, *_unflatten((bias, alibi_slopes, sinks), flat))
 
 
-def _computed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: str) -> tuple[Tensor, Tensor]:
+def _computed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: ModuleType) -> tuple[Tensor, Tensor]:
     if _nothing_to_see(q, k):
         return empty_output(q, v.shape[3]).zero_(), _empty_lse(q).fill_(-math.inf)
-    return backend_by_name(backend).forward(q, k, v, spec)
+    return backend.forward(q, k, v, spec)
 
 
-def _backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest):
+def _backward(do, dlse, q, *others):
+    gradients = _gradients(do, dlse, q, *others)
+    return tuple(q.new_empty(0) if g is None else g for g in gradients)
+
+
+def _gradients(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest) -> list[Tensor | None]:
     wanted, flat = rest[:6], rest[6:]
     if _nothing_to_see(q, k):
         inputs = (q, k, v, bias, alibi_slopes, sinks)
-        return tuple(torch.zeros_like(x) if w else q.new_empty(0) for x, w in zip(inputs, wanted, strict=True))
+        return [torch.zeros_like(x) if w else None for x, w in zip(inputs, wanted, strict=True)]
     spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
-    gradients = backend_by_name(backend).backward(do, dlse, q, k, v, o, lse, spec, wanted)
-    return tuple(g if w else q.new_empty(0) for g, w in zip(gradients, wanted, strict=True))
+    gradients = backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
+    return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
 
 
 def _weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k, *flat):
@@ -444,7 +412,6 @@ def _weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k, *flat):
         weights, keys = _fake_weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k)
         return weights.zero_(), keys.fill_(-1)
     spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
-    backend = backend_by_name(backend)
     if form == "top_keys":
         return backend.top_keys(q, k, spec, top_k)
     no_keys = q.new_empty(0, dtype=torch.int64)
@@ -470,7 +437,8 @@ def _weights_dtype(q: Tensor, form: str) -> torch.dtype:
 
 def _nothing_to_see(q: Tensor, k: Tensor) -> bool:
     """Whether there is no pair of query and key: no backend is asked. Inside the op, so lengths choose no graph."""
-    return math.prod((*q.shape[:3], k.shape[2])) == 0
+    B, H, n_q, _ = q.shape
+    return B == 0 or H == 0 or n_q == 0 or k.shape[2] == 0
 
 
 def _empty_lse(q: Tensor) -> Tensor:

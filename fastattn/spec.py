@@ -7,6 +7,7 @@ This file is the definition. A backend is right when it agrees with `Mask.keep`,
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 LOG2E = math.log2(math.e)
+_NO_WINDOW = (None, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +38,10 @@ class Mask:
             is padding.
         dense: bool, broadcastable to [B, H, n_q, n_k]: the general case.
 
+    Raises:
+        ValueError: a field is not of the type, dtype or range that is said here. Lengths and devices are compared with
+            those of q and k by the functions that take a mask.
+
     Example:
         >>> import torch, fastattn
         >>> fastattn.Mask(causal=True, q_start=1).keep(2, 3)[0, 0].int()
@@ -45,11 +51,42 @@ class Mask:
 
     causal: bool = False
     q_start: int | Tensor = 0
-    window: tuple[int | None, int | None] = (None, None)
+    window: tuple[int | None, int | None] = _NO_WINDOW
     real_keys: Tensor | None = None
     real_queries: Tensor | None = None
     segments: tuple[Tensor, Tensor] | None = None
     dense: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.causal) is not bool:
+            raise ValueError(f"mask.causal must be a bool, got {_shown(self.causal)}")
+        if not is_int(self.q_start):
+            if not isinstance(self.q_start, Tensor):
+                raise ValueError(f"mask.q_start must be an int or an integer Tensor, got {_shown(self.q_start)}")
+            _check_table("q_start", self.q_start, _INTEGERS, (1, 2))
+        elif not -(2**63) <= self.q_start < 2**63:
+            raise ValueError(f"mask.q_start must be an int of 64 bits, got {self.q_start}")
+        if self.window is not _NO_WINDOW:
+            if not isinstance(self.window, tuple) or len(self.window) != 2:
+                raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")
+            for side, width in zip(("left", "right"), self.window, strict=True):
+                if width is not None and not (is_int(width) and 0 <= width < 2**63):
+                    raise ValueError(
+                        f"mask.window's {side} must be None or an int from 0 to 2**63 - 1, got {_shown(width)}"
+                    )
+        if self.real_keys is not None:
+            _check_table("real_keys", self.real_keys, _BOOL, (2,))
+        if self.real_queries is not None:
+            _check_table("real_queries", self.real_queries, _BOOL, (2,))
+        if self.segments is not None:
+            if not isinstance(self.segments, tuple) or len(self.segments) != 2:
+                raise ValueError(
+                    f"mask.segments must be a pair of Tensors (of queries, of keys), got {_shown(self.segments)}"
+                )
+            for i, ids in enumerate(self.segments):
+                _check_table(f"segments[{i}]", ids, _INTEGERS, (2,))
+        if self.dense is not None:
+            _check_table("dense", self.dense, _BOOL, (0, 1, 2, 3, 4))
 
     def features(self) -> frozenset[str]:
         """The names of the fields in use: what a backend must list to be given this mask."""
@@ -101,17 +138,17 @@ class Mask:
         return keep if self.dense is None else keep & _rows_of(self.dense, rows)
 
     def readable_keys(self) -> Tensor | None:
-        """bool [B, n_k], False for keys that padding hides from every query: nobody may read them. None if none are."""
+        """bool [B, n_k], False for keys that are padding to every query, and so never read. None without padding."""
         in_document = None if self.segments is None else self.segments[1] >= 0
         return _both(self.real_keys, in_document)
 
     def readable_queries(self) -> Tensor | None:
-        """bool [B, n_q], False for padded rows, which nobody may read; None if there are none."""
+        """bool [B, n_q], False for queries that are padding, and so never read. None without padding."""
         in_document = None if self.segments is None else self.segments[0] >= 0
         return _both(self.real_queries, in_document)
 
     def without_padding(self, real_keys: Tensor | None = None, real_queries: Tensor | None = None) -> Mask:
-        """This mask, which hides in addition what these mark as padding; each bool, [B, n_k] or [B, n_q]."""
+        """A copy of this mask that also hides what `real_keys` [B, n_k] and `real_queries` [B, n_q] mark as padding."""
         return replace(
             self,
             real_keys=_both(self.real_keys, real_keys),
@@ -134,6 +171,31 @@ class Mask:
         return found
 
 
+_BOOL, _INTEGERS = (torch.bool,), (torch.int32, torch.int64)
+
+
+def _check_table(name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...]) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"mask.{name} must be a Tensor, got {_shown(x)}")
+    if x.dtype not in dtypes:
+        meaning = "bool (True is real)" if dtypes is _BOOL else "int32 or int64"
+        if name == "dense":
+            meaning = "bool (True may see; a float mask is a bias)"
+        raise ValueError(f"mask.{name} must be {meaning}, got {x.dtype}")
+    if x.dim() not in dims:
+        raise ValueError(f"mask.{name} must have {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
+
+
+def is_int(x: object) -> bool:
+    """Whether `x` is an integer, of Python's or one that torch.compile traces, but not a bool."""
+    return type(x) is int or (isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool))
+
+
+def _shown(x: object) -> str:
+    """`x` in a message: a number as it is, anything else by its type."""
+    return repr(x) if isinstance(x, (bool, int, float, str, tuple)) else type(x).__name__
+
+
 def _rank_in_document(ids: Tensor) -> Tensor:
     """int64 [B, n]: how many tokens of the same document stand before each token."""
     sorted_ids, order = ids.sort(dim=-1, stable=True)
@@ -143,7 +205,7 @@ def _rank_in_document(ids: Tensor) -> Tensor:
 
 
 def _rows_of(table: Tensor, rows: slice) -> Tensor:
-    """These query rows of something broadcastable to [B, H, n_q, n_k]."""
+    """The query rows `rows` of a table that is broadcastable to [B, H, n_q, n_k]."""
     return table if table.dim() < 2 or table.shape[-2] == 1 else table[..., rows, :]
 
 
@@ -151,9 +213,9 @@ def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a & b
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: one is made for every call, and frozen ones take three times as long
 class Spec:
-    """Everything a backend is told about a call besides q, k and v.
+    """Everything a backend is told about a call besides q, k and v. Nobody changes one.
 
     score = softcap * tanh(scale * q k^T / softcap) + bias - slope * |position_q - position_k|, then the mask; `bias`
     of -inf counts as masked. lse = log(sum over keys of exp(score), and of exp(sink)). Weights exp(score - lse) are
@@ -236,9 +298,17 @@ def _register_as_pytree(cls: type) -> None:
     pytree.register_pytree_node(
         cls,
         lambda value: ([getattr(value, name) for name in names], None),
-        lambda children, _: cls(**dict(zip(names, children, strict=True))),
+        lambda children, _: _of_fields(cls, names, children),
         serialized_type_name=f"fastattn.{cls.__name__}",
     )
+
+
+def _of_fields(cls: type, names: tuple[str, ...], values: Iterable) -> object:
+    """An instance with these values, whatever they are: transforms put dimensions and markers where tensors stand."""
+    value = object.__new__(cls)
+    for name, x in zip(names, values, strict=True):
+        object.__setattr__(value, name, x)
+    return value
 
 
 _register_as_pytree(Mask)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .api import attention, draw_seed
+from .api import attention
 from .backends import reference
+from .plan import draw_seed
 from .spec import Mask, Spec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -114,6 +115,14 @@ CASES: tuple[Case, ...] = (
     Case("plain", "nothing special"),
     Case("one-query", "decoding: one query, many keys", n_q=1, n_k=70, causal=True, q_start=69),
     Case("one-key", "softmax over a single key", n_q=5, n_k=1),
+    Case(
+        "decode-bias", "a bias beside dot products, keys in several parts", H=4, H_kv=2, n_q=2, n_k=600, keys="holes",
+        bias=(4, 2, 600), softcap=3.0, sinks=True,
+    ),
+    Case(
+        "decode-alibi", "distances beside dot products, and a bias that is one number for all keys", n_q=3, n_k=70,
+        causal=True, q_start=(66, 40), alibi=True, bias=(3, 1),
+    ),
     Case("one-by-one", "the smallest call", B=1, H=1, n_q=1, n_k=1, D=1),
     Case("tail-below", "one less than a block of 16, 32, 64 and 128", n_q=127, n_k=63),
     Case("tail-above", "one more than a block of 16, 32, 64 and 128", n_q=65, n_k=129),
@@ -176,6 +185,7 @@ CASES: tuple[Case, ...] = (
     Case("alibi", "linear distance bias", n_q=40, alibi=True, causal=True),
     Case("alibi-segments", "distances count in the document", n_q=40, segments=True, alibi=True),
     Case("sinks", "one learned logit a head", n_q=40, sinks=True, keys="none"),
+    Case("sinks-segments", "each document has the sink", n_q=40, sinks=True, segments=True, dropout_p=0.2),
     Case(
         "far-keys", "sinks that leave hardly anything to the keys", n_q=20, n_k=5, q_start=24, alibi=True, sinks=True,
         bias=(20, 1),
@@ -363,8 +373,19 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
     raise ValueError(f"layout must be BHND, BNHD or sliced, got {layout!r}")
 
 
-def run(inputs: Inputs, backend: str | None) -> dict[str, Tensor]:
-    """Outputs and gradients of `attention` by that backend: a dict over the names of OUTPUTS."""
+def run(inputs: Inputs, backend: str | None, threads: int | None = None) -> dict[str, Tensor]:
+    """Outputs and gradients of `attention` by that backend: a dict over the names of OUTPUTS.
+
+    Args:
+        threads: how many PyTorch has meanwhile; None for as many as it has now.
+    """
+    if threads is not None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return run(inputs, backend)
+        finally:
+            torch.set_num_threads(before)
     learned = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
     options = dict(inputs.options)
     if "generator" in options:

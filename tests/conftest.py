@@ -5,6 +5,7 @@ import site
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -26,4 +27,12 @@ import quick_interpreter  # noqa: E402
 from modelled_gpu import backend, gpu_model  # noqa: E402, F401  fixtures; it imports fastattn, and so Triton's kernels
 from modelled_hopper import gluon_model  # noqa: E402, F401  a fixture
 
+from fastattn import plan  # noqa: E402
+
 quick_interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_of_other_tests() -> None:
+    """Tests replace what plans depend on."""
+    plan.forget_plans()

@@ -1,6 +1,6 @@
-// Prints each launch of the CUDA kernels: the kernel's name and the bytes of shared memory that the host gives it. Fails
-// where a GPU would refuse one, or the host does not tell what was refused. It is linked with the kernels and, in place of
-// CUDA's runtime library, with these functions, which launch nothing: the memory of the calls is nowhere.
+// Prints each launch of the CUDA kernels: the kernel's name and the bytes of shared memory that the host gives it.
+// Fails where a GPU would refuse one, or the host does not tell what was refused. It is linked with the kernels and, in
+// place of CUDA's runtime library, with these functions, which launch nothing: the memory of the calls is nowhere.
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
@@ -43,8 +43,8 @@ extern "C" {
 void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void**, const char* host_function, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
-                            int*) {
+void __cudaRegisterFunction(void**, const char* host_function, char*, const char* name, int, uint3*, uint3*, dim3*,
+                            dim3*, int*) {
   names[host_function] = name;
 }
 
@@ -61,12 +61,17 @@ cudaError_t __cudaGetKernel(const void** kernel, const void* host_function) {
   *kernel = host_function;
   return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) { return print_launch(kernel); }
+cudaError_t __cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+  return print_launch(kernel);
+}
 // As nvcc before 12.8 calls it.
-cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) { return print_launch(kernel); }
+cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t) {
+  return print_launch(kernel);
+}
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
-  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && last_error == cudaSuccess) allowed_bytes[kernel] = value;
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && last_error == cudaSuccess)
+    allowed_bytes[kernel] = value;
   return last_error;
 }
 cudaError_t cudaGetLastError() { return last_error; }
@@ -75,9 +80,9 @@ cudaError_t cudaGetLastError() { return last_error; }
 
 namespace fastattn::cuda {
 
-Problem problem_of(DType dtype, int head_dim, bool general) {
+Params params_of(DType dtype, int head_dim, bool general) {
   static char somewhere;
-  Problem p{};
+  Params p{};
   p.B = p.H = p.H_kv = 1;
   p.d_qk = p.d_v = head_dim;
   p.dtype = dtype;
@@ -93,13 +98,13 @@ void launch_all() {
   for (DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     for (int head_dim : {64, 128, kMostColumns}) {
       for (bool general : {false, true}) {
-        const Problem p = problem_of(dtype, head_dim, general);
-        Backward gradients{p};
+        const Params p = params_of(dtype, head_dim, general);
+        BackwardParams gradients{p};
         gradients.dq = gradients.dk = gradients.dv = p.q;
         gradients.d_bias = static_cast<float*>(p.q.data);
         gradients.bias_B = gradients.bias_H = 1;
         with_kernels_of(dtype, [&](auto kernels) {
-          expect(kernels.forward(Forward{p}, nullptr) == cudaSuccess, "a forward that can be launched");
+          expect(kernels.forward(ForwardParams{p}, nullptr) == cudaSuccess, "a forward that can be launched");
           expect(kernels.backward(gradients, nullptr) == cudaSuccess, "a backward that can be launched");
           return cudaSuccess;
         });
@@ -110,20 +115,20 @@ void launch_all() {
 
 // What the host must not launch, or not go on after.
 void refuse_some() {
-  const auto forward = [](const Problem& p) {
+  const auto forward = [](const Params& p) {
     launches = 0;
-    return Kernels<f16>::forward(Forward{p}, nullptr);
+    return Kernels<f16>::forward(ForwardParams{p}, nullptr);
   };
-  Problem none = problem_of(DType::f16, 64, false);
+  Params none = params_of(DType::f16, 64, false);
   none.queries.n = 0;
   none.queries.groups = none.keys.groups = nullptr;
   expect(forward(none) == cudaSuccess && launches == 0, "no queries must be no launch");
-  Problem many = problem_of(DType::f16, 64, false);
+  Params many = params_of(DType::f16, 64, false);
   many.B = 1 << 20, many.H = 1 << 12;
   many.queries.groups = many.keys.groups = nullptr;
   expect(forward(many) == cudaErrorInvalidConfiguration && launches == 0, "too many blocks must be refused");
   last_error = cudaErrorLaunchOutOfResources;
-  expect(forward(problem_of(DType::f16, 64, false)) == last_error && launches == 1, "an error of a launch must be told");
+  expect(forward(params_of(DType::f16, 64, false)) == last_error && launches == 1, "an error of a launch must be told");
   last_error = cudaSuccess;
 }
 

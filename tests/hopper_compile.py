@@ -42,10 +42,9 @@ def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
     """What every kernel of these head dims with these masks takes, in bf16."""
     import torch
     import triton
-    from triton_compile import NoGPU
+    from triton_compile import NoGPU, compile_only
 
     from fastattn.backends import hopper
-    from fastattn.bench.gpu.compiling import compile_only
     from fastattn.spec import Mask, Spec
 
     triton.runtime.driver.set_active(NoGPU(90))

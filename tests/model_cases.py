@@ -10,13 +10,15 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import fastattn
-from fastattn import api, backends, ops
-from fastattn.spec import Mask, Spec
+from fastattn import ops, plan
+from fastattn.plan import Plan
+from fastattn.spec import Spec
 from fastattn.testing import compare
 
 L = 12  # tokens in each sample of a model that takes padding
@@ -192,23 +194,12 @@ class Calls:
 @contextmanager
 def calls_seen() -> Iterator[Calls]:
     """Notes every attention that is computed meanwhile."""
-    calls, select, at_once = Calls(), api.select, ops.at_once
+    calls, attention = Calls(), ops.attention
 
-    def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, *args: object, **options: object) -> str:
-        backend = select(q, k, v, spec, *args, **options)
+    def noted(q: Tensor, k: Tensor, v: Tensor, spec: Spec, decided: Plan) -> tuple[Tensor, Tensor]:
         calls.features |= spec.features()
-        calls.backends.add(backend)
-        return backend
+        calls.backends.add(decided.backend.NAME)
+        return attention(q, k, v, spec, decided)
 
-    def noted_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor] | None:
-        found = at_once(q, k, v, mask, scale)
-        if found is not None:
-            calls.features |= Spec(mask, 1.0).features()
-            calls.backends.add(backends.asked_first(q.device).NAME)
-        return found
-
-    api.select, ops.at_once = noted, noted_at_once
-    try:
+    with mock.patch.object(ops, "attention", noted), mock.patch.object(plan, "short_way", return_value=None):
         yield calls
-    finally:
-        api.select, ops.at_once = select, at_once

@@ -13,6 +13,9 @@ _ON_HOPPER = "cuda" in DEVICES and torch.cuda.get_device_capability()[0] == 9
 _DEVICES_OF = {native: DEVICES, hopper: DEVICES[-1:] if _ON_HOPPER else ()}
 PLACES = [(backend, device) for backend in BACKENDS for device in _DEVICES_OF.get(backend, DEVICES[-1:])]
 
+# With one, the CPU kernels compute all gradients of a head together; with more than there are heads in any case, apart.
+THREADS = (1, 64)
+
 # A GPU of compute capability 7.5 multiplies no bf16, and TORCH_CUDA_ARCH_LIST may ask for code for one.
 CUDA_TAKES_BF16 = "cuda" in DEVICES and build.CUDA.code_for(torch.cuda.get_device_capability()) >= (8, 0)
 

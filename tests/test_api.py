@@ -1,5 +1,6 @@
 """The public functions on tensors: refusals in sentences, the choice of a backend, the drop-in for torch's SDPA."""
 
+import functools
 import math
 import re
 import warnings
@@ -18,10 +19,11 @@ Q = torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(0))
 K = torch.randn(2, 2, 7, 8, generator=torch.Generator().manual_seed(1))
 ONES = torch.ones(2, 7, dtype=torch.bool)
 
+made_of = functools.partial(functools.partial, Mask)  # a Mask is judged when it is made
 MALFORMED = {  # what is passed instead, and the sentence that answers
     "rank": ({"q": Q[0]}, "q must be [batch, heads, length, head_dim], got [4, 5, 8]"),
     "type": ({"k": 3}, "k must be a Tensor, got int"),
-    "integers": ({"q": Q.long()}, "q must be of a floating dtype, got torch.int64"),
+    "integers": ({"q": Q.long()}, "q must be float32, float64, float16 or bfloat16, got torch.int64"),
     "dtypes": ({"k": K.half()}, "k and v must be of dtype torch.float32 like q, got torch.float16 and torch.float32"),
     "device": ({"v": K.to("meta")}, "v must be on cpu like q, got meta"),
     "batch": ({"k": K[:1]}, "k must be [2, H_kv, n_k, 8] like q, got [1, 2, 7, 8]"),
@@ -29,26 +31,41 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "length": ({"v": K[:, :, :3]}, "v must be [2, 2, 7, d_v] like k, got [2, 2, 3, 8]"),
     "heads": ({"q": Q[:, :3]}, "the heads of k must divide the 3 heads of q, got 2"),
     "no heads": ({"k": K[:, :0], "v": K[:, :0]}, "the heads of k must divide the 4 heads of q, got 0"),
-    "nan scale": ({"scale": math.nan}, "scale must be a finite number, got nan"),
-    "text scale": ({"scale": "1"}, "scale must be a finite number, got 1"),
-    "softcap": ({"softcap": 0.0}, "softcap must be a positive finite number or None, got 0.0"),
+    "nan scale": ({"scale": math.nan}, "scale must be a finite number that fp32 can hold, got nan"),
+    "text scale": ({"scale": "1"}, "scale must be a finite number that fp32 can hold, got '1'"),
+    "softcap": ({"softcap": 0.0}, "softcap must be a positive number that fp32 can hold, or None, got 0.0"),
     "dropout": ({"dropout_p": 1.5}, "dropout_p must be between 0 and 1, got 1.5"),
     "nan dropout": ({"dropout_p": math.nan}, "dropout_p must be between 0 and 1, got nan"),
     "generator": ({"dropout_p": 0.5, "generator": 3}, "generator must be a torch.Generator or None, got int"),
     "mask": ({"mask": ONES}, "mask must be a fastattn.Mask or None, got Tensor"),
-    "mask dtype": ({"mask": Mask(real_keys=Q[:, 0, :, 0])}, "mask.real_keys must be bool (True is real), got"),
-    "mask shape": ({"mask": Mask(real_keys=ONES.T)}, "mask.real_keys must be [2, 7], got [7, 2]"),
-    "mask type": ({"mask": Mask(real_keys=[1])}, "mask.real_keys must be a Tensor, got list"),
-    "mask device": ({"mask": Mask(real_keys=ONES.to("meta"))}, "mask.real_keys must be on cpu like q, got meta"),
-    "real_queries": ({"mask": Mask(real_queries=ONES)}, "mask.real_queries must be [2, 5], got [2, 7]"),
-    "dense": ({"mask": Mask(dense=Q[0, 0])}, "mask.dense must be bool (True may see; a float mask is a bias), got"),
-    "dense shape": ({"mask": Mask(dense=ONES)}, "mask.dense must be broadcastable to [2, 4, 5, 7], got [2, 7]"),
-    "window": ({"mask": Mask(window=(-1, None))}, "mask.window's left must be None or an int of at least 0, got -1"),
-    "window pair": ({"mask": Mask(window=3)}, "mask.window must be a pair (left, right), got 3"),
-    "q_start": ({"mask": Mask(q_start=0.5)}, "mask.q_start must be an int or an integer tensor [2] or [2, 5], got 0.5"),
-    "q_start shape": ({"mask": Mask(q_start=ONES.long())}, "mask.q_start must be [2] or [2, 5], got [2, 7]"),
-    "q_start tensor": ({"mask": Mask(q_start=Q[:, 0, 0, 0])}, "mask.q_start must be int32 or int64, got torch.float"),
-    "segments": ({"mask": Mask(segments=(ONES, ONES))}, "mask.segments[0] must be int32 or int64, got torch.bool"),
+    "mask dtype": ({"mask": made_of(real_keys=Q[:, 0, :, 0])}, "mask.real_keys must be bool (True is real), got"),
+    "mask shape": ({"mask": made_of(real_keys=ONES.T)}, "mask.real_keys must be [2, 7], got [7, 2]"),
+    "mask type": ({"mask": made_of(real_keys=[1])}, "mask.real_keys must be a Tensor, got list"),
+    "mask device": ({"mask": made_of(real_keys=ONES.to("meta"))}, "mask.real_keys must be on cpu like q, got meta"),
+    "real_queries": ({"mask": made_of(real_queries=ONES)}, "mask.real_queries must be [2, 5], got [2, 7]"),
+    "dense": ({"mask": made_of(dense=Q[0, 0])}, "mask.dense must be bool (True may see; a float mask is a bias), got"),
+    "dense shape": ({"mask": made_of(dense=ONES)}, "mask.dense must be broadcastable to [2, 4, 5, 7], got [2, 7]"),
+    "window": ({"mask": made_of(window=(-1, None))}, "mask.window's left must be None or an int from 0 to 2**63 - 1"),
+    "window pair": ({"mask": made_of(window=3)}, "mask.window must be a pair (left, right), got 3"),
+    "q_start": ({"mask": made_of(q_start=0.5)}, "mask.q_start must be an int or an integer Tensor, got 0.5"),
+    "q_start shape": ({"mask": made_of(q_start=ONES.long())}, "mask.q_start must be [2] or [2, 5], got [2, 7]"),
+    "q_start tensor": ({"mask": made_of(q_start=Q[:, 0, 0, 0])}, "mask.q_start must be int32 or int64, got torch"),
+    "causal": ({"mask": made_of(causal=1)}, "mask.causal must be a bool, got 1"),
+    "far q_start": ({"mask": made_of(q_start=2**63)}, f"mask.q_start must be an int of 64 bits, got {2**63}"),
+    "far window": (
+        {"mask": made_of(window=(2**63, 0))},
+        f"mask.window's left must be None or an int from 0 to 2**63 - 1, got {2**63}",
+    ),
+    "q_start rank": ({"mask": made_of(q_start=ONES[None].long())}, "mask.q_start must have 1 or 2 dimensions, got 3"),
+    "half of the segments": (
+        {"mask": made_of(segments=(ONES.long(), None))},
+        "mask.segments[1] must be a Tensor, got NoneType",
+    ),
+    "one tensor of segments": (
+        {"mask": made_of(segments=torch.zeros(2, 2, 7).long())},
+        "mask.segments must be a pair of Tensors (of queries, of keys), got Tensor",
+    ),
+    "segments": ({"mask": made_of(segments=(ONES, ONES))}, "mask.segments[0] must be int32 or int64, got torch.bool"),
     "bias": ({"bias": torch.zeros(5, 5)}, "bias must be broadcastable to [2, 4, 5, 7], got [5, 5]"),
     "bias dtype": ({"bias": ONES}, "bias must be a floating Tensor, got torch.bool"),
     "slopes": ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be [4] or [2, 4], got [3]"),
@@ -64,7 +81,7 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
 def test_malformed_call_is_refused_in_a_sentence(name):
     wrong, sentence = MALFORMED[name]
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        fastattn.attention(**({"q": Q, "k": K, "v": K} | wrong))
+        fastattn.attention(**({"q": Q, "k": K, "v": K} | {n: x() if callable(x) else x for n, x in wrong.items()}))
 
 
 def test_nothing_is_drawn_for_a_refused_call():

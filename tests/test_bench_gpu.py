@@ -1,162 +1,22 @@
-"""`python -m fastattn.bench.gpu` as far as a CPU goes: its machinery in a dry run, and what it makes of figures."""
+"""What `python -m benchmarks.gpu` measures on a GPU and makes of it, as far as a CPU can tell."""
 
-import itertools
-import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from crews import serve, serve_verdicts
 
 import fastattn
+from benchmarks.gpu import render, rivals, speed, targets
+from benchmarks.gpu.record import append, file_name, finished, forget, is_failure, load
 from fastattn import testing
-from fastattn.backends import hopper
 from fastattn.bench import cases, run, timing
-from fastattn.bench.gpu import __main__ as command
-from fastattn.bench.gpu import render, rivals, speed, stages, targets, tries, truth
-from fastattn.bench.gpu.crew import Crew, CrewError, Task, answers
-from fastattn.bench.gpu.results import Results, file_name, is_failure
 from fastattn.testing import CASES, make_inputs
 
 ROOT = Path(__file__).parent.parent
-ENCODERS = ("torch.nn.TransformerEncoder", "torch.nn.TransformerEncoder, fastattn.swap")
-
-
-def soon(seconds=250.0):
-    return time.monotonic() + seconds
-
-
-def test_a_worker_that_dies_or_hangs_costs_one_task():
-    tasks = [Task(name, 1.0 if name == "hangs" else 200.0) for name in ("a", "dies", "b", "hangs", "c", "leaves", "d")]
-    found = {answer.task.name: answer for answer in answers([Crew(serve, tasks, options={"begin": "I "})], soon())}
-    assert list(found) == [task.name for task in tasks]
-    assert [answer.rows[0]["said"] for answer in found.values()] == [f"I {task.name}" for task in tasks]
-    assert found["dies"].failure == "died: exit code 7; out of ink"
-    assert found["hangs"].failure.startswith("hung: no answer in 1 s")
-    assert not any(found[name].failure for name in ("a", "b", "c", "leaves", "d"))
-    workers = [answer.rows[0]["by"] for answer in found.values()]
-    replaced = [before != after for before, after in itertools.pairwise(workers)]
-    assert replaced == [False, True, False, True, False, True]  # after dies, hangs, leaves
-
-
-def test_workers_share_the_tasks_of_a_crew():
-    found = list(answers([Crew(serve, [Task(str(n)) for n in range(4)], workers=2), Crew(serve, [])], soon()))
-    assert sorted(answer.task.name for answer in found) == ["0", "1", "2", "3"]
-
-
-def test_the_deadline_stops_all():
-    start = time.monotonic()
-    assert list(answers([Crew(serve, [Task("hangs")])], soon(2.5))) == []
-    assert time.monotonic() - start < 30
-
-
-def test_a_crew_that_cannot_start_says_why():
-    with pytest.raises(CrewError, match="died: exit code 3; there is no paper"):
-        list(answers([Crew(serve, [Task("a")], options={"begin": "fails"})], soon()))
-
-
-def dry_run(stage, folder, monkeypatch):
-    """All that a stage wrote."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two threads wait long on a busy machine
-    assert command.main([stage, "--device", "cpu", "--out", str(folder)]) == 0
-    (path,) = folder.glob("*.json")
-    document = json.loads(path.read_text())
-    assert [(run["stage"], run["left"]) for run in document["runs"]] == [(stage, 0)]
-    assert [row for row in document["rows"] if row["verdict"] not in ("right", "n/a")] == []  # of rivals too
-    return document["rows"]
-
-
-def test_a_dry_run_of_truth_tests_each_backend(tmp_path, monkeypatch):
-    tests = {row["test"] for row in dry_run("truth", tmp_path, monkeypatch)}
-    for backend in set(truth.backend_names()) - {hopper.NAME}:  # which runs on the CPU only as gluon_model
-        for case in ("plain-torch.bfloat16", "one-query-torch.float16"):
-            assert f"tests/test_conformance.py::test_case_is_right_or_refused[{backend}-cpu-{case}]" in tests
-        assert f"tests/test_truth.py::test_case_of_pytorch_196678[{backend}-cpu]" in tests
-
-
-def test_a_dry_run_of_bench_measures_every_task(tmp_path, monkeypatch):
-    rows = dry_run("bench", tmp_path, monkeypatch)
-    assert {row["task"] for row in rows} == {task.name for task in speed.tasks("cpu", dry=True)}
-    assert {row["contender"] for row in rows if row["level"] == "encoder"} == set(ENCODERS)
-    own = [row for row in rows if row["contender"] == "fastattn native"]
-    assert {row["level"] for row in own} == {"attention", "launch"}
-    for row in own:
-        assert row["verdict"] == "right"
-        assert row["time_ms"]["p20"] <= row["time_ms"]["median"] <= row["time_ms"]["p80"]
-        if row["level"] == "attention":
-            assert min(row[name] for name in ("tflops", "gbps", "peak_mib", "max_error")) > 0
-
-
-def test_a_dry_run_of_cuda_builds_tests_and_measures_native_alone(tmp_path, monkeypatch):
-    rows = dry_run("cuda", tmp_path, monkeypatch)
-    tasks = {row["task"] for row in rows}
-    assert {"build", "build for 7.5+PTX"} <= tasks
-    own_code = {row["task"] for row in rows if "test" in row and row["task"] == row["test"]}
-    older_code = {row["task"] for row in rows if "test" in row and row["task"] == f"{row['test']} for 7.5+PTX"}
-    cases = ("case_is_right_or_refused[native-cpu-one-query-torch.float16]", "case_of_pytorch_196678[native-cpu]")
-    for found in (own_code, older_code):
-        assert all(any(case in task for task in found) for case in cases)
-    assert own_code | older_code == {row["task"] for row in rows if "test" in row}
-    assert all("[native-cpu" in task for task in own_code | older_code)
-
-    timed = [row for row in rows if "contender" in row]
-    assert {row["task"] for row in timed} == {task.name for task in speed.tasks("cpu", dry=True, only="native")}
-    assert {row["level"] for row in timed} == {"ceilings", "attention", "launch"}
-    of_attention = {row["contender"] for row in timed if row["level"] == "attention"}
-    assert of_attention == {"fastattn native", "SDPA flash"}
-    assert all(row["verdict"] == "right" for row in timed if row["contender"] == "fastattn native")
-
-
-def test_a_dry_run_of_hopper_tries_and_measures_that_alone(tmp_path, monkeypatch):
-    """On a CPU, which the backend refuses: each of its rows says so."""
-    rows = dry_run("hopper", tmp_path, monkeypatch)
-    why = "needs an NVIDIA GPU, got cpu"
-    tried = [row for row in rows if row["task"].startswith("try ")]
-    assert [row["task"] for row in tried] == [task.name for task in tries.tasks(dry=True)]
-    assert {(row["verdict"], row["note"]) for row in tried} == {("n/a", why)}
-
-    timed = [row for row in rows if "contender" in row]
-    assert {row["task"] for row in timed} == {task.name for task in speed.tasks("cpu", dry=True, only="hopper")}
-    assert len(tried) + len(timed) == len(rows)
-    of_backward = [row for row in timed if row.get("pass") == "backward"]
-    expected = {"fastattn hopper", "fastattn hopper, deterministic=False"}
-    assert {row["contender"] for row in of_backward if row["family"] == "fastattn"} == expected
-    assert {(row["verdict"], row["note"]) for row in timed if row["family"] == "fastattn"} == {("n/a", why)}
-    assert {row["verdict"] for row in timed if row["contender"] == "SDPA flash"} == {"right"}
-
-
-def test_first_calls_are_held_to_the_error_budget(monkeypatch):
-    """By another backend, since the one that they are for needs a GPU."""
-    names = [task.name for task in tries.tasks(dry=False)]
-    assert len(names) == len(set(names)) == 3 * 3 * 4 * 3
-    first = [name for name in names if ": tile D64 " in name] + ["try backward: head D128 documents"]
-    rows = []
-    tries.serve(iter(first), rows.extend, "cpu", only="native")
-    assert [(row["verdict"], row["note"]) for row in rows] == [("right", "")] * 13
-    right, asked = fastattn.attention, []
-
-    def wrong(*args, backend, deterministic, **options):
-        asked.append((backend, deterministic))
-        factor = 1.1 if backend == "native" else 1.0
-        return tuple(factor * x for x in right(*args, backend=backend, **options))
-
-    monkeypatch.setattr(testing, "attention", wrong)
-    rows.clear()
-    tries.serve(iter(["try backward, deterministic=False: tile D64 full"]), rows.extend, "cpu", only="native")
-    assert ("native", False) in asked
-    assert rows[0]["verdict"] == "wrong"
-    assert rows[0]["note"].startswith("o: max error")
-
-
-def test_a_stage_about_a_backend_that_refuses_the_gpu_says_so(tmp_path):
-    stage = stages.Stage("hopper", Results(tmp_path, "cpu"), "cpu", 10.0)
-    stage.dry = False
-    with pytest.raises(stages.StageError, match="hopper needs an NVIDIA GPU, got cpu"):
-        stage.run()
 
 
 def test_backward_on_hopper_is_timed_in_any_order_too(monkeypatch):
@@ -175,102 +35,18 @@ def test_backward_on_hopper_is_timed_in_any_order_too(monkeypatch):
 
 
 def test_what_native_is_promised_on_a_gpu_is_timed():
-    cases = {task.name.split()[1] for task in speed.tasks("cuda", dry=False, only="native") if " " in task.name}
+    timed = {job.case.name for job in speed.jobs("cuda", "native")}
     promised = {found.promise.split()[0].rstrip(",") for found in targets.outcomes([{"stage": "cuda", "verdict": "x"}])}
-    assert cases - {"launch"} == promised - {"forward", "forward+backward"}
-
-
-def test_a_stage_is_about_native_on_the_gpu_or_all_but_that():
-    for id_ in ("t.py::a[native-cuda]", "t.py::a[right-native-cuda]", "t.py::a[native-cuda-plain-torch.float16]"):
-        assert truth.belongs(id_, "native", "cuda")
-        assert not truth.belongs(id_, None, "cuda")
-    for id_ in ("t.py::a[native-cpu]", "t.py::a[triton-cuda]", "t.py::native_cuda", "t.py::a[native-x-cuda]"):
-        assert not truth.belongs(id_, "native", "cuda")
-        assert truth.belongs(id_, None, "cuda")
-
-
-def test_the_older_code_is_asked_for_in_the_worker_alone(monkeypatch, tmp_path):
-    file = tmp_path / "test_older.py"
-    file.write_text("import os\ndef test_a(): assert os.environ['TORCH_CUDA_ARCH_LIST'] == '7.5+PTX'\n")
-    monkeypatch.setattr(truth, "TEST_FILES", (str(file),))
-    monkeypatch.setattr(truth, "REPOSITORY", tmp_path)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv(truth.ARCH_LIST, "9.0")  # so that it is undone
-    rows = []
-    truth.serve(iter([truth.named("test_older.py::test_a", "7.5+PTX")]), rows.extend, "cpu", archs="7.5+PTX")
-    assert [(row["test"], row["verdict"]) for row in rows] == [("test_older.py::test_a", "right")]
-
-
-def test_a_build_that_fails_ends_the_stage_with_what_the_compiler_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))  # no compiler is there
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "modules"))
-    (tmp_path / "modules" / "fastattn").mkdir(parents=True)
-    (tmp_path / "modules" / "fastattn" / "x.log").write_text("ptxas: out of registers")
-    monkeypatch.delenv("CXX", raising=False)
-    assert command.main(["cuda", "--device", "cpu", "--out", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert "cuda: the native module was not built: exit code 1; ptxas: out of registers" in said
-    (path,) = (tmp_path / "out").glob("*.json")
-    assert {(row["task"], row["verdict"]) for row in json.loads(path.read_text())["rows"]} == {
-        ("build", "wrong"), ("build for 7.5+PTX", "wrong"),
-    }  # fmt: skip
-
-
-@pytest.fixture
-def three_tasks(monkeypatch):
-    """The stage "bench" has a task that is right, one that is wrong, and one whose worker dies."""
-    monkeypatch.setattr(speed, "serve", serve_verdicts)
-    monkeypatch.setattr(speed, "tasks", lambda device, dry, only: [Task(name) for name in ("right", "wrong", "dies")])
-
-
-def test_a_stage_goes_on_where_it_stopped_and_tells_what_failed(three_tasks, tmp_path, capsys, monkeypatch):
-    def bench(*options):
-        code = command.main(["bench", "--device", "cpu", "--out", str(tmp_path), *options])
-        (path,) = tmp_path.glob("*.json")
-        said = capsys.readouterr().err
-        rows = json.loads(path.read_text())["rows"]
-        return code, said, {row["task"]: row["verdict"] for row in rows if row.get("family") != "torch"}
-
-    monkeypatch.setattr(render, "render", lambda path: [])
-    monkeypatch.setattr(render, "summary", lambda document, stage: "")
-    code, said, verdicts = bench()
-    assert (code, verdicts) == (1, {"right": "right", "wrong": "wrong", "dies": "died"})
-    assert "2 of 6 rows are failures" in said
-    assert "wrong: it is wrong" in said
-    assert "dies: died: exit code 7" in said
-    assert "3 of 3 tasks to do" in said
-    code, said, verdicts_then = bench()
-    assert (code, verdicts_then) == (1, verdicts)
-    assert "0 of 3 tasks to do" in said
-    assert "2 of 3 tasks to do" in bench("--again")[1]
-    monkeypatch.setattr("fastattn.bench.gpu.results.sources", lambda: "others")
-    assert "3 of 3 tasks to do" in bench()[1]
-
-
-def test_a_stage_that_runs_out_of_time_is_not_done(three_tasks, tmp_path, capsys):
-    assert command.main(["bench", "--device", "cpu", "--out", str(tmp_path), "--seconds", "0"]) == 1
-    assert "bench: 3 tasks are left; the same command goes on with them" in capsys.readouterr().err
-
-
-def test_a_stage_without_its_backend_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(truth, "backend_names", lambda: ["triton", "native"])
-    assert command.main(["hopper", "--device", "cpu", "--out", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert "hopper: stage hopper needs a backend of that name, and there are only triton, native" in said
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_a_gpu_a_stage_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main(["truth"]) == 1
-    assert "torch sees no CUDA device here" in capsys.readouterr().err
+    assert timed - {"launch"} == promised - {"forward", "forward+backward"}
 
 
 def test_a_wrong_answer_of_ours_is_a_failure(monkeypatch):
     right = fastattn.attention
     monkeypatch.setattr(fastattn, "attention", lambda *args, **options: right(*args, **options) * 1.1)
+    (job,) = (job for job in speed.jobs("cpu") if str(job) == "attention D128-N4096-causal bf16 forward")
     rows = []
-    speed.serve(iter(["attention D128-N4096-causal bf16 forward"]), rows.extend, "cpu", dry=True)
+    on_cpu = SimpleNamespace(option=SimpleNamespace(device="cpu", only=None))
+    speed.test_speed(job, on_cpu, lambda name, row: rows.append(row))
     verdicts = {row["contender"]: (row["verdict"], is_failure(row)) for row in rows}
     assert verdicts["fastattn native"] == ("wrong", True)
     assert verdicts["SDPA flash"] == ("right", False)
@@ -316,60 +92,6 @@ def test_sentences_are_short_on_average():
     lengths = real.sum(1)
     assert 120 < lengths.float().mean() < 140
     assert (lengths.min(), lengths.max()) == (1, 512)
-
-
-def test_tests_are_run_by_name_and_their_failures_told(monkeypatch, tmp_path):
-    file = tmp_path / "test_it.py"
-    file.write_text(
-        "import pytest\n"
-        "def test_a(record_property): record_property('torch', 'all NaN')\n"
-        "def test_b(): assert 1 == 2, 'they differ'\n"
-        "def test_c(): pytest.skip('no time')\n"
-    )
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # so that it is undone
-    monkeypatch.setattr(truth, "TEST_FILES", (str(file),))
-    monkeypatch.setattr(truth, "REPOSITORY", tmp_path)
-    rows = []
-    truth.serve(
-        iter([truth.FIRST, "test_it.py::test_b", "test_it.py::test_c", "test_it.py::test_a"]), rows.extend, "cpu"
-    )
-    assert rows[0] == {"ids": [f"test_it.py::test_{x}" for x in "abc"]}
-    assert [row["verdict"] for row in rows[1:]] == ["wrong", "skipped", "right"]
-    assert rows[1]["note"].startswith("AssertionError: they differ")
-    assert "no time" in rows[2]["note"]
-    assert rows[3]["note"] == "torch: all NaN"
-
-    compiled = []
-    truth.serve(iter(["test_it.py::test_b", "test_it.py::test_a"]), compiled.append, "cpu", compiling=True)
-    assert compiled == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "verdict", "note"),
-    [
-        (0, "right", "ERROR SUMMARY: 1 error"),
-        (99, "wrong", "COMPUTE-SANITIZER; Invalid __global__ read; ERROR SUMMARY: 1 error"),
-        (1, "n/a", "exit code 1; COMPUTE-SANITIZER; Invalid __global__ read; ERROR SUMMARY: 1 error; no device\n"),
-    ],
-    ids=["clean", "errors", "broken"],
-)
-def test_the_sanitizer_is_heard(tmp_path, monkeypatch, exit_code, verdict, note):
-    said = ["COMPUTE-SANITIZER", "Invalid __global__ read", "ERROR SUMMARY: 1 error"]
-    program = tmp_path / "compute-sanitizer"
-    lines = [*(f"echo '========= {line}'" for line in said), "echo hello", "echo no device >&2", f"exit {exit_code}"]
-    program.write_text("\n".join(["#!/bin/sh", f"echo $@ > {tmp_path}/called", *lines]))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    rows = []
-    truth.serve_sanitizer(iter([task.name for task in truth.sanitizer_tasks(["triton"])]), rows.extend)
-    assert rows == [{"verdict": verdict, "note": note}] * 3
-    assert (tmp_path / "called").read_text().split()[:2] == ["--tool", "initcheck"]
-
-
-def test_kernels_are_compiled_for_the_tests_that_launch_some():
-    assert truth.compiles("tests/a.py::test_b[triton-plain-torch.float16]", ["triton"])
-    assert truth.compiles("tests/a.py::test_b[q-triton]", ["triton"])
-    assert not truth.compiles("tests/a.py::test_triton[native-plain]", ["triton"])
 
 
 def test_flex_attention_is_given_the_same_mask():
@@ -435,7 +157,7 @@ def row(case, timed, contender, median, tflops=1.0, level="attention", **more):
     family = "fastattn" if contender.startswith("fastattn") else "torch"
     shape = {"B": 4, "H": 16, "H_kv": 16, "n_q": 4096, "n_k": 4096, "D": 128, "d_v": 128}
     return {
-        "stage": "bench", "task": f"{level} {case} bf16 {timed}", "level": level, "case": case, "pass": timed,
+        "stage": "bench", "test": f"{level} {case} bf16 {timed}", "level": level, "case": case, "pass": timed,
         "contender": contender, "family": family, "verdict": "right", "note": "", "tflops": tflops, "shape": shape,
         "gbps": 2.0, "max_error": 0.01, "peak_mib": 64.25, "time_ms": {"median": median, "p20": median, "p80": median},
     } | more  # fmt: skip
@@ -523,7 +245,7 @@ def test_hopper_is_held_against_cudnn():
 
 
 def test_what_hopper_is_promised_is_timed():
-    names = {task.name for task in speed.tasks("cuda", dry=False, only="hopper")}
+    names = set(map(str, speed.jobs("cuda", "hopper")))
     for case in (f"D{D}-N{N}-{mask}" for D in (64, 128, 256) for N in (1024, 16384) for mask in ("full", "causal")):
         assert {f"attention {case} bf16 forward", f"attention {case} bf16 backward"} <= names
     assert "attention D64-N2048-pad bf16 backward" in names
@@ -544,19 +266,18 @@ def test_launches_and_memory_are_held_against_theirs():
         assert outcome(rows, "D128-N4096-causal forward: no memory") == (f"{peak:.3g} MiB", met)
 
 
-def test_readme_says_what_the_results_say():
-    readme = (ROOT / "README.md").read_text()
-    written = readme.partition("<!-- python -m fastattn.bench.gpu markdown -->\n")[2].partition("\n<!-- end -->")[0]
-    assert written == render.for_readme(ROOT / "benchmarks" / "results")
-
-
-def document_of(rows, device="cuda"):
-    run = {"stage": "bench", "date": "2026-01-02", "commit": "0.1.0 (abc)", "sources": "s", "done": 1, "left": 0}
+def recorded(path, rows, device="cuda"):
+    """Writes the record of a run with these rows; what it says."""
     state = {"clocks.sm": "1980 MHz", "power.draw": "700 W"}
-    return {
-        "schema": 1, "device": device, "machine": {"gpu": "NVIDIA H200", "cpu": "?"}, "rows": rows,
-        "versions": {"torch": "2.11.0", "triton": "3.6.0"}, "runs": [run | {"state_before": state, "state_after": {}}],
-    }  # fmt: skip
+    versions = {"fastattn": "0.1.0 (abc)", "torch": "2.11.0", "triton": "3.6.0"}
+    machine = {"gpu": "NVIDIA H200", "cpu": "?"}
+    begin = {"stage": "bench", "date": "2026-01-02", "sources": "s", "device": device, "machine": machine}
+    append(path, {"begin": begin | {"versions": versions, "state_before": state}})
+    for test in dict.fromkeys((row["stage"], row["test"]) for row in rows):
+        of_test = [row for row in rows if (row["stage"], row["test"]) == test]
+        append(path, dict(zip(("stage", "test"), test, strict=True)) | {"sources": "s", "rows": of_test})
+    append(path, {"end": {"state_after": {}, "complete": True}})
+    return load(path)
 
 
 def test_the_table_of_readme_has_a_line_for_each_measured_case(tmp_path):
@@ -567,8 +288,8 @@ def test_the_table_of_readme_has_a_line_for_each_measured_case(tmp_path):
         row("D128-N4096-full", "forward", "SDPA cudnn", 1, 640),
         row("D128-N4096-full", "forward", "SDPA flash", 1, 640, verdict="wrong"),
     ]
-    (tmp_path / "nvidia-h200.json").write_text(json.dumps(document_of(rows)))
-    (tmp_path / "dry.json").write_text(json.dumps(document_of(rows, "cpu")))
+    recorded(tmp_path / "nvidia-h200.jsonl", rows)
+    recorded(tmp_path / "dry.jsonl", rows, "cpu")
     text = render.for_readme(tmp_path)
     assert "On an NVIDIA H200, torch 2.11.0, Triton 3.6.0" in text
     assert "(fastattn 0.1.0 (abc))" in text
@@ -583,20 +304,20 @@ def test_markdown_and_pictures_are_made_of_a_results_file(tmp_path):
     rows = [row(f"D64-N{N}-full", "forward", name, 1, N / 10) for N in (512, 1024) for name in names]
     rows += [row("bert", "forward", name, ms) for name, ms in zip(names, (1.0, 2.0), strict=True)]
     rows += [row("bert", "forward", "FlexAttention", 1, verdict="n/a", note="has | no time", time_ms=None)]
-    rows += [{"stage": "truth", "task": "t::a", "verdict": "right", "note": "torch: all NaN"}]
-    rows += [{"stage": "truth", "task": "t::b", "verdict": "died", "note": "exit code -11"}]
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps(document_of(rows)))
+    rows += [{"stage": "truth", "test": "t::a", "verdict": "right", "note": "torch: all NaN"}]
+    rows += [{"stage": "truth", "test": "t::b", "verdict": "died", "note": "exit code -11"}]
+    path = tmp_path / "gpu.jsonl"
+    recorded(path, rows)
     written = render.render(path)
     assert [x.name for x in written] == ["gpu.md", "gpu-lengths.png", "gpu-cases.png"]
     text = written[0].read_text()
     for line in (
-        "| bench | 2026-01-02 | 0.1.0 (abc) | 1980 MHz, 700 W |  | 1 | 0 |",
+        "| bench | 2026-01-02 | 0.1.0 (abc) | 1980 MHz, 700 W |  | yes |",
         "* t::b: died: exit code -11",
         "* t::a: torch: all NaN",
         "| bert | 1 | 1 | n/a |",
         "| attention bert forward | fastattn triton | 1 | 1-1 | 1 | 2 | 64.2 | 0.01 | SDPA cudnn 2 ms (2.00x) |",
-        "* attention bert bf16 forward: FlexAttention: has | no time",
+        "* attention bert forward: FlexAttention: has | no time",
     ):
         assert line in text, line
     for picture in written[1:]:
@@ -605,21 +326,24 @@ def test_markdown_and_pictures_are_made_of_a_results_file(tmp_path):
         assert blue.sum() > 30
 
 
-def test_results_are_named_after_what_they_ran_on(tmp_path):
-    assert file_name("NVIDIA H200", "2.11.0+cu130", "3.6.0") == "nvidia-h200-2.11.0-3.6.0.json"
-    results = Results(tmp_path, "cpu", commit="abc")
-    assert results.versions["fastattn"] == f"{fastattn.__version__} (abc)"
-    results.add("bench", "a", [{"verdict": "right"}, {"verdict": "wrong"}])
-    results.add("bench", "a", [{"verdict": "right"}])
-    results.save()
-    again = Results(tmp_path, "cpu")
-    assert [row["verdict"] for row in again.rows("bench")] == ["right"]
-    assert again.finished("bench") == {"a"}
-    assert again.finished("truth") == set()
+def test_a_record_counts_the_last_line_of_a_test(tmp_path):
+    assert file_name("NVIDIA H200", "2.11.0+cu130", "3.6.0") == "nvidia-h200-2.11.0-3.6.0.jsonl"
+    path = tmp_path / "record.jsonl"
+    rows = [{"stage": "bench", "test": test, "verdict": verdict} for test, verdict in (("a", "wrong"), ("b", "right"))]
+    recorded(path, [*rows, rows[1] | {"stage": "truth", "verdict": "died"}])
+    append(path, {"stage": "bench", "test": "a", "sources": "others", "rows": [{"verdict": "right"}] * 2})
+    assert [(row["stage"], row["test"], row["verdict"]) for row in load(path)["rows"]] == [
+        ("bench", "a", "right"), ("bench", "a", "right"), ("bench", "b", "right"), ("truth", "b", "died"),
+    ]  # fmt: skip
+    assert finished(path, "bench", "s") == {"a", "b"}
+    assert finished(path, "bench", "others") == {"a"}
+    forget(path, "bench", lambda test, rows: any(map(is_failure, rows)))
+    assert finished(path, "bench", "s") == {"b"}
+    assert finished(path, "truth", "s") == {"b"}
 
 
 def test_the_command_needs_torch_alone_until_it_runs():
     code = "import sys; sys.modules |= dict.fromkeys(('pytest', 'matplotlib', 'rich', 'hypothesis', 'triton'))\n"
-    code += "from fastattn.bench.gpu.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    code += "from benchmarks.gpu.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert "truth" in done.stdout

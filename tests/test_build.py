@@ -57,7 +57,7 @@ def stand_in(tree: Path) -> Path:
     """The same with the stand-in for the C++."""
     for source in (tree / "csrc").rglob("*.cpp"):
         source.write_text("")
-    (tree / "csrc" / "binding.cpp").write_text(STAND_IN)
+    (tree / "csrc" / "cpu" / "binding.cpp").write_text(STAND_IN)
     return tree
 
 
@@ -107,7 +107,7 @@ def wheel_of(tree: Path, **environment: str) -> tuple[zipfile.ZipFile, str]:
 
 
 def change_answer(tree: Path) -> None:
-    (tree / "csrc" / "binding.cpp").write_text(STAND_IN.replace('"answer", 1', '"answer", 2'))
+    (tree / "csrc" / "cpu" / "binding.cpp").write_text(STAND_IN.replace('"answer", 1', '"answer", 2'))
 
 
 def compiled(wheel: zipfile.ZipFile) -> list[str]:
@@ -115,6 +115,9 @@ def compiled(wheel: zipfile.ZipFile) -> list[str]:
 
 
 def test_wheel_without_torch_is_pure_quick_and_whole(tree, no_torch):
+    for folder in ("benchmarks", "benchmarks/gpu", "tests"):  # of a checkout
+        (tree / folder).mkdir()
+        (tree / folder / "__init__.py").touch()
     started = time.monotonic()
     wheel, said = wheel_of(tree, **no_torch)
     assert time.monotonic() - started < 20
@@ -122,11 +125,13 @@ def test_wheel_without_torch_is_pure_quick_and_whole(tree, no_torch):
     assert Path(wheel.filename).name.endswith("-py3-none-any.whl")
     assert compiled(wheel) == []
     packed = set(wheel.namelist())
-    sources = {path.relative_to(tree / "csrc").as_posix() for path in (tree / "csrc").rglob("*.*")}
-    assert {"binding.cpp", "mask.h", "cuda/f16.cu", "cuda/forward.cuh"} <= sources
+    files = [path for path in (tree / "csrc").rglob("*.*") if path.suffix != ".md"]
+    sources = {path.relative_to(tree / "csrc").as_posix() for path in files}
+    assert {"cpu/binding.cpp", "mask.h", "cuda/f16.cu", "cuda/forward.cuh"} <= sources
     assert {name.removeprefix("fastattn/_csrc/") for name in packed if name.startswith("fastattn/_csrc/")} == sources
     modules = {path.relative_to(tree).as_posix() for path in (tree / "fastattn").rglob("*.py")}
     assert modules <= packed
+    assert {name.partition("/")[0].partition("-")[0] for name in packed} == {"fastattn"}
 
 
 def test_sdist_can_be_built_again(tree, tmp_path, no_torch):
@@ -147,7 +152,7 @@ def test_wheel_without_a_compiler_is_pure_and_says_so(stand_in):
 
 
 def test_wheel_survives_a_compile_error(stand_in):
-    (stand_in / "csrc" / "binding.cpp").write_text("this is not C++")
+    (stand_in / "csrc" / "cpu" / "binding.cpp").write_text("this is not C++")
     wheel, _ = wheel_of(stand_in)
     assert compiled(wheel) == []
 
@@ -209,7 +214,7 @@ def test_module_for_other_sources_or_another_torch_is_never_loaded(stand_in):
 
 
 def test_compile_error_is_a_sentence_with_a_log_and_is_not_repeated(stand_in):
-    (stand_in / "csrc" / "binding.cpp").write_text("this is not C++")
+    (stand_in / "csrc" / "cpu" / "binding.cpp").write_text("this is not C++")
     code = "print(build.CPU.unavailable()); print(build.CPU.unavailable()); print(build.CPU.state())"
     out, err = finish(start(stand_in, code))
     sentence, again, state = out.splitlines()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from modelled_gpu import CudaModel
 from modelled_hopper import GluonModel
-from places import CUDA_TAKES_BF16, PLACES, most_precise_dtype, place_id
+from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
 
 import fastattn
-from fastattn.backends import hopper, objections, triton
+from fastattn.backends import hopper, native, objections, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
@@ -76,6 +76,15 @@ def test_case_is_right_or_refused(backend, device, case, dtype):
             run(inputs, backend.NAME)
     else:
         assert_right(inputs, run(inputs, backend.NAME))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", TESTED, ids=str)
+def test_native_bits_do_not_depend_on_the_number_of_threads(case, dtype):
+    inputs = make_inputs(case, dtype)
+    alone, shared = (run(inputs, native.NAME, threads) for threads in THREADS)
+    for name, value in alone.items():
+        assert torch.equal(value, shared[name]), name
 
 
 def every_call_in_any_order() -> list[tuple]:

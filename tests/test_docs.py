@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import fastattn
+from docs import map as repository_map
 from docs import measured, pages, pictures, render
 
 ROOT = Path(__file__).parent.parent
-GUIDES = [*pages.GUIDES, ROOT / "CONTRIBUTING.md"]
 
 
 def sources(*folders: str) -> str:
@@ -33,7 +33,7 @@ def by_name(path: Path) -> str:
     return path.name
 
 
-@pytest.mark.parametrize("path", pages.PAGES, ids=by_name)
+@pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
 def test_code_prints_and_draws_what_the_page_shows(path):
     torch.manual_seed(0)
     for block, printed, namespace in pages.run(path):
@@ -44,7 +44,7 @@ def test_code_prints_and_draws_what_the_page_shows(path):
             assert shown == pictures.draw(name, namespace), f"{name} is another mask: python -m docs.render"
 
 
-@pytest.mark.parametrize("path", pages.PAGES, ids=by_name)
+@pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
 def test_no_block_is_overlooked(path):
     page = path.read_text()
     kinds = re.findall(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*(\S*)", page, re.MULTILINE)[::2]
@@ -74,9 +74,68 @@ def test_the_table_of_packed_models(tmp_path, monkeypatch):
     lines = measured.packed("some").splitlines()
     assert " Fill 0.250 = 1 / 4.00. Medians of 3 to 3 rounds;" in lines[0]
     assert lines[-1] == "| x | 200 | 200 | 50 | 1.00 (0.75-1.25) | 4.00 (3.50-5.50) |"
+    lines = measured.packed_in_short("some").splitlines()
+    assert lines[0].endswith(" 25% of the batches are tokens, the rest is padding.")
+    assert lines[-1] == "| x | 200 | 200 (1.00x) | 50 (4.00x) |"
 
 
-COMMANDS = sorted({line for path in GUIDES for line in pages.shell_lines(path.read_text())})
+def make_repository(folder: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for command in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", "-C", folder, *command], check=True)
+
+
+def test_the_map_has_each_file_with_its_first_sentence(tmp_path):
+    make_repository(tmp_path, {
+        "LICENSE": "Some words.",
+        "README.md": "# Title\n\nThe front door.\n",
+        ".gitignore": "# What is left alone. And more.\n*.so\n",
+        "csrc/README.md": "# Title\n\n> The [kernels](x.md).\n",
+        "csrc/cpu/a.h": "#pragma once\n\n// a < b * c, as Dao et al. 2022\n// have it. And more.\n//\n// More.\n",
+        "fastattn/__init__.py": '"""The package."""\n',
+        "fastattn/api.py": '"""What `x * y` is called\nby. More."""\n',
+        "fastattn/nn/__init__.py": '"""Layers."""\n',
+        "fastattn/nn/layer.py": '"""One layer"""\n',
+        "fastattn/nn/data/x.json": "{}",
+        "fastattn/nn/y.json": "{}",
+    })  # fmt: skip
+    assert repository_map.draw(tmp_path) == (
+        "- `.gitignore`: What is left alone.\n- data: `LICENSE`\n\n"
+        "## `csrc/`\n\nThe kernels.\n\n- `cpu/a.h`: a &lt; b \\* c, as Dao et al. 2022 have it.\n\n"
+        "## `fastattn/`\n\nThe package.\n\n- `api.py`: What `x * y` is called by.\n\n"
+        "### `fastattn/nn/`\n\nLayers.\n\n- `layer.py`: One layer\n- data: `data/`, `*.json`"
+    )
+    assert repository_map.draw(tmp_path, folders_only=True) == (
+        "- `csrc/`: The kernels.\n- `fastattn/`: The package.\n    - `api.py`: What `x * y` is called by.\n"
+        "    - `nn/`: Layers."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", "# A comment is not a docstring.\nx = 1\n"),
+        ("a.cu", '#include "a.h"\nint a;\n// too late\n'),
+        ("a.md", "# A heading only\n"),
+        ("Makefile", "all:\n# too late\n"),
+    ],
+)
+def test_a_file_that_does_not_say_what_it_is_fails_the_map_by_its_name(tmp_path, name, text):
+    make_repository(tmp_path, {"b.py": '"""One."""', f"deep/{name}": text})
+    with pytest.raises(ValueError, match=rf"; deep/{re.escape(name)} does not$"):
+        repository_map.draw(tmp_path)
+
+
+def test_every_folder_of_the_repository_is_on_the_map():
+    listed = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout
+    folders = {line.partition("/")[0] for line in listed.splitlines() if "/" in line and not line.startswith(".")}
+    drawn = re.findall(r"^- `(\w+)/`", render.output_of("python -m docs.map --folders"), re.MULTILINE)
+    assert set(drawn) == folders
+
+
+COMMANDS = sorted({line for path in pages.GUIDES for line in pages.shell_lines(path.read_text())})
 
 
 @pytest.mark.parametrize("command", COMMANDS)

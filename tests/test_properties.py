@@ -15,10 +15,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from places import THREADS
 
 from fastattn.backends import native, objections, triton
 from fastattn.spec import FEATURES
-from fastattn.testing import DTYPES, Case, Error, errors, exact, make_inputs, run
+from fastattn.testing import DTYPES, Case, Error, Inputs, errors, exact, make_inputs, run
 
 DRAWS = int(os.environ.get("FASTATTN_PROPERTY_DRAWS", "0"))  # 0: the same few every time
 CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
@@ -85,10 +86,8 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
     )
 
 
-def errors_with(seed: int, case: Case, dtype: torch.dtype, backend: str) -> list[Error]:
-    """The error of each output of the case, with these random numbers."""
-    inputs = make_inputs(case, dtype, seed=seed)
-    found = run(inputs, backend)
+def errors_of(inputs: Inputs, found: dict[str, torch.Tensor]) -> list[Error]:
+    """The error of each of these outputs."""
     if inputs.q.shape[:3].numel() * inputs.k.shape[2] == 0:  # the plain formula knows no softmax over nothing
         right = exact(inputs)
         return [
@@ -97,8 +96,8 @@ def errors_with(seed: int, case: Case, dtype: torch.dtype, backend: str) -> list
     return errors(inputs, found)
 
 
-def check(case: Case, dtype: torch.dtype, backend: str) -> None:
-    """Computed and within the budget, or refused with exactly its objections.
+def check(case: Case, dtype: torch.dtype, backend: str, threads: tuple[int | None, ...] = (None,)) -> None:
+    """Computed within the budget, with the same bits on each number of threads, or refused with exactly its objections.
 
     The budget is twice the error of the plain formula. Where few numbers are compared, or one of them is far larger
     than the others, that error is nearly 0 by chance now and then. An output that is outside is then computed with
@@ -115,9 +114,14 @@ def check(case: Case, dtype: torch.dtype, backend: str) -> None:
         with pytest.raises(NotImplementedError, match=re.escape("; ".join(why))):
             run(inputs, backend)
         return
-    found = errors_with(0, case, dtype, backend)
+    outputs, *others = (run(inputs, backend, n) for n in threads)
+    for other in others:
+        for name, value in outputs.items():
+            assert torch.equal(value, other[name]), f"{name} depends on the number of threads"
+    found = errors_of(inputs, outputs)
     if not all(error.right for error in found):
-        several = [found, *(errors_with(seed, case, dtype, backend) for seed in OTHER_SEEDS)]
+        redrawn = (make_inputs(case, dtype, seed=seed) for seed in OTHER_SEEDS)
+        several = [found, *(errors_of(inputs, run(inputs, backend)) for inputs in redrawn)]
         assert all(math.isfinite(error.largest) for each in several for error in each), "; ".join(map(str, found))
         found = []
         for of_output in zip(*several, strict=True):
@@ -135,13 +139,13 @@ def check(case: Case, dtype: torch.dtype, backend: str) -> None:
 )
 def test_native(case, dtype, capability):
     with mock.patch.dict(os.environ, FASTATTN_CPU_CAPABILITY=capability):
-        check(case, dtype, "native")
+        check(case, dtype, "native", THREADS)
 
 
 @profile(0.25)
 @given(case=cases(FEATURES, longest=700, widest=20), dtype=st.sampled_from(DTYPES))
 def test_native_over_many_blocks(case, dtype):
-    check(case, dtype, "native")
+    check(case, dtype, "native", THREADS)
 
 
 @profile(0.3)

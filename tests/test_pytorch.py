@@ -305,7 +305,7 @@ def test_opcheck(backend, name, dtype):
     for x in (inputs.q, inputs.k, inputs.v, inputs.do):
         x.nan_to_num_()  # opcheck compares results, and NaN is not equal to NaN
     spec = inputs.spec()
-    flat = ops._flatten(spec, backend.NAME)
+    flat = ops._flatten(spec, backend)
     forward = (inputs.q, inputs.k, inputs.v, None, None, None, *flat)
     o, lse = torch.ops.fastattn.forward(*forward)
     wanted = (True, True, True, False, False, False)
@@ -318,7 +318,7 @@ def test_opcheck_with_everything_learned():
     spec = fastattn.spec.Spec(
         MASKS["padding"], 0.5, LEARNED["bias"], 2.0, LEARNED["alibi_slopes"], LEARNED["sinks"], 0.3, torch.tensor(7)
     )
-    flat = ops._flatten(spec, "reference")
+    flat = ops._flatten(spec, reference)
     forward = (Q, K, V, *LEARNED.values(), *flat)
     o, lse = torch.ops.fastattn.forward(*forward)
     torch.library.opcheck(torch.ops.fastattn.forward.default, forward)

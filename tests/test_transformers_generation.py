@@ -20,8 +20,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers_cases import exact
 
 import fastattn
+from fastattn import plan
 from fastattn.backends import native
-from fastattn.spec import Mask, Spec
+from fastattn.spec import Spec
 from fastattn.testing import compare
 
 L = 12  # tokens in the prompt of each sample
@@ -139,11 +140,10 @@ class Call(NamedTuple):
     n_q: int
     n_k: int
     spec: Spec
-    at_once: bool
 
     def splits_keys(self) -> bool:
         """Whether the kernel for few queries takes it, which splits the keys (`decodes` in csrc/cpu/schedule.h)."""
-        others = {"bias", "alibi_slopes", "dropout", "dense", "segments"}
+        others = {"dropout", "dense", "segments"}
         return self.heads_that_share_keys * self.n_q <= 8 and not self.spec.features() & others
 
 
@@ -151,25 +151,14 @@ class Call(NamedTuple):
 def served(monkeypatch) -> list[Call]:
     """Every call that the native backend serves."""
     calls = []
-    forward, at_once = native.forward, native.at_once
-
-    def note(q: Tensor, k: Tensor, spec: Spec, served_at_once: bool) -> None:
-        calls.append(Call(q.shape[1] // k.shape[1], q.shape[2], k.shape[2], spec, served_at_once))
+    forward = native.forward
 
     def seen(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-        note(q, k, spec, served_at_once=False)
+        calls.append(Call(q.shape[1] // k.shape[1], q.shape[2], k.shape[2], spec))
         return forward(q, k, v, spec)
 
-    def seen_at_once(
-        q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
-    ) -> tuple[Tensor, Tensor, object | None] | None:
-        found = at_once(q, k, v, mask, scale)
-        if found is not None:
-            note(q, k, Spec(mask, scale), served_at_once=True)
-        return found
-
     monkeypatch.setattr(native, "forward", seen)
-    monkeypatch.setattr(native, "at_once", seen_at_once)
+    monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
     return calls
 
 
@@ -188,10 +177,7 @@ def test_greedy(name, cache, served):
     steps = [call for call in served if call.n_q == 1]
     assert len(steps) >= 2 * (NEW - 1)  # layers
     assert all(call.spec.mask.dense is None for call in served)
-    if name != "t5":  # its bias is not in that kernel
-        assert all(call.splits_keys() for call in steps)
-    if cache == "dynamic":  # nor is a term of its own (T5, Gemma 2, gpt-oss) served at once
-        assert all(call.at_once == (name not in ("t5", "gemma2", "gpt-oss")) for call in steps)
+    assert all(call.splits_keys() for call in steps)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -444,7 +444,7 @@ def test_opcheck(backend, form):
     case = dataclasses.replace(case_named("alibi"), layout="BNHD")  # fakes must promise the same memory order
     inputs = make_inputs(case, torch.float32)
     spec = inputs.spec()
-    learned, flat = (None, spec.alibi_slopes, None), ops._flatten(spec, backend.NAME)
+    learned, flat = (None, spec.alibi_slopes, None), ops._flatten(spec, backend)
     arguments = (inputs.q, inputs.k, None, *learned, form, TOP_K, *flat)
     torch.library.opcheck(torch.ops.fastattn.weights.default, arguments)
     weights, keys = torch.ops.fastattn.weights(*arguments)

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fastattn.backends import triton as backend
-from fastattn.bench.gpu.compiling import compile_only
 from fastattn.spec import Mask, Spec
+
+sys.path.append(str(Path(__file__).parent.parent))  # for benchmarks, which is never installed
+from benchmarks.gpu.compiling import compile_only
 
 B, H, N = 2, 2, 256
 REAL = torch.ones(B, N, dtype=torch.bool)

@@ -7,18 +7,18 @@
 #include <utility>
 
 #include "../softmax.h"
-#include "problem.h"
+#include "params.h"
 
 #pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 
 #define FASTATTN_ISA amx
-#define FASTATTN_PAIRS 1
+#define FASTATTN_BF16 1
 #define FASTATTN_TILES 1
 #define FASTATTN_LANES 16
 #define FASTATTN_COLUMNS 4
 #define FASTATTN_BLOCK_KEYS 128
 #define FASTATTN_CHUNK_BLOCKS 16
-#define FASTATTN_KEYS_AT_ONCE 0
+#define FASTATTN_SINGLE_BLOCK_KEYS 0
 #include "kernels.h"
 
 #endif

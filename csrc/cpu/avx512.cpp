@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "../softmax.h"
-#include "problem.h"
+#include "params.h"
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 
@@ -17,7 +17,7 @@
 #define FASTATTN_COLUMNS 4
 #define FASTATTN_BLOCK_KEYS 48
 #define FASTATTN_CHUNK_BLOCKS 1
-#define FASTATTN_KEYS_AT_ONCE 128
+#define FASTATTN_SINGLE_BLOCK_KEYS 128
 #include "kernels.h"
 
 #endif

@@ -8,28 +8,43 @@
 //
 // An item owns the gradients it writes, and sums each over all of its queries or over all of its keys, in order: no
 // atomics, and the same bits however the work is split.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "arith.h"
+#include "bias.h"
+#include "blocks.h"
+#include "dropout.h"
+#include "matrix.h"
+#include "microkernel.h"
+#include "params.h"
+#include "prefetch.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
 // Keys whose dK and dV stay in the L2 cache while every strip of queries adds to them.
-int64_t cached_keys(const Problem& p) {
+int64_t cached_keys(const Params& p) {
   constexpr int64_t kCacheFloats = (512 << 10) / sizeof(float);
   const int64_t blocks = kCacheFloats / greater(1, padded(p.d_qk) + padded(p.d_v)) / kBlockKeys;
   return greater(1, lesser(blocks, (p.n_k + kBlockKeys - 1) / kBlockKeys)) * kBlockKeys;
 }
 
-// Where the chunk of keys that begins there ends, before `last`. Chunks are cut at the same places for every item: dQ is
-// rounded where they meet.
-int64_t end_of_chunk(const Problem& p, int64_t begin, int64_t last) {
+// Where the chunk of keys that begins there ends, before `last`. Chunks are cut at the same places for every item: dQ
+// is rounded where they meet.
+int64_t end_of_chunk(const Params& p, int64_t begin, int64_t last) {
   return lesser((begin / cached_keys(p) + 1) * cached_keys(p), last);
 }
 
-// A block of queries on its way over the keys. Per lane, what turns S into P and dP into dS: lse is the sum of two
-// floats (rounded to one, it would double the error of P), one that S is measured from, and a rest.
+// The state of a block of queries between two blocks of keys. Per lane, what turns S into P and dP into dS: lse is the
+// sum of two floats (rounded to one, it would double the error of P), one that S is measured from, and a rest.
 struct BackwardBlock {
   QueryBlock queries;
-  float *q_copy, *d_o_copy;    // rows
+  float *q_copy, *d_o_copy;  // rows
   int64_t stride;
   float *q_t, *d_o_t;          // [d, stride], for the sums over the head dim
   float *q_right, *d_o_right;  // for the sums over the queries, where rows do not serve
@@ -40,16 +55,16 @@ struct BackwardBlock {
 };
 
 struct BackwardScratch {
-  float *k, *v, *k_t;            // copies of a block of keys, where they are needed
-  float *s_t, *dp_t, *z_t;       // [kMostKeys, M]
-  float* steepness;              // [kBlockKeys, M]: derivative of the scores by scale * S
-  float *weights, *ds, *ds_t;    // Z^T * P^T and dS^T as left factors, and dS^T as a right one
-  float *dk, *dv;                // [cached_keys, d]
-  int32_t* queries;              // [n_q]
-  float* strip;                  // what its blocks point to
+  float *k, *v, *k_t;          // copies of a block of keys, where they are needed
+  float *s_t, *dp_t, *z_t;     // [kMostKeys, M]
+  float* d_score;              // [kBlockKeys, M]: derivative of the scores by scale * S
+  float *weights, *ds, *ds_t;  // Z^T * P^T and dS^T as left factors, and dS^T as a right one
+  float *dk, *dv;              // [cached_keys, d]
+  int32_t* queries;            // [n_q]
+  float* strip;                // what its blocks point to
   int64_t size;
 
-  BackwardScratch(const Problem& p, float* base) {
+  BackwardScratch(const Params& p, float* base) {
     constexpr int64_t M = kBlockQueries;
     Arena arena(base);
     k = arena.take(kMostKeys * units(p.d_qk));
@@ -58,7 +73,7 @@ struct BackwardScratch {
     s_t = arena.take(kMostKeys * M);
     dp_t = arena.take(kMostKeys * M);
     z_t = arena.take(p.dropout.drops ? kMostKeys * M : 0);
-    steepness = arena.take(p.softcap > 0 ? kBlockKeys * M : 0);
+    d_score = arena.take(p.softcap > 0 ? kBlockKeys * M : 0);
     weights = s_t, ds = dp_t;  // in place, which both forms allow
     ds_t = kOneForm ? ds : arena.take(kBlockKeys * M / kPerUnit);
     dk = arena.take((cached_keys(p) + kGrain) * padded(p.d_qk));  // a block may end in the middle of a grain
@@ -71,13 +86,13 @@ struct BackwardScratch {
   }
 
   // Points to the memory of block i of a strip.
-  void place_block(const Problem& p, int64_t i, BackwardBlock& block) const {
+  void place_block(const Params& p, int64_t i, BackwardBlock& block) const {
     Arena arena(strip);
     for (int64_t j = 0; j <= i; ++j) take_block(p, arena, block);
   }
 
  private:
-  static void take_block(const Problem& p, Arena& arena, BackwardBlock& block) {
+  static void take_block(const Params& p, Arena& arena, BackwardBlock& block) {
     constexpr int64_t M = kBlockQueries;
     block.q_copy = arena.take(M * units(p.d_qk));
     block.d_o_copy = arena.take(M * units(p.d_v));
@@ -94,9 +109,9 @@ struct BackwardScratch {
 constexpr double precise_lse(DType dtype) { return dtype == DType::f32 ? 16 : 1024; }
 constexpr int64_t kFewKeys = 32;
 
-// The queries of a head numbered begin, ..., end - 1 that have a gradient: the real ones that see something (lse > -inf,
-// or NaN).
-IndexList contributing_queries(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, int64_t begin,
+// The queries of a head numbered begin, ..., end - 1 that have a gradient: the real ones that see something: their lse
+// is above -inf, or NaN.
+IndexList contributing_queries(const Params& p, const BackwardTensors& t, int64_t b, int64_t h, int64_t begin,
                                int64_t end, int32_t* table) {
   const IndexList& real = p.queries[b];
   const float* lse = t.lse + (b * p.H + h) * p.n_q;
@@ -112,25 +127,25 @@ IndexList contributing_queries(const Problem& p, const BackwardTensors& t, int64
   return {table, 0, count};
 }
 
-// P of vector c of the queries from S. The difference first: see weight of single.h. It is above 1 by rounding only, and
-// an lse of 1e9 takes it far.
-FASTATTN_INLINE Floats weight_again(const BackwardBlock& block, int c, Floats s, float on_score_log2) {
+// P of vector c of the queries from S. The difference first: see weight of arith_fp32.h. It is above 1 by rounding
+// only, and an lse of 1e9 takes it far.
+FASTATTN_INLINE Floats weight_from_lse(const BackwardBlock& block, int c, Floats s, float on_score_log2) {
   return exp2(at_most((s - block.reference[c]) * on_score_log2 - block.rest_log2[c], 64.0f));
 }
 
 // Writes S^T of a part of the keys, hidden ones -inf.
 template <int C>
-FASTATTN_INLINE void scores(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part part,
-                            const QueryBlock& queries, Right q_t, float* s_t, float* steepness = nullptr) {
+FASTATTN_INLINE void scores(const Params& p, int64_t b, int64_t h, const KeyBlock& keys, Part part,
+                            const QueryBlock& queries, Right q_t, float* s_t, float* d_score = nullptr) {
   assign_product<C>({s_t, C * kLanes}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
-  finish_scores<C>(p, b, h, queries, keys, part, s_t, steepness);
+  finish_scores<C>(p, b, h, queries, keys, part, s_t, d_score);
 }
 
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor. The weights of a row sum
 // to 1, that of the sink among them: what they sum to here tells the factor.
 template <int C>
-void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* imprecise,
-                const float* weight_of_sink, BackwardBlock& block, const BackwardScratch& w) {
+void refine_lse(const Params& p, int64_t b, int64_t h, int first, const bool* imprecise, const float* weight_of_sink,
+                BackwardBlock& block, const BackwardScratch& w) {
   const IndexList& list = p.keys[b];
   const QueryBlock queries = block.queries.vectors(first, C);
   Floats sum[C] = {};
@@ -141,7 +156,7 @@ void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* i
     scores<C>(p, b, h, keys, part, queries, {block.q_t + first * kLanes, block.stride}, w.s_t);
     for (int64_t i = 0; i < part.n; ++i) {
       for (int c = 0; c < C; ++c) {
-        sum[c] += weight_again(block, first + c, load(w.s_t + (i * C + c) * kLanes), p.on_score_log2());
+        sum[c] += weight_from_lse(block, first + c, load(w.s_t + (i * C + c) * kLanes), p.on_score_log2());
       }
     }
   });
@@ -155,7 +170,7 @@ void refine_lse(const Problem& p, int64_t b, int64_t h, int first, const bool* i
 // Sums delta as dP is summed in fp32, in the same order: a query that sees a single key, where O = V, then has dS = 0
 // to the bit.
 template <int C>
-void sum_delta(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
+void sum_delta(const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
                BackwardBlock& block) {
   for (int c = 0; c < C; ++c) {
     block.delta[c] = Floats{};
@@ -176,9 +191,9 @@ void sum_delta(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h,
   }
 }
 
-// Makes a block of queries ready.
+// Prepares a block of queries.
 template <int C>
-void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+void begin_block(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
                  const IndexList& queries, BackwardBlock& block, const BackwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const int64_t b = item.b, first = block.queries.first, n = block.queries.n, row_of_head = (b * p.H + h) * p.n_q;
@@ -216,7 +231,7 @@ void begin_block(const Problem& p, const BackwardTensors& t, const BackwardItem&
   }
 }
 
-// Adds up dS over n keys, not yet rounded, in each query's lane: from what gradients_of_scores takes.
+// Adds dS of n keys, not yet rounded, to the sum in each query's lane; its input is that of gradients_of_scores.
 template <int C>
 FASTATTN_SELDOM void add_d_row(int64_t n, int first, float on_score_log2, bool drops, BackwardBlock& block,
                                const BackwardScratch& w) {
@@ -224,7 +239,7 @@ FASTATTN_SELDOM void add_d_row(int64_t n, int first, float on_score_log2, bool d
     for (int c = 0; c < C; ++c) {
       const int64_t at = (i * C + c) * kLanes;
       const Floats dp = load(w.dp_t + at) * (drops ? load(w.z_t + at) : splat(1.0f));
-      const Floats p = weight_again(block, first + c, load(w.s_t + at), on_score_log2);
+      const Floats p = weight_from_lse(block, first + c, load(w.s_t + at), on_score_log2);
       block.d_row[first + c] += p * (dp + (block.d_lse[first + c] - block.delta[first + c]));
     }
   }
@@ -240,7 +255,7 @@ FASTATTN_INLINE void gradients_of_scores(int64_t n, const BackwardBlock& block, 
     Floats weights[kPerUnit][C], ds[kPerUnit][C];
     each_vector(weights, [&](Floats& p, int r, int c) {
       const int64_t at = ((i + r) * C + c) * kLanes;
-      p = weight_again(block, first + c, load(w.s_t + at), on_score_log2);
+      p = weight_from_lse(block, first + c, load(w.s_t + at), on_score_log2);
       // Without a branch, so that compilers round it alike wherever they inline it.
       const Floats z = drops ? load(w.z_t + at) : splat(1.0f);
       ds[r][c] = p * (load(w.dp_t + at) * z + d_lse_minus_delta[c]);
@@ -266,16 +281,16 @@ FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_querie
 // Vectors first, ..., first + C - 1 of a block of queries against a part of a block of keys. dk and dv are the rows of
 // the first key of the block.
 template <int C>
-void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                   const KeyBlock& keys, Part part, const QueryBlock& queries, int first, BackwardBlock& block,
-                   float* dk, float* dv, Ahead& ahead, const BackwardScratch& w) {
+void add_gradients(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h, const KeyBlock& keys,
+                   Part part, const QueryBlock& queries, int first, BackwardBlock& block, float* dk, float* dv,
+                   Prefetch& prefetch, const BackwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const int64_t column = first * kLanes;
   const Right q_t{block.q_t + column, block.stride}, d_o_t{block.d_o_t + column, block.stride};
   if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, queries, keys, part, w.z_t);
-  ahead.step();
-  scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.steepness : nullptr);
-  ahead.step();
+  prefetch.step();
+  scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.d_score : nullptr);
+  prefetch.step();
   assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
   if (item.wanted.by_query && t.d_row) add_d_row<C>(part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
@@ -283,29 +298,28 @@ void add_gradients(const Problem& p, const BackwardTensors& t, const BackwardIte
   if (item.wanted.by_query && t.d_bias) add_d_bias<C>(p, t, item.b, h, queries, keys, part, ds);
   if (item.wanted.by_query && t.d_slope) add_d_slope<C>(p, item.b, queries, keys, part, ds, block.d_slope + first);
   if (item.wanted.by_key) add_d_column<C>(queries, keys, part, ds, t.d_column + (item.b * p.H + h) * p.n_k);
-  if (p.softcap > 0) times_steepness<C>(part.n, w.steepness, w.ds, w.ds_t);
+  if (p.softcap > 0) times_d_score<C>(part.n, w.d_score, w.ds, w.ds_t);
   if (item.wanted.dq) {
-    ahead.step();
+    prefetch.step();
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
     add_product<C>({block.dq_t + column, block.stride}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
   }
   if (item.wanted.dkv) {
     const Right q = block.q.at_step(column / kPerUnit), d_o = block.d_o.at_step(column / kPerUnit);
-    ahead.step();
+    prefetch.step();
     accumulate_rows<C>(w.weights, part.n, queries.n, d_o, p.d_v, dv + part.begin * padded(p.d_v));
-    ahead.step();
+    prefetch.step();
     accumulate_rows<C>(w.ds, part.n, queries.n, q, p.d_qk, dk + part.begin * padded(p.d_qk));
   }
 }
 
 // Writes dQ^T, times scale, to the rows of the output, or adds it to what earlier chunks of keys gave.
 template <int C>
-void write_dq(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries, bool adds,
+void write_dq(const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries, bool adds,
               const BackwardBlock& block) {
   const auto scale = static_cast<float>(p.scale);
   transpose(
-      padded(p.d_qk), C * kLanes,
-      [&](int64_t d, int64_t i) { return load(block.dq_t + d * block.stride + i) * scale; },
+      padded(p.d_qk), C * kLanes, [&](int64_t d, int64_t i) { return load(block.dq_t + d * block.stride + i) * scale; },
       [&](int64_t i, int64_t d, Floats x) {
         if (i >= block.queries.n) return;
         float* dq = reinterpret_cast<float*>(t.dq.row(b, h, queries.at(block.queries.first + i))) + d;
@@ -313,8 +327,8 @@ void write_dq(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h, 
       });
 }
 
-// Zeros for the queries of an item without a gradient.
-void zero_other_dq(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+// Writes zeros for the queries of an item without a gradient.
+void zero_other_dq(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
                    const IndexList& contributing) {
   int64_t i = contributing.lower_bound(item.first_query);
   for (int64_t query = item.first_query; query < item.last_query; ++query) {
@@ -326,10 +340,10 @@ void zero_other_dq(const Problem& p, const BackwardTensors& t, const BackwardIte
   }
 }
 
-// A strip of contributing queries of a section of one head against the keys of a chunk.
-void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                            const IndexList& queries, const Section& section, int64_t first_query, int64_t end,
-                            int64_t chunk_begin, int64_t chunk_end, Ahead& ahead, const BackwardScratch& w) {
+// A strip of contributing queries of an isolated run of one head against the keys of a chunk.
+void add_gradients_of_strip(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+                            const IndexList& queries, const IsolatedRun& isolated_run, int64_t first_query, int64_t end,
+                            int64_t chunk_begin, int64_t chunk_end, Prefetch& prefetch, const BackwardScratch& w) {
   const int64_t b = item.b;
   const IndexList& list = p.keys[b];
   const KeyRange chunk =
@@ -345,7 +359,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
   KeyRange seen{p.n_k, 0};  // by any of them
   for (int64_t first = first_query; first < end; first += kBlockQueries) {
     BackwardBlock& block = blocks[count];
-    block.queries.init(p, b, h, queries, section, first, lesser(kBlockQueries, end - first));
+    block.queries.init(p, b, h, queries, isolated_run, first, lesser(kBlockQueries, end - first));
     if (!block.queries.range.some.meets(chunk)) {
       skip(first, first + block.queries.n);
       continue;
@@ -355,8 +369,8 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
     with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, item, h, queries, block, w); });
   }
 
-  const int64_t origin = list.lower_bound(section.keys.begin);
-  const int64_t last_key = lesser(chunk_end, list.lower_bound(section.keys.end));
+  const int64_t origin = list.lower_bound(isolated_run.keys.begin);
+  const int64_t last_key = lesser(chunk_end, list.lower_bound(isolated_run.keys.end));
   each_key_block(list, seen, origin, chunk_begin, last_key, [&](int64_t i, int64_t n) {
     KeyBlock keys{&list, i, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, item.h_kv, list, i, n, up_to_grain(n), p.d_qk, false, w.k);
@@ -368,7 +382,7 @@ void add_gradients_of_strip(const Problem& p, const BackwardTensors& t, const Ba
       with_columns(blocks[j].queries.n, [&](auto C) {
         each_part<C>(blocks[j].queries, 0, keys, {0, up_to_grain(n)},
                      [&](auto vectors, const QueryBlock& seeing, int first, Part part) {
-                       add_gradients<vectors>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, ahead, w);
+                       add_gradients<vectors>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, prefetch, w);
                      });
       });
     }
@@ -402,44 +416,46 @@ void write_rows(const BackwardItem& item, const IndexList& keys, int64_t n_k, in
   });
 }
 
-// What the next item begins with.
-Ahead ahead_of(const Problem& p, const BackwardTensors& t, const BackwardItem& item, const BackwardItem* next) {
-  Ahead ahead;
-  if (!next) return ahead;
+// A prefetch of what the next item reads first.
+Prefetch prefetch_for(const Params& p, const BackwardTensors& t, const BackwardItem& item, const BackwardItem* next) {
+  Prefetch prefetch;
+  if (!next) return prefetch;
   const IndexList &queries = p.queries[next->b], &keys = p.keys[next->b];
   const int64_t first_query = queries.lower_bound(next->first_query);
   const int64_t last_query = queries.lower_bound(next->last_query);
   const int64_t last_key = end_of_chunk(p, next->first_key, next->last_key);
-  bool next_at_once = true;  // which does not read the output
-  each_section(p, next->b, queries, next->first_query, next->last_query,
-               [&](const Section& section, int64_t, int64_t) { next_at_once &= fits_at_once(p, next->b, section); });
-  ahead.add(p.q, next->b, next->first_head, queries, first_query, last_query, p.d_qk);
-  ahead.add(t.d_o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
-  if (!next_at_once) ahead.add(t.o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
-  ahead.add(p.k, next->b, next->h_kv, keys, next->first_key, last_key, p.d_qk);
-  ahead.add(p.v, next->b, next->h_kv, keys, next->first_key, last_key, p.d_v);
-  if (next->wanted.dq) ahead.add(t.dq, next->b, next->first_head, queries, first_query, last_query, p.d_qk);
+  bool next_single_block = true;  // for which the output is not read
+  each_isolated_run(p, next->b, queries, next->first_query, next->last_query,
+                    [&](const IsolatedRun& isolated_run, int64_t, int64_t) {
+                      next_single_block &= fits_single_block(p, next->b, isolated_run);
+                    });
+  prefetch.add(p.q, next->b, next->first_head, queries, first_query, last_query, p.d_qk);
+  prefetch.add(t.d_o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
+  if (!next_single_block) prefetch.add(t.o, next->b, next->first_head, queries, first_query, last_query, p.d_v);
+  prefetch.add(p.k, next->b, next->h_kv, keys, next->first_key, last_key, p.d_qk);
+  prefetch.add(p.v, next->b, next->h_kv, keys, next->first_key, last_key, p.d_v);
+  if (next->wanted.dq) prefetch.add(t.dq, next->b, next->first_head, queries, first_query, last_query, p.d_qk);
   if (next->wanted.dkv) {
-    ahead.add(t.dk, next->b, next->h_kv, keys, next->first_key, last_key, p.d_qk);
-    ahead.add(t.dv, next->b, next->h_kv, keys, next->first_key, last_key, p.d_v);
+    prefetch.add(t.dk, next->b, next->h_kv, keys, next->first_key, last_key, p.d_qk);
+    prefetch.add(t.dv, next->b, next->h_kv, keys, next->first_key, last_key, p.d_v);
   }
   const int64_t products = 2 + item.wanted.dq + 2 * item.wanted.dkv;
   const int64_t pairs = pairs_of_blocks(p, item.b, item.first_query, item.last_query, item.first_key, item.last_key);
-  ahead.spread(products * pairs * (item.last_head - item.first_head));
-  return ahead;
+  prefetch.spread(products * pairs * (item.last_head - item.first_head));
+  return prefetch;
 }
 
-#if !FASTATTN_PAIRS
-void add_gradients_at_once(const Problem& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
-                           const IndexList& queries, const Section& section, int64_t first, int64_t last,
-                           int64_t chunk_begin, int64_t chunk_end, Ahead& ahead, const BackwardScratch& w);
+#if !FASTATTN_BF16
+void add_gradients_single_block(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+                                const IndexList& queries, const IsolatedRun& isolated_run, int64_t first, int64_t last,
+                                int64_t chunk_begin, int64_t chunk_end, Prefetch& prefetch, const BackwardScratch& w);
 #endif
 
-void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& item, const BackwardItem* next,
+void backward(const Params& p, const BackwardTensors& t, const BackwardItem& item, const BackwardItem* next,
               float* scratch) {
   const BackwardScratch w(p, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
-  Ahead ahead = ahead_of(p, t, item, next);
+  Prefetch prefetch = prefetch_for(p, t, item, next);
   int64_t begin = item.first_key;
   do {
     const int64_t end = end_of_chunk(p, begin, item.last_key);
@@ -448,22 +464,24 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
       __builtin_memset(w.dv, 0, (end - begin) * padded(p.d_v) * sizeof(float));
     }
     for (int64_t h = item.first_head; h < item.last_head; ++h) {
-      const bool whole_sections = item.wanted.rows_of_queries() && item.wanted.rows_of_keys();
-      const int64_t from = whole_sections ? item.first_query : 0, to = whole_sections ? item.last_query : p.n_q;
+      const bool whole_runs = item.wanted.rows_of_queries() && item.wanted.rows_of_keys();
+      const int64_t from = whole_runs ? item.first_query : 0, to = whole_runs ? item.last_query : p.n_q;
       const IndexList queries = contributing_queries(p, t, item.b, h, from, to, w.queries);
       if (item.wanted.dq && begin == item.first_key) zero_other_dq(p, t, item, h, queries);
-      each_section(p, item.b, queries, item.first_query, item.last_query,
-                   [&](const Section& section, int64_t first, int64_t last) {
-#if !FASTATTN_PAIRS
-        if (fits_at_once(p, item.b, section)) {
-          return add_gradients_at_once(p, t, item, h, queries, section, first, last, begin, end, ahead, w);
-        }
+      each_isolated_run(p, item.b, queries, item.first_query, item.last_query,
+                        [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
+#if !FASTATTN_BF16
+                          if (fits_single_block(p, item.b, isolated_run)) {
+                            return add_gradients_single_block(p, t, item, h, queries, isolated_run, first, last, begin,
+                                                              end, prefetch, w);
+                          }
 #endif
-        for (; first < last; first += kStripQueries) {
-          const int64_t strip_end = lesser(first + kStripQueries, last);
-          add_gradients_of_strip(p, t, item, h, queries, section, first, strip_end, begin, end, ahead, w);
-        }
-      });
+                          for (; first < last; first += kStripQueries) {
+                            const int64_t strip_end = lesser(first + kStripQueries, last);
+                            add_gradients_of_strip(p, t, item, h, queries, isolated_run, first, strip_end, begin, end,
+                                                   prefetch, w);
+                          }
+                        });
     }
     if (item.wanted.dkv) {
       const IndexList& keys = p.keys[item.b];
@@ -474,7 +492,7 @@ void backward(const Problem& p, const BackwardTensors& t, const BackwardItem& it
   } while (begin < item.last_key);
 }
 
-int64_t backward_scratch(const Problem& p) { return BackwardScratch(p, nullptr).size; }
+int64_t backward_scratch(const Params& p) { return BackwardScratch(p, nullptr).size; }
 
 }  // namespace
 }  // namespace fastattn::FASTATTN_ISA

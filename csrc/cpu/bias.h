@@ -1,7 +1,19 @@
-// From products of queries and keys to scores: how they are bounded, what is added to them, and what is hidden that is
-// no range of keys; and the derivatives of all that. Calls without any of this pass by in one branch a block.
+// From products of queries and keys to scores: the softcap, what is added to them, and hidden keys that are no range;
+// and the derivatives of all that. A call without any of this costs one branch a block.
 //
-// A bias and a dense mask lie in memory as rows of keys; S^T has rows of queries. They meet in tiles of kLanes * kLanes.
+// A bias and a dense mask lie in memory as rows of keys; S^T has rows of queries. They are transposed in tiles of
+// kLanes * kLanes.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "arith.h"
+#include "blocks.h"
+#include "matrix.h"
+#include "params.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -80,51 +92,57 @@ FASTATTN_INLINE void with_entries(const Table& table, int64_t b, int64_t h, cons
   }
 }
 
-// Turns n products, whole vectors of them, into softcap * tanh(scale * s / softcap), in nats. `steepness`, unless null,
+// Turns n products, whole vectors of them, into softcap * tanh(scale * s / softcap), in nats. `d_score`, unless null,
 // is set to the derivative by scale * s.
-FASTATTN_SELDOM void cap_scores(const Problem& p, int64_t n, float* s, float* steepness) {
+FASTATTN_SELDOM void cap_scores(const Params& p, int64_t n, float* s, float* d_score) {
   const double by_softcap = (p.scale < 0 ? -p.scale : p.scale) / p.softcap;  // the sign of scale is on the queries
   const auto factor = static_cast<float>(by_softcap < 0x1p127 ? by_softcap : 0x1p127);  // finite: 0 stays 0
   const auto softcap = static_cast<float>(p.softcap);
   for (int64_t i = 0; i < n; i += kLanes) {
     const Tanh capped = tanh(load(s + i) * factor);
     store(s + i, capped.value * softcap);
-    if (steepness) store(steepness + i, capped.derivative);
+    if (d_score) store(d_score + i, capped.derivative);
   }
 }
 
 // S^T becomes scale * S^T + bias, in nats. A bias of -inf stays -inf.
 template <int C>
-FASTATTN_SELDOM void add_bias(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
+FASTATTN_SELDOM void add_bias(const Params& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
                               Part part, float scale, float* s_t) {
   with_elements(p.bias.data, p.bias_dtype, [&](auto* data) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-    with_entries<C, Element>(p.bias, b, h, queries, keys, part, s_t, [&](float* x, Floats bias) {
-      store(x, load(x) * scale + above_lowest_score(bias));
-    });
+    with_entries<C, Element>(p.bias, b, h, queries, keys, part, s_t,
+                             [&](float* x, Floats bias) { store(x, load(x) * scale + above_lowest_score(bias)); });
   });
 }
 
-// Where the queries stand. Further away than kFarthest the distances to all keys change alike, and the weights do not.
-template <int C>
-FASTATTN_INLINE void query_positions(const Problem& p, int64_t b, const QueryBlock& queries, Ints (&positions)[C]) {
+// The position of a query. Beyond kFarthest the distances to all keys change alike, and the weights do not.
+FASTATTN_INLINE int32_t query_position(const Params& p, int64_t b, int64_t query) {
   constexpr int64_t kFarthest = 1 << 30;
+  return static_cast<int32_t>(clamp(p.position(b, query), -kFarthest, kFarthest));
+}
+
+template <int C>
+FASTATTN_INLINE void query_positions(const Params& p, int64_t b, const QueryBlock& queries, Ints (&positions)[C]) {
   for (int lane = 0; lane < C * kLanes; ++lane) {
     const int64_t query = queries.index[lane / kLanes][lane % kLanes];
-    const int64_t position = clamp(p.position(b, query), -kFarthest, kFarthest);
-    positions[lane / kLanes][lane % kLanes] = static_cast<int32_t>(position);
+    positions[lane / kLanes][lane % kLanes] = query_position(p, b, query);
   }
 }
 
-FASTATTN_INLINE Floats distances(const Problem& p, int64_t b, Ints query_position, int64_t key) {
-  const auto position = p.documents.rank_of_key ? p.documents.rank_of_key[b * p.n_k + key] : static_cast<int32_t>(key);
-  const Ints behind = query_position - position;
-  return __builtin_convertvector(behind < 0 ? -behind : behind, Floats);
+FASTATTN_INLINE int32_t key_position(const Params& p, int64_t b, int64_t key) {
+  return p.documents.rank_of_key ? p.documents.rank_of_key[b * p.n_k + key] : static_cast<int32_t>(key);
+}
+
+FASTATTN_INLINE Floats absolute(Ints x) { return __builtin_convertvector(x < 0 ? -x : x, Floats); }
+
+FASTATTN_INLINE Floats distances(const Params& p, int64_t b, Ints query_position, int64_t key) {
+  return absolute(query_position - key_position(p, b, key));
 }
 
 // S^T becomes scale * S^T - slope * distance, in nats.
 template <int C>
-FASTATTN_SELDOM void add_alibi(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
+FASTATTN_SELDOM void add_alibi(const Params& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
                                Part part, float scale, float* s_t) {
   Ints positions[C];
   query_positions(p, b, queries, positions);
@@ -139,12 +157,11 @@ FASTATTN_SELDOM void add_alibi(const Problem& p, int64_t b, int64_t h, const Que
 
 // Sets to -inf what a dense mask and the documents hide inside the ranges of the queries.
 template <int C>
-FASTATTN_SELDOM void hide_gaps(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
+FASTATTN_SELDOM void hide_gaps(const Params& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
                                Part part, float* s_t) {
   if (queries.gaps & kDenseGaps) {
-    with_entries<C, Flag>(p.dense, b, h, queries, keys, part, s_t, [&](float* x, Floats flags) {
-      store(x, (Bits)flags != 0 ? load(x) : splat(-kInfinity));
-    });
+    with_entries<C, Flag>(p.dense, b, h, queries, keys, part, s_t,
+                          [&](float* x, Floats flags) { store(x, (Bits)flags != 0 ? load(x) : splat(-kInfinity)); });
   }
   if (queries.gaps & kOtherDocuments) {
     Ints documents[C];
@@ -162,13 +179,13 @@ FASTATTN_SELDOM void hide_gaps(const Problem& p, int64_t b, int64_t h, const Que
   }
 }
 
-// Turns the products S^T of a part of the keys into scores, hidden ones -inf. `steepness` as in cap_scores.
+// Turns the products S^T of a part of the keys into scores, hidden ones -inf. `d_score` as in cap_scores.
 template <int C>
-FASTATTN_INLINE void finish_scores(const Problem& p, int64_t b, int64_t h, const QueryBlock& queries,
-                                   const KeyBlock& keys, Part part, float* s_t, float* steepness = nullptr) {
+FASTATTN_INLINE void finish_scores(const Params& p, int64_t b, int64_t h, const QueryBlock& queries,
+                                   const KeyBlock& keys, Part part, float* s_t, float* d_score = nullptr) {
   if (p.finishes_scores()) {
     auto scale = static_cast<float>(p.scale < 0 ? -p.scale : p.scale);  // its sign is on the queries
-    if (p.softcap > 0) cap_scores(p, part.n * C * kLanes, s_t, steepness), scale = 1.0f;
+    if (p.softcap > 0) cap_scores(p, part.n * C * kLanes, s_t, d_score), scale = 1.0f;
     if (p.bias.data) add_bias<C>(p, b, h, queries, keys, part, scale, s_t), scale = 1.0f;
     if (p.alibi_slopes) add_alibi<C>(p, b, h, queries, keys, part, scale, s_t);
   }
@@ -176,9 +193,9 @@ FASTATTN_INLINE void finish_scores(const Problem& p, int64_t b, int64_t h, const
   hide<C>(queries, keys, part, s_t, -kInfinity);
 }
 
-// Adds dS, given as the left factor [part.n, C * kLanes] that it is in, to its rows of keys.
+// Adds dS, given as a left factor [part.n, C * kLanes], to the rows of the gradient of the bias.
 template <int C>
-FASTATTN_SELDOM void add_d_bias(const Problem& p, const BackwardTensors& t, int64_t b, int64_t h,
+FASTATTN_SELDOM void add_d_bias(const Params& p, const BackwardTensors& t, int64_t b, int64_t h,
                                 const QueryBlock& queries, const KeyBlock& keys, Part part, const LeftElement* ds) {
   float* const of_head = t.d_bias + b * t.d_bias_batch_stride + h % t.d_bias_heads * p.n_q * p.n_k;
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); i += kLanes) {
@@ -222,8 +239,8 @@ FASTATTN_SELDOM void add_d_column(const QueryBlock& queries, const KeyBlock& key
 
 // Adds each query's share in the gradient of the slope to its lane.
 template <int C>
-FASTATTN_SELDOM void add_d_slope(const Problem& p, int64_t b, const QueryBlock& queries, const KeyBlock& keys,
-                                 Part part, const LeftElement* ds, Floats* d_slope) {
+FASTATTN_SELDOM void add_d_slope(const Params& p, int64_t b, const QueryBlock& queries, const KeyBlock& keys, Part part,
+                                 const LeftElement* ds, Floats* d_slope) {
   Ints positions[C];
   query_positions(p, b, queries, positions);
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
@@ -233,14 +250,14 @@ FASTATTN_SELDOM void add_d_slope(const Problem& p, int64_t b, const QueryBlock& 
   }
 }
 
-// Turns dS^T by scores into dS^T by the products times scale, in the forms that the sums take.
+// Turns the gradient of scores, dS^T, into that of scale times the products, in the forms that the sums take.
 template <int C>
-FASTATTN_SELDOM void times_steepness(int64_t n, const float* steepness, float* ds, float* ds_t) {
+FASTATTN_SELDOM void times_d_score(int64_t n, const float* d_score, float* ds, float* ds_t) {
   for (int64_t i = 0; i < n; i += kPerUnit) {
     Floats x[kPerUnit][C];
     each_vector(x, [&](Floats& product, int r, int c) {
       const int64_t at = ((i + r) * C + c) * kLanes;
-      product = widen(reinterpret_cast<const LeftElement*>(ds) + at) * load(steepness + at);
+      product = widen(reinterpret_cast<const LeftElement*>(ds) + at) * load(d_score + at);
     });
     store_right(ds_t, i, x);
     if (!kOneForm) store_left(ds, i, x);

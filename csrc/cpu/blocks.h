@@ -1,4 +1,13 @@
-// A block of queries and a block of keys, made ready for the products.
+// A block of queries and a block of keys, prepared for the products.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "arith.h"
+#include "matrix.h"
+#include "params.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -33,26 +42,26 @@ struct KeyBlock {
   int64_t key(int64_t i) const { return list->at(first + i); }
 };
 
-// How many blocks of keys are made ready before a block of queries meets them: one, so that it stays in the L1 cache
-// for all blocks of queries, or, where making ready takes long, as many as fit the L2 cache.
+// Blocks of keys that are prepared before queries attend to them: one, so that it stays in the L1 cache for all blocks
+// of queries, or, where preparing them takes long, as many as fit the L2 cache.
 constexpr int64_t kChunkBlocks = FASTATTN_CHUNK_BLOCKS;
 
-inline int64_t key_blocks_in_chunk(const Problem& p) {
+inline int64_t key_blocks_in_chunk(const Params& p) {
   constexpr int64_t kCacheFloats = (512 << 10) / sizeof(float);
   const int64_t block = kBlockKeys * greater(1, units(p.d_qk) + units(p.d_v));
   return greater(1, lesser(kChunkBlocks, lesser(kCacheFloats / block, (p.n_k + kBlockKeys - 1) / kBlockKeys)));
 }
 
-// Keys of a section that are met all at once (few_keys.h), if they are so few.
-constexpr int64_t kKeysAtOnce = FASTATTN_KEYS_AT_ONCE;
-constexpr int64_t kMostKeys = kBlockKeys > kKeysAtOnce ? kBlockKeys : kKeysAtOnce;  // that a block of queries meets
+// The most keys of an isolated run that are handled as a single block (short_kv.h).
+constexpr int64_t kSingleBlockKeys = FASTATTN_SINGLE_BLOCK_KEYS;
+constexpr int64_t kMostKeys = kBlockKeys > kSingleBlockKeys ? kBlockKeys : kSingleBlockKeys;  // in any block
 
-inline bool fits_at_once(const Problem& p, int64_t b, const Section& section) {
-  const int64_t keys = p.keys[b].lower_bound(section.keys.end) - p.keys[b].lower_bound(section.keys.begin);
-  return 0 < keys && keys <= kKeysAtOnce && !p.finishes_scores();
+inline bool fits_single_block(const Params& p, int64_t b, const IsolatedRun& isolated_run) {
+  const int64_t keys = p.keys[b].lower_bound(isolated_run.keys.end) - p.keys[b].lower_bound(isolated_run.keys.begin);
+  return 0 < keys && keys <= kSingleBlockKeys && !p.finishes_scores();
 }
 
-// Queries that meet a chunk of keys, block by block, before the next one.
+// Queries that attend to a chunk of keys, block by block, before the next chunk is prepared.
 constexpr int64_t kStripQueries = 256;
 constexpr int64_t kBlockQueries = kColumns * kLanes;
 constexpr int64_t kStripBlocks = kStripQueries / kBlockQueries;
@@ -60,8 +69,8 @@ static_assert(kStripQueries % kBlockQueries == 0);
 
 constexpr int64_t up_to_grain(int64_t n) { return (n + kGrain - 1) / kGrain * kGrain; }
 
-// Rows i, ..., i + n - 1 of a list, and zeros up to n_padded rows: where they lie if they serve as they are, else copied
-// to `copy`. Whole vectors of units can be loaded from a row if `by_vectors`.
+// Rows i, ..., i + n - 1 of a list, and zeros up to n_padded rows: where they lie if they serve as they are, else
+// copied to `copy`. Whole vectors of units can be loaded from a row if `by_vectors`.
 Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n, int64_t n_padded,
              int64_t d, bool by_vectors, float* copy) {
   const bool fits = n == n_padded && (!by_vectors || d == units(d) * kPerUnit);
@@ -73,72 +82,74 @@ Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_
   return {copy, units(d)};
 }
 
-// The sections of a list of queries, which holds all real ones or some of them, and those of their blocks that begin
-// with the queries numbered first_query, ..., last_query - 1: run(section, place of the first query, place after the last
-// one).
+// Calls run(isolated run, place of the first query, place after the last one) for the isolated runs of a list of
+// queries, which holds all real ones or some of them: for the blocks that begin with queries from first_query to
+// last_query - 1.
 template <class Run>
-FASTATTN_INLINE void each_section(const Problem& p, int64_t b, const IndexList& queries, int64_t first_query,
-                                  int64_t last_query, Run run) {
+FASTATTN_INLINE void each_isolated_run(const Params& p, int64_t b, const IndexList& queries, int64_t first_query,
+                                       int64_t last_query, Run run) {
   const IndexList& real = p.queries[b];
-  const Section whole{0, real.count, {0, p.n_k}, false};
-  const SectionList sections = p.sections ? p.sections[b] : SectionList{&whole, 1};
+  const IsolatedRun whole{0, real.count, {0, p.n_k}, false};
+  const IsolatedRunList isolated_runs = p.isolated_runs ? p.isolated_runs[b] : IsolatedRunList{&whole, 1};
   const auto place = [&](int64_t of_real) {
     if (queries.count == real.count) return of_real;
     return of_real < real.count ? queries.lower_bound(real.at(of_real)) : queries.count;
   };
   const int64_t first = queries.lower_bound(first_query), last = queries.lower_bound(last_query);
   int64_t i = 0;
-  for (int64_t end = sections.count; i < end;) {  // finds the first one that ends after `first`
+  for (int64_t end = isolated_runs.count; i < end;) {  // finds the first one that ends after `first`
     const int64_t middle = (i + end) / 2;
-    if (place(sections.data[middle].last) <= first) {
+    if (place(isolated_runs.data[middle].last) <= first) {
       i = middle + 1;
     } else {
       end = middle;
     }
   }
-  for (; i < sections.count && place(sections.data[i].first) < last; ++i) {
-    const Section& section = sections.data[i];
-    const int64_t section_first = place(section.first), section_last = place(section.last);
+  for (; i < isolated_runs.count && place(isolated_runs.data[i].first) < last; ++i) {
+    const IsolatedRun& isolated_run = isolated_runs.data[i];
+    const int64_t first_of_run = place(isolated_run.first), last_of_run = place(isolated_run.last);
     const auto first_block_from = [&](int64_t at) {
-      const int64_t blocks = (greater(at - section_first, 0) + kBlockQueries - 1) / kBlockQueries;
-      return lesser(section_first + blocks * kBlockQueries, section_last);
+      const int64_t blocks = (greater(at - first_of_run, 0) + kBlockQueries - 1) / kBlockQueries;
+      return lesser(first_of_run + blocks * kBlockQueries, last_of_run);
     };
     const int64_t begin = first_block_from(first), end = first_block_from(last);
-    if (begin < end) run(section, begin, end);
+    if (begin < end) run(isolated_run, begin, end);
   }
 }
 
-// About how often a block of the queries at these places meets a block of the keys at those: half of the blocks that
-// there are, a causal mask's share, but for what is met at once.
-int64_t pairs_of_blocks(const Problem& p, int64_t b, int64_t first_query, int64_t last_query, int64_t first_key,
+// About how many pairs of a block of queries and a block of keys at these places are computed: half of them, as with a
+// causal mask, or all where the keys are a single block.
+int64_t pairs_of_blocks(const Params& p, int64_t b, int64_t first_query, int64_t last_query, int64_t first_key,
                         int64_t last_key) {
   const auto blocks = [](int64_t n, int64_t size) { return (greater(n, 0) + size - 1) / size; };
   int64_t pairs = 0;
-  each_section(p, b, p.queries[b], first_query, last_query, [&](const Section& section, int64_t first, int64_t last) {
-    const int64_t of_queries = blocks(last - first, kBlockQueries);
-    const int64_t begin = greater(p.keys[b].lower_bound(section.keys.begin), first_key);
-    const int64_t end = lesser(p.keys[b].lower_bound(section.keys.end), last_key);
-    pairs += fits_at_once(p, b, section) ? of_queries : of_queries * blocks(end - begin, kBlockKeys) / 2;
-  });
+  each_isolated_run(
+      p, b, p.queries[b], first_query, last_query, [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
+        const int64_t of_queries = blocks(last - first, kBlockQueries);
+        const int64_t begin = greater(p.keys[b].lower_bound(isolated_run.keys.begin), first_key);
+        const int64_t end = lesser(p.keys[b].lower_bound(isolated_run.keys.end), last_key);
+        pairs += fits_single_block(p, b, isolated_run) ? of_queries : of_queries * blocks(end - begin, kBlockKeys) / 2;
+      });
   return pairs;
 }
 
-// Queries of one head, at most kBlockQueries of them, one per lane, and the keys that each may see. Lanes without a query
-// repeat the last one.
+// Queries of one head, at most kBlockQueries of them, one per lane, and the keys that each may see. Lanes without a
+// query repeat the last one.
 struct QueryBlock {
-  int64_t first, n;  // places in a list of queries
-  int64_t origin;    // the place of a key from which the keys are cut into blocks
-  BlockRange range;  // of all of them
+  int64_t first, n;             // places in a list of queries
+  int64_t origin;               // the place of a key from which the keys are cut into blocks
+  BlockRange range;             // of all of them
   BlockRange ranges[kColumns];  // of each vector
-  Bits index[kColumns];  // of the queries
+  Bits index[kColumns];         // of the queries
   Ints begin[kColumns];
   Bits length[kColumns];
   uint32_t gaps;  // in the ranges of some
 
-  void init(const Problem& p, int64_t b, int64_t h, const IndexList& queries, const Section& section,
+  void init(const Params& p, int64_t b, int64_t h, const IndexList& queries, const IsolatedRun& isolated_run,
             int64_t first_place, int64_t count) {
-    first = first_place, n = count, origin = p.keys[b].lower_bound(section.keys.begin);
-    if (section.see_all && queries.consecutive(first, n)) return init_alike(section.keys, queries.at(first), p.n_k);
+    first = first_place, n = count, origin = p.keys[b].lower_bound(isolated_run.keys.begin);
+    if (isolated_run.see_all && queries.consecutive(first, n))
+      return init_alike(isolated_run.keys, queries.at(first), p.n_k);
     for (BlockRange& of_vector : ranges) of_vector = no_queries(p.n_k);
     gaps = kNoGaps;
     const bool all_alike = !p.ranges.data && p.visible(b, h, queries.at(first)).covers(p.n_k) &&
@@ -155,11 +166,11 @@ struct QueryBlock {
     range = range_of(0, kColumns);
   }
 
-  void init(const Problem& p, int64_t b, int64_t h, const IndexList& queries, int64_t first_place, int64_t count) {
-    init(p, b, h, queries, Section{0, queries.count, {0, p.n_k}, false}, first_place, count);
+  void init(const Params& p, int64_t b, int64_t h, const IndexList& queries, int64_t first_place, int64_t count) {
+    init(p, b, h, queries, IsolatedRun{0, queries.count, {0, p.n_k}, false}, first_place, count);
   }
 
-  // For queries that follow each other, all of which see all of the keys.
+  // Queries that follow each other, all of which see all of the keys.
   void init_alike(KeyRange keys, int64_t first_query, int64_t n_k) {
     range = {keys, keys};
     gaps = kNoGaps;
@@ -254,9 +265,9 @@ FASTATTN_INLINE Part visible_part(KeyRange some, const KeyBlock& keys) {
   return {begin, greater(up_to_grain(end) - begin, 0)};
 }
 
-// Cuts what a block of queries may see of a block of keys into parts for all of its vectors and parts for some, where at
-// the edge of a mask this leaves out many pairs that nobody sees: run(std::integral_constant<int, vectors>, their
-// queries, the first of them, the part of the keys).
+// Cuts what a block of queries may see of a block of keys into parts for all of its vectors and parts for some, where
+// at the edge of a mask this leaves out many hidden pairs: run(std::integral_constant<int, vectors>, their queries, the
+// first of them, the part of the keys).
 template <int C, class Run>
 void each_part(const QueryBlock& queries, int first_vector, const KeyBlock& keys, Part within, Run run) {
   constexpr int64_t kWorthACut = 8;  // vectors of pairs

@@ -2,11 +2,26 @@
 // with, so they are the head dim: S = Q K^T by dot products, and O = P V with V as it lies in memory. The heads that
 // share keys share one pass over them, and the keys are split into parts, each with its own softmax, so that there is
 // work for every thread; combine() joins the parts (as in Dao et al. 2023, Flash-Decoding).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "arith_fp32.h"
+#include "bias.h"
+#include "blocks.h"
+#include "forward.h"
+#include "matrix.h"
+#include "params.h"
+#include "product.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// Keys that are read before their values are: long runs, which the processor fetches ahead.
+// Keys that are read before their values are: long runs of memory, which the processor prefetches.
 constexpr int64_t kDecodeKeys = 256;
 
 struct DecodeScratch {
@@ -14,7 +29,7 @@ struct DecodeScratch {
   float* s;          // [rows, kDecodeKeys], S and then P
   int64_t size;
 
-  DecodeScratch(const Problem& p, float* base) {
+  DecodeScratch(const Params& p, float* base) {
     Arena arena(base);
     q = arena.take(kDecodeRows * padded(p.d_qk));
     k = arena.take(kDecodeKeys * padded(p.d_qk));
@@ -25,13 +40,13 @@ struct DecodeScratch {
 };
 
 // Rows of the heads that share keys, query by query: those of a document follow each other.
-int64_t decode_rows(const Problem& p, int64_t b) { return p.group() * p.queries[b].count; }
+int64_t decode_rows(const Params& p, int64_t b) { return p.group() * p.queries[b].count; }
 
 struct HeadAndQuery {
   int64_t h, query;
 };
 
-HeadAndQuery head_and_query(const Problem& p, int64_t b, int64_t h_kv, int64_t row) {
+HeadAndQuery head_and_query(const Params& p, int64_t b, int64_t h_kv, int64_t row) {
   return {h_kv * p.group() + row % p.group(), p.queries[b].at(row / p.group())};
 }
 
@@ -40,10 +55,10 @@ struct DecodePart {
   float *o, *m, *l;
 };
 
-constexpr int64_t row_of_part(const Problem& p) { return padded(p.d_v) + kLanes; }
-int64_t parts_size(const Problem& p) { return kDecodeRows * row_of_part(p); }
+constexpr int64_t row_of_part(const Params& p) { return padded(p.d_v) + kLanes; }
+int64_t parts_size(const Params& p) { return kDecodeRows * row_of_part(p); }
 
-DecodePart decode_part(const Problem& p, float* parts, int64_t b, int64_t h_kv, int64_t part, int64_t n_parts,
+DecodePart decode_part(const Params& p, float* parts, int64_t b, int64_t h_kv, int64_t part, int64_t n_parts,
                        int64_t row) {
   float* o = parts + ((b * p.H_kv + h_kv) * n_parts + part) * parts_size(p) + row * row_of_part(p);
   return {o, o + padded(p.d_v), o + padded(p.d_v) + 1};
@@ -60,17 +75,17 @@ FASTATTN_INLINE float sum_of_lanes(Floats x) {
   return sum;
 }
 
-// Rows that are read one after the other, each by whole vectors. What lies so many bytes further on is asked for from
-// memory, into the L2 cache: processors stop looking ahead at the end of a page.
+// Rows that are read in order, by whole vectors. What lies kDistance bytes ahead is prefetched into the L2 cache, since
+// the processor's own prefetching stops at the end of a page.
 template <class Element>
 struct Stream {
   RightOf<Element> rows;
 
   FASTATTN_INLINE Floats operator()(int64_t row, int64_t vector) const {
-    constexpr int64_t kAhead = 8192;
+    constexpr int64_t kDistance = 8192;
     constexpr int kIntoL2 = 2;
     const Element* at = rows.data + row * rows.stride + vector * kLanes;
-    __builtin_prefetch(reinterpret_cast<const char*>(at) + kAhead, 0, kIntoL2);
+    __builtin_prefetch(reinterpret_cast<const char*>(at) + kDistance, 0, kIntoL2);
     return widen(at);
   }
   Stream at_column(int64_t column) const { return {rows.at_column(column)}; }
@@ -96,8 +111,36 @@ void dot_products(int64_t rows, const float* q, Stream<Element> k, int64_t n, in
   }
 }
 
-// Turns a row of S into P, and moves its statistics and what was summed before on.
-void softmax_step(const Problem& p, int64_t n, float* s, float& m, float& l, float* o) {
+// Turns the products of one query with the n keys at the places first, ... of a list, in whole vectors, into scores.
+FASTATTN_SELDOM void finish_scores_of_query(const Params& p, int64_t b, int64_t h, int64_t query, const IndexList& list,
+                                            int64_t first, int64_t n, float* s) {
+  auto scale = static_cast<float>(p.scale < 0 ? -p.scale : p.scale);  // its sign is on the query
+  if (p.softcap > 0) cap_scores(p, padded(n), s, nullptr), scale = 1.0f;
+  const KeyBlock keys{&list, first, n, {}, {}, {}, {}};
+  if (p.bias.data) {
+    with_elements(p.bias.row(b, h, query), p.bias_dtype, [&](auto* row) {
+      for (int64_t i = 0; i < n; i += kLanes) {
+        const FewKeys few(keys, {0, n}, i);
+        const bool as_it_lies = few.side_by_side && !p.bias.one_for_all_keys;
+        const Floats bias = as_it_lies ? widen(row + few.at(0)) : few.gathered(row, p.bias.one_for_all_keys);
+        store(s + i, load(s + i) * scale + above_lowest_score(bias));
+      }
+    });
+    scale = 1.0f;
+  }
+  if (p.alibi_slopes) {
+    const float slope = p.alibi_slopes[b * p.H + h];
+    const int32_t position = query_position(p, b, query);
+    for (int64_t i = 0; i < n; i += kLanes) {
+      Ints behind{};
+      for (int64_t j = 0; j < lesser(kLanes, n - i); ++j) behind[j] = position - key_position(p, b, keys.key(i + j));
+      store(s + i, load(s + i) * scale - slope * absolute(behind));
+    }
+  }
+}
+
+// Turns a row of S into P, and updates its statistics and the output so far.
+void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, float* o) {
   const float on_score_log2 = p.on_score_log2();
   Floats largest = splat(m);
   for (int64_t i = 0; i < n; i += kLanes) largest = larger(load(s + i), largest);
@@ -117,8 +160,8 @@ void softmax_step(const Problem& p, int64_t n, float* s, float& m, float& l, flo
   l += sum_of_lanes(sum);
 }
 
-// use(the rows of n keys by whole vectors): in the dtype they have in memory where they can be read there, else as copied
-// floats, with zeros up to a multiple of kLanes rows.
+// use(the rows of n keys by whole vectors): in the dtype they have in memory where they can be read there, else as
+// copied floats, with zeros up to a multiple of kLanes rows.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
                                   int64_t d, bool widen_once, float* copy, Use use) {
@@ -132,7 +175,7 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
   }
 }
 
-void decode(const Problem& p, const DecodeItem& item, float* parts, float* scratch) {
+void decode(const Params& p, const DecodeItem& item, float* parts, float* scratch) {
   const DecodeScratch w(p, scratch);
   const int64_t b = item.b, h_kv = item.h_kv, rows = decode_rows(p, b);
   const IndexList &queries = p.queries[b], &key_list = p.keys[b];
@@ -162,7 +205,10 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
     });
     for (int64_t row = row_begin; row < row_end; ++row) {
       float* s = w.s + row * kDecodeKeys;
-      if (p.softcap > 0) cap_scores(p, n_padded, s, nullptr);
+      if (p.finishes_scores()) {
+        const auto [h, query] = head_and_query(p, b, h_kv, row);
+        finish_scores_of_query(p, b, h, query, key_list, first, n, s);
+      }
       if (n == n_padded && visible[row].begin <= block.begin && block.end <= visible[row].end) continue;
       for (int64_t i = 0; i < n_padded; ++i) {
         if (i >= n || !visible[row].contains(key_list.at(first + i))) s[i] = -kInfinity;
@@ -189,7 +235,7 @@ void decode(const Problem& p, const DecodeItem& item, float* parts, float* scrat
 }
 
 // Joins the parts of the heads that share keys, and writes their outputs and lse.
-void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_kv, int64_t n_parts, float* parts) {
+void combine(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h_kv, int64_t n_parts, float* parts) {
   const float on_score_log2 = p.on_score_log2();
   for (int64_t row = 0; row < decode_rows(p, b); ++row) {
     const auto [h, query] = head_and_query(p, b, h_kv, row);
@@ -220,7 +266,7 @@ void combine(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h_k
   for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); ++h) write_padding(p, out, b, h, 0, p.n_q);
 }
 
-int64_t decode_scratch(const Problem& p) { return DecodeScratch(p, nullptr).size; }
+int64_t decode_scratch(const Params& p) { return DecodeScratch(p, nullptr).size; }
 
 const DecodeKernels decode_kernels = {parts_size, decode_scratch, decode, combine};
 

@@ -15,7 +15,8 @@
 #include <unistd.h>
 #endif
 
-#include "problem.h"
+#include "../dtype.h"
+#include "params.h"
 
 namespace fastattn {
 
@@ -39,8 +40,8 @@ extern const Kernels kernels;
 
 constexpr const char* kCapabilityVariable = "FASTATTN_CPU_CAPABILITY";
 
-// What this module has kernels for, best first, and whether this machine runs them. Kernels that take bf16 only are
-// joined by those that do the other dtypes.
+// An instruction set that this module has kernels for, and whether this machine has it. Kernels that take bf16 only are
+// paired with those of another set for the other dtypes.
 struct Capability {
   const Kernels *bf16, *others;
   bool runs_here;
@@ -64,11 +65,12 @@ inline bool may_use_amx() {
 }
 #endif
 
+// All of them, the fastest first.
 inline std::vector<Capability> find_capabilities() {
   std::vector<Capability> all;
 #if defined(__x86_64__)
-  const bool runs_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                         __builtin_cpu_supports("f16c");
+  const bool runs_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool runs_avx512 = runs_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool runs_avx512_bf16 = runs_avx512 && __builtin_cpu_supports("avx512bf16");
@@ -98,7 +100,8 @@ inline const Capability& choose_capability() {
     if (allowed && capability.runs_here) return capability;
     names += (names.empty() ? "'" : ", '") + std::string(capability.name()) + "'";
   }
-  throw std::invalid_argument(std::string(kCapabilityVariable) + " must be one of " + names + ", got '" + highest + "'");
+  throw std::invalid_argument(std::string(kCapabilityVariable) + " must be one of " + names + ", got '" + highest +
+                              "'");
 }
 
 }  // namespace fastattn

@@ -1,9 +1,16 @@
 // What dropout multiplies a block of weights by: Philox4x32-10 (../philox.h) with one query in every lane.
+#pragma once
+
+#include <cstdint>
+
+#include "blocks.h"
+#include "params.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// As philox of ../philox.h, in the low halves of 64-bit lanes. What stands in the upper halves is never multiplied.
+// As philox of ../philox.h, in the low halves of 64-bit lanes. The upper halves are never multiplied.
 FASTATTN_INLINE void philox(PhiloxKey key, Wide (&x)[4]) {
 #pragma GCC unroll 10
   for (int round = 0; round < kPhiloxRounds; ++round, key = key.of_next_round()) {

@@ -2,27 +2,41 @@
 // algorithm 1), transposed: lanes are queries, so that S^T = K Q^T takes K as it lies in memory, the softmax needs no
 // sums across lanes, and hidden keys are skipped one by one.
 //
-// A block of keys meets all blocks of queries of the strip before the next one is loaded: the keys stay in the L1 cache
-// and what has to be done to them (copied, widened, transposed) is done once. Blocks of keys begin at the multiples of
-// kBlockKeys, counted from the first key of their section, wherever a strip begins, so that the result does not depend on
-// how the queries are cut into strips.
+// All blocks of queries of a strip attend to a block of keys before the next one is loaded: the keys stay in the L1
+// cache and what has to be done to them (copied, widened, transposed) is done once. Blocks of keys begin at the
+// multiples of kBlockKeys, counted from the first key of their isolated run, wherever a strip begins, so that the
+// result does not depend on how the queries are cut into strips.
+#pragma once
+
+#include <cstdint>
+
+#include "arith.h"
+#include "bias.h"
+#include "blocks.h"
+#include "dropout.h"
+#include "matrix.h"
+#include "microkernel.h"
+#include "params.h"
+#include "prefetch.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
 struct ForwardScratch {
-  float* q;                  // [M, d]: rows of a block of queries, where they are needed
-  float *k, *v, *v_t;        // copies of a block of keys, where they are needed
-  float *p_t, *z_t;          // [kMostKeys, M], S^T and then P^T; Z^T
-  float *q_t, *o_t;          // [d, M] for each block of a strip
-  int64_t chunk_blocks;        // blocks of keys that are made ready together
+  float* q;              // [M, d]: rows of a block of queries, where they are needed
+  float *k, *v, *v_t;    // copies of a block of keys, where they are needed
+  float *p_t, *z_t;      // [kMostKeys, M], S^T and then P^T; Z^T
+  float *q_t, *o_t;      // [d, M] for each block of a strip
+  int64_t chunk_blocks;  // blocks of keys that are prepared together
   int64_t size;
 
-  ForwardScratch(const Problem& p, float* base) {
+  ForwardScratch(const Params& p, float* base) {
     Arena arena(base);
     q = arena.take(kBlockQueries * units(p.d_qk));
     chunk_blocks = key_blocks_in_chunk(p);
-    const int64_t n_keys = greater(chunk_blocks * kBlockKeys, kKeysAtOnce);
+    const int64_t n_keys = greater(chunk_blocks * kBlockKeys, kSingleBlockKeys);
     k = arena.take(n_keys * units(p.d_qk));
     v = arena.take(n_keys * units(p.d_v));
     v_t = arena.take(chunk_blocks * transposed_size(kBlockKeys, p.d_v));
@@ -34,8 +48,8 @@ struct ForwardScratch {
   }
 };
 
-// Keys ready for a strip of queries, with block j of the scratch as the place for what has to be copied.
-KeyBlock key_block(const Problem& p, int64_t b, int64_t h_kv, int64_t first, int64_t n, const ForwardScratch& w,
+// Prepares keys for a strip of queries, with block j of the scratch as the place for what has to be copied.
+KeyBlock key_block(const Params& p, int64_t b, int64_t h_kv, int64_t first, int64_t n, const ForwardScratch& w,
                    int64_t j) {
   const IndexList& list = p.keys[b];
   const int64_t n_padded = up_to_grain(n);
@@ -45,7 +59,8 @@ KeyBlock key_block(const Problem& p, int64_t b, int64_t h_kv, int64_t first, int
   return {&list, first, n, k, v, {}, transposed(v, n_padded, p.d_v, v_t)};
 }
 
-// A block of queries on its way over the keys: Q^T, O^T, the score m whose weight is 1, and the sum l of the weights.
+// The state of a block of queries between two blocks of keys: Q^T, O^T, the score m whose weight is 1, and the sum l of
+// the weights.
 struct ForwardBlock {
   QueryBlock queries;
   float *q_t, *o_t;  // [d, stride]
@@ -53,7 +68,7 @@ struct ForwardBlock {
   Floats m[kColumns], l[kColumns];
 };
 
-// Moves the statistics on to S^T [n, M]. The reference m of the weights follows the largest score only where that is
+// Updates the statistics with S^T [n, M]. The reference m of the weights follows the largest score only where that is
 // more than kSlack above it: the weights are then at most 2^kSlack, and what was summed before is seldom rescaled.
 // Returns whether it has to be, by `decay`.
 constexpr float kSlack = 8;
@@ -82,8 +97,8 @@ FASTATTN_INLINE bool follow_maximum(int64_t n, const float* s_t, float on_score_
   return any(moves);
 }
 
-// Turns S^T [n, M] into P^T in place, ready to be taken from the right, and adds the weights to l. Dropout multiplies
-// them by Z after that: lse knows nothing of it.
+// Turns S^T [n, M] into P^T in place, as a right factor, and adds the weights to l. Dropout multiplies them by Z after
+// that: it does not change lse.
 template <int C>
 FASTATTN_INLINE void weights(int64_t n, float on_score_log2, const Floats (&m)[C], const float* z_t, float* p_t,
                              Floats (&l)[C]) {
@@ -107,8 +122,8 @@ FASTATTN_INLINE void weights(int64_t n, float on_score_log2, const Floats (&m)[C
 
 // Vectors first, ..., first + C - 1 of a block of queries against a part of a block of keys.
 template <int C>
-void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part part, const QueryBlock& queries,
-            int first, ForwardBlock& block, Ahead& ahead, const ForwardScratch& w) {
+void attend(const Params& p, int64_t b, int64_t h, const KeyBlock& keys, Part part, const QueryBlock& queries,
+            int first, ForwardBlock& block, Prefetch& prefetch, const ForwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const float on_score_log2 = p.on_score_log2();
   const Target o_t{block.o_t + first * kLanes, block.stride};
@@ -116,7 +131,7 @@ void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part p
   for (int c = 0; c < C; ++c) m[c] = block.m[first + c], l[c] = block.l[first + c];
 
   const Right q_t{block.q_t + first * kLanes, block.stride};
-  ahead.step();
+  prefetch.step();
   assign_product<C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
   finish_scores<C>(p, b, h, queries, keys, part, w.p_t);
   if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay)) {
@@ -127,15 +142,15 @@ void attend(const Problem& p, int64_t b, int64_t h, const KeyBlock& keys, Part p
   }
   if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, queries, keys, part, w.z_t);
   weights<C>(part.n, on_score_log2, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
-  ahead.step();
+  prefetch.step();
   add_product<C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), Right{w.p_t, M});
 
   for (int c = 0; c < C; ++c) block.m[first + c] = m[c], block.l[first + c] = l[c];
 }
 
-// Makes a block of queries ready to attend.
+// Prepares a block of queries.
 template <int C>
-void begin_block(const Problem& p, int64_t b, int64_t h, ForwardBlock& block, const ForwardScratch& w) {
+void begin_block(const Params& p, int64_t b, int64_t h, ForwardBlock& block, const ForwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   block.stride = M;
   const Rows q = rows_of(p.q, b, h, p.queries[b], block.queries.first, block.queries.n, M, p.d_qk, true, w.q);
@@ -156,10 +171,10 @@ FASTATTN_INLINE void lse_of_lanes(const Floats (&m)[C], const Floats (&l)[C], fl
   }
 }
 
-// What the output is to be multiplied by, the lse, and, in l, the weight of the sink too.
+// Computes the factor of the output and the lse, and adds the weight of the sink to l.
 template <int C>
-FASTATTN_INLINE void finish_softmax(const Problem& p, int64_t h, const Floats (&m)[C], Floats (&l)[C],
-                                    Floats (&on_o)[C], float* lse) {
+FASTATTN_INLINE void finish_softmax(const Params& p, int64_t h, const Floats (&m)[C], Floats (&l)[C], Floats (&on_o)[C],
+                                    float* lse) {
   const float on_score_log2 = p.on_score_log2();
   for (int c = 0; c < C; ++c) on_o[c] = l[c] == 0.0f ? Floats{} : 1.0f / l[c];  // one_over_sum
   lse_of_lanes<C>(m, l, on_score_log2, lse);
@@ -172,9 +187,9 @@ FASTATTN_INLINE void finish_softmax(const Problem& p, int64_t h, const Floats (&
   }
 }
 
-// Writes what a block of queries leaves beside its output.
+// Writes the lse of a block of queries, and its measures if they are wanted.
 template <int C>
-FASTATTN_INLINE void write_statistics(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h,
+FASTATTN_INLINE void write_statistics(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
                                       const QueryBlock& queries, const Floats (&m)[C], const Floats (&l)[C],
                                       const float* lse) {
   for (int64_t i = 0; i < queries.n; ++i) {
@@ -189,7 +204,7 @@ FASTATTN_INLINE void write_statistics(const Problem& p, const ForwardOutputs& ou
 
 // Writes the output and lse of a block of queries.
 template <int C>
-void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block) {
+void end_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block) {
   constexpr int64_t M = C * kLanes;
   const auto query = [&](int64_t i) { return p.queries[b].at(block.queries.first + i); };
   Floats m[C], l[C], on_o[C];
@@ -206,8 +221,8 @@ void end_block(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h
   write_statistics<C>(p, out, b, h, block.queries, m, l, lse);
 }
 
-// Zeros for the queries first, ..., last - 1 that are padding.
-void write_padding(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, int64_t first, int64_t last) {
+// Writes zeros for those of the queries first, ..., last - 1 that are padding.
+void write_padding(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, int64_t first, int64_t last) {
   const IndexList& queries = p.queries[b];
   if (queries.count == p.n_q) return;
   for (int64_t query = first; query < last; ++query) {
@@ -217,36 +232,36 @@ void write_padding(const Problem& p, const ForwardOutputs& out, int64_t b, int64
   }
 }
 
-// What the next item reads, if it is not what this one does.
-Ahead ahead_of(const Problem& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next) {
-  Ahead ahead;
-  if (!next) return ahead;
+// A prefetch of what the next item reads, but for keys and values that this one reads too.
+Prefetch prefetch_for(const Params& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next) {
+  Prefetch prefetch;
+  if (!next) return prefetch;
   const auto [b, h, first_query, last_query] = *next;
   const IndexList &queries = p.queries[b], &keys = p.keys[b];
   const int64_t h_kv = h / p.group(), first = queries.lower_bound(first_query), last = queries.lower_bound(last_query);
-  if (first == last) return ahead;
-  ahead.add(p.q, b, h, queries, first, last, p.d_qk);
-  ahead.add(out.o, b, h, queries, first, last, p.d_v);
-  if (p.sections || b != item.b || h_kv != item.h / p.group()) {
+  if (first == last) return prefetch;
+  prefetch.add(p.q, b, h, queries, first, last, p.d_qk);
+  prefetch.add(out.o, b, h, queries, first, last, p.d_v);
+  if (p.isolated_runs || b != item.b || h_kv != item.h / p.group()) {
     const KeyRange seen = p.visible_to_some(b, h, queries.at(first), queries.at(last - 1));
     const int64_t first_key = keys.lower_bound(seen.begin), last_key = keys.lower_bound(seen.end);
-    ahead.add(p.k, b, h_kv, keys, first_key, last_key, p.d_qk);
-    ahead.add(p.v, b, h_kv, keys, first_key, last_key, p.d_v);
+    prefetch.add(p.k, b, h_kv, keys, first_key, last_key, p.d_qk);
+    prefetch.add(p.v, b, h_kv, keys, first_key, last_key, p.d_v);
   }
   constexpr int64_t kProducts = 2;
-  ahead.spread(kProducts * pairs_of_blocks(p, item.b, item.first_query, item.last_query, 0, p.keys[item.b].count));
-  return ahead;
+  prefetch.spread(kProducts * pairs_of_blocks(p, item.b, item.first_query, item.last_query, 0, p.keys[item.b].count));
+  return prefetch;
 }
 
-// At most kStripQueries queries of a section against all keys they see.
-void forward_strip(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const Section& section,
-                   int64_t first_query, int64_t last_query, Ahead& ahead, const ForwardScratch& w) {
+// At most kStripQueries queries of an isolated run against all keys they see.
+void forward_strip(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const IsolatedRun& isolated_run,
+                   int64_t first_query, int64_t last_query, Prefetch& prefetch, const ForwardScratch& w) {
   ForwardBlock blocks[kStripBlocks];
   int64_t count = 0;
   KeyRange seen{p.n_k, 0};  // by any of them
   for (int64_t first = first_query; first < last_query; first += kBlockQueries, ++count) {
     ForwardBlock& block = blocks[count];
-    block.queries.init(p, b, h, p.queries[b], section, first, lesser(kBlockQueries, last_query - first));
+    block.queries.init(p, b, h, p.queries[b], isolated_run, first, lesser(kBlockQueries, last_query - first));
     block.q_t = w.q_t + count * kBlockQueries * units(p.d_qk);
     block.o_t = w.o_t + count * kBlockQueries * padded(p.d_v);
     seen = hull(seen, block.queries.range.some);
@@ -255,7 +270,7 @@ void forward_strip(const Problem& p, const ForwardOutputs& out, int64_t b, int64
 
   KeyBlock keys[kChunkBlocks];
   const IndexList& list = p.keys[b];
-  const int64_t origin = list.lower_bound(section.keys.begin), last_key = list.lower_bound(section.keys.end);
+  const int64_t origin = list.lower_bound(isolated_run.keys.begin), last_key = list.lower_bound(isolated_run.keys.end);
   const int64_t chunk_keys = w.chunk_blocks * kBlockKeys;
   each_key_chunk(list, seen, origin, last_key, chunk_keys, [&](int64_t begin, int64_t chunk_end) {
     int64_t n_key_blocks = 0;
@@ -267,7 +282,7 @@ void forward_strip(const Problem& p, const ForwardOutputs& out, int64_t b, int64
         for (int64_t i = 0; i < n_key_blocks; ++i) {
           each_part<C>(blocks[j].queries, 0, keys[i], {0, up_to_grain(keys[i].n)},
                        [&](auto vectors, const QueryBlock& queries, int first, Part part) {
-                         attend<vectors>(p, b, h, keys[i], part, queries, first, blocks[j], ahead, w);
+                         attend<vectors>(p, b, h, keys[i], part, queries, first, blocks[j], prefetch, w);
                        });
         }
       });
@@ -278,29 +293,32 @@ void forward_strip(const Problem& p, const ForwardOutputs& out, int64_t b, int64
   }
 }
 
-#if !FASTATTN_PAIRS
-void attend_at_once(const Problem& p, const ForwardOutputs& out, int64_t b, int64_t h, const Section& section,
-                    int64_t first, int64_t last, Ahead& ahead, const ForwardScratch& w);
+#if !FASTATTN_BF16
+void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
+                         const IsolatedRun& isolated_run, int64_t first, int64_t last, Prefetch& prefetch,
+                         const ForwardScratch& w);
 #endif
 
-void forward(const Problem& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next,
+void forward(const Params& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next,
              float* scratch) {
   const ForwardScratch w(p, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
   const auto [b, h, first_query, last_query] = item;
   write_padding(p, out, b, h, first_query, lesser(last_query, p.n_q));
-  Ahead ahead = ahead_of(p, out, item, next);
-  each_section(p, b, p.queries[b], first_query, last_query, [&](const Section& section, int64_t first, int64_t last) {
-#if !FASTATTN_PAIRS
-    if (fits_at_once(p, b, section)) return attend_at_once(p, out, b, h, section, first, last, ahead, w);
+  Prefetch prefetch = prefetch_for(p, out, item, next);
+  each_isolated_run(
+      p, b, p.queries[b], first_query, last_query, [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
+#if !FASTATTN_BF16
+        if (fits_single_block(p, b, isolated_run))
+          return attend_single_block(p, out, b, h, isolated_run, first, last, prefetch, w);
 #endif
-    for (; first < last; first += kStripQueries) {
-      forward_strip(p, out, b, h, section, first, lesser(first + kStripQueries, last), ahead, w);
-    }
-  });
+        for (; first < last; first += kStripQueries) {
+          forward_strip(p, out, b, h, isolated_run, first, lesser(first + kStripQueries, last), prefetch, w);
+        }
+      });
 }
 
-int64_t forward_scratch(const Problem& p) { return ForwardScratch(p, nullptr).size; }
+int64_t forward_scratch(const Params& p) { return ForwardScratch(p, nullptr).size; }
 
 }  // namespace
 }  // namespace fastattn::FASTATTN_ISA

@@ -1,51 +1,29 @@
 // Everything that is compiled once per instruction set. The includer says which, before a `#pragma GCC target`:
 //
-//   FASTATTN_ISA            its name, also the namespace
-//   FASTATTN_LANES          floats in a vector
-//   FASTATTN_PAIRS          1: products of bf16 (pairs.h) instead of fp32 (single.h); it takes no other dtype then
-//   FASTATTN_TILES          1: products by AMX (tiles.h) instead of vectors (product.h)
-//   FASTATTN_ACCUMULATORS   vectors of sums that a product keeps in registers
-//   FASTATTN_COLUMNS        vectors of queries in a block
-//   FASTATTN_BLOCK_KEYS     keys in a block
-//   FASTATTN_CHUNK_BLOCKS   blocks of keys that are made ready together
-//   FASTATTN_KEYS_AT_ONCE   keys of a section that are met together, in fp32
+//   FASTATTN_ISA                its name, also the namespace
+//   FASTATTN_LANES              floats in a vector
+//   FASTATTN_BF16               1: products of bf16 (arith_bf16.h) instead of fp32 (arith_fp32.h); no other dtype then
+//   FASTATTN_TILES              1: products by AMX (tiles.h) instead of vectors (product.h)
+//   FASTATTN_ACCUMULATORS       vectors of sums that a product keeps in registers
+//   FASTATTN_COLUMNS            vectors of queries in a block
+//   FASTATTN_BLOCK_KEYS         keys in a block
+//   FASTATTN_CHUNK_BLOCKS       blocks of keys that are prepared together
+//   FASTATTN_SINGLE_BLOCK_KEYS  the most keys of an isolated run that are a single block (short_kv.h)
 //
-// and includes "problem.h" and "../softmax.h" before it too, so that their inline functions, of which the linker keeps
-// one copy for the whole module, are compiled for any machine.
+// and includes before it whatever these headers include besides each other, so that inline functions, of which the
+// linker keeps one copy for the whole module, are compiled for any machine (tests/test_headers.py checks it).
+#pragma once
 
-namespace fastattn::FASTATTN_ISA {
-namespace {
-
-constexpr int kColumns = FASTATTN_COLUMNS;
-
-}  // namespace
-}  // namespace fastattn::FASTATTN_ISA
-
-#include "vector.h"
-#include "rows.h"
-#include "matrix.h"
-#if FASTATTN_PAIRS
-#include "pairs.h"
-#else
-#include "single.h"
-#endif
-#if FASTATTN_TILES
-#include "tiles.h"
-#else
-#include "product.h"
-#endif
-#include "blocks.h"
-#include "ahead.h"
-#include "dropout.h"
-#include "bias.h"
-#include "forward.h"
 #include "backward.h"
+#include "blocks.h"
+#include "forward.h"
+#include "params.h"
+#include "peak_fma.h"
 #include "weights.h"
-#if !FASTATTN_PAIRS
-#include "few_keys.h"
+#if !FASTATTN_BF16
 #include "decode.h"
+#include "short_kv.h"
 #endif
-#include "ceiling.h"
 
 #define FASTATTN_STRING(x) #x
 #define FASTATTN_NAME(x) FASTATTN_STRING(x)
@@ -65,7 +43,7 @@ const Kernels kernels = {
     fma_chains,
     kChainOperations,
     &weights_kernels,
-#if FASTATTN_PAIRS
+#if FASTATTN_BF16
     nullptr,
 #else
     &decode_kernels,

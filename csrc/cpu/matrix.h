@@ -1,7 +1,14 @@
 // Matrices for the products, cut into tiles of rows and vectors of columns.
 //
-// They are made of 32-bit units: one float (single.h), or two bf16 that follow each other in the direction of the
-// sum (pairs.h).
+// They are made of 32-bit units: one float (arith_fp32.h), or two bf16 that follow each other in the direction of the
+// sum (arith_bf16.h).
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -66,6 +73,8 @@ FASTATTN_INLINE void each_tile(int64_t begin, int64_t end, Run run) {
     if (begin < end) each_tile<kSmaller, Grain>(begin, end, run);
   }
 }
+
+constexpr int kColumns = FASTATTN_COLUMNS;  // vectors of queries in a block
 
 // Vectors of columns of a matrix that is wider than a block of queries: as many as a block has are taken at a time.
 template <class Run>

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "../softmax.h"
-#include "problem.h"
+#include "params.h"
 
 #define FASTATTN_ISA portable
 #define FASTATTN_LANES 4
@@ -11,5 +11,5 @@
 #define FASTATTN_COLUMNS 2
 #define FASTATTN_BLOCK_KEYS 96
 #define FASTATTN_CHUNK_BLOCKS 1
-#define FASTATTN_KEYS_AT_ONCE 128
+#define FASTATTN_SINGLE_BLOCK_KEYS 128
 #include "kernels.h"

@@ -1,4 +1,12 @@
 // The one micro-kernel. Every product of attention is a tile of rows of scalars times vectors.
+#pragma once
+
+#include <cstdint>
+
+#include "../mask.h"
+#include "arith.h"
+#include "matrix.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

@@ -1,15 +1,16 @@
-// The keys between the first and the last one that a query may see, where position alone does not tell: by documents and
-// by any bool mask. Found once per call, so that what a mask hides at the ends of a row is never visited. Most masks
-// hide nothing in between, and are then not looked at again.
+// The keys between the first and the last one that a query may see, where position alone does not tell: by documents
+// and by any bool mask. Found once per call, so that what a mask hides at the ends of a row is never visited. Most
+// masks hide nothing in between, and are then not read again.
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <unordered_map>
 #include <vector>
 
-#include "problem.h"
+#include "params.h"
 
 namespace fastattn {
 
@@ -31,7 +32,7 @@ class DocumentsOfSample {
     }
   }
 
-  // Takes the keys, by document.
+  // Sorts the keys by document.
   void collect(const int32_t* document, const int32_t* rank, int64_t n_k) {
     first_.assign(numbers_.size() + 1, 0);
     for (int64_t key = 0; key < n_k; ++key) {
@@ -55,10 +56,10 @@ class DocumentsOfSample {
 
  private:
   std::unordered_map<int64_t, int32_t> numbers_;
-  std::vector<int32_t> keys_, first_;  // document by document, and where each begins there
+  std::vector<int32_t> keys_, first_;  // sorted by document, and where each document begins
 };
 
-// What a row of a bool mask shows.
+// The visible keys of a row of a bool mask.
 inline RowRange dense_range(const bool* row, bool one_for_all_keys, int64_t n_k) {
   const auto end_of_row = static_cast<int32_t>(n_k);
   if (one_for_all_keys) return {0, row[0] ? end_of_row : 0, kNoGaps};
@@ -73,27 +74,28 @@ inline RowRange dense_range(const bool* row, bool one_for_all_keys, int64_t n_k)
   return {static_cast<int32_t>(begin - row), static_cast<int32_t>(end - row), kDenseGaps};
 }
 
-// Cuts a list of queries wherever those before see only keys before all that those after see.
-inline std::vector<Section> sections_of(const RowRange* ranges, const IndexList& queries) {
+// Cuts a list of queries wherever all before see only keys that lie before any key that those after see.
+inline std::vector<IsolatedRun> isolated_runs_of(const RowRange* ranges, const IndexList& queries) {
   const auto range = [&](int64_t place) { return ranges[queries.at(place)]; };
   std::vector<int32_t> first_key_from(queries.count + 1, std::numeric_limits<int32_t>::max());
   for (int64_t i = queries.count - 1; i >= 0; --i) {
     const bool sees = range(i).begin < range(i).end;
     first_key_from[i] = sees ? std::min(range(i).begin, first_key_from[i + 1]) : first_key_from[i + 1];
   }
-  std::vector<Section> sections;
+  std::vector<IsolatedRun> isolated_runs;
   for (int64_t first = 0, last; first < queries.count; first = last) {
-    Section section{first, first, {0, 0}, true};
+    IsolatedRun isolated_run{first, first, {0, 0}, true};
     const RowRange of_first = range(first);
-    for (last = first; last == first || (last < queries.count && section.keys.end > first_key_from[last]); ++last) {
+    for (last = first; last == first || (last < queries.count && isolated_run.keys.end > first_key_from[last]);
+         ++last) {
       const RowRange keys = range(last);
-      section.keys = hull(section.keys, {keys.begin, keys.end});
-      section.see_all &= keys.gaps == kNoGaps && keys.begin == of_first.begin && keys.end == of_first.end;
+      isolated_run.keys = hull(isolated_run.keys, {keys.begin, keys.end});
+      isolated_run.see_all &= keys.gaps == kNoGaps && keys.begin == of_first.begin && keys.end == of_first.end;
     }
-    section.last = last;
-    sections.push_back(section);
+    isolated_run.last = last;
+    isolated_runs.push_back(isolated_run);
   }
-  return sections;
+  return isolated_runs;
 }
 
 inline RowRange both(RowRange x, RowRange y) {

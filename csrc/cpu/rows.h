@@ -1,4 +1,15 @@
 // Rows in memory, of any dtype, to and from rows of floats. All arithmetic in between is fp32.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#if FASTATTN_LANES > 4
+#include <immintrin.h>
+#endif
+
+#include "params.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -145,7 +156,7 @@ void write_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d, cons
 }
 
 void zero_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d) {
-  if (d > 0) __builtin_memset(x.row(b, h, i), 0, bytes_of(x.dtype) * d);  // rows of nothing lie nowhere
+  if (d > 0) __builtin_memset(x.row(b, h, i), 0, bytes_of(x.dtype) * d);  // else the address may be null
 }
 
 }  // namespace

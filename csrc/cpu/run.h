@@ -1,13 +1,15 @@
-// A call of the kernels from beginning to end, for any way to use several threads: for_each(n, scratch_floats, run) calls
-// run(i, next, scratch) for every i < n, with scratch that no two calls use at the same time. `next` is the i that comes
-// after it in the same thread; n or more if none does.
+// A call of the kernels from beginning to end, for any way to use several threads: for_each(n, scratch_floats, run)
+// calls run(i, next, scratch) for every i < n, with scratch that no two calls use at the same time. `next` is the i
+// that comes after it in the same thread; n or more if none does.
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "dispatch.h"
+#include "params.h"
 #include "schedule.h"
 
 namespace fastattn {
@@ -17,9 +19,9 @@ const Item* item_or_null(const std::vector<Item>& items, int64_t i) {
   return i < int64_t(items.size()) ? &items[i] : nullptr;
 }
 
-// Who ends the last part of a head joins them, in their order: the head's other parts are in nobody's hands any more.
+// The thread that ends the last part of a head joins all of them, in order: no thread works on the others then.
 template <class ForEach>
-void run_decode(const DecodeKernels& kernels, const Problem& p, const ForwardOutputs& out, ForEach for_each) {
+void run_decode(const DecodeKernels& kernels, const Params& p, const ForwardOutputs& out, ForEach for_each) {
   const int64_t heads = p.B * p.H_kv, n_parts = decode_parts_of_head(p);
   const std::unique_ptr<float[]> parts(new float[heads * n_parts * kernels.parts_size(p)]);
   std::vector<std::atomic<int64_t>> ended(heads);  // parts of each head
@@ -35,7 +37,7 @@ void run_decode(const DecodeKernels& kernels, const Problem& p, const ForwardOut
 
 // `for_each_share` hands out items that follow each other to the same thread.
 template <class ForEach, class ForEachShare>
-void run_forward(const Capability& capability, const Problem& p, const ForwardOutputs& out, int64_t threads,
+void run_forward(const Capability& capability, const Params& p, const ForwardOutputs& out, int64_t threads,
                  ForEach for_each, ForEachShare for_each_share) {
   if (decodes(p)) return run_decode(*capability.others->decode, p, out, for_each_share);
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
@@ -45,9 +47,9 @@ void run_forward(const Capability& capability, const Problem& p, const ForwardOu
   });
 }
 
-// What is not wanted is null in `t`.
+// Gradients that are null in `t` are not computed.
 template <class ForEach>
-void run_backward(const Capability& capability, const Problem& p, const BackwardTensors& t, int64_t threads,
+void run_backward(const Capability& capability, const Params& p, const BackwardTensors& t, int64_t threads,
                   ForEach for_each) {
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   for (const Step& items : backward_steps(p, kernels, t, threads)) {
@@ -57,15 +59,15 @@ void run_backward(const Capability& capability, const Problem& p, const Backward
   }
 }
 
-// What the scores of every query are measured from, [B, H, n_q]: from its lse, or, where that is null, by a forward pass.
-// p.d_v is 0, as in all problems of weights.
+// The Measure of every query, [B, H, n_q]: from its lse, or by a forward pass where `lse` is null. p.d_v is 0, as in
+// all calls that compute weights.
 template <class ForEach>
-std::unique_ptr<Measure[]> run_measure(const Capability& capability, const Problem& p, const float* lse,
-                                       int64_t threads, ForEach for_each) {
+std::unique_ptr<Measure[]> run_measure(const Capability& capability, const Params& p, const float* lse, int64_t threads,
+                                       ForEach for_each) {
   std::unique_ptr<Measure[]> measures(new Measure[p.B * p.H * p.n_q]);
   if (!lse) {
     const std::unique_ptr<float[]> unused(new float[p.B * p.H * p.n_q]);
-    Problem undropped = p;
+    Params undropped = p;
     undropped.dropout = {};
     run_forward(capability, undropped, {Output{}, unused.get(), measures.get()}, threads, for_each, for_each);
     return measures;
@@ -80,8 +82,8 @@ std::unique_ptr<Measure[]> run_measure(const Capability& capability, const Probl
 
 // out: [B, 1, n_q, n_k] if heads are averaged, else [B, H, n_q, n_k]. `lse` may be null.
 template <class ForEach>
-void run_weights(const Capability& capability, const Problem& p, const float* lse, const Output& out,
-                 bool average_heads, int64_t threads, ForEach for_each) {
+void run_weights(const Capability& capability, const Params& p, const float* lse, const Output& out, bool average_heads,
+                 int64_t threads, ForEach for_each) {
   const auto measures = run_measure(capability, p, lse, threads, for_each);
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
   const auto items = weights_items(p, kernels, average_heads);
@@ -90,12 +92,12 @@ void run_weights(const Capability& capability, const Problem& p, const float* ls
   });
 }
 
-// Results in fp32 deserve arithmetic in fp32, whatever the dtype of q and k.
+// The kernels for results in fp32: with arithmetic in fp32, whatever the dtype of q and k.
 inline Capability in_fp32(const Capability& capability) { return {capability.others, capability.others, true}; }
 
 // out: [B, H, n_k].
 template <class ForEach>
-void run_received(const Capability& capability, const Problem& p, float* out, int64_t threads, ForEach for_each) {
+void run_received(const Capability& capability, const Params& p, float* out, int64_t threads, ForEach for_each) {
   const auto measures = run_measure(in_fp32(capability), p, nullptr, threads, for_each);
   const Kernels& kernels = *capability.others;
   const auto items = received_items(p, kernels);
@@ -105,7 +107,7 @@ void run_received(const Capability& capability, const Problem& p, float* out, in
 }
 
 template <class ForEach>
-void run_top_keys(const Capability& capability, const Problem& p, const TopKeysOutputs& out, int64_t threads,
+void run_top_keys(const Capability& capability, const Params& p, const TopKeysOutputs& out, int64_t threads,
                   ForEach for_each) {
   const auto measures = run_measure(in_fp32(capability), p, nullptr, threads, for_each);
   const Kernels& kernels = *capability.others;

@@ -5,25 +5,26 @@
 #include <cstdint>
 #include <vector>
 
-#include "problem.h"
+#include "params.h"
 
 namespace fastattn {
 
 // The strips of a head follow each other, so that its keys stay in the cache, the last one first: with a causal mask it
-// sees the most keys, and the last items to be taken should be short. Strips are as long as leaves every thread several.
-// Sections share no keys: there the heads of a strip follow each other, whose rows may be parts of longer rows in memory.
-inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& kernels, int64_t threads) {
+// sees the most keys, and the last items to be taken should be short. Strips are long, but so that each thread gets
+// several. Isolated runs share no keys: there the heads of a strip follow each other, whose rows may be parts of longer
+// rows in memory.
+inline std::vector<ForwardItem> forward_items(const Params& p, const Kernels& kernels, int64_t threads) {
   constexpr int64_t kItemsPerThread = 4;
   const int64_t block = kernels.block_queries, blocks = (p.n_q + block - 1) / block;
   const int64_t fair = p.B * p.H * blocks / (kItemsPerThread * threads);
-  const int64_t strip = block * std::clamp<int64_t>(fair, 1, p.sections ? 1 : kernels.strip_queries / block);
+  const int64_t strip = block * std::clamp<int64_t>(fair, 1, p.isolated_runs ? 1 : kernels.strip_queries / block);
   const int64_t strips = (p.n_q + strip - 1) / strip;
   std::vector<ForwardItem> items;
   const auto add = [&](int64_t b, int64_t h, int64_t i) {
     items.push_back({b, h, i * strip, std::min((i + 1) * strip, p.n_q)});
   };
   for (int64_t b = 0; b < p.B; ++b) {
-    if (p.sections) {
+    if (p.isolated_runs) {
       for (int64_t i = strips - 1; i >= 0; --i) {
         for (int64_t h = 0; h < p.H; ++h) add(b, h, i);
       }
@@ -36,17 +37,16 @@ inline std::vector<ForwardItem> forward_items(const Problem& p, const Kernels& k
   return items;
 }
 
-// Few queries are decoded: their keys are split, always at the same places, which leaves every thread some.
-inline bool decodes(const Problem& p) {
-  return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops && !p.bias.data && !p.alibi_slopes && !p.ranges.gaps;
-}
+// Whether the kernels of decode.h take the call: with few queries each thread gets some of the keys, which are always
+// split at the same places.
+inline bool decodes(const Params& p) { return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops && !p.ranges.gaps; }
 
-inline int64_t decode_parts_of_head(const Problem& p) {
+inline int64_t decode_parts_of_head(const Params& p) {
   constexpr int64_t kKeysOfPart = 512;
   return std::max<int64_t>((p.n_k + kKeysOfPart - 1) / kKeysOfPart, 1);
 }
 
-inline std::vector<DecodeItem> decode_items(const Problem& p) {
+inline std::vector<DecodeItem> decode_items(const Params& p) {
   constexpr int64_t kWhole = 64;  // all parts but the last are whole vectors of keys, which are read where they lie
   const int64_t n_parts = decode_parts_of_head(p);
   std::vector<DecodeItem> items;
@@ -62,7 +62,7 @@ inline std::vector<DecodeItem> decode_items(const Problem& p) {
   return items;
 }
 
-// Whole sections of a sample that follow each other, and the part of the key list that no others see.
+// Isolated runs of a sample that follow each other, and the part of the key list that no others see.
 struct Piece {
   int64_t first_query, last_query;
   int64_t first_key, last_key;
@@ -70,30 +70,30 @@ struct Piece {
   int64_t work() const { return (last_query - first_query) * (last_key - first_key); }
 };
 
-// A sample in pieces of about so many queries or more, and of some keys.
-inline std::vector<Piece> pieces_of(const Problem& p, int64_t b, int64_t queries) {
+// Cuts a sample into pieces of about `queries` queries or more, and of at least one key.
+inline std::vector<Piece> pieces_of(const Params& p, int64_t b, int64_t queries) {
   const IndexList &list = p.queries[b], &keys = p.keys[b];
   std::vector<Piece> pieces{{0, p.n_q, 0, keys.count}};
-  const SectionList sections = p.sections ? p.sections[b] : SectionList{nullptr, 0};
-  for (int64_t i = 1; i < sections.count; ++i) {
-    const Section& section = sections.data[i];
-    const int64_t first_query = list.at(section.first), first_key = keys.lower_bound(section.keys.begin);
+  const IsolatedRunList isolated_runs = p.isolated_runs ? p.isolated_runs[b] : IsolatedRunList{nullptr, 0};
+  for (int64_t i = 1; i < isolated_runs.count; ++i) {
+    const IsolatedRun& isolated_run = isolated_runs.data[i];
+    const int64_t first_query = list.at(isolated_run.first), first_key = keys.lower_bound(isolated_run.keys.begin);
     const bool large = first_query - pieces.back().first_query >= queries && first_key > pieces.back().first_key;
-    if (section.keys.empty() || !large) continue;
+    if (isolated_run.keys.empty() || !large) continue;
     pieces.back().last_query = first_query, pieces.back().last_key = first_key;
     pieces.push_back({first_query, p.n_q, first_key, keys.count});
   }
   return pieces;
 }
 
-// What may be computed at once: items whose order does not matter, since each owns what it writes.
+// Items that may be computed in any order and at the same time, since each owns what it writes.
 using Step = std::vector<BackwardItem>;
 
-// One item for all heads that share keys and values, and whole sections, computes S and dP once for all gradients: 5
-// products. Where that leaves threads without work, what has rows of queries gets its own items, and what has rows of
-// keys too, which can be smaller: 7 products. Samples and heads that share entries of a bias add to its gradient in
-// steps, one after the other.
-inline std::vector<Step> backward_steps(const Problem& p, const Kernels& kernels, const BackwardTensors& t,
+// An item for all heads that share keys and values, and for whole isolated runs, computes S and dP once for all
+// gradients: 5 products. Where that leaves threads without work, gradients with rows of queries and gradients with rows
+// of keys have items of their own, which can be smaller: 7 products. Samples and heads that share entries of a bias add
+// to its gradient in steps, one after the other.
+inline std::vector<Step> backward_steps(const Params& p, const Kernels& kernels, const BackwardTensors& t,
                                         int64_t threads) {
   const Wanted wanted = Wanted::in(t);
   const bool samples_share = t.d_bias && t.d_bias_batch_stride == 0;
@@ -152,7 +152,7 @@ inline std::vector<Step> backward_steps(const Problem& p, const Kernels& kernels
 }
 
 // A block of queries of every head, or of all heads together; the last ones first, as in forward_items.
-inline std::vector<WeightsItem> weights_items(const Problem& p, const Kernels& kernels, bool heads_together) {
+inline std::vector<WeightsItem> weights_items(const Params& p, const Kernels& kernels, bool heads_together) {
   const int64_t block = kernels.block_queries, heads = heads_together ? p.H : 1;
   std::vector<WeightsItem> items;
   for (int64_t b = 0; b < p.B; ++b) {
@@ -166,7 +166,7 @@ inline std::vector<WeightsItem> weights_items(const Problem& p, const Kernels& k
 }
 
 // All queries of a head, and a chunk of its keys.
-inline std::vector<WeightsItem> received_items(const Problem& p, const Kernels& kernels) {
+inline std::vector<WeightsItem> received_items(const Params& p, const Kernels& kernels) {
   std::vector<WeightsItem> items;
   for (int64_t b = 0; b < p.B; ++b) {
     for (int64_t h = 0; h < p.H; ++h) {

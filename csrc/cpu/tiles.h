@@ -1,5 +1,13 @@
-// The micro-kernel of pairs.h on AMX: eight tile registers of 16 rows of 16 units, and one instruction that multiplies
-// two of them.
+// The micro-kernel of arith_bf16.h on AMX: eight tile registers of 16 rows of 16 units, and one instruction that
+// multiplies two of them.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "matrix.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {

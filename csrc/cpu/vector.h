@@ -2,6 +2,16 @@
 //
 // Included by each instruction set's translation unit, after its `#pragma GCC target`. Everything is in an anonymous
 // namespace, since the linker may merge equal inline functions and must not pick one that the machine cannot run.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#if FASTATTN_LANES > 4
+#include <immintrin.h>
+#endif
+
+#include "../softmax.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -54,19 +64,19 @@ FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {
 }
 
 // exp2 is 2^x for x <= 127, exactly 1 at 0, 0 below the normal numbers, NaN for NaN. The polynomials are minimax for
-// the relative error of 2^f, up to 2e-9 (8e-8 once evaluated in fp32). One degree less would be off by 8e-8 always to the
-// same side at f = 0, which the error budget would notice; where weights are rounded to bf16, 9e-5 serves.
+// the relative error of 2^f, up to 2e-9 (8e-8 once evaluated in fp32). One degree less would be off by 8e-8 always to
+// the same side at f = 0, which the error budget would notice; where weights are rounded to bf16, 9e-5 serves.
 #if FASTATTN_LANES == 16
 
 FASTATTN_INLINE Floats exp2(Floats x) {
-#if FASTATTN_PAIRS
+#if FASTATTN_BF16
   constexpr float kCoefficients[] = {7.706704400e-02f, 2.276449877e-01f, 6.951167878e-01f, 1.0f};
   constexpr int kFloorQuietly = 9;
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, kFloorQuietly);  // x - floor(x)
   const Floats n = x;                                                   // scalef takes the floor of it
 #else
-  constexpr float kCoefficients[] = {1.535336182e-04f, 1.339887445e-03f, 9.618437358e-03f, 5.550332471e-02f,
-                                     2.402264791e-01f, 6.931472029e-01f, 1.0f};
+  constexpr float kCoefficients[] = {
+      1.535336182e-04f, 1.339887445e-03f, 9.618437358e-03f, 5.550332471e-02f, 2.402264791e-01f, 6.931472029e-01f, 1.0f};
   constexpr int kNearestQuietly = 8;
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, kNearestQuietly);  // small around 0: no rounding errors there
   const Floats n = x - f;
@@ -81,8 +91,8 @@ FASTATTN_INLINE Floats exp2(Floats x) {
 // x = n + f, where n is the nearest integer: adding x to a number whose last place is 1 leaves n + 127, the biased
 // exponent of 2^n, in the low bits.
 FASTATTN_INLINE Floats exp2(Floats x) {
-  constexpr float kCoefficients[] = {1.534581243e-04f, 1.339993090e-03f, 9.618489072e-03f, 5.550328642e-02f,
-                                     2.402264625e-01f, 6.931471825e-01f, 1.0f};
+  constexpr float kCoefficients[] = {
+      1.534581243e-04f, 1.339993090e-03f, 9.618489072e-03f, 5.550328642e-02f, 2.402264625e-01f, 6.931471825e-01f, 1.0f};
   constexpr float kShifter = 12582912.0f + 127.0f;  // 1.5 * 2^23, and the bias of the exponent
   const Floats shifted = x + kShifter;
   const Floats f = x - (shifted - kShifter);

@@ -1,9 +1,22 @@
-// The weights themselves, P = 2^(S - lse), recomputed from lse as in backward.h, block by block and transposed as there:
-// averaged over heads, summed over queries, or the largest of each query. None of it is ever in memory for all pairs
-// but what the caller asked for.
+// The weights themselves, P = 2^(S - lse), recomputed from lse as in backward.h, block by block and transposed as
+// there: averaged over heads, summed over queries, or the largest of each query. Only what the caller asks for is ever
+// in memory for all pairs.
 //
-// What the scores of a query are measured from comes from the forward pass, or once from its lse (`measure`), which may
-// have to be refined, however the keys are cut after that.
+// The Measure of a query comes from the forward pass, or from its lse (`measure`), which may have to be refined: once,
+// in whatever parts the keys are visited after that.
+#pragma once
+
+#include <cstdint>
+
+#include "arith.h"
+#include "backward.h"
+#include "blocks.h"
+#include "dropout.h"
+#include "matrix.h"
+#include "microkernel.h"
+#include "params.h"
+#include "rows.h"
+#include "vector.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -13,16 +26,16 @@ constexpr int64_t kSummedKeys = 1024 / kBlockKeys * kBlockKeys;
 static_assert(kSummedKeys % kLanes == 0);
 
 struct WeightsScratch {
-  float *q, *q_t;        // [M, d] and [d, M]
-  float* k;              // a copy of a block of keys, where it is needed
-  float *s_t, *z_t;      // [kBlockKeys, M]
-  float* sums;           // [kSummedKeys, M], or [kSummedKeys, kLanes] where queries are summed
-  float* rows;           // [kLanes, kSummedKeys], or [kSummedKeys, kLanes]
-  float* largest;        // [M, top_k], descending
-  int32_t* their_keys;   // [M, top_k]
+  float *q, *q_t;       // [M, d] and [d, M]
+  float* k;             // a copy of a block of keys, where it is needed
+  float *s_t, *z_t;     // [kBlockKeys, M]
+  float* sums;          // [kSummedKeys, M], or [kSummedKeys, kLanes] where queries are summed
+  float* rows;          // [kLanes, kSummedKeys], or [kSummedKeys, kLanes]
+  float* largest;       // [M, top_k], descending
+  int32_t* their_keys;  // [M, top_k]
   int64_t size;
 
-  WeightsScratch(const Problem& p, int64_t top_k, float* base) {
+  WeightsScratch(const Params& p, int64_t top_k, float* base) {
     constexpr int64_t M = kBlockQueries;
     Arena arena(base);
     q = arena.take(M * units(p.d_qk));
@@ -38,8 +51,8 @@ struct WeightsScratch {
   }
 };
 
-// Finds what the scores of the queries numbered first_query, ..., last_query - 1 are measured from, given lse.
-void measure(const Problem& p, const float* lse, const WeightsItem& item, Measure* measures, float* scratch) {
+// Computes the Measure of the queries numbered first_query, ..., last_query - 1 from their lse.
+void measure(const Params& p, const float* lse, const WeightsItem& item, Measure* measures, float* scratch) {
   const BackwardScratch w(p, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
   const int64_t b = item.b, last_query = lesser(item.last_query, p.n_q);
@@ -69,9 +82,9 @@ void measure(const Problem& p, const float* lse, const WeightsItem& item, Measur
   }
 }
 
-// Makes a block of queries ready for `each_block_of_scores`. The weights of lanes without a query are 0.
+// Prepares a block of queries for `each_block_of_scores`. The weights of lanes without a query are 0.
 template <int C>
-void begin_weights(const Problem& p, int64_t b, int64_t h, const Measure* measures, BackwardBlock& block,
+void begin_weights(const Params& p, int64_t b, int64_t h, const Measure* measures, BackwardBlock& block,
                    const WeightsScratch& w) {
   constexpr int64_t M = C * kLanes;
   const Rows q = rows_of(p.q, b, h, p.queries[b], block.queries.first, block.queries.n, M, p.d_qk, true, w.q);
@@ -86,10 +99,10 @@ void begin_weights(const Problem& p, int64_t b, int64_t h, const Measure* measur
   }
 }
 
-// visit(keys, part), with S^T of that part of a block of keys in the scratch, for all blocks that the queries see at the
-// places first_key, ..., last_key - 1.
+// Calls visit(keys, part), with S^T of that part of a block of keys in the scratch, for all blocks that the queries see
+// at the places first_key, ..., last_key - 1.
 template <int C, class Visit>
-FASTATTN_INLINE void each_block_of_scores(const Problem& p, int64_t b, int64_t h, const BackwardBlock& block,
+FASTATTN_INLINE void each_block_of_scores(const Params& p, int64_t b, int64_t h, const BackwardBlock& block,
                                           int64_t first_key, int64_t last_key, const WeightsScratch& w, Visit visit) {
   const IndexList& list = p.keys[b];
   each_key_block(list, block.queries.range.some, 0, first_key, last_key, [&](int64_t first, int64_t n) {
@@ -102,8 +115,8 @@ FASTATTN_INLINE void each_block_of_scores(const Problem& p, int64_t b, int64_t h
   });
 }
 
-// Keys at the places first, ..., last - 1 of a list, and the columns of the output that belong to them: theirs, and those
-// of padding up to the next ones.
+// Keys at the places first, ..., last - 1 of a list, and the columns of the output that belong to them: theirs, and
+// those of padding up to the next ones.
 struct Chunk {
   int64_t first, last, first_column, last_column;
 
@@ -128,7 +141,7 @@ FASTATTN_INLINE void each_chunk(const IndexList& list, int64_t n_k, Run run) {
 
 // sums += Z^T * P^T, for the keys of a chunk.
 template <int C>
-void add_weights(const Problem& p, int64_t b, int64_t h, const BackwardBlock& block, const Chunk& chunk,
+void add_weights(const Params& p, int64_t b, int64_t h, const BackwardBlock& block, const Chunk& chunk,
                  const WeightsScratch& w) {
   const float on_score_log2 = p.on_score_log2();
   each_block_of_scores<C>(p, b, h, block, chunk.first, chunk.last, w, [&](const KeyBlock& keys, Part part) {
@@ -137,7 +150,7 @@ void add_weights(const Problem& p, int64_t b, int64_t h, const BackwardBlock& bl
     for (int64_t i = 0; i < part.n; ++i) {
       for (int c = 0; c < C; ++c) {
         const int64_t at = (i * C + c) * kLanes;
-        Floats x = weight_again(block, c, load(w.s_t + at), on_score_log2);
+        Floats x = weight_from_lse(block, c, load(w.s_t + at), on_score_log2);
         if (p.dropout.drops) x *= load(w.z_t + at);
         store(to + at, load(to + at) + x);
       }
@@ -163,22 +176,21 @@ FASTATTN_INLINE void write_columns(const IndexList& list, const Chunk& chunk, co
 
 // Writes the columns of a chunk for a block of queries.
 template <int C>
-void write_weights(const Problem& p, const Output& out, const WeightsItem& item, const QueryBlock& queries,
+void write_weights(const Params& p, const Output& out, const WeightsItem& item, const QueryBlock& queries,
                    const Chunk& chunk, const WeightsScratch& w) {
   const float factor = 1.0f / static_cast<float>(item.last_head - item.first_head);
   for (int c = 0; c * kLanes < queries.n; ++c) {
     transpose(w.sums + c * kLanes, C * kLanes, padded(chunk.n()), kLanes, w.rows, kSummedKeys, Unchanged{});
     for (int64_t lane = 0; lane < lesser(kLanes, queries.n - c * kLanes); ++lane) {
       char* const row = out.row(item.b, item.row_of_heads, queries.index[c][lane]);
-      with_elements(row, out.dtype, [&](auto* to) {
-        write_columns(p.keys[item.b], chunk, w.rows + lane * kSummedKeys, factor, to);
-      });
+      with_elements(row, out.dtype,
+                    [&](auto* to) { write_columns(p.keys[item.b], chunk, w.rows + lane * kSummedKeys, factor, to); });
     }
   }
 }
 
 // The weights of the heads of an item, averaged.
-void weights(const Problem& p, const Measure* measures, const Output& out, const WeightsItem& item, float* scratch) {
+void weights(const Params& p, const Measure* measures, const Output& out, const WeightsItem& item, float* scratch) {
   const WeightsScratch w(p, 0, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
   const IndexList &queries = p.queries[item.b], &list = p.keys[item.b];
@@ -205,23 +217,24 @@ void weights(const Problem& p, const Measure* measures, const Output& out, const
 
 // sums[key, lane] += P of the queries in that lane.
 template <int C>
-void add_received(const Problem& p, const WeightsItem& item, const BackwardBlock& block, const Chunk& chunk,
+void add_received(const Params& p, const WeightsItem& item, const BackwardBlock& block, const Chunk& chunk,
                   const WeightsScratch& w) {
   const float on_score_log2 = p.on_score_log2();
   each_block_of_scores<C>(p, item.b, item.first_head, block, chunk.first, chunk.last, w,
                           [&](const KeyBlock& keys, Part part) {
-    float* const to = w.sums + (keys.first - chunk.first + part.begin) * kLanes;
-    for (int64_t i = 0; i < part.n; ++i) {
-      Floats x = {};
-      for (int c = 0; c < C; ++c) x += weight_again(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
-      store(to + i * kLanes, load(to + i * kLanes) + x);
-    }
-  });
+                            float* const to = w.sums + (keys.first - chunk.first + part.begin) * kLanes;
+                            for (int64_t i = 0; i < part.n; ++i) {
+                              Floats x = {};
+                              for (int c = 0; c < C; ++c)
+                                x += weight_from_lse(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
+                              store(to + i * kLanes, load(to + i * kLanes) + x);
+                            }
+                          });
 }
 
-// What the keys of an item, those of one chunk, receive from all queries of its head. They are summed strip by strip, so
-// that the rounding errors of many queries do not pile up.
-void received(const Problem& p, const Measure* measures, float* out, const WeightsItem& item, float* scratch) {
+// What the keys of an item, those of one chunk, receive from all queries of its head. They are summed strip by strip,
+// so that the rounding errors of many queries do not pile up.
+void received(const Params& p, const Measure* measures, float* out, const WeightsItem& item, float* scratch) {
   const WeightsScratch w(p, 0, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
   const int64_t b = item.b, h = item.first_head;
@@ -253,7 +266,7 @@ void received(const Problem& p, const Measure* measures, float* out, const Weigh
   }
 }
 
-// The order of weights: NaN comes first, as in torch.topk.
+// The order of the largest weights: NaN comes first, as in torch.topk.
 FASTATTN_INLINE Ints comes_before(Floats x, Floats y) { return (x > y) | ((x != x) & (y == y)); }
 FASTATTN_INLINE bool comes_before(float x, float y) { return x > y || (x != x && y == y); }
 
@@ -270,33 +283,33 @@ FASTATTN_INLINE void insert(float weight, int32_t key, int64_t top_k, float* lar
 
 // Finds the largest weights of a block of queries.
 template <int C>
-void find_largest(const Problem& p, const WeightsItem& item, const BackwardBlock& block, int64_t top_k,
+void find_largest(const Params& p, const WeightsItem& item, const BackwardBlock& block, int64_t top_k,
                   const WeightsScratch& w) {
   const float on_score_log2 = p.on_score_log2();
   for (int64_t i = 0; i < C * kLanes * top_k; ++i) w.largest[i] = kNoWeight, w.their_keys[i] = -1;
   Floats smallest[C];  // of the largest of each query
   for (int c = 0; c < C; ++c) smallest[c] = splat(kNoWeight);
-  each_block_of_scores<C>(p, item.b, item.first_head, block, 0, p.keys[item.b].count, w,
-                          [&](const KeyBlock& keys, Part part) {
-    for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
-      for (int c = 0; c < C; ++c) {
-        const Floats s = load(w.s_t + (i * C + c) * kLanes);
-        const Floats x = s == -kInfinity ? splat(kNoWeight) : weight_again(block, c, s, on_score_log2);
-        const Ints enters = comes_before(x, smallest[c]);
-        if (!any(enters)) continue;
-        for (int lane = 0; lane < kLanes; ++lane) {
-          if (!enters[lane]) continue;
-          const int64_t at = (c * kLanes + lane) * top_k;
-          insert(x[lane], static_cast<int32_t>(keys.key(part.begin + i)), top_k, w.largest + at, w.their_keys + at);
-          smallest[c][lane] = w.largest[at + top_k - 1];
+  each_block_of_scores<C>(
+      p, item.b, item.first_head, block, 0, p.keys[item.b].count, w, [&](const KeyBlock& keys, Part part) {
+        for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
+          for (int c = 0; c < C; ++c) {
+            const Floats s = load(w.s_t + (i * C + c) * kLanes);
+            const Floats x = s == -kInfinity ? splat(kNoWeight) : weight_from_lse(block, c, s, on_score_log2);
+            const Ints enters = comes_before(x, smallest[c]);
+            if (!any(enters)) continue;
+            for (int lane = 0; lane < kLanes; ++lane) {
+              if (!enters[lane]) continue;
+              const int64_t at = (c * kLanes + lane) * top_k;
+              insert(x[lane], static_cast<int32_t>(keys.key(part.begin + i)), top_k, w.largest + at, w.their_keys + at);
+              smallest[c][lane] = w.largest[at + top_k - 1];
+            }
+          }
         }
-      }
-    }
-  });
+      });
 }
 
 // The largest weights of the queries of an item, which has one head, and their keys.
-void top_keys(const Problem& p, const Measure* measures, const TopKeysOutputs& out, const WeightsItem& item,
+void top_keys(const Params& p, const Measure* measures, const TopKeysOutputs& out, const WeightsItem& item,
               float* scratch) {
   const WeightsScratch w(p, out.top_k, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
@@ -327,7 +340,7 @@ void top_keys(const Problem& p, const Measure* measures, const TopKeysOutputs& o
   }
 }
 
-int64_t weights_scratch(const Problem& p, int64_t top_k) { return WeightsScratch(p, top_k, nullptr).size; }
+int64_t weights_scratch(const Params& p, int64_t top_k) { return WeightsScratch(p, top_k, nullptr).size; }
 
 const WeightsKernels weights_kernels = {kSummedKeys, measure, weights_scratch, weights, received, top_keys};
 

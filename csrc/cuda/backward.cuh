@@ -6,22 +6,30 @@
 // Every sum is that of one warp, in a fixed order: the same inputs give the same bits.
 #pragma once
 
+#include <cstdint>
+
 #include "gradient.cuh"
+#include "instructions.cuh"
+#include "online_softmax.cuh"
+#include "params.h"
 #include "product.cuh"
-#include "seen.cuh"
+#include "scores.cuh"
+#include "tile.cuh"
 #include "tiling.h"
+#include "visible_tiles.cuh"
 
 namespace fastattn::cuda {
 
-// Which products a kernel adds to: dQ or dK, and dV. With a wide head the registers do for one of them only.
+// Which gradients a kernel computes: dQ or dK, and dV. With a wide head the registers suffice for one of them only.
 enum class Wanted { of_scores = 1, of_values = 2, both = 3 };
 
-// What is summed over a row's columns beside the products: of those of this lane only, until it is written.
+// Sums over a row's columns besides the products; over the columns of this lane only, until they are written.
 template <bool kRowsAreQueries>
 struct SumsOfRow {
   float ds, ds_by_distance, p_by_distance;
 
-  FASTATTN_DEVICE void add(float weight, float pair_ds, const Problem& p, Place<kRowsAreQueries> place, int row, int column) {
+  FASTATTN_DEVICE void add(float weight, float pair_ds, const Params& p, Place<kRowsAreQueries> place, int row,
+                           int column) {
     ds += pair_ds;
     if constexpr (kRowsAreQueries) {
       const int query = place.query(row, column), key = place.key(row, column);
@@ -32,12 +40,12 @@ struct SumsOfRow {
     }
   }
 
-  FASTATTN_DEVICE void write(const Backward& g, int b, int h, int token) const {
-    const Side& side = kRowsAreQueries ? g.problem.queries : g.problem.keys;
+  FASTATTN_DEVICE void write(const BackwardParams& g, int b, int h, int token) const {
+    const Side& side = kRowsAreQueries ? g.params.queries : g.params.keys;
     const auto write_to = [&](float* rows, float of_lane) {
       const float sum = sum_of_row(of_lane);
       if (!rows || lane() % 4 != 0 || token >= side.n) return;
-      rows[(int64_t(b) * g.problem.H + h) * side.n + token] = side.is_real(b, token) ? sum : 0;
+      rows[(int64_t(b) * g.params.H + h) * side.n + token] = side.is_real(b, token) ? sum : 0;
     };
     if constexpr (kRowsAreQueries) {
       write_to(g.ds_of_queries, ds);
@@ -50,10 +58,10 @@ struct SumsOfRow {
 };
 
 template <class Tiling>
-constexpr int kBytesOfBackward =
-    Tiling::shared_bytes(2, 2) + kFacts * Tiling::kColumns * int(sizeof(float)) + bytes_of_seen(Tiling::kThreads);
+constexpr int kBytesOfBackward = Tiling::shared_bytes(2, 2) + kFacts * Tiling::kColumns * int(sizeof(float)) +
+                                 bytes_of_visible_tiles(Tiling::kThreads);
 
-// Begins to copy the facts of the queries first, ....
+// Begins to copy the facts of the queries first, first + 1, ... .
 template <int kSize>
 FASTATTN_DEVICE void copy_facts(float (&shared)[kSize], const QueryFacts& all, int64_t head, int first) {
   constexpr int kQueries = kSize / kFacts, kInChunk = 4;
@@ -62,19 +70,19 @@ FASTATTN_DEVICE void copy_facts(float (&shared)[kSize], const QueryFacts& all, i
 }
 
 template <class Tiling, bool kRowsAreQueries, Wanted kWanted, bool kGeneral>
-__global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid_constant__ Backward g) {
+__global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid_constant__ BackwardParams g) {
   using Element = typename Tiling::Element;
   using Tile = SharedTile<Element, Tiling::kHeadDim>;
   constexpr int kThreads = Tiling::kThreads, kRowBlocks = Tiling::kRowBlocks, kColumns = Tiling::kColumns;
   constexpr bool kOfScores = kWanted != Wanted::of_values, kOfValues = kWanted != Wanted::of_scores;
   static_assert(!kRowsAreQueries || kWanted == Wanted::of_scores);
   if constexpr (kHasTensorCores<Element>) {
-    const Problem& p = g.problem;
+    const Params& p = g.params;
     const Side& own = kRowsAreQueries ? p.queries : p.keys;
     const Side& others = kRowsAreQueries ? p.keys : p.queries;
     const int own_heads = kRowsAreQueries ? p.H : p.H_kv;
     const int n_tiles = (own.n + Tiling::kRows - 1) / Tiling::kRows, i_tile = blockIdx.x % n_tiles;
-    // Those that may see, or be seen by, the most come first.
+    // The tiles with the most visible pairs come first.
     const int first_own = (kRowsAreQueries ? n_tiles - 1 - i_tile : i_tile) * Tiling::kRows;
     const int own_head = blockIdx.x / n_tiles % own_heads, b = blockIdx.x / n_tiles / own_heads;
 
@@ -83,7 +91,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
     const Tile dx{x.data + Tiling::kRows * Tiling::kHeadDim};
     const Tile y{dx.data + Tiling::kRows * Tiling::kHeadDim};
     const Tile dy{y.data + kColumns * Tiling::kHeadDim};
-    auto& facts = *reinterpret_cast<float(*)[kFacts * kColumns]>(dy.data + kColumns * Tiling::kHeadDim);  // where columns are queries
+    // The facts of the columns, where those are queries.
+    auto& facts = *reinterpret_cast<float (*)[kFacts * kColumns]>(dy.data + kColumns * Tiling::kHeadDim);
     int* list = reinterpret_cast<int*>(facts + kFacts * kColumns);
     const Rows &x_rows = kRowsAreQueries ? p.q : p.k, &dx_rows = kRowsAreQueries ? g.d_o : p.v;
     const Rows &y_rows = kRowsAreQueries ? p.k : p.q, &dy_rows = kRowsAreQueries ? p.v : g.d_o;
@@ -102,26 +111,26 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
       Facts own_facts[2 * kRowBlocks];
       if constexpr (kRowsAreQueries) load_facts(own_facts, g.facts, head, first_own + first_row + lane() / 4);
       SumsOfRow<kRowsAreQueries> sums[2 * kRowBlocks] = {};
-      SeenTiles<kRowsAreQueries, kColumns, kThreads> seen(p, b, first_own, Tiling::kRows, list);
-      SeenTile tile, next;
-      bool more = seen.next(tile);
-      const auto copy_dy = [&](const SeenTile& of) {
+      VisibleTiles<kRowsAreQueries, kColumns, kThreads> tiles(p, b, first_own, Tiling::kRows, list);
+      VisibleTile tile, next;
+      bool more = tiles.next(tile);
+      const auto copy_dy = [&](const VisibleTile& of) {
         copy_rows<kColumns, kThreads>(dy, dy_rows, other_head, p.d_v, others, b, of.first);
         commit_copies();
       };
       if (more) copy_dy(tile);
       while (more) {
         wait_for_copies<0>();
-        __syncthreads();  // dy is here, and nobody reads y any more
+        __syncthreads();  // dy has arrived, and y is no longer read
         copy_rows<kColumns, kThreads>(y, y_rows, other_head, p.d_qk, others, b, tile.first);
         if constexpr (!kRowsAreQueries) copy_facts(facts, g.facts, head, tile.first);
         commit_copies();
-        more = seen.next(next);
+        more = tiles.next(next);
         Sums dp[kRowBlocks][kColumns / 8] = {};
         if constexpr (kOfScores) add_product(dp, dx, first_row, dy);
 
         wait_for_copies<0>();
-        __syncthreads();  // y is here, and where the rows are queries nobody reads dy any more
+        __syncthreads();  // y has arrived, and where the rows are queries dy is no longer read
         if (kRowsAreQueries && more) copy_dy(next);
         Sums s[kRowBlocks][kColumns / 8] = {};
         add_product(s, x, first_row, y);
@@ -133,10 +142,10 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
         const auto visit = [&](int row, int column, float weight, float ds) {
           sums[row / 8].add(weight, ds, p, place, row, column);
         };
-        weights_and_gradients<Element, kGeneral>(s, dp, p, place, tile.edge, facts_of, visit);
+        weights_and_gradients<Element, kGeneral>(s, dp, p, place, tile.partial, facts_of, visit);
         if constexpr (kOfValues) add_weighted(of_values, s, dy);
         if constexpr (!kRowsAreQueries) {
-          __syncthreads();  // nobody reads dy any more
+          __syncthreads();  // dy is no longer read
           if (more) copy_dy(next);
         }
         if constexpr (kOfScores) add_weighted(of_scores, dp, y);

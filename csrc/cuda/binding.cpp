@@ -1,5 +1,5 @@
-// The module fastattn._native_cuda: plain functions over tensors, compiled by the C++ compiler. fastattn/backends/native
-// calls them, and allocates what they write.
+// The module fastattn._native_cuda: plain functions over tensors, compiled by the C++ compiler.
+// fastattn/backends/native calls them, and allocates what they write.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -24,8 +24,8 @@ Rows rows_of(const Tensor& x) {
   const auto whole = [&](int64_t elements) { return elements * x.element_size() % 16 == 0; };
   TORCH_CHECK_VALUE(x.dim() == 4 && x.stride(3) == 1 && whole(x.size(3)) && whole(x.stride(0)) && whole(x.stride(1)) &&
                         whole(x.stride(2)) && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
-                    "tensors must be [B, H, N, D] in rows of multiples of 16 bytes, got shape ", x.sizes(), ", strides ",
-                    x.strides());
+                    "tensors must be [B, H, N, D] in rows of multiples of 16 bytes, got shape ", x.sizes(),
+                    ", strides ", x.strides());
   return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
@@ -65,18 +65,18 @@ struct Scores {
   MaybeTensor seed;  // int64 scalar
 };
 
-// A problem, and the memory that is lent to it.
-class Call {
+// Params, and the memory that they point to.
+class CallParams {
   Tensor groups_of_queries_, groups_of_keys_;
 
  public:
-  Problem problem{};
+  Params params{};
 
-  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores) {
-    Problem& p = problem;
+  CallParams(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores) {
+    Params& p = params;
     p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1), p.d_qk = q.size(3), p.d_v = v.size(3);
-    TORCH_CHECK_VALUE(std::max(p.d_qk, p.d_v) <= kMostColumns, "head dims must be at most ", kMostColumns, ", got ", p.d_qk,
-                      " and ", p.d_v);
+    TORCH_CHECK_VALUE(std::max(p.d_qk, p.d_v) <= kMostColumns, "head dims must be at most ", kMostColumns, ", got ",
+                      p.d_qk, " and ", p.d_v);
     p.dtype = dtype_of(q);
     p.q = rows_of(q), p.k = rows_of(k), p.v = rows_of(v);
     groups_of_queries_ = describe(p.queries, mask.queries, q);
@@ -106,7 +106,8 @@ class Call {
     side.document = data_or_null<int64_t>(tensors.documents);
     side.position = data_or_null<int64_t>(tensors.positions);
     if (!side.real && !side.document && !side.position) return {};
-    const Tensor groups = at::empty({problem.B * side.group_count() * int64_t(sizeof(Tokens))}, x.options().dtype(at::kByte));
+    const Tensor groups =
+        at::empty({params.B * side.group_count() * int64_t(sizeof(Tokens))}, x.options().dtype(at::kByte));
     side.groups = reinterpret_cast<Tokens*>(groups.data_ptr());
     return groups;
   }
@@ -115,14 +116,13 @@ class Call {
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
              const Scores& scores) {
   const c10::cuda::CUDAGuard guard(q.device());
-  const Call call(q, k, v, mask, scores);
-  const Forward f{call.problem, rows_of(o), lse.data_ptr<float>()};
-  C10_CUDA_CHECK(with_kernels_of(f.problem.dtype, [&](auto kernels) {
-    return kernels.forward(f, c10::cuda::getCurrentCUDAStream());
-  }));
+  const CallParams call(q, k, v, mask, scores);
+  const ForwardParams f{call.params, rows_of(o), lse.data_ptr<float>()};
+  C10_CUDA_CHECK(with_kernels_of(f.params.dtype,
+                                 [&](auto kernels) { return kernels.forward(f, c10::cuda::getCurrentCUDAStream()); }));
 }
 
-// What is None is not wanted.
+// Gradients that are None are not computed.
 struct Gradients {
   MaybeTensor dq, dk, dv;
   MaybeTensor ds_of_keys, ds_of_queries, ds_by_distance, p_by_distance;
@@ -130,13 +130,13 @@ struct Gradients {
 };
 
 // Returns the facts of each query, float [B, H, kFacts, n_q].
-Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
-                const Tensor& lse, const Gradients& wanted, const Mask& mask, const Scores& scores) {
+Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                const Tensor& o, const Tensor& lse, const Gradients& wanted, const Mask& mask, const Scores& scores) {
   const c10::cuda::CUDAGuard guard(q.device());
-  const Call call(q, k, v, mask, scores);
-  const Problem& p = call.problem;
+  const CallParams call(q, k, v, mask, scores);
+  const Params& p = call.params;
   const Tensor facts = at::empty({p.B, p.H, kFacts, padded_queries(p.queries.n)}, lse.options());
-  Backward g{p};
+  BackwardParams g{p};
   g.o = rows_of(o), g.d_o = rows_of(d_o);
   g.lse = data_or_null<float>(lse), g.d_lse = data_or_null<float>(d_lse);
   g.facts = {facts.data_ptr<float>(), facts.size(3)};
@@ -147,9 +147,8 @@ Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, co
   g.p_by_distance = data_or_null<float>(wanted.p_by_distance);
   g.d_bias = data_or_null<float>(wanted.d_bias);
   if (wanted.d_bias) g.bias_B = wanted.d_bias->size(0), g.bias_H = wanted.d_bias->size(1);
-  C10_CUDA_CHECK(with_kernels_of(p.dtype, [&](auto kernels) {
-    return kernels.backward(g, c10::cuda::getCurrentCUDAStream());
-  }));
+  C10_CUDA_CHECK(
+      with_kernels_of(p.dtype, [&](auto kernels) { return kernels.backward(g, c10::cuda::getCurrentCUDAStream()); }));
   return facts.narrow(3, 0, p.queries.n);
 }
 
@@ -158,29 +157,30 @@ Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, co
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
   const py::call_guard<py::gil_scoped_release> without_gil;
-  py::class_<SideTensors>(m, "Side").def(py::init<MaybeTensor, MaybeTensor, MaybeTensor>(), py::kw_only(), py::arg("real"),
-                                         py::arg("documents"), py::arg("positions"));
+  py::class_<SideTensors>(m, "Side").def(py::init<MaybeTensor, MaybeTensor, MaybeTensor>(), py::kw_only(),
+                                         py::arg("real"), py::arg("documents"), py::arg("positions"));
   py::class_<Mask>(m, "Mask").def(
       py::init([](bool causal, std::optional<int64_t> left, std::optional<int64_t> right,
                   const std::variant<Tensor, int64_t>& q_start, const SideTensors& queries, const SideTensors& keys,
                   const MaybeTensor& dense) { return Mask{causal, left, right, q_start, queries, keys, dense}; }),
       py::kw_only(), py::arg("causal"), py::arg("left"), py::arg("right"), py::arg("q_start"), py::arg("queries"),
       py::arg("keys"), py::arg("dense"));
-  py::class_<Scores>(m, "Scores").def(
-      py::init([](double scale, std::optional<double> softcap, const MaybeTensor& bias, const MaybeTensor& alibi_slopes,
-                  const MaybeTensor& sinks, double dropout_p, const MaybeTensor& seed) {
-        return Scores{scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed};
-      }),
-      py::kw_only(), py::arg("scale"), py::arg("softcap"), py::arg("bias"), py::arg("alibi_slopes"), py::arg("sinks"),
-      py::arg("dropout_p"), py::arg("seed"));
-  py::class_<Gradients>(m, "Gradients").def(
-      py::init([](const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv, const MaybeTensor& ds_of_keys,
-                  const MaybeTensor& ds_of_queries, const MaybeTensor& ds_by_distance, const MaybeTensor& p_by_distance,
-                  const MaybeTensor& d_bias) {
-        return Gradients{dq, dk, dv, ds_of_keys, ds_of_queries, ds_by_distance, p_by_distance, d_bias};
-      }),
-      py::kw_only(), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("ds_of_keys"), py::arg("ds_of_queries"),
-      py::arg("ds_by_distance"), py::arg("p_by_distance"), py::arg("d_bias"));
+  py::class_<Scores>(m, "Scores")
+      .def(py::init([](double scale, std::optional<double> softcap, const MaybeTensor& bias,
+                       const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, double dropout_p,
+                       const MaybeTensor& seed) {
+             return Scores{scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed};
+           }),
+           py::kw_only(), py::arg("scale"), py::arg("softcap"), py::arg("bias"), py::arg("alibi_slopes"),
+           py::arg("sinks"), py::arg("dropout_p"), py::arg("seed"));
+  py::class_<Gradients>(m, "Gradients")
+      .def(py::init([](const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
+                       const MaybeTensor& ds_of_keys, const MaybeTensor& ds_of_queries,
+                       const MaybeTensor& ds_by_distance, const MaybeTensor& p_by_distance, const MaybeTensor& d_bias) {
+             return Gradients{dq, dk, dv, ds_of_keys, ds_of_queries, ds_by_distance, p_by_distance, d_bias};
+           }),
+           py::kw_only(), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("ds_of_keys"), py::arg("ds_of_queries"),
+           py::arg("ds_by_distance"), py::arg("p_by_distance"), py::arg("d_bias"));
   m.def("forward", &forward, without_gil);
   m.def("backward", &backward, without_gil);
 }

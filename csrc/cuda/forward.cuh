@@ -1,24 +1,32 @@
 // Forward: each block of threads computes some rows of a head's output, key tile by key tile. The keys of the next tile
-// are on their way while the values of this one are multiplied, and its values while its keys are.
+// are copied while the values of this one are multiplied, and its values while its keys are.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
+#include "../softmax.h"
+#include "instructions.cuh"
 #include "online_softmax.cuh"
+#include "params.h"
 #include "product.cuh"
 #include "scores.cuh"
-#include "seen.cuh"
+#include "tile.cuh"
 #include "tiling.h"
+#include "visible_tiles.cuh"
 
 namespace fastattn::cuda {
 
 template <class Tiling, bool kGeneral>
-__global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_constant__ Forward f) {
+__global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_constant__ ForwardParams f) {
   using Element = typename Tiling::Element;
   using Tile = SharedTile<Element, Tiling::kHeadDim>;
   constexpr int kThreads = Tiling::kThreads, kRowBlocks = Tiling::kRowBlocks, kColumns = Tiling::kColumns;
   if constexpr (kHasTensorCores<Element>) {
-    const Problem& p = f.problem;
+    const Params& p = f.params;
     const int n_tiles = (int(p.queries.n) + Tiling::kRows - 1) / Tiling::kRows;
-    const int first_query = (n_tiles - 1 - blockIdx.x % n_tiles) * Tiling::kRows;  // the last ones may see the most keys
+    // The last tiles come first: they may see the most keys.
+    const int first_query = (n_tiles - 1 - blockIdx.x % n_tiles) * Tiling::kRows;
     const int h = blockIdx.x / n_tiles % p.H, b = blockIdx.x / n_tiles / p.H;
 
     char* memory = shared_memory();
@@ -26,14 +34,14 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
     const Tile k{q.data + Tiling::kRows * Tiling::kHeadDim};
     const Tile v{k.data + kColumns * Tiling::kHeadDim};
     const int h_kv = h / p.group();
-    SeenTiles<true, kColumns, kThreads> seen(p, b, first_query, Tiling::kRows,
-                                             reinterpret_cast<int*>(v.data + kColumns * Tiling::kHeadDim));
+    VisibleTiles<true, kColumns, kThreads> tiles(p, b, first_query, Tiling::kRows,
+                                                 reinterpret_cast<int*>(v.data + kColumns * Tiling::kHeadDim));
 
     const int first_row = 16 * kRowBlocks * warp();
     OnlineSoftmax<Element, kRowBlocks> softmax;
     Sums o[kRowBlocks][Tiling::kHeadDim / 8] = {};
-    SeenTile tile, next;
-    bool more = seen.next(tile);
+    VisibleTile tile, next;
+    bool more = tiles.next(tile);
     if (more) {
       copy_rows<Tiling::kRows, kThreads>(q, p.q, h, p.d_qk, p.queries, b, first_query);
       copy_rows<kColumns, kThreads>(k, p.k, h_kv, p.d_qk, p.keys, b, tile.first);
@@ -44,17 +52,21 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
       __syncthreads();
       copy_rows<kColumns, kThreads>(v, p.v, h_kv, p.d_v, p.keys, b, tile.first);
       commit_copies();
-      more = seen.next(next);  // now, while there are registers for it
+      more = tiles.next(next);  // now, while there are registers for it
 
       Sums s[kRowBlocks][kColumns / 8] = {};
       add_product(s, q, first_row, k);
       const Place<true> place{b, h, first_query + first_row, tile.first};
       finish_scores<kGeneral>(s, p, place);
-      if (tile.edge) hide<kGeneral>(s, p, place);
+      if (tile.partial) hide<kGeneral>(s, p, place);
       softmax.add(s, p.score_scale.on_score_log2, o);
       if constexpr (kGeneral) {
         if (p.dropout.drops) {
-          each([&](float& x, int row, int column) { if (!survives_dropout(p, place, row, column)) x = 0; }, s);
+          each(
+              [&](float& x, int row, int column) {
+                if (!survives_dropout(p, place, row, column)) x = 0;
+              },
+              s);
         }
       }
 
@@ -79,7 +91,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
       const int query = own_query + 8 * i + lane() / 4;
       if (lane() % 4 != 0 || query >= p.queries.n) continue;
       f.lse[(int64_t(b) * p.H + h) * p.queries.n + query] =
-          p.queries.is_real(b, query) && row.sum != 0 ? lse_of(row.max, p.score_scale.on_score_log2, log2f(row.sum)) : -kInfinity;
+          p.queries.is_real(b, query) && row.sum != 0 ? lse_of(row.max, p.score_scale.on_score_log2, log2f(row.sum))
+                                                      : -kInfinity;
     }
     store_rows<Element>(o, f.o, h, p.d_v, p.queries, b, own_query, [&](int i) { return on_row[i]; });
   }

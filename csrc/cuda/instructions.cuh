@@ -1,32 +1,17 @@
-// The GPU's instructions that C++ has no words for, a function each: all inline PTX of fastattn stands here.
+// The GPU's instructions that CUDA C++ has no functions for, a function each: all inline PTX of fastattn stands here.
 //
 // A compiler other than nvcc finds the same functions in instructions_model.h, on its include path: a model of them in
 // plain C++, with which the tests run the kernels on a CPU.
 #pragma once
 
-#include <cstdint>
-
-#include "elements.h"
-
-namespace fastattn::cuda {
-
-// What a warp holds of a 16 x 8 matrix of sums: lane l has in [0] and [1] the columns 2 * (l % 4) and the one after it of
-// row l / 4, in [2] and [3] those of row l / 4 + 8.
-using Sums = float[4];
-
-// What a warp holds of a 16 x 16 matrix of 16-bit elements, two to a word, as the left factor of a product: the four 8 x 8
-// quarters [rows 0-7 | columns 0-7], [8-15 | 0-7], [0-7 | 8-15], [8-15 | 8-15], in each of which lane l has the columns
-// 2 * (l % 4) and the one after it of row l / 4. The right factor, 16 x 8 and transposed, has two: columns 0-7 and 8-15.
-using Left = uint32_t[4];
-using Right = uint32_t[2];
-
-constexpr int kWarp = 32;  // lanes
-
-}  // namespace fastattn::cuda
-
 #if !defined(__CUDACC__)
 #include "instructions_model.h"
 #else
+
+#include <cstdint>
+
+#include "elements.h"
+#include "fragments.h"
 
 namespace fastattn::cuda {
 
@@ -105,8 +90,8 @@ FASTATTN_DEVICE uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Four 8 x 8 matrices of 16-bit elements: lane l brings the address of row l % 8 (16 bytes, aligned) of matrix l / 8, and
-// gets of each matrix the columns 2 * (l % 4) and the one after it of row l / 4.
+// Four 8 x 8 matrices of 16-bit elements: lane l brings the address of row l % 8 (16 bytes, aligned) of matrix l / 8,
+// and gets of each matrix the columns 2 * (l % 4) and the one after it of row l / 4.
 FASTATTN_DEVICE void load_matrices(uint32_t (&words)[4], const void* shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -122,8 +107,8 @@ FASTATTN_DEVICE void load_transposed(uint32_t (&words)[4], const void* shared_ro
                : "memory");
 }
 
-// 16 bytes from global to shared memory, or zeros where `readable` is false: nothing is read then. They are there for this
-// thread after wait_for_copies, for others after a barrier too.
+// 16 bytes from global to shared memory, or zeros where `readable` is false: nothing is read then. They are there for
+// this thread after wait_for_copies, for others after a barrier too.
 FASTATTN_DEVICE void copy_16_bytes(void* shared, const void* global, bool readable) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
@@ -156,8 +141,8 @@ FASTATTN_DEVICE float exp2_fast(float x) {
   return y;
 }
 
-// x, of which the compiler knows nothing: what is computed from it is not kept in registers from one round of a loop to
-// the next, but computed again.
+// x, whose value is hidden from the compiler: what is computed from it is not kept in registers from one round of a
+// loop to the next, but computed again.
 FASTATTN_DEVICE int computed_anew(int x) {
   asm volatile("" : "+r"(x));
   return x;

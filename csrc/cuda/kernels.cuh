@@ -1,6 +1,9 @@
 // Which kernels a call takes, and how they are launched.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
 #include <type_traits>
 
 #include "backward.cuh"
@@ -8,7 +11,10 @@
 #include "forward.cuh"
 #include "kernels.h"
 #include "launch.cuh"
+#include "params.h"
 #include "preparation.cuh"
+#include "tiling.h"
+#include "visible_tiles.cuh"
 
 namespace fastattn::cuda {
 
@@ -17,12 +23,14 @@ using Constant = std::integral_constant<int, kValue>;
 
 // Calls run(head dim that the kernels are compiled for, whether they are those of general scores), both as constants.
 template <class Run>
-cudaError_t with_kernels_for(const Problem& p, Run run) {
+cudaError_t with_kernels_for(const Params& p, Run run) {
   const int columns = p.d_qk > p.d_v ? p.d_qk : p.d_v;
   const auto of_head_dim = [&](auto head_dim) {
     return p.is_general() ? run(head_dim, std::true_type()) : run(head_dim, std::false_type());
   };
-  return columns <= 64 ? of_head_dim(Constant<64>()) : columns <= 128 ? of_head_dim(Constant<128>()) : of_head_dim(Constant<256>());
+  return columns <= 64    ? of_head_dim(Constant<64>())
+         : columns <= 128 ? of_head_dim(Constant<128>())
+                          : of_head_dim(Constant<256>());
 }
 
 inline int64_t tiles_of(int64_t n, int rows) { return (n + rows - 1) / rows; }
@@ -41,10 +49,11 @@ class Launches {
     if (error == cudaSuccess) error = launch(kernel, blocks, threads, shared_bytes, stream_, arguments...);
   }
 
-  void add_token_groups(const Problem& p) {
+  void add_token_groups(const Params& p) {
     for (const Side* side : {&p.queries, &p.keys}) {
       if (!side->groups) continue;
-      add(token_groups_kernel, tiles_of(p.B * side->group_count(), kThreadsOfPreparation), kThreadsOfPreparation, 0, *side, p.B);
+      add(token_groups_kernel, tiles_of(p.B * side->group_count(), kThreadsOfPreparation), kThreadsOfPreparation, 0,
+          *side, p.B);
     }
   }
 };
@@ -62,39 +71,42 @@ constexpr auto backward_tiling() {
 }
 
 template <class Element>
-cudaError_t Kernels<Element>::forward(const Forward& f, cudaStream_t stream) {
-  return with_kernels_for(f.problem, [&](auto head_dim, auto general) {
+cudaError_t Kernels<Element>::forward(const ForwardParams& f, cudaStream_t stream) {
+  return with_kernels_for(f.params, [&](auto head_dim, auto general) {
     using Tiling = decltype(forward_tiling<Element, head_dim, general>());
-    const Problem& p = f.problem;
+    const Params& p = f.params;
     Launches launches(stream);
     launches.add_token_groups(p);
     launches.add(forward_kernel<Tiling, general>, tiles_of(p.queries.n, Tiling::kRows) * p.H * p.B, Tiling::kThreads,
-                 Tiling::shared_bytes(1, 2) + bytes_of_seen(Tiling::kThreads), f);
+                 Tiling::shared_bytes(1, 2) + bytes_of_visible_tiles(Tiling::kThreads), f);
     return launches.error;
   });
 }
 
 template <class Element>
-cudaError_t Kernels<Element>::backward(const Backward& g, cudaStream_t stream) {
-  return with_kernels_for(g.problem, [&](auto head_dim, auto general) {
+cudaError_t Kernels<Element>::backward(const BackwardParams& g, cudaStream_t stream) {
+  return with_kernels_for(g.params, [&](auto head_dim, auto general) {
     using OfQueries = decltype(backward_tiling<Element, head_dim, general, true>());
     using OfKeys = decltype(backward_tiling<Element, head_dim, general, false>());
-    const Problem& p = g.problem;
+    const Params& p = g.params;
     Launches launches(stream);
     launches.add_token_groups(p);
     launches.add(query_facts_kernel<Element>,
-                 tiles_of(padded_queries(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp), kThreadsOfPreparation, 0, g);
+                 tiles_of(padded_queries(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp),
+                 kThreadsOfPreparation, 0, g);
     if constexpr (std::is_same_v<Element, float>) {
       launches.add(rest_of_lse_kernel<OfQueries, general>, tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B,
-                   OfQueries::kThreads, OfQueries::shared_bytes(1, 1) + bytes_of_seen(OfQueries::kThreads), g);
+                   OfQueries::kThreads, OfQueries::shared_bytes(1, 1) + bytes_of_visible_tiles(OfQueries::kThreads), g);
     }
     if (g.dq.data) {
       launches.add(backward_kernel<OfQueries, true, Wanted::of_scores, general>,
-                   tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B, OfQueries::kThreads, kBytesOfBackward<OfQueries>, g);
+                   tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B, OfQueries::kThreads,
+                   kBytesOfBackward<OfQueries>, g);
     }
     if (g.dk.data) {
       const auto add = [&](auto kernel) {
-        launches.add(kernel, tiles_of(p.keys.n, OfKeys::kRows) * p.H_kv * p.B, OfKeys::kThreads, kBytesOfBackward<OfKeys>, g);
+        launches.add(kernel, tiles_of(p.keys.n, OfKeys::kRows) * p.H_kv * p.B, OfKeys::kThreads,
+                     kBytesOfBackward<OfKeys>, g);
       };
       if constexpr (head_dim * sizeof(Element) <= 256) {
         add(backward_kernel<OfKeys, false, Wanted::both, general>);
@@ -106,7 +118,8 @@ cudaError_t Kernels<Element>::backward(const Backward& g, cudaStream_t stream) {
     if constexpr (general) {
       if (g.d_bias) {
         launches.add(bias_gradient_kernel<OfQueries>,
-                     tiles_of(p.keys.n, OfQueries::kColumns) * tiles_of(p.queries.n, OfQueries::kRows) * g.bias_H * g.bias_B,
+                     tiles_of(p.keys.n, OfQueries::kColumns) * tiles_of(p.queries.n, OfQueries::kRows) * g.bias_H *
+                         g.bias_B,
                      OfQueries::kThreads, OfQueries::shared_bytes(2, 2), g);
       }
     }

@@ -5,6 +5,8 @@
 #include "launch_model.h"
 #else
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
 namespace fastattn::cuda {

@@ -1,6 +1,10 @@
 // The online softmax of FlashAttention-2 (Dao, 2023, algorithm 1), in base 2.
 #pragma once
 
+#include <cmath>
+
+#include "../softmax.h"
+#include "instructions.cuh"
 #include "tile.cuh"
 
 namespace fastattn::cuda {
@@ -15,7 +19,7 @@ FASTATTN_DEVICE float exp2_for(float x) {
   }
 }
 
-// Of the four lanes that hold a row of sums.
+// Over the four lanes that hold a row of sums.
 FASTATTN_DEVICE float max_of_row(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -26,12 +30,12 @@ FASTATTN_DEVICE float sum_of_row(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// What the scores of a row come to: their maximum, and the sum of 2^(score_log2 - max_log2). Weights measured from an older
-// maximum are still to be multiplied by on_weights.
+// The statistics of a row of scores: their maximum, and the sum of 2^(score_log2 - max_log2). Weights relative to an
+// older maximum are still to be multiplied by on_weights.
 struct RowSum {
   float max, sum, on_weights;
 
-  // With a sink, one more score whose value is zero. A row that saw nothing does not see it either.
+  // The statistics with a sink, one more score whose value is zero. A row that sees no key does not see the sink.
   FASTATTN_DEVICE RowSum beside(float sink, float on_score_log2) const {
     if (sum == 0) return *this;
     const float new_max = fmaxf(max, sink), on_old = exp2f((max - new_max) * on_score_log2);
@@ -39,7 +43,7 @@ struct RowSum {
   }
 };
 
-// What is known of the rows of a warp so far: rows lane() / 4 and lane() / 4 + 8 of each block of 16.
+// The running statistics of the rows of a warp: rows lane() / 4 and lane() / 4 + 8 of each block of 16.
 template <class Element, int kRowBlocks>
 struct OnlineSoftmax {
   float max[kRowBlocks][2];
@@ -53,7 +57,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Makes weights of the scores, and o what it would be had it been measured from the new maximum.
+  // Turns scores into weights, and makes o relative to the new maximum.
   template <int kColumnBlocks, int kBlocksOfO>
   FASTATTN_DEVICE void add(Sums (&scores)[kRowBlocks][kColumnBlocks], float on_score_log2,
                            Sums (&o)[kRowBlocks][kBlocksOfO]) {

@@ -1,18 +1,26 @@
-// Small kernels that run before the large ones: what groups of tokens have in common, and the facts of each query.
+// Small kernels that run before the large ones: summaries of groups of tokens, and the facts of each query.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
+#include "../softmax.h"
+#include "instructions.cuh"
 #include "online_softmax.cuh"
+#include "params.h"
 #include "product.cuh"
 #include "scores.cuh"
-#include "seen.cuh"
+#include "tile.cuh"
 #include "tiling.h"
+#include "visible_tiles.cuh"
 
 namespace fastattn::cuda {
 
 constexpr int kThreadsOfPreparation = 128;
 
-// One thread for each group of each sample.
-static __global__ void __launch_bounds__(kThreadsOfPreparation) token_groups_kernel(const __grid_constant__ Side side, const int B) {
+// Summarizes the tokens of a group: one thread for each group of each sample.
+static __global__ void __launch_bounds__(kThreadsOfPreparation)
+    token_groups_kernel(const __grid_constant__ Side side, const int B) {
   const int64_t i = int64_t(blockIdx.x) * kThreadsOfPreparation + threadIdx.x, n = side.group_count();
   if (i >= B * n) return;
   const int64_t b = i / n, first = i % n * kTokenGroup;
@@ -29,10 +37,10 @@ static __global__ void __launch_bounds__(kThreadsOfPreparation) token_groups_ker
   side.groups[i] = tokens;
 }
 
-// One warp for each query that there is or that pads their number.
+// Computes the facts of a query: one warp for each, also for those that pad their number.
 template <class Element>
-__global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(const __grid_constant__ Backward g) {
-  const Problem& p = g.problem;
+__global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(const __grid_constant__ BackwardParams g) {
+  const Params& p = g.params;
   const int64_t i = int64_t(blockIdx.x) * (kThreadsOfPreparation / kWarp) + warp(), n = padded_queries(p.queries.n);
   if (i >= int64_t(p.B) * p.H * n) return;
   const int query = i % n, h = i / n % p.H, b = i / n / p.H;
@@ -53,14 +61,14 @@ __global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(cons
   g.facts.of_head(head, Fact::delta)[query] = seen && g.d_lse ? delta - g.d_lse[of_query] : delta;
 }
 
-// lse is a float, which is too coarse for large ones in fp32: the weights that it gives do not sum to 1. By how much the
-// sum is wrong is found here.
+// Computes rest_log2. In fp32 a large lse is rounded so much that the weights that it gives do not sum to 1: what they
+// sum to tells the rest.
 template <class Tiling, bool kGeneral>
-__global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __grid_constant__ Backward g) {
+__global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __grid_constant__ BackwardParams g) {
   using Element = typename Tiling::Element;
   using Tile = SharedTile<Element, Tiling::kHeadDim>;
   constexpr int kThreads = Tiling::kThreads, kRowBlocks = Tiling::kRowBlocks, kColumns = Tiling::kColumns;
-  const Problem& p = g.problem;
+  const Params& p = g.params;
   const int n_tiles = (p.queries.n + Tiling::kRows - 1) / Tiling::kRows;
   const int first_query = blockIdx.x % n_tiles * Tiling::kRows;
   const int h = blockIdx.x / n_tiles % p.H, b = blockIdx.x / n_tiles / p.H;
@@ -74,8 +82,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __g
   const int64_t head = int64_t(b) * p.H + h;
   const float* lse_log2 = g.facts.of_head(head, Fact::lse_log2) + first_query + first_row;
   float sum[2 * kRowBlocks] = {};
-  SeenTiles<true, kColumns, kThreads> seen(p, b, first_query, Tiling::kRows, list);
-  for (SeenTile tile; seen.next(tile);) {
+  VisibleTiles<true, kColumns, kThreads> tiles(p, b, first_query, Tiling::kRows, list);
+  for (VisibleTile tile; tiles.next(tile);) {
     __syncthreads();
     copy_rows<kColumns, kThreads>(k, p.k, h / p.group(), p.d_qk, p.keys, b, tile.first);
     commit_copies();
@@ -85,12 +93,11 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __g
     add_product(s, q, first_row, k);
     const Place<true> place{b, h, first_query + first_row, tile.first};
     finish_scores<kGeneral>(s, p, place);
-    if (tile.edge) hide<kGeneral>(s, p, place);
-    each(
-        [&](float& x, int row, int) {
-          sum[row / 8] += exp2_for<Element>(fmaf(x, p.score_scale.on_score_log2, -lse_log2[row]));
-        },
-        s);
+    if (tile.partial) hide<kGeneral>(s, p, place);
+    const auto add = [&](float& x, int row, int) {
+      sum[row / 8] += exp2_for<Element>(fmaf(x, p.score_scale.on_score_log2, -lse_log2[row]));
+    };
+    each(add, s);
   }
 #pragma unroll
   for (int i = 0; i < 2 * kRowBlocks; ++i) {
@@ -99,7 +106,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __g
     if (kGeneral && p.sinks) {
       total += exp2_for<Element>(fmaf(p.sinks[h], p.score_scale.on_score_log2, -lse_log2[row]));
     }
-    if (lane() % 4 == 0) g.facts.of_head(head, Fact::rest_log2)[first_query + first_row + row] = total == 0 ? 0 : log2f(total);
+    if (lane() % 4 == 0)
+      g.facts.of_head(head, Fact::rest_log2)[first_query + first_row + row] = total == 0 ? 0 : log2f(total);
   }
   wait_for_copies<0>();
 }

@@ -6,6 +6,9 @@
 //   dk_dv     S = K Q^T    dP = V dO^T       dV += P dO,  dK += dS Q
 #pragma once
 
+#include <cmath>
+
+#include "instructions.cuh"
 #include "tile.cuh"
 
 namespace fastattn::cuda {
@@ -38,8 +41,8 @@ FASTATTN_DEVICE void add_product(Sums (&sums)[kRowBlocks][kColumnBlocks], Shared
 
 // sums += weights x, of the rows 0, ... of x; the weights are rounded to Element.
 template <int kRowBlocks, int kColumnBlocks, class Element, int kColumns>
-FASTATTN_DEVICE void add_weighted(Sums (&sums)[kRowBlocks][kColumns / 8], const Sums (&weights)[kRowBlocks][kColumnBlocks],
-                                  SharedTile<Element, kColumns> x) {
+FASTATTN_DEVICE void add_weighted(Sums (&sums)[kRowBlocks][kColumns / 8],
+                                  const Sums (&weights)[kRowBlocks][kColumnBlocks], SharedTile<Element, kColumns> x) {
   const int right_row = computed_anew(lane() % 16);
 #pragma unroll
   for (int depth = 0; depth < kColumnBlocks / 2; ++depth) {
@@ -98,8 +101,8 @@ FASTATTN_DEVICE void add_product(Sums (&sums)[kRowBlocks][kColumnBlocks], Shared
 }
 
 template <int kRowBlocks, int kColumnBlocks, int kColumns>
-FASTATTN_DEVICE void add_weighted(Sums (&sums)[kRowBlocks][kColumns / 8], const Sums (&weights)[kRowBlocks][kColumnBlocks],
-                                  SharedTile<float, kColumns> x) {
+FASTATTN_DEVICE void add_weighted(Sums (&sums)[kRowBlocks][kColumns / 8],
+                                  const Sums (&weights)[kRowBlocks][kColumnBlocks], SharedTile<float, kColumns> x) {
 #pragma unroll
   for (int c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll

@@ -1,18 +1,32 @@
-// From products q.k to scores, and which of them may be seen.
+// From products q.k to scores, and which pairs are visible.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
+#include "../dtype.h"
+#include "../mask.h"
+#include "../philox.h"
+#include "../softmax.h"
+#include "elements.h"
+#include "instructions.cuh"
+#include "params.h"
 #include "tile.cuh"
 
 namespace fastattn::cuda {
 
-// Where a warp's sums stand in a head: row 0 and column 0 of them. The rows are queries and the columns keys, or the other
-// way round.
+// The place of a warp's sums in a head: that of their row 0 and column 0. The rows are queries and the columns keys, or
+// the other way round.
 template <bool kRowsAreQueries>
 struct Place {
   int b, h, first_row, first_column;
 
-  FASTATTN_DEVICE int query(int row, int column) const { return kRowsAreQueries ? first_row + row : first_column + column; }
-  FASTATTN_DEVICE int key(int row, int column) const { return kRowsAreQueries ? first_column + column : first_row + row; }
+  FASTATTN_DEVICE int query(int row, int column) const {
+    return kRowsAreQueries ? first_row + row : first_column + column;
+  }
+  FASTATTN_DEVICE int key(int row, int column) const {
+    return kRowsAreQueries ? first_column + column : first_row + row;
+  }
 };
 
 FASTATTN_DEVICE float entry(const Table& table, DType dtype, int64_t index) {
@@ -21,13 +35,13 @@ FASTATTN_DEVICE float entry(const Table& table, DType dtype, int64_t index) {
                               : to_float(static_cast<const f16*>(table.data)[index]);
 }
 
-// A score, which counts from the same zero as `Problem::scale` says, and its derivative by scale * q.k.
+// A score, still to be multiplied by score_scale.on_score_log2, and its derivative by scale * q.k.
 struct Score {
-  float value, steepness;
+  float value, d_score;
 };
 
 template <bool kGeneral, bool kRowsAreQueries>
-FASTATTN_DEVICE Score score_of(float product, const Problem& p, Place<kRowsAreQueries> place, int row, int column) {
+FASTATTN_DEVICE Score score_of(float product, const Params& p, Place<kRowsAreQueries> place, int row, int column) {
   Score score{product * p.score_scale.on_query, 1};
   if constexpr (kGeneral) {
     if (p.softcap > 0) {
@@ -44,22 +58,22 @@ FASTATTN_DEVICE Score score_of(float product, const Problem& p, Place<kRowsAreQu
   return score;
 }
 
-// Products become scores.
+// Turns products into scores.
 template <bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks>
-FASTATTN_DEVICE void finish_scores(Sums (&products)[kRowBlocks][kColumnBlocks], const Problem& p,
+FASTATTN_DEVICE void finish_scores(Sums (&products)[kRowBlocks][kColumnBlocks], const Params& p,
                                    Place<kRowsAreQueries> place) {
   if (!kGeneral && p.score_scale.on_query == 1) return;
   each([&](float& x, int row, int column) { x = score_of<kGeneral>(x, p, place, row, column).value; }, products);
 }
 
-// Which of a row's columns are shown, of those that this lane holds: bit 2 c + e stands for column
-// 8 c + 2 (lane() % 4) + e. Found in loops, not unrolled: a tile of sums leaves few registers.
-template <int kColumnBlocks, class Shown>
-FASTATTN_DEVICE uint32_t shown_columns(Shown shown) {
+// The visible columns of a row, of those that this lane holds: bit 2 c + e stands for column 8 c + 2 (lane() % 4) + e.
+// The loop is not unrolled: a tile of sums leaves few registers.
+template <int kColumnBlocks, class IsVisible>
+FASTATTN_DEVICE uint32_t visible_columns(IsVisible visible) {
   static_assert(2 * kColumnBlocks <= 32);
   uint32_t bits = 0;
 #pragma unroll 1
-  for (int i = 0; i < 2 * kColumnBlocks; ++i) bits |= uint32_t(shown(i / 2 * 8 + 2 * (lane() % 4) + i % 2)) << i;
+  for (int i = 0; i < 2 * kColumnBlocks; ++i) bits |= uint32_t(visible(i / 2 * 8 + 2 * (lane() % 4) + i % 2)) << i;
   return bits;
 }
 
@@ -71,60 +85,62 @@ FASTATTN_DEVICE uint32_t columns_below(int64_t end) {
   return count == 32 ? ~0u : (1u << count) - 1;
 }
 
-// The same for what the band of positions shows to row `row`, of tokens that stand one after the other. A query is seen by
-// the keys as it sees them, with the sides exchanged.
+// The same for the columns that row `row` sees by its position alone, where positions increase by one. From the keys
+// the band looks as from the queries, with the sides exchanged.
 template <int kColumnBlocks, bool kRowsAreQueries>
-FASTATTN_DEVICE uint32_t columns_in_band(const Problem& p, Place<kRowsAreQueries> place, int row) {
+FASTATTN_DEVICE uint32_t columns_in_band(const Params& p, Place<kRowsAreQueries> place, int row) {
   const Band band = kRowsAreQueries ? p.band : Band{p.band.right, p.band.left};
   const int64_t start = p.queries.position_of(place.b, 0), token = place.first_row + row;
-  const KeyRange seen = visible_keys(band, kRowsAreQueries ? token + start : token - start,
-                                     kRowsAreQueries ? p.keys.n : p.queries.n);
+  const KeyRange seen =
+      visible_keys(band, kRowsAreQueries ? token + start : token - start, kRowsAreQueries ? p.keys.n : p.queries.n);
   return columns_below<kColumnBlocks>(seen.end - place.first_column) &
          ~columns_below<kColumnBlocks>(seen.begin - place.first_column);
 }
 
-// Which pairs of a tile are shown: the columns of each row that this lane holds. What a query that is no real one sees
-// does not matter.
+// The visible pairs of a tile: the columns of each row that this lane holds. Queries of padding do not count.
 template <int kRowBlocks, int kColumnBlocks>
-struct Shown {
+struct VisiblePairs {
   uint32_t columns[2 * kRowBlocks];
 
-  FASTATTN_DEVICE bool at(int row, int column) const {
-    return columns[row / 8] >> (column / 8 * 2 + column % 2) & 1;
-  }
+  FASTATTN_DEVICE bool at(int row, int column) const { return columns[row / 8] >> (column / 8 * 2 + column % 2) & 1; }
 };
 
 template <bool kGeneral, int kRowBlocks, int kColumnBlocks, bool kRowsAreQueries>
-FASTATTN_DEVICE Shown<kRowBlocks, kColumnBlocks> shown_pairs(const Problem& p, Place<kRowsAreQueries> place) {
+FASTATTN_DEVICE VisiblePairs<kRowBlocks, kColumnBlocks> visible_pairs(const Params& p, Place<kRowsAreQueries> place) {
   uint32_t real = ~0u;
   if (kRowsAreQueries && (p.keys.real || p.queries.position)) {
-    real = shown_columns<kColumnBlocks>([&](int column) { return p.keys.is_real(place.b, place.first_column + column); });
+    real = visible_columns<kColumnBlocks>(
+        [&](int column) { return p.keys.is_real(place.b, place.first_column + column); });
   }
-  Shown<kRowBlocks, kColumnBlocks> shown;
+  VisiblePairs<kRowBlocks, kColumnBlocks> visible;
 #pragma unroll
   for (int i = 0; i < 2 * kRowBlocks; ++i) {
     const int row = 8 * i + lane() / 4;
-    shown.columns[i] = real;
-    if (!p.queries.position) shown.columns[i] &= columns_in_band<kColumnBlocks>(p, place, row);
+    visible.columns[i] = real;
+    if (!p.queries.position) visible.columns[i] &= columns_in_band<kColumnBlocks>(p, place, row);
     if (p.queries.position || (kGeneral && p.dense.data)) {
-      shown.columns[i] &= shown_columns<kColumnBlocks>([&](int column) {
+      visible.columns[i] &= visible_columns<kColumnBlocks>([&](int column) {
         const int query = place.query(row, column), key = place.key(row, column);
         return query < p.queries.n && key < p.keys.n && p.sees<kGeneral>(place.b, place.h, query, key);
       });
     }
   }
-  return shown;
+  return visible;
 }
 
-// Puts -inf where a pair is not shown.
+// Sets the scores of hidden pairs to -inf.
 template <bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks>
-FASTATTN_DEVICE void hide(Sums (&scores)[kRowBlocks][kColumnBlocks], const Problem& p, Place<kRowsAreQueries> place) {
-  const auto shown = shown_pairs<kGeneral, kRowBlocks, kColumnBlocks>(p, place);
-  each([&](float& x, int row, int column) { if (!shown.at(row, column)) x = -kInfinity; }, scores);
+FASTATTN_DEVICE void hide(Sums (&scores)[kRowBlocks][kColumnBlocks], const Params& p, Place<kRowsAreQueries> place) {
+  const auto visible = visible_pairs<kGeneral, kRowBlocks, kColumnBlocks>(p, place);
+  each(
+      [&](float& x, int row, int column) {
+        if (!visible.at(row, column)) x = -kInfinity;
+      },
+      scores);
 }
 
 template <bool kRowsAreQueries>
-FASTATTN_DEVICE bool survives_dropout(const Problem& p, Place<kRowsAreQueries> place, int row, int column) {
+FASTATTN_DEVICE bool survives_dropout(const Params& p, Place<kRowsAreQueries> place, int row, int column) {
   const uint32_t query = place.query(row, column), key = place.key(row, column);
   const PhiloxWords words = philox(philox_key(*p.seed), {key / 4, query, uint32_t(place.h), uint32_t(place.b)});
   const uint32_t word = key % 4 == 0 ? words.x0 : key % 4 == 1 ? words.x1 : key % 4 == 2 ? words.x2 : words.x3;

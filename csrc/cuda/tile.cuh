@@ -1,8 +1,10 @@
 // Rows of a head in shared memory.
 #pragma once
 
+#include <cstdint>
+
 #include "instructions.cuh"
-#include "problem.h"
+#include "params.h"
 
 namespace fastattn::cuda {
 
@@ -24,8 +26,8 @@ struct SharedTile {
   FASTATTN_DEVICE Element* chunk(int row, int i) const { return data + row * kColumns + (i ^ (row % 8)) * kInChunk; }
 };
 
-// Begins to copy the rows first, ..., first + kRows - 1 of a head, zeros for those that are not real, and for all columns
-// from `columns` on.
+// Begins to copy the rows first, ..., first + kRows - 1 of a head, zeros for those that are not real, and for all
+// columns from `columns` on.
 template <int kRows, int kThreads, class Tile>
 FASTATTN_DEVICE void copy_rows(Tile tile, const Rows& rows, int h, int columns, const Side& side, int b, int first) {
   constexpr int kTogether = kThreads < Tile::kChunks ? kThreads : Tile::kChunks;  // threads that copy a row
@@ -54,8 +56,8 @@ FASTATTN_DEVICE void store_pair(Element* row, int column, float low, float high)
   *reinterpret_cast<uint32_t*>(row + column) = pack<Element>(low, high);
 }
 
-// Writes a warp's sums as rows first, ... of a head, each times factor_of(i) where i counts the rows that this lane holds:
-// they are 8 apart. Rows that are not real, or whose factor is 0, are 0 whatever stands in the sums.
+// Writes a warp's sums as rows first, ... of a head, each times factor_of(i) where i counts the rows that this lane
+// holds: they are 8 apart. Rows that are not real, or whose factor is 0, are 0 whatever stands in the sums.
 template <class Element, int kRowBlocks, int kColumnBlocks, class FactorOf>
 FASTATTN_DEVICE void store_rows(const Sums (&sums)[kRowBlocks][kColumnBlocks], const Rows& rows, int h, int columns,
                                 const Side& side, int b, int first, FactorOf factor_of) {

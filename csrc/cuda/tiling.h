@@ -1,8 +1,7 @@
 // Tile sizes: every number that depends on the hardware.
 #pragma once
 
-#include "seen.cuh"
-#include "tile.cuh"
+#include "fragments.h"
 
 namespace fastattn::cuda {
 
@@ -11,8 +10,8 @@ struct Shape {
   int warps, row_blocks, columns;
 };
 
-// None was measured on a GPU yet. All were chosen by compiling, with nvcc 13.0: all fit into the 64 KB of shared memory that
-// sm_75 has, and those of plain scores in 16 bits with head dims up to 128 spill no register on sm_80 and newer
+// None was measured on a GPU yet. All were chosen by compiling, with nvcc 13.0: all fit into the 64 KB of shared memory
+// that sm_75 has, and those of plain scores in 16 bits with head dims up to 128 spill no register on sm_80 and newer
 // (`make cuda` prints what each kernel takes).
 constexpr Shape forward_shape(int bytes, int head_dim, bool general) {
   if (bytes == 4) return head_dim == 64 ? Shape{4, 1, 32} : head_dim == 128 ? Shape{4, 1, 16} : Shape{2, 1, 8};
@@ -35,9 +34,8 @@ struct Tiling {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kWarps = kWarps_, kRowBlocks = kRowBlocks_, kColumns = kColumns_;
   static constexpr int kThreads = kWarp * kWarps, kRows = 16 * kRowBlocks * kWarps;
-  
 
-  // For that many tiles of own rows, and of the other side's, each.
+  // Bytes of that many tiles of own rows, and of the other side's.
   static constexpr int shared_bytes(int of_rows, int of_columns) {
     return (of_rows * kRows + of_columns * kColumns) * kHeadDim * int(sizeof(Element));
   }

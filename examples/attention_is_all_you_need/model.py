@@ -27,7 +27,7 @@ class MultiHeadAttention(nn.Module):
         d_k: width of a head's queries and keys.
         d_v: width of a head's values.
         dropout: probability to drop a weight of the attention, and an element before the residual is added.
-        temperature: what scores are divided by; None is sqrt(d_model), as taught (the paper has sqrt(d_k)).
+        temperature: divisor of the scores; None is sqrt(d_model), as taught (the paper has sqrt(d_k)).
 
     Example:
         >>> block = MultiHeadAttention(n_head=2, d_model=8, d_k=3, d_v=5)
@@ -261,8 +261,8 @@ class Transformer(nn.Module):
 
         Args:
             src_seq: integers [B, n_src], 0 is padding.
-            decoder_start_token_id: what every target begins with.
-            options: those of `fastattn.nn.GenerationOptions`, as in `fastattn.nn.Seq2SeqModel.generate`.
+            decoder_start_token_id: the token that every target begins with.
+            options: the fields of `fastattn.nn.GenerationOptions`, as in `fastattn.nn.Seq2SeqModel.generate`.
         """
 
         def begin(max_new_tokens: int) -> Generation:

@@ -31,7 +31,7 @@ def main() -> int:
 
 
 def fine_tune(args: argparse.Namespace) -> None:
-    """Trains as the arguments say, and prints what the test reviews say of it."""
+    """Trains as the arguments say, and prints the accuracy on the test reviews."""
     training.seed_everything(args.seed)
     train, test = rt_polarity.load(args.data, args.seed)
     folder = Path(args.checkpoint) if args.checkpoint else checkpoint.minilm()

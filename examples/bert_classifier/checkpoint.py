@@ -104,8 +104,9 @@ def load_weights(model: BertClassifier, theirs: dict[str, Tensor], source: str =
     """Fills the model with Hugging Face's weights; nothing changes if one is missing, of another shape, or unknown.
 
     Args:
-        theirs: by name, with or without the prefix `bert.`; norms may say gamma and beta, as old checkpoints do.
-        source: what to call them in errors.
+        theirs: the weights by name, with or without the prefix `bert.`; norms may have gamma and beta, as in old
+            checkpoints.
+        source: the name of the checkpoint in errors.
 
     Raises:
         InputError: they are not those of this model.
@@ -128,7 +129,7 @@ def load_weights(model: BertClassifier, theirs: dict[str, Tensor], source: str =
 
 
 def their_names(name: str) -> list[str]:
-    """Hugging Face's names of what one of our parameters is made of, one below the other.
+    """Hugging Face's names of the tensors that make up one of our parameters, concatenated along the rows.
 
     Example:
         >>> their_names("bert.encoder.layers.3.linear1.bias")

@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Trains as the arguments say, and prints what the test reviews say of it."""
+    """Trains as the arguments say, and prints the accuracy on the test reviews."""
     if args.width % args.heads:
         raise training.InputError(f"--heads must divide --width, which is {args.width}, got {args.heads}")
     training.seed_everything(args.seed)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class MultiHeadAttention(nn.Module):
     """act(concat_h(a_h v_h) Wo + bo) with q, k, v = act(x W + b), and a = e / sum(e), e = exp(q k^T / sqrt(D)) * masks.
 
-    The activation stands behind all four projections. Weights are named, and lie, as in Keras: W is [in, out].
+    The activation follows all four projections. Weights have the names and the layout of Keras: W is [in, out].
 
     Each mask multiplies the exponentials. So a key whose key mask or value mask is 0 has the weight 0; a query whose
     mask is 0, or that no key is left for, attends to nothing and has the output act(bo).
@@ -115,8 +115,8 @@ class MultiHeadAttention(nn.Module):
         """A layer with the weights of a built `keras.layers.MultiHeadAttention`.
 
         Args:
-            layer: its heads are as wide as feature_num / head_num, and its output as wide as all of them together.
-            options: `activation` and `history_only`, which there are none of in Keras's layer.
+            layer: a layer whose heads are feature_num / head_num wide, and its output as wide as all heads together.
+            options: `activation` and `history_only`, which Keras's layer does not have.
 
         Raises:
             ValueError: the layer is not built, or has widths that this layer cannot have.
@@ -135,7 +135,7 @@ class MultiHeadAttention(nn.Module):
         return ours
 
     def load_keras_weights(self, weights: Sequence[np.ndarray]) -> None:
-        """Takes over the weights that `get_weights()` of Keras's layer, or of keras-multi-head's, returns.
+        """Loads the weights that `get_weights()` of Keras's layer, or of keras-multi-head's, returns.
 
         Args:
             weights: W and b (unless `use_bias=False`) of query, key, value and output, in this order. With the heads as
@@ -158,11 +158,11 @@ class MultiHeadAttention(nn.Module):
                 parameter.copy_(torch.from_numpy(array).reshape(parameter.shape))
 
     def keras_weights(self) -> list[np.ndarray]:
-        """What `set_weights()` of a built `keras.layers.MultiHeadAttention` takes: `load_keras_weights` undone."""
+        """The weights as `set_weights()` of a built `keras.layers.MultiHeadAttention` takes them."""
         return [getattr(self, name).detach().cpu().numpy().reshape(s) for name, s in self._keras_shapes().items()]
 
     def _keras_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By name of the parameter, in Keras's order, the shape that Keras gives it."""
+        """The shape that each parameter has in Keras, by name, in Keras's order."""
         shapes = {}
         for name in ("Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo", "bo"):
             if (parameter := getattr(self, name)) is not None:

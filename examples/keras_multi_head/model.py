@@ -29,16 +29,16 @@ class Block(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Logits [B, labels] from the mean over the real words of what the blocks make of them.
+    """Logits [B, labels] from the mean of the last block's output over the real words.
 
     Args:
         vocabulary: number of words; 0 is padding.
-        labels: how many there are.
-        width: of the embeddings and the blocks.
-        heads: of each block.
-        blocks: how many.
-        dropout: on embeddings, in the blocks, and before the last layer.
-        max_length: most words of a sentence.
+        labels: number of labels.
+        width: width of the embeddings and the blocks.
+        heads: number of heads of each block.
+        blocks: number of blocks.
+        dropout: probability to drop an element of the embeddings, in the blocks, and before the last layer.
+        max_length: largest number of words of a sentence.
 
     Example:
         >>> Classifier(vocabulary=9, labels=2, width=8, heads=2)(torch.tensor([[3, 4, 0], [5, 6, 7]])).shape

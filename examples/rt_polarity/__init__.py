@@ -1,4 +1,4 @@
-"""Film reviews of one sentence each, positive or negative: the data of two systems, and a few of our own for tests."""
+"""The data of two systems: film reviews of one sentence, positive or negative, with 40 made-up ones for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = Path(__file__).parent / "data"
 
 
 Logits = Callable[[list[str]], tuple[Tensor, int]]
-"""What a program has to supply: from texts to logits [B, 2], and the number of real tokens that the model read."""
+"""The function that a program supplies: from texts to logits [B, 2] and the number of real tokens that were read."""
 
 
 class Review(NamedTuple):
@@ -30,7 +30,7 @@ class Review(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the options of a program that learns from the reviews."""
+    """Adds the options of a program that learns from the reviews to the parser."""
     parser.add_argument(
         "--data", default=str(TINY), metavar="FOLDER",
         help="with rt-polarity.pos and rt-polarity.neg, a sentence a line, ISO-8859-1; default: 40 made-up sentences",
@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(folder: Path | str, seed: int, test_share: float = 0.1) -> tuple[list[Review], list[Review]]:
-    """The reviews for training, and those for testing: the same for the same seed, and both shuffled.
+    """The reviews for training and the reviews for testing, both shuffled by the seed.
 
     Args:
         folder: with `rt-polarity.pos` and `rt-polarity.neg`, a sentence a line, ISO-8859-1.
-        seed: of the split.
-        test_share: how many of each label are for testing.
+        seed: seed of the split and of the order.
+        test_share: share of the reviews of each label that are for testing.
 
     Raises:
         InputError: a file is missing or has no sentence, or none is left for training or testing.
@@ -82,7 +82,7 @@ def batches(reviews: list[Review], size: int, generator: torch.Generator) -> lis
 
     Args:
         size: reviews in a batch; the last one drawn may have fewer.
-        generator: of the order.
+        generator: the generator that shuffles them.
     """
     order = torch.randperm(len(reviews), generator=generator).tolist()
     pool = 50 * size  # long enough to find alike lengths in, short enough for batches to differ between epochs

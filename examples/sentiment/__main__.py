@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _share(text: str) -> float:
-    """The number, for argparse."""
+    """A number from 0 to below 1, for argparse."""
     try:
         share = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How much attention the classifying token pays each token of a text: of each layer and head, and rolled out.
+"""The attention that the classifying token pays each token of a text, of each layer and head, and rolled out.
 
 Everything here takes memory in proportion to the text: of the n x n weights of a head only the classifying token's row
 is ever computed, and the rolled-out rows are products with those weights that the fused backward pass makes.
@@ -17,12 +17,12 @@ import fastattn
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of a text of n tokens, the classifying one first; every row sums to 1.
+    """The evidence for the verdict on a text of n tokens, the classifying one first; every row sums to 1.
 
-    probabilities: of each label.
+    probabilities: the probability of each label.
     raw: [layers, H, n], the classifying token's row of each head's weights.
-    rolled: [layers, n]. rolled[l] says what the classifying token's verdict is made of at the input of layer l;
-        rolled[0] is of the embeddings themselves.
+    rolled: [layers, n]. rolled[l] is the share of each token in the verdict at the input of layer l; rolled[0] is that
+        of the embeddings themselves.
     """
 
     probabilities: Tensor
@@ -42,9 +42,9 @@ class Evidence:
         ]
 
     def on_text(self, spans: list[tuple[int, int]]) -> tuple[Evidence, list[tuple[int, int]]]:
-        """The same for the parts of the text that the tokens stand for, and where those parts are.
+        """The evidence for the parts of the text that the tokens stand for, and the spans of those parts.
 
-        Tokens that share a sign of the text, as the three that "㈱" is taken for, become one part with their sum.
+        Tokens that share a character of the text, as the three tokens of "㈱", become one part with their sum.
         """
         parts, part_of_token = [spans[0]], [0]
         for start, stop in spans[1:]:
@@ -76,7 +76,7 @@ class View(NamedTuple):
         return of_text / of_text.max().clamp_min(torch.finfo(of_text.dtype).tiny)
 
     def strongest(self, count: int) -> list[int]:
-        """The places of the text's tokens with the most weight, in that order."""
+        """The indices of the text's tokens with the most weight, in descending order."""
         return (1 + self.weights[1:].topk(min(count, len(self.weights) - 1)).indices).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Training and judging the classifier."""
+"""Training and evaluation of the classifier."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Examples:
         return ids, self.labels[which]
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> list[list[int]]:
-        """Which examples stand together: those of like length, so that there is little padding.
+        """The examples of each batch, which have about the same length, so that there is little padding.
 
         With a generator every example is shuffled, sorted among the next fifty batches' worth only, and the batches are
         shuffled again.
@@ -55,11 +55,11 @@ class Examples:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model learns.
+    """The hyperparameters of training.
 
     word_dropout: the share of words that become unknown ones, drawn anew each time a text is read.
-    label_smoothing: the share of a label that is given to all.
-    bf16: products in bf16.
+    label_smoothing: the share of a label that is spread over all labels.
+    bf16: compute products in bf16.
     """
 
     batch_size: int = 32
@@ -80,10 +80,10 @@ def fit(
     run: Run,
     about: dict,
 ) -> dict:
-    """Trains the model, resuming the run; what is saved is the model of the epoch with the best held-out accuracy.
+    """Trains the model, resuming the run, and saves the model of the epoch with the best held-out accuracy.
 
     Args:
-        about: what `models.save` shall say about it besides its accuracy.
+        about: what `models.save` writes about the model besides its accuracy.
 
     Returns:
         The metrics of `training.train`.
@@ -132,7 +132,7 @@ def forget(ids: Tensor, share: float) -> Tensor:
 
 @torch.no_grad()
 def judge(model: SequenceClassifier, examples: Examples) -> dict[str, float]:
-    """accuracy, and loss: the mean cross-entropy in nats."""
+    """The accuracy, and as loss the mean cross-entropy in nats."""
     device = next(model.parameters()).device
     model.eval()
     right, loss = 0, 0.0

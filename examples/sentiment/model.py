@@ -1,4 +1,4 @@
-"""The classifier, word vectors that others have trained, and the folder that a trained model is kept in."""
+"""The classifier, pre-trained word vectors, and the folder of a trained model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL, TOKENIZER, ABOUT = "model.safetensors", "tokenizer.json", "about.json"  #
 
 
 def build(vocabulary: int, **sizes: float) -> nn.SequenceClassifier:
-    """A classifier that judges a text by what pre-norm encoder layers make of its first token.
+    """A classifier of texts by the output of pre-norm encoder layers for the first token.
 
     Sinusoidal positions are added to embeddings times sqrt(d_model).
 
@@ -39,7 +39,7 @@ def build(vocabulary: int, **sizes: float) -> nn.SequenceClassifier:
 
 
 def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, int]) -> int:
-    """Puts the word vectors of a file in the place of the embeddings, and freezes them all; how many words it had.
+    """Replaces embeddings by the word vectors of a file, freezes all embeddings, and returns the number of words found.
 
     Args:
         path: a text file as word2vec, GloVe and fastText write them: a word and its numbers on each line, with or
@@ -76,7 +76,7 @@ def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, 
 
 
 def save(model: nn.SequenceClassifier, tokenizer: Tokenizer, folder: Path, about: dict) -> None:
-    """Writes the two, and then what there is to say `about` them, as JSON has it; each file whole or not at all."""
+    """Writes the model, the tokenizer, and then `about` as JSON; each file appears whole or not at all."""
     part = folder / f"{TOKENIZER}.partial"
     tokenizer.save(str(part))
     part.replace(folder / TOKENIZER)
@@ -85,7 +85,7 @@ def save(model: nn.SequenceClassifier, tokenizer: Tokenizer, folder: Path, about
 
 
 def about(folder: Path) -> dict | None:
-    """What was said about the weights in this folder; None if there are none.
+    """The content of `about` that `save` wrote into this folder; None if there is none.
 
     Raises:
         InputError: the file is damaged.
@@ -99,7 +99,7 @@ def about(folder: Path) -> dict | None:
 
 
 def load(folder: Path) -> tuple[nn.SequenceClassifier, Tokenizer, dict]:
-    """The model that training left in this folder, in evaluation mode, its tokenizer, and what was said about it.
+    """The model that training wrote into this folder, in evaluation mode, its tokenizer, and its `about`.
 
     Raises:
         InputError: a file is missing or damaged, or they do not belong together.

@@ -129,7 +129,7 @@ def render(review: Review, spans: list[tuple[int, int]], evidence: Evidence) -> 
 
 
 def language(text: str) -> str:
-    """Which glyphs a browser shall take for the signs that Chinese and Japanese share."""
+    """The language of a text, by which a browser chooses the glyphs of characters that Chinese and Japanese share."""
     return "ja" if re.search("[\u3040-\u30ff]", text) else "en"
 
 
@@ -149,7 +149,7 @@ def _shaded(text: str, spans: list[tuple[int, int]], views: list[View]) -> str:
 
 
 def _row(text: str, spans: list[tuple[int, int]], view: View) -> str:
-    """A view in the table."""
+    """The row of a view in the table."""
     language_of_text = language(text)
     strongest = " ".join(
         f'<span><a href="#t{token}"><bdi lang="{language_of_text}">{_escape(text[slice(*spans[token])])}</bdi></a> '
@@ -178,5 +178,5 @@ def _percent(share: float) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text as HTML shows it, and nothing but text: what XML has no sign for is shown as the replacement character."""
+    """Text escaped for HTML; control characters, which XML does not allow, become the replacement character."""
     return escape(re.sub("[\x00-\x08\x0b-\x1f\x7f]", "\ufffd", text))

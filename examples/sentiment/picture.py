@@ -22,7 +22,7 @@ WIDTH, MARGIN, LINE, ROW = 9.0, 0.35, 0.27, 0.24  # inches
 SIZE = 11  # points
 DPI = 110
 MOST_COLUMNS = 400  # of the heat map, so that none is narrower than a pixel; of several tokens it shows the strongest
-# The first that is there, and where it has no glyph for a sign, the next.
+# The first one that is installed is used, and the next one for characters that it has no glyph for.
 FAMILIES = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans JP", "IPAexGothic", "Hiragino Sans", "Yu Gothic", "MS Gothic")
 
 
@@ -124,7 +124,7 @@ def _lay_out(
 
 
 def _families() -> list[str]:
-    """Those of `FAMILIES` that are installed, in that order."""
+    """The families of `FAMILIES` that are installed, in that order."""
     known = {font.fname for font in fontManager.ttflist}
     for file in findSystemFonts():  # matplotlib itself does not see what was installed after its first use
         if file not in known:

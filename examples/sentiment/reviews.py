@@ -1,5 +1,6 @@
-"""Labelled texts from the three corpora in the layouts that they are published in, each as a train, a held-out and a
-test part.
+"""Readers of three corpora of labelled texts, each split into a train, a held-out and a test part.
+
+The corpora are read in the layouts in which they are published:
 
 * IMDb (Maas et al., 2011): `aclImdb/{train,test}/{pos,neg}/ID_STARS.txt`, a folder or a tar archive of it.
 * rt-polarity (Pang and Lee, 2005): `rt-polarity.{pos,neg}`, one film review a line.
@@ -24,7 +25,7 @@ LABELS = ("negative", "positive")
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """A text with its label, an index into `LABELS` (None: not known), and the name it has in its corpus."""
+    """A text with its label, an index into `LABELS` (None: not known), and its name in the corpus."""
 
     name: str
     text: str
@@ -33,7 +34,7 @@ class Review:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The parts of a corpus: to learn from, to choose the best epoch by, and to be judged by."""
+    """The parts of a corpus: for training, for the choice of the best epoch, and for the test."""
 
     train: list[Review]
     held_out: list[Review]
@@ -59,7 +60,7 @@ def load(corpus: str, path: Path, seed: int = 0) -> Corpus:
         corpus: a key of `CORPORA`.
         path: IMDb: the folder above `train` and `test`, or a tar archive; rt-polarity and chABSA: the folder of their
             files.
-        seed: which reviews are held out, and for a corpus that has no test part of its own also which are tested.
+        seed: seed of the choice of the held-out part, and of the test part of a corpus that has none of its own.
 
     Raises:
         InputError: something is missing, damaged, or not of that corpus.
@@ -169,6 +170,6 @@ def _decode(data: bytes, name: str) -> str:
 
 
 def majority(reviews: Iterable[Review]) -> float:
-    """The accuracy of always answering with the label that most of the reviews have."""
+    """The accuracy of always predicting the most frequent label."""
     labels = [review.label for review in reviews]
     return max(labels.count(label) for label in range(len(LABELS))) / len(labels)

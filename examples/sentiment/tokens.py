@@ -1,4 +1,4 @@
-"""Text to token ids and back to the places in the text that they came from, by the `tokenizers` library."""
+"""Tokenization, from text to token ids with their spans in the text, by the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def train(texts: Iterable[str], unit: str, size: int, min_frequency: int) -> Tok
     Args:
         unit: "word": runs of letters and digits, and runs of other signs; "character"; or "subword": pieces of those
             words, or of sentences where no spaces part words, by a unigram language model.
-        size: the most entries of the vocabulary.
-        min_frequency: how often a word or character must occur to be one of them.
+        size: largest number of entries of the vocabulary.
+        min_frequency: number of times that a word or character must occur to be an entry.
 
     Sources:
         Kudo, Subword Regularization (2018), for "subword".
@@ -54,8 +54,8 @@ def train(texts: Iterable[str], unit: str, size: int, min_frequency: int) -> Tok
 def tokenize(tokenizer: Tokenizer, texts: list[str], max_tokens: int | None = None) -> Iterator[Tokens]:
     """The tokens of each text, the classifying one first.
 
-    Of a text with more than `max_tokens` the first and the last half of that many stay: a review says at its beginning
-    what it is about, and at its end what it concludes.
+    A text with more than `max_tokens` is cut in the middle: a review says at its beginning what it is about, and at its
+    end what it concludes.
 
     Sources:
         Sun et al., How to Fine-Tune BERT for Text Classification? (2019), section 5.3.1, for keeping both ends.

@@ -4,6 +4,6 @@
     python -m examples.translation evaluate --data DATA/multi30k
     echo "Ein Hund läuft über die Wiese." | python -m examples.translation translate
 
-The model is `fastattn.nn.Seq2SeqModel`; `text` makes ids of sentences, `batches` tensors of ids, `train` says what is
-learned and how, `translator` turns a trained model into translations, and `speed` times it beside torch.nn's layers.
+The model is `fastattn.nn.Seq2SeqModel`. `text` converts sentences to ids, `batches` ids to tensors, `train` trains the
+model, `translator` translates with it, and `speed` times it beside torch.nn's layers.
 """

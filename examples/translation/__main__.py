@@ -1,4 +1,4 @@
-"""Translation by a Transformer that learns from two parallel text files; German to English as it stands."""
+"""Translation by a Transformer that learns from two parallel text files, by default German to English."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .translator import Translator, bleu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Runs the program, and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m examples.translation", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, add, run, purpose in (
@@ -120,7 +120,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A function to tell how many are done; a bar on a terminal's stderr."""
+    """A function to call with the number of sentences that are done; a progress bar where stderr is a terminal."""
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, completed=done)

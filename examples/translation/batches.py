@@ -14,11 +14,11 @@ Pair = tuple[list[int], list[int]]
 
 
 class Batch(NamedTuple):
-    """Padded with `PAD` on the right.
+    """A batch of sentence pairs, padded with `PAD` on the right.
 
     source: int64 [B, S], each sentence with `EOS` at its end.
-    target_in: int64 [B, T], each sentence with `SOS` at its beginning: what the decoder reads.
-    target_out: int64 [B, T], each sentence with `EOS` at its end: what it is to say.
+    target_in: int64 [B, T], each sentence with `SOS` at its beginning: the input of the decoder.
+    target_out: int64 [B, T], each sentence with `EOS` at its end: the tokens that it has to predict.
     """
 
     source: Tensor
@@ -30,13 +30,13 @@ class Batch(NamedTuple):
 
 
 def encode(pairs: Sequence[tuple[str, str]], vocabularies: Vocabularies, max_length: int) -> list[Pair]:
-    """The ids of the pairs, without those of which a side is empty or has more than `max_length` tokens."""
+    """The ids of the pairs; a pair with a side that is empty or has more than `max_length` tokens is left out."""
     encoded = ((vocabularies.source.encode(source), vocabularies.target.encode(target)) for source, target in pairs)
     return [pair for pair in encoded if all(0 < len(side) <= max_length for side in pair)]
 
 
 def collate(pairs: Sequence[Pair]) -> Batch:
-    """One batch of the pairs, as they come."""
+    """One batch of the pairs, in their order."""
     return Batch(
         pad([[*source, EOS] for source, _ in pairs]),
         pad([[SOS, *target] for _, target in pairs]),
@@ -45,19 +45,19 @@ def collate(pairs: Sequence[Pair]) -> Batch:
 
 
 def pad(sentences: Sequence[Sequence[int]]) -> Tensor:
-    """int64 [B, L], as long as the longest sentence, padded on the right."""
+    """The sentences as int64 [B, L], padded on the right to the longest one."""
     longest = max(map(len, sentences))
     return torch.tensor([[*sentence, *[PAD] * (longest - len(sentence))] for sentence in sentences])
 
 
 def bucketed(pairs: Sequence[Pair], tokens: int, generator: torch.Generator | None = None) -> list[list[int]]:
-    """Which pairs each batch holds: every pair once, those of like length together.
+    """The indices of the pairs of each batch: every pair once, pairs of about the same length together.
 
     Args:
         tokens: most tokens of a batch on either side, padding, `SOS` and `EOS` included; a pair that is longer is a
             batch of its own.
-        generator: which of the pairs of the same length meet, and the order of the batches, are drawn from it; without
-            one the batches are in the order of their lengths.
+        generator: the generator that shuffles pairs of the same length, and the batches; without one the batches are in
+            the order of their lengths.
     """
     order = range(len(pairs)) if generator is None else torch.randperm(len(pairs), generator=generator).tolist()
     order = sorted(order, key=lambda i: (len(pairs[i][1]), len(pairs[i][0])))

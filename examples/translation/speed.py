@@ -20,7 +20,7 @@ from .train import CLIP_NORM, add_model_arguments, batch_loss, make_model, make_
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the options of `speed`."""
+    """Adds the options of `speed` to the parser."""
     add_model_arguments(parser)
     parser.add_argument("--batches", type=positive_int, default=10, metavar="N", help="of each pass; default: 10")
     parser.add_argument("--seconds", type=positive_int, default=60, metavar="N", help="for all passes; default: 60")
@@ -49,7 +49,7 @@ class OnTorch(nn.Module):
         self.decoder.load_state_dict(model.decoder.state_dict())
 
     def hidden(self, source: Tensor, target: Tensor) -> Tensor:
-        """What `head` turns into logits, [B, T, E]."""
+        """The input of `head`, [B, T, E]."""
         causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device, torch.bool)
         memory = self.encoder(self._embed(source, self.embedding), src_key_padding_mask=source == PAD)
         return self.decoder(
@@ -62,7 +62,7 @@ class OnTorch(nn.Module):
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    """Prints tokens per second of both, and their ratio."""
+    """Prints the tokens per second of both models, and their ratio."""
     seed_everything(args.seed)
     pairs = read_pairs(args.data, args.train)
     vocabularies = make_vocabularies(args, pairs)
@@ -103,10 +103,10 @@ def training_pass(model: nn.Module, batches: list[Batch], learning_rate: float) 
 
 @torch.no_grad()
 def check(models: dict[str, nn.Module], batches: list[Batch]) -> None:
-    """Holds the loss of every token to fp64, by the rule for every kernel: at most twice torch's error, and 4 eps.
+    """Compares the loss of every token with fp64: its error may be twice torch's plus 4 eps, as that of every kernel.
 
     Raises:
-        InputError: the losses of fastattn.nn are further off.
+        InputError: the error on fastattn.nn is larger.
     """
     exact_model = copy.deepcopy(models["torch.nn"]).double()
     errors, largest = dict.fromkeys(models, 0.0), 0.0

@@ -1,4 +1,4 @@
-"""From text to token ids and back: parallel files, vocabularies of words, and joint byte-pair encoding."""
+"""Text to token ids and back: parallel files, vocabularies of words, and joint byte-pair encoding."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def lines_of(content: bytes, name: str) -> list[str]:
-    """The lines in UTF-8, which end with a line feed, a carriage return before it or not; `name` is for the error.
+    """The lines of UTF-8 text, which end with a line feed or with CR LF; `name` is for the error.
 
     Raises:
-        InputError: it is not UTF-8.
+        InputError: the text is not UTF-8.
     """
     try:
         lines = content.decode("utf-8-sig").split("\n")
@@ -87,8 +87,8 @@ class Words:
         """The most frequent words of the lines; equally frequent ones in the order of the alphabet.
 
         Args:
-            min_frequency: how often a word must occur.
-            max_size: number of tokens at most, special ones included.
+            min_frequency: number of times that a word must occur.
+            max_size: largest number of tokens, special ones included.
         """
         counts = Counter(word for line in lines for word in split_words(normalise(line, lowercase)))
         frequent = sorted((word for word, n in counts.items() if n >= min_frequency), key=lambda w: (-counts[w], w))
@@ -121,8 +121,9 @@ def split_words(text: str) -> list[str]:
 
 
 class BytePairs:
-    """Byte-pair encoding by the `tokenizers` library: frequent words are whole, others in pieces, none is unknown but
-    for characters never seen. A piece that begins a word begins with "▁".
+    """Byte-pair encoding by the `tokenizers` library: frequent words are one piece, others several.
+
+    Only characters that the training text lacks are unknown. A piece that begins a word begins with "▁".
 
     Sources:
         Sennrich et al., Neural Machine Translation of Rare Words with Subword Units (2016).
@@ -136,11 +137,11 @@ class BytePairs:
 
     @classmethod
     def of(cls, lines: Iterable[str], *, min_frequency: int, max_size: int, lowercase: bool) -> BytePairs:
-        """The pieces that merging the most frequent pairs gives.
+        """A vocabulary of the pieces that merging the most frequent pairs of the lines gives.
 
         Args:
-            min_frequency: how often a pair must occur to be merged.
-            max_size: number of pieces at most, special tokens and characters included.
+            min_frequency: number of times that a pair must occur to be merged.
+            max_size: largest number of pieces, special tokens and characters included.
         """
         tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[UNK]))
         tokenizer.normalizer = normalizers.Sequence(
@@ -185,7 +186,7 @@ Vocabulary = Words | BytePairs
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """Of the source and of the target; one and the same where it is joint."""
+    """The vocabularies of source and target; a joint vocabulary is the same object twice."""
 
     source: Vocabulary
     target: Vocabulary
@@ -198,7 +199,7 @@ class Vocabularies:
     def of(
         cls, pairs: list[tuple[str, str]], *, kind: str, min_frequency: int, max_size: int, lowercase: bool
     ) -> Vocabularies:
-        """A joint one for "bpe", two for "words"."""
+        """The vocabularies of the pairs: a joint one for "bpe", two for "words"."""
         limits = {"min_frequency": min_frequency, "max_size": max_size, "lowercase": lowercase}
         if kind == BytePairs.kind:
             joint = BytePairs.of((line for pair in pairs for line in pair), **limits)

@@ -29,11 +29,11 @@ from .text import PAD, BytePairs, Vocabularies, Words, read_parallel
 from .translator import Translator, bleu
 
 CLIP_NORM = 1.0
-POSITIONS = 1024  # that a model has at least, to translate what is longer than what it has learned from
+POSITIONS = 1024  # the least that a model has, to translate sentences longer than those it has learned from
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the options of `train`; their defaults are those of the figures in docs/systems.md."""
+    """Adds the options of `train` to the parser; their defaults give the figures in docs/systems.md."""
     add_model_arguments(parser)
     group = parser.add_argument_group("training")
     add_files_argument(group, "--valid", "val", "for validation")
@@ -45,7 +45,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives the parser the options that say what the model and its batches are."""
+    """Adds the options of the model and of its batches to the parser."""
     add_data_argument(parser)
     group = parser.add_argument_group("text")
     add_files_argument(group, "--train", "train", "to train on")
@@ -136,7 +136,7 @@ def read_pairs(folder: str, names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def make_vocabularies(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> Vocabularies:
-    """Of the kind and within the limits that the options say."""
+    """The vocabularies of the pairs, of the kind and within the limits of the options."""
     return Vocabularies.of(
         pairs, kind=args.vocabulary, min_frequency=args.min_frequency, max_size=args.max_size,
         lowercase=not args.keep_case,
@@ -144,7 +144,7 @@ def make_vocabularies(args: argparse.Namespace, pairs: list[tuple[str, str]]) ->
 
 
 def make_model(args: argparse.Namespace, vocabularies: Vocabularies) -> fastattn.nn.Seq2SeqModel:
-    """Pre-norm, with the target embedding as output layer; one embedding for both sides of a joint vocabulary."""
+    """A pre-norm model with tied output layer, and with one embedding for both sides of a joint vocabulary."""
     if args.d_model % args.nhead:
         raise InputError(f"--nhead must divide --d-model, got {args.nhead} and {args.d_model}")
     return fastattn.nn.Seq2SeqModel(
@@ -163,19 +163,19 @@ def make_model(args: argparse.Namespace, vocabularies: Vocabularies) -> fastattn
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Adam:
-    """With the betas of Vaswani et al. (2017), section 5.3."""
+    """Adam with the betas of Vaswani et al. (2017), section 5.3."""
     return torch.optim.Adam(model.parameters(), learning_rate, betas=(0.9, 0.98), fused=True)
 
 
 def _settings(args: argparse.Namespace, data: list[Pair]) -> dict:
-    """What decides the outcome: the options but for those of the run, and the training data itself."""
+    """The settings that decide the outcome: the options without those of the run, and the training data itself."""
     elsewhere = ("program", "data", "output", "epochs", "seed", "checkpoint_every", "device")
     settings = {name: value for name, value in vars(args).items() if name not in elsewhere}
     return settings | {"training_data_sha256": hashlib.sha256(repr(data).encode()).hexdigest()}
 
 
 def batch_loss(model: fastattn.nn.Seq2SeqModel, batch: Batch, label_smoothing: float = 0.0) -> Loss:
-    """Cross-entropy over the real target tokens, of which alone logits are computed."""
+    """The cross-entropy over the real target tokens; logits are computed for these only."""
     real = batch.target_out != PAD
     logits = model.head(model.hidden(batch.source, batch.target_in)[real])
     mean = F.cross_entropy(logits, batch.target_out[real], label_smoothing=label_smoothing)
@@ -183,7 +183,7 @@ def batch_loss(model: fastattn.nn.Seq2SeqModel, batch: Batch, label_smoothing: f
 
 
 def mean_loss(model: fastattn.nn.Seq2SeqModel, data: list[Pair], tokens: int, device: str) -> float:
-    """Cross-entropy per target token, without smoothing."""
+    """The cross-entropy per target token, without smoothing."""
     found = [batch_loss(model, _batch(data, indices, device)) for indices in bucketed(data, tokens)]
     return sum(loss.mean.item() * loss.count for loss in found) / sum(loss.count for loss in found)
 
@@ -193,7 +193,7 @@ def _batch(data: list[Pair], indices: list[int], device: str) -> Batch:
 
 
 def save_average(translator: Translator, folder: Path, epoch: int, average: int) -> None:
-    """Saves the weights of this epoch, and as the model of the folder the mean of those of the last few epochs."""
+    """Saves the weights of this epoch, and the mean of the last few epochs' weights as the model of the folder."""
     weights = folder / "weights"
     weights.mkdir(exist_ok=True)
     paths = [weights / f"epoch-{e}.safetensors" for e in range(max(1, epoch - average + 1), epoch + 1)]

@@ -1,4 +1,4 @@
-"""A trained model with its vocabularies: what translates, and what is kept in a run's folder."""
+"""A trained model with its vocabularies, which translates, and its files in the folder of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .text import EOS, SOS, Vocabularies
 
 @dataclass(frozen=True)
 class Translator:
-    """From sentences to sentences.
+    """Translates sentences by a trained model.
 
     model: reads ids of `vocabularies.source`, writes ids of `vocabularies.target`.
     """
@@ -34,7 +34,7 @@ class Translator:
 
     @classmethod
     def load(cls, folder: str | Path, device: str = "cpu") -> Translator:
-        """What `save` has written, ready to translate.
+        """A translator from the files that `save` has written.
 
         Raises:
             InputError: the folder has no model, or a damaged one.
@@ -62,8 +62,8 @@ class Translator:
         Args:
             num_beams: 1 is greedy.
             length_penalty: above 0 prefers long translations; without effect if greedy.
-            batch_size: how many are translated together, sentences of like length.
-            advance: told now and then how many are done.
+            batch_size: number of sentences, of about the same length, that are translated together.
+            advance: called after each batch with the number of sentences that are done.
 
         Raises:
             InputError: a sentence has more tokens than the model has positions.
@@ -94,7 +94,7 @@ class Translator:
 
 
 def most_tokens(source_length: int) -> int:
-    """Of a translation: half as many again as the source has, and a few for short ones."""
+    """The largest number of tokens of a translation: 1.5 times those of the source, and 10 more."""
     return source_length * 3 // 2 + 10
 
 

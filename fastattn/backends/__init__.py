@@ -20,21 +20,13 @@ A backend is a module with these names, and nothing else is asked of it:
     top_keys(q, k, spec, top_k) -> (weights, keys)
 
 as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
-dropout. Their derivatives are those of derivatives.py on every backend.
+dropout. Their derivatives are those of derivatives.py on every backend. One more may be absent:
 
-One more saves time where calls are short, and may be absent:
-
-    at_once(q, k, v, mask, scale) -> (o, lse, call), or None
-
-It is given calls without any other term, of which only the numbers in `mask` are validated, and answers those that are
-right, to which the backend has no objection, and with which PyTorch has nothing to do but to take their gradients.
-`call` is None where it does not, or else call.gradients(do, dlse, q, k, v, o, lse, output_mask) gives those of q, k and
-v, or None where PyTorch has more to do with them.
+    short_way(device) -> the function that `short_way` of fastattn/plan.py calls, or None
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -42,7 +34,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..spec import Mask, Spec
+from ..spec import Spec
 from . import hopper, native, reference, triton
 
 BACKENDS: tuple[ModuleType, ...] = (hopper, triton, native, reference)
@@ -122,8 +114,10 @@ class NoBackendError(NotImplementedError):
         return "\n".join(self.args)
 
 
-def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None, *, function: str = "forward") -> str:
-    """The name of the backend that computes this call.
+def select(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None, *, function: str = "forward"
+) -> ModuleType:
+    """The backend that computes this call.
 
     Args:
         name: None takes the first backend without objections; "fused" the first but the reference; any other name that
@@ -134,8 +128,11 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
         ValueError: there is no backend of that name.
         NoBackendError: every backend asked objects.
     """
-    candidates = {None: BACKENDS, "fused": BACKENDS[:-1]}.get(name) or (backend_by_name(name),)
-    named, features = name not in (None, "fused"), spec.features()
+    if name is None or name == "fused":
+        named, candidates = False, BACKENDS if name is None else BACKENDS[:-1]
+    else:
+        named, candidates = True, (backend_by_name(name),)
+    features = spec.features()
     for backend in candidates:
         if not named and backend.by_name_only(q.device):  # the quickest to ask
             continue
@@ -144,23 +141,9 @@ def select(q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None,
         else:
             if name is None and backend is reference:
                 _warn_of_fallback(_listed_objections(BACKENDS[:-1], q, k, v, spec, function, named))
-            return backend.NAME
+            return backend
     who = f"backend {name!r} does not compute" if named else "no fused backend computes"
     raise NoBackendError(f"{who} this call:", _listed_objections(candidates, q, k, v, spec, function, named))
-
-
-def at_once(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
-) -> tuple[Tensor, Tensor, object | None] | None:
-    """The answer of the backend that is asked first; None where it has no short way."""
-    first = asked_first(q.device)
-    return first.at_once(q, k, v, mask, scale) if hasattr(first, "at_once") else None
-
-
-@functools.cache
-def asked_first(device: torch.device) -> ModuleType:
-    """The backend that calls go to, unless it objects to them."""
-    return next(backend for backend in BACKENDS if not backend.by_name_only(device))
 
 
 def while_tracing(function: Callable) -> Callable:

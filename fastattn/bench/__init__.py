@@ -1,1 +1,1 @@
-"""What `fastattn bench` runs: cases -> rivals -> timing -> report, each stage one file, joined in run.py."""
+"""`fastattn bench`: cases -> rivals -> timing -> report, one file for each step, joined in run.py."""

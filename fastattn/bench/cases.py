@@ -1,4 +1,4 @@
-"""Which problems are timed: cases of testing.CASES, with their inputs, right answers and useful work."""
+"""The problems that are timed: cases of testing.CASES, with their inputs, right answers and useful work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _QUICK = ("attention L128-none", "attention L128-both", "attention L512-pad", "l
 
 @dataclass(frozen=True)
 class Job:
-    """One group of figures: what is computed, in which dtype, and which pass of it is timed.
+    """One group of figures: the computation, its dtype, and the pass of it that is timed.
 
     level: "attention" (the operation alone), "layer" (with the projections around it) or "encoder" (ENCODER_LAYERS of
         torch.nn.TransformerEncoderLayer); figures of two levels are never compared.
@@ -44,7 +44,7 @@ class Job:
 
 
 def jobs(dtypes: list[str], quick: bool = False, words: str = "") -> list[Job]:
-    """Every job of the standard suite, or those of a quick look, whose name contains all of these words."""
+    """The jobs of the standard suite, or of its quick form, whose names contain all of these words."""
     every = [
         Job(level, case, dtype, timed)
         for level in LEVELS
@@ -63,7 +63,7 @@ def has_words(named: object, words: str) -> bool:
 
 
 def visible_pairs(inputs: Inputs) -> int:
-    """How many pairs of query and key the mask lets through, summed over batch and heads: the useful work."""
+    """The number of visible pairs of query and key, summed over batch and heads: the useful work."""
     B, H, n_q, _ = inputs.q.shape
     n_k = inputs.k.shape[2]
     keep = inputs.mask.keep(n_q, n_k, inputs.q.device)
@@ -71,7 +71,7 @@ def visible_pairs(inputs: Inputs) -> int:
 
 
 def least_bytes(inputs: Inputs, timed: str) -> float:
-    """How many bytes a pass of attention moves at least: each tensor once, without the rows that padding hides."""
+    """The least bytes that a pass of attention moves: each tensor once, without the rows that padding hides."""
 
     def size(x: Tensor, rows: Tensor | None) -> float:
         return x.nbytes * (1.0 if rows is None else rows.float().mean().item())
@@ -86,14 +86,14 @@ def least_bytes(inputs: Inputs, timed: str) -> float:
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of a job and what is right for them.
+    """The tensors of a job, and the right results.
 
-    inputs: attention's own inputs; NaN stands in what padding hides.
-    weights: of the layer, by their name in torch.nn.MultiheadAttention; empty at the attention level.
+    inputs: the inputs of attention, with NaN in padding.
+    weights: the weights of the layer, by their name in torch.nn.MultiheadAttention; empty at the attention level.
     x, do: the layer's input and the gradient of its output, [B, L, H * D]; None at the attention level.
     exact, naive: the output "o" and each gradient, in fp64 and by the plain formula in the job's dtype.
-    key_heads: those that exact and naive hold, with their query heads; None where they hold all there is.
-    unseeing: bool [B, n_q], True for queries that see nothing: ours is 0 there, and nobody else's answer is looked at.
+    key_heads: the key heads that exact and naive hold, with their query heads; None for all heads.
+    unseeing: bool [B, n_q], True for queries that see nothing: fastattn gives 0 there, and rivals are not compared.
     flops: useful floating-point operations of the timed pass: 4 * pairs * D forward and 2.5 times that backward, and
         for a layer its four projections (twice as much backward), for an encoder all its products.
     """
@@ -124,7 +124,7 @@ def make_problem(job: Job, device: str, outer_heads: bool = False, drawn_there: 
     """The problem of a job on that device; the same tensors each time.
 
     Args:
-        outer_heads: that only the first and the last head of attention are to be checked, since fp64 takes long.
+        outer_heads: check only the first and the last head of attention, since fp64 takes long.
         drawn_there: as in `make_inputs`.
     """
     work, projection_work = _WORK[job.timed]
@@ -189,12 +189,12 @@ def _encoder_on_meta(inputs: Inputs) -> nn.TransformerEncoder:
 
 
 def run_encoder(encoder: nn.Module, x: Tensor, padding: Tensor) -> Tensor:
-    """What it makes of x [B, L, E], with zeros where `padding` is True."""
+    """The output of the encoder for x [B, L, E], 0 where `padding` is True."""
     return encoder(x, src_key_padding_mask=padding).masked_fill(padding[..., None], 0)
 
 
 def _encoder_problem(job: Job, inputs: Inputs) -> Problem:
-    """Only the output and the gradient of x are checked: every layer has its part in both."""
+    """The problem of an encoder; only the output and the gradient of x are checked, since every layer affects both."""
     B, H, L, D = inputs.q.shape
     generator = torch.Generator().manual_seed(0)
     shapes = {name: x.shape for name, x in _encoder_on_meta(inputs).state_dict().items()}

@@ -62,15 +62,15 @@ _WITHOUT_NATIVE_16_BIT = ("avx512", "avx2", "portable")  # instruction sets, bes
 
 @dataclass(frozen=True)
 class Duel:
-    """One line of the suite: a job of ours, whom it meets, and what must come of it.
+    """One line of the suite: a job of fastattn, its rival and its targets.
 
-    rival: another job of ours; None is torch's attention on the same job, by the kernel that torch chooses.
-    rival_name: how the other job differs.
-    target: how many times as fast as the rival.
-    ceiling_share: which share of the FMA ceiling its useful operations reach; None where nothing was promised.
+    rival: another job of fastattn; None is torch's attention on the same job, by the kernel that torch chooses.
+    rival_name: the name of the rival, which says how its job differs.
+    target: the least speed-up over the rival.
+    ceiling_share: the least share of the FMA ceiling that the useful operations reach; None without a target.
     over_visible_share: whether `target` is still to be divided by the share of pairs that the mask shows.
     per_useful_pair: whether time is counted per visible pair, where the two jobs do not have equally many.
-    fp32_arithmetic: whether instructions for 16-bit numbers are off limits.
+    fp32_arithmetic: whether instructions for 16-bit numbers may not be used.
     """
 
     job: Job
@@ -88,18 +88,18 @@ class Duel:
 
 @dataclass(frozen=True)
 class Figure:
-    """How a duel ended.
+    """The outcome of a duel.
 
-    verdict: "right", "wrong" (our answer is outside the error budget) or "n/a" (there is nothing to compare).
+    verdict: "right", "wrong" (fastattn's answer is outside the error budget) or "n/a" (there is nothing to compare).
     note: the sentence that explains a verdict other than "right"; or which kernels of torch's were wrong, and which one
         would have been faster than the one it chose.
-    instruction_set: of our kernels.
-    target: what `ratio` was promised to reach.
+    instruction_set: the instruction set of fastattn's kernels.
+    target: the least `ratio`.
     rival: the name of the contender that `ratio` is about.
-    ratio: how many times as fast as the rival we are.
-    gflops: our useful operations per ns; `ceiling_share` is their share of the FMA ceiling in the same rounds, and
-        `ceiling_gflops` that ceiling (fp32 FMAs, whatever the job's dtype).
-    noise: how far the samples of a call lie apart, p80 / p20 - 1, at its worst among both sides and the ceiling.
+    ratio: the speed-up over the rival.
+    gflops: useful operations of fastattn per ns; `ceiling_share` is their share of the FMA ceiling in the same rounds,
+        and `ceiling_gflops` that ceiling (fp32 FMAs, whatever the job's dtype).
+    noise: the spread of the samples of a call, p80 / p20 - 1, the largest among both sides and the ceiling.
     """
 
     duel: Duel
@@ -118,12 +118,12 @@ class Figure:
 
     @property
     def job(self) -> Job:
-        """What we computed."""
+        """The job of fastattn."""
         return self.duel.job
 
     @property
     def contender(self) -> str:
-        """Who we are."""
+        """The name of fastattn's contender."""
         return OURS
 
     @property
@@ -133,14 +133,14 @@ class Figure:
 
     @property
     def ratio_met(self) -> bool:
-        """Whether we are as many times as fast as promised."""
+        """Whether the speed-up reaches its target."""
         return self.ratio is not None and self.ratio >= self.target
 
     @property
     def share_met(self) -> bool | None:
-        """Whether the promised share of the ceiling is reached; None where there is no promise.
+        """Whether the share of the ceiling reaches its target; None without a target.
 
-        Above 1 it is not: something else kept the machine from its ceiling, and the share says nothing.
+        A share above 1 does not: something else kept the machine from its ceiling, and the share has no meaning.
         """
         if self.duel.ceiling_share is None:
             return None
@@ -278,7 +278,7 @@ def _visible_share(problem: Problem) -> float:
 
 @contextmanager
 def _instruction_set(duel: Duel) -> Iterator[str]:
-    """The one that our kernels use, lowered within this block where the duel asks for it."""
+    """The instruction set of fastattn's kernels, lowered within this block where the duel asks for it."""
     if not duel.fp32_arithmetic or native.cpu.capability() in _WITHOUT_NATIVE_16_BIT:
         yield native.cpu.capability()
         return

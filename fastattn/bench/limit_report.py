@@ -1,4 +1,4 @@
-"""The figures of the suite "limit" for people and programs: tables, a JSON document, a picture."""
+"""The report of the suite "limit": tables, a JSON document, a picture."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def plot(report: Report[Figure], path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Dot:
-    """A line of a panel: what was reached, what was promised, and whether the one is as good as the other."""
+    """A line of a panel: the measured value, its target, and whether the target is met."""
 
     label: str
     value: float
@@ -165,7 +165,7 @@ _MARKERS = {True: "o", False: "X"}  # told apart without colours too
 
 
 def _label(figure: Figure) -> str:
-    """What a section's title leaves open."""
+    """The label of a figure in the panel of its section."""
     job, rival = figure.job, figure.duel.rival
     if rival:
         return f"{job.case} {job.timed} vs {figure.duel.rival_name}"

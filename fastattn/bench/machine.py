@@ -1,4 +1,4 @@
-"""What a measurement ran on: the machine, the versions, the moment."""
+"""The machine, the versions and the time of a measurement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def machine(device: str) -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Of fastattn (with its commit, in a checkout), torch, the CUDA and cuDNN it was built for, triton and Python."""
+    """The versions of fastattn (with its commit, in a checkout), torch, its CUDA and cuDNN, triton and Python."""
     commit = _commit()
     return {
         "fastattn": fastattn.__version__ + (f" ({commit})" if commit else ""),
@@ -64,7 +64,7 @@ def now() -> str:
 
 
 def _cpu_model() -> str:
-    """As Linux names it, with family, model and stepping: virtual machines often hide the name."""
+    """The processor as Linux names it, with family, model and stepping: virtual machines often hide the name."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return platform.processor() or platform.machine()
@@ -93,7 +93,7 @@ def _commit() -> str:
 
 
 def _output_of(*command: str) -> str:
-    """What the command prints; "" where it is missing or fails."""
+    """The output of a command; "" where it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

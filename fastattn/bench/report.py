@@ -1,4 +1,4 @@
-"""Measurements for people and programs: a table, a JSON document, a picture."""
+"""The report of the standard suite: a table, a JSON document, a picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AnyRow = TypeVar("AnyRow")
 
 @dataclass(frozen=True)
 class Report(Generic[AnyRow]):
-    """What was measured where: `rows` in the order they were measured; the rest as in machine.py."""
+    """Rows in the order in which they were measured, with the machine, the versions and the date of machine.py."""
 
     rows: list[AnyRow]
     device: str
@@ -52,7 +52,7 @@ class Report(Generic[AnyRow]):
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under headings; `words` are the columns of words, the others hold figures. A style for each line."""
+    """Cells under headings, with a style for each line; the columns `words` hold words, the others figures."""
 
     title: str
     headings: tuple[str, ...]
@@ -252,7 +252,7 @@ def row_as_dict(row: Row) -> dict[str, object]:
 
 
 def job_as_dict(job: Job) -> dict[str, object]:
-    """What a job is, for JSON."""
+    """A job, for JSON."""
     (B, H, n_q, D), (_, H_kv, n_k, _), (*_, d_v) = job.case.shapes()
     return {
         "level": job.level,
@@ -275,7 +275,7 @@ def timing_as_dict(timing: Timing | None) -> dict[str, object] | None:
 
 
 def rounded(value: float | None) -> float | None:
-    """Five digits, which is more than any of these means."""
+    """The value to five digits, more than any measurement has."""
     return None if value is None else float(f"{value:.5g}")
 
 

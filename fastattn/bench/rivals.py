@@ -1,4 +1,4 @@
-"""Who computes a problem: fastattn's backends, torch's, and the naive formula, each as a contender or a refusal."""
+"""The contenders of a problem: fastattn's backends, torch's kernels and the naive formula, each a call or a refusal."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Contender:
 
     family: "fastattn"; "torch", whose fastest right member is the one to beat; or "naive".
     compute: the output, from `tensors`.
-    tensors: what gets a gradient, by name.
-    do: the gradient that arrives at the output.
-    context: what the forward pass runs in.
-    refusal: why there is nothing to compute; the rest is empty then.
-    is_comparable: whether its answer is the problem's; not so where it draws random numbers of its own.
+    tensors: the tensors that get a gradient, by name.
+    do: the gradient of the output.
+    context: the context in which the forward pass runs.
+    refusal: the sentence why it computes nothing; the rest is empty then.
+    is_comparable: whether its answer can be compared; not so where it draws random numbers of its own.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Contender:
     is_comparable: bool = True
 
     def call(self, timed: str) -> Call:
-        """What is timed: forward without autograd, backward alone over a graph that is kept, or one after the other."""
+        """The call that is timed: forward without autograd, backward alone over a kept graph, or both in turn."""
         if timed == "forward":
             return Call(self.compute, self._inference)
         leaves = list(self.tensors.values())
@@ -74,7 +74,7 @@ class Contender:
         return Call(lambda: torch.autograd.grad(o, leaves, self.do, retain_graph=True))
 
     def whole(self, timed: str) -> Call:
-        """What memory is measured of: the forward pass, or both passes, since backward needs what forward leaves."""
+        """The call whose memory is measured: the forward pass, or both, since backward needs what forward keeps."""
         return self.call("forward" if timed == "forward" else "forward+backward")
 
     def trial(self, timed: str) -> tuple[Call, dict[str, Tensor]]:
@@ -104,14 +104,14 @@ class Contender:
 
 
 def names(level: str, device: str) -> list[str]:
-    """The names of everyone who might compute a problem of this level there, in the order of `contenders`."""
+    """The names of all contenders of a problem of this level on a device, in the order of `contenders`."""
     if level == "layer":
         return list(_LAYERS)
     return [*(f"fastattn {backend.NAME}" for backend in BACKENDS), *_sdpa_names(device), "naive"]
 
 
 def contenders(problem: Problem) -> list[Contender]:
-    """Everyone who might compute this problem."""
+    """All contenders of a problem, those that refuse it included."""
     if problem.job.level == "attention":
         return [*_fastattn(problem.inputs), *_sdpa(problem.inputs), _naive(problem.inputs)]
     if problem.job.level == "encoder":
@@ -211,12 +211,12 @@ def _dropout(inputs: Inputs) -> dict[str, object]:
 
 
 def without_nan(inputs: Inputs) -> Inputs:
-    """The same with zeros in padding: rivals multiply padding by zero, and NaN would spread from it."""
+    """The inputs with zeros in padding: rivals multiply padding by zero, and NaN would spread from it."""
     return replace(inputs, **{name: getattr(inputs, name).nan_to_num(0.0) for name in ("q", "k", "v", "do")})
 
 
 def _sdpa_mask(inputs: Inputs) -> dict[str, object]:
-    """The mask in the words SDPA is fastest with: is_causal, a mask over keys, or both merged into one table."""
+    """The mask in the form with which SDPA is fastest: is_causal, a mask over keys, or both merged into one table."""
     mask, features = inputs.mask, inputs.mask.features() - {"real_queries"}
     if features <= {"causal"}:
         return {"is_causal": mask.causal}
@@ -226,13 +226,13 @@ def _sdpa_mask(inputs: Inputs) -> dict[str, object]:
 
 
 def keep_for_rivals(inputs: Inputs) -> Tensor:
-    """Which keys a query may see; all of them where it sees none, whose softmax would be NaN, as Transformers does."""
+    """The mask as a table; a query that sees no key sees all of them, as in transformers: else its softmax is NaN."""
     keep = inputs.mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
     return keep | ~keep.any(-1, keepdim=True)
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What torch, its compiler and Triton raise where they cannot compute something."""
+    """The exceptions of torch, its compiler and Triton where they cannot compute something."""
     try:
         from triton.errors import TritonError
     except ImportError:

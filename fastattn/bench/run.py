@@ -1,4 +1,4 @@
-"""From a job to its rows: every contender is checked against fp64 first, and only right answers are timed."""
+"""Measurement of jobs: every contender is checked against fp64 first, and only right answers are timed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row:
 
     verdict: "right" (and so timed), "wrong" (its answer is outside the error budget) or "n/a" (it refuses).
     note: the sentence that explains a verdict other than "right".
-    max_error: the largest against fp64 in any result of the pass; None where the answer cannot be compared.
+    max_error: the largest error against fp64 in any result of the pass; None where the answer cannot be compared.
     timing, gflops, matmul_share, peak_mib, speedup: None unless right. gflops counts useful work only; matmul_share is
         of torch.matmul's rate in the same rounds; speedup is over torch's fastest right rival (None without one).
     gbps: the fewest bytes that the pass of attention must move, per ns; None for layers.
@@ -96,11 +96,11 @@ def measure_problem(problem: Problem, candidates: list[Contender], device: str, 
 
 
 class Tried(NamedTuple):
-    """What became of contenders before any was timed.
+    """The outcome of the first call of each contender.
 
-    calls, right, max_errors: of those that are right, by name: what to time, who it is, and the largest error of any
-        result (None where the answer cannot be compared).
-    untimed: the rows of the others.
+    calls, right, max_errors: by the name of each contender that is right, the call to time, the contender, and the
+        largest error of any result (None where the answer cannot be compared).
+    untimed: the rows of the other contenders.
     """
 
     calls: dict[str, Call]
@@ -110,7 +110,7 @@ class Tried(NamedTuple):
 
 
 def try_out(problem: Problem, candidates: list[Contender]) -> Tried:
-    """Runs each contender once and holds its results to fp64."""
+    """Runs each contender once and compares its results with fp64."""
     job, tried = problem.job, Tried({}, {}, {}, [])
     for contender in candidates:
         try:
@@ -134,13 +134,13 @@ def try_out(problem: Problem, candidates: list[Contender]) -> Tried:
 
 
 def errors(problem: Problem, results: dict[str, Tensor]) -> list[Error]:
-    """The error of each result that the problem has the right answer for."""
+    """The error of each result for which the problem has the right answer."""
     checked = problem.checked(results)
     return [compare(name, x, problem.naive[name], problem.exact[name]) for name, x in checked.items()]
 
 
 def wrong(compared: list[Error]) -> str:
-    """What is outside the error budget, in one sentence; "" where nothing is."""
+    """A sentence on the errors outside the error budget; "" where there are none."""
     return "; ".join(str(error) for error in compared if not error.right)
 
 

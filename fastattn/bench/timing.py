@@ -1,4 +1,4 @@
-"""How long calls take, and how much memory: all contenders in turn, round by round, so that noise meets them alike."""
+"""Time and memory of calls: all contenders are timed in turn, round by round, so that noise affects them alike."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Timing:
         return statistics.median(self.seconds)
 
     def percentile(self, percent: int) -> float:
-        """Seconds that so many percent of the samples stay below (linear between samples)."""
+        """The seconds below which that percentage of the samples lies (linear between samples)."""
         return statistics.quantiles(self.seconds, n=100, method="inclusive")[percent - 1]
 
 
@@ -56,7 +56,7 @@ def interleave(calls: dict[str, Call], budget_s: float, device: str, by_host: bo
         budget_s: about how long all rounds together may take; MIN_ROUNDS are run in any case.
         device: "cpu", by the clock of the host; or "cuda", by the GPU's own, from a cold L2 cache to the end of the
             last kernel, without the time that the host takes to launch.
-        by_host: the clock of the host for "cuda" too: what a caller waits who makes one call after the other.
+        by_host: use the clock of the host for "cuda" too: the time of a call when calls follow each other.
     """
     watch = _GPUWatch() if device == "cuda" and not by_host else _HostWatch(device)
     settings, round_s = {}, 0.0
@@ -75,7 +75,7 @@ def interleave(calls: dict[str, Call], budget_s: float, device: str, by_host: bo
 
 
 class _HostWatch:
-    """Samples by the host's clock, which waits for the device at both ends; the setting is how often a call is made."""
+    """Samples by the host's clock, which waits for the device at both ends; the setting is the number of calls."""
 
     def __init__(self, device: str) -> None:
         self.wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -99,15 +99,15 @@ class _HostWatch:
             return (time.perf_counter() - start) / repetitions
 
     def repetitions(self, setting: int) -> int:
-        """How many calls a sample is the mean of."""
+        """The number of calls of which a sample is the mean."""
         return setting
 
 
 class _GPUWatch:
     """Samples of one call each, between two events on the GPU.
 
-    The setting is how often the L2 cache is overwritten before it: the GPU is busy with that until the host has queued
-    the whole call.
+    The setting is the number of times that the L2 cache is overwritten before a call: the GPU is busy with that until
+    the host has queued the whole call.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""fastattn inside the models of others, which need not know it."""
+"""Integration into models of other libraries, which need not know of fastattn."""

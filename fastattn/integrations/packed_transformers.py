@@ -1,8 +1,8 @@
-"""Hugging Face transformers without padding: every layer works on the real tokens of a batch, one after the other.
+"""Hugging Face transformers without padding: every layer computes the real tokens of a batch, one after the other.
 
-Hooks pack what enters a layer and unpack what leaves the last one, so embeddings, heads, poolers and losses see the
-batch as it came. They know nothing but what a call brings along: a `PreparedMask` with padding in it. Where a call asks
-for what packing would change, it runs as it would without the hooks.
+Hooks pack the input of each layer and unpack the output of the last one, so embeddings, heads, poolers and losses see
+the padded batch. A hook depends only on the arguments of a call, among which is a `PreparedMask` with the padding. A
+call that asks for something that packing would change runs as it would without the hooks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MODEL_TYPES = frozenset(
     | {"qwen3_moe", "smollm3", "starcoder2"}
     | {"bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "t5_gemma_module"}
 )
-"""Models whose layers, as tests show, take all they know of positions from what they are given."""
+"""Models whose layers, as tests show, take all information on positions from their arguments."""
 
 _COUNT_TOKENS = frozenset({"mt5", "t5"})
-"""But for these: their first layer makes a bias for as many tokens as it sees, unless it is given one."""
+"""Exceptions, whose first layer makes a position bias for as many tokens as it sees, unless it is given one."""
 
 _OF_TOKENS = ("position_ids", "position_embeddings")
 _MASKS = ("attention_mask", "encoder_attention_mask")
@@ -64,8 +64,8 @@ class PackedCalls:
 class PackedPass:
     """How one pass of a padded batch through a stack of layers is packed.
 
-    mask: what the tokens see of each other.
-    cross_mask: what they see of the encoder's, if they do.
+    mask: the mask of the self-attention.
+    cross_mask: the mask of the attention to the encoder's output, if there is one.
     """
 
     def __init__(self, mask: PackedMask, cross_mask: PackedMask | None) -> None:
@@ -74,7 +74,7 @@ class PackedPass:
 
     @classmethod
     def of(cls, x: Tensor, arguments: dict[str, object]) -> PackedPass | str:
-        """The pass of a layer that is called so, or why it need not be packed."""
+        """The pass of a layer with these arguments, or the reason why it is not packed."""
         mask, states = arguments["attention_mask"], arguments.get("encoder_hidden_states")
         cross_mask = None if states is None else arguments.get("encoder_attention_mask")
         packings = []
@@ -89,7 +89,7 @@ class PackedPass:
         return cls(next(masks), next(masks, None))
 
     def arguments(self, arguments: dict[str, object]) -> dict[str, object]:
-        """Those of a layer, packed."""
+        """The arguments of a layer, packed."""
         found = arguments | {"attention_mask": self.mask}
         for name in _OF_TOKENS:
             if (given := arguments.get(name)) is not None:
@@ -101,7 +101,7 @@ class PackedPass:
         return found
 
     def _once(self, positions: Tensor) -> Tensor:
-        """Them packed; layer after layer is given the same ones."""
+        """The positions, packed once for all layers, which are given the same tensor."""
         if id(positions) not in self._packed:
             self._packed[id(positions)] = positions, _packed(positions, self.mask.queries)
         return self._packed[id(positions)][1]
@@ -112,8 +112,8 @@ class PackedStack:
 
     parent: the module whose attribute `name` is the list of layers, which it calls one after the other, each with the
         output of the one before for its first argument.
-    counts_tokens: whether the first layer is to be given a bias by places.
-    calls: where to count.
+    counts_tokens: whether the first layer must be given a position bias.
+    calls: the counts of passes.
     """
 
     def __init__(self, parent: nn.Module, name: str, counts_tokens: bool, calls: PackedCalls) -> None:
@@ -126,7 +126,7 @@ class PackedStack:
         self.handles.append(parent.register_forward_pre_hook(self.look))
 
     def look(self, parent: nn.Module, args: tuple) -> None:
-        """Notes why this pass may not go through all of the layers, from the first with a hook to the last."""
+        """Notes why this pass might leave out a layer between the first and the last one with a hook."""
         layers = getattr(parent, self.name)
         self.why = None
         if not layers or layers[0] is not self.first or layers[-1] is not self.last:
@@ -135,7 +135,7 @@ class PackedStack:
             self.why = "layers are left out at random (layerdrop)"
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
 
@@ -160,7 +160,7 @@ class PackedStack:
         return tuple(arguments.pop(name) for name in names[: len(args)]), arguments
 
     def unpack(self, layer: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> Tensor | tuple | None:
-        """The last layer's output as the batch came, 0 at padding."""
+        """The last layer's output in the layout of the padded batch, 0 at padding."""
         mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, PackedMask)), None)
         if mask is None:
             return None
@@ -169,7 +169,7 @@ class PackedStack:
         return mask.queries.unpack(output[0])
 
     def _decision(self, layer: nn.Module, x: Tensor, arguments: dict[str, object]) -> PackedPass | str:
-        """How the pass that this layer is in is packed, or why it is not: the same for all that are given its mask."""
+        """How the pass of this layer is packed, or why it is not: one decision for all layers with the same mask."""
         mask = arguments["attention_mask"]
         if (found := getattr(mask, "packed", None)) is None:
             found = self._objection(arguments) or PackedPass.of(x, arguments)
@@ -192,7 +192,7 @@ class PackedStack:
 
 
 def pack(model: nn.Module, calls: PackedCalls) -> dict[str, str]:
-    """Packs every stack of layers in `model` from now on; by the name of a stack, the sentence why that cannot be."""
+    """Packs every stack of layers in `model` from now on, and returns by name of a stack why it cannot be packed."""
     refused = {}
     for name, owner in _stacks(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
@@ -217,7 +217,7 @@ _MEMORY = "_packed_by_fastattn"
 
 
 def _stacks(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """By name, the lists of layers that hold the attention modules of transformers in `model`, and whose they are."""
+    """By name, the lists of layers with attention modules of transformers in `model`, and the model of each list."""
     found = {}
     for name, (_, owner) in attention_modules(model).items():
         parts = name.split(".")
@@ -234,7 +234,7 @@ def _packed(x: Tensor, packing: Packing) -> Tensor:
 
 
 def _biases_of_places(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """What T5's first layer would make of a padded batch x: a bias [1, H, L, L], and in cross-attention none."""
+    """The biases that T5's first layer would make for a padded batch x: [1, H, L, L], and 0 for cross-attention."""
     attention, L = layer.layer[0].SelfAttention, x.shape[1]
     none = {"encoder_decoder_position_bias": x.new_zeros(1, 1, 1, 1)} if layer.is_decoder else {}
     return {"position_bias": attention.compute_bias(L, L, device=x.device)} | none
@@ -248,5 +248,5 @@ def _positional(function: Callable) -> tuple[str, ...]:
 
 @functools.cache
 def _positional_of(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Those of the forward of a class of layers."""
+    """The names of the parameters of a class's forward that may be given by position."""
     return _positional(cls.forward)[1:]

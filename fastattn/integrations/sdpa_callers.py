@@ -1,7 +1,7 @@
 """Modules that call torch.nn.functional.scaled_dot_product_attention themselves: timm's, open_clip's, or a user's own.
 
-Such a module gets a subclass of its own class, whose forward is the same code: while it runs, calls of torch's function
-go to fastattn's. What the module computes around them is not known here and need not be.
+The class of such a module is replaced by a subclass, whose forward runs the same code, but with calls of torch's
+function routed to fastattn's. What else the module computes does not matter.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _WAYS_AROUND = ("einsum", "scaled_cosine")
 
 
 class SDPACaller(nn.Module):
-    """The base, before the original class, of the class that `adopt` gives a module."""
+    """The first base, before the original class, of the class that `adopt` gives to a module."""
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """Copied and pickled by the original class: the one of the module itself is in no file."""
+        """Copies and pickles by the original class, since the class of the module itself is in no file."""
         _, _, *state = super().__reduce_ex__(max(protocol, 2))
         return (_new, (original_class(self),), *state)
 
@@ -144,5 +144,5 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def full_name(cls: type) -> str:
-    """Of a class, with its module."""
+    """The name of a class, with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -27,15 +27,15 @@ _away = 0  # in how many calls that are torch's, and look for its function, `_ro
 
 
 class SDPAPatch:
-    """While it is started, calls of torch's scaled_dot_product_attention that a fused backend takes go to fastattn.
+    """A patch that routes calls of torch's scaled_dot_product_attention to fastattn, where a fused backend takes them.
 
-    It holds for the whole process, in every thread. Several may be started at once, and one several times: the last
-    `stop` brings torch's function back. Code that has imported the function itself, by `from torch.nn.functional import
-    scaled_dot_product_attention`, before the patch, keeps torch's; torch.nn's own modules do not.
+    It is in force in the whole process, in every thread. Several may be started at once, and one several times: the
+    last `stop` restores torch's function. Code that has imported the function itself, by `from torch.nn.functional
+    import scaled_dot_product_attention`, before the patch, keeps torch's; torch.nn's own modules do not.
 
     Attributes:
-        computed: how many calls fastattn computed since this patch was first started.
-        left: by reason, how many it left to torch; calls inside torch.compile are not counted, neither here nor there.
+        computed: number of calls that fastattn computed since this patch was first started.
+        left: number of calls left to torch, by reason. Neither counts calls inside torch.compile.
 
     Example:
         >>> import torch, fastattn
@@ -106,6 +106,9 @@ def patch_sdpa() -> SDPAPatch:
 
     A `__torch_function__` that compares its function with `torch.nn.functional.scaled_dot_product_attention` finds them
     the same, but not in a call by a name that was imported before the patch.
+
+    Returns:
+        The patch, which counts both kinds of calls.
 
     Example:
         >>> import torch, fastattn

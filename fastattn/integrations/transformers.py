@@ -2,11 +2,11 @@
 
 Two functions are registered under that name, and a model needs both: `attention_mask`, which transformers calls once
 a forward pass to make its mask, and `attention_forward`, which each attention module calls with that mask. With the
-second alone transformers would make no mask at all, and padding would be attended to without a word.
+second alone transformers would make no mask at all, and padding would be attended to silently.
 
-What comes from transformers is either computed as its own eager attention does, or refused in a sentence. One thing
-differs on purpose: where it is certain that the queries are the tokens of the keys, padded queries are not computed,
-and their attention output is 0 (as with its flash_attention_2). What a model returns at padding means nothing.
+A call of transformers is either computed as its own eager attention does, or refused in a sentence. One thing differs
+on purpose: where it is certain that the queries are the tokens of the keys, padded queries are not computed, and their
+attention output is 0 (as with its flash_attention_2). The output of a model at padding has no meaning.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ and padding are in the mask already."""
 class PreparedMask(Mask):
     """A `Mask` that goes through transformers in place of the 4-D tensor it expects a mask function to make.
 
-    Nearly all models hand it on as it is. To what others do with it (BEiT adds it to its position bias, Gemma 4 takes
-    the last rows) it is the tensor that they get under "sdpa", or "eager" where they add it.
+    Nearly all models pass it on unchanged. For the operations of others (BEiT adds it to its position bias, Gemma 4
+    takes the last rows) it behaves as the tensor that they get under "sdpa", or "eager" where they add it.
     """
 
     __slots__ = ("lengths", "packed")  # (B, n_q, n_k); what `packed_transformers` makes of it
@@ -113,10 +113,10 @@ class PreparedMask(Mask):
 
 
 class PackedMask(PreparedMask):
-    """What the tokens of a packed batch see of those of the same sample.
+    """The mask of a packed batch, in which tokens see those of the same sample only.
 
-    queries: how the queries were packed.
-    keys: how the keys were.
+    queries: the packing of the queries.
+    keys: the packing of the keys.
     padded: the mask of the padded batch.
     """
 
@@ -124,7 +124,7 @@ class PackedMask(PreparedMask):
 
     @classmethod
     def of(cls, padded: PreparedMask, queries: Packing, keys: Packing) -> PackedMask:
-        """The mask that says what `padded` says."""
+        """The packed mask with the meaning of `padded`."""
         documents = queries.documents, keys.documents
         lengths = 1, documents[0].shape[1], documents[1].shape[1]
         packed = cls.for_lengths(lengths, causal=padded.causal, window=padded.window, segments=documents)
@@ -133,7 +133,7 @@ class PackedMask(PreparedMask):
         return packed
 
     def needs_places(self, position_bias: Tensor | None) -> bool:
-        """Whether the attention asks for the places in the padded batch, so that it has to be computed there."""
+        """Whether the attention depends on places in the padded batch, so that it has to be computed unpacked."""
         if position_bias is not None and position_bias.shape[-2:].numel() > 1:
             return True
         asked = self.padded.features() - {"causal", "real_keys", "real_queries"}
@@ -148,7 +148,7 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class _Before:
-    """What `switch_back` gives back. A model that is unpickled, perhaps in a new process, registers ours with it."""
+    """The implementation that `switch_back` restores; unpickling it, perhaps in a new process, registers fastattn's."""
 
     implementation: str
 
@@ -158,7 +158,7 @@ class _Before:
 
 
 def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """What was set to fastattn, what had been before, and what cannot be, of the transformers models in `model`.
+    """Sets the transformers models in `model` to fastattn.
 
     Returns:
         swapped: by qualified name, the class of each attention module that now computes by fastattn.
@@ -240,7 +240,7 @@ def _attention_modules_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, 
 
 
 def _other_attention_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str, PreTrainedModel]]:
-    """By name, each attention of transformers that does not ask; and the name of the model it belongs to, and that."""
+    """By name, each attention of transformers that does not ask, with the name of its model and the model."""
     asking = {part for module, _ in _attention_modules_of(model).values() for part in module.modules()}
     found = {}
     for name, (module, owner_name, owner) in _owned(model):
@@ -255,7 +255,7 @@ def _other_attention_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, st
 
 
 def _owned(model: PreTrainedModel) -> Iterator[tuple[str, tuple[nn.Module, str, PreTrainedModel]]]:
-    """By name, each module that is no model; and the name of the model it belongs to, and that."""
+    """By name, each module that is no model, with the name of the model it belongs to and that model."""
     owners: dict[str, tuple[str, PreTrainedModel]] = {}
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
@@ -333,7 +333,7 @@ def attention_mask(
         attention_mask: bool [B, n], False at padding; positions from n on are padding too.
         config: that of the model.
         use_vmap: `mask_function` works on single indices only, so it is the user's own.
-        options: what other implementations are told, without a meaning here.
+        options: arguments for other implementations, without effect here.
     """
     if isinstance(attention_mask, Mask):  # `generate` has made it ahead of the forward pass, for a static cache
         return attention_mask
@@ -383,7 +383,7 @@ def _self_attention_only(config: PreTrainedConfig | None) -> bool:
 
 
 def _fields(function: Callable) -> dict[str, object] | None:
-    """The fields of `Mask` that say what a mask function of transformers says; None for a function not known here."""
+    """The fields of `Mask` with the meaning of a mask function of transformers; None for a function not known here."""
     if function is masking_utils.bidirectional_mask_function:
         return {}
     if function is masking_utils.causal_mask_function:
@@ -404,7 +404,7 @@ def _fields(function: Callable) -> dict[str, object] | None:
 
 
 def _all_of(functions: tuple[Callable, ...]) -> dict[str, object] | None:
-    """The fields that say what all these functions say together."""
+    """The fields with the meaning of all these functions together; None where fields cannot express it."""
     merged: dict[str, object] = {}
     for function in functions:
         if "segments" in merged and _maker(function) == "remap_positions_for_packed_sequence":
@@ -424,7 +424,7 @@ def _maker(function: Callable) -> str | None:
 
 
 def _enclosed_by(function: Callable) -> dict[str, object]:
-    """What the closure was made with."""
+    """The variables that a closure encloses, by name."""
     cells = getattr(function, "__closure__", None) or ()
     return (
         {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
@@ -451,7 +451,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """What an attention module of transformers asks for: (output [B, n_q, H, d_v], weights [B, H, n_q, n_k] or None).
+    """Computes a call of an attention module: (output [B, n_q, H, d_v], weights [B, H, n_q, n_k] or None).
 
     Args:
         module: the attention module that calls.
@@ -519,7 +519,7 @@ def attention_forward(
 
 
 def _from_tensor(attention_mask: Tensor) -> tuple[Mask, Tensor | None]:
-    """The mask and the bias of a tensor that somebody else made."""
+    """The mask and the bias of a tensor that a user or a model made."""
     if attention_mask.is_floating_point():
         return Mask(), attention_mask
     if attention_mask.dtype != torch.bool:

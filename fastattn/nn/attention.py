@@ -19,17 +19,17 @@ class MultiHeadAttention(nn.MultiheadAttention):
     """A drop-in for torch.nn.MultiheadAttention: its parameters, initialisation, state_dict, arguments and answers.
 
     concat_h(softmax(q_h k_h^T / sqrt(D) + masks) v_h) W_out + b_out, with q, k, v = x W_in + b_in split into heads. It
-    differs from torch's where torch's is slow, or not one answer:
+    differs from torch's class where that is slow, or gives different answers in different modes:
 
-    * Padding and causal masks reach the fused kernels as what they are, bool or float, so padding is skipped work.
-    * A query that may see nothing gets 0 (so `out_proj.bias` after the projection) and weights of 0. In torch that, or
-      NaN, depends on `need_weights` and on `eval()`. Gradients are finite.
+    * Padding and causal masks, bool or float, are recognised as such, so that the fused kernels skip padding.
+    * A query that may see nothing gets 0 (so `out_proj.bias` after the projection) and weights of 0. In torch it gets
+      that or NaN, depending on `need_weights` and on `eval()`. Gradients are finite.
     * `need_weights` changes what is returned, not how the output is computed: the weights are a second pass, under the
       same dropout.
     * It has no separate fast path in eval mode, and torch.nn.TransformerEncoderLayer calls it in eval mode too.
-    * A float32 mask goes with inputs of every dtype, also with `need_weights`.
+    * A float32 mask can be combined with inputs of every dtype, also with `need_weights`.
 
-    It is not for torch.jit.script, nor for quantisation.
+    torch.jit.script and quantisation do not support it.
 
     Args:
         embed_dim: width E of query and of the output.
@@ -41,10 +41,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         kdim: width of key, if not E.
         vdim: width of value, if not E.
         batch_first: inputs and output are [N, L, E], not [L, N, E].
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         num_kv_heads: number of heads H_kv of keys and values, which divides H; None is H. Each serves H / H_kv heads
-            of queries; `in_proj_weight` is [(H + 2 H_kv) D, E] then. Not for torch.nn, which has no such thing.
+            of queries; `in_proj_weight` is [(H + 2 H_kv) D, E] then. torch.nn has no such argument.
 
     Raises:
         ValueError: `embed_dim` or `num_heads` is not positive; `num_kv_heads` does not divide `num_heads`, or comes
@@ -91,12 +91,12 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
     @classmethod
     def adopt(cls, module: nn.MultiheadAttention) -> None:
-        """Makes this torch.nn.MultiheadAttention one of ours, in place: the same object and the same parameters."""
+        """Turns a torch.nn.MultiheadAttention into this class, in place: the same object with the same parameters."""
         module.__class__ = cls
         module.num_kv_heads = module.num_heads
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """What torch.jit.script asks each module before it compiles it."""
+        """Refuses torch.jit.script, which calls this method of each module before it compiles it."""
         raise NotImplementedError(
             "torch.jit.script cannot compile a MultiHeadAttention of fastattn: call fastattn.unswap(model) first, "
             "or use torch.compile or torch.export"
@@ -117,7 +117,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _widths(self) -> tuple[int, int, int]:
-        """How wide the projected q, k and v are."""
+        """The widths of the projected q, k and v."""
         return self.embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     def forward(
@@ -138,9 +138,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
         `is_causal` is torch's hint that `attn_mask` is the causal mask. It is trusted where torch trusts it, which is
         with `need_weights=False` and no `key_padding_mask`; everywhere else the values of `attn_mask` decide. So a hint
-        that contradicts its mask gives, here as in torch, an answer that depends on `need_weights`. Right is then the
-        mask: it is the request, the hint only an optimisation, and outside torch.compile not even that, since a causal
-        `attn_mask` is recognised without it.
+        that contradicts its mask gives, here as in torch, an answer that depends on `need_weights`. The hint only saves
+        time, and only under torch.compile: elsewhere a causal `attn_mask` is recognised without it.
 
         Args:
             query: [L, N, E], [N, L, E] with `batch_first`, or [L, E] without a batch.
@@ -153,8 +152,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
             average_attn_weights: average the weights over the heads; otherwise they are [N, H, L, S].
             is_causal: hint that `attn_mask` hides the keys after each query's own position, and nothing else.
             rotation: turns queries and keys by their positions (`RotaryPositions`).
-            cache: the keys and values of earlier calls, which those of this call join. `attn_mask` is a `Mask` then,
-                over all of them.
+            cache: the keys and values of earlier calls, to which this call adds its own. `attn_mask` is then a `Mask`
+                over all keys.
 
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
@@ -260,7 +259,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _merge_heads(self, o: Tensor, batched: bool) -> Tensor:
-        """`_split_heads` undone: [L, E], or with a batch [N, L, E] or [L, N, E]."""
+        """The inverse of `_split_heads`: [L, E], or with a batch [N, L, E] or [L, N, E]."""
         if not batched:
             return o[0].transpose(0, 1).flatten(-2)
         return (o.transpose(1, 2) if self.batch_first else o.permute(2, 0, 1, 3)).flatten(-2)
@@ -324,5 +323,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
 
 def _call_me(module: nn.Module, arguments: tuple) -> None:
-    """Nothing, as a hook: torch.nn.TransformerEncoderLayer in eval mode computes attention from the parameters of its
-    `self_attn` without calling it, unless some module inside the layer has a hook."""
+    """A hook that does nothing, but whose presence makes torch.nn.TransformerEncoderLayer call its `self_attn`.
+
+    In eval mode a layer in which no module has a hook computes attention from the parameters of `self_attn` itself.
+    """

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a model has read already, for generating the next ones."""
+"""The KV cache: keys and values of the tokens that a model has read, for generating the next ones."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ if TYPE_CHECKING:
 
 
 class AttentionCache(Protocol):
-    """What one attention layer keeps between calls."""
+    """The keys and values that one attention layer keeps between calls."""
 
     def project(
         self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q of this call, and the k and v that it sees, those of earlier calls among them."""
+        """q of this call, with k and v of this call and the earlier ones."""
 
 
 class KVCache:
     """Keys and values of every layer, in buffers of a fixed length that the first call allocates.
 
-    Each sample fills its buffers from the beginning and without gaps, wherever its padding was: padding is not kept.
-    So with `Mask.q_start`, the number of tokens that a sample has there, causality hides all that is not written yet.
+    Each sample fills its buffers from the beginning and without gaps: padding is not kept, wherever it is in the input.
+    So where `Mask.q_start` is the number of tokens that a sample has in the cache, a causal mask hides the unwritten
+    rest of a buffer.
 
     Args:
         batch_size: number of samples B.
-        max_length: how many tokens of each sample there is room for.
+        max_length: the largest number of tokens of a sample.
 
     Attributes:
-        positions: int64 [B or 1, n], of the tokens that the current pass adds.
+        positions: int64 [B or 1, n], the positions of the tokens that the current pass adds.
 
     Example:
         >>> cache = KVCache(batch_size=2, max_length=8)
@@ -50,19 +51,22 @@ class KVCache:
     def __init__(self, batch_size: int, max_length: int) -> None:
         self.batch_size, self.max_length = batch_size, max_length
         self._length: int | Tensor = 0  # of each sample, int64 [B, 1]; an int as long as it is the same for all
-        self._end = 0  # no sample is longer
+        self._end = 0  # an upper bound of the lengths
         self.positions = torch.empty(1, 0, dtype=torch.int64)  # of the tokens that this pass adds
         self._real: Tensor | None = None  # which of them are not padding
         self._layers: dict[int, _Growing] = {}
         self._memories: dict[int, _Memory] = {}
 
     def extend(self, n: int, real: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
-        """Positions, int64 [B or 1, n], of the n tokens of each sample that the next pass through the layers adds.
+        """Makes room for n tokens of each sample, which the next pass through the layers adds.
 
         Args:
-            n: how many tokens.
+            n: number of tokens.
             real: bool [B, n], False for padding; None if there is none.
-            device: of the positions, where `real` is None.
+            device: device of the positions, where `real` is None.
+
+        Returns:
+            The positions of these tokens, int64 [B or 1, n].
 
         Raises:
             ValueError: there is no room for them.
@@ -82,10 +86,10 @@ class KVCache:
         return positions
 
     def mask(self, mask: Mask) -> Mask:
-        """What the new tokens see of all: `mask`, which must be causal, moved to where they stand.
+        """The mask of the new tokens over all keys in the cache: `mask`, which must be causal, at their positions.
 
         Raises:
-            ValueError: `mask` is not causal, or says more than that and a window.
+            ValueError: `mask` is not causal, or has fields other than `causal` and `window`.
         """
         if not mask.causal or mask.features() - {"causal", "window"}:
             raise ValueError(f"mask must be causal, with a window at most, with a cache, got {sorted(mask.features())}")
@@ -114,7 +118,7 @@ class KVCache:
         return self._memories.setdefault(i, _Memory())
 
     def select(self, samples: Tensor) -> None:
-        """Goes on with these samples, int64 [B']: some may be left out, others occur more than once."""
+        """Keeps the samples with these numbers, int64 [B'], in this order; a sample may be left out or repeated."""
         self.batch_size = len(samples)
         if isinstance(self._length, Tensor):
             self._length = self._length[samples]
@@ -134,7 +138,7 @@ class _KeysAndValues:
 
 
 class _Growing(_KeysAndValues):
-    """Those of a self-attention, with room for max_length tokens."""
+    """Keys and values of a self-attention, with room for max_length tokens."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
@@ -150,7 +154,7 @@ class _Growing(_KeysAndValues):
 
 
 class _Memory(_KeysAndValues):
-    """Those of an encoder's output."""
+    """Keys and values of an encoder's output, which the first call projects."""
 
     def project(
         self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None

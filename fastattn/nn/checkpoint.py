@@ -1,4 +1,4 @@
-"""Models in safetensors files: the weights, and for the models of `fastattn.nn` what it takes to build them again."""
+"""Saving and loading models as safetensors files, from which the models of `fastattn.nn` can also be built."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from torch import nn
 from .models import LanguageModel, Model, Seq2SeqModel, SequenceClassifier, TransformerConfig
 
 MODELS: dict[str, type[Model]] = {cls.__name__: cls for cls in (LanguageModel, Seq2SeqModel, SequenceClassifier)}
-_KEY = "fastattn"  # of our entry in a file's metadata
+_KEY = "fastattn"  # the key of our entry in the metadata of a file
 
 
 def save(model: nn.Module, path: str | os.PathLike) -> None:
-    """Writes the weights of any module, each shared one once; the file appears whole or not at all.
+    """Writes the weights of a module to a safetensors file, which appears whole or not at all.
+
+    A shared weight is written once. With a model of `fastattn.nn`, the file also has what `load` needs to build it.
 
     Args:
-        path: of the safetensors file.
+        model: any module.
+        path: the file to write.
 
     Raises:
         ImportError: the package safetensors is not installed.
@@ -48,16 +51,19 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike, model: nn.Module | None = None) -> nn.Module:
-    """The model in a safetensors file: the given one with its weights, or a new one, on the CPU, in training mode.
+    """Loads the weights of a safetensors file into a model, or into a new one that is built as the file says.
 
     Args:
-        path: of the file.
-        model: whose parameters and buffers the file has; None builds the model of `fastattn.nn` that was saved.
+        path: the file to read.
+        model: the model to fill; None builds the model of `fastattn.nn` that was saved.
+
+    Returns:
+        `model`, or the new model, on the CPU and in training mode.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or has other weights than the model, of which nothing is changed then; or it does not
-            say what to build.
+        ValueError: the file is damaged, or its weights are not those of the model, which is then unchanged; or `model`
+            is None and the file does not say what to build.
         ImportError: the package safetensors is not installed.
     """
     path = Path(path)
@@ -84,7 +90,7 @@ def _read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
 
 
 def _built(path: Path, description: str) -> Model:
-    """A new model by what `save` wrote about it."""
+    """A new model, built from the description that `save` wrote."""
     try:
         arguments = json.loads(description)
         cls = MODELS[arguments.pop("class")]
@@ -94,7 +100,7 @@ def _built(path: Path, description: str) -> Model:
 
 
 def _check_fit(path: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
-    """Refuses a file that has not the weights of the model, in one sentence about the first that is wrong."""
+    """Raises ValueError about the first weight in which a file does not fit the model."""
     expected = model.state_dict()
     for name in shapes.keys() - expected.keys():
         raise ValueError(f"{path} must hold the weights of a {type(model).__name__}, which has no {name}")

@@ -1,4 +1,4 @@
-"""Which token comes next: greedy, by sampling, or by beam search."""
+"""Generation of tokens by greedy search, sampling or beam search."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass
 class Generation:
-    """A model in the middle of B sequences.
+    """The state of a model that generates B sequences.
 
-    logits: [B, vocab_size] of the next token of each.
-    step: appends one token to each, int64 [B], and returns the logits of the one after.
-    select: goes on with these sequences, int64 [B'] of the B.
+    logits: the logits of the next token of each sequence, [B, vocab_size].
+    step: appends a token to each sequence, int64 [B], and returns the logits of the token after it.
+    select: keeps the sequences with these numbers, int64 [B'].
     """
 
     logits: Tensor
@@ -25,24 +25,24 @@ class Generation:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How `generate` chooses tokens; the names are those of Hugging Face transformers.
+    """The options of `generate`, with the names of Hugging Face transformers.
 
     Args:
-        max_new_tokens: how many tokens at most.
-        eos_token_id: the token that ends a sequence, which is the last of it; None if there is none.
-        pad_token_id: what fills sequences that have ended; None is the model's `padding_idx`, or else `eos_token_id`.
+        max_new_tokens: the largest number of new tokens.
+        eos_token_id: the token that ends a sequence, and is part of it; None if there is none.
+        pad_token_id: the token after the end of a sequence; None is the model's `padding_idx`, or else `eos_token_id`.
         do_sample: draw tokens, instead of taking the likeliest.
         temperature: divides the logits before drawing.
-        top_k: draw from so many of the likeliest tokens only.
-        top_p: draw from the fewest likeliest tokens only that have this probability together.
-        generator: of the random numbers.
-        num_beams: more than 1 is beam search: that many of the likeliest sequences are followed.
-        length_penalty: a sequence of n tokens is worth log p / n ** length_penalty in the end; above 0 prefers long
-            ones.
+        top_k: draw from this number of the likeliest tokens only.
+        top_p: draw only from the smallest set of likeliest tokens that has this probability together.
+        generator: the generator to draw from; None is PyTorch's default generator.
+        num_beams: above 1, beam search over this number of sequences.
+        length_penalty: beam search ranks a finished sequence of n tokens by log p / n ** length_penalty; above 0
+            prefers long ones.
         early_stopping: stop as soon as `num_beams` sequences have ended, not only when no other can be worth more.
 
     Raises:
-        ValueError: one of them is out of its range, or options do not go together.
+        ValueError: an option is out of its range, or two options exclude each other.
 
     Sources:
         Holtzman et al., The Curious Case of Neural Text Degeneration (2020), for top_p. Wu et al., Google's Neural
@@ -79,12 +79,15 @@ class GenerationOptions:
 
 
 def generate(begin: Callable[[int], Generation], padding_idx: int | None, **options: object) -> Tensor:
-    """The new tokens, int64 [B, n]; n is `max_new_tokens`, or less if every sequence has ended before.
+    """Generates tokens by the options of `GenerationOptions`.
 
     Args:
-        begin: makes the generation, given `max_new_tokens`.
-        padding_idx: stands in for `pad_token_id`.
-        options: of `GenerationOptions`.
+        begin: makes the `Generation`, given `max_new_tokens`.
+        padding_idx: the default of `pad_token_id`.
+        options: the fields of `GenerationOptions`.
+
+    Returns:
+        The new tokens, int64 [B, n]; n is `max_new_tokens`, or less if every sequence has ended before.
     """
     options = GenerationOptions(**options)
     padding = next((x for x in (options.pad_token_id, padding_idx, options.eos_token_id) if x is not None), 0)
@@ -94,7 +97,7 @@ def generate(begin: Callable[[int], Generation], padding_idx: int | None, **opti
 
 
 def _one_by_one(generation: Generation, options: GenerationOptions, padding: int) -> Tensor:
-    """Greedy or by sampling: each sequence on its own."""
+    """The tokens of each sequence on its own, greedily or by sampling."""
     logits = generation.logits
     ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     tokens: list[Tensor] = []
@@ -127,7 +130,7 @@ def filtered(logits: Tensor, top_k: int | None = None, top_p: float | None = Non
     drop = rank >= (logits.shape[-1] if top_k is None else top_k)
     if top_p is not None:
         probabilities = descending.masked_fill(drop, -torch.inf).softmax(dim=-1)
-        likelier = probabilities.cumsum(dim=-1) - probabilities  # together, the ones before
+        likelier = probabilities.cumsum(dim=-1) - probabilities  # the sum over the likelier tokens
         drop = drop | (likelier >= top_p)
     drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, drop.expand_as(logits))
     return logits.masked_fill(drop, -torch.inf)
@@ -136,8 +139,8 @@ def filtered(logits: Tensor, top_k: int | None = None, top_p: float | None = Non
 def _beam_search(generation: Generation, options: GenerationOptions, padding: int) -> Tensor:
     """The best sequence of each sample, of all that stayed among its `num_beams` likeliest beginnings.
 
-    K beams; running sequences are tokens [B, K, n] with scores [B, K], the sum of their log p; ended ones are kept
-    apart, with what they are worth.
+    With K beams, running sequences are tokens [B, K, n] with scores [B, K], the sum of their log p. The K best
+    sequences that have ended are kept in `ended`, with their final scores in `worth`.
     """
     B, vocab_size = generation.logits.shape
     device, K, n_max = generation.logits.device, options.num_beams, options.max_new_tokens
@@ -145,7 +148,7 @@ def _beam_search(generation: Generation, options: GenerationOptions, padding: in
     generation.select(sample.expand(B, K).flatten())
     logits = generation.logits[:, None].expand(B, K, vocab_size)
     scores = torch.full((B, K), -torch.inf, device=device)
-    scores[:, 0] = 0  # the K beams of a sample are the same still, and only one of them counts
+    scores[:, 0] = 0  # the K beams of a sample are still equal, and only one of them counts
     tokens = torch.empty(B, K, 0, dtype=torch.int64, device=device)
     ended = torch.full((B, K, n_max), padding, device=device)
     worth = torch.full((B, K), -torch.inf, device=device)

@@ -1,4 +1,4 @@
-"""What the masks of torch.nn's modules mean here: the only place that knows torch's inverted polarity."""
+"""Translates the masks of torch.nn, in which True hides a key, into a `Mask` and a bias, as no other module does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def understood(
     need_weights: bool = False,
     appended: int = 0,
 ) -> tuple[Mask, Tensor | None]:
-    """The mask, and the bias or None, that a call of a torch.nn module asks for; `attn_mask` may be a `Mask` already.
+    """The mask, and the bias or None, of a call of a torch.nn module; `attn_mask` may be a `Mask` already.
 
     `is_causal` is torch's hint that `attn_mask` is the causal mask. It is trusted where torch trusts it, which is
     without weights and without a `key_padding_mask`; everywhere else the values of `attn_mask` decide.
@@ -34,8 +34,8 @@ def understood(
         key_padding_mask: [B, S], or [S] if not `batched`; bool (True hides) or float (added).
         attn_mask: [L, S] or [B * H, L, S], bool or float; or a `Mask`, whose True means seen.
         shape: [B, H, L, S] of the scores.
-        dtype: of the queries.
-        appended: how many keys the module appends to the S, for all to see.
+        dtype: dtype of the queries.
+        appended: number of keys that the module appends to the S, which every query sees.
 
     Raises:
         AssertionError, RuntimeError: whichever of them torch raises for the same call.
@@ -60,14 +60,14 @@ def understood(
 def from_torch(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, shape: tuple[int, int, int, int]
 ) -> tuple[Mask, Tensor | None]:
-    """The mask, and the bias or None, that the two masks of torch.nn.MultiheadAttention stand for.
+    """The mask, and the bias or None, with the meaning of the two masks of torch.nn.MultiheadAttention.
 
-    True in a bool mask of torch's means *hidden*, and a float one is added to the scores. A float mask of nothing
-    but 0 and -inf only hides, so it becomes part of the mask, and an `attn_mask` that hides exactly what lies above
-    the diagonal becomes `causal`. To know, the values are looked at: on CUDA one synchronisation, remembered while
-    the tensor's version counter stands still. Where nobody can look (under torch.compile, torch.jit.trace or vmap,
-    while a CUDA graph is captured), and where the mask is differentiated, a float mask stays a bias and a bool one
-    `dense`.
+    In torch, True in a bool mask means *hidden*, and a float mask is added to the scores. A float mask of only 0 and
+    -inf hides, so it becomes part of the mask, and an `attn_mask` that hides exactly what lies above the diagonal
+    becomes `causal`. To find out, the values are read: on CUDA that is one synchronisation, whose result is kept while
+    the version counter of the tensor stays the same. Where they cannot be read (under torch.compile, torch.jit.trace or
+    vmap, while a CUDA graph is captured), and where the mask is differentiated, a float mask stays a bias and a bool
+    one `dense`.
 
     Args:
         key_padding_mask: [B, S], bool or float.
@@ -103,7 +103,7 @@ def from_torch(
 
 
 class _Contents(NamedTuple):
-    """What the values of one of torch's masks say; False where nobody can look."""
+    """Properties of the values of a mask in torch's polarity; False where they cannot be read."""
 
     only_hides: bool  # a bool mask, or a float one of 0 and -inf
     causal: bool  # hides exactly what lies above the diagonal
@@ -113,7 +113,7 @@ _SEEN = WeakTensorKeyDictionary()  # mask -> (its version, its _Contents)
 
 
 def _contents(mask: Tensor) -> _Contents:
-    """What the values of this mask, in torch's polarity, say."""
+    """The properties of a mask in torch's polarity, from its values where they can be read."""
     if not can_look_at(mask):
         return _Contents(only_hides=mask.dtype == torch.bool, causal=False)
     if not _remembered(mask):
@@ -133,12 +133,12 @@ def _look_at(mask: Tensor) -> _Contents:
 
 
 def _remembered(mask: Tensor) -> bool:
-    """Whether a look is costly, as it waits for a device, and a version counter tells when the mask has changed."""
+    """Whether properties are kept: reading values waits for a device, and a version counter tells when they change."""
     return not mask.is_cpu and not mask.is_inference()
 
 
 def can_look_at(mask: Tensor) -> bool:
-    """Whether the values are there to be read now, and nobody differentiates by them."""
+    """Whether the values can be read now, and no derivative with respect to them is taken."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or mask.is_meta or type(mask) is not Tensor:
         return False
     if mask.requires_grad or forward_ad.unpack_dual(mask).tangent is not None:
@@ -149,7 +149,7 @@ def can_look_at(mask: Tensor) -> bool:
 
 
 def _hidden_by(mask: Tensor) -> Tensor:
-    """bool, True where a mask of torch's hides the key; of a float mask the -inf."""
+    """bool, True where a mask in torch's polarity hides the key, which a float mask does by -inf."""
     return mask if mask.dtype == torch.bool else mask == -math.inf
 
 
@@ -160,7 +160,7 @@ def _extended(table: Tensor, n_k: int, value: float) -> Tensor:
 
 
 def _check_padding(mask: Tensor | None, wanted: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuses the key_padding_mask that torch refuses, with its class."""
+    """Refuses the key_padding_mask that torch refuses, with the same class of exception."""
     _check_dtype("key_padding_mask", mask, dtype)
     if mask is not None and mask.shape != wanted:
         raise AssertionError(f"key_padding_mask must be {list(wanted)}, got {list(mask.shape)}")
@@ -175,7 +175,7 @@ def _check_attn_mask(
     is_causal: bool,
     hint_decides: bool,
 ) -> None:
-    """Refuses the attn_mask that torch refuses, with its class; where the hint decides, torch takes any shape."""
+    """Refuses the attn_mask that torch refuses, with the same class of exception; with `hint_decides`, of any shape."""
     _check_dtype("attn_mask", mask, dtype)
     if mask is None:
         if is_causal:

@@ -23,7 +23,7 @@ from .transformer import (
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes and choices of a model. Frozen, and made of plain values, so it is saved beside the weights.
+    """The sizes and options of a model: plain values, which are saved beside the weights.
 
     Args:
         vocab_size: number of token ids.
@@ -34,13 +34,14 @@ class TransformerConfig:
         dim_feedforward: inner width of the feed-forward networks.
         dropout: probability to drop an attention weight, and an element of embeddings and of what enters a residual.
         activation: "relu", "gelu" or "swiglu".
-        norm: "layer" or "rms"; norm_first: pre-norm, with one more norm after the last layer, or post-norm.
+        norm: "layer" or "rms".
+        norm_first: pre-norm, with one more norm after the last layer, instead of post-norm.
         layer_norm_eps: eps of the norms.
         bias: whether linear layers and LayerNorm have one.
         num_kv_heads: heads of keys and values, for grouped-query attention; None is `nhead`.
         positions: "sinusoidal" or "learned", added to the embeddings; or "rotary", in every self-attention.
         max_length: number of positions, if they are learned or sinusoidal.
-        padding_idx: id of padding, whose embedding is 0; tokens of it are padding where no mask says more.
+        padding_idx: id of padding, whose embedding is 0; where no mask is given, its tokens are the padding.
         scale_embeddings: multiply embeddings by sqrt(d_model) before positions are added.
         tie_embeddings: the output layer has the weight of the (target) embedding.
         tgt_vocab_size: number of target ids, with an embedding of their own; None is one vocabulary, and one embedding,
@@ -76,14 +77,14 @@ class TransformerConfig:
 
 
 class Model(nn.Module):
-    """What the models share: how the parts that a config describes are made. Not for use by itself."""
+    """Base class of the models: makes the parts that a config describes."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
 
     def arguments(self) -> dict[str, object]:
-        """The arguments of its constructor, by name."""
+        """The arguments of the constructor, by name."""
         return {"config": self.config}
 
     def _embedding(self, vocab_size: int) -> TokenEmbedding:
@@ -91,7 +92,7 @@ class Model(nn.Module):
         return TokenEmbedding(vocab_size, config.d_model, config.padding_idx, scaled=config.scale_embeddings)
 
     def _positions(self) -> nn.Module | None:
-        """What is added to embeddings."""
+        """The module of the positions that are added to embeddings; None for rotary positions."""
         kinds = {"sinusoidal": SinusoidalPositions, "learned": LearnedPositions}
         kind = kinds.get(self.config.positions)
         return None if kind is None else kind(self.config.d_model, self.config.max_length)
@@ -117,7 +118,7 @@ class Model(nn.Module):
         return stack
 
     def _head(self, embedding: TokenEmbedding) -> nn.Linear:
-        """The output layer over the ids of this embedding."""
+        """The output layer, from hidden states to logits of the ids of this embedding."""
         head = nn.Linear(self.config.d_model, embedding.num_embeddings, bias=False)
         nn.init.normal_(head.weight, std=self.config.d_model**-0.5)
         if self.config.tie_embeddings:
@@ -125,7 +126,7 @@ class Model(nn.Module):
         return head
 
     def _real(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """bool [B, L], or None where no token is known to be padding."""
+        """bool [B, L], False at padding; None where no token is known to be padding."""
         if attention_mask is not None:
             if attention_mask.shape != ids.shape:
                 raise ValueError(
@@ -142,12 +143,12 @@ class Model(nn.Module):
 
 
 def _hidden(real: Tensor | None) -> Tensor | None:
-    """The key_padding_mask of torch's polarity."""
+    """The key_padding_mask in torch's polarity, True at padding."""
     return None if real is None else ~real
 
 
 def _positions_in(ids: Tensor, real: Tensor | None) -> Tensor:
-    """int64 [B or 1, L]."""
+    """The positions of the tokens, int64 [B or 1, L]."""
     return torch.arange(ids.shape[1], device=ids.device)[None] if real is None else positions_of(real)
 
 
@@ -155,8 +156,8 @@ class SequenceClassifier(Model):
     """Logits [B, num_classes] of sequences: an encoder, and a linear layer on its first real token.
 
     Args:
-        config: of the model.
-        num_classes: how many labels there are.
+        config: sizes and options of the model.
+        num_classes: number of labels.
 
     Example:
         >>> import torch, fastattn
@@ -197,6 +198,9 @@ class SequenceClassifier(Model):
 class LanguageModel(Model):
     """Logits [B, L, vocab_size] of the token after each token: a stack of layers under a causal mask.
 
+    Args:
+        config: sizes and options of the model.
+
     Example:
         >>> import torch, fastattn
         >>> config = fastattn.nn.TransformerConfig(
@@ -222,12 +226,12 @@ class LanguageModel(Model):
         Args:
             input_ids: integer [B, L]; with a cache, the tokens after those in it.
             attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
-            cache: of the tokens before; this call adds its own.
+            cache: the cache of the tokens before, to which this call adds its own.
         """
         return self.head(self.hidden(input_ids, attention_mask, cache))
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """What `head` turns into logits, [B, L, d_model], without a cache 0 at padding; arguments as in `forward`."""
+        """The input of `head`, [B, L, d_model], which without a cache is 0 at padding; arguments as in `forward`."""
         real = self._real(input_ids, attention_mask)
         if cache is None:
             positions = _positions_in(input_ids, real)
@@ -242,12 +246,12 @@ class LanguageModel(Model):
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: object) -> Tensor:
         """The tokens that follow each prompt, int64 [B, at most max_new_tokens]; the prompt is not among them.
 
-        In eval mode the same call gives the same tokens, however the prompts are padded.
+        In eval mode the same prompts give the same tokens, however they are padded.
 
         Args:
             input_ids: prompts, integer [B, L], padded left or right.
             attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
-            options: those of `GenerationOptions`.
+            options: the fields of `GenerationOptions`.
         """
         real = self._real(input_ids, attention_mask)
 
@@ -262,13 +266,16 @@ class LanguageModel(Model):
         return generate(begin, self.config.padding_idx, **options)
 
     def _next(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """[B, d_model] of one more token of each sample, int64 [B], which is real whatever it is."""
+        """The input of `head` [B, d_model] for one more token of each sample, int64 [B]; none of them is padding."""
         x = self._embed(ids[:, None], cache.extend(1, device=ids.device), self.embedding)
         return self.decoder(x, Mask(causal=True), cache=cache)[:, 0]
 
 
 class Seq2SeqModel(Model):
     """Logits [B, T, vocab_size] of the target token after each target token: an encoder, and a decoder that reads it.
+
+    Args:
+        config: sizes and options of the model.
 
     Sources:
         Vaswani et al., Attention Is All You Need (2017).
@@ -321,7 +328,7 @@ class Seq2SeqModel(Model):
         attention_mask: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """What `head` turns into logits, [B, T, d_model], 0 at padding; arguments as in `forward`."""
+        """The input of `head`, [B, T, d_model], 0 at padding; arguments as in `forward`."""
         real = self._real(input_ids, attention_mask)
         real_target = self._real(decoder_input_ids, decoder_attention_mask)
         positions = _positions_in(decoder_input_ids, real_target)
@@ -355,8 +362,8 @@ class Seq2SeqModel(Model):
         Args:
             input_ids: source, integer [B, S].
             attention_mask: [B, S], True or 1 for real tokens; None: all but `padding_idx`.
-            decoder_start_token_id: what every target begins with.
-            options: those of `GenerationOptions`.
+            decoder_start_token_id: the token that every target begins with.
+            options: the fields of `GenerationOptions`.
         """
         real = self._real(input_ids, attention_mask)
 
@@ -395,12 +402,12 @@ class _Source:
 
 
 def _last_real(x: Tensor, real: Tensor) -> Tensor:
-    """[B, E] of the last token of each sample that is not padding."""
+    """The rows [B, E] of x for the last token of each sample that is not padding."""
     last = real.shape[1] - 1 - real.flip(1).int().argmax(dim=1)
     return x[torch.arange(len(x), device=x.device), last]
 
 
 def _check_length(model: Model, what: str, length: int) -> None:
-    """Refuses lengths that a table of positions does not hold."""
+    """Refuses lengths beyond the table of positions."""
     if model.positions is not None and length > model.config.max_length:
         raise ValueError(f"{what} must be at most max_length = {model.config.max_length} tokens, got {length}")

@@ -1,4 +1,4 @@
-"""A padded batch without its padding: the real tokens of all samples, one after the other."""
+"""Packing of a padded batch: the real tokens of all samples one after the other, without the padding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from .masks import can_look_at
 
 WORTHWHILE = 0.9
-"""Pack batches of which at most this part is real, since gathering and scattering the tokens must pay. Untuned."""
+"""The largest share of real tokens with which a batch is packed, since packing has a cost of its own. Untuned."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the real tokens of a padded batch stand. Both directions are differentiable.
+    """Packs and unpacks a padded batch, both differentiably.
 
-    real: bool [B, L].
+    real: bool [B, L], False at padding.
 
     Example:
         >>> packing = Packing(torch.tensor([[True, False], [True, True]]))
@@ -33,7 +33,7 @@ class Packing:
 
     @cached_property
     def index(self) -> Tensor:
-        """int64 [tokens]: the place of each token in the flattened batch. On a GPU the host waits for it."""
+        """int64 [tokens]: the index of each token in the flattened batch. On a GPU the host waits for it."""
         return self.real.flatten().nonzero().squeeze(1)
 
     @cached_property
@@ -43,7 +43,7 @@ class Packing:
 
     @cached_property
     def contiguous(self) -> bool:
-        """Whether no sample has padding between its tokens, so that they are as far apart when it is gone."""
+        """Whether no sample has padding between its tokens, so that packing keeps their distances."""
         begins = self.real[:, 1:] & ~self.real[:, :-1]
         return bool((begins.sum(1) + self.real[:, 0] <= 1).all())
 
@@ -58,7 +58,7 @@ class Packing:
 
 
 def worth_packing(*batches: Tensor | None) -> bool:
-    """Whether so much of these batches (the `real` of each, bool; None is all) is padding that packing them pays."""
+    """Whether enough of these batches is padding for packing to pay; of each its `real`, or None without padding."""
     known = [real for real in batches if real is not None]
     if not known or not all(can_look_at(real) for real in known):
         return False

@@ -1,4 +1,4 @@
-"""Where tokens stand: sinusoidal, learned and rotary positions, and the embedding of the tokens themselves."""
+"""Sinusoidal, learned and rotary positions of tokens, and the embedding of the tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 
 def positions_of(real: Tensor) -> Tensor:
-    """int64 [B, L]: how many real tokens of its sample stand before each token; `real` is bool [B, L].
+    """The position of each token in its sample, not counting padding.
 
-    So a sample has the same positions with padding left, right or within, and without; those of padding mean nothing.
+    So a sample has the same positions with padding left, right or between tokens, and without padding.
+
+    Args:
+        real: bool [B, L], False at padding.
+
+    Returns:
+        int64 [B, L]: the number of real tokens before each token. The positions of padding have no meaning.
 
     Example:
         >>> positions_of(torch.tensor([[False, True, True]]))
@@ -29,7 +35,7 @@ class TokenEmbedding(nn.Embedding):
         d_model: width of the vectors.
         padding_idx: id of padding, whose vector is 0 and stays so.
         scaled: multiply by sqrt(d_model), so that positions of size 1 do not drown them (Vaswani et al. 2017, 3.4).
-        device, dtype: of the weight.
+        device, dtype: device and dtype of the weight.
 
     Example:
         >>> TokenEmbedding(100, 8, padding_idx=0)(torch.tensor([[5, 0]])).shape
@@ -63,9 +69,9 @@ class SinusoidalPositions(nn.Module):
 
     Args:
         d_model: width of the vectors.
-        max_length: how many positions there are.
+        max_length: number of positions.
         padding_idx: a position that stands for padding, whose vector is 0; None if there is none.
-        device, dtype: of the table, which is no part of the state_dict.
+        device, dtype: device and dtype of the table, which is not part of the state_dict.
 
     Raises:
         ValueError: from `forward` on the CPU, a position is not below `max_length`.
@@ -106,8 +112,8 @@ class LearnedPositions(nn.Embedding):
 
     Args:
         d_model: width of the vectors.
-        max_length: how many positions there are.
-        device, dtype: of the weight.
+        max_length: number of positions.
+        device, dtype: device and dtype of the weight.
 
     Raises:
         ValueError: from `forward` on the CPU, a position is not below `max_length`.
@@ -136,7 +142,7 @@ class LearnedPositions(nn.Embedding):
 
 
 class Rotation(NamedTuple):
-    """Turns the queries or keys of given positions; what `RotaryPositions` makes, once for all layers.
+    """The rotation of queries or keys at given positions, which `RotaryPositions` computes once for all layers.
 
     cos, sin: [N or 1, 1, L, D].
     """
@@ -145,7 +151,7 @@ class Rotation(NamedTuple):
     sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [N, H, L, D], columns i and i + D/2 of each vector turned by an angle in proportion to its position."""
+        """x [N, H, L, D], with columns i and i + D/2 of each vector rotated by an angle proportional to position."""
         left, right = x.chunk(2, dim=-1)
         return x * self.cos.to(x.dtype) + torch.cat([-right, left], dim=-1) * self.sin.to(x.dtype)
 
@@ -154,8 +160,8 @@ class RotaryPositions(nn.Module):
     """Positions as rotations of queries and keys, so that a score depends on the distance of its two tokens alone.
 
     Args:
-        head_dim: D, even.
-        base: of the wavelengths, 2 pi base^(2i / D) tokens.
+        head_dim: head dim D, even.
+        base: base of the wavelengths, which are 2 pi base^(2i / D) tokens.
 
     Raises:
         ValueError: `head_dim` is odd.
@@ -192,7 +198,7 @@ def _frequencies(width: int, base: float) -> Tensor:
 
 
 def _check_positions(positions: Tensor, max_length: int) -> None:
-    """Refuses positions beyond the table where that costs no wait for a device."""
+    """Refuses positions beyond the table, where that needs no synchronisation with a device."""
     if positions.device.type != "cpu" or torch.compiler.is_compiling() or not positions.numel():
         return
     if (last := int(positions.max())) >= max_length:

@@ -1,9 +1,9 @@
 """The Transformer: layers, encoder, decoder and both together, with the arguments and the state_dict of torch.nn's.
 
-Each class extends the one of the same name in torch.nn. What is new are keyword-only arguments, `fastattn.Mask`
-wherever torch takes a mask (True means seen there), and that a stack of layers works on real tokens only where there
-is much padding: it packs a batch before the first layer and unpacks it after the last, and attention keeps the samples
-apart by `Mask.segments`. A stack returns 0 at padding, in every mode, as torch's do in their fast path.
+Each class extends the one of the same name in torch.nn, by keyword-only arguments and by `fastattn.Mask` wherever torch
+takes a mask (True means visible there). Where there is much padding, a stack of layers computes real tokens only: it
+packs a batch before the first layer and unpacks it after the last, and `Mask.segments` keeps the samples apart in
+attention. A stack returns 0 at padding, in every mode, as torch's stacks do in their fast path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from .positions import RotaryPositions, Rotation
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * value, [..., F], of the two side by side, [..., 2F] (Shazeer, GLU Variants Improve Transformer)."""
+    """The SwiGLU activation, silu(gate) * value.
+
+    Args:
+        x: gate and value side by side, [..., 2 F].
+
+    Returns:
+        [..., F].
+
+    Sources:
+        Shazeer, GLU Variants Improve Transformer (2020).
+    """
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
 
@@ -41,8 +51,10 @@ def make_norm(name: str, d_model: int, eps: float, bias: bool, **where: object) 
 
 
 class _Layer(nn.Module):
-    """What the layers of encoder and decoder share. `norm_first` (pre-norm) is x + block(norm(x)), else (post-norm) it
-    is norm(x + block(x))."""
+    """Base class of the layers: the feed-forward network and the residual.
+
+    The residual is x + block(norm(x)) with `norm_first` (pre-norm), and norm(x + block(x)) without (post-norm).
+    """
 
     def _make_feed_forward(
         self, d_model: int, width: int, dropout: float, activation: Activation, bias: bool, **where: object
@@ -76,12 +88,13 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         batch_first: tokens are [N, L, E], not [L, N, E].
         norm_first: pre-norm instead of post-norm.
         bias: whether linear layers and LayerNorm have one.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
         num_kv_heads: heads of keys and values, for grouped-query attention; None is `nhead`.
         norm: "layer" or "rms".
 
     Raises:
-        RuntimeError: `activation` is not known. ValueError: `norm` is not.
+        RuntimeError: `activation` is not known.
+        ValueError: `norm` is not known.
 
     Sources:
         Vaswani et al., Attention Is All You Need (2017), 3.1. Xiong et al., On Layer Normalization in the Transformer
@@ -229,15 +242,15 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
 
 class _Stack(nn.Module):
-    """What encoder and decoder share: when a batch is packed, and what a stack does before and after its layers."""
+    """Base class of encoder and decoder: when a batch is packed, and the rotation and the norm around the layers."""
 
     def _may_pack(self, x: Tensor, cache: KVCache | None) -> bool:
-        """Whether x is a batch, and nobody notices: hooks on layers may expect it as it came."""
+        """Whether x may be packed: a batch without a cache, for layers without hooks, which might expect padding."""
         hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
         return x.dim() == 3 and cache is None and not hooked
 
     def _rotation(self, x: Tensor, positions: Tensor | None, packing: Packing | None = None) -> Rotation | None:
-        """The rotation of the tokens, which are x [N, L, E] or [L, E], or what `packing` leaves of them."""
+        """The rotation of the tokens x [N, L, E] or [L, E], or of those that `packing` keeps."""
         if self.rotary is None:
             return None
         if positions is None:
@@ -252,14 +265,14 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
     """A stack of encoder layers that computes no padding; torch.nn's of the same name.
 
     Args:
-        encoder_layer: the layer of which the stack has copies, that begin with the same parameters (as in torch.nn).
-        num_layers: how many.
+        encoder_layer: the layer that is copied; as in torch.nn, all copies begin with its parameters.
+        num_layers: number of layers.
         norm: applied after the last layer, or None.
-        enable_nested_tensor: pack padded batches (torch makes nested tensors of them at this word). That is done where
-            it pays and all of this holds: the layers are ours and have no hooks, nothing but padding and causality is
-            masked, nothing is cached, and nobody compiles.
+        enable_nested_tensor: pack padded batches, where torch.nn makes nested tensors of them. A batch is packed if it
+            has enough padding, the layers are those of this module without hooks, the mask is padding or causal only,
+            and there is neither a cache nor torch.compile.
         mask_check: without effect.
-        rotary: positions, put into the attention of every layer; or None.
+        rotary: rotary positions for the attention of every layer; or None.
 
     Example:
         >>> import torch, fastattn
@@ -285,7 +298,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
 
     @classmethod
     def adopt(cls, module: nn.TransformerEncoder) -> None:
-        """Makes this torch.nn.TransformerEncoder one of ours, in place."""
+        """Turns a torch.nn.TransformerEncoder into this class, in place."""
         module.__class__ = cls
         module.use_nested_tensor = False
         module.rotary = None
@@ -304,12 +317,12 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
 
         Args:
             src: [N, L, E] with `batch_first`, else [L, N, E]; or [L, E] without a batch.
-            mask: [L, L] or [N * H, L, L], bool (True hides) or float (added); or a `Mask` (True means seen).
+            mask: [L, L] or [N * H, L, L], bool (True hides) or float (added); or a `Mask` (True means visible).
             src_key_padding_mask: [N, L] or [L], bool (True hides) or float (added).
             is_causal: hint that `mask` is causal; None lets its values decide.
-            positions: of the tokens, int64 [N, L] or [L], for `rotary`; None is 0, 1, 2, ...
-            cache: of the tokens before. `KVCache.extend` has made room for these and knows their padding; `mask` is a
-                causal `Mask` then.
+            positions: positions of the tokens for `rotary`, int64 [N, L] or [L]; None is 0, 1, 2, ...
+            cache: the cache of the tokens before, in which `KVCache.extend` has made room for these. `mask` is then a
+                causal `Mask`, and the cache knows the padding.
 
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
@@ -347,10 +360,10 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
     """A stack of decoder layers that computes no padding; torch.nn's of the same name.
 
     Args:
-        decoder_layer: the layer of which the stack has copies, that begin with the same parameters (as in torch.nn).
-        num_layers: how many.
+        decoder_layer: the layer that is copied; as in torch.nn, all copies begin with its parameters.
+        num_layers: number of layers.
         norm: applied after the last layer, or None.
-        rotary: positions, put into the self-attention of every layer; or None.
+        rotary: rotary positions for the self-attention of every layer; or None.
 
     Example:
         >>> import torch, fastattn
@@ -373,7 +386,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
 
     @classmethod
     def adopt(cls, module: nn.TransformerDecoder) -> None:
-        """Makes this torch.nn.TransformerDecoder one of ours, in place."""
+        """Turns a torch.nn.TransformerDecoder into this class, in place."""
         module.__class__ = cls
         module.rotary = None
 
@@ -396,15 +409,15 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         Args:
             tgt: [N, L, E] with `batch_first`, else [L, N, E]; or [L, E] without a batch.
             memory: the encoder's output, [N, S, E], [S, N, E] or [S, E].
-            tgt_mask: [L, L] or [N * H, L, L], bool (True hides) or float (added); or a `Mask` (True means seen).
+            tgt_mask: [L, L] or [N * H, L, L], bool (True hides) or float (added); or a `Mask` (True means visible).
             memory_mask: the same with [L, S].
             tgt_key_padding_mask: [N, L] or [L], bool (True hides) or float (added).
             memory_key_padding_mask: [N, S] or [S], the same.
             tgt_is_causal: hint that `tgt_mask` is causal; None lets its values decide.
             memory_is_causal: the same for `memory_mask`.
-            positions: of the target's tokens, int64 [N, L] or [L], for `rotary`; None is 0, 1, 2, ...
-            cache: of the target's tokens before, and of `memory`, which is projected once. `KVCache.extend` has made
-                room for these tokens and knows their padding; `tgt_mask` is a causal `Mask` then.
+            positions: positions of the target's tokens for `rotary`, int64 [N, L] or [L]; None is 0, 1, 2, ...
+            cache: the cache of the target's tokens before, in which `KVCache.extend` has made room for these, and of
+                `memory`, which is projected once. `tgt_mask` is then a causal `Mask`, and the cache knows the padding.
 
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
@@ -460,13 +473,14 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
 class Transformer(nn.Transformer):
     """Encoder and decoder: [N, T, E] from a source [N, S, E] and a target [N, T, E]; torch.nn's of the same name.
 
-    The call is that of torch.nn.Transformer, with `fastattn.Mask` taken for `src_mask`, `tgt_mask` and `memory_mask`.
+    The arguments of a call are those of torch.nn.Transformer; each of `src_mask`, `tgt_mask` and `memory_mask` may also
+    be a `fastattn.Mask`.
 
     Args:
         d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation, custom_encoder,
         custom_decoder, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as in torch.nn.Transformer.
         num_kv_heads, norm: as in `TransformerEncoderLayer`.
-        rotary: positions for the self-attention of every layer; or None.
+        rotary: rotary positions for the self-attention of every layer; or None.
 
     Sources:
         Vaswani et al., Attention Is All You Need (2017).
@@ -521,7 +535,7 @@ class Transformer(nn.Transformer):
 
 
 _PACKABLE = {"causal", "real_keys"}
-"""Fields of a mask that mean the same when the padding is gone."""
+"""The fields of a mask that have the same meaning in a packed batch."""
 
 
 def _are(cls: type[nn.Module], layers: nn.ModuleList) -> bool:
@@ -529,7 +543,7 @@ def _are(cls: type[nn.Module], layers: nn.ModuleList) -> bool:
 
 
 def _batch_first(x: Tensor, attention: MultiHeadAttention) -> Tensor:
-    """[N, L, E] of what is laid out as this attention takes it, and the way back; [L, E] stays."""
+    """x as [N, L, E], from the layout of this attention, or back into it; [L, E] is returned as it is."""
     return x if attention.batch_first or x.dim() == 2 else x.transpose(0, 1)
 
 
@@ -552,7 +566,7 @@ def _packing(x: Tensor, real: Tensor | None) -> Packing:
 
 
 def _zero_at_padding(x: Tensor, real: Tensor | None, attention: MultiHeadAttention) -> Tensor:
-    """x laid out as this attention does, 0 where `real` [N, L] is False."""
+    """x in the layout of this attention, 0 where `real` [N, L] is False."""
     if real is None:
         return x
     padding = ~(real[0] if x.dim() == 2 else real if attention.batch_first else real.T)

@@ -4,9 +4,15 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
+#include "../../csrc/cuda/elements.h"
+#include "../../csrc/cuda/fragments.h"
 #include "half.h"
 #include "language.h"
+#include "multiprocessor.h"
+#include "settings.h"
+#include "shared.h"
 
 namespace fastattn::cuda {
 

@@ -125,10 +125,11 @@ class Tokens {
   Tokens(Placement placement, const std::vector<std::vector<char>>& real, bool some_are_padding,
          const std::vector<int64_t>& documents, const std::vector<int64_t>& starts)
       : real_(placement, flat(real)),
-        documents_(placement, of_tokens(real, documents, [](Inputs::Document of, int64_t, int64_t) { return 7 * of.number; })),
+        documents_(placement,
+                   of_tokens(real, documents, [](Inputs::Document of, int64_t, int64_t) { return 7 * of.number; })),
         positions_(placement, of_tokens(real, documents, [&](Inputs::Document of, int64_t b, int64_t i) {
-          return i - of.begin + starts[b];
-        })) {
+                     return i - of.begin + starts[b];
+                   })) {
     side.n = int(real[0].size());
     const bool any = some_are_padding || !documents.empty();
     groups_ = std::make_unique<Values<cuda::Tokens>>(placement, any ? int64_t(real.size()) * side.group_count() : 0);
@@ -153,8 +154,8 @@ class Tokens {
 
   // of(document, b, i) of each token; none where there are no documents.
   template <class Of>
-  static std::vector<int64_t> of_tokens(const std::vector<std::vector<char>>& real, const std::vector<int64_t>& documents,
-                                        Of of) {
+  static std::vector<int64_t> of_tokens(const std::vector<std::vector<char>>& real,
+                                        const std::vector<int64_t>& documents, Of of) {
     std::vector<int64_t> all;
     for (size_t b = 0; b < (documents.empty() ? 0 : real.size()); ++b) {
       for (size_t i = 0; i < real[b].size(); ++i) all.push_back(of(Inputs::document_of(documents, i), b, i));
@@ -194,8 +195,8 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
   for (int64_t h = 0; h < c.H; ++h) sink_of_head[h] = static_cast<float>(in.sink(h));
   const Values<float> sinks(placement, sink_of_head);
 
-  cuda::Forward forward{};
-  cuda::Problem& p = forward.problem;
+  cuda::ForwardParams forward{};
+  cuda::Params& p = forward.params;
   p.B = int(c.B), p.H = int(c.H), p.H_kv = int(c.H_kv), p.d_qk = int(q.D), p.d_v = int(v.D);
   p.dtype = dtype;
   p.queries = queries.side, p.keys = keys.side;
@@ -211,8 +212,8 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
 
   const int64_t padded_queries = cuda::padded_queries(int(c.n_q));
   const Values<float> facts(placement, c.B * c.H * cuda::kFacts * padded_queries);
-  cuda::Backward backward{};
-  backward.problem = p;
+  cuda::BackwardParams backward{};
+  backward.params = p;
   backward.o = rows(o), backward.d_o = rows(d_o);
   backward.lse = lse.floats(), backward.d_lse = c.with_d_lse ? d_lse.floats() : nullptr;
   backward.facts = {facts.data(), padded_queries};
@@ -316,7 +317,7 @@ void test_refused_launches() {
     cuda::model::settings.shared_bytes = bytes;
     const Launched launched = run(in, DType::f16, request);
     const bool untouched = std::all_of(launched.results.dk.values.begin(), launched.results.dk.values.end(),
-                                   [](double x) { return std::isnan(x); });
+                                       [](double x) { return std::isnan(x); });
     if ((launched.forward == cudaSuccess) != (bytes > 0)) complain("forward is refused where it fits, or is not");
     if (launched.backward == cudaSuccess || !untouched) complain("dk is computed though dq was refused");
   }

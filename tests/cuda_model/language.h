@@ -7,9 +7,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <type_traits>
 
 #include "multiprocessor.h"
+#include "settings.h"
 
 #define __global__
 #define __device__
@@ -108,8 +110,8 @@ T shuffle(unsigned mask, T value, int from, const Place& place) {
   std::memcpy(&value, &x.received, sizeof value);
   return value;
 }
-// Lanes shuffle among the `width` of their part of the warp, a power of two. Who asks beyond it gets its own value.
-// Lanes shuffle among the `width` of their part of the warp, a power of two. Who asks for a lane beyond it gets its own.
+// Lanes shuffle among the `width` of their part of the warp, a power of two. One that asks beyond it gets its own
+// value.
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int width = kLanes, const Place& place = Place::current()) {
@@ -188,9 +190,9 @@ inline int __syncthreads_or(int yes, const Place& place = Place::current()) {
 
 }  // namespace fastattn::cuda::model
 
-using fastattn::cuda::model::threadIdx, fastattn::cuda::model::blockIdx;
-using fastattn::cuda::model::blockDim, fastattn::cuda::model::gridDim;
 using fastattn::cuda::model::__ballot_sync, fastattn::cuda::model::__any_sync, fastattn::cuda::model::__all_sync;
 using fastattn::cuda::model::__shfl_sync, fastattn::cuda::model::__shfl_xor_sync;
 using fastattn::cuda::model::__shfl_up_sync, fastattn::cuda::model::__shfl_down_sync;
 using fastattn::cuda::model::__syncwarp, fastattn::cuda::model::__syncthreads, fastattn::cuda::model::__syncthreads_or;
+using fastattn::cuda::model::blockDim, fastattn::cuda::model::gridDim;
+using fastattn::cuda::model::threadIdx, fastattn::cuda::model::blockIdx;

@@ -10,11 +10,13 @@
 #include <exception>
 #include <mutex>
 #include <numeric>
+#include <string>
 #include <thread>
 #include <type_traits>
 #include <vector>
 
 #include "multiprocessor.h"
+#include "settings.h"
 
 namespace fastattn::cuda {
 

@@ -6,13 +6,17 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <source_location>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "../native/guarded.h"
 #include "fiber.h"
 #include "settings.h"
 #include "shared.h"
@@ -302,7 +306,7 @@ class Multiprocessor {
   int turn_ = 0;
   Thread* running_ = nullptr;
   std::array<void*, kMostThreads> operands_;  // of the instruction that is done
-  std::string mistake_;  // of a thread
+  std::string mistake_;                       // of a thread
 };
 
 }  // namespace fastattn::cuda::model

@@ -1,7 +1,9 @@
 // The shared memory of a block: of exactly the size of the launch, NaN in every byte until it is written.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cstdint>
 #include <cstring>
 #include <string>
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <string>
 
@@ -17,9 +18,10 @@ std::string beyond_budget(const Array& actual, const Array& naive, const Array& 
                           MustBeExact must_be_exact) {
   double error = 0, naive_error = 0, magnitude = 0;
   each_row(exact, [&](int64_t b, int64_t h, int64_t i) {
+    const bool exactly = must_be_exact(b, h, i);
     const double *a = actual.row(b, h, i), *n = naive.row(b, h, i), *e = exact.row(b, h, i);
     for (int64_t d = 0; d < exact.D; ++d) {
-      if (std::isnan(a[d]) || std::isinf(e[d]) || must_be_exact(b, h, i)) {
+      if (std::isnan(a[d]) || std::isinf(e[d]) || exactly) {
         error = std::max(error, a[d] == e[d] ? 0 : HUGE_VAL);
         continue;
       }

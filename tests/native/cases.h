@@ -1,11 +1,16 @@
 // What the kernels are tested with: shapes and masks, each with its reason, and their random inputs.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <random>
 #include <set>
 #include <string>
+#include <vector>
 
+#include "../../csrc/dtype.h"
+#include "../../csrc/mask.h"
 #include "tensor.h"
 
 namespace fastattn::test {
@@ -23,10 +28,18 @@ struct Case {
   Padding keys = Padding::none, queries = Padding::none;
   std::vector<int64_t> documents_q = {}, documents_k = {};  // their lengths, in every sample; none: one document
   double dropout_p = 0, scale = 0.2;
-  double softcap = 0;  // 0: none
-  double sink = -HUGE_VAL;  // of head 0, one more for each head after it; -HUGE_VAL: none
+  double softcap = 0;              // 0: none
+  double sink = -HUGE_VAL;         // of head 0, one more for each head after it; -HUGE_VAL: none
+  std::vector<int64_t> bias = {};  // its shape, [B or 1, H or 1, n_q or 1, n_k or 1]; empty: there is none
+  bool alibi = false;
   Layout layout = {};
   bool with_d_o = true, with_d_lse = true;
+
+  bool finishes_scores() const { return softcap > 0 || !bias.empty() || alibi; }  // as Params has it
+
+  // The samples and the heads of d_bias, if there is one. Heads that share a bias add to two tables by turns.
+  int64_t d_bias_samples() const { return !finishes_scores() ? 0 : bias.empty() ? B : bias[0]; }
+  int64_t d_bias_heads() const { return bias.empty() || bias[1] == H ? H : std::min<int64_t>(H, 2); }
 };
 
 // clang-format off
@@ -88,22 +101,22 @@ inline const std::vector<Case> kCases = {
      .n_k = 100, .d_qk = 40, .d_v = 24, .layout = {.token_by_token = true}},
     {.name = "token-by-token-strided", .why = "cut out of one tensor",
      .causal = true, .keys = Padding::holes, .layout = {.token_by_token = true, .gap = 7}},
-    {.name = "documents", .why = "sections of few keys, one that spans blocks of queries",
+    {.name = "documents", .why = "isolated runs of few keys, one that spans blocks of queries",
      .n_q = 164, .n_k = 164, .documents_q = {1, 23, 16, 33, 80, 11}, .documents_k = {1, 23, 16, 33, 80, 11}},
     {.name = "documents-causal", .why = "positions within documents, rows that are copied",
      .n_q = 90, .n_k = 90, .d_qk = 31, .d_v = 17, .causal = true, .documents_q = {40, 50}, .documents_k = {40, 50}},
     {.name = "documents-of-other-lengths", .why = "documents without a key or a query, heads that share keys",
      .H = 4, .n_q = 70, .n_k = 95, .documents_q = {20, 0, 35, 15}, .documents_k = {35, 10, 50, 0}},
-    {.name = "documents-holes", .why = "sections of lists with tables",
+    {.name = "documents-holes", .why = "isolated runs of lists with tables",
      .n_q = 120, .n_k = 120, .keys = Padding::holes, .queries = Padding::holes, .documents_q = {30, 60, 30},
      .documents_k = {30, 60, 30}},
-    {.name = "documents-long", .why = "sections of several blocks of keys, strips that end within one",
+    {.name = "documents-long", .why = "isolated runs of several blocks of keys, strips that end within one",
      .B = 1, .n_q = 560, .n_k = 560, .d_qk = 16, .d_v = 16, .q_start = {0}, .left = 100, .right = 30,
      .documents_q = {9, 331, 20, 200}, .documents_k = {9, 331, 20, 200}},
-    {.name = "documents-in-chunks", .why = "sections cut by chunks of keys, and by items of few",
+    {.name = "documents-in-chunks", .why = "isolated runs cut by chunks of keys, and by items of few",
      .B = 1, .H = 1, .H_kv = 1, .n_q = 230, .n_k = 230, .d_qk = 512, .d_v = 512, .q_start = {0},
      .documents_q = {71, 100, 59}, .documents_k = {71, 100, 59}},
-    {.name = "documents-dropout", .why = "sections that begin among four keys",
+    {.name = "documents-dropout", .why = "isolated runs that begin among four keys",
      .H = 4, .H_kv = 2, .n_q = 75, .n_k = 75, .documents_q = {5, 17, 53}, .documents_k = {5, 17, 53}, .dropout_p = 0.3},
     {.name = "dropout", .why = "dropped weights, odd numbers of keys", .n_q = 39, .n_k = 101, .dropout_p = 0.3},
     {.name = "dropout-window", .why = "blocks that begin among four keys",
@@ -132,7 +145,8 @@ inline const std::vector<Case> kCases = {
     {.name = "sinks-far-above", .why = "no weight is left", .n_k = 70, .sink = 1000},
     {.name = "sinks-far-below", .why = "a sink without weight", .n_k = 70, .sink = -1000},
     {.name = "sinks-large-scores", .why = "an lse of thousands that is refined", .causal = true, .scale = 50, .sink = 99},
-    {.name = "only-o", .why = "no gradient arrives at lse", .causal = true, .with_d_lse = false},
+    {.name = "only-o", .why = "no gradient arrives at lse, but the sink takes some", .causal = true, .sink = 0.5,
+     .with_d_lse = false},
     {.name = "only-lse", .why = "no gradient arrives at o", .causal = true, .with_d_o = false},
 };
 // clang-format on
@@ -151,7 +165,7 @@ class Inputs {
  public:
   const Case& about;
   std::vector<std::vector<char>> real_queries, real_keys;  // [B][N], 0 or 1
-  Array q, k, v, d_o, d_lse;
+  Array q, k, v, d_o, d_lse, bias;
 
   Inputs(const Case& c, DType dtype)
       : about(c),
@@ -161,9 +175,11 @@ class Inputs {
         k(normal(c.H_kv, c.d_qk, dtype, real_keys)),
         v(normal(c.H_kv, c.d_v, dtype, real_keys)),
         d_o(normal(c.H, c.d_v, dtype, real_queries)),
-        d_lse(normal(c.H, 1, DType::f32, seeing_queries())) {}
+        d_lse(normal(c.H, 1, DType::f32, seeing_queries())),
+        bias(normal(c.bias, dtype)) {}
 
   double sink(int64_t h) const { return about.sink + h; }
+  double slope(int64_t b, int64_t h) const { return std::ldexp(1.0, -1 - int(b + h)); }
 
   // The number of a document, and where it begins; a token alone is document 0.
   struct Document {
@@ -178,11 +194,16 @@ class Inputs {
     return document;
   }
 
-  bool sees(int64_t b, int64_t query, int64_t key) const {
+  // From where the query stands in its document to where the key stands in its own.
+  int64_t distance(int64_t b, int64_t query, int64_t key) const {
     const Document of_query = document_of(about.documents_q, query), of_key = document_of(about.documents_k, key);
-    if (of_query.number != of_key.number) return false;
-    const int64_t distance = key - of_key.begin - (query - of_query.begin + about.q_start[b]);
-    const bool in_band = distance >= -about.left && distance <= about.right && !(about.causal && distance > 0);
+    return key - of_key.begin - (query - of_query.begin + about.q_start[b]);
+  }
+
+  bool sees(int64_t b, int64_t query, int64_t key) const {
+    if (document_of(about.documents_q, query).number != document_of(about.documents_k, key).number) return false;
+    const int64_t d = distance(b, query, key);
+    const bool in_band = d >= -about.left && d <= about.right && !(about.causal && d > 0);
     return in_band && real_queries[b][query] && real_keys[b][key];
   }
 
@@ -215,6 +236,14 @@ class Inputs {
     each_row(x, [&](int64_t b, int64_t h, int64_t i) {
       for (int64_t d = 0; d < dim; ++d) x.row(b, h, i)[d] = real[b][i] ? rounded(distribution(random_), dtype) : NAN;
     });
+    return x;
+  }
+
+  Array normal(const std::vector<int64_t>& shape, DType dtype) {
+    if (shape.empty()) return Array(0, 0, 0, 0);
+    std::normal_distribution<double> distribution;
+    Array x(shape[0], shape[1], shape[2], shape[3]);
+    for (double& value : x.values) value = rounded(distribution(random_), dtype);
     return x;
   }
 };

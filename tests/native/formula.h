@@ -1,13 +1,19 @@
-// Attention, its gradients and its weights by the textbook, one query after the other: the twin of `formula` in fastattn/testing.py.
+// Attention, its gradients and its weights by the textbook, one query after the other: the twin of `formula` in
+// fastattn/testing.py.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <type_traits>
 #include <vector>
 
+#include "../../csrc/dtype.h"
 #include "../../csrc/philox.h"
 #include "cases.h"
+#include "tensor.h"
 
 namespace fastattn::test {
 
@@ -15,10 +21,11 @@ constexpr int64_t kTopK = 5;
 
 struct Results {
   Array o, lse, dq, dk, dv;
-  Array averaged, each_head;   // weights after dropout, [B, 1 or H, n_q, n_k]
-  Array received;              // [B, H, 1, n_k]
-  Array largest, their_keys;   // [B, H, n_q, kTopK]
-  Array p;                     // before dropout; by the formula only
+  Array d_bias, d_column, d_row, d_slope;  // sums of dS; all but d_row are 0 where there is only a product for a score
+  Array averaged, each_head;               // weights after dropout, [B, 1 or H, n_q, n_k]
+  Array received;                          // [B, H, 1, n_k]
+  Array largest, their_keys;               // [B, H, n_q, kTopK]
+  Array p;                                 // before dropout; by the formula only
 
   explicit Results(const Case& c)
       : o(c.B, c.H, c.n_q, c.d_v),
@@ -26,6 +33,10 @@ struct Results {
         dq(c.B, c.H, c.n_q, c.d_qk),
         dk(c.B, c.H_kv, c.n_k, c.d_qk),
         dv(c.B, c.H_kv, c.n_k, c.d_v),
+        d_bias(c.d_bias_samples(), c.d_bias_heads(), c.n_q, c.n_k),
+        d_column(c.B, c.H, 1, c.n_k),
+        d_row(c.B, c.H, c.n_q, 1),
+        d_slope(c.B, c.H, c.n_q, 1),
         averaged(c.B, 1, c.n_q, c.n_k),
         each_head(c.B, c.H, c.n_q, c.n_k),
         received(c.B, c.H, 1, c.n_k),
@@ -44,6 +55,10 @@ constexpr NamedResult kResults[] = {
     {"dq", &Results::dq},
     {"dk", &Results::dk},
     {"dv", &Results::dv},
+    {"d_bias", &Results::d_bias},
+    {"d_column", &Results::d_column},
+    {"d_row", &Results::d_row},
+    {"d_slope", &Results::d_slope},
     {"averaged weights", &Results::averaged},
     {"weights of each head", &Results::each_head},
     {"received", &Results::received},
@@ -68,6 +83,8 @@ Results formula(const Inputs& in, DType dtype) {
   const auto round_row = [&](double* x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) x[i] = round(Real(x[i]));
   };
+  const auto add = [](double& sum, Real x) { sum = Real(sum) + x; };
+  const auto far = [&](int64_t b, int64_t i, int64_t j) { return round(Real(std::abs(in.distance(b, i, j)))); };
   const Dropout dropout = make_dropout(c.dropout_p, kSeed);
   const auto dropout_factor = [&](int64_t b, int64_t h, int64_t i, int64_t j) -> Real {
     const PhiloxWords words = philox(dropout.key, {uint32_t(j / 4), uint32_t(i), uint32_t(h), uint32_t(b)});
@@ -85,14 +102,18 @@ Results formula(const Inputs& in, DType dtype) {
     const int64_t h_kv = h / (c.H / c.H_kv);
     double* o = r.o.row(b, h, i);
     Real largest = -std::numeric_limits<Real>::infinity(), sum = 0;
-    std::vector<Real> p, steepness;
+    std::vector<Real> p, d_score;
     for (int64_t j : keys) {
       Real score = round(round(dot(in.q.row(b, h, i), in.k.row(b, h_kv, j), c.d_qk)) * Real(c.scale));
       if (c.softcap > 0) {
         const Real capped = round(std::tanh(round(score / Real(c.softcap))));
-        steepness.push_back(round(1 - round(capped * capped)));
+        d_score.push_back(round(1 - round(capped * capped)));
         score = round(capped * Real(c.softcap));
       }
+      if (!c.bias.empty()) {
+        score = round(score + Real(in.bias.row(b % c.bias[0], h % c.bias[1], i % c.bias[2])[j % c.bias[3]]));
+      }
+      if (c.alibi) score = round(score - round(Real(in.slope(b, h)) * far(b, i, j)));
       p.push_back(score);
       largest = std::max(largest, p.back());
     }
@@ -110,9 +131,8 @@ Results formula(const Inputs& in, DType dtype) {
       add_multiple(o, round(p[n] * factors[n]), in.v.row(b, h_kv, keys[n]), c.d_v);
       r.p.row(b, h, i)[keys[n]] = p[n];
       r.each_head.row(b, h, i)[keys[n]] = round(p[n] * factors[n]);
-      double &averaged = r.averaged.row(b, 0, i)[keys[n]], &received = r.received.row(b, h, 0)[keys[n]];
-      averaged = Real(averaged) + round(p[n] * factors[n]) / Real(c.H);
-      received = Real(received) + p[n];
+      add(r.averaged.row(b, 0, i)[keys[n]], round(p[n] * factors[n]) / Real(c.H));
+      add(r.received.row(b, h, 0)[keys[n]], p[n]);
     }
     round_row(o, c.d_v);
     std::vector<Real> sorted = p;
@@ -124,7 +144,13 @@ Results formula(const Inputs& in, DType dtype) {
     for (size_t n = 0; n < keys.size(); ++n) {
       const Real dp = c.with_d_o ? round(dot(in.d_o.row(b, h, i), in.v.row(b, h_kv, keys[n]), c.d_v)) : 0;
       Real ds = round(p[n] * round(dp * factors[n] - delta));
-      if (c.softcap > 0) ds = round(ds * steepness[n]);
+      add(*r.d_row.row(b, h, i), ds);
+      if (c.finishes_scores()) {
+        add(r.d_bias.row(b % r.d_bias.B, h % r.d_bias.H, i)[keys[n]], ds);
+        add(r.d_column.row(b, h, 0)[keys[n]], ds);
+        add(*r.d_slope.row(b, h, i), -round(ds * far(b, i, keys[n])));
+      }
+      if (c.softcap > 0) ds = round(ds * d_score[n]);
       ds = round(ds * Real(c.scale));
       add_multiple(r.dq.row(b, h, i), ds, in.k.row(b, h_kv, keys[n]), c.d_qk);
       add_multiple(r.dk.row(b, h_kv, keys[n]), ds, in.q.row(b, h, i), c.d_qk);
@@ -134,7 +160,9 @@ Results formula(const Inputs& in, DType dtype) {
     }
     round_row(r.dq.row(b, h, i), c.d_qk);
   });
-  each_row(r.averaged, [&](int64_t b, int64_t, int64_t i) { round_row(r.averaged.row(b, 0, i), c.n_k); });
+  for (Array* x : {&r.averaged, &r.d_bias, &r.d_column}) {
+    each_row(*x, [&](int64_t b, int64_t h, int64_t i) { round_row(x->row(b, h, i), c.n_k); });
+  }
   each_row(r.dk, [&](int64_t b, int64_t h_kv, int64_t j) {
     round_row(r.dk.row(b, h_kv, j), c.d_qk);
     round_row(r.dv.row(b, h_kv, j), c.d_v);

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +21,7 @@ enum class Placement { before_guard, after_guard, heap };
 constexpr Placement kPlacements[] = {Placement::before_guard, Placement::after_guard, Placement::heap};
 
 inline const char* name_of(Placement placement) {
-  return placement == Placement::before_guard ? "before_guard"
+  return placement == Placement::before_guard  ? "before_guard"
          : placement == Placement::after_guard ? "after_guard"
                                                : "heap";
 }

@@ -14,9 +14,10 @@
 
 #include "../../csrc/cpu/dispatch.h"
 #include "../../csrc/cpu/ranges.h"
+#include "../../csrc/cpu/run.h"
 #include "budget.h"
+#include "for_each.h"
 #include "formula.h"
-#include "sequential.h"
 
 namespace fastattn::test {
 namespace {
@@ -25,17 +26,28 @@ constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
 const char* name_of(DType dtype) { return dtype == DType::f32 ? "fp32" : dtype == DType::bf16 ? "bf16" : "fp16"; }
 
-// How a call is cut and which gradients are asked for: none of it may change a bit of the results.
+// How a call is cut and what is asked for besides o and lse: none of it may change a bit of the results.
 struct Request {
   const char* name;
   int64_t threads;
-  bool dq, dkv;
+  bool dq, dkv, sums_of_ds, weights;
+
+  bool wants(Array Results::* result) const {
+    if (result == &Results::o || result == &Results::lse) return true;
+    if (result == &Results::dq) return dq;
+    if (result == &Results::dk || result == &Results::dv) return dkv;
+    for (Array Results::* sum : {&Results::d_bias, &Results::d_column, &Results::d_row, &Results::d_slope}) {
+      if (result == sum) return sums_of_ds;
+    }
+    return weights;
+  }
 };
 constexpr Request kRequests[] = {
-    {"all gradients, 1 thread", 1, true, true},
-    {"all gradients, 64 threads", 64, true, true},
-    {"dq", 1, true, false},
-    {"dk and dv", 1, false, true},
+    {"everything, 1 thread", 1, true, true, true, true},
+    {"everything, 64 threads", 64, true, true, true, true},
+    {"dq", 1, true, false, false, false},
+    {"dk and dv", 1, false, true, false, false},
+    {"sums of dS, 64 threads", 64, false, false, true, false},
 };
 
 // What is being computed, for the message of a crash, and how often something was wrong.
@@ -62,8 +74,7 @@ class RowLists {
     for (size_t b = 0; b < flags.size(); ++b) {
       std::vector<int32_t> table;
       IndexList list = index_list(int64_t(flags[b].size()), table, [&](int64_t i) { return flags[b][i] != 0; });
-      tables_.push_back(
-          std::make_unique<Buffer>(placement, int64_t(table.size() * sizeof(int32_t)), alignof(int32_t)));
+      tables_.push_back(std::make_unique<Buffer>(placement, int64_t(table.size() * sizeof(int32_t)), alignof(int32_t)));
       if (list.table) {
         std::copy(table.begin(), table.end(), tables_.back()->data<int32_t>());
         list.table = tables_.back()->data<int32_t>();
@@ -79,10 +90,10 @@ class RowLists {
   std::vector<std::unique_ptr<Buffer>> tables_;
 };
 
-// What documents tell the kernels, as csrc/binding.cpp finds it.
+// What documents tell the kernels, as csrc/cpu/mask_tables.h finds it.
 class Ranges {
  public:
-  Ranges(const Inputs& in, Problem& p) {
+  Ranges(const Inputs& in, Params& p) {
     const Case& c = in.about;
     if (c.documents_q.empty()) return;
     const auto ids = [](const std::vector<int64_t>& lengths, int64_t n) {
@@ -108,23 +119,32 @@ class Ranges {
       }
     }
     for (int64_t b = 0; b < c.B; ++b) {
-      sections_.push_back(sections_of(&ranges_[b * c.n_q], p.queries[b]));
-      lists_.push_back({sections_.back().data(), int64_t(sections_.back().size())});
+      isolated_runs_.push_back(isolated_runs_of(&ranges_[b * c.n_q], p.queries[b]));
+      lists_.push_back({isolated_runs_.back().data(), int64_t(isolated_runs_.back().size())});
     }
     p.ranges = {ranges_.data(), groups_.data(), c.n_q, 0, groups, 0, kNoGaps};
-    p.sections = lists_.data();
+    p.isolated_runs = lists_.data();
     p.documents = {document_of_query_.data(), document_of_key_.data(), rank_of_query_.data(), rank_of_key_.data()};
   }
 
  private:
   std::vector<RowRange> ranges_;
   std::vector<KeyRange> groups_;
-  std::vector<std::vector<Section>> sections_;
-  std::vector<SectionList> lists_;
+  std::vector<std::vector<IsolatedRun>> isolated_runs_;
+  std::vector<IsolatedRunList> lists_;
   std::vector<int32_t> document_of_query_, document_of_key_, rank_of_query_, rank_of_key_;
 };
 
-// Forward, backward and weights; gradients that are not requested stay 0.
+// Neither beside the scratch of the items nor beside the rows of these tensors was anything written.
+void check_kept_inside(const ForEach& for_each, const std::vector<const Tensor*>& tensors) {
+  if (!for_each.kept_inside()) complain("a kernel wrote beside its scratch");
+  for (const Tensor* x : tensors) {
+    if (!x->gaps_untouched()) complain("bytes beside the rows of a tensor were written");
+  }
+}
+
+// Forward, backward and weights; what is not requested stays 0. The kernels sum dS for what is added to scores, and
+// over the keys for sinks too.
 Results run(const Inputs& in, DType dtype, Placement placement, const Request& request) {
   const Case& c = in.about;
   const Tensor q(placement, dtype, in.q, c.layout), k(placement, dtype, in.k, c.layout),
@@ -134,15 +154,23 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   const Tensor dq(placement, DType::f32, c.B, c.H, c.n_q, c.d_qk, c.layout);
   const Tensor dk(placement, dtype, c.B, c.H_kv, c.n_k, c.d_qk, c.layout);
   const Tensor dv(placement, dtype, c.B, c.H_kv, c.n_k, c.d_v, c.layout);
+  Results r(c);
+  const Tensor d_bias(placement, DType::f32, r.d_bias), d_column(placement, DType::f32, r.d_column),
+      d_row(placement, DType::f32, r.d_row), d_slope(placement, DType::f32, r.d_slope);  // 0, to be added to
   const RowLists queries(placement, in.real_queries), keys(placement, in.real_keys);
   const Buffer sinks(placement, c.H * int64_t(sizeof(float)), alignof(float));
   for (int64_t h = 0; h < c.H; ++h) sinks.data<float>()[h] = static_cast<float>(in.sink(h));
+  const Tensor bias(placement, dtype, in.bias);
+  const Buffer slopes(placement, c.B * c.H * int64_t(sizeof(float)), alignof(float));
+  for (int64_t i = 0; i < c.B * c.H; ++i) slopes.data<float>()[i] = static_cast<float>(in.slope(i / c.H, i % c.H));
   const Buffer q_start(placement, c.B * int64_t(sizeof(int64_t)), alignof(int64_t));
   std::copy(c.q_start.begin(), c.q_start.end(), q_start.data<int64_t>());
 
-  Problem p{};
+  Params p{};
   p.B = c.B, p.H = c.H, p.H_kv = c.H_kv, p.n_q = c.n_q, p.n_k = c.n_k, p.d_qk = c.d_qk, p.d_v = c.d_v;
   p.scale = c.scale, p.softcap = c.softcap;
+  if (!c.bias.empty()) p.bias = bias.table(), p.bias_dtype = dtype;
+  if (c.alibi) p.alibi_slopes = slopes.data<float>();
   if (c.sink > -HUGE_VAL) p.sinks = sinks.data<float>();
   p.band = make_band(c.causal, c.left, c.right);
   p.q_start = q_start.data<int64_t>();
@@ -150,7 +178,7 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   const Ranges ranges(in, p);
   p.q = q.input(), p.k = k.input(), p.v = v.input();
   p.dropout = make_dropout(c.dropout_p, kSeed);
-  Sequential for_each(placement);
+  ForEach for_each(placement);
   run_forward(choose_capability(), p, {o.output(), lse.floats()}, request.threads, std::ref(for_each),
               std::ref(for_each));
 
@@ -160,10 +188,25 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   if (c.with_d_lse) t.d_lse = d_lse.floats();
   if (request.dq) t.dq = dq.output();
   if (request.dkv) t.dk = dk.output(), t.dv = dv.output();
+  if (request.sums_of_ds) t.d_row = d_row.floats();
+  if (request.sums_of_ds && p.finishes_scores()) {
+    t.d_bias = d_bias.floats(), t.d_bias_heads = d_bias.H;
+    t.d_bias_batch_stride = d_bias.B < c.B ? 0 : d_bias.output().batch_stride;
+    t.d_column = d_column.floats(), t.d_slope = d_slope.floats();
+  }
   run_backward(choose_capability(), p, t, request.threads, std::ref(for_each));
 
+  check_kept_inside(for_each,
+                    {&q, &k, &v, &d_o, &d_lse, &bias, &o, &lse, &dq, &dk, &dv, &d_bias, &d_column, &d_row, &d_slope});
+  r.o = o.read(), r.lse = lse.read();
+  if (request.dq) r.dq = dq.read();
+  if (request.dkv) r.dk = dk.read(), r.dv = dv.read();
+  r.d_bias = d_bias.read(), r.d_column = d_column.read(), r.d_row = d_row.read(), r.d_slope = d_slope.read();
+  if (!request.weights) return r;
+
   const Tensor averaged(placement, dtype, c.B, 1, c.n_q, c.n_k), each_head(placement, dtype, c.B, c.H, c.n_q, c.n_k);
-  const Tensor received(placement, DType::f32, c.B, c.H, 1, c.n_k), largest(placement, DType::f32, c.B, c.H, c.n_q, kTopK);
+  const Tensor received(placement, DType::f32, c.B, c.H, 1, c.n_k),
+      largest(placement, DType::f32, c.B, c.H, c.n_q, kTopK);
   const Buffer their_keys(placement, c.B * c.H * c.n_q * kTopK * int64_t(sizeof(int64_t)), alignof(int64_t));
   p.d_v = 0;
   const auto run_to = [&](const float* lse_or_null, const Tensor& to, bool average_heads) {
@@ -174,18 +217,10 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   run_received(choose_capability(), p, received.floats(), request.threads, std::ref(for_each));
   run_top_keys(choose_capability(), p, {largest.floats(), their_keys.data<int64_t>(), kTopK}, request.threads,
                std::ref(for_each));
-  if (!for_each.kept_inside()) complain("a kernel wrote beside its scratch");
-
-  for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv, &averaged, &each_head, &received,
-                          &largest}) {
-    if (!x->gaps_untouched()) complain("bytes beside the rows of a tensor were written");
-  }
-  Results r(c);
-  r.o = o.read(), r.lse = lse.read();
-  r.averaged = averaged.read(), r.each_head = each_head.read(), r.received = received.read(), r.largest = largest.read();
+  check_kept_inside(for_each, {&averaged, &each_head, &received, &largest});
+  r.averaged = averaged.read(), r.each_head = each_head.read(), r.received = received.read(),
+  r.largest = largest.read();
   std::copy_n(their_keys.data<int64_t>(), r.their_keys.values.size(), r.their_keys.values.begin());
-  if (request.dq) r.dq = dq.read();
-  if (request.dkv) r.dk = dk.read(), r.dv = dv.read();
   return r;
 }
 
@@ -209,8 +244,8 @@ void check_keys(const Inputs& in, const Results& actual, const Results& naive, c
     for (int64_t j = 0; j < c.n_k; ++j) seen += in.sees(b, i, j);
     for (int64_t n = 0; n < kTopK; ++n) {
       const auto key = static_cast<int64_t>(keys[n]);
-      const bool right = n < seen ? key >= 0 && key < c.n_k && in.sees(b, i, key) && std::count(keys, keys + n, key) == 0
-                                  : key == -1;
+      const bool right =
+          n < seen ? key >= 0 && key < c.n_k && in.sees(b, i, key) && std::count(keys, keys + n, key) == 0 : key == -1;
       if (!right) return complain("a key is hidden, or there twice, or missing");
       if (n < seen) of_their_keys.row(b, h, i)[n] = exact.p.row(b, h, i)[key];
     }
@@ -230,23 +265,39 @@ void test_case(const Case& c, DType dtype, const std::vector<Placement>& placeme
       if (&request == kRequests) {
         first = actual;
         for (const auto& [name, array] : kResults) {
-          const bool fp32 = array == &Results::lse || array == &Results::received || array == &Results::largest;
+          const bool fp32 = array == &Results::lse || array == &Results::d_row || array == &Results::d_slope ||
+                            array == &Results::received || array == &Results::largest;
           compare(name, actual.*array, naive.*array, exact.*array, eps_of(fp32 ? DType::f32 : dtype));
         }
         check_keys(in, actual, naive, exact);
       }
-      const bool same = actual.o.values == first.o.values && actual.lse.values == first.lse.values &&
-                        actual.averaged.values == first.averaged.values &&
-                        actual.each_head.values == first.each_head.values &&
-                        actual.received.values == first.received.values &&
-                        actual.largest.values == first.largest.values &&
-                        actual.their_keys.values == first.their_keys.values &&
-                        (!request.dq || actual.dq.values == first.dq.values) &&
-                        (!request.dkv || (actual.dk.values == first.dk.values && actual.dv.values == first.dv.values));
-      if (!same) complain(std::string("other bits than with ") + kRequests[0].name);
+      const auto same_bits = [&](const char* name, Array Results::* array) {
+        const bool same = (actual.*array).values == (first.*array).values;
+        if (request.wants(array) && !same) complain(std::string("other ") + name + " than with " + kRequests[0].name);
+      };
+      for (const auto& [name, array] : kResults) same_bits(name, array);
+      same_bits("keys", &Results::their_keys);
     }
   }
 }
+
+// Beside those that the CUDA kernels are tested with: what is added to scores.
+// clang-format off
+const std::vector<Case> kMoreCases = {
+    {.name = "bias", .why = "entries of their own, heads that share keys",
+     .H = 4, .n_q = 45, .n_k = 70, .causal = true, .q_start = {30, 9}, .bias = {2, 4, 45, 70}},
+    {.name = "bias-shared", .why = "samples and heads add to its gradient in turn, rows of padding",
+     .H = 4, .n_q = 75, .n_k = 130, .keys = Padding::holes, .queries = Padding::holes, .bias = {1, 1, 75, 130}},
+    {.name = "bias-of-keys", .why = "one row for all queries",
+     .n_q = 50, .n_k = 300, .dropout_p = 0.3, .bias = {2, 1, 1, 300}},
+    {.name = "bias-of-queries", .why = "one entry for all keys, against a sink",
+     .n_q = 33, .n_k = 97, .left = 40, .right = 20, .sink = 0.5, .bias = {1, 2, 33, 1}},
+    {.name = "alibi", .why = "distances to both sides", .n_q = 90, .n_k = 130, .q_start = {40, -7}, .alibi = true},
+    {.name = "alibi-documents", .why = "distances in documents, beside all else",
+     .B = 1, .H = 4, .H_kv = 2, .n_q = 90, .n_k = 90, .q_start = {0}, .documents_q = {40, 50}, .documents_k = {40, 50},
+     .softcap = 3, .sink = 0.5, .bias = {1, 4, 1, 90}, .alibi = true},
+};
+// clang-format on
 
 // Those that together run every basic block of the kernels that all of them run, on AVX2: for tools under which each
 // takes long.
@@ -256,7 +307,7 @@ const std::set<std::string> kFewCases = {
     "chunks", "causal-before", "window", "pad-keys-only", "strided", "token-by-token-strided", "documents-causal",
     "documents-of-other-lengths", "documents-holes", "documents-long", "dropout-window", "dropout-grouped",
     "negative-scale", "softcap", "softcap-scale", "softcap-narrow", "softcap-decode", "sinks-decode", "sinks-far-above",
-    "sinks-large-scores", "only-lse",
+    "sinks-large-scores", "only-lse", "bias", "bias-shared", "bias-of-keys", "alibi", "alibi-documents",
 };
 // clang-format on
 
@@ -266,10 +317,12 @@ int test_all(const std::vector<Placement>& placements, const std::string& wish) 
   if (present.sa_handler == SIG_DFL) std::signal(SIGSEGV, on_crash);  // AddressSanitizer has its own, which tells more
 
   int cases = 0;
-  for (const Case& c : kCases) {
-    if (!is_wished(c, wish, kFewCases)) continue;
-    ++cases;
-    for (const DType dtype : kDTypes) test_case(c, dtype, placements);
+  for (const std::vector<Case>* table : {&kCases, &kMoreCases}) {
+    for (const Case& c : *table) {
+      if (!is_wished(c, wish, kFewCases)) continue;
+      ++cases;
+      for (const DType dtype : kDTypes) test_case(c, dtype, placements);
+    }
   }
   std::printf("%s: %d cases in fp32, bf16 and fp16, %d wrong\n", choose_capability().name(), cases, wrong);
   return wrong > 0 || cases == 0;

@@ -1,10 +1,13 @@
 // Arrays of doubles, and tensors: the same values rounded to a dtype, in guarded memory, in some layout.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <vector>
 
-#include "../../csrc/cpu/problem.h"
+#include "../../csrc/cpu/params.h"
+#include "../../csrc/dtype.h"
 #include "guarded.h"
 
 namespace fastattn::test {
@@ -88,14 +91,17 @@ class Tensor {
 
   Input input() const { return {memory_.data(), dtype, batch_stride_, head_stride_, row_stride_}; }
   Output output() const { return {memory_.data(), dtype, batch_stride_, head_stride_, row_stride_}; }
+  // One entry of it serves all samples, heads, queries or keys where it has no more of them.
+  Table table() const {
+    const auto bytes = [&](int64_t n, int64_t stride) { return n > 1 ? stride * bytes_of(dtype) : 0; };
+    return {memory_.data(), bytes(B, batch_stride_), bytes(H, head_stride_), bytes(N, row_stride_), D == 1};
+  }
   float* floats() const { return memory_.data<float>(); }
 
   // Nothing was written but rows.
   bool gaps_untouched() const {
     std::vector<bool> in_a_row(memory_.size() / bytes_of(dtype));
-    each_row(*this, [&](int64_t b, int64_t h, int64_t i) {
-      std::fill_n(in_a_row.begin() + place(b, h, i), D, true);
-    });
+    each_row(*this, [&](int64_t b, int64_t h, int64_t i) { std::fill_n(in_a_row.begin() + place(b, h, i), D, true); });
     for (int64_t i = 0; i < int64_t(in_a_row.size()); ++i) {
       if (!in_a_row[i] && !memory_.untouched(i * bytes_of(dtype), (i + 1) * bytes_of(dtype))) return false;
     }

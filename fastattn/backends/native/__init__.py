@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ...spec import Mask, Spec
+from ...spec import Spec
 from . import cpu, cuda
 
 NAME = "native"
@@ -50,12 +51,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return _PARTS[q.device.type].forward(q, k, v, spec)
 
 
-def at_once(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
-) -> tuple[Tensor, Tensor, object | None] | None:
-    """What `forward` returns, and what takes its gradients, where the part for that device has a short way."""
-    part = _PARTS.get(q.device.type)
-    return part.at_once(q, k, v, mask, scale) if hasattr(part, "at_once") else None
+def short_way(device: torch.device) -> Callable | None:
+    """The C++ function behind `short_way` of fastattn/plan.py, where the part for that device has one."""
+    part = _PARTS[device.type]
+    return part.short_way() if hasattr(part, "short_way") else None
 
 
 def backward(

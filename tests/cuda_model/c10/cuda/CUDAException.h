@@ -4,8 +4,8 @@
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 
-#define C10_CUDA_CHECK(call)                                     \
-  do {                                                           \
-    const cudaError_t error = (call);                            \
+#define C10_CUDA_CHECK(call)                                       \
+  do {                                                             \
+    const cudaError_t error = (call);                              \
     TORCH_CHECK(error == cudaSuccess, "CUDA error: ", int(error)); \
   } while (false)

@@ -1,0 +1,69 @@
+// Arithmetic in fp32, whatever the dtype in memory: a unit is one float.
+#pragma once
+
+#include <cstdint>
+
+#include "matrix.h"
+#include "params.h"
+#include "rows.h"
+#include "vector.h"
+
+namespace fastattn::FASTATTN_ISA {
+namespace {
+
+constexpr int kPerUnit = 1;        // elements in a unit
+constexpr int kGrain = 1;          // keys are multiplied in multiples of this
+constexpr int kFewestColumns = 1;  // vectors of queries
+
+// Units of a row of d elements, up to whole vectors, and how many of them a sum over d has to take.
+constexpr int64_t units(int64_t d) { return padded(d); }
+constexpr int64_t steps_over(int64_t d) { return d; }
+
+FASTATTN_INLINE Floats multiply_add(Floats x, Floats y, Floats sum) { return x * y + sum; }
+
+// Rows i, ..., i + n - 1 of a list as units, zeros after the end of each.
+FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,
+                                int64_t d, float* to) {
+  read_rows(x, b, h, list, i, n, d, to);
+}
+
+// Units of a query, each element times on_query of ../softmax.h.
+FASTATTN_INLINE Floats times_on_query(Floats units, float on_query) { return units * on_query; }
+
+// Whether rows in memory are units already, and need no copy.
+FASTATTN_INLINE bool are_units(const Input& x, int64_t) { return x.dtype == DType::f32; }
+
+// The transpose of the rows of n keys: the left factor of a sum over the keys. `copy` has room for transposed_size.
+using Transposed = Columns;
+FASTATTN_INLINE Transposed transposed(Rows rows, int64_t, int64_t, float*) { return {rows.data, rows.stride}; }
+constexpr int64_t transposed_size(int64_t, int64_t) { return 0; }
+
+// The rows [M, units] of a block of queries as the right factor of a sum over the queries.
+FASTATTN_INLINE Right over_queries(Rows rows, int64_t, int64_t, float*) { return {rows.data, rows.stride}; }
+constexpr int64_t over_queries_size(int64_t, int64_t) { return 0; }
+FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t) { return n; }
+
+// 2^(scale * (score - reference)). The difference first: the weight of the reference is then exactly 1, and a single
+// key gives O = V to the bit.
+FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) { return exp2((score - reference) * scale); }
+
+// No score has to be raised: none overflows in `weight`.
+FASTATTN_INLINE Floats above_lowest_score(Floats score) { return score; }
+
+// A matrix [keys, C vectors of queries] is the left factor of a sum over the queries, and the right factor of a sum
+// over the keys: the same floats. x is row i of it, and the kPerUnit - 1 after it.
+constexpr bool kOneForm = true;
+using LeftElement = float;
+
+template <int C>
+FASTATTN_INLINE void store_right(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {
+#pragma GCC unroll 8
+  for (int c = 0; c < C; ++c) store(to + (i * C + c) * kLanes, x[0][c]);
+}
+template <int C>
+FASTATTN_INLINE void store_left(float* to, int64_t i, const Floats (&x)[kPerUnit][C]) {
+  store_right(to, i, x);
+}
+
+}  // namespace
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,262 @@
+// The parameters of the kernels, in plain C++: no torch, no instruction set. Letters as in fastattn/spec.py.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "../dtype.h"
+#include "../mask.h"
+#include "../philox.h"
+#include "../softmax.h"
+#include "index_list.h"
+
+namespace fastattn {
+
+// Rows [B, H, N] of a tensor [B, H, N, D] whose elements lie side by side in a row.
+template <class Byte>
+struct RowsOf {
+  Byte* data;
+  DType dtype;
+  int64_t batch_stride, head_stride, row_stride;  // in elements
+
+  Byte* row(int64_t b, int64_t h, int64_t i) const {
+    return data + bytes_of(dtype) * (b * batch_stride + h * head_stride + i * row_stride);
+  }
+};
+using Input = RowsOf<const char>;
+using Output = RowsOf<char>;
+
+// What hides keys inside a range: there each key has to be looked up.
+enum Gaps : uint32_t { kNoGaps = 0, kOtherDocuments = 1, kDenseGaps = 2 };
+
+struct RowRange {
+  int32_t begin, end;
+  uint32_t gaps;
+};
+
+constexpr int64_t kRangeGroup = 64;  // queries that share an entry of RangeTable::groups
+
+// [B, H or 1, n_q]
+struct RangeTable {
+  const RowRange* data;    // null: ranges follow from positions alone
+  const KeyRange* groups;  // [B, H or 1, groups of kRangeGroup queries]: from the first to the last key that they see
+  int64_t batch_stride, head_stride;
+  int64_t group_batch_stride, group_head_stride;
+  uint32_t gaps;  // of all rows together
+
+  const RowRange& at(int64_t b, int64_t h, int64_t query) const {
+    return data[b * batch_stride + h * head_stride + query];
+  }
+  const KeyRange& group_of(int64_t b, int64_t h, int64_t query) const {
+    return groups[b * group_batch_stride + h * group_head_stride + query / kRangeGroup];
+  }
+};
+
+// Queries that follow each other and the only keys that they can see, such as a document: no other query of their
+// sample sees one of these. Each run is cut into blocks of its own, so that no block has to hide other documents.
+struct IsolatedRun {
+  int64_t first, last;  // places in the list of real queries
+  KeyRange keys;        // no others are visible to them
+  bool see_all;         // each of them sees all of these
+};
+
+// The isolated runs of a sample, in the order of their queries.
+struct IsolatedRunList {
+  const IsolatedRun* data;
+  int64_t count;
+};
+
+// The number of each token's document, and the token's position in it: [B, n].
+struct Documents {
+  const int32_t *of_query, *of_key;  // null: there are none; -1: padding
+  const int32_t *rank_of_query, *rank_of_key;
+};
+
+// A table broadcast to [B, H, n_q, n_k]: strides in bytes, 0 where one entry serves all.
+struct Table {
+  const char* data;  // null: there is none
+  int64_t batch_stride, head_stride, query_stride;
+  bool one_for_all_keys;  // else the entries of a row lie side by side
+
+  const char* row(int64_t b, int64_t h, int64_t query) const {
+    return data + b * batch_stride + h * head_stride + query * query_stride;
+  }
+};
+
+struct Params {
+  int64_t B, H, H_kv, n_q, n_k, d_qk, d_v;
+  double scale;
+  Band band;
+  const int64_t* q_start;    // [B], or [B, n_q]
+  bool each_query_starts;    // whether it is [B, n_q]
+  const IndexList* queries;  // [B], the real ones
+  const IndexList* keys;     // [B], the real ones
+  Input q, k, v;
+  Dropout dropout;
+  RangeTable ranges;
+  const IsolatedRunList* isolated_runs;  // [B], or null: the queries of a sample are one run
+  Documents documents;
+  Table dense;  // bool
+  Table bias;
+  DType bias_dtype;
+  const float* alibi_slopes;  // [B, H], or null
+  double softcap;             // 0: scores are not bounded; else from kLeastSoftcap to kMostSoftcap
+  const float* sinks;         // [H], or null
+
+  int64_t group() const { return H / H_kv; }
+
+  int64_t position(int64_t b, int64_t query) const {
+    const int64_t rank = documents.rank_of_query ? documents.rank_of_query[b * n_q + query] : query;
+    return position_of(rank, q_start[each_query_starts ? b * n_q + query : b]);
+  }
+
+  // From the first to the last visible key; some in between may be hidden.
+  KeyRange visible(int64_t b, int64_t h, int64_t query) const {
+    if (!ranges.data) return visible_keys(band, position(b, query), n_k);
+    return {ranges.at(b, h, query).begin, ranges.at(b, h, query).end};
+  }
+
+  // From the first to the last key that is visible to some of the queries first, ..., last.
+  KeyRange visible_to_some(int64_t b, int64_t h, int64_t first, int64_t last) const {
+    if (!ranges.data) return hull(visible(b, h, first), visible(b, h, last));
+    KeyRange keys{n_k, 0};
+    for (int64_t i = first / kRangeGroup; i <= last / kRangeGroup; ++i) {
+      keys = hull(keys, ranges.group_of(b, h, i * kRangeGroup));
+    }
+    return keys;
+  }
+
+  // Whether scores are more than a multiple of the products of queries and keys. S is then in nats.
+  bool finishes_scores() const { return softcap > 0 || bias.data || alibi_slopes; }
+
+  // S as the exponent takes it is score * scores_per_nat(), and score_log2 is S * on_score_log2().
+  float on_score_log2() const {
+    return finishes_scores() ? static_cast<float>(kLog2E) : split_scale(scale).on_score_log2;
+  }
+  double scores_per_nat() const { return finishes_scores() ? 1.0 : kLog2E / on_score_log2(); }
+};
+
+// The lse of a query, as two floats: a weight is 2^(on_score_log2() * (S - reference) - rest_log2).
+struct Measure {
+  float reference, rest_log2;
+
+  // Of S + log2(sum) / on_score_log2, where S has a weight of 1 in the sum; {0, 0} where no key is seen.
+  static Measure of(float S, float sum, float on_score_log2) {
+    if (sum == 0) return {0, 0};
+    return of(S + std::log2(double(sum)) / on_score_log2, on_score_log2);
+  }
+
+  // With a scale of 1e-38 it may lie beyond the floats.
+  static Measure of(double exact, float on_score_log2) {
+    constexpr double kLargest = 0x1.fffffep127;
+    const auto reference = static_cast<float>(exact > kLargest ? kLargest : exact < -kLargest ? -kLargest : exact);
+    return {reference, static_cast<float>((exact - reference) * on_score_log2)};
+  }
+};
+
+struct ForwardOutputs {
+  Output o;
+  float* lse;                   // [B, H, n_q]
+  Measure* measures = nullptr;  // of the real queries, or null
+};
+
+// Queries of one head, numbered first_query, ..., last_query - 1. It owns the blocks of real queries that begin there,
+// and the rows of padding.
+struct ForwardItem {
+  int64_t b, h, first_query, last_query;
+};
+
+// A few queries of the heads that share keys and values, against a part of the key list: part `part` of n_parts.
+struct DecodeItem {
+  int64_t b, h_kv, part, n_parts;
+  int64_t first_key, last_key;
+};
+constexpr int64_t kDecodeRows = 8;  // most rows, of all heads together: more are faster as lanes
+
+struct BackwardTensors {
+  Input o, d_o;        // d_o.data may be null: zeros
+  const float* lse;    // [B, H, n_q]
+  const float* d_lse;  // [B, H, n_q], or null: zeros
+  Output dq, dk, dv;   // dq is fp32: it is summed in place over the chunks of keys
+  // Sums of dS, for what is added to the scores. The kernels add to them; they are null where they are not wanted.
+  float* d_bias;  // [B or 1, d_bias_heads, n_q, n_k]: over all samples or none, whose stride is then 0, and over the
+                  // heads with the same remainder by d_bias_heads
+  int64_t d_bias_batch_stride, d_bias_heads;
+  float* d_column;  // [B, H, n_k]: over the queries
+  float* d_row;     // [B, H, n_q]: over the keys
+  float* d_slope;   // [B, H, n_q]: over the keys, times minus their distances
+};
+
+struct Wanted {
+  bool dq, dkv;
+  bool by_query;  // d_bias, d_row and d_slope, which have rows for queries as dq has
+  bool by_key;    // d_column, which has entries for keys as dk and dv have
+
+  bool rows_of_queries() const { return dq || by_query; }
+  bool rows_of_keys() const { return dkv || by_key; }
+
+  static Wanted in(const BackwardTensors& t) {
+    return {t.dq.data != nullptr, t.dk.data != nullptr, t.d_bias || t.d_row || t.d_slope, t.d_column != nullptr};
+  }
+};
+
+// The heads that share keys and values, queries numbered first_query, ..., last_query - 1, and a part of the key list.
+// An item owns what it writes: rows of the blocks of queries that begin there if it wants those (its keys are then all
+// that they see), rows of those keys if it wants those (its queries are then all that see them). One that wants both
+// has whole isolated runs.
+struct BackwardItem {
+  int64_t b, h_kv, first_head, last_head;
+  int64_t first_query, last_query;
+  int64_t first_key, last_key;
+  Wanted wanted;
+};
+
+struct DecodeKernels {
+  int64_t (*parts_size)(const Params&);  // floats for each part of the heads that share keys
+  int64_t (*scratch)(const Params&);
+  void (*attend)(const Params&, const DecodeItem&, float* parts, float* scratch);
+  void (*combine)(const Params&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
+};
+
+// Queries at the places first_query, ... of the list of real ones, and the rows of padding with these numbers, of some
+// heads whose weights go to row `row_of_heads` of the output; or one head and all of its queries, and a chunk of keys.
+struct WeightsItem {
+  int64_t b, first_head, last_head, row_of_heads;
+  int64_t first_query, last_query;
+  int64_t first_key;
+};
+
+struct TopKeysOutputs {
+  float* weights;  // [B, H, n_q, top_k]
+  int64_t* keys;
+  int64_t top_k;
+};
+
+struct WeightsKernels {
+  int64_t chunk_keys;  // of an item of `received`
+  void (*measure)(const Params&, const float* lse, const WeightsItem&, Measure*, float* scratch);  // as `backward`
+  int64_t (*scratch)(const Params&, int64_t top_k);                                                // of the three below
+  void (*weights)(const Params&, const Measure*, const Output&, const WeightsItem&, float* scratch);
+  void (*received)(const Params&, const Measure*, float* out, const WeightsItem&, float* scratch);
+  void (*top_keys)(const Params&, const Measure*, const TopKeysOutputs&, const WeightsItem&, float* scratch);
+};
+
+// The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned. `next` is
+// the item that the thread takes after this one, or null.
+struct Kernels {
+  const char* name;
+  int64_t block_queries;  // queries that share a pass over the keys
+  int64_t strip_queries;  // most queries of a ForwardItem
+  int64_t block_keys;     // keys that are worth an item: a multiple of this
+  int64_t (*forward_scratch)(const Params&);
+  void (*forward)(const Params&, const ForwardOutputs&, const ForwardItem&, const ForwardItem* next, float* scratch);
+  int64_t (*backward_scratch)(const Params&);
+  void (*backward)(const Params&, const BackwardTensors&, const BackwardItem&, const BackwardItem* next,
+                   float* scratch);
+  float (*fma_chains)(int64_t steps);
+  int64_t chain_operations;  // of one step of fma_chains
+  const WeightsKernels* weights;
+  const DecodeKernels* decode;  // null where those of another instruction set do it
+};
+
+}  // namespace fastattn

@@ -1,0 +1,186 @@
+// The parameters of the kernels, in plain C++: no torch, no GPU. Letters as in fastattn/spec.py.
+//
+// Pointers are device pointers. Rows begin at multiples of 16 bytes and are multiples of 16 bytes long.
+#pragma once
+
+#include <cstdint>
+
+#include "../dtype.h"
+#include "../host_device.h"
+#include "../mask.h"
+#include "../philox.h"
+#include "../softmax.h"
+
+namespace fastattn::cuda {
+
+// Rows [B, H, N] of a tensor [B, H, N, D] whose elements lie side by side in a row; strides in elements.
+struct Rows {
+  void* data;
+  int64_t batch_stride, head_stride, row_stride;
+
+  template <class Element>
+  FASTATTN_HD Element* head(int64_t b, int64_t h) const {
+    return static_cast<Element*>(data) + b * batch_stride + h * head_stride;
+  }
+};
+
+// A table broadcast to [B, H, n_q, n_k]: strides in entries, 0 where one entry serves all.
+struct Table {
+  const void* data;  // null: there is none
+  int64_t batch_stride, head_stride, query_stride, key_stride;
+
+  FASTATTN_HD int64_t index(int64_t b, int64_t h, int64_t query, int64_t key) const {
+    return b * batch_stride + h * head_stride + query * query_stride + key * key_stride;
+  }
+};
+
+// A summary of some neighbouring tokens of a sample: padding, and the ranges of their positions and documents.
+struct Tokens {
+  bool some_real, all_real;
+  int64_t first_position, last_position;  // of those that are real
+  int64_t first_document, last_document;  // the smallest and the largest number
+
+  FASTATTN_HD static Tokens none() { return {false, true, kNoLimit, -kNoLimit, INT64_MAX, INT64_MIN}; }
+
+  FASTATTN_HD void add(const Tokens& others) {
+    some_real |= others.some_real;
+    all_real &= others.all_real;
+    first_position = lesser(first_position, others.first_position);
+    last_position = greater(last_position, others.last_position);
+    first_document = lesser(first_document, others.first_document);
+    last_document = greater(last_document, others.last_document);
+  }
+};
+
+constexpr int kTokenGroup = 32;  // tokens in a `Tokens` of `Side::groups`
+
+// The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the start.
+struct Side {
+  int n;
+  const bool* real;
+  const int64_t* document;
+  const int64_t* position;
+  const int64_t* starts;  // [B], or null: all samples have `start`
+  int64_t start;
+  Tokens* groups;  // [B, group_count()], or null where real, document and position are null
+
+  FASTATTN_HD int64_t group_count() const { return (n + kTokenGroup - 1) / kTokenGroup; }
+
+  FASTATTN_HD bool is_real(int64_t b, int64_t i) const { return i < n && (!real || real[b * n + i]); }
+
+  FASTATTN_HD int64_t document_of(int64_t b, int64_t i) const { return document ? document[b * n + i] : 0; }
+
+  FASTATTN_HD int64_t position_of(int64_t b, int64_t i) const {
+    return position ? position[b * n + i] : fastattn::position_of(i, starts ? starts[b] : start);
+  }
+
+  // The summary of the tokens first, ..., first + count - 1, as far as they exist.
+  FASTATTN_HD Tokens tokens(int64_t b, int64_t first, int64_t count) const {
+    const int64_t end = lesser(first + count, n);
+    if (!groups) {
+      return {first < end, first + count <= n, position_of(b, first), position_of(b, end - 1), 0, 0};
+    }
+    Tokens found = Tokens::none();
+    for (int64_t i = first / kTokenGroup; i * kTokenGroup < end; ++i) found.add(groups[b * group_count() + i]);
+    return found;
+  }
+};
+
+// How much of a tile of pairs is visible. In a full tile the real queries see every key; padding does not count.
+enum class TileKind { skipped, partial, full };
+
+FASTATTN_HD TileKind tile_kind(const Tokens& queries, const Tokens& keys, Band band) {
+  const bool apart = queries.last_position + band.right < keys.first_position ||
+                     queries.first_position - band.left > keys.last_position ||
+                     queries.last_document < keys.first_document || queries.first_document > keys.last_document;
+  if (!queries.some_real || !keys.some_real || apart) return TileKind::skipped;
+  const bool one_document =
+      queries.first_document == keys.last_document && queries.last_document == keys.first_document;
+  const bool in_band = queries.first_position + band.right >= keys.last_position &&
+                       queries.last_position - band.left <= keys.first_position;
+  return keys.all_real && one_document && in_band ? TileKind::full : TileKind::partial;
+}
+
+struct Params {
+  int B, H, H_kv, d_qk, d_v;
+  DType dtype;
+  Side queries, keys;
+  Band band;
+  Table dense;  // bool
+  Table bias;
+  DType bias_dtype;
+  float scale;
+  float softcap;              // 0: scores are not bounded
+  ScoreScale score_scale;     // split_scale(scale) of plain scores; general ones are in nats: {scale, log2(e)}
+  const float* alibi_slopes;  // [B, H], or null
+  const float* sinks;         // [H], or null
+  Dropout dropout;            // with the key of `seed` instead of its own
+  const int64_t* seed;
+  Rows q, k, v;
+
+  FASTATTN_HD int group() const { return H / H_kv; }
+
+  // Whether scores are more than multiples of q.k, or weights more than powers of them, or pairs are hidden one by one.
+  FASTATTN_HD bool is_general() const {
+    return dense.data || bias.data || softcap > 0 || alibi_slopes || sinks || dropout.drops;
+  }
+
+  FASTATTN_HD float distance(int b, int query, int key) const {
+    const int64_t behind = queries.position_of(b, query) - keys.position_of(b, key);
+    return float(behind < 0 ? -behind : behind);
+  }
+
+  // The twin of Mask.keep in fastattn/spec.py, for real tokens.
+  template <bool kGeneral>
+  FASTATTN_HD bool sees(int b, int h, int query, int key) const {
+    const int64_t behind = queries.position_of(b, query) - keys.position_of(b, key);
+    if (behind > band.left || -behind > band.right) return false;
+    if (queries.document_of(b, query) != keys.document_of(b, key)) return false;
+    return !kGeneral || !dense.data || static_cast<const bool*>(dense.data)[dense.index(b, h, query, key)];
+  }
+};
+
+struct ForwardParams {
+  Params params;
+  Rows o;
+  float* lse;  // [B, H, n_q], in nats; -inf where nothing is seen
+};
+
+constexpr int kQueryPadding = 128;  // no tile has more queries
+
+FASTATTN_HD int64_t padded_queries(int n_q) {
+  return (int64_t(n_q) + kQueryPadding - 1) / kQueryPadding * kQueryPadding;
+}
+
+// What the backward kernels need of each query, in all of its pairs.
+enum class Fact {
+  lse_log2,   // +inf where there is no query or it sees nothing, which makes each weight 0
+  rest_log2,  // what the rounding of lse_log2 left out
+  delta,      // sum(dO * O) - dlse
+};
+constexpr int kFacts = 3;
+
+// [B, H, kFacts, padded n_q]
+struct QueryFacts {
+  float* data;
+  int64_t fact_stride;
+
+  FASTATTN_HD float* of_head(int64_t head, Fact fact) const { return data + (head * kFacts + int(fact)) * fact_stride; }
+};
+
+// Gradients that are null are not computed. dk and dv come together, and sums over keys with dq.
+struct BackwardParams {
+  Params params;
+  Rows o, d_o;
+  const float* lse;    // [B, H, n_q]
+  const float* d_lse;  // [B, H, n_q], or null
+  QueryFacts facts;
+  Rows dq, dk, dv;
+  float* ds_of_keys;  // [B, H, n_k]: dS summed over the queries
+  // [B, H, n_q], each where it is not null: dS summed over the keys, dS times the distance, and P times the distance.
+  float *ds_of_queries, *ds_by_distance, *p_by_distance;
+  float* d_bias;  // [bias_B, bias_H, n_q, n_k], dense: dS summed over what shares an entry of the bias
+  int bias_B, bias_H;
+};
+
+}  // namespace fastattn::cuda

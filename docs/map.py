@@ -1,0 +1,135 @@
+"""Prints the map of the repository, every folder and file with its first sentence: python -m docs.map [--folders].
+
+The first sentence of a Python file is that of its docstring, of a Markdown page that of its text, of any other file
+that of the comment it begins with. A folder has the sentence of its `__init__.py` or else of its `README.md`; the files
+of a folder with neither are listed with the folder above. Files are those that git tracks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = PurePosixPath("fastattn")
+_SPEAKS_FOR_FOLDER = ("__init__.py", "README.md")
+_DATA = (".json", ".neg", ".png", ".pos", ".svg", ".txt")  # most of these formats have no comments
+_END_OF_SENTENCE = re.compile(r"[.?!](?=\s+[A-Z*`]|$)")
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+_CODE = re.compile(r"(`[^`]*`)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m docs.map", description=__doc__.partition("\n")[0])
+    parser.add_argument("--folders", action="store_true", help=f"only the folders, and the files of {PACKAGE}/ itself")
+    print(draw(ROOT, folders_only=parser.parse_args().folders))
+
+
+def draw(root: Path, *, folders_only: bool = False) -> str:
+    """The map of the repository at `root`, as Markdown.
+
+    Raises:
+        ValueError: a file does not begin with a sentence.
+    """
+    files = _tracked_files(root)
+    sentences = {file: first_sentence(root / file) for file in files}
+    if silent := [str(file) for file in files if not sentences[file] and not _is_data(file)]:
+        raise ValueError(
+            f"a file must begin with a docstring or comment that says what it is; {', '.join(silent)} does not"
+        )
+    folders: dict[PurePosixPath, str] = {}
+    for name in _SPEAKS_FOR_FOLDER:
+        for file in files:
+            if file.name == name:
+                folders.setdefault(file.parent, sentences[file])
+    return _tree(sentences, folders) if folders_only else _sections(sentences, folders)
+
+
+def first_sentence(path: Path) -> str:
+    """The sentence with which a file says what it is, as Markdown; "" where there is none."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".py":
+        said = ast.get_docstring(ast.parse(text)) or ""
+    elif path.suffix == ".md":
+        blocks = (block.strip() for block in re.sub("<!--.*?-->", "", text).split("\n\n"))
+        said = next((block for block in blocks if block and not block.startswith(("#", "|", "```"))), "")
+        said = re.sub(r"^> ", "", said, flags=re.MULTILINE)
+    elif path.suffix == ".css":
+        said = "".join(re.findall(r"\A/\*(.*?)\*/", text, re.DOTALL))
+    elif path.suffix in (".h", ".cpp", ".cuh", ".cu"):
+        said = _comment(text, "//", before="#")
+    else:
+        said = _comment(text, "#", before="#!")
+    paragraph = _LINK.sub(r"\1", " ".join(said.strip().partition("\n\n")[0].split()))
+    end = _END_OF_SENTENCE.search(paragraph)
+    sentence = paragraph[: end.end()] if end else paragraph
+    return sentence if path.suffix == ".md" else "".join(map(_escaped, _CODE.split(sentence)))
+
+
+def _escaped(part: str) -> str:
+    """A part of a sentence that is code, or else as Markdown that shows it."""
+    return part if part.startswith("`") else part.replace("*", r"\*").replace("<", "&lt;")
+
+
+def _comment(text: str, mark: str, before: str) -> str:
+    """The first paragraph of the comment that a text begins with; lines that begin with `before` may precede it."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if not found and (not line.strip() or line.startswith(before)):
+            continue
+        if not line.startswith(mark) or not line.removeprefix(mark).strip():
+            break
+        found.append(line.removeprefix(mark).strip())
+    return "\n".join(found)
+
+
+def _tracked_files(root: Path) -> list[PurePosixPath]:
+    listed = subprocess.run(["git", "-C", root, "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
+    return [PurePosixPath(name) for name in listed.split("\0") if name and (root / name).is_file()]
+
+
+def _is_data(file: PurePosixPath) -> bool:
+    return file.suffix in _DATA or file.name == "LICENSE"
+
+
+def _sections(sentences: dict[PurePosixPath, str], folders: dict[PurePosixPath, str]) -> str:
+    """A section for each folder, with its files."""
+    files_of: dict[PurePosixPath, list[PurePosixPath]] = {folder: [] for folder in sorted(folders)}
+    for file in sentences:
+        if file.name not in _SPEAKS_FOR_FOLDER:
+            files_of[next(folder for folder in file.parents if folder in folders)].append(file)
+    parts = []
+    for folder, files in files_of.items():
+        if folder.parts:
+            parts.append(f"{'##' if len(folder.parts) == 1 else '###'} `{folder}/`\n\n{folders[folder]}")
+        lines = [_item(str(file.relative_to(folder)), sentences[file]) for file in files if sentences[file]]
+        data = dict.fromkeys(_place_of_data(file.relative_to(folder)) for file in files if not sentences[file])
+        lines += [f"- data: {', '.join(data)}"] if data else []
+        parts += ["\n".join(lines)] if lines else []
+    return "\n\n".join(parts)
+
+
+def _place_of_data(file: PurePosixPath) -> str:
+    return f"`{file.parts[0]}/`" if len(file.parts) > 1 else f"`*{file.suffix}`" if file.suffix else f"`{file}`"
+
+
+def _tree(sentences: dict[PurePosixPath, str], folders: dict[PurePosixPath, str]) -> str:
+    """A list of the folders, each below the one it is in, with the files of the package itself."""
+    entries = {folder: f"{folder.name}/" for folder in folders if folder.parts}
+    entries |= {f: f.name for f in sentences if f.parent == PACKAGE and f.name not in _SPEAKS_FOR_FOLDER}
+    lines = []
+    for path in sorted(entries):
+        depth = sum(parent in folders and bool(parent.parts) for parent in path.parents)
+        lines.append(4 * depth * " " + _item(entries[path], folders.get(path) or sentences[path]))
+    return "\n".join(lines)
+
+
+def _item(name: str, sentence: str) -> str:
+    return f"- `{name}`: {sentence}"
+
+
+if __name__ == "__main__":
+    main()

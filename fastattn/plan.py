@@ -1,0 +1,196 @@
+"""The plan of a kind of call: whether it is well formed, and which backend computes it.
+
+All of that depends on metadata alone: on shapes, dtypes and devices, on which arguments are given, on numbers. So it is
+decided once for each kind of call, and remembered; a call of a known kind costs one look-up. What depends on values of
+tensors is checked in each call, by whoever reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import backends
+from .spec import Mask, Spec
+from .validation import EVERYTHING, validated
+
+MOST_PLANS = 4096
+"""How many kinds are remembered; the next one forgets them all. A model has a few for each length of its batches."""
+
+
+class Plan(NamedTuple):
+    """The decision about one kind of call.
+
+    scale: the factor on q k^T.
+    backend: the backend that computes it.
+    plain: every tensor is nothing but its memory, so that PyTorch has nothing to do with the call but autograd.
+    """
+
+    scale: float
+    backend: ModuleType
+    plain: bool
+
+
+_plans: dict[tuple, Plan] = {}
+_short_ways: dict[tuple[ModuleType, ...], Callable] = {}  # by the backends there were; see `short_way`
+
+
+def forget_plans() -> None:
+    """Forgets every decision, as after a change of what a backend supports."""
+    _plans.clear()
+    _short_ways.clear()
+
+
+def short_way(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """(o, lse) of a call on the CPU that PyTorch would only pass on to the backend; None for any other, right or wrong.
+
+    For a query against 16 keys, all that Python does on the general road takes longer than the kernel, and than
+    PyTorch's own function from beginning to end. So one function in C++ judges and computes such a call, once the
+    general road has chosen its backend for another one; what it does not take at once goes the general road.
+    """
+    if is_compiling() or forward_ad._current_level >= 0 or not (mask is None or isinstance(mask, Mask)):
+        return None
+    of_backend = _short_ways.get(backends.BACKENDS)
+    return of_backend and of_backend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    deterministic: bool,
+    backend: str | None,
+    function: str = "forward",
+) -> tuple[Tensor, Tensor, Tensor, Spec, Plan]:
+    """q, k and v after autocast, the spec and the plan of a call with these arguments of `attention`.
+
+    Args:
+        function: of the protocol of backends, which the call needs.
+
+    Raises:
+        ValueError: the call is malformed.
+        NotImplementedError: no backend, or not the named one, computes it.
+    """
+    if torch._C._is_any_autocast_enabled():  # quicker to ask than what it guards, and mostly not so
+        q, k, v = after_autocast(q, k, v)
+    kind = None
+    if not is_compiling():
+        try:
+            kind = (
+                _metadata(q), _metadata(k), _metadata(v), None if mask is None else _kind_of_mask(mask),
+                type(scale), scale, None if bias is None else _metadata(bias), type(softcap), softcap,
+                None if alibi_slopes is None else _metadata(alibi_slopes), None if sinks is None else _metadata(sinks),
+                type(dropout_p), dropout_p, type(generator), deterministic, backend, function, backends.BACKENDS,
+            )  # fmt: skip
+            plan = _plans.get(kind)
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ):  # malformed, which `validated` says; or lengths that are traced
+            kind = plan = None
+    if kind is None or plan is None:
+        spec = validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic)
+        chosen = backends.select(q, k, v, spec, backend, function=function)
+        plan = Plan(spec.scale, chosen, kind is not None and _is_plain(q, k, v, spec))
+        if kind is not None and not (backend is None and chosen is backends.reference):  # which warns each time
+            if len(_plans) >= MOST_PLANS:
+                _plans.clear()
+            _plans[kind] = plan
+            if backend is None and (of_backend := getattr(chosen, "short_way", _no_short_way)(q.device)):
+                _short_ways[backends.BACKENDS] = of_backend
+    seed = draw_seed(q.device, generator) if dropout_p > 0 else None
+    spec = Spec(
+        EVERYTHING if mask is None else mask, plan.scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed,
+        deterministic,
+    )  # fmt: skip
+    return q, k, v, spec, plan
+
+
+def _no_short_way(device: torch.device) -> None:
+    """The `short_way` of a backend without one."""
+
+
+def draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """The seed of one call's dropout, an int64 scalar on `device`: drawing it there needs no synchronisation."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+
+
+def _metadata(x: Tensor) -> tuple:
+    """All of a tensor that a plan depends on."""
+    return type(x), x.shape, x.dtype, x.get_device(), _keys_of(x).raw_repr()
+
+
+def _kind_of_mask(mask: Mask) -> tuple:
+    """All of a mask that a plan depends on."""
+    q_start, segments = mask.q_start, mask.segments
+    return (
+        mask.causal,
+        q_start if type(q_start) is int else _metadata(q_start),
+        mask.window,
+        None if mask.real_keys is None else _metadata(mask.real_keys),
+        None if mask.real_queries is None else _metadata(mask.real_queries),
+        None if segments is None else (_metadata(segments[0]), _metadata(segments[1])),
+        None if mask.dense is None else _metadata(mask.dense),
+    )
+
+
+def _is_plain(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
+    tensors = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks, *spec.mask.tensors().values())
+    return all(is_plain(x) for x in tensors if x is not None)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is nothing but its memory: of no subclass, not wrapped by a transform, not lazily negated.
+
+    Each of these sets a dispatch key that a plain tensor does not have, but for a subclass that lives by
+    __torch_function__ alone.
+    """
+    return type(x) in _PLAIN_TYPES and not _keys_of(x).raw_repr() & ~_keys_of_plain_tensors(x.device.type)
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_keys_of = torch._C._dispatch_keys
+
+
+@functools.cache
+def _keys_of_plain_tensors(device_type: str) -> int:
+    with _disable_current_modes(), torch.inference_mode(False):
+        return _keys_of(torch.empty(0, device=device_type)).raw_repr()
+
+
+def after_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does to the arguments of scaled_dot_product_attention: all but fp64 in the autocast dtype."""
+    if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
+        return tensors
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -1,0 +1,194 @@
+"""Validation of the inputs of a call: an error names the argument, what it must be and what it was.
+
+A `Mask` checks its own fields when it is made. Here they are compared with the tensors that come with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .spec import Mask, Spec, is_int
+
+EVERYTHING = Mask()
+"""The mask of a call without one."""
+
+
+def validated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    deterministic: bool,
+) -> Spec:
+    """The spec of these arguments of `attention`, without a seed.
+
+    Raises:
+        ValueError: the call is malformed. The message names the argument, what it must be and what it was.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x.is_nested or x.layout != torch.strided:
+            kind = "a nested tensor" if x.is_nested else x.layout
+            raise ValueError(f"{name} must be a dense Tensor, got {kind} (attention_varlen takes packed documents)")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [batch, heads, length, head_dim], got {list(x.shape)}")
+        if x.dtype not in _DTYPES:
+            raise ValueError(f"{name} must be float32, float64, float16 or bfloat16, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
+    B, H, n_q, D = q.shape
+    H_kv, n_k = k.shape[1:3]
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"k and v must be of dtype {q.dtype} like q, got {k.dtype} and {v.dtype}")
+    if k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(f"k must be [{B}, H_kv, n_k, {D}] like q, got {list(k.shape)}")
+    if H_kv == 0 or H % H_kv != 0:
+        raise ValueError(f"the heads of k must divide the {H} heads of q, got {H_kv}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v must be [{B}, {H_kv}, {n_k}, d_v] like k, got {list(v.shape)}")
+    if scale is None:
+        scale = D**-0.5 if D else 1.0
+    elif not _is_number(scale) or not (scale == 0 or _SMALLEST_FP32 <= abs(scale) <= _LARGEST_FP32):
+        raise ValueError(f"scale must be a finite number that fp32 can hold, got {scale!r}")
+    if softcap is not None and not (_is_number(softcap) and _SMALLEST_FP32 <= softcap <= _LARGEST_FP32):
+        raise ValueError(f"softcap must be a positive number that fp32 can hold, or None, got {softcap!r}")
+    if not _is_number(dropout_p) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p!r}")
+    mask = EVERYTHING if mask is None else mask
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a fastattn.Mask or None, got {type(mask).__name__}")
+    _check_mask(mask, q.device, B, H, n_q, n_k)
+    _check_learned("bias", bias, q.device, [(B, H, n_q, n_k)], broadcast=True)
+    _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
+    _check_learned("sinks", sinks, q.device, [(H,)])
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    softcap = None if softcap is None else float(softcap)
+    return Spec(mask, float(scale), bias, softcap, alibi_slopes, sinks, float(dropout_p), None, bool(deterministic))
+
+
+def check_top_k(top_k: int) -> None:
+    """Raises ValueError where `top_k` is not an int of at least 1."""
+    if not is_int(top_k) or top_k < 1:
+        raise ValueError(f"top_k must be an int of at least 1, got {top_k!r}")
+
+
+def check_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, align: str
+) -> None:
+    """Raises ValueError where these arguments of `attention_varlen` do not fit each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 3:
+            got = type(x).__name__ if not isinstance(x, Tensor) else "a nested one" if x.is_nested else list(x.shape)
+            raise ValueError(f"{name} must be a Tensor [tokens, heads, head_dim], got {got}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k must be [total_k, H_kv, {q.shape[2]}] like q, got {list(k.shape)}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, d_v] like k, got {list(v.shape)}")
+    if align not in ("start", "end"):
+        raise ValueError(f"align must be 'start' or 'end', got {align!r}")
+    _check_boundaries("cu_seqlens_q", cu_seqlens_q, q)
+    if cu_seqlens_k is None:
+        if len(k) != len(q):
+            raise ValueError(f"cu_seqlens_k must be given where k has another length than q, got {len(k)} and {len(q)}")
+        return
+    _check_boundaries("cu_seqlens_k", cu_seqlens_k, k)
+    if len(cu_seqlens_k) != len(cu_seqlens_q):
+        raise ValueError(
+            f"cu_seqlens_k must be [{len(cu_seqlens_q)}] like cu_seqlens_q, got {list(cu_seqlens_k.shape)}"
+        )
+
+
+def check_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
+    """Raises ValueError where these arguments of `merge` do not fit each other."""
+    for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating Tensor, got {got}")
+        if x.device != o1.device:
+            raise ValueError(f"{name} must be on {o1.device} like o1, got {x.device}")
+    if o1.dim() == 0 or o2.shape != o1.shape or o2.dtype != o1.dtype:
+        raise ValueError(
+            f"o2 must be {list(o1.shape)} of {o1.dtype} like o1, [..., n_q, d_v], got {list(o2.shape)} of {o2.dtype}"
+        )
+    for name, x in (("lse1", lse1), ("lse2", lse2)):
+        if x.shape != o1.shape[:-1]:
+            raise ValueError(f"{name} must be {list(o1.shape[:-1])} like o1, got {list(x.shape)}")
+
+
+def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k: int) -> None:
+    shapes = {
+        "q_start": ((B,), (B, n_q)),
+        "real_keys": ((B, n_k),),
+        "real_queries": ((B, n_q),),
+        "segments[0]": ((B, n_q),),
+        "segments[1]": ((B, n_k),),
+    }
+    for name, x in mask.tensors().items():
+        if x.device != device:
+            raise ValueError(f"mask.{name} must be on {device} like q, got {x.device}")
+        if name != "dense" and tuple(x.shape) not in shapes[name]:
+            raise ValueError(f"mask.{name} must be {_either(shapes[name])}, got {list(x.shape)}")
+    if mask.dense is not None and not broadcasts(mask.dense.shape, (B, H, n_q, n_k)):
+        raise ValueError(f"mask.dense must be broadcastable to {[B, H, n_q, n_k]}, got {list(mask.dense.shape)}")
+
+
+def _check_boundaries(name: str, x: Tensor, tokens: Tensor) -> None:
+    """Checks that `x` can be the cu_seqlens of `tokens`; its values only where that needs no synchronisation."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be an int32 or int64 Tensor, got {got}")
+    if x.device != tokens.device:
+        raise ValueError(f"{name} must be on {tokens.device} like q, got {x.device}")
+    if x.dim() != 1 or len(x) == 0:
+        raise ValueError(f"{name} must be [documents + 1], got {list(x.shape)}")
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        total = len(tokens)
+        if x[0] != 0 or (x[1:] < x[:-1]).any() or x[-1] > total:
+            raise ValueError(f"{name} must begin at 0, never fall, and end at {total} at most, got {x.tolist()}")
+
+
+def _check_learned(
+    name: str, x: Tensor | None, device: torch.device, shapes: list[tuple[int, ...]], broadcast: bool = False
+) -> None:
+    if x is None:
+        return
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be a floating Tensor, got {kind}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device} like q, got {x.device}")
+    if not (broadcasts(x.shape, shapes[0]) if broadcast else tuple(x.shape) in shapes):
+        how = "broadcastable to " if broadcast else ""
+        raise ValueError(f"{name} must be {how}{_either(shapes)}, got {list(x.shape)}")
+
+
+def _either(shapes: Iterable[tuple[int, ...]]) -> str:
+    return " or ".join(str(list(shape)) for shape in shapes)
+
+
+def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    """Whether `shape` broadcasts to exactly `target`."""
+    return len(shape) <= len(target) and all(
+        n == 1 or n == wanted  # not `in`: torch.compile does not find a symbolic length in a tuple
+        for n, wanted in zip(reversed(shape), reversed(target), strict=False)
+    )
+
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_SMALLEST_FP32, _LARGEST_FP32 = 2.0**-149, torch.finfo(torch.float32).max
+
+
+def _is_number(x: object) -> bool:
+    return is_int(x) or isinstance(x, (float, torch.SymFloat))

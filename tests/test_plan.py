@@ -1,0 +1,319 @@
+"""Plans: a kind of call is judged once, and what a plan depends on is never taken from an earlier call."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+from fastattn import FallbackWarning, Mask, backends, plan
+from fastattn.backends import native, reference
+from fastattn.testing import CASES, make_inputs
+
+Q, K, V = (torch.randn(2, H, n, 8, generator=torch.Generator().manual_seed(n)) for H, n in ((4, 3), (2, 7), (2, 7)))
+REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1, 1]], dtype=torch.bool)
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, -1, 2], [4, 3, 4, 3, 3, 3, 3]])
+
+
+@pytest.fixture
+def judged(monkeypatch) -> list[tuple]:
+    """The arguments of every call that is judged from now on; no kind is known before, and no call is short."""
+    calls, validated = [], plan.validated
+    monkeypatch.setattr(plan, "validated", lambda *arguments: calls.append(arguments) or validated(*arguments))
+    monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
+    plan.forget_plans()
+    return calls
+
+
+OF_A_KIND_OF_ITS_OWN = {
+    "no mask": {},
+    "causal": {"mask": Mask(causal=True)},
+    "q_start": {"mask": Mask(q_start=1)},
+    "q_starts": {"mask": Mask(q_start=torch.tensor([1, 2]))},
+    "window": {"mask": Mask(window=(1, None))},
+    "real_keys": {"mask": Mask(real_keys=REAL)},
+    "real_queries": {"mask": Mask(real_queries=REAL[:, :3])},
+    "segments": {"mask": Mask(segments=(DOCUMENTS[:, :3], DOCUMENTS))},
+    "int32 segments": {"mask": Mask(segments=(DOCUMENTS[:, :3].int(), DOCUMENTS.int()))},
+    "dense": {"mask": Mask(dense=torch.ones(3, 7, dtype=torch.bool))},
+    "scale": {"scale": 0.5},
+    "bias": {"bias": torch.zeros(7)},
+    "bias of queries": {"bias": torch.zeros(3, 1)},
+    "softcap": {"softcap": 3.0},
+    "slopes": {"alibi_slopes": torch.ones(4)},
+    "slopes of samples": {"alibi_slopes": torch.ones(2, 4)},
+    "sinks": {"sinks": torch.ones(4)},
+    "dropout": {"dropout_p": 0.5},
+    "any bits": {"deterministic": False},
+    "backend": {"backend": "reference"},
+    "fused": {"backend": "fused"},
+    "dtype": {"q": Q.half(), "k": K.half(), "v": V.half()},
+    "fewer keys": {"k": K[:, :, :5], "v": V[:, :, :5]},
+    "parameter": {"q": torch.nn.Parameter(Q, requires_grad=False)},
+}
+
+
+def test_each_kind_is_judged_once(judged):
+    calls = [{"q": Q, "k": K, "v": V} | call for call in OF_A_KIND_OF_ITS_OWN.values()]
+    first = [fastattn.attention(**call) for call in calls]
+    assert len(judged) == len(calls)
+    for call, o in zip(calls, first, strict=True):
+        other = {name: x.clone() if type(x) is Tensor else x for name, x in call.items()}
+        assert torch.equal(fastattn.attention(**other), o) or "dropout_p" in call
+    assert len(judged) == len(calls)
+
+
+def test_functions_have_plans_of_their_own(judged):
+    for _ in range(2):
+        fastattn.attention(Q, K, K[..., :0])
+        fastattn.attention_weights(Q, K)
+        fastattn.attention_received(Q, K)
+        fastattn.top_keys(Q, K, top_k=1)
+    assert len(judged) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"mask": REAL}, "mask must be a fastattn.Mask"),
+        ({"mask": Mask(segments=(DOCUMENTS, DOCUMENTS))}, r"mask.segments\[0\] must be \[2, 3\]"),
+        ({"mask": Mask(real_keys=REAL[:, 1:])}, r"mask.real_keys must be \[2, 7\]"),
+        ({"mask": Mask(real_keys=REAL.to("meta"))}, "mask.real_keys must be on cpu like q"),
+        ({"dropout_p": False}, "dropout_p must be between 0 and 1"),
+        ({"dropout_p": None}, "dropout_p must be between 0 and 1"),
+        ({"scale": True}, "scale must be a finite number"),
+        ({"scale": float("inf")}, "scale must be a finite number"),
+        ({"scale": 1e-46}, "scale must be a finite number that fp32 can hold"),
+        ({"scale": 2**2000}, "scale must be a finite number that fp32 can hold"),
+        ({"softcap": True}, "softcap must be a positive number"),
+        ({"softcap": []}, "softcap must be a positive number"),
+        ({"q": Q[:1]}, r"k must be \[1, H_kv, n_k, 8\] like q"),
+        ({"q": Q.to_sparse()}, "q must be a dense Tensor, got torch.sparse_coo"),
+        ({"k": K.to("meta")}, "k must be on cpu like q"),
+        ({"v": V[:, :, :3]}, r"v must be \[2, 2, 7, d_v\] like k"),
+        ({"v": [1]}, "v must be a Tensor, got list"),
+        ({"generator": 3}, "generator must be a torch.Generator"),
+        ({"backend": []}, r"backend must be one of .*, got \[\]"),
+        ({"backend": "none"}, "backend must be one of .*, got 'none'"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_refused_after_a_right_call_of_almost_the_same_kind(wrong, sentence):
+    for right in ({}, {"mask": Mask(real_keys=REAL)}, {"scale": 1.0}, {"softcap": 1.0}):
+        fastattn.attention(**({"q": Q, "k": K, "v": V} | right))
+    with pytest.raises(ValueError, match=sentence):
+        fastattn.attention(**({"q": Q, "k": K, "v": V} | wrong))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_by_name():
+    nested = torch.nested.nested_tensor([torch.ones(2, 3, 8), torch.ones(2, 5, 8)])
+    with pytest.raises(ValueError, match="q must be a dense Tensor, got a nested tensor"):
+        fastattn.attention(nested, nested, nested)
+
+
+def test_plans_are_bounded(monkeypatch, judged):
+    monkeypatch.setattr(plan, "MOST_PLANS", 3)
+    for n in (1, 2, 3, 4, 1):
+        fastattn.attention(Q, K[:, :, :n], V[:, :, :n])
+    assert len(judged) == 5
+    assert len(plan._plans) <= 3
+
+
+def test_backends_that_are_replaced_are_asked_anew(monkeypatch):
+    fastattn.attention(Q, K, V)
+    monkeypatch.setattr(backends, "BACKENDS", (reference,))
+    with pytest.warns(FallbackWarning):
+        fastattn.attention(Q, K, V)
+
+
+def test_a_fallback_warns_whenever_it_serves(monkeypatch):
+    monkeypatch.setattr(native, "by_name_only", lambda device: "is shy")
+    plan.forget_plans()
+    for _ in range(2):
+        with pytest.warns(FallbackWarning, match="is shy"):
+            fastattn.attention(Q, K, V)
+
+
+def test_a_dtype_that_is_not_computed_builds_nothing(monkeypatch):
+    def build(device: torch.device) -> None:
+        raise AssertionError("built for a call it does not take")
+
+    monkeypatch.setattr(native.cpu, "unavailable", build)
+    with pytest.warns(FallbackWarning, match="float64"):
+        fastattn.attention(Q.double(), K.double(), V.double())
+
+
+class Watched(Tensor):
+    """Lives by __torch_function__ alone, which sets no dispatch key."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen += function is torch.ops.fastattn.forward
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_a_subclass_sees_the_call():
+    watched = DOCUMENTS.as_subclass(Watched)
+    for call in (
+        {"q": Q.as_subclass(Watched)},
+        {"mask": Mask(real_keys=REAL.as_subclass(Watched))},
+        {"mask": Mask(real_queries=REAL[:, :3].as_subclass(Watched))},
+        {"mask": Mask(segments=(watched[:, :3], DOCUMENTS))},
+        {"mask": Mask(segments=(DOCUMENTS[:, :3], watched))},
+        {"bias": torch.zeros(7).as_subclass(Watched)},
+    ):
+        for _ in range(2):
+            Watched.seen = 0
+            fastattn.attention(**({"q": Q, "k": K, "v": V} | call))
+            assert Watched.seen == 1
+
+
+class Ops(TorchDispatchMode):
+    """Keeps the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.add(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+def leaves() -> list[Tensor]:
+    return [x.clone().requires_grad_() for x in (Q, K, V)]
+
+
+def test_who_looks_on_sees_the_backward():
+    x = leaves()
+    o = fastattn.attention(*x)
+    expected = torch.autograd.grad(o.sum(), x, retain_graph=True)
+    with Ops() as ops:
+        found = torch.autograd.grad(o.sum(), x, retain_graph=True)
+    with torch.profiler.profile() as profile:
+        profiled = torch.autograd.grad(o.sum(), x, retain_graph=True)
+    assert "fastattn::backward" in ops.names
+    assert "fastattn::backward" in {event.key for event in profile.key_averages()}
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, profiled, expected))
+
+
+def test_the_dispatcher_changes_no_bit():
+    """Outputs and gradients of every case, with a mode that looks on and without."""
+    for case in CASES:
+        if case.timed or case.dropout_p:
+            continue
+        inputs = make_inputs(case, torch.float32)
+        outputs = []
+        for watched in (False, True):
+            learned = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
+            terms = {n: x for n, x in inputs.options.items() if n != "dropout_p"} | learned
+            if watched:
+                with Ops():
+                    o, lse = fastattn.attention(mask=inputs.mask, return_lse=True, **terms)
+                    gradients = torch.autograd.grad((o, lse), list(learned.values()), (inputs.do, inputs.dlse))
+            else:
+                o, lse = fastattn.attention(mask=inputs.mask, return_lse=True, **terms)
+                gradients = torch.autograd.grad((o, lse), list(learned.values()), (inputs.do, inputs.dlse))
+            outputs.append((o, lse, *gradients))
+        for direct, dispatched in zip(*outputs, strict=True):
+            assert torch.equal(direct, dispatched), case.name
+            assert (direct.dtype, direct.stride()) == (dispatched.dtype, dispatched.stride()), case.name
+
+
+def test_a_dual_number_keeps_its_tangent():
+    fastattn.attention(Q, K, V)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(Q, torch.ones_like(Q))
+        o = fastattn.attention(dual, K, V)
+        assert torch.autograd.forward_ad.unpack_dual(o).tangent is not None
+
+
+def test_autocast_decides_the_dtype_between_calls():
+    mask = Mask(real_keys=REAL)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert fastattn.attention(Q, K, V, mask).dtype == (torch.bfloat16 if enabled else torch.float32)
+
+
+def test_the_mode_of_gradients_decides_between_calls():
+    q, mask = Q.clone().requires_grad_(), Mask(causal=True)
+    for enabled in (False, True, False):
+        with torch.set_grad_enabled(enabled):
+            assert fastattn.attention(q, K, V, mask).requires_grad == enabled
+
+
+def test_default_dtype_and_threads_decide_nothing():
+    expected = fastattn.attention(Q, K, V)
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    try:
+        torch.set_num_threads(5)
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(fastattn.attention(Q, K, V), expected)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+
+
+def test_a_mask_that_is_changed_in_place_counts_as_it_is_now():
+    real = REAL.clone()
+    mask = Mask(real_keys=real)
+    before = fastattn.attention(Q, K, V, mask)
+    real.numpy()[:, 3] = False  # of which PyTorch knows nothing
+    after = fastattn.attention(Q, K, V, mask)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, fastattn.attention(Q, K, V, Mask(real_keys=real), backend="reference"))
+    real.resize_(2, 6)
+    with pytest.raises(ValueError, match=r"mask\.real_keys must be \[2, 7\]"):
+        fastattn.attention(Q, K, V, mask)
+
+
+def test_a_mask_may_be_copied_and_used_by_two_threads():
+    mask = Mask(causal=True, q_start=4, real_keys=REAL)
+    calls = [torch.randn(2, 4, n, 8, generator=torch.Generator().manual_seed(n)) for n in range(1, 9)]
+    expected = [fastattn.attention(q, K, V, mask, backend="reference") for q in calls]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20):
+            for o, right in zip(threads.map(lambda q: fastattn.attention(q, K, V, mask), calls), expected, strict=True):
+                torch.testing.assert_close(o, right)
+    assert torch.equal(fastattn.attention(Q, K, V, copy.deepcopy(mask)), fastattn.attention(Q, K, V, mask))
+
+
+@pytest.mark.parametrize("name", ["q", "real_keys", "documents"])
+def test_what_was_changed_since_the_forward_is_refused(name):
+    x, real, documents = leaves(), REAL.clone(), DOCUMENTS.clone()
+    q = x[0] * 1.0
+    o = fastattn.attention(q, *x[1:], Mask(real_keys=real, segments=(documents[:, :3], documents)))
+    with torch.no_grad():
+        {"q": q, "real_keys": real, "documents": documents}[name].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_a_checkpoint_around_it():
+    def gradients(checkpointed: bool) -> tuple[Tensor, ...]:
+        x = leaves()
+        attend = functools.partial(fastattn.attention, mask=Mask(real_keys=REAL))
+        o = checkpoint(attend, *x, use_reentrant=False) if checkpointed else attend(*x)
+        return torch.autograd.grad(o.sin().sum(), x)
+
+    assert all(map(torch.equal, gradients(checkpointed=True), gradients(checkpointed=False)))
+
+
+def test_plans_are_not_made_while_a_call_is_compiled(judged):
+    mask = Mask(causal=True, q_start=4, real_keys=REAL)
+    attend = functools.partial(fastattn.attention, mask=mask)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(Q, K, V), attend(Q, K, V))
+    assert len(plan._plans) == 1

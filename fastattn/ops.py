@@ -125,7 +125,7 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
         )
     if forward_mode or not torch.is_grad_enabled():
         return forward_mode
-    return True in [x is not None and x.requires_grad for x in tensors]  # any() of a generator takes twice as long
+    return any([x is not None and x.requires_grad for x in tensors])  # noqa: C419  a generator takes longer
 
 
 def _watched() -> bool | int:
@@ -241,7 +241,7 @@ _TENSORS = 13  # so many of the arguments of `fastattn::forward` are tensors or 
 _NO_GRADIENTS = (None,) * 17  # of its other arguments than the six that are differentiated, and of `direct`
 _apply_directly = super(Function, _Attention).apply
 """`_Attention.apply` for calls that nobody watches. Function.apply binds the arguments to the signature of `forward` in
-each call, which takes three times as long as all the rest of it."""
+each call, which takes longer than all the rest of it."""
 
 
 class _AttentionBackward(Function):

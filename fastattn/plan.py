@@ -29,12 +29,15 @@ MOST_PLANS = 4096
 class Plan(NamedTuple):
     """The decision about one kind of call.
 
-    scale: the factor on q k^T.
+    scale, softcap, dropout_p, deterministic: as `Spec` has them.
     backend: the backend that computes it.
     plain: every tensor is nothing but its memory, so that PyTorch has nothing to do with the call but autograd.
     """
 
     scale: float
+    softcap: float | None
+    dropout_p: float
+    deterministic: bool
     backend: ModuleType
     plain: bool
 
@@ -62,9 +65,9 @@ def short_way(
 ) -> tuple[Tensor, Tensor] | None:
     """(o, lse) of a call on the CPU that PyTorch would only pass on to the backend; None for any other, right or wrong.
 
-    For a query against 16 keys, all that Python does on the general road takes longer than the kernel, and than
-    PyTorch's own function from beginning to end. So one function in C++ judges and computes such a call, once the
-    general road has chosen its backend for another one; what it does not take at once goes the general road.
+    For a query against 16 keys, what Python does on the general road takes longer than PyTorch's own function from
+    beginning to end (`benchmarks/short_calls.py`). So one function in C++ judges and computes such a call, once the
+    general road has chosen the CPU backend for another one; what it refuses goes the general road.
     """
     if is_compiling() or forward_ad._current_level >= 0 or not (mask is None or isinstance(mask, Mask)):
         return None
@@ -109,32 +112,25 @@ def prepare(
                 type(dropout_p), dropout_p, type(generator), deterministic, backend, function, backends.BACKENDS,
             )  # fmt: skip
             plan = _plans.get(kind)
-        except (
-            AttributeError,
-            TypeError,
-            RuntimeError,
-        ):  # malformed, which `validated` says; or lengths that are traced
-            kind = plan = None
+        except (AttributeError, TypeError, RuntimeError):
+            kind = plan = None  # the call is malformed, which `validated` finds, or has symbolic lengths
     if kind is None or plan is None:
         spec = validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic)
         chosen = backends.select(q, k, v, spec, backend, function=function)
-        plan = Plan(spec.scale, chosen, kind is not None and _is_plain(q, k, v, spec))
+        plain = kind is not None and _is_plain(q, k, v, spec)
+        plan = Plan(spec.scale, spec.softcap, spec.dropout_p, spec.deterministic, chosen, plain)
         if kind is not None and not (backend is None and chosen is backends.reference):  # which warns each time
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan
-            if backend is None and (of_backend := getattr(chosen, "short_way", _no_short_way)(q.device)):
+            if backend is None and hasattr(chosen, "short_way") and (of_backend := chosen.short_way(q.device)):
                 _short_ways[backends.BACKENDS] = of_backend
-    seed = draw_seed(q.device, generator) if dropout_p > 0 else None
+    seed = draw_seed(q.device, generator) if plan.dropout_p > 0 else None
     spec = Spec(
-        EVERYTHING if mask is None else mask, plan.scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed,
-        deterministic,
+        EVERYTHING if mask is None else mask, plan.scale, bias, plan.softcap, alibi_slopes, sinks, plan.dropout_p, seed,
+        plan.deterministic,
     )  # fmt: skip
     return q, k, v, spec, plan
-
-
-def _no_short_way(device: torch.device) -> None:
-    """The `short_way` of a backend without one."""
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:

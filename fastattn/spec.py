@@ -213,7 +213,7 @@ def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a & b
 
 
-@dataclass(slots=True, eq=False)  # not frozen: one is made for every call, and frozen ones take three times as long
+@dataclass(slots=True, eq=False)  # not frozen: one is made for every call, and frozen ones take longer
 class Spec:
     """Everything a backend is told about a call besides q, k and v. Nobody changes one.
 

@@ -99,6 +99,12 @@ def test_functions_have_plans_of_their_own(judged):
         ({"k": K.to("meta")}, "k must be on cpu like q"),
         ({"v": V[:, :, :3]}, r"v must be \[2, 2, 7, d_v\] like k"),
         ({"v": [1]}, "v must be a Tensor, got list"),
+        ({"alibi_slopes": torch.ones(1)}, r"alibi_slopes must be \[4\] or \[2, 4\], got \[1\]"),
+        ({"alibi_slopes": torch.ones(2, 1)}, r"alibi_slopes must be \[4\] or \[2, 4\], got \[2, 1\]"),
+        ({"alibi_slopes": torch.ones(4).int()}, "alibi_slopes must be a floating Tensor, got torch.int32"),
+        ({"sinks": torch.ones(4).int()}, "sinks must be a floating Tensor, got torch.int32"),
+        ({"bias": torch.ones(7).bool()}, "bias must be a floating Tensor, got torch.bool"),
+        ({"bias": torch.ones(1, 1, 1, 1, 7)}, "bias must be broadcastable to"),
         ({"generator": 3}, "generator must be a torch.Generator"),
         ({"backend": []}, r"backend must be one of .*, got \[\]"),
         ({"backend": "none"}, "backend must be one of .*, got 'none'"),
@@ -110,6 +116,21 @@ def test_what_is_wrong_is_refused_after_a_right_call_of_almost_the_same_kind(wro
         fastattn.attention(**({"q": Q, "k": K, "v": V} | right))
     with pytest.raises(ValueError, match=sentence):
         fastattn.attention(**({"q": Q, "k": K, "v": V} | wrong))
+
+
+def test_a_short_call_that_fails_in_cpp_raises_as_any_other(monkeypatch):
+    fastattn.attention(Q, K, V)
+    monkeypatch.setenv("FASTATTN_CPU_CAPABILITY", "none")
+    with pytest.raises(ValueError, match="FASTATTN_CPU_CAPABILITY must be one of"):
+        fastattn.attention(Q, K, V)
+
+
+@pytest.mark.parametrize("number", [{"softcap": 2}, {"dropout_p": 1}, {"scale": 1}, {"deterministic": 0}], ids=str)
+def test_numbers_are_converted_on_either_road(number):
+    for _ in range(2):
+        fastattn.attention(Q, K, V, **number)
+        with Ops():
+            fastattn.attention(Q, K, V, **number)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -60,7 +61,7 @@ struct Spec {
   MaybeTensor seed;
 };
 
-// Names of attributes, interned once, which makes a look-up several times as fast.
+// Names of attributes, interned once: a look-up by them makes no string.
 struct Names {
   PyObject *mask = of("mask"), *causal = of("causal"), *q_start = of("q_start"), *window = of("window"),
            *real_queries = of("real_queries"), *real_keys = of("real_keys"), *segments = of("segments"),
@@ -144,12 +145,14 @@ class Call {
       p.bias = table_of(bias_), p.bias_dtype = dtype_of(bias_);
     }
     if (spec.alibi_slopes) {
-      check_on_cpu(*spec.alibi_slopes, "alibi_slopes");
-      slopes_ = spec.alibi_slopes->to(at::kFloat).expand({p.B, p.H}).contiguous();
+      const Tensor& slopes = checked_term(*spec.alibi_slopes, "alibi_slopes");
+      if (slopes.dim() != 1) check_sizes(slopes, {p.B, p.H}, "alibi_slopes");
+      if (slopes.dim() == 1) check_sizes(slopes, {p.H}, "alibi_slopes");
+      slopes_ = slopes.to(at::kFloat).expand({p.B, p.H}).contiguous();
       p.alibi_slopes = slopes_.const_data_ptr<float>();
     }
     if (spec.sinks) {
-      check_on_cpu(*spec.sinks, "sinks"), check_sizes(*spec.sinks, {p.H}, "sinks");
+      check_sizes(checked_term(*spec.sinks, "sinks"), {p.H}, "sinks");
       sinks_ = spec.sinks->to(at::kFloat).contiguous();
       p.sinks = sinks_.const_data_ptr<float>();
     }
@@ -162,6 +165,12 @@ class Call {
   static const Tensor& checked(const Tensor& x, const char* name) {
     check_on_cpu(x, name);
     TORCH_CHECK_VALUE(x.dim() == 4, name, " must be [B, H, N, D], got ", x.sizes());
+    return x;
+  }
+
+  static const Tensor& checked_term(const Tensor& x, const char* name) {
+    check_on_cpu(x, name);
+    TORCH_CHECK_VALUE(x.is_floating_point(), name, " must be a floating Tensor, got ", x.scalar_type());
     return x;
   }
 
@@ -229,7 +238,7 @@ bool read_number(PyObject* from, std::optional<double>& to) {
 // (o, lse) of fastattn.attention(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks), the arguments of this
 // function, where PyTorch would do nothing with the call but pass it on. None for any other, right or wrong: what it
 // takes is for the general road to find out. `mask` is None or a Mask.
-PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) try {
   constexpr Py_ssize_t kCount = 9;
   Tensor q, k, v;
   Spec spec;
@@ -246,22 +255,19 @@ PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       (!spec.softcap || *spec.softcap > 0);
   if (!right) Py_RETURN_NONE;
   spec.scale = scale.value_or(std::pow(q.size(3), -0.5));
-  try {
-    if (arguments[3] != Py_None) read_mask(arguments[3], spec);
-    const auto* q_starts = std::get_if<Tensor>(&spec.q_start);
-    for (const MaybeTensor* x : {&spec.real_queries, &spec.real_keys, &spec.ids_q, &spec.ids_k, &spec.dense}) {
-      if (*x && !is_plain(**x)) Py_RETURN_NONE;
-    }
-    if (q_starts && !is_plain(*q_starts)) Py_RETURN_NONE;
-    std::tuple<Tensor, Tensor> result;
-    {
-      const pybind11::gil_scoped_release without_gil;
-      result = forward(q, k, v, spec);
-    }
-    return pybind11::cast(std::move(result)).release().ptr();
-  } catch (pybind11::error_already_set&) {  // a mask with attributes of other types
-  } catch (const c10::Error&) {             // sizes that do not fit each other
+  if (arguments[3] != Py_None) read_mask(arguments[3], spec);
+  const auto* q_starts = std::get_if<Tensor>(&spec.q_start);
+  if (q_starts && !is_plain(*q_starts)) Py_RETURN_NONE;
+  for (const MaybeTensor* x : {&spec.real_queries, &spec.real_keys, &spec.ids_q, &spec.ids_k, &spec.dense}) {
+    if (*x && !is_plain(**x)) Py_RETURN_NONE;
   }
+  std::tuple<Tensor, Tensor> result;
+  {
+    const pybind11::gil_scoped_release without_gil;
+    result = forward(q, k, v, spec);
+  }
+  return pybind11::cast(std::move(result)).release().ptr();
+} catch (const std::exception&) {  // such as sizes that do not fit each other; none may reach Python from here
   Py_RETURN_NONE;
 }
 PyMethodDef kShortWay = {"short_way", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(short_way)),

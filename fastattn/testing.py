@@ -34,7 +34,7 @@ class Case:
         anywhere, "none" where the first sample has no real key at all.
     queries: real_queries, padded by the same lengths as the keys ("right" where `keys` is None).
     layout: memory order of q, k and v: "BHND" as [B, H, N, D]; "BNHD" as a projection leaves them; "sliced" as parts
-        of one wider tensor, with a stride between tokens that is no multiple of D.
+        of one wider tensor, with a stride between tokens that is no multiple of D; "columns" as such parts, transposed.
     timed: the suite of the benchmarks that it is for, "standard" (part of "limit" too), "limit" or "gpu"; such a case
         is too large for the tests. None elsewhere.
     """
@@ -162,6 +162,7 @@ CASES: tuple[Case, ...] = (
     Case("pad-queries-only", "padded queries, all keys real", n_q=50, n_k=20, queries=True),
     Case("projection-layout", "q, k and v as a projection leaves them", n_q=50, layout="BNHD", keys="right"),
     Case("sliced-layout", "q, k and v cut out of one tensor", n_q=50, layout="sliced", causal=True),
+    Case("columns-layout", "the same, transposed: tokens lie side by side", n_q=50, n_k=40, layout="columns"),
     Case("large-scores", "scores of thousands", n_q=40, scale=300.0, causal=True),
     Case("zero-scale", "every visible key weighs the same", n_q=40, scale=0.0, keys="right"),
     Case("negative-scale", "the least similar key wins", n_q=40, scale=-0.5),
@@ -370,7 +371,10 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
         wide = x.new_full((B, N, H, D + 5), math.nan)
         view = wide[..., 2 : 2 + D].transpose(1, 2)
         return view.copy_(x)
-    raise ValueError(f"layout must be BHND, BNHD or sliced, got {layout!r}")
+    if layout == "columns":
+        wide = x.new_full((B, H, D, N + 5), math.nan)
+        return wide[..., 2 : 2 + N].mT.copy_(x)
+    raise ValueError(f"layout must be BHND, BNHD, sliced or columns, got {layout!r}")
 
 
 def run(inputs: Inputs, backend: str | None, threads: int | None = None) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ A `Mask` checks its own fields when it is made. Here they are compared with the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -135,6 +136,7 @@ def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k:
         "segments[0]": ((B, n_q),),
         "segments[1]": ((B, n_k),),
     }
+    mask.__post_init__()  # which transforms, such as tree_map, leave out
     for name, x in mask.tensors().items():
         if x.device != device:
             raise ValueError(f"mask.{name} must be on {device} like q, got {x.device}")
@@ -187,7 +189,8 @@ def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_SMALLEST_FP32, _LARGEST_FP32 = 2.0**-149, torch.finfo(torch.float32).max
+_SMALLEST_FP32 = math.nextafter(2.0**-150, 1)  # what is smaller is rounded to 0
+_LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 def _is_number(x: object) -> bool:

@@ -611,19 +611,18 @@ def test_what_is_not_taken_is_said():
         fastattn.attention(meta, meta, meta, backend="native")
 
 
-def thread_time(run: Callable[[], object], repeats: int = 7) -> float:
-    """Seconds that this thread computes, the least of several runs."""
-    run()
-    times = []
-    for _ in range(repeats):
+def thread_times(*runs: Callable[[], object], repeats: int = 7) -> list[float]:
+    """Seconds that this thread computes in each run, the least of several: in turn, so that each has quiet moments."""
+    times = [[] for _ in runs]
+    for run, of_run in [*zip(runs, times, strict=True)] * (repeats + 1):
         start = time.thread_time()
         run()
-        times.append(time.thread_time() - start)
-    return min(times)
+        of_run.append(time.thread_time() - start)
+    return [min(of_run[1:]) for of_run in times]
 
 
-def times_of_documents(number: int, length: int, heads: int, packed: bool, causal: bool) -> tuple[float, float]:
-    """Seconds that forward and backward take over documents of equal length, packed or as a batch."""
+def runs_of_documents(number: int, length: int, heads: int, packed: bool, causal: bool) -> list[Callable[[], object]]:
+    """Forward and backward over documents of equal length, packed or as a batch."""
     mask = Mask(causal=causal)
     shape = (1, heads, number * length, 64) if packed else (number, heads, length, 64)
     if packed:
@@ -633,24 +632,26 @@ def times_of_documents(number: int, length: int, heads: int, packed: bool, causa
     spec = Spec(mask, 0.125)
     o, lse = native.forward(x, x, x, spec)
     wanted = (True,) * 3 + (False,) * 3
-    return (
-        thread_time(lambda: native.forward(x, x, x, spec)),
-        thread_time(lambda: native.backward(x, None, x, x, x, o, lse, spec, wanted)),
-    )
+    return [
+        lambda: native.forward(x, x, x, spec),
+        lambda: native.backward(x, None, x, x, x, o, lse, spec, wanted),
+    ]
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_documents_take_as_long_as_a_batch_of_them(causal, threads):
     threads(1)
-    batch, packed = (times_of_documents(64, 64, 8, packed, causal) for packed in (False, True))
-    for name, alone, together in zip(("forward", "backward"), batch, packed, strict=True):
+    runs = zip(*(runs_of_documents(64, 64, 8, packed, causal) for packed in (False, True)), strict=True)
+    for name, of_function in zip(("forward", "backward"), runs, strict=True):
+        alone, together = thread_times(*of_function)
         assert together < 1.5 * alone, f"{name}: {together:.4f} s packed, {alone:.4f} s as a batch"
 
 
 def test_work_grows_with_the_documents_not_with_their_pairs(threads):
     threads(1)
-    few, many = (times_of_documents(number, 64, 1, packed=True, causal=True) for number in (64, 512))
-    for name, short, long in zip(("forward", "backward"), few, many, strict=True):
+    runs = zip(*(runs_of_documents(number, 64, 1, packed=True, causal=True) for number in (64, 512)), strict=True)
+    for name, of_function in zip(("forward", "backward"), runs, strict=True):
+        short, long = thread_times(*of_function)
         assert long < 1.5 * 8 * short, f"{name}: {long:.4f} s for 8 times the documents that take {short:.4f} s"
 
 

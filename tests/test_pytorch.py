@@ -8,6 +8,7 @@ import torch
 from modelled_gpu import CudaModel
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -224,13 +225,12 @@ def test_vmap_with_one_dropout_for_all():
 
 
 def test_vmap_takes_a_mask_as_a_pytree():
-    masks = Mask(causal=True, real_keys=torch.stack([REAL_KEYS, ~REAL_KEYS]))
-    in_dims = Mask(causal=None, q_start=None, real_keys=0)
+    masks = [Mask(causal=True, real_keys=keys) for keys in (REAL_KEYS, ~REAL_KEYS)]
+    stacked = tree_map(lambda *x: torch.stack(x) if isinstance(x[0], torch.Tensor) else x[0], *masks)
+    in_dims = tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, stacked)
     mapped = vmap(lambda mask: fastattn.attention(Q, K, V, mask, backend="reference"), in_dims=(in_dims,))
-    expected = [
-        fastattn.attention(Q, K, V, Mask(True, real_keys=keys), backend="reference") for keys in masks.real_keys
-    ]
-    assert torch.equal(mapped(masks), torch.stack(expected))
+    expected = [fastattn.attention(Q, K, V, mask, backend="reference") for mask in masks]
+    assert torch.equal(mapped(stacked), torch.stack(expected))
 
 
 @pytest.mark.parametrize("backend", FUSED_ON_CPU)

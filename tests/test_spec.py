@@ -67,7 +67,7 @@ def test_keep_is_what_the_docstring_says(causal, window, q_start, segments):
 
 def test_features_names_exactly_the_fields_in_use():
     assert Mask().features() == frozenset()
-    mask = Mask(True, torch.zeros(2), (0, None), KEYS, QUERIES, SEGMENTS, KEYS)
+    mask = Mask(True, torch.zeros(2, dtype=torch.int64), (0, None), KEYS, QUERIES, SEGMENTS, KEYS)
     learned = torch.zeros(3)
     spec = Spec(mask, 1.0, learned, 2.0, learned, learned, 0.1, torch.tensor(0))
     assert spec.features() == FEATURES

@@ -179,8 +179,8 @@ def test_compiles_whole(align):
 Q = torch.zeros(10, 4, 8)
 BOUNDARIES = torch.tensor([0, 4, 10])
 MALFORMED = {
-    "rank": ({"q": Q[None]}, "q must be [tokens, heads, head_dim], got [1, 10, 4, 8]"),
-    "type": ({"v": None}, "v must be [tokens, heads, head_dim], got NoneType"),
+    "rank": ({"q": Q[None]}, "q must be a Tensor [tokens, heads, head_dim], got [1, 10, 4, 8]"),
+    "type": ({"v": None}, "v must be a Tensor [tokens, heads, head_dim], got NoneType"),
     "head dim": ({"k": Q[..., :4]}, "k must be [total_k, H_kv, 8] like q, got [10, 4, 4]"),
     "values": ({"v": Q[:9]}, "v must be [10, 4, d_v] like k, got [9, 4, 8]"),
     "heads": ({"q": Q[:, :3]}, "the heads of k must divide the 3 heads of q, got 4"),

@@ -40,7 +40,7 @@ namespace {
 
 template <class Rows>
 Rows rows_of(const Tensor& x) {
-  TORCH_CHECK_VALUE(x.device().is_cpu() && x.dim() == 4 && (x.stride(3) == 1 || x.size(3) <= 1),
+  TORCH_CHECK_VALUE(x.device().is_cpu() && x.dim() == 4 && has_rows(x),
                     "tensors must be [B, H, N, D] on the CPU with a last stride of 1, got shape ", x.sizes(),
                     ", strides ", x.strides(), " on ", x.device());
   return {static_cast<decltype(Rows::data)>(x.data_ptr()), dtype_of(x), x.stride(0), x.stride(1), x.stride(2)};
@@ -232,7 +232,7 @@ bool read_number(PyObject* from, std::optional<double>& to) {
   if (from == Py_None) return true;
   if (!PyFloat_CheckExact(from)) return false;
   to = PyFloat_AS_DOUBLE(from);
-  return *to == 0 || (std::abs(*to) >= 0x1p-149 && std::abs(*to) <= std::numeric_limits<float>::max());
+  return *to == 0 || (std::abs(*to) > 0x1p-150 && std::abs(*to) <= std::numeric_limits<float>::max());
 }
 
 // (o, lse) of fastattn.attention(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks), the arguments of this
@@ -283,19 +283,17 @@ Tensor zero_d_bias(const Tensor& bias, const Params& p) {
   return at::zeros({B, H == 1 ? std::min(p.H, kTablesOfSharedBias) : H, p.n_q, p.n_k}, at::kFloat);
 }
 
-// Whether the elements of a row lie side by side in what empty_like makes of `x`.
-bool likes_rows(const Tensor& x) { return x.stride(3) == 1 || x.size(3) <= 1 || !x.is_non_overlapping_and_dense(); }
-
 // A new tensor of the sizes of `x` with the elements of a row side by side, and in the memory order of `x` where it can
 // be.
 Tensor writable_like(const Tensor& x, at::ScalarType dtype) {
-  const auto options = x.options().dtype(dtype);
-  return likes_rows(x) ? at::empty_like(x, options) : at::empty(x.sizes(), options);
+  const Tensor like_x = at::empty_like(x, x.options().dtype(dtype));
+  return has_rows(like_x) ? like_x : at::empty(x.sizes(), like_x.options());
 }
 
 // `result` of `writable_like` in the dtype and the memory order of empty_like.
 Tensor in_order_of(const Tensor& x, const Tensor& result) {
-  return likes_rows(x) ? result.to(x.scalar_type()) : at::empty_like(x).copy_(result);
+  const bool in_order = at::empty_like(x, x.options().device(at::kMeta)).strides() == result.strides();
+  return in_order ? result.to(x.scalar_type()) : at::empty_like(x).copy_(result);
 }
 
 // dq, dk and dv in their dtypes; and sums of dS in fp32: over what shares an entry of the bias, in tables that are to

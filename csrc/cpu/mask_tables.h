@@ -72,7 +72,8 @@ class RealRows {
 };
 
 // `x` with the elements of a row side by side, copied if they are not.
-Tensor with_rows(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) <= 1 ? x : x.contiguous(); }
+bool has_rows(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) <= 1; }
+Tensor with_rows(const Tensor& x) { return has_rows(x) ? x : x.contiguous(); }
 MaybeTensor with_rows(const MaybeTensor& x) { return x ? MaybeTensor(with_rows(*x)) : x; }
 
 // `x`, which broadcasts to these sizes, as a view of them whose rows lie side by side or are one entry for all keys.

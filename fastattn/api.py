@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import ops, plan
-from .backends import BACKENDS, objections, select
+from .backends import BACKENDS, objections
 from .spec import Mask, accumulation_dtype
 from .validation import check_merge, check_top_k, check_varlen, validated
 
@@ -199,7 +199,7 @@ def attention_weights(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend,
         "weights",
     )  # fmt: skip
-    return ops.weights(q, k, None, spec, decided.backend, average_heads=bool(average_heads))
+    return ops.weights(q, k, None, spec, decided, average_heads=bool(average_heads))
 
 
 def attention_with_weights(
@@ -230,11 +230,10 @@ def attention_with_weights(
         (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
     """
     q, k, v, spec, decided = plan.prepare(
-        q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend
+        q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend, "with weights"
     )
-    by_weights = select(q, k, _no_values(k), spec, backend, function="weights")
     o, lse = ops.attention(q, k, v, spec, decided)
-    return o, ops.weights(q, k, lse.detach(), spec, by_weights, average_heads=bool(average_heads))
+    return o, ops.weights(q, k, lse.detach(), spec, decided, average_heads=bool(average_heads))
 
 
 def attention_received(
@@ -271,7 +270,7 @@ def attention_received(
     q, k, _, spec, decided = plan.prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "received"
     )
-    return ops.received(q, k, spec, decided.backend)
+    return ops.received(q, k, spec, decided)
 
 
 def top_keys(
@@ -317,7 +316,7 @@ def top_keys(
     q, k, _, spec, decided = plan.prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "top_keys"
     )
-    return ops.top_keys(q, k, spec, top_k, decided.backend)
+    return ops.top_keys(q, k, spec, top_k, decided)
 
 
 def _no_values(k: Tensor) -> Tensor:

@@ -71,33 +71,34 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
 
 
-def weights(
-    q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType, *, average_heads: bool
-) -> Tensor:
+def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan, *, average_heads: bool) -> Tensor:
     """The weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k]; `lse` is that of the same call, or None."""
-    return _in_form("averaged" if average_heads else "each head", 0, q, k, lse, spec, backend)[0]
+    return _in_form("averaged" if average_heads else "each head", 0, q, k, lse, spec, plan)[0]
 
 
-def received(q: Tensor, k: Tensor, spec: Spec, backend: ModuleType) -> Tensor:
+def received(q: Tensor, k: Tensor, spec: Spec, plan: Plan) -> Tensor:
     """The sum of the weights over the queries, [B, H, n_k]."""
-    return _in_form("received", 0, q, k, None, spec, backend)[0]
+    return _in_form("received", 0, q, k, None, spec, plan)[0]
 
 
-def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int, backend: ModuleType) -> tuple[Tensor, Tensor]:
+def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int, plan: Plan) -> tuple[Tensor, Tensor]:
     """The largest weights of each query and their keys, both [B, H, n_q, top_k]."""
-    return _in_form("top_keys", top_k, q, k, None, spec, backend)
+    return _in_form("top_keys", top_k, q, k, None, spec, plan)
 
 
 def _in_form(
-    form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType
+    form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-    arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, backend))
+    derivative_wanted = not is_compiling() and _derivative_wanted((q, k, *learned))
+    if plan.plain and not (derivative_wanted or is_compiling() or _watched()):
+        return _weights_in_form(q, k, lse, spec, plan.by_weights, form, top_k)
+    arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, plan.by_weights))
     if _onnx_exports():
         return _weights(*arguments)
     if torch.compiler.is_compiling():
         return _CompiledWeights.apply(*_distinct(arguments))
-    if _derivative_wanted((q, k, *learned)):
+    if derivative_wanted:
         return _Weights.apply(*arguments)
     return torch.ops.fastattn.weights(*arguments)
 
@@ -222,14 +223,10 @@ class _Attention(Function):
     def backward(ctx, do, dlse):
         q, k, v, *others, o, lse = ctx.saved_tensors  # which refuses those that were changed since
         *constants, direct = ctx.constants
-        learned, of_mask, wanted = others[:3], others[3:], ctx.needs_input_grad[:6]
-        direct = direct and not is_compiling() and not _watched() and all(x is None or is_plain(x) for x in (do, dlse))
-        if _derivative_wanted((do, dlse, q, k, v, *learned)):
-            backward = _AttentionBackward.apply
-        else:
-            backward = _gradients if direct else torch.ops.fastattn.backward
-        gradients = backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *of_mask, *constants)
-        return *(g if w else None for g, w in zip(gradients, wanted, strict=True)), *_NO_GRADIENTS
+        wanted = ctx.needs_input_grad[:6]
+        arguments = (do, dlse, q, k, v, o, lse, *others[:3], *wanted, *others[3:], *constants)
+        result = gradients(arguments, direct and all(x is None or is_plain(x) for x in (do, dlse)))
+        return *(g if w else None for g, w in zip(result, wanted, strict=True)), *_NO_GRADIENTS
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -242,6 +239,20 @@ _NO_GRADIENTS = (None,) * 17  # of its other arguments than the six that are dif
 _apply_directly = super(Function, _Attention).apply
 """`_Attention.apply` for calls that nobody watches. Function.apply binds the arguments to the signature of `forward` in
 each call, which takes longer than all the rest of it."""
+
+
+def gradients(arguments: tuple, direct: bool = False) -> tuple[Tensor | None, ...]:
+    """The outputs of `fastattn::backward`, as functions of its inputs where derivatives of them are wanted.
+
+    Args:
+        arguments: those of `fastattn::backward`.
+        direct: every tensor among them is plain, so that the backend may be called without the dispatcher.
+    """
+    if _derivative_wanted((*arguments[:5], *arguments[7:10])):
+        return _AttentionBackward.apply(*arguments)
+    if direct and not is_compiling() and not _watched():
+        return _gradients(*arguments)
+    return torch.ops.fastattn.backward(*arguments)
 
 
 class _AttentionBackward(Function):
@@ -408,10 +419,15 @@ def _gradients(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest) -> l
 
 
 def _weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k, *flat):
+    return _weights_in_form(q, k, lse, *_unflatten((bias, alibi_slopes, sinks), flat), form, top_k)
+
+
+def _weights_in_form(
+    q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType, form: str, top_k: int
+) -> tuple[Tensor, Tensor]:
     if _nothing_to_see(q, k):
-        weights, keys = _fake_weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k)
+        weights, keys = _fake_weights(q, k, lse, None, None, None, form, top_k)
         return weights.zero_(), keys.fill_(-1)
-    spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
     if form == "top_keys":
         return backend.top_keys(q, k, spec, top_k)
     no_keys = q.new_empty(0, dtype=torch.int64)

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """The decision about one kind of call.
 
     scale, softcap, dropout_p, deterministic: as `Spec` has them.
-    backend: the backend that computes it.
+    backend: the backend that computes it. by_weights: the one that computes its weights.
     plain: every tensor is nothing but its memory, so that PyTorch has nothing to do with the call but autograd.
     """
 
@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     dropout_p: float
     deterministic: bool
     backend: ModuleType
+    by_weights: ModuleType
     plain: bool
 
 
@@ -94,7 +95,7 @@ def prepare(
     """q, k and v after autocast, the spec and the plan of a call with these arguments of `attention`.
 
     Args:
-        function: of the protocol of backends, which the call needs.
+        function: of the protocol of backends, which the call needs; or "with weights" for forward and weights.
 
     Raises:
         ValueError: the call is malformed.
@@ -116,10 +117,13 @@ def prepare(
             kind = plan = None  # the call is malformed, which `validated` finds, or has symbolic lengths
     if kind is None or plan is None:
         spec = validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic)
-        chosen = backends.select(q, k, v, spec, backend, function=function)
+        two = function == "with weights"
+        chosen = by_weights = backends.select(q, k, v, spec, backend, function="forward" if two else function)
+        if two:
+            by_weights = backends.select(q, k, v[..., :0], spec, backend, function="weights")
         plain = kind is not None and _is_plain(q, k, v, spec)
-        plan = Plan(spec.scale, spec.softcap, spec.dropout_p, spec.deterministic, chosen, plain)
-        if kind is not None and not (backend is None and chosen is backends.reference):  # which warns each time
+        plan = Plan(spec.scale, spec.softcap, spec.dropout_p, spec.deterministic, chosen, by_weights, plain)
+        if kind is not None and not (backend is None and backends.reference in (chosen, by_weights)):  # it warns
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan

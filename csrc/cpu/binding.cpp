@@ -13,6 +13,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -26,7 +27,6 @@
 #include <string>
 #include <tuple>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "../dtype_of_tensor.h"
@@ -51,7 +51,8 @@ float* floats_or_null(const MaybeTensor& x) { return x ? x->data_ptr<float>() : 
 // Spec of fastattn/spec.py, and its Mask.
 struct Spec {
   bool causal = false;
-  std::variant<Tensor, int64_t> q_start = int64_t{0};
+  int64_t q_start = 0;
+  MaybeTensor q_starts;  // in the place of q_start
   std::optional<int64_t> left, right;
   MaybeTensor real_queries, real_keys, ids_q, ids_k, dense;
   double scale = 1;
@@ -59,6 +60,11 @@ struct Spec {
   MaybeTensor bias, alibi_slopes, sinks;
   double dropout_p = 0;
   MaybeTensor seed;
+
+  // Its tensors but the seed, in the order of the arguments of the ops in fastattn/ops.py.
+  std::array<MaybeTensor*, 9> tensors() {
+    return {&bias, &alibi_slopes, &sinks, &q_starts, &real_keys, &real_queries, &ids_q, &ids_k, &dense};
+  }
 };
 
 // Names of attributes, interned once: a look-up by them makes no string.
@@ -89,7 +95,12 @@ void read(pybind11::handle from, PyObject* name, T& to) {
 
 void read_mask(pybind11::handle mask, Spec& spec) {
   read(mask, names().causal, spec.causal);
-  read(mask, names().q_start, spec.q_start);
+  const pybind11::object q_start = attribute(mask, names().q_start);
+  if (PyLong_Check(q_start.ptr())) {
+    spec.q_start = q_start.cast<int64_t>();
+  } else {
+    spec.q_starts = q_start.cast<Tensor>();
+  }
   using Window = std::pair<std::optional<int64_t>, std::optional<int64_t>>;
   std::tie(spec.left, spec.right) = attribute(mask, names().window).cast<Window>();
   read(mask, names().real_queries, spec.real_queries);
@@ -120,7 +131,7 @@ class Call {
         k_(with_rows(checked(k, "k"))),
         v_(with_rows(checked(v, "v"))),
         mask_(q.size(0), q.size(1), q.size(2), k.size(2), spec.causal, spec.left, spec.right, spec.q_start,
-              spec.real_queries, spec.real_keys, spec.ids_q, spec.ids_k,
+              spec.q_starts, spec.real_queries, spec.real_keys, spec.ids_q, spec.ids_k,
               spec.dense ? MaybeTensor(expanded(*spec.dense, {q.size(0), q.size(1), q.size(2), k.size(2)}, "dense"))
                          : MaybeTensor()) {
     Params& p = params_;
@@ -212,67 +223,6 @@ bool is_unwatched() {
          !at::hasCallbacks() && !at::autocast::is_autocast_enabled(at::kCPU);
 }
 
-// Reads an argument of `short_way`. False where it is no tensor, or one that is more than its memory, or one whose
-// gradient is wanted.
-bool read_plain(PyObject* from, Tensor& to) {
-  if (!THPVariable_CheckExact(from)) return false;
-  to = THPVariable_Unpack(from);
-  return !(to.key_set().raw_repr() & ~kPlainKeys) && !(to.requires_grad() && at::GradMode::is_enabled());
-}
-
-bool read_plain(PyObject* from, MaybeTensor& to) { return from == Py_None || read_plain(from, to.emplace()); }
-
-bool is_plain(const Tensor& x) {
-  Tensor unused;
-  return read_plain(pybind11::cast(x).ptr(), unused);
-}
-
-// The same for a number that fp32 can hold, or None.
-bool read_number(PyObject* from, std::optional<double>& to) {
-  if (from == Py_None) return true;
-  if (!PyFloat_CheckExact(from)) return false;
-  to = PyFloat_AS_DOUBLE(from);
-  return *to == 0 || (std::abs(*to) > 0x1p-150 && std::abs(*to) <= std::numeric_limits<float>::max());
-}
-
-// (o, lse) of fastattn.attention(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks), the arguments of this
-// function, where PyTorch would do nothing with the call but pass it on. None for any other, right or wrong: what it
-// takes is for the general road to find out. `mask` is None or a Mask.
-PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) try {
-  constexpr Py_ssize_t kCount = 9;
-  Tensor q, k, v;
-  Spec spec;
-  std::optional<double> scale;
-  if (count != kCount || !is_unwatched() || !read_plain(arguments[0], q) || !read_plain(arguments[1], k) ||
-      !read_plain(arguments[2], v) || !read_number(arguments[4], scale) || !read_plain(arguments[5], spec.bias) ||
-      !read_number(arguments[6], spec.softcap) || !read_plain(arguments[7], spec.alibi_slopes) ||
-      !read_plain(arguments[8], spec.sinks)) {
-    Py_RETURN_NONE;
-  }
-  const bool right =
-      q.dim() == 4 && k.dim() == 4 && q.numel() > 0 && k.numel() > 0 && v.numel() > 0 &&
-      (q.scalar_type() == at::kFloat || q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf) &&
-      (!spec.softcap || *spec.softcap > 0);
-  if (!right) Py_RETURN_NONE;
-  spec.scale = scale.value_or(std::pow(q.size(3), -0.5));
-  if (arguments[3] != Py_None) read_mask(arguments[3], spec);
-  const auto* q_starts = std::get_if<Tensor>(&spec.q_start);
-  if (q_starts && !is_plain(*q_starts)) Py_RETURN_NONE;
-  for (const MaybeTensor* x : {&spec.real_queries, &spec.real_keys, &spec.ids_q, &spec.ids_k, &spec.dense}) {
-    if (*x && !is_plain(**x)) Py_RETURN_NONE;
-  }
-  std::tuple<Tensor, Tensor> result;
-  {
-    const pybind11::gil_scoped_release without_gil;
-    result = forward(q, k, v, spec);
-  }
-  return pybind11::cast(std::move(result)).release().ptr();
-} catch (const std::exception&) {  // such as sizes that do not fit each other; none may reach Python from here
-  Py_RETURN_NONE;
-}
-PyMethodDef kShortWay = {"short_way", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(short_way)),
-                         METH_FASTCALL, nullptr};
-
 // Heads that share a bias add to its gradient in turn, and so many at once. It must not depend on the number of
 // threads, or the bits would.
 constexpr int64_t kTablesOfSharedBias = 4;
@@ -349,6 +299,143 @@ std::array<MaybeTensor, 7> backward(const MaybeTensor& d_o, const MaybeTensor& d
   if (wants_dk_dv) dk = in_order_of(k, *dk), dv = in_order_of(v, *dv);
   return {dq, dk, dv, ds, ds_of_keys, ds_of_queries, ds_by_distance};
 }
+
+bool is_plain(const Tensor& x) { return !(x.key_set().raw_repr() & ~kPlainKeys); }
+
+// Attention whose gradients are wanted: of q, k and v, and of nothing else.
+class ShortAttention : public torch::autograd::Function<ShortAttention> {
+ public:
+  using Tensors = torch::autograd::variable_list;
+  using Context = torch::autograd::AutogradContext;
+
+  static Tensors forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec) {
+    const auto [o, lse] = fastattn::forward(q, k, v, spec);
+    const auto saved_spec = c10::make_intrusive<SavedSpec>();
+    saved_spec->spec = spec;
+    Tensors saved{q, k, v, o, lse};
+    for (MaybeTensor* x : saved_spec->spec.tensors()) {
+      saved.push_back(x->value_or(Tensor()));
+      x->reset();
+    }
+    context->save_for_backward(std::move(saved));
+    context->saved_data["spec"] = c10::IValue::make_capsule(saved_spec);
+    context->set_materialize_grads(false);
+    return {o, lse};
+  }
+
+  static Tensors backward(Context* context, const Tensors& gradients) {
+    const Tensors saved = context->get_saved_variables();  // which refuses those that were changed since
+    const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &o = saved[3], &lse = saved[4];
+    Spec spec = static_cast<const SavedSpec&>(*context->saved_data.at("spec").toCapsule()).spec;
+    for (size_t i = 0; i < spec.tensors().size(); ++i) *spec.tensors()[i] = if_defined(saved[5 + i]);
+    const std::array wanted{context->needs_input_grad(0), context->needs_input_grad(1), context->needs_input_grad(2)};
+    const MaybeTensor d_o = if_defined(gradients[0]), d_lse = if_defined(gradients[1]);
+    const auto passed_on = [](const MaybeTensor& x) { return !x || (is_plain(*x) && !x->_fw_grad(0).defined()); };
+    if (at::GradMode::is_enabled() || !is_unwatched() || !passed_on(d_o) || !passed_on(d_lse)) {
+      return by_pytorch(d_o, d_lse, saved, spec, wanted);
+    }
+    const auto [dq, dk, dv, ds, ds_of_keys, ds_of_queries, ds_by_distance] =
+        fastattn::backward(d_o, d_lse, q, k, v, o, lse, spec, {wanted[0], wanted[1] || wanted[2]});
+    return {dq.value_or(Tensor()), wanted[1] ? *dk : Tensor(), wanted[2] ? *dv : Tensor(), Tensor()};
+  }
+
+ private:
+  struct SavedSpec : torch::CustomClassHolder {
+    Spec spec;
+  };
+
+  static MaybeTensor if_defined(const Tensor& x) { return x.defined() ? MaybeTensor(x) : std::nullopt; }
+
+  // By the ops of fastattn/ops.py: differentiable, and seen by whoever looks on.
+  static Tensors by_pytorch(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensors& saved, Spec& spec,
+                            const std::array<bool, 3>& wanted) {
+    namespace py = pybind11;
+    const py::gil_scoped_acquire gil;
+    py::list arguments;
+    arguments.append(d_o), arguments.append(d_lse);
+    for (int i = 0; i < 5; ++i) arguments.append(saved[i]);
+    const auto tensors = spec.tensors();
+    for (int i = 0; i < 3; ++i) arguments.append(*tensors[i]);
+    for (const bool each : wanted) arguments.append(each);
+    for (int i = 0; i < 3; ++i) arguments.append(false);
+    for (size_t i = 3; i < tensors.size(); ++i) arguments.append(*tensors[i]);
+    arguments.append(spec.seed), arguments.append(spec.causal), arguments.append(spec.q_start);
+    arguments.append(spec.left), arguments.append(spec.right), arguments.append(spec.scale);
+    arguments.append(spec.softcap), arguments.append(spec.dropout_p), arguments.append(false);
+    arguments.append("native");
+    const auto of_inputs =
+        py::module_::import("fastattn.ops").attr("gradients")(py::tuple(arguments)).cast<std::vector<Tensor>>();
+    Tensors result(4);
+    for (int i = 0; i < 3; ++i) {
+      if (wanted[i]) result[i] = of_inputs[i];
+    }
+    return result;
+  }
+};
+
+// Reads an argument of `short_way`. False where it is no tensor, or one that is more than its memory.
+bool read_plain(PyObject* from, Tensor& to) {
+  if (!THPVariable_CheckExact(from)) return false;
+  to = THPVariable_Unpack(from);
+  return is_plain(to);
+}
+
+bool wants_gradient(const Tensor& x) { return x.requires_grad() && at::GradMode::is_enabled(); }
+
+// The same for a term whose gradient is not wanted, or None.
+bool read_constant(PyObject* from, MaybeTensor& to) {
+  return from == Py_None || (read_plain(from, to.emplace()) && !wants_gradient(*to));
+}
+
+// The same for a number that fp32 can hold, or None.
+bool read_number(PyObject* from, std::optional<double>& to) {
+  if (from == Py_None) return true;
+  if (!PyFloat_CheckExact(from)) return false;
+  to = PyFloat_AS_DOUBLE(from);
+  return *to == 0 || (std::abs(*to) > 0x1p-150 && std::abs(*to) <= std::numeric_limits<float>::max());
+}
+
+// (o, lse) of fastattn.attention(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks), the arguments of this
+// function, where PyTorch would do nothing with the call but pass it on and keep what the gradients of q, k and v need.
+// None for any other, right or wrong: what it takes is for the general road to find out. `mask` is None or a Mask.
+PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) try {
+  constexpr Py_ssize_t kCount = 9;
+  Tensor q, k, v;
+  Spec spec;
+  std::optional<double> scale;
+  if (count != kCount || !is_unwatched() || !read_plain(arguments[0], q) || !read_plain(arguments[1], k) ||
+      !read_plain(arguments[2], v) || !read_number(arguments[4], scale) || !read_constant(arguments[5], spec.bias) ||
+      !read_number(arguments[6], spec.softcap) || !read_constant(arguments[7], spec.alibi_slopes) ||
+      !read_constant(arguments[8], spec.sinks)) {
+    Py_RETURN_NONE;
+  }
+  const bool right =
+      q.dim() == 4 && k.dim() == 4 && q.numel() > 0 && k.numel() > 0 && v.numel() > 0 &&
+      (q.scalar_type() == at::kFloat || q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf) &&
+      (!spec.softcap || *spec.softcap > 0);
+  if (!right) Py_RETURN_NONE;
+  spec.scale = scale.value_or(std::pow(q.size(3), -0.5));
+  if (arguments[3] != Py_None) read_mask(arguments[3], spec);
+  for (const MaybeTensor* x : spec.tensors()) {
+    Tensor unused;
+    if (*x && !read_plain(pybind11::cast(**x).ptr(), unused)) Py_RETURN_NONE;
+  }
+  std::tuple<Tensor, Tensor> result;
+  {
+    const pybind11::gil_scoped_release without_gil;
+    if (wants_gradient(q) || wants_gradient(k) || wants_gradient(v)) {
+      const auto outputs = ShortAttention::apply(q, k, v, spec);
+      result = {outputs[0], outputs[1]};
+    } else {
+      result = forward(q, k, v, spec);
+    }
+  }
+  return pybind11::cast(std::move(result)).release().ptr();
+} catch (const std::exception&) {  // such as sizes that do not fit each other; none may reach Python from here
+  Py_RETURN_NONE;
+}
+PyMethodDef kShortWay = {"short_way", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(short_way)),
+                         METH_FASTCALL, nullptr};
 
 // A call without values.
 class WeightsCall : public Call {

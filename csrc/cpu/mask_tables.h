@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <optional>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "index_list.h"
@@ -94,7 +93,7 @@ Table table_of(const Tensor& x) {
 class Mask {
  public:
   Mask(int64_t B, int64_t H, int64_t n_q, int64_t n_k, bool causal, std::optional<int64_t> left,
-       std::optional<int64_t> right, const std::variant<Tensor, int64_t>& q_start, const MaybeTensor& real_queries,
+       std::optional<int64_t> right, int64_t q_start, const MaybeTensor& q_starts, const MaybeTensor& real_queries,
        const MaybeTensor& real_keys, const MaybeTensor& ids_q, const MaybeTensor& ids_k, const MaybeTensor& dense)
       : B(B),
         H(H),
@@ -104,7 +103,7 @@ class Mask {
         documents_(ids_q, ids_k),
         queries_(real_queries, documents_.queries, B, n_q),
         keys_(real_keys, documents_.keys, B, n_k) {
-    set_q_start(q_start);
+    set_q_start(q_start, q_starts);
     if (documents_.keys) {
       set_documents();
     } else if (dense || each_query_starts_) {
@@ -139,13 +138,10 @@ class Mask {
   const int64_t B, H, n_q, n_k;
 
  private:
-  void set_q_start(const std::variant<Tensor, int64_t>& q_start) {
-    if (const auto* same_for_all = std::get_if<int64_t>(&q_start)) {
-      q_start_.assign(B, *same_for_all);
-      return;
-    }
-    check_on_cpu(std::get<Tensor>(q_start), "q_start");
-    const Tensor starts = std::get<Tensor>(q_start).to(at::kLong).contiguous();
+  void set_q_start(int64_t q_start, const MaybeTensor& q_starts) {
+    if (!q_starts) return q_start_.assign(B, q_start);
+    check_on_cpu(*q_starts, "q_start");
+    const Tensor starts = q_starts->to(at::kLong).contiguous();
     each_query_starts_ = starts.dim() == 2;
     TORCH_CHECK_VALUE(each_query_starts_ ? starts.sizes() == at::IntArrayRef({B, n_q})
                                          : starts.sizes() == at::IntArrayRef({B}),

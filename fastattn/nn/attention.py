@@ -110,15 +110,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise ValueError(
                 f"num_kv_heads must be {self.num_heads} with kdim, vdim or add_bias_kv, got {self.num_kv_heads}"
             )
-        rows = sum(self._widths())
+        rows = self.embed_dim + 2 * self.num_kv_heads * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, self.embed_dim, device=device, dtype=dtype))
         if self.in_proj_bias is not None:
             self.in_proj_bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
         self._reset_parameters()
-
-    def _widths(self) -> tuple[int, int, int]:
-        """The widths of the projected q, k and v."""
-        return self.embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     def forward(
         self,
@@ -188,7 +184,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
         The keys of `add_bias_kv` and `add_zero_attn` are not among them.
         """
-        q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
+        q, k, v = self._project(query, key, value)
         if rotation is not None:
             q, k = rotation(q), rotation(k)
         return q, k, v
@@ -197,7 +193,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """q [N, H, L, D] alone, for keys and values that were projected before."""
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[: self.embed_dim]
         bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
-        return self._split_heads(F.linear(query, weight, bias))
+        return self._split_heads(F.linear(query, weight, bias), self.num_heads)
 
     def _forward_nested(
         self, x: Tensor, need_weights: bool, average_attn_weights: bool
@@ -206,34 +202,33 @@ class MultiHeadAttention(nn.MultiheadAttention):
         lengths = [len(sample) for sample in x.unbind()]
         padded = torch.nested.to_padded_tensor(x, 0.0)
         real = torch.arange(padded.shape[1], device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
-        q, k, v = (self._split_heads(x) for x in self._project(padded, padded, padded))
+        q, k, v = self._project(padded, padded, padded)
         mask = Mask(real_keys=real, real_queries=real)
         o, weights = self._attend(q, k, v, mask, None, need_weights, average_attn_weights)
         output = self.out_proj(self._merge_heads(o, batched=True))
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths, strict=True)]), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k and v, each [..., heads * D]; inputs that are the same tensor share one product."""
-        widths = self._widths()
-        if self.in_proj_weight is None:
-            groups = ((query, widths[:1]), (key, widths[1:2]), (value, widths[2:]))
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        else:
+        """q, k and v, each [N, heads, length, D] without a copy; inputs that are the same tensor share one product."""
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        groups = ((query, heads[:1]), (key, heads[1:2]), (value, heads[2:]))
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
             if query is key and key is value:
-                groups = ((query, widths),)
+                groups = ((query, heads),)
             elif key is value:
-                groups = ((query, widths[:1]), (key, widths[1:]))
-            else:
-                groups = ((query, widths[:1]), (key, widths[1:2]), (value, widths[2:]))
-            weights = self.in_proj_weight.split([sum(parts) for _, parts in groups])
-        biases = [None] * len(groups)
-        if self.in_proj_bias is not None:
-            biases = self.in_proj_bias.split([sum(parts) for _, parts in groups])
-        return [
-            part
-            for (x, parts), weight, bias in zip(groups, weights, biases, strict=True)
-            for part in F.linear(x, weight, bias).split(parts, dim=-1)
-        ]
+                groups = ((query, heads[:1]), (key, heads[1:]))
+            weights = self._rows_of_groups(self.in_proj_weight, groups)
+        biases = (None,) * len(groups) if self.in_proj_bias is None else self._rows_of_groups(self.in_proj_bias, groups)
+        result = []
+        for (x, parts), weight, bias in zip(groups, weights, biases, strict=True):
+            x = self._split_heads(F.linear(x, weight, bias), sum(parts))
+            result += [x] if len(parts) == 1 else x.split(parts, 1)
+        return result
+
+    def _rows_of_groups(self, x: Tensor, groups: tuple) -> tuple[Tensor, ...]:
+        """The rows of `in_proj_weight` or `in_proj_bias` that project each group of `_project`."""
+        return (x,) if len(groups) == 1 else x.split([sum(parts) * self.head_dim for _, parts in groups])
 
     def _attend(
         self,
@@ -251,9 +246,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             return attention_with_weights(q, k, v, mask, bias=bias, dropout_p=dropout_p, average_heads=average_heads)
         return attention(q, k, v, mask, bias=bias, dropout_p=dropout_p), None
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """[N, H or H_kv, L, D] of a projection, without a copy."""
-        x = x.unflatten(-1, (-1, self.head_dim))
+    def _split_heads(self, x: Tensor, heads: int) -> Tensor:
+        """[N, heads, L, D] of a projection, without a copy."""
+        x = x.reshape(*x.shape[:-1], heads, self.head_dim)
         if x.dim() == 3:
             return x.transpose(0, 1)[None]
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)

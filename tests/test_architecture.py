@@ -11,9 +11,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or single modules of another one
     "spec": set(),
     "backends.reference": {"spec"},
-    "backends.row_facts": set(),
-    "backends.native": {"spec", "backends.row_facts"},
-    "backends.triton": {"spec", "backends.row_facts"},
+    "backends.gradients": {"spec"},
+    "backends.native": {"spec", "backends.gradients"},
+    "backends.triton": {"spec", "backends.gradients"},
     "backends.hopper": {
         "spec",
         *(f"backends.triton.{module}" for module in ("flash_backward", "recompute", "rules", "tiles", "visibility")),

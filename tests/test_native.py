@@ -614,9 +614,9 @@ def test_what_is_not_taken_is_said():
 def thread_times(*runs: Callable[[], object], repeats: int = 7) -> list[float]:
     """Seconds that this thread computes in each run, the least of several: in turn, so that each has quiet moments."""
     times = [[] for _ in runs]
-    for run, of_run in [*zip(runs, times, strict=True)] * (repeats + 1):
+    for compute, of_run in [*zip(runs, times, strict=True)] * (repeats + 1):
         start = time.thread_time()
-        run()
+        compute()
         of_run.append(time.thread_time() - start)
     return [min(of_run[1:]) for of_run in times]
 

@@ -245,7 +245,7 @@ FASTATTN_SELDOM void add_d_slope(const Params& p, int64_t b, const QueryBlock& q
   query_positions(p, b, queries, positions);
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
     for (int c = 0; c < C; ++c) {
-      d_slope[c] -= widen(ds + (i * C + c) * kLanes) * distances(p, b, positions[c], keys.key(part.begin + i));
+      d_slope[c] += widen(ds + (i * C + c) * kLanes) * distances(p, b, positions[c], keys.key(part.begin + i));
     }
   }
 }

@@ -247,7 +247,7 @@ Tensor in_order_of(const Tensor& x, const Tensor& result) {
 }
 
 // dq, dk and dv in their dtypes; and sums of dS in fp32: over what shares an entry of the bias, in tables that are to
-// be added; over the queries, [B, H, n_k]; over the keys, [B, H, n_q]; and over the keys times minus their distances.
+// be added; over the queries, [B, H, n_k]; over the keys, [B, H, n_q]; and over the keys times their distances.
 std::array<MaybeTensor, 7> backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k,
                                     const Tensor& v, const Tensor& o, const Tensor& lse, const Spec& spec,
                                     const std::array<bool, 6>& wanted_results) {

@@ -184,7 +184,7 @@ struct BackwardTensors {
   int64_t d_bias_batch_stride, d_bias_heads;
   float* d_column;  // [B, H, n_k]: over the queries
   float* d_row;     // [B, H, n_q]: over the keys
-  float* d_slope;   // [B, H, n_q]: over the keys, times minus their distances
+  float* d_slope;   // [B, H, n_q]: over the keys, times their distances
 };
 
 struct Wanted {

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import fastattn
-import fastattn.backends.row_facts
+import fastattn.backends.gradients
 import fastattn.spec
 
 from . import gluon, launch
@@ -29,9 +29,9 @@ def modelled(name: str) -> ModuleType:
 def _import_all() -> None:
     """All at once: functions that import when they are called find the copies, too."""
     root, backends = _package(_COPY, fastattn), _package(f"{_COPY}.backends", fastattn.backends)
-    root.backends, root.spec, backends.row_facts = backends, fastattn.spec, fastattn.backends.row_facts
+    root.backends, root.spec, backends.gradients = backends, fastattn.spec, fastattn.backends.gradients
     sys.modules[f"{_COPY}.spec"] = fastattn.spec
-    sys.modules[f"{_COPY}.backends.row_facts"] = fastattn.backends.row_facts
+    sys.modules[f"{_COPY}.backends.gradients"] = fastattn.backends.gradients
     sys.modules[f"{_COPY}.backends.hopper.gluon"] = gluon
     with instead_of_triton():
         for folder in ("triton", "hopper"):

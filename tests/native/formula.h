@@ -148,7 +148,7 @@ Results formula(const Inputs& in, DType dtype) {
       if (c.finishes_scores()) {
         add(r.d_bias.row(b % r.d_bias.B, h % r.d_bias.H, i)[keys[n]], ds);
         add(r.d_column.row(b, h, 0)[keys[n]], ds);
-        add(*r.d_slope.row(b, h, i), -round(ds * far(b, i, keys[n])));
+        add(*r.d_slope.row(b, h, i), round(ds * far(b, i, keys[n])));
       }
       if (c.softcap > 0) ds = round(ds * d_score[n]);
       ds = round(ds * Real(c.scale));

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...spec import FEATURES, Spec, shared_along, summed_like
-from ..row_facts import RowFacts
+from ...spec import FEATURES, Spec, shared_along
+from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
 from . import build
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,37 +79,16 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes; dk and dv come together."""
-    wants_dq, wants_dk, wants_dv, wants_dbias, wants_dalibi, wants_dsinks = output_mask
-    bias_along = shared_along(spec.bias) if wants_dbias else None
-    # Sums of dS: over what shares an entry of the bias, over the queries, over the keys, and over the keys by distance.
-    sums = (
-        bias_along == "neither",
-        bias_along == "queries",
-        (bias_along == "keys" and spec.sinks is not None) or (wants_dsinks and o.dtype != torch.float32),
-        wants_dalibi,
+    wants_dq, wants_dk, wants_dv, wants_dbias, _, wants_dsinks = output_mask
+    rounded = o.dtype != torch.float32  # else the rounding of the sums would add more to delta than that of O has taken
+    wanted = wanted_sums(spec, output_mask, rounded)
+    dq, dk, dv, *sums = build.CPU.load().backward(
+        do, dlse, q, k, v, o, lse, spec, (wants_dq, wants_dk or wants_dv, *wanted)
     )
-    dq, dk, dv, ds, ds_of_keys, ds_of_queries, ds_by_distance = build.CPU.load().backward(
-        do, dlse, q, k, v, o, lse, spec, (wants_dq, wants_dk or wants_dv, *sums)
-    )
-    if not (wants_dbias or wants_dalibi or wants_dsinks):
-        return dq, dk, dv, None, None, None
-    if bias_along == "keys" or wants_dsinks:
-        rows = _row_facts(do, dlse, o, lse, spec.sinks, ds_of_queries)
-    dbias = ds
-    if bias_along == "queries":
-        dbias = ds_of_keys[:, :, None]
-    elif bias_along == "keys":
-        dbias = rows.ds_of_keys()[..., None]
-    if wants_dsinks and o.dtype == torch.float32:  # which takes less from delta than the rounding of the sums would add
-        rows = replace(rows, ds_of_queries=None)
-    return (
-        dq,
-        dk,
-        dv,
-        summed_like(spec.bias, dbias) if wants_dbias else None,
-        summed_like(spec.alibi_slopes, ds_by_distance.double().sum(-1)) if wants_dalibi else None,
-        rows.ds_of_sinks().sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
-    )
+    sums, stats = Sums(*sums), None
+    if wants_dsinks or (wants_dbias and shared_along(spec.bias) == "keys"):
+        stats = _row_stats(do, dlse, o, lse, spec.sinks, sums.of_queries, rounded)
+    return dq, dk, dv, *learned_gradients(spec, output_mask, sums, stats, p_by_distance=None)
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:
@@ -129,11 +107,17 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tens
     return build.CPU.load().top_keys(q, k, spec, top_k)
 
 
-def _row_facts(
-    do: Tensor | None, dlse: Tensor | None, o: Tensor, lse: Tensor, sinks: Tensor | None, d_row: Tensor | None
-) -> RowFacts:
+def _row_stats(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    ds_of_queries: Tensor | None,
+    rounded: bool,
+) -> RowStats:
     seen, zero = lse != -math.inf, lse.new_zeros(())  # padding may have left NaN in do and dlse of the other queries
     dlse = torch.where(seen, zero if dlse is None else dlse, zero)
     delta = zero if do is None else torch.where(seen, (do.float() * o.float()).sum(-1), zero)
     lse_log2 = torch.where(seen, lse.double() / math.log(2), math.inf)
-    return RowFacts(lse_log2, None, delta - dlse, dlse, sinks, d_row)
+    return RowStats(lse_log2, None, delta - dlse, dlse, sinks, ds_of_queries, rounded)

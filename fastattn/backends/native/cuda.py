@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...spec import FEATURES, Spec, empty_output, shared_along, summed_like
-from ..row_facts import RowFacts
+from ...spec import FEATURES, Spec, empty_output
+from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
 from . import build
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,27 +93,28 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes; dk and dv come together."""
     module = build.CUDA.load()
-    wants_dq, wants_dk, wants_dv, wants_dbias, wants_dalibi, wants_dsinks = output_mask
+    wants_dq, wants_dk, wants_dv, _, wants_dalibi, _ = output_mask
     do = torch.zeros_like(o) if do is None else do
     if dlse is not None:
         dlse = dlse.masked_fill(lse == -math.inf, 0)  # a constant there, whatever arrives
-    bias_along = shared_along(spec.bias) if wants_dbias else None
-    wants_ds_of_sinks = wants_dsinks or (bias_along == "keys" and spec.sinks is not None)
-    wants_ds_of_queries = wants_ds_of_sinks or wants_dalibi
-    wants_ds_of_keys = bias_along == "queries"
+    wanted = wanted_sums(spec, output_mask, rounded=True)
 
-    def sums(wanted: bool, *shape: int) -> Tensor | None:
-        return lse.new_empty(shape) if wanted else None
+    def table_or_none(is_wanted: bool, *shape: int) -> Tensor | None:
+        return lse.new_empty(shape) if is_wanted else None
 
-    dq = torch.empty_like(q) if wants_dq or wants_ds_of_queries else None
-    dk, dv = (torch.empty_like(x) if wants_dk or wants_dv or wants_ds_of_keys else None for x in (k, v))
+    dq = torch.empty_like(q) if wants_dq or wanted.of_queries else None
+    dk, dv = (torch.empty_like(x) if wants_dk or wants_dv or wanted.of_keys else None for x in (k, v))
     written = [None if x is None else _writable(x) for x in (dq, dk, dv)]
     n_q, n_k = q.shape[2], k.shape[2]
-    ds_of_keys = sums(wants_ds_of_keys, *lse.shape[:2], n_k)
-    ds_of_queries = sums(wants_ds_of_queries, *lse.shape)
-    ds_by_distance, p_by_distance = (sums(wants_dalibi, *lse.shape) for _ in range(2))
-    dbias = sums(bias_along == "neither", *(1, 1, *(spec.bias.shape if wants_dbias else ()))[-4:-2], n_q, n_k)
-    facts = module.backward(
+    tables = (1, 1, *spec.bias.shape)[-4:-2] if wanted.of_pairs else ()
+    sums = Sums(
+        of_pairs=table_or_none(wanted.of_pairs, *tables, n_q, n_k),
+        of_keys=table_or_none(wanted.of_keys, *lse.shape[:2], n_k),
+        of_queries=table_or_none(wanted.of_queries, *lse.shape),
+        by_distance=table_or_none(wanted.by_distance, *lse.shape),
+    )
+    p_by_distance = table_or_none(wants_dalibi, *lse.shape)
+    stats = module.backward(
         _readable(do),
         None if dlse is None else dlse.contiguous(),
         *map(_readable, (q, k, v, o)),
@@ -122,29 +123,17 @@ def backward(
             dq=written[0],
             dk=written[1],
             dv=written[2],
-            ds_of_keys=ds_of_keys,
-            ds_of_queries=ds_of_queries,
-            ds_by_distance=ds_by_distance,
+            ds_of_keys=sums.of_keys,
+            ds_of_queries=sums.of_queries,
+            ds_by_distance=sums.by_distance,
             p_by_distance=p_by_distance,
-            d_bias=dbias,
+            d_bias=sums.of_pairs,
         ),
         *_described(module, q, k, spec),
     )
     dq, dk, dv = (x if x is None else _copied_back(x, y) for x, y in zip((dq, dk, dv), written, strict=True))
-
-    rows = RowFacts(*facts.unbind(2), dlse, spec.sinks, ds_of_queries)
-    if bias_along == "queries":
-        dbias = ds_of_keys[:, :, None]
-    elif bias_along == "keys":
-        dbias = rows.ds_of_keys()[..., None]
-    return (
-        dq if wants_dq else None,
-        dk if wants_dk else None,
-        dv if wants_dv else None,
-        summed_like(spec.bias, dbias) if wants_dbias else None,
-        summed_like(spec.alibi_slopes, rows.dalibi_slopes(ds_by_distance, p_by_distance)) if wants_dalibi else None,
-        rows.ds_of_sinks().sum((0, 2)).to(spec.sinks.dtype) if wants_dsinks else None,
-    )
+    rows = RowStats(*stats.unbind(2), dlse, spec.sinks, sums.of_queries)
+    return dq, dk, dv, *learned_gradients(spec, output_mask, sums, rows, p_by_distance)
 
 
 def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[object, object]:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...spec import Spec, shared_along, summed_like
-from ..row_facts import RowFacts
+from ...spec import Spec
+from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
 from .bias_gradient import gradient_of_table
 from .configs import config_for, padded_head_dim
 from .dropout import kept
@@ -65,7 +65,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dbias, dalibi_slopes, dsinks); None, and not computed, where `output_mask` does not ask for it."""
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
-    dq_wanted, dk_wanted, dv_wanted, dbias_wanted, dalibi_wanted, dsinks_wanted = output_mask
+    dq_wanted, dk_wanted, dv_wanted, *_ = output_mask
+    wanted = wanted_sums(spec, output_mask, rounded=True)
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
     shape = {
         "GROUP": H // max(H_kv, 1),
@@ -80,46 +81,36 @@ def backward(
     do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
     lse, dlse = lse.contiguous(), constant_where_nothing_is_seen(dlse, lse)
 
-    def per_query(wanted: bool) -> Tensor | None:
-        return torch.empty_like(lse) if wanted else None
+    def per_query(is_wanted: bool) -> Tensor | None:
+        return torch.empty_like(lse) if is_wanted else None
 
     rows = Rows(per_query(True), per_query(q.dtype == torch.float32), per_query(True))
     find_rows(rows, q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rules)
 
     inputs, scalars = (q_heads, k_heads, v_heads, do_heads, rows), (spec.scale, *scalars)
-    bias_over = shared_along(spec.bias) if dbias_wanted else None
-    dq = dk = dv = dbias = dalibi_slopes = dsinks = None
+    dq = dk = dv = None
 
-    ds_of_keys = lse.new_empty(B, H, n_k) if bias_over == "queries" else None
-    if dk_wanted or dv_wanted or ds_of_keys is not None:
+    ds_of_keys = lse.new_empty(B, H, n_k) if wanted.of_keys else None
+    if dk_wanted or dv_wanted or wanted.of_keys:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy_terms)
         programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
-        found = (heads(dk), heads(dv), ds_of_keys, rules.in_tiles(config.BLOCK_M))
-        launch(dk_dv_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
+        outputs = (heads(dk), heads(dv), ds_of_keys, rules.in_tiles(config.BLOCK_M))
+        launch(dk_dv_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
 
-    ds_of_rows = per_query(dsinks_wanted or dalibi_wanted or (bias_over == "keys" and spec.sinks is not None))
-    ds_by_distance, p_by_distance = per_query(dalibi_wanted), per_query(dalibi_wanted)
-    if dq_wanted or ds_of_rows is not None:
+    ds_of_queries = per_query(wanted.of_queries)
+    ds_by_distance, p_by_distance = per_query(wanted.by_distance), per_query(wanted.by_distance)
+    if dq_wanted or wanted.of_queries:
         dq = torch.empty_like(q)
         config = config_for("dq", q, max(block_qk, block_v), rules.heavy_terms)
         programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-        found = (heads(dq), ds_of_rows, ds_by_distance, p_by_distance, rules.in_tiles(config.BLOCK_M))
-        launch(dq_kernel, programs, *inputs, *found, *scalars, **shape, **config._asdict())
+        outputs = (heads(dq), ds_of_queries, ds_by_distance, p_by_distance, rules.in_tiles(config.BLOCK_M))
+        launch(dq_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
 
-    if bias_over == "neither":
-        dbias = gradient_of_table(spec.bias, inputs, rules, (B, H, n_q, n_k), shape)
-    elif bias_over == "queries":
-        dbias = summed_like(spec.bias, ds_of_keys[:, :, None])
-
-    facts = RowFacts(*rows, dlse, spec.sinks, ds_of_rows)
-    if bias_over == "keys":
-        dbias = summed_like(spec.bias, facts.ds_of_keys()[..., None])
-    if dalibi_wanted:
-        dalibi_slopes = summed_like(spec.alibi_slopes, facts.dalibi_slopes(ds_by_distance, p_by_distance))
-    if dsinks_wanted:
-        dsinks = facts.ds_of_sinks().sum((0, 2)).to(spec.sinks.dtype)
-    return dq, dk, dv, dbias, dalibi_slopes, dsinks
+    ds = gradient_of_table(spec.bias, inputs, rules, (B, H, n_q, n_k), shape) if wanted.of_pairs else None
+    sums = Sums(ds, ds_of_keys, ds_of_queries, ds_by_distance)
+    stats = RowStats(*rows, dlse, spec.sinks, ds_of_queries)
+    return dq, dk, dv, *learned_gradients(spec, output_mask, sums, stats, p_by_distance)
 
 
 def constant_where_nothing_is_seen(dlse: Tensor | None, lse: Tensor) -> Tensor | None:

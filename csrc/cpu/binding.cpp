@@ -2,6 +2,7 @@
 // allocate. fastattn/backends/native calls them; fastattn/ops.py is where PyTorch is told.
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -420,10 +421,13 @@ PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) try
     Tensor unused;
     if (*x && !read_plain(pybind11::cast(**x).ptr(), unused)) Py_RETURN_NONE;
   }
+  const bool derivable = wants_gradient(q) || wants_gradient(k) || wants_gradient(v);
+  // Hooks on what is saved, such as a checkpoint's, are Python.
+  if (derivable && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) Py_RETURN_NONE;
   std::tuple<Tensor, Tensor> result;
   {
     const pybind11::gil_scoped_release without_gil;
-    if (wants_gradient(q) || wants_gradient(k) || wants_gradient(v)) {
+    if (derivable) {
       const auto outputs = ShortAttention::apply(q, k, v, spec);
       result = {outputs[0], outputs[1]};
     } else {

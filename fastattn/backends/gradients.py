@@ -49,7 +49,8 @@ def learned_gradients(
     """Gradients of bias, alibi_slopes and sinks in their dtypes; None where `output_mask` does not ask.
 
     Args:
-        stats: None where only a bias that differs along the keys, or ALiBi slopes without `p_by_distance`, have gradients.
+        stats: None where they are not needed: for a bias that differs along the keys, and for ALiBi slopes without
+            `p_by_distance`.
         p_by_distance: P over the keys, times the distance of the pair, [B, H, n_q]; None where nothing is to be made
             good of what the rounding of O has taken from delta.
     """

@@ -84,7 +84,7 @@ sanitize: $(NATIVE)/sanitized/kernels_test $(INSTALLED)
 	$(call each_instruction_set,$<,heap)
 	CXX=$(CURDIR)/$(SANITIZING_CXX) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NATIVE) \
 	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/python -m pytest --capture=sys tests/test_conformance.py -k native
+	    $(BIN)/python -m pytest --capture=sys --timeout=1800 tests/test_conformance.py -k native
 
 # valgrind knows no AVX-512, and takes fifty times as long. On the heap it sees every byte that is not theirs, and what was
 # never written.

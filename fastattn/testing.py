@@ -116,8 +116,8 @@ CASES: tuple[Case, ...] = (
     Case("one-query", "decoding: one query, many keys", n_q=1, n_k=70, causal=True, q_start=69),
     Case("one-key", "softmax over a single key", n_q=5, n_k=1),
     Case(
-        "decode-bias", "a bias beside dot products, keys in several parts", H=4, H_kv=2, n_q=2, n_k=600, keys="holes",
-        bias=(4, 2, 600), softcap=3.0, sinks=True,
+        "decode-bias", "a bias beside dot products, keys in several parts", B=1, H_kv=1, n_q=2, n_k=600, keys="holes",
+        bias=(2, 2, 600), softcap=3.0, sinks=True,
     ),
     Case(
         "decode-alibi", "distances beside dot products, and a bias that is one number for all keys", n_q=3, n_k=70,

@@ -73,16 +73,16 @@ def attention(
         >>> fastattn.attention(q, k, v, fastattn.Mask(real_keys=real_keys)).shape
         torch.Size([1, 1, 2, 4])
     """
-    found = None
+    result = None
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
-        found = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
-    if found is None:
-        found = ops.attention(
+        result = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
+    if result is None:
+        result = ops.attention(
             *plan.prepare(
                 q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
             )
         )
-    return found if return_lse else found[0]
+    return result if return_lse else result[0]
 
 
 def attention_varlen(
@@ -147,14 +147,14 @@ def attention_varlen(
             more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
             q_start = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
     mask = Mask(causal, q_start, window, segments=(documents_q[None], documents_k[None]))
-    found = attention(
+    result = attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=return_lse,
         backend=backend,
     )  # fmt: skip
     if return_lse:
-        return found[0][0].transpose(0, 1), found[1][0]
-    return found[0].transpose(0, 1)
+        return result[0][0].transpose(0, 1), result[1][0]
+    return result[0].transpose(0, 1)
 
 
 def _document_of_tokens(cu_seqlens: Tensor, total: int) -> Tensor:

@@ -91,7 +91,7 @@ def computed(call: Call, backend: str | None) -> Tensor:
     """The output of the call.
 
     Raises:
-        RefusedError: `attention` finds it malformed.
+        RefusedError: the call is malformed.
         NoBackendError: no (or not the named) backend computes it.
     """
     q, k, v, mask, bias, scale, dropout_p, shape = call
@@ -113,8 +113,8 @@ def causal_bias() -> tuple[type, ...]:
 
 def _imported(module: str, *names: str) -> tuple[type, ...]:
     """These classes of a module that takes long to import; none of them while it is not."""
-    found = sys.modules.get(module)
-    return tuple(getattr(found, name) for name in names if hasattr(found, name))
+    loaded = sys.modules.get(module)
+    return tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
 
 
 def _parsed(

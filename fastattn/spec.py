@@ -157,18 +157,18 @@ class Mask:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of this mask, by the name of its field (for checks of device and dtype)."""
-        found = {}
+        tensors = {}
         if isinstance(self.q_start, Tensor):
-            found["q_start"] = self.q_start
+            tensors["q_start"] = self.q_start
         if self.real_keys is not None:
-            found["real_keys"] = self.real_keys
+            tensors["real_keys"] = self.real_keys
         if self.real_queries is not None:
-            found["real_queries"] = self.real_queries
+            tensors["real_queries"] = self.real_queries
         if self.segments is not None:
-            found["segments[0]"], found["segments[1]"] = self.segments
+            tensors["segments[0]"], tensors["segments[1]"] = self.segments
         if self.dense is not None:
-            found["dense"] = self.dense
-        return found
+            tensors["dense"] = self.dense
+        return tensors
 
 
 _BOOL, _INTEGERS = (torch.bool,), (torch.int32, torch.int64)

@@ -202,19 +202,19 @@ _SOFTMAX = frozenset({"softmax", "num_heads"})  # in the code of those that are 
 
 def _unknown(model: nn.Module, known: set[str]) -> dict[str, str]:
     """By name, why each other module that looks like an attention, and holds none of `known`, stays what it is."""
-    found: dict[str, str] = {}
+    unknown: dict[str, str] = {}
     for name, module in reversed(list(model.named_modules())):  # what is inside first
         scripted = getattr(module, "original_name", None)
         if not (_NAMED_ATTENTION(scripted or type(module).__name__) or names_in_code_of(type(module)) >= _SOFTMAX):
             continue
         inside = f"{name}." if name else ""
-        if any(other == name or other.startswith(inside) for other in (*known, *found)):
+        if any(other == name or other.startswith(inside) for other in (*known, *unknown)):
             continue
         if scripted:
-            found[name] = _SCRIPTED
+            unknown[name] = _SCRIPTED
         elif _is_foreign(module):
-            found[name] = f"{full_name(type(module))} computes attention by code of its own"
-    return dict(reversed(found.items()))
+            unknown[name] = f"{full_name(type(module))} computes attention by code of its own"
+    return dict(reversed(unknown.items()))
 
 
 _LAYERS = {

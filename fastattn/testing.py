@@ -460,18 +460,18 @@ def formula(inputs: Inputs, learned: dict[str, Tensor]) -> tuple[Tensor, Tensor,
         ds = p * (do @ v.mT * factor - delta)
         dqk = ds * spec.scale if capped is None else ds * (1 - capped**2) * spec.scale
         by_head = (dqk.mT @ q, (p * factor).mT @ do)
-        found = {
+        by_name = {
             "q": dqk @ k,
             "k": by_head[0].unflatten(1, (H_kv, -1)).sum(2),
             "v": by_head[1].unflatten(1, (H_kv, -1)).sum(2),
         }
         if "bias" in learned:
-            found["bias"] = ds.sum_to_size(learned["bias"].shape)
+            by_name["bias"] = ds.sum_to_size(learned["bias"].shape)
         if "alibi_slopes" in learned:
-            found["alibi_slopes"] = -(ds * distance).sum((0, 2, 3))
+            by_name["alibi_slopes"] = -(ds * distance).sum((0, 2, 3))
         if "sinks" in learned:
-            found["sinks"] = -(p_all[..., n_k:] * delta).sum((0, 2, 3))
-        return tuple(found[name] for name in learned)
+            by_name["sinks"] = -(p_all[..., n_k:] * delta).sum((0, 2, 3))
+        return tuple(by_name[name] for name in learned)
 
     return o, lse, gradients
 
@@ -480,8 +480,8 @@ def naive(inputs: Inputs) -> dict[str, Tensor]:
     """The same by the plain formula in the dtype of the inputs."""
     learned = {name: x.detach().to(inputs.q.dtype) for name, x in inputs.learned().items()}
     o, lse, gradients = formula(inputs, learned)
-    found = gradients(inputs.do, inputs.dlse.to(o.dtype))
-    return {"o": o, "lse": lse} | {f"d{name}": g for name, g in zip(learned, found, strict=True)}
+    values = gradients(inputs.do, inputs.dlse.to(o.dtype))
+    return {"o": o, "lse": lse} | {f"d{name}": g for name, g in zip(learned, values, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ def test_around_the_borders_of_tiles(gpu_model, case, dtype):
 def test_sums_over_wide_heads_round_little(gpu_model):
     """With one key dP - delta is dlse and nothing but rounding: of sums of 256 products, and every seed must do."""
     case = Case("one-key", "", n_q=130, n_k=1, D=63, d_v=256)
-    found = [error for seed in range(8) for error in errors_with(seed, case, torch.float32, "native")]
-    assert all(error.right for error in found), "; ".join(map(str, found))
+    errors = [error for seed in range(8) for error in errors_with(seed, case, torch.float32, "native")]
+    assert all(error.right for error in errors), "; ".join(map(str, errors))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,9 +132,9 @@ def test_same_bits_in_any_order_of_threads(gpu_model, name, dtype):
     in_turn = run(inputs, "native")
     for order, seed in (("descending", 1), ("random", 1), ("random", 2)):
         with gpu_model.runs_in(order, seed):
-            found = run(inputs, "native")
+            actual = run(inputs, "native")
         for output, value in in_turn.items():
-            torch.testing.assert_close(value, found[output], rtol=0, atol=0, equal_nan=True, msg=f"{output}, {order}")
+            torch.testing.assert_close(value, actual[output], rtol=0, atol=0, equal_nan=True, msg=f"{output}, {order}")
 
 
 def test_nothing_is_read_beyond_the_end_of_a_tensor(gpu_model):

@@ -19,20 +19,20 @@ flash_forward, order, rings = (modelled(f"hopper.{name}") for name in ("flash_fo
 
 
 @jit
-def order_kernel(found, i_first, n_items, n_tiles, n_heads, section, H):
+def order_kernel(result, i_first, n_items, n_tiles, n_heads, section, H):
     for i in range(i_first, n_items):
         i_m, i_h, i_b = order.item_at(i, order.Order(n_items, 1, n_tiles, n_heads, section, H))
-        gl.store(found + 3 * i, i_m)
-        gl.store(found + 3 * i + 1, i_h.to(gl.int32))
-        gl.store(found + 3 * i + 2, i_b.to(gl.int32))
+        gl.store(result + 3 * i, i_m)
+        gl.store(result + 3 * i + 1, i_h.to(gl.int32))
+        gl.store(result + 3 * i + 2, i_b.to(gl.int32))
 
 
 @pytest.mark.parametrize(("B", "H", "n_tiles", "section"), [(1, 1, 1, 1), (2, 3, 5, 1), (2, 3, 4, 4), (3, 4, 2, 12)])
 def test_every_item_has_its_turn_and_the_heaviest_of_a_section_come_first(B, H, n_tiles, section):
     n_items = B * H * n_tiles
-    found = torch.full((n_items, 3), -1, dtype=torch.int32)
-    order_kernel[(1,)](found, 0, n_items, n_tiles, B * H, section, H, num_warps=4)
-    items = [(i_b * H + i_h, i_m) for i_m, i_h, i_b in found.tolist()]
+    result = torch.full((n_items, 3), -1, dtype=torch.int32)
+    order_kernel[(1,)](result, 0, n_items, n_tiles, B * H, section, H, num_warps=4)
+    items = [(i_b * H + i_h, i_m) for i_m, i_h, i_b in result.tolist()]
     expected = []
     for first in range(0, B * H, section):
         heads = range(first, min(first + section, B * H))
@@ -84,10 +84,10 @@ def test_what_tma_does_not_read_is_copied(gluon_model, name):
     assert copy.is_contiguous()
     assert torch.equal(copy, x)
     q = torch.randn(x.shape).half()
-    for found, expected in zip(
+    for actual, expected in zip(
         hopper.forward(q, x, x, Spec(Mask(), 0.1)), hopper.forward(q, copy, copy, Spec(Mask(), 0.1)), strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-45])

@@ -51,19 +51,19 @@ def test_same_as_attention_over_all_keys(backend, name, dtype):
     o, lse = merged(learned, inputs, backend)
     assert o.dtype == dtype
     gradients = torch.autograd.grad((o, lse), list(learned.values()), (inputs.do, inputs.dlse.to(lse.dtype)))
-    found = {"o": o, "lse": lse} | {f"d{n}": g for n, g in zip(learned, gradients, strict=True)}
-    assert_right(inputs, {n: x.detach() for n, x in found.items()})
+    actual = {"o": o, "lse": lse} | {f"d{n}": g for n, g in zip(learned, gradients, strict=True)}
+    assert_right(inputs, {n: x.detach() for n, x in actual.items()})
 
 
 def test_an_empty_side_leaves_the_other_to_the_bit():
     o, lse = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5)
     nothing = torch.zeros_like(o), torch.full_like(lse, -math.inf)
-    for found in (fastattn.merge(o, lse, *nothing), fastattn.merge(*nothing, o, lse)):
-        assert torch.equal(found[0], o)
-        assert torch.equal(found[1], lse)
-    found = fastattn.merge(*nothing, *nothing)
-    assert torch.equal(found[0], nothing[0])
-    assert torch.equal(found[1], nothing[1])
+    for actual in (fastattn.merge(o, lse, *nothing), fastattn.merge(*nothing, o, lse)):
+        assert torch.equal(actual[0], o)
+        assert torch.equal(actual[1], lse)
+    actual = fastattn.merge(*nothing, *nothing)
+    assert torch.equal(actual[0], nothing[0])
+    assert torch.equal(actual[1], nothing[1])
 
 
 @pytest.mark.parametrize("far", [0.0, 50.0, 1e4, 1e30])
@@ -75,8 +75,8 @@ def test_far_apart_is_exact_in_value_and_gradient(far):
     torch.testing.assert_close(lse, torch.logaddexp(lse1, lse2))
     weight = torch.softmax(torch.stack([lse1, lse2]), 0).detach()
     torch.testing.assert_close(o, weight[0][:, None] * o1 + weight[1][:, None] * o2)
-    for found, expected in zip(torch.autograd.grad(lse.sum(), (lse1, lse2)), weight, strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(torch.autograd.grad(lse.sum(), (lse1, lse2)), weight, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_any_order():

@@ -260,14 +260,14 @@ def test_lowest_number_in_a_bias_hides_beside_others_and_is_equal_alone(dtype, c
     bias, lowest = inputs.options["bias"], torch.finfo(dtype).min
     bias.masked_fill_(random_mask(40, 50), lowest)
     bias[..., 9, :] = lowest
-    found, expected = run(inputs, "native"), exact(inputs)
-    assert found["o"].isfinite().all()
+    actual, expected = run(inputs, "native"), exact(inputs)
+    assert actual["o"].isfinite().all()
     rows = torch.arange(40) != 9
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     for name in ("o", "dq", "dk", "dv", "dbias"):
-        torch.testing.assert_close(found[name].double(), expected[name], **close, msg=lambda m, n=name: f"{n}: {m}")
-    torch.testing.assert_close(found["lse"][..., rows].double(), expected["lse"][..., rows], **close)
-    assert (found["lse"][..., 9] < -1e37).all()
+        torch.testing.assert_close(actual[name].double(), expected[name], **close, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(actual["lse"][..., rows].double(), expected["lse"][..., rows], **close)
+    assert (actual["lse"][..., 9] < -1e37).all()
 
 
 SEVERAL = [case for case in ADDED if case.name in ("bias-holes", "bias-shared", "bias-keys", "alibi-segments")]
@@ -371,11 +371,11 @@ def test_sinks_far_from_the_scores(above, n_q, capability):
 def test_a_sink_of_minus_infinity_is_none(n_q, capability):
     inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, keys="holes"), torch.float32)
     inputs.options["sinks"] = torch.full((2,), -math.inf)
-    found = run(inputs, "native")
-    assert (found.pop("dsinks") == 0).all()
+    outputs = run(inputs, "native")
+    assert (outputs.pop("dsinks") == 0).all()
     inputs.options.pop("sinks")
     for name, value in run(inputs, "native").items():
-        assert torch.equal(value, found[name]), name
+        assert torch.equal(value, outputs[name]), name
 
 
 @pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED, *ADDED, *MASKED], ids=str)
@@ -414,10 +414,10 @@ class Largest(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.elements = max(self.elements, found.untyped_storage().size() // found.element_size())
-        return found
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.untyped_storage().size() // result.element_size())
+        return result
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 300, 340), (1, 12, 1, 340), (3, 1, 300, 1), (340,), (3, 1, 1, 1)], ids=str)
@@ -469,8 +469,8 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
     )
     q, k = torch.empty(B, H, n_q, 1), torch.empty(B, H, n_k, 1)
     for block in (1, 7, 32):
-        found = native.build.CPU.load().keep(q, k, Spec(mask, 1.0), block)
-        assert torch.equal(found, mask.keep(n_q, n_k).expand(B, H, n_q, n_k))
+        actual = native.build.CPU.load().keep(q, k, Spec(mask, 1.0), block)
+        assert torch.equal(actual, mask.keep(n_q, n_k).expand(B, H, n_q, n_k))
 
 
 @pytest.mark.parametrize("q_start", [2**61, -(2**61)])
@@ -479,8 +479,8 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
 def test_far_positions_do_not_overflow(q_start, window, causal):
     mask = Mask(causal=causal, q_start=q_start, window=window)
     x = torch.empty(1, 1, 5, 1)
-    found = native.build.CPU.load().keep(x, x, Spec(mask, 1.0), 4)
-    assert torch.equal(found, mask.keep(5, 5))
+    actual = native.build.CPU.load().keep(x, x, Spec(mask, 1.0), 4)
+    assert torch.equal(actual, mask.keep(5, 5))
 
 
 @pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)
@@ -614,10 +614,10 @@ def test_what_is_not_taken_is_said():
 def thread_times(*runs: Callable[[], object], repeats: int = 7) -> list[float]:
     """Seconds that this thread computes in each run, the least of several: in turn, so that each has quiet moments."""
     times = [[] for _ in runs]
-    for run, of_run in [*zip(runs, times, strict=True)] * (repeats + 1):
+    for compute, seconds in [*zip(runs, times, strict=True)] * (repeats + 1):
         start = time.thread_time()
-        run()
-        of_run.append(time.thread_time() - start)
+        compute()
+        seconds.append(time.thread_time() - start)
     return [min(of_run[1:]) for of_run in times]
 
 

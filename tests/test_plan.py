@@ -220,12 +220,12 @@ def test_who_looks_on_sees_the_backward():
     o = fastattn.attention(*x)
     expected = torch.autograd.grad(o.sum(), x, retain_graph=True)
     with Ops() as ops:
-        found = torch.autograd.grad(o.sum(), x, retain_graph=True)
+        gradients = torch.autograd.grad(o.sum(), x, retain_graph=True)
     with torch.profiler.profile() as profile:
         profiled = torch.autograd.grad(o.sum(), x, retain_graph=True)
     assert "fastattn::backward" in ops.names
     assert "fastattn::backward" in {event.key for event in profile.key_averages()}
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, gradients, expected))
     assert all(map(torch.equal, profiled, expected))
 
 

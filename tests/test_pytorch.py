@@ -101,8 +101,8 @@ def test_every_order_of_each_feature_alone(name, outputs):
             q, k, v, MASKS["padding"], **options, **dict(zip(learned, others, strict=True)), generator=generator,
             return_lse=True, backend="reference",
         )  # fmt: skip
-        found = {"o": o, "lse": lse.masked_fill(lse == -math.inf, 0)}
-        return tuple(found[output] for output in outputs.split(", "))
+        by_name = {"o": o, "lse": lse.masked_fill(lse == -math.inf, 0)}
+        return tuple(by_name[output] for output in outputs.split(", "))
 
     inputs = leaves(Q, K, V, *learned.values())
     assert gradcheck(attend, inputs, check_forward_ad=True)

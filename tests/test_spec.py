@@ -95,8 +95,8 @@ PHILOX_ANSWERS = (  # (seed, counter, words): kat_vectors of Random123 1.14, phi
 
 @pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)
 def test_philox_gives_the_published_answers(seed, counter, words):
-    found = philox(torch.tensor(seed), tuple(torch.tensor(c) for c in counter))
-    assert tuple(word.item() for word in found) == words
+    actual = philox(torch.tensor(seed), tuple(torch.tensor(c) for c in counter))
+    assert tuple(word.item() for word in actual) == words
 
 
 def test_dropout_keeps_the_right_share_independently():

@@ -239,20 +239,20 @@ def test_documents_that_fill_their_tiles_visit_no_other(causal):
     behind = order[:, None] - order
     full = seen & (behind > 0) if causal else seen
     seen = seen & (behind >= 0) if causal else seen
-    for found, expected in (
+    for actual, expected in (
         (in_range(key_ranges, len(tile)), (seen, full)),
         (in_range(query_ranges, len(tile)), (seen.mT, full.mT)),
     ):
-        for tiles, right in zip(found, expected, strict=True):
+        for tiles, right in zip(actual, expected, strict=True):
             assert torch.equal(tiles, right.expand(B, -1, -1))
 
 
 @triton.jit
-def kept_kernel(found, dropout, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: tl.constexpr):
+def kept_kernel(result, dropout, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: tl.constexpr):
     """Writes what `kept` says of one head."""
     i_b, i_h, o_q = tl.program_id(0), tl.program_id(1), tl.arange(0, n_q)
     for i_n in tl.range(0, n_k // BLOCK_N):
-        p_row = found + ((i_b * tl.num_programs(1) + i_h) * n_q + o_q[:, None]) * n_k
+        p_row = result + ((i_b * tl.num_programs(1) + i_h) * n_q + o_q[:, None]) * n_k
         o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(p_row + o_k[None, :], kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N))
 
@@ -262,9 +262,9 @@ def kept_kernel(found, dropout, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: t
 def test_dropout_keeps_what_the_spec_says(p, seed):
     shape = (2, 3, 16, 64)
     spec = Spec(Mask(), 1.0, dropout_p=p, seed=torch.tensor(seed, device=DEVICE))
-    found = torch.empty(shape, dtype=torch.bool, device=DEVICE)
-    kept_kernel[shape[:2]](found, dropout(spec), n_q=shape[2], n_k=shape[3], BLOCK_N=16)
-    assert torch.equal(found, spec.dropout_keep(*shape))
+    actual = torch.empty(shape, dtype=torch.bool, device=DEVICE)
+    kept_kernel[shape[:2]](actual, dropout(spec), n_q=shape[2], n_k=shape[3], BLOCK_N=16)
+    assert torch.equal(actual, spec.dropout_keep(*shape))
 
 
 def test_sinks_count_where_the_rounding_of_a_large_lse_is_made_good():
@@ -329,9 +329,9 @@ def test_refusals_are_sentences(monkeypatch):
 def test_old_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for capability, expected in (((9, 0), []), ((8, 0), []), ((7, 5), ["7.5"])):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        found = backend._device_objections(torch.device("cuda"))
-        assert [sentence.rpartition(" ")[2] for sentence in found] == expected
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
+        refusals = backend._device_objections(torch.device("cuda"))
+        assert [sentence.rpartition(" ")[2] for sentence in refusals] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

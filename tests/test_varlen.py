@@ -96,9 +96,9 @@ def test_same_as_a_loop_over_the_documents(backend, name, dtype):
     assert o.shape == (total_q, H, d_v)
     assert lse.shape == (H, total_q)
     gradients = torch.autograd.grad((o, lse), list(leaves.values()), (do, dlse))
-    found = {"o": o, "lse": lse} | {f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}
+    actual = {"o": o, "lse": lse} | {f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}
 
-    parts: dict[str, list[list[Tensor]]] = {n: [[], []] for n in found}
+    parts: dict[str, list[list[Tensor]]] = {n: [[], []] for n in actual}
     pieces = (
         by_document(x, lengths) for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k), (do, lengths_q))
     )
@@ -123,9 +123,9 @@ def test_same_as_a_loop_over_the_documents(backend, name, dtype):
             whole = [torch.cat((x, rest), -1 if n == "lse" else 0) for x in whole]
         else:
             whole = [torch.stack(part).sum(0) for part in both]
-        error = compare(n, found[n], *whole)
+        error = compare(n, actual[n], *whole)
         assert error.right, error
-    assert (found["o"][-SLACK:] == 0).all()
+    assert (actual["o"][-SLACK:] == 0).all()
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

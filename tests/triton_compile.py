@@ -142,14 +142,14 @@ def _resources(kernel) -> dict[str, object]:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
     ptx = kernel.asm["ptx"]
-    found = MATRIX_INSTRUCTION.findall(ptx)
+    instructions = MATRIX_INSTRUCTION.findall(ptx)
     return {
         "registers": int(registers),
         "stack": int(stack),  # where registers are spilled to
         "shared": kernel.metadata.shared,
-        "mma": len(found),
+        "mma": len(instructions),
         "in_loops": sum(len(MATRIX_INSTRUCTION.findall(loop)) for loop in _hot_loops(ptx)),
-        "instruction": "+".join(sorted(set(found))),
+        "instruction": "+".join(sorted(set(instructions))),
     }
 
 

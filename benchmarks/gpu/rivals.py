@@ -53,8 +53,8 @@ def gpu_contenders(problem: Problem, only: str | None = None) -> list[Contender]
 
 def _by_name(contender: Contender, backend: str, inputs: Inputs) -> Contender:
     """The contender with the objections of a backend that was asked for by name: the standard suite does not ask so."""
-    found = objections(backend_by_name(backend), inputs.q, inputs.k, inputs.v, inputs.spec())
-    return replace(contender, refusal="; ".join(found) or None)
+    refusals = objections(backend_by_name(backend), inputs.q, inputs.k, inputs.v, inputs.spec())
+    return replace(contender, refusal="; ".join(refusals) or None)
 
 
 def _in_any_order(contender: Contender, backend: str, inputs: Inputs) -> Contender:

@@ -215,20 +215,20 @@ def _joined(prefix: str, name: str) -> str:
 
 def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     """By name, the models of transformers in `model` that are in no other one."""
-    found: dict[str, PreTrainedModel] = {}
+    models: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
-        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
+        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in models)
         if isinstance(module, PreTrainedModel) and not inside:
-            found[name] = module
-    return found
+            models[name] = module
+    return models
 
 
 def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
     """By name in `model`, each module that asks transformers for its implementation, and the model it belongs to."""
     return {
-        _joined(prefix, name): found
+        _joined(prefix, name): entry
         for prefix, outermost in _outermost_models(model).items()
-        for name, found in _attention_modules_of(outermost).items()
+        for name, entry in _attention_modules_of(outermost).items()
     }
 
 
@@ -242,7 +242,7 @@ def _attention_modules_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, 
 def _other_attention_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str, PreTrainedModel]]:
     """By name, each attention of transformers that does not ask, with the name of its model and the model."""
     asking = {part for module, _ in _attention_modules_of(model).values() for part in module.modules()}
-    found = {}
+    result = {}
     for name, (module, owner_name, owner) in _owned(model):
         cls = type(module)
         if "Att" not in cls.__name__ or not cls.__module__.startswith("transformers."):
@@ -250,8 +250,8 @@ def _other_attention_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, st
         if module in asking or asking.intersection(module.modules()):
             continue
         if not owner._can_set_attn_implementation() or _weighs_by_itself(cls):
-            found[name] = module, owner_name, owner
-    return found
+            result[name] = module, owner_name, owner
+    return result
 
 
 def _owned(model: PreTrainedModel) -> Iterator[tuple[str, tuple[nn.Module, str, PreTrainedModel]]]:

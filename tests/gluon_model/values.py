@@ -204,14 +204,14 @@ def common_type(x: object, y: object, division: bool = False) -> DType:
     else:
         a, b = value_of(x).dtype, value_of(y).dtype
     if a.kind != b.kind:
-        found = a if a.kind > b.kind else b
+        common = a if a.kind > b.kind else b
     elif a.kind == 2 and a is not b and {a, b} <= {float16, bfloat16}:
-        found = float32
+        common = float32
     else:
-        found = a if a.primitive_bitwidth >= b.primitive_bitwidth else b
-    if division and found in (float16, bfloat16):
+        common = a if a.primitive_bitwidth >= b.primitive_bitwidth else b
+    if division and common in (float16, bfloat16):
         return float32
-    return found
+    return common
 
 
 def raw(x: object, dtype: DType | None = None) -> Tensor | float:

@@ -90,16 +90,16 @@ class RowLists {
   std::vector<std::unique_ptr<Buffer>> tables_;
 };
 
-// What documents tell the kernels, as csrc/cpu/mask_tables.h finds it.
+// What documents tell the kernels, as csrc/cpu/mask_tables.h computes it.
 class Ranges {
  public:
   Ranges(const Inputs& in, Params& p) {
     const Case& c = in.about;
     if (c.documents_q.empty()) return;
     const auto ids = [](const std::vector<int64_t>& lengths, int64_t n) {
-      std::vector<int64_t> found(n);
-      for (int64_t i = 0; i < n; ++i) found[i] = 7 * Inputs::document_of(lengths, i).number;
-      return found;
+      std::vector<int64_t> result(n);
+      for (int64_t i = 0; i < n; ++i) result[i] = 7 * Inputs::document_of(lengths, i).number;
+      return result;
     };
     const std::vector<int64_t> ids_q = ids(c.documents_q, c.n_q), ids_k = ids(c.documents_k, c.n_k);
     const int64_t groups = (c.n_q + kRangeGroup - 1) / kRangeGroup;

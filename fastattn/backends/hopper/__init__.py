@@ -32,14 +32,14 @@ def features(device: torch.device) -> frozenset[str]:
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """Sentences about the device, the dtype and the head dims."""
-    found = _device_objections(q.device)
+    objections = _device_objections(q.device)
     if q.dtype not in _DTYPES:
-        found.append(f"needs float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
+        objections.append(f"needs float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if not (_HEAD_DIM_STEP <= dim <= _LARGEST_HEAD_DIM and dim % _HEAD_DIM_STEP == 0):
             of = f"multiples of {_HEAD_DIM_STEP} from {_HEAD_DIM_STEP} to {_LARGEST_HEAD_DIM}"
-            found.append(f"takes head dims that are {of}, got {dim} for {name}")
-    return found
+            objections.append(f"takes head dims that are {of}, got {dim} for {name}")
+    return objections
 
 
 def lacks(device: torch.device) -> frozenset[str]:

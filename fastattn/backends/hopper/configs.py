@@ -56,7 +56,7 @@ def forward_config(padded_head_dim: int) -> ForwardConfig:
 class DkDvConfig(NamedTuple):
     """How the kernel of dK and dV is compiled and launched: two warp groups, of 64 keys each."""
 
-    BOTH: bool  # whether one launch finds both, which takes registers for both
+    BOTH: bool  # whether one launch computes both, which takes registers for both
     BLOCK_M: int  # queries of a tile
     Q_SLOTS: int  # tiles of Q in shared memory
     DO_SLOTS: int  # tiles of dO
@@ -149,7 +149,7 @@ class FusedConfig(NamedTuple):
         return _options(self, "persistent")
 
 
-_FUSED = {  # larger head dim -> configuration; BLOCK_M times the head dim is what two warp groups find of dQ
+_FUSED = {  # larger head dim -> configuration; BLOCK_M times the head dim is what two warp groups compute of dQ
     64: FusedConfig(128, 2, 2, 224, 56, 168, True),
     128: FusedConfig(64, 2, 2, 232, 40, 168, True),
 }

@@ -105,11 +105,11 @@ def backward(
     dq, dk, dv = (loadable(torch.empty_like(x)) if is_wanted else None for x, is_wanted in wanted)
     inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
     if dk is None or dv is None or dk_dv_config(larger_head_dim(inputs)).BOTH:
-        find_dk_dv(dk, dv, inputs, visible, spec.scale)
+        compute_dk_dv(dk, dv, inputs, visible, spec.scale)
     else:
-        find_dk_dv(dk, None, inputs, visible, spec.scale)
-        find_dk_dv(None, dv, inputs, visible, spec.scale)
-    find_dq(dq, inputs, visible, spec.scale)
+        compute_dk_dv(dk, None, inputs, visible, spec.scale)
+        compute_dk_dv(None, dv, inputs, visible, spec.scale)
+    compute_dq(dq, inputs, visible, spec.scale)
     return dq, dk, dv, None, None, None
 
 
@@ -136,7 +136,7 @@ def prepared(
     return Inputs(q, k, v, do, rows), rules.visible
 
 
-def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
+def compute_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
     """Writes those of the two gradients that are not None."""
     if dk is None and dv is None:
         return
@@ -182,7 +182,7 @@ def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Vi
     )
 
 
-def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
+def compute_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
     """Writes the gradient of the queries, unless it is None."""
     if dq is None:
         return
@@ -226,7 +226,7 @@ def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float
 
 
 def hidden_by(real: Tensor | None, spans: Tensor | None, x: Tensor, dx: Tensor | None = None) -> Hidden:
-    """`Hidden` for tokens of which `real` says what padding hides; the spans of documents are found here."""
+    """`Hidden` for tokens of which `real` says what padding hides; the spans of documents are computed here."""
     if real is None:
         return Hidden(None, None, None, None)
     spans = real_spans(real) if spans is None else spans
@@ -286,7 +286,7 @@ def dk_dv_kernel(
     call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
     tensors = q, k, v, do, rows
     hidden_keys = Hidden(None, None, None, None)  # what comes of them is in rows of their own
-    found = dk, dv
+    gradients = dk, dv
     q_ring, do_ring, rows_ring = new_ring(q, Q_SLOTS, 2), new_ring(do, DO_SLOTS, 2), new_ring(rows, DO_SLOTS, 2)
     rows_ring = Ring(rows_ring.tiles, rows_ring.full, do_ring.empty)  # released together
     k_ring = new_ring(k, 2, 1)  # a slot for each warp group
@@ -299,9 +299,9 @@ def dk_dv_kernel(
     block_barrier()
     warp_specialize(
         [
-            (consume_dk_dv, (rings, found, real_keys, scale, call, 0, GROUP)),
-            (consume_dk_dv, (rings, found, real_keys, scale, call, 1, GROUP)),
-            (produce_dk_dv, (rings, tensors, found, hidden, hidden_keys, call, gl.program_id(0), GROUP, D_QK, D_V)),
+            (consume_dk_dv, (rings, gradients, real_keys, scale, call, 0, GROUP)),
+            (consume_dk_dv, (rings, gradients, real_keys, scale, call, 1, GROUP)),
+            (produce_dk_dv, (rings, tensors, gradients, hidden, hidden_keys, call, gl.program_id(0), GROUP, D_QK, D_V)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -326,7 +326,7 @@ def key_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 def produce_dk_dv(
     rings,
     tensors,
-    found,
+    gradients,
     hidden,
     hidden_keys,
     call,
@@ -338,7 +338,7 @@ def produce_dk_dv(
     """The warp that loads: every tile that the warp groups read, in the order in which they do."""
     q_ring, k_ring, v_ring, do_ring, rows_ring = rings
     q, k, v, do, rows = tensors
-    dk = found[0]
+    dk = gradients[0]
     n_q = call.n_q
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     BLOCK_N: gl.constexpr = 2 * ROWS
@@ -375,7 +375,7 @@ def produce_dk_dv(
 
 @jit
 def load_rows(n, ring, desc, i_b, i_h, i_q):
-    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M], for which dO has found room."""
+    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M], for which dO has room."""
     BLOCK_M: gl.constexpr = desc.block_shape[3]
     slot = slot_of(n, ring)[0]
     mbarrier.expect(ring.full.index(slot), 2 * BLOCK_M * 4)
@@ -383,10 +383,10 @@ def load_rows(n, ring, desc, i_b, i_h, i_q):
 
 
 @jit
-def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
+def consume_dk_dv(rings, gradients, real_keys, scale, call, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
     """A warp group: 64 rows of dK and dV of every item, over the query tiles from the first one up."""
     q_ring, k_ring, v_ring, do_ring = rings[0], rings[1], rings[2], rings[3]
-    dk, dv = found
+    dk, dv = gradients
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     BLOCK_N: gl.constexpr = 2 * ROWS
     BLOCK_QK: gl.constexpr = q_ring.tiles.shape[4]
@@ -407,9 +407,9 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
             i_m = tile_range[0] + i_step // GROUP
             tokens = keys, i_m * BLOCK_M, i_b, q_start
             edge = is_edge(i_m, tile_range)
-            b_dk, b_dv = dk_dv_step(n_tiles, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP)
+            b_dk, b_dv = dk_dv_step(n_tiles, rings, b_dk, b_dv, gradients, tokens, edge, call, I_GROUP)
             n_tiles += 1
-        # The tiles of K and V have been read: what was found takes their place, on its way out.
+        # The tiles of K and V have been read: the result takes their place, on its way out.
         if dk is not None:
             store_item(i, I_GROUP, k_ring, dk, b_dk * scale, real_keys, call)
         if dv is not None:
@@ -422,10 +422,10 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
 
 
 @jit
-def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.constexpr):
+def dk_dv_step(n, rings, b_dk, b_dv, gradients, tokens, edge, call, I_GROUP: gl.constexpr):
     """dK and dV with what the n-th tile of queries adds. Tiles lie the other way round than in the forward: [N, M]."""
     q_ring, k_ring, v_ring, do_ring, rows_ring = rings
-    dk, dv = found
+    dk, dv = gradients
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     dtype: gl.constexpr = q_ring.tiles.dtype
     b_zero = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=accumulator(BLOCK_M))
@@ -503,7 +503,7 @@ def row_in(n, ring, ROW: gl.constexpr, I_PART: gl.constexpr, PART: gl.constexpr)
 
 @jit
 def store_item(i, I_GROUP: gl.constexpr, ring, desc, b_x, real_keys, call):
-    """Has rows of dK or dV of the i-th item written; where they are to go is found anew for each of the two."""
+    """Has rows of dK or dV of the i-th item written; their destination is computed anew for each of the two."""
     i_tile, i_h, i_b = item_at(again(i), call.order)
     i_row = (call.order.n_tiles - 1 - i_tile) * 2 * ROWS + I_GROUP * ROWS
     store(I_GROUP, ring, desc, i_b, i_h, i_row, of_real(b_x, i_row, i_b, call.n_k, real_keys))
@@ -628,7 +628,7 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
             b_dq = dq_step(n_tiles, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP)
             n_tiles += 1
         release(I_GROUP, do_ring)
-        # The tile of Q has been read: what was found takes its place, on its way out.
+        # The tile of Q has been read: the result takes its place, on its way out.
         i_m, i_h, i_b = item_at(again(i), call.order)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         store(I_GROUP, q_ring, dq, i_b, i_h, i_row, of_real(b_dq * scale, i_row, i_b, n_q, real_queries))

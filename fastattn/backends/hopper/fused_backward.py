@@ -75,11 +75,11 @@ def backward(
         return flash_backward.backward(do, dlse, q, k, v, o, lse, spec, output_mask)
     inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
     dq, dk, dv = torch.empty_like(q), loadable(torch.empty_like(k)), loadable(torch.empty_like(v))
-    find_all(dq, dk, dv, inputs, visible, spec.scale)
+    compute_all(dq, dk, dv, inputs, visible, spec.scale)
     return dq, dk if dk_wanted else None, dv if dv_wanted else None, None, None, None
 
 
-def find_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Visibility, scale: float) -> None:
+def compute_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Visibility, scale: float) -> None:
     """Writes the three gradients."""
     q, k, v, do, rows = inputs
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
@@ -188,7 +188,7 @@ def fused_kernel(
     call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
     gl.assume((n_q >= 0) & (n_k >= 0) & (H_kv >= 0))
     tensors = q, k, v, do, rows
-    found = dk, dv
+    gradients = dk, dv
     q_ring, do_ring, rows_ring = new_ring(q, Q_SLOTS, 2), new_ring(do, DO_SLOTS, 2), new_ring(rows, DO_SLOTS, 2)
     rows_ring = Ring(rows_ring.tiles, rows_ring.full, do_ring.empty)  # released together
     k_ring, v_ring = new_ring(k, 2, 1), new_ring(v, 2, 1)  # a slot for each warp group
@@ -201,9 +201,9 @@ def fused_kernel(
     first = again(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
     warp_specialize(
         [
-            (consume_all, (rings, to_dq, found, hidden_keys, scale, call, first, 0, GROUP)),
-            (consume_all, (rings, to_dq, found, hidden_keys, scale, call, first, 1, GROUP)),
-            (produce_dk_dv, (rings, tensors, found, hidden, hidden_keys, call, first, GROUP, D_QK, D_V)),
+            (consume_all, (rings, to_dq, gradients, hidden_keys, scale, call, first, 0, GROUP)),
+            (consume_all, (rings, to_dq, gradients, hidden_keys, scale, call, first, 1, GROUP)),
+            (produce_dk_dv, (rings, tensors, gradients, hidden, hidden_keys, call, first, GROUP, D_QK, D_V)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -217,10 +217,10 @@ def wait_for_each_other():
 
 
 @jit
-def consume_all(rings, to_dq, found, hidden_keys, scale, call, first, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
+def consume_all(rings, to_dq, gradients, hidden_keys, scale, call, first, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
     """A warp group: 64 rows of dK and dV of every item and a half of what it adds to dQ, over the query tiles."""
     q_ring, k_ring, v_ring, do_ring = rings[0], rings[1], rings[2], rings[3]
-    dk, dv = found
+    dk, dv = gradients
     n_k = call.n_k
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     BLOCK_N: gl.constexpr = 2 * ROWS
@@ -248,7 +248,7 @@ def consume_all(rings, to_dq, found, hidden_keys, scale, call, first, I_GROUP: g
             of_keys = unreal, i_row, hidden_keys.real
             b_dk, b_dv = fused_step(n_tiles, rings, to_dq, b_dk, b_dv, i_hq, tokens, edge, of_keys, call, I_GROUP)
             n_tiles += 1
-        # What was found takes the place of V and K, on its way out. V has been read, K is by the other group, too.
+        # The result takes the place of V and K, on its way out. V has been read, K is by the other group, too.
         store_item(i, I_GROUP, v_ring, dv, b_dv, hidden_keys.real, call)
         wait_for_each_other()
         store_item(i, I_GROUP, k_ring, dk, b_dk * scale, hidden_keys.real, call)
@@ -330,7 +330,7 @@ def dq_coming(n, ds_ring, k_ring, I_GROUP: gl.constexpr):
 
 @jit
 def add_to_dq(ring, desc, b_dq, i_b, i_h, i_q, I_GROUP: gl.constexpr, BY_COLUMNS: gl.constexpr):
-    """Has a half of what is found of dQ, from query `i_q` on, added in memory."""
+    """Has a half of the computed part of dQ, from query `i_q` on, added in memory."""
     tile_in(I_GROUP, ring).store(b_dq)
     fence_async_shared()
     if BY_COLUMNS:

@@ -99,7 +99,7 @@ _IS_3_9: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reint
 
 @jit
 def part_of(tile, i_part, PART: gl.constexpr):
-    """PART rows (a multiple of 8) and 64 columns of a tile [rows, D] of 16 bits, which may be found at run time.
+    """PART rows (a multiple of 8) and 64 columns of a tile [rows, D] of 16 bits, which may be computed at run time.
 
     The parts of the first 64 columns come first. So they lie in memory: 64 columns are what a swizzled row holds.
     """

@@ -43,12 +43,12 @@ def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads:
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
     rows, config = _rows(q, k, lse, spec, rules), config_for("dq", q, shape["BLOCK_QK"], rules.heavy_terms)
-    found = q.new_empty(B, 1 if average_heads else H, n_q, n_k)
-    programs = found.shape[:2].numel() * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
-    arguments = (readable_heads(q), readable_heads(k), rows, heads(found), rules.in_tiles(config.BLOCK_M))
-    scalars = (found.shape[1], H, n_q, n_k)
+    result = q.new_empty(B, 1 if average_heads else H, n_q, n_k)
+    programs = result.shape[:2].numel() * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
+    arguments = (readable_heads(q), readable_heads(k), rows, heads(result), rules.in_tiles(config.BLOCK_M))
+    scalars = (result.shape[1], H, n_q, n_k)
     launch(weights_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
-    return found[:, 0] if average_heads else found
+    return result[:, 0] if average_heads else result
 
 
 def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
@@ -56,10 +56,10 @@ def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
     rows, config = _rows(q, k, None, spec, rules), config_for("dk_dv", q, shape["BLOCK_QK"], rules.heavy_terms)
-    found = q.new_empty(B, H, n_k, dtype=torch.float32)
-    arguments = (readable_heads(q), readable_heads(k), rows, found, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
+    result = q.new_empty(B, H, n_k, dtype=torch.float32)
+    arguments = (readable_heads(q), readable_heads(k), rows, result, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
     launch(received_kernel, B * H * triton.cdiv(n_k, config.BLOCK_N), *arguments, **shape, **config._asdict())
-    return found
+    return result
 
 
 def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tensor]:
@@ -68,11 +68,11 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tens
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
     rows = _rows(q, k, None, spec, rules)
     config = config_for("top_keys", q, shape["BLOCK_QK"], rules.heavy_terms)
-    found = q.new_empty(B, H, n_q, triton.next_power_of_2(max(top_k, 2)), dtype=torch.int64)
-    arguments = (readable_heads(q), readable_heads(k), rows, found, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
+    result = q.new_empty(B, H, n_q, triton.next_power_of_2(max(top_k, 2)), dtype=torch.int64)
+    arguments = (readable_heads(q), readable_heads(k), rows, result, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
     programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-    launch(top_keys_kernel, programs, *arguments, **shape, **config._asdict(), TOP_K=found.shape[3])
-    packed = found.sort(dim=-1, descending=True).values[..., :top_k]
+    launch(top_keys_kernel, programs, *arguments, **shape, **config._asdict(), TOP_K=result.shape[3])
+    packed = result.sort(dim=-1, descending=True).values[..., :top_k]
     keys = (2**32 - 1 - (packed & (2**32 - 1))).masked_fill(packed < 0, -1)
     return (packed >> 32).clamp(min=0).int().view(torch.float32), keys
 
@@ -215,7 +215,7 @@ def top_keys_kernel(
     BLOCK_N: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """One program finds the TOP_K largest weights of BLOCK_M queries of a head, in no order.
+    """One program computes the TOP_K largest weights of BLOCK_M queries of a head, in no order.
 
     A weight and its key are one int64, the bits of the weight above those of -1 - key: weights are not negative, so
     that integers are ordered as they are, NaN above all, and equal weights by the key, the smaller one first. Negative

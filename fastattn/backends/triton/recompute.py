@@ -14,7 +14,7 @@ from .visibility import hide
 
 
 class Rows(NamedTuple):
-    """What the backward kernels need of each query, fp32 [B, H, n_q]; `find_rows` finds it.
+    """What the backward kernels need of each query, fp32 [B, H, n_q]; `find_rows` computes it.
 
     lse_log2: in base 2; +inf where a query sees nothing, which makes each of its weights 0 without a NaN.
     rest_log2: what the rounding of lse_log2 left out, or None for nothing.

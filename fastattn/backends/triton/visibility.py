@@ -105,7 +105,7 @@ def limits(mask: Mask) -> tuple[int, int | None, int | None]:
 
 
 def real_spans(real: Tensor | None) -> Tensor | None:
-    """int32 [B, 3], found without synchronising: where real tokens begin, where the first hole is, where they end.
+    """int32 [B, 3], computed without synchronising: where real tokens begin, where the first hole is, where they end.
 
     Args:
         real: bool [B, n], or None for no padding.
@@ -300,23 +300,23 @@ def query_ranges(key_ranges: Tensor, n_k: int, block_n: int) -> Tensor:
     """
     B, n_query_tiles, _ = key_ranges.shape
     tiles = triton.cdiv(n_k, block_n)
-    found = key_ranges.new_empty(B, tiles, 4)
-    launch(query_ranges_kernel, B * tiles, key_ranges, found, n_query_tiles, n_k, BLOCK_N=block_n, num_warps=4)
-    return found
+    result = key_ranges.new_empty(B, tiles, 4)
+    launch(query_ranges_kernel, B * tiles, key_ranges, result, n_query_tiles, n_k, BLOCK_N=block_n, num_warps=4)
+    return result
 
 
 @triton.jit(do_not_specialize=["n_query_tiles", "n_k"])
-def query_ranges_kernel(key_ranges, found, n_query_tiles, n_k, BLOCK_N: tl.constexpr):
+def query_ranges_kernel(key_ranges, result, n_query_tiles, n_k, BLOCK_N: tl.constexpr):
     """One tile's row of `query_ranges`."""
     i_program = tl.program_id(0).to(tl.int64)
     n_tiles = tl.cdiv(n_k, BLOCK_N)
     i_b, i_n = i_program // n_tiles, (i_program % n_tiles).to(tl.int32)
     first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
     begin, full_begin, full_end, end_of_seen = tiles_that_see(first, end, key_ranges, i_b, n_query_tiles)
-    tl.store(found + i_program * 4, begin)
-    tl.store(found + i_program * 4 + 1, full_begin)
-    tl.store(found + i_program * 4 + 2, full_end)
-    tl.store(found + i_program * 4 + 3, end_of_seen)
+    tl.store(result + i_program * 4, begin)
+    tl.store(result + i_program * 4 + 1, full_begin)
+    tl.store(result + i_program * 4 + 2, full_end)
+    tl.store(result + i_program * 4 + 3, end_of_seen)
 
 
 @triton.jit

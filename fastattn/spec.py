@@ -147,7 +147,7 @@ class Mask:
         in_document = None if self.segments is None else self.segments[0] >= 0
         return _both(self.real_queries, in_document)
 
-    def without_padding(self, real_keys: Tensor | None = None, real_queries: Tensor | None = None) -> Mask:
+    def with_padding(self, real_keys: Tensor | None = None, real_queries: Tensor | None = None) -> Mask:
         """A copy of this mask that also hides what `real_keys` [B, n_k] and `real_queries` [B, n_q] mark as padding."""
         return replace(
             self,

@@ -38,12 +38,12 @@ from .configs import ROWS_OF_GROUP, dk_dv_config, dq_config, padded_head_dim
 from .flash_forward import ROWS, Call, work_item
 from .gluon import (
     TensorDescriptor,
-    again,
     block_barrier,
     fence_async_shared,
     gl,
     jit,
     mbarrier,
+    opaque,
     store_wait,
     tma_load,
     tma_store,
@@ -51,7 +51,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .order import Order, item_at, programs_for, section_of
+from .order import Order, item_at, l2_group_of, programs_for
 from .rings import (
     BYTES_OF_CHUNK,
     Ring,
@@ -173,7 +173,7 @@ def compute_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible:
         n_programs,
         n_tiles,
         n_heads,
-        section_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
+        l2_group_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
         H_kv,
         GROUP=H // H_kv,
         D_QK=d_qk,
@@ -217,7 +217,7 @@ def compute_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: fl
         n_programs,
         n_tiles,
         n_heads,
-        section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
+        l2_group_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
         H,
         GROUP=H // H_kv,
         D_QK=d_qk,
@@ -251,7 +251,7 @@ def has_hidden(i_tile, i_b, n, spans, BLOCK: gl.constexpr):
     return (i_tile * BLOCK < first) | (gl.minimum((i_tile + 1) * BLOCK, n) > hole)
 
 
-@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "l2_group"])
 def dk_dv_kernel(
     q,
     k,
@@ -271,7 +271,7 @@ def dk_dv_kernel(
     n_programs,
     n_tiles,
     n_heads,
-    section,
+    l2_group,
     H_kv,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
@@ -283,7 +283,7 @@ def dk_dv_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 keys of a head, over the query tiles of all heads that share it."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, l2_group, H_kv))
     tensors = q, k, v, do, rows
     hidden_keys = Hidden(None, None, None, None)  # what comes of them is in rows of their own
     gradients = dk, dv
@@ -429,7 +429,7 @@ def dk_dv_step(n, rings, b_dk, b_dv, gradients, tokens, edge, call, I_GROUP: gl.
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     dtype: gl.constexpr = q_ring.tiles.dtype
     b_zero = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=accumulator(BLOCK_M))
-    i_slot = again(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
+    i_slot = opaque(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
     t_k, t_v = tile_in(i_slot, k_ring), tile_in(i_slot, v_ring)
     wait_full(n, q_ring)
     t_q = tile_in(n, q_ring)
@@ -504,7 +504,7 @@ def row_in(n, ring, ROW: gl.constexpr, I_PART: gl.constexpr, PART: gl.constexpr)
 @jit
 def store_item(i, I_GROUP: gl.constexpr, ring, desc, b_x, real_keys, call):
     """Has rows of dK or dV of the i-th item written; their destination is computed anew for each of the two."""
-    i_tile, i_h, i_b = item_at(again(i), call.order)
+    i_tile, i_h, i_b = item_at(opaque(i), call.order)
     i_row = (call.order.n_tiles - 1 - i_tile) * 2 * ROWS + I_GROUP * ROWS
     store(I_GROUP, ring, desc, i_b, i_h, i_row, of_real(b_x, i_row, i_b, call.n_k, real_keys))
 
@@ -524,7 +524,7 @@ def of_real(b_x, i_row, i_b, n, real):
     return gl.where(gl.expand_dims(real_tokens(o_row, n, real, i_b), 1), b_x, 0.0)
 
 
-@jit(do_not_specialize=["s_row", "n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
+@jit(do_not_specialize=["s_row", "n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "l2_group"])
 def dq_kernel(
     q,
     k,
@@ -544,7 +544,7 @@ def dq_kernel(
     n_programs,
     n_tiles,
     n_heads,
-    section,
+    l2_group,
     H,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
@@ -555,7 +555,7 @@ def dq_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 queries of a head, over the key tiles that they see."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H))
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, l2_group, H))
     tensors = q, k, v, do
     # Each warp group has a slot for its queries.
     rings = new_ring(q, 2, 1), new_ring(k, K_SLOTS, 2), new_ring(v, V_SLOTS, 2), new_ring(do, 2, 1)
@@ -629,7 +629,7 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
             n_tiles += 1
         release(I_GROUP, do_ring)
         # The tile of Q has been read: the result takes its place, on its way out.
-        i_m, i_h, i_b = item_at(again(i), call.order)
+        i_m, i_h, i_b = item_at(opaque(i), call.order)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         store(I_GROUP, q_ring, dq, i_b, i_h, i_row, of_real(b_dq * scale, i_row, i_b, n_q, real_queries))
         store_wait(0)
@@ -644,7 +644,7 @@ def dq_step(n, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP: gl.constexpr
     queries, b_lse_log2, b_delta = of_rows
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
-    i_slot = again(I_GROUP)  # or else the addresses of all parts of Q and dO are kept in registers
+    i_slot = opaque(I_GROUP)  # or else the addresses of all parts of Q and dO are kept in registers
     t_q, t_do = tile_in(i_slot, q_ring), tile_in(i_slot, do_ring)
     wait_full(n, k_ring)
     t_k = tile_in(n, k_ring)

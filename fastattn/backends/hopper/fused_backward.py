@@ -33,11 +33,11 @@ from .flash_backward import (
 )
 from .flash_forward import ROWS, Call
 from .gluon import (
-    again,
     block_barrier,
     fence_async_shared,
     gl,
     jit,
+    opaque,
     part_of,
     store_wait,
     sync_named,
@@ -46,7 +46,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .order import Order, programs_for, section_of
+from .order import Order, l2_group_of, programs_for
 from .rings import Ring, accumulator, descriptor, left_operand, loadable, new_ring, release, tile_in, wait_full
 
 BOTH: gl.constexpr = gl.constexpr(9)
@@ -117,7 +117,7 @@ def compute_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Vis
         n_programs,
         n_tiles,
         n_heads,
-        section_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
+        l2_group_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
         H_kv,
         GROUP=H // H_kv,
         D_QK=d_qk,
@@ -152,7 +152,7 @@ def scaled_kernel(
     store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D, BLOCK_M, BLOCK_D)
 
 
-@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "l2_group"])
 def fused_kernel(
     q,
     k,
@@ -173,7 +173,7 @@ def fused_kernel(
     n_programs,
     n_tiles,
     n_heads,
-    section,
+    l2_group,
     H_kv,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
@@ -185,7 +185,7 @@ def fused_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 keys of a head, over the query tiles of all heads that share it."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, l2_group, H_kv))
     gl.assume((n_q >= 0) & (n_k >= 0) & (H_kv >= 0))
     tensors = q, k, v, do, rows
     gradients = dk, dv
@@ -198,7 +198,7 @@ def fused_kernel(
     dq_ring = Ring(gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, 64], dq.layout), None, None)
     to_dq = ds_ring, dq_ring, dq
     block_barrier()
-    first = again(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
+    first = opaque(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
     warp_specialize(
         [
             (consume_all, (rings, to_dq, gradients, hidden_keys, scale, call, first, 0, GROUP)),
@@ -268,7 +268,7 @@ def fused_step(n, rings, to_dq, b_dk, b_dv, i_hq, tokens, edge, of_keys, call, I
     PARTS: gl.constexpr = q_ring.tiles.shape[3] // ROWS  # of the tile, of 64 queries each: all that registers can hold
     dtype: gl.constexpr = q_ring.tiles.dtype
     b_zero = gl.zeros([ROWS, ROWS], gl.float32, layout=accumulator(ROWS))
-    i_slot = again(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
+    i_slot = opaque(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
     t_k, t_v = tile_in(i_slot, k_ring), tile_in(i_slot, v_ring)
     t_ds = tile_in(2 * n + I_GROUP, ds_ring)
     wait_full(n, q_ring)
@@ -323,7 +323,7 @@ def dq_coming(n, ds_ring, k_ring, I_GROUP: gl.constexpr):
     b_dq = gl.zeros([ROWS, 64], gl.float32, layout=accumulator(64))
     for i_keys in gl.static_range(2):
         t_ds = part_of(tile_in(2 * n + i_keys, ds_ring), 0 if BY_COLUMNS else I_GROUP, ROWS)
-        t_k = part_of(tile_in(again(i_keys), k_ring), I_GROUP if BY_COLUMNS else 0, ROWS)
+        t_k = part_of(tile_in(opaque(i_keys), k_ring), I_GROUP if BY_COLUMNS else 0, ROWS)
         b_dq = warpgroup_mma(t_ds.permute((1, 0)), t_k, b_dq, use_acc=i_keys > 0, is_async=True)
     return b_dq
 

@@ -22,7 +22,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
-    "again",
     "arrive_named",
     "block_barrier",
     "constexpr_function",
@@ -33,6 +32,7 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "opaque",
     "part_of",
     "store_wait",
     "sync_named",
@@ -86,7 +86,7 @@ def arrive_named(ID: gl.constexpr, THREADS: gl.constexpr):
 
 
 @jit
-def again(x):
+def opaque(x):
     """The integers `x`, of which the compiler does not know that they are `x`.
 
     What is computed from them is computed anew, instead of being kept in registers over a loop that needs them all.

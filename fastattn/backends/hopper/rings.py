@@ -16,7 +16,6 @@ from ..triton.tiles import Heads
 from ..triton.visibility import real_tokens
 from .gluon import (
     TensorDescriptor,
-    again,
     constexpr_function,
     copy_commit,
     copy_load,
@@ -25,6 +24,7 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    opaque,
     part_of,
     tma_load,
 )
@@ -145,7 +145,7 @@ def load_real_rows(n, ring, x: Heads, i_b, i_h, row, n_rows, real, D: gl.constex
     wait_empty(n, ring)
     t_x = tile_in(n, ring)
     p_head = x.data + (i_b * x.s[0] + i_h * x.s[1]) * OF_CHUNK
-    for i_part in range(again(ROWS * COLUMNS // (PART * 64))):
+    for i_part in range(opaque(ROWS * COLUMNS // (PART * 64))):
         o_row = row + i_part % (ROWS // PART) * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, threads))
         o_col = i_part // (ROWS // PART) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, threads))
         m_row = real_tokens(o_row, n_rows, real, i_b)

@@ -140,13 +140,13 @@ def attention_varlen(
     """
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, align)
     documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))
-    q_start: int | Tensor = 0
+    q_offset: int | Tensor = 0
     if cu_seqlens_k is not None:
         documents_k = _document_of_tokens(cu_seqlens_k, len(k))
         if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
             more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
-            q_start = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
-    mask = Mask(causal, q_start, window, segments=(documents_q[None], documents_k[None]))
+            q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
+    mask = Mask(causal, q_offset, window, segment_ids=(documents_q[None], documents_k[None]))
     result = attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=return_lse,

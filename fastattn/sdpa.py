@@ -256,7 +256,7 @@ def _from_causal_bias(bias: Tensor, L: int, S: int, is_causal: bool) -> Mask:
         return Mask(causal=True)
     if lengths != (L, S):
         raise RuntimeError(f"attn_mask must be causal_lower_right({L}, {S}), got causal_lower_right{lengths}")
-    return Mask(causal=True, q_start=S - L)
+    return Mask(causal=True, q_offset=S - L)
 
 
 def _from_attn_mask(attn_mask: Tensor, batch: list[int], S: int, is_causal: bool) -> tuple[Mask, Tensor | None]:

@@ -57,7 +57,7 @@ def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
         "full": Mask(),
         "causal": Mask(causal=True),
         "padded": Mask(real_keys=real, real_queries=real),
-        "documents": Mask(causal=True, segments=(real.int(), real.int())),
+        "documents": Mask(causal=True, segment_ids=(real.int(), real.int())),
     }
     rows, known = [], []
 

@@ -123,7 +123,7 @@ def test_one_hidden_key_at_the_edge_of_a_tile(gluon_model, hidden):
 @pytest.mark.parametrize("window", [(300, 0), (0, 300), (200, 200)])
 def test_tiles_on_both_sides_of_full_ones_are_masked(gluon_model, window):
     inputs = make_inputs(
-        Case(f"window {window}", "", n_q=300, n_k=900, D=64, q_start=300, window=window), torch.float16
+        Case(f"window {window}", "", n_q=300, n_k=900, D=64, q_offset=300, window=window), torch.float16
     )
     o, lse = hopper.forward(inputs.q, inputs.k, inputs.v, inputs.spec())
     assert_right(inputs, {"o": o, "lse": lse})
@@ -131,7 +131,7 @@ def test_tiles_on_both_sides_of_full_ones_are_masked(gluon_model, window):
 
 def test_documents_in_tiles_of_three_warp_groups():
     """192 queries a tile, which is no power of two."""
-    inputs = make_inputs(Case("documents", "", n_q=400, D=64, segments=True, causal=True), torch.float16)
+    inputs = make_inputs(Case("documents", "", n_q=400, D=64, segment_ids=True, causal=True), torch.float16)
     config = FORWARD_ALTERNATIVES[64][0]
     assert config.block_m == 192
     with mock.patch.object(flash_forward, "forward_config", return_value=config), hopper_computes_for_the_cpu():

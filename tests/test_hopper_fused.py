@@ -213,7 +213,7 @@ def test_hidden_queries_have_gradients_of_zero_beside_a_key_of_nan(gluon_model):
 
 def test_what_sees_nothing_has_gradients_of_zero(gluon_model):
     """Also where an item has no tile at all, and the memory of its gradient held something else."""
-    dq, dk, dv, *_ = hopper.backward(*call_of(64, causal=True, q_start=-140), ALL)
+    dq, dk, dv, *_ = hopper.backward(*call_of(64, causal=True, q_offset=-140), ALL)
     assert (dq[:, :, :140] == 0).all()
     assert dq[:, :, 141:].any(-1).all()
     assert dv[:, :, :10].any(-1).all()

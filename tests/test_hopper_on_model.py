@@ -29,15 +29,15 @@ HEAD_DIMS = (8, 64, 72, 128, 136, 256)
 VARIANTS = (
     {},
     {"causal": True},
-    {"causal": True, "q_start": "scattered"},
+    {"causal": True, "q_offset": "scattered"},
     {"window": (20, 7)},
     {"keys": "holes", "queries": True},
-    {"segments": True, "causal": True},
+    {"segment_ids": True, "causal": True},
     {"H": 6, "H_kv": 2, "keys": "right", "causal": True},
     {"layout": "sliced", "keys": "left"},
     {"layout": "BNHD", "H": 3, "H_kv": 1, "keys": "none"},
-    {"q_start": (100, -9), "window": (None, 30), "scale": -0.3},
-    {"segments": True, "q_start": "scattered", "window": (40, 0)},
+    {"q_offset": (100, -9), "window": (None, 30), "scale": -0.3},
+    {"segment_ids": True, "q_offset": "scattered", "window": (40, 0)},
 )
 
 
@@ -58,7 +58,7 @@ def test_around_the_borders_of_tiles(gluon_model, case, dtype):
     assert_right(inputs, run(inputs, "hopper"))
 
 
-SEVERAL_ITEMS = Case("several items", "", B=2, H=1, n_q=200, n_k=500, causal=True, q_start=300, keys="right")
+SEVERAL_ITEMS = Case("several items", "", B=2, H=1, n_q=200, n_k=500, causal=True, q_offset=300, keys="right")
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -15,8 +15,8 @@ from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs
 CUT = 20  # keys of the first set
 CASES = {
     "plain": Case("", "", H=4, H_kv=2, n_q=30, n_k=50),
-    "causal": Case("", "", n_q=30, n_k=50, causal=True, q_start=5),  # the first queries see nothing in the second set
-    "window": Case("", "", n_q=30, n_k=50, window=(3, 3), q_start=10),  # the last see nothing in the first
+    "causal": Case("", "", n_q=30, n_k=50, causal=True, q_offset=5),  # the first queries see nothing in the second set
+    "window": Case("", "", n_q=30, n_k=50, window=(3, 3), q_offset=10),  # the last see nothing in the first
     "padding": Case("", "", B=3, n_q=50, keys="none", queries=True),  # some see nothing at all
     "large-scores": Case("", "", n_q=30, n_k=50, scale=60.0),
 }
@@ -30,7 +30,7 @@ def merged(learned: dict[str, Tensor], inputs: Inputs, backend: str) -> tuple[Te
         mask = inputs.mask
         part = Mask(
             mask.causal,
-            mask.q_start - first,
+            mask.q_offset - first,
             mask.window,
             None if mask.real_keys is None else mask.real_keys[:, first:last],
             mask.real_queries,

@@ -277,7 +277,7 @@ def test_causal_biases_are_computed_by_fastattn():
     fastattn.swap(model)
     with calls_seen() as calls:
         torch.testing.assert_close(model(x), expected)
-    assert (calls.backends, calls.features) == ({"native"}, {"causal", "q_start"})
+    assert (calls.backends, calls.features) == ({"native"}, {"causal", "q_offset"})
 
 
 def test_what_fastattn_refuses_stays_with_torch():

@@ -311,7 +311,7 @@ def test_causal_bias(name, dtype):
     assert (patch.computed, patch.left.total()) == (1, 0)
     assert calls.backends == {"native"}
     assert "causal" in calls.features
-    assert calls.features <= {"causal", "q_start", "dropout"}
+    assert calls.features <= {"causal", "q_offset", "dropout"}
     with fastattn.patch_sdpa():
         by_caller["by a name from before"] = outputs(TORCHS_OWN, dtype)
     for who, mine in by_caller.items():

@@ -143,7 +143,7 @@ class Call(NamedTuple):
 
     def splits_keys(self) -> bool:
         """Whether the kernel for few queries takes it, which splits the keys (`decodes` in csrc/cpu/schedule.h)."""
-        others = {"dropout", "dense", "segments"}
+        others = {"dropout", "dense", "segment_ids"}
         return self.heads_that_share_keys * self.n_q <= 8 and not self.spec.features() & others
 
 

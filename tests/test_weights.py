@@ -368,7 +368,7 @@ def learned(bias_rows: int = 1) -> tuple[torch.Tensor, ...]:
 
 def of_learned(form: Form, **options):
     """The form as a function of q, k, bias, alibi_slopes and sinks, by the reference in fp64."""
-    mask = Mask(causal=True, q_start=1, real_keys=torch.arange(6) != torch.tensor([[2], [9]]))
+    mask = Mask(causal=True, q_offset=1, real_keys=torch.arange(6) != torch.tensor([[2], [9]]))
 
     def function(q, k, bias, alibi_slopes, sinks):
         more = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": 3.0, "scale": 0.7}

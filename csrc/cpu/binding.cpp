@@ -51,7 +51,7 @@ float* floats_or_null(const MaybeTensor& x) { return x ? x->data_ptr<float>() : 
 // Spec of fastattn/spec.py, and its Mask.
 struct Spec {
   bool causal = false;
-  std::variant<Tensor, int64_t> q_start = int64_t{0};
+  std::variant<Tensor, int64_t> q_offset = int64_t{0};
   std::optional<int64_t> left, right;
   MaybeTensor real_queries, real_keys, ids_q, ids_k, dense;
   double scale = 1;
@@ -63,8 +63,8 @@ struct Spec {
 
 // Names of attributes, interned once: a look-up by them makes no string.
 struct Names {
-  PyObject *mask = of("mask"), *causal = of("causal"), *q_start = of("q_start"), *window = of("window"),
-           *real_queries = of("real_queries"), *real_keys = of("real_keys"), *segments = of("segments"),
+  PyObject *mask = of("mask"), *causal = of("causal"), *q_offset = of("q_offset"), *window = of("window"),
+           *real_queries = of("real_queries"), *real_keys = of("real_keys"), *segment_ids = of("segment_ids"),
            *dense = of("dense"), *scale = of("scale"), *softcap = of("softcap"), *bias = of("bias"),
            *alibi_slopes = of("alibi_slopes"), *sinks = of("sinks"), *dropout_p = of("dropout_p"), *seed = of("seed");
 
@@ -89,13 +89,13 @@ void read(pybind11::handle from, PyObject* name, T& to) {
 
 void read_mask(pybind11::handle mask, Spec& spec) {
   read(mask, names().causal, spec.causal);
-  read(mask, names().q_start, spec.q_start);
+  read(mask, names().q_offset, spec.q_offset);
   using Window = std::pair<std::optional<int64_t>, std::optional<int64_t>>;
   std::tie(spec.left, spec.right) = attribute(mask, names().window).cast<Window>();
   read(mask, names().real_queries, spec.real_queries);
   read(mask, names().real_keys, spec.real_keys);
-  const pybind11::object segments = attribute(mask, names().segments);
-  if (!segments.is_none()) std::tie(spec.ids_q, spec.ids_k) = segments.cast<std::pair<Tensor, Tensor>>();
+  const pybind11::object segment_ids = attribute(mask, names().segment_ids);
+  if (!segment_ids.is_none()) std::tie(spec.ids_q, spec.ids_k) = segment_ids.cast<std::pair<Tensor, Tensor>>();
   read(mask, names().dense, spec.dense);
 }
 
@@ -119,7 +119,7 @@ class Call {
       : q_(with_rows(checked(q, "q"))),
         k_(with_rows(checked(k, "k"))),
         v_(with_rows(checked(v, "v"))),
-        mask_(q.size(0), q.size(1), q.size(2), k.size(2), spec.causal, spec.left, spec.right, spec.q_start,
+        mask_(q.size(0), q.size(1), q.size(2), k.size(2), spec.causal, spec.left, spec.right, spec.q_offset,
               spec.real_queries, spec.real_keys, spec.ids_q, spec.ids_k,
               spec.dense ? MaybeTensor(expanded(*spec.dense, {q.size(0), q.size(1), q.size(2), k.size(2)}, "dense"))
                          : MaybeTensor()) {
@@ -256,8 +256,8 @@ PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) try
   if (!right) Py_RETURN_NONE;
   spec.scale = scale.value_or(std::pow(q.size(3), -0.5));
   if (arguments[3] != Py_None) read_mask(arguments[3], spec);
-  const auto* q_starts = std::get_if<Tensor>(&spec.q_start);
-  if (q_starts && !is_plain(*q_starts)) Py_RETURN_NONE;
+  const auto* q_offsets = std::get_if<Tensor>(&spec.q_offset);
+  if (q_offsets && !is_plain(*q_offsets)) Py_RETURN_NONE;
   for (const MaybeTensor* x : {&spec.real_queries, &spec.real_keys, &spec.ids_q, &spec.ids_k, &spec.dense}) {
     if (*x && !is_plain(**x)) Py_RETURN_NONE;
   }

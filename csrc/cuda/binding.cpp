@@ -50,7 +50,7 @@ struct SideTensors {
 struct Mask {
   bool causal;
   std::optional<int64_t> left, right;
-  std::variant<Tensor, int64_t> q_start;  // int64 [B], or one for all
+  std::variant<Tensor, int64_t> q_offset;  // int64 [B], or one for all
   SideTensors queries, keys;
   MaybeTensor dense;  // bool [B, H, n_q, n_k]
 };
@@ -81,10 +81,10 @@ class CallParams {
     p.q = rows_of(q), p.k = rows_of(k), p.v = rows_of(v);
     groups_of_queries_ = describe(p.queries, mask.queries, q);
     groups_of_keys_ = describe(p.keys, mask.keys, k);
-    if (const auto* same_for_all = std::get_if<int64_t>(&mask.q_start)) {
-      p.queries.start = *same_for_all;
+    if (const auto* same_for_all = std::get_if<int64_t>(&mask.q_offset)) {
+      p.queries.offset = *same_for_all;
     } else {
-      p.queries.starts = data_or_null<int64_t>(std::get<Tensor>(mask.q_start));
+      p.queries.offsets = data_or_null<int64_t>(std::get<Tensor>(mask.q_offset));
     }
     p.band = make_band(mask.causal, mask.left.value_or(kNoLimit), mask.right.value_or(kNoLimit));
     p.dense = table_or_null(mask.dense);
@@ -161,9 +161,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                          py::arg("real"), py::arg("documents"), py::arg("positions"));
   py::class_<Mask>(m, "Mask").def(
       py::init([](bool causal, std::optional<int64_t> left, std::optional<int64_t> right,
-                  const std::variant<Tensor, int64_t>& q_start, const SideTensors& queries, const SideTensors& keys,
-                  const MaybeTensor& dense) { return Mask{causal, left, right, q_start, queries, keys, dense}; }),
-      py::kw_only(), py::arg("causal"), py::arg("left"), py::arg("right"), py::arg("q_start"), py::arg("queries"),
+                  const std::variant<Tensor, int64_t>& q_offset, const SideTensors& queries, const SideTensors& keys,
+                  const MaybeTensor& dense) { return Mask{causal, left, right, q_offset, queries, keys, dense}; }),
+      py::kw_only(), py::arg("causal"), py::arg("left"), py::arg("right"), py::arg("q_offset"), py::arg("queries"),
       py::arg("keys"), py::arg("dense"));
   py::class_<Scores>(m, "Scores")
       .def(py::init([](double scale, std::optional<double> softcap, const MaybeTensor& bias,

@@ -54,14 +54,15 @@ struct Tokens {
 
 constexpr int kTokenGroup = 32;  // tokens in a `Tokens` of `Side::groups`
 
-// The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the start.
+// The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the
+// offset.
 struct Side {
   int n;
   const bool* real;
   const int64_t* document;
   const int64_t* position;
-  const int64_t* starts;  // [B], or null: all samples have `start`
-  int64_t start;
+  const int64_t* offsets;  // [B], or null: all samples have `offset`
+  int64_t offset;
   Tokens* groups;  // [B, group_count()], or null where real, document and position are null
 
   FASTATTN_HD int64_t group_count() const { return (n + kTokenGroup - 1) / kTokenGroup; }
@@ -71,7 +72,7 @@ struct Side {
   FASTATTN_HD int64_t document_of(int64_t b, int64_t i) const { return document ? document[b * n + i] : 0; }
 
   FASTATTN_HD int64_t position_of(int64_t b, int64_t i) const {
-    return position ? position[b * n + i] : fastattn::position_of(i, starts ? starts[b] : start);
+    return position ? position[b * n + i] : fastattn::position_of(i, offsets ? offsets[b] : offset);
   }
 
   // The summary of the tokens first, ..., first + count - 1, as far as they exist.

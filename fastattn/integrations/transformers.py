@@ -127,7 +127,7 @@ class PackedMask(PreparedMask):
         """The packed mask with the meaning of `padded`."""
         documents = queries.documents, keys.documents
         lengths = 1, documents[0].shape[1], documents[1].shape[1]
-        packed = cls.for_lengths(lengths, causal=padded.causal, window=padded.window, segments=documents)
+        packed = cls.for_lengths(lengths, causal=padded.causal, window=padded.window, segment_ids=documents)
         for name, value in (("queries", queries), ("keys", keys), ("padded", padded)):
             object.__setattr__(packed, name, value)  # a Mask is frozen
         return packed
@@ -362,18 +362,20 @@ def attention_mask(
         )
         return PreparedMask.for_lengths(lengths, dense=dense, real_keys=real_keys)
 
-    q_start = q_offset - kv_offset
-    if isinstance(q_start, Tensor):  # a static cache, longer than the sequence so far
-        q_start = q_start.to(device).expand(batch_size) if fields else 0
-        return PreparedMask.for_lengths(lengths, **fields, q_start=q_start, real_keys=real_keys)
+    q_offset = q_offset - kv_offset  # among the keys that are given
+    if isinstance(q_offset, Tensor):  # a static cache, longer than the sequence so far
+        q_offset = q_offset.to(device).expand(batch_size) if fields else 0
+        return PreparedMask.for_lengths(lengths, **fields, q_offset=q_offset, real_keys=real_keys)
     real_queries = None
-    if q_start + q_length == kv_length:  # the queries are the last tokens of the keys, unless this is cross-attention
+    if q_offset + q_length == kv_length:  # the queries are the last tokens of the keys, unless this is cross-attention
         if q_length == 1:
             fields.pop("causal", None)  # the last token sees every key
         elif real_keys is not None and (fields.get("causal") or _self_attention_only(config)):
-            real_queries = real_keys[:, q_start:]
-    q_start = q_start if fields else 0
-    return PreparedMask.for_lengths(lengths, **fields, q_start=q_start, real_keys=real_keys, real_queries=real_queries)
+            real_queries = real_keys[:, q_offset:]
+    q_offset = q_offset if fields else 0
+    return PreparedMask.for_lengths(
+        lengths, **fields, q_offset=q_offset, real_keys=real_keys, real_queries=real_queries
+    )
 
 
 def _self_attention_only(config: PreTrainedConfig | None) -> bool:
@@ -397,7 +399,7 @@ def _fields(function: Callable) -> dict[str, object] | None:
             return {"window": (enclosed["sliding_window"], enclosed["sliding_window"])}
         case "packed_sequence_mask_function":
             ids = enclosed["packed_sequence_mask"]
-            return {"segments": (ids, ids)}
+            return {"segment_ids": (ids, ids)}
         case "and_masks":
             return _all_of(enclosed["mask_functions"])
     return None
@@ -407,7 +409,7 @@ def _all_of(functions: tuple[Callable, ...]) -> dict[str, object] | None:
     """The fields with the meaning of all these functions together; None where fields cannot express it."""
     merged: dict[str, object] = {}
     for function in functions:
-        if "segments" in merged and _maker(function) == "remap_positions_for_packed_sequence":
+        if "segment_ids" in merged and _maker(function) == "remap_positions_for_packed_sequence":
             function = _enclosed_by(function)["mask_function"]  # in a Mask, positions count within the segment anyway
         fields = _fields(function)
         if fields is None or fields.keys() & merged.keys():
@@ -500,7 +502,7 @@ def attention_forward(
     else:
         mask, bias = _from_tensor(attention_mask)
     packed = [x for x in (cu_seq_lens_q, cu_seq_lens_k) if x is not None and x.numel() > 2]
-    if packed and mask.segments is None and mask.dense is None and bias is None:
+    if packed and mask.segment_ids is None and mask.dense is None and bias is None:
         raise _refusal(module, "cu_seq_lens came without a mask that separates the sequences; pass position_ids too")
     if indices is not None:
         chosen = torch.zeros(query.shape[0], 1, n_q, n_k, dtype=torch.bool, device=query.device)

@@ -2,7 +2,7 @@
 
 Each class extends the one of the same name in torch.nn, by keyword-only arguments and by `fastattn.Mask` wherever torch
 takes a mask (True means visible there). Where there is much padding, a stack of layers computes real tokens only: it
-packs a batch before the first layer and unpacks it after the last, and `Mask.segments` keeps the samples apart in
+packs a batch before the first layer and unpacks it after the last, and `Mask.segment_ids` keeps the samples apart in
 attention. A stack returns 0 at padding, in every mode, as torch's stacks do in their fast path.
 """
 
@@ -337,7 +337,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         if packs and worth_packing(real):
             packing = Packing(real)
             options = {
-                "src_mask": Mask(causal=seen.causal, segments=(packing.documents, packing.documents)),
+                "src_mask": Mask(causal=seen.causal, segment_ids=(packing.documents, packing.documents)),
                 "rotation": self._rotation(x, positions, packing),
             }
             x = packing.pack(x)
@@ -441,8 +441,8 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         if packs and worth_packing(real, real_memory):
             packing, memory_packing = _packing(x, real), _packing(keys, real_memory)
             options = {
-                "tgt_mask": Mask(causal=seen.causal, segments=(packing.documents, packing.documents)),
-                "memory_mask": Mask(segments=(packing.documents, memory_packing.documents)),
+                "tgt_mask": Mask(causal=seen.causal, segment_ids=(packing.documents, packing.documents)),
+                "memory_mask": Mask(segment_ids=(packing.documents, memory_packing.documents)),
                 "rotation": self._rotation(x, positions, packing),
             }
             x, keys = packing.pack(x), memory_packing.pack(keys)

@@ -314,12 +314,12 @@ def key_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     n_q, n_k = call.n_q, call.n_k
     i_tile, i_h, i_b = item_at(i, call.order)
     i_n = call.order.n_tiles - 1 - i_tile  # under a causal mask the first keys are seen most
-    q_start = position_of_first_query(call.visible, i_b)
+    q_offset = position_of_first_query(call.visible, i_b)
     if call.visible.key_ranges is None:
-        tile_range = query_range(i_n, i_b, q_start, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
+        tile_range = query_range(i_n, i_b, q_offset, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
     else:  # those of `query_ranges`
         tile_range = range_in_table(call.visible.key_ranges, i_b * call.order.n_tiles + i_n)
-    return i_n, i_h, i_b, q_start, tile_range
+    return i_n, i_h, i_b, q_offset, tile_range
 
 
 @jit
@@ -394,7 +394,7 @@ def consume_dk_dv(rings, gradients, real_keys, scale, call, I_GROUP: gl.constexp
     n_key_tile = I_GROUP + 0  # they lie in the slot of this number
     n_tiles = 0
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
-        i_n, _, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
+        i_n, _, i_b, q_offset, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
         o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M)))
         keys = keys_at(o_k, i_b, call.n_k, call.visible)
@@ -405,7 +405,7 @@ def consume_dk_dv(rings, gradients, real_keys, scale, call, I_GROUP: gl.constexp
             wait_full(n_key_tile, v_ring)
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m = tile_range[0] + i_step // GROUP
-            tokens = keys, i_m * BLOCK_M, i_b, q_start
+            tokens = keys, i_m * BLOCK_M, i_b, q_offset
             edge = is_edge(i_m, tile_range)
             b_dk, b_dv = dk_dv_step(n_tiles, rings, b_dk, b_dv, gradients, tokens, edge, call, I_GROUP)
             n_tiles += 1
@@ -472,7 +472,7 @@ def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr,
 
     OVERLAP: whether something keeps ptxas from moving a wait for products that follows to before the exponentials.
     """
-    keys, i_q, i_b, q_start = tokens
+    keys, i_q, i_b, q_offset = tokens
     PART: gl.constexpr = b_s.shape[1]
     # Queries past the last one have no dO, and keys past theirs are not written: only limits need a mask.
     IS_LIMITED: gl.constexpr = (
@@ -487,7 +487,7 @@ def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr,
             o_q = i_q + I_PART * PART + (o_m & 7) + (o_m & -8)
         else:
             o_q = i_q + I_PART * PART + o_m
-        queries = queries_at(o_q, i_b, call.n_q, q_start, call.visible)
+        queries = queries_at(o_q, i_b, call.n_q, q_offset, call.visible)
         pairs = as_row(queries), as_column(keys), i_b, 0, call.n_q, call.n_k
         b_p = gl.where(keep(pairs, call.visible), b_p, 0.0)
     if OVERLAP and not IS_LIMITED:  # a branch for the mask would do, too
@@ -611,13 +611,13 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
     n_query_tile = I_GROUP + 0  # they lie in the slot of this number
     n_tiles = 0
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
-        i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
+        i_m, i_h, i_b, q_offset, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         o_q = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_N)))
         p_row = rows + (i_b * call.order.H + i_h) * 2 * s_row + o_q
         b_lse_log2 = gl.load(p_row, mask=o_q < n_q, other=float("inf"))
         b_delta = gl.load(p_row + s_row, mask=o_q < n_q, other=0.0)
-        queries = queries_at(o_q, i_b, n_q, q_start, call.visible)
+        queries = queries_at(o_q, i_b, n_q, q_offset, call.visible)
         of_rows = queries, gl.expand_dims(b_lse_log2, 1), gl.expand_dims(b_delta, 1)
         b_dq = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
         wait_full(n_query_tile, q_ring)

@@ -183,10 +183,10 @@ def work_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """The i-th item: (tile, head, batch entry, position of query 0, key tiles as `key_range` has them)."""
     n_q, n_k = call.n_q, call.n_k
     i_m, i_h, i_b = item_at(i, call.order)
-    q_start = position_of_first_query(call.visible, i_b)
+    q_offset = position_of_first_query(call.visible, i_b)
     # n_q anew: else the number of tiles, computed from it, is kept in local memory over the whole kernel.
-    tile_range = key_range(i_m, i_b, q_start, opaque(n_q), n_k, call.visible, BLOCK_M, BLOCK_N)
-    return i_m, i_h, i_b, q_start, tile_range
+    tile_range = key_range(i_m, i_b, q_offset, opaque(n_q), n_k, call.visible, BLOCK_M, BLOCK_N)
+    return i_m, i_h, i_b, q_offset, tile_range
 
 
 @jit
@@ -254,9 +254,9 @@ def consume(
     n_turns = 0  # items that had something to see
     n_k_tiles = 0
     for i in range(first, call.order.n_items, call.order.n_programs):
-        i_m, _, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
+        i_m, _, i_b, q_offset, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
-        queries = queries_at(i_row + gl.arange(0, ROWS, layout=rows), i_b, n_q, q_start, visible)
+        queries = queries_at(i_row + gl.arange(0, ROWS, layout=rows), i_b, n_q, q_offset, visible)
         n_steps = tile_range[3] - tile_range[0]
 
         b_max_log2 = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)

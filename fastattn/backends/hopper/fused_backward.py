@@ -229,7 +229,7 @@ def consume_all(rings, to_dq, gradients, hidden_keys, scale, call, first, I_GROU
     n_key_tiles = 0  # those of an item lie in the slots of these numbers
     n_tiles = 0
     for i in range(first, call.order.n_items, call.order.n_programs):
-        i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
+        i_n, i_h, i_b, q_offset, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
         o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(ROWS)))
         keys = keys_at(o_k, i_b, n_k, call.visible)
@@ -243,7 +243,7 @@ def consume_all(rings, to_dq, gradients, hidden_keys, scale, call, first, I_GROU
         wait_full(n_key_tiles + I_GROUP, v_ring)
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m, i_hq = tile_range[0] + i_step // GROUP, i_h * GROUP + i_step % GROUP
-            tokens = keys, i_m * BLOCK_M, i_b, q_start
+            tokens = keys, i_m * BLOCK_M, i_b, q_offset
             edge = is_edge(i_m, tile_range)
             of_keys = unreal, i_row, hidden_keys.real
             b_dk, b_dv = fused_step(n_tiles, rings, to_dq, b_dk, b_dv, i_hq, tokens, edge, of_keys, call, I_GROUP)

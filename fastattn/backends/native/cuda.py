@@ -150,14 +150,14 @@ def backward(
 def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[object, object]:
     """The arguments that tell the module what to compute."""
     mask, shape = spec.mask, (*q.shape[:3], k.shape[2])
-    documents, positions, q_start = (None, None), (None, None), mask.q_start
-    if mask.segments is not None or (isinstance(q_start, Tensor) and q_start.dim() == 2):
-        near = q_start.long().clamp(-_FAR, _FAR) if isinstance(q_start, Tensor) else max(-_FAR, min(q_start, _FAR))
-        positions = dataclasses.replace(mask, q_start=near).positions(*shape[2:], q.device)
+    documents, positions, q_offset = (None, None), (None, None), mask.q_offset
+    if mask.segment_ids is not None or (isinstance(q_offset, Tensor) and q_offset.dim() == 2):
+        near = q_offset.long().clamp(-_FAR, _FAR) if isinstance(q_offset, Tensor) else max(-_FAR, min(q_offset, _FAR))
+        positions = dataclasses.replace(mask, q_offset=near).positions(*shape[2:], q.device)
         positions = [p.expand(shape[0], -1).contiguous() for p in positions]
-        documents, q_start = mask.segments or documents, 0
-    elif isinstance(q_start, Tensor):
-        q_start = q_start.long().contiguous()
+        documents, q_offset = mask.segment_ids or documents, 0
+    elif isinstance(q_offset, Tensor):
+        q_offset = q_offset.long().contiguous()
     real = mask.readable_queries(), mask.readable_keys()
     sides = [
         module.Side(
@@ -172,7 +172,7 @@ def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[ob
         causal=mask.causal,
         left=left,
         right=right,
-        q_start=q_start,
+        q_offset=q_offset,
         queries=sides[0],
         keys=sides[1],
         dense=None if mask.dense is None else mask.dense.expand(shape),

@@ -38,9 +38,9 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if dim > _LARGEST_HEAD_DIM:
             objections.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
-    q_start = spec.mask.q_start
-    if spec.alibi_slopes is not None and not isinstance(q_start, Tensor) and abs(q_start) > FAR:
-        objections.append(f"counts ALiBi distances from a q_start of at most 2^29, got {q_start}")
+    q_offset = spec.mask.q_offset
+    if spec.alibi_slopes is not None and not isinstance(q_offset, Tensor) and abs(q_offset) > FAR:
+        objections.append(f"counts ALiBi distances from a q_offset of at most 2^29, got {q_offset}")
     return objections
 
 

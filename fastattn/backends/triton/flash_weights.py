@@ -122,10 +122,10 @@ def weights_kernel(
     n_key_tiles = tl.cdiv(n_k, BLOCK_N)
     i_tile, i_out, i_b = program_share(tl.cdiv(n_q, BLOCK_M) * n_key_tiles, H_OUT)
     i_m, i_n = i_tile // n_key_tiles, i_tile % n_key_tiles
-    q_start = position_of_first_query(visible, i_b)
-    tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
     edge = is_edge(i_n, tile_range)
-    queries, keys = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M), key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+    queries, keys = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M), key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
     o_q, m_q, o_k, m_k = queries[0], queries[1], keys[0], keys[1]
 
     n_heads = H // H_OUT
@@ -172,8 +172,8 @@ def received_kernel(
     """One program sums what BLOCK_N keys receive from the queries of one head, over the query tiles that see them."""
     visible = rules.visible
     i_n, i_h, i_b = program_share(tl.cdiv(n_k, BLOCK_N), H)
-    q_start = position_of_first_query(visible, i_b)
-    tile_range = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
     keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
     o_k, m_k = keys[0], keys[1]
     # [N, D]
@@ -183,7 +183,7 @@ def received_kernel(
     b_sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i_m in tl.range(tile_range[0], tile_range[3]):
         edge = is_edge(i_m, tile_range)
-        queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+        queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
         o_q, m_q = queries[0], queries[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=False)
         if visible.dense.data is None or anything(m_dense):
@@ -223,9 +223,9 @@ def top_keys_kernel(
     """
     visible = rules.visible
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
-    q_start = position_of_first_query(visible, i_b)
-    tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
-    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
     o_q, m_q = queries[0], queries[1]
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)

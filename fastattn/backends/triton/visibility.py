@@ -22,7 +22,7 @@ class Visibility(NamedTuple):
     """A `Mask` as the kernels take it; None where the mask has no such limit, which removes the code for it.
 
     A query at position p sees keys at p - left to p + right; causal is a `right` of 0 or less. Key j stands at j and
-    query i at i + q_start, or where the tables of positions say. With documents, `key_ranges` takes the place of the
+    query i at i + q_offset, or where the tables of positions say. With documents, `key_ranges` takes the place of the
     spans and of all that the limits say about tiles.
     """
 
@@ -30,8 +30,10 @@ class Visibility(NamedTuple):
     query_spans: Tensor | None  # int32 [B, 3], see real_spans
     real_keys: Tensor | None  # bool [B, n_k]
     key_spans: Tensor | None  # int32 [B, 3]
-    q_starts: Tensor | None  # integer [B], instead of q_start; cut off at FAR, which only ALiBi and huge windows notice
-    q_start: int
+    q_offsets: (
+        Tensor | None
+    )  # integer [B], instead of q_offset; cut off at FAR, which only ALiBi and huge windows notice
+    q_offset: int
     left: int | None
     right: int | None
     documents_q: Tensor | None  # integer [B, n_q]
@@ -50,12 +52,12 @@ class Visibility(NamedTuple):
 
 def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
     """`mask` as the kernels take it, for n_q queries and n_k keys."""
-    q_start, left, right = limits(mask)
-    starts = mask.q_start if isinstance(mask.q_start, Tensor) else None
+    q_offset, left, right = limits(mask)
+    starts = mask.q_offset if isinstance(mask.q_offset, Tensor) else None
     if starts is not None and starts.dim() == 2:  # another one for each query, which only documents have a table for
-        if mask.segments is None:
+        if mask.segment_ids is None:
             one_document = tuple(starts.new_zeros(len(starts), n, dtype=torch.int32) for n in (n_q, n_k))
-            mask = dataclasses.replace(mask, segments=one_document)
+            mask = dataclasses.replace(mask, segment_ids=one_document)
         starts = None
     real_queries, real_keys = (
         None if real is None else real.contiguous() for real in (mask.readable_queries(), mask.readable_keys())
@@ -65,8 +67,8 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
         query_spans=None,
         real_keys=real_keys,
         key_spans=None,
-        q_starts=None if starts is None else starts.contiguous(),
-        q_start=q_start,
+        q_offsets=None if starts is None else starts.contiguous(),
+        q_offset=q_offset,
         left=left,
         right=right,
         documents_q=None,
@@ -76,13 +78,13 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
         dense=table(mask.dense),
         key_ranges=None,
     )
-    if mask.segments is None:
+    if mask.segment_ids is None:
         return visible._replace(query_spans=real_spans(real_queries), key_spans=real_spans(real_keys))
-    device = mask.segments[0].device
-    if not isinstance(mask.q_start, Tensor):
-        mask = dataclasses.replace(mask, q_start=q_start)
+    device = mask.segment_ids[0].device
+    if not isinstance(mask.q_offset, Tensor):
+        mask = dataclasses.replace(mask, q_offset=q_offset)
     positions_q, positions_k = (p.clamp(-2 * FAR, 2 * FAR).int() for p in mask.positions(n_q, n_k, device))
-    documents_q, documents_k = (ids.contiguous() for ids in mask.segments)
+    documents_q, documents_k = (ids.contiguous() for ids in mask.segment_ids)
     return visible._replace(
         documents_q=documents_q,
         documents_k=documents_k,
@@ -93,15 +95,15 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
 
 
 def limits(mask: Mask) -> tuple[int, int | None, int | None]:
-    """(q_start, left, right) that fit into 32 bits and show the same pairs; 0 stands for a tensor of starts."""
+    """(q_offset, left, right) that fit into 32 bits and show the same pairs; 0 stands for a tensor of starts."""
     left, right = mask.window
     if mask.causal:
         right = 0 if right is None else min(right, 0)
-    start = 0 if isinstance(mask.q_start, Tensor) else mask.q_start
-    q_start = max(-FAR, min(start, FAR))
-    left = None if left is None else left - (start - q_start)  # a limit moves along with the queries
-    right = None if right is None else right + (start - q_start)
-    return q_start, *(None if limit is None else max(-2 * FAR, min(limit, 2 * FAR)) for limit in (left, right))
+    start = 0 if isinstance(mask.q_offset, Tensor) else mask.q_offset
+    q_offset = max(-FAR, min(start, FAR))
+    left = None if left is None else left - (start - q_offset)  # a limit moves along with the queries
+    right = None if right is None else right + (start - q_offset)
+    return q_offset, *(None if limit is None else max(-2 * FAR, min(limit, 2 * FAR)) for limit in (left, right))
 
 
 def real_spans(real: Tensor | None) -> Tensor | None:
@@ -163,25 +165,25 @@ def real_span(spans, n, i_b):
 @triton.jit
 def position_of_first_query(visible, i_b):
     """Where query 0 of a sample stands among the keys."""
-    if visible.q_starts is None:
-        return visible.q_start
+    if visible.q_offsets is None:
+        return visible.q_offset
     else:
-        start = tl.load(visible.q_starts + i_b)
+        start = tl.load(visible.q_offsets + i_b)
         return tl.minimum(tl.maximum(start, -LAST_POSITION), LAST_POSITION).to(tl.int32)
 
 
 @triton.jit
-def query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M: tl.constexpr):
+def query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M: tl.constexpr):
     """A tile of queries: (index, which may be read, position among the keys)."""
-    return queries_at(i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_b, n_q, q_start, visible)
+    return queries_at(i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_b, n_q, q_offset, visible)
 
 
 @triton.jit
-def queries_at(o_q, i_b, n_q, q_start, visible):
+def queries_at(o_q, i_b, n_q, q_offset, visible):
     """`query_tokens` for the queries of these indices."""
     m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
     if visible.positions_q is None:
-        return o_q, m_q, o_q + q_start
+        return o_q, m_q, o_q + q_offset
     else:
         return o_q, m_q, tl.load(visible.positions_q + i_b * n_q + o_q, mask=m_q, other=0)
 
@@ -261,7 +263,7 @@ def hide(b_x, value, edge, m_dense, pairs, visible):
 
 
 @triton.jit
-def key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which key tiles the query tile `i_m` can see: (begin, full_begin, full_end, end), the other view of `keep`.
 
     Tiles outside [begin, end) need not be read. In those of [full_begin, full_end) every real query sees every key.
@@ -271,14 +273,14 @@ def key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK
         k_first, k_hole, k_end = real_span(visible.key_spans, n_k, i_b)
         row_first = tl.maximum(i_m * BLOCK_M, q_first)
         row_end = tl.minimum(i_m * BLOCK_M + BLOCK_M, q_end)
-        return column_range(row_first, row_end, q_start, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
+        return column_range(row_first, row_end, q_offset, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
     else:
         first, full_first, full_end, end = range_in_table(visible.key_ranges, i_b * tl.cdiv(n_q, BLOCK_M) + i_m)
         return tiles_of(first, full_first, full_end, end, BLOCK_N)
 
 
 @triton.jit
-def query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which query tiles can see the key tile `i_n`: `key_range` from the side of the keys."""
     if visible.key_ranges is None:
         q_first, q_hole, q_end = real_span(visible.query_spans, n_q, i_b)
@@ -286,7 +288,7 @@ def query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLO
         row_first = tl.maximum(i_n * BLOCK_N, k_first)
         row_end = tl.minimum(i_n * BLOCK_N + BLOCK_N, k_end)
         # A key sees the queries that see it: the band is mirrored.
-        return column_range(row_first, row_end, -q_start, visible.right, visible.left, q_first, q_hole, q_end, BLOCK_M)
+        return column_range(row_first, row_end, -q_offset, visible.right, visible.left, q_first, q_hole, q_end, BLOCK_M)
     else:
         first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
         return tiles_that_see(first, end, visible.key_ranges, i_b, tl.cdiv(n_q, BLOCK_M))

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention: what its arguments mean to `attention`, and a function that takes them."""
+"""Attention with the arguments of torch's scaled_dot_product_attention, and their translation to `attention`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """What torch.nn.functional.scaled_dot_product_attention returns, by the fused backends: [N, ..., H, L, E_v].
+    """torch.nn.functional.scaled_dot_product_attention, computed by the fused backends: [N, ..., H, L, E_v].
 
     Arguments, broadcasting and refusals are torch's, with one difference: where torch multiplies padding by zero, a
     bool mask that is the same for every query ([N, 1, 1, S]) is skipped work here.
@@ -39,7 +39,10 @@ def scaled_dot_product_attention(
             and refuses elsewhere).
         scale: factor on query key^T; None is 1 / sqrt(E).
         enable_gqa: H may be a multiple of H_kv.
-        backend: as in `attention`; torch has no such argument.
+        backend: see `attention`; torch has no such argument.
+
+    Returns:
+        Output [N, ..., H, L, E_v] in the dtype of query; a query that may see no key gives 0.
 
     Raises:
         RuntimeError, IndexError, TypeError, ValueError: torch's class for what torch refuses.

@@ -1,4 +1,4 @@
-"""Puts fastattn into a model that exists, and says what was replaced, what was not, and why."""
+"""Replacement of the attention modules of an existing model, with a report of what was replaced, and what not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What `swap` did; `str()` of it is meant for people.
+    """Report of `swap`; `str()` of it is meant for people.
 
     swapped: by qualified name in the model ("" is the model itself), the class that each attention module had which
         computes by fastattn since this call.
@@ -55,7 +55,7 @@ class SwapReport:
 
 
 def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
-    """A report of what computes by fastattn from now on; the model is changed in place, its parameters stay.
+    """Makes a model compute attention by fastattn: changes it in place, keeps its parameters, and returns a report.
 
     Every `nn.MultiheadAttention` becomes a `fastattn.MultiHeadAttention`: the same object with another class, so that
     parameters, optimizers, hooks, modes, and modules used in two places (or that are the model itself) need no care.
@@ -81,6 +81,12 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
             layers are not known to take that, and `report.calls` how many passes were packed, and why others were not:
             those with a cache, or that are asked for hidden states or attentions. torch.nn's encoders and decoders
             pack by themselves.
+
+    Returns:
+        A `SwapReport`: by name, the modules that were swapped, those that had been before, and those that were refused.
+
+    Raises:
+        ValueError: `model` is no torch.nn.Module.
 
     Example:
         >>> import torch, fastattn
@@ -132,7 +138,10 @@ def unswap(model: nn.Module) -> None:
     Parameters stay as they are now. A module that was built as one of fastattn's stays one.
 
     Args:
-        model: any module.
+        model: any module, swapped or not.
+
+    Raises:
+        ValueError: `model` is no torch.nn.Module.
 
     Example:
         >>> import torch, fastattn

@@ -1,4 +1,4 @@
-"""The public functions on tensors."""
+"""The public functions on tensors: attention, its weights, and merging."""
 
 from __future__ import annotations
 

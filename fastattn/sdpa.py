@@ -115,7 +115,7 @@ def causal_bias() -> tuple[type, ...]:
 
 
 def _imported(module: str, *names: str) -> tuple[type, ...]:
-    """These classes of a module that takes long to import; none of them while it is not."""
+    """Classes of a module that takes long to import; none of them while it is not."""
     loaded = sys.modules.get(module)
     return tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
 
@@ -215,7 +215,7 @@ def _check_attn_mask(attn_mask: object, query: Tensor, scores: tuple[int, ...]) 
 
 
 def _number(name: str, x: object) -> float:
-    """What torch takes for a number, as a float."""
+    """Converts anything that torch takes for a number to a float."""
     if type(x) is float or isinstance(x, (SymFloat, SymInt)):
         return x
     if isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""What to compute: `Mask` says which keys each query may see, `Spec` adds everything else a backend needs.
+"""Description of a call: `Mask` says which keys each query may see, `Spec` adds everything else that a backend needs.
 
 This file is the definition. A backend is right when it agrees with `Mask.keep`, `Mask.positions` and
 `Spec.dropout_keep`; it is free in how it gets there. True always means *may see*.
@@ -20,7 +20,7 @@ _NO_WINDOW = (None, None)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
-    """Which keys each query may see; every field that is set hides more, and all of them combine.
+    """Visibility of keys to queries; every field that is set hides more, and all of them combine.
 
     Letters: B batch, H heads, n_q queries, n_k keys. `position` is where a token stands among the keys: key j
     stands at j, query i at `q_offset + i`; with `segment_ids`, both are counted within the token's own document.
@@ -102,7 +102,7 @@ class Mask:
         return frozenset(name for name, used in in_use.items() if used)
 
     def positions(self, n_q: int, n_k: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """Where queries and keys stand among the keys: two int64 tensors, [B or 1, n_q] and [B or 1, n_k]."""
+        """Positions of queries and keys among the keys: two int64 tensors, [B or 1, n_q] and [B or 1, n_k]."""
         if self.segment_ids is None:
             rank_q = torch.arange(n_q, device=device)[None]
             rank_k = torch.arange(n_k, device=device)[None]

@@ -172,7 +172,7 @@ _CHANGED = ("num_kv_heads", "rotary", "use_nested_tensor", "activation_relu_or_g
 
 
 def _remember(module: nn.Module) -> None:
-    """Keeps what `unswap` gives back."""
+    """Keeps the class and the attributes that `unswap` gives back."""
     attributes = {name: vars(module)[name] for name in _CHANGED if name in vars(module)}
     vars(module).setdefault(_MEMORY, (type(module), attributes))
 
@@ -210,7 +210,7 @@ _SOFTMAX = frozenset({"softmax", "num_heads"})  # in the code of those that are 
 
 
 def _unknown(model: nn.Module, known: set[str]) -> dict[str, str]:
-    """By name, why each other module that looks like an attention, and holds none of `known`, stays what it is."""
+    """Reasons why other modules that look like attention, and hold none of `known`, stay what they are, by name."""
     unknown: dict[str, str] = {}
     for name, module in reversed(list(model.named_modules())):  # what is inside first
         scripted = getattr(module, "original_name", None)

@@ -1,4 +1,4 @@
-"""What tests and benchmarks share: the table of cases, the inputs of a case, and the one error budget.
+"""Cases of tests and benchmarks: the table of cases, the inputs of a case, and the one error budget.
 
 A result is right when it is as good as naive PyTorch in the same dtype. With `exact` the reference in fp64 on the same
 inputs, and `naive` the plain formula in the dtype of the inputs:
@@ -101,7 +101,7 @@ def _gpu(name: str, why: str, **options: object) -> Case:
 
 
 def _gpu_squares(head_dims: tuple[int, ...], lengths: tuple[int, ...]) -> list[Case]:
-    """As FlashAttention's authors time: 16k tokens, heads that make up 2048 channels."""
+    """Cases that FlashAttention's authors time: 16k tokens, heads that make up 2048 channels."""
     masks = {"full": False, "causal": True}
     return [
         _gpu(f"D{D}-N{N}-{name}", "16k tokens", B=2**14 // N, H=2**11 // D, n_q=N, D=D, causal=causal)
@@ -251,7 +251,7 @@ class Inputs:
     options: dict[str, object] = field(default_factory=dict)
 
     def spec(self) -> Spec:
-        """What a backend is given for these inputs."""
+        """Spec that a backend is given for these inputs."""
         options = dict(self.options)
         scale = options.pop("scale")
         generator = options.pop("generator", None)
@@ -406,7 +406,7 @@ def run(inputs: Inputs, backend: str | None, threads: int | None = None) -> dict
 
 
 def exact(inputs: Inputs) -> dict[str, Tensor]:
-    """The same in fp64 by the reference, from the same (rounded) inputs."""
+    """Outputs and gradients in fp64 by the reference, from the same (rounded) inputs."""
 
     def double(x: object) -> object:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -480,7 +480,7 @@ def formula(inputs: Inputs, learned: dict[str, Tensor]) -> tuple[Tensor, Tensor,
 
 
 def naive(inputs: Inputs) -> dict[str, Tensor]:
-    """The same by the plain formula in the dtype of the inputs."""
+    """Outputs and gradients by the plain formula in the dtype of the inputs."""
     learned = {name: x.detach().to(inputs.q.dtype) for name, x in inputs.learned().items()}
     o, lse, gradients = formula(inputs, learned)
     values = gradients(inputs.do, inputs.dlse.to(o.dtype))
@@ -489,7 +489,7 @@ def naive(inputs: Inputs) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Error:
-    """How far one output is from exact, and how far it may be; `right` says which is larger. NaN is never right."""
+    """Error of one output against exact, and its budget; `right` says which is larger. NaN is never right."""
 
     output: str
     largest: float

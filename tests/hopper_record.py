@@ -1,4 +1,4 @@
-"""What the Hopper kernels took when they were last compiled on every Triton, and of which sources that is true.
+"""Record of the resources that the Hopper kernels took on every Triton, and of the sources that were compiled.
 
 `python tests/hopper_record.py` prints the table of docs/hopper.md. With `--is-current` it prints nothing, and fails
 where the kernels are no longer those of the record: `make hopper` compiles them anew and writes it. Needs Python alone.

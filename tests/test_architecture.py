@@ -1,4 +1,4 @@
-"""Who may import whom: the layers, read from the source."""
+"""Layers of the package: which module may import which, read from the source."""
 
 import ast
 from pathlib import Path

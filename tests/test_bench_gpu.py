@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.gpu` measures on a GPU and makes of it, as far as a CPU can tell."""
+"""Measurements of `python -m benchmarks.gpu` and their evaluation, as far as a CPU can tell."""
 
 import subprocess
 import sys

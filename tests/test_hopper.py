@@ -1,4 +1,4 @@
-"""What is particular to the Hopper backend: its refusals, and who is asked first."""
+"""The Hopper backend: its refusals, and which backend is asked first."""
 
 from __future__ import annotations
 

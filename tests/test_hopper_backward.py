@@ -1,4 +1,4 @@
-"""What is particular to the Hopper backward, on the model of Gluon: several tiles and items, edges, hidden rows."""
+"""The Hopper backward, on the model of Gluon: several tiles and items, edges, hidden rows."""
 
 from __future__ import annotations
 

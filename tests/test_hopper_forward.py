@@ -1,4 +1,4 @@
-"""What is particular to the forward on Hopper: the order of its items, what TMA may read, scales, empty calls."""
+"""The Hopper forward: the order of its items, what TMA may read, scales, empty calls."""
 
 from unittest import mock
 

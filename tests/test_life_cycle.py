@@ -1,4 +1,4 @@
-"""What happens to a model after `fastattn.swap`: it is saved, copied, moved, traced, compiled, exported, taken back."""
+"""The life of a model after `fastattn.swap`: it is saved, copied, moved, traced, compiled, exported, taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the native backend has: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
+"""The native backend: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""What only a GPU has: streams, graphs of what was queued, and other GPUs beside it."""
+"""Streams, CUDA graphs and several GPUs."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What is particular to the Triton backend: its twin of the mask, its refusals, and its kernels compiled for GPUs."""
+"""The Triton backend: its twin of the mask, its refusals, and its kernels compiled for GPUs."""
 
 from __future__ import annotations
 

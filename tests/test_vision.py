@@ -1,4 +1,4 @@
-"""What is special about timm and open_clip: switches, relative positions, shifted windows, dropout, refusals."""
+"""timm and open_clip: switches, relative positions, shifted windows, dropout, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.nn builds on its attention."""
+"""Modules that torch.nn builds on its attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who else computes attention on a GPU: FlexAttention, and the packages flash-attn and xformers where installed."""
+"""Other attention kernels for GPUs: FlexAttention, and the packages flash-attn and xformers where installed."""
 
 from __future__ import annotations
 

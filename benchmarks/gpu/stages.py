@@ -1,4 +1,4 @@
-"""What each stage runs, as arguments of pytest, within its time and going on where it stopped."""
+"""Suites of each stage, as arguments of pytest, within its time and going on where it stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels are promised to reach on an H200, and what a results file says of it."""
+"""Targets of the kernels on an H200, and what a results file says of them."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _gpu_driver() -> str:
 
 
 def _told_by_nvidia_smi(*names: str) -> str:
-    """These properties of the first GPU, comma-separated."""
+    """Properties of the first GPU, comma-separated."""
     return _output_of("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader").partition("\n")[0]
 
 

@@ -44,7 +44,7 @@ _KNOWN = frozenset({*_OF_TOKENS, *_MASKS, *_OF_PLACES, *_ASKED_FOR, *_WITHOUT_TO
 
 @dataclass
 class PackedCalls:
-    """How many passes through a stack of layers were packed, and, by reason, how many were not."""
+    """Counts of the passes through stacks of layers that were packed and, by reason, of those that were not."""
 
     packed: int = 0
     unpacked: Counter[str] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ class PackedCalls:
 
 
 class PackedPass:
-    """How one pass of a padded batch through a stack of layers is packed.
+    """Packing of one pass of a padded batch through a stack of layers.
 
     mask: the mask of the self-attention.
     cross_mask: the mask of the attention to the encoder's output, if there is one.
@@ -169,7 +169,7 @@ class PackedStack:
         return mask.queries.unpack(output[0])
 
     def _decision(self, layer: nn.Module, x: Tensor, arguments: dict[str, object]) -> PackedPass | str:
-        """How the pass of this layer is packed, or why it is not: one decision for all layers with the same mask."""
+        """Packing of the pass of this layer, or the reason for none: one decision for all layers with the same mask."""
         mask = arguments["attention_mask"]
         if (decision := getattr(mask, "packed", None)) is None:
             decision = self._objection(arguments) or PackedPass.of(x, arguments)
@@ -217,7 +217,7 @@ _MEMORY = "_packed_by_fastattn"
 
 
 def _stacks(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """By name, the lists of layers with attention modules of transformers in `model`, and the model of each list."""
+    """Lists of layers with attention modules of transformers in `model`, by name, with the model of each list."""
     stacks = {}
     for name, (_, owner) in attention_modules(model).items():
         parts = name.split(".")

@@ -214,7 +214,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """By name, the models of transformers in `model` that are in no other one."""
+    """Models of transformers in `model` that are in no other one, by name."""
     models: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
         inside = any(outer == "" or name.startswith(f"{outer}.") for outer in models)
@@ -224,7 +224,7 @@ def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
-    """By name in `model`, each module that asks transformers for its implementation, and the model it belongs to."""
+    """Modules in `model` that ask transformers for their implementation, by name, each with the model it belongs to."""
     return {
         _joined(prefix, name): entry
         for prefix, outermost in _outermost_models(model).items()
@@ -233,14 +233,14 @@ def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, PreTrained
 
 
 def _attention_modules_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
-    """By name, each module that asks transformers for its implementation, and the model that it belongs to."""
+    """Modules of a model that ask transformers for their implementation, by name, each with the model it belongs to."""
     return {
         name: (module, owner) for name, (module, _, owner) in _owned(model) if _asks_for_implementation(type(module))
     }
 
 
 def _other_attention_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str, PreTrainedModel]]:
-    """By name, each attention of transformers that does not ask, with the name of its model and the model."""
+    """Attention modules of transformers that do not ask, by name, each with the name of its model and the model."""
     asking = {part for module, _ in _attention_modules_of(model).values() for part in module.modules()}
     result = {}
     for name, (module, owner_name, owner) in _owned(model):
@@ -255,7 +255,7 @@ def _other_attention_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, st
 
 
 def _owned(model: PreTrainedModel) -> Iterator[tuple[str, tuple[nn.Module, str, PreTrainedModel]]]:
-    """By name, each module that is no model, with the name of the model it belongs to and that model."""
+    """Modules that are no models, by name, each with the name of the model it belongs to and that model."""
     owners: dict[str, tuple[str, PreTrainedModel]] = {}
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):

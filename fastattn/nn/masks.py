@@ -1,4 +1,4 @@
-"""Translates the masks of torch.nn, in which True hides a key, into a `Mask` and a bias, as no other module does."""
+"""Translation of masks of torch.nn, in which True hides a key, into a `Mask` and a bias, as no other module does."""
 
 from __future__ import annotations
 

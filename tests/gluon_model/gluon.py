@@ -1,4 +1,4 @@
-"""What stands in for fastattn/backends/hopper/gluon.py: the same names, on the model."""
+"""Substitute for fastattn/backends/hopper/gluon.py: the same names, on the model."""
 
 from __future__ import annotations
 

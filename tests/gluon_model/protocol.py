@@ -1,4 +1,4 @@
-"""What the partitions of one program do to each other, recorded from a run, and all the orders in which they may do it.
+"""Interaction of the partitions of one program, recorded from a run, and all the orders in which it may happen.
 
 What a partition does is the same in every order: no branch depends on what another one does. So one run tells the steps
 of each, and `explore` takes them in every order that barriers leave open, with TMA loads that arrive at any time. It

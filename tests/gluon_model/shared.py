@@ -1,4 +1,4 @@
-"""Shared memory: what lies in it, who may touch it when, and the views of it that kernels use.
+"""Shared memory: its contents, who may touch it when, and the views of it that kernels use.
 
 Every access is kept, with the part of an allocation it touches, until a later one that is ordered after it takes its
 place. A new access must be ordered after all of them that it conflicts with.

@@ -1,4 +1,4 @@
-"""What stands in registers: scalars, tiles and pointers, with Triton's types and arithmetic.
+"""Values in registers: scalars, tiles and pointers, with Triton's types and arithmetic.
 
 A scalar is kept as a number of Python, a tile as a tensor. Whole numbers that overflow are an error.
 """

@@ -26,7 +26,7 @@ _HEAD_DIM_STEP = 8  # rows that TMA copies are multiples of 16 bytes
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """Those of a mask, but for a dense one, on every device."""
+    """Names of all fields of a mask but `dense`, on every device."""
     return _FEATURES
 
 
@@ -43,7 +43,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """All that is about weights, on every device."""
+    """Names of all functions that return weights, on every device."""
     return frozenset({"weights", "received", "top_keys"})
 
 

@@ -71,7 +71,7 @@ from .rings import (
 
 
 class Inputs(NamedTuple):
-    """What the kernels read, as TMA can: [B, H, N, D], and of every query lse_log2 and delta, [B, H, 2, n_q]."""
+    """Tensors that the kernels read by TMA: [B, H, N, D], and lse_log2 and delta of every query, [B, H, 2, n_q]."""
 
     q: Tensor
     k: Tensor
@@ -81,7 +81,7 @@ class Inputs(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What padding hides, and how a tile is loaded of which it hides something; None where it hides nothing."""
+    """Tokens that padding hides, and how a tile with such tokens is loaded; None where padding hides nothing."""
 
     real: Tensor | None  # bool [B, n]: the queries or keys that are loaded tile by tile
     spans: Tensor | None  # int32 [B, 3], see real_spans
@@ -123,7 +123,7 @@ def prepared(
     lse: Tensor,
     spec: what.Spec,
 ) -> tuple[Inputs, Visibility]:
-    """What the kernels read, and which pairs they see."""
+    """Inputs of the kernels, and the pairs that they see."""
     B, H, n_q, _ = q.shape
     q, k, v = loadable(q), loadable(k), loadable(v)
     do = torch.zeros_like(o, memory_format=torch.contiguous_format) if do is None else loadable(do)
@@ -137,7 +137,7 @@ def prepared(
 
 
 def compute_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
-    """Writes those of the two gradients that are not None."""
+    """Computes dK and dV, each unless it is None."""
     if dk is None and dv is None:
         return
     q, k, v, do, rows = inputs
@@ -183,7 +183,7 @@ def compute_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible:
 
 
 def compute_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
-    """Writes the gradient of the queries, unless it is None."""
+    """Computes dQ, unless it is None."""
     if dq is None:
         return
     q, k, v, do, rows = inputs
@@ -375,7 +375,10 @@ def produce_dk_dv(
 
 @jit
 def load_rows(n, ring, desc, i_b, i_h, i_q):
-    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M], for which dO has room."""
+    """Loads lse_log2 and delta of the queries from `i_q` on as tile n, [2, M], asynchronously.
+
+    The slot is free when that of dO is.
+    """
     BLOCK_M: gl.constexpr = desc.block_shape[3]
     slot = slot_of(n, ring)[0]
     mbarrier.expect(ring.full.index(slot), 2 * BLOCK_M * 4)
@@ -503,7 +506,7 @@ def row_in(n, ring, ROW: gl.constexpr, I_PART: gl.constexpr, PART: gl.constexpr)
 
 @jit
 def store_item(i, I_GROUP: gl.constexpr, ring, desc, b_x, real_keys, call):
-    """Has rows of dK or dV of the i-th item written; their destination is computed anew for each of the two."""
+    """Writes rows of dK or dV of the i-th item, asynchronously; the destination of each is computed anew."""
     i_tile, i_h, i_b = item_at(opaque(i), call.order)
     i_row = (call.order.n_tiles - 1 - i_tile) * 2 * ROWS + I_GROUP * ROWS
     store(I_GROUP, ring, desc, i_b, i_h, i_row, of_real(b_x, i_row, i_b, call.n_k, real_keys))
@@ -511,7 +514,7 @@ def store_item(i, I_GROUP: gl.constexpr, ring, desc, b_x, real_keys, call):
 
 @jit
 def store(n, ring, desc, i_b, i_h, i_row, b_x):
-    """Has an accumulator written to the rows of a head from `i_row` on, as far as there are such, by way of a tile."""
+    """Writes an accumulator to the rows of a head from `i_row` on, as far as they exist, asynchronously, by a tile."""
     tile_in(n, ring).store(b_x.to(desc.dtype))
     fence_async_shared()
     tma_store(desc, [i_b.to(gl.int32), i_h.to(gl.int32), i_row, 0], ring.tiles.index(slot_of(n, ring)[0]))

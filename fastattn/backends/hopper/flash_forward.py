@@ -64,7 +64,7 @@ FIRST_TURN: gl.constexpr = gl.constexpr(9)
 
 
 class Call(NamedTuple):
-    """In a kernel: what is to be computed, besides q, k and v."""
+    """Arguments of the computation, in a kernel, besides q, k and v."""
 
     visible: Visibility
     scale_log2: float

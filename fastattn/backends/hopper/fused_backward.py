@@ -80,7 +80,7 @@ def backward(
 
 
 def compute_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Visibility, scale: float) -> None:
-    """Writes the three gradients."""
+    """Computes dQ, dK and dV in one launch."""
     q, k, v, do, rows = inputs
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     config = fused_config(larger_head_dim(inputs))
@@ -318,7 +318,7 @@ def queries_of(tile, I_PART: gl.constexpr):
 
 @jit
 def dq_coming(n, ds_ring, k_ring, I_GROUP: gl.constexpr):
-    """What the 128 keys add to a half of the n-th tile's dQ, [64, 64]: columns of it or, if it has just 64, rows."""
+    """Share of 128 keys in a half of the n-th tile's dQ, [64, 64]: columns of it or, if it has just 64, rows."""
     BY_COLUMNS: gl.constexpr = k_ring.tiles.shape[4] > 64
     b_dq = gl.zeros([ROWS, 64], gl.float32, layout=accumulator(64))
     for i_keys in gl.static_range(2):
@@ -330,7 +330,7 @@ def dq_coming(n, ds_ring, k_ring, I_GROUP: gl.constexpr):
 
 @jit
 def add_to_dq(ring, desc, b_dq, i_b, i_h, i_q, I_GROUP: gl.constexpr, BY_COLUMNS: gl.constexpr):
-    """Has a half of the computed part of dQ, from query `i_q` on, added in memory."""
+    """Adds a half of the computed part of dQ in memory, from query `i_q` on, asynchronously."""
     tile_in(I_GROUP, ring).store(b_dq)
     fence_async_shared()
     if BY_COLUMNS:

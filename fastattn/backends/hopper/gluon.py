@@ -1,4 +1,4 @@
-"""What the kernels use of Gluon: the one module that imports it, and the one that knows how Triton 3.6 to 3.9 differ.
+"""Gluon as the kernels use it: the one module that imports it, and the one that knows how Triton 3.6 to 3.9 differ.
 
 The names are those of the newest version. Everything here may be called in a kernel, except `TensorDescriptor`.
 """

@@ -1,4 +1,4 @@
-"""Which work item comes when: the heaviest first, and those that read the same keys at about the same time."""
+"""Order of the work items: the heaviest first, and those that read the same keys at about the same time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..triton.visibility import Visibility
 from .gluon import gl, jit
 
 L2_BYTES = 32 * 2**20
-"""What the keys and values of an L2 group may take: an H100 has 50 MB of L2. FlashAttention-3 reckons with the same."""
+"""Bytes that the keys and values of an L2 group may take, as in FlashAttention-3: an H100 has 50 MB of L2."""
 
 
 def programs_for(items: int, persistent: bool, device: torch.device) -> int:
-    """How many programs share the items: one for each SM, or one for each item, as the hardware finds room for them."""
+    """Number of programs that share the items: one for each SM, or one for each item, as the hardware finds room."""
     return min(items, torch.cuda.get_device_properties(device).multi_processor_count) if persistent else items
 
 
@@ -33,7 +33,7 @@ def l2_group_of(n_heads: int, group: int, bytes_of_head: int, visible: Visibilit
 
 
 class Order(NamedTuple):
-    """In a kernel: what says which items a program takes.
+    """Arguments, in a kernel, from which a program knows the items it takes.
 
     All of it comes from the host: what the partitions of a kernel compute alike from its arguments, ptxas computes once
     before they part, and keeps in registers that are too few there.

@@ -1,4 +1,4 @@
-"""What forward and backward share: rings of tiles in shared memory, how they are filled, and the layouts of registers.
+"""Parts that forward and backward share: rings of tiles in shared memory, their filling, and the layouts of registers.
 
 A producer warp fills the slots of a ring in turn, consumers wait for a tile, read it and release its slot. Both count
 the tiles that went through the ring since the kernel began: tile n lies in slot n % SLOTS, and each time round flips
@@ -30,7 +30,7 @@ from .gluon import (
 )
 
 BYTES_OF_CHUNK = 16
-"""What TMA and asynchronous copies count in: addresses and strides are multiples of it."""
+"""Bytes that TMA and asynchronous copies count in: addresses and strides are multiples of it."""
 
 _GL_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -66,7 +66,7 @@ def in_chunks(x: Tensor) -> Heads:
 
 
 class Ring(NamedTuple):
-    """In a kernel: `tiles` [SLOTS, 1, 1, rows, D] in shared memory, and two barriers for each slot."""
+    """Ring of tiles, in a kernel: `tiles` [SLOTS, 1, 1, rows, D] in shared memory, and two barriers for each slot."""
 
     tiles: object
     full: object
@@ -125,7 +125,7 @@ def release(n, ring, pred=True):
 
 @jit
 def load(n, ring, desc, i_b, i_h, row):
-    """Has the rows of a head from `row` on loaded as tile n; past the last row and the last column there are zeros."""
+    """Loads the rows of a head from `row` on as tile n, asynchronously; zeros past the last row and the last column."""
     ROWS: gl.constexpr = desc.block_shape[2]
     D: gl.constexpr = desc.block_shape[3]
     wait_empty(n, ring)

@@ -26,7 +26,7 @@ FAR = 2**29
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """All of them, on every device."""
+    """Every feature, on every device."""
     return FEATURES
 
 
@@ -45,7 +45,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """Nothing, on every device."""
+    """Names of no functions: this backend has all of them, on every device."""
     return frozenset()
 
 

@@ -1,4 +1,4 @@
-"""Which keys each query of a packed document can see, computed on the device from ids in any order."""
+"""Ranges of the keys that each query of a packed document can see, computed on the device from ids in any order."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _shape(q: Tensor, k: Tensor) -> dict[str, int | str]:
 
 
 def _rows(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, rules: Rules) -> Rows:
-    """What the scores of each query are measured from."""
+    """Statistics of each query that its scores are measured from."""
     if lse is None:
         _, lse = forward(q, k, k[..., :0], replace(spec, dropout_p=0.0, seed=None))
     lse, no_o = lse.contiguous(), heads(q[..., :0])

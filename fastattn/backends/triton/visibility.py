@@ -1,4 +1,4 @@
-"""Which pairs of query and key may be seen, and which tiles of them: two views of one `Mask`."""
+"""Visibility of pairs of query and key, and of tiles of them: two views of one `Mask`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Visibility(NamedTuple):
     key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 4]
 
     def in_tiles(self, block_m: int) -> Visibility:
-        """The same for a kernel that takes `block_m` queries a tile."""
+        """Copy of this visibility for a kernel that takes `block_m` queries a tile."""
         if self.key_ranges is None:
             return self
         return self._replace(key_ranges=tile_ranges(self.key_ranges, block_m))
@@ -145,7 +145,7 @@ def spans_kernel(real, spans, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def real_tokens(o, n, real, i_b):
-    """Which of the positions `o` of a sample hold a token that may be read."""
+    """Readability of the tokens at the positions `o` of a sample: False for padding."""
     m_real = o < n
     if real is not None:
         m_real = m_real & (tl.load(real + i_b * n + o, mask=m_real, other=0) != 0)
@@ -164,12 +164,12 @@ def real_span(spans, n, i_b):
 
 @triton.jit
 def position_of_first_query(visible, i_b):
-    """Where query 0 of a sample stands among the keys."""
+    """Position of query 0 of a sample among the keys."""
     if visible.q_offsets is None:
         return visible.q_offset
     else:
-        start = tl.load(visible.q_offsets + i_b)
-        return tl.minimum(tl.maximum(start, -LAST_POSITION), LAST_POSITION).to(tl.int32)
+        q_offset = tl.load(visible.q_offsets + i_b)
+        return tl.minimum(tl.maximum(q_offset, -LAST_POSITION), LAST_POSITION).to(tl.int32)
 
 
 @triton.jit
@@ -218,7 +218,7 @@ def as_row(x):
 
 @triton.jit
 def keep(pairs, visible):
-    """Which of the queries may see which of the keys: the twin of `Mask.keep`, but for a dense mask. See `entries`."""
+    """Visibility of each key to each query: the twin of `Mask.keep`, but for a dense mask. See `entries`."""
     queries, keys, i_b, _, n_q, n_k = pairs
     o_q, m_q, position_q = queries
     o_k, m_k, position_k = keys
@@ -237,7 +237,7 @@ def keep(pairs, visible):
 
 @triton.jit
 def shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN: tl.constexpr):
-    """Which pairs of a tile a dense mask shows, True without one; to be asked before the tile is read."""
+    """Pairs of a tile that a dense mask shows, True without one; to be asked before the tile is read."""
     if visible.dense.data is None:
         return True  # not None, which Triton 3.6 cannot return
     elif QUERIES_DOWN:
@@ -264,7 +264,7 @@ def hide(b_x, value, edge, m_dense, pairs, visible):
 
 @triton.jit
 def key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which key tiles the query tile `i_m` can see: (begin, full_begin, full_end, end), the other view of `keep`.
+    """Range of the key tiles that query tile `i_m` can see: (begin, full_begin, full_end, end), as `keep` has it.
 
     Tiles outside [begin, end) need not be read. In those of [full_begin, full_end) every real query sees every key.
     """
@@ -281,7 +281,7 @@ def key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which query tiles can see the key tile `i_n`: `key_range` from the side of the keys."""
+    """Range of the query tiles that can see key tile `i_n`: `key_range` from the side of the keys."""
     if visible.key_ranges is None:
         q_first, q_hole, q_end = real_span(visible.query_spans, n_q, i_b)
         k_first, _, k_end = real_span(visible.key_spans, n_k, i_b)
@@ -351,7 +351,7 @@ def tiles_that_see(first, end, key_ranges, i_b, n_tiles, BLOCK: tl.constexpr = 1
 
 @triton.jit
 def sees(o, first, end, key_ranges, i_b, n_tiles):
-    """Which of the query tiles `o` see some of the keys [first, end), and which see all of them in every real row."""
+    """Query tiles of `o` that see some of the keys [first, end), and those that see all of them in every real row."""
     p_range, m = key_ranges + (i_b * n_tiles + o) * 4, o < n_tiles
     m_seen = (tl.load(p_range, mask=m, other=0) < end) & (tl.load(p_range + 3, mask=m, other=0) > first)
     full_first, full_end = tl.load(p_range + 1, mask=m, other=0), tl.load(p_range + 2, mask=m, other=0)

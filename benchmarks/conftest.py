@@ -1,4 +1,4 @@
-"""How a benchmark gets its call: by job and contender, checked against fp64 before it is timed."""
+"""Fixtures of the benchmarks: the call of a job and a contender, checked against fp64 before it is timed."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ def main() -> None:
             progress.advance(task)
     Console(width=100).print(table)
     if args.json:
-        found = {"machine": machine("cpu"), "versions": versions(), "rows": rows}
-        args.json.write_text(json.dumps(found, indent=1))
+        results = {"machine": machine("cpu"), "versions": versions(), "rows": rows}
+        args.json.write_text(json.dumps(results, indent=1))
 
 
 def attention_mask(batch: int, cached: int, padded: bool) -> Tensor:

@@ -53,8 +53,8 @@ def main() -> None:
                 print(f"    {ours} is {ratio:.2f} times as fast as {rival} (target {target:.1f}: {met})", flush=True)
         rows.append({"mode": mode, "seconds": samples})
     if args.json:
-        found = {"machine": machine("cpu"), "versions": versions(), "rows": rows}
-        args.json.write_text(json.dumps(found, indent=1))
+        results = {"machine": machine("cpu"), "versions": versions(), "rows": rows}
+        args.json.write_text(json.dumps(results, indent=1))
 
 
 def calls(mode: str, dropout: float, padding: Tensor) -> dict[str, Call]:

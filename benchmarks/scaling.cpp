@@ -106,11 +106,11 @@ void print_row(const Shape& shape, const Kernels& kernels) {
     queries.push_back({nullptr, 0, shape.n_q});
     keys.push_back({nullptr, 0, length});
   }
-  const std::vector<int64_t> q_start(shape.B);
+  const std::vector<int64_t> q_offset(shape.B);
   Params p{};
   p.B = shape.B, p.H = p.H_kv = shape.H, p.n_q = shape.n_q, p.n_k = shape.n_k, p.d_qk = p.d_v = shape.D;
   p.band = make_band(shape.causal, kNoLimit, kNoLimit);
-  p.q_start = q_start.data(), p.queries = queries.data(), p.keys = keys.data();
+  p.q_offset = q_offset.data(), p.queries = queries.data(), p.keys = keys.data();
 
   int64_t useful = 0;
   for (int64_t b = 0; b < p.B; ++b) useful += p.H * visible_pairs(p, b, 0, p.n_q, 0, p.n_k);

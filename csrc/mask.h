@@ -36,7 +36,7 @@ FASTATTN_HD Band make_band(bool causal, int64_t left, int64_t right) {
   return {clamp(left, -kFar, kNoLimit), clamp(causal ? lesser(right, 0) : right, -kFar, kNoLimit)};
 }
 
-FASTATTN_HD int64_t position_of(int64_t query, int64_t q_start) { return query + clamp(q_start, -kFar, kFar); }
+FASTATTN_HD int64_t position_of(int64_t query, int64_t q_offset) { return query + clamp(q_offset, -kFar, kFar); }
 
 FASTATTN_HD KeyRange visible_keys(Band band, int64_t position, int64_t n_k) {
   const int64_t begin = clamp(position - band.left, 0, n_k);

@@ -1,4 +1,4 @@
-// The scalar facts of softmax in base 2, for host and device. Names ending in _log2 are in bits, lse is in nats.
+// The scalars of softmax in base 2, for host and device. Names ending in _log2 are in bits, lse is in nats.
 #pragma once
 
 #include <cmath>

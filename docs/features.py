@@ -13,11 +13,11 @@ from fastattn.spec import FEATURES, Mask
 _DEVICES = {"hopper": ("cuda",), "triton": ("cuda",), "native": ("cpu", "cuda"), "reference": ("cpu",)}
 _MEANINGS = {
     "causal": "keys at the query's own position and before it",
-    "q_start": "where the first query stands: for all, for each sample, or for each query",
+    "q_offset": "where the first query stands: for all, for each sample, or for each query",
     "window": "so many keys to the left and to the right",
     "real_keys": "padding among the keys, in any pattern",
     "real_queries": "padding among the queries",
-    "segments": "several documents in a row, in any order",
+    "segment_ids": "several documents in a row, in any order",
     "dense": "any boolean mask",
     "bias": "any float added to the scores, with its gradient",
     "softcap": "bounded scores: softcap * tanh(score / softcap)",

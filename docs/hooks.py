@@ -50,10 +50,10 @@ def _documented(module: str, before: dict[object, str]) -> str:
 
     before: the names of the objects that are documented already; those of this module are added.
     """
-    found = importlib.import_module(module)
+    documented = importlib.import_module(module)
     parts = []
-    for name in sorted(found.__all__, key=str.lower):
-        thing = getattr(found, name)
+    for name in sorted(documented.__all__, key=str.lower):
+        thing = getattr(documented, name)
         if thing in before:
             parts += [f"### {name} {{ #{module}.{name} }}", f"See [`{before[thing]}`](#{before[thing]})."]
             continue

@@ -76,14 +76,14 @@ def _escaped(part: str) -> str:
 
 def _comment(text: str, mark: str, before: str) -> str:
     """The first paragraph of the comment that a text begins with; lines that begin with `before` may precede it."""
-    found: list[str] = []
+    comment: list[str] = []
     for line in text.splitlines():
-        if not found and (not line.strip() or line.startswith(before)):
+        if not comment and (not line.strip() or line.startswith(before)):
             continue
         if not line.startswith(mark) or not line.removeprefix(mark).strip():
             break
-        found.append(line.removeprefix(mark).strip())
-    return "\n".join(found)
+        comment.append(line.removeprefix(mark).strip())
+    return "\n".join(comment)
 
 
 def _tracked_files(root: Path) -> list[PurePosixPath]:

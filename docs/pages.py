@@ -38,13 +38,13 @@ def python_blocks(page: str) -> list[Block]:
     """The ```python blocks of a page, in order."""
     fences = [fence for fence in _BLOCK.finditer(page) if fence[1] == "python"]
     starts = [*(fence.start() for fence in fences), len(page)]
-    found = []
+    blocks = []
     for fence, end in zip(fences, starts[1:], strict=True):
         printed = _PRINTED.match(page, fence.end())
         pictures = _PICTURE.findall(page, fence.end(), end)
         line = page.count("\n", 0, fence.start(2)) + 1
-        found.append(Block(fence[2], line, printed[1] if printed else "", tuple(pictures)))
-    return found
+        blocks.append(Block(fence[2], line, printed[1] if printed else "", tuple(pictures)))
+    return blocks
 
 
 def shell_lines(page: str) -> list[str]:

@@ -101,9 +101,9 @@ def _padding(mask: Mask, n_q: int, n_k: int) -> Tensor:
 
 def _names(mask: Mask, side: int, sample: int, n: int) -> list[str]:
     """The labels of the queries (side 0) or of the keys (side 1): their indices, or the letters of their documents."""
-    if mask.segments is None:
+    if mask.segment_ids is None:
         return [str(index) for index in range(n)]
-    return ["-" if id < 0 else chr(ord("A") + int(id)) for id in mask.segments[side][sample]]
+    return ["-" if id < 0 else chr(ord("A") + int(id)) for id in mask.segment_ids[side][sample]]
 
 
 def _panel(queries: list[str], keys: list[str], title: str, attributes: Callable[[int, int], str]) -> str:

@@ -200,18 +200,18 @@ def train(
             epoch = batches(generator)
             model.train()
             for index in range(place.batch, len(epoch)):
-                found = loss(epoch[index])
-                value = found.mean.item()
+                batch_loss = loss(epoch[index])
+                value = batch_loss.mean.item()
                 if not abs(value) < float("inf"):  # also when it is NaN
                     raise FloatingPointError(f"the loss must be finite, got {value} at step {place.step}")
                 optimizer.zero_grad()
-                found.mean.backward()
+                batch_loss.mean.backward()
                 if clip_norm is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
                 optimizer.step()
                 if schedule is not None:
                     schedule.step()
-                place.count_batch(value, found)
+                place.count_batch(value, batch_loss)
                 display.show(place, len(epoch), seconds_before + time.perf_counter() - started)
                 if place.step % run.checkpoint_every == 0:
                     keep()
@@ -243,12 +243,12 @@ class _Place:
         """The mean loss over the batches of this epoch so far."""
         return self.loss_sum / max(self.loss_count, 1)
 
-    def count_batch(self, value: float, found: Loss) -> None:
+    def count_batch(self, value: float, loss: Loss) -> None:
         self.batch += 1
         self.step += 1
-        self.tokens += found.tokens
-        self.loss_sum += value * found.count
-        self.loss_count += found.count
+        self.tokens += loss.tokens
+        self.loss_sum += value * loss.count
+        self.loss_count += loss.count
 
     def end_epoch(self, figures: dict[str, float]) -> str:
         """Goes to the next epoch, and returns a line on this one."""

@@ -1,4 +1,4 @@
-"""The public functions on tensors."""
+"""The public functions on tensors: attention, its weights, and merging."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def attention(
         >>> fastattn.attention(q, k, v, fastattn.Mask(real_keys=real_keys)).shape
         torch.Size([1, 1, 2, 4])
     """
-    found = None
+    result = None
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
-        found = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
-    if found is None:
-        found = ops.attention(
+        result = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
+    if result is None:
+        result = ops.attention(
             *plan.prepare(
                 q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
             )
         )
-    return found if return_lse else found[0]
+    return result if return_lse else result[0]
 
 
 def attention_varlen(
@@ -140,21 +140,21 @@ def attention_varlen(
     """
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, align)
     documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))
-    q_start: int | Tensor = 0
+    q_offset: int | Tensor = 0
     if cu_seqlens_k is not None:
         documents_k = _document_of_tokens(cu_seqlens_k, len(k))
         if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
             more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
-            q_start = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
-    mask = Mask(causal, q_start, window, segments=(documents_q[None], documents_k[None]))
-    found = attention(
+            q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
+    mask = Mask(causal, q_offset, window, segment_ids=(documents_q[None], documents_k[None]))
+    result = attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=return_lse,
         backend=backend,
     )  # fmt: skip
     if return_lse:
-        return found[0][0].transpose(0, 1), found[1][0]
-    return found[0].transpose(0, 1)
+        return result[0][0].transpose(0, 1), result[1][0]
+    return result[0].transpose(0, 1)
 
 
 def _document_of_tokens(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -179,11 +179,19 @@ def attention_weights(
     average_heads: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    """The weights each query gives the keys, after dropout: [B, n_q, n_k] averaged over the heads, or [B, H, n_q, n_k].
+    """Attention weights after dropout: [B, n_q, n_k] averaged over the heads, or [B, H, n_q, n_k].
 
-    exp(score - lse) in the dtype of q, 0 for hidden keys. A fused backend averages as it computes: [B, H, n_q, n_k] is
-    never in memory unless asked for. It is differentiable to any order, at the cost of plain PyTorch over blocks of
-    queries. Arguments as in `attention`.
+    A weight is exp(score - lse), and 0 for a hidden key. A fused backend averages as it computes: [B, H, n_q, n_k] is
+    never in memory unless asked for. Differentiable to any order, at the cost of plain PyTorch over blocks of queries.
+
+    Args:
+        q: queries [B, H, n_q, D].
+        k: keys [B, H_kv, n_k, D].
+        mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, backend: see `attention`.
+        average_heads: return the mean over the heads instead of the weights of each head.
+
+    Returns:
+        Weights [B, n_q, n_k], or [B, H, n_q, n_k] if not `average_heads`, in the dtype of q.
 
     Raises:
         ValueError: the call is malformed.
@@ -218,9 +226,25 @@ def attention_with_weights(
     average_heads: bool = True,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The results of `attention` and of `attention_weights` under one dropout: (o, weights). Arguments as there.
+    """Output and weights of attention under one dropout mask: (o, weights).
 
     o has the bits that `attention` gives alone; the weights are a second pass, from the lse of the first.
+
+    Args:
+        q: queries [B, H, n_q, D].
+        k: keys [B, H_kv, n_k, D].
+        v: values [B, H_kv, n_k, d_v].
+        mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, backend: see `attention`. A named backend
+            must compute both the output and the weights.
+        average_heads: see `attention_weights`.
+
+    Returns:
+        o [B, H, n_q, d_v], and weights [B, n_q, n_k] or, if not `average_heads`, [B, H, n_q, n_k]; both in the dtype
+        of q.
+
+    Raises:
+        ValueError: the call is malformed.
+        NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
 
     Example:
         >>> import torch, fastattn
@@ -248,11 +272,18 @@ def attention_received(
     sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The weight each key receives from all queries together, [B, H, n_k], in O(n_q + n_k) memory.
+    """Sum of the attention weights of each key over the queries, [B, H, n_k], in O(n_q + n_k) memory.
 
-    The sum over the queries of exp(score - lse), without dropout: what heat-maps of evidence show, and what decides
-    which keys a cache keeps. In fp32 (fp64 for fp64 q), 0 for keys that nobody sees, differentiable like
-    `attention_weights`. Arguments as in `attention`.
+    A weight is exp(score - lse), without dropout. Heat-maps show these sums, and caches choose by them which keys to
+    keep. Differentiable like `attention_weights`.
+
+    Args:
+        q: queries [B, H, n_q, D].
+        k: keys [B, H_kv, n_k, D].
+        mask, scale, bias, softcap, alibi_slopes, sinks, backend: see `attention`.
+
+    Returns:
+        Sums [B, H, n_k], fp32 (fp64 for fp64 q); 0 for a key that no query sees.
 
     Raises:
         ValueError: the call is malformed.
@@ -286,18 +317,21 @@ def top_keys(
     sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weights, indices) of the top_k keys that each query gives the most weight, each [B, H, n_q, top_k].
+    """Largest attention weights of each query and the keys they belong to: (weights, indices), [B, H, n_q, top_k] each.
 
-    The weights exp(score - lse), without dropout, descend; equal ones stand in the order of their keys. A query that
-    sees fewer than top_k keys has the weight 0 and the index -1 in the places that are left. Memory is
-    O(n_q * top_k + n_k).
-
-    The weights are fp32 (fp64 for fp64 q) whatever the dtype of q: rounded to bf16, which has 8 bits, many would be
-    equal, and an order among them could not be told. They are differentiable like `attention_weights`; which keys they
-    belong to is not.
+    A weight is exp(score - lse), without dropout. The weights are in fp32 whatever the dtype of q: rounded to bf16,
+    many would be equal and have no order. They are differentiable like `attention_weights`; the choice of the keys is
+    not. Memory is O(n_q * top_k + n_k).
 
     Args:
-        top_k: how many keys, at least 1. The others as in `attention`.
+        q: queries [B, H, n_q, D].
+        k: keys [B, H_kv, n_k, D].
+        top_k: number of keys, at least 1; may exceed n_k.
+        mask, scale, bias, softcap, alibi_slopes, sinks, backend: see `attention`.
+
+    Returns:
+        Weights, fp32 (fp64 for fp64 q), in descending order and equal ones in the order of their keys; and indices of
+        keys, int64. A query that sees fewer than top_k keys has weight 0 and index -1 in the remaining places.
 
     Raises:
         ValueError: the call is malformed.
@@ -325,18 +359,21 @@ def _no_values(k: Tensor) -> Tensor:
 
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """(o, lse) of attention over two sets of keys together, from the results of attention over each of them.
+    """Attention over two sets of keys together, (o, lse), from the results of attention over each of them.
 
     o = (exp(lse1) o1 + exp(lse2) o2) / exp(lse) with lse = log(exp(lse1) + exp(lse2)). The sets must have no key in
     common; sinks belong to one of the two calls only. A query that sees nothing in one set has the results of the
     other, and one that sees nothing in both has 0 and -inf. Differentiable to any order, in at least fp32.
 
     Args:
-        o1, o2: outputs [..., n_q, d_v] of one dtype, as of `attention`.
-        lse1, lse2: [..., n_q], fp32 or fp64, in nats. (Those of `attention_varlen` have the heads first: pass `lse.T`.)
+        o1, o2: outputs [..., n_q, d_v] of one shape, dtype and device, as of `attention`.
+        lse1, lse2: [..., n_q], floating, in nats. (Those of `attention_varlen` have the heads first: pass `lse.T`.)
 
     Returns:
-        o in the dtype of o1, and lse.
+        o [..., n_q, d_v] in the dtype of o1, and lse [..., n_q] in the wider dtype of lse1 and lse2, at least fp32.
+
+    Raises:
+        ValueError: an argument is no floating tensor, or shapes, dtypes or devices do not fit each other.
 
     Sources:
         Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
@@ -367,7 +404,7 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend computes a call, and why the others do not. `str()` of it is meant for people.
+    """The backend that computes a call, and the reasons why others do not. `str()` of it is meant for people.
 
     backend: the name of the backend that an automatic choice takes; None if none does.
     objections: by name of backend, in order of preference, its sentences; an empty list means it takes the call.
@@ -385,11 +422,19 @@ class Explanation:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options: object) -> Explanation:
-    """Which backend `attention` with these arguments would choose, and every other backend's objections in sentences.
+    """Choice of a backend for a call of `attention`, with the objections of every other backend; computes nothing.
 
     Args:
-        options: `scale`, `bias`, `softcap`, `alibi_slopes`, `sinks`, `dropout_p`, `generator` and `deterministic`, as
-            in `attention`.
+        q, k, v, mask: see `attention`.
+        options: `scale`, `bias`, `softcap`, `alibi_slopes`, `sinks`, `dropout_p`, `generator` and `deterministic`; see
+            `attention`.
+
+    Returns:
+        An `Explanation`: the name of the chosen backend, and the objections of each backend in sentences.
+
+    Raises:
+        ValueError: the call is malformed.
+        TypeError: an option is unknown.
 
     Example:
         >>> import torch, fastattn

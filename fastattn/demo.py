@@ -78,12 +78,12 @@ def sentences_in(text: str) -> list[str]:
 
 def documentation() -> str:
     """The prose of each docstring in the source of fastattn, without its lists: text that every installation has."""
-    found = []
+    parts = []
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (docstring := ast.get_docstring(node)):
-                found.append(re.split(r"\n(?:Args|Returns|Raises|Sources|Example)", docstring)[0])
-    return "\n\n".join(found)
+                parts.append(re.split(r"\n(?:Args|Returns|Raises|Sources|Example)", docstring)[0])
+    return "\n\n".join(parts)
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ def _interleaved(
             advance(f"round {i + 1} of {rounds}: {name}", i, rounds)
             samples[name].append(_time(model, batches))
     return {
-        name: _Seconds(*(statistics.median(getattr(s, part) for s in found) for part in ("whole", "attention")))
-        for name, found in samples.items()
+        name: _Seconds(*(statistics.median(getattr(s, part) for s in measured) for part in ("whole", "attention")))
+        for name, measured in samples.items()
     }
 
 
@@ -273,9 +273,9 @@ def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) ->
 def _comparison(what: str, seconds: dict[str, float]) -> str:
     """One line with the milliseconds of each model, and the speed-up of the others over the first."""
     (first, before), *others = seconds.items()
-    found = [f"{first} {before * 1e3:.0f} ms"]
-    found += [f"{name} {value * 1e3:.0f} ms ({before / value:.2f}x as fast)" for name, value in others]
-    return f"{what}: {', '.join(found)}"
+    parts = [f"{first} {before * 1e3:.0f} ms"]
+    parts += [f"{name} {value * 1e3:.0f} ms ({before / value:.2f}x as fast)" for name, value in others]
+    return f"{what}: {', '.join(parts)}"
 
 
 def _kernels(device: str) -> None:

@@ -123,7 +123,7 @@ def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec,
 
 
 def _formed(p: Tensor, form: str, keys: Tensor, rows: slice) -> Tensor:
-    """What is returned of the weights p [B, H, R, n_k] of these query rows, or of their tangents."""
+    """Results that a function returns of the weights p [B, H, R, n_k] of these query rows, or of their tangents."""
     if form == "averaged":
         return p.mean(1)
     if form == "received":
@@ -147,7 +147,7 @@ def _of_each_pair(d_weights: Tensor, form: str, keys: Tensor, rows: slice, p: Te
 
 
 def _places(keys: Tensor, p: Tensor) -> Tensor:
-    """Where the weights of these keys stand in a row of p with one more column, which stands for no key (-1)."""
+    """Places of the weights of these keys in a row of p with one more column, which stands for no key (-1)."""
     return torch.where(keys < 0, p.shape[-1], keys)
 
 

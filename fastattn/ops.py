@@ -26,9 +26,9 @@ from .plan import Plan, is_plain
 from .spec import Mask, Spec, accumulation_dtype, empty_output
 
 _SPEC = (
-    "Tensor? q_starts, Tensor? real_keys, Tensor? real_queries, Tensor? segments_q, Tensor? segments_k, "
-    "Tensor? dense, Tensor? seed, bool causal, SymInt q_start, SymInt? window_left, SymInt? window_right, float scale, "
-    "float? softcap, float dropout_p, bool deterministic, str backend"
+    "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
+    "Tensor? dense, Tensor? seed, bool causal, SymInt q_offset, SymInt? window_left, SymInt? window_right, "
+    "float scale, float? softcap, float dropout_p, bool deterministic, str backend"
 )
 _LEARNED = "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks"
 _WANTED = ", ".join(f"bool {name}_wanted" for name in ("dq", "dk", "dv", "dbias", "dalibi", "dsinks"))
@@ -105,12 +105,12 @@ def _in_form(
 
 def _distinct(arguments: tuple) -> tuple:
     """The arguments with a view in place of every tensor that stands there twice, which Dynamo would refuse."""
-    seen, found = [], []
+    seen, result = [], []
     for x in arguments:
         again = isinstance(x, Tensor) and any(x is other for other in seen)
-        found.append(x.view_as(x) if again else x)
+        result.append(x.view_as(x) if again else x)
         seen.append(x)
-    return tuple(found)
+    return tuple(result)
 
 
 def _in_forward_mode() -> bool:
@@ -160,16 +160,16 @@ def _onnx_exports() -> bool:
 def _flatten(spec: Spec, backend: ModuleType) -> tuple:
     """The arguments that `_SPEC` declares."""
     mask = spec.mask
-    several = isinstance(mask.q_start, Tensor)
+    several = isinstance(mask.q_offset, Tensor)
     return (
-        mask.q_start if several else None,
+        mask.q_offset if several else None,
         mask.real_keys,
         mask.real_queries,
-        *(mask.segments or (None, None)),
+        *(mask.segment_ids or (None, None)),
         mask.dense,
         spec.seed,
         mask.causal,
-        0 if several else mask.q_start,
+        0 if several else mask.q_offset,
         *mask.window,
         spec.scale,
         spec.softcap,
@@ -181,15 +181,17 @@ def _flatten(spec: Spec, backend: ModuleType) -> tuple:
 
 def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
     """The spec and the backend that `_flatten` was given."""
-    q_starts, real_keys, real_queries, segments_q, segments_k, dense, seed, causal, q_start, left, right = flat[:11]
+    q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense, seed, causal, q_offset, left, right = flat[
+        :11
+    ]
     scale, softcap, dropout_p, deterministic, backend = flat[11:]
     mask = Mask(
         causal=causal,
-        q_start=q_start if q_starts is None else q_starts,
+        q_offset=q_offset if q_offsets is None else q_offsets,
         window=(left, right),
         real_keys=real_keys,
         real_queries=real_queries,
-        segments=None if segments_q is None else (segments_q, segments_k),
+        segment_ids=None if segment_ids_q is None else (segment_ids_q, segment_ids_k),
         dense=dense,
     )
     bias, alibi_slopes, sinks = learned

@@ -149,14 +149,14 @@ def _metadata(x: Tensor) -> tuple:
 
 def _kind_of_mask(mask: Mask) -> tuple:
     """All of a mask that a plan depends on."""
-    q_start, segments = mask.q_start, mask.segments
+    q_offset, segment_ids = mask.q_offset, mask.segment_ids
     return (
         mask.causal,
-        q_start if type(q_start) is int else _metadata(q_start),
+        q_offset if type(q_offset) is int else _metadata(q_offset),
         mask.window,
         None if mask.real_keys is None else _metadata(mask.real_keys),
         None if mask.real_queries is None else _metadata(mask.real_queries),
-        None if segments is None else (_metadata(segments[0]), _metadata(segments[1])),
+        None if segment_ids is None else (_metadata(segment_ids[0]), _metadata(segment_ids[1])),
         None if mask.dense is None else _metadata(mask.dense),
     )
 

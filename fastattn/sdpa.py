@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention: what its arguments mean to `attention`, and a function that takes them."""
+"""Attention with the arguments of torch's scaled_dot_product_attention, and their translation to `attention`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """What torch.nn.functional.scaled_dot_product_attention returns, by the fused backends: [N, ..., H, L, E_v].
+    """torch.nn.functional.scaled_dot_product_attention, computed by the fused backends: [N, ..., H, L, E_v].
 
     Arguments, broadcasting and refusals are torch's, with one difference: where torch multiplies padding by zero, a
     bool mask that is the same for every query ([N, 1, 1, S]) is skipped work here.
@@ -39,7 +39,10 @@ def scaled_dot_product_attention(
             and refuses elsewhere).
         scale: factor on query key^T; None is 1 / sqrt(E).
         enable_gqa: H may be a multiple of H_kv.
-        backend: as in `attention`; torch has no such argument.
+        backend: see `attention`; torch has no such argument.
+
+    Returns:
+        Output [N, ..., H, L, E_v] in the dtype of query; a query that may see no key gives 0.
 
     Raises:
         RuntimeError, IndexError, TypeError, ValueError: torch's class for what torch refuses.
@@ -91,7 +94,7 @@ def computed(call: Call, backend: str | None) -> Tensor:
     """The output of the call.
 
     Raises:
-        RefusedError: `attention` finds it malformed.
+        RefusedError: the call is malformed.
         NoBackendError: no (or not the named) backend computes it.
     """
     q, k, v, mask, bias, scale, dropout_p, shape = call
@@ -112,9 +115,9 @@ def causal_bias() -> tuple[type, ...]:
 
 
 def _imported(module: str, *names: str) -> tuple[type, ...]:
-    """These classes of a module that takes long to import; none of them while it is not."""
-    found = sys.modules.get(module)
-    return tuple(getattr(found, name) for name in names if hasattr(found, name))
+    """Classes of a module that takes long to import; none of them while it is not."""
+    loaded = sys.modules.get(module)
+    return tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
 
 
 def _parsed(
@@ -212,7 +215,7 @@ def _check_attn_mask(attn_mask: object, query: Tensor, scores: tuple[int, ...]) 
 
 
 def _number(name: str, x: object) -> float:
-    """What torch takes for a number, as a float."""
+    """Converts anything that torch takes for a number to a float."""
     if type(x) is float or isinstance(x, (SymFloat, SymInt)):
         return x
     if isinstance(x, Tensor):
@@ -256,7 +259,7 @@ def _from_causal_bias(bias: Tensor, L: int, S: int, is_causal: bool) -> Mask:
         return Mask(causal=True)
     if lengths != (L, S):
         raise RuntimeError(f"attn_mask must be causal_lower_right({L}, {S}), got causal_lower_right{lengths}")
-    return Mask(causal=True, q_start=S - L)
+    return Mask(causal=True, q_offset=S - L)
 
 
 def _from_attn_mask(attn_mask: Tensor, batch: list[int], S: int, is_causal: bool) -> tuple[Mask, Tensor | None]:

@@ -1,4 +1,4 @@
-"""What to compute: `Mask` says which keys each query may see, `Spec` adds everything else a backend needs.
+"""Description of a call: `Mask` says which keys each query may see, `Spec` adds everything else that a backend needs.
 
 This file is the definition. A backend is right when it agrees with `Mask.keep`, `Mask.positions` and
 `Spec.dropout_keep`; it is free in how it gets there. True always means *may see*.
@@ -20,22 +20,22 @@ _NO_WINDOW = (None, None)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
-    """Which keys each query may see; every field that is set hides more, and all of them combine.
+    """Visibility of keys to queries; every field that is set hides more, and all of them combine.
 
     Letters: B batch, H heads, n_q queries, n_k keys. `position` is where a token stands among the keys: key j
-    stands at j, query i at `q_start + i`; with `segments`, both are counted within the token's own document.
+    stands at j, query i at `q_offset + i`; with `segment_ids`, both are counted within the token's own document.
 
     Args:
         causal: a query sees only keys at its own position or before it.
-        q_start: position of query 0 among the keys: 0 is PyTorch's `is_causal` (aligned top left), `n_k - n_q` is
+        q_offset: position of query 0 among the keys: 0 is PyTorch's `is_causal` (aligned top left), `n_k - n_q` is
             FlashAttention's (aligned bottom right), the cache length when decoding. An int; or an integer tensor on the
             device of q, [B] for samples that differ, or [B, n_q] for queries that do: query i of sample b then stands
-            at `q_start[b, i] + i` (with `segments`, + its rank in its document).
+            at `q_offset[b, i] + i` (with `segment_ids`, + its rank in its document).
         window: how far to the (left, right) of its own position a query may look; None is no limit.
         real_keys: bool [B, n_k]; False marks padding, in any pattern.
         real_queries: bool [B, n_q]; a False row is never read: its output is 0, its lse -inf, its gradient 0.
-        segments: integer document ids ([B, n_q], [B, n_k]); a query sees only keys of its own document, a negative id
-            is padding.
+        segment_ids: integer document ids ([B, n_q], [B, n_k]); a query sees only keys of its own document, a
+            negative id is padding.
         dense: bool, broadcastable to [B, H, n_q, n_k]: the general case.
 
     Raises:
@@ -44,28 +44,28 @@ class Mask:
 
     Example:
         >>> import torch, fastattn
-        >>> fastattn.Mask(causal=True, q_start=1).keep(2, 3)[0, 0].int()
+        >>> fastattn.Mask(causal=True, q_offset=1).keep(2, 3)[0, 0].int()
         tensor([[1, 1, 0],
                 [1, 1, 1]], dtype=torch.int32)
     """
 
     causal: bool = False
-    q_start: int | Tensor = 0
+    q_offset: int | Tensor = 0
     window: tuple[int | None, int | None] = _NO_WINDOW
     real_keys: Tensor | None = None
     real_queries: Tensor | None = None
-    segments: tuple[Tensor, Tensor] | None = None
+    segment_ids: tuple[Tensor, Tensor] | None = None
     dense: Tensor | None = None
 
     def __post_init__(self) -> None:
         if type(self.causal) is not bool:
             raise ValueError(f"mask.causal must be a bool, got {_shown(self.causal)}")
-        if not is_int(self.q_start):
-            if not isinstance(self.q_start, Tensor):
-                raise ValueError(f"mask.q_start must be an int or an integer Tensor, got {_shown(self.q_start)}")
-            _check_table("q_start", self.q_start, _INTEGERS, (1, 2))
-        elif not -(2**63) <= self.q_start < 2**63:
-            raise ValueError(f"mask.q_start must be an int of 64 bits, got {self.q_start}")
+        if not is_int(self.q_offset):
+            if not isinstance(self.q_offset, Tensor):
+                raise ValueError(f"mask.q_offset must be an int or an integer Tensor, got {_shown(self.q_offset)}")
+            _check_table("q_offset", self.q_offset, _INTEGERS, (1, 2))
+        elif not -(2**63) <= self.q_offset < 2**63:
+            raise ValueError(f"mask.q_offset must be an int of 64 bits, got {self.q_offset}")
         if self.window is not _NO_WINDOW:
             if not isinstance(self.window, tuple) or len(self.window) != 2:
                 raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")
@@ -78,13 +78,13 @@ class Mask:
             _check_table("real_keys", self.real_keys, _BOOL, (2,))
         if self.real_queries is not None:
             _check_table("real_queries", self.real_queries, _BOOL, (2,))
-        if self.segments is not None:
-            if not isinstance(self.segments, tuple) or len(self.segments) != 2:
+        if self.segment_ids is not None:
+            if not isinstance(self.segment_ids, tuple) or len(self.segment_ids) != 2:
                 raise ValueError(
-                    f"mask.segments must be a pair of Tensors (of queries, of keys), got {_shown(self.segments)}"
+                    f"mask.segment_ids must be a pair of Tensors (of queries, of keys), got {_shown(self.segment_ids)}"
                 )
-            for i, ids in enumerate(self.segments):
-                _check_table(f"segments[{i}]", ids, _INTEGERS, (2,))
+            for i, ids in enumerate(self.segment_ids):
+                _check_table(f"segment_ids[{i}]", ids, _INTEGERS, (2,))
         if self.dense is not None:
             _check_table("dense", self.dense, _BOOL, (0, 1, 2, 3, 4))
 
@@ -92,24 +92,24 @@ class Mask:
         """The names of the fields in use: what a backend must list to be given this mask."""
         in_use = {
             "causal": self.causal,
-            "q_start": isinstance(self.q_start, Tensor) or self.q_start != 0,
+            "q_offset": isinstance(self.q_offset, Tensor) or self.q_offset != 0,
             "window": self.window[0] is not None or self.window[1] is not None,
             "real_keys": self.real_keys is not None,
             "real_queries": self.real_queries is not None,
-            "segments": self.segments is not None,
+            "segment_ids": self.segment_ids is not None,
             "dense": self.dense is not None,
         }
         return frozenset(name for name, used in in_use.items() if used)
 
     def positions(self, n_q: int, n_k: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        """Where queries and keys stand among the keys: two int64 tensors, [B or 1, n_q] and [B or 1, n_k]."""
-        if self.segments is None:
+        """Positions of queries and keys among the keys: two int64 tensors, [B or 1, n_q] and [B or 1, n_k]."""
+        if self.segment_ids is None:
             rank_q = torch.arange(n_q, device=device)[None]
             rank_k = torch.arange(n_k, device=device)[None]
         else:
-            rank_q, rank_k = (_rank_in_document(ids) for ids in self.segments)
-        per_sample = isinstance(self.q_start, Tensor) and self.q_start.dim() == 1
-        return rank_q + (self.q_start[:, None] if per_sample else self.q_start), rank_k
+            rank_q, rank_k = (_rank_in_document(ids) for ids in self.segment_ids)
+        per_sample = isinstance(self.q_offset, Tensor) and self.q_offset.dim() == 1
+        return rank_q + (self.q_offset[:, None] if per_sample else self.q_offset), rank_k
 
     def keep(self, n_q: int, n_k: int, device: torch.device | str | None = None, rows: slice = slice(None)) -> Tensor:
         """bool [B or 1, H or 1, n_q, n_k], True where the query may see the key. THE definition of every field.
@@ -131,23 +131,23 @@ class Mask:
             keep = keep & self.real_keys[:, None, :]
         if self.real_queries is not None:
             keep = keep & self.real_queries[:, rows, None]
-        if self.segments is not None:
-            ids_q, ids_k = self.segments
+        if self.segment_ids is not None:
+            ids_q, ids_k = self.segment_ids
             keep = keep & (ids_q[:, rows, None] == ids_k[:, None, :]) & (ids_k >= 0)[:, None, :]
         keep = keep[:, None]
         return keep if self.dense is None else keep & _rows_of(self.dense, rows)
 
     def readable_keys(self) -> Tensor | None:
         """bool [B, n_k], False for keys that are padding to every query, and so never read. None without padding."""
-        in_document = None if self.segments is None else self.segments[1] >= 0
+        in_document = None if self.segment_ids is None else self.segment_ids[1] >= 0
         return _both(self.real_keys, in_document)
 
     def readable_queries(self) -> Tensor | None:
         """bool [B, n_q], False for queries that are padding, and so never read. None without padding."""
-        in_document = None if self.segments is None else self.segments[0] >= 0
+        in_document = None if self.segment_ids is None else self.segment_ids[0] >= 0
         return _both(self.real_queries, in_document)
 
-    def without_padding(self, real_keys: Tensor | None = None, real_queries: Tensor | None = None) -> Mask:
+    def with_padding(self, real_keys: Tensor | None = None, real_queries: Tensor | None = None) -> Mask:
         """A copy of this mask that also hides what `real_keys` [B, n_k] and `real_queries` [B, n_q] mark as padding."""
         return replace(
             self,
@@ -157,18 +157,18 @@ class Mask:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of this mask, by the name of its field (for checks of device and dtype)."""
-        found = {}
-        if isinstance(self.q_start, Tensor):
-            found["q_start"] = self.q_start
+        tensors = {}
+        if isinstance(self.q_offset, Tensor):
+            tensors["q_offset"] = self.q_offset
         if self.real_keys is not None:
-            found["real_keys"] = self.real_keys
+            tensors["real_keys"] = self.real_keys
         if self.real_queries is not None:
-            found["real_queries"] = self.real_queries
-        if self.segments is not None:
-            found["segments[0]"], found["segments[1]"] = self.segments
+            tensors["real_queries"] = self.real_queries
+        if self.segment_ids is not None:
+            tensors["segment_ids[0]"], tensors["segment_ids[1]"] = self.segment_ids
         if self.dense is not None:
-            found["dense"] = self.dense
-        return found
+            tensors["dense"] = self.dense
+        return tensors
 
 
 _BOOL, _INTEGERS = (torch.bool,), (torch.int32, torch.int64)

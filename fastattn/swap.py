@@ -1,4 +1,4 @@
-"""Puts fastattn into a model that exists, and says what was replaced, what was not, and why."""
+"""Replacement of the attention modules of an existing model, with a report of what was replaced, and what not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What `swap` did; `str()` of it is meant for people.
+    """Report of `swap`; `str()` of it is meant for people.
 
     swapped: by qualified name in the model ("" is the model itself), the class that each attention module had which
         computes by fastattn since this call.
@@ -55,7 +55,7 @@ class SwapReport:
 
 
 def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
-    """A report of what computes by fastattn from now on; the model is changed in place, its parameters stay.
+    """Makes a model compute attention by fastattn: changes it in place, keeps its parameters, and returns a report.
 
     Every `nn.MultiheadAttention` becomes a `fastattn.MultiHeadAttention`: the same object with another class, so that
     parameters, optimizers, hooks, modes, and modules used in two places (or that are the model itself) need no care.
@@ -81,6 +81,12 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
             layers are not known to take that, and `report.calls` how many passes were packed, and why others were not:
             those with a cache, or that are asked for hidden states or attentions. torch.nn's encoders and decoders
             pack by themselves.
+
+    Returns:
+        A `SwapReport`: by name, the modules that were swapped, those that had been before, and those that were refused.
+
+    Raises:
+        ValueError: `model` is no torch.nn.Module.
 
     Example:
         >>> import torch, fastattn
@@ -132,7 +138,10 @@ def unswap(model: nn.Module) -> None:
     Parameters stay as they are now. A module that was built as one of fastattn's stays one.
 
     Args:
-        model: any module.
+        model: any module, swapped or not.
+
+    Raises:
+        ValueError: `model` is no torch.nn.Module.
 
     Example:
         >>> import torch, fastattn
@@ -163,7 +172,7 @@ _CHANGED = ("num_kv_heads", "rotary", "use_nested_tensor", "activation_relu_or_g
 
 
 def _remember(module: nn.Module) -> None:
-    """Keeps what `unswap` gives back."""
+    """Keeps the class and the attributes that `unswap` gives back."""
     attributes = {name: vars(module)[name] for name in _CHANGED if name in vars(module)}
     vars(module).setdefault(_MEMORY, (type(module), attributes))
 
@@ -201,20 +210,20 @@ _SOFTMAX = frozenset({"softmax", "num_heads"})  # in the code of those that are 
 
 
 def _unknown(model: nn.Module, known: set[str]) -> dict[str, str]:
-    """By name, why each other module that looks like an attention, and holds none of `known`, stays what it is."""
-    found: dict[str, str] = {}
+    """Reasons why other modules that look like attention, and hold none of `known`, stay what they are, by name."""
+    unknown: dict[str, str] = {}
     for name, module in reversed(list(model.named_modules())):  # what is inside first
         scripted = getattr(module, "original_name", None)
         if not (_NAMED_ATTENTION(scripted or type(module).__name__) or names_in_code_of(type(module)) >= _SOFTMAX):
             continue
         inside = f"{name}." if name else ""
-        if any(other == name or other.startswith(inside) for other in (*known, *found)):
+        if any(other == name or other.startswith(inside) for other in (*known, *unknown)):
             continue
         if scripted:
-            found[name] = _SCRIPTED
+            unknown[name] = _SCRIPTED
         elif _is_foreign(module):
-            found[name] = f"{full_name(type(module))} computes attention by code of its own"
-    return dict(reversed(found.items()))
+            unknown[name] = f"{full_name(type(module))} computes attention by code of its own"
+    return dict(reversed(unknown.items()))
 
 
 _LAYERS = {

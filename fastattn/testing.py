@@ -1,4 +1,4 @@
-"""What tests and benchmarks share: the table of cases, the inputs of a case, and the one error budget.
+"""Cases of tests and benchmarks: the table of cases, the inputs of a case, and the one error budget.
 
 A result is right when it is as good as naive PyTorch in the same dtype. With `exact` the reference in fp64 on the same
 inputs, and `naive` the plain formula in the dtype of the inputs:
@@ -28,7 +28,7 @@ OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks")
 class Case:
     """One shape and mask, and the reason it is in the table.
 
-    q_start: a tuple has one for each sample; "scattered" is another one for each query, anywhere among the keys.
+    q_offset: a tuple has one for each sample; "scattered" is another one for each query, anywhere among the keys.
     keys: pattern of real_keys: "right" padding with lengths spread evenly over [n_k / 4, n_k], "left" the same on
         the other side, "skewed" on the right with many short samples and few long ones (n_k / 4 on average), "holes"
         anywhere, "none" where the first sample has no real key at all.
@@ -49,11 +49,11 @@ class Case:
     D: int = 32
     d_v: int | None = None
     causal: bool = False
-    q_start: int | tuple[int, ...] | str = 0
+    q_offset: int | tuple[int, ...] | str = 0
     window: tuple[int | None, int | None] = (None, None)
     keys: str | None = None
     queries: bool = False
-    segments: bool = False
+    segment_ids: bool = False
     dense: bool = False
     bias: tuple[int, ...] | None = None
     softcap: float | None = None
@@ -101,7 +101,7 @@ def _gpu(name: str, why: str, **options: object) -> Case:
 
 
 def _gpu_squares(head_dims: tuple[int, ...], lengths: tuple[int, ...]) -> list[Case]:
-    """As FlashAttention's authors time: 16k tokens, heads that make up 2048 channels."""
+    """Cases that FlashAttention's authors time: 16k tokens, heads that make up 2048 channels."""
     masks = {"full": False, "causal": True}
     return [
         _gpu(f"D{D}-N{N}-{name}", "16k tokens", B=2**14 // N, H=2**11 // D, n_q=N, D=D, causal=causal)
@@ -113,7 +113,7 @@ def _gpu_squares(head_dims: tuple[int, ...], lengths: tuple[int, ...]) -> list[C
 
 CASES: tuple[Case, ...] = (
     Case("plain", "nothing special"),
-    Case("one-query", "decoding: one query, many keys", n_q=1, n_k=70, causal=True, q_start=69),
+    Case("one-query", "decoding: one query, many keys", n_q=1, n_k=70, causal=True, q_offset=69),
     Case("one-key", "softmax over a single key", n_q=5, n_k=1),
     Case(
         "decode-bias", "a bias beside dot products, keys in several parts", B=1, H_kv=1, n_q=2, n_k=600, keys="holes",
@@ -121,7 +121,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "decode-alibi", "distances beside dot products, and a bias that is one number for all keys", n_q=3, n_k=70,
-        causal=True, q_start=(66, 40), alibi=True, bias=(3, 1),
+        causal=True, q_offset=(66, 40), alibi=True, bias=(3, 1),
     ),
     Case("one-by-one", "the smallest call", B=1, H=1, n_q=1, n_k=1, D=1),
     Case("tail-below", "one less than a block of 16, 32, 64 and 128", n_q=127, n_k=63),
@@ -139,14 +139,17 @@ CASES: tuple[Case, ...] = (
     Case("multi-query", "one key head for all, causal, padded", H=4, H_kv=1, n_q=40, causal=True, keys="right"),
     Case("causal", "PyTorch's is_causal", n_q=100, causal=True),
     Case("causal-cross", "top-left causal with fewer keys: late queries see all", n_q=70, n_k=33, causal=True),
-    Case("causal-end", "bottom-right causal", n_q=33, n_k=70, causal=True, q_start=37),
-    Case("causal-before", "queries that stand before every key see nothing", n_q=70, n_k=33, causal=True, q_start=-37),
-    Case("causal-cached", "another cache length for each sample", n_q=9, n_k=60, causal=True, q_start=(51, 20)),
+    Case("causal-end", "bottom-right causal", n_q=33, n_k=70, causal=True, q_offset=37),
+    Case("causal-before", "queries that stand before every key see nothing", n_q=70, n_k=33, causal=True, q_offset=-37),
+    Case("causal-cached", "another cache length for each sample", n_q=9, n_k=60, causal=True, q_offset=(51, 20)),
     Case("window", "a window on both sides", n_q=100, window=(10, 5)),
     Case("window-causal", "sliding-window attention", n_q=100, causal=True, window=(16, None)),
-    Case("window-right", "only the right is bounded", n_q=60, n_k=90, window=(None, 3), q_start=10),
+    Case("window-right", "only the right is bounded", n_q=60, n_k=90, window=(None, 3), q_offset=10),
     Case("window-zero", "a query sees only itself", n_q=40, window=(0, 0)),
-    Case("window-outside", "windows that lie beyond the last key are empty", n_q=40, n_k=20, window=(3, 3), q_start=10),
+    Case(
+        "window-outside", "windows that lie beyond the last key are empty",
+        n_q=40, n_k=20, window=(3, 3), q_offset=10,
+    ),
     Case("pad-right", "key padding on the right", B=3, n_q=90, keys="right"),
     Case("pad-left", "key padding on the left", B=3, n_q=90, keys="left"),
     Case("pad-holes", "padding anywhere", B=3, n_q=90, keys="holes"),
@@ -166,12 +169,12 @@ CASES: tuple[Case, ...] = (
     Case("large-scores", "scores of thousands", n_q=40, scale=300.0, causal=True),
     Case("zero-scale", "every visible key weighs the same", n_q=40, scale=0.0, keys="right"),
     Case("negative-scale", "the least similar key wins", n_q=40, scale=-0.5),
-    Case("segments", "packed documents with a padded tail", n_q=60, segments=True),
-    Case("segments-causal", "positions count in the document", n_q=60, segments=True, causal=True, window=(8, None)),
-    Case("scattered", "queries stand anywhere", n_q=40, n_k=60, q_start="scattered", causal=True, keys="left"),
+    Case("segments", "packed documents with a padded tail", n_q=60, segment_ids=True),
+    Case("segments-causal", "positions count in the document", n_q=60, segment_ids=True, causal=True, window=(8, None)),
+    Case("scattered", "queries stand anywhere", n_q=40, n_k=60, q_offset="scattered", causal=True, keys="left"),
     Case(
         "scattered-segments-alibi", "each query stands somewhere else in its document",
-        n_q=60, q_start="scattered", segments=True, window=(9, 4), alibi=True,
+        n_q=60, q_offset="scattered", segment_ids=True, window=(9, 4), alibi=True,
     ),
     Case("dense", "an arbitrary bool mask", n_q=40, dense=True),
     Case("bias", "an additive bias for each head", n_q=40, bias=(1, 2, 40, 40)),
@@ -184,11 +187,11 @@ CASES: tuple[Case, ...] = (
     ),
     Case("softcap", "bounded scores", n_q=40, softcap=2.0, causal=True),
     Case("alibi", "linear distance bias", n_q=40, alibi=True, causal=True),
-    Case("alibi-segments", "distances count in the document", n_q=40, segments=True, alibi=True),
+    Case("alibi-segments", "distances count in the document", n_q=40, segment_ids=True, alibi=True),
     Case("sinks", "one learned logit a head", n_q=40, sinks=True, keys="none"),
-    Case("sinks-segments", "each document has the sink", n_q=40, sinks=True, segments=True, dropout_p=0.2),
+    Case("sinks-segments", "each document has the sink", n_q=40, sinks=True, segment_ids=True, dropout_p=0.2),
     Case(
-        "far-keys", "sinks that leave hardly anything to the keys", n_q=20, n_k=5, q_start=24, alibi=True, sinks=True,
+        "far-keys", "sinks that leave hardly anything to the keys", n_q=20, n_k=5, q_offset=24, alibi=True, sinks=True,
         bias=(20, 1),
     ),
     Case("dropout", "dropped weights, the same on every backend", n_q=40, dropout_p=0.3, causal=True),
@@ -196,8 +199,8 @@ CASES: tuple[Case, ...] = (
     Case(
         "everything",
         "all features in one call",
-        H=4, H_kv=2, n_q=40, n_k=50, causal=True, q_start=10, window=(30, None), keys="holes", queries=True, dense=True,
-        bias=(2, 1, 40, 50), softcap=5.0, alibi=True, sinks=True, dropout_p=0.2,
+        H=4, H_kv=2, n_q=40, n_k=50, causal=True, q_offset=10, window=(30, None), keys="holes", queries=True,
+        dense=True, bias=(2, 1, 40, 50), softcap=5.0, alibi=True, sinks=True, dropout_p=0.2,
     ),
     *_timed("L128", B=8, H=12, L=128, D=64),
     *_timed("L512", B=4, H=12, L=512, D=64),
@@ -248,7 +251,7 @@ class Inputs:
     options: dict[str, object] = field(default_factory=dict)
 
     def spec(self) -> Spec:
-        """What a backend is given for these inputs."""
+        """Spec that a backend is given for these inputs."""
         options = dict(self.options)
         scale = options.pop("scale")
         generator = options.pop("generator", None)
@@ -290,27 +293,27 @@ def make_inputs(
             if n_q == n_k and real_keys is not None
             else torch.arange(n_q) < (lengths * n_q // max(n_k, 1))[:, None]
         )
-    segments = tuple(_documents(B, n, generator) for n in (n_q, n_k)) if case.segments else None
+    segment_ids = tuple(_documents(B, n, generator) for n in (n_q, n_k)) if case.segment_ids else None
     dense = None
     if case.dense:
         dense = torch.rand(B, 1, n_q, n_k, generator=generator) < 0.7
         dense[:1, 0, n_q // 2 : n_q // 2 + 1] = False  # a query that sees nothing
-    q_start = case.q_start
-    if q_start == "scattered":
-        q_start = torch.randint(-n_q, n_k + 1, (B, n_q), generator=generator).to(device)
-    elif isinstance(q_start, tuple):
-        q_start = torch.tensor(q_start, dtype=torch.int32, device=device)
+    q_offset = case.q_offset
+    if q_offset == "scattered":
+        q_offset = torch.randint(-n_q, n_k + 1, (B, n_q), generator=generator).to(device)
+    elif isinstance(q_offset, tuple):
+        q_offset = torch.tensor(q_offset, dtype=torch.int32, device=device)
 
     def there(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(device)
 
     mask = Mask(
         causal=case.causal,
-        q_start=q_start,
+        q_offset=q_offset,
         window=case.window,
         real_keys=there(real_keys),
         real_queries=there(real_queries),
-        segments=None if segments is None else (there(segments[0]), there(segments[1])),
+        segment_ids=None if segment_ids is None else (there(segment_ids[0]), there(segment_ids[1])),
         dense=there(dense),
     )
     options: dict[str, object] = {"scale": D**-0.5 if case.scale is None else case.scale}
@@ -403,7 +406,7 @@ def run(inputs: Inputs, backend: str | None, threads: int | None = None) -> dict
 
 
 def exact(inputs: Inputs) -> dict[str, Tensor]:
-    """The same in fp64 by the reference, from the same (rounded) inputs."""
+    """Outputs and gradients in fp64 by the reference, from the same (rounded) inputs."""
 
     def double(x: object) -> object:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -460,33 +463,33 @@ def formula(inputs: Inputs, learned: dict[str, Tensor]) -> tuple[Tensor, Tensor,
         ds = p * (do @ v.mT * factor - delta)
         dqk = ds * spec.scale if capped is None else ds * (1 - capped**2) * spec.scale
         by_head = (dqk.mT @ q, (p * factor).mT @ do)
-        found = {
+        by_name = {
             "q": dqk @ k,
             "k": by_head[0].unflatten(1, (H_kv, -1)).sum(2),
             "v": by_head[1].unflatten(1, (H_kv, -1)).sum(2),
         }
         if "bias" in learned:
-            found["bias"] = ds.sum_to_size(learned["bias"].shape)
+            by_name["bias"] = ds.sum_to_size(learned["bias"].shape)
         if "alibi_slopes" in learned:
-            found["alibi_slopes"] = -(ds * distance).sum((0, 2, 3))
+            by_name["alibi_slopes"] = -(ds * distance).sum((0, 2, 3))
         if "sinks" in learned:
-            found["sinks"] = -(p_all[..., n_k:] * delta).sum((0, 2, 3))
-        return tuple(found[name] for name in learned)
+            by_name["sinks"] = -(p_all[..., n_k:] * delta).sum((0, 2, 3))
+        return tuple(by_name[name] for name in learned)
 
     return o, lse, gradients
 
 
 def naive(inputs: Inputs) -> dict[str, Tensor]:
-    """The same by the plain formula in the dtype of the inputs."""
+    """Outputs and gradients by the plain formula in the dtype of the inputs."""
     learned = {name: x.detach().to(inputs.q.dtype) for name, x in inputs.learned().items()}
     o, lse, gradients = formula(inputs, learned)
-    found = gradients(inputs.do, inputs.dlse.to(o.dtype))
-    return {"o": o, "lse": lse} | {f"d{name}": g for name, g in zip(learned, found, strict=True)}
+    values = gradients(inputs.do, inputs.dlse.to(o.dtype))
+    return {"o": o, "lse": lse} | {f"d{name}": g for name, g in zip(learned, values, strict=True)}
 
 
 @dataclass(frozen=True)
 class Error:
-    """How far one output is from exact, and how far it may be; `right` says which is larger. NaN is never right."""
+    """Error of one output against exact, and its budget; `right` says which is larger. NaN is never right."""
 
     output: str
     largest: float

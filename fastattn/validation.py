@@ -130,11 +130,11 @@ def check_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
 
 def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k: int) -> None:
     shapes = {
-        "q_start": ((B,), (B, n_q)),
+        "q_offset": ((B,), (B, n_q)),
         "real_keys": ((B, n_k),),
         "real_queries": ((B, n_q),),
-        "segments[0]": ((B, n_q),),
-        "segments[1]": ((B, n_k),),
+        "segment_ids[0]": ((B, n_q),),
+        "segment_ids[1]": ((B, n_k),),
     }
     mask.__post_init__()  # which transforms, such as tree_map, leave out
     for name, x in mask.tensors().items():

@@ -5,31 +5,31 @@ import triton.language as tl
 
 
 @triton.jit
-def whole_numbers(x, y, found, N: tl.constexpr):
+def whole_numbers(x, y, result, N: tl.constexpr):
     """Divisions of numbers of both signs, of tiles and of scalars."""
     o = tl.arange(0, N)
     b_x, b_y = tl.load(x + o), tl.load(y + o)
-    tl.store(found + o, b_x // b_y)
-    tl.store(found + N + o, b_x % b_y)
-    tl.store(found + 2 * N + o, tl.minimum(b_x, b_y) - tl.maximum(b_x, 3))
-    tl.store(found + 3 * N + o, tl.cdiv(b_x, 4) + (b_x & 6) * 2 - (b_x >> 1))
+    tl.store(result + o, b_x // b_y)
+    tl.store(result + N + o, b_x % b_y)
+    tl.store(result + 2 * N + o, tl.minimum(b_x, b_y) - tl.maximum(b_x, 3))
+    tl.store(result + 3 * N + o, tl.cdiv(b_x, 4) + (b_x & 6) * 2 - (b_x >> 1))
     for i in range(tl.load(x), tl.load(y)):
         i_x = tl.load(x + i)
-        tl.store(found + 4 * N + i, i_x // tl.load(y + i) * 3 + i_x % 5)
-        tl.store(found + 5 * N + i, tl.where(i_x < 0, i_x, i).to(tl.int64))
+        tl.store(result + 4 * N + i, i_x // tl.load(y + i) * 3 + i_x % 5)
+        tl.store(result + 5 * N + i, tl.where(i_x < 0, i_x, i).to(tl.int64))
 
 
 @triton.jit
-def real_numbers(x, found, factor, N: tl.constexpr):
+def real_numbers(x, result, factor, N: tl.constexpr):
     """Rounding, NaN in the maxima of rows, masked lanes, and types that meet."""
     o = tl.arange(0, N)
     b_x = tl.load(x + o, mask=o < N - 3, other=-1.5)
     b_half = b_x.to(tl.float16)
-    tl.store(found + o, b_half * o + b_x * factor)
-    tl.store(found + N + o, (b_half * 1.1).to(tl.float32))
-    tl.store(found + 2 * N + o, tl.where(b_x != b_x, 9.0, tl.maximum(b_x, 0.25) + tl.exp2(tl.minimum(b_x, 2.0))))
-    tl.store(found + 3 * N + o, tl.where(o % 2 == 0, b_x, float("inf")))
+    tl.store(result + o, b_half * o + b_x * factor)
+    tl.store(result + N + o, (b_half * 1.1).to(tl.float32))
+    tl.store(result + 2 * N + o, tl.where(b_x != b_x, 9.0, tl.maximum(b_x, 0.25) + tl.exp2(tl.minimum(b_x, 2.0))))
+    tl.store(result + 3 * N + o, tl.where(o % 2 == 0, b_x, float("inf")))
     b_square = b_x[:, None] * o[None, :]
-    tl.store(found + 4 * N + o, tl.max(b_square, 1), mask=o > 2)
-    tl.store(found + 5 * N + o, tl.max(tl.where(b_square != b_square, 0.0, b_square), 0) / 3)
-    tl.store(found + 6 * N + o, tl.where(tl.max(b_x, 0) > 1, 1.0, 2.0) * tl.log2(tl.abs(b_x) + 1))
+    tl.store(result + 4 * N + o, tl.max(b_square, 1), mask=o > 2)
+    tl.store(result + 5 * N + o, tl.max(tl.where(b_square != b_square, 0.0, b_square), 0) / 3)
+    tl.store(result + 6 * N + o, tl.where(tl.max(b_x, 0) > 1, 1.0, 2.0) * tl.log2(tl.abs(b_x) + 1))

@@ -81,8 +81,8 @@ class Kernel:
     @property
     def head_dim(self) -> int:
         """What it is compiled for; 0 where it is for any."""
-        found = re.search(r"Tiling<[^,]+, (\d+),", self.name)
-        return int(found[1]) if found else 0
+        match = re.search(r"Tiling<[^,]+, (\d+),", self.name)
+        return int(match[1]) if match else 0
 
     @property
     def is_hot(self) -> bool:
@@ -189,11 +189,11 @@ def dynamic_shared_memory(nvcc: str, objects: list[Path], folder: Path) -> dict[
     program = folder / "launches"
     source = REPOSITORY / "tests" / "cuda_launches.cpp"
     output_of([nvcc, "-std=c++20", "-cudart=none", source, *objects, "-o", program])
-    found = {}
+    result = {}
     for line in output_of([program]).splitlines():
         symbol, shared = line.split()
-        found[symbol] = max(int(shared), found.get(symbol, 0))
-    return found
+        result[symbol] = max(int(shared), result.get(symbol, 0))
+    return result
 
 
 def check_binding(nvcc: str, folder: Path) -> None:

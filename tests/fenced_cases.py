@@ -70,9 +70,9 @@ def main() -> None:
                 print(case.name, flush=True)
                 expected = run(inputs, "native")
                 with mock.patch.object(build.CudaModule, "load", return_value=module):
-                    found = run(inputs, "native")
+                    actual = run(inputs, "native")
                 for name, value in expected.items():
-                    torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
+                    torch.testing.assert_close(actual[name], value, rtol=0, atol=0, equal_nan=True)
     print("done")
 
 

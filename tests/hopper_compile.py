@@ -57,18 +57,18 @@ def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
         "full": Mask(),
         "causal": Mask(causal=True),
         "padded": Mask(real_keys=real, real_queries=real),
-        "documents": Mask(causal=True, segments=(real.int(), real.int())),
+        "documents": Mask(causal=True, segment_ids=(real.int(), real.int())),
     }
-    found, known = [], []
+    rows, known = [], []
 
     def take(name: str, kernel: object) -> None:
         ptxas_says = printed.getvalue()
         printed.truncate(printed.seek(0))
         if not any(kernel is other for other in known):
             known.append(kernel)
-            same_name = sum(row["kernel"].startswith(name) for row in found)  # with other constants
+            same_name = sum(row["kernel"].startswith(name) for row in rows)  # with other constants
             kernel_name = f"{name}, {same_name + 1}" if same_name else name
-            found.append(_resources(kernel, ptxas_says) | {"kernel": kernel_name})
+            rows.append(_resources(kernel, ptxas_says) | {"kernel": kernel_name})
 
     def is_of_warp_groups(options: dict[str, object]) -> bool:
         """Not the kernels of the Triton backend, which prepare rows and masks."""
@@ -84,9 +84,9 @@ def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
                 if deterministic:
                     hopper.forward(q, k, k, spec)
                 hopper.backward(q, lse, q, k, k, q, lse, spec, (True,) * 3 + (False,) * 3)
-        for row in found:
+        for row in rows:
             yield Compiled(triton=triton.__version__, D=D, call=call, **row)
-        found.clear()
+        rows.clear()
 
 
 def _resources(kernel, ptxas_says: str) -> dict[str, object]:
@@ -138,7 +138,7 @@ def _exposed(loop: list[str]) -> int:
 
 
 def compiled_with(folder: Path | None, head_dim: int, call: str) -> list[Compiled]:
-    """The same in a process of its own, with the Triton in a folder or the installed one; keeps what it found.
+    """The same in a process of its own, with the Triton in a folder or the installed one; keeps the results.
 
     Raises:
         CompilationError: something does not compile.

@@ -1,4 +1,4 @@
-"""What the Hopper kernels took when they were last compiled on every Triton, and of which sources that is true.
+"""Record of the resources that the Hopper kernels took on every Triton, and of the sources that were compiled.
 
 `python tests/hopper_record.py` prints the table of docs/hopper.md. With `--is-current` it prints nothing, and fails
 where the kernels are no longer those of the record: `make hopper` compiles them anew and writes it. Needs Python alone.
@@ -103,26 +103,26 @@ def kernels_of(D: int) -> set[str]:
 
 def digest() -> str:
     """Of the sources that the kernels are made of, without comments, docstrings and empty lines."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for path in sources():
-        found.update(f"{path.relative_to(_BACKENDS)}\n{code_of(path.read_text())}".encode())
-    return found.hexdigest()[:16]
+        result.update(f"{path.relative_to(_BACKENDS)}\n{code_of(path.read_text())}".encode())
+    return result.hexdigest()[:16]
 
 
 def sources() -> list[Path]:
     """The files of the Hopper backend, and those of other backends that they import, whatever the depth."""
-    found, waiting = set(), sorted((_BACKENDS / "hopper").glob("*.py"))
+    result, waiting = set(), sorted((_BACKENDS / "hopper").glob("*.py"))
     while waiting:
         path = waiting.pop()
-        if path in found:
+        if path in result:
             continue
-        found.add(path)
+        result.add(path)
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level:
                 base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
                 named = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
                 waiting += [other for other in named if other.is_file() and _BACKENDS in other.parents]
-    return sorted(found)
+    return sorted(result)
 
 
 def code_of(source: str) -> str:
@@ -142,8 +142,8 @@ def recorded() -> tuple[str, list[Compiled]]:
     """The digest and the kernels of the record; "" and none where there is no record."""
     if not FILE.is_file():
         return "", []
-    found = json.loads(FILE.read_text())
-    return found["digest"], [Compiled(**row | {"warnings": tuple(row["warnings"])}) for row in found["kernels"]]
+    document = json.loads(FILE.read_text())
+    return document["digest"], [Compiled(**row | {"warnings": tuple(row["warnings"])}) for row in document["kernels"]]
 
 
 def is_current() -> bool:
@@ -161,11 +161,11 @@ def record(kernels: list[Compiled]) -> None:
 def table(kernels: list[Compiled]) -> str:
     """Markdown: a line for each kernel and call, with the figures of each Triton."""
     versions = sorted({kernel.triton for kernel in kernels})
-    found = {(x.kernel, x.D, x.call, x.triton): x for x in kernels}
+    by_key = {(x.kernel, x.D, x.call, x.triton): x for x in kernels}
     lines = [("kernel", "D", "mask", "KiB", *(f"Triton {version}" for version in versions))]
     lines.append(("---", "--:", "---", "--:", *("---" for _ in versions)))
     for name, D, call in dict.fromkeys((x.kernel, x.D, x.call) for x in kernels):
-        each = [found.get((name, D, call, version)) for version in versions]
+        each = [by_key.get((name, D, call, version)) for version in versions]
         shared = max(x.shared for x in each if x)
         lines.append((f"`{name}`", str(D), call, f"{shared / 1024:.0f}", *map(_in_short, each)))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,7 +1,7 @@
 """The form of a case: a small model of another library with random weights, and how to call it.
 
 The cases themselves are in one file for each group of libraries. `tests/test_models.py` compares each one, swapped,
-with the library's own attention, and docs/models.md is rendered from what that finds (`tests/model_table.py`).
+with the library's own attention, and docs/models.md is rendered from the results (`tests/model_table.py`).
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def outputs_and_gradients(case: ModelCase, model: nn.Module, real: Tensor | None
     cotangents = [torch.randn(output.shape, generator=generator).to(output) for output in outputs.values()]
     model.zero_grad()
     torch.autograd.backward(list(outputs.values()), cotangents)
-    found = {name: output.detach() for name, output in outputs.items()}
+    result = {name: output.detach() for name, output in outputs.items()}
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return found | {"gradients": torch.cat([gradient.flatten() for gradient in gradients])}
+    return result | {"gradients": torch.cat([gradient.flatten() for gradient in gradients])}
 
 
 def weights(case: ModelCase, model: nn.Module, real: Tensor | None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What swapping does to families of models, found by doing it; `python tests/model_table.py` writes docs/models.md."""
+"""Effects of swapping on families of models, as measured; `python tests/model_table.py` writes docs/models.md."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def committed() -> str:
 
 
 def main() -> None:
-    """Writes what is found into the document."""
+    """Writes the results into the document."""
     before, begin, rest = DOCUMENT.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -115,7 +115,7 @@ _MODELS = {CudaModel: ("gpu_model", native), GluonModel: ("gluon_model", hopper)
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> ModuleType:
     """The backend that a test is parametrized with (indirectly); for a model it is that which computes on it."""
-    fixture, found = _MODELS.get(request.param, (None, request.param))
+    fixture, result = _MODELS.get(request.param, (None, request.param))
     if fixture is not None:
         request.getfixturevalue(fixture)
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""Where each backend is tested: on the GPU if there is one that it is for, and native on every device."""
+"""Devices that each backend is tested on: the GPU if there is one that it is for, and native on every device."""
 
 from types import ModuleType
 

@@ -40,10 +40,10 @@ def innermost_loops(sass: str, name: str) -> list[Loop]:
                         body.add(block)
                         waiting += predecessors[block]
     named = {i for i, block in enumerate(blocks) if count(name, block)}
-    found = [(head, body) for head, body in bodies.items() if body & named]
+    named_loops = [(head, body) for head, body in bodies.items() if body & named]
     loops = []
-    for head, body in found:
-        if not any(other < body for _, other in found):
+    for head, body in named_loops:
+        if not any(other < body for _, other in named_loops):
             # Nothing goes round these: each is on all ways to the next.
             stops = sorted(body & named - {head}, key=lambda block: dominators[block].bit_count())
             way = [head]
@@ -106,13 +106,13 @@ def _shortest_way(
 def _dominators(predecessors: list[list[int]]) -> list[int]:
     """For each block a set of bits: the blocks through which every way to it leads, itself among them."""
     everything = (1 << len(predecessors)) - 1
-    found = [everything if before else 1 << i for i, before in enumerate(predecessors)]
-    found[0], changed = 1, True
+    result = [everything if before else 1 << i for i, before in enumerate(predecessors)]
+    result[0], changed = 1, True
     while changed:
         changed = False
         for i, before in enumerate(predecessors):
             if i and before:
-                common = reduce(int.__and__, (found[b] for b in before)) | 1 << i
-                changed |= common != found[i]
-                found[i] = common
-    return found
+                common = reduce(int.__and__, (result[b] for b in before)) | 1 << i
+                changed |= common != result[i]
+                result[i] = common
+    return result

@@ -35,10 +35,10 @@ def sentence_model(pooling: str = "mean") -> nn.Module:
 
 def embedded(model: nn.Module, real: Tensor | None) -> dict[str, Tensor]:
     attended = torch.ones(ids().shape, dtype=torch.bool) if real is None else real
-    found = model({"input_ids": ids(), **masked(attended)})
+    output = model({"input_ids": ids(), **masked(attended)})
     return {
-        "sentence_embedding": found["sentence_embedding"],
-        "token_embeddings": at_real(found["token_embeddings"], real),
+        "sentence_embedding": output["sentence_embedding"],
+        "token_embeddings": at_real(output["token_embeddings"], real),
     }
 
 

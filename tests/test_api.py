@@ -47,25 +47,31 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "dense shape": ({"mask": made_of(dense=ONES)}, "mask.dense must be broadcastable to [2, 4, 5, 7], got [2, 7]"),
     "window": ({"mask": made_of(window=(-1, None))}, "mask.window's left must be None or an int from 0 to 2**63 - 1"),
     "window pair": ({"mask": made_of(window=3)}, "mask.window must be a pair (left, right), got 3"),
-    "q_start": ({"mask": made_of(q_start=0.5)}, "mask.q_start must be an int or an integer Tensor, got 0.5"),
-    "q_start shape": ({"mask": made_of(q_start=ONES.long())}, "mask.q_start must be [2] or [2, 5], got [2, 7]"),
-    "q_start tensor": ({"mask": made_of(q_start=Q[:, 0, 0, 0])}, "mask.q_start must be int32 or int64, got torch"),
+    "q_offset": ({"mask": made_of(q_offset=0.5)}, "mask.q_offset must be an int or an integer Tensor, got 0.5"),
+    "q_offset shape": ({"mask": made_of(q_offset=ONES.long())}, "mask.q_offset must be [2] or [2, 5], got [2, 7]"),
+    "q_offset tensor": ({"mask": made_of(q_offset=Q[:, 0, 0, 0])}, "mask.q_offset must be int32 or int64, got torch"),
     "causal": ({"mask": made_of(causal=1)}, "mask.causal must be a bool, got 1"),
-    "far q_start": ({"mask": made_of(q_start=2**63)}, f"mask.q_start must be an int of 64 bits, got {2**63}"),
+    "far q_offset": ({"mask": made_of(q_offset=2**63)}, f"mask.q_offset must be an int of 64 bits, got {2**63}"),
     "far window": (
         {"mask": made_of(window=(2**63, 0))},
         f"mask.window's left must be None or an int from 0 to 2**63 - 1, got {2**63}",
     ),
-    "q_start rank": ({"mask": made_of(q_start=ONES[None].long())}, "mask.q_start must have 1 or 2 dimensions, got 3"),
-    "half of the segments": (
-        {"mask": made_of(segments=(ONES.long(), None))},
-        "mask.segments[1] must be a Tensor, got NoneType",
+    "q_offset rank": (
+        {"mask": made_of(q_offset=ONES[None].long())},
+        "mask.q_offset must have 1 or 2 dimensions, got 3",
     ),
-    "one tensor of segments": (
-        {"mask": made_of(segments=torch.zeros(2, 2, 7).long())},
-        "mask.segments must be a pair of Tensors (of queries, of keys), got Tensor",
+    "half of the segment ids": (
+        {"mask": made_of(segment_ids=(ONES.long(), None))},
+        "mask.segment_ids[1] must be a Tensor, got NoneType",
     ),
-    "segments": ({"mask": made_of(segments=(ONES, ONES))}, "mask.segments[0] must be int32 or int64, got torch.bool"),
+    "one tensor of segment ids": (
+        {"mask": made_of(segment_ids=torch.zeros(2, 2, 7).long())},
+        "mask.segment_ids must be a pair of Tensors (of queries, of keys), got Tensor",
+    ),
+    "segment_ids": (
+        {"mask": made_of(segment_ids=(ONES, ONES))},
+        "mask.segment_ids[0] must be int32 or int64, got torch.bool",
+    ),
     "bias": ({"bias": torch.zeros(5, 5)}, "bias must be broadcastable to [2, 4, 5, 7], got [5, 5]"),
     "bias dtype": ({"bias": ONES}, "bias must be a floating Tensor, got torch.bool"),
     "slopes": ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be [4] or [2, 4], got [3]"),
@@ -171,7 +177,7 @@ def test_backend_lists_only_known_features(backend):
 
 
 def test_weights_are_the_softmax_and_sum_to_one():
-    mask = Mask(causal=True, q_start=2)
+    mask = Mask(causal=True, q_offset=2)
     weights = fastattn.attention_weights(Q, K, mask, average_heads=False)
     scores = (Q @ K.repeat_interleave(2, 1).mT / math.sqrt(8)).masked_fill(~mask.keep(5, 7), -math.inf)
     torch.testing.assert_close(weights, scores.softmax(-1))

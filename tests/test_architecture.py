@@ -1,4 +1,4 @@
-"""Who may import whom: the layers, read from the source."""
+"""Layers of the package: which module may import which, read from the source."""
 
 import ast
 from pathlib import Path
@@ -52,7 +52,7 @@ def parts_of(path: Path) -> tuple[str, ...]:
 def imported_modules(path: Path) -> set[tuple[str, ...]]:
     """The modules of the package that a module names in import statements, by the parts of their names."""
     package = parts_of(path) if path.name == "__init__.py" else parts_of(path)[:-1]
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             if node.level:
@@ -65,10 +65,10 @@ def imported_modules(path: Path) -> set[tuple[str, ...]]:
                 whole = (*base, alias.name)
                 target = PACKAGE.joinpath(*whole)
                 is_module = target.is_dir() or target.with_suffix(".py").exists()
-                found.add(whole if is_module else base)
+                modules.add(whole if is_module else base)
         elif isinstance(node, ast.Import):
-            found |= {tuple(a.name.split(".")[1:]) for a in node.names if a.name.split(".")[0] == "fastattn"}
-    return found
+            modules |= {tuple(a.name.split(".")[1:]) for a in node.names if a.name.split(".")[0] == "fastattn"}
+    return modules
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: ".".join(parts_of(p)) or "fastattn")

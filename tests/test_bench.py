@@ -36,8 +36,8 @@ def job(level="attention", timed="forward", case=TINY):
 @pytest.fixture(scope="module")
 def rows():
     """Every level and pass of the tiny case."""
-    found = [run.measure(job(level, timed), "cpu", 0.0) for level in cases.LEVELS for timed in cases.PASSES]
-    return [row for group in found for row in group]
+    groups = [run.measure(job(level, timed), "cpu", 0.0) for level in cases.LEVELS for timed in cases.PASSES]
+    return [row for group in groups for row in group]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def named(rows, contender, level="attention", timed="forward"):
 
 @pytest.mark.parametrize("timed", cases.PASSES)
 def test_rivals_stand_next_to_every_backend(rows, timed):
-    found = {row.contender for row in rows if row.job == job(timed=timed)}
-    assert found == {"naive", "SDPA math", "SDPA flash"} | {f"fastattn {backend.NAME}" for backend in BACKENDS}
+    contenders = {row.contender for row in rows if row.job == job(timed=timed)}
+    assert contenders == {"naive", "SDPA math", "SDPA flash"} | {f"fastattn {backend.NAME}" for backend in BACKENDS}
     layers = [row for row in rows if row.job == job("layer", timed)]
     assert {row.contender for row in layers} == {"fastattn.MultiHeadAttention", "torch.nn.MultiheadAttention"}
 
@@ -103,8 +103,8 @@ def test_a_wrong_rival_is_shown_and_not_the_one_to_beat(monkeypatch):
         "scaled_dot_product_attention",
         lambda *args, **options: right(*args, **options) * torch.nan,
     )
-    found = run.measure(job(), "cpu", 0.0)
-    flash, ours = named(found, "SDPA flash"), named(found, "fastattn reference")
+    timed = run.measure(job(), "cpu", 0.0)
+    flash, ours = named(timed, "SDPA flash"), named(timed, "fastattn reference")
     assert (flash.verdict, flash.timing, flash.failed) == ("wrong", None, False)
     assert "max error nan" in flash.note
     assert (ours.verdict, ours.speedup) == ("right", None)

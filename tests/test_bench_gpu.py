@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.gpu` measures on a GPU and makes of it, as far as a CPU can tell."""
+"""Measurements of `python -m benchmarks.gpu` and their evaluation, as far as a CPU can tell."""
 
 import subprocess
 import sys
@@ -22,12 +22,12 @@ ROOT = Path(__file__).parent.parent
 def test_backward_on_hopper_is_timed_in_any_order_too(monkeypatch):
     case = speed._shrunk(next(case for case in CASES if case.name == "D128-N4096-causal"))
     problem = cases.make_problem(cases.Job("attention", case, "bf16", "backward"), "cpu")
-    found = {c.name: c for c in rivals.gpu_contenders(problem, "hopper") if c.family == "fastattn"}
+    contenders = {c.name: c for c in rivals.gpu_contenders(problem, "hopper") if c.family == "fastattn"}
     asked = []
     monkeypatch.setattr(fastattn, "attention", lambda *args, **options: asked.append(options))
-    for contender in found.values():
+    for contender in contenders.values():
         contender.compute()
-    assert list(found) == ["fastattn hopper", "fastattn hopper, deterministic=False"]
+    assert list(contenders) == ["fastattn hopper", "fastattn hopper, deterministic=False"]
     assert [options["backend"] for options in asked] == ["hopper", "hopper"]
     assert [options.get("deterministic", True) for options in asked] == [True, False]
     forward = replace(problem, job=replace(problem.job, timed="forward"))
@@ -36,7 +36,7 @@ def test_backward_on_hopper_is_timed_in_any_order_too(monkeypatch):
 
 def test_what_native_is_promised_on_a_gpu_is_timed():
     timed = {job.case.name for job in speed.jobs("cuda", "native")}
-    promised = {found.promise.split()[0].rstrip(",") for found in targets.outcomes([{"stage": "cuda", "verdict": "x"}])}
+    promised = {each.promise.split()[0].rstrip(",") for each in targets.outcomes([{"stage": "cuda", "verdict": "x"}])}
     assert timed - {"launch"} == promised - {"forward", "forward+backward"}
 
 
@@ -145,9 +145,9 @@ def test_the_gpu_clock_starts_with_a_cold_cache_and_a_busy_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: Scratch())
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    found = timing.interleave({"a": timing.Call(call)}, 0.0, "cuda")["a"]
-    assert found.repetitions == 1
-    assert found.seconds == pytest.approx((0.003,) * timing.MIN_ROUNDS)
+    timed = timing.interleave({"a": timing.Call(call)}, 0.0, "cuda")["a"]
+    assert timed.repetitions == 1
+    assert timed.seconds == pytest.approx((0.003,) * timing.MIN_ROUNDS)
     # The host took 3 ms to queue the call, and one overwriting takes 1 ms: 1 + 1.5 * 3 of them keep the GPU busy.
     assert happened[-10:] == ["wait", *["flush"] * 6, "event", "call", "event", "wait"][-10:]
     assert "".join(x[0] for x in happened).endswith("w" + "f" * 6 + "ecew")
@@ -164,8 +164,8 @@ def row(case, timed, contender, median, tflops=1.0, level="attention", **more):
 
 
 def outcome(rows, start):
-    (found,) = (found for found in targets.outcomes(rows) if found.promise.startswith(start))
-    return found.figure, found.met
+    (result,) = (result for result in targets.outcomes(rows) if result.promise.startswith(start))
+    return result.figure, result.met
 
 
 def test_promises_are_held_against_the_figures():
@@ -209,7 +209,7 @@ def test_native_is_held_against_kernels_that_are_made_for_the_gpu():
     assert outcome(rows, "D128-N2048-pad, both passes: at least 1.5 times as fast as SDPA eff") == ("1.6x", True)
     graph = timed("launch", "forward", "fastattn native, CUDA graph", 0.01) | {"level": "launch"}
     assert outcome([graph], "forward in a CUDA graph") == ("10 us a replay", True)
-    assert not any("TFLOP/s" in found.promise for found in targets.outcomes(rows))
+    assert not any("TFLOP/s" in each.promise for each in targets.outcomes(rows))
 
 
 def test_hopper_is_held_against_cudnn():

@@ -47,14 +47,14 @@ def test_what_comes_back_is_what_was_saved(name, tmp_path):
     if name == "of torch":
         with pytest.raises(ValueError, match=r"model must be given for .*model\.safetensors, which does not say what"):
             load(path)
-        found = load(path, models()[name])
+        loaded = load(path, models()[name])
     else:
-        found = load(path)
-        assert type(found) is type(model)
-        assert found.arguments() == model.arguments()
-    assert same(found, model)
-    assert torch.equal(found.eval()(*inputs(model)), model(*inputs(model)))
-    tied = {id(p) for p in found.parameters()}
+        loaded = load(path)
+        assert type(loaded) is type(model)
+        assert loaded.arguments() == model.arguments()
+    assert same(loaded, model)
+    assert torch.equal(loaded.eval()(*inputs(model)), model(*inputs(model)))
+    tied = {id(p) for p in loaded.parameters()}
     assert len(tied) == len({id(p) for p in model.parameters()})
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 

@@ -22,30 +22,30 @@ on_each, on_each_with_bias = (
     for places in (COMPUTING, WITH_BIAS)
 )
 
-POSITIONS = {"causal", "q_start", "window", "real_keys", "real_queries"}
+POSITIONS = {"causal", "q_offset", "window", "real_keys", "real_queries"}
 PROMISES = {  # what each backend must take, so that none gets greener by refusing more
     "hopper": {
-        "features": POSITIONS | {"segments"},
+        "features": POSITIONS | {"segment_ids"},
         "dtypes": {torch.float16, torch.bfloat16},
         "head_dims": range(8, 257, 8),
     },
     "triton": {
-        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": set(DTYPES),
         "head_dims": range(1, 257),
     },
     "native": {
-        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": set(DTYPES),
         "head_dims": range(1, 513),
     },
     "native on cuda": {
-        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": {*DTYPES} if CUDA_TAKES_BF16 else {*DTYPES} - {torch.bfloat16},
         "head_dims": range(1, 257),
     },
     "reference": {
-        "features": POSITIONS | {"segments", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": {*DTYPES, torch.float64},
         "head_dims": range(1, 513),
     },

@@ -1,4 +1,4 @@
-"""What the compiled CUDA kernels are held to, by `make cuda`."""
+"""Limits that `make cuda` holds the compiled CUDA kernels to."""
 
 from __future__ import annotations
 

@@ -30,17 +30,17 @@ HEAD_DIMS = (1, 8, 33, 63, 64, 65, 96, 128, 129, 192, 256)
 VARIANTS = (
     {},
     {"causal": True},
-    {"causal": True, "q_start": "scattered"},
+    {"causal": True, "q_offset": "scattered"},
     {"window": (20, 7)},
     {"keys": "holes", "queries": True},
-    {"segments": True, "causal": True},
+    {"segment_ids": True, "causal": True},
     {"H": 6, "H_kv": 2, "keys": "right", "causal": True},
     {"layout": "sliced"},
     {"layout": "BNHD", "H": 3, "H_kv": 1, "keys": "left"},
-    {"softcap": 3.0, "alibi": True, "q_start": (5, -9), "window": (None, 30)},
+    {"softcap": 3.0, "alibi": True, "q_offset": (5, -9), "window": (None, 30)},
     {"sinks": True, "keys": "none"},
     {"dropout_p": 0.3, "dense": True},
-    {"segments": True, "q_start": "scattered", "window": (40, 0), "alibi": True},
+    {"segment_ids": True, "q_offset": "scattered", "window": (40, 0), "alibi": True},
 )
 
 
@@ -77,7 +77,7 @@ def test_sums_over_wide_heads_round_little(gpu_model):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_query_that_sees_nothing_gets_zeros_beside_a_nan(gpu_model, dtype):
     """Its weights are 0, but 0 times what others see of the same tile is NaN."""
-    inputs = make_inputs(Case("before", "", n_q=40, n_k=33, causal=True, q_start=-5), dtype)
+    inputs = make_inputs(Case("before", "", n_q=40, n_k=33, causal=True, q_offset=-5), dtype)
     inputs.v[:, :, 0] = math.nan
     o = run(inputs, "native")["o"]
     assert (o[:, :, :5] == 0).all()
@@ -95,14 +95,16 @@ def test_bias_of_any_shape(gpu_model, shape):
 @pytest.mark.parametrize("causal", [False, True])
 def test_documents_whose_tokens_lie_anywhere(gpu_model, causal, dtype):
     """In another order for the queries than for the keys: what their tiles see of each other are patches."""
-    inputs = make_inputs(Case("packed", "", n_q=150, n_k=140, segments=True), dtype)
+    inputs = make_inputs(Case("packed", "", n_q=150, n_k=140, segment_ids=True), dtype)
     generator = torch.Generator().manual_seed(0)
     of_queries, of_keys = (torch.randperm(n // 10, generator=generator) for n in (150, 140))
     orders = [(10 * order[:, None] + torch.arange(10)).flatten() for order in (of_queries, of_keys)]
-    segments = tuple(ids[:, order] for ids, order in zip(inputs.mask.segments, orders, strict=True))
+    segment_ids = tuple(ids[:, order] for ids, order in zip(inputs.mask.segment_ids, orders, strict=True))
     q, do, dlse = (x.index_select(2, orders[0]) for x in (inputs.q, inputs.do, inputs.dlse))
     k, v = (x.index_select(2, orders[1]) for x in (inputs.k, inputs.v))
-    inputs = dataclasses.replace(inputs, q=q, k=k, v=v, do=do, dlse=dlse, mask=Mask(causal=causal, segments=segments))
+    inputs = dataclasses.replace(
+        inputs, q=q, k=k, v=v, do=do, dlse=dlse, mask=Mask(causal=causal, segment_ids=segment_ids)
+    )
     assert_right(inputs, run(inputs, "native"))
 
 
@@ -134,9 +136,9 @@ def test_same_bits_in_any_order_of_threads(gpu_model, name, dtype):
     in_turn = run(inputs, "native")
     for order, seed in (("descending", 1), ("random", 1), ("random", 2)):
         with gpu_model.runs_in(order, seed):
-            found = run(inputs, "native")
+            actual = run(inputs, "native")
         for output, value in in_turn.items():
-            torch.testing.assert_close(value, found[output], rtol=0, atol=0, equal_nan=True, msg=f"{output}, {order}")
+            torch.testing.assert_close(value, actual[output], rtol=0, atol=0, equal_nan=True, msg=f"{output}, {order}")
 
 
 def test_nothing_is_read_beyond_the_end_of_a_tensor(gpu_model):

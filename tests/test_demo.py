@@ -1,4 +1,4 @@
-"""The demo runs on the real model, says what it found, and fails in a sentence."""
+"""The demo runs on the real model, prints its results, and fails in a sentence."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all(length_penalty):
     model = made(Seq2SeqModel, replace(CONFIG, vocab_size=4, padding_idx=None))
     sources = torch.tensor([[3, 1, 3], [1, 3, 3], [3, 3, 1]])
     n_max, eos = 3, 0
-    found = model.generate(
+    generated = model.generate(
         sources, decoder_start_token_id=START, max_new_tokens=n_max, num_beams=4**n_max, eos_token_id=eos,
         length_penalty=length_penalty,
     )  # fmt: skip
@@ -140,7 +140,7 @@ def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all(length_penalty):
     for b, source in enumerate(sources):
         worth = [score_of(model, source[None], target) / len(target) ** length_penalty for target in every]
         best = every[int(torch.stack(worth).argmax())]
-        assert torch.equal(found[b, : len(best)], best)
+        assert torch.equal(generated[b, : len(best)], best)
 
 
 @torch.no_grad()
@@ -201,8 +201,8 @@ def test_beams_that_change_places_keep_their_beginnings():
         (2,): [0.0, 0.0, 0.0, 1.0],
         (2, 3): [0.0, 1.0, 0.0, 0.0],
     }
-    found = fastattn.nn.generation.generate(Scripted(script).begin, None, num_beams=2, max_new_tokens=3)
-    assert found.tolist() == [[2, 3, 1]]
+    generated = fastattn.nn.generation.generate(Scripted(script).begin, None, num_beams=2, max_new_tokens=3)
+    assert generated.tolist() == [[2, 3, 1]]
 
 
 def test_a_search_goes_on_while_a_longer_sequence_may_be_worth_more():
@@ -229,11 +229,11 @@ def test_when_a_search_may_stop(early_stopping, length_penalty, expected):
         (2, 1): [0.0, 0.0, 0.0, 1.0],
         (2, 1, 3): [1.0, 0.0, 0.0, 0.0],
     }
-    found = fastattn.nn.generation.generate(
+    generated = fastattn.nn.generation.generate(
         Scripted(script).begin, None, max_new_tokens=4, eos_token_id=0, num_beams=2, early_stopping=early_stopping,
         length_penalty=length_penalty,
     )  # fmt: skip
-    assert found.tolist() == [expected]
+    assert generated.tolist() == [expected]
 
 
 def test_sequences_that_ended_are_padded_and_generation_stops_early():
@@ -266,10 +266,10 @@ def test_sequences_that_ended_are_padded_and_generation_stops_early():
 def test_what_may_be_drawn(top_k, top_p, kept):
     """Of 0.5, 0.3, 0.15, 0.05; after top_k = 3 they are 0.526, 0.316, 0.158."""
     probabilities = torch.tensor([0.15, 0.5, 0.05, 0.3])
-    found = filtered(probabilities.log().expand(2, 4), top_k, top_p).softmax(-1)
+    actual = filtered(probabilities.log().expand(2, 4), top_k, top_p).softmax(-1)
     allowed = probabilities >= probabilities.sort(descending=True).values[kept - 1]
     expected = probabilities * allowed / (probabilities * allowed).sum()
-    torch.testing.assert_close(found, expected.expand(2, 4))
+    torch.testing.assert_close(actual, expected.expand(2, 4))
 
 
 def test_sampling_follows_the_probabilities():

@@ -92,8 +92,8 @@ def recorded(fault: str = "none", **sizes: int) -> Recording:
 
 def test_all_orders_of_what_is_right():
     """The more slots, the further the partitions drift apart."""
-    found = [explore(recorded(slots=slots)) for slots in (1, 2, 3)]
-    assert found == [62, 166, 310]
+    counts = [explore(recorded(slots=slots)) for slots in (1, 2, 3)]
+    assert counts == [62, 166, 310]
 
 
 FOUND_BY_EXPLORING = {
@@ -112,10 +112,10 @@ def test_a_fault_that_did_no_harm_is_found_by_exploring(fault):
 
 def changed(recording: Recording, partition: int, position: int, *steps: Step) -> Recording:
     """The same with other steps in the place of one."""
-    found = Recording()
-    found.names, found.steps = recording.names, [list(steps) for steps in recording.steps]
-    found.steps[partition][position : position + 1] = steps
-    return found
+    result = Recording()
+    result.names, result.steps = recording.names, [list(steps) for steps in recording.steps]
+    result.steps[partition][position : position + 1] = steps
+    return result
 
 
 def test_no_step_at_a_barrier_can_be_left_out():
@@ -224,14 +224,14 @@ def test_arithmetic_is_that_of_triton(arithmetic):
     x, y = torch.randint(-50, 50, (2, 16), generator=generator, dtype=torch.int32)
     x[0], y[0], y[1:][y[1:] == 0] = 1, 16, 7
     reals = torch.randn(16, generator=generator).masked_fill(torch.arange(16) == 5, torch.nan)
-    found = []
+    results = []
     for module in arithmetic:
         wholes, floats = torch.zeros(6 * 16, dtype=torch.int32), torch.zeros(7 * 16)
         module.whole_numbers[(1,)](x, y, wholes, 16)
         module.real_numbers[(1,)](reals, floats, 0.7, 16)
-        found.append((wholes, floats))
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1], found[1][1], equal_nan=True)
+        results.append((wholes, floats))
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1], equal_nan=True)
 
 
 def test_what_is_visible_is_that_of_the_interpreter():

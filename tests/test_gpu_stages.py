@@ -42,16 +42,16 @@ def faulty(chosen, *options, **limits):
 
 def rows_of(folder, *suites, seconds=250.0):
     """The rows of each test by its name, in the order they are recorded."""
-    path, found = folder / "record.jsonl", {}
+    path, rows = folder / "record.jsonl", {}
     append(path, {"begin": {"device": "cpu", "machine": {}, "versions": {}}})
     assert run(list(suites), path, "truth", "sources", time.time() + seconds)
     for row in load(path)["rows"]:
-        found.setdefault(row["test"].partition("::test_")[2], []).append(row)
-    return found
+        rows.setdefault(row["test"].partition("::test_")[2], []).append(row)
+    return rows
 
 
-def verdicts_of(found):
-    return [(test, row["verdict"]) for test, rows in found.items() for row in rows]
+def verdicts_of(rows_by_test):
+    return [(test, row["verdict"]) for test, rows in rows_by_test.items() for row in rows]
 
 
 def begun(folder):
@@ -75,19 +75,19 @@ def wait_until(happened, seconds):
 
 
 def test_what_crashes_or_hangs_costs_the_others_nothing(folder):
-    found = rows_of(folder, faulty("right or killed or wrong or exits or hang or skipped", limit_s=5.0))
-    assert verdicts_of(found) == [
+    rows_by_test = rows_of(folder, faulty("right or killed or wrong or exits or hang or skipped", limit_s=5.0))
+    assert verdicts_of(rows_by_test) == [
         ("right", "right"), ("right", "wrong"), ("killed", "died"), ("wrong", "wrong"), ("exits", "died"),
         ("hang", "hung"), ("skipped", "skipped"),
     ]  # fmt: skip
-    notes = {test: rows[0]["note"] for test, rows in found.items()}
+    notes = {test: rows[0]["note"] for test, rows in rows_by_test.items()}
     assert re.fullmatch(r"(?s)exit code -9; .*out of ink", notes["killed"])
     assert notes["wrong"] == "AssertionError: they differ"
     assert notes["exits"].startswith("exit code 0; ")
     assert notes["hang"].startswith("no end in 5 s; ")
     assert notes["skipped"] == "no time"
     processes = dict(begun(folder))
-    assert list(processes) == list(found)
+    assert list(processes) == list(rows_by_test)
     assert processes["right"] == processes["killed"]
     assert processes["wrong"] == processes["exits"]
     assert len(set(processes.values())) == 4
@@ -95,17 +95,17 @@ def test_what_crashes_or_hangs_costs_the_others_nothing(folder):
 
 
 def test_a_process_whose_gpu_is_lost_is_replaced(folder):
-    found = rows_of(folder, faulty("spoils or skipped", "--device=cuda"))
-    assert verdicts_of(found) == [("spoils", "wrong"), ("skipped", "skipped")]
-    assert found["spoils"][0]["note"] == "the GPU does not answer after it"
+    rows_by_test = rows_of(folder, faulty("spoils or skipped", "--device=cuda"))
+    assert verdicts_of(rows_by_test) == [("spoils", "wrong"), ("skipped", "skipped")]
+    assert rows_by_test["spoils"][0]["note"] == "the GPU does not answer after it"
     assert len(set(dict(begun(folder)).values())) == 2
 
 
 def test_suites_and_processes_run_at_the_same_time(folder, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     own = faulty("meet", workers=2)
-    found = rows_of(folder, own, replace(own, arguments=("--archs=7.5+PTX", *own.arguments)))
-    notes = {test: rows[0]["note"] for test, rows in found.items()}
+    rows_by_test = rows_of(folder, own, replace(own, arguments=("--archs=7.5+PTX", *own.arguments)))
+    notes = {test: rows[0]["note"] for test, rows in rows_by_test.items()}
     assert notes == {f"meet[{n}]": "archs: 9.0" for n in (0, 1)} | {
         f"meet[{n}] for 7.5+PTX": "archs: 7.5+PTX" for n in (0, 1)
     }
@@ -309,8 +309,12 @@ def test_the_sanitizer_is_heard(tmp_path, monkeypatch, exit_code, verdict, note)
     program.write_text("\n".join(["#!/bin/sh", f"echo $@ >> {tmp_path}/called", *lines]))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = rows_of(tmp_path, Suite(("--device=cpu", "--only=triton", "benchmarks/gpu/sanitizer.py"), limit_s=200.0))
-    assert [(row["verdict"], row["note"].strip()) for rows in found.values() for row in rows] == [(verdict, note)] * 3
+    rows_by_test = rows_of(
+        tmp_path, Suite(("--device=cpu", "--only=triton", "benchmarks/gpu/sanitizer.py"), limit_s=200.0)
+    )
+    assert [(row["verdict"], row["note"].strip()) for rows in rows_by_test.values() for row in rows] == [
+        (verdict, note)
+    ] * 3
     called = [line.split() for line in (tmp_path / "called").read_text().splitlines()]
     assert [words[:2] for words in called] == [["--tool", tool] for tool in ("memcheck", "racecheck", "initcheck")]
     assert all(words[-3:] == ["-m", "benchmarks.gpu.sanitizer", "triton"] for words in called)

@@ -1,4 +1,4 @@
-"""What is particular to the Hopper backend: its refusals, and who is asked first."""
+"""The Hopper backend: its refusals, and which backend is asked first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_only_hopper_is_taken(monkeypatch):
     assert hopper._device_objections(torch.device("cpu")) == ["needs an NVIDIA GPU, got cpu"]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for capability, got in (((9, 0), None), ((8, 0), "8.0"), ((10, 0), "10.0"), ((12, 0), "12.0")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
         expected = [f"needs compute capability 9.0 (Hopper), got {got}"] if got else []
         assert hopper._device_objections(torch.device("cuda")) == expected
 

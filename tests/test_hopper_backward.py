@@ -1,4 +1,4 @@
-"""What is particular to the Hopper backward, on the model of Gluon: several tiles and items, edges, hidden rows."""
+"""The Hopper backward, on the model of Gluon: several tiles and items, edges, hidden rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.usefixtures("gluon_model")
 CASES = [
     Case("full", "no mask arithmetic, a tail of queries and of keys", n_q=201, n_k=333, D=64),
     Case("causal", "full tiles beside edges", n_q=330, D=64, causal=True),
-    Case("cached", "fewer queries than keys", n_q=70, n_k=300, D=64, causal=True, q_start=(230, 100)),
+    Case("cached", "fewer queries than keys", n_q=70, n_k=300, D=64, causal=True, q_offset=(230, 100)),
     Case("window", "edges on both sides", n_q=400, n_k=390, D=64, window=(100, 70)),
     Case("padded", "tiles of which some rows are hidden", n_q=200, D=64, keys="right", queries=True),
     Case("padded-left", "the first tiles are hidden", n_q=201, D=64, keys="left", queries=True, causal=True),
     Case("holes", "hidden rows anywhere", n_q=200, n_k=210, D=64, keys="holes", queries=True),
     Case("no-key", "items that see nothing", n_q=150, n_k=300, D=64, keys="none", causal=True),
-    Case("documents", "ranges from a table, in both kernels", n_q=400, D=64, segments=True, causal=True),
+    Case("documents", "ranges from a table, in both kernels", n_q=400, D=64, segment_ids=True, causal=True),
     Case("grouped", "a key tile goes through the queries of several heads", H=6, H_kv=2, n_q=200, D=64, causal=True),
     Case("narrow", "columns past the last one", n_q=150, D=40, d_v=24, causal=True),
     Case("wide-v", "other head dims for values", n_q=150, D=64, d_v=128),
@@ -59,7 +59,7 @@ def test_each_gradient_alone_has_the_same_bits(D):
 
 def test_what_sees_nothing_has_gradients_of_zero():
     """Also where an item has no tile at all, and the memory of its gradient held something else."""
-    do, dlse, q, k, v, o, lse, spec = of_one_call(64, causal=True, q_start=-140)
+    do, dlse, q, k, v, o, lse, spec = of_one_call(64, causal=True, q_offset=-140)
     dq, dk, dv, *_ = hopper.backward(do, dlse, q, k, v, o, lse, spec, (True,) * 3 + (False,) * 3)
     assert (dq[:, :, :140] == 0).all()
     assert dq[:, :, 141:].any(-1).all()

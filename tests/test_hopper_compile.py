@@ -38,9 +38,9 @@ def test_the_record_is_of_these_kernels():
     """What CI goes by to compile them with every Triton."""
     assert hopper_record.is_current(), "the kernels have changed: run make hopper, then python -m docs.render"
     kernels = hopper_record.recorded()[1]
-    found = {(kernel.triton, kernel.kernel.partition(",")[0], kernel.D, kernel.call) for kernel in kernels}
+    actual = {(kernel.triton, kernel.kernel.partition(",")[0], kernel.D, kernel.call) for kernel in kernels}
     every = (itertools.product(TRITONS, kernels_of(D), (D,), CALLS) for D in HEAD_DIMS)
-    assert found == set(itertools.chain.from_iterable(every))
+    assert actual == set(itertools.chain.from_iterable(every))
     assert [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()] == []
 
 

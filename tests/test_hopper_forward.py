@@ -1,4 +1,4 @@
-"""What is particular to the forward on Hopper: the order of its items, what TMA may read, scales, empty calls."""
+"""The Hopper forward: the order of its items, what TMA may read, scales, empty calls."""
 
 from unittest import mock
 
@@ -19,36 +19,36 @@ flash_forward, order, rings = (modelled(f"hopper.{name}") for name in ("flash_fo
 
 
 @jit
-def order_kernel(found, i_first, n_items, n_tiles, n_heads, section, H):
+def order_kernel(result, i_first, n_items, n_tiles, n_heads, l2_group, H):
     for i in range(i_first, n_items):
-        i_m, i_h, i_b = order.item_at(i, order.Order(n_items, 1, n_tiles, n_heads, section, H))
-        gl.store(found + 3 * i, i_m)
-        gl.store(found + 3 * i + 1, i_h.to(gl.int32))
-        gl.store(found + 3 * i + 2, i_b.to(gl.int32))
+        i_m, i_h, i_b = order.item_at(i, order.Order(n_items, 1, n_tiles, n_heads, l2_group, H))
+        gl.store(result + 3 * i, i_m)
+        gl.store(result + 3 * i + 1, i_h.to(gl.int32))
+        gl.store(result + 3 * i + 2, i_b.to(gl.int32))
 
 
-@pytest.mark.parametrize(("B", "H", "n_tiles", "section"), [(1, 1, 1, 1), (2, 3, 5, 1), (2, 3, 4, 4), (3, 4, 2, 12)])
-def test_every_item_has_its_turn_and_the_heaviest_of_a_section_come_first(B, H, n_tiles, section):
+@pytest.mark.parametrize(("B", "H", "n_tiles", "l2_group"), [(1, 1, 1, 1), (2, 3, 5, 1), (2, 3, 4, 4), (3, 4, 2, 12)])
+def test_every_item_has_its_turn_and_the_heaviest_of_an_l2_group_come_first(B, H, n_tiles, l2_group):
     n_items = B * H * n_tiles
-    found = torch.full((n_items, 3), -1, dtype=torch.int32)
-    order_kernel[(1,)](found, 0, n_items, n_tiles, B * H, section, H, num_warps=4)
-    items = [(i_b * H + i_h, i_m) for i_m, i_h, i_b in found.tolist()]
+    result = torch.full((n_items, 3), -1, dtype=torch.int32)
+    order_kernel[(1,)](result, 0, n_items, n_tiles, B * H, l2_group, H, num_warps=4)
+    items = [(i_b * H + i_h, i_m) for i_m, i_h, i_b in result.tolist()]
     expected = []
-    for first in range(0, B * H, section):
-        heads = range(first, min(first + section, B * H))
+    for first in range(0, B * H, l2_group):
+        heads = range(first, min(first + l2_group, B * H))
         expected += [(head, tile) for tile in reversed(range(n_tiles)) for head in heads]
     assert items == expected
 
 
-def test_sections_fit_into_the_cache():
+def test_l2_groups_fit_into_the_cache():
     causal, window, full = (
         visibility(mask, 64, 64) for mask in (Mask(causal=True), Mask(causal=True, window=(9, 0)), Mask())
     )
     mib = 2**20
-    assert [order.section_of(64, 1, size * mib, causal) for size in (64, 32, 9, 8, 1)] == [1, 1, 2, 4, 32]
-    assert order.section_of(64, 4, 16 * mib, causal) == 8
-    assert order.section_of(6, 1, 1, causal) == 6
-    assert order.section_of(64, 1, 1, window) == order.section_of(64, 1, 1, full) == 1
+    assert [order.l2_group_of(64, 1, size * mib, causal) for size in (64, 32, 9, 8, 1)] == [1, 1, 2, 4, 32]
+    assert order.l2_group_of(64, 4, 16 * mib, causal) == 8
+    assert order.l2_group_of(6, 1, 1, causal) == 6
+    assert order.l2_group_of(64, 1, 1, window) == order.l2_group_of(64, 1, 1, full) == 1
 
 
 def readable_by_tma() -> dict[str, torch.Tensor]:
@@ -84,10 +84,10 @@ def test_what_tma_does_not_read_is_copied(gluon_model, name):
     assert copy.is_contiguous()
     assert torch.equal(copy, x)
     q = torch.randn(x.shape).half()
-    for found, expected in zip(
+    for actual, expected in zip(
         hopper.forward(q, x, x, Spec(Mask(), 0.1)), hopper.forward(q, copy, copy, Spec(Mask(), 0.1)), strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-45])
@@ -123,7 +123,7 @@ def test_one_hidden_key_at_the_edge_of_a_tile(gluon_model, hidden):
 @pytest.mark.parametrize("window", [(300, 0), (0, 300), (200, 200)])
 def test_tiles_on_both_sides_of_full_ones_are_masked(gluon_model, window):
     inputs = make_inputs(
-        Case(f"window {window}", "", n_q=300, n_k=900, D=64, q_start=300, window=window), torch.float16
+        Case(f"window {window}", "", n_q=300, n_k=900, D=64, q_offset=300, window=window), torch.float16
     )
     o, lse = hopper.forward(inputs.q, inputs.k, inputs.v, inputs.spec())
     assert_right(inputs, {"o": o, "lse": lse})
@@ -131,7 +131,7 @@ def test_tiles_on_both_sides_of_full_ones_are_masked(gluon_model, window):
 
 def test_documents_in_tiles_of_three_warp_groups():
     """192 queries a tile, which is no power of two."""
-    inputs = make_inputs(Case("documents", "", n_q=400, D=64, segments=True, causal=True), torch.float16)
+    inputs = make_inputs(Case("documents", "", n_q=400, D=64, segment_ids=True, causal=True), torch.float16)
     config = FORWARD_ALTERNATIVES[64][0]
     assert config.block_m == 192
     with mock.patch.object(flash_forward, "forward_config", return_value=config), hopper_computes_for_the_cpu():

@@ -61,9 +61,9 @@ def in_any_order(case: Case, dtype: torch.dtype) -> Inputs:
 def computed(inputs: Inputs) -> dict[str, torch.Tensor]:
     """What the fused kernel gives."""
     with launches() as names:
-        found = run(inputs, "hopper")
+        outputs = run(inputs, "hopper")
     assert names == ["fused_kernel", "scaled_kernel"]
-    return found
+    return outputs
 
 
 FITTING = [case for case in CASES_OF_BACKWARD if max(case.D, case.d_v or 0) <= 128]
@@ -94,7 +94,7 @@ def test_around_the_borders_of_tiles(gluon_model, case, dtype):
 
 
 def sums_of_dq(inputs: Inputs, **how: object) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What is found, and the sums that dQ is made of."""
+    """The outputs, and the sums that dQ is made of."""
     kept = []
 
     def launch(kernel, programs, *args, **options):
@@ -104,9 +104,9 @@ def sums_of_dq(inputs: Inputs, **how: object) -> tuple[dict[str, torch.Tensor], 
 
     before = fused_backward.launch
     with mock.patch.object(fused_backward, "launch", launch), running_with(**how):
-        found = run(inputs, "hopper")
+        outputs = run(inputs, "hopper")
     (sums,) = kept
-    return found, sums
+    return outputs, sums
 
 
 @functools.cache
@@ -124,20 +124,20 @@ def test_right_in_any_order(D, order, timing):
     """Whatever waits longest, item after item on one program: all bits but those of dQ are the same."""
     inputs, first = several_items(D)
     with hopper_computes_for_the_cpu(multiprocessors=1), running_with(order=order, timing=timing, seed=1):
-        found = computed(inputs)
-    assert_right(inputs, found)
-    assert all(torch.equal(first[name], found[name]) for name in first if name != "dq")
+        outputs = computed(inputs)
+    assert_right(inputs, outputs)
+    assert all(torch.equal(first[name], outputs[name]) for name in first if name != "dq")
 
 
 def test_dq_is_summed_in_fp32_as_items_come(gluon_model):
     """Programs that run in another order give other sums, which are as close to each other as fp32 is."""
     inputs = in_any_order(Case("many items", "", B=1, H=1, n_q=70, n_k=1300, D=64), torch.float16)
-    (found, first), (_, other) = (sums_of_dq(inputs, programs=order) for order in (tuple, lambda n: tuple(n)[::-1]))
-    assert_right(inputs, found)
+    (outputs, first), (_, other) = (sums_of_dq(inputs, programs=order) for order in (tuple, lambda n: tuple(n)[::-1]))
+    assert_right(inputs, outputs)
     assert first.dtype == other.dtype == torch.float32
     assert not torch.equal(first, other)
     torch.testing.assert_close(first, other, rtol=0, atol=1e-5 * float(first.abs().max()))
-    assert torch.equal(found["dq"], (first * 64**-0.5).half())
+    assert torch.equal(outputs["dq"], (first * 64**-0.5).half())
 
 
 def call_of(D: int, n_k: int = 150, **mask: object) -> tuple:
@@ -169,10 +169,10 @@ def test_which_kernels_serve(gluon_model, D, wanted, expected):
     do, dlse, q, k, v, o, lse, spec = call_of(D)
     every = reference.backward(do, dlse, q, k, v, o, lse, spec, ALL)
     with launches() as names:
-        found = hopper.backward(do, dlse, q, k, v, o, lse, spec, wanted + (False,) * 3)
+        gradients = hopper.backward(do, dlse, q, k, v, o, lse, spec, wanted + (False,) * 3)
     assert names == expected
-    assert [x is not None for x in found] == [*wanted, False, False, False]
-    for x, right in zip(found, every, strict=True):
+    assert [x is not None for x in gradients] == [*wanted, False, False, False]
+    for x, right in zip(gradients, every, strict=True):
         if x is not None:
             torch.testing.assert_close(x.float(), right.float(), rtol=0, atol=4e-3 * float(right.abs().max()))
 
@@ -196,9 +196,9 @@ def test_keys_whose_weight_would_be_infinite_add_nothing(gluon_model, D, keys):
     k[~real[:, None].expand(k.shape[:3])] = v[~real[:, None].expand(k.shape[:3])] = torch.nan
     o, lse = reference.forward(q, k, v, spec)
     assert (lse < -200).all()
-    found = hopper.backward(do, dlse, q, k, v, o, lse, spec, ALL)
+    gradients = hopper.backward(do, dlse, q, k, v, o, lse, spec, ALL)
     right = reference.backward(do, dlse, q, k, v, o, lse, spec, ALL)
-    for x, y in zip(found[:3], right[:3], strict=True):
+    for x, y in zip(gradients[:3], right[:3], strict=True):
         torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=1e-2 * float(y.abs().max()))
 
 
@@ -213,7 +213,7 @@ def test_hidden_queries_have_gradients_of_zero_beside_a_key_of_nan(gluon_model):
 
 def test_what_sees_nothing_has_gradients_of_zero(gluon_model):
     """Also where an item has no tile at all, and the memory of its gradient held something else."""
-    dq, dk, dv, *_ = hopper.backward(*call_of(64, causal=True, q_start=-140), ALL)
+    dq, dk, dv, *_ = hopper.backward(*call_of(64, causal=True, q_offset=-140), ALL)
     assert (dq[:, :, :140] == 0).all()
     assert dq[:, :, 141:].any(-1).all()
     assert dv[:, :, :10].any(-1).all()

@@ -29,15 +29,15 @@ HEAD_DIMS = (8, 64, 72, 128, 136, 256)
 VARIANTS = (
     {},
     {"causal": True},
-    {"causal": True, "q_start": "scattered"},
+    {"causal": True, "q_offset": "scattered"},
     {"window": (20, 7)},
     {"keys": "holes", "queries": True},
-    {"segments": True, "causal": True},
+    {"segment_ids": True, "causal": True},
     {"H": 6, "H_kv": 2, "keys": "right", "causal": True},
     {"layout": "sliced", "keys": "left"},
     {"layout": "BNHD", "H": 3, "H_kv": 1, "keys": "none"},
-    {"q_start": (100, -9), "window": (None, 30), "scale": -0.3},
-    {"segments": True, "q_start": "scattered", "window": (40, 0)},
+    {"q_offset": (100, -9), "window": (None, 30), "scale": -0.3},
+    {"segment_ids": True, "q_offset": "scattered", "window": (40, 0)},
 )
 
 
@@ -58,7 +58,7 @@ def test_around_the_borders_of_tiles(gluon_model, case, dtype):
     assert_right(inputs, run(inputs, "hopper"))
 
 
-SEVERAL_ITEMS = Case("several items", "", B=2, H=1, n_q=200, n_k=500, causal=True, q_start=300, keys="right")
+SEVERAL_ITEMS = Case("several items", "", B=2, H=1, n_q=200, n_k=500, causal=True, q_offset=300, keys="right")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -71,8 +71,8 @@ def test_same_bits_in_any_order(order, timing):
     assert_right(inputs, first)
     for multiprocessors, seed in ((1, 1), (3, 2)):
         with hopper_computes_for_the_cpu(multiprocessors), running_with(order=order, timing=timing, seed=seed):
-            found = run(inputs, "hopper")
-        assert all(torch.equal(first[name], found[name]) for name in first)
+            outputs = run(inputs, "hopper")
+        assert all(torch.equal(first[name], outputs[name]) for name in first)
 
 
 def config(groups: int, slots: int, q_slots: int = 1, ping_pong: bool = False, block_n: int = 64) -> ForwardConfig:
@@ -136,10 +136,10 @@ def recorded_backward(
         inputs, visible = flash_backward.prepared(q, None, q, k, k, q, torch.zeros(q.shape[:3]), spec)
         if of_dq:
             with mock.patch.object(flash_backward, "dq_config", return_value=config):
-                flash_backward.find_dq(torch.empty_like(q), inputs, visible, 1.0)
+                flash_backward.compute_dq(torch.empty_like(q), inputs, visible, 1.0)
         else:
             with mock.patch.object(flash_backward, "dk_dv_config", return_value=config):
-                flash_backward.find_dk_dv(torch.empty_like(k), torch.empty_like(k), inputs, visible, 1.0)
+                flash_backward.compute_dk_dv(torch.empty_like(k), torch.empty_like(k), inputs, visible, 1.0)
     return recording
 
 

@@ -1,4 +1,4 @@
-"""What happens to a model after `fastattn.swap`: it is saved, copied, moved, traced, compiled, exported, taken back."""
+"""The life of a model after `fastattn.swap`: it is saved, copied, moved, traced, compiled, exported, taken back."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ def assert_same(actual: Callable, expected: nn.Module, *batches: tuple[int, ...]
 
 def traces(model: nn.Module) -> list[str]:
     """What `unswap` must not leave behind: classes, attributes and hooks of ours."""
-    found = []
+    result = []
     for part in model.modules():
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-        found += [str(trace) for trace in (type(part).__module__, *vars(part), *hooks) if "fastattn" in str(trace)]
-    return found
+        result += [str(trace) for trace in (type(part).__module__, *vars(part), *hooks) if "fastattn" in str(trace)]
+    return result
 
 
 @pytest.mark.parametrize("name", ["encoder", "bert", "llama, packed"])
@@ -383,7 +383,7 @@ def test_moves_to_another_dtype(name, dtype):
         for model, kind in ((copy.deepcopy(original).double(), torch.float64), (original, dtype), (swapped, dtype))
     )
     assert actual.dtype == dtype
-    error, allowed = ((found - exact)[~hidden].abs().max() for found in (actual, naive))
+    error, allowed = ((output - exact)[~hidden].abs().max() for output in (actual, naive))
     assert error <= 2 * allowed + 4 * torch.finfo(dtype).eps * exact[~hidden].abs().max()
 
 

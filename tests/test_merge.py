@@ -15,8 +15,8 @@ from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs
 CUT = 20  # keys of the first set
 CASES = {
     "plain": Case("", "", H=4, H_kv=2, n_q=30, n_k=50),
-    "causal": Case("", "", n_q=30, n_k=50, causal=True, q_start=5),  # the first queries see nothing in the second set
-    "window": Case("", "", n_q=30, n_k=50, window=(3, 3), q_start=10),  # the last see nothing in the first
+    "causal": Case("", "", n_q=30, n_k=50, causal=True, q_offset=5),  # the first queries see nothing in the second set
+    "window": Case("", "", n_q=30, n_k=50, window=(3, 3), q_offset=10),  # the last see nothing in the first
     "padding": Case("", "", B=3, n_q=50, keys="none", queries=True),  # some see nothing at all
     "large-scores": Case("", "", n_q=30, n_k=50, scale=60.0),
 }
@@ -30,7 +30,7 @@ def merged(learned: dict[str, Tensor], inputs: Inputs, backend: str) -> tuple[Te
         mask = inputs.mask
         part = Mask(
             mask.causal,
-            mask.q_start - first,
+            mask.q_offset - first,
             mask.window,
             None if mask.real_keys is None else mask.real_keys[:, first:last],
             mask.real_queries,
@@ -51,19 +51,19 @@ def test_same_as_attention_over_all_keys(backend, name, dtype):
     o, lse = merged(learned, inputs, backend)
     assert o.dtype == dtype
     gradients = torch.autograd.grad((o, lse), list(learned.values()), (inputs.do, inputs.dlse.to(lse.dtype)))
-    found = {"o": o, "lse": lse} | {f"d{n}": g for n, g in zip(learned, gradients, strict=True)}
-    assert_right(inputs, {n: x.detach() for n, x in found.items()})
+    actual = {"o": o, "lse": lse} | {f"d{n}": g for n, g in zip(learned, gradients, strict=True)}
+    assert_right(inputs, {n: x.detach() for n, x in actual.items()})
 
 
 def test_an_empty_side_leaves_the_other_to_the_bit():
     o, lse = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5)
     nothing = torch.zeros_like(o), torch.full_like(lse, -math.inf)
-    for found in (fastattn.merge(o, lse, *nothing), fastattn.merge(*nothing, o, lse)):
-        assert torch.equal(found[0], o)
-        assert torch.equal(found[1], lse)
-    found = fastattn.merge(*nothing, *nothing)
-    assert torch.equal(found[0], nothing[0])
-    assert torch.equal(found[1], nothing[1])
+    for actual in (fastattn.merge(o, lse, *nothing), fastattn.merge(*nothing, o, lse)):
+        assert torch.equal(actual[0], o)
+        assert torch.equal(actual[1], lse)
+    actual = fastattn.merge(*nothing, *nothing)
+    assert torch.equal(actual[0], nothing[0])
+    assert torch.equal(actual[1], nothing[1])
 
 
 @pytest.mark.parametrize("far", [0.0, 50.0, 1e4, 1e30])
@@ -75,8 +75,8 @@ def test_far_apart_is_exact_in_value_and_gradient(far):
     torch.testing.assert_close(lse, torch.logaddexp(lse1, lse2))
     weight = torch.softmax(torch.stack([lse1, lse2]), 0).detach()
     torch.testing.assert_close(o, weight[0][:, None] * o1 + weight[1][:, None] * o2)
-    for found, expected in zip(torch.autograd.grad(lse.sum(), (lse1, lse2)), weight, strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(torch.autograd.grad(lse.sum(), (lse1, lse2)), weight, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_any_order():

@@ -53,18 +53,18 @@ def results(module: nn.Module, *inputs: Tensor, **options) -> dict[str, Tensor]:
     """Output, weights, and the gradients of a random function of both by the inputs and parameters."""
     leaves = {id(x): x.detach().clone().requires_grad_() for x in inputs}  # one leaf where inputs are one tensor
     output, weights = module(*(leaves[id(x)] for x in inputs), **options)
-    found = {"output": output} | ({} if weights is None else {"weights": weights})
-    loss = sum((x * normal(*x.shape, seed=1).to(x.dtype)).sum() for x in found.values())
+    outputs = {"output": output} | ({} if weights is None else {"weights": weights})
+    loss = sum((x * normal(*x.shape, seed=1).to(x.dtype)).sum() for x in outputs.values())
     by = {f"input {i}": x for i, x in enumerate(leaves.values())} | dict(module.named_parameters())
     gradients = torch.autograd.grad(loss, list(by.values()))
-    return found | {f"gradient of {name}": g for name, g in zip(by, gradients, strict=True)}
+    return outputs | {f"gradient of {name}": g for name, g in zip(by, gradients, strict=True)}
 
 
 def assert_within_budget(actual: dict[str, Tensor], naive: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
     """One budget for what goes forward and one for all gradients, which owe each other their rounding errors."""
     for gradients in (False, True):
         names = [name for name in exact if name.startswith("gradient") == gradients]
-        flat = (torch.cat([found[name].flatten() for name in names]) for found in (actual, naive, exact))
+        flat = (torch.cat([tensors[name].flatten() for name in names]) for tensors in (actual, naive, exact))
         error = compare(", ".join(names), *flat)
         assert error.right, str(error)
 
@@ -527,7 +527,7 @@ def test_autocast(attn_mask, need_weights):
     x32 = x.float()
     with torch.autocast("cpu", torch.bfloat16):
         actual, naive = (results(m, x32, x32, x32, attn_mask=attn_mask, **options) for m in (ours, theirs))
-    assert {name: found.dtype for name, found in actual.items()} == {n: found.dtype for n, found in naive.items()}
+    assert {name: value.dtype for name, value in actual.items()} == {n: value.dtype for n, value in naive.items()}
     wide = None if attn_mask is None else attn_mask.double()
     assert_within_budget(actual, naive, results(theirs.double(), x, x, x, attn_mask=wide, **options))
 

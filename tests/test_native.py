@@ -1,4 +1,4 @@
-"""What only the native backend has: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
+"""The native backend: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
 
 import math
 import time
@@ -44,7 +44,7 @@ DROPPED = (
         "keys and queries keep their own numbers",
         B=3, H=4, H_kv=2, n_q=70, D=33, keys="holes", queries=True, dropout_p=0.3,
     ),
-    Case("dropout-window", "blocks that begin among four keys", n_q=150, window=(13, 6), q_start=3, dropout_p=0.5),
+    Case("dropout-window", "blocks that begin among four keys", n_q=150, window=(13, 6), q_offset=3, dropout_p=0.5),
     Case("dropout-chunks", "over chunks", B=1, H=2, H_kv=1, n_q=40, n_k=500, D=256, keys="left", dropout_p=0.1),
     Case("dropout-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, causal=True, dropout_p=0.1),
 )  # fmt: skip
@@ -54,7 +54,10 @@ ADDED = (
         "rows of a bias are gathered",
         B=3, H=4, H_kv=2, n_q=70, n_k=90, D=33, keys="holes", queries=True, bias=(3, 4, 70, 90),
     ),
-    Case("bias-shared", "samples add to one gradient", B=3, n_q=150, n_k=300, causal=True, q_start=99, bias=(150, 300)),
+    Case(
+        "bias-shared", "samples add to one gradient",
+        B=3, n_q=150, n_k=300, causal=True, q_offset=99, bias=(150, 300),
+    ),
     Case("bias-chunks", "over chunks", B=1, H=2, H_kv=1, n_q=40, n_k=500, D=256, keys="left", bias=(1, 2, 40, 500)),
     Case("bias-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=500, window=(90, 30), bias=(200, 500)),
     Case(
@@ -64,19 +67,19 @@ ADDED = (
     Case("bias-heads-share", "more heads than are added at once", H=6, n_q=150, n_k=200, causal=True, bias=(150, 200)),
     Case("bias-keys", "one row for all queries", n_q=50, n_k=130, bias=(2, 1, 1, 130), keys="holes"),
     Case("bias-keys-long", "blocks of queries add to it", H=4, H_kv=2, n_q=300, n_k=90, bias=(4, 1, 90), causal=True),
-    Case("bias-queries", "one entry for all keys", n_q=50, n_k=130, bias=(2, 50, 1), causal=True, q_start=80),
+    Case("bias-queries", "one entry for all keys", n_q=50, n_k=130, bias=(2, 50, 1), causal=True, q_offset=80),
     Case("bias-heads", "one entry for all of a head", n_q=50, n_k=130, bias=(2, 1, 1), window=(20, 20)),
     Case("bias-one-key", "a row of one", n_q=40, n_k=1, bias=(2, 2, 40, 1)),
     Case("bias-decode", "one query", H=4, H_kv=1, n_q=1, n_k=200, bias=(2, 4, 1, 200), keys="left"),
     Case("bias-scales", "the sign and the size of scale", n_q=40, scale=-7.0, bias=(2, 2, 40, 40), causal=True),
     Case("bias-zero-scale", "nothing but the bias", n_q=40, scale=0.0, bias=(2, 40, 40), keys="holes"),
     Case("bias-dropout", "the gradient of dropped weights", n_q=70, bias=(2, 70, 70), dropout_p=0.3, keys="holes"),
-    Case("alibi-positions", "distances to both sides", H=4, H_kv=2, n_q=50, n_k=90, q_start=(40, -7), alibi=True),
-    Case("alibi-chunks", "slopes sum over chunks", H=2, n_q=90, n_k=300, D=256, q_start=99, keys="holes", alibi=True),
+    Case("alibi-positions", "distances to both sides", H=4, H_kv=2, n_q=50, n_k=90, q_offset=(40, -7), alibi=True),
+    Case("alibi-chunks", "slopes sum over chunks", H=2, n_q=90, n_k=300, D=256, q_offset=99, keys="holes", alibi=True),
     Case("alibi-one-head", "dq apart from dk and dv", B=1, H=1, n_q=200, n_k=400, causal=True, alibi=True),
     Case(
         "alibi-segments", "distances in the document, beside a bias",
-        n_q=90, n_k=70, segments=True, q_start=3, alibi=True, bias=(70,),
+        n_q=90, n_k=70, segment_ids=True, q_offset=3, alibi=True, bias=(70,),
     ),
     Case("softcap-holes", "a bound on both sides", H=4, H_kv=2, n_q=70, n_k=90, D=33, keys="holes", softcap=0.7),
     Case("softcap-decode", "one query", H=4, H_kv=2, n_q=1, n_k=50, softcap=0.7),
@@ -93,15 +96,18 @@ ADDED = (
     Case("sinks-large-scores", "an lse that is refined", n_q=70, n_k=90, scale=70.0, sinks=True, causal=True),
 )  # fmt: skip
 MASKED = (
-    Case("segments-long", "documents of several blocks", B=3, H=4, H_kv=2, n_q=300, n_k=500, segments=True),
-    Case("segments-window", "positions in the document", n_q=200, n_k=170, segments=True, window=(30, 9), q_start=5),
-    Case("segments-holes", "padding inside of documents", n_q=90, n_k=110, segments=True, keys="holes", causal=True),
+    Case("segments-long", "documents of several blocks", B=3, H=4, H_kv=2, n_q=300, n_k=500, segment_ids=True),
+    Case(
+        "segments-window", "positions in the document",
+        n_q=200, n_k=170, segment_ids=True, window=(30, 9), q_offset=5,
+    ),
+    Case("segments-holes", "padding inside of documents", n_q=90, n_k=110, segment_ids=True, keys="holes", causal=True),
     Case(
         "dense-holes", "rows of a mask are gathered",
         B=3, H=4, H_kv=2, n_q=150, n_k=130, dense=True, keys="holes", queries=True, window=(90, 50),
     ),
     Case("dense-decode", "one query, and gaps", H=4, H_kv=2, n_q=1, n_k=700, dense=True),
-    Case("dense-segments", "gaps of both kinds", n_q=90, n_k=110, segments=True, dense=True, causal=True),
+    Case("dense-segments", "gaps of both kinds", n_q=90, n_k=110, segment_ids=True, dense=True, causal=True),
     Case("dense-dropout", "the mask comes before dropout", n_q=90, n_k=110, dense=True, dropout_p=0.3),
     Case("dense-bias-alibi", "all that meets the scores", H=8, n_q=80, n_k=110, dense=True, bias=(80, 110), alibi=True),
 )  # fmt: skip
@@ -200,19 +206,19 @@ def test_dense_masks_of_any_shape_are_right(shape, n_q, capability):
     dense = DENSE[shape]
     if dense.dim() > 1 and dense.shape[-2] > 1:
         dense = dense[..., 70 - n_q :, :]
-    inputs = with_mask(inputs, replace(inputs.mask, dense=dense, causal=True, q_start=40))
+    inputs = with_mask(inputs, replace(inputs.mask, dense=dense, causal=True, q_offset=40))
     assert_right(inputs, run(inputs, "native"))
 
 
 @pytest.mark.parametrize("n_q", [150, 2])
 @pytest.mark.parametrize("n_documents", [1, 3, 40])
-@pytest.mark.parametrize("position", [{}, {"causal": True}, {"window": (4, 2), "q_start": 3}], ids=str)
+@pytest.mark.parametrize("position", [{}, {"causal": True}, {"window": (4, 2), "q_offset": 3}], ids=str)
 def test_documents_in_pieces_are_right(position, n_documents, n_q, capability):
     generator = torch.Generator().manual_seed(2)
     ids = [torch.randint(-1, n_documents, (2, n), generator=generator) * 2**33 for n in (n_q, 130)]
     ids[1][:, 40:80] = ids[1][:, 40:41]  # a run
     inputs = make_inputs(Case("", "", H=4, H_kv=2, n_q=n_q, n_k=130), torch.float32)
-    inputs = with_mask(inputs, Mask(segments=tuple(ids), **position))
+    inputs = with_mask(inputs, Mask(segment_ids=tuple(ids), **position))
     assert_right(inputs, run(inputs, "native"))
 
 
@@ -226,9 +232,9 @@ def close_to_exact(inputs: Inputs) -> None:
 
 
 @pytest.mark.parametrize("spoiled", [math.nan, math.inf])
-@pytest.mark.parametrize("case", ["holes", "causal", "dense", "segments"])
+@pytest.mark.parametrize("case", ["holes", "causal", "dense", "segment_ids"])
 def test_hidden_entries_of_a_bias_change_nothing(case, spoiled, capability):
-    fields = {"holes": {"keys": "holes", "queries": True}, "causal": {"causal": True, "q_start": 7}}
+    fields = {"holes": {"keys": "holes", "queries": True}, "causal": {"causal": True, "q_offset": 7}}
     hidden_by = fields.get(case, {case: True})
     inputs = make_inputs(Case("", "", H=4, H_kv=2, n_q=70, n_k=90, bias=(2, 4, 70, 90), **hidden_by), torch.float32)
     clean = run(inputs, "native")
@@ -260,14 +266,14 @@ def test_lowest_number_in_a_bias_hides_beside_others_and_is_equal_alone(dtype, c
     bias, lowest = inputs.options["bias"], torch.finfo(dtype).min
     bias.masked_fill_(random_mask(40, 50), lowest)
     bias[..., 9, :] = lowest
-    found, expected = run(inputs, "native"), exact(inputs)
-    assert found["o"].isfinite().all()
+    actual, expected = run(inputs, "native"), exact(inputs)
+    assert actual["o"].isfinite().all()
     rows = torch.arange(40) != 9
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     for name in ("o", "dq", "dk", "dv", "dbias"):
-        torch.testing.assert_close(found[name].double(), expected[name], **close, msg=lambda m, n=name: f"{n}: {m}")
-    torch.testing.assert_close(found["lse"][..., rows].double(), expected["lse"][..., rows], **close)
-    assert (found["lse"][..., 9] < -1e37).all()
+        torch.testing.assert_close(actual[name].double(), expected[name], **close, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(actual["lse"][..., rows].double(), expected["lse"][..., rows], **close)
+    assert (actual["lse"][..., 9] < -1e37).all()
 
 
 SEVERAL = [case for case in ADDED if case.name in ("bias-holes", "bias-shared", "bias-keys", "alibi-segments")]
@@ -362,7 +368,7 @@ def test_any_softcap_is_a_number(softcap, capability):
 @pytest.mark.parametrize("above", [0.0, 100.0, 1e4, 1e30])
 def test_sinks_far_from_the_scores(above, n_q, capability):
     """Whichever is larger leaves the other no weight, without overflow."""
-    inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, causal=True, q_start=3), torch.float32)
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, causal=True, q_offset=3), torch.float32)
     inputs.options["sinks"] = torch.tensor([above, -above])
     assert_right(inputs, run(inputs, "native"))
 
@@ -371,11 +377,11 @@ def test_sinks_far_from_the_scores(above, n_q, capability):
 def test_a_sink_of_minus_infinity_is_none(n_q, capability):
     inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, keys="holes"), torch.float32)
     inputs.options["sinks"] = torch.full((2,), -math.inf)
-    found = run(inputs, "native")
-    assert (found.pop("dsinks") == 0).all()
+    outputs = run(inputs, "native")
+    assert (outputs.pop("dsinks") == 0).all()
     inputs.options.pop("sinks")
     for name, value in run(inputs, "native").items():
-        assert torch.equal(value, found[name]), name
+        assert torch.equal(value, outputs[name]), name
 
 
 @pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED, *ADDED, *MASKED], ids=str)
@@ -414,10 +420,10 @@ class Largest(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.elements = max(self.elements, found.untyped_storage().size() // found.element_size())
-        return found
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.untyped_storage().size() // result.element_size())
+        return result
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 300, 340), (1, 12, 1, 340), (3, 1, 300, 1), (340,), (3, 1, 1, 1)], ids=str)
@@ -460,27 +466,27 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
     starts = st.integers(-50, 50)
     mask = Mask(
         causal=causal,
-        q_start=data.draw(starts | st.sampled_from(((B,), (B, n_q))).map(lambda s: table(starts, s, torch.int64))),
+        q_offset=data.draw(starts | st.sampled_from(((B,), (B, n_q))).map(lambda s: table(starts, s, torch.int64))),
         window=window,
         real_keys=flags(n_k),
         real_queries=flags(n_q),
-        segments=(documents(n_q), documents(n_k)) if data.draw(st.booleans()) else None,
+        segment_ids=(documents(n_q), documents(n_k)) if data.draw(st.booleans()) else None,
         dense=dense() if n_q * n_k and data.draw(st.booleans()) else None,
     )
     q, k = torch.empty(B, H, n_q, 1), torch.empty(B, H, n_k, 1)
     for block in (1, 7, 32):
-        found = native.build.CPU.load().keep(q, k, Spec(mask, 1.0), block)
-        assert torch.equal(found, mask.keep(n_q, n_k).expand(B, H, n_q, n_k))
+        actual = native.build.CPU.load().keep(q, k, Spec(mask, 1.0), block)
+        assert torch.equal(actual, mask.keep(n_q, n_k).expand(B, H, n_q, n_k))
 
 
-@pytest.mark.parametrize("q_start", [2**61, -(2**61)])
+@pytest.mark.parametrize("q_offset", [2**61, -(2**61)])
 @pytest.mark.parametrize("window", [(None, None), (2**61, 2**61), (3, 3)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_far_positions_do_not_overflow(q_start, window, causal):
-    mask = Mask(causal=causal, q_start=q_start, window=window)
+def test_far_positions_do_not_overflow(q_offset, window, causal):
+    mask = Mask(causal=causal, q_offset=q_offset, window=window)
     x = torch.empty(1, 1, 5, 1)
-    found = native.build.CPU.load().keep(x, x, Spec(mask, 1.0), 4)
-    assert torch.equal(found, mask.keep(5, 5))
+    actual = native.build.CPU.load().keep(x, x, Spec(mask, 1.0), 4)
+    assert torch.equal(actual, mask.keep(5, 5))
 
 
 @pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)
@@ -501,10 +507,10 @@ def test_dropout_keeps_what_the_definition_keeps(masked, n_q, n_k, seed, capabil
     padding = {"real_keys": holes(n_k, 1), "real_queries": holes(n_q, 2)}
     mask = {
         "nothing": Mask(),
-        "causal": Mask(causal=True, q_start=2),
-        "window": Mask(window=(5, 4), q_start=torch.tensor([3, 30])),
+        "causal": Mask(causal=True, q_offset=2),
+        "window": Mask(window=(5, 4), q_offset=torch.tensor([3, 30])),
         "holes": Mask(**padding),
-        "everything": Mask(causal=True, q_start=9, window=(50, None), **padding),
+        "everything": Mask(causal=True, q_offset=9, window=(50, None), **padding),
     }[masked]
     spec = Spec(mask, 1.0, dropout_p=p, seed=torch.tensor(seed))
     visible = mask.keep(n_q, n_k).expand(B, H, n_q, n_k)
@@ -528,7 +534,7 @@ def test_dropout_keeps_what_the_definition_keeps(masked, n_q, n_k, seed, capabil
 
 @pytest.mark.parametrize("p", [0.0, 1e-12])
 def test_dropping_nothing_changes_no_bit(p, capability):
-    inputs = make_inputs(Case("plain", "", H=4, H_kv=2, n_q=70, n_k=120, D=33, causal=True, q_start=9), torch.float32)
+    inputs = make_inputs(Case("plain", "", H=4, H_kv=2, n_q=70, n_k=120, D=33, causal=True, q_offset=9), torch.float32)
     spec = inputs.spec()
     dropping = replace(spec, dropout_p=p, seed=torch.tensor(3))
     for plain, dropped in zip(results(inputs, spec), results(inputs, dropping), strict=True):
@@ -576,7 +582,7 @@ def test_no_nan_is_swallowed(payload, capability):
     k = torch.randn(n_k, 1, n_k, 16)
     k[torch.arange(n_k), 0, torch.arange(n_k), 3] = nan
     q, v = torch.randn(n_k, 1, 20, 16), torch.randn(n_k, 1, n_k, 16)
-    mask = Mask(causal=True, q_start=11)
+    mask = Mask(causal=True, q_offset=11)
     o, lse = native.forward(q, k, v, Spec(mask, 0.25))
     poisoned = mask.keep(20, n_k)[0, 0].T[:, None]  # [n_k, 1, 20]: sample b has its NaN in key b
     assert torch.equal(lse.isnan(), poisoned)
@@ -627,7 +633,7 @@ def runs_of_documents(number: int, length: int, heads: int, packed: bool, causal
     shape = (1, heads, number * length, 64) if packed else (number, heads, length, 64)
     if packed:
         ids = (torch.arange(number * length) // length)[None]
-        mask = replace(mask, segments=(ids, ids))
+        mask = replace(mask, segment_ids=(ids, ids))
     x = torch.randn(shape)
     spec = Spec(mask, 0.125)
     o, lse = native.forward(x, x, x, spec)
@@ -672,8 +678,8 @@ def scattered_documents(case: Case, dtype: torch.dtype) -> Inputs:
         of_token = torch.stack([torch.arange(n).repeat_interleave(row)[:n] for row in lengths])
         return of_token.masked_fill(of_token == of_token[:, -1:], -1)
 
-    segments = (ids(case.n_q), ids(case.shapes()[1][2]))
-    return with_mask(inputs, replace(inputs.mask, segments=segments, causal=True, q_start=3))
+    segment_ids = (ids(case.n_q), ids(case.shapes()[1][2]))
+    return with_mask(inputs, replace(inputs.mask, segment_ids=segment_ids, causal=True, q_offset=3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -696,5 +702,5 @@ def test_decoding_of_packed_documents(lengths_q, H, capability):
     inputs = make_inputs(Case("", "", B=1, H=H, H_kv=2, n_q=sum(lengths_q), n_k=1500), torch.float32)
     ids_q = torch.arange(len(lengths_q)).repeat_interleave(torch.tensor(lengths_q))[None]
     ids_k = (torch.arange(1500)[None] // 400).masked_fill(torch.arange(1500) > 1450, -1)
-    inputs = with_mask(inputs, Mask(causal=True, q_start=300, segments=(ids_q, ids_k)))
+    inputs = with_mask(inputs, Mask(causal=True, q_offset=300, segment_ids=(ids_q, ids_k)))
     assert_right(inputs, run(inputs, "native"))

@@ -1,4 +1,4 @@
-"""Which calls the CUDA part of the native backend takes, asked with tensors that have no memory: no GPU is needed."""
+"""Calls that the CUDA part of the native backend takes, asked with tensors that have no memory: no GPU is needed."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ def judged(monkeypatch) -> list[tuple]:
 OF_A_KIND_OF_ITS_OWN = {
     "no mask": {},
     "causal": {"mask": Mask(causal=True)},
-    "q_start": {"mask": Mask(q_start=1)},
-    "q_starts": {"mask": Mask(q_start=torch.tensor([1, 2]))},
+    "q_offset": {"mask": Mask(q_offset=1)},
+    "q_offsets": {"mask": Mask(q_offset=torch.tensor([1, 2]))},
     "window": {"mask": Mask(window=(1, None))},
     "real_keys": {"mask": Mask(real_keys=REAL)},
     "real_queries": {"mask": Mask(real_queries=REAL[:, :3])},
-    "segments": {"mask": Mask(segments=(DOCUMENTS[:, :3], DOCUMENTS))},
-    "int32 segments": {"mask": Mask(segments=(DOCUMENTS[:, :3].int(), DOCUMENTS.int()))},
+    "segment_ids": {"mask": Mask(segment_ids=(DOCUMENTS[:, :3], DOCUMENTS))},
+    "int32 segment ids": {"mask": Mask(segment_ids=(DOCUMENTS[:, :3].int(), DOCUMENTS.int()))},
     "dense": {"mask": Mask(dense=torch.ones(3, 7, dtype=torch.bool))},
     "scale": {"scale": 0.5},
     "bias": {"bias": torch.zeros(7)},
@@ -83,7 +83,7 @@ def test_functions_have_plans_of_their_own(judged):
     ("wrong", "sentence"),
     [
         ({"mask": REAL}, "mask must be a fastattn.Mask"),
-        ({"mask": Mask(segments=(DOCUMENTS, DOCUMENTS))}, r"mask.segments\[0\] must be \[2, 3\]"),
+        ({"mask": Mask(segment_ids=(DOCUMENTS, DOCUMENTS))}, r"mask.segment_ids\[0\] must be \[2, 3\]"),
         ({"mask": Mask(real_keys=REAL[:, 1:])}, r"mask.real_keys must be \[2, 7\]"),
         ({"mask": Mask(real_keys=REAL.to("meta"))}, "mask.real_keys must be on cpu like q"),
         ({"dropout_p": False}, "dropout_p must be between 0 and 1"),
@@ -189,8 +189,8 @@ def test_a_subclass_sees_the_call():
         {"q": Q.as_subclass(Watched)},
         {"mask": Mask(real_keys=REAL.as_subclass(Watched))},
         {"mask": Mask(real_queries=REAL[:, :3].as_subclass(Watched))},
-        {"mask": Mask(segments=(watched[:, :3], DOCUMENTS))},
-        {"mask": Mask(segments=(DOCUMENTS[:, :3], watched))},
+        {"mask": Mask(segment_ids=(watched[:, :3], DOCUMENTS))},
+        {"mask": Mask(segment_ids=(DOCUMENTS[:, :3], watched))},
         {"bias": torch.zeros(7).as_subclass(Watched)},
     ):
         for _ in range(2):
@@ -220,12 +220,12 @@ def test_who_looks_on_sees_the_backward():
     o = fastattn.attention(*x)
     expected = torch.autograd.grad(o.sum(), x, retain_graph=True)
     with Ops() as ops:
-        found = torch.autograd.grad(o.sum(), x, retain_graph=True)
+        gradients = torch.autograd.grad(o.sum(), x, retain_graph=True)
     with torch.profiler.profile() as profile:
         profiled = torch.autograd.grad(o.sum(), x, retain_graph=True)
     assert "fastattn::backward" in ops.names
     assert "fastattn::backward" in {event.key for event in profile.key_averages()}
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, gradients, expected))
     assert all(map(torch.equal, profiled, expected))
 
 
@@ -300,7 +300,7 @@ def test_a_mask_that_is_changed_in_place_counts_as_it_is_now():
 
 
 def test_a_mask_may_be_copied_and_used_by_two_threads():
-    mask = Mask(causal=True, q_start=4, real_keys=REAL)
+    mask = Mask(causal=True, q_offset=4, real_keys=REAL)
     calls = [torch.randn(2, 4, n, 8, generator=torch.Generator().manual_seed(n)) for n in range(1, 9)]
     expected = [fastattn.attention(q, K, V, mask, backend="reference") for q in calls]
     with ThreadPoolExecutor(2) as threads:
@@ -314,7 +314,7 @@ def test_a_mask_may_be_copied_and_used_by_two_threads():
 def test_what_was_changed_since_the_forward_is_refused(name):
     x, real, documents = leaves(), REAL.clone(), DOCUMENTS.clone()
     q = x[0] * 1.0
-    o = fastattn.attention(q, *x[1:], Mask(real_keys=real, segments=(documents[:, :3], documents)))
+    o = fastattn.attention(q, *x[1:], Mask(real_keys=real, segment_ids=(documents[:, :3], documents)))
     with torch.no_grad():
         {"q": q, "real_keys": real, "documents": documents}[name].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -332,7 +332,7 @@ def test_a_checkpoint_around_it():
 
 
 def test_plans_are_not_made_while_a_call_is_compiled(judged):
-    mask = Mask(causal=True, q_start=4, real_keys=REAL)
+    mask = Mask(causal=True, q_offset=4, real_keys=REAL)
     attend = functools.partial(fastattn.attention, mask=mask)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     with torch.no_grad():

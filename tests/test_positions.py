@@ -22,11 +22,11 @@ def test_sinusoidal_positions_are_those_of_the_paper(d_model):
 
 def test_the_position_of_padding_is_zero():
     positions = SinusoidalPositions(8, padding_idx=0)
-    found = positions(torch.tensor([[0, 1], [2, 0]]))
-    assert found.shape == (2, 2, 8)
-    assert (found[0, 0] == 0).all()
-    assert (found[1, 1] == 0).all()
-    assert torch.equal(found[0, 1], SinusoidalPositions(8)(torch.tensor(1)))
+    encoded = positions(torch.tensor([[0, 1], [2, 0]]))
+    assert encoded.shape == (2, 2, 8)
+    assert (encoded[0, 0] == 0).all()
+    assert (encoded[1, 1] == 0).all()
+    assert torch.equal(encoded[0, 1], SinusoidalPositions(8)(torch.tensor(1)))
     assert positions.state_dict() == {}
 
 

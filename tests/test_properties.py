@@ -70,11 +70,11 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
         D=draw(head_dims),
         d_v=draw(st.none() | head_dims),
         causal=maybe("causal", st.just(True), False),
-        q_start=maybe("q_start", starts | st.tuples(*[starts] * B) | st.just("scattered"), 0),
+        q_offset=maybe("q_offset", starts | st.tuples(*[starts] * B) | st.just("scattered"), 0),
         window=maybe("window", st.tuples(limits, limits), (None, None)),
         keys=maybe("real_keys", st.sampled_from(("right", "left", "holes", "none")), None),
         queries=maybe("real_queries", st.just(True), False),
-        segments=maybe("segments", st.just(True), False),
+        segment_ids=maybe("segment_ids", st.just(True), False),
         dense=maybe("dense", st.just(True), False),
         bias=maybe("bias", bias_shape(), None),
         softcap=maybe("softcap", st.floats(0.25, 64), None),
@@ -86,14 +86,14 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
     )
 
 
-def errors_of(inputs: Inputs, found: dict[str, torch.Tensor]) -> list[Error]:
+def errors_of(inputs: Inputs, outputs: dict[str, torch.Tensor]) -> list[Error]:
     """The error of each of these outputs."""
     if inputs.q.shape[:3].numel() * inputs.k.shape[2] == 0:  # the plain formula knows no softmax over nothing
         right = exact(inputs)
         return [
-            Error(n, 0.0 if torch.equal(x.double(), right[n].double()) else math.inf, 0.0) for n, x in found.items()
+            Error(n, 0.0 if torch.equal(x.double(), right[n].double()) else math.inf, 0.0) for n, x in outputs.items()
         ]
-    return errors(inputs, found)
+    return errors(inputs, outputs)
 
 
 def check(case: Case, dtype: torch.dtype, backend: str, threads: tuple[int | None, ...] = (None,)) -> None:
@@ -118,17 +118,17 @@ def check(case: Case, dtype: torch.dtype, backend: str, threads: tuple[int | Non
     for other in others:
         for name, value in outputs.items():
             assert torch.equal(value, other[name]), f"{name} depends on the number of threads"
-    found = errors_of(inputs, outputs)
-    if not all(error.right for error in found):
+    judged = errors_of(inputs, outputs)
+    if not all(error.right for error in judged):
         redrawn = (make_inputs(case, dtype, seed=seed) for seed in OTHER_SEEDS)
-        several = [found, *(errors_of(inputs, run(inputs, backend)) for inputs in redrawn)]
-        assert all(math.isfinite(error.largest) for each in several for error in each), "; ".join(map(str, found))
-        found = []
+        several = [judged, *(errors_of(inputs, run(inputs, backend)) for inputs in redrawn)]
+        assert all(math.isfinite(error.largest) for each in several for error in each), "; ".join(map(str, judged))
+        judged = []
         for of_output in zip(*several, strict=True):
             largest, budgets = [e.largest for e in of_output], [e.budget for e in of_output]
-            found.append(Error(f"median of {of_output[0].output}", median(largest), median(budgets)))
-            found.append(Error(f"largest of {of_output[0].output}", max(largest), max(budgets)))
-    assert all(error.right for error in found), "; ".join(str(error) for error in found if not error.right)
+            judged.append(Error(f"median of {of_output[0].output}", median(largest), median(budgets)))
+            judged.append(Error(f"largest of {of_output[0].output}", max(largest), max(budgets)))
+    assert all(error.right for error in judged), "; ".join(str(error) for error in judged if not error.right)
 
 
 @profile(1.0)

@@ -27,17 +27,17 @@ def random(*shape, seed=0, dtype=torch.float64):
 Q, K, V = random(2, 2, 3, 2, seed=1), random(2, 1, 5, 2, seed=2), random(2, 1, 5, 3, seed=3)
 REAL_KEYS = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 0, 0]]).bool()
 REAL_QUERIES = torch.tensor([[1, 1, 1], [0, 1, 1]]).bool()
-SEGMENTS = (torch.tensor([[0, 0, 1], [2, 2, -1]]), torch.tensor([[0, 0, 1, 1, -1], [2, 2, 3, 3, 3]]))
+SEGMENT_IDS = (torch.tensor([[0, 0, 1], [2, 2, -1]]), torch.tensor([[0, 0, 1, 1, -1], [2, 2, 3, 3, 3]]))
 DENSE = torch.rand(2, 2, 3, 5, generator=torch.Generator().manual_seed(0)) < 0.7
-Q_STARTS = torch.tensor([[0, 3, 1], [4, -1, 2]])
+Q_OFFSETS = torch.tensor([[0, 3, 1], [4, -1, 2]])
 MASKS = {
     "none": Mask(),
-    "positions": Mask(causal=True, q_start=torch.tensor([1, 2]), window=(2, None)),
-    "padding": Mask(causal=True, q_start=1, real_keys=REAL_KEYS, real_queries=REAL_QUERIES),
-    "segments": Mask(causal=True, segments=SEGMENTS),
+    "positions": Mask(causal=True, q_offset=torch.tensor([1, 2]), window=(2, None)),
+    "padding": Mask(causal=True, q_offset=1, real_keys=REAL_KEYS, real_queries=REAL_QUERIES),
+    "segment_ids": Mask(causal=True, segment_ids=SEGMENT_IDS),
     "dense": Mask(dense=DENSE),
-    "each-query": Mask(causal=True, q_start=Q_STARTS, window=(3, None)),
-    "everything": Mask(True, Q_STARTS, (3, None), REAL_KEYS, REAL_QUERIES, SEGMENTS, DENSE),
+    "each-query": Mask(causal=True, q_offset=Q_OFFSETS, window=(3, None)),
+    "everything": Mask(True, Q_OFFSETS, (3, None), REAL_KEYS, REAL_QUERIES, SEGMENT_IDS, DENSE),
 }
 LEARNED = {"bias": random(1, 2, 3, 5, seed=4), "alibi_slopes": random(2, seed=5), "sinks": random(2, seed=6)}
 
@@ -101,8 +101,8 @@ def test_every_order_of_each_feature_alone(name, outputs):
             q, k, v, MASKS["padding"], **options, **dict(zip(learned, others, strict=True)), generator=generator,
             return_lse=True, backend="reference",
         )  # fmt: skip
-        found = {"o": o, "lse": lse.masked_fill(lse == -math.inf, 0)}
-        return tuple(found[output] for output in outputs.split(", "))
+        by_name = {"o": o, "lse": lse.masked_fill(lse == -math.inf, 0)}
+        return tuple(by_name[output] for output in outputs.split(", "))
 
     inputs = leaves(Q, K, V, *learned.values())
     assert gradcheck(attend, inputs, check_forward_ad=True)
@@ -185,10 +185,10 @@ MAPPED = {  # name: the function of it, and the values it is mapped over
         name: (lambda x, name=name: {name: x}, torch.stack([value, 2 * value, -value]))
         for name, value in LEARNED.items()
     },
-    "q_start": (lambda x: {"mask": Mask(causal=True, q_start=x)}, torch.tensor([[1, 2], [0, -1], [3, 0]])),
-    "q_starts": (lambda x: {"mask": Mask(causal=True, q_start=x)}, torch.stack([Q_STARTS, 1 - Q_STARTS])),
-    "segments": (
-        lambda x: {"mask": Mask(segments=(x, SEGMENTS[1]))}, torch.stack([SEGMENTS[0], SEGMENTS[0].flip(0)])
+    "q_offset": (lambda x: {"mask": Mask(causal=True, q_offset=x)}, torch.tensor([[1, 2], [0, -1], [3, 0]])),
+    "q_offsets": (lambda x: {"mask": Mask(causal=True, q_offset=x)}, torch.stack([Q_OFFSETS, 1 - Q_OFFSETS])),
+    "segment_ids": (
+        lambda x: {"mask": Mask(segment_ids=(x, SEGMENT_IDS[1]))}, torch.stack([SEGMENT_IDS[0], SEGMENT_IDS[0].flip(0)])
     ),
     "dense": (lambda x: {"mask": Mask(dense=x)}, torch.stack([DENSE, ~DENSE])),
     "real_queries": (lambda x: {"mask": Mask(real_queries=x)}, torch.stack([REAL_QUERIES, ~REAL_QUERIES])),
@@ -244,7 +244,7 @@ def test_compiles_whole_to_two_graphs_over_all_lengths(backend, compiler):
         return torch._dynamo.lookup_backend(compiler)(graph, example_inputs)
 
     def attend(q, k, v, real_keys):
-        mask = Mask(causal=True, q_start=k.shape[2] - q.shape[2], real_keys=real_keys)
+        mask = Mask(causal=True, q_offset=k.shape[2] - q.shape[2], real_keys=real_keys)
         return fastattn.attention(q, k, v, mask, backend=None if backend == "native" else backend)
 
     compiled = torch.compile(attend, backend=count, fullgraph=True)

@@ -188,13 +188,13 @@ def through_file(model: nn.Module) -> nn.Module:
 def test_copies_are_swapped_too(copied):
     model = two_layers()[0]
     fastattn.swap(model)
-    found = copied(model)
-    assert type(found) is type(model)
+    twin = copied(model)
+    assert type(twin) is type(model)
     with calls_seen() as calls:
-        assert torch.equal(found(inputs()), model(inputs()))
+        assert torch.equal(twin(inputs()), model(inputs()))
     assert calls.backends == {"native"}
-    fastattn.unswap(found)
-    assert type(found) is ByFunctional
+    fastattn.unswap(twin)
+    assert type(twin) is ByFunctional
     assert isinstance(model, sdpa_callers.SDPACaller)
 
 
@@ -225,19 +225,19 @@ def test_threads_do_not_disturb_each_other():
     model = two_layers()
     expected = model(inputs())
     fastattn.swap(model)
-    found = {}
+    by_thread = {}
 
     def run(i: int) -> None:
         with torch.no_grad():
-            found[i] = [model(inputs()) for _ in range(20)]
+            by_thread[i] = [model(inputs()) for _ in range(20)]
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4
-    for outputs in found.values():
+    assert len(by_thread) == 4
+    for outputs in by_thread.values():
         for output in outputs:
             torch.testing.assert_close(output, expected)
 
@@ -277,7 +277,7 @@ def test_causal_biases_are_computed_by_fastattn():
     fastattn.swap(model)
     with calls_seen() as calls:
         torch.testing.assert_close(model(x), expected)
-    assert (calls.backends, calls.features) == ({"native"}, {"causal", "q_start"})
+    assert (calls.backends, calls.features) == ({"native"}, {"causal", "q_offset"})
 
 
 def test_what_fastattn_refuses_stays_with_torch():

@@ -91,7 +91,7 @@ def test_unswap_and_twice():
 def test_training_gives_the_same_gradients():
     torch.manual_seed(0)
     model = sentence_model().eval()  # without dropout
-    found = []
+    gradients = []
     for packed in (None, False, True):
         trained = copy.deepcopy(model)
         if packed is not None:
@@ -99,10 +99,10 @@ def test_training_gives_the_same_gradients():
         features = trained.preprocess(SENTENCES)
         embeddings = trained(features)["sentence_embedding"]
         (embeddings @ embeddings.T).square().sum().backward()
-        found.append([p.grad for p in trained.parameters() if p.grad is not None])
-    assert len(found[0]) > 30
-    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(found[2], found[0], rtol=1e-3, atol=1e-5)
+        gradients.append([p.grad for p in trained.parameters() if p.grad is not None])
+    assert len(gradients[0]) > 30
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-3, atol=1e-5)
 
 
 def test_minilm_of_the_demo():

@@ -17,15 +17,15 @@ def sees(mask: Mask, b: int, h: int, i: int, j: int) -> bool:
         return sum(ids[b, m] == ids[b, n] for m in range(n)).item() if n else 0
 
     position_q, position_k = i, j
-    if mask.segments is not None:
-        ids_q, ids_k = mask.segments
+    if mask.segment_ids is not None:
+        ids_q, ids_k = mask.segment_ids
         position_q, position_k = rank(ids_q, i), rank(ids_k, j)
         if ids_q[b, i] != ids_k[b, j] or ids_k[b, j] < 0:
             return False
-    if isinstance(mask.q_start, torch.Tensor):
-        position_q += mask.q_start.reshape(2, -1).expand(2, 5)[b, i].item()
+    if isinstance(mask.q_offset, torch.Tensor):
+        position_q += mask.q_offset.reshape(2, -1).expand(2, 5)[b, i].item()
     else:
-        position_q += mask.q_start
+        position_q += mask.q_offset
     left, right = mask.window
     if mask.causal and position_k > position_q:
         return False
@@ -42,7 +42,7 @@ def sees(mask: Mask, b: int, h: int, i: int, j: int) -> bool:
 
 KEYS = torch.tensor([[0, 1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0]]).bool()
 QUERIES = torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 1]]).bool()
-SEGMENTS = (
+SEGMENT_IDS = (
     torch.tensor([[0, 0, 1, 1, -1], [4, 4, 4, 2, 2]]),
     torch.tensor([[0, 1, 0, 1, 1, -1, -1], [4, 4, 2, 2, 2, 2, 7]]),
 )
@@ -51,13 +51,13 @@ SEGMENTS = (
 EACH_QUERY = torch.tensor([[0, 3, -2, 1, 1], [5, -4, 0, 2, -1]])
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["", "segments"])
-@pytest.mark.parametrize("q_start", [0, 2, -2, torch.tensor([3, -1]), EACH_QUERY], ids=str)
+@pytest.mark.parametrize("segment_ids", [None, SEGMENT_IDS], ids=["", "segment_ids"])
+@pytest.mark.parametrize("q_offset", [0, 2, -2, torch.tensor([3, -1]), EACH_QUERY], ids=str)
 @pytest.mark.parametrize("window", [(None, None), (1, None), (None, 2), (2, 0)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_keep_is_what_the_docstring_says(causal, window, q_start, segments):
+def test_keep_is_what_the_docstring_says(causal, window, q_offset, segment_ids):
     dense = torch.rand(3, 1, 7, generator=torch.Generator().manual_seed(0)) < 0.8
-    mask = Mask(causal, q_start, window, KEYS, QUERIES, segments, dense)
+    mask = Mask(causal, q_offset, window, KEYS, QUERIES, segment_ids, dense)
     keep = mask.keep(5, 7).expand(2, 3, 5, 7)
     for b, h, i, j in itertools.product(range(2), range(3), range(5), range(7)):
         assert keep[b, h, i, j].item() == sees(mask, b, h, i, j), (b, h, i, j)
@@ -67,18 +67,24 @@ def test_keep_is_what_the_docstring_says(causal, window, q_start, segments):
 
 def test_features_names_exactly_the_fields_in_use():
     assert Mask().features() == frozenset()
-    mask = Mask(True, torch.zeros(2, dtype=torch.int64), (0, None), KEYS, QUERIES, SEGMENTS, KEYS)
+    mask = Mask(True, torch.zeros(2, dtype=torch.int64), (0, None), KEYS, QUERIES, SEGMENT_IDS, KEYS)
     learned = torch.zeros(3)
     spec = Spec(mask, 1.0, learned, 2.0, learned, learned, 0.1, torch.tensor(0))
     assert spec.features() == FEATURES
-    for name, value in (("causal", True), ("q_start", -1), ("window", (None, 0)), ("real_keys", KEYS), ("dense", KEYS)):
+    for name, value in (
+        ("causal", True),
+        ("q_offset", -1),
+        ("window", (None, 0)),
+        ("real_keys", KEYS),
+        ("dense", KEYS),
+    ):
         assert Mask(**{name: value}).features() == {name}
 
 
 def test_unreadable_rows():
-    mask = Mask(real_keys=KEYS, segments=SEGMENTS)
-    assert torch.equal(mask.readable_keys(), KEYS & (SEGMENTS[1] >= 0))
-    assert torch.equal(mask.readable_queries(), SEGMENTS[0] >= 0)
+    mask = Mask(real_keys=KEYS, segment_ids=SEGMENT_IDS)
+    assert torch.equal(mask.readable_keys(), KEYS & (SEGMENT_IDS[1] >= 0))
+    assert torch.equal(mask.readable_queries(), SEGMENT_IDS[0] >= 0)
     assert Mask(causal=True).readable_keys() is None
 
 
@@ -95,8 +101,8 @@ PHILOX_ANSWERS = (  # (seed, counter, words): kat_vectors of Random123 1.14, phi
 
 @pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)
 def test_philox_gives_the_published_answers(seed, counter, words):
-    found = philox(torch.tensor(seed), tuple(torch.tensor(c) for c in counter))
-    assert tuple(word.item() for word in found) == words
+    actual = philox(torch.tensor(seed), tuple(torch.tensor(c) for c in counter))
+    assert tuple(word.item() for word in actual) == words
 
 
 def test_dropout_keeps_the_right_share_independently():

@@ -1,4 +1,4 @@
-"""What only a GPU has: streams, graphs of what was queued, and other GPUs beside it."""
+"""Streams, CUDA graphs and several GPUs."""
 
 import dataclasses
 
@@ -18,10 +18,10 @@ on_a_gpu = pytest.mark.parametrize(
 SLEEP = 100_000_000  # cycles: about 50 ms, in which the host has queued everything
 
 
-def assert_same_bits(found, expected):
-    assert found.keys() == expected.keys()
+def assert_same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 @on_a_gpu
@@ -35,9 +35,9 @@ def test_work_is_queued_on_the_current_stream(backend, device):
     with torch.cuda.stream(side):
         torch.cuda._sleep(SLEEP)
         late.q.copy_(inputs.q)
-        found = run(late, backend.NAME)
+        actual = run(late, backend.NAME)
     side.synchronize()
-    assert_same_bits(found, expected)
+    assert_same_bits(actual, expected)
 
 
 @on_a_gpu
@@ -51,17 +51,17 @@ def test_a_graph_computes_what_its_inputs_hold_at_the_replay(backend, device):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = run(inputs, backend.NAME)
+        actual = run(inputs, backend.NAME)
     graph.replay()
     torch.cuda.synchronize()
-    assert_same_bits(found, expected[0])
+    assert_same_bits(actual, expected[0])
     for name in ("q", "k", "v", "do", "dlse"):
         getattr(inputs, name).copy_(getattr(others, name))
     for name in ("real_keys", "real_queries"):
         getattr(inputs.mask, name).copy_(getattr(others.mask, name))
     graph.replay()
     torch.cuda.synchronize()
-    assert_same_bits(found, expected[1])
+    assert_same_bits(actual, expected[1])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

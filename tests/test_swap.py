@@ -27,15 +27,15 @@ may_fall_back = pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
 @pytest.fixture
 def calls(monkeypatch) -> list[MultiHeadAttention]:
     """Every MultiHeadAttention that was called."""
-    found = []
+    recorded = []
     forward = MultiHeadAttention.forward
 
     def counted(self, *args, **kwargs):
-        found.append(self)
+        recorded.append(self)
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(MultiHeadAttention, "forward", counted)
-    return found
+    return recorded
 
 
 def attentions(model: nn.Module) -> list[nn.Module]:

@@ -129,8 +129,8 @@ def test_torch_function_sees_what_it_sees_without_the_patch():
         answers = mode.seen + [F.scaled_dot_product_attention(*args, **kwargs) for args, kwargs in calls]
         return [x for args, kwargs in answers for x in (*args, *(kwargs or {}).items())]
 
-    def flat(found: list[object]) -> list[int]:
-        return [id(x) for item in found for x in (item if isinstance(item, tuple) else [item])]
+    def flat(items: list[object]) -> list[int]:
+        return [id(x) for item in items for x in (item if isinstance(item, tuple) else [item])]
 
     expected = seen()
     with fastattn.patch_sdpa() as patch:
@@ -271,20 +271,20 @@ def test_what_a_kernel_raises_is_no_refusal(error, monkeypatch):
 
 def causal_calls() -> dict[str, tuple[Callable[[], CausalBias], tuple[int, int], dict]]:
     """By name: the CausalBias, the numbers of queries and keys, and the other arguments."""
-    found = {}
+    cases = {}
     for make in (causal_upper_left, causal_lower_right):
         for lengths in ((5, 9), (9, 5), (7, 7), (1, 6), (6, 1)):
-            found[f"{make.__name__}{lengths}"] = (make, lengths, lengths, {})
-    found["upper left, of other lengths"] = (causal_upper_left, (3, 4), (5, 9), {})
-    found["square, of other lengths"] = (causal_lower_right, (3, 3), (5, 9), {})
+            cases[f"{make.__name__}{lengths}"] = (make, lengths, lengths, {})
+    cases["upper left, of other lengths"] = (causal_upper_left, (3, 4), (5, 9), {})
+    cases["square, of other lengths"] = (causal_lower_right, (3, 3), (5, 9), {})
     for name, options in {
         "scale": {"scale": 0.3},
         "no dropout": {"dropout_p": 0},
         "all dropped": {"dropout_p": 1.0},
         "grouped heads": {"enable_gqa": True},
     }.items():
-        found[name] = (causal_lower_right, (5, 9), (5, 9), options)
-    return found
+        cases[name] = (causal_lower_right, (5, 9), (5, 9), options)
+    return cases
 
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
@@ -304,17 +304,17 @@ def test_causal_bias(name, dtype):
 
     exact, torchs = outputs(TORCHS_OWN, torch.float64), outputs(TORCHS_OWN, dtype)
     with fastattn.patch_sdpa() as patch, calls_seen() as calls:
-        found = {
+        by_caller = {
             "patched": outputs(F.scaled_dot_product_attention, dtype),
             "fastattn's": outputs(fastattn.scaled_dot_product_attention, dtype),
         }
     assert (patch.computed, patch.left.total()) == (1, 0)
     assert calls.backends == {"native"}
     assert "causal" in calls.features
-    assert calls.features <= {"causal", "q_start", "dropout"}
+    assert calls.features <= {"causal", "q_offset", "dropout"}
     with fastattn.patch_sdpa():
-        found["by a name from before"] = outputs(TORCHS_OWN, dtype)
-    for who, mine in found.items():
+        by_caller["by a name from before"] = outputs(TORCHS_OWN, dtype)
+    for who, mine in by_caller.items():
         for output, *values in zip(("o", "dq", "dk", "dv"), mine, torchs, exact, strict=True):
             error = fastattn.testing.compare(output, *(x.detach() for x in values))
             assert error.right, f"{who}: {error}"
@@ -552,9 +552,9 @@ def test_torchs_own_samples(dtype):
 
         torchs, exact = outputs(TORCHS_OWN), outputs(TORCHS_OWN, torch.float64)
         with fastattn.patch_sdpa() as patch:
-            found = outputs(F.scaled_dot_product_attention)
+            ours = outputs(F.scaled_dot_product_attention)
         assert patch.computed + patch.left.total() == 1
-        for output, *values in zip(("o", "dq", "dk", "dv"), found, torchs, exact, strict=True):
+        for output, *values in zip(("o", "dq", "dk", "dv"), ours, torchs, exact, strict=True):
             actual, theirs, right = (x.detach() for x in values)
             assert (actual.shape, actual.dtype) == (theirs.shape, theirs.dtype)
             if patch.left:

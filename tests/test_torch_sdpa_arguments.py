@@ -377,14 +377,14 @@ TENSORS = {  # the call; who computes it under the patch; what fastattn's own fu
 
 def parts(x: object) -> list[object]:
     """What is compared of a result: its type and its plain tensors."""
-    found = {
+    unpack = {
         TwoTensor: lambda: [x.a, x.b],
         DTensor: lambda: [x.to_local(), x.placements],
         FakeTensor: lambda: [x.shape, x.dtype, x.device],
     }.get(type(x))
-    if found is None and isinstance(x, Tensor):
-        found = x.unbind if x.is_nested else lambda: [x.as_subclass(Tensor) if x.device.type == "cpu" else x.shape]
-    return [type(x), *(found() if found else [x])]
+    if unpack is None and isinstance(x, Tensor):
+        unpack = x.unbind if x.is_nested else lambda: [x.as_subclass(Tensor) if x.device.type == "cpu" else x.shape]
+    return [type(x), *(unpack() if unpack else [x])]
 
 
 @pytest.mark.usefixtures("one_process")

@@ -52,7 +52,7 @@ def samples(make: Callable[[], nn.Module]) -> list[dict[str, Tensor]]:
     def drawn(first: int, end: int, shape: tuple[int, ...] = ()) -> Tensor:
         return torch.randint(first, end, shape, generator=generator)
 
-    found = []
+    result = []
     for _ in range(STEPS * BATCH):
         n = int(drawn(3, L + 1))
         if make is bert:
@@ -63,8 +63,8 @@ def samples(make: Callable[[], nn.Module]) -> list[dict[str, Tensor]]:
             real = torch.arange(L) >= L - n
             ids = 3 + (drawn(0, 12) + torch.arange(L) * drawn(1, 3)) % 12
             labels = ids.where(real & real.roll(1), -100)  # what tells the first token is padding
-        found.append({"input_ids": ids.where(real, 0), "attention_mask": real.long(), "labels": labels})
-    return found
+        result.append({"input_ids": ids.where(real, 0), "attention_mask": real.long(), "labels": labels})
+    return result
 
 
 def plain(model: nn.Module, data: list, folder: Path, half: bool) -> None:
@@ -229,13 +229,13 @@ def as_it_is(model: nn.Module) -> nn.Module:
 @functools.cache
 def own_courses(setting: Setting) -> dict[str, Course]:
     """What transformers' own attention does, and that in fp64."""
-    found = {}
+    courses = {}
     loop, make, half, adapt = setting
     for attention in ("eager", "sdpa", "exact"):
         model = model_of(make, attention, adapt).model
         train = functools.partial(LOOPS[loop], model.train(), samples(make), Path(), half and attention != "exact")
-        found[attention] = Course.of(model, train)
-    return found
+        courses[attention] = Course.of(model, train)
+    return courses
 
 
 def assert_as_good(actual: Course, own: dict[str, Course]) -> None:

@@ -166,7 +166,7 @@ def test_packed_sequences_do_not_see_each_other(family, received):
     call = as_decoder(models.swapped, None) | {"position_ids": torch.tensor([*range(7), *range(5)]).expand(3, -1)}
     assert_within_budget(*(model(**call).logits for model in (models.swapped, models.eager, models.exact)))
     assert received
-    assert all(mask.segments is not None and mask.dense is None for mask in received)
+    assert all(mask.segment_ids is not None and mask.dense is None for mask in received)
 
 
 @may_fall_back

@@ -130,9 +130,9 @@ def expected(
     return eager, right
 
 
-def logits(found: GenerateDecoderOnlyOutput) -> Tensor:
+def logits(generated: GenerateDecoderOnlyOutput) -> Tensor:
     """[B, new tokens, vocabulary]"""
-    return torch.stack(found.logits, dim=1)
+    return torch.stack(generated.logits, dim=1)
 
 
 class Call(NamedTuple):
@@ -143,7 +143,7 @@ class Call(NamedTuple):
 
     def splits_keys(self) -> bool:
         """Whether the kernel for few queries takes it, which splits the keys (`decodes` in csrc/cpu/schedule.h)."""
-        others = {"dropout", "dense", "segments"}
+        others = {"dropout", "dense", "segment_ids"}
         return self.heads_that_share_keys * self.n_q <= 8 and not self.spec.features() & others
 
 
@@ -193,11 +193,11 @@ def test_beam_search(name, cache):
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "t5"])
 def test_sampling_with_a_seed(name):
-    found = []
+    sequences = []
     for model in [of(name) for of in (swapped_model, eager_model, exact_model)]:  # made before the seed is set
         torch.manual_seed(3)
-        found.append(generate(model, prompt(name), do_sample=True, top_k=20, temperature=0.7).sequences)
-    actual, eager, right = found
+        sequences.append(generate(model, prompt(name), do_sample=True, top_k=20, temperature=0.7).sequences)
+    actual, eager, right = sequences
     assert torch.equal(eager, right), "rounding decides"
     assert torch.equal(actual, eager)
     assert not torch.equal(actual, expected(name)[0].sequences)

@@ -1,4 +1,4 @@
-"""What is particular to the Triton backend: its twin of the mask, its refusals, and its kernels compiled for GPUs."""
+"""The Triton backend: its twin of the mask, its refusals, and its kernels compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ TILES_Q, TILES_K = triton.cdiv(N_Q, BLOCK_M), triton.cdiv(N_K, BLOCK_N)
 def twin_kernel(kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Writes what `hide`, `key_range` and `query_range` say of one sample."""
     i_b = tl.program_id(0)
-    q_start = position_of_first_query(visible, i_b)
+    q_offset = position_of_first_query(visible, i_b)
     n_tiles_q, n_tiles_k = tl.cdiv(n_q, BLOCK_M), tl.cdiv(n_k, BLOCK_N)
     for i_m in tl.range(0, n_tiles_q):
-        begin, full_begin, full_end, end = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        begin, full_begin, full_end, end = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         p_range = key_ranges + (i_b * n_tiles_q + i_m) * 4
         tl.store(p_range, begin)
         tl.store(p_range + 1, full_begin)
         tl.store(p_range + 2, full_end)
         tl.store(p_range + 3, end)
-        queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+        queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
         for i_n in tl.range(0, n_tiles_k):
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             m_dense = shown(queries, keys, i_b, 0, visible, QUERIES_DOWN=True)
@@ -67,7 +67,7 @@ def twin_kernel(kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M: tl.c
             p_row = kept + (i_b * n_tiles_q * BLOCK_M + queries[0][:, None]) * (n_tiles_k * BLOCK_N)
             tl.store(p_row + keys[0][None, :], b_kept != 0)
     for i_n in tl.range(0, n_tiles_k):
-        begin, full_begin, full_end, end = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        begin, full_begin, full_end, end = query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         p_range = query_ranges + (i_b * n_tiles_k + i_n) * 4
         tl.store(p_range, begin)
         tl.store(p_range + 1, full_begin)
@@ -125,11 +125,11 @@ def in_range(ranges: torch.Tensor, n_tiles: int) -> tuple[torch.Tensor, torch.Te
     return (begin <= i) & (i < end), (full_begin <= i) & (i < full_end)
 
 
-@pytest.mark.parametrize("q_start", [0, 1, 6, -11, 40, (5, -3)], ids=str)
+@pytest.mark.parametrize("q_offset", [0, 1, 6, -11, 40, (5, -3)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["any order", "causal"])
-def test_keep_and_ranges_are_twins_of_the_mask(causal, q_start):
+def test_keep_and_ranges_are_twins_of_the_mask(causal, q_offset):
     """Each visible pair lies in a visited tile, each pair of a full tile is visible, and no other tile is visited."""
-    start = torch.tensor(q_start, device=DEVICE) if isinstance(q_start, tuple) else q_start
+    start = torch.tensor(q_offset, device=DEVICE) if isinstance(q_offset, tuple) else q_offset
     windows = [(None, None), (0, 0), (6, None), (None, 6), (9, 5)]  # one off moves the edge of a tile
     keys, queries = [None, "right", "left", "both", "holes", "none"], [None, "right", "left", "holes", "none"]
     every = list(itertools.product(windows, keys, queries, [None, None, "packed", "any order"]))
@@ -188,9 +188,9 @@ def test_where_real_tokens_begin_and_end_and_where_the_first_hole_is(n):
 def test_starts_beyond_32_bits(start, documents_pattern):
     """Causal, also from a tensor; and windows that end among the keys, although the queries are far from them."""
     window, as_tensor = (start - 2, None) if start > 0 else (None, -start - 2), torch.tensor([start] * B, device=DEVICE)
-    segments = documents(documents_pattern)
+    segment_ids = documents(documents_pattern)
     for mask in (Mask(True, start), Mask(True, as_tensor), Mask(False, start, window)):
-        mask = dataclasses.replace(mask, segments=segments)
+        mask = dataclasses.replace(mask, segment_ids=segment_ids)
         kept, key_ranges, _ = ranges_of(mask, N_Q, N_K)
         expected = torch.zeros_like(kept)
         expected[:, :N_Q, :N_K] = mask.keep(N_Q, N_K, DEVICE)[:, 0]
@@ -202,7 +202,7 @@ def test_starts_beyond_32_bits(start, documents_pattern):
 @pytest.mark.parametrize("shape", [(B, 1, N_Q, N_K), (N_Q, N_K), (B, 1, 1, N_K), (N_Q, 1), ()], ids=str)
 def test_dense_masks_of_every_shape(shape):
     dense = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.7).to(DEVICE)
-    mask = Mask(causal=True, q_start=5, real_keys=padding("holes", N_K), dense=dense)
+    mask = Mask(causal=True, q_offset=5, real_keys=padding("holes", N_K), dense=dense)
     kept = ranges_of(mask, N_Q, N_K)[0]
     assert torch.equal(kept[:, :N_Q, :N_K], mask.keep(N_Q, N_K, DEVICE)[:, 0])
     assert not kept[:, N_Q:].any()
@@ -233,26 +233,26 @@ def test_documents_that_fill_their_tiles_visit_no_other(causal):
     """Lengths of 2, 1 and 3 tiles, then one of padding: just the blocks on the diagonal, and no edge but causal's."""
     tile = torch.tensor([0, 0, 1, 2, 2, 2, -1], device=DEVICE)
     ids = tile.repeat_interleave(BLOCK_M).expand(B, -1)
-    _, key_ranges, query_ranges = ranges_of(Mask(causal=causal, segments=(ids, ids)), ids.shape[1], ids.shape[1])
+    _, key_ranges, query_ranges = ranges_of(Mask(causal=causal, segment_ids=(ids, ids)), ids.shape[1], ids.shape[1])
     seen = (tile[:, None] == tile) & (tile >= 0)
     order = torch.arange(len(tile), device=DEVICE)
     behind = order[:, None] - order
     full = seen & (behind > 0) if causal else seen
     seen = seen & (behind >= 0) if causal else seen
-    for found, expected in (
+    for actual, expected in (
         (in_range(key_ranges, len(tile)), (seen, full)),
         (in_range(query_ranges, len(tile)), (seen.mT, full.mT)),
     ):
-        for tiles, right in zip(found, expected, strict=True):
+        for tiles, right in zip(actual, expected, strict=True):
             assert torch.equal(tiles, right.expand(B, -1, -1))
 
 
 @triton.jit
-def kept_kernel(found, dropout, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: tl.constexpr):
+def kept_kernel(result, dropout, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: tl.constexpr):
     """Writes what `kept` says of one head."""
     i_b, i_h, o_q = tl.program_id(0), tl.program_id(1), tl.arange(0, n_q)
     for i_n in tl.range(0, n_k // BLOCK_N):
-        p_row = found + ((i_b * tl.num_programs(1) + i_h) * n_q + o_q[:, None]) * n_k
+        p_row = result + ((i_b * tl.num_programs(1) + i_h) * n_q + o_q[:, None]) * n_k
         o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(p_row + o_k[None, :], kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N))
 
@@ -262,9 +262,9 @@ def kept_kernel(found, dropout, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: t
 def test_dropout_keeps_what_the_spec_says(p, seed):
     shape = (2, 3, 16, 64)
     spec = Spec(Mask(), 1.0, dropout_p=p, seed=torch.tensor(seed, device=DEVICE))
-    found = torch.empty(shape, dtype=torch.bool, device=DEVICE)
-    kept_kernel[shape[:2]](found, dropout(spec), n_q=shape[2], n_k=shape[3], BLOCK_N=16)
-    assert torch.equal(found, spec.dropout_keep(*shape))
+    actual = torch.empty(shape, dtype=torch.bool, device=DEVICE)
+    kept_kernel[shape[:2]](actual, dropout(spec), n_q=shape[2], n_k=shape[3], BLOCK_N=16)
+    assert torch.equal(actual, spec.dropout_keep(*shape))
 
 
 def test_sinks_count_where_the_rounding_of_a_large_lse_is_made_good():
@@ -316,10 +316,10 @@ def test_refusals_are_sentences(monkeypatch):
     assert objections((1, 1, 4, 257)) == ["takes head dims up to 256, got 257 for q and k"]
     assert objections(d_v=300) == ["takes head dims up to 256, got 300 for v"]
     slopes = {"alibi_slopes": torch.ones(1)}
-    assert objections(mask=Mask(q_start=2**29), **slopes) == []
-    assert objections(mask=Mask(q_start=-(2**29) - 1)) == []
-    expected = "counts ALiBi distances from a q_start of at most 2^29, got -536870913"
-    assert objections(mask=Mask(q_start=-(2**29) - 1), **slopes) == [expected]
+    assert objections(mask=Mask(q_offset=2**29), **slopes) == []
+    assert objections(mask=Mask(q_offset=-(2**29) - 1)) == []
+    expected = "counts ALiBi distances from a q_offset of at most 2^29, got -536870913"
+    assert objections(mask=Mask(q_offset=-(2**29) - 1), **slopes) == [expected]
     assert backend.by_name_only(torch.device("cpu")) == "interprets its kernels on the CPU, which is for tests"
     assert backend.by_name_only(torch.device("cuda")) is None
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -329,9 +329,9 @@ def test_refusals_are_sentences(monkeypatch):
 def test_old_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for capability, expected in (((9, 0), []), ((8, 0), []), ((7, 5), ["7.5"])):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        found = backend._device_objections(torch.device("cuda"))
-        assert [sentence.rpartition(" ")[2] for sentence in found] == expected
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
+        refusals = backend._device_objections(torch.device("cuda"))
+        assert [sentence.rpartition(" ")[2] for sentence in refusals] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

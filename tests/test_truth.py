@@ -1,4 +1,4 @@
-"""What small cases on a CPU cannot show of a kernel: many runs, long rows, large grids. Real sizes need a GPU."""
+"""Cases that small ones on a CPU cannot stand for: many runs, long rows, large grids. Real sizes need a GPU."""
 
 import dataclasses
 import math

@@ -77,13 +77,15 @@ def test_same_as_a_loop_over_the_documents(backend, name, dtype):
     # Every field that the call can need, so that a backend either takes it or says what it lacks.
     aligned = options.pop("align", None) == "end"
     position = {n: options.pop(n) for n in ("causal", "window") if n in options}
-    segments = (torch.zeros(1, total_q, dtype=torch.int64), torch.zeros(1, total_k, dtype=torch.int64))
+    segment_ids = (torch.zeros(1, total_q, dtype=torch.int64), torch.zeros(1, total_k, dtype=torch.int64))
     each = (
         torch.zeros(1, total_q, dtype=torch.int64)
         if aligned and cross and (position or "alibi_slopes" in learned)
         else 0
     )
-    spec = Spec(Mask(**position, q_start=each, segments=segments), 1.0, softcap=options.get("softcap"), **learned)
+    spec = Spec(
+        Mask(**position, q_offset=each, segment_ids=segment_ids), 1.0, softcap=options.get("softcap"), **learned
+    )
     heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
     why = objections(backend, *heads_first, spec)
     options |= position | ({"align": "end"} if aligned else {})
@@ -96,16 +98,16 @@ def test_same_as_a_loop_over_the_documents(backend, name, dtype):
     assert o.shape == (total_q, H, d_v)
     assert lse.shape == (H, total_q)
     gradients = torch.autograd.grad((o, lse), list(leaves.values()), (do, dlse))
-    found = {"o": o, "lse": lse} | {f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}
+    actual = {"o": o, "lse": lse} | {f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}
 
-    parts: dict[str, list[list[Tensor]]] = {n: [[], []] for n in found}
+    parts: dict[str, list[list[Tensor]]] = {n: [[], []] for n in actual}
     pieces = (
         by_document(x, lengths) for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k), (do, lengths_q))
     )
     of_lse = dlse[None, :, : sum(lengths_q)].split(lengths_q, -1)
     for a, b, c, d, e in zip(*pieces, of_lse, strict=True):
         n_q, n_k = a.shape[2], b.shape[2]
-        mask = Mask(**position, q_start=n_k - n_q if aligned else 0)
+        mask = Mask(**position, q_offset=n_k - n_q if aligned else 0)
         scale = options.get("scale", D**-0.5)
         inputs = Inputs(a, b, c, d, e, mask, {"scale": scale, "softcap": options.get("softcap"), **learned})
         right = exact(inputs)
@@ -123,9 +125,9 @@ def test_same_as_a_loop_over_the_documents(backend, name, dtype):
             whole = [torch.cat((x, rest), -1 if n == "lse" else 0) for x in whole]
         else:
             whole = [torch.stack(part).sum(0) for part in both]
-        error = compare(n, found[n], *whole)
+        error = compare(n, actual[n], *whole)
         assert error.right, error
-    assert (found["o"][-SLACK:] == 0).all()
+    assert (actual["o"][-SLACK:] == 0).all()
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
@@ -136,7 +138,7 @@ def test_dropout_is_that_of_the_packed_tokens(backend):
     ids = (torch.arange(30)[None] >= 10).int()
     x = q.transpose(0, 1)[None]
     expected = fastattn.attention(
-        x, x, x, Mask(segments=(ids, ids)), generator=torch.Generator().manual_seed(1), **seeded
+        x, x, x, Mask(segment_ids=(ids, ids)), generator=torch.Generator().manual_seed(1), **seeded
     )
     assert torch.equal(o, expected[0].transpose(0, 1))
 

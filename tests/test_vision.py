@@ -1,4 +1,4 @@
-"""What is special about timm and open_clip: switches, relative positions, shifted windows, dropout, refusals."""
+"""timm and open_clip: switches, relative positions, shifted windows, dropout, refusals."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def state_of(model: nn.Module) -> list[tuple[type, dict]]:
 def test_the_gradient_of_swins_relative_positions():
     models = compared(SWIN)
     assert any(block.attn_mask is not None for block in models.swapped.layers[0].blocks), "no window is shifted"
-    found = []
+    gradients = []
     for model in (models.swapped, models.eager, models.exact):
         output = model(random_like(model, 2, 3, 32, 32))
         cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output)
         tables = {name: p for name, p in model.named_parameters() if name.endswith("relative_position_bias_table")}
-        found.append(dict(zip(tables, torch.autograd.grad(output, tuple(tables.values()), cotangent), strict=True)))
-    actual, naive, exact = found
+        gradients.append(dict(zip(tables, torch.autograd.grad(output, tuple(tables.values()), cotangent), strict=True)))
+    actual, naive, exact = gradients
     assert len(actual) == 3
     for name in actual:
         assert actual[name].abs().max() > 0
@@ -84,12 +84,12 @@ def test_dropout_drops_weights_in_training_alone(make):
     model.train()
     with torch.no_grad(), calls_seen() as calls:
         torch.manual_seed(1)
-        found = model(x.expand(20000, -1, -1))
+        outputs = model(x.expand(20000, -1, -1))
         torch.manual_seed(1)
-        assert torch.equal(model(x.expand(20000, -1, -1)), found)
+        assert torch.equal(model(x.expand(20000, -1, -1)), outputs)
     assert "dropout" in calls.features
-    assert len(found.unique(dim=0)) > 100
-    deviation = (found.mean(0) - expected[0]) / (found.std(0) / len(found) ** 0.5)
+    assert len(outputs.unique(dim=0)) > 100
+    deviation = (outputs.mean(0) - expected[0]) / (outputs.std(0) / len(outputs) ** 0.5)
     assert deviation.abs().max() < 5
 
 

@@ -40,8 +40,8 @@ class Form:
         options = dict(inputs.options)
         if "generator" in options:
             options["generator"] = options["generator"].clone_state()
-        found = self.call(inputs.q, inputs.k, inputs.mask, backend=backend, **options)
-        return found if isinstance(found, tuple) else (found, None)
+        result = self.call(inputs.q, inputs.k, inputs.mask, backend=backend, **options)
+        return result if isinstance(result, tuple) else (result, None)
 
 
 def each_head_beside_output(q, k, mask, **options):
@@ -86,8 +86,8 @@ def textbook(inputs: Inputs, dtype: torch.dtype):
     weights, lse, gradients = formula(inputs, learned)
 
     def of_weights(d_weights):
-        found = dict(zip(learned, gradients(d_weights, torch.zeros_like(lse)), strict=True))
-        return {f"d{name}": x for name, x in found.items() if name != "v"}
+        by_name = dict(zip(learned, gradients(d_weights, torch.zeros_like(lse)), strict=True))
+        return {f"d{name}": x for name, x in by_name.items() if name != "v"}
 
     return weights, of_weights
 
@@ -119,8 +119,8 @@ def by_pair(form: Form, arriving: torch.Tensor, keys: torch.Tensor | None, like:
 
 
 def largest(weights: torch.Tensor) -> torch.Tensor:
-    found = weights.sort(-1, descending=True).values[..., :TOP_K]
-    return torch.nn.functional.pad(found, (0, TOP_K - found.shape[-1]))
+    values = weights.sort(-1, descending=True).values[..., :TOP_K]
+    return torch.nn.functional.pad(values, (0, TOP_K - values.shape[-1]))
 
 
 def visible(inputs: Inputs) -> torch.Tensor:
@@ -129,8 +129,8 @@ def visible(inputs: Inputs) -> torch.Tensor:
     return inputs.mask.keep(n_q, n_k).expand(*inputs.q.shape[:3], n_k)
 
 
-def assert_all_right(found) -> None:
-    wrong = [str(error) for error in found if not error.right]
+def assert_all_right(judged) -> None:
+    wrong = [str(error) for error in judged if not error.right]
     assert not wrong, "; ".join(wrong)
 
 
@@ -228,9 +228,9 @@ def test_hidden_values_change_nothing(backend, form):
 def test_visible_nan_stays_in_its_sample(backend, form):
     inputs = make_inputs(case_named("plain"), torch.float32)
     inputs.k[0, :, 3] = float("nan")
-    found, keys = form(inputs, backend.NAME)
-    assert found[0].isnan().all()
-    assert found[1].isfinite().all()
+    values, keys = form(inputs, backend.NAME)
+    assert values[0].isnan().all()
+    assert values[1].isfinite().all()
     if keys is not None:
         assert (keys >= 0).all()
 
@@ -241,14 +241,14 @@ def test_any_number_of_threads_gives_the_same_bits(form, name, monkeypatch):
     inputs = inputs_for(form, case_named(name), torch.float32)
     threads = torch.get_num_threads()
     try:
-        found = []
+        results = []
         for n in (1, 2, 5):
             torch.set_num_threads(n)
-            found.append(form(inputs, "native"))
+            results.append(form(inputs, "native"))
     finally:
         torch.set_num_threads(threads)
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
             assert (a is b is None) or torch.equal(a, b)
 
 
@@ -326,10 +326,10 @@ def test_zero_length_inputs_never_reach_a_backend(backend, form, empty, monkeypa
     q = torch.ones(size["B"], size["H"], size["n_q"], 8, requires_grad=True)
     k = torch.ones(size["B"], max(size["H"], 1), size["n_k"], 8, requires_grad=True)
     inputs = Inputs(q, k, k, q, q, Mask(causal=True), {"scale": None})
-    found, keys = form(inputs, backend.NAME)
-    assert (found == 0).all()
+    values, keys = form(inputs, backend.NAME)
+    assert (values == 0).all()
     assert keys is None or (keys == -1).all()
-    for x, gradient in zip((q, k), torch.autograd.grad(found.sum(), (q, k)), strict=True):
+    for x, gradient in zip((q, k), torch.autograd.grad(values.sum(), (q, k)), strict=True):
         assert gradient.shape == x.shape
         assert (gradient == 0).all()
 
@@ -368,7 +368,7 @@ def learned(bias_rows: int = 1) -> tuple[torch.Tensor, ...]:
 
 def of_learned(form: Form, **options):
     """The form as a function of q, k, bias, alibi_slopes and sinks, by the reference in fp64."""
-    mask = Mask(causal=True, q_start=1, real_keys=torch.arange(6) != torch.tensor([[2], [9]]))
+    mask = Mask(causal=True, q_offset=1, real_keys=torch.arange(6) != torch.tensor([[2], [9]]))
 
     def function(q, k, bias, alibi_slopes, sinks):
         more = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": 3.0, "scale": 0.7}
@@ -391,8 +391,8 @@ def test_blocks_of_queries_change_no_derivative(form, bias_rows, monkeypatch):
     function, inputs = of_learned(form), learned(bias_rows)
 
     def derivatives_of_both_modes():
-        found = function(*inputs)
-        gradients = torch.autograd.grad(found.square().sum(), inputs)
+        output = function(*inputs)
+        gradients = torch.autograd.grad(output.square().sum(), inputs)
         _, tangent = torch.func.jvp(function, inputs, tuple(map(torch.ones_like, inputs)))
         return *gradients, tangent
 
@@ -426,8 +426,8 @@ def test_compiles_to_one_graph(backend, form):
     q, k = torch.randn(2, 4, 9, 8, requires_grad=True), torch.randn(2, 2, 9, 8, requires_grad=True)
 
     def outputs(run):
-        found = run(q, k)
-        return found.detach(), *torch.autograd.grad(found.square().sum(), (q, k))
+        output = run(q, k)
+        return output.detach(), *torch.autograd.grad(output.square().sum(), (q, k))
 
     def weights(q, k):
         return form(Inputs(q, k, k, q, q, Mask(causal=True), {"scale": 0.5}), backend.NAME)[0]

@@ -1,4 +1,4 @@
-"""What torch.nn builds on its attention."""
+"""Modules that torch.nn builds on its attention."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def torch_case(name: str, make: Callable, run: Callable, **options: object) -> M
     return ModelCase(TORCH, name, make, run, **{"paddings": tuple(PADDINGS)} | options)
 
 
-# Padding is packed, into segments. Where it comes first, a causal query sees nothing, and torch's own answer is NaN.
-CAUSAL = {"needs": frozenset({"causal", "segments"}), "paddings": ("none", "right")}
+# Padding is packed, as documents. Where it comes first, a causal query sees nothing, and torch's own answer is NaN.
+CAUSAL = {"needs": frozenset({"causal", "segment_ids"}), "paddings": ("none", "right")}
 
 CASES = (
     torch_case(

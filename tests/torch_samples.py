@@ -16,12 +16,12 @@ def samples(name: str) -> list[tuple[nn.Module, tuple, dict]]:
     """torch's own test inputs for one of its modules: (module, args, kwargs) in fp64."""
     info = next(info for info in module_db if info.module_cls is getattr(nn, name))
     torch.manual_seed(0)
-    found = []
+    result = []
     for sample in info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=True):
         module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).double()
-        found.append((module, sample.forward_input.args, sample.forward_input.kwargs))
-    assert found
-    return found
+        result.append((module, sample.forward_input.args, sample.forward_input.kwargs))
+    assert result
+    return result
 
 
 def zero_at_padding(module: nn.Module) -> nn.Module:

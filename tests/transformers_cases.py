@@ -144,15 +144,15 @@ def transformers_case(
         return cls(cls.config_class(**copy.deepcopy(config)))
 
     def run(model: PreTrainedModel, real: Tensor | None) -> dict[str, Tensor]:
-        found = model(**inputs(model, real))
-        return {name: at_real(attrgetter(name)(found), rows(real)) for name, rows in outputs.items()}
+        output = model(**inputs(model, real))
+        return {name: at_real(attrgetter(name)(output), rows(real)) for name, rows in outputs.items()}
 
     def run_with_weights(model: PreTrainedModel, real: Tensor | None) -> dict[str, Tensor]:
-        found = model(**inputs(model, real), output_attentions=True)
+        output = model(**inputs(model, real), output_attentions=True)
         return {
             f"{name}[{i}]": at_real(layer.transpose(1, 2), rows(real))
             for name, rows in attentions.items()
-            for i, layer in enumerate(attrgetter(name)(found))
+            for i, layer in enumerate(attrgetter(name)(output))
         }
 
     weights = run_with_weights if attentions else None
@@ -246,11 +246,11 @@ def as_speech(model: PreTrainedModel, real: Tensor | None) -> dict[str, object]:
 
 def with_image_tokens(model: PreTrainedModel, real: Tensor | None) -> dict[str, object]:
     """Tokens in the middle stand for the patches of an image."""
-    found = as_decoder(model, real) | {"pixel_values": image(model)}
-    types = torch.zeros_like(found["input_ids"])
+    arguments = as_decoder(model, real) | {"pixel_values": image(model)}
+    types = torch.zeros_like(arguments["input_ids"])
     types[:, 4:8] = 1
-    found["input_ids"] = found["input_ids"].where(types == 0, IMAGE_TOKEN)
-    return found if model.config.model_type == "llava" else found | {"token_type_ids": types}
+    arguments["input_ids"] = arguments["input_ids"].where(types == 0, IMAGE_TOKEN)
+    return arguments if model.config.model_type == "llava" else arguments | {"token_type_ids": types}
 
 
 def with_patches(model: PreTrainedModel, real: Tensor | None) -> dict[str, object]:

@@ -37,8 +37,10 @@ def main() -> int:
     before = outcomes(arguments.checkout, files, options, as_sdpa=False)
     after = outcomes(arguments.checkout, files, options, as_sdpa=True)
     for file in files:
-        for title, found in (("transformers alone", before), ("with fastattn", after)):
-            counts = Counter(outcome for test, outcome in found.items() if test.startswith(f"{file.as_posix()}::"))
+        for title, outcomes_of in (("transformers alone", before), ("with fastattn", after)):
+            counts = Counter(
+                outcome for test, outcome in outcomes_of.items() if test.startswith(f"{file.as_posix()}::")
+            )
             if not counts["passed"]:
                 sys.exit(f"no test of {file} passed, {title}; what pytest says stands above")
             shown = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
@@ -55,17 +57,17 @@ def outcomes(checkout: Path, files: list[Path], options: list[str], *, as_sdpa: 
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "outcomes.json")
-        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", "--outcomes", found]
+        file = Path(folder, "outcomes.json")
+        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", "--outcomes", file]
         subprocess.run(
             [*command, *(["--as-sdpa"] if as_sdpa else []), *files, *options],
             cwd=checkout,
             env={"HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             check=False,
         )
-        if not found.is_file():
+        if not file.is_file():
             sys.exit("no test has run, or with fastattn none has called it; what pytest says stands above")
-        return json.loads(found.read_text())
+        return json.loads(file.read_text())
 
 
 # From here on the plugin that both runs of pytest load.

@@ -30,13 +30,13 @@ from benchmarks.gpu.compiling import compile_only
 
 B, H, N = 2, 2, 256
 REAL = torch.ones(B, N, dtype=torch.bool)
-WORST = Mask(causal=True, q_start=torch.zeros(B, dtype=torch.int32), real_keys=REAL, real_queries=REAL)
+WORST = Mask(causal=True, q_offset=torch.zeros(B, dtype=torch.int32), real_keys=REAL, real_queries=REAL)
 CALLS = {  # name -> arguments of Spec
     "plain": {"mask": Mask()},
     "causal": {"mask": Mask(causal=True)},
     "keys": {"mask": Mask(real_keys=REAL)},
     "worst": {"mask": WORST},
-    "documents": {"mask": Mask(causal=True, segments=(REAL.int(), REAL.int()))},
+    "documents": {"mask": Mask(causal=True, segment_ids=(REAL.int(), REAL.int()))},
     "dense": {"mask": Mask(causal=True, dense=torch.ones(B, 1, N, N, dtype=torch.bool))},
     "softcap": {"mask": Mask(causal=True), "softcap": 50.0},
     "alibi": {"mask": Mask(causal=True), "alibi_slopes": torch.zeros(H)},
@@ -45,7 +45,9 @@ CALLS = {  # name -> arguments of Spec
     "sinks": {"mask": Mask(causal=True), "sinks": torch.zeros(H)},
     "dropout": {"mask": Mask(causal=True), "dropout_p": 0.1, "seed": torch.zeros((), dtype=torch.int64)},
     "everything": {
-        "mask": dataclasses.replace(WORST, segments=(REAL.int(), REAL.int()), dense=torch.ones(N, N, dtype=torch.bool)),
+        "mask": dataclasses.replace(
+            WORST, segment_ids=(REAL.int(), REAL.int()), dense=torch.ones(N, N, dtype=torch.bool)
+        ),
         "bias": torch.zeros(H, N, N, dtype=torch.bfloat16),
         "softcap": 50.0,
         "alibi_slopes": torch.zeros(B, H),
@@ -142,14 +144,14 @@ def _resources(kernel) -> dict[str, object]:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
     ptx = kernel.asm["ptx"]
-    found = MATRIX_INSTRUCTION.findall(ptx)
+    instructions = MATRIX_INSTRUCTION.findall(ptx)
     return {
         "registers": int(registers),
         "stack": int(stack),  # where registers are spilled to
         "shared": kernel.metadata.shared,
-        "mma": len(found),
+        "mma": len(instructions),
         "in_loops": sum(len(MATRIX_INSTRUCTION.findall(loop)) for loop in _hot_loops(ptx)),
-        "instruction": "+".join(sorted(set(found))),
+        "instruction": "+".join(sorted(set(instructions))),
     }
 
 

@@ -142,9 +142,9 @@ def coca() -> nn.Module:
 
 def text(length: int) -> Tensor:
     """The second one is padded by three tokens."""
-    found = torch.randint(1, 99, (2, length), generator=torch.Generator().manual_seed(1))
-    found[1, -3:] = 0
-    return found
+    ids = torch.randint(1, 99, (2, length), generator=torch.Generator().manual_seed(1))
+    ids[1, -3:] = 0
+    return ids
 
 
 def both_towers(model: nn.Module, real: None) -> dict[str, Tensor]:
@@ -153,8 +153,8 @@ def both_towers(model: nn.Module, real: None) -> dict[str, Tensor]:
 
 
 def captioned(model: nn.Module, real: None) -> dict[str, Tensor]:
-    found = model(images(model), text(11))  # and one more for the class token
-    return {name: found[name] for name in ("image_features", "text_features", "logits")}
+    outputs = model(images(model), text(11))  # and one more for the class token
+    return {name: outputs[name] for name in ("image_features", "text_features", "logits")}
 
 
 def swin_v2() -> nn.Module:

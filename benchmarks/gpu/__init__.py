@@ -1,1 +1,1 @@
-"""What `make gpu STAGE=...` runs: whether the kernels are right on a real GPU, and how fast, in stages that resume."""
+"""Stages of `make gpu STAGE=...`: whether the kernels are right on a real GPU, and how fast; each stage resumes."""

@@ -1,4 +1,4 @@
-"""The command `python -m benchmarks.gpu`: runs a stage on this machine's GPU, or renders what stages found."""
+"""The command `python -m benchmarks.gpu`: runs a stage on this machine's GPU, or renders the results of stages."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MASKS = {
     "full": {},
     "causal": {"causal": True},
     "padded": {"keys": "right", "queries": True},
-    "documents": {"causal": True, "segments": True},
+    "documents": {"causal": True, "segment_ids": True},
 }
 _FORWARD, _IN_ANY_ORDER = "forward", "backward, deterministic=False"
 

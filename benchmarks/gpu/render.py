@@ -1,4 +1,4 @@
-"""What stages found, for people: Markdown and pictures from a record, and the part of README.md about GPUs."""
+"""Reports of the results of stages: Markdown and pictures from a record, and the part of README.md about GPUs."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def summary(document: dict, stage: str) -> str:
 def for_readme(folder: Path) -> str:
     """What README.md says of GPUs: a table for each results file with figures, or that there is none."""
     documents = {path: load(path) for path in results_files(folder)}
-    measured = {path: found for path, found in documents.items() if _timed_rows(found)}
+    measured = {path: document for path, document in documents.items() if _timed_rows(document)}
     if not measured:
         return NOT_MEASURED
-    return "\n\n".join(_readme_table(path, found) for path, found in measured.items())
+    return "\n\n".join(_readme_table(path, document) for path, document in measured.items())
 
 
 def markdown(document: dict) -> str:
@@ -208,25 +208,25 @@ def _draw_lengths(document: dict, path: Path) -> bool:
     """TFLOP/s by length, a panel for each pass, head dim and mask; whether there was anything to draw."""
     from matplotlib.figure import Figure  # no pyplot: nothing here needs a window
 
-    found: dict[tuple, dict[str, list[tuple[int, float]]]] = {}
+    by_panel: dict[tuple, dict[str, list[tuple[int, float]]]] = {}
     drawn = (row for row in _timed_rows(document) if row["level"] == "attention" and row["contender"] not in _NOT_DRAWN)
     for row in drawn:
         if square := _SQUARE.fullmatch(row["case"]):
             D, N, mask = square.groups()
-            panel = found.setdefault((row["pass"], int(D), mask), {})
+            panel = by_panel.setdefault((row["pass"], int(D), mask), {})
             panel.setdefault(row["contender"], []).append((int(N), row["tflops"]))
-    if not found:
+    if not by_panel:
         return False
-    passes = sorted({key[0] for key in found}, reverse=True)
-    columns = sorted({key[1:] for key in found}, key=lambda key: (key[0], key[1] == "causal"))
-    names = {name for panel in found.values() for name in panel}
+    passes = sorted({key[0] for key in by_panel}, reverse=True)
+    columns = sorted({key[1:] for key in by_panel}, key=lambda key: (key[0], key[1] == "causal"))
+    names = {name for panel in by_panel.values() for name in panel}
     contenders = sorted(names, key=lambda name: not name.startswith(_OURS))
     figure = Figure(figsize=(1 + 2.6 * len(columns), 1.4 + 2.4 * len(passes)), layout="constrained")
     panels = figure.subplots(len(passes), len(columns), sharey="row", squeeze=False)
     for line, timed in zip(panels, passes, strict=True):
         for axis, (D, mask) in zip(line, columns, strict=True):
             for name, (colour, marker) in zip(contenders, cycle(STYLES), strict=False):
-                points = sorted(found.get((timed, D, mask), {}).get(name, []))
+                points = sorted(by_panel.get((timed, D, mask), {}).get(name, []))
                 axis.plot(*zip(*points, strict=True) if points else ([], []), color=colour, marker=marker, label=name)
             axis.set_xscale("log", base=2)
             axis.set_ylim(bottom=0)

@@ -1,4 +1,4 @@
-"""Who else computes attention on a GPU: FlexAttention, and the packages flash-attn and xformers where installed."""
+"""Other attention kernels for GPUs: FlexAttention, and the packages flash-attn and xformers where installed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def gpu_contenders(problem: Problem, only: str | None = None) -> list[Contender]
 
 def _by_name(contender: Contender, backend: str, inputs: Inputs) -> Contender:
     """The contender with the objections of a backend that was asked for by name: the standard suite does not ask so."""
-    found = objections(backend_by_name(backend), inputs.q, inputs.k, inputs.v, inputs.spec())
-    return replace(contender, refusal="; ".join(found) or None)
+    refusals = objections(backend_by_name(backend), inputs.q, inputs.k, inputs.v, inputs.spec())
+    return replace(contender, refusal="; ".join(refusals) or None)
 
 
 def _in_any_order(contender: Contender, backend: str, inputs: Inputs) -> Contender:

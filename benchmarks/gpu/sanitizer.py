@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_sanitizer_finds_nothing(tool: str, backend: str, record_property: Callable[[str, object], None]) -> None:
-    """Fails with what it has found."""
+    """Fails with the errors that the sanitizer reports."""
     in_cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
     sanitizer = shutil.which("compute-sanitizer") or shutil.which(in_cuda)
     if sanitizer is None:

@@ -35,8 +35,8 @@ _DRY = ("D128-N4096-causal", "bert", "launch", "left-causal", "bias-N1024")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Gives each job to `test_speed`, and the last one of each case to `test_compile`, for all passes."""
     if "job" in metafunc.fixturenames:
-        found = jobs(metafunc.config.option.device, metafunc.config.option.only)
-        by_name = {str(job) if metafunc.function is test_speed else job.case.name: job for job in found}
+        selected = jobs(metafunc.config.option.device, metafunc.config.option.only)
+        by_name = {str(job) if metafunc.function is test_speed else job.case.name: job for job in selected}
         metafunc.parametrize("job", by_name.values(), ids=by_name)
 
 
@@ -71,15 +71,15 @@ def jobs(device: str, only: str | None = None) -> list[Job]:
     cases = [case for case in CASES if case.timed == "gpu" and (not dry or case.name in _DRY)]
     if only:
         cases = [case for case in cases if _ONLY[only].fullmatch(case.name)]
-    found: list[Job] = []
+    selected: list[Job] = []
     for case in map(_shrunk, cases) if dry else cases:
         if case.name == LAUNCH:
-            found.append(Job(LAUNCH, case, DTYPE, "forward"))
+            selected.append(Job(LAUNCH, case, DTYPE, "forward"))
             continue
-        found += [Job("attention", case, DTYPE, timed) for timed in (PASSES if case.n_q > 1 else ("forward",))]
+        selected += [Job("attention", case, DTYPE, timed) for timed in (PASSES if case.n_q > 1 else ("forward",))]
         if case.name == _WHOLE_MODELS and not only:  # modules choose for themselves
-            found += [Job(level, case, DTYPE, "forward+backward") for level in ("layer", "encoder")]
-    return found
+            selected += [Job(level, case, DTYPE, "forward+backward") for level in ("layer", "encoder")]
+    return selected
 
 
 def _shrunk(case: Case) -> Case:
@@ -160,8 +160,8 @@ def _captured(contender: Contender, timed: str, device: str) -> Call:
         torch.cuda.synchronize()
     except RuntimeError as error:
         raise RefusalError(f"cannot be captured: {str(error).partition(chr(10))[0]}") from error
-    found = (captured,) if timed == "forward" else captured
-    for (name, value), replayed in zip(expected.items(), found, strict=True):
+    actual = (captured,) if timed == "forward" else captured
+    for (name, value), replayed in zip(expected.items(), actual, strict=True):
         if not torch.equal(value, replayed):
             raise RefusalError(f"the graph's {name} has other bits than the call's")
     return Call(graph.replay)
@@ -182,6 +182,6 @@ def _compile(contender: Contender, case: Case) -> None:
 
 def _as_dict(row: Row) -> dict[str, object]:
     """A row of the standard report, in TFLOP/s."""
-    found = row_as_dict(row)
-    gflops = found.pop("gflops")
-    return found | {"tflops": None if gflops is None else rounded(gflops / 1e3)}
+    fields = row_as_dict(row)
+    gflops = fields.pop("gflops")
+    return fields | {"tflops": None if gflops is None else rounded(gflops / 1e3)}

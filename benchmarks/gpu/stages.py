@@ -1,4 +1,4 @@
-"""What each stage runs, as arguments of pytest, within its time and going on where it stopped."""
+"""Suites of each stage, as arguments of pytest, within its time and going on where it stopped."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def parts(stage: str, device: str) -> dict[str, Part]:
             return suite("benchmarks/gpu/build.py", limit_s=240.0, workers=2)
         return None if is_dry else suite(*arguments, limit_s=150.0, workers=cores)
 
-    found = {}
+    result = {}
     if stage == "hopper":  # whose kernels may hang, which single calls tell soonest
         calls = ("benchmarks/gpu/first_calls.py", *(["-k", "tile-128-full"] if is_dry else []))
-        found["first calls"] = Part([suite(*calls, limit_s=30.0)], to_compile("--compile-only", *calls), share=0.4)
+        result["first calls"] = Part([suite(*calls, limit_s=30.0)], to_compile("--compile-only", *calls), share=0.4)
     if stage != "bench":
         # The native backend is too much to compile and to run on a GPU for a stage that is about all.
         about = f"{only}-{device}" if only else "not native-cuda"
@@ -74,11 +74,11 @@ def parts(stage: str, device: str) -> dict[str, Part]:
             tests.append(suite("benchmarks/gpu/sanitizer.py", limit_s=240.0, workers=3))
         launching = " or ".join(f"{name}-{device}" for name in serving(device, only))
         compiled = to_compile("--compile-only", *_TESTS, "-k", f"{chosen} and ({launching})")
-        found["tests"] = Part(tests, compiled, share=0.7 if only else 1.0)
+        result["tests"] = Part(tests, compiled, share=0.7 if only else 1.0)
     if stage != "truth":
         speed = "benchmarks/gpu/speed.py"  # whose largest shapes take fp64 and the plain formula some seconds
-        found["times"] = Part([suite(speed, "-k", "not compile", limit_s=90.0)], to_compile(speed, "-k", "compile"))
-    return found
+        result["times"] = Part([suite(speed, "-k", "not compile", limit_s=90.0)], to_compile(speed, "-k", "compile"))
+    return result
 
 
 def run_stage(stage: str, device: str, path: Path, about: dict[str, str], seconds: float) -> None:

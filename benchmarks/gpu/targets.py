@@ -1,4 +1,4 @@
-"""What the kernels are promised to reach on an H200, and what a results file says of it."""
+"""Targets of the kernels on an H200, and what a results file says of them."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ def outcomes(rows: Rows) -> list[Outcome]:
 
 def ours(rows: Rows, case: str, timed: str, level: str = "attention") -> Row | None:
     """The fastest row of fastattn in a job that is no replay of a graph, and has the same bits each time."""
-    found = [row for row in _of(rows, level, case, timed) if row["family"] == "fastattn"]
-    found = [row for row in found if not _is_graph(row) and not row["contender"].endswith(IN_ANY_ORDER)]
-    return min(found, key=median_ms, default=None)
+    candidates = [row for row in _of(rows, level, case, timed) if row["family"] == "fastattn"]
+    candidates = [row for row in candidates if not _is_graph(row) and not row["contender"].endswith(IN_ANY_ORDER)]
+    return min(candidates, key=median_ms, default=None)
 
 
 def ours_in_any_order(rows: Rows, case: str, timed: str) -> Row | None:
     """The row of fastattn in a job that need not have the same bits each time; a forward pass has them anyway."""
     if timed == "forward":
         return ours(rows, case, timed)
-    found = [row for row in _of(rows, "attention", case, timed) if row["contender"].endswith(IN_ANY_ORDER)]
-    return min(found, key=median_ms, default=None)
+    candidates = [row for row in _of(rows, "attention", case, timed) if row["contender"].endswith(IN_ANY_ORDER)]
+    return min(candidates, key=median_ms, default=None)
 
 
 def of_contender(rows: Rows, contender: str, case: str, timed: str, level: str = "attention") -> Row | None:
@@ -164,12 +164,12 @@ def _hopper(rows: Rows, all_rows: Rows) -> Iterator[Outcome]:
         rivals, cases = _HOPPER_RIVALS[D], [f"D{D}-N{N}-{mask}" for N in _HOPPER_LENGTHS]
         fastest = " or ".join(rivals)
         average = _average_speed_up(rows, rivals, cases, timed, ours_in_any_order)
-        found = _compared(
+        outcome = _compared(
             f"D{D} {mask} {timed}: on average at least {least} times as fast as {fastest}", average, "x", least
         )
         if timed == "backward" and (same_bits := _average_speed_up(rows, rivals, cases, timed, ours)):
-            found = replace(found, figure=f"{found.figure}, and {same_bits:.3g}x with the same bits each time")
-        yield found
+            outcome = replace(outcome, figure=f"{outcome.figure}, and {same_bits:.3g}x with the same bits each time")
+        yield outcome
     yield from _padding_shares(rows)
     for case in _PADDED:
         pairs = [(of_contender(rows, "SDPA cudnn", case, x), ours_in_any_order(rows, case, x)) for x in _BOTH_PASSES]

@@ -52,8 +52,8 @@ float* floats_or_null(const MaybeTensor& x) { return x ? x->data_ptr<float>() : 
 // Spec of fastattn/spec.py, and its Mask.
 struct Spec {
   bool causal = false;
-  int64_t q_start = 0;
-  MaybeTensor q_starts;  // in the place of q_start
+  int64_t q_offset = 0;
+  MaybeTensor q_offsets;  // in the place of q_offset
   std::optional<int64_t> left, right;
   MaybeTensor real_queries, real_keys, ids_q, ids_k, dense;
   double scale = 1;
@@ -64,14 +64,14 @@ struct Spec {
 
   // Its tensors but the seed, in the order of the arguments of the ops in fastattn/ops.py.
   std::array<MaybeTensor*, 9> tensors() {
-    return {&bias, &alibi_slopes, &sinks, &q_starts, &real_keys, &real_queries, &ids_q, &ids_k, &dense};
+    return {&bias, &alibi_slopes, &sinks, &q_offsets, &real_keys, &real_queries, &ids_q, &ids_k, &dense};
   }
 };
 
 // Names of attributes, interned once: a look-up by them makes no string.
 struct Names {
-  PyObject *mask = of("mask"), *causal = of("causal"), *q_start = of("q_start"), *window = of("window"),
-           *real_queries = of("real_queries"), *real_keys = of("real_keys"), *segments = of("segments"),
+  PyObject *mask = of("mask"), *causal = of("causal"), *q_offset = of("q_offset"), *window = of("window"),
+           *real_queries = of("real_queries"), *real_keys = of("real_keys"), *segment_ids = of("segment_ids"),
            *dense = of("dense"), *scale = of("scale"), *softcap = of("softcap"), *bias = of("bias"),
            *alibi_slopes = of("alibi_slopes"), *sinks = of("sinks"), *dropout_p = of("dropout_p"), *seed = of("seed");
 
@@ -96,18 +96,18 @@ void read(pybind11::handle from, PyObject* name, T& to) {
 
 void read_mask(pybind11::handle mask, Spec& spec) {
   read(mask, names().causal, spec.causal);
-  const pybind11::object q_start = attribute(mask, names().q_start);
-  if (PyLong_Check(q_start.ptr())) {
-    spec.q_start = q_start.cast<int64_t>();
+  const pybind11::object q_offset = attribute(mask, names().q_offset);
+  if (PyLong_Check(q_offset.ptr())) {
+    spec.q_offset = q_offset.cast<int64_t>();
   } else {
-    spec.q_starts = q_start.cast<Tensor>();
+    spec.q_offsets = q_offset.cast<Tensor>();
   }
   using Window = std::pair<std::optional<int64_t>, std::optional<int64_t>>;
   std::tie(spec.left, spec.right) = attribute(mask, names().window).cast<Window>();
   read(mask, names().real_queries, spec.real_queries);
   read(mask, names().real_keys, spec.real_keys);
-  const pybind11::object segments = attribute(mask, names().segments);
-  if (!segments.is_none()) std::tie(spec.ids_q, spec.ids_k) = segments.cast<std::pair<Tensor, Tensor>>();
+  const pybind11::object segment_ids = attribute(mask, names().segment_ids);
+  if (!segment_ids.is_none()) std::tie(spec.ids_q, spec.ids_k) = segment_ids.cast<std::pair<Tensor, Tensor>>();
   read(mask, names().dense, spec.dense);
 }
 
@@ -131,8 +131,8 @@ class Call {
       : q_(with_rows(checked(q, "q"))),
         k_(with_rows(checked(k, "k"))),
         v_(with_rows(checked(v, "v"))),
-        mask_(q.size(0), q.size(1), q.size(2), k.size(2), spec.causal, spec.left, spec.right, spec.q_start,
-              spec.q_starts, spec.real_queries, spec.real_keys, spec.ids_q, spec.ids_k,
+        mask_(q.size(0), q.size(1), q.size(2), k.size(2), spec.causal, spec.left, spec.right, spec.q_offset,
+              spec.q_offsets, spec.real_queries, spec.real_keys, spec.ids_q, spec.ids_k,
               spec.dense ? MaybeTensor(expanded(*spec.dense, {q.size(0), q.size(1), q.size(2), k.size(2)}, "dense"))
                          : MaybeTensor()) {
     Params& p = params_;
@@ -360,7 +360,7 @@ class ShortAttention : public torch::autograd::Function<ShortAttention> {
     for (const bool each : wanted) arguments.append(each);
     for (int i = 0; i < 3; ++i) arguments.append(false);
     for (size_t i = 3; i < tensors.size(); ++i) arguments.append(*tensors[i]);
-    arguments.append(spec.seed), arguments.append(spec.causal), arguments.append(spec.q_start);
+    arguments.append(spec.seed), arguments.append(spec.causal), arguments.append(spec.q_offset);
     arguments.append(spec.left), arguments.append(spec.right), arguments.append(spec.scale);
     arguments.append(spec.softcap), arguments.append(spec.dropout_p), arguments.append(false);
     arguments.append("native");

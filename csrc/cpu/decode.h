@@ -65,9 +65,9 @@ DecodePart decode_part(const Params& p, float* parts, int64_t b, int64_t h_kv, i
 }
 
 FASTATTN_INLINE float largest_lane(Floats x) {
-  float found = x[0];
-  for (int lane = 1; lane < kLanes; ++lane) found = x[lane] > found ? x[lane] : found;
-  return found;
+  float result = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) result = x[lane] > result ? x[lane] : result;
+  return result;
 }
 FASTATTN_INLINE float sum_of_lanes(Floats x) {
   float sum = 0;

@@ -86,8 +86,8 @@ inline std::vector<Capability> find_capabilities() {
 }
 
 inline const std::vector<Capability>& capabilities() {
-  static const std::vector<Capability> found = find_capabilities();
-  return found;
+  static const std::vector<Capability> result = find_capabilities();
+  return result;
 }
 
 // The best one that runs here, from the named one downwards.

@@ -79,12 +79,12 @@ FASTATTN_INLINE bool follow_maximum(int64_t n, const float* s_t, float on_score_
   Floats largest[C];
   for (int c = 0; c < C; ++c) largest[c] = m[c];
   each_tile<4>(0, n, [&](auto rows, int64_t i) {  // first among rows: one chain of maxima would wait for itself
-    Floats found[rows][C];
-    each_vector(found, [&](Floats& x, int r, int c) { x = load(s_t + ((i + r) * C + c) * kLanes); });
-    each_vector(found, [&](Floats& x, int r, int c) {
-      if (r > 0) found[0][c] = larger(x, found[0][c]);
+    Floats result[rows][C];
+    each_vector(result, [&](Floats& x, int r, int c) { x = load(s_t + ((i + r) * C + c) * kLanes); });
+    each_vector(result, [&](Floats& x, int r, int c) {
+      if (r > 0) result[0][c] = larger(x, result[0][c]);
     });
-    for (int c = 0; c < C; ++c) largest[c] = larger(found[0][c], largest[c]);
+    for (int c = 0; c < C; ++c) largest[c] = larger(result[0][c], largest[c]);
   });
   Ints moves = {};
   for (int c = 0; c < C; ++c) {

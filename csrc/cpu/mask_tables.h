@@ -53,7 +53,7 @@ class RealRows {
       : tables_(B), lists_(B, IndexList{nullptr, 0, n}) {
     if (!marks && !documents) return;
     check_table(marks, B, n, "real_queries and real_keys");
-    check_table(documents, B, n, "segments");
+    check_table(documents, B, n, "segment_ids");
     const Tensor contiguous = marks ? marks->contiguous() : Tensor();
     const bool* mark = marks ? contiguous.const_data_ptr<bool>() : nullptr;
     const int64_t* id = documents ? documents->const_data_ptr<int64_t>() : nullptr;
@@ -93,7 +93,7 @@ Table table_of(const Tensor& x) {
 class Mask {
  public:
   Mask(int64_t B, int64_t H, int64_t n_q, int64_t n_k, bool causal, std::optional<int64_t> left,
-       std::optional<int64_t> right, int64_t q_start, const MaybeTensor& q_starts, const MaybeTensor& real_queries,
+       std::optional<int64_t> right, int64_t q_offset, const MaybeTensor& q_offsets, const MaybeTensor& real_queries,
        const MaybeTensor& real_keys, const MaybeTensor& ids_q, const MaybeTensor& ids_k, const MaybeTensor& dense)
       : B(B),
         H(H),
@@ -103,12 +103,12 @@ class Mask {
         documents_(ids_q, ids_k),
         queries_(real_queries, documents_.queries, B, n_q),
         keys_(real_keys, documents_.keys, B, n_k) {
-    set_q_start(q_start, q_starts);
+    set_q_offset(q_offset, q_offsets);
     if (documents_.keys) {
       set_documents();
-    } else if (dense || each_query_starts_) {
+    } else if (dense || per_query_offset_) {
       set_ranges([&](int64_t b, int64_t i) {
-        const KeyRange keys = visible_keys(band_, position_of(i, start_of(b, i)), this->n_k);
+        const KeyRange keys = visible_keys(band_, position_of(i, q_offset_of(b, i)), this->n_k);
         return RowRange{int32_t(keys.begin), int32_t(keys.end), kNoGaps};
       });
     }
@@ -119,8 +119,8 @@ class Mask {
 
   void describe(Params& p) const {
     p.band = band_;
-    p.q_start = q_start_.data();
-    p.each_query_starts = each_query_starts_;
+    p.q_offset = q_offset_.data();
+    p.per_query_offset = per_query_offset_;
     p.queries = queries_.lists();
     p.keys = keys_.lists();
     if (dense_) p.dense = table_of(*dense_);
@@ -138,19 +138,19 @@ class Mask {
   const int64_t B, H, n_q, n_k;
 
  private:
-  void set_q_start(int64_t q_start, const MaybeTensor& q_starts) {
-    if (!q_starts) return q_start_.assign(B, q_start);
-    check_on_cpu(*q_starts, "q_start");
-    const Tensor starts = q_starts->to(at::kLong).contiguous();
-    each_query_starts_ = starts.dim() == 2;
-    TORCH_CHECK_VALUE(each_query_starts_ ? starts.sizes() == at::IntArrayRef({B, n_q})
-                                         : starts.sizes() == at::IntArrayRef({B}),
-                      "q_start must be [", B, "] or [", B, ", ", n_q, "], got ", starts.sizes());
-    const int64_t* data = starts.const_data_ptr<int64_t>();
-    q_start_.assign(data, data + starts.numel());
+  void set_q_offset(int64_t q_offset, const MaybeTensor& q_offsets) {
+    if (!q_offsets) return q_offset_.assign(B, q_offset);
+    check_on_cpu(*q_offsets, "q_offset");
+    const Tensor offsets = q_offsets->to(at::kLong).contiguous();
+    per_query_offset_ = offsets.dim() == 2;
+    TORCH_CHECK_VALUE(per_query_offset_ ? offsets.sizes() == at::IntArrayRef({B, n_q})
+                                        : offsets.sizes() == at::IntArrayRef({B}),
+                      "q_offset must be [", B, "] or [", B, ", ", n_q, "], got ", offsets.sizes());
+    const int64_t* data = offsets.const_data_ptr<int64_t>();
+    q_offset_.assign(data, data + offsets.numel());
   }
 
-  int64_t start_of(int64_t b, int64_t query) const { return q_start_[each_query_starts_ ? b * n_q + query : b]; }
+  int64_t q_offset_of(int64_t b, int64_t query) const { return q_offset_[per_query_offset_ ? b * n_q + query : b]; }
 
   void set_documents() {
     const auto number = [&](DocumentsOfSample& sample, const Tensor& ids, int64_t b, int64_t n,
@@ -166,7 +166,7 @@ class Mask {
     }
     if (documents_.shared()) document_of_query_ = document_of_key_, rank_of_query_ = rank_of_key_;
     set_ranges([&](int64_t b, int64_t i) {
-      const int64_t position = position_of(rank_of_query_[b * n_q + i], start_of(b, i));
+      const int64_t position = position_of(rank_of_query_[b * n_q + i], q_offset_of(b, i));
       return samples[b].visible(band_, document_of_query_[b * n_q + i], position);
     });
   }
@@ -228,8 +228,8 @@ class Mask {
   }
 
   Band band_;
-  std::vector<int64_t> q_start_;  // [B], or [B, n_q]
-  bool each_query_starts_ = false;
+  std::vector<int64_t> q_offset_;  // [B], or [B, n_q]
+  bool per_query_offset_ = false;
   Documents documents_;
   RealRows queries_, keys_;
   MaybeTensor dense_;

@@ -87,8 +87,8 @@ struct Params {
   int64_t B, H, H_kv, n_q, n_k, d_qk, d_v;
   double scale;
   Band band;
-  const int64_t* q_start;    // [B], or [B, n_q]
-  bool each_query_starts;    // whether it is [B, n_q]
+  const int64_t* q_offset;   // [B], or [B, n_q]
+  bool per_query_offset;     // whether it is [B, n_q]
   const IndexList* queries;  // [B], the real ones
   const IndexList* keys;     // [B], the real ones
   Input q, k, v;
@@ -107,7 +107,7 @@ struct Params {
 
   int64_t position(int64_t b, int64_t query) const {
     const int64_t rank = documents.rank_of_query ? documents.rank_of_query[b * n_q + query] : query;
-    return position_of(rank, q_start[each_query_starts ? b * n_q + query : b]);
+    return position_of(rank, q_offset[per_query_offset ? b * n_q + query : b]);
   }
 
   // From the first to the last visible key; some in between may be hidden.

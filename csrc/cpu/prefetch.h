@@ -17,11 +17,11 @@ class Prefetch {
   void add(const RowsOf<Byte>& x, int64_t b, int64_t h, const IndexList& rows, int64_t first, int64_t last, int64_t d) {
     if (!x.data || first >= last || d == 0) return;
     const int64_t begin = rows.at(first), n = rows.at(last - 1) + 1 - begin, bytes = bytes_of(x.dtype);
-    Rows found{x.row(b, h, begin), x.row_stride * bytes, (d * bytes + kLine - 1) / kLine, n};
-    if (found.stride == found.lines * kLine) found = {found.at, kLine, 1, found.lines * n};
-    if (count_ == kMost || lines_ + found.lines * found.n > kLines) return;
-    rows_[count_++] = found;
-    lines_ += found.lines * found.n;
+    Rows result{x.row(b, h, begin), x.row_stride * bytes, (d * bytes + kLine - 1) / kLine, n};
+    if (result.stride == result.lines * kLine) result = {result.at, kLine, 1, result.lines * n};
+    if (count_ == kMost || lines_ + result.lines * result.n > kLines) return;
+    rows_[count_++] = result;
+    lines_ += result.lines * result.n;
   }
 
   // Spreads all rows over that many steps.

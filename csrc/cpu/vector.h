@@ -38,20 +38,20 @@ FASTATTN_INLINE bool any(Ints x) {
 #if FASTATTN_LANES == 16
   return _mm512_movepi32_mask((__m512i)x) != 0;
 #else
-  int32_t found = 0;
-  for (int lane = 0; lane < kLanes; ++lane) found |= x[lane];
-  return found != 0;
+  int32_t result = 0;
+  for (int lane = 0; lane < kLanes; ++lane) result |= x[lane];
+  return result != 0;
 #endif
 }
 
 // Whether y is one of x[0], ..., x[n - 1].
 FASTATTN_INLINE bool holds(const float* x, int64_t n, float y) {
-  Ints found = {};
+  Ints result = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) found |= load(x + i) == y;
+  for (; i + kLanes <= n; i += kLanes) result |= load(x + i) == y;
   bool in_the_rest = false;
   for (; i < n; ++i) in_the_rest |= x[i] == y;
-  return in_the_rest || any(found);
+  return in_the_rest || any(result);
 }
 
 // A polynomial by its coefficients, the highest power first.

@@ -58,15 +58,15 @@ struct SumsOfRow {
 };
 
 template <class Tiling>
-constexpr int kBytesOfBackward = Tiling::shared_bytes(2, 2) + kFacts * Tiling::kColumns * int(sizeof(float)) +
+constexpr int kBytesOfBackward = Tiling::shared_bytes(2, 2) + kRowStats * Tiling::kColumns * int(sizeof(float)) +
                                  bytes_of_visible_tiles(Tiling::kThreads);
 
-// Begins to copy the facts of the queries first, first + 1, ... .
+// Begins to copy the stats of the queries first, first + 1, ... .
 template <int kSize>
-FASTATTN_DEVICE void copy_facts(float (&shared)[kSize], const QueryFacts& all, int64_t head, int first) {
-  constexpr int kQueries = kSize / kFacts, kInChunk = 4;
+FASTATTN_DEVICE void copy_stats(float (&shared)[kSize], const StatsOfQueries& all, int64_t head, int first) {
+  constexpr int kQueries = kSize / kRowStats, kInChunk = 4;
   const int i = kInChunk * threadIdx.x;
-  if (i < kSize) copy_16_bytes(shared + i, all.of_head(head, Fact(i / kQueries)) + first + i % kQueries, true);
+  if (i < kSize) copy_16_bytes(shared + i, all.of_head(head, RowStat(i / kQueries)) + first + i % kQueries, true);
 }
 
 template <class Tiling, bool kRowsAreQueries, Wanted kWanted, bool kGeneral>
@@ -91,9 +91,9 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
     const Tile dx{x.data + Tiling::kRows * Tiling::kHeadDim};
     const Tile y{dx.data + Tiling::kRows * Tiling::kHeadDim};
     const Tile dy{y.data + kColumns * Tiling::kHeadDim};
-    // The facts of the columns, where those are queries.
-    auto& facts = *reinterpret_cast<float (*)[kFacts * kColumns]>(dy.data + kColumns * Tiling::kHeadDim);
-    int* list = reinterpret_cast<int*>(facts + kFacts * kColumns);
+    // The stats of the columns, where those are queries.
+    auto& stats = *reinterpret_cast<float (*)[kRowStats * kColumns]>(dy.data + kColumns * Tiling::kHeadDim);
+    int* list = reinterpret_cast<int*>(stats + kRowStats * kColumns);
     const Rows &x_rows = kRowsAreQueries ? p.q : p.k, &dx_rows = kRowsAreQueries ? g.d_o : p.v;
     const Rows &y_rows = kRowsAreQueries ? p.k : p.q, &dy_rows = kRowsAreQueries ? p.v : g.d_o;
 
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
       const int h = kRowsAreQueries ? own_head : own_head * p.group() + i_head;
       const int other_head = kRowsAreQueries ? h / p.group() : h;
       const int64_t head = int64_t(b) * p.H + h;
-      Facts own_facts[2 * kRowBlocks];
-      if constexpr (kRowsAreQueries) load_facts(own_facts, g.facts, head, first_own + first_row + lane() / 4);
+      RowStats own_stats[2 * kRowBlocks];
+      if constexpr (kRowsAreQueries) load_stats(own_stats, g.stats, head, first_own + first_row + lane() / 4);
       SumsOfRow<kRowsAreQueries> sums[2 * kRowBlocks] = {};
       VisibleTiles<kRowsAreQueries, kColumns, kThreads> tiles(p, b, first_own, Tiling::kRows, list);
       VisibleTile tile, next;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
         wait_for_copies<0>();
         __syncthreads();  // dy has arrived, and y is no longer read
         copy_rows<kColumns, kThreads>(y, y_rows, other_head, p.d_qk, others, b, tile.first);
-        if constexpr (!kRowsAreQueries) copy_facts(facts, g.facts, head, tile.first);
+        if constexpr (!kRowsAreQueries) copy_stats(stats, g.stats, head, tile.first);
         commit_copies();
         more = tiles.next(next);
         Sums dp[kRowBlocks][kColumns / 8] = {};
@@ -135,14 +135,14 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
         Sums s[kRowBlocks][kColumns / 8] = {};
         add_product(s, x, first_row, y);
         const Place<kRowsAreQueries> place{b, h, first_own + first_row, tile.first};
-        const auto facts_of = [&](int row, int column) -> Facts {
-          if constexpr (kRowsAreQueries) return own_facts[row / 8];
-          return {facts[column], facts[kColumns + column], facts[2 * kColumns + column]};
+        const auto stats_of = [&](int row, int column) -> RowStats {
+          if constexpr (kRowsAreQueries) return own_stats[row / 8];
+          return {stats[column], stats[kColumns + column], stats[2 * kColumns + column]};
         };
         const auto visit = [&](int row, int column, float weight, float ds) {
           sums[row / 8].add(weight, ds, p, place, row, column);
         };
-        weights_and_gradients<Element, kGeneral>(s, dp, p, place, tile.partial, facts_of, visit);
+        weights_and_gradients<Element, kGeneral>(s, dp, p, place, tile.partial, stats_of, visit);
         if constexpr (kOfValues) add_weighted(of_values, s, dy);
         if constexpr (!kRowsAreQueries) {
           __syncthreads();  // dy is no longer read

@@ -53,10 +53,10 @@ __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const _
         add_product(s, q, first_row, k);
         add_product(dp, d_o, first_row, v);
         const Place<true> place{b, h, first_query + first_row, first_key};
-        Facts facts[2 * kRowBlocks];
-        load_facts(facts, g.facts, int64_t(b) * p.H + h, place.first_row + lane() / 4);
+        RowStats stats[2 * kRowBlocks];
+        load_stats(stats, g.stats, int64_t(b) * p.H + h, place.first_row + lane() / 4);
         weights_and_gradients<Element, true>(
-            s, dp, p, place, kind == TileKind::partial || p.dense.data, [&](int row, int) { return facts[row / 8]; },
+            s, dp, p, place, kind == TileKind::partial || p.dense.data, [&](int row, int) { return stats[row / 8]; },
             [&](int row, int column, float, float ds) {
               sums[row / 16][column / 8][row / 8 % 2 * 2 + column % 2] += ds;
             });

@@ -50,7 +50,7 @@ struct SideTensors {
 struct Mask {
   bool causal;
   std::optional<int64_t> left, right;
-  std::variant<Tensor, int64_t> q_start;  // int64 [B], or one for all
+  std::variant<Tensor, int64_t> q_offset;  // int64 [B], or one for all
   SideTensors queries, keys;
   MaybeTensor dense;  // bool [B, H, n_q, n_k]
 };
@@ -81,10 +81,10 @@ class CallParams {
     p.q = rows_of(q), p.k = rows_of(k), p.v = rows_of(v);
     groups_of_queries_ = describe(p.queries, mask.queries, q);
     groups_of_keys_ = describe(p.keys, mask.keys, k);
-    if (const auto* same_for_all = std::get_if<int64_t>(&mask.q_start)) {
-      p.queries.start = *same_for_all;
+    if (const auto* same_for_all = std::get_if<int64_t>(&mask.q_offset)) {
+      p.queries.offset = *same_for_all;
     } else {
-      p.queries.starts = data_or_null<int64_t>(std::get<Tensor>(mask.q_start));
+      p.queries.offsets = data_or_null<int64_t>(std::get<Tensor>(mask.q_offset));
     }
     p.band = make_band(mask.causal, mask.left.value_or(kNoLimit), mask.right.value_or(kNoLimit));
     p.dense = table_or_null(mask.dense);
@@ -129,17 +129,17 @@ struct Gradients {
   MaybeTensor d_bias;  // float [bias_B, bias_H, n_q, n_k]
 };
 
-// Returns the facts of each query, float [B, H, kFacts, n_q].
+// Returns the stats of each query, float [B, H, kRowStats, n_q].
 Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Tensor& o, const Tensor& lse, const Gradients& wanted, const Mask& mask, const Scores& scores) {
   const c10::cuda::CUDAGuard guard(q.device());
   const CallParams call(q, k, v, mask, scores);
   const Params& p = call.params;
-  const Tensor facts = at::empty({p.B, p.H, kFacts, padded_queries(p.queries.n)}, lse.options());
+  const Tensor stats = at::empty({p.B, p.H, kRowStats, padded_queries(p.queries.n)}, lse.options());
   BackwardParams g{p};
   g.o = rows_of(o), g.d_o = rows_of(d_o);
   g.lse = data_or_null<float>(lse), g.d_lse = data_or_null<float>(d_lse);
-  g.facts = {facts.data_ptr<float>(), facts.size(3)};
+  g.stats = {stats.data_ptr<float>(), stats.size(3)};
   g.dq = rows_or_null(wanted.dq), g.dk = rows_or_null(wanted.dk), g.dv = rows_or_null(wanted.dv);
   g.ds_of_keys = data_or_null<float>(wanted.ds_of_keys);
   g.ds_of_queries = data_or_null<float>(wanted.ds_of_queries);
@@ -149,7 +149,7 @@ Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, co
   if (wanted.d_bias) g.bias_B = wanted.d_bias->size(0), g.bias_H = wanted.d_bias->size(1);
   C10_CUDA_CHECK(
       with_kernels_of(p.dtype, [&](auto kernels) { return kernels.backward(g, c10::cuda::getCurrentCUDAStream()); }));
-  return facts.narrow(3, 0, p.queries.n);
+  return stats.narrow(3, 0, p.queries.n);
 }
 
 }  // namespace
@@ -161,9 +161,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                          py::arg("real"), py::arg("documents"), py::arg("positions"));
   py::class_<Mask>(m, "Mask").def(
       py::init([](bool causal, std::optional<int64_t> left, std::optional<int64_t> right,
-                  const std::variant<Tensor, int64_t>& q_start, const SideTensors& queries, const SideTensors& keys,
-                  const MaybeTensor& dense) { return Mask{causal, left, right, q_start, queries, keys, dense}; }),
-      py::kw_only(), py::arg("causal"), py::arg("left"), py::arg("right"), py::arg("q_start"), py::arg("queries"),
+                  const std::variant<Tensor, int64_t>& q_offset, const SideTensors& queries, const SideTensors& keys,
+                  const MaybeTensor& dense) { return Mask{causal, left, right, q_offset, queries, keys, dense}; }),
+      py::kw_only(), py::arg("causal"), py::arg("left"), py::arg("right"), py::arg("q_offset"), py::arg("queries"),
       py::arg("keys"), py::arg("dense"));
   py::class_<Scores>(m, "Scores")
       .def(py::init([](double scale, std::optional<double> softcap, const MaybeTensor& bias,

@@ -12,40 +12,40 @@
 
 namespace fastattn::cuda {
 
-// The facts of one query: see Fact.
-struct Facts {
+// The stats of one query: see RowStat.
+struct RowStats {
   float lse_log2, rest_log2, delta;
 };
 
-// Loads the facts of the queries that are a lane's rows, the first of which is query `row` of that head.
+// Loads the stats of the queries that are a lane's rows, the first of which is query `row` of that head.
 template <int kRows>
-FASTATTN_DEVICE void load_facts(Facts (&facts)[kRows], const QueryFacts& all, int64_t head, int row) {
+FASTATTN_DEVICE void load_stats(RowStats (&stats)[kRows], const StatsOfQueries& all, int64_t head, int row) {
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const auto load = [&](Fact fact) { return all.of_head(head, fact)[row + 8 * i]; };
-    facts[i] = {load(Fact::lse_log2), load(Fact::rest_log2), load(Fact::delta)};
+    const auto load = [&](RowStat stat) { return all.of_head(head, stat)[row + 8 * i]; };
+    stats[i] = {load(RowStat::lse_log2), load(RowStat::rest_log2), load(RowStat::delta)};
   }
 }
 
 // Turns products q.k into weights, 0 where dropout drops them and without its factor, and products dO.v into the
-// gradients of scale * q.k. facts_of(row, column) returns the facts of the pair's query. Where scores are general,
+// gradients of scale * q.k. stats_of(row, column) returns the stats of the pair's query. Where scores are general,
 // visit(row, column, weight, ds) gets the gradient of the score.
-template <class Element, bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks, class FactsOf,
+template <class Element, bool kGeneral, bool kRowsAreQueries, int kRowBlocks, int kColumnBlocks, class StatsOf,
           class Visit>
 FASTATTN_DEVICE void weights_and_gradients(Sums (&s)[kRowBlocks][kColumnBlocks], Sums (&dp)[kRowBlocks][kColumnBlocks],
                                            const Params& p, Place<kRowsAreQueries> place, bool partial,
-                                           FactsOf facts_of, Visit visit) {
-  const auto weight_of = [&](float score, Facts facts) {
-    return exp2_for<Element>(fmaf(score, p.score_scale.on_score_log2, -facts.lse_log2) - facts.rest_log2);
+                                           StatsOf stats_of, Visit visit) {
+  const auto weight_of = [&](float score, RowStats stats) {
+    return exp2_for<Element>(fmaf(score, p.score_scale.on_score_log2, -stats.lse_log2) - stats.rest_log2);
   };
   if constexpr (!kGeneral) {
     finish_scores<false>(s, p, place);
     if (partial) hide<false>(s, p, place);
     each(
         [&](float& x, float& dx, int row, int column) {
-          const Facts facts = facts_of(row, column);
-          x = weight_of(x, facts);
-          dx = x * (dx - facts.delta);
+          const RowStats stats = stats_of(row, column);
+          x = weight_of(x, stats);
+          dx = x * (dx - stats.delta);
         },
         s, dp);
   } else {
@@ -54,12 +54,12 @@ FASTATTN_DEVICE void weights_and_gradients(Sums (&s)[kRowBlocks][kColumnBlocks],
     if (partial) visible = visible_pairs<true, kRowBlocks, kColumnBlocks>(p, place);
     each(
         [&](float& x, float& dx, int row, int column) {
-          const Facts facts = facts_of(row, column);
+          const RowStats stats = stats_of(row, column);
           const Score score = score_of<true>(x, p, place, row, column);
-          const float weight = visible.at(row, column) ? weight_of(score.value, facts) : 0;
+          const float weight = visible.at(row, column) ? weight_of(score.value, stats) : 0;
           const bool survives = !p.dropout.drops || survives_dropout(p, place, row, column);
           const float on_dp = p.dropout.drops ? p.dropout.on_kept : 1;
-          const float ds = visible.at(row, column) ? weight * ((survives ? dx * on_dp : 0) - facts.delta) : 0;
+          const float ds = visible.at(row, column) ? weight * ((survives ? dx * on_dp : 0) - stats.delta) : 0;
           visit(row, column, weight, ds);
           dx = ds * score.d_score;
           x = survives ? weight : 0;

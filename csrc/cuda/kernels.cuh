@@ -91,7 +91,7 @@ cudaError_t Kernels<Element>::backward(const BackwardParams& g, cudaStream_t str
     const Params& p = g.params;
     Launches launches(stream);
     launches.add_token_groups(p);
-    launches.add(query_facts_kernel<Element>,
+    launches.add(query_stats_kernel<Element>,
                  tiles_of(padded_queries(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp),
                  kThreadsOfPreparation, 0, g);
     if constexpr (std::is_same_v<Element, float>) {

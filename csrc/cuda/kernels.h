@@ -9,7 +9,7 @@
 
 namespace fastattn::cuda {
 
-// The caller allocates `groups` of both sides and `facts`. d_qk and d_v are at most kMostColumns.
+// The caller allocates `groups` of both sides and `stats`. d_qk and d_v are at most kMostColumns.
 constexpr int kMostColumns = 256;
 
 // The kernels of one dtype, which are compiled in a file of its own.

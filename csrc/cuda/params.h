@@ -54,14 +54,15 @@ struct Tokens {
 
 constexpr int kTokenGroup = 32;  // tokens in a `Tokens` of `Side::groups`
 
-// The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the start.
+// The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the
+// offset.
 struct Side {
   int n;
   const bool* real;
   const int64_t* document;
   const int64_t* position;
-  const int64_t* starts;  // [B], or null: all samples have `start`
-  int64_t start;
+  const int64_t* offsets;  // [B], or null: all samples have `offset`
+  int64_t offset;
   Tokens* groups;  // [B, group_count()], or null where real, document and position are null
 
   FASTATTN_HD int64_t group_count() const { return (n + kTokenGroup - 1) / kTokenGroup; }
@@ -71,7 +72,7 @@ struct Side {
   FASTATTN_HD int64_t document_of(int64_t b, int64_t i) const { return document ? document[b * n + i] : 0; }
 
   FASTATTN_HD int64_t position_of(int64_t b, int64_t i) const {
-    return position ? position[b * n + i] : fastattn::position_of(i, starts ? starts[b] : start);
+    return position ? position[b * n + i] : fastattn::position_of(i, offsets ? offsets[b] : offset);
   }
 
   // The summary of the tokens first, ..., first + count - 1, as far as they exist.
@@ -80,9 +81,9 @@ struct Side {
     if (!groups) {
       return {first < end, first + count <= n, position_of(b, first), position_of(b, end - 1), 0, 0};
     }
-    Tokens found = Tokens::none();
-    for (int64_t i = first / kTokenGroup; i * kTokenGroup < end; ++i) found.add(groups[b * group_count() + i]);
-    return found;
+    Tokens result = Tokens::none();
+    for (int64_t i = first / kTokenGroup; i * kTokenGroup < end; ++i) result.add(groups[b * group_count() + i]);
+    return result;
   }
 };
 
@@ -153,19 +154,21 @@ FASTATTN_HD int64_t padded_queries(int n_q) {
 }
 
 // What the backward kernels need of each query, in all of its pairs.
-enum class Fact {
+enum class RowStat {
   lse_log2,   // +inf where there is no query or it sees nothing, which makes each weight 0
   rest_log2,  // what the rounding of lse_log2 left out
   delta,      // sum(dO * O) - dlse
 };
-constexpr int kFacts = 3;
+constexpr int kRowStats = 3;
 
-// [B, H, kFacts, padded n_q]
-struct QueryFacts {
+// [B, H, kRowStats, padded n_q]
+struct StatsOfQueries {
   float* data;
-  int64_t fact_stride;
+  int64_t stat_stride;
 
-  FASTATTN_HD float* of_head(int64_t head, Fact fact) const { return data + (head * kFacts + int(fact)) * fact_stride; }
+  FASTATTN_HD float* of_head(int64_t head, RowStat stat) const {
+    return data + (head * kRowStats + int(stat)) * stat_stride;
+  }
 };
 
 // Gradients that are null are not computed. dk and dv come together, and sums over keys with dq.
@@ -174,7 +177,7 @@ struct BackwardParams {
   Rows o, d_o;
   const float* lse;    // [B, H, n_q]
   const float* d_lse;  // [B, H, n_q], or null
-  QueryFacts facts;
+  StatsOfQueries stats;
   Rows dq, dk, dv;
   float* ds_of_keys;  // [B, H, n_k]: dS summed over the queries
   // [B, H, n_q], each where it is not null: dS summed over the keys, dS times the distance, and P times the distance.

@@ -1,4 +1,4 @@
-// Small kernels that run before the large ones: summaries of groups of tokens, and the facts of each query.
+// Small kernels that run before the large ones: summaries of groups of tokens, and the stats of each query.
 #pragma once
 
 #include <cmath>
@@ -37,9 +37,9 @@ static __global__ void __launch_bounds__(kThreadsOfPreparation)
   side.groups[i] = tokens;
 }
 
-// Computes the facts of a query: one warp for each, also for those that pad their number.
+// Computes the stats of a query: one warp for each, also for those that pad their number.
 template <class Element>
-__global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(const __grid_constant__ BackwardParams g) {
+__global__ void __launch_bounds__(kThreadsOfPreparation) query_stats_kernel(const __grid_constant__ BackwardParams g) {
   const Params& p = g.params;
   const int64_t i = int64_t(blockIdx.x) * (kThreadsOfPreparation / kWarp) + warp(), n = padded_queries(p.queries.n);
   if (i >= int64_t(p.B) * p.H * n) return;
@@ -56,9 +56,9 @@ __global__ void __launch_bounds__(kThreadsOfPreparation) query_facts_kernel(cons
   for (int other = kWarp / 2; other > 0; other /= 2) delta += __shfl_xor_sync(~0u, delta, other);
   if (lane() != 0) return;
   const int64_t head = i / n;
-  g.facts.of_head(head, Fact::lse_log2)[query] = seen ? float(g.lse[of_query] * kLog2E) : kInfinity;
-  g.facts.of_head(head, Fact::rest_log2)[query] = 0;
-  g.facts.of_head(head, Fact::delta)[query] = seen && g.d_lse ? delta - g.d_lse[of_query] : delta;
+  g.stats.of_head(head, RowStat::lse_log2)[query] = seen ? float(g.lse[of_query] * kLog2E) : kInfinity;
+  g.stats.of_head(head, RowStat::rest_log2)[query] = 0;
+  g.stats.of_head(head, RowStat::delta)[query] = seen && g.d_lse ? delta - g.d_lse[of_query] : delta;
 }
 
 // Computes rest_log2. In fp32 a large lse is rounded so much that the weights that it gives do not sum to 1: what they
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __g
 
   const int first_row = 16 * kRowBlocks * warp();
   const int64_t head = int64_t(b) * p.H + h;
-  const float* lse_log2 = g.facts.of_head(head, Fact::lse_log2) + first_query + first_row;
+  const float* lse_log2 = g.stats.of_head(head, RowStat::lse_log2) + first_query + first_row;
   float sum[2 * kRowBlocks] = {};
   VisibleTiles<true, kColumns, kThreads> tiles(p, b, first_query, Tiling::kRows, list);
   for (VisibleTile tile; tiles.next(tile);) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) rest_of_lse_kernel(const __g
       total += exp2_for<Element>(fmaf(p.sinks[h], p.score_scale.on_score_log2, -lse_log2[row]));
     }
     if (lane() % 4 == 0)
-      g.facts.of_head(head, Fact::rest_log2)[first_query + first_row + row] = total == 0 ? 0 : log2f(total);
+      g.stats.of_head(head, RowStat::rest_log2)[first_query + first_row + row] = total == 0 ? 0 : log2f(total);
   }
   wait_for_copies<0>();
 }

@@ -77,14 +77,14 @@ class VisibleTiles {
     const unsigned visible = __ballot_sync(~0u, kind != TileKind::skipped);
     if (lane() == 0) counts[warp()] = __popc(visible);
     __syncthreads();  // and all threads have read the previous list
-    int place = __popc(visible & ((1u << lane()) - 1)), found = 0;
+    int place = __popc(visible & ((1u << lane()) - 1)), result = 0;
     for (int w = 0; w < kThreads / kWarp; ++w) {
       place += w < warp() ? counts[w] : 0;
-      found += counts[w];
+      result += counts[w];
     }
     if (kind != TileKind::skipped) list[place] = 2 * tile + (kind == TileKind::partial);
     __syncthreads();
-    return found;
+    return result;
   }
 };
 

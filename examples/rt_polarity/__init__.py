@@ -86,18 +86,18 @@ def batches(reviews: list[Review], size: int, generator: torch.Generator) -> lis
     """
     order = torch.randperm(len(reviews), generator=generator).tolist()
     pool = 50 * size  # long enough to find alike lengths in, short enough for batches to differ between epochs
-    found = []
+    result = []
     for start in range(0, len(order), pool):
         alike = sorted((reviews[i] for i in order[start : start + pool]), key=lambda review: len(review.text))
-        found += [alike[i : i + size] for i in range(0, len(alike), size)]
-    return [found[i] for i in torch.randperm(len(found), generator=generator).tolist()]
+        result += [alike[i : i + size] for i in range(0, len(alike), size)]
+    return [result[i] for i in torch.randperm(len(result), generator=generator).tolist()]
 
 
 def loss(logits: Logits, batch: list[Review]) -> Loss:
     """The cross-entropy of a batch."""
-    found, tokens = logits([review.text for review in batch])
-    labels = torch.tensor([review.label for review in batch], device=found.device)
-    return Loss(F.cross_entropy(found, labels), len(batch), tokens)
+    predicted, tokens = logits([review.text for review in batch])
+    labels = torch.tensor([review.label for review in batch], device=predicted.device)
+    return Loss(F.cross_entropy(predicted, labels), len(batch), tokens)
 
 
 def accuracy(logits: Logits, reviews: list[Review], batch_size: int = 64) -> float:

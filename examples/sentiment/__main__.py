@@ -76,12 +76,12 @@ def show(args: argparse.Namespace) -> None:
     classifier, tokenizer, about = model.load(args.model)
     args.output.mkdir(parents=True, exist_ok=True)
     for review in _chosen(args, about):
-        (found,) = tokens.tokenize(tokenizer, [review.text])
-        if len(found.ids) == 1:
+        (tokenized,) = tokens.tokenize(tokenizer, [review.text])
+        if len(tokenized.ids) == 1:
             raise InputError(f"review must have a token to shade, got {review.text!r}")
-        if len(found.ids) > model.MAX_TOKENS:
-            raise InputError(f"{review.name} must have fewer than {model.MAX_TOKENS} tokens, got {len(found.ids)}")
-        seen, spans = evidence.collect(classifier, torch.tensor(found.ids)).on_text(found.spans)
+        if len(tokenized.ids) > model.MAX_TOKENS:
+            raise InputError(f"{review.name} must have fewer than {model.MAX_TOKENS} tokens, got {len(tokenized.ids)}")
+        seen, spans = evidence.collect(classifier, torch.tensor(tokenized.ids)).on_text(tokenized.spans)
         stem = re.sub(r"[^\w.-]+", "-", review.name)
         (args.output / f"{stem}.html").write_text(page.render(review, spans, seen), encoding="utf-8")
         picture.draw(review, spans, seen, args.output / f"{stem}.png")

@@ -26,8 +26,8 @@ class Examples:
 
     @classmethod
     def of(cls, reviews: list[Review], tokenizer: Tokenizer, max_tokens: int = models.MAX_TOKENS) -> Examples:
-        found = tokenize(tokenizer, [review.text for review in reviews], max_tokens)
-        return cls([torch.tensor(each.ids) for each in found], torch.tensor([review.label for review in reviews]))
+        tokenized = tokenize(tokenizer, [review.text for review in reviews], max_tokens)
+        return cls([torch.tensor(each.ids) for each in tokenized], torch.tensor([review.label for review in reviews]))
 
     def batch(self, which: list[int]) -> tuple[Tensor, Tensor]:
         """ids [B, n], padded at their ends, and labels [B]."""
@@ -44,13 +44,13 @@ class Examples:
         order = list(range(total))
         if generator is not None:
             order, pool = torch.randperm(total, generator=generator).tolist(), 50 * size
-        found = []
+        result = []
         for start in range(0, total, pool):
             by_length = sorted(order[start : start + pool], key=lambda i: len(self.ids[i]))
-            found += [by_length[first : first + size] for first in range(0, len(by_length), size)]
+            result += [by_length[first : first + size] for first in range(0, len(by_length), size)]
         if generator is not None:
-            found = [found[i] for i in torch.randperm(len(found), generator=generator).tolist()]
-        return found
+            result = [result[i] for i in torch.randperm(len(result), generator=generator).tolist()]
+        return result
 
 
 @dataclass(frozen=True)

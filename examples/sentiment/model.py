@@ -50,7 +50,7 @@ def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, 
         InputError: the file is missing, or has vectors of another width or of none of the words.
     """
     weight = model.embedding.weight
-    found: dict[int, Tensor] = {}
+    vectors_by_id: dict[int, Tensor] = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, 1):
@@ -62,17 +62,17 @@ def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, 
                         f"vectors must have {weight.shape[1]} numbers each, the model's width, got {len(numbers)} in "
                         f"line {number} of {path}"
                     )
-                found.setdefault(vocabulary[word], torch.tensor([float(x) for x in numbers]))
+                vectors_by_id.setdefault(vocabulary[word], torch.tensor([float(x) for x in numbers]))
     except (OSError, ValueError) as error:
         raise InputError(f"vectors must be a text file of words and their numbers, got {path}: {error}") from error
-    if not found:
+    if not vectors_by_id:
         raise InputError(f"vectors must be of words in the reviews, got none of those in {path}")
     with torch.no_grad():
-        vectors = torch.stack(list(found.values()))
+        vectors = torch.stack(list(vectors_by_id.values()))
         # To the size of the embeddings that the model would have begun with.
-        weight[list(found)] = vectors / vectors.square().mean().sqrt() * weight.shape[1] ** -0.5
+        weight[list(vectors_by_id)] = vectors / vectors.square().mean().sqrt() * weight.shape[1] ** -0.5
     weight.requires_grad_(False)
-    return len(found)
+    return len(vectors_by_id)
 
 
 def save(model: nn.SequenceClassifier, tokenizer: Tokenizer, folder: Path, about: dict) -> None:

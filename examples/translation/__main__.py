@@ -67,8 +67,8 @@ def run_translate(args: argparse.Namespace) -> None:
         return
     lines = read_lines(args.file) if args.file else lines_of(sys.stdin.buffer.read(), "standard input")
     with _progress("translating", len(lines)) as advance:
-        found = translator.translate(lines, **decoding, advance=advance)
-    text = "".join(f"{line}\n" for line in found)
+        translations = translator.translate(lines, **decoding, advance=advance)
+    text = "".join(f"{line}\n" for line in translations)
     if args.output is None:
         sys.stdout.write(text)
         return
@@ -99,11 +99,11 @@ def run_evaluate(args: argparse.Namespace) -> None:
     sources, references = zip(*read_pairs(args.data, args.test), strict=True)
     start = time.perf_counter()
     with _progress("translating", len(sources)) as advance:
-        found = translator.translate(
+        translations = translator.translate(
             sources, num_beams=args.num_beams, length_penalty=args.length_penalty, advance=advance
         )
     seconds = time.perf_counter() - start
-    score, signature = bleu(found, references, lowercase=translator.vocabularies.target.lowercase)
+    score, signature = bleu(translations, references, lowercase=translator.vocabularies.target.lowercase)
     print(f"{score}\n{signature}\n{len(sources)} sentences in {seconds:.0f} s")
     content = {
         "bleu": score.score,

@@ -99,8 +99,8 @@ def run_train(args: argparse.Namespace) -> None:
     seed_everything(args.seed)
     vocabularies = make_vocabularies(args, pairs)
     data, valid = (encode(lines, vocabularies, args.max_length) for lines in (pairs, valid_pairs))
-    for names, found in ((args.train, data), (args.valid, valid)):
-        if not found:
+    for names, loaded in ((args.train, data), (args.valid, valid)):
+        if not loaded:
             raise InputError(f"{names[0]} must have a sentence of 1 to {args.max_length} tokens, got none")
     print(f"{len(data)} of {len(pairs)} pairs; {vocabularies}", flush=True)
     model = make_model(args, vocabularies).to(args.device)
@@ -111,8 +111,8 @@ def run_train(args: argparse.Namespace) -> None:
     def evaluate(epoch: int) -> dict[str, float]:
         save_average(translator, run.folder, epoch, args.average)
         some = valid_pairs[: args.valid_sentences]
-        found = translator.translate([source for source, _ in some])
-        score, _ = bleu(found, [target for _, target in some], lowercase=not args.keep_case)
+        translations = translator.translate([source for source, _ in some])
+        score, _ = bleu(translations, [target for _, target in some], lowercase=not args.keep_case)
         return {
             "valid_loss": mean_loss(model, valid, args.tokens, args.device),
             "valid_bleu_greedy": score.score,
@@ -184,8 +184,8 @@ def batch_loss(model: fastattn.nn.Seq2SeqModel, batch: Batch, label_smoothing: f
 
 def mean_loss(model: fastattn.nn.Seq2SeqModel, data: list[Pair], tokens: int, device: str) -> float:
     """The cross-entropy per target token, without smoothing."""
-    found = [batch_loss(model, _batch(data, indices, device)) for indices in bucketed(data, tokens)]
-    return sum(loss.mean.item() * loss.count for loss in found) / sum(loss.count for loss in found)
+    losses = [batch_loss(model, _batch(data, indices, device)) for indices in bucketed(data, tokens)]
+    return sum(loss.mean.item() * loss.count for loss in losses) / sum(loss.count for loss in losses)
 
 
 def _batch(data: list[Pair], indices: list[int], device: str) -> Batch:

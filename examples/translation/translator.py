@@ -74,7 +74,7 @@ class Translator:
             if len(ids) >= positions:
                 raise InputError(f"sentence {number} must have fewer than {positions} tokens, got {len(ids)}")
         order = sorted((i for i, ids in enumerate(encoded) if ids), key=lambda i: len(encoded[i]))
-        found = [""] * len(sentences)
+        translations = [""] * len(sentences)
         device = next(self.model.parameters()).device
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
@@ -88,9 +88,9 @@ class Translator:
                 length_penalty=length_penalty,
             )
             for i, row in zip(chosen, ids.tolist(), strict=True):
-                found[i] = self.vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
+                translations[i] = self.vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
             advance(start + len(chosen))
-        return found
+        return translations
 
 
 def most_tokens(source_length: int) -> int:
@@ -98,8 +98,8 @@ def most_tokens(source_length: int) -> int:
     return source_length * 3 // 2 + 10
 
 
-def bleu(found: Sequence[str], references: Sequence[str], *, lowercase: bool) -> tuple[BLEUScore, str]:
+def bleu(translations: Sequence[str], references: Sequence[str], *, lowercase: bool) -> tuple[BLEUScore, str]:
     """sacrebleu's score, with its default tokenizer, and the signature that says how it was computed."""
     metric = BLEU(lowercase=lowercase)
-    score = metric.corpus_score(list(found), [list(references)])
+    score = metric.corpus_score(list(translations), [list(references)])
     return score, str(metric.get_signature())

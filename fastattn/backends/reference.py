@@ -23,12 +23,12 @@ def features(device: torch.device) -> frozenset[str]:
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
-    """Nothing: every floating dtype and every head dim is computed."""
+    """No objections: every floating dtype and every head dim is computed."""
     return []
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """Nothing, on every device."""
+    """Names of no functions: the reference has all of them, on every device."""
     return frozenset()
 
 

@@ -111,13 +111,13 @@ class Problem:
 
     def checked(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
         """The part of these results that exact and naive hold."""
-        found = {name: x for name, x in results.items() if name in self.exact}
+        compared = {name: x for name, x in results.items() if name in self.exact}
         if self.key_heads is None:
-            return found
+            return compared
         grouped = self.inputs.q.shape[1] // self.inputs.k.shape[1]
         of_queries = [grouped * h + i for h in self.key_heads for i in range(grouped)]
         heads = {"dk": self.key_heads, "dv": self.key_heads}
-        return {name: x[..., heads.get(name, of_queries), :, :] for name, x in found.items()}
+        return {name: x[..., heads.get(name, of_queries), :, :] for name, x in compared.items()}
 
 
 def make_problem(job: Job, device: str, outer_heads: bool = False, drawn_there: bool = False) -> Problem:

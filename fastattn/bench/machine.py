@@ -19,7 +19,7 @@ _REPOSITORY = Path(fastattn.__file__).resolve().parents[1]
 
 def machine(device: str) -> dict[str, str | int]:
     """The processor, and the GPU for "cuda", by name of the property."""
-    found = {
+    result = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
@@ -28,14 +28,14 @@ def machine(device: str) -> dict[str, str | int]:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        result |= {
             "gpu": properties.name,
             "gpu_memory_mib": properties.total_memory // 2**20,
             "gpu_multiprocessors": properties.multi_processor_count,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "driver": _gpu_driver(),
         }
-    return found
+    return result
 
 
 def versions() -> dict[str, str]:
@@ -81,7 +81,7 @@ def _gpu_driver() -> str:
 
 
 def _told_by_nvidia_smi(*names: str) -> str:
-    """These properties of the first GPU, comma-separated."""
+    """Properties of the first GPU, comma-separated."""
     return _output_of("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader").partition("\n")[0]
 
 

@@ -111,7 +111,7 @@ def names(level: str, device: str) -> list[str]:
 
 
 def contenders(problem: Problem) -> list[Contender]:
-    """All contenders of a problem, those that refuse it included."""
+    """Contenders of a problem, those that refuse it included."""
     if problem.job.level == "attention":
         return [*_fastattn(problem.inputs), *_sdpa(problem.inputs), _naive(problem.inputs)]
     if problem.job.level == "encoder":

@@ -44,7 +44,7 @@ _KNOWN = frozenset({*_OF_TOKENS, *_MASKS, *_OF_PLACES, *_ASKED_FOR, *_WITHOUT_TO
 
 @dataclass
 class PackedCalls:
-    """How many passes through a stack of layers were packed, and, by reason, how many were not."""
+    """Counts of the passes through stacks of layers that were packed and, by reason, of those that were not."""
 
     packed: int = 0
     unpacked: Counter[str] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ class PackedCalls:
 
 
 class PackedPass:
-    """How one pass of a padded batch through a stack of layers is packed.
+    """Packing of one pass of a padded batch through a stack of layers.
 
     mask: the mask of the self-attention.
     cross_mask: the mask of the attention to the encoder's output, if there is one.
@@ -90,15 +90,15 @@ class PackedPass:
 
     def arguments(self, arguments: dict[str, object]) -> dict[str, object]:
         """The arguments of a layer, packed."""
-        found = arguments | {"attention_mask": self.mask}
+        result = arguments | {"attention_mask": self.mask}
         for name in _OF_TOKENS:
             if (given := arguments.get(name)) is not None:
                 parts = [self._once(part) for part in (given if isinstance(given, tuple) else (given,))]
-                found[name] = tuple(parts) if isinstance(given, tuple) else parts[0]
+                result[name] = tuple(parts) if isinstance(given, tuple) else parts[0]
         if self.cross_mask is not None:
-            found["encoder_attention_mask"] = self.cross_mask
-            found["encoder_hidden_states"] = _packed(arguments["encoder_hidden_states"], self.cross_mask.keys)
-        return found
+            result["encoder_attention_mask"] = self.cross_mask
+            result["encoder_hidden_states"] = _packed(arguments["encoder_hidden_states"], self.cross_mask.keys)
+        return result
 
     def _once(self, positions: Tensor) -> Tensor:
         """The positions, packed once for all layers, which are given the same tensor."""
@@ -148,13 +148,13 @@ class PackedStack:
         if not isinstance(arguments.get("attention_mask"), PreparedMask):
             return None
         x = arguments.pop(names[0])
-        found = self._decision(layer, x, arguments)
-        if isinstance(found, str):
+        decision = self._decision(layer, x, arguments)
+        if isinstance(decision, str):
             return None
-        arguments = found.arguments(arguments)
+        arguments = decision.arguments(arguments)
         if layer is self.first and self.counts_tokens:
             arguments |= _biases_of_places(layer, x)
-        queries = found.mask.queries
+        queries = decision.mask.queries
         arguments[names[0]] = _packed(x, queries) if x.shape[:2] == queries.real.shape else x
         # What came by position stays there: activation checkpointing differentiates by nothing else.
         return tuple(arguments.pop(name) for name in names[: len(args)]), arguments
@@ -169,14 +169,14 @@ class PackedStack:
         return mask.queries.unpack(output[0])
 
     def _decision(self, layer: nn.Module, x: Tensor, arguments: dict[str, object]) -> PackedPass | str:
-        """How the pass of this layer is packed, or why it is not: one decision for all layers with the same mask."""
+        """Packing of the pass of this layer, or the reason for none: one decision for all layers with the same mask."""
         mask = arguments["attention_mask"]
-        if (found := getattr(mask, "packed", None)) is None:
-            found = self._objection(arguments) or PackedPass.of(x, arguments)
-            object.__setattr__(mask, "packed", found)
+        if (decision := getattr(mask, "packed", None)) is None:
+            decision = self._objection(arguments) or PackedPass.of(x, arguments)
+            object.__setattr__(mask, "packed", decision)
             if layer is self.first:
-                self.calls.count(found if isinstance(found, str) else None)
-        return found
+                self.calls.count(decision if isinstance(decision, str) else None)
+        return decision
 
     def _objection(self, arguments: dict[str, object]) -> str | None:
         """Why a pass in which a layer has these arguments cannot be packed."""
@@ -217,15 +217,15 @@ _MEMORY = "_packed_by_fastattn"
 
 
 def _stacks(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """By name, the lists of layers with attention modules of transformers in `model`, and the model of each list."""
-    found = {}
+    """Lists of layers with attention modules of transformers in `model`, by name, with the model of each list."""
+    stacks = {}
     for name, (_, owner) in attention_modules(model).items():
         parts = name.split(".")
         prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
         stack = next((prefix for prefix in prefixes if isinstance(model.get_submodule(prefix), nn.ModuleList)), None)
         if stack is not None:
-            found[stack] = owner
-    return found
+            stacks[stack] = owner
+    return stacks
 
 
 def _packed(x: Tensor, packing: Packing) -> Tensor:

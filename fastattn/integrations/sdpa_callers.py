@@ -134,13 +134,13 @@ def names_in_code_of(cls: type[nn.Module]) -> frozenset[str]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    found = set(code.co_names)
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _names_in(constant)
+            names |= _names_in(constant)
         elif isinstance(constant, tuple):  # among them the keywords of calls
-            found |= {name for name in constant if isinstance(name, str)}
-    return found
+            names |= {name for name in constant if isinstance(name, str)}
+    return names
 
 
 def full_name(cls: type) -> str:

@@ -127,7 +127,7 @@ class PackedMask(PreparedMask):
         """The packed mask with the meaning of `padded`."""
         documents = queries.documents, keys.documents
         lengths = 1, documents[0].shape[1], documents[1].shape[1]
-        packed = cls.for_lengths(lengths, causal=padded.causal, window=padded.window, segments=documents)
+        packed = cls.for_lengths(lengths, causal=padded.causal, window=padded.window, segment_ids=documents)
         for name, value in (("queries", queries), ("keys", keys), ("padded", padded)):
             object.__setattr__(packed, name, value)  # a Mask is frozen
         return packed
@@ -214,35 +214,35 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """By name, the models of transformers in `model` that are in no other one."""
-    found: dict[str, PreTrainedModel] = {}
+    """Models of transformers in `model` that are in no other one, by name."""
+    models: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
-        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
+        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in models)
         if isinstance(module, PreTrainedModel) and not inside:
-            found[name] = module
-    return found
+            models[name] = module
+    return models
 
 
 def attention_modules(model: nn.Module) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
-    """By name in `model`, each module that asks transformers for its implementation, and the model it belongs to."""
+    """Modules in `model` that ask transformers for their implementation, by name, each with the model it belongs to."""
     return {
-        _joined(prefix, name): found
+        _joined(prefix, name): entry
         for prefix, outermost in _outermost_models(model).items()
-        for name, found in _attention_modules_of(outermost).items()
+        for name, entry in _attention_modules_of(outermost).items()
     }
 
 
 def _attention_modules_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, PreTrainedModel]]:
-    """By name, each module that asks transformers for its implementation, and the model that it belongs to."""
+    """Modules of a model that ask transformers for their implementation, by name, each with the model it belongs to."""
     return {
         name: (module, owner) for name, (module, _, owner) in _owned(model) if _asks_for_implementation(type(module))
     }
 
 
 def _other_attention_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str, PreTrainedModel]]:
-    """By name, each attention of transformers that does not ask, with the name of its model and the model."""
+    """Attention modules of transformers that do not ask, by name, each with the name of its model and the model."""
     asking = {part for module, _ in _attention_modules_of(model).values() for part in module.modules()}
-    found = {}
+    result = {}
     for name, (module, owner_name, owner) in _owned(model):
         cls = type(module)
         if "Att" not in cls.__name__ or not cls.__module__.startswith("transformers."):
@@ -250,12 +250,12 @@ def _other_attention_of(model: PreTrainedModel) -> dict[str, tuple[nn.Module, st
         if module in asking or asking.intersection(module.modules()):
             continue
         if not owner._can_set_attn_implementation() or _weighs_by_itself(cls):
-            found[name] = module, owner_name, owner
-    return found
+            result[name] = module, owner_name, owner
+    return result
 
 
 def _owned(model: PreTrainedModel) -> Iterator[tuple[str, tuple[nn.Module, str, PreTrainedModel]]]:
-    """By name, each module that is no model, with the name of the model it belongs to and that model."""
+    """Modules that are no models, by name, each with the name of the model it belongs to and that model."""
     owners: dict[str, tuple[str, PreTrainedModel]] = {}
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
@@ -362,18 +362,20 @@ def attention_mask(
         )
         return PreparedMask.for_lengths(lengths, dense=dense, real_keys=real_keys)
 
-    q_start = q_offset - kv_offset
-    if isinstance(q_start, Tensor):  # a static cache, longer than the sequence so far
-        q_start = q_start.to(device).expand(batch_size) if fields else 0
-        return PreparedMask.for_lengths(lengths, **fields, q_start=q_start, real_keys=real_keys)
+    q_offset = q_offset - kv_offset  # among the keys that are given
+    if isinstance(q_offset, Tensor):  # a static cache, longer than the sequence so far
+        q_offset = q_offset.to(device).expand(batch_size) if fields else 0
+        return PreparedMask.for_lengths(lengths, **fields, q_offset=q_offset, real_keys=real_keys)
     real_queries = None
-    if q_start + q_length == kv_length:  # the queries are the last tokens of the keys, unless this is cross-attention
+    if q_offset + q_length == kv_length:  # the queries are the last tokens of the keys, unless this is cross-attention
         if q_length == 1:
             fields.pop("causal", None)  # the last token sees every key
         elif real_keys is not None and (fields.get("causal") or _self_attention_only(config)):
-            real_queries = real_keys[:, q_start:]
-    q_start = q_start if fields else 0
-    return PreparedMask.for_lengths(lengths, **fields, q_start=q_start, real_keys=real_keys, real_queries=real_queries)
+            real_queries = real_keys[:, q_offset:]
+    q_offset = q_offset if fields else 0
+    return PreparedMask.for_lengths(
+        lengths, **fields, q_offset=q_offset, real_keys=real_keys, real_queries=real_queries
+    )
 
 
 def _self_attention_only(config: PreTrainedConfig | None) -> bool:
@@ -397,7 +399,7 @@ def _fields(function: Callable) -> dict[str, object] | None:
             return {"window": (enclosed["sliding_window"], enclosed["sliding_window"])}
         case "packed_sequence_mask_function":
             ids = enclosed["packed_sequence_mask"]
-            return {"segments": (ids, ids)}
+            return {"segment_ids": (ids, ids)}
         case "and_masks":
             return _all_of(enclosed["mask_functions"])
     return None
@@ -407,7 +409,7 @@ def _all_of(functions: tuple[Callable, ...]) -> dict[str, object] | None:
     """The fields with the meaning of all these functions together; None where fields cannot express it."""
     merged: dict[str, object] = {}
     for function in functions:
-        if "segments" in merged and _maker(function) == "remap_positions_for_packed_sequence":
+        if "segment_ids" in merged and _maker(function) == "remap_positions_for_packed_sequence":
             function = _enclosed_by(function)["mask_function"]  # in a Mask, positions count within the segment anyway
         fields = _fields(function)
         if fields is None or fields.keys() & merged.keys():
@@ -500,7 +502,7 @@ def attention_forward(
     else:
         mask, bias = _from_tensor(attention_mask)
     packed = [x for x in (cu_seq_lens_q, cu_seq_lens_k) if x is not None and x.numel() > 2]
-    if packed and mask.segments is None and mask.dense is None and bias is None:
+    if packed and mask.segment_ids is None and mask.dense is None and bias is None:
         raise _refusal(module, "cu_seq_lens came without a mask that separates the sequences; pass position_ids too")
     if indices is not None:
         chosen = torch.zeros(query.shape[0], 1, n_q, n_k, dtype=torch.bool, device=query.device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..api import attention, attention_with_weights
 from ..spec import Mask
 from .cache import AttentionCache
-from .masks import understood
+from .masks import canonical_mask
 from .positions import Rotation
 
 
@@ -163,7 +163,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if cache is None:
             q, k, v = self.project(query, key, value, rotation)
             shape = (*q.shape[:3], k.shape[2])
-            mask, bias = understood(
+            mask, bias = canonical_mask(
                 key_padding_mask, attn_mask, shape, q.dtype, batched=batched, is_causal=is_causal,
                 need_weights=need_weights, appended=self._appended_keys(),
             )  # fmt: skip

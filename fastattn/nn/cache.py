@@ -28,7 +28,7 @@ class KVCache:
     """Keys and values of every layer, in buffers of a fixed length that the first call allocates.
 
     Each sample fills its buffers from the beginning and without gaps: padding is not kept, wherever it is in the input.
-    So where `Mask.q_start` is the number of tokens that a sample has in the cache, a causal mask hides the unwritten
+    So where `Mask.q_offset` is the number of tokens that a sample has in the cache, a causal mask hides the unwritten
     rest of a buffer.
 
     Args:
@@ -95,9 +95,9 @@ class KVCache:
             raise ValueError(f"mask must be causal, with a window at most, with a cache, got {sorted(mask.features())}")
         n = self.positions.shape[1]
         if isinstance(self._length, int):
-            return replace(mask, q_start=self._length - n)
-        q_start = self.positions - torch.arange(n, device=self.positions.device)
-        return replace(mask, q_start=q_start, real_queries=self._real)
+            return replace(mask, q_offset=self._length - n)
+        q_offset = self.positions - torch.arange(n, device=self.positions.device)
+        return replace(mask, q_offset=q_offset, real_queries=self._real)
 
     def write(self, buffer: Tensor, x: Tensor) -> Tensor:
         """Puts x [B, H_kv, n, D] of the new tokens into the buffer, and returns the part of it that is in use."""

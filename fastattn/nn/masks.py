@@ -1,4 +1,4 @@
-"""Translates the masks of torch.nn, in which True hides a key, into a `Mask` and a bias, as no other module does."""
+"""Translation of masks of torch.nn, in which True hides a key, into a `Mask` and a bias, as no other module does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..spec import Mask
 
 
-def understood(
+def canonical_mask(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | Mask | None,
     shape: tuple[int, int, int, int],
@@ -46,7 +46,7 @@ def understood(
         if key_padding_mask is None:
             return attn_mask, None
         padding, bias = from_torch(key_padding_mask.view(B, S), None, shape)
-        return attn_mask.without_padding(padding.real_keys), bias
+        return attn_mask.with_padding(padding.real_keys), bias
     hint_decides = is_causal and key_padding_mask is None and not need_weights
     _check_padding(key_padding_mask, (B, S) if batched else (S,), dtype)
     _check_attn_mask(attn_mask, shape, dtype, batched=batched, is_causal=is_causal, hint_decides=hint_decides)

@@ -38,7 +38,7 @@ class Packing:
 
     @cached_property
     def documents(self) -> Tensor:
-        """int64 [1, tokens]: the sample that each token belongs to, as `Mask.segments` wants it."""
+        """int64 [1, tokens]: the sample that each token belongs to, as `Mask.segment_ids` wants it."""
         return (self.index // self.real.shape[1])[None]
 
     @cached_property

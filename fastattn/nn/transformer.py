@@ -2,7 +2,7 @@
 
 Each class extends the one of the same name in torch.nn, by keyword-only arguments and by `fastattn.Mask` wherever torch
 takes a mask (True means visible there). Where there is much padding, a stack of layers computes real tokens only: it
-packs a batch before the first layer and unpacks it after the last, and `Mask.segments` keeps the samples apart in
+packs a batch before the first layer and unpacks it after the last, and `Mask.segment_ids` keeps the samples apart in
 attention. A stack returns 0 at padding, in every mode, as torch's stacks do in their fast path.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..spec import Mask
 from .attention import MultiHeadAttention
 from .cache import AttentionCache, KVCache
-from .masks import understood
+from .masks import canonical_mask
 from .packing import Packing, worth_packing
 from .positions import RotaryPositions, Rotation
 
@@ -331,13 +331,13 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         attention = self.layers[0].self_attn
         x = _batch_first(src, attention)
-        seen, bias = _understood(attention, x, x, mask, src_key_padding_mask, is_causal)
+        seen, bias = _canonical_mask(attention, x, x, mask, src_key_padding_mask, is_causal)
         real = seen.real_keys
         packs = self.enable_nested_tensor and self._may_pack(x, cache) and bias is None and seen.features() <= _PACKABLE
         if packs and worth_packing(real):
             packing = Packing(real)
             options = {
-                "src_mask": Mask(causal=seen.causal, segments=(packing.documents, packing.documents)),
+                "src_mask": Mask(causal=seen.causal, segment_ids=(packing.documents, packing.documents)),
                 "rotation": self._rotation(x, positions, packing),
             }
             x = packing.pack(x)
@@ -347,7 +347,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
 
         if cache is not None:
             seen, positions = cache.mask(seen), cache.positions
-        options = {"src_mask": seen.without_padding(real_queries=real), "rotation": self._rotation(x, positions)}
+        options = {"src_mask": seen.with_padding(real_queries=real), "rotation": self._rotation(x, positions)}
         if bias is not None:
             options |= {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
         x = src
@@ -431,8 +431,8 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         x, keys = _batch_first(tgt, attention), _batch_first(memory, attention)
         if x.dim() == 3 and keys.shape[0] != x.shape[0]:
             raise RuntimeError(f"memory must have a batch of {x.shape[0]} like tgt, got {keys.shape[0]}")
-        seen, bias = _understood(attention, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
-        seen_of_memory, memory_bias = _understood(
+        seen, bias = _canonical_mask(attention, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        seen_of_memory, memory_bias = _canonical_mask(
             attention, x, keys, memory_mask, memory_key_padding_mask, memory_is_causal
         )
         real, real_memory = seen.real_keys, seen_of_memory.real_keys
@@ -441,8 +441,8 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         if packs and worth_packing(real, real_memory):
             packing, memory_packing = _packing(x, real), _packing(keys, real_memory)
             options = {
-                "tgt_mask": Mask(causal=seen.causal, segments=(packing.documents, packing.documents)),
-                "memory_mask": Mask(segments=(packing.documents, memory_packing.documents)),
+                "tgt_mask": Mask(causal=seen.causal, segment_ids=(packing.documents, packing.documents)),
+                "memory_mask": Mask(segment_ids=(packing.documents, memory_packing.documents)),
                 "rotation": self._rotation(x, positions, packing),
             }
             x, keys = packing.pack(x), memory_packing.pack(keys)
@@ -453,8 +453,8 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         if cache is not None:
             seen, positions = cache.mask(seen), cache.positions
         options = {
-            "tgt_mask": seen.without_padding(real_queries=real),
-            "memory_mask": seen_of_memory.without_padding(real_queries=real),
+            "tgt_mask": seen.with_padding(real_queries=real),
+            "memory_mask": seen_of_memory.with_padding(real_queries=real),
             "rotation": self._rotation(x, positions),
         }
         if bias is not None:
@@ -547,7 +547,7 @@ def _batch_first(x: Tensor, attention: MultiHeadAttention) -> Tensor:
     return x if attention.batch_first or x.dim() == 2 else x.transpose(0, 1)
 
 
-def _understood(
+def _canonical_mask(
     attention: MultiHeadAttention,
     x: Tensor,
     keys: Tensor,
@@ -555,10 +555,10 @@ def _understood(
     padding: Tensor | None,
     is_causal: bool | None,
 ) -> tuple[Mask, Tensor | None]:
-    """`masks.understood` for queries x and keys, [N, L, E] or [L, E]."""
+    """`masks.canonical_mask` for queries x and keys, [N, L, E] or [L, E]."""
     B = x.shape[0] if x.dim() == 3 else 1
     shape = (B, attention.num_heads, x.shape[-2], keys.shape[-2])
-    return understood(padding, mask, shape, x.dtype, batched=x.dim() == 3, is_causal=bool(is_causal))
+    return canonical_mask(padding, mask, shape, x.dtype, batched=x.dim() == 3, is_causal=bool(is_causal))
 
 
 def _packing(x: Tensor, real: Tensor | None) -> Packing:

@@ -121,14 +121,14 @@ class Values {
 // The queries or the keys.
 class Tokens {
  public:
-  // `documents` are their lengths, or none; `starts` is where the first token of each stands, in every sample.
+  // `documents` are their lengths, or none; `offsets` is where the first token of each stands, in every sample.
   Tokens(Placement placement, const std::vector<std::vector<char>>& real, bool some_are_padding,
-         const std::vector<int64_t>& documents, const std::vector<int64_t>& starts)
+         const std::vector<int64_t>& documents, const std::vector<int64_t>& offsets)
       : real_(placement, flat(real)),
         documents_(placement,
                    of_tokens(real, documents, [](Inputs::Document of, int64_t, int64_t) { return 7 * of.number; })),
         positions_(placement, of_tokens(real, documents, [&](Inputs::Document of, int64_t b, int64_t i) {
-                     return i - of.begin + starts[b];
+                     return i - of.begin + offsets[b];
                    })) {
     side.n = int(real[0].size());
     const bool any = some_are_padding || !documents.empty();
@@ -186,10 +186,10 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
   const Tensor o = tensor_for(placement, dtype, r.o, c.layout), dq = tensor_for(placement, dtype, r.dq, c.layout),
                dk = tensor_for(placement, dtype, r.dk, c.layout), dv = tensor_for(placement, dtype, r.dv, c.layout);
   const Tensor lse(placement, DType::f32, c.B, c.H, c.n_q, 1), d_lse(placement, DType::f32, in.d_lse);
-  Tokens queries(placement, in.real_queries, c.queries != Padding::none, c.documents_q, c.q_start);
+  Tokens queries(placement, in.real_queries, c.queries != Padding::none, c.documents_q, c.q_offset);
   const Tokens keys(placement, in.real_keys, c.keys != Padding::none, c.documents_k, std::vector<int64_t>(c.B));
-  const Values<int64_t> q_start(placement, c.q_start);
-  queries.side.starts = q_start.data();
+  const Values<int64_t> q_offset(placement, c.q_offset);
+  queries.side.offsets = q_offset.data();
   const Values<int64_t> seed(placement, std::vector<int64_t>{kSeed});
   std::vector<float> sink_of_head(c.H);
   for (int64_t h = 0; h < c.H; ++h) sink_of_head[h] = static_cast<float>(in.sink(h));
@@ -226,7 +226,7 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
   const cudaError_t of_backward =
       cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.backward(backward, nullptr); });
 
-  bool kept_inside = queries.kept_inside() && keys.kept_inside() && q_start.kept_inside() && seed.kept_inside() &&
+  bool kept_inside = queries.kept_inside() && keys.kept_inside() && q_offset.kept_inside() && seed.kept_inside() &&
                      sinks.kept_inside() && facts.kept_inside();
   for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv}) {
     kept_inside = kept_inside && x->gaps_untouched();
@@ -329,13 +329,13 @@ void test_refused_launches() {
 // clang-format off
 const std::vector<Case> kMoreCases = {
     {.name = "many-tiles-of-keys", .why = "the next ones are found while a tile is multiplied",
-     .B = 1, .H = 1, .H_kv = 1, .n_q = 20, .n_k = 600, .d_qk = 136, .d_v = 136, .causal = true, .q_start = {580},
+     .B = 1, .H = 1, .H_kv = 1, .n_q = 20, .n_k = 600, .d_qk = 136, .d_v = 136, .causal = true, .q_offset = {580},
      .keys = Padding::holes},
     {.name = "many-tiles-of-queries", .why = "the same for a tile of keys",
-     .B = 1, .H = 1, .H_kv = 1, .n_q = 600, .n_k = 20, .d_qk = 136, .d_v = 136, .q_start = {0},
+     .B = 1, .H = 1, .H_kv = 1, .n_q = 600, .n_k = 20, .d_qk = 136, .d_v = 136, .q_offset = {0},
      .queries = Padding::holes},
     {.name = "many-samples", .why = "more groups of tokens than the threads of a block sum up",
-     .B = 70, .H = 1, .H_kv = 1, .n_q = 33, .n_k = 40, .d_qk = 8, .d_v = 8, .q_start = std::vector<int64_t>(70),
+     .B = 70, .H = 1, .H_kv = 1, .n_q = 33, .n_k = 40, .d_qk = 8, .d_v = 8, .q_offset = std::vector<int64_t>(70),
      .keys = Padding::holes, .queries = Padding::holes},
     {.name = "values-above-64", .why = "the wider of both head dims counts", .n_q = 20, .d_qk = 64, .d_v = 65},
     {.name = "keys-above-128", .why = "the same", .n_q = 20, .d_qk = 129, .d_v = 128},
@@ -343,7 +343,7 @@ const std::vector<Case> kMoreCases = {
      .n_q = 128, .n_k = 128, .left = 62},
     {.name = "first-query-not-last-key", .why = "the same for a tile of keys", .n_q = 128, .n_k = 128, .right = 62},
     {.name = "last-query-next-key", .why = "a tile that one row sees, and that only",
-     .n_q = 128, .n_k = 200, .causal = true, .q_start = {1, 65}},
+     .n_q = 128, .n_k = 200, .causal = true, .q_offset = {1, 65}},
     {.name = "last-key-next-query", .why = "the same for a tile of keys", .n_q = 130, .n_k = 130, .left = 1},
 };
 // clang-format on

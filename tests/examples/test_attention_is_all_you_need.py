@@ -224,9 +224,9 @@ def test_future_tokens_change_nothing(transformer):
     for t in range(1, TGT.shape[1]):
         changed = TGT.clone()
         changed[:, t:] = 12
-        found = transformer(SRC, changed)
-        torch.testing.assert_close(found[:, :t], logits[:, :t])
-        assert not torch.allclose(found[0, t], logits[0, t])
+        actual = transformer(SRC, changed)
+        torch.testing.assert_close(actual[:, :t], logits[:, :t])
+        assert not torch.allclose(actual[0, t], logits[0, t])
 
 
 def test_padding_changes_nothing(transformer):
@@ -281,9 +281,9 @@ def test_a_sentence_that_is_too_long(transformer):
 def test_generation_is_that_of_the_whole_sentence(transformer):
     """Each token is the likeliest one after those before it, in a batch with padding as alone."""
     options = {"decoder_start_token_id": 2, "max_new_tokens": 6}
-    found = transformer.generate(SRC, **options)
-    assert found.shape == (2, 6)
-    for row, src_seq in zip(found, (SRC[:1], SRC[1:, :3]), strict=True):
+    generated = transformer.generate(SRC, **options)
+    assert generated.shape == (2, 6)
+    for row, src_seq in zip(generated, (SRC[:1], SRC[1:, :3]), strict=True):
         assert torch.equal(transformer.generate(src_seq, **options), row[None])
         logits = transformer(src_seq, torch.cat([torch.tensor([2]), row[:-1]])[None])
         assert torch.equal(logits[0].argmax(-1), row)
@@ -291,8 +291,8 @@ def test_generation_is_that_of_the_whole_sentence(transformer):
 
 def test_beam_search_finds_what_is_likelier(transformer):
     """With a beam as wide as the vocabulary, two tokens are the likeliest two of all."""
-    found = transformer.generate(SRC, decoder_start_token_id=2, max_new_tokens=2, num_beams=13)
-    for row, src_seq in zip(found.tolist(), (SRC[:1], SRC[1:, :3]), strict=True):
+    generated = transformer.generate(SRC, decoder_start_token_id=2, max_new_tokens=2, num_beams=13)
+    for row, src_seq in zip(generated.tolist(), (SRC[:1], SRC[1:, :3]), strict=True):
         starts = torch.tensor([[2, first] for first in range(13)])
         logp = transformer(src_seq.expand(13, -1), starts).log_softmax(-1)
         together = logp[0, 0][:, None] + logp[:, 1]  # [first, second]

@@ -113,8 +113,8 @@ def test_logits_and_gradients_are_those_of_a_classifier_of_transformers(tmp_path
 
     def learned_from(model: nn.Module, names_of) -> tuple[Tensor, Tensor]:
         """The logits, and the gradients by all parameters in the order of ours."""
-        found = model(**inputs)
-        logits = found if isinstance(found, Tensor) else found.logits
+        output = model(**inputs)
+        logits = output if isinstance(output, Tensor) else output.logits
         nn.functional.cross_entropy(logits, labels).backward()
         by_name = {name: p.grad for name, p in model.named_parameters()}
         gradients = [by_name.pop(part).flatten() for name, _ in ours.named_parameters() for part in names_of(name)]

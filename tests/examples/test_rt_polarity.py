@@ -50,14 +50,14 @@ def test_files_that_are_missing_or_empty(tmp_path):
 
 def test_batches_hold_every_review_once_and_alike_lengths_together():
     reviews = [Review("x" * (1 + i * 7 % 100), i % 2) for i in range(203)]
-    found = rt_polarity.batches(reviews, 8, torch.Generator().manual_seed(0))
-    assert sorted(review for batch in found for review in batch) == sorted(reviews)
-    assert sorted(map(len, found)) == [3] + [8] * 25
-    assert max(len(batch[-1].text) - len(batch[0].text) for batch in found) <= 8
-    lengths = [len(batch[0].text) for batch in found]
+    batches = rt_polarity.batches(reviews, 8, torch.Generator().manual_seed(0))
+    assert sorted(review for batch in batches for review in batch) == sorted(reviews)
+    assert sorted(map(len, batches)) == [3] + [8] * 25
+    assert max(len(batch[-1].text) - len(batch[0].text) for batch in batches) <= 8
+    lengths = [len(batch[0].text) for batch in batches]
     assert lengths != sorted(lengths)
-    assert found == rt_polarity.batches(reviews, 8, torch.Generator().manual_seed(0))
-    assert found != rt_polarity.batches(reviews, 8, torch.Generator().manual_seed(1))
+    assert batches == rt_polarity.batches(reviews, 8, torch.Generator().manual_seed(0))
+    assert batches != rt_polarity.batches(reviews, 8, torch.Generator().manual_seed(1))
 
 
 def test_accuracy_and_loss():

@@ -82,15 +82,15 @@ def test_the_seed_decides_what_is_held_out_and_never_the_test_part():
 
 def test_a_sentence_of_chabsa_has_the_polarity_of_most_of_its_opinions():
     corpus = reviews.load("chabsa", DATA / "chABSA")
-    found = [*corpus.train, *corpus.held_out, *corpus.test]
-    labels = {review.text: review.label for review in found}
+    sentences = [*corpus.train, *corpus.held_out, *corpus.test]
+    labels = {review.text: review.label for review in sentences}
     assert labels["売上高は前年に比べ増加しました"] == 1
     assert labels["魚の売上は減少し、費用は増加しました"] == 0
     assert labels["売上高と利益は増加し、在庫は横ばいでした"] == 1
     assert "本店は港の近くにあります" not in labels  # no opinion
     assert "茶の売上は増加し、菓子の売上は減少しました" not in labels  # one of each
     assert "紙の価格は横ばいでした" not in labels  # neutral
-    assert len(found) == 12
+    assert len(sentences) == 12
     reports = [{review.name.split(":")[0] for review in part} for part in (corpus.train, corpus.held_out, corpus.test)]
     assert sum(len(part) for part in reports) == len(set.union(*reports)) == 6
 
@@ -100,10 +100,10 @@ def test_rt_polarity_is_read_as_latin_1(tmp_path):
         (tmp_path / f"rt-polarity.{suffix}").write_bytes("".join(f"{word} {i}\n" for i in range(10)).encode("latin-1"))
     corpus = reviews.load("rt-polarity", tmp_path)
     assert [len(part) for part in (corpus.train, corpus.held_out, corpus.test)] == [16, 2, 2]
-    found = {review.name: (review.text, review.label) for part in (corpus.train, corpus.held_out, corpus.test)
+    by_name = {review.name: (review.text, review.label) for part in (corpus.train, corpus.held_out, corpus.test)
              for review in part}  # fmt: skip
-    assert found["rt-polarity.pos:4"] == ("d\u00e9lice 3", 1)
-    assert found["rt-polarity.neg:1"] == ("na\u00efve 0", 0)
+    assert by_name["rt-polarity.pos:4"] == ("d\u00e9lice 3", 1)
+    assert by_name["rt-polarity.neg:1"] == ("na\u00efve 0", 0)
 
 
 def test_bad_data_is_refused_in_a_sentence(tmp_path, archive):
@@ -144,7 +144,7 @@ def test_the_real_corpora_have_their_published_sizes():
 def test_tokens_say_where_in_the_text_they_are(unit):
     text = "売上は増加、Good & bad"
     tokenizer = tokens.train([text] * 3, unit, 60, 1)
-    ((ids, spans),) = ((found.ids, found.spans) for found in tokens.tokenize(tokenizer, [text]))
+    ((ids, spans),) = ((tokenized.ids, tokenized.spans) for tokenized in tokens.tokenize(tokenizer, [text]))
     assert (ids[0], spans[0]) == (tokens.CLASSIFY, (0, 0))
     words = [text[start:stop] for start, stop in spans[1:]]
     assert "".join(words) == text.replace(" ", "")
@@ -156,18 +156,18 @@ def test_tokens_say_where_in_the_text_they_are(unit):
 def test_rare_words_and_strange_signs_are_unknown_and_case_does_not_count():
     tokenizer = tokens.train(["a film, a FILM", "once"], "word", 10, 2)
     assert sorted(tokenizer.get_vocab()) == ["<cls>", "<pad>", "<unk>", "a", "film"]
-    (found,) = tokens.tokenize(tokenizer, ["A Film once <pad>"])
+    (tokenized,) = tokens.tokenize(tokenizer, ["A Film once <pad>"])
     film, a = tokenizer.token_to_id("film"), tokenizer.token_to_id("a")
     # What a text says is text, also where it looks like a token that the model keeps for itself.
-    assert found.ids == [tokens.CLASSIFY, a, film, *[tokens.UNKNOWN] * 4]
+    assert tokenized.ids == [tokens.CLASSIFY, a, film, *[tokens.UNKNOWN] * 4]
 
 
 def test_a_long_text_keeps_both_its_ends():
     text = " ".join(f"w{i}" for i in range(100))
     tokenizer = tokens.train([text], "word", 200, 1)
-    (found,) = tokens.tokenize(tokenizer, [text], max_tokens=8)
-    assert [text[start:stop] for start, stop in found.spans] == ["", "w0", "w1", "w2", "w3", "w97", "w98", "w99"]
-    assert [tokenizer.id_to_token(i) for i in found.ids] == ["<cls>", "w0", "w1", "w2", "w3", "w97", "w98", "w99"]
+    (tokenized,) = tokens.tokenize(tokenizer, [text], max_tokens=8)
+    assert [text[start:stop] for start, stop in tokenized.spans] == ["", "w0", "w1", "w2", "w3", "w97", "w98", "w99"]
+    assert [tokenizer.id_to_token(i) for i in tokenized.ids] == ["<cls>", "w0", "w1", "w2", "w3", "w97", "w98", "w99"]
     (whole,) = tokens.tokenize(tokenizer, [text], max_tokens=101)
     assert len(whole.ids) == 101
 
@@ -205,8 +205,8 @@ def test_word_vectors_are_read_scaled_and_frozen(tmp_path):
     assert model.use_vectors(classifier, path, {"good": 3, "bad": 4, "never": 5}) == 2
     weight = classifier.embedding.weight
     assert not weight.requires_grad
-    found = torch.tensor([[1.0, 2, 3, 4], [-1, 0, 0, 1]])
-    torch.testing.assert_close(weight[3:5] / weight[3, 0], found)
+    expected = torch.tensor([[1.0, 2, 3, 4], [-1, 0, 0, 1]])
+    torch.testing.assert_close(weight[3:5] / weight[3, 0], expected)
     assert weight[3:5].square().mean().sqrt() == pytest.approx(0.5)  # 1 / sqrt(d_model)
     assert torch.equal(weight[[0, 1, 2, 5]], before[[0, 1, 2, 5]])
 
@@ -280,7 +280,7 @@ def test_the_evidence_is_that_of_the_plain_matrices(heads, layers):
         for parameter in classifier.encoder.parameters():  # so that attention is far from even
             parameter.mul_(2)
     ids = torch.cat([torch.tensor([tokens.CLASSIFY]), torch.randint(3, 50, (16,))])
-    found = evidence.collect(classifier, ids)
+    collected = evidence.collect(classifier, ids)
 
     with torch.no_grad():
         inputs, matrices = [], []
@@ -293,11 +293,11 @@ def test_the_evidence_is_that_of_the_plain_matrices(heads, layers):
         rollout = torch.eye(17)
         for level in reversed(range(layers)):
             rollout = rollout @ (0.5 * torch.eye(17) + 0.5 * matrices[level].mean(0))
-            torch.testing.assert_close(found.rolled[level], rollout[0])
-        torch.testing.assert_close(found.raw, torch.stack([matrix[:, 0] for matrix in matrices]))
-        torch.testing.assert_close(found.probabilities, classifier(ids[None])[0].softmax(-1))
-    torch.testing.assert_close(found.rolled.sum(-1), torch.ones(layers))
-    assert found.raw.max() > 3 / 17
+            torch.testing.assert_close(collected.rolled[level], rollout[0])
+        torch.testing.assert_close(collected.raw, torch.stack([matrix[:, 0] for matrix in matrices]))
+        torch.testing.assert_close(collected.probabilities, classifier(ids[None])[0].softmax(-1))
+    torch.testing.assert_close(collected.rolled.sum(-1), torch.ones(layers))
+    assert collected.raw.max() > 3 / 17
 
 
 class LargestTensor(TorchDispatchMode):
@@ -317,9 +317,9 @@ def test_the_evidence_for_4000_tokens_makes_no_square_tensor():
     n, classifier = 4000, small_model()
     ids = torch.cat([torch.tensor([tokens.CLASSIFY]), torch.randint(3, 50, (n - 1,))])
     with LargestTensor() as largest:
-        found = evidence.collect(classifier, ids)
-    assert found.raw.shape == (2, 3, n)
-    assert found.rolled.shape == (2, n)
+        collected = evidence.collect(classifier, ids)
+    assert collected.raw.shape == (2, 3, n)
+    assert collected.rolled.shape == (2, n)
     assert n * 24 <= largest.elements <= max(3 * n * 24, model.MAX_TOKENS * 24)  # q, k and v together; positions
 
 
@@ -352,10 +352,10 @@ def even(n: int, layers: int = 2, heads: int = 1) -> Evidence:
 def test_tokens_that_share_a_sign_become_one_part_with_their_sum():
     text = "\u3231\u304c\u5897\u53ce"  # one sign for three, and three more
     tokenizer = tokens.train([text], "character", 20, 1)
-    (found,) = tokens.tokenize(tokenizer, [text])
-    assert len(found.ids) == 7
+    (tokenized,) = tokens.tokenize(tokenizer, [text])
+    assert len(tokenized.ids) == 7
     weights = torch.arange(7.0)
-    merged, spans = Evidence(torch.ones(2), weights[None, None], weights[None]).on_text(found.spans)
+    merged, spans = Evidence(torch.ones(2), weights[None, None], weights[None]).on_text(tokenized.spans)
     assert spans == [(0, 0), (0, 1), (1, 2), (2, 3), (3, 4)]
     assert merged.raw.tolist() == [[[0, 1 + 2 + 3, 4, 5, 6]]]
     assert merged.rolled.tolist() == [[0, 1 + 2 + 3, 4, 5, 6]]
@@ -420,7 +420,7 @@ def test_a_page_shows_the_text_and_nothing_of_it_is_markup():
     assert read.shaded[1][1] == "--v0:1.00;--v1:1.00;--v2:1.00;--v3:1.00"
     assert read.shaded[0][1].startswith(f"--v0:{1 / len(spans) / 0.5:.2f};--v1:1.00")
     assert not {"script", "img", "link", "iframe"} & {tag for tag, _ in read.tags}
-    attributes = [pair for _, found in read.tags for pair in found.items()]
+    attributes = [pair for _, by_name in read.tags for pair in by_name.items()]
     assert not any(name.startswith("on") or name == "src" for name, _ in attributes)
     ids = {value for name, value in attributes if name == "id"}
     assert {value.removeprefix("#") for name, value in attributes if name == "href"} <= ids  # links lead nowhere else
@@ -465,8 +465,8 @@ def test_text_on_the_strongest_shade_keeps_its_contrast():
 def test_a_japanese_page_says_that_it_is():
     text = "売上高は増加し、\u3231みなと商店は好調でした"
     tokenizer = tokens.train([text], "character", 50, 1)
-    (found,) = tokens.tokenize(tokenizer, [text])
-    seen, spans = even(len(found.ids)).on_text(found.spans)
+    (tokenized,) = tokens.tokenize(tokenizer, [text])
+    seen, spans = even(len(tokenized.ids)).on_text(tokenized.spans)
     read = Page(page.render(Review("e1:0", text, 1), spans, seen))
     assert read.text == text
     assert [word for word, _ in read.shaded] == list(text)
@@ -602,8 +602,8 @@ def test_frozen_word_vectors_stay_what_they_were(tmp_path):
     vectors.write_text(f"superb{' 1' * 32}\nboring{' -1' * 32}\n")
     run("train", "imdb", "--data", DATA / "aclImdb", "--output", tmp_path, "--epochs=2", "--vectors", vectors, *SMALL)
     classifier, tokenizer, _ = model.load(tmp_path)
-    found = classifier.embedding.weight[[tokenizer.token_to_id("superb"), tokenizer.token_to_id("boring")]]
-    torch.testing.assert_close(found, torch.tensor([[1.0], [-1.0]]).expand(2, 32) * 32**-0.5)
+    actual = classifier.embedding.weight[[tokenizer.token_to_id("superb"), tokenizer.token_to_id("boring")]]
+    torch.testing.assert_close(actual, torch.tensor([[1.0], [-1.0]]).expand(2, 32) * 32**-0.5)
 
 
 def test_a_folder_begun_anew_forgets_the_best_model_of_the_run_before(tmp_path):

@@ -169,8 +169,8 @@ def test_buckets_hold_every_pair_once_within_the_budget():
     batches = bucketed(pairs, 200, torch.Generator().manual_seed(1))
     assert sorted(i for batch in batches for i in batch) == list(range(len(pairs)))
     for batch in batches:
-        found = collate([pairs[i] for i in batch])
-        assert max(found.source.numel(), found.target_out.numel()) <= 200
+        collated = collate([pairs[i] for i in batch])
+        assert max(collated.source.numel(), collated.target_out.numel()) <= 200
     real = sum(len(target) + 1 for _, target in pairs)
     assert places_of(batches, pairs) < 1.05 * real
     in_file_order = [list(range(start, start + 5)) for start in range(0, len(pairs), 5)]
@@ -225,14 +225,14 @@ def test_a_target_token_changes_nothing_before_it(model, data):
 
 def test_the_loss_is_the_mean_over_real_target_tokens(model, data):
     batch = collate(data[:5])
-    found = batch_loss(model, batch)
+    loss = batch_loss(model, batch)
     probabilities = model(batch.source, batch.target_in).log_softmax(-1)
     each = -probabilities.gather(-1, batch.target_out[..., None])[..., 0]
     real = batch.target_out != PAD
-    torch.testing.assert_close(found.mean, each[real].mean())
-    assert found.count == real.sum() == sum(len(target) + 1 for _, target in data[:5])
-    assert found.tokens == found.count + sum(len(source) + 1 for source, _ in data[:5])
-    assert mean_loss(model, data[:5], 20, "cpu") == pytest.approx(found.mean.item(), rel=1e-5)
+    torch.testing.assert_close(loss.mean, each[real].mean())
+    assert loss.count == real.sum() == sum(len(target) + 1 for _, target in data[:5])
+    assert loss.tokens == loss.count + sum(len(source) + 1 for source, _ in data[:5])
+    assert mean_loss(model, data[:5], 20, "cpu") == pytest.approx(loss.mean.item(), rel=1e-5)
 
 
 def test_label_smoothing_is_part_of_the_training_loss(model, data):
@@ -402,9 +402,9 @@ def test_a_damaged_model_is_one_sentence(trained, tmp_path, capsys):
 
 
 def test_bleu_is_that_of_sacrebleu_in_lower_case_or_not():
-    found, references = ["A dog runs across the meadow ."], ["a dog runs across the meadow."]
-    assert bleu(found, references, lowercase=True)[0].score == pytest.approx(100)
-    assert bleu(found, references, lowercase=False)[0].score < 95
+    translations, references = ["A dog runs across the meadow ."], ["a dog runs across the meadow."]
+    assert bleu(translations, references, lowercase=True)[0].score == pytest.approx(100)
+    assert bleu(translations, references, lowercase=False)[0].score < 95
 
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="Multi30k is not here: FASTATTN_DATA says where")

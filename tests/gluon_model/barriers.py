@@ -63,10 +63,10 @@ class MBarrier:
 def _barrier(view: View) -> MBarrier:
     if view.numel != 1:
         raise KernelError(f"{view} is no single mbarrier, at {source_line()}")
-    found = view.allocation.barriers.get(view.data.storage_offset())
-    if found is None:
+    barrier = view.allocation.barriers.get(view.data.storage_offset())
+    if barrier is None:
         raise KernelError(f"{view} is used as an mbarrier without init, at {source_line()}")
-    return found
+    return barrier
 
 
 class mbarrier:  # noqa: N801  a module of Gluon
@@ -103,10 +103,10 @@ class mbarrier:  # noqa: N801  a module of Gluon
         m = machine()
         m.pause()
         if value_of(pred):
-            found = _barrier(bar)
-            m.record(Arrive, found, 1, int(bytes_per_cta))
-            found.expect(int(bytes_per_cta))
-            found.arrive(1, m.current.known, m.current.fenced)
+            barrier = _barrier(bar)
+            m.record(Arrive, barrier, 1, int(bytes_per_cta))
+            barrier.expect(int(bytes_per_cta))
+            barrier.arrive(1, m.current.known, m.current.fenced)
 
     @staticmethod
     def arrive(bar: View, *, count: int = 1, pred: object = True) -> None:
@@ -121,26 +121,26 @@ class mbarrier:  # noqa: N801  a module of Gluon
         """Until the phase of that parity is complete: that which this partition saw last, or the next one it can be."""
         if not value_of(pred):
             return
-        m, found, parity = machine(), _barrier(bar), int(value_of(phase))
+        m, barrier, parity = machine(), _barrier(bar), int(value_of(phase))
         if parity not in (0, 1):
-            raise KernelError(f"phase of {found} must be 0 or 1, was {parity}, at {source_line()}")
+            raise KernelError(f"phase of {barrier} must be 0 or 1, was {parity}, at {source_line()}")
         me = m.current
-        seen = me.phases.get(found, -1)
-        again = seen % 2 == parity and found.phase == seen + 1
+        seen = me.phases.get(barrier, -1)
+        again = seen % 2 == parity and barrier.phase == seen + 1
         wanted = seen if again else seen + (2 if seen % 2 == parity else 1)
         m.wait_until(
-            lambda: found.passed(parity),
-            lambda: f"waits for phase {wanted} (parity {parity}) of {found}: {found.state()}",
+            lambda: barrier.passed(parity),
+            lambda: f"waits for phase {wanted} (parity {parity}) of {barrier}: {barrier.state()}",
         )
-        if found.phase != wanted + 1:
-            when = "before it began" if found.phase <= wanted else "when later ones were over, too"
+        if barrier.phase != wanted + 1:
+            when = "before it began" if barrier.phase <= wanted else "when later ones were over, too"
             raise KernelError(
-                f"{me.name} waits for phase {wanted} (parity {parity}) of {found} and passes {when}, "
-                f"at {source_line()}: {found.state()}"
+                f"{me.name} waits for phase {wanted} (parity {parity}) of {barrier} and passes {when}, "
+                f"at {source_line()}: {barrier.state()}"
             )
-        me.phases[found] = wanted
-        m.record(Wait, found, wanted)
-        me.learn(found.known, found.fenced)
+        me.phases[barrier] = wanted
+        m.record(Wait, barrier, wanted)
+        me.learn(barrier.known, barrier.fenced)
 
 
 class _NamedBarrier:
@@ -175,17 +175,17 @@ def _named(barrier: int, threads: int) -> _NamedBarrier:
         raise KernelError(f"ID of a named barrier must be 9 to 15, was {barrier}, at {source_line()}")
     if threads % 32:
         raise KernelError(f"THREADS of a named barrier must be whole warps, was {threads}, at {source_line()}")
-    found = m.named_barriers.setdefault(barrier, _NamedBarrier(barrier, threads))
-    if found.come == 0:
-        found.threads = threads
-    if found.threads != threads or found.come + m.current.threads > threads:
+    named = m.named_barriers.setdefault(barrier, _NamedBarrier(barrier, threads))
+    if named.come == 0:
+        named.threads = threads
+    if named.threads != threads or named.come + m.current.threads > threads:
         raise KernelError(
             f"{m.current.name} comes with {m.current.threads} of {threads} threads to named barrier {barrier}, "
-            f"where {found.who} make {found.come} of {found.threads}, at {source_line()}"
+            f"where {named.who} make {named.come} of {named.threads}, at {source_line()}"
         )
-    if m.current.name in found.who:
+    if m.current.name in named.who:
         raise KernelError(f"{m.current.name} comes twice to named barrier {barrier} of one round, at {source_line()}")
-    return found
+    return named
 
 
 def sync_named(ID: int, THREADS: int) -> None:

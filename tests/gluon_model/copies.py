@@ -240,20 +240,20 @@ def gathered(pointer: Pointer, mask: object, other: object) -> Value:
     into, offsets = pointer.into, torch.as_tensor(pointer.offsets)
     if mask is None:
         into.check(offsets, "load")
-        found = into.flat[offsets]
+        result = into.flat[offsets]
     else:
         allowed = torch.as_tensor(raw(mask, int1))
         offsets, allowed = torch.broadcast_tensors(offsets, allowed)
         into.check(offsets[allowed], "load")
         if into.extent == 0:
-            found = torch.zeros(offsets.shape, dtype=into.dtype.torch)
+            result = torch.zeros(offsets.shape, dtype=into.dtype.torch)
         else:
-            found = into.flat[offsets.where(allowed, 0)]
+            result = into.flat[offsets.where(allowed, 0)]
         instead = torch.as_tensor(raw(0 if other is None else other)).to(into.dtype.torch)
         if other is None and into.dtype.is_floating():
             instead = torch.tensor(float("nan"), dtype=into.dtype.torch)  # undefined
-        found = found.where(allowed, instead)
-    return Value(found if found.dim() else found.item(), into.dtype)
+        result = result.where(allowed, instead)
+    return Value(result if result.dim() else result.item(), into.dtype)
 
 
 def scattered(pointer: Pointer, value: object, mask: object, add: bool = False) -> None:

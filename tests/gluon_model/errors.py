@@ -1,4 +1,4 @@
-"""What the model raises where a kernel does what a GPU does not define."""
+"""Errors that the model raises where a kernel does what a GPU does not define."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in for fastattn/backends/hopper/gluon.py: the same names, on the model."""
+"""Substitute for fastattn/backends/hopper/gluon.py: the same names, on the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def warp_specialize(functions_and_args: object, worker_num_warps: object, worker
     return machine().specialize(functions_and_args, [int(n) for n in worker_num_warps])
 
 
-def again(x: values.Value) -> values.Value:
+def opaque(x: values.Value) -> values.Value:
     """`x`: nothing is computed ahead here."""
     return x
 
@@ -66,7 +66,6 @@ gl = SimpleNamespace(
 
 __all__ = [
     "TensorDescriptor",
-    "again",
     "arrive_named",
     "block_barrier",
     "constexpr_function",
@@ -77,6 +76,7 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "opaque",
     "part_of",
     "store_wait",
     "sync_named",

@@ -166,10 +166,10 @@ def _reduced(of_axis: Callable, of_all: Callable) -> Callable:
         data = x.data.to(dtype.torch)
         if axis is None:
             return scalar(of_all(data).item(), dtype)
-        found = of_axis(data, int(axis))
+        reduced = of_axis(data, int(axis))
         if keep_dims:
-            found = found.unsqueeze(int(axis))
-        return Value(found, dtype) if found.dim() else scalar(found.item(), dtype)
+            reduced = reduced.unsqueeze(int(axis))
+        return Value(reduced, dtype) if reduced.dim() else scalar(reduced.item(), dtype)
 
     return result
 
@@ -183,8 +183,8 @@ def _without_nan(x: Tensor, instead: float) -> Tensor:
 
 def _extreme(x: Tensor, axis: int, largest: bool) -> Tensor:
     numbers = _without_nan(x, -float("inf") if largest else float("inf"))
-    found = numbers.amax(axis) if largest else numbers.amin(axis)
-    return found.where(~x.isnan().all(axis), float("nan")) if x.is_floating_point() else found
+    extreme = numbers.amax(axis) if largest else numbers.amin(axis)
+    return extreme.where(~x.isnan().all(axis), float("nan")) if x.is_floating_point() else extreme
 
 
 max = _reduced(lambda x, axis: _extreme(x, axis, True), lambda x: _extreme(x.flatten(), 0, True))
@@ -205,8 +205,8 @@ def atomic_add(pointer: Pointer, value: object, mask: object = None, **_: object
 
 
 def dot(x: Value, y: Value, acc: Value | None = None, **_: object) -> Value:
-    found = x.data.float() @ y.data.float()
-    return Value(found if acc is None else found + acc.data, float32)
+    product = x.data.float() @ y.data.float()
+    return Value(product if acc is None else product + acc.data, float32)
 
 
 class _Counted:

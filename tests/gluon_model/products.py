@@ -126,8 +126,8 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: object = None) -> object:
     me = m.current
     while len(me.products) > int(num_outstanding):
         me.products.pop(0).complete()
-    found = tuple(_outcome(x, me.products) for x in deps)
-    return found[0] if len(found) == 1 else found
+    outcomes = tuple(_outcome(x, me.products) for x in deps)
+    return outcomes[0] if len(outcomes) == 1 else outcomes
 
 
 def _outcome(x: object, under_way: list) -> object:

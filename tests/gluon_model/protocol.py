@@ -1,4 +1,4 @@
-"""What the partitions of one program do to each other, recorded from a run, and all the orders in which they may do it.
+"""Interaction of the partitions of one program, recorded from a run, and all the orders in which it may happen.
 
 What a partition does is the same in every order: no branch depends on what another one does. So one run tells the steps
 of each, and `explore` takes them in every order that barriers leave open, with TMA loads that arrive at any time. It
@@ -137,15 +137,15 @@ class _Protocol:
     @staticmethod
     def _conflicts(recording: Recording) -> dict[int, list]:
         """Of each access, the earlier ones of the run that must be over when it begins."""
-        found, begun = {}, []
+        conflicts, begun = {}, []
         for p, _, step in sorted(recording.of(Begin), key=lambda x: x[2].access.event):
             new, latest = step.access, {}
             for partition, other in begun:
                 if other.conflicts_with(new):
                     latest[partition, other.region, other.writes] = other
-            found[id(new)] = list(latest.values())
+            conflicts[id(new)] = list(latest.values())
             begun.append((p, new))
-        return found
+        return conflicts
 
     def first(self) -> State:
         numbers = [0] * (len(self.names) + 1)
@@ -156,8 +156,8 @@ class _Protocol:
     def next(self, state: State) -> Iterator[tuple[State, str]]:
         """Every state that one partition, or the arrival of one load, makes of this one; with words for it."""
         for p, name in enumerate(self.names):
-            if state[p] < len(self.steps[p]) and (found := self._after(state, p)) is not None:
-                yield found, (name, self.steps[p][state[p] : found[p]])
+            if state[p] < len(self.steps[p]) and (following := self._after(state, p)) is not None:
+                yield following, (name, self.steps[p][state[p] : following[p]])
         under_way = state[len(self.names)]
         for load in self.loads if under_way else ():
             if under_way & self.bit[id(load.access)]:
@@ -246,11 +246,11 @@ def explore(recording: Recording, at_most: int = 2_000_000) -> int:
         state = to_do.popleft()
         try:
             dead = not protocol.finished(state)
-            for found, how in protocol.next(state):
+            for following, how in protocol.next(state):
                 dead = False
-                if found not in came_from:
-                    came_from[found] = state, how
-                    to_do.append(found)
+                if following not in came_from:
+                    came_from[following] = state, how
+                    to_do.append(following)
             if dead:
                 raise DeadlockError(f"deadlock:\n{protocol.waiting(state)}")
         except KernelError as error:

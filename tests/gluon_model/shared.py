@@ -1,4 +1,4 @@
-"""Shared memory: what lies in it, who may touch it when, and the views of it that kernels use.
+"""Shared memory: its contents, who may touch it when, and the views of it that kernels use.
 
 Every access is kept, with the part of an allocation it touches, until a later one that is ordered after it takes its
 place. A new access must be ordered after all of them that it conflicts with.
@@ -50,9 +50,9 @@ class Access:
 def _elements(region: Region) -> Tensor:
     """bool: which elements of an allocation are in the region, up to the last one."""
     shape, strides, offset = region
-    found = torch.zeros(1 + offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)), dtype=torch.bool)
-    found.as_strided(*region).fill_(True)
-    return found
+    elements = torch.zeros(1 + offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)), dtype=torch.bool)
+    elements.as_strided(*region).fill_(True)
+    return elements
 
 
 @functools.cache
@@ -242,8 +242,8 @@ def _assigned_name() -> str:
         file = frame.f_code.co_filename
         if not file.startswith(_HERE):
             line = linecache.getline(file, frame.f_lineno)
-            if found := re.match(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=[^=]", line):
-                names.append(found[1])
+            if match := re.match(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=[^=]", line):
+                names.append(match[1])
         elif frame.f_code is Machine.run.__code__:
             break
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What stands in registers: scalars, tiles and pointers, with Triton's types and arithmetic.
+"""Values in registers: scalars, tiles and pointers, with Triton's types and arithmetic.
 
 A scalar is kept as a number of Python, a tile as a tensor. Whole numbers that overflow are an error.
 """
@@ -204,14 +204,14 @@ def common_type(x: object, y: object, division: bool = False) -> DType:
     else:
         a, b = value_of(x).dtype, value_of(y).dtype
     if a.kind != b.kind:
-        found = a if a.kind > b.kind else b
+        common = a if a.kind > b.kind else b
     elif a.kind == 2 and a is not b and {a, b} <= {float16, bfloat16}:
-        found = float32
+        common = float32
     else:
-        found = a if a.primitive_bitwidth >= b.primitive_bitwidth else b
-    if division and found in (float16, bfloat16):
+        common = a if a.primitive_bitwidth >= b.primitive_bitwidth else b
+    if division and common in (float16, bfloat16):
         return float32
-    return found
+    return common
 
 
 def raw(x: object, dtype: DType | None = None) -> Tensor | float:

@@ -23,7 +23,7 @@ struct Case {
   int64_t B = 2, H = 2, H_kv = 2;
   int64_t n_q = 40, n_k = 40, d_qk = 32, d_v = 32;
   bool causal = false;
-  std::vector<int64_t> q_start = {0, 0};  // [B]
+  std::vector<int64_t> q_offset = {0, 0};  // [B]
   int64_t left = kNoLimit, right = kNoLimit;
   Padding keys = Padding::none, queries = Padding::none;
   std::vector<int64_t> documents_q = {}, documents_k = {};  // their lengths, in every sample; none: one document
@@ -46,13 +46,13 @@ struct Case {
 inline const std::vector<Case> kCases = {
     {.name = "plain", .why = "nothing special"},
     {.name = "smallest", .why = "one of everything",
-     .B = 1, .H = 1, .H_kv = 1, .n_q = 1, .n_k = 1, .d_qk = 1, .d_v = 1, .q_start = {0}},
+     .B = 1, .H = 1, .H_kv = 1, .n_q = 1, .n_k = 1, .d_qk = 1, .d_v = 1, .q_offset = {0}},
     {.name = "no-keys", .why = "nothing to see", .n_q = 3, .n_k = 0},
     {.name = "no-queries", .why = "gradients of keys that nobody asks for", .n_q = 0, .n_k = 3},
     {.name = "one-query", .why = "decoding",
-     .n_q = 1, .n_k = 300, .causal = true, .q_start = {299, 120}, .keys = Padding::right},
+     .n_q = 1, .n_k = 300, .causal = true, .q_offset = {299, 120}, .keys = Padding::right},
     {.name = "decode-parts", .why = "keys split in parts, a group of heads, some queries are padding",
-     .H = 4, .H_kv = 2, .n_q = 3, .n_k = 1300, .d_qk = 48, .d_v = 33, .q_start = {1290, 700}, .left = 900,
+     .H = 4, .H_kv = 2, .n_q = 3, .n_k = 1300, .d_qk = 48, .d_v = 33, .q_offset = {1290, 700}, .left = 900,
      .keys = Padding::holes, .queries = Padding::holes},
     {.name = "one-key", .why = "weights of exactly 1", .n_q = 19, .n_k = 1},
     {.name = "tails-below", .why = "one less than blocks and tiles", .n_q = 63, .n_k = 95, .d_qk = 31, .d_v = 15},
@@ -60,25 +60,26 @@ inline const std::vector<Case> kCases = {
     {.name = "head-dim-1", .why = "the narrowest rows", .d_qk = 1, .d_v = 1, .causal = true},
     {.name = "head-dim-3", .why = "rows shorter than any vector", .d_qk = 3, .d_v = 5, .layout = {.gap = 1}},
     {.name = "head-dim-200", .why = "a sum in parts, the last one short",
-     .B = 1, .n_k = 70, .d_qk = 200, .d_v = 80, .q_start = {0}},
+     .B = 1, .n_k = 70, .d_qk = 200, .d_v = 80, .q_offset = {0}},
     {.name = "chunks", .why = "dk and dv of more keys than stay in the cache",
-     .B = 1, .H = 1, .H_kv = 1, .n_q = 20, .n_k = 230, .d_qk = 512, .d_v = 512, .q_start = {0}, .keys = Padding::holes},
+     .B = 1, .H = 1, .H_kv = 1, .n_q = 20, .n_k = 230, .d_qk = 512, .d_v = 512, .q_offset = {0},
+     .keys = Padding::holes},
     {.name = "head-dim-64", .why = "rows that serve as they lie in memory",
-     .B = 1, .n_q = 130, .n_k = 150, .d_qk = 64, .d_v = 64, .causal = true, .q_start = {20}},
+     .B = 1, .n_q = 130, .n_k = 150, .d_qk = 64, .d_v = 64, .causal = true, .q_offset = {20}},
     {.name = "head-dim-128", .why = "the same, but for the padded ones",
-     .B = 1, .n_k = 130, .d_qk = 128, .d_v = 128, .q_start = {0}, .keys = Padding::holes},
+     .B = 1, .n_k = 130, .d_qk = 128, .d_v = 128, .q_offset = {0}, .keys = Padding::holes},
     {.name = "strips", .why = "more queries than take the keys together",
-     .B = 1, .H = 4, .H_kv = 1, .n_q = 550, .n_k = 160, .d_qk = 16, .d_v = 16, .q_start = {0}, .left = 430},
+     .B = 1, .H = 4, .H_kv = 1, .n_q = 550, .n_k = 160, .d_qk = 16, .d_v = 16, .q_offset = {0}, .left = 430},
     {.name = "wide-values", .why = "d_v above d_qk", .d_qk = 16, .d_v = 50},
     {.name = "narrow-values", .why = "d_v below d_qk", .d_qk = 50, .d_v = 8},
     {.name = "causal", .why = "top-left causal over several blocks", .n_q = 130, .n_k = 130, .causal = true},
     {.name = "causal-before", .why = "the first queries stand before every key",
-     .n_q = 70, .n_k = 33, .causal = true, .q_start = {-37, -5}},
+     .n_q = 70, .n_k = 33, .causal = true, .q_offset = {-37, -5}},
     {.name = "window", .why = "a window on both sides",
-     .n_q = 100, .n_k = 210, .q_start = {0, 40}, .left = 13, .right = 6},
+     .n_q = 100, .n_k = 210, .q_offset = {0, 40}, .left = 13, .right = 6},
     {.name = "window-zero", .why = "a query sees only itself", .left = 0, .right = 0},
     {.name = "window-outside", .why = "windows beyond the last key are empty",
-     .n_k = 20, .q_start = {10, 10}, .left = 3, .right = 3},
+     .n_k = 20, .q_offset = {10, 10}, .left = 3, .right = 3},
     {.name = "pad-right", .why = "lists without a table",
      .n_q = 45, .n_k = 120, .keys = Padding::right, .queries = Padding::right},
     {.name = "pad-holes", .why = "lists with a table, rows that are copied",
@@ -111,10 +112,10 @@ inline const std::vector<Case> kCases = {
      .n_q = 120, .n_k = 120, .keys = Padding::holes, .queries = Padding::holes, .documents_q = {30, 60, 30},
      .documents_k = {30, 60, 30}},
     {.name = "documents-long", .why = "isolated runs of several blocks of keys, strips that end within one",
-     .B = 1, .n_q = 560, .n_k = 560, .d_qk = 16, .d_v = 16, .q_start = {0}, .left = 100, .right = 30,
+     .B = 1, .n_q = 560, .n_k = 560, .d_qk = 16, .d_v = 16, .q_offset = {0}, .left = 100, .right = 30,
      .documents_q = {9, 331, 20, 200}, .documents_k = {9, 331, 20, 200}},
     {.name = "documents-in-chunks", .why = "isolated runs cut by chunks of keys, and by items of few",
-     .B = 1, .H = 1, .H_kv = 1, .n_q = 230, .n_k = 230, .d_qk = 512, .d_v = 512, .q_start = {0},
+     .B = 1, .H = 1, .H_kv = 1, .n_q = 230, .n_k = 230, .d_qk = 512, .d_v = 512, .q_offset = {0},
      .documents_q = {71, 100, 59}, .documents_k = {71, 100, 59}},
     {.name = "documents-dropout", .why = "isolated runs that begin among four keys",
      .H = 4, .H_kv = 2, .n_q = 75, .n_k = 75, .documents_q = {5, 17, 53}, .documents_k = {5, 17, 53}, .dropout_p = 0.3},
@@ -128,19 +129,19 @@ inline const std::vector<Case> kCases = {
     {.name = "zero-scale", .why = "all keys weigh the same", .keys = Padding::right, .scale = 0},
     {.name = "negative-scale", .why = "the least similar key wins", .scale = -0.3},
     {.name = "softcap", .why = "bounded scores, some at the bound",
-     .n_q = 75, .n_k = 130, .causal = true, .q_start = {50, 9}, .keys = Padding::holes, .softcap = 1.5},
+     .n_q = 75, .n_k = 130, .causal = true, .q_offset = {50, 9}, .keys = Padding::holes, .softcap = 1.5},
     {.name = "softcap-scale", .why = "the sign of the scale, and tails of blocks",
      .n_q = 33, .n_k = 97, .d_qk = 17, .d_v = 33, .scale = -0.3, .softcap = 0.7},
     {.name = "softcap-wide", .why = "a bound that is out of reach", .n_q = 33, .n_k = 97, .softcap = 1e6},
     {.name = "softcap-narrow", .why = "scores that are all alike", .n_k = 70, .softcap = 1e-20},
     {.name = "softcap-decode", .why = "a bound beside dot products",
-     .H = 4, .H_kv = 2, .n_q = 3, .n_k = 700, .d_qk = 48, .q_start = {690, 300}, .left = 500, .keys = Padding::holes,
+     .H = 4, .H_kv = 2, .n_q = 3, .n_k = 700, .d_qk = 48, .q_offset = {690, 300}, .left = 500, .keys = Padding::holes,
      .softcap = 2, .sink = 1},
     {.name = "sinks", .why = "one more score, rows that see nothing",
-     .n_q = 75, .n_k = 90, .causal = true, .q_start = {-9, 5}, .keys = Padding::holes, .queries = Padding::holes,
+     .n_q = 75, .n_k = 90, .causal = true, .q_offset = {-9, 5}, .keys = Padding::holes, .queries = Padding::holes,
      .sink = 0.5},
     {.name = "sinks-decode", .why = "a sink joins the parts, not each of them",
-     .H = 4, .H_kv = 2, .n_q = 2, .n_k = 1300, .causal = true, .q_start = {1290, -1}, .keys = Padding::right,
+     .H = 4, .H_kv = 2, .n_q = 2, .n_k = 1300, .causal = true, .q_offset = {1290, -1}, .keys = Padding::right,
      .sink = 3},
     {.name = "sinks-far-above", .why = "no weight is left", .n_k = 70, .sink = 1000},
     {.name = "sinks-far-below", .why = "a sink without weight", .n_k = 70, .sink = -1000},
@@ -197,7 +198,7 @@ class Inputs {
   // From where the query stands in its document to where the key stands in its own.
   int64_t distance(int64_t b, int64_t query, int64_t key) const {
     const Document of_query = document_of(about.documents_q, query), of_key = document_of(about.documents_k, key);
-    return key - of_key.begin - (query - of_query.begin + about.q_start[b]);
+    return key - of_key.begin - (query - of_query.begin + about.q_offset[b]);
   }
 
   bool sees(int64_t b, int64_t query, int64_t key) const {

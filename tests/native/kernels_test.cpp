@@ -90,16 +90,16 @@ class RowLists {
   std::vector<std::unique_ptr<Buffer>> tables_;
 };
 
-// What documents tell the kernels, as csrc/cpu/mask_tables.h finds it.
+// What documents tell the kernels, as csrc/cpu/mask_tables.h computes it.
 class Ranges {
  public:
   Ranges(const Inputs& in, Params& p) {
     const Case& c = in.about;
     if (c.documents_q.empty()) return;
     const auto ids = [](const std::vector<int64_t>& lengths, int64_t n) {
-      std::vector<int64_t> found(n);
-      for (int64_t i = 0; i < n; ++i) found[i] = 7 * Inputs::document_of(lengths, i).number;
-      return found;
+      std::vector<int64_t> result(n);
+      for (int64_t i = 0; i < n; ++i) result[i] = 7 * Inputs::document_of(lengths, i).number;
+      return result;
     };
     const std::vector<int64_t> ids_q = ids(c.documents_q, c.n_q), ids_k = ids(c.documents_k, c.n_k);
     const int64_t groups = (c.n_q + kRangeGroup - 1) / kRangeGroup;
@@ -112,7 +112,7 @@ class Ranges {
       sample.number(ids_q.data(), c.n_q, &document_of_query_[b * c.n_q], &rank_of_query_[b * c.n_q]);
       sample.collect(&document_of_key_[b * c.n_k], &rank_of_key_[b * c.n_k], c.n_k);
       for (int64_t i = 0; i < c.n_q; ++i) {
-        const int64_t position = rank_of_query_[b * c.n_q + i] + c.q_start[b];
+        const int64_t position = rank_of_query_[b * c.n_q + i] + c.q_offset[b];
         ranges_.push_back(sample.visible(p.band, document_of_query_[b * c.n_q + i], position));
         KeyRange& of_group = groups_[b * groups + i / kRangeGroup];
         of_group = hull(of_group, {ranges_.back().begin, ranges_.back().end});
@@ -163,8 +163,8 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   const Tensor bias(placement, dtype, in.bias);
   const Buffer slopes(placement, c.B * c.H * int64_t(sizeof(float)), alignof(float));
   for (int64_t i = 0; i < c.B * c.H; ++i) slopes.data<float>()[i] = static_cast<float>(in.slope(i / c.H, i % c.H));
-  const Buffer q_start(placement, c.B * int64_t(sizeof(int64_t)), alignof(int64_t));
-  std::copy(c.q_start.begin(), c.q_start.end(), q_start.data<int64_t>());
+  const Buffer q_offset(placement, c.B * int64_t(sizeof(int64_t)), alignof(int64_t));
+  std::copy(c.q_offset.begin(), c.q_offset.end(), q_offset.data<int64_t>());
 
   Params p{};
   p.B = c.B, p.H = c.H, p.H_kv = c.H_kv, p.n_q = c.n_q, p.n_k = c.n_k, p.d_qk = c.d_qk, p.d_v = c.d_v;
@@ -173,7 +173,7 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   if (c.alibi) p.alibi_slopes = slopes.data<float>();
   if (c.sink > -HUGE_VAL) p.sinks = sinks.data<float>();
   p.band = make_band(c.causal, c.left, c.right);
-  p.q_start = q_start.data<int64_t>();
+  p.q_offset = q_offset.data<int64_t>();
   p.queries = queries.data(), p.keys = keys.data();
   const Ranges ranges(in, p);
   p.q = q.input(), p.k = k.input(), p.v = v.input();
@@ -285,16 +285,16 @@ void test_case(const Case& c, DType dtype, const std::vector<Placement>& placeme
 // clang-format off
 const std::vector<Case> kMoreCases = {
     {.name = "bias", .why = "entries of their own, heads that share keys",
-     .H = 4, .n_q = 45, .n_k = 70, .causal = true, .q_start = {30, 9}, .bias = {2, 4, 45, 70}},
+     .H = 4, .n_q = 45, .n_k = 70, .causal = true, .q_offset = {30, 9}, .bias = {2, 4, 45, 70}},
     {.name = "bias-shared", .why = "samples and heads add to its gradient in turn, rows of padding",
      .H = 4, .n_q = 75, .n_k = 130, .keys = Padding::holes, .queries = Padding::holes, .bias = {1, 1, 75, 130}},
     {.name = "bias-of-keys", .why = "one row for all queries",
      .n_q = 50, .n_k = 300, .dropout_p = 0.3, .bias = {2, 1, 1, 300}},
     {.name = "bias-of-queries", .why = "one entry for all keys, against a sink",
      .n_q = 33, .n_k = 97, .left = 40, .right = 20, .sink = 0.5, .bias = {1, 2, 33, 1}},
-    {.name = "alibi", .why = "distances to both sides", .n_q = 90, .n_k = 130, .q_start = {40, -7}, .alibi = true},
+    {.name = "alibi", .why = "distances to both sides", .n_q = 90, .n_k = 130, .q_offset = {40, -7}, .alibi = true},
     {.name = "alibi-documents", .why = "distances in documents, beside all else",
-     .B = 1, .H = 4, .H_kv = 2, .n_q = 90, .n_k = 90, .q_start = {0}, .documents_q = {40, 50}, .documents_k = {40, 50},
+     .B = 1, .H = 4, .H_kv = 2, .n_q = 90, .n_k = 90, .q_offset = {0}, .documents_q = {40, 50}, .documents_k = {40, 50},
      .softcap = 3, .sink = 0.5, .bias = {1, 4, 1, 90}, .alibi = true},
 };
 // clang-format on

@@ -26,24 +26,24 @@ _HEAD_DIM_STEP = 8  # rows that TMA copies are multiples of 16 bytes
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """Those of a mask, but for a dense one, on every device."""
+    """Names of all fields of a mask but `dense`, on every device."""
     return _FEATURES
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """Sentences about the device, the dtype and the head dims."""
-    found = _device_objections(q.device)
+    objections = _device_objections(q.device)
     if q.dtype not in _DTYPES:
-        found.append(f"needs float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
+        objections.append(f"needs float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if not (_HEAD_DIM_STEP <= dim <= _LARGEST_HEAD_DIM and dim % _HEAD_DIM_STEP == 0):
             of = f"multiples of {_HEAD_DIM_STEP} from {_HEAD_DIM_STEP} to {_LARGEST_HEAD_DIM}"
-            found.append(f"takes head dims that are {of}, got {dim} for {name}")
-    return found
+            objections.append(f"takes head dims that are {of}, got {dim} for {name}")
+    return objections
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """All that is about weights, on every device."""
+    """Names of all functions that return weights, on every device."""
     return frozenset({"weights", "received", "top_keys"})
 
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import triton
 
 ROWS_OF_GROUP = 64
-"""What a warp group multiplies at a time: the rows of a wgmma."""
+"""Rows that a warp group multiplies at a time, those of a wgmma."""
 
 
 class ForwardConfig(NamedTuple):
-    """How the forward is compiled and launched; capitals are the kernel's names."""
+    """Compilation and launch parameters of the forward; capitals are the kernel's names."""
 
     GROUPS: int  # warp groups that compute, of 64 queries each
     BLOCK_N: int  # keys of a tile
@@ -54,9 +54,9 @@ def forward_config(padded_head_dim: int) -> ForwardConfig:
 
 
 class DkDvConfig(NamedTuple):
-    """How the kernel of dK and dV is compiled and launched: two warp groups, of 64 keys each."""
+    """Compilation and launch parameters of the kernel of dK and dV: two warp groups, of 64 keys each."""
 
-    BOTH: bool  # whether one launch finds both, which takes registers for both
+    BOTH: bool  # whether one launch computes both, which takes registers for both
     BLOCK_M: int  # queries of a tile
     Q_SLOTS: int  # tiles of Q in shared memory
     DO_SLOTS: int  # tiles of dO
@@ -76,7 +76,7 @@ class DkDvConfig(NamedTuple):
 
 
 class DqConfig(NamedTuple):
-    """How the kernel of dQ is compiled and launched: two warp groups, of 64 queries each."""
+    """Compilation and launch parameters of the kernel of dQ: two warp groups, of 64 queries each."""
 
     BLOCK_N: int  # keys of a tile
     K_SLOTS: int  # tiles of K in shared memory
@@ -129,7 +129,7 @@ def padded_head_dim(dim: int) -> int:
 
 
 class FusedConfig(NamedTuple):
-    """How the kernel of all three gradients is compiled and launched: two warp groups, of 64 keys each."""
+    """Compilation and launch parameters of the kernel of all three gradients: two warp groups, of 64 keys each."""
 
     BLOCK_M: int  # queries of a tile
     Q_SLOTS: int  # tiles of Q in shared memory
@@ -149,7 +149,7 @@ class FusedConfig(NamedTuple):
         return _options(self, "persistent")
 
 
-_FUSED = {  # larger head dim -> configuration; BLOCK_M times the head dim is what two warp groups find of dQ
+_FUSED = {  # larger head dim -> configuration; BLOCK_M times the head dim is what two warp groups compute of dQ
     64: FusedConfig(128, 2, 2, 224, 56, 168, True),
     128: FusedConfig(64, 2, 2, 232, 40, 168, True),
 }

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from ... import spec as what
-from ..triton.flash_backward import constant_where_nothing_is_seen, find_rows
+from ..triton.flash_backward import compute_rows, constant_where_nothing_is_seen
 from ..triton.recompute import Rows
 from ..triton.rules import rules_of
 from ..triton.tiles import Heads, heads, launch, readable_heads
@@ -38,12 +38,12 @@ from .configs import ROWS_OF_GROUP, dk_dv_config, dq_config, padded_head_dim
 from .flash_forward import ROWS, Call, work_item
 from .gluon import (
     TensorDescriptor,
-    again,
     block_barrier,
     fence_async_shared,
     gl,
     jit,
     mbarrier,
+    opaque,
     store_wait,
     tma_load,
     tma_store,
@@ -51,7 +51,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .order import Order, item_at, programs_for, section_of
+from .order import Order, item_at, l2_group_of, programs_for
 from .rings import (
     BYTES_OF_CHUNK,
     Ring,
@@ -71,7 +71,7 @@ from .rings import (
 
 
 class Inputs(NamedTuple):
-    """What the kernels read, as TMA can: [B, H, N, D], and of every query lse_log2 and delta, [B, H, 2, n_q]."""
+    """Tensors that the kernels read by TMA: [B, H, N, D], and lse_log2 and delta of every query, [B, H, 2, n_q]."""
 
     q: Tensor
     k: Tensor
@@ -81,7 +81,7 @@ class Inputs(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What padding hides, and how a tile is loaded of which it hides something; None where it hides nothing."""
+    """Tokens that padding hides, and how a tile with such tokens is loaded; None where padding hides nothing."""
 
     real: Tensor | None  # bool [B, n]: the queries or keys that are loaded tile by tile
     spans: Tensor | None  # int32 [B, 3], see real_spans
@@ -105,11 +105,11 @@ def backward(
     dq, dk, dv = (loadable(torch.empty_like(x)) if is_wanted else None for x, is_wanted in wanted)
     inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
     if dk is None or dv is None or dk_dv_config(larger_head_dim(inputs)).BOTH:
-        find_dk_dv(dk, dv, inputs, visible, spec.scale)
+        compute_dk_dv(dk, dv, inputs, visible, spec.scale)
     else:
-        find_dk_dv(dk, None, inputs, visible, spec.scale)
-        find_dk_dv(None, dv, inputs, visible, spec.scale)
-    find_dq(dq, inputs, visible, spec.scale)
+        compute_dk_dv(dk, None, inputs, visible, spec.scale)
+        compute_dk_dv(None, dv, inputs, visible, spec.scale)
+    compute_dq(dq, inputs, visible, spec.scale)
     return dq, dk, dv, None, None, None
 
 
@@ -123,7 +123,7 @@ def prepared(
     lse: Tensor,
     spec: what.Spec,
 ) -> tuple[Inputs, Visibility]:
-    """What the kernels read, and which pairs they see."""
+    """Inputs of the kernels, and the pairs that they see."""
     B, H, n_q, _ = q.shape
     q, k, v = loadable(q), loadable(k), loadable(v)
     do = torch.zeros_like(o, memory_format=torch.contiguous_format) if do is None else loadable(do)
@@ -132,12 +132,12 @@ def prepared(
     rows = lse.new_empty(B, H, 2, triton.cdiv(n_q, per_chunk) * per_chunk)[..., :n_q]
     lse_log2, delta = rows.unbind(2)
     dlse = constant_where_nothing_is_seen(dlse, lse)
-    find_rows(Rows(lse_log2, None, delta), heads(q), heads(k), readable_heads(o), heads(do), lse, dlse, rules)
+    compute_rows(Rows(lse_log2, None, delta), heads(q), heads(k), readable_heads(o), heads(do), lse, dlse, rules)
     return Inputs(q, k, v, do, rows), rules.visible
 
 
-def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
-    """Writes those of the two gradients that are not None."""
+def compute_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
+    """Computes dK and dV, each unless it is None."""
     if dk is None and dv is None:
         return
     q, k, v, do, rows = inputs
@@ -173,7 +173,7 @@ def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Vi
         n_programs,
         n_tiles,
         n_heads,
-        section_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
+        l2_group_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
         H_kv,
         GROUP=H // H_kv,
         D_QK=d_qk,
@@ -182,8 +182,8 @@ def find_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Vi
     )
 
 
-def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
-    """Writes the gradient of the queries, unless it is None."""
+def compute_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
+    """Computes dQ, unless it is None."""
     if dq is None:
         return
     q, k, v, do, rows = inputs
@@ -217,7 +217,7 @@ def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float
         n_programs,
         n_tiles,
         n_heads,
-        section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
+        l2_group_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible),
         H,
         GROUP=H // H_kv,
         D_QK=d_qk,
@@ -226,7 +226,7 @@ def find_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float
 
 
 def hidden_by(real: Tensor | None, spans: Tensor | None, x: Tensor, dx: Tensor | None = None) -> Hidden:
-    """`Hidden` for tokens of which `real` says what padding hides; the spans of documents are found here."""
+    """`Hidden` for tokens of which `real` says what padding hides; the spans of documents are computed here."""
     if real is None:
         return Hidden(None, None, None, None)
     spans = real_spans(real) if spans is None else spans
@@ -251,7 +251,7 @@ def has_hidden(i_tile, i_b, n, spans, BLOCK: gl.constexpr):
     return (i_tile * BLOCK < first) | (gl.minimum((i_tile + 1) * BLOCK, n) > hole)
 
 
-@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "l2_group"])
 def dk_dv_kernel(
     q,
     k,
@@ -271,7 +271,7 @@ def dk_dv_kernel(
     n_programs,
     n_tiles,
     n_heads,
-    section,
+    l2_group,
     H_kv,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
@@ -283,10 +283,10 @@ def dk_dv_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 keys of a head, over the query tiles of all heads that share it."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, l2_group, H_kv))
     tensors = q, k, v, do, rows
     hidden_keys = Hidden(None, None, None, None)  # what comes of them is in rows of their own
-    found = dk, dv
+    gradients = dk, dv
     q_ring, do_ring, rows_ring = new_ring(q, Q_SLOTS, 2), new_ring(do, DO_SLOTS, 2), new_ring(rows, DO_SLOTS, 2)
     rows_ring = Ring(rows_ring.tiles, rows_ring.full, do_ring.empty)  # released together
     k_ring = new_ring(k, 2, 1)  # a slot for each warp group
@@ -299,9 +299,9 @@ def dk_dv_kernel(
     block_barrier()
     warp_specialize(
         [
-            (consume_dk_dv, (rings, found, real_keys, scale, call, 0, GROUP)),
-            (consume_dk_dv, (rings, found, real_keys, scale, call, 1, GROUP)),
-            (produce_dk_dv, (rings, tensors, found, hidden, hidden_keys, call, gl.program_id(0), GROUP, D_QK, D_V)),
+            (consume_dk_dv, (rings, gradients, real_keys, scale, call, 0, GROUP)),
+            (consume_dk_dv, (rings, gradients, real_keys, scale, call, 1, GROUP)),
+            (produce_dk_dv, (rings, tensors, gradients, hidden, hidden_keys, call, gl.program_id(0), GROUP, D_QK, D_V)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -314,19 +314,19 @@ def key_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     n_q, n_k = call.n_q, call.n_k
     i_tile, i_h, i_b = item_at(i, call.order)
     i_n = call.order.n_tiles - 1 - i_tile  # under a causal mask the first keys are seen most
-    q_start = position_of_first_query(call.visible, i_b)
+    q_offset = position_of_first_query(call.visible, i_b)
     if call.visible.key_ranges is None:
-        tile_range = query_range(i_n, i_b, q_start, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
+        tile_range = query_range(i_n, i_b, q_offset, n_q, n_k, call.visible, BLOCK_M, BLOCK_N)
     else:  # those of `query_ranges`
         tile_range = range_in_table(call.visible.key_ranges, i_b * call.order.n_tiles + i_n)
-    return i_n, i_h, i_b, q_start, tile_range
+    return i_n, i_h, i_b, q_offset, tile_range
 
 
 @jit
 def produce_dk_dv(
     rings,
     tensors,
-    found,
+    gradients,
     hidden,
     hidden_keys,
     call,
@@ -338,7 +338,7 @@ def produce_dk_dv(
     """The warp that loads: every tile that the warp groups read, in the order in which they do."""
     q_ring, k_ring, v_ring, do_ring, rows_ring = rings
     q, k, v, do, rows = tensors
-    dk = found[0]
+    dk = gradients[0]
     n_q = call.n_q
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     BLOCK_N: gl.constexpr = 2 * ROWS
@@ -375,7 +375,10 @@ def produce_dk_dv(
 
 @jit
 def load_rows(n, ring, desc, i_b, i_h, i_q):
-    """Has lse_log2 and delta of the queries from `i_q` on loaded as tile n, [2, M], for which dO has found room."""
+    """Loads lse_log2 and delta of the queries from `i_q` on as tile n, [2, M], asynchronously.
+
+    The slot is free when that of dO is.
+    """
     BLOCK_M: gl.constexpr = desc.block_shape[3]
     slot = slot_of(n, ring)[0]
     mbarrier.expect(ring.full.index(slot), 2 * BLOCK_M * 4)
@@ -383,10 +386,10 @@ def load_rows(n, ring, desc, i_b, i_h, i_q):
 
 
 @jit
-def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
+def consume_dk_dv(rings, gradients, real_keys, scale, call, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
     """A warp group: 64 rows of dK and dV of every item, over the query tiles from the first one up."""
     q_ring, k_ring, v_ring, do_ring = rings[0], rings[1], rings[2], rings[3]
-    dk, dv = found
+    dk, dv = gradients
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     BLOCK_N: gl.constexpr = 2 * ROWS
     BLOCK_QK: gl.constexpr = q_ring.tiles.shape[4]
@@ -394,7 +397,7 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
     n_key_tile = I_GROUP + 0  # they lie in the slot of this number
     n_tiles = 0
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
-        i_n, _, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
+        i_n, _, i_b, q_offset, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
         o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_M)))
         keys = keys_at(o_k, i_b, call.n_k, call.visible)
@@ -405,11 +408,11 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
             wait_full(n_key_tile, v_ring)
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m = tile_range[0] + i_step // GROUP
-            tokens = keys, i_m * BLOCK_M, i_b, q_start
+            tokens = keys, i_m * BLOCK_M, i_b, q_offset
             edge = is_edge(i_m, tile_range)
-            b_dk, b_dv = dk_dv_step(n_tiles, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP)
+            b_dk, b_dv = dk_dv_step(n_tiles, rings, b_dk, b_dv, gradients, tokens, edge, call, I_GROUP)
             n_tiles += 1
-        # The tiles of K and V have been read: what was found takes their place, on its way out.
+        # The tiles of K and V have been read: the result takes their place, on its way out.
         if dk is not None:
             store_item(i, I_GROUP, k_ring, dk, b_dk * scale, real_keys, call)
         if dv is not None:
@@ -422,14 +425,14 @@ def consume_dk_dv(rings, found, real_keys, scale, call, I_GROUP: gl.constexpr, G
 
 
 @jit
-def dk_dv_step(n, rings, b_dk, b_dv, found, tokens, edge, call, I_GROUP: gl.constexpr):
+def dk_dv_step(n, rings, b_dk, b_dv, gradients, tokens, edge, call, I_GROUP: gl.constexpr):
     """dK and dV with what the n-th tile of queries adds. Tiles lie the other way round than in the forward: [N, M]."""
     q_ring, k_ring, v_ring, do_ring, rows_ring = rings
-    dk, dv = found
+    dk, dv = gradients
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     dtype: gl.constexpr = q_ring.tiles.dtype
     b_zero = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=accumulator(BLOCK_M))
-    i_slot = again(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
+    i_slot = opaque(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
     t_k, t_v = tile_in(i_slot, k_ring), tile_in(i_slot, v_ring)
     wait_full(n, q_ring)
     t_q = tile_in(n, q_ring)
@@ -472,7 +475,7 @@ def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr,
 
     OVERLAP: whether something keeps ptxas from moving a wait for products that follows to before the exponentials.
     """
-    keys, i_q, i_b, q_start = tokens
+    keys, i_q, i_b, q_offset = tokens
     PART: gl.constexpr = b_s.shape[1]
     # Queries past the last one have no dO, and keys past theirs are not written: only limits need a mask.
     IS_LIMITED: gl.constexpr = (
@@ -487,7 +490,7 @@ def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr,
             o_q = i_q + I_PART * PART + (o_m & 7) + (o_m & -8)
         else:
             o_q = i_q + I_PART * PART + o_m
-        queries = queries_at(o_q, i_b, call.n_q, q_start, call.visible)
+        queries = queries_at(o_q, i_b, call.n_q, q_offset, call.visible)
         pairs = as_row(queries), as_column(keys), i_b, 0, call.n_q, call.n_k
         b_p = gl.where(keep(pairs, call.visible), b_p, 0.0)
     if OVERLAP and not IS_LIMITED:  # a branch for the mask would do, too
@@ -503,15 +506,15 @@ def row_in(n, ring, ROW: gl.constexpr, I_PART: gl.constexpr, PART: gl.constexpr)
 
 @jit
 def store_item(i, I_GROUP: gl.constexpr, ring, desc, b_x, real_keys, call):
-    """Has rows of dK or dV of the i-th item written; where they are to go is found anew for each of the two."""
-    i_tile, i_h, i_b = item_at(again(i), call.order)
+    """Writes rows of dK or dV of the i-th item, asynchronously; the destination of each is computed anew."""
+    i_tile, i_h, i_b = item_at(opaque(i), call.order)
     i_row = (call.order.n_tiles - 1 - i_tile) * 2 * ROWS + I_GROUP * ROWS
     store(I_GROUP, ring, desc, i_b, i_h, i_row, of_real(b_x, i_row, i_b, call.n_k, real_keys))
 
 
 @jit
 def store(n, ring, desc, i_b, i_h, i_row, b_x):
-    """Has an accumulator written to the rows of a head from `i_row` on, as far as there are such, by way of a tile."""
+    """Writes an accumulator to the rows of a head from `i_row` on, as far as they exist, asynchronously, by a tile."""
     tile_in(n, ring).store(b_x.to(desc.dtype))
     fence_async_shared()
     tma_store(desc, [i_b.to(gl.int32), i_h.to(gl.int32), i_row, 0], ring.tiles.index(slot_of(n, ring)[0]))
@@ -524,7 +527,7 @@ def of_real(b_x, i_row, i_b, n, real):
     return gl.where(gl.expand_dims(real_tokens(o_row, n, real, i_b), 1), b_x, 0.0)
 
 
-@jit(do_not_specialize=["s_row", "n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
+@jit(do_not_specialize=["s_row", "n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "l2_group"])
 def dq_kernel(
     q,
     k,
@@ -544,7 +547,7 @@ def dq_kernel(
     n_programs,
     n_tiles,
     n_heads,
-    section,
+    l2_group,
     H,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
@@ -555,7 +558,7 @@ def dq_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 queries of a head, over the key tiles that they see."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H))
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, l2_group, H))
     tensors = q, k, v, do
     # Each warp group has a slot for its queries.
     rings = new_ring(q, 2, 1), new_ring(k, K_SLOTS, 2), new_ring(v, V_SLOTS, 2), new_ring(do, 2, 1)
@@ -611,13 +614,13 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
     n_query_tile = I_GROUP + 0  # they lie in the slot of this number
     n_tiles = 0
     for i in range(gl.program_id(0), call.order.n_items, call.order.n_programs):
-        i_m, i_h, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
+        i_m, i_h, i_b, q_offset, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         o_q = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_N)))
         p_row = rows + (i_b * call.order.H + i_h) * 2 * s_row + o_q
         b_lse_log2 = gl.load(p_row, mask=o_q < n_q, other=float("inf"))
         b_delta = gl.load(p_row + s_row, mask=o_q < n_q, other=0.0)
-        queries = queries_at(o_q, i_b, n_q, q_start, call.visible)
+        queries = queries_at(o_q, i_b, n_q, q_offset, call.visible)
         of_rows = queries, gl.expand_dims(b_lse_log2, 1), gl.expand_dims(b_delta, 1)
         b_dq = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
         wait_full(n_query_tile, q_ring)
@@ -628,8 +631,8 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
             b_dq = dq_step(n_tiles, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP)
             n_tiles += 1
         release(I_GROUP, do_ring)
-        # The tile of Q has been read: what was found takes its place, on its way out.
-        i_m, i_h, i_b = item_at(again(i), call.order)
+        # The tile of Q has been read: the result takes its place, on its way out.
+        i_m, i_h, i_b = item_at(opaque(i), call.order)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         store(I_GROUP, q_ring, dq, i_b, i_h, i_row, of_real(b_dq * scale, i_row, i_b, n_q, real_queries))
         store_wait(0)
@@ -644,7 +647,7 @@ def dq_step(n, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP: gl.constexpr
     queries, b_lse_log2, b_delta = of_rows
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
-    i_slot = again(I_GROUP)  # or else the addresses of all parts of Q and dO are kept in registers
+    i_slot = opaque(I_GROUP)  # or else the addresses of all parts of Q and dO are kept in registers
     t_q, t_do = tile_in(i_slot, q_ring), tile_in(i_slot, do_ring)
     wait_full(n, k_ring)
     t_k = tile_in(n, k_ring)

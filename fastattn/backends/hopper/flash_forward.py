@@ -32,18 +32,18 @@ from ..triton.visibility import (
 )
 from .configs import ROWS_OF_GROUP, forward_config, padded_head_dim
 from .gluon import (
-    again,
     arrive_named,
     block_barrier,
     fence_async_shared,
     gl,
     jit,
+    opaque,
     sync_named,
     warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .order import Order, item_at, programs_for, section_of
+from .order import Order, item_at, l2_group_of, programs_for
 from .rings import (
     accumulator,
     descriptor,
@@ -64,7 +64,7 @@ FIRST_TURN: gl.constexpr = gl.constexpr(9)
 
 
 class Call(NamedTuple):
-    """In a kernel: what is to be computed, besides q, k and v."""
+    """Arguments of the computation, in a kernel, besides q, k and v."""
 
     visible: Visibility
     scale_log2: float
@@ -86,7 +86,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
     visible = visibility(spec.mask, n_q, n_k).in_tiles(config.block_m)
     scale_log2 = spec.scale * what.LOG2E
     n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
-    section = section_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible)
+    l2_group = l2_group_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible)
     n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
         forward_kernel,
@@ -105,7 +105,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
         n_programs,
         n_tiles,
         n_heads,
-        section,
+        l2_group,
         H,
         GROUP=H // H_kv,
         D_V=d_v,
@@ -115,7 +115,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
     return o, lse
 
 
-@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "l2_group"])
 def forward_kernel(
     q,
     k,
@@ -131,7 +131,7 @@ def forward_kernel(
     n_programs,
     n_tiles,
     n_heads,
-    section,
+    l2_group,
     H,
     GROUP: gl.constexpr,
     D_V: gl.constexpr,
@@ -145,7 +145,7 @@ def forward_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: GROUPS * 64 rows of a head's output, over the key tiles that they see."""
-    order = Order(n_items, n_programs, n_tiles, n_heads, section, H)
+    order = Order(n_items, n_programs, n_tiles, n_heads, l2_group, H)
     call = Call(visible, scale_log2, n_q, n_k, order)
     gl.assume((n_q >= 0) & (n_k >= 0) & (H >= 0))
     gl.assume((o.s[0] >= 0) & (o.s[1] >= 0) & (o.s[2] >= 0))
@@ -153,7 +153,7 @@ def forward_kernel(
     rings = new_ring(q, GROUPS * Q_SLOTS, 1), new_ring(k, SLOTS, GROUPS), new_ring(v, SLOTS, GROUPS)
     fence_async_shared()  # what loads asynchronously has to see that the barriers are ready
     block_barrier()
-    first = again(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
+    first = opaque(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
     # Constants reach a partition only from a tuple that is written here.
     if GROUPS == 2:
         warp_specialize(
@@ -183,10 +183,10 @@ def work_item(i, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """The i-th item: (tile, head, batch entry, position of query 0, key tiles as `key_range` has them)."""
     n_q, n_k = call.n_q, call.n_k
     i_m, i_h, i_b = item_at(i, call.order)
-    q_start = position_of_first_query(call.visible, i_b)
+    q_offset = position_of_first_query(call.visible, i_b)
     # n_q anew: else the number of tiles, computed from it, is kept in local memory over the whole kernel.
-    tile_range = key_range(i_m, i_b, q_start, again(n_q), n_k, call.visible, BLOCK_M, BLOCK_N)
-    return i_m, i_h, i_b, q_start, tile_range
+    tile_range = key_range(i_m, i_b, q_offset, opaque(n_q), n_k, call.visible, BLOCK_M, BLOCK_N)
+    return i_m, i_h, i_b, q_offset, tile_range
 
 
 @jit
@@ -254,9 +254,9 @@ def consume(
     n_turns = 0  # items that had something to see
     n_k_tiles = 0
     for i in range(first, call.order.n_items, call.order.n_programs):
-        i_m, _, i_b, q_start, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
+        i_m, _, i_b, q_offset, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
-        queries = queries_at(i_row + gl.arange(0, ROWS, layout=rows), i_b, n_q, q_start, visible)
+        queries = queries_at(i_row + gl.arange(0, ROWS, layout=rows), i_b, n_q, q_offset, visible)
         n_steps = tile_range[3] - tile_range[0]
 
         b_max_log2 = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
@@ -297,7 +297,7 @@ def consume(
             b_o = warpgroup_mma_wait(0, deps=(output_coming(n_k_tiles - 1, b_left, b_o, v_ring),))
             release(n_k_tiles - 1, v_ring)
 
-        i_m, i_h, i_b = item_at(again(i), call.order)
+        i_m, i_h, i_b = item_at(opaque(i), call.order)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         o_q = i_row + gl.arange(0, ROWS, layout=rows)
         # Equal to 0, not "not above 0": a NaN that was seen must come out.

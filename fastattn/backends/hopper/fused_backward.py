@@ -33,11 +33,11 @@ from .flash_backward import (
 )
 from .flash_forward import ROWS, Call
 from .gluon import (
-    again,
     block_barrier,
     fence_async_shared,
     gl,
     jit,
+    opaque,
     part_of,
     store_wait,
     sync_named,
@@ -46,7 +46,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .order import Order, programs_for, section_of
+from .order import Order, l2_group_of, programs_for
 from .rings import Ring, accumulator, descriptor, left_operand, loadable, new_ring, release, tile_in, wait_full
 
 BOTH: gl.constexpr = gl.constexpr(9)
@@ -75,12 +75,12 @@ def backward(
         return flash_backward.backward(do, dlse, q, k, v, o, lse, spec, output_mask)
     inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
     dq, dk, dv = torch.empty_like(q), loadable(torch.empty_like(k)), loadable(torch.empty_like(v))
-    find_all(dq, dk, dv, inputs, visible, spec.scale)
+    compute_all(dq, dk, dv, inputs, visible, spec.scale)
     return dq, dk if dk_wanted else None, dv if dv_wanted else None, None, None, None
 
 
-def find_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Visibility, scale: float) -> None:
-    """Writes the three gradients."""
+def compute_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Visibility, scale: float) -> None:
+    """Computes dQ, dK and dV in one launch."""
     q, k, v, do, rows = inputs
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     config = fused_config(larger_head_dim(inputs))
@@ -117,7 +117,7 @@ def find_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Visibi
         n_programs,
         n_tiles,
         n_heads,
-        section_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
+        l2_group_of(n_heads, 1, H // H_kv * n_q * (d_qk + d_v) * q.element_size(), visible),
         H_kv,
         GROUP=H // H_kv,
         D_QK=d_qk,
@@ -152,7 +152,7 @@ def scaled_kernel(
     store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D, BLOCK_M, BLOCK_D)
 
 
-@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "section"])
+@jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "l2_group"])
 def fused_kernel(
     q,
     k,
@@ -173,7 +173,7 @@ def fused_kernel(
     n_programs,
     n_tiles,
     n_heads,
-    section,
+    l2_group,
     H_kv,
     GROUP: gl.constexpr,
     D_QK: gl.constexpr,
@@ -185,10 +185,10 @@ def fused_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """A program takes every so many-th item: 128 keys of a head, over the query tiles of all heads that share it."""
-    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, section, H_kv))
+    call = Call(visible, scale_log2, n_q, n_k, Order(n_items, n_programs, n_tiles, n_heads, l2_group, H_kv))
     gl.assume((n_q >= 0) & (n_k >= 0) & (H_kv >= 0))
     tensors = q, k, v, do, rows
-    found = dk, dv
+    gradients = dk, dv
     q_ring, do_ring, rows_ring = new_ring(q, Q_SLOTS, 2), new_ring(do, DO_SLOTS, 2), new_ring(rows, DO_SLOTS, 2)
     rows_ring = Ring(rows_ring.tiles, rows_ring.full, do_ring.empty)  # released together
     k_ring, v_ring = new_ring(k, 2, 1), new_ring(v, 2, 1)  # a slot for each warp group
@@ -198,12 +198,12 @@ def fused_kernel(
     dq_ring = Ring(gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, 64], dq.layout), None, None)
     to_dq = ds_ring, dq_ring, dq
     block_barrier()
-    first = again(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
+    first = opaque(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
     warp_specialize(
         [
-            (consume_all, (rings, to_dq, found, hidden_keys, scale, call, first, 0, GROUP)),
-            (consume_all, (rings, to_dq, found, hidden_keys, scale, call, first, 1, GROUP)),
-            (produce_dk_dv, (rings, tensors, found, hidden, hidden_keys, call, first, GROUP, D_QK, D_V)),
+            (consume_all, (rings, to_dq, gradients, hidden_keys, scale, call, first, 0, GROUP)),
+            (consume_all, (rings, to_dq, gradients, hidden_keys, scale, call, first, 1, GROUP)),
+            (produce_dk_dv, (rings, tensors, gradients, hidden, hidden_keys, call, first, GROUP, D_QK, D_V)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -217,10 +217,10 @@ def wait_for_each_other():
 
 
 @jit
-def consume_all(rings, to_dq, found, hidden_keys, scale, call, first, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
+def consume_all(rings, to_dq, gradients, hidden_keys, scale, call, first, I_GROUP: gl.constexpr, GROUP: gl.constexpr):
     """A warp group: 64 rows of dK and dV of every item and a half of what it adds to dQ, over the query tiles."""
     q_ring, k_ring, v_ring, do_ring = rings[0], rings[1], rings[2], rings[3]
-    dk, dv = found
+    dk, dv = gradients
     n_k = call.n_k
     BLOCK_M: gl.constexpr = q_ring.tiles.shape[3]
     BLOCK_N: gl.constexpr = 2 * ROWS
@@ -229,7 +229,7 @@ def consume_all(rings, to_dq, found, hidden_keys, scale, call, first, I_GROUP: g
     n_key_tiles = 0  # those of an item lie in the slots of these numbers
     n_tiles = 0
     for i in range(first, call.order.n_items, call.order.n_programs):
-        i_n, i_h, i_b, q_start, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
+        i_n, i_h, i_b, q_offset, tile_range = key_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_n * BLOCK_N + I_GROUP * ROWS
         o_k = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(ROWS)))
         keys = keys_at(o_k, i_b, n_k, call.visible)
@@ -243,12 +243,12 @@ def consume_all(rings, to_dq, found, hidden_keys, scale, call, first, I_GROUP: g
         wait_full(n_key_tiles + I_GROUP, v_ring)
         for i_step in range((tile_range[3] - tile_range[0]) * GROUP):
             i_m, i_hq = tile_range[0] + i_step // GROUP, i_h * GROUP + i_step % GROUP
-            tokens = keys, i_m * BLOCK_M, i_b, q_start
+            tokens = keys, i_m * BLOCK_M, i_b, q_offset
             edge = is_edge(i_m, tile_range)
             of_keys = unreal, i_row, hidden_keys.real
             b_dk, b_dv = fused_step(n_tiles, rings, to_dq, b_dk, b_dv, i_hq, tokens, edge, of_keys, call, I_GROUP)
             n_tiles += 1
-        # What was found takes the place of V and K, on its way out. V has been read, K is by the other group, too.
+        # The result takes the place of V and K, on its way out. V has been read, K is by the other group, too.
         store_item(i, I_GROUP, v_ring, dv, b_dv, hidden_keys.real, call)
         wait_for_each_other()
         store_item(i, I_GROUP, k_ring, dk, b_dk * scale, hidden_keys.real, call)
@@ -268,7 +268,7 @@ def fused_step(n, rings, to_dq, b_dk, b_dv, i_hq, tokens, edge, of_keys, call, I
     PARTS: gl.constexpr = q_ring.tiles.shape[3] // ROWS  # of the tile, of 64 queries each: all that registers can hold
     dtype: gl.constexpr = q_ring.tiles.dtype
     b_zero = gl.zeros([ROWS, ROWS], gl.float32, layout=accumulator(ROWS))
-    i_slot = again(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
+    i_slot = opaque(I_GROUP)  # or else the addresses of all parts of K and V are kept in registers
     t_k, t_v = tile_in(i_slot, k_ring), tile_in(i_slot, v_ring)
     t_ds = tile_in(2 * n + I_GROUP, ds_ring)
     wait_full(n, q_ring)
@@ -318,19 +318,19 @@ def queries_of(tile, I_PART: gl.constexpr):
 
 @jit
 def dq_coming(n, ds_ring, k_ring, I_GROUP: gl.constexpr):
-    """What the 128 keys add to a half of the n-th tile's dQ, [64, 64]: columns of it or, if it has just 64, rows."""
+    """Share of 128 keys in a half of the n-th tile's dQ, [64, 64]: columns of it or, if it has just 64, rows."""
     BY_COLUMNS: gl.constexpr = k_ring.tiles.shape[4] > 64
     b_dq = gl.zeros([ROWS, 64], gl.float32, layout=accumulator(64))
     for i_keys in gl.static_range(2):
         t_ds = part_of(tile_in(2 * n + i_keys, ds_ring), 0 if BY_COLUMNS else I_GROUP, ROWS)
-        t_k = part_of(tile_in(again(i_keys), k_ring), I_GROUP if BY_COLUMNS else 0, ROWS)
+        t_k = part_of(tile_in(opaque(i_keys), k_ring), I_GROUP if BY_COLUMNS else 0, ROWS)
         b_dq = warpgroup_mma(t_ds.permute((1, 0)), t_k, b_dq, use_acc=i_keys > 0, is_async=True)
     return b_dq
 
 
 @jit
 def add_to_dq(ring, desc, b_dq, i_b, i_h, i_q, I_GROUP: gl.constexpr, BY_COLUMNS: gl.constexpr):
-    """Has a half of what is found of dQ, from query `i_q` on, added in memory."""
+    """Adds a half of the computed part of dQ in memory, from query `i_q` on, asynchronously."""
     tile_in(I_GROUP, ring).store(b_dq)
     fence_async_shared()
     if BY_COLUMNS:

@@ -1,4 +1,4 @@
-"""What the kernels use of Gluon: the one module that imports it, and the one that knows how Triton 3.6 to 3.9 differ.
+"""Gluon as the kernels use it: the one module that imports it, and the one that knows how Triton 3.6 to 3.9 differ.
 
 The names are those of the newest version. Everything here may be called in a kernel, except `TensorDescriptor`.
 """
@@ -22,7 +22,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
-    "again",
     "arrive_named",
     "block_barrier",
     "constexpr_function",
@@ -33,6 +32,7 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "opaque",
     "part_of",
     "store_wait",
     "sync_named",
@@ -86,7 +86,7 @@ def arrive_named(ID: gl.constexpr, THREADS: gl.constexpr):
 
 
 @jit
-def again(x):
+def opaque(x):
     """The integers `x`, of which the compiler does not know that they are `x`.
 
     What is computed from them is computed anew, instead of being kept in registers over a loop that needs them all.
@@ -99,7 +99,7 @@ _IS_3_9: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reint
 
 @jit
 def part_of(tile, i_part, PART: gl.constexpr):
-    """PART rows (a multiple of 8) and 64 columns of a tile [rows, D] of 16 bits, which may be found at run time.
+    """PART rows (a multiple of 8) and 64 columns of a tile [rows, D] of 16 bits, which may be computed at run time.
 
     The parts of the first 64 columns come first. So they lie in memory: 64 columns are what a swizzled row holds.
     """

@@ -1,4 +1,4 @@
-"""What forward and backward share: rings of tiles in shared memory, how they are filled, and the layouts of registers.
+"""Parts that forward and backward share: rings of tiles in shared memory, their filling, and the layouts of registers.
 
 A producer warp fills the slots of a ring in turn, consumers wait for a tile, read it and release its slot. Both count
 the tiles that went through the ring since the kernel began: tile n lies in slot n % SLOTS, and each time round flips
@@ -16,7 +16,6 @@ from ..triton.tiles import Heads
 from ..triton.visibility import real_tokens
 from .gluon import (
     TensorDescriptor,
-    again,
     constexpr_function,
     copy_commit,
     copy_load,
@@ -25,12 +24,13 @@ from .gluon import (
     gl,
     jit,
     mbarrier,
+    opaque,
     part_of,
     tma_load,
 )
 
 BYTES_OF_CHUNK = 16
-"""What TMA and asynchronous copies count in: addresses and strides are multiples of it."""
+"""Bytes that TMA and asynchronous copies count in: addresses and strides are multiples of it."""
 
 _GL_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -66,7 +66,7 @@ def in_chunks(x: Tensor) -> Heads:
 
 
 class Ring(NamedTuple):
-    """In a kernel: `tiles` [SLOTS, 1, 1, rows, D] in shared memory, and two barriers for each slot."""
+    """Ring of tiles, in a kernel: `tiles` [SLOTS, 1, 1, rows, D] in shared memory, and two barriers for each slot."""
 
     tiles: object
     full: object
@@ -125,7 +125,7 @@ def release(n, ring, pred=True):
 
 @jit
 def load(n, ring, desc, i_b, i_h, row):
-    """Has the rows of a head from `row` on loaded as tile n; past the last row and the last column there are zeros."""
+    """Loads the rows of a head from `row` on as tile n, asynchronously; zeros past the last row and the last column."""
     ROWS: gl.constexpr = desc.block_shape[2]
     D: gl.constexpr = desc.block_shape[3]
     wait_empty(n, ring)
@@ -145,7 +145,7 @@ def load_real_rows(n, ring, x: Heads, i_b, i_h, row, n_rows, real, D: gl.constex
     wait_empty(n, ring)
     t_x = tile_in(n, ring)
     p_head = x.data + (i_b * x.s[0] + i_h * x.s[1]) * OF_CHUNK
-    for i_part in range(again(ROWS * COLUMNS // (PART * 64))):
+    for i_part in range(opaque(ROWS * COLUMNS // (PART * 64))):
         o_row = row + i_part % (ROWS // PART) * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, threads))
         o_col = i_part // (ROWS // PART) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, threads))
         m_row = real_tokens(o_row, n_rows, real, i_b)

@@ -28,12 +28,12 @@ def lacks() -> frozenset[str]:
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """Sentences about what it does not take."""
-    found = []
+    result = []
     if q.dtype not in _DTYPES:
-        found.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
+        result.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
     if max(q.shape[2], k.shape[2]) > _MOST_KEYS:
-        found.append(f"n_q and n_k must be at most {_MOST_KEYS}, got {q.shape[2]} and {k.shape[2]}")
-    return found
+        result.append(f"n_q and n_k must be at most {_MOST_KEYS}, got {q.shape[2]} and {k.shape[2]}")
+    return result
 
 
 def unavailable(device: torch.device) -> str | None:

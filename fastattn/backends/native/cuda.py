@@ -38,20 +38,20 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """Sentences about the GPU, the dtype and the head dims."""
     if torch.version.cuda is None:
         return [f"needs an NVIDIA GPU, and a torch for it, got torch {torch.__version__}"]
-    found, capability = [], torch.cuda.get_device_capability(q.device)
+    result, capability = [], torch.cuda.get_device_capability(q.device)
     if capability < build.OLDEST_CAPABILITY:
-        found.append(f"needs compute capability {_text(build.OLDEST_CAPABILITY)} or later, got {_text(capability)}")
+        result.append(f"needs compute capability {_text(build.OLDEST_CAPABILITY)} or later, got {_text(capability)}")
     if q.dtype not in _DTYPES:
-        found.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
+        result.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
     if q.dtype == torch.bfloat16 and (code := build.CUDA.code_for(capability)) < build.FIRST_WITH_BF16:
         got = _text(capability) if code == capability else f"code for {_text(code)} by TORCH_CUDA_ARCH_LIST"
-        found.append(f"needs compute capability {_text(build.FIRST_WITH_BF16)} or later for bfloat16, got {got}")
+        result.append(f"needs compute capability {_text(build.FIRST_WITH_BF16)} or later for bfloat16, got {got}")
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if dim > _LARGEST_HEAD_DIM:
-            found.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
+            result.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
     if max(q.shape[2], k.shape[2]) > _MOST_TOKENS:
-        found.append(f"n_q and n_k must be at most {_MOST_TOKENS}, got {q.shape[2]} and {k.shape[2]}")
-    return found
+        result.append(f"n_q and n_k must be at most {_MOST_TOKENS}, got {q.shape[2]} and {k.shape[2]}")
+    return result
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -139,14 +139,14 @@ def backward(
 def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[object, object]:
     """The arguments that tell the module what to compute."""
     mask, shape = spec.mask, (*q.shape[:3], k.shape[2])
-    documents, positions, q_start = (None, None), (None, None), mask.q_start
-    if mask.segments is not None or (isinstance(q_start, Tensor) and q_start.dim() == 2):
-        near = q_start.long().clamp(-_FAR, _FAR) if isinstance(q_start, Tensor) else max(-_FAR, min(q_start, _FAR))
-        positions = dataclasses.replace(mask, q_start=near).positions(*shape[2:], q.device)
+    documents, positions, q_offset = (None, None), (None, None), mask.q_offset
+    if mask.segment_ids is not None or (isinstance(q_offset, Tensor) and q_offset.dim() == 2):
+        near = q_offset.long().clamp(-_FAR, _FAR) if isinstance(q_offset, Tensor) else max(-_FAR, min(q_offset, _FAR))
+        positions = dataclasses.replace(mask, q_offset=near).positions(*shape[2:], q.device)
         positions = [p.expand(shape[0], -1).contiguous() for p in positions]
-        documents, q_start = mask.segments or documents, 0
-    elif isinstance(q_start, Tensor):
-        q_start = q_start.long().contiguous()
+        documents, q_offset = mask.segment_ids or documents, 0
+    elif isinstance(q_offset, Tensor):
+        q_offset = q_offset.long().contiguous()
     real = mask.readable_queries(), mask.readable_keys()
     sides = [
         module.Side(
@@ -161,7 +161,7 @@ def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[ob
         causal=mask.causal,
         left=left,
         right=right,
-        q_start=q_start,
+        q_offset=q_offset,
         queries=sides[0],
         keys=sides[1],
         dense=None if mask.dense is None else mask.dense.expand(shape),

@@ -26,26 +26,26 @@ FAR = 2**29
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """All of them, on every device."""
+    """Every feature, on every device."""
     return FEATURES
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     """Sentences about the device, the dtype and the head dims."""
-    found = _device_objections(q.device)
+    objections = _device_objections(q.device)
     if q.dtype not in _DTYPES:
-        found.append(f"needs float32, float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
+        objections.append(f"needs float32, float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}")
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if dim > _LARGEST_HEAD_DIM:
-            found.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
-    q_start = spec.mask.q_start
-    if spec.alibi_slopes is not None and not isinstance(q_start, Tensor) and abs(q_start) > FAR:
-        found.append(f"counts ALiBi distances from a q_start of at most 2^29, got {q_start}")
-    return found
+            objections.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
+    q_offset = spec.mask.q_offset
+    if spec.alibi_slopes is not None and not isinstance(q_offset, Tensor) and abs(q_offset) > FAR:
+        objections.append(f"counts ALiBi distances from a q_offset of at most 2^29, got {q_offset}")
+    return objections
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """Nothing, on every device."""
+    """Names of no functions: this backend has all of them, on every device."""
     return frozenset()
 
 

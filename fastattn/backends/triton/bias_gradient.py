@@ -77,10 +77,10 @@ def dbias_kernel(
     b_dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i_sharing in tl.range(0, B_SHARING * H_SHARING):
         i_b, i_h = i_b_bias + i_sharing // H_SHARING, i_h_bias + i_sharing % H_SHARING
-        q_start = position_of_first_query(visible, i_b)
-        tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        q_offset = position_of_first_query(visible, i_b)
+        tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         if (i_n >= tile_range[0]) & (i_n < tile_range[3]):
-            queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+            queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             o_q, m_q, m_k = queries[0], queries[1], keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)

@@ -1,4 +1,4 @@
-"""Which keys each query of a packed document can see, found on the device from ids in any order."""
+"""Ranges of the keys that each query of a packed document can see, computed on the device from ids in any order."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ def _next_true(x: Tensor) -> Tensor:
     """int64 [B, n + 1]: the first index from each one on where `x` [B, n] is True, n if there is none."""
     n = x.shape[1]
     index = torch.arange(n, device=x.device)
-    found = torch.where(x, index, n).flip(1).cummin(1).values.flip(1)
-    return torch.nn.functional.pad(found, (0, 1), value=n)
+    result = torch.where(x, index, n).flip(1).cummin(1).values.flip(1)
+    return torch.nn.functional.pad(result, (0, 1), value=n)
 
 
 def tile_ranges(ranges: Tensor, block_m: int) -> Tensor:
     """int32 [B, query tiles, 4] of `key_ranges`: what some row of a tile of `block_m` queries sees, and what all do."""
     B, n_q, _ = ranges.shape
     tiles = triton.cdiv(n_q, block_m)
-    found = ranges.new_empty(B, tiles, 4)
+    result = ranges.new_empty(B, tiles, 4)
     lanes = triton.next_power_of_2(block_m)
-    launch(tile_ranges_kernel, B * tiles, ranges, found, n_q, BLOCK_M=block_m, LANES=lanes, num_warps=1)
-    return found
+    launch(tile_ranges_kernel, B * tiles, ranges, result, n_q, BLOCK_M=block_m, LANES=lanes, num_warps=1)
+    return result
 
 
 @triton.jit(do_not_specialize=["n_q"])
-def tile_ranges_kernel(ranges, found, n_q, BLOCK_M: tl.constexpr, LANES: tl.constexpr):
+def tile_ranges_kernel(ranges, result, n_q, BLOCK_M: tl.constexpr, LANES: tl.constexpr):
     """One tile's row of `tile_ranges`."""
     i_program = tl.program_id(0).to(tl.int64)
     n_tiles = tl.cdiv(n_q, BLOCK_M)
@@ -80,7 +80,7 @@ def tile_ranges_kernel(ranges, found, n_q, BLOCK_M: tl.constexpr, LANES: tl.cons
     i_b, o_q = i_program // n_tiles, i_program % n_tiles * BLOCK_M + o_lane
     p_row, m_row = ranges + (i_b * n_q + o_q) * 4, (o_q < n_q) & (o_lane < BLOCK_M)
     far = 2**31 - 1
-    tl.store(found + i_program * 4, tl.min(tl.load(p_row, mask=m_row, other=far), 0))
-    tl.store(found + i_program * 4 + 1, tl.max(tl.load(p_row + 1, mask=m_row, other=0), 0))
-    tl.store(found + i_program * 4 + 2, tl.min(tl.load(p_row + 2, mask=m_row, other=far), 0))
-    tl.store(found + i_program * 4 + 3, tl.max(tl.load(p_row + 3, mask=m_row, other=0), 0))
+    tl.store(result + i_program * 4, tl.min(tl.load(p_row, mask=m_row, other=far), 0))
+    tl.store(result + i_program * 4 + 1, tl.max(tl.load(p_row + 1, mask=m_row, other=0), 0))
+    tl.store(result + i_program * 4 + 2, tl.min(tl.load(p_row + 2, mask=m_row, other=far), 0))
+    tl.store(result + i_program * 4 + 3, tl.max(tl.load(p_row + 3, mask=m_row, other=0), 0))

@@ -85,7 +85,7 @@ def backward(
         return torch.empty_like(lse) if is_wanted else None
 
     rows = Rows(per_query(True), per_query(q.dtype == torch.float32), per_query(True))
-    find_rows(rows, q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rules)
+    compute_rows(rows, q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rules)
 
     inputs, scalars = (q_heads, k_heads, v_heads, do_heads, rows), (spec.scale, *scalars)
     dq = dk = dv = None
@@ -118,7 +118,7 @@ def constant_where_nothing_is_seen(dlse: Tensor | None, lse: Tensor) -> Tensor |
     return None if dlse is None else dlse.masked_fill(lse == -math.inf, 0)
 
 
-def find_rows(
+def compute_rows(
     rows: Rows, q: Heads, k: Heads, o: Heads, do: Heads, lse: Tensor, dlse: Tensor | None, rules: Rules
 ) -> None:
     """Writes `rows`: [B, H, n_q] each, whose heads may lie apart, but all as far as those of delta.
@@ -181,8 +181,8 @@ def rows_kernel(
     """What the other two kernels need of BLOCK_M query rows: delta, and lse in base 2, in fp32 as two floats."""
     visible, scoring = rules.visible, rules.scoring
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
-    q_start = position_of_first_query(visible, i_b)
-    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    q_offset = position_of_first_query(visible, i_b)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
     o_q, m_q = queries[0], queries[1]
     p_row = (i_b * H + i_h) * n_q + o_q
     # [M, D]
@@ -201,7 +201,7 @@ def rows_kernel(
     if rows.rest_log2 is not None:
         # Every weight of a row is off by the rounding of its lse. They sum to 1, so one more pass tells by how much.
         rounded = tl.max(tl.where(b_lse == float("-inf"), 0.0, tl.abs(b_lse_log2)), 0) > PRECISE_UP_TO_LOG2
-        tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         # [M, D]
         b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
         p_k = head_of(k, i_b, i_h // GROUP)
@@ -250,8 +250,8 @@ def dk_dv_kernel(
     """One program computes BLOCK_N rows of a key head's dK and dV, over the query tiles of all heads that share it."""
     visible, dropout = rules.visible, rules.dropout
     i_n, i_h, i_b = program_share(tl.cdiv(n_k, BLOCK_N), H // GROUP)
-    q_start = position_of_first_query(visible, i_b)
-    tile_range = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
     keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
     o_k, m_k = keys[0], keys[1]
@@ -269,7 +269,7 @@ def dk_dv_kernel(
         b_ds_of_keys = tl.zeros([BLOCK_N], tl.float32)
         for i_m in tl.range(tile_range[0], tile_range[3]):
             edge = is_edge(i_m, tile_range)
-            queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+            queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
             o_q, m_q = queries[0], queries[1]
             m_dense = shown(queries, keys, i_b, i_hq, visible, QUERIES_DOWN=False)
             if visible.dense.data is None or anything(m_dense):
@@ -335,10 +335,10 @@ def dq_kernel(
     i_m, i_h, i_b = program_share(n_tiles, H)
     if visible.right is not None:
         i_m = n_tiles - 1 - i_m  # heaviest first, as in the forward
-    q_start = position_of_first_query(visible, i_b)
-    tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
     o_q, m_q = queries[0], queries[1]
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)

@@ -96,10 +96,10 @@ def forward_kernel(
     i_m, i_h, i_b = program_share(n_tiles, H)
     if visible.right is not None:
         i_m = n_tiles - 1 - i_m  # the last tiles see most keys: start them first, so that none is left for the end
-    q_start = position_of_first_query(visible, i_b)
-    tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
     o_q, m_q = queries[0], queries[1]
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)

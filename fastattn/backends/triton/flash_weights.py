@@ -16,7 +16,7 @@ from torch import Tensor
 from ...spec import Spec
 from .configs import config_for, padded_head_dim
 from .dropout import kept
-from .flash_backward import find_rows
+from .flash_backward import compute_rows
 from .flash_forward import forward
 from .recompute import Rows, load_rows
 from .recompute import weights as weights_of_tile
@@ -43,12 +43,12 @@ def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads:
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
     rows, config = _rows(q, k, lse, spec, rules), config_for("dq", q, shape["BLOCK_QK"], rules.heavy_terms)
-    found = q.new_empty(B, 1 if average_heads else H, n_q, n_k)
-    programs = found.shape[:2].numel() * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
-    arguments = (readable_heads(q), readable_heads(k), rows, heads(found), rules.in_tiles(config.BLOCK_M))
-    scalars = (found.shape[1], H, n_q, n_k)
+    result = q.new_empty(B, 1 if average_heads else H, n_q, n_k)
+    programs = result.shape[:2].numel() * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
+    arguments = (readable_heads(q), readable_heads(k), rows, heads(result), rules.in_tiles(config.BLOCK_M))
+    scalars = (result.shape[1], H, n_q, n_k)
     launch(weights_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
-    return found[:, 0] if average_heads else found
+    return result[:, 0] if average_heads else result
 
 
 def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
@@ -56,10 +56,10 @@ def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
     rows, config = _rows(q, k, None, spec, rules), config_for("dk_dv", q, shape["BLOCK_QK"], rules.heavy_terms)
-    found = q.new_empty(B, H, n_k, dtype=torch.float32)
-    arguments = (readable_heads(q), readable_heads(k), rows, found, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
+    result = q.new_empty(B, H, n_k, dtype=torch.float32)
+    arguments = (readable_heads(q), readable_heads(k), rows, result, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
     launch(received_kernel, B * H * triton.cdiv(n_k, config.BLOCK_N), *arguments, **shape, **config._asdict())
-    return found
+    return result
 
 
 def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tensor]:
@@ -68,11 +68,11 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tens
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
     rows = _rows(q, k, None, spec, rules)
     config = config_for("top_keys", q, shape["BLOCK_QK"], rules.heavy_terms)
-    found = q.new_empty(B, H, n_q, triton.next_power_of_2(max(top_k, 2)), dtype=torch.int64)
-    arguments = (readable_heads(q), readable_heads(k), rows, found, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
+    result = q.new_empty(B, H, n_q, triton.next_power_of_2(max(top_k, 2)), dtype=torch.int64)
+    arguments = (readable_heads(q), readable_heads(k), rows, result, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
     programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-    launch(top_keys_kernel, programs, *arguments, **shape, **config._asdict(), TOP_K=found.shape[3])
-    packed = found.sort(dim=-1, descending=True).values[..., :top_k]
+    launch(top_keys_kernel, programs, *arguments, **shape, **config._asdict(), TOP_K=result.shape[3])
+    packed = result.sort(dim=-1, descending=True).values[..., :top_k]
     keys = (2**32 - 1 - (packed & (2**32 - 1))).masked_fill(packed < 0, -1)
     return (packed >> 32).clamp(min=0).int().view(torch.float32), keys
 
@@ -89,13 +89,13 @@ def _shape(q: Tensor, k: Tensor) -> dict[str, int | str]:
 
 
 def _rows(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, rules: Rules) -> Rows:
-    """What the scores of each query are measured from."""
+    """Statistics of each query that its scores are measured from."""
     if lse is None:
         _, lse = forward(q, k, k[..., :0], replace(spec, dropout_p=0.0, seed=None))
     lse, no_o = lse.contiguous(), heads(q[..., :0])
     rest = torch.empty_like(lse) if q.dtype == torch.float32 else None
     rows = Rows(torch.empty_like(lse), rest, torch.empty_like(lse))
-    find_rows(rows, readable_heads(q), readable_heads(k), no_o, no_o, lse, None, rules)
+    compute_rows(rows, readable_heads(q), readable_heads(k), no_o, no_o, lse, None, rules)
     return rows
 
 
@@ -122,10 +122,10 @@ def weights_kernel(
     n_key_tiles = tl.cdiv(n_k, BLOCK_N)
     i_tile, i_out, i_b = program_share(tl.cdiv(n_q, BLOCK_M) * n_key_tiles, H_OUT)
     i_m, i_n = i_tile // n_key_tiles, i_tile % n_key_tiles
-    q_start = position_of_first_query(visible, i_b)
-    tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
     edge = is_edge(i_n, tile_range)
-    queries, keys = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M), key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+    queries, keys = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M), key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
     o_q, m_q, o_k, m_k = queries[0], queries[1], keys[0], keys[1]
 
     n_heads = H // H_OUT
@@ -172,8 +172,8 @@ def received_kernel(
     """One program sums what BLOCK_N keys receive from the queries of one head, over the query tiles that see them."""
     visible = rules.visible
     i_n, i_h, i_b = program_share(tl.cdiv(n_k, BLOCK_N), H)
-    q_start = position_of_first_query(visible, i_b)
-    tile_range = query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
     keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
     o_k, m_k = keys[0], keys[1]
     # [N, D]
@@ -183,7 +183,7 @@ def received_kernel(
     b_sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i_m in tl.range(tile_range[0], tile_range[3]):
         edge = is_edge(i_m, tile_range)
-        queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+        queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
         o_q, m_q = queries[0], queries[1]
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=False)
         if visible.dense.data is None or anything(m_dense):
@@ -215,7 +215,7 @@ def top_keys_kernel(
     BLOCK_N: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """One program finds the TOP_K largest weights of BLOCK_M queries of a head, in no order.
+    """One program computes the TOP_K largest weights of BLOCK_M queries of a head, in no order.
 
     A weight and its key are one int64, the bits of the weight above those of -1 - key: weights are not negative, so
     that integers are ordered as they are, NaN above all, and equal weights by the key, the smaller one first. Negative
@@ -223,9 +223,9 @@ def top_keys_kernel(
     """
     visible = rules.visible
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
-    q_start = position_of_first_query(visible, i_b)
-    tile_range = key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M, BLOCK_N)
-    queries = query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M)
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
     o_q, m_q = queries[0], queries[1]
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)

@@ -1,4 +1,4 @@
-"""What every backward kernel recomputes of a tile: the weights from the lse, and the gradient of the scores."""
+"""Recomputation of a tile in the backward kernels: the weights from the lse, and the gradient of the scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .visibility import hide
 
 
 class Rows(NamedTuple):
-    """What the backward kernels need of each query, fp32 [B, H, n_q]; `find_rows` finds it.
+    """Statistics of each query that the backward kernels need, fp32 [B, H, n_q]; computed by `compute_rows`.
 
     lse_log2: in base 2; +inf where a query sees nothing, which makes each of its weights 0 without a NaN.
     rest_log2: what the rounding of lse_log2 left out, or None for nothing.
@@ -46,7 +46,7 @@ def weights(b_x, b_y, b_lse_log2, b_rest_log2, edge, m_dense, pairs, rules, PREC
 
 @triton.jit
 def tile_gradients(b_x, b_y, b_dx, b_dy, rows, edge, m_dense, m_kept, pairs, rules, PRECISION: tl.constexpr):
-    """Of a tile: P, what dropout leaves of it (before its factor), dS, and the derivative by scale * q k^T.
+    """Gradients of a tile: P, P after dropout (before its factor), dS, and the derivative by scale * q k^T.
 
     The tile is that of `weights`; dx is dO where x is Q, and V where x is K; `rows` are shaped like the queries.
     """

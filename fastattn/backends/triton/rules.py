@@ -11,7 +11,7 @@ from .visibility import Visibility, visibility
 
 
 class Rules(NamedTuple):
-    """Which pairs are seen, what their scores are, which weights stay."""
+    """Rules of a call: which pairs are seen, what their scores are, which weights stay."""
 
     visible: Visibility
     scoring: Scoring
@@ -19,14 +19,14 @@ class Rules(NamedTuple):
 
     @property
     def heavy_terms(self) -> int:
-        """How many things make a tile need more registers than limits and padding do."""
+        """Number of terms that make a tile need more registers than limits and padding do."""
         visible, scoring = self.visible, self.scoring
         tables = (visible.dense, scoring.bias, scoring.slopes)
         terms = (visible.documents_q, scoring.softcap_log2, self.dropout, *(table.data for table in tables))
         return sum(term is not None for term in terms)
 
     def in_tiles(self, block_m: int) -> Rules:
-        """The same for a kernel that takes `block_m` queries a tile."""
+        """Copy of these rules for a kernel that takes `block_m` queries a tile."""
         return self._replace(visible=self.visible.in_tiles(block_m))
 
 

@@ -1,4 +1,4 @@
-"""From products q k^T to scores in base 2: softcap, bias, ALiBi; and the sink, one more logit of each head."""
+"""Scores in base 2 from products q k^T: softcap, bias, ALiBi; and the sink, one more logit of each head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tiles import LOG2E, Table, entries, table
 
 
 class Scoring(NamedTuple):
-    """What makes scores of products; None where the call has no such term.
+    """Terms that make scores of products; None where the call has no such term.
 
     scale_log2: factor on q k^T, for scores in base 2.
     softcap_log2: bound on the scores so far, in base 2.
@@ -42,13 +42,13 @@ def scoring(spec: Spec) -> Scoring:
 
 @triton.jit
 def distances(pairs):
-    """How many positions each key is away from each query, in fp32."""
+    """Distance of each key from each query, in positions, in fp32."""
     return tl.abs(pairs[0][2] - pairs[1][2]).to(tl.float32)
 
 
 @triton.jit
 def scores_log2(b_qk, pairs, scoring):
-    """Of a tile of products q k^T: (scores in base 2 before the mask, their derivative by scale * q k^T)."""
+    """Scores of a tile of products q k^T, in base 2 before the mask, and their derivative by scale * q k^T."""
     b_s_log2, b_slope = b_qk * scoring.scale_log2, 1.0
     if scoring.softcap_log2 is not None:
         b_tanh = tanh(b_s_log2 / scoring.softcap_log2)

@@ -1,4 +1,4 @@
-"""What the kernels share: how a tile is read, written and multiplied, and how a kernel is launched.
+"""Operations that the kernels share: reading, writing and multiplying a tile, and the launch of a kernel.
 
 Names in kernels: `i_` index, `o_` positions along an axis, `m_` which of them may be read, `p_` pointer, `b_` block in
 registers, `s_` stride, `_log2` a quantity in base 2. M counts queries, N keys, D head dims.
@@ -60,7 +60,7 @@ def table(x: Tensor | None) -> Table:
 
 
 def dot_precision() -> str:
-    """How fp32 is multiplied: exactly, unless torch is told that less will do for matrix products."""
+    """Precision of products of fp32: exact, unless torch is told that less will do for matrix products."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 

@@ -1,4 +1,4 @@
-"""Which pairs of query and key may be seen, and which tiles of them: two views of one `Mask`."""
+"""Visibility of pairs of query and key, and of tiles of them: two views of one `Mask`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Visibility(NamedTuple):
     """A `Mask` as the kernels take it; None where the mask has no such limit, which removes the code for it.
 
     A query at position p sees keys at p - left to p + right; causal is a `right` of 0 or less. Key j stands at j and
-    query i at i + q_start, or where the tables of positions say. With documents, `key_ranges` takes the place of the
+    query i at i + q_offset, or where the tables of positions say. With documents, `key_ranges` takes the place of the
     spans and of all that the limits say about tiles.
     """
 
@@ -30,8 +30,10 @@ class Visibility(NamedTuple):
     query_spans: Tensor | None  # int32 [B, 3], see real_spans
     real_keys: Tensor | None  # bool [B, n_k]
     key_spans: Tensor | None  # int32 [B, 3]
-    q_starts: Tensor | None  # integer [B], instead of q_start; cut off at FAR, which only ALiBi and huge windows notice
-    q_start: int
+    q_offsets: (
+        Tensor | None
+    )  # integer [B], instead of q_offset; cut off at FAR, which only ALiBi and huge windows notice
+    q_offset: int
     left: int | None
     right: int | None
     documents_q: Tensor | None  # integer [B, n_q]
@@ -42,7 +44,7 @@ class Visibility(NamedTuple):
     key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 4]
 
     def in_tiles(self, block_m: int) -> Visibility:
-        """The same for a kernel that takes `block_m` queries a tile."""
+        """Copy of this visibility for a kernel that takes `block_m` queries a tile."""
         if self.key_ranges is None:
             return self
         return self._replace(key_ranges=tile_ranges(self.key_ranges, block_m))
@@ -50,12 +52,12 @@ class Visibility(NamedTuple):
 
 def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
     """`mask` as the kernels take it, for n_q queries and n_k keys."""
-    q_start, left, right = limits(mask)
-    starts = mask.q_start if isinstance(mask.q_start, Tensor) else None
+    q_offset, left, right = limits(mask)
+    starts = mask.q_offset if isinstance(mask.q_offset, Tensor) else None
     if starts is not None and starts.dim() == 2:  # another one for each query, which only documents have a table for
-        if mask.segments is None:
+        if mask.segment_ids is None:
             one_document = tuple(starts.new_zeros(len(starts), n, dtype=torch.int32) for n in (n_q, n_k))
-            mask = dataclasses.replace(mask, segments=one_document)
+            mask = dataclasses.replace(mask, segment_ids=one_document)
         starts = None
     real_queries, real_keys = (
         None if real is None else real.contiguous() for real in (mask.readable_queries(), mask.readable_keys())
@@ -65,8 +67,8 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
         query_spans=None,
         real_keys=real_keys,
         key_spans=None,
-        q_starts=None if starts is None else starts.contiguous(),
-        q_start=q_start,
+        q_offsets=None if starts is None else starts.contiguous(),
+        q_offset=q_offset,
         left=left,
         right=right,
         documents_q=None,
@@ -76,13 +78,13 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
         dense=table(mask.dense),
         key_ranges=None,
     )
-    if mask.segments is None:
+    if mask.segment_ids is None:
         return visible._replace(query_spans=real_spans(real_queries), key_spans=real_spans(real_keys))
-    device = mask.segments[0].device
-    if not isinstance(mask.q_start, Tensor):
-        mask = dataclasses.replace(mask, q_start=q_start)
+    device = mask.segment_ids[0].device
+    if not isinstance(mask.q_offset, Tensor):
+        mask = dataclasses.replace(mask, q_offset=q_offset)
     positions_q, positions_k = (p.clamp(-2 * FAR, 2 * FAR).int() for p in mask.positions(n_q, n_k, device))
-    documents_q, documents_k = (ids.contiguous() for ids in mask.segments)
+    documents_q, documents_k = (ids.contiguous() for ids in mask.segment_ids)
     return visible._replace(
         documents_q=documents_q,
         documents_k=documents_k,
@@ -93,19 +95,19 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
 
 
 def limits(mask: Mask) -> tuple[int, int | None, int | None]:
-    """(q_start, left, right) that fit into 32 bits and show the same pairs; 0 stands for a tensor of starts."""
+    """(q_offset, left, right) that fit into 32 bits and show the same pairs; 0 stands for a tensor of starts."""
     left, right = mask.window
     if mask.causal:
         right = 0 if right is None else min(right, 0)
-    start = 0 if isinstance(mask.q_start, Tensor) else mask.q_start
-    q_start = max(-FAR, min(start, FAR))
-    left = None if left is None else left - (start - q_start)  # a limit moves along with the queries
-    right = None if right is None else right + (start - q_start)
-    return q_start, *(None if limit is None else max(-2 * FAR, min(limit, 2 * FAR)) for limit in (left, right))
+    start = 0 if isinstance(mask.q_offset, Tensor) else mask.q_offset
+    q_offset = max(-FAR, min(start, FAR))
+    left = None if left is None else left - (start - q_offset)  # a limit moves along with the queries
+    right = None if right is None else right + (start - q_offset)
+    return q_offset, *(None if limit is None else max(-2 * FAR, min(limit, 2 * FAR)) for limit in (left, right))
 
 
 def real_spans(real: Tensor | None) -> Tensor | None:
-    """int32 [B, 3], found without synchronising: where real tokens begin, where the first hole is, where they end.
+    """int32 [B, 3], computed without synchronising: where real tokens begin, where the first hole is, where they end.
 
     Args:
         real: bool [B, n], or None for no padding.
@@ -143,7 +145,7 @@ def spans_kernel(real, spans, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def real_tokens(o, n, real, i_b):
-    """Which of the positions `o` of a sample hold a token that may be read."""
+    """Readability of the tokens at the positions `o` of a sample: False for padding."""
     m_real = o < n
     if real is not None:
         m_real = m_real & (tl.load(real + i_b * n + o, mask=m_real, other=0) != 0)
@@ -162,26 +164,26 @@ def real_span(spans, n, i_b):
 
 @triton.jit
 def position_of_first_query(visible, i_b):
-    """Where query 0 of a sample stands among the keys."""
-    if visible.q_starts is None:
-        return visible.q_start
+    """Position of query 0 of a sample among the keys."""
+    if visible.q_offsets is None:
+        return visible.q_offset
     else:
-        start = tl.load(visible.q_starts + i_b)
-        return tl.minimum(tl.maximum(start, -LAST_POSITION), LAST_POSITION).to(tl.int32)
+        q_offset = tl.load(visible.q_offsets + i_b)
+        return tl.minimum(tl.maximum(q_offset, -LAST_POSITION), LAST_POSITION).to(tl.int32)
 
 
 @triton.jit
-def query_tokens(i_m, i_b, n_q, q_start, visible, BLOCK_M: tl.constexpr):
+def query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M: tl.constexpr):
     """A tile of queries: (index, which may be read, position among the keys)."""
-    return queries_at(i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_b, n_q, q_start, visible)
+    return queries_at(i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_b, n_q, q_offset, visible)
 
 
 @triton.jit
-def queries_at(o_q, i_b, n_q, q_start, visible):
+def queries_at(o_q, i_b, n_q, q_offset, visible):
     """`query_tokens` for the queries of these indices."""
     m_q = real_tokens(o_q, n_q, visible.real_queries, i_b)
     if visible.positions_q is None:
-        return o_q, m_q, o_q + q_start
+        return o_q, m_q, o_q + q_offset
     else:
         return o_q, m_q, tl.load(visible.positions_q + i_b * n_q + o_q, mask=m_q, other=0)
 
@@ -216,7 +218,7 @@ def as_row(x):
 
 @triton.jit
 def keep(pairs, visible):
-    """Which of the queries may see which of the keys: the twin of `Mask.keep`, but for a dense mask. See `entries`."""
+    """Visibility of each key to each query: the twin of `Mask.keep`, but for a dense mask. See `entries`."""
     queries, keys, i_b, _, n_q, n_k = pairs
     o_q, m_q, position_q = queries
     o_k, m_k, position_k = keys
@@ -235,7 +237,7 @@ def keep(pairs, visible):
 
 @triton.jit
 def shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN: tl.constexpr):
-    """Which pairs of a tile a dense mask shows, True without one; to be asked before the tile is read."""
+    """Pairs of a tile that a dense mask shows, True without one; to be asked before the tile is read."""
     if visible.dense.data is None:
         return True  # not None, which Triton 3.6 cannot return
     elif QUERIES_DOWN:
@@ -261,8 +263,8 @@ def hide(b_x, value, edge, m_dense, pairs, visible):
 
 
 @triton.jit
-def key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which key tiles the query tile `i_m` can see: (begin, full_begin, full_end, end), the other view of `keep`.
+def key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Range of the key tiles that query tile `i_m` can see: (begin, full_begin, full_end, end), as `keep` has it.
 
     Tiles outside [begin, end) need not be read. In those of [full_begin, full_end) every real query sees every key.
     """
@@ -271,22 +273,22 @@ def key_range(i_m, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK
         k_first, k_hole, k_end = real_span(visible.key_spans, n_k, i_b)
         row_first = tl.maximum(i_m * BLOCK_M, q_first)
         row_end = tl.minimum(i_m * BLOCK_M + BLOCK_M, q_end)
-        return column_range(row_first, row_end, q_start, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
+        return column_range(row_first, row_end, q_offset, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
     else:
         first, full_first, full_end, end = range_in_table(visible.key_ranges, i_b * tl.cdiv(n_q, BLOCK_M) + i_m)
         return tiles_of(first, full_first, full_end, end, BLOCK_N)
 
 
 @triton.jit
-def query_range(i_n, i_b, q_start, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which query tiles can see the key tile `i_n`: `key_range` from the side of the keys."""
+def query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Range of the query tiles that can see key tile `i_n`: `key_range` from the side of the keys."""
     if visible.key_ranges is None:
         q_first, q_hole, q_end = real_span(visible.query_spans, n_q, i_b)
         k_first, _, k_end = real_span(visible.key_spans, n_k, i_b)
         row_first = tl.maximum(i_n * BLOCK_N, k_first)
         row_end = tl.minimum(i_n * BLOCK_N + BLOCK_N, k_end)
         # A key sees the queries that see it: the band is mirrored.
-        return column_range(row_first, row_end, -q_start, visible.right, visible.left, q_first, q_hole, q_end, BLOCK_M)
+        return column_range(row_first, row_end, -q_offset, visible.right, visible.left, q_first, q_hole, q_end, BLOCK_M)
     else:
         first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
         return tiles_that_see(first, end, visible.key_ranges, i_b, tl.cdiv(n_q, BLOCK_M))
@@ -300,23 +302,23 @@ def query_ranges(key_ranges: Tensor, n_k: int, block_n: int) -> Tensor:
     """
     B, n_query_tiles, _ = key_ranges.shape
     tiles = triton.cdiv(n_k, block_n)
-    found = key_ranges.new_empty(B, tiles, 4)
-    launch(query_ranges_kernel, B * tiles, key_ranges, found, n_query_tiles, n_k, BLOCK_N=block_n, num_warps=4)
-    return found
+    result = key_ranges.new_empty(B, tiles, 4)
+    launch(query_ranges_kernel, B * tiles, key_ranges, result, n_query_tiles, n_k, BLOCK_N=block_n, num_warps=4)
+    return result
 
 
 @triton.jit(do_not_specialize=["n_query_tiles", "n_k"])
-def query_ranges_kernel(key_ranges, found, n_query_tiles, n_k, BLOCK_N: tl.constexpr):
+def query_ranges_kernel(key_ranges, result, n_query_tiles, n_k, BLOCK_N: tl.constexpr):
     """One tile's row of `query_ranges`."""
     i_program = tl.program_id(0).to(tl.int64)
     n_tiles = tl.cdiv(n_k, BLOCK_N)
     i_b, i_n = i_program // n_tiles, (i_program % n_tiles).to(tl.int32)
     first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
     begin, full_begin, full_end, end_of_seen = tiles_that_see(first, end, key_ranges, i_b, n_query_tiles)
-    tl.store(found + i_program * 4, begin)
-    tl.store(found + i_program * 4 + 1, full_begin)
-    tl.store(found + i_program * 4 + 2, full_end)
-    tl.store(found + i_program * 4 + 3, end_of_seen)
+    tl.store(result + i_program * 4, begin)
+    tl.store(result + i_program * 4 + 1, full_begin)
+    tl.store(result + i_program * 4 + 2, full_end)
+    tl.store(result + i_program * 4 + 3, end_of_seen)
 
 
 @triton.jit
@@ -349,7 +351,7 @@ def tiles_that_see(first, end, key_ranges, i_b, n_tiles, BLOCK: tl.constexpr = 1
 
 @triton.jit
 def sees(o, first, end, key_ranges, i_b, n_tiles):
-    """Which of the query tiles `o` see some of the keys [first, end), and which see all of them in every real row."""
+    """Query tiles of `o` that see some of the keys [first, end), and those that see all of them in every real row."""
     p_range, m = key_ranges + (i_b * n_tiles + o) * 4, o < n_tiles
     m_seen = (tl.load(p_range, mask=m, other=0) < end) & (tl.load(p_range + 3, mask=m, other=0) > first)
     full_first, full_end = tl.load(p_range + 1, mask=m, other=0), tl.load(p_range + 2, mask=m, other=0)

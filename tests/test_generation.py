@@ -384,6 +384,8 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"padding_idx": -12}, "padding_idx must be at least -11, got -12"),
         ({"padding_idx": -1, "tgt_vocab_size": 5}, "padding_idx must be below the vocabulary's size 5, got 10"),
         ({"norm_first": "no"}, "norm_first must be a bool, got 'no'"),
+        ({"norm": "batch"}, "norm must be 'layer', 'rms', got 'batch'"),
+        ({"activation": "tanh"}, "activation must be 'relu', 'gelu', 'swiglu', got 'tanh'"),
         ({"positions": "none"}, "positions must be 'sinusoidal', 'learned' or 'rotary', got 'none'"),
     ],
     SequenceClassifier: [
@@ -459,6 +461,16 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
     made(LanguageModel, CONFIG).decoder: [
         ({"cache": KVCache(2, 8), "mask": Mask(causal=True)}, "there must be 2 samples of 0 new tokens"),
     ],
+    made(LanguageModel, replace(CONFIG, positions="rotary")).decoder: [
+        ({"positions": torch.arange(3)}, "positions must be [2, 2] or [2], got [3]"),
+        ({"positions": torch.zeros(3, 2)}, "positions must be [2, 2] or [2], got [3, 2]"),
+    ],
+    nn.save: [
+        ({"model": 3}, "model must be a torch.nn.Module, got int"),
+        ({"path": "/"}, "path must be a file, got the folder /"),
+        ({"path": "/nowhere/x"}, "path must be in an existing folder, got /nowhere/x"),
+    ],
+    nn.load: [({"model": 3}, "model must be a torch.nn.Module, got int")],
     made(Seq2SeqModel, CONFIG): [
         ({"decoder_input_ids": [[3]]}, "decoder_input_ids must be a Tensor, got list"),
         ({"decoder_attention_mask": REAL.float()}, "decoder_attention_mask must be bool or integer, True or 1"),
@@ -478,11 +490,11 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
     ],
 }
 RIGHT = {  # a value for each argument that must be given, by name
-    "activation": "relu", "base": 10000.0, "batch_size": 2, "config": CONFIG, "d_model": 8, "decoder_input_ids": IDS,
+    "batch_size": 2, "config": CONFIG, "d_model": 8, "decoder_input_ids": IDS,
     "decoder_layer": nn.TransformerDecoderLayer(8, 2), "decoder_start_token_id": START, "embed_dim": 8,
     "encoder_layer": nn.TransformerEncoderLayer(8, 2), "head_dim": 8, "input_ids": IDS, "max_length": 5,
-    "max_new_tokens": 1, "n": 2, "nhead": 2, "num_classes": 2, "num_embeddings": 5, "num_heads": 2, "num_layers": 1,
-    "src": torch.ones(2, 2, 16), "vocab_size": 11,
+    "max_new_tokens": 1, "model": torch.nn.Linear(1, 1), "n": 2, "nhead": 2, "num_classes": 2,
+    "num_embeddings": 5, "num_heads": 2, "num_layers": 1, "path": "x", "src": torch.ones(2, 2, 16), "vocab_size": 11,
 }  # fmt: skip
 
 
@@ -498,7 +510,7 @@ def test_hostile_arguments_are_refused_by_name(call, change, sentence):
     parameters = inspect.signature(call.forward if isinstance(call, torch.nn.Module) else call).parameters
     takes_options = {"max_new_tokens"} if "options" in parameters else set()
     given = {name: RIGHT[name] for name in RIGHT if name in {*parameters, *takes_options}} | change
-    with pytest.raises((ValueError, TypeError, AssertionError, RuntimeError), match=re.escape(sentence)):
+    with pytest.raises((ValueError, TypeError, AssertionError, RuntimeError, OSError), match=re.escape(sentence)):
         call(*given.values()) if isinstance(call, nn.SinusoidalPositions) else call(**given)
 
 

@@ -14,6 +14,8 @@ from .checks import check_bools, check_heads, check_ids, check_ints, check_proba
 from .generation import Generation, generate
 from .positions import LearnedPositions, RotaryPositions, SinusoidalPositions, TokenEmbedding, positions_of
 from .transformer import (
+    ACTIVATIONS,
+    NORMS,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
@@ -51,7 +53,7 @@ class TransformerConfig:
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: `positions` is not known, or a number is out of range.
+        ValueError: `positions`, `activation` or `norm` is not known, or a number is out of range.
     """
 
     vocab_size: int
@@ -85,6 +87,9 @@ class TransformerConfig:
         object.__setattr__(self, "padding_idx", checked_index("padding_idx", self.padding_idx, self.vocab_size))
         if None not in (self.padding_idx, self.tgt_vocab_size):
             check_ids(self.tgt_vocab_size, padding_idx=self.padding_idx)
+        for name, known in (("activation", ACTIVATIONS), ("norm", NORMS)):
+            if (x := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be {', '.join(map(repr, known))}, got {x!r}")
         if self.positions not in ("sinusoidal", "learned", "rotary"):
             raise ValueError(f"positions must be 'sinusoidal', 'learned' or 'rotary', got {self.positions!r}")
 

@@ -269,6 +269,9 @@ class _Stack(nn.Module):
             return None
         if positions is None:
             positions = torch.arange(x.shape[-2], device=x.device)
+        *batch, length = positions.shape
+        if length != x.shape[-2] or (batch and batch[0] != 1 and batch != [*x.shape[:-2]]):
+            raise ValueError(f"positions must be {list(x.shape[:-1])} or [{x.shape[-2]}], got {list(positions.shape)}")
         return self.rotary(positions if packing is None else packing.pack(positions.expand(x.shape[:2])))
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -568,7 +571,7 @@ def _check_rotary(rotary: RotaryPositions | None, layer: nn.Module) -> None:
 
 
 def _are(cls: type[nn.Module], layers: nn.ModuleList) -> bool:
-    return len(layers) > 0 and all(isinstance(layer, cls) for layer in layers)
+    return all(isinstance(layer, cls) for layer in layers)
 
 
 def _batch_first(x: Tensor, attention: MultiHeadAttention) -> Tensor:

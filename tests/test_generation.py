@@ -372,6 +372,7 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
     ],
     TransformerConfig: [
         ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"vocab_size": None}, "vocab_size must be an int, got None"),
         ({"d_model": -8}, "d_model must be at least 1, got -8"),
         ({"nhead": 3}, "nhead must divide d_model = 8, got 3"),
         ({"num_layers": -1}, "num_layers must be at least 1, got -1"),

@@ -77,7 +77,8 @@ class TransformerConfig:
     tgt_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        names = ("vocab_size", "num_layers", "num_decoder_layers", "num_kv_heads", "max_length", "tgt_vocab_size")
+        check_ints(1, vocab_size=self.vocab_size, num_layers=self.num_layers, max_length=self.max_length)
+        names = ("num_decoder_layers", "num_kv_heads", "tgt_vocab_size")
         check_ints(1, **{name: x for name in names if (x := getattr(self, name)) is not None})
         check_heads(ValueError, d_model=self.d_model, nhead=self.nhead)
         check_ints(0, dim_feedforward=self.dim_feedforward)

@@ -14,7 +14,6 @@ import copy
 import functools
 import json
 import statistics
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -26,6 +25,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 import fastattn
 from fastattn.bench.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
+from fastattn.bench.writing import file_to_write, write
 from fastattn.testing import compare
 
 LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 4, 512, 8, 1408, 8192
@@ -40,7 +40,7 @@ AIM_FROM = 512  # cached tokens, from which on no token should take longer than 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every sample here")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="keep every sample here")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each line (default: %(default)s)")
     parser.add_argument("--only", choices=DTYPES, help="this dtype alone")
     args = parser.parse_args()
@@ -74,7 +74,7 @@ def main() -> None:
     Console(width=100).print(table)
     if args.json:
         results = {"machine": machine("cpu"), "versions": versions(), "rows": rows}
-        args.json.write_text(json.dumps(results, indent=1))
+        write(args.json, json.dumps(results, indent=1))
 
 
 def attention_mask(batch: int, cached: int, padded: bool) -> Tensor:

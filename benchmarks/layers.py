@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 import fastattn
 from fastattn.bench.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
+from fastattn.bench.writing import file_to_write, write
 from fastattn.testing import compare
 
 WIDTH, HEADS = 768, 12
@@ -30,7 +30,7 @@ SECONDS = 4.0  # for each line
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every sample here")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="keep every sample here")
     path = parser.parse_args().json
     torch.set_num_threads(2)
     rows = []
@@ -45,7 +45,7 @@ def main() -> None:
                 samples = {name: timing.seconds for name, timing in timings.items()}
                 rows.append({"B": B, "L": L, "dtype": name, "mode": mode, "ratio": theirs / ours, "seconds": samples})
     if path:
-        path.write_text(json.dumps({"machine": machine("cpu"), "versions": versions(), "rows": rows}, indent=1))
+        write(path, json.dumps({"machine": machine("cpu"), "versions": versions(), "rows": rows}, indent=1))
 
 
 def calls(B: int, L: int, dtype: torch.dtype, mode: str) -> dict[str, Call]:

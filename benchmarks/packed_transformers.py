@@ -15,7 +15,6 @@ import argparse
 import copy
 import json
 from functools import partial
-from pathlib import Path
 
 import torch
 from sentence_transformers import SentenceTransformer
@@ -25,6 +24,7 @@ from transformers import AutoModel, AutoTokenizer
 import fastattn
 from fastattn.bench.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
+from fastattn.bench.writing import file_to_write, write
 from fastattn.demo import Batches, bundled_model, documentation, sentences_in
 from fastattn.testing import compare
 
@@ -46,7 +46,7 @@ class Classifier(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every sample here")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="keep every sample here")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each line (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(2)
@@ -86,7 +86,7 @@ def main() -> None:
         seconds = {name: timing.seconds for name, timing in timings.items()}
         rows.append({"what": what, "fill": fill, "target": target, "seconds": seconds})
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine("cpu"), "versions": versions(), "rows": rows}, indent=1))
+        write(args.json, json.dumps({"machine": machine("cpu"), "versions": versions(), "rows": rows}, indent=1))
 
 
 def _check(ours: nn.Module, theirs: nn.Module, batches: Batches) -> None:

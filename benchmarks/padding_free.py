@@ -14,7 +14,6 @@ import argparse
 import copy
 import json
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 import fastattn
 from fastattn.bench.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
+from fastattn.bench.writing import file_to_write, write
 from fastattn.testing import compare
 
 LAYERS, WIDTH, HEADS, INNER = 6, 512, 8, 2048
@@ -33,7 +33,7 @@ TARGETS = {"inference": {"torch": 1.0, "torch padded": 1.6}, "training step": {"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every sample here")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="keep every sample here")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each line (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(2)
@@ -54,7 +54,7 @@ def main() -> None:
         rows.append({"mode": mode, "seconds": samples})
     if args.json:
         results = {"machine": machine("cpu"), "versions": versions(), "rows": rows}
-        args.json.write_text(json.dumps(results, indent=1))
+        write(args.json, json.dumps(results, indent=1))
 
 
 def calls(mode: str, dropout: float, padding: Tensor) -> dict[str, Call]:

@@ -125,17 +125,15 @@ def _count(text: str) -> int:
 
 
 def _file_to_write(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be in an existing folder, got {text}")
-    return path
+    from fastattn.bench.writing import file_to_write
+
+    return file_to_write(text)
 
 
 def _picture_to_write(text: str) -> Path:
-    path = _file_to_write(text)
-    if path.suffix not in (".png", ".svg"):
+    if Path(text).suffix not in (".png", ".svg"):
         raise argparse.ArgumentTypeError(f"must end in .png or .svg, got {text}")
-    return path
+    return _file_to_write(text)
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -191,7 +189,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: pip install 'fastattn[bench]'")
 
-    from fastattn.bench import cases, limit, limit_report, report, run
+    from fastattn.bench import cases, limit, limit_report, report, run, writing
 
     if is_limit:
         jobs = limit.jobs(args.dtype, args.filter)
@@ -203,13 +201,14 @@ def _bench(args: argparse.Namespace) -> int:
     rows = limit.measure_all(jobs) if is_limit else run.measure_all(jobs, device, args.quick)
     measured, suite_report = report.Report.of(rows, device), limit_report if is_limit else report
     suite_report.print_table(measured)
-    if args.json:
-        args.json.write_text(suite_report.as_json(measured))
-    if args.plot:
-        try:
-            suite_report.plot(measured, args.plot)
-        except ValueError as error:
-            raise CommandError(f"--plot: {error}") from error
+    try:
+        if args.json:
+            writing.write(args.json, suite_report.as_json(measured))
+        if args.plot:
+            with writing.replacing(args.plot) as part:
+                suite_report.plot(measured, part)
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
     if wrong := [f"{row.contender} in {row.job} ({row.note})" for row in rows if row.failed]:
         raise CommandError(f"wrong answers, which were not timed: {'; '.join(wrong)}")
     return 0

@@ -31,7 +31,7 @@ Six = tuple[Tensor | None, ...]
 
 def forward_tangents(primals: Six, tangents: Six, spec: Spec) -> tuple[Tensor, Tensor]:
     """The tangents of (o, lse), [B, H, n_q, d_v] and [B, H, n_q], in the direction `tangents` (None is zero)."""
-    tangents = _zeros_for_none(primals, tangents)
+    tangents = _accumulated(primals, tangents)
     blocks = [_tangents_of_rows(primals, tangents, spec, rows) for rows in _blocks(primals)]
     o_t = torch.cat([o for o, _ in blocks], 2).to(primals[0].dtype)
     return as_output(o_t, primals[0]), torch.cat([lse for _, lse in blocks], 2)
@@ -41,7 +41,7 @@ def second_order(
     do: Tensor | None, dlse: Tensor | None, primals: Six, tangents: Six, spec: Spec
 ) -> tuple[Tensor | None, Tensor | None, Six]:
     """Gradients of <do, o'> + <dlse, lse'> by do, dlse and each primal; (o', lse') are those of `tangents`."""
-    tangents = _zeros_for_none(primals, tangents)
+    tangents = _accumulated(primals, tangents)
     present = [i for i, x in enumerate(primals) if x is not None]
     gradients = [None if x is None else torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in primals]
     ddo, ddlse = [], []
@@ -76,7 +76,7 @@ def weights_tangents(keys: Tensor, primals: Six, tangents: Six, spec: Spec, form
         keys: of the weights, in the form "top_keys".
         primals: with None for v, like `tangents`.
     """
-    tangents = _zeros_for_none(primals, tangents)
+    tangents = _accumulated(primals, tangents)
 
     def tangents_of_rows(rows: slice) -> Tensor:
         s, p_t, _ = _softmax_tangents(primals, tangents, spec, rows)
@@ -195,7 +195,10 @@ def _blocks(primals: Six) -> Iterator[slice]:
         yield slice(start, min(start + size, n_q))
 
 
-def _zeros_for_none(primals: Six, tangents: Six) -> Six:
+def _accumulated(primals: Six, tangents: Six) -> Six:
+    """The tangents in the accumulation dtype of q, with zeros where one is None and its primal is not."""
+    dtype = accumulation_dtype(primals[0].dtype)
     return tuple(
-        torch.zeros_like(x) if t is None and x is not None else t for x, t in zip(primals, tangents, strict=True)
+        None if x is None else torch.zeros_like(x, dtype=dtype) if t is None else t.to(dtype)
+        for t, x in zip(tangents, primals, strict=True)
     )

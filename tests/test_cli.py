@@ -1,5 +1,6 @@
 """The command line: what it prints, what it leaves behind, and how it says no."""
 
+import errno
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import torch
 import fastattn
 from fastattn.__main__ import main
 from fastattn.backends import BACKENDS, hopper, native
-from fastattn.bench import cases, limit, run, timing
+from fastattn.bench import cases, limit, run, timing, writing
 from fastattn.testing import Case
 
 TINY = Case("tiny-pad", "small enough for a test", B=2, H=1, n_q=12, D=8, keys="right", timed="standard")
@@ -143,6 +144,38 @@ def test_bench_writes_table_json_and_picture(tiny_jobs, tmp_path, capsys):
     assert picture.read_text().rstrip().endswith("</svg>")
 
 
+@pytest.mark.parametrize("suite", ["standard", "limit"])
+def test_results_that_cannot_be_written_after_all_are_printed(
+    tiny_jobs, tiny_duel, tmp_path, capsys, monkeypatch, suite
+):
+    """A full disk: the file is what it was before, and nothing is left beside it."""
+    document = tmp_path / "out.json"
+    document.write_text("before")
+
+    def replace(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert main(["bench", "--suite", suite, "--json", str(document)]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out[out.index("\n{\n") :])["rows"]
+    assert f"{document} could not be written, so the results are printed above (No space left on device)" in err
+    assert document.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [document]
+
+
+def test_files_of_results_that_are_links_or_pipes_stay_what_they_are(tmp_path):
+    target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (link, pipe):
+        writing.write(writing.file_to_write(str(path)), "results")
+    assert (link.is_symlink(), target.read_text()) == (True, "results")
+    assert (pipe.is_fifo(), os.read(reader, 99)) == (True, b"results")
+    os.close(reader)
+
+
 def test_bench_fails_on_a_wrong_answer(tiny_jobs, monkeypatch, capsys):
     monkeypatch.setattr(run, "wrong", lambda compared: "o: max error 1, budget 0")
     assert main(["bench", "--quick", "--device", "cpu", "--filter", "forward"]) == 1
@@ -205,11 +238,15 @@ def test_bench_takes_a_real_case():
         (["bench", "--suite", "fastest"], "invalid choice: 'fastest'"),
         (["bench", "--threads", "0"], "must be at least 1, got 0"),
         (["bench", "--json", "/nowhere/out.json"], "must be in an existing folder, got /nowhere/out.json"),
+        (["bench", "--json", "/"], "must be a file, got the folder /"),
+        (["bench", "--json", "x" * 300], "xxx (File name too long)"),
+        (["bench", "--plot", f"{'x' * 300}.png"], "xxx.png (File name too long)"),
         (["bench", "--plot", "out.gif"], "must end in .png or .svg, got out.gif"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_calls_are_refused_in_a_sentence(argv, sentence, capsys):
+def test_wrong_calls_are_refused_in_a_sentence(argv, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(run, "measure_all", None)  # nothing is measured before
     assert sentence in refused(capsys, *argv)
 
 

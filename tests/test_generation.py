@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,8 +13,18 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn import Mask
-from fastattn.nn import KVCache, LanguageModel, Seq2SeqModel, SequenceClassifier, TransformerConfig, positions_of
+from fastattn import Mask, nn
+from fastattn.nn import (
+    GenerationOptions,
+    KVCache,
+    LanguageModel,
+    Packing,
+    RotaryPositions,
+    Seq2SeqModel,
+    SequenceClassifier,
+    TransformerConfig,
+    positions_of,
+)
 from fastattn.nn.generation import filtered
 
 CONFIG = TransformerConfig(vocab_size=11, d_model=16, nhead=4, num_layers=2, dim_feedforward=32, padding_idx=0)
@@ -62,7 +75,7 @@ def test_decoding_step_by_step_is_the_full_pass(config, side):
     more = torch.randint(3, 11, (len(ids), 5))
     cache = KVCache(len(ids), N + 5)
     first = model(ids, real, cache)
-    steps = [model(more[:, i : i + 1], torch.ones(len(ids), 1), cache) for i in range(5)]
+    steps = [model(more[:, i : i + 1], torch.ones(len(ids), 1, dtype=torch.bool), cache) for i in range(5)]
     for b in range(len(ids)):
         alone = torch.cat([ids[b, real[b]], more[b]])[None]
         close(torch.cat([first[b, real[b]], *(step[b] for step in steps)]), model(alone)[0])
@@ -250,6 +263,35 @@ def test_sequences_that_ended_are_padded_and_generation_stops_early():
     assert one[0].tolist() == free[0].tolist()[: free[0].tolist().index(eos) + 1]
 
 
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_any_of_several_tokens_ends_a_sequence(kind, num_beams):
+    """The likeliest end early, in one token or the other; the best one is found although all others end before it."""
+    script = {
+        (): [0.0, 0.0, 0.5, 0.5],
+        (2,): [0.4, 0.4, 0.2, 0.0],
+        (3,): [0.4, 0.4, 0.1, 0.1],
+        (2, 2): [0.0, 1.0, 0.0, 0.0],
+        (3, 2): [1.0, 0.0, 0.0, 0.0],
+    }
+    options = {"max_new_tokens": 4, "eos_token_id": kind([0, 1]), "num_beams": num_beams, "length_penalty": 3.0}
+    found = fastattn.nn.generation.generate(Scripted(script).begin, None, **options)
+    assert found.tolist() == ([[2, 0]] if num_beams == 1 else [[2, 2, 1]])
+
+
+def test_a_negative_padding_idx_counts_from_the_end():
+    negative, positive = (made(LanguageModel, replace(CONFIG, padding_idx=i)) for i in (-1, 10))
+    assert negative.config == positive.config
+    assert torch.equal(negative(torch.tensor([[10, 3]])), positive(torch.tensor([[10, 3]])))
+    assert (nn.SinusoidalPositions(4, 5, padding_idx=-1)(torch.tensor(4)) == 0).all()
+
+
+def test_no_more_tokens_leave_a_cache_as_it_was():
+    cache = cache_with(REAL)
+    assert cache.extend(0, REAL[:, :0]).shape == (2, 0)
+    assert cache.extend(1).tolist() == [[2], [2]]
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
     [
@@ -287,21 +329,190 @@ def test_sampling_follows_the_probabilities():
     assert torch.equal(again.bincount(minlength=11) / len(ids), drawn)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"max_new_tokens": 1, "num_beams": 0}, "num_beams must be at least 1, got 0"),
-        ({"max_new_tokens": 1, "top_p": 0.0, "do_sample": True}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"max_new_tokens": 1, "top_k": 0, "do_sample": True}, "top_k must be at least 1, got 0"),
-        ({"max_new_tokens": 1, "temperature": 0.0, "do_sample": True}, "temperature must be above 0, got 0.0"),
-        ({"max_new_tokens": 1, "temperature": 0.5}, "do_sample must be True with temperature, got False"),
-        ({"max_new_tokens": 1, "num_beams": 2, "do_sample": True}, "num_beams must be 1 with do_sample, got 2"),
+def cache_with(real: Tensor) -> KVCache:
+    cache = KVCache(len(real), 8)
+    cache.extend(real.shape[1], real)
+    return cache
+
+
+IDS, REAL = torch.tensor([[3, 4], [3, 4]]), torch.ones(2, 2, dtype=torch.bool)
+OF_LAYERS = [
+    ({"d_model": 0}, "d_model must be at least 1, got 0"),
+    ({"nhead": "2"}, "nhead must be an int, got '2'"),
+    ({"nhead": 3}, "nhead must divide d_model = 8, got 3"),
+    ({"dim_feedforward": -1}, "dim_feedforward must be at least 0, got -1"),
+    ({"dropout": "a"}, "dropout must be a number, got 'a'"),
+    ({"layer_norm_eps": -1.0}, "layer_norm_eps must be at least 0 and finite, got -1.0"),
+    ({"activation": 3}, "activation must be 'relu', 'gelu', 'swiglu' or a function, got 3"),
+]
+HOSTILE = {  # what is called -> the change of one argument, and the sentence about it
+    nn.MultiHeadAttention: [
+        ({"embed_dim": -8}, "embed_dim must be at least 1, got -8"),
+        ({"embed_dim": 8.0}, "embed_dim must be an int, got 8.0"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"num_heads": 3}, "num_heads must divide embed_dim = 8, got 3"),
+        ({"num_kv_heads": True}, "num_kv_heads must be an int, got True"),
+        ({"kdim": -1}, "kdim must be at least 1, got -1"),
+        ({"dropout": 1.5}, "dropout must be between 0 and 1, got 1.5"),
+        ({"dropout": math.nan}, "dropout must be between 0 and 1, got nan"),
     ],
+    nn.TransformerEncoderLayer: OF_LAYERS,
+    nn.TransformerDecoderLayer: OF_LAYERS,
+    nn.TransformerEncoder: [
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"rotary": RotaryPositions(6)}, "rotary must be of head_dim 4 like the layer, got 6"),
+    ],
+    nn.TransformerDecoder: [
+        ({"num_layers": -1}, "num_layers must be at least 0, got -1"),
+        ({"rotary": 3}, "rotary must be a RotaryPositions or None, got int"),
+    ],
+    nn.Transformer: [
+        ({"num_encoder_layers": -1}, "num_encoder_layers must be at least 1, got -1"),
+        ({"num_decoder_layers": 1.0}, "num_decoder_layers must be an int, got 1.0"),
+    ],
+    TransformerConfig: [
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"vocab_size": None}, "vocab_size must be an int, got None"),
+        ({"d_model": -8}, "d_model must be at least 1, got -8"),
+        ({"nhead": 3}, "nhead must divide d_model = 8, got 3"),
+        ({"num_layers": -1}, "num_layers must be at least 1, got -1"),
+        ({"num_decoder_layers": 0}, "num_decoder_layers must be at least 1, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
+        ({"dim_feedforward": 2.0}, "dim_feedforward must be an int, got 2.0"),
+        ({"dropout": -0.1}, "dropout must be between 0 and 1, got -0.1"),
+        ({"max_length": 0}, "max_length must be at least 1, got 0"),
+        ({"padding_idx": 11}, "padding_idx must be below 11, got 11"),
+        ({"padding_idx": -12}, "padding_idx must be at least -11, got -12"),
+        ({"padding_idx": -1, "tgt_vocab_size": 5}, "padding_idx must be below the vocabulary's size 5, got 10"),
+        ({"norm_first": "no"}, "norm_first must be a bool, got 'no'"),
+        ({"norm": "batch"}, "norm must be 'layer', 'rms', got 'batch'"),
+        ({"activation": "tanh"}, "activation must be 'relu', 'gelu', 'swiglu', got 'tanh'"),
+        ({"positions": "none"}, "positions must be 'sinusoidal', 'learned' or 'rotary', got 'none'"),
+    ],
+    SequenceClassifier: [
+        ({"num_classes": 0}, "num_classes must be at least 1, got 0"),
+        ({"config": 3}, "config must be a TransformerConfig, got int"),
+    ],
+    nn.TokenEmbedding: [
+        ({"num_embeddings": -1}, "num_embeddings must be at least 1, got -1"),
+        ({"padding_idx": 5}, "padding_idx must be below 5, got 5"),
+    ],
+    nn.SinusoidalPositions: [
+        ({"max_length": -1}, "max_length must be at least 1, got -1"),
+        ({"padding_idx": -6}, "padding_idx must be at least -5, got -6"),
+    ],
+    nn.LearnedPositions: [({"d_model": 0}, "d_model must be at least 1, got 0")],
+    RotaryPositions: [
+        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"base": 0.0}, "base must be above 0 and finite, got 0.0"),
+    ],
+    nn.SinusoidalPositions(4, 5): [
+        ({"positions": torch.tensor([-1])}, "positions must be at least 0, got -1"),
+        ({"positions": torch.tensor([1.0])}, "positions must be int32 or int64, got torch.float32"),
+    ],
+    positions_of: [({"real": REAL.float()}, "real must be bool, got torch.float32")],
+    nn.swiglu: [({"x": torch.ones(2, 3)}, "x must be [..., 2 F], got [2, 3]")],
+    Packing: [
+        ({"real": REAL.float()}, "real must be bool, got torch.float32"),
+        ({"real": REAL[0]}, "real must be [B, L]"),
+    ],
+    Packing(REAL).pack: [({"x": torch.ones(2, 3)}, "x must be [2, 2, ...], got [2, 3]")],
+    Packing(REAL).unpack: [({"x": torch.ones(5, 3)}, "x must be [4, ...], got [5, 3]")],
+    KVCache: [
+        ({"batch_size": -1}, "batch_size must be at least 0, got -1"),
+        ({"max_length": 2.0}, "max_length must be an int, got 2.0"),
+    ],
+    KVCache(2, 8).extend: [
+        ({"n": -1}, "n must be at least 0, got -1"),
+        ({"n": 9}, "max_length of the cache must be at least 9, got 8"),
+        ({"real": REAL[:1]}, "real must be [2, 2], got [1, 2]"),
+        ({"real": REAL[:, :1]}, "real must be [2, 2], got [2, 1]"),
+        ({"real": REAL.float()}, "real must be bool, got torch.float32"),
+        ({"real": [[True, True]] * 2}, "real must be a Tensor, got list"),
+    ],
+    cache_with(REAL).extend: [
+        ({"real": REAL.to("meta")}, "real must be on cpu like that of the tokens before, got meta")
+    ],
+    KVCache(2, 8).select: [
+        ({"samples": torch.tensor([2])}, "samples must be from 0 to 1, got [2]"),
+        ({"samples": torch.tensor([True, False])}, "samples must be int32 or int64, got torch.bool"),
+    ],
+    GenerationOptions: [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": "3"}, "max_new_tokens must be an int, got '3'"),
+        ({"num_beams": 0}, "num_beams must be at least 1, got 0"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams must be 1 with do_sample, got 2"),
+        ({"top_p": 0.0, "do_sample": True}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_k": 0, "do_sample": True}, "top_k must be at least 1, got 0"),
+        ({"temperature": 0.0, "do_sample": True}, "temperature must be above 0 and finite, got 0.0"),
+        ({"temperature": 0.5}, "do_sample must be True with temperature, got False"),
+        ({"do_sample": "yes"}, "do_sample must be a bool, got 'yes'"),
+        ({"length_penalty": math.nan}, "length_penalty must be finite, got nan"),
+        ({"generator": 3}, "generator must be a torch.Generator or None, got 3"),
+        ({"pad_token_id": -1}, "pad_token_id must be at least 0, got -1"),
+        ({"eos_token_id": [3, "4"]}, "eos_token_id must be an int, got '4'"),
+        ({"eos_token_id": torch.tensor([3.0])}, "eos_token_id must be an int, got 3.0"),
+    ],
+    made(LanguageModel, CONFIG): [
+        ({"input_ids": IDS.float()}, "input_ids must be int32 or int64, got torch.float32"),
+        ({"input_ids": IDS[0]}, "input_ids must be [B, L], got [2]"),
+        ({"attention_mask": REAL.float()}, "attention_mask must be bool or integer, True or 1 for real tokens"),
+        ({"attention_mask": REAL[:1]}, "attention_mask must be [2, 2] like the ids, got [1, 2]"),
+    ],
+    made(LanguageModel, CONFIG).decoder: [
+        ({"cache": KVCache(2, 8), "mask": Mask(causal=True)}, "there must be 2 samples of 0 new tokens"),
+    ],
+    made(LanguageModel, replace(CONFIG, positions="rotary")).decoder: [
+        ({"positions": torch.arange(3)}, "positions must be [2, 2] or [2], got [3]"),
+        ({"positions": torch.zeros(3, 2)}, "positions must be [2, 2] or [2], got [3, 2]"),
+    ],
+    nn.save: [
+        ({"model": 3}, "model must be a torch.nn.Module, got int"),
+        ({"path": "/"}, "path must be a file, got the folder /"),
+        ({"path": "/nowhere/x"}, "path must be in an existing folder, got /nowhere/x"),
+    ],
+    nn.load: [({"model": 3}, "model must be a torch.nn.Module, got int")],
+    made(Seq2SeqModel, CONFIG): [
+        ({"decoder_input_ids": [[3]]}, "decoder_input_ids must be a Tensor, got list"),
+        ({"decoder_attention_mask": REAL.float()}, "decoder_attention_mask must be bool or integer, True or 1"),
+    ],
+    made(SequenceClassifier, CONFIG, num_classes=2): [
+        ({"input_ids": IDS[:, :0]}, "input_ids must have at least 1 token in each sample, got [2, 0]")
+    ],
+    made(LanguageModel, CONFIG).generate: [
+        ({"input_ids": IDS[:, :0]}, "input_ids must have at least 1 token in each sample, got [2, 0]"),
+        ({"attention_mask": torch.tensor([[1, 1], [0, 0]])}, "got only padding in sample 1"),
+        ({"pad_token_id": 11}, "pad_token_id must be below the vocabulary's size 11, got 11"),
+        ({"eos_token_id": [2, 11]}, "eos_token_id must be below the vocabulary's size 11, got 11"),
+    ],
+    made(Seq2SeqModel, CONFIG).generate: [
+        ({"decoder_start_token_id": -1}, "decoder_start_token_id must be at least 0, got -1"),
+        ({"decoder_start_token_id": 11}, "decoder_start_token_id must be below the vocabulary's size 11, got 11"),
+    ],
+}
+RIGHT = {  # a value for each argument that must be given, by name
+    "batch_size": 2, "config": CONFIG, "d_model": 8, "decoder_input_ids": IDS,
+    "decoder_layer": nn.TransformerDecoderLayer(8, 2), "decoder_start_token_id": START, "embed_dim": 8,
+    "encoder_layer": nn.TransformerEncoderLayer(8, 2), "head_dim": 8, "input_ids": IDS, "max_length": 5,
+    "max_new_tokens": 1, "model": torch.nn.Linear(1, 1), "n": 2, "nhead": 2, "num_classes": 2,
+    "num_embeddings": 5, "num_heads": 2, "num_layers": 1, "path": "x", "src": torch.ones(2, 2, 16), "vocab_size": 11,
+}  # fmt: skip
+
+
+def described(call: object) -> str:
+    return getattr(call, "__qualname__", type(call).__name__)
+
+
+@pytest.mark.parametrize(
+    ("call", "change", "sentence"),
+    [pytest.param(call, *row, id=f"{described(call)}: {row[1]}") for call, rows in HOSTILE.items() for row in rows],
 )
-def test_options_out_of_range_are_refused(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        made(LanguageModel, CONFIG).generate(torch.tensor([[3]]), **options)
+def test_hostile_arguments_are_refused_by_name(call, change, sentence):
+    parameters = inspect.signature(call.forward if isinstance(call, torch.nn.Module) else call).parameters
+    takes_options = {"max_new_tokens"} if "options" in parameters else set()
+    given = {name: RIGHT[name] for name in RIGHT if name in {*parameters, *takes_options}} | change
+    with pytest.raises((ValueError, TypeError, AssertionError, RuntimeError, OSError), match=re.escape(sentence)):
+        call(*given.values()) if isinstance(call, nn.SinusoidalPositions) else call(**given)
 
 
 def test_more_tokens_than_there_is_room_for_are_refused():

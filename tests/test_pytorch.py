@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 from fastattn import Mask, ops
 from fastattn.backends import native, reference
-from fastattn.testing import CASES, assert_right, compare, make_inputs
+from fastattn.spec import accumulation_dtype
+from fastattn.testing import CASES, DTYPES, assert_right, compare, make_inputs
 
 FUSED_ON_CPU = ("native", "reference")  # Triton's interpreter is too slow for everything here; ops.py is the same
 
@@ -109,6 +111,40 @@ def test_every_order_of_each_feature_alone(name, outputs):
     if outputs == "lse":  # v has no part in it, and torch's check of second derivatives wants every input to have one
         inputs, attend = (*inputs[:2], *inputs[3:]), lambda q, k, *others, attend=attend: attend(q, k, V, *others)
     assert gradgradcheck(attend, inputs, check_fwd_over_rev=True)
+
+
+EVERY_FUNCTION = {
+    "attention": lambda q, k, v, **options: fastattn.attention(q, k, v, return_lse=True, **options),
+    "attention_weights": lambda q, k, v, **options: (fastattn.attention_weights(q, k, **options),),
+    "attention_with_weights": fastattn.attention_with_weights,
+    "attention_received": lambda q, k, v, **options: (fastattn.attention_received(q, k, **options),),
+    "top_keys": lambda q, k, v, **options: fastattn.top_keys(q, k, top_k=2, **options)[:1],
+}
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("reference", torch.float64), *product(FUSED_ON_CPU, DTYPES)], ids=str)
+@pytest.mark.parametrize("function", EVERY_FUNCTION)
+@pytest.mark.parametrize("dtype_of_terms", [torch.float64, *DTYPES], ids=str)
+def test_learned_terms_of_any_dtype_in_every_order(backend, function, dtype, dtype_of_terms):
+    """They give what they give in the accumulation dtype of q, and have gradients in their own."""
+    inputs = leaves(*(x.to(dtype) for x in (Q, K, V)), *(x.to(dtype_of_terms) for x in LEARNED.values()))
+    tangents = tuple(map(torch.ones_like, inputs))
+
+    def call(q, k, v, *terms):
+        return EVERY_FUNCTION[function](q, k, v, backend=backend, **dict(zip(LEARNED, terms, strict=True)))
+
+    def every_order(convert):
+        inputs_here, tangents_here = ((*xs[:3], *map(convert, xs[3:])) for xs in (inputs, tangents))
+        outputs = call(*inputs_here)
+        loss = sum(x.square().sum() for x in outputs)
+        first = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+        second = torch.autograd.grad(sum(x.float().square().sum() for x in first[:2]), inputs, allow_unused=True)
+        return *outputs, *first, *second, *jvp(call, inputs_here, tangents_here)[1]
+
+    expected = every_order(lambda term: term.to(accumulation_dtype(dtype)))
+    tolerance = 8 * max(torch.finfo(dtype).eps, torch.finfo(dtype_of_terms).eps)
+    for actual, wanted in zip(every_order(lambda term: term), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_forward_mode_in_the_layout_of_a_projection():

@@ -182,6 +182,16 @@ def test_a_users_own_4d_mask(family, as_float):
     assert_within_budget(actual, models.eager(**additive)[0], models.exact(**boolean)[0])
 
 
+@may_fall_back
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["BERT", "Llama"])
+def test_a_users_2d_mask_of_any_dtype_says_what_is_real(family, dtype):
+    """Also a float one: where it is not 0, as transformers reads it, and is never added to the scores."""
+    models, keep = of(family), torch.arange(L) < torch.tensor([[L], [3], [5]])
+    call = {"input_ids": ids(), "attention_mask": keep.to(dtype)}
+    assert_within_budget(*(model(**call)[0][keep] for model in (models.swapped, models.eager, models.exact)))
+
+
 def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
     """(name, mask function, whether a Mask says it without `dense`)."""
     m = masking_utils
@@ -313,6 +323,8 @@ def test_malformed_masks_are_refused():
         integration.attention_forward(nn.Identity(), q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"attention_mask must be \[B, n\] or \[B, H, n_q, n_k\], got \[1, 3, 3\]"):
         integration.attention_mask(1, 3, 3, attention_mask=torch.ones(1, 3, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"attention_mask \[B, n\] must be bool, False at padding, got torch.float32"):
+        integration.attention_mask(1, 3, 3, attention_mask=torch.zeros(1, 3))
 
 
 def test_both_functions_are_registered():

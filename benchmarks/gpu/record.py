@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from fastattn.bench.writing import replacing
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 _SOURCES = ("fastattn", "csrc", "tests", "benchmarks/gpu")
 _SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh"}
@@ -51,7 +53,8 @@ def forget(path: Path, stage: str, is_forgotten: Callable[[str, Rows], bool]) ->
     """Takes tests of a stage out of a record, by their names and rows."""
     lines = [(text, json.loads(text)) for text in path.read_text().splitlines(keepends=True)]
     kept = [text for text, x in lines if x.get("stage") != stage or not is_forgotten(x["test"], x["rows"])]
-    path.write_text("".join(kept))
+    with replacing(path) as part:
+        part.write_text("".join(kept))
 
 
 def is_failure(row: Row) -> bool:

@@ -79,11 +79,11 @@ def softmax(q: Tensor, k: Tensor, spec: Spec, rows: slice = slice(None)) -> Soft
         capped = torch.tanh(scores / spec.softcap)
         scores, d_score = spec.softcap * capped, 1 - capped**2
     if spec.bias is not None:
-        scores = scores + spec.bias_rows(rows)
+        scores = scores + spec.bias_rows(rows).to(scores.dtype)
     position_q, position_k = mask.positions(n_q, n_k, q.device)
     distance = (position_q[:, rows, None] - position_k[:, None, :]).abs()[:, None]
     if spec.alibi_slopes is not None:
-        scores = scores - spec.alibi_slopes[..., None, None] * distance
+        scores = scores - spec.alibi_slopes.to(scores.dtype)[..., None, None] * distance
     scores = scores.masked_fill(~mask.keep(n_q, n_k, q.device, rows), -math.inf)
 
     sink = None if spec.sinks is None else spec.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)

@@ -339,6 +339,8 @@ def attention_mask(
         return attention_mask
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must be [B, n] or [B, H, n_q, n_k], got {list(attention_mask.shape)}")
+    if attention_mask is not None and attention_mask.dtype != torch.bool:  # which transformers makes of every dtype
+        raise ValueError(f"attention_mask [B, n] must be bool, False at padding, got {attention_mask.dtype}")
     real_keys = None
     if attention_mask is not None:
         padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)

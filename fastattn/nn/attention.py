@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..api import attention, attention_with_weights
 from ..spec import Mask
 from .cache import AttentionCache
+from .checks import check_heads, check_ints, check_probability
 from .masks import canonical_mask
 from .positions import Rotation
 
@@ -47,8 +48,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             of queries; `in_proj_weight` is [(H + 2 H_kv) D, E] then. torch.nn has no such argument.
 
     Raises:
-        ValueError: `embed_dim` or `num_heads` is not positive; `num_kv_heads` does not divide `num_heads`, or comes
-            with another option that leaves no room for it.
+        TypeError: an argument is of another type.
+        ValueError: a size is not positive, or `dropout` not between 0 and 1; `num_kv_heads` does not divide
+            `num_heads`, or comes with another option that leaves no room for it.
         AssertionError: `num_heads` does not divide `embed_dim`.
 
     Sources:
@@ -81,6 +83,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         *,
         num_kv_heads: int | None = None,
     ) -> None:
+        check_heads(embed_dim=embed_dim, num_heads=num_heads)
+        check_probability(dropout=dropout)
+        optional = {"kdim": kdim, "vdim": vdim, "num_kv_heads": num_kv_heads}
+        check_ints(1, **{name: x for name, x in optional.items() if x is not None})
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )

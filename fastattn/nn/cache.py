@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Mask
+from .checks import check_ints, check_tensor
 
 if TYPE_CHECKING:
     from .attention import MultiHeadAttention
@@ -35,6 +36,9 @@ class KVCache:
         batch_size: number of samples B.
         max_length: the largest number of tokens of a sample.
 
+    Raises:
+        TypeError, ValueError: an argument of the constructor or of a method is not what is said there.
+
     Attributes:
         positions: int64 [B or 1, n], the positions of the tokens that the current pass adds.
 
@@ -49,6 +53,8 @@ class KVCache:
     """
 
     def __init__(self, batch_size: int, max_length: int) -> None:
+        check_ints(0, batch_size=batch_size)
+        check_ints(1, max_length=max_length)
         self.batch_size, self.max_length = batch_size, max_length
         self._length: int | Tensor = 0  # of each sample, int64 [B, 1]; an int as long as it is the same for all
         self._end = 0  # an upper bound of the lengths
@@ -69,8 +75,15 @@ class KVCache:
             The positions of these tokens, int64 [B or 1, n].
 
         Raises:
-            ValueError: there is no room for them.
+            TypeError, ValueError: there is no room for them, or an argument is not what is said above.
         """
+        check_ints(0, n=n)
+        if real is not None:
+            check_tensor("real", real, "bool", (self.batch_size, n))
+            if isinstance(self._length, Tensor) and real.device != self._length.device:
+                raise ValueError(
+                    f"real must be on {self._length.device} like that of the tokens before, got {real.device}"
+                )
         if self._end + n > self.max_length:
             raise ValueError(f"max_length of the cache must be at least {self._end + n}, got {self.max_length}")
         if real is None:
@@ -80,7 +93,7 @@ class KVCache:
         else:
             rank = real.cumsum(-1)
             positions = self._length + (rank - 1).clamp(min=0)
-            self._length = self._length + rank[:, -1:]
+            self._length = self._length + real.sum(-1, keepdim=True)
         self._end += n
         self.positions, self._real = positions, real
         return positions
@@ -100,7 +113,17 @@ class KVCache:
         return replace(mask, q_offset=q_offset, real_queries=self._real)
 
     def write(self, buffer: Tensor, x: Tensor) -> Tensor:
-        """Puts x [B, H_kv, n, D] of the new tokens into the buffer, and returns the part of it that is in use."""
+        """Puts x [B, H_kv, n, D] of the new tokens into the buffer, and returns the part of it that is in use.
+
+        Raises:
+            ValueError: `extend` has not made room for exactly these.
+        """
+        wanted = self.batch_size, self.positions.shape[1]
+        if (x.shape[0], x.shape[2]) != wanted:
+            raise ValueError(
+                f"with this cache there must be {wanted[0]} samples of {wanted[1]} new tokens, for which KVCache and "
+                f"extend have made room, got {x.shape[0]} of {x.shape[2]}"
+            )
         if isinstance(self._length, int):
             buffer[:, :, self._end - x.shape[2] : self._end] = x
         else:
@@ -119,6 +142,9 @@ class KVCache:
 
     def select(self, samples: Tensor) -> None:
         """Keeps the samples with these numbers, int64 [B'], in this order; a sample may be left out or repeated."""
+        check_tensor("samples", samples, "integer", ("B'",))
+        if samples.device.type == "cpu" and len(samples) and not 0 <= samples.min() <= samples.max() < self.batch_size:
+            raise ValueError(f"samples must be from 0 to {self.batch_size - 1}, got {samples.tolist()}")
         self.batch_size = len(samples)
         if isinstance(self._length, Tensor):
             self._length = self._length[samples]

@@ -26,6 +26,8 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
         path: the file to write.
 
     Raises:
+        TypeError: `model` is no module.
+        OSError: `path` cannot be written.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -37,6 +39,11 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
         'LanguageModel'
     """
     path = Path(path)
+    _check_module(model)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path must be in an existing folder, got {path}")
+    if path.is_dir():
+        raise IsADirectoryError(f"path must be a file, got the folder {path}")
     metadata = {"format": "pt"}
     if type(model) in MODELS.values():
         arguments = model.arguments()
@@ -61,12 +68,15 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> nn.Module:
         `model`, or the new model, on the CPU and in training mode.
 
     Raises:
+        TypeError: `model` is no module.
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, or its weights are not those of the model, which is then unchanged; or `model`
             is None and the file does not say what to build.
         ImportError: the package safetensors is not installed.
     """
     path = Path(path)
+    if model is not None:
+        _check_module(model)
     shapes, metadata = _read_header(path)
     if model is None:
         if _KEY not in metadata:
@@ -75,6 +85,11 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> nn.Module:
     _check_fit(path, shapes, model)
     _safetensors().torch.load_model(model, str(path))
     return model
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from .checks import check_bools, check_ids, check_ints, check_numbers
 
 
 @dataclass
@@ -29,8 +33,10 @@ class GenerationOptions:
 
     Args:
         max_new_tokens: the largest number of new tokens.
-        eos_token_id: the token that ends a sequence, and is part of it; None if there is none.
-        pad_token_id: the token after the end of a sequence; None is the model's `padding_idx`, or else `eos_token_id`.
+        eos_token_id: the token that ends a sequence, and is part of it, or a list or a Tensor of several, any of which
+            ends one; None if there is none.
+        pad_token_id: the token after the end of a sequence; None is the model's `padding_idx`, or else the first
+            `eos_token_id`.
         do_sample: draw tokens, instead of taking the likeliest.
         temperature: divides the logits before drawing.
         top_k: draw from this number of the likeliest tokens only.
@@ -42,6 +48,7 @@ class GenerationOptions:
         early_stopping: stop as soon as `num_beams` sequences have ended, not only when no other can be worth more.
 
     Raises:
+        TypeError: an option is of another type.
         ValueError: an option is out of its range, or two options exclude each other.
 
     Sources:
@@ -50,7 +57,7 @@ class GenerationOptions:
     """
 
     max_new_tokens: int
-    eos_token_id: int | None = None
+    eos_token_id: int | list[int] | tuple[int, ...] | Tensor | None = None
     pad_token_id: int | None = None
     do_sample: bool = False
     temperature: float = 1.0
@@ -62,20 +69,34 @@ class GenerationOptions:
     early_stopping: bool = False
 
     def __post_init__(self) -> None:
-        for name, right, wanted in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature > 0, "above 0"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("num_beams", self.num_beams >= 1, "at least 1"),
-        ):
-            if not right:
-                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
+        check_ints(1, max_new_tokens=self.max_new_tokens, num_beams=self.num_beams)
+        check_ints(1, top_k=1 if self.top_k is None else self.top_k)
+        check_numbers("above 0 and finite", lambda x: 0 < x < math.inf, temperature=self.temperature)
+        check_numbers("above 0 and at most 1", lambda x: 0 < x <= 1, top_p=1 if self.top_p is None else self.top_p)
+        check_numbers("finite", math.isfinite, length_penalty=self.length_penalty)
+        check_bools(do_sample=self.do_sample, early_stopping=self.early_stopping)
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator or None, got {self.generator!r}")
+        check_ints(0, pad_token_id=0 if self.pad_token_id is None else self.pad_token_id)
+        for i in self.eos_ids:
+            check_ints(0, eos_token_id=i)
         drawing = [name for name in ("temperature", "top_k", "top_p") if getattr(self, name) not in (None, 1.0)]
         if drawing and not self.do_sample:
             raise ValueError(f"do_sample must be True with {drawing[0]}, got False")
         if self.do_sample and self.num_beams > 1:
             raise ValueError(f"num_beams must be 1 with do_sample, got {self.num_beams}")
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokens that end a sequence."""
+        ids = self.eos_token_id
+        if isinstance(ids, Tensor):
+            ids = ids.tolist()
+        return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+    def ends(self, tokens: Tensor) -> Tensor:
+        """bool, which of the tokens end a sequence."""
+        return torch.isin(tokens, torch.tensor(self.eos_ids, dtype=torch.int64, device=tokens.device))
 
 
 def generate(begin: Callable[[int], Generation], padding_idx: int | None, **options: object) -> Tensor:
@@ -90,8 +111,12 @@ def generate(begin: Callable[[int], Generation], padding_idx: int | None, **opti
         The new tokens, int64 [B, n]; n is `max_new_tokens`, or less if every sequence has ended before.
     """
     options = GenerationOptions(**options)
-    padding = next((x for x in (options.pad_token_id, padding_idx, options.eos_token_id) if x is not None), 0)
+    padding = next((x for x in (options.pad_token_id, padding_idx, *options.eos_ids) if x is not None), 0)
     generation = begin(options.max_new_tokens)
+    vocab_size = generation.logits.shape[-1]
+    check_ids(vocab_size, pad_token_id=padding)
+    for i in options.eos_ids:
+        check_ids(vocab_size, eos_token_id=i)
     choose = _beam_search if options.num_beams > 1 else _one_by_one
     return choose(generation, options, padding)
 
@@ -104,8 +129,8 @@ def _one_by_one(generation: Generation, options: GenerationOptions, padding: int
     while True:
         chosen = _drawn(logits, options) if options.do_sample else logits.argmax(dim=-1)
         tokens.append(chosen.masked_fill(ended, padding))
-        if options.eos_token_id is not None:
-            ended = ended | (chosen == options.eos_token_id)
+        if options.eos_ids:
+            ended = ended | options.ends(chosen)
         if len(tokens) == options.max_new_tokens or bool(ended.all()):
             return torch.stack(tokens, dim=1)
         logits = generation.step(tokens[-1])
@@ -162,12 +187,13 @@ def _beam_search(generation: Generation, options: GenerationOptions, padding: in
 
     for n in range(1, n_max + 1):
         total = scores[..., None] + logits.float().log_softmax(dim=-1)
-        # Of 2K candidates at most K end, so K are left to run.
-        candidates, index = total.flatten(1).topk(min(2 * K, K * vocab_size), dim=1)
+        # With E ids that end a sequence at most E * K candidates end, so K are left to run.
+        wanted = K * (1 + max(1, len(options.eos_ids)))
+        candidates, index = total.flatten(1).topk(min(wanted, K * vocab_size), dim=1)
         beam, token = index // vocab_size, index % vocab_size
         sequences = torch.cat([tokens[sample, beam], token[..., None]], dim=2)
-        if options.eos_token_id is not None:
-            ends = token == options.eos_token_id
+        if options.eos_ids:
+            ends = options.ends(token)
             ends_well = ends & (torch.arange(candidates.shape[1], device=device) < K)
             keep_best(sequences, (candidates / n**options.length_penalty).masked_fill(~ends_well, -torch.inf))
             candidates = candidates.masked_fill(ends, -torch.inf)
@@ -180,9 +206,9 @@ def _beam_search(generation: Generation, options: GenerationOptions, padding: in
     if n == n_max:  # those that have not ended count as they stand
         keep_best(tokens, scores / n**options.length_penalty)
     best = ended[:, 0]
-    if options.eos_token_id is None:
+    if not options.eos_ids:
         return best
-    length = 1 + (best != options.eos_token_id).int().cumprod(dim=1).sum(dim=1).clamp(max=n_max - 1)
+    length = 1 + (~options.ends(best)).int().cumprod(dim=1).sum(dim=1).clamp(max=n_max - 1)
     return best[:, : int(length.max())]
 
 

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from ..spec import Mask
 from .attention import MultiHeadAttention
 from .cache import KVCache
+from .checks import check_bools, check_heads, check_ids, check_ints, check_probability, check_tensor, checked_index
 from .generation import Generation, generate
 from .positions import LearnedPositions, RotaryPositions, SinusoidalPositions, TokenEmbedding, positions_of
 from .transformer import (
+    ACTIVATIONS,
+    NORMS,
     TransformerDecoder,
     TransformerDecoderLayer,
     TransformerEncoder,
@@ -41,14 +44,16 @@ class TransformerConfig:
         num_kv_heads: heads of keys and values, for grouped-query attention; None is `nhead`.
         positions: "sinusoidal" or "learned", added to the embeddings; or "rotary", in every self-attention.
         max_length: number of positions, if they are learned or sinusoidal.
-        padding_idx: id of padding, whose embedding is 0; where no mask is given, its tokens are the padding.
+        padding_idx: id of padding, whose embedding is 0; where no mask is given, its tokens are the padding. A
+            negative one counts from the end.
         scale_embeddings: multiply embeddings by sqrt(d_model) before positions are added.
         tie_embeddings: the output layer has the weight of the (target) embedding.
         tgt_vocab_size: number of target ids, with an embedding of their own; None is one vocabulary, and one embedding,
             for both sides.
 
     Raises:
-        ValueError: `positions` is not known.
+        TypeError: an argument is of another type.
+        ValueError: `positions`, `activation` or `norm` is not known, or a number is out of range.
     """
 
     vocab_size: int
@@ -72,6 +77,20 @@ class TransformerConfig:
     tgt_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        check_ints(1, vocab_size=self.vocab_size, num_layers=self.num_layers, max_length=self.max_length)
+        names = ("num_decoder_layers", "num_kv_heads", "tgt_vocab_size")
+        check_ints(1, **{name: x for name in names if (x := getattr(self, name)) is not None})
+        check_heads(ValueError, d_model=self.d_model, nhead=self.nhead)
+        check_ints(0, dim_feedforward=self.dim_feedforward)
+        check_probability(dropout=self.dropout)
+        names = ("norm_first", "bias", "scale_embeddings", "tie_embeddings")
+        check_bools(**{name: getattr(self, name) for name in names})
+        object.__setattr__(self, "padding_idx", checked_index("padding_idx", self.padding_idx, self.vocab_size))
+        if None not in (self.padding_idx, self.tgt_vocab_size):
+            check_ids(self.tgt_vocab_size, padding_idx=self.padding_idx)
+        for name, known in (("activation", ACTIVATIONS), ("norm", NORMS)):
+            if (x := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be {', '.join(map(repr, known))}, got {x!r}")
         if self.positions not in ("sinusoidal", "learned", "rotary"):
             raise ValueError(f"positions must be 'sinusoidal', 'learned' or 'rotary', got {self.positions!r}")
 
@@ -81,6 +100,8 @@ class Model(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        if not isinstance(config, TransformerConfig):
+            raise TypeError(f"config must be a TransformerConfig, got {type(config).__name__}")
         self.config = config
 
     def arguments(self) -> dict[str, object]:
@@ -125,13 +146,22 @@ class Model(nn.Module):
             head.weight = embedding.weight
         return head
 
-    def _real(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """bool [B, L], False at padding; None where no token is known to be padding."""
+    def _real(self, ids: Tensor, attention_mask: Tensor | None, of: str = "") -> Tensor | None:
+        """bool [B, L], False at padding; None where no token is known to be padding. `of` is the prefix of the names.
+
+        Raises:
+            TypeError, ValueError: they are no ids and no mask of them.
+        """
+        check_tensor(f"{of}input_ids", ids, "integer", ("B", "L"))
         if attention_mask is not None:
+            if not isinstance(attention_mask, Tensor):
+                raise TypeError(f"{of}attention_mask must be a Tensor, got {type(attention_mask).__name__}")
+            if attention_mask.is_floating_point():  # which elsewhere is added to scores: 0 for real tokens
+                got = attention_mask.dtype
+                raise ValueError(f"{of}attention_mask must be bool or integer, True or 1 for real tokens, got {got}")
             if attention_mask.shape != ids.shape:
-                raise ValueError(
-                    f"attention_mask must be {list(ids.shape)} like the ids, got {list(attention_mask.shape)}"
-                )
+                got = list(attention_mask.shape)
+                raise ValueError(f"{of}attention_mask must be {list(ids.shape)} like the ids, got {got}")
             return attention_mask.bool()
         return None if self.config.padding_idx is None else ids != self.config.padding_idx
 
@@ -168,6 +198,7 @@ class SequenceClassifier(Model):
 
     def __init__(self, config: TransformerConfig, num_classes: int) -> None:
         super().__init__(config)
+        check_ints(1, num_classes=num_classes)
         self.num_classes = num_classes
         self.embedding = self._embedding(config.vocab_size)
         self.positions = self._positions()
@@ -186,6 +217,7 @@ class SequenceClassifier(Model):
             attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
         """
         real = self._real(input_ids, attention_mask)
+        _check_not_empty(input_ids)
         positions = _positions_in(input_ids, real)
         x = self._embed(input_ids, positions, self.embedding)
         x = self.encoder(x, src_key_padding_mask=_hidden(real), positions=positions)
@@ -254,6 +286,10 @@ class LanguageModel(Model):
             options: the fields of `GenerationOptions`.
         """
         real = self._real(input_ids, attention_mask)
+        _check_not_empty(input_ids)
+        if real is not None and not real.any(1).all():
+            row = int(real.any(1).int().argmin())
+            raise ValueError(f"input_ids must have a real token in each sample, got only padding in sample {row}")
 
         def begin(max_new_tokens: int) -> Generation:
             length = input_ids.shape[1] + max_new_tokens
@@ -330,7 +366,7 @@ class Seq2SeqModel(Model):
     ) -> Tensor:
         """The input of `head`, [B, T, d_model], 0 at padding; arguments as in `forward`."""
         real = self._real(input_ids, attention_mask)
-        real_target = self._real(decoder_input_ids, decoder_attention_mask)
+        real_target = self._real(decoder_input_ids, decoder_attention_mask, "decoder_")
         positions = _positions_in(decoder_input_ids, real_target)
         return self.decoder(
             self._embed(decoder_input_ids, positions, self.tgt_embedding),
@@ -366,6 +402,7 @@ class Seq2SeqModel(Model):
             options: the fields of `GenerationOptions`.
         """
         real = self._real(input_ids, attention_mask)
+        check_ids(self.head.out_features, decoder_start_token_id=decoder_start_token_id)
 
         def begin(max_new_tokens: int) -> Generation:
             _check_length(self, "max_new_tokens", max_new_tokens)
@@ -405,6 +442,11 @@ def _last_real(x: Tensor, real: Tensor) -> Tensor:
     """The rows [B, E] of x for the last token of each sample that is not padding."""
     last = real.shape[1] - 1 - real.flip(1).int().argmax(dim=1)
     return x[torch.arange(len(x), device=x.device), last]
+
+
+def _check_not_empty(ids: Tensor) -> None:
+    if ids.shape[1] == 0:
+        raise ValueError(f"input_ids must have at least 1 token in each sample, got {list(ids.shape)}")
 
 
 def _check_length(model: Model, what: str, length: int) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .checks import check_tensor
 from .masks import can_look_at
 
 WORTHWHILE = 0.9
@@ -31,6 +32,9 @@ class Packing:
 
     real: Tensor
 
+    def __post_init__(self) -> None:
+        check_tensor("real", self.real, "bool", ("B", "L"))
+
     @cached_property
     def index(self) -> Tensor:
         """int64 [tokens]: the index of each token in the flattened batch. On a GPU the host waits for it."""
@@ -49,12 +53,18 @@ class Packing:
 
     def pack(self, x: Tensor) -> Tensor:
         """[tokens, ...] from [B, L, ...]."""
+        self._check(x, self.real.shape)
         return x.flatten(0, 1).index_select(0, self.index)
 
     def unpack(self, x: Tensor) -> Tensor:
         """[B, L, ...] from [tokens, ...], 0 at padding."""
+        self._check(x, self.index.shape)
         empty = x.new_zeros(self.real.numel(), *x.shape[1:])
         return empty.index_copy_(0, self.index, x).unflatten(0, self.real.shape)
+
+    def _check(self, x: Tensor, shape: torch.Size) -> None:
+        if x.shape[: len(shape)] != shape:
+            raise ValueError(f"x must be [{', '.join(map(str, shape))}, ...], got {list(x.shape)}")
 
 
 def worth_packing(*batches: Tensor | None) -> bool:

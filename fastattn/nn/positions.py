@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .checks import check_ints, check_numbers, check_tensor, checked_index
+
 
 def positions_of(real: Tensor) -> Tensor:
     """The position of each token in its sample, not counting padding.
@@ -24,6 +26,7 @@ def positions_of(real: Tensor) -> Tensor:
         >>> positions_of(torch.tensor([[False, True, True]]))
         tensor([[0, 0, 1]])
     """
+    check_tensor("real", real, "bool", ("B", "L"))
     return (real.cumsum(-1) - 1).clamp(min=0)
 
 
@@ -33,7 +36,7 @@ class TokenEmbedding(nn.Embedding):
     Args:
         num_embeddings: size of the vocabulary.
         d_model: width of the vectors.
-        padding_idx: id of padding, whose vector is 0 and stays so.
+        padding_idx: id of padding, whose vector is 0 and stays so; a negative one counts from the end.
         scaled: multiply by sqrt(d_model), so that positions of size 1 do not drown them (Vaswani et al. 2017, 3.4).
         device, dtype: device and dtype of the weight.
 
@@ -52,6 +55,8 @@ class TokenEmbedding(nn.Embedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_ints(1, num_embeddings=num_embeddings, d_model=d_model)
+        padding_idx = checked_index("padding_idx", padding_idx, num_embeddings)
         self.scale = math.sqrt(d_model) if scaled else 1.0
         super().__init__(num_embeddings, d_model, padding_idx, device=device, dtype=dtype)
 
@@ -70,11 +75,12 @@ class SinusoidalPositions(nn.Module):
     Args:
         d_model: width of the vectors.
         max_length: number of positions.
-        padding_idx: a position that stands for padding, whose vector is 0; None if there is none.
+        padding_idx: a position that stands for padding, whose vector is 0, or a negative one, which counts from the
+            end; None if there is none.
         device, dtype: device and dtype of the table, which is not part of the state_dict.
 
     Raises:
-        ValueError: from `forward` on the CPU, a position is not below `max_length`.
+        ValueError: from `forward`, positions are no integers, or on the CPU one is not below `max_length`.
 
     Sources:
         Vaswani et al., Attention Is All You Need (2017), section 3.5.
@@ -95,6 +101,8 @@ class SinusoidalPositions(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_ints(1, d_model=d_model, max_length=max_length)
+        padding_idx = checked_index("padding_idx", padding_idx, max_length)
         angles = torch.arange(max_length, dtype=torch.float64)[:, None] * _frequencies(d_model, 10000.0)
         table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]
         if padding_idx is not None:
@@ -116,7 +124,7 @@ class LearnedPositions(nn.Embedding):
         device, dtype: device and dtype of the weight.
 
     Raises:
-        ValueError: from `forward` on the CPU, a position is not below `max_length`.
+        ValueError: from `forward`, positions are no integers, or on the CPU one is not below `max_length`.
 
     Example:
         >>> LearnedPositions(8, max_length=512)(torch.arange(3)).shape
@@ -131,6 +139,7 @@ class LearnedPositions(nn.Embedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_ints(1, d_model=d_model, max_length=max_length)
         super().__init__(max_length, d_model, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
@@ -177,6 +186,8 @@ class RotaryPositions(nn.Module):
 
     def __init__(self, head_dim: int, base: float = 10000.0) -> None:
         super().__init__()
+        check_ints(1, head_dim=head_dim)
+        check_numbers("above 0 and finite", lambda x: 0 < x < math.inf, base=base)
         if head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
         self.head_dim, self.base = head_dim, base
@@ -198,8 +209,13 @@ def _frequencies(width: int, base: float) -> Tensor:
 
 
 def _check_positions(positions: Tensor, max_length: int) -> None:
-    """Refuses positions beyond the table, where that needs no synchronisation with a device."""
+    """Refuses what are no positions in the table, as far as that needs no synchronisation with a device."""
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
     if positions.device.type != "cpu" or torch.compiler.is_compiling() or not positions.numel():
         return
-    if (last := int(positions.max())) >= max_length:
+    first, last = map(int, positions.aminmax())
+    if first < 0:
+        raise ValueError(f"positions must be at least 0, got {first}")
+    if last >= max_length:
         raise ValueError(f"positions must be below max_length = {max_length}, got {last}")

@@ -8,6 +8,7 @@ attention. A stack returns 0 at padding, in every mode, as torch's stacks do in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ..spec import Mask
 from .attention import MultiHeadAttention
 from .cache import AttentionCache, KVCache
+from .checks import check_heads, check_ints, check_numbers, check_probability
 from .masks import canonical_mask
 from .packing import Packing, worth_packing
 from .positions import RotaryPositions, Rotation
@@ -34,6 +36,8 @@ def swiglu(x: Tensor) -> Tensor:
     Sources:
         Shazeer, GLU Variants Improve Transformer (2020).
     """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x must be [..., 2 F], got {list(x.shape)}")
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
 
@@ -47,6 +51,7 @@ def make_norm(name: str, d_model: int, eps: float, bias: bool, **where: object) 
     """A norm of the last dimension: "layer" is LayerNorm, "rms" RMSNorm, which has no bias."""
     if name not in NORMS:
         raise ValueError(f"norm must be {_listed(NORMS)}, got {name!r}")
+    check_numbers("at least 0 and finite", lambda x: 0 <= x < math.inf, layer_norm_eps=eps)
     return NORMS[name](d_model, eps=eps, **({"bias": bias} if name == "layer" else {}), **where)
 
 
@@ -56,10 +61,15 @@ class _Layer(nn.Module):
     The residual is x + block(norm(x)) with `norm_first` (pre-norm), and norm(x + block(x)) without (post-norm).
     """
 
+    def _check_sizes(self, d_model: int, nhead: int, dim_feedforward: int, dropout: float) -> None:
+        check_heads(d_model=d_model, nhead=nhead)
+        check_ints(0, dim_feedforward=dim_feedforward)
+        check_probability(dropout=dropout)
+
     def _make_feed_forward(
         self, d_model: int, width: int, dropout: float, activation: Activation, bias: bool, **where: object
     ) -> None:
-        if isinstance(activation, str) and activation not in ACTIVATIONS:
+        if not callable(activation) and activation not in ACTIVATIONS:
             raise RuntimeError(f"activation must be {_listed(ACTIVATIONS)} or a function, got {activation!r}")
         self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
         gated = self.activation is swiglu
@@ -94,7 +104,9 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
     Raises:
         RuntimeError: `activation` is not known.
-        ValueError: `norm` is not known.
+        TypeError: an argument is of another type.
+        ValueError: `norm` is not known, or a number is out of range.
+        AssertionError: `nhead` does not divide `d_model`.
 
     Sources:
         Vaswani et al., Attention Is All You Need (2017), 3.1. Xiong et al., On Layer Normalization in the Transformer
@@ -125,6 +137,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         norm: str = "layer",
     ) -> None:
         nn.Module.__init__(self)  # torch's own would make its parts first
+        self._check_sizes(d_model, nhead, dim_feedforward, dropout)
         where = {"device": device, "dtype": dtype}
         self.self_attn = MultiHeadAttention(
             d_model, nhead, dropout, bias, batch_first=batch_first, num_kv_heads=num_kv_heads, **where
@@ -190,6 +203,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         norm: str = "layer",
     ) -> None:
         nn.Module.__init__(self)  # torch's own would make its parts first
+        self._check_sizes(d_model, nhead, dim_feedforward, dropout)
         where = {"device": device, "dtype": dtype}
         self.self_attn, self.multihead_attn = (
             MultiHeadAttention(
@@ -255,6 +269,9 @@ class _Stack(nn.Module):
             return None
         if positions is None:
             positions = torch.arange(x.shape[-2], device=x.device)
+        *batch, length = positions.shape
+        if length != x.shape[-2] or (batch and batch[0] != 1 and batch != [*x.shape[:-2]]):
+            raise ValueError(f"positions must be {list(x.shape[:-1])} or [{x.shape[-2]}], got {list(positions.shape)}")
         return self.rotary(positions if packing is None else packing.pack(positions.expand(x.shape[:2])))
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -292,6 +309,8 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         *,
         rotary: RotaryPositions | None = None,
     ) -> None:
+        check_ints(1, num_layers=num_layers)
+        _check_rotary(rotary, encoder_layer)
         super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)
         self.enable_nested_tensor = enable_nested_tensor
         self.rotary = rotary
@@ -381,6 +400,8 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         *,
         rotary: RotaryPositions | None = None,
     ) -> None:
+        check_ints(0, num_layers=num_layers)
+        _check_rotary(rotary, decoder_layer)
         super().__init__(decoder_layer, num_layers, norm)
         self.rotary = rotary
 
@@ -526,8 +547,10 @@ class Transformer(nn.Transformer):
             return cls(layer, num_layers, make_norm(norm, d_model, layer_norm_eps, bias, **where), rotary=rotary)
 
         if custom_encoder is None:
+            check_ints(1, num_encoder_layers=num_encoder_layers)
             custom_encoder = stack(TransformerEncoder, TransformerEncoderLayer, num_encoder_layers)
         if custom_decoder is None:
+            check_ints(0, num_decoder_layers=num_decoder_layers)
             custom_decoder = stack(TransformerDecoder, TransformerDecoderLayer, num_decoder_layers)
         super().__init__(
             d_model, nhead, custom_encoder=custom_encoder, custom_decoder=custom_decoder, batch_first=batch_first
@@ -536,6 +559,15 @@ class Transformer(nn.Transformer):
 
 _PACKABLE = {"causal", "real_keys"}
 """The fields of a mask that have the same meaning in a packed batch."""
+
+
+def _check_rotary(rotary: RotaryPositions | None, layer: nn.Module) -> None:
+    if rotary is None:
+        return
+    if not isinstance(rotary, RotaryPositions):
+        raise TypeError(f"rotary must be a RotaryPositions or None, got {type(rotary).__name__}")
+    if isinstance(layer, _Layer) and rotary.head_dim != layer.self_attn.head_dim:
+        raise ValueError(f"rotary must be of head_dim {layer.self_attn.head_dim} like the layer, got {rotary.head_dim}")
 
 
 def _are(cls: type[nn.Module], layers: nn.ModuleList) -> bool:

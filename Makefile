@@ -28,7 +28,7 @@ test: $(INSTALLED)
 
 # Random combinations of everything, 2000 of them, drawn anew each time.
 properties: $(INSTALLED)
-	FASTATTN_PROPERTY_DRAWS=2000 $(BIN)/python -m pytest --timeout=3600 tests/test_properties.py
+	FASTATTN_PROPERTY_DRAWS=2000 $(BIN)/python -m pytest --timeout=3600 tests/backends/test_properties.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -55,18 +55,18 @@ PYPI_CUDA := $(VENV)/cuda
 NVCC ?= $(or $(and $(CUDA_HOME),$(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),$(PYPI_CUDA)/nvidia/cu13/bin/nvcc)
 
 cuda: $(INSTALLED) $(NVCC)
-	$(BIN)/python tests/cuda_compile.py --nvcc $(NVCC) $(CUDA_ARCHS)
+	$(BIN)/python tests/compile_gates/cuda_compile.py --nvcc $(NVCC) $(CUDA_ARCHS)
 
 # With the Triton of constraints.txt; as many at once as there are cores.
 triton: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal \
-	    -m make_triton tests/test_triton.py tests/test_hopper_compile.py
+	    -m make_triton tests/backends/test_triton.py tests/compile_gates/test_hopper_compile.py
 
 # With the Triton of constraints.txt and with these, of 200 MB each.
 TRITONS := $(addprefix build/tritons/,3.6.0 3.8.0 3.9.0)
 
 hopper: $(INSTALLED) $(TRITONS)
-	$(BIN)/python tests/hopper_compile.py --record $(TRITONS)
+	$(BIN)/python tests/compile_gates/hopper_compile.py --record $(TRITONS)
 
 build/tritons/%: | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.unfinished triton==$*
@@ -84,7 +84,7 @@ sanitize: $(NATIVE)/sanitized/kernels_test $(INSTALLED)
 	$(call each_instruction_set,$<,heap)
 	CXX=$(CURDIR)/$(SANITIZING_CXX) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NATIVE) \
 	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/python -m pytest --capture=sys --timeout=1800 tests/test_conformance.py -k native
+	    $(BIN)/python -m pytest --capture=sys --timeout=1800 tests/backends/test_conformance.py -k native
 
 # valgrind knows no AVX-512, and takes fifty times as long. On the heap it sees every byte that is not theirs, and what was
 # never written.
@@ -131,8 +131,8 @@ $(NATIVE)/scaling: benchmarks/scaling.cpp $(KERNELS) $(NATIVE_HEADERS)
 # the others those that reach every branch. A variable that is read before it is written holds no zero by chance, where
 # the compiler can see to that.
 CUDA_MODEL := build/cuda_model
-CUDA_MODEL_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh tests/cuda_model/*.h tests/native/*.h)
-CUDA_MODEL_FLAGS := -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -Itests/cuda_model \
+CUDA_MODEL_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh tests/gpu_models/cuda_model/*.h tests/native/*.h)
+CUDA_MODEL_FLAGS := -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -Itests/gpu_models/cuda_model \
     $(shell g++ -ftrivial-auto-var-init=pattern -E -x c++ /dev/null >/dev/null 2>&1 && echo -ftrivial-auto-var-init=pattern)
 CUDA_MODEL_BUILDS := 75 80 80-sanitized
 
@@ -143,7 +143,7 @@ cuda-model-test: $(foreach build,$(CUDA_MODEL_BUILDS),$(addprefix $(CUDA_MODEL)/
 
 # $(1): one of the builds, $(2): its compiler
 define cuda_model_build
-$(CUDA_MODEL)/$(1)/%.o: tests/cuda_model/%.cpp $(CUDA_MODEL_HEADERS)
+$(CUDA_MODEL)/$(1)/%.o: tests/gpu_models/cuda_model/%.cpp $(CUDA_MODEL_HEADERS)
 	@mkdir -p $$(@D)
 	$(2) $(CUDA_MODEL_FLAGS) -c $$< -o $$@
 

@@ -22,7 +22,7 @@ from .supervisor import Suite, run
 STAGES = ("truth", "bench", "hopper", "cuda")
 OLDER = "7.5+PTX"  # the code for GPUs without bf16, which newer ones compile for themselves
 ONLY = {"hopper": "hopper", "cuda": "native"}  # the backend that a stage is about; other stages are about all
-_TESTS = tuple(f"tests/test_{name}.py" for name in ("conformance", "truth", "streams_and_graphs", "triton"))
+_TESTS = tuple(f"tests/backends/test_{name}.py" for name in ("conformance", "truth", "streams_and_graphs", "triton"))
 _FOR_OTHER_GPUS = "test_kernels_compile_and_fit"  # for those that are not there
 _DRY_TESTS = "(plain-torch.bfloat16 or one-query-torch.float16 or test_case_of_pytorch_196678)"
 _DRY_LIMIT_S = 400.0  # a CPU has other work too

@@ -36,7 +36,7 @@ class ForwardConfig(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "persistent"} | {"num_warps": 4}
 
 
-# What each of these kernels takes is printed by `python tests/hopper_record.py`.
+# What each of these kernels takes is printed by `python tests/compile_gates/hopper_record.py`.
 _FORWARD = {  # larger head dim -> configuration
     64: ForwardConfig(2, 128, 3, 2, False, 232, 40, 168, True),  # untuned
     128: ForwardConfig(2, 128, 2, 2, False, 240, 24, 168, True),  # untuned

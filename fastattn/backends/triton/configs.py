@@ -2,8 +2,8 @@
 
 None was measured on a GPU yet. All were chosen by compiling: the comments say how many registers a thread takes with no
 mask and with the worst one (causal, padded keys and queries), when Triton 3.7.1 compiles for that GPU; tests print the
-same with `python tests/triton_compile.py 90`. No line of 16 bits spills with it, and none with any one feature more;
-those of fp32 spill at most 32 bytes.
+same with `python tests/compile_gates/triton_compile.py 90`. No line of 16 bits spills with it, and none with any one
+feature more; those of fp32 spill at most 32 bytes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,392 @@
+"""The Triton backend: its twin of the mask, its refusals, and its kernels compiled for GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton_compile import HOT, PARTS, WITH_WEIGHTS
+
+import fastattn
+from fastattn.backends import triton as backend
+from fastattn.backends.triton.configs import config_for
+from fastattn.backends.triton.dropout import dropout, kept
+from fastattn.backends.triton.rules import rules_of
+from fastattn.backends.triton.scores import tanh
+from fastattn.backends.triton.tiles import dot_precision
+from fastattn.backends.triton.visibility import (
+    as_column,
+    as_row,
+    hide,
+    key_range,
+    key_tokens,
+    position_of_first_query,
+    query_range,
+    query_tokens,
+    real_spans,
+    shown,
+    visibility,
+)
+from fastattn.spec import Mask, Spec
+from fastattn.testing import CASES, assert_right, make_inputs, run
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+B, N_Q, N_K, BLOCK_M, BLOCK_N = 2, 20, 30, 8, 8
+TILES_Q, TILES_K = triton.cdiv(N_Q, BLOCK_M), triton.cdiv(N_K, BLOCK_N)
+
+
+@triton.jit
+def twin_kernel(kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes what `hide`, `key_range` and `query_range` say of one sample."""
+    i_b = tl.program_id(0)
+    q_offset = position_of_first_query(visible, i_b)
+    n_tiles_q, n_tiles_k = tl.cdiv(n_q, BLOCK_M), tl.cdiv(n_k, BLOCK_N)
+    for i_m in tl.range(0, n_tiles_q):
+        begin, full_begin, full_end, end = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        p_range = key_ranges + (i_b * n_tiles_q + i_m) * 4
+        tl.store(p_range, begin)
+        tl.store(p_range + 1, full_begin)
+        tl.store(p_range + 2, full_end)
+        tl.store(p_range + 3, end)
+        queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
+        for i_n in tl.range(0, n_tiles_k):
+            keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+            m_dense = shown(queries, keys, i_b, 0, visible, QUERIES_DOWN=True)
+            pairs = as_column(queries), as_row(keys), i_b, 0, n_q, n_k
+            b_kept = hide(tl.full([BLOCK_M, BLOCK_N], 1, tl.int32), 0, True, m_dense, pairs, visible)
+            p_row = kept + (i_b * n_tiles_q * BLOCK_M + queries[0][:, None]) * (n_tiles_k * BLOCK_N)
+            tl.store(p_row + keys[0][None, :], b_kept != 0)
+    for i_n in tl.range(0, n_tiles_k):
+        begin, full_begin, full_end, end = query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+        p_range = query_ranges + (i_b * n_tiles_k + i_n) * 4
+        tl.store(p_range, begin)
+        tl.store(p_range + 1, full_begin)
+        tl.store(p_range + 2, full_end)
+        tl.store(p_range + 3, end)
+
+
+def padding(pattern: str | None, n: int, seed: int = 0) -> torch.Tensor | None:
+    """bool [B, n] with another length for each sample, on DEVICE."""
+    lengths, index = torch.tensor([[n // 3], [n - 2]]), torch.arange(n)
+    patterns = {
+        "right": index < lengths,
+        "left": index >= n - lengths,
+        "both": (index >= 2) & (index < lengths),
+        "holes": torch.rand(B, n, generator=torch.Generator().manual_seed(seed)) < 0.8,
+        "none": (index < 0) | (torch.arange(B)[:, None] == 1),
+    }
+    return None if pattern is None else patterns[pattern].to(DEVICE)
+
+
+def documents(pattern: str | None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids [B, N_Q] and [B, N_K], other ones for each sample, on DEVICE; some tokens belong to none."""
+    if pattern is None:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    ids = tuple(torch.randint(-1, 3, (B, n), generator=generator) for n in (N_Q, N_K))
+    return tuple((x.sort(dim=-1).values if pattern == "packed" else x).to(DEVICE) for x in ids)
+
+
+def ranges_of(mask: Mask, n_q: int, n_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `twin_kernel` says of a mask: the pairs that it does not hide, key ranges and query ranges."""
+    tiles_q, tiles_k = triton.cdiv(n_q, BLOCK_M), triton.cdiv(n_k, BLOCK_N)
+    kept = torch.empty(B, tiles_q * BLOCK_M, tiles_k * BLOCK_N, dtype=torch.bool, device=DEVICE)
+    key_ranges = torch.empty(B, tiles_q, 4, dtype=torch.int32, device=DEVICE)
+    query_ranges = torch.empty(B, tiles_k, 4, dtype=torch.int32, device=DEVICE)
+    visible = visibility(mask, n_q, n_k).in_tiles(BLOCK_M)
+    twin_kernel[(B,)](kept, key_ranges, query_ranges, visible, n_q, n_k, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    return kept, key_ranges, query_ranges
+
+
+def tiled(pairs: torch.Tensor) -> torch.Tensor:
+    """[B, TILES_Q, TILES_K, BLOCK_M, BLOCK_N] of a bool [B, TILES_Q * BLOCK_M, TILES_K * BLOCK_N]."""
+    return pairs.unflatten(2, (TILES_K, BLOCK_N)).unflatten(1, (TILES_Q, BLOCK_M)).transpose(2, 3)
+
+
+def padded(rows: torch.Tensor, n_tiles: int, block: int) -> torch.Tensor:
+    """bool [B, n_tiles * block]: `rows` [B, n], and False for what lies beyond them."""
+    return torch.nn.functional.pad(rows, (0, n_tiles * block - rows.shape[1]))
+
+
+def in_range(ranges: torch.Tensor, n_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [B, tiles, n_tiles]: which tiles are visited, and which are called full."""
+    begin, full_begin, full_end, end = ranges[..., None].unbind(2)
+    i = torch.arange(n_tiles, device=ranges.device)
+    return (begin <= i) & (i < end), (full_begin <= i) & (i < full_end)
+
+
+@pytest.mark.parametrize("q_offset", [0, 1, 6, -11, 40, (5, -3)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["any order", "causal"])
+def test_keep_and_ranges_are_twins_of_the_mask(causal, q_offset):
+    """Each visible pair lies in a visited tile, each pair of a full tile is visible, and no other tile is visited."""
+    start = torch.tensor(q_offset, device=DEVICE) if isinstance(q_offset, tuple) else q_offset
+    windows = [(None, None), (0, 0), (6, None), (None, 6), (9, 5)]  # one off moves the edge of a tile
+    keys, queries = [None, "right", "left", "both", "holes", "none"], [None, "right", "left", "holes", "none"]
+    every = list(itertools.product(windows, keys, queries, [None, None, "packed", "any order"]))
+    for window, keys_pattern, queries_pattern, documents_pattern in random.Random(0).sample(every, 20):
+        mask = Mask(
+            causal,
+            start,
+            window,
+            padding(keys_pattern, N_K),
+            padding(queries_pattern, N_Q, seed=1),
+            documents(documents_pattern),
+        )
+        kept, key_ranges, query_ranges = ranges_of(mask, N_Q, N_K)
+        expected = torch.zeros_like(kept)
+        expected[:, :N_Q, :N_K] = mask.keep(N_Q, N_K, DEVICE)[:, 0]
+        assert torch.equal(kept, expected)
+
+        everything = torch.ones(B, max(N_Q, N_K), dtype=torch.bool, device=DEVICE)
+        real_queries, real_keys = mask.readable_queries(), mask.readable_keys()
+        real_queries = everything[:, :N_Q] if real_queries is None else real_queries
+        real_keys = everything[:, :N_K] if real_keys is None else real_keys
+        # A full tile may hold rows that are not real on the side that the program owns: those are never written.
+        excused_queries = ~padded(real_queries, TILES_Q, BLOCK_M)[:, :, None]
+        excused_keys = ~padded(real_keys, TILES_K, BLOCK_N)[:, None, :]
+        if documents_pattern is not None:  # queries that are not real may be there too: their lse makes every weight 0
+            excused_keys = excused_keys | excused_queries
+        seen = tiled(expected).any((-1, -2))
+        for visited, full, excused in (
+            (*in_range(key_ranges, TILES_K), excused_queries),
+            (*(tiles.mT for tiles in in_range(query_ranges, TILES_Q)), excused_keys),
+        ):
+            all_seen = tiled(expected | excused).all(-1).all(-1)
+            assert (visited | ~seen).all(), "a visible pair is skipped"
+            assert (all_seen | ~full).all(), "a full tile hides a pair"
+            if documents_pattern is None and "holes" not in (keys_pattern, queries_pattern):
+                assert torch.equal(visited, seen), "a tile without a visible pair is visited"
+                assert torch.equal(full, all_seen & seen), "a tile without a hidden pair is not called full"
+
+
+@pytest.mark.parametrize("n", [1, 40, 4096, 4097, 9000])  # 4096 at a time
+def test_where_real_tokens_begin_and_end_and_where_the_first_hole_is(n):
+    index = torch.arange(n)
+    ends = [(0, n), (0, 0), (0, n // 2), (n // 3, n), (n // 3, n - 1), (n - 1, n), (n // 2, n // 2 + 1)]
+    rows = [(begin <= index) & (index < end) for begin, end in ends]
+    rows += [row & (index != hole) for row in rows for hole in (0, n // 3 + 1, n - 2, n - 1)]
+    spans = []
+    for row in rows:
+        real = row.nonzero().flatten().tolist()
+        first, end = (real[0], real[-1] + 1) if real else (n, 0)
+        spans.append([first, next((i for i in range(first, n) if not row[i]), n), end])
+    assert real_spans(torch.stack(rows).to(DEVICE)).tolist() == spans
+
+
+@pytest.mark.parametrize("start", [2**29 + 3, 2**31 - 1, 2**40, 2**62, -(2**29) - 3, -(2**31), -(2**40)])
+@pytest.mark.parametrize("documents_pattern", [None, "packed"])
+def test_starts_beyond_32_bits(start, documents_pattern):
+    """Causal, also from a tensor; and windows that end among the keys, although the queries are far from them."""
+    window, as_tensor = (start - 2, None) if start > 0 else (None, -start - 2), torch.tensor([start] * B, device=DEVICE)
+    segment_ids = documents(documents_pattern)
+    for mask in (Mask(True, start), Mask(True, as_tensor), Mask(False, start, window)):
+        mask = dataclasses.replace(mask, segment_ids=segment_ids)
+        kept, key_ranges, _ = ranges_of(mask, N_Q, N_K)
+        expected = torch.zeros_like(kept)
+        expected[:, :N_Q, :N_K] = mask.keep(N_Q, N_K, DEVICE)[:, 0]
+        assert torch.equal(kept, expected)
+        visited, _ = in_range(key_ranges, TILES_K)
+        assert (visited | ~tiled(expected).any((-1, -2))).all(), "a visible pair is skipped"
+
+
+@pytest.mark.parametrize("shape", [(B, 1, N_Q, N_K), (N_Q, N_K), (B, 1, 1, N_K), (N_Q, 1), ()], ids=str)
+def test_dense_masks_of_every_shape(shape):
+    dense = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.7).to(DEVICE)
+    mask = Mask(causal=True, q_offset=5, real_keys=padding("holes", N_K), dense=dense)
+    kept = ranges_of(mask, N_Q, N_K)[0]
+    assert torch.equal(kept[:, :N_Q, :N_K], mask.keep(N_Q, N_K, DEVICE)[:, 0])
+    assert not kept[:, N_Q:].any()
+    assert not kept[:, :, N_K:].any()
+
+
+def test_tiles_of_which_a_dense_mask_shows_nothing_are_not_read():
+    """NaN stands there, which a weight of 0 would not hide."""
+    n, half = 256, 128  # half is a multiple of every tile
+    dense = torch.zeros(n, n, dtype=torch.bool, device=DEVICE)
+    dense[:half, :half] = True
+    q, k, v, do = torch.randn(4, 1, 1, n, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for x in (q, k, v, do):
+        x[:, :, half:] = float("nan")
+    bias = torch.zeros(n, n, device=DEVICE, requires_grad=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o = fastattn.attention(*leaves, Mask(dense=dense), bias=bias, backend="triton")
+    for x in (o, *torch.autograd.grad(o, leaves, do, retain_graph=True)):
+        assert x[:, :, :half].isfinite().all()
+        assert (x[:, :, half:] == 0).all()
+    (dbias,) = torch.autograd.grad(o, [bias], do)
+    assert dbias.isfinite().all()
+    assert (dbias[~dense] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["any order", "causal"])
+def test_documents_that_fill_their_tiles_visit_no_other(causal):
+    """Lengths of 2, 1 and 3 tiles, then one of padding: just the blocks on the diagonal, and no edge but causal's."""
+    tile = torch.tensor([0, 0, 1, 2, 2, 2, -1], device=DEVICE)
+    ids = tile.repeat_interleave(BLOCK_M).expand(B, -1)
+    _, key_ranges, query_ranges = ranges_of(Mask(causal=causal, segment_ids=(ids, ids)), ids.shape[1], ids.shape[1])
+    seen = (tile[:, None] == tile) & (tile >= 0)
+    order = torch.arange(len(tile), device=DEVICE)
+    behind = order[:, None] - order
+    full = seen & (behind > 0) if causal else seen
+    seen = seen & (behind >= 0) if causal else seen
+    for actual, expected in (
+        (in_range(key_ranges, len(tile)), (seen, full)),
+        (in_range(query_ranges, len(tile)), (seen.mT, full.mT)),
+    ):
+        for tiles, right in zip(actual, expected, strict=True):
+            assert torch.equal(tiles, right.expand(B, -1, -1))
+
+
+@triton.jit
+def kept_kernel(result, dropout, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes what `kept` says of one head."""
+    i_b, i_h, o_q = tl.program_id(0), tl.program_id(1), tl.arange(0, n_q)
+    for i_n in tl.range(0, n_k // BLOCK_N):
+        p_row = result + ((i_b * tl.num_programs(1) + i_h) * n_q + o_q[:, None]) * n_k
+        o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(p_row + o_k[None, :], kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N))
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("seed", [0, -1, 2**40 + 7])
+def test_dropout_keeps_what_the_spec_says(p, seed):
+    shape = (2, 3, 16, 64)
+    spec = Spec(Mask(), 1.0, dropout_p=p, seed=torch.tensor(seed, device=DEVICE))
+    actual = torch.empty(shape, dtype=torch.bool, device=DEVICE)
+    kept_kernel[shape[:2]](actual, dropout(spec), n_q=shape[2], n_k=shape[3], BLOCK_N=16)
+    assert torch.equal(actual, spec.dropout_keep(*shape))
+
+
+def test_sinks_count_where_the_rounding_of_a_large_lse_is_made_good():
+    case = dataclasses.replace(next(case for case in CASES if case.name == "sinks"), scale=5.0)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    inputs.options["sinks"] += 30.0
+    outputs = run(inputs, "triton")
+    assert outputs["lse"].max() > 16.0  # in nats, so more in bits
+    assert_right(inputs, outputs)
+
+
+@triton.jit
+def tanh_kernel(x, y, n: tl.constexpr):
+    tl.store(y + tl.arange(0, n), tanh(tl.load(x + tl.arange(0, n))))
+
+
+def test_tanh_is_exact_to_a_few_units_everywhere():
+    tail = torch.tensor([0.0, 0.625, 88.0, 1e4, float("inf")])
+    x = torch.cat([torch.logspace(-30, 2, 251), tail])
+    x = torch.cat([x, -x]).to(DEVICE)
+    y = torch.empty_like(x)
+    tanh_kernel[(1,)](x, y, n=len(x))
+    exact = x.double().tanh()
+    assert ((y - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact.abs()).all()
+    x.fill_(float("nan"))
+    tanh_kernel[(1,)](x, y, n=len(x))
+    assert y.isnan().all()
+
+
+def test_fp32_is_multiplied_exactly_unless_torch_is_told_otherwise():
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert dot_precision() == "ieee"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert dot_precision() == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def objections(shape=(1, 1, 4, 16), d_v=16, dtype=torch.float32, mask=None, **terms) -> list[str]:
+    q = torch.empty(shape, dtype=dtype)
+    return backend.unsupported(q, q, q.new_empty(*shape[:3], d_v), Spec(mask or Mask(), 1.0, **terms))
+
+
+def test_refusals_are_sentences(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert objections() == []
+    assert objections(dtype=torch.float64) == ["needs float32, float16 or bfloat16, got float64"]
+    assert objections((1, 1, 4, 257)) == ["takes head dims up to 256, got 257 for q and k"]
+    assert objections(d_v=300) == ["takes head dims up to 256, got 300 for v"]
+    slopes = {"alibi_slopes": torch.ones(1)}
+    assert objections(mask=Mask(q_offset=2**29), **slopes) == []
+    assert objections(mask=Mask(q_offset=-(2**29) - 1)) == []
+    expected = "counts ALiBi distances from a q_offset of at most 2^29, got -536870913"
+    assert objections(mask=Mask(q_offset=-(2**29) - 1), **slopes) == [expected]
+    assert backend.by_name_only(torch.device("cpu")) == "interprets its kernels on the CPU, which is for tests"
+    assert backend.by_name_only(torch.device("cuda")) is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert objections() == ["runs on the CPU only in Triton's interpreter, with TRITON_INTERPRET=1"]
+
+
+def test_old_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for capability, expected in (((9, 0), []), ((8, 0), []), ((7, 5), ["7.5"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
+        refusals = backend._device_objections(torch.device("cuda"))
+        assert [sentence.rpartition(" ")[2] for sentence in refusals] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_each_heavy_term_takes_from_the_tiles(capability, dtype, monkeypatch):
+    seed = torch.tensor(0)
+    terms = [{"sinks": torch.ones(1)}, {"softcap": 1.0}, {"softcap": 1.0, "dropout_p": 0.5, "seed": seed}]
+    heavy_terms = [rules_of(Spec(Mask(causal=True), 1.0, **term), 4, 4).heavy_terms for term in terms]
+    assert heavy_terms == [0, 1, 2]
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    q, smaller = torch.empty(1, dtype=dtype), [0, 0]
+    for kernel, D in itertools.product(("forward", "rows", "dk_dv", "dq", "dbias", "top_keys"), (64, 128, 256)):
+        tiles = [config_for(kernel, q, D, n) for n in (0, 1, 2, 5)]
+        scores = [tile.BLOCK_M * tile.BLOCK_N / tile.num_warps for tile in tiles]  # that a warp holds
+        assert scores == sorted(scores, reverse=True)
+        assert tiles[2] == tiles[3]
+        smaller = [n + (tiles[i] != tiles[i + 1]) for i, n in enumerate(smaller)]
+    assert smaller[0] > 0 or dtype == torch.float32
+    assert smaller[1] > 0
+
+
+# What sm_86, sm_89 and sm_120 have, which use the tiles of sm_80; sm_90; sm_100
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+PLAIN = ("plain", "causal", "keys")
+OWN_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("arch", "part"),
+    [pytest.param(*of, marks=[pytest.mark.make_triton] if of[1] == "rest" else []) for of in PARTS],
+)
+def test_kernels_compile_and_fit_and_hot_ones_use_tensor_cores_and_do_not_spill(arch, part, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, Path(sys.modules["triton_compile"].__file__), str(arch), "--part", part, "--json"]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    rows = [json.loads(line) for line in printed.splitlines()]
+    of_weights = {"weights_kernel", "received_kernel", "top_keys_kernel"}
+    with_products = {"forward_kernel", "dk_dv_kernel", "dq_kernel", "dbias_kernel"}
+    for D, dtype, call in PARTS[arch, part]:
+        name = str(dtype).removeprefix("torch.")
+        kernels = {r["kernel"] for r in rows if (r["D"], r["dtype"], r["call"]) == (D, name, call)}
+        assert with_products - {"dbias_kernel"} | {"rows_kernel"} <= kernels
+        assert ("dbias_kernel" in kernels) == (call in ("bias", "everything"))
+        known = of_weights if (D, dtype, call) in WITH_WEIGHTS else set()
+        assert kernels & of_weights == (known & {"weights_kernel"} if call == "dropout" else known)
+    for row in rows:
+        if (row["D"], getattr(torch, row["dtype"]), row["call"]) in HOT:
+            assert row["stack"] == 0, f"spills: {row}"
+        assert row["shared"] <= SHARED_MEMORY[arch], f"does not fit: {row}"
+        with_matrices = row["kernel"] in with_products | of_weights and row["dtype"] != "float32"  # exact fp32 has none
+        assert (row["in_loops"] > 0) == with_matrices, row
+        if with_matrices and row["kernel"] in with_products and row["D"] < 256 and row["call"] in PLAIN:
+            # On sm_100, which uses the tiles of sm_80, one of them is too narrow for its own instruction.
+            narrow = (arch, row["kernel"], row["D"]) == (100, "dk_dv_kernel", 64)
+            assert row["instruction"] == ("mma.sync" if narrow else OWN_INSTRUCTION[arch]), row

@@ -1,0 +1,275 @@
+"""The benchmarks: nothing wrong is timed, nobody is left out without a reason, and the figures mean what they say."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends import BACKENDS
+from fastattn.bench import cases, report, rivals, run, timing
+from fastattn.testing import CASES, Case
+
+TINY = Case("tiny-both", "small enough for a test", B=3, H=2, n_q=20, D=8, causal=True, keys="right", timed="standard")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hurried():
+    """One thread and few short samples: these tests read no figures."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "SAMPLE_S", 1e-5)
+        yield
+    torch.set_num_threads(threads)
+
+
+def job(level="attention", timed="forward", case=TINY):
+    return cases.Job(level, case, "fp32", timed)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Every level and pass of the tiny case."""
+    groups = [run.measure(job(level, timed), "cpu", 0.0) for level in cases.LEVELS for timed in cases.PASSES]
+    return [row for group in groups for row in group]
+
+
+@pytest.fixture(scope="module")
+def measured(rows):
+    return report.Report.of(rows, "cpu")
+
+
+def named(rows, contender, level="attention", timed="forward"):
+    (row,) = (r for r in rows if (r.contender, r.job.level, r.job.timed) == (contender, level, timed))
+    return row
+
+
+@pytest.mark.parametrize("timed", cases.PASSES)
+def test_rivals_stand_next_to_every_backend(rows, timed):
+    contenders = {row.contender for row in rows if row.job == job(timed=timed)}
+    assert contenders == {"naive", "SDPA math", "SDPA flash"} | {f"fastattn {backend.NAME}" for backend in BACKENDS}
+    layers = [row for row in rows if row.job == job("layer", timed)]
+    assert {row.contender for row in layers} == {"fastattn.MultiHeadAttention", "torch.nn.MultiheadAttention"}
+
+
+def test_right_rows_are_timed_and_fastest_first(rows):
+    for level in cases.LEVELS:
+        for timed in cases.PASSES:
+            right = [row for row in rows if row.job == job(level, timed) and row.verdict == "right"]
+            medians = [row.timing.median for row in right]
+            assert len(right) >= 2
+            assert medians == sorted(medians)
+            fastest = min(row.timing.median for row in right if row.family == "torch")
+            assert [row.speedup for row in right] == pytest.approx([fastest / median for median in medians])
+
+
+def test_a_refusal_is_a_row_with_the_backends_own_sentence(rows):
+    row = named(rows, "fastattn triton")
+    assert (row.verdict, row.timing) == ("n/a", None)
+    q = torch.zeros(1, 1, 2, 8)
+    assert row.note == "; ".join(fastattn.explain(q, q, q).objections["triton"])
+    assert row.note != ""
+    assert not row.failed
+
+
+@pytest.mark.parametrize("timed", cases.PASSES)
+def test_a_wrong_backend_is_not_timed(monkeypatch, timed):
+    right = fastattn.attention
+    monkeypatch.setattr(fastattn, "attention", lambda *args, **options: right(*args, **options) * 1.001)
+    row = named(run.measure(job(timed=timed), "cpu", 0.0), "fastattn reference", timed=timed)
+    assert (row.verdict, row.timing, row.speedup, row.failed) == ("wrong", None, None, True)
+    assert {"forward": "o: max error", "backward": "dq: max error"}[timed] in row.note
+
+
+def test_a_backend_that_fails_where_it_did_not_object_is_wrong(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("out of luck\nand a long story")
+
+    monkeypatch.setattr(fastattn, "attention", broken)
+    row = named(run.measure(job(), "cpu", 0.0), "fastattn reference")
+    assert (row.verdict, row.note, row.failed) == ("wrong", "out of luck", True)
+
+
+def test_a_wrong_rival_is_shown_and_not_the_one_to_beat(monkeypatch):
+    right = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **options: right(*args, **options) * torch.nan,
+    )
+    timed = run.measure(job(), "cpu", 0.0)
+    flash, ours = named(timed, "SDPA flash"), named(timed, "fastattn reference")
+    assert (flash.verdict, flash.timing, flash.failed) == ("wrong", None, False)
+    assert "max error nan" in flash.note
+    assert (ours.verdict, ours.speedup) == ("right", None)
+
+
+def test_a_rivals_refusal_is_its_own_sentence():
+    q = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(rivals.RefusalError, match="the sizes do not fit"):
+        rivals.Contender("r", "torch", lambda: refuse("the sizes do not fit"), {}, q).trial("forward")
+
+
+def refuse(why):
+    raise RuntimeError(f"{why}\nmore")
+
+
+def test_visible_pairs_are_the_useful_ones():
+    inputs = cases.make_inputs(TINY, torch.float32)
+    lengths = inputs.mask.real_keys.sum(1).tolist()
+    assert len(set(lengths)) > 1
+    by_hand = sum(min(i + 1, length) for length in lengths for i in range(TINY.n_q)) * TINY.H
+    assert cases.visible_pairs(inputs) == by_hand
+    problem = cases.make_problem(job(timed="backward"), "cpu")
+    assert problem.flops == 2.5 * 4 * by_hand * TINY.D
+    unmasked = Case("plain", "", B=3, H=2, n_q=5, n_k=7, D=8)
+    assert cases.visible_pairs(cases.make_inputs(unmasked, torch.float32)) == 3 * 2 * 5 * 7
+
+
+def test_padding_of_the_timed_cases_is_padding():
+    for case in CASES:
+        if case.timed and case.timed != "gpu" and case.keys:
+            assert not cases.make_inputs(case, torch.float32).mask.real_keys.all(), case
+
+
+def test_heads_are_independent_in_every_timed_case():
+    """What lets the oracle take one head at a time; under dropout it takes all."""
+    for case in CASES:
+        if case.timed and case.timed != "gpu" and case.name != "L512-dropout":
+            assert (case.H_kv, case.dense, case.bias, case.alibi, case.sinks, case.dropout_p) == (
+                None,
+                False,
+                None,
+                False,
+                False,
+                0,
+            )
+
+
+class Clock:
+    """time.perf_counter, where only naps take time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def nap(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_rounds_go_there_and_back(clock):
+    seen = []
+    calls = {name: timing.Call(lambda name=name: (seen.append(name), clock.nap(1))) for name in "abc"}
+    timings = timing.interleave(calls, 0.0, "cpu")
+    assert "".join(seen) == "abc" + "abc" + "cba" + "abc"  # the first round only estimates
+    assert {len(t.seconds) for t in timings.values()} == {timing.MIN_ROUNDS}
+
+
+def test_short_calls_are_repeated_and_the_budget_is_kept(clock, monkeypatch):
+    monkeypatch.setattr(timing, "SAMPLE_S", 0.01)
+    calls = {"short": timing.Call(lambda: clock.nap(0.001)), "long": timing.Call(lambda: clock.nap(0.09))}
+    timings = timing.interleave(calls, 1.0, "cpu")
+    assert {name: t.repetitions for name, t in timings.items()} == {"short": 10, "long": 1}
+    assert {name: t.median for name, t in timings.items()} == pytest.approx({"short": 0.001, "long": 0.09})
+    assert {len(t.seconds) for t in timings.values()} == {10}  # of 0.1 s each
+
+
+def test_statistics():
+    taken = timing.Timing((5.0, 1.0, 2.0, 4.0, 3.0), 1)
+    assert (taken.median, taken.percentile(25), taken.percentile(75)) == (3.0, 2.0, 4.0)
+
+
+def test_peak_memory_sees_what_is_freed_again():
+    def call():
+        return torch.zeros(3 * 2**18).sum() + torch.zeros(2**18).sum()  # 3 MiB, freed, then 1 MiB
+
+    assert timing.peak_bytes(timing.Call(call), "cpu") == pytest.approx(3 * 2**20, rel=0.01)
+
+
+def test_json_holds_every_row_and_sample(measured):
+    document = json.loads(report.as_json(measured))
+    assert document["schema"] == report.SCHEMA
+    assert set(document) == {"schema", "date", "device", "machine", "versions", "method", "rows"}
+    assert len(document["rows"]) == len(measured.rows)
+    for row, written in zip(measured.rows, document["rows"], strict=True):
+        assert (written["contender"], written["verdict"]) == (row.contender, row.verdict)
+        if row.verdict == "right":
+            assert len(written["time_ms"]["samples"]) == len(row.timing.seconds)
+            assert written["time_ms"]["median"] == pytest.approx(row.timing.median * 1e3, rel=1e-4)
+            assert written["gflops"] > 0
+        else:
+            assert written["note"]
+            assert written["time_ms"] is None
+    assert document["rows"][0]["shape"] == {"B": 3, "H": 2, "H_kv": 2, "n_q": 20, "n_k": 20, "D": 8, "d_v": 8}
+
+
+def test_plain_table_names_every_row(measured, capsys):
+    report.print_table(measured)
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    for row in measured.rows:
+        assert str(row.job) in text
+        assert row.note in text
+    median = f"{named(measured.rows, 'naive').timing.median * 1e3:.3g}"
+    (line,) = (x for x in text.split("\n\n")[1].splitlines() if x.split()[0] == "naive")
+    assert line.split()[1] == median
+
+
+def test_picture_is_drawn(tmp_path, measured):
+    matplotlib = pytest.importorskip("matplotlib.image")
+    drawable = [
+        dataclasses.replace(row, contender="fastattn native") if row.family == "fastattn" else row
+        for row in measured.rows
+    ]
+    path = tmp_path / "speed-up.png"
+    report.plot(dataclasses.replace(measured, rows=drawable), path)
+    pixels = matplotlib.imread(path)
+    assert pixels.shape[0] > 300
+    panels = pixels[: int(0.8 * len(pixels))]  # the legend below has the colour too
+    blue = (panels[..., 2] > 0.5) & (panels[..., 0] < 0.2)
+    assert blue.sum() > 100  # the marks of the first series
+
+
+def test_nothing_to_draw_is_an_error(tmp_path, measured):
+    rivals_only = [row for row in measured.rows if row.family != "fastattn"]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        report.plot(dataclasses.replace(measured, rows=rivals_only), tmp_path / "empty.png")
+
+
+def test_words_choose_jobs():
+    chosen = cases.jobs(["fp32", "bf16"], words="attention L512-pad bf16")
+    assert [str(job) for job in chosen] == ["attention L512-pad bf16 forward", "attention L512-pad bf16 backward"]
+    quick = cases.jobs(["fp32"], quick=True)
+    assert {job.level for job in quick} == set(cases.LEVELS)
+    assert len(quick) < len(cases.jobs(["fp32"]))
+    assert {job.case.timed for job in cases.jobs(list(cases.DTYPES))} == {"standard"}
+
+
+def test_the_pytest_benchmarks_run_each_contender_of_a_case():
+    root = Path(__file__).parents[2]
+    chosen = ["-k", "L128-none and fp32 and forward", "--benchmark-disable", "-p", "no:cacheprovider", "-q", "-rs"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "benchmarks", *chosen],
+        cwd=root,
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},  # two threads wait long on a busy machine
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    contenders = len(rivals.names("attention", "cpu")) + len(rivals.names("layer", "cpu"))
+    assert f"{contenders - 2} passed, 2 skipped" in done.stdout
+    assert "n/a: needs an NVIDIA GPU, got cpu" in done.stdout
+    assert "n/a: interprets its kernels on the CPU" in done.stdout

@@ -1,0 +1,191 @@
+"""Record of the resources that the Hopper kernels took on every Triton, and of the sources that were compiled.
+
+`python tests/compile_gates/hopper_record.py` prints the table of docs/hopper.md. With `--is-current` it prints nothing,
+and fails where the kernels are no longer those of the record: `make hopper` compiles them anew and writes it. Needs
+Python alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import io
+import json
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = Path(__file__).with_name("hopper_compiled.json")
+_BACKENDS = Path(__file__).parents[2] / "fastattn" / "backends"
+TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+_PRODUCTS = {  # of a step with the head dim, in units of 16 that are summed over: the matrix instructions of the loop
+    "forward_kernel": {64: 12, 128: 16, 256: 20},
+    "dk_dv_kernel": {64: 16, 128: 24, 256: 36},
+    "dk_dv_kernel, 2": {256: 20},
+    "dq_kernel": {64: 16, 128: 24, 256: 36},
+    "fused_kernel": {64: 40, 128: 32},
+}
+_MOST_EXPOSED = {"forward_kernel": 0, "dk_dv_kernel": 0, "dq_kernel": 16, "fused_kernel": 0}
+"""Exponentials of a step that may run while no matrix product is under way, of 32 to 64 for each thread.
+
+Not of `fused_kernel` where there is padding: what would keep them beside products spills there.
+"""
+_SPILLING = ("3.8.0", "3.9.0")
+"""Tritons that spill a little more, though not in what most steps take."""
+_MOST_SHARED = 227 * 1024
+"""Bytes that a block of threads can have on sm_90. Source: CUDA C++ Programming Guide, technical specifications."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a kernel takes on sm_90a.
+
+    triton: its version. call: the mask it was compiled for. registers: of a thread at the start. spilled: bytes that
+    ptxas stores and loads. local: instructions that touch local memory. shared: bytes. hgmma, tma, setmaxreg:
+    instructions (HGMMA, UTMALDG, USETMAXREG). loop, loop_hgmma: all instructions, and the matrix instructions, of the
+    shortest way round a loop with such: it waits for nothing, and applies no mask where there are tiles without.
+    loop_exposed: its exponentials that run while no matrix product is under way. loop_local: how many of `local` are
+    on such a way. warnings: of ptxas about performance.
+    """
+
+    triton: str
+    kernel: str
+    D: int
+    call: str
+    registers: int
+    spilled: int
+    local: int
+    shared: int
+    hgmma: int
+    tma: int
+    setmaxreg: int
+    loop: int
+    loop_hgmma: int
+    loop_exposed: int
+    loop_local: int
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kernel} D{self.D} {self.call} on Triton {self.triton}"
+
+    @property
+    def is_hottest(self) -> bool:
+        """Whether it is what most calls take: head dims up to 128, without documents."""
+        return self.D <= 128 and self.call != "documents"
+
+    def complaints(self) -> Iterator[str]:
+        """What is wrong with it, in sentences."""
+        is_forward = self.kernel == "forward_kernel"
+        never_spills = self.is_hottest or (is_forward and self.D <= 128)
+        if never_spills and self.triton not in _SPILLING and (self.spilled or self.local):
+            yield f"spills {self.spilled} bytes, with {self.local} instructions"
+        elif self.loop_local and (self.is_hottest or (is_forward and self.call != "documents")):
+            yield f"spills {self.spilled} bytes, with {self.loop_local} instructions of a step"
+        if self.shared > _MOST_SHARED:
+            yield f"takes {self.shared} bytes of shared memory, of {_MOST_SHARED}"
+        for name in ("tma", "setmaxreg"):
+            if getattr(self, name) == 0:
+                yield f"has no {name}"
+        if self.loop_hgmma != (products := _PRODUCTS[self.kernel][self.D]):
+            yield f"has {self.loop_hgmma} matrix instructions in its loop instead of {products}"
+        overlaps = self.kernel in _MOST_EXPOSED and (self.kernel, self.call) != ("fused_kernel", "padded")
+        if overlaps and self.loop_exposed > _MOST_EXPOSED[self.kernel]:
+            yield f"computes {self.loop_exposed} exponentials of its loop with no matrix product under way"
+        yield from self.warnings
+
+
+def kernels_of(D: int) -> set[str]:
+    """The names of the kernels that there are for a head dim."""
+    return {name.partition(",")[0] for name, products in _PRODUCTS.items() if D in products}
+
+
+def digest() -> str:
+    """Of the sources that the kernels are made of, without comments, docstrings and empty lines."""
+    result = hashlib.sha256()
+    for path in sources():
+        result.update(f"{path.relative_to(_BACKENDS)}\n{code_of(path.read_text())}".encode())
+    return result.hexdigest()[:16]
+
+
+def sources() -> list[Path]:
+    """The files of the Hopper backend, and those of other backends that they import, whatever the depth."""
+    result, waiting = set(), sorted((_BACKENDS / "hopper").glob("*.py"))
+    while waiting:
+        path = waiting.pop()
+        if path in result:
+            continue
+        result.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                named = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+                waiting += [other for other in named if other.is_file() and _BACKENDS in other.parents]
+    return sorted(result)
+
+
+def code_of(source: str) -> str:
+    """A source without its comments, docstrings and empty lines."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def recorded() -> tuple[str, list[Compiled]]:
+    """The digest and the kernels of the record; "" and none where there is no record."""
+    if not FILE.is_file():
+        return "", []
+    document = json.loads(FILE.read_text())
+    return document["digest"], [Compiled(**row | {"warnings": tuple(row["warnings"])}) for row in document["kernels"]]
+
+
+def is_current() -> bool:
+    """Whether the record is of these kernels, and of every Triton."""
+    of_record, kernels = recorded()
+    return of_record == digest() and {kernel.triton for kernel in kernels} == {*TRITONS}
+
+
+def record(kernels: list[Compiled]) -> None:
+    """Writes the record, a line for each kernel."""
+    rows = ",\n".join(json.dumps(asdict(kernel)) for kernel in kernels)
+    FILE.write_text(f'{{"digest": "{digest()}", "kernels": [\n{rows}\n]}}\n')
+
+
+def table(kernels: list[Compiled]) -> str:
+    """Markdown: a line for each kernel and call, with the figures of each Triton."""
+    versions = sorted({kernel.triton for kernel in kernels})
+    by_key = {(x.kernel, x.D, x.call, x.triton): x for x in kernels}
+    lines = [("kernel", "D", "mask", "KiB", *(f"Triton {version}" for version in versions))]
+    lines.append(("---", "--:", "---", "--:", *("---" for _ in versions)))
+    for name, D, call in dict.fromkeys((x.kernel, x.D, x.call) for x in kernels):
+        each = [by_key.get((name, D, call, version)) for version in versions]
+        shared = max(x.shared for x in each if x)
+        lines.append((f"`{name}`", str(D), call, f"{shared / 1024:.0f}", *map(_in_short, each)))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _in_short(kernel: Compiled | None) -> str:
+    if kernel is None:
+        return "n/a"
+    return f"{kernel.registers}, {kernel.spilled} B, {kernel.loop} ({kernel.loop_hgmma})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--is-current", action="store_true")
+    options = parser.parse_args()
+    if options.is_current:
+        sys.exit(not is_current())
+    print(table(recorded()[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Layers of the package: which module may import which, read from the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "fastattn"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or single modules of another one
+    "spec": set(),
+    "backends.reference": {"spec"},
+    "backends.gradients": {"spec"},
+    "backends.native": {"spec", "backends.gradients"},
+    "backends.triton": {"spec", "backends.gradients"},
+    "backends.hopper": {
+        "spec",
+        *(f"backends.triton.{module}" for module in ("flash_backward", "recompute", "rules", "tiles", "visibility")),
+    },
+    "backends": {"spec", "backends.reference", "backends.native", "backends.triton", "backends.hopper"},
+    "derivatives": {"spec", "backends.reference"},
+    "validation": {"spec"},
+    "plan": {"spec", "validation", "backends"},
+    "ops": {"spec", "backends", "derivatives", "plan"},
+    "api": {"spec", "validation", "backends", "plan", "ops"},
+    "sdpa": {"spec", "api"},
+    "nn": {"spec", "api"},
+    "integrations": {"spec", "api", "sdpa", "nn", "backends"},
+    "swap": {"nn", "integrations"},
+    "testing": {"spec", "plan", "api", "backends.reference"},
+    "": {"spec", "api", "sdpa", "backends", "nn", "swap", "integrations"},
+    "bench": {"", "testing", "backends", "backends.native"},
+    "demo": {"", "bench"},
+    "__main__": {"", "spec", "bench", "demo", "backends", "backends.native"},
+}
+
+
+def layer_of(parts: tuple[str, ...]) -> str:
+    """The longest prefix of a dotted name that is a layer."""
+    for length in range(len(parts), -1, -1):
+        if (name := ".".join(parts[:length])) in MAY_IMPORT and (name or not parts):
+            return name
+    raise AssertionError(f"{'.'.join(parts)} belongs to no layer: add it to MAY_IMPORT")
+
+
+def parts_of(path: Path) -> tuple[str, ...]:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imported_modules(path: Path) -> set[tuple[str, ...]]:
+    """The modules of the package that a module names in import statements, by the parts of their names."""
+    package = parts_of(path) if path.name == "__init__.py" else parts_of(path)[:-1]
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = (*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else ()))
+            elif node.module and node.module.split(".")[0] == "fastattn":
+                base = tuple(node.module.split(".")[1:])
+            else:
+                continue
+            for alias in node.names:
+                whole = (*base, alias.name)
+                target = PACKAGE.joinpath(*whole)
+                is_module = target.is_dir() or target.with_suffix(".py").exists()
+                modules.add(whole if is_module else base)
+        elif isinstance(node, ast.Import):
+            modules |= {tuple(a.name.split(".")[1:]) for a in node.names if a.name.split(".")[0] == "fastattn"}
+    return modules
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: ".".join(parts_of(p)) or "fastattn")
+def test_module_imports_only_what_its_layer_may(path):
+    layer = layer_of(parts_of(path))
+    allowed = MAY_IMPORT[layer] | {layer}
+    imported = imported_modules(path)
+    assert [".".join(parts) for parts in imported if not {layer_of(parts), ".".join(parts)} & allowed] == []
+
+
+@pytest.mark.parametrize("layer", MAY_IMPORT)
+def test_layer_imports_all_that_it_may(layer):
+    """The table says what is so: what a layer no longer imports is taken from its line."""
+    imported = set().union(*(imported_modules(path) for path in MODULES if layer_of(parts_of(path)) == layer))
+    assert MAY_IMPORT[layer] <= {name for parts in imported for name in (layer_of(parts), ".".join(parts))}
+
+
+def test_every_layer_exists():
+    layers = {layer_of(parts_of(path)) for path in MODULES}
+    assert layers == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: ".".join(parts_of(p)) or "fastattn")
+def test_no_forbidden_names(path):
+    """Block pointers are gone from Triton 3.9; a bare except hides bugs; a bool called mask hides its polarity."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in {"make_block_ptr", "advance"}
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None
+            assert not (isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"})
+
+
+def test_no_catch_all_modules():
+    assert not {"utils", "util", "common", "helpers", "misc"} & {path.stem for path in MODULES}

@@ -1,0 +1,529 @@
+"""Packaging and the native module's build: what is installed where, and that no build hangs, repeats or surprises.
+
+The C++ here is a stand-in without torch's headers, so that a build takes seconds; every test of the native backend
+compiles the real sources.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BUILD_FILE = Path("fastattn", "backends", "native", "build.py")
+PACKAGED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "fastattn", "csrc")
+
+STAND_IN = """
+#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native_cpu"};
+PyMODINIT_FUNC PyInit__native_cpu() {
+    PyObject* m = PyModule_Create(&module);
+    PyModule_AddIntConstant(m, "answer", 1);
+    return m;
+}
+"""
+"""The sources listed in build.py are this one and empty files."""
+
+LOAD_BUILD = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("build", "{BUILD_FILE.as_posix()}")
+build = sys.modules["build"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what a wheel is made from, with the real C++; no test writes into the repository."""
+    copy = tmp_path / "tree"
+    copy.mkdir()
+    for name in PACKAGED:
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy(REPOSITORY / name, copy / name)
+    return copy
+
+
+@pytest.fixture
+def stand_in(tree: Path) -> Path:
+    """The same with the stand-in for the C++."""
+    for source in (tree / "csrc").rglob("*.cpp"):
+        source.write_text("")
+    (tree / "csrc" / "cpu" / "binding.cpp").write_text(STAND_IN)
+    return tree
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment in which torch cannot be imported, as in pip's isolated builds."""
+    hidden = tmp_path / "hidden" / "torch"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text('raise ImportError("no torch here")')
+    return {"PYTHONPATH": str(hidden.parent)}
+
+
+def start(tree: Path, code: str, **environment: str) -> subprocess.Popen:
+    """A Python that runs `code` in `tree`, with that tree's build.py as `build` and a cache beside the tree."""
+    return subprocess.Popen(
+        [sys.executable, "-c", LOAD_BUILD + code],
+        cwd=tree,
+        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tree.parent / "cache"), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    """stdout and stderr, stripped, of a process that must succeed."""
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return out.strip(), err.strip()
+
+
+def wheel_of(tree: Path, **environment: str) -> tuple[zipfile.ZipFile, str]:
+    """The wheel that pip makes there without a network, and all that was said meanwhile."""
+    options = ["-v", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "dist"]
+    made = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, "."],
+        cwd=tree,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert made.returncode == 0, made.stdout
+    (wheel,) = (tree / "dist").glob("*.whl")
+    return zipfile.ZipFile(wheel), made.stdout
+
+
+def change_answer(tree: Path) -> None:
+    (tree / "csrc" / "cpu" / "binding.cpp").write_text(STAND_IN.replace('"answer", 1', '"answer", 2'))
+
+
+def compiled(wheel: zipfile.ZipFile) -> list[str]:
+    return [name for name in wheel.namelist() if name.endswith((".so", ".pyd"))]
+
+
+def test_wheel_without_torch_is_pure_quick_and_whole(tree, no_torch):
+    for folder in ("benchmarks", "benchmarks/gpu", "tests"):  # of a checkout
+        (tree / folder).mkdir()
+        (tree / folder / "__init__.py").touch()
+    started = time.monotonic()
+    wheel, said = wheel_of(tree, **no_torch)
+    assert time.monotonic() - started < 20
+    assert "no torch here" in said
+    assert Path(wheel.filename).name.endswith("-py3-none-any.whl")
+    assert compiled(wheel) == []
+    packed = set(wheel.namelist())
+    files = [path for path in (tree / "csrc").rglob("*.*") if path.suffix != ".md"]
+    sources = {path.relative_to(tree / "csrc").as_posix() for path in files}
+    assert {"cpu/binding.cpp", "mask.h", "cuda/f16.cu", "cuda/forward.cuh"} <= sources
+    assert {name.removeprefix("fastattn/_csrc/") for name in packed if name.startswith("fastattn/_csrc/")} == sources
+    modules = {path.relative_to(tree).as_posix() for path in (tree / "fastattn").rglob("*.py")}
+    assert modules <= packed
+    assert {name.partition("/")[0].partition("-")[0] for name in packed} == {"fastattn"}
+
+
+def test_sdist_can_be_built_again(tree, tmp_path, no_torch):
+    sdist = [sys.executable, "setup.py", "-q", "sdist"]
+    subprocess.run(sdist, cwd=tree, env={**os.environ, **no_torch}, check=True, capture_output=True)
+    shutil.unpack_archive(next((tree / "dist").glob("*.tar.gz")), tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    from_sdist, _ = wheel_of(unpacked, **no_torch)
+    from_tree, _ = wheel_of(tree, **no_torch)
+    assert set(from_sdist.namelist()) == set(from_tree.namelist())
+
+
+def test_wheel_without_a_compiler_is_pure_and_says_so(stand_in):
+    wheel, said = wheel_of(stand_in, CXX="/nonexistent/c++")
+    assert compiled(wheel) == []
+    assert "installing without the native CPU module" in said
+    assert "no C++ compiler: '/nonexistent/c++' is not on the PATH" in said
+
+
+def test_wheel_survives_a_compile_error(stand_in):
+    (stand_in / "csrc" / "cpu" / "binding.cpp").write_text("this is not C++")
+    wheel, _ = wheel_of(stand_in)
+    assert compiled(wheel) == []
+
+
+def test_wheel_with_torch_carries_the_one_module_that_is_then_loaded(stand_in, tmp_path):
+    wheel_of(stand_in)
+    shutil.rmtree(stand_in / "dist")
+    change_answer(stand_in)
+    wheel, _ = wheel_of(stand_in)
+    (module,) = compiled(wheel)
+    wheel.extractall(tmp_path / "installed")
+    code = "print(build.CPU.load().answer, build.CPU.load().__file__, build.CPU.state(), sep='\\n')"
+    out, err = finish(start(tmp_path / "installed", code, CXX="/nonexistent/c++"))
+    answer, file, state = out.splitlines()
+    assert answer == "2"
+    assert Path(file) == tmp_path / "installed" / module
+    assert state == f"built ahead of time: {file}"
+    assert "compiling" not in err
+
+
+def test_first_use_compiles_once_and_the_next_process_finds_it(stand_in):
+    code = """
+cpu = build.CPU
+print(cpu.state(), cpu.load().answer, cpu.load() is cpu.load(), cpu.unavailable(), sep="|")
+"""
+    first_out, first_err = finish(start(stand_in, code))
+    assert first_out.startswith("not built yet: `fastattn build`")
+    assert first_out.endswith("|1|True|None")
+    assert first_err.startswith("fastattn: compiling the native CPU module for torch")
+    assert len(first_err.splitlines()) == 1
+    next_out, next_err = finish(start(stand_in, code, CXX="/nonexistent/c++"))
+    assert next_out.startswith(f"cached: {stand_in.parent / 'cache'}")
+    assert next_out.endswith("|1|True|None")
+    assert next_err == ""
+
+
+def test_two_processes_at_once_compile_once(stand_in):
+    both = [start(stand_in, "print(build.CPU.load().answer)") for _ in range(2)]
+    results = [finish(process) for process in both]
+    assert [out for out, _ in results] == ["1", "1"]
+    assert sum("compiling" in err for _, err in results) == 1
+    assert not list(stand_in.parent.glob("cache/*/*.build-*"))
+
+
+def test_module_for_other_sources_or_another_torch_is_never_loaded(stand_in):
+    (stand_in / "fastattn" / "_native_cpu.000000000000.torch-1.0.so").write_bytes(b"would crash")
+    out, err = finish(start(stand_in, "print(build.CPU.load().answer)"))
+    assert out == "1"
+    assert "the installed one is for another torch or other sources" in err
+    change_answer(stand_in)
+    out, err = finish(start(stand_in, "print(build.CPU.load().answer)"))
+    assert out == "2"
+    assert "compiling" in err
+    out, _ = finish(start(stand_in, "import torch; torch.__version__ += '.other'; print(build.CPU.state())"))
+    assert out.startswith("not built yet")
+    (stand_in / "csrc" / "new.h").write_text("")
+    out, _ = finish(start(stand_in, "print(build.CPU.state())"))
+    assert out.startswith("not built yet")
+
+
+def test_compile_error_is_a_sentence_with_a_log_and_is_not_repeated(stand_in):
+    (stand_in / "csrc" / "cpu" / "binding.cpp").write_text("this is not C++")
+    code = "print(build.CPU.unavailable()); print(build.CPU.unavailable()); print(build.CPU.state())"
+    out, err = finish(start(stand_in, code))
+    sentence, again, state = out.splitlines()
+    assert sentence.startswith("the native CPU module did not compile (the compiler's messages are in ")
+    assert again == sentence
+    assert err.count("compiling") == 1
+    (log,) = (stand_in.parent / "cache").rglob("*.log")
+    assert str(log) in sentence
+    assert "this is not C++" in log.read_text()
+    assert state.startswith("did not compile")
+    assert not list(log.parent.glob("*.so"))
+
+
+def test_without_a_compiler_load_raises_the_sentence_of_unavailable(stand_in):
+    code = """
+try:
+    build.CPU.load()
+except RuntimeError as error:
+    print(error, build.CPU.unavailable(), build.CPU.state(), sep="|")
+"""
+    out, err = finish(start(stand_in, code, CXX="/nonexistent/c++"))
+    raised, sentence, state = out.split("|")
+    assert (
+        raised
+        == sentence
+        == "there is no C++ compiler: '/nonexistent/c++' is not on the PATH (install g++, or set CXX)"
+    )
+    assert state == f"cannot be built: {sentence}"
+    assert err == ""
+
+
+def test_missing_ninja_is_a_sentence(stand_in):
+    out, err = finish(start(stand_in, "import sys; sys.modules['ninja'] = None; print(build.CPU.unavailable())"))
+    assert out == "the package ninja, which torch builds with, is not installed (pip install ninja)"
+    assert err == ""
+
+
+def test_cache_that_cannot_be_written_is_a_sentence(stand_in, tmp_path):
+    (tmp_path / "file").write_text("")
+    out, err = finish(start(stand_in, "print(build.CPU.unavailable())", TORCH_EXTENSIONS_DIR=str(tmp_path / "file")))
+    assert out.startswith(f"the native CPU module cannot be kept in {tmp_path / 'file' / 'fastattn'}")
+    assert out.endswith("set TORCH_EXTENSIONS_DIR elsewhere")
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"TORCH_EXTENSIONS_DIR": "/x", "XDG_CACHE_HOME": "/y"}, "/x/fastattn"),
+        ({"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": "/y"}, "/y/fastattn"),
+        ({"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": "", "HOME": "/z"}, "/z/.cache/fastattn"),
+    ],
+)
+def test_cache_is_where_the_environment_says(stand_in, environment, expected):
+    assert finish(start(stand_in, "print(build.cache_dir())", **environment))[0] == expected
+
+
+def test_dataloader_worker_builds_nothing(stand_in):
+    code = """
+import torch
+class Reasons(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, i):
+        return build.CPU.unavailable()
+(reason,), = torch.utils.data.DataLoader(Reasons(), num_workers=1, multiprocessing_context="fork")
+print(reason)
+"""
+    out, err = finish(start(stand_in, code))
+    assert (
+        out
+        == "the native CPU module is not built yet, and a DataLoader worker builds nothing: run `fastattn build` first"
+    )
+    assert err == ""
+    assert not (stand_in.parent / "cache").exists()
+
+
+def test_lock_keeps_others_out_and_dies_with_its_process(stand_in):
+    take_lock = """
+import os, time
+from pathlib import Path
+print("waits", flush=True)
+with build._only_builder_of(Path("module.so")):
+    print("holds", flush=True)
+    os.fork()  # the child lives on, as a DataLoader worker may, and must not keep the lock
+    time.sleep(60)
+"""
+    holder = start(stand_in, take_lock)
+    assert [holder.stdout.readline() for _ in range(2)] == ["waits\n", "holds\n"]
+    other = start(stand_in, take_lock.replace("os.fork()", "raise SystemExit"))
+    assert other.stdout.readline() == "waits\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(timeout=1)
+    holder.kill()
+    assert other.wait(timeout=20) == 0
+
+
+def test_import_needs_neither_triton_nor_ninja_nor_the_module_and_compiles_nothing():
+    code = """
+import subprocess, sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"triton", "ninja"} or name == "fastattn._native_cpu":
+            raise ImportError(f"{name} is forbidden here")
+
+sys.meta_path.insert(0, Forbidden())
+subprocess.Popen = None
+import torch
+loaded_by_torch = set(sys.modules)
+import fastattn
+packages = {name.partition(".")[0] for name in set(sys.modules) - loaded_by_torch}
+print(sorted(packages - {"torch", *sys.stdlib_module_names}))
+print("torch._dynamo" in sys.modules)
+"""
+    imported = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert (imported.stdout, imported.returncode) == ("['fastattn']\nFalse\n", 0), imported.stderr
+
+
+FAKE_CUDA = """
+import torch
+torch.version.cuda = {cuda!r}
+torch.version.hip = {hip!r}
+gpus = {gpus!r}
+torch.cuda.device_count = lambda: len(gpus)
+torch.cuda.get_device_capability = lambda i: gpus[i]
+"""
+"""torch as it is where there is CUDA, for what is asked of it before anything is compiled."""
+
+
+def fake_cuda(gpus: list[tuple[int, int]], cuda: str | None = "13.0", hip: str | None = None) -> str:
+    return FAKE_CUDA.format(cuda=cuda, hip=hip, gpus=gpus)
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A CUDA toolkit that knows sm_75 and sm_90, says that it is 13.0, and compiles nothing."""
+    home = tmp_path / "toolkit"
+    (home / "bin").mkdir(parents=True)
+    (home / "lib64").mkdir()
+    (home / "lib64" / "libcudart.so").write_text("")
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(
+        """#!/bin/sh
+        case $1 in
+          --version) echo "Cuda compilation tools, release 13.0, V13.0.88" ;;
+          --list-gpu-code) echo sm_75; echo sm_90 ;;
+          *) echo "this nvcc compiles nothing"; exit 1 ;;
+        esac"""
+    )
+    nvcc.chmod(0o755)
+    return home
+
+
+def of_cuda(tree: Path, what: str, cuda: str, **environment: str) -> str:
+    """What is printed for an expression, in which `cuda` is the CUDA module, where torch is as `fake_cuda` says."""
+    out, err = finish(start(tree, f"{cuda}\ncuda = build.CUDA\nprint({what})", **environment))
+    assert err == ""
+    return out
+
+
+NO_ARCHS = {"TORCH_CUDA_ARCH_LIST": ""}
+
+
+def of_each_cuda(tree: Path, what: str, *machines: tuple[str, dict[str, str]]) -> list[str]:
+    """The same on each of these machines and in its environment, in one process: torch's import is what takes time."""
+    code = ["import os", "cuda, own = build.CUDA, dict(os.environ)"]
+    for cuda, environment in machines:
+        code += ["os.environ.clear()", f"os.environ.update(own | {environment})", cuda, f"print({what})"]
+    out, err = finish(start(tree, "\n".join(code)))
+    assert err == ""
+    answers = out.splitlines()
+    assert len(answers) == len(machines), out
+    return answers
+
+
+NO_ARCHS = {"TORCH_CUDA_ARCH_LIST": ""}
+
+
+def test_what_keeps_cuda_from_being_built_is_a_sentence(stand_in, toolkit):
+    what_keeps = [
+        (fake_cuda([], cuda=None), {}, "is built without CUDA"),
+        (fake_cuda([(9, 0)], cuda=None, hip="6.2"), {}, "is built for ROCm"),
+        (fake_cuda([]), {}, "torch sees no GPU"),
+        (fake_cuda([(7, 0)]), {}, "need compute capability 7.5 (Turing) or later, got 7.0"),
+        (fake_cuda([]), {"TORCH_CUDA_ARCH_LIST": "7.5 7.0"}, "need compute capability 7.5 (Turing) or later, got 7.0"),
+        (fake_cuda([]), {"TORCH_CUDA_ARCH_LIST": "Turing"}, "such as '7.5;8.6+PTX', got 'Turing'"),
+        (fake_cuda([(7, 5)]), {"CUDA_HOME": "/nonexistent"}, "no CUDA toolkit in /nonexistent, as CUDA_HOME has it"),
+        (fake_cuda([(7, 5)], cuda="12.8"), {}, "toolkit is 13.0, and torch"),
+        (fake_cuda([(7, 5), (12, 0)]), {}, "toolkit cannot compile for compute capability 12.0"),
+        (fake_cuda([(7, 5)]), {"CXX": "/nonexistent/c++"}, "there is no C++ compiler"),
+        *((fake_cuda(gpus), {}, "None") for gpus in ([(7, 5)], [(9, 0), (7, 5)], [(7, 0), (7, 5)])),
+    ]
+    usual = NO_ARCHS | {"CUDA_HOME": str(toolkit)}
+    machines = [(cuda, usual | environment) for cuda, environment, _ in what_keeps]
+    said = of_each_cuda(stand_in, "cuda.obstacle()", *machines)
+    expected = [sentence for _, _, sentence in what_keeps]
+    different = [(a, b) for a, b in zip(expected, said, strict=True) if (a != b if a == "None" else a not in b)]
+    assert different == []
+
+
+def test_toolkit_is_where_nvcc_really_is(stand_in, toolkit, tmp_path):
+    elsewhere = tmp_path / "links" / "bin"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "nvcc").symlink_to(toolkit / "bin" / "nvcc")
+    environment = {"CUDA_HOME": "", "CUDA_PATH": "", "PATH": f"{elsewhere}{os.pathsep}{os.environ['PATH']}"}
+    what = "next(build._toolkits()).home"
+    assert of_cuda(stand_in, what, fake_cuda([(7, 5)]), **environment) == str(toolkit)
+
+
+def test_cuda_is_compiled_for_the_gpus_of_the_machine_or_those_in_the_list(stand_in):
+    gpus, what = fake_cuda([(8, 6), (7, 5), (8, 6), (6, 1)]), "cuda.compile_flags()['nvcc'][1:]"
+    lists = [{"TORCH_CUDA_ARCH_LIST": chosen} for chosen in ("9.0 12.0+PTX", "12.0+PTX;9.0")]
+    of_machine, *of_lists = of_each_cuda(stand_in, what, (gpus, NO_ARCHS), *((gpus, chosen) for chosen in lists))
+    assert of_machine == str(["-gencode=arch=compute_75,code=sm_75", "-gencode=arch=compute_86,code=sm_86"])
+    in_list = [
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+        "-gencode=arch=compute_90,code=sm_90",
+    ]
+    assert of_lists == [str(in_list)] * 2
+
+
+def test_the_time_that_is_told_is_that_of_each_kind_of_gpu(stand_in):
+    gpus, what = fake_cuda([(7, 5), (7, 5)]), "cuda.about_seconds(), cuda.seconds"
+    machines = (gpus, NO_ARCHS), (gpus, {"TORCH_CUDA_ARCH_LIST": "7.5;8.0;9.0;12.0+PTX"})
+    assert of_each_cuda(stand_in, what, *machines) == ["50 50", "200 50"]
+
+
+def test_names_of_the_files_tell_apart_what_must_not_be_confused(stand_in):
+    def names(*machines: tuple[str, dict[str, str]]) -> list[list[str]]:
+        what = "build.CPU.file_name(), cuda.file_name(), sep='|'"
+        return [answer.split("|") for answer in of_each_cuda(stand_in, what, *machines)]
+
+    turing = (fake_cuda([(7, 5)]), NO_ARCHS)
+    (cpu, cuda), again, *others = names(
+        turing,
+        turing,
+        (fake_cuda([(7, 5), (8, 6)]), NO_ARCHS),
+        (fake_cuda([(7, 5)]), {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}),
+        (fake_cuda([(7, 5)], cuda="12.8"), NO_ARCHS),
+    )
+    assert ".7.5.torch-" in cuda
+    assert again == [cpu, cuda]
+    assert [name for name, _ in others[:2]] == [cpu, cpu]
+    (stand_in / "csrc" / "cuda" / "new.cuh").write_text("")
+    others += names(turing)
+    assert others[-1][0] == cpu  # which does not include it
+    assert len({cuda, *(name for _, name in others)}) == 5
+
+
+def test_a_build_for_more_gpus_serves(stand_in, tmp_path):
+    serves = [
+        ("7.5-8.0-9.0", [(7, 5)], {}, True),
+        ("7.5-8.0-9.0", [(9, 0), (8, 6)], {}, True),  # 8.6 runs what is for 8.0
+        ("8.6", [(8, 0)], {}, False),
+        ("7.5-8.0", [(8, 0), (9, 0)], {}, False),
+        ("7.5-8.0+PTX", [(12, 0)], {}, True),
+        ("7.5+PTX", [(9, 0)], {}, False),  # which would run, without bf16
+        ("8.0+PTX", [(7, 5)], {}, False),
+        ("7.5-9.0", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, False),  # asked for, to try PTX
+        ("7.5+PTX", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, True),
+    ]
+    name = of_cuda(stand_in, "cuda.file_name()", fake_cuda([(7, 5)]), **NO_ARCHS)
+    machines, expected = [], []
+    for i, (archs, gpus, environment, is_found) in enumerate(serves):
+        built = tmp_path / str(i) / name.replace(".7.5.", f".{archs}.")
+        built.parent.mkdir()
+        built.write_text("")
+        machines.append((f"{fake_cuda(gpus)}folder = {str(built.parent)!r}", NO_ARCHS | environment))
+        expected.append(str(built) if is_found else "None")
+    what = "cuda.built_in(build.Path(folder))"
+    assert of_each_cuda(stand_in, what, *machines) == expected
+
+
+def test_cuda_that_does_not_compile_is_a_sentence_and_the_cpu_module_is_untouched(stand_in, toolkit):
+    code = (
+        fake_cuda([(7, 5)])
+        + "print(build.CUDA.unavailable(), build.CUDA.unavailable_on((7, 5)), build.CPU.load().answer, sep='|')"
+    )
+    out, err = finish(start(stand_in, code, CUDA_HOME=str(toolkit), **NO_ARCHS))
+    sentence, again, answer = out.split("|")
+    assert sentence.startswith("the native CUDA module did not compile (the compiler's messages are in ")
+    assert again == sentence
+    assert answer == "1"
+    assert [line.split(" module")[0] for line in err.splitlines()] == [
+        "fastattn: compiling the native CUDA",
+        "fastattn: compiling the native CPU",
+    ]
+    out, err = finish(start(stand_in, fake_cuda([(7, 5)]) + "print(build.CPU.load().answer)", **NO_ARCHS))
+    assert (out, err) == ("1", "")
+
+
+def test_wheel_with_cuda_asked_for_says_why_it_has_none(stand_in):
+    wheel, said = wheel_of(stand_in, FASTATTN_BUILD_CUDA="1")
+    assert [name.split(".")[0] for name in compiled(wheel)] == ["fastattn/_native_cpu"]
+    assert "installing without the native CUDA module, which its first use compiles: torch" in said
+    _, said = wheel_of(stand_in)
+    assert "CUDA module" not in said
+
+
+def test_a_long_compilation_tells_how_far_it_is(stand_in):
+    code = """
+import sys
+steps = "print('[1/2] c++ a', '[2/2] c++ b', 'linked', sep=chr(10)); sys.exit(3)"
+build._SECONDS_BETWEEN_LINES = {seconds}
+print(*build._run_counting_steps([sys.executable, "-c", "import sys; " + steps], {{}}))
+"""
+    out, err = finish(start(stand_in, code.format(seconds=0)))
+    assert out == r"3 b'[1/2] c++ a\n[2/2] c++ b\nlinked\n'"
+    assert err.splitlines() == [f"fastattn: {done} of 2 steps of the compilation are done" for done in (1, 2)]
+    assert finish(start(stand_in, code.format(seconds=20)))[1] == ""

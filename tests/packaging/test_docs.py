@@ -1,0 +1,195 @@
+"""The site: its code prints what it says, its tables and pictures are those of the code, its links lead somewhere."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn
+from docs import map as repository_map
+from docs import measured, pages, pictures, render
+
+ROOT = Path(__file__).parents[2]
+
+
+def sources(*folders: str) -> str:
+    """The text of all Python and C++ files in these folders."""
+    return "\n".join(
+        path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".h")
+    )
+
+
+def by_name(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
+def test_code_prints_and_draws_what_the_page_shows(path):
+    torch.manual_seed(0)
+    for block, printed, namespace in pages.run(path):
+        same = doctest.OutputChecker().check_output(block.printed, printed, doctest.ELLIPSIS)
+        assert same, f"{path.name}:{block.line} says it prints\n{block.printed}\nbut prints\n{printed}"
+        for name in block.pictures:
+            shown = (pages.FOLDER / "pictures" / name).read_text()
+            assert shown == pictures.draw(name, namespace), f"{name} is another mask: python -m docs.render"
+
+
+@pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
+def test_no_block_is_overlooked(path):
+    page = path.read_text()
+    kinds = re.findall(r"^[ \t]*(?:`{3,}|~{3,})[ \t]*(\S*)", page, re.MULTILINE)[::2]
+    assert set(kinds) <= {"python", "text", "console"}
+    assert kinds.count("python") == len(pages.python_blocks(page))
+
+
+def test_every_picture_is_on_a_page():
+    shown = [name for path in pages.PAGES for block in pages.python_blocks(path.read_text()) for name in block.pictures]
+    assert sorted(shown) == sorted(path.name for path in (pages.FOLDER / "pictures").iterdir())
+
+
+@pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
+def test_generated_parts_are_what_their_commands_print(path):
+    page = path.read_text()
+    assert page.count("<!-- run: ") == len(pages.generated_parts(page))
+    for command, written in pages.generated_parts(page):
+        assert written == render.output_of(command), f"{command}: python -m docs.render"
+
+
+def test_the_table_of_packed_models(tmp_path, monkeypatch):
+    seconds = {"transformers": [0.3, 0.1, 0.2], "swapped": [0.2, 0.2, 0.2], "packed": [0.05, 0.05, 0.04]}
+    about = {"cpu": "A CPU", "cores": 2, "torch_threads": 2}, {"fastattn": "1", "torch": "2", "python": "3"}
+    document = {"machine": about[0], "versions": about[1], "rows": [{"what": "x", "fill": 0.25, "seconds": seconds}]}
+    (tmp_path / "some-packed-transformers.json").write_text(json.dumps(document))
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    lines = measured.packed("some").splitlines()
+    assert " Fill 0.250 = 1 / 4.00. Medians of 3 to 3 rounds;" in lines[0]
+    assert lines[-1] == "| x | 200 | 200 | 50 | 1.00 (0.75-1.25) | 4.00 (3.50-5.50) |"
+    lines = measured.packed_in_short("some").splitlines()
+    assert lines[0].endswith(" 25% of the batches are tokens, the rest is padding.")
+    assert lines[-1] == "| x | 200 | 200 (1.00x) | 50 (4.00x) |"
+
+
+def make_repository(folder: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for command in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", "-C", folder, *command], check=True)
+
+
+def test_the_map_has_each_file_with_its_first_sentence(tmp_path):
+    make_repository(tmp_path, {
+        "LICENSE": "Some words.",
+        "README.md": "# Title\n\nThe front door.\n",
+        ".gitignore": "# What is left alone. And more.\n*.so\n",
+        "csrc/README.md": "# Title\n\n> The [kernels](x.md).\n",
+        "csrc/cpu/a.h": "#pragma once\n\n// a < b * c, as Dao et al. 2022\n// have it. And more.\n//\n// More.\n",
+        "fastattn/__init__.py": '"""The package."""\n',
+        "fastattn/api.py": '"""What `x * y` is called\nby. More."""\n',
+        "fastattn/nn/__init__.py": '"""Layers."""\n',
+        "fastattn/nn/layer.py": '"""One layer"""\n',
+        "fastattn/nn/data/x.json": "{}",
+        "fastattn/nn/y.json": "{}",
+    })  # fmt: skip
+    assert repository_map.draw(tmp_path) == (
+        "- `.gitignore`: What is left alone.\n- data: `LICENSE`\n\n"
+        "## `csrc/`\n\nThe kernels.\n\n- `cpu/a.h`: a &lt; b \\* c, as Dao et al. 2022 have it.\n\n"
+        "## `fastattn/`\n\nThe package.\n\n- `api.py`: What `x * y` is called by.\n\n"
+        "### `fastattn/nn/`\n\nLayers.\n\n- `layer.py`: One layer\n- data: `data/`, `*.json`"
+    )
+    assert repository_map.draw(tmp_path, folders_only=True) == (
+        "- `csrc/`: The kernels.\n- `fastattn/`: The package.\n    - `api.py`: What `x * y` is called by.\n"
+        "    - `nn/`: Layers."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", "# A comment is not a docstring.\nx = 1\n"),
+        ("a.cu", '#include "a.h"\nint a;\n// too late\n'),
+        ("a.md", "# A heading only\n"),
+        ("Makefile", "all:\n# too late\n"),
+    ],
+)
+def test_a_file_that_does_not_say_what_it_is_fails_the_map_by_its_name(tmp_path, name, text):
+    make_repository(tmp_path, {"b.py": '"""One."""', f"deep/{name}": text})
+    with pytest.raises(ValueError, match=rf"; deep/{re.escape(name)} does not$"):
+        repository_map.draw(tmp_path)
+
+
+def test_every_folder_of_the_repository_is_on_the_map():
+    listed = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout
+    folders = {line.partition("/")[0] for line in listed.splitlines() if "/" in line and not line.startswith(".")}
+    drawn = re.findall(r"^- `(\w+)/`", render.output_of("python -m docs.map --folders"), re.MULTILINE)
+    assert set(drawn) == folders
+
+
+COMMANDS = sorted({line for path in pages.GUIDES for line in pages.shell_lines(path.read_text())})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_and_their_options_exist(command):
+    words = list(itertools.dropwhile(re.compile(r"[A-Z_]+=").match, shlex.split(command)))
+    match words:
+        case ["make", *rest]:
+            targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert {word for word in rest if "=" not in word} <= set(targets)
+        case ["pip", "install", *rest]:
+            extras = {extra for word in rest for part in re.findall(r"\[(.+)\]", word) for extra in part.split(",")}
+            project = (ROOT / "pyproject.toml").read_text()
+            assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
+        case ["fastattn" | "python", *rest]:
+            begin = 1 if words[1] == "-m" else 0  # options of Python's own
+            options = [word for word in rest[begin:] if word.startswith("-")]
+            chosen = words[: words.index(options[0], begin + 1)] if options else words
+            text = render.output_of(shlex.join([*chosen, "--help"]))
+            assert [option for option in options if not re.search(rf"{option}\b", text)] == []
+        case _:
+            assert os.access(ROOT / command, os.X_OK), f"what is {command!r}?"
+
+
+def first_column(page: str, heading: str) -> list[str]:
+    """The code in the first column of the table under a heading."""
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)
+
+
+def test_messages_that_are_explained_are_those_of_the_code():
+    messages = first_column((pages.FOLDER / "build.md").read_text(), "Messages and what they mean")
+    assert len(messages) > 5
+    code = sources("fastattn")
+    assert [message for message in messages if message not in code] == []
+
+
+def test_environment_variables_are_those_that_kernels_and_backends_read():
+    read = set(re.findall(r"(?:environ\.get\(|kCapabilityVariable = )\"(\w+)\"", sources("fastattn/backends", "csrc")))
+    listed = first_column((pages.FOLDER / "build.md").read_text(), "Environment variables")
+    names = {variable.partition("=")[0] for variable in listed}
+    assert names - {"OMP_NUM_THREADS"} == read - {"PATH"}  # the one is torch's, the other everybody's
+
+
+def test_the_site_is_built_without_a_warning_and_whole(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr  # a broken link is a warning, which --strict counts (not so with --quiet)
+    built = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
+    assert {path.stem for path in pages.PAGES} <= built.keys()
+    for module in (fastattn, fastattn.nn):
+        headings = {name: f'<h3 id="{module.__name__}.{name}">' for name in module.__all__}
+        assert [name for name, heading in headings.items() if heading not in built["reference"]] == []
+    for page in built.values():
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?([^\" >]+)", page)
+        assert loaded
+        assert [address for address in loaded if "//" in address] == []  # nothing comes from the network

@@ -36,7 +36,7 @@ FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, const Inde
                                 int64_t d, float* to) {
   for (int64_t j = 0; j < n; ++j, to += units(d)) {
     __builtin_memset(to, 0, units(d) * sizeof(float));
-    __builtin_memcpy(to, x.row(b, h, list.at(i + j)), d * sizeof(BFloat16));
+    if (d > 0) __builtin_memcpy(to, x.row(b, h, list.at(i + j)), d * sizeof(BFloat16));  // a null pointer else
   }
 }
 

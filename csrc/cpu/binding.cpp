@@ -309,17 +309,13 @@ class ShortAttention : public torch::autograd::Function<ShortAttention> {
   using Tensors = torch::autograd::variable_list;
   using Context = torch::autograd::AutogradContext;
 
-  static Tensors forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec) {
+  static Tensors forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v, Spec& spec) {
     const auto [o, lse] = fastattn::forward(q, k, v, spec);
-    const auto saved_spec = c10::make_intrusive<SavedSpec>();
-    saved_spec->spec = spec;
     Tensors saved{q, k, v, o, lse};
-    for (MaybeTensor* x : saved_spec->spec.tensors()) {
-      saved.push_back(x->value_or(Tensor()));
-      x->reset();
-    }
+    for (const MaybeTensor* x : spec.tensors()) saved.push_back(x->value_or(Tensor()));
     context->save_for_backward(std::move(saved));
-    context->saved_data["spec"] = c10::IValue::make_capsule(saved_spec);
+    context->saved_data["numbers"] =  // of types that compiled autograd can hash
+        c10::ivalue::Tuple::create(spec.causal, spec.q_offset, spec.left, spec.right, spec.scale, spec.softcap);
     context->set_materialize_grads(false);
     return {o, lse};
   }
@@ -327,7 +323,11 @@ class ShortAttention : public torch::autograd::Function<ShortAttention> {
   static Tensors backward(Context* context, const Tensors& gradients) {
     const Tensors saved = context->get_saved_variables();  // which refuses those that were changed since
     const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &o = saved[3], &lse = saved[4];
-    Spec spec = static_cast<const SavedSpec&>(*context->saved_data.at("spec").toCapsule()).spec;
+    const auto& numbers = context->saved_data.at("numbers").toTupleRef().elements();
+    Spec spec;
+    spec.causal = numbers[0].toBool(), spec.q_offset = numbers[1].toInt(), spec.scale = numbers[4].toDouble();
+    spec.left = numbers[2].toOptional<int64_t>(), spec.right = numbers[3].toOptional<int64_t>();
+    spec.softcap = numbers[5].toOptional<double>();
     for (size_t i = 0; i < spec.tensors().size(); ++i) *spec.tensors()[i] = if_defined(saved[5 + i]);
     const std::array wanted{context->needs_input_grad(0), context->needs_input_grad(1), context->needs_input_grad(2)};
     const MaybeTensor d_o = if_defined(gradients[0]), d_lse = if_defined(gradients[1]);
@@ -341,10 +341,6 @@ class ShortAttention : public torch::autograd::Function<ShortAttention> {
   }
 
  private:
-  struct SavedSpec : torch::CustomClassHolder {
-    Spec spec;
-  };
-
   static MaybeTensor if_defined(const Tensor& x) { return x.defined() ? MaybeTensor(x) : std::nullopt; }
 
   // By the ops of fastattn/ops.py: differentiable, and seen by whoever looks on.

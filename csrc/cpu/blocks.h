@@ -209,7 +209,8 @@ struct QueryBlock {
 
   // All lanes see all of the keys i, ..., i + n_keys - 1 of the block.
   bool sees_all(const KeyBlock& keys, int64_t i, int64_t n_keys) const {
-    return i + n_keys <= keys.n && range.all.begin <= keys.key(i) && keys.key(i + n_keys - 1) < range.all.end;
+    return n_keys == 0 ||
+           (i + n_keys <= keys.n && range.all.begin <= keys.key(i) && keys.key(i + n_keys - 1) < range.all.end);
   }
 
   // The lanes of vector c that see key i of the block, in one unsigned comparison: none sees what is beyond its end.

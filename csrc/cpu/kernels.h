@@ -11,7 +11,8 @@
 //   FASTATTN_SINGLE_BLOCK_KEYS  the most keys of an isolated run that are a single block (short_kv.h)
 //
 // and includes before it whatever these headers include besides each other, so that inline functions, of which the
-// linker keeps one copy for the whole module, are compiled for any machine (tests/compile_gates/test_headers.py checks it).
+// linker keeps one copy for the whole module, are compiled for any machine (tests/compile_gates/test_headers.py checks
+// it).
 #pragma once
 
 #include "backward.h"

@@ -176,7 +176,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
             k, v = self._append_keys(k, self.bias_k), self._append_keys(v, self.bias_v)
         else:
             self._check_cached(key_padding_mask, attn_mask)
-            q, k, v = cache.project(self, query, key, value, rotation)
+            if (complete := cache.complete()) is None:
+                q, k, v = self.project(query, key, value, rotation)
+                k, v = cache.update(k, v)
+            else:
+                q, (k, v) = self._project_query(query), complete
             mask, bias = attn_mask, None
         o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights)
         if weights is not None and not batched:
@@ -195,7 +199,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             q, k = rotation(q), rotation(k)
         return q, k, v
 
-    def project_query(self, query: Tensor) -> Tensor:
+    def _project_query(self, query: Tensor) -> Tensor:
         """q [N, H, L, D] alone, for keys and values that were projected before."""
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[: self.embed_dim]
         bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]

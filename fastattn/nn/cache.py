@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,18 +11,15 @@ from torch import Tensor
 from ..spec import Mask
 from .checks import check_ints, check_tensor
 
-if TYPE_CHECKING:
-    from .attention import MultiHeadAttention
-    from .positions import Rotation
-
 
 class AttentionCache(Protocol):
-    """The keys and values that one attention layer keeps between calls."""
+    """The keys and values that one attention layer keeps between calls, each [B, H_kv, n, D]."""
 
-    def project(
-        self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q of this call, with k and v of this call and the earlier ones."""
+    def complete(self) -> tuple[Tensor, Tensor] | None:
+        """k and v where calls no longer add any, so that nothing need be projected; None where this call adds some."""
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of this call and the earlier ones, from those of this call."""
 
 
 class KVCache:
@@ -170,23 +167,21 @@ class _Growing(_KeysAndValues):
         super().__init__()
         self.cache = cache
 
-    def project(
-        self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = attention.project(query, key, value, rotation)
+    def complete(self) -> None:
+        return None
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.k is None:
             self.k, self.v = (x.new_zeros(*x.shape[:2], self.cache.max_length, x.shape[3]) for x in (k, v))
-        return q, self.cache.write(self.k, k), self.cache.write(self.v, v)
+        return self.cache.write(self.k, k), self.cache.write(self.v, v)
 
 
 class _Memory(_KeysAndValues):
-    """Keys and values of an encoder's output, which the first call projects."""
+    """Keys and values of an encoder's output, all of which the first call adds."""
 
-    def project(
-        self, attention: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.k is None:
-            q, self.k, self.v = attention.project(query, key, value)
-        else:
-            q = attention.project_query(query)
-        return q, self.k, self.v
+    def complete(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.k is None else (self.k, self.v)
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.k, self.v = k, v
+        return k, v

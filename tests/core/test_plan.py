@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -254,10 +256,10 @@ def test_the_dispatcher_changes_no_bit():
 
 def test_a_dual_number_keeps_its_tangent():
     fastattn.attention(Q, K, V)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(Q, torch.ones_like(Q))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(Q, torch.ones_like(Q))
         o = fastattn.attention(dual, K, V)
-        assert torch.autograd.forward_ad.unpack_dual(o).tangent is not None
+        assert forward_ad.unpack_dual(o).tangent is not None
 
 
 def test_autocast_decides_the_dtype_between_calls():
@@ -329,6 +331,55 @@ def test_a_checkpoint_around_it():
         return torch.autograd.grad(o.sin().sum(), x)
 
     assert all(map(torch.equal, gradients(checkpointed=True), gradients(checkpointed=False)))
+
+
+def forward_over_backward(o: Tensor, x: list[Tensor]) -> tuple[Tensor, ...]:
+    with forward_ad.dual_level():
+        do = forward_ad.make_dual(o.detach(), o.detach().cos())
+        return tuple(y for g in torch.autograd.grad(o, x, do) for y in forward_ad.unpack_dual(g))
+
+
+def again(o: Tensor, x: list[Tensor]) -> tuple[Tensor, ...]:
+    gradients = torch.autograd.grad(o.sin().sum(), x, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in gradients), x)
+
+
+def by_compiled_autograd(o: Tensor, x: list[Tensor]) -> tuple[Tensor, ...]:
+    with compiled_autograd._enable(lambda graph: graph):
+        o.sin().sum().backward()
+    return tuple(leaf.grad for leaf in x)
+
+
+BACKWARDS = {
+    "plain": lambda o, x: torch.autograd.grad(o.sin().sum(), x),
+    "of one": lambda o, x: torch.autograd.grad(o.sin().sum(), x[2:]),
+    "again": again,
+    "batched": lambda o, x: torch.autograd.grad(
+        o, x, torch.stack([o.detach(), o.detach().sin()]), is_grads_batched=True
+    ),
+    "forward over backward": forward_over_backward,
+    "compiled autograd": by_compiled_autograd,
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_gradients_of_the_short_way_are_those_of_the_general_road(name, monkeypatch):
+    terms = {
+        "mask": Mask(True, torch.tensor([4, 2]), (5, None), REAL, segment_ids=(DOCUMENTS[:, :3], DOCUMENTS)),
+        "scale": 0.3, "softcap": 2.0, "bias": torch.randn(3, 7), "alibi_slopes": torch.rand(4), "sinks": torch.rand(4),
+    }  # fmt: skip
+
+    def gradients() -> tuple[str, tuple[Tensor, ...]]:
+        x = leaves()
+        o = fastattn.attention(*x, **terms)
+        return type(o.grad_fn).__name__, BACKWARDS[name](o, x)
+
+    fastattn.attention(Q, K, V)  # after which calls of every kind are short
+    short = gradients()
+    monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
+    general = gradients()
+    assert short[0] != general[0]
+    assert all(map(torch.equal, short[1], general[1]))
 
 
 def test_plans_are_not_made_while_a_call_is_compiled(judged):

@@ -64,12 +64,12 @@ def short_way(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """(o, lse) of a call on the CPU with which PyTorch has nothing to do but autograd; None for any other, right or wrong.
+    """(o, lse) of a call on the CPU that concerns nothing of PyTorch but autograd; None for any other, right or wrong.
 
     For a query against 16 keys, what Python does on the general road takes longer than PyTorch's own function from
-    beginning to end (`benchmarks/short_calls.py`), and so does an autograd.Function of Python beside the backward of 16
-    queries. So one function in C++ judges and computes such a call, once the general road has chosen the CPU backend for
-    another one, and is differentiated there in q, k and v; what it refuses goes the general road.
+    beginning to end (`benchmarks/short_calls.py`), and so does an autograd.Function of Python for 16 queries. So one
+    function in C++ judges and computes such a call, once the general road has chosen the CPU backend for another one,
+    and its gradients of q, k and v; what it refuses goes the general road.
     """
     if is_compiling() or forward_ad._current_level >= 0 or not (mask is None or isinstance(mask, Mask)):
         return None

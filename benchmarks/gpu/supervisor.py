@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ _TELL_EVERY_S = 2.0
 _PYTEST = (
     *(sys.executable, "-m", "pytest", "-q", "-s", "-c", os.devnull, f"--rootdir={REPOSITORY}"),
     *("-p", "no:cacheprovider", "-p", "benchmarks.gpu.plugin"),
+    *("-o", "pythonpath=" + shlex.join(map(str, (REPOSITORY, REPOSITORY / "tests", *REPOSITORY.glob("tests/*/"))))),
 )
 
 

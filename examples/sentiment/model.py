@@ -29,13 +29,13 @@ def build(vocabulary: int, **sizes: float) -> nn.SequenceClassifier:
         sizes: d_model, nhead, num_layers, dim_feedforward and dropout, as in `TransformerConfig`.
 
     Raises:
-        InputError: nhead does not divide d_model.
+        InputError: a size is not one that a Transformer can have.
     """
-    config = nn.TransformerConfig(vocabulary, **sizes, norm_first=True, max_length=MAX_TOKENS, padding_idx=PADDING)
     try:
-        return nn.SequenceClassifier(config, len(LABELS))
-    except AssertionError as error:
-        raise InputError(f"nhead must divide d_model, got {config.nhead} and {config.d_model}") from error
+        config = nn.TransformerConfig(vocabulary, **sizes, norm_first=True, max_length=MAX_TOKENS, padding_idx=PADDING)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return nn.SequenceClassifier(config, len(LABELS))
 
 
 def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, int]) -> int:

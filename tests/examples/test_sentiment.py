@@ -629,7 +629,7 @@ def test_mistakes_get_one_sentence(trained, tmp_path, capsys):
     assert "must have a token to shade" in error_of(capsys, *show, "--text", " ")
     assert "must have fewer than 8192 tokens, got 9001" in error_of(capsys, *show, "--text", "good " * 9000)
     new = ("train", "imdb", *data, "--output", tmp_path)
-    assert "nhead must divide d_model, got 7 and 300" in error_of(capsys, *new, "--nhead=7")
+    assert "nhead must divide d_model = 300, got 7" in error_of(capsys, *new, "--nhead=7")
     assert "max_tokens must be at most 8192, got 8193" in error_of(capsys, *new, "--max-tokens=8193")
     assert "vectors must be a text file" in error_of(capsys, *new, "--vectors", tmp_path / "no")
     for wrong in ("--dropout=1", "--word-dropout=-0.1", "--epochs=0", "--d-model=x"):

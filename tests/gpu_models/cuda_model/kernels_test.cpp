@@ -211,12 +211,12 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
   forward.o = rows(o), forward.lse = lse.floats();
 
   const int64_t padded_queries = cuda::padded_queries(int(c.n_q));
-  const Values<float> facts(placement, c.B * c.H * cuda::kFacts * padded_queries);
+  const Values<float> stats(placement, c.B * c.H * cuda::kRowStats * padded_queries);
   cuda::BackwardParams backward{};
   backward.params = p;
   backward.o = rows(o), backward.d_o = rows(d_o);
   backward.lse = lse.floats(), backward.d_lse = c.with_d_lse ? d_lse.floats() : nullptr;
-  backward.facts = {facts.data(), padded_queries};
+  backward.stats = {stats.data(), padded_queries};
   if (request.dq) backward.dq = rows(dq);
   if (request.dkv) backward.dk = rows(dk), backward.dv = rows(dv);
 
@@ -227,7 +227,7 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
       cuda::with_kernels_of(dtype, [&](auto kernels) { return kernels.backward(backward, nullptr); });
 
   bool kept_inside = queries.kept_inside() && keys.kept_inside() && q_offset.kept_inside() && seed.kept_inside() &&
-                     sinks.kept_inside() && facts.kept_inside();
+                     sinks.kept_inside() && stats.kept_inside();
   for (const Tensor* x : {&q, &k, &v, &d_o, &d_lse, &o, &lse, &dq, &dk, &dv}) {
     kept_inside = kept_inside && x->gaps_untouched();
   }

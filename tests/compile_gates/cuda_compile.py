@@ -187,7 +187,7 @@ def readable(symbol: str) -> str:
 def dynamic_shared_memory(nvcc: str, objects: list[Path], folder: Path) -> dict[str, int]:
     """The most bytes that the host gives to each kernel in the object files, by its mangled name."""
     program = folder / "launches"
-    source = REPOSITORY / "tests" / "cuda_launches.cpp"
+    source = Path(__file__).with_name("cuda_launches.cpp")
     output_of([nvcc, "-std=c++20", "-cudart=none", source, *objects, "-o", program])
     result = {}
     for line in output_of([program]).splitlines():

@@ -91,7 +91,7 @@ def _in_form(
 ) -> tuple[Tensor, Tensor]:
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
     derivative_wanted = not is_compiling() and _derivative_wanted((q, k, *learned))
-    if plan.plain and not (derivative_wanted or is_compiling() or _watched()):
+    if plan.plain and not (derivative_wanted or _watched()):  # no plan is, while a call is compiled
         return _weights_in_form(q, k, lse, spec, plan.by_weights, form, top_k)
     arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, plan.by_weights))
     if _onnx_exports():
@@ -181,10 +181,8 @@ def _flatten(spec: Spec, backend: ModuleType) -> tuple:
 
 def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
     """The spec and the backend that `_flatten` was given."""
-    q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense, seed, causal, q_offset, left, right = flat[
-        :11
-    ]
-    scale, softcap, dropout_p, deterministic, backend = flat[11:]
+    q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense, seed, *flat = flat
+    causal, q_offset, left, right, scale, softcap, dropout_p, deterministic, backend = flat
     mask = Mask(
         causal=causal,
         q_offset=q_offset if q_offsets is None else q_offsets,

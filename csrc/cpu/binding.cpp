@@ -417,13 +417,13 @@ PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) try
     Tensor unused;
     if (*x && !read_plain(pybind11::cast(**x).ptr(), unused)) Py_RETURN_NONE;
   }
-  const bool derivable = wants_gradient(q) || wants_gradient(k) || wants_gradient(v);
+  const bool differentiable = wants_gradient(q) || wants_gradient(k) || wants_gradient(v);
   // Hooks on what is saved, such as a checkpoint's, are Python.
-  if (derivable && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) Py_RETURN_NONE;
+  if (differentiable && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) Py_RETURN_NONE;
   std::tuple<Tensor, Tensor> result;
   {
     const pybind11::gil_scoped_release without_gil;
-    if (derivable) {
+    if (differentiable) {
       const auto outputs = ShortAttention::apply(q, k, v, spec);
       result = {outputs[0], outputs[1]};
     } else {

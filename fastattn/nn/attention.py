@@ -222,8 +222,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """q, k and v, each [N, heads, length, D] without a copy; inputs that are the same tensor share one product."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         groups = ((query, heads[:1]), (key, heads[1:2]), (value, heads[2:]))
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self.in_proj_weight is not None:
+        if self.in_proj_weight is None:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        else:
             if query is key and key is value:
                 groups = ((query, heads),)
             elif key is value:

@@ -81,7 +81,7 @@ def backward(
     """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes; dk and dv come together."""
     wants_dq, wants_dk, wants_dv, wants_dbias, _, wants_dsinks = output_mask
     rounded = o.dtype != torch.float32  # else the rounding of the sums would add more to delta than that of O has taken
-    wanted = wanted_sums(spec, output_mask, rounded)
+    wanted = wanted_sums(spec, output_mask, rounded and wants_dsinks)  # nothing is made good in the gradient of slopes
     dq, dk, dv, *sums = build.CPU.load().backward(
         do, dlse, q, k, v, o, lse, spec, (wants_dq, wants_dk or wants_dv, *wanted)
     )

@@ -49,6 +49,20 @@ FASTATTN_HD BesideSink beside_sink(double lse, double sink) {
   return {both, 1 / (1 + std::exp(above))};
 }
 
+// The lse of a query, as two floats: a weight is 2^(on_score_log2 * (S - reference) - rest_log2).
+struct Measure {
+  float reference, rest_log2;
+
+  // Of S + log2(sum) / on_score_log2, where S has a weight of 1 in the sum; {0, 0} where no key is seen.
+  FASTATTN_HD static Measure of(double S, double sum, float on_score_log2) {
+    if (sum == 0) return {0, 0};
+    constexpr double kLargest = 0x1.fffffep127;  // with a scale of 1e-38 the exact value may lie beyond the floats
+    const double more = std::log2(sum) / on_score_log2, exact = S + more;
+    const auto reference = static_cast<float>(exact > kLargest ? kLargest : exact < -kLargest ? -kLargest : exact);
+    return {reference, static_cast<float>((S - reference + more) * on_score_log2)};  // `exact` may have lost `more`
+  }
+};
+
 // A row that saw nothing has the output 0.
 FASTATTN_HD float one_over_sum(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
 

@@ -33,6 +33,8 @@ class Case:
         the other side, "skewed" on the right with many short samples and few long ones (n_k / 4 on average), "holes"
         anywhere, "none" where the first sample has no real key at all.
     queries: real_queries, padded by the same lengths as the keys ("right" where `keys` is None).
+    huge: the scores reach up to that power of the largest number of the dtype, 0 < huge < 1. q and k are then -1, 0
+        and 1 times a power of two, so that no score is rounded, and several keys often share the largest one.
     layout: memory order of q, k and v: "BHND" as [B, H, N, D]; "BNHD" as a projection leaves them; "sliced" as parts
         of one wider tensor, with a stride between tokens that is no multiple of D; "columns" as such parts, transposed.
     timed: the suite of the benchmarks that it is for, "standard" (part of "limit" too), "limit" or "gpu"; such a case
@@ -61,6 +63,7 @@ class Case:
     sinks: bool = False
     dropout_p: float = 0.0
     scale: float | None = None
+    huge: float = 0.0
     layout: str = "BHND"
     timed: str | None = None
 
@@ -167,6 +170,7 @@ CASES: tuple[Case, ...] = (
     Case("sliced-layout", "q, k and v cut out of one tensor", n_q=50, layout="sliced", causal=True),
     Case("columns-layout", "the same, transposed: tokens lie side by side", n_q=50, n_k=40, layout="columns"),
     Case("large-scores", "scores of thousands", n_q=40, scale=300.0, causal=True),
+    Case("huge-scores", "scores as large as the dtype allows: one key or several take all", n_q=40, n_k=150, huge=0.95),
     Case("zero-scale", "every visible key weighs the same", n_q=40, scale=0.0, keys="right"),
     Case("negative-scale", "the least similar key wins", n_q=40, scale=-0.5),
     Case("segments", "packed documents with a padded tail", n_q=60, segment_ids=True),
@@ -329,7 +333,12 @@ def make_inputs(
         options |= {"dropout_p": case.dropout_p, "generator": torch.Generator(device).manual_seed(seed)}
 
     queries, keys = mask.readable_queries(), mask.readable_keys()
-    q, k, v = (_laid_out(normal(*shape).to(device, dtype), case.layout) for shape in shapes)
+    numbers = [normal(*shape) for shape in shapes]
+    if case.huge:
+        exponent = (math.log2(torch.finfo(dtype).max) * case.huge - math.log2(D)) // 2
+        for x in numbers[:2]:
+            x.round_().clamp_(-1, 1).mul_(2.0**exponent)
+    q, k, v = (_laid_out(x.to(device, dtype), case.layout) for x in numbers)
     do, dlse = normal(B, H, n_q, d_v).to(device, dtype), normal(B, H, n_q).to(device, torch.float32)
     for x, rows in ((q, queries), (k, keys), (v, keys), (do, queries)):
         if rows is not None:

@@ -103,18 +103,6 @@ FASTATTN_INLINE Right over_queries(Rows rows, int64_t M, int64_t d, float* copy)
 constexpr int64_t over_queries_size(int64_t M, int64_t d) { return M / 2 * padded(d); }
 FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t M) { return kGrain == 2 ? (n + 1) / 2 : M / 2; }
 
-// As in arith_fp32.h, with one operation less: the weight of the reference is 1 once it is rounded to bf16.
-FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) {
-  return exp2(score * scale - reference * scale);
-}
-
-// Lower scores would overflow there, such as a row of a bias that says torch.finfo().min: they count as the lowest one.
-// -inf and NaN stay.
-FASTATTN_INLINE Floats above_lowest_score(Floats score) {
-  const Floats lowest = splat(-0x1p126f);
-  return score == -kInfinity ? score : lowest > score ? lowest : score;
-}
-
 // Two forms: pairs along a row in a left factor, pairs of rows in a right one.
 constexpr bool kOneForm = false;
 using LeftElement = BFloat16;

@@ -43,13 +43,6 @@ FASTATTN_INLINE Right over_queries(Rows rows, int64_t, int64_t, float*) { return
 constexpr int64_t over_queries_size(int64_t, int64_t) { return 0; }
 FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t) { return n; }
 
-// 2^(scale * (score - reference)). The difference first: the weight of the reference is then exactly 1, and a single
-// key gives O = V to the bit.
-FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) { return exp2((score - reference) * scale); }
-
-// No score has to be raised: none overflows in `weight`.
-FASTATTN_INLINE Floats above_lowest_score(Floats score) { return score; }
-
 // A matrix [keys, C vectors of queries] is the left factor of a sum over the queries, and the right factor of a sum
 // over the keys: the same floats. x is row i of it, and the kPerUnit - 1 after it.
 constexpr bool kOneForm = true;

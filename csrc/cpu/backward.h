@@ -17,6 +17,7 @@
 #include "bias.h"
 #include "blocks.h"
 #include "dropout.h"
+#include "forward.h"
 #include "matrix.h"
 #include "microkernel.h"
 #include "params.h"
@@ -127,10 +128,9 @@ IndexList contributing_queries(const Params& p, const BackwardTensors& t, int64_
   return {table, 0, count};
 }
 
-// P of vector c of the queries from S. The difference first: see weight of arith_fp32.h. It is above 1 by rounding
-// only, and an lse of 1e9 takes it far.
+// P of vector c of the queries from S. The difference first: see weight of forward.h. It is above 1 by rounding only.
 FASTATTN_INLINE Floats weight_from_lse(const BackwardBlock& block, int c, Floats s, float on_score_log2) {
-  return exp2(at_most((s - block.reference[c]) * on_score_log2 - block.rest_log2[c], 64.0f));
+  return exp2(at_most((s - block.reference[c]) * on_score_log2 - block.rest_log2[c], 0.0f));
 }
 
 // Writes S^T of a part of the keys, hidden ones -inf.
@@ -141,29 +141,34 @@ FASTATTN_INLINE void scores(const Params& p, int64_t b, int64_t h, const KeyBloc
   finish_scores<C>(p, b, h, queries, keys, part, s_t, d_score);
 }
 
-// An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor. The weights of a row sum
-// to 1, that of the sink among them: what they sum to here tells the factor.
+// An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor; one of 1e9 says nothing
+// of the weights. The Measure is then found anew from the scores, by the online softmax of forward.
 template <int C>
-void refine_lse(const Params& p, int64_t b, int64_t h, int first, const bool* imprecise, const float* weight_of_sink,
-                BackwardBlock& block, const BackwardScratch& w) {
+void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* imprecise, BackwardBlock& block,
+                  const BackwardScratch& w) {
   const IndexList& list = p.keys[b];
   const QueryBlock queries = block.queries.vectors(first, C);
-  Floats sum[C] = {};
+  const float on_score_log2 = p.on_score_log2();
+  Floats m[C], l[C], decay[C];
+  for (int c = 0; c < C; ++c) m[c] = splat(-kInfinity), l[c] = Floats{};
   each_key_block(list, queries.range.some, queries.origin, 0, list.count, [&](int64_t first_key, int64_t n) {
     KeyBlock keys{&list, first_key, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, h / p.group(), list, first_key, n, up_to_grain(n), p.d_qk, false, w.k);
     const Part part = visible_part(queries.range.some, keys);
     scores<C>(p, b, h, keys, part, queries, {block.q_t + first * kLanes, block.stride}, w.s_t);
-    for (int64_t i = 0; i < part.n; ++i) {
-      for (int c = 0; c < C; ++c) {
-        sum[c] += weight_from_lse(block, first + c, load(w.s_t + (i * C + c) * kLanes), p.on_score_log2());
-      }
+    if (follow_maximum<C>(part.n, w.s_t, on_score_log2, m, decay)) {
+      for (int c = 0; c < C; ++c) l[c] *= decay[c];
     }
+    weights<C>(part.n, on_score_log2, m, nullptr, w.s_t, l);
   });
+  Floats unused[C];
+  float lse[C * kLanes];
+  finish_softmax<C>(p, h, m, l, unused, lse);
   for (int lane = 0; lane < C * kLanes; ++lane) {
     if (!imprecise[lane]) continue;
     const int c = lane / kLanes, i = lane % kLanes;
-    block.rest_log2[first + c][i] += log2f(sum[c][i] + weight_of_sink[lane]);
+    const Measure from = Measure::of(m[c][i], l[c][i], on_score_log2);
+    block.reference[first + c][i] = from.reference, block.rest_log2[first + c][i] = from.rest_log2;
   }
 }
 
@@ -212,12 +217,10 @@ void begin_block(const Params& p, const BackwardTensors& t, const BackwardItem& 
 
   sum_delta<C>(p, t, b, h, queries, block);
 
-  float weight_of_sink[M];
   bool imprecise[M], any_imprecise[C] = {};  // query by query: the others in a block must not matter
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
-    const Measure from = Measure::of(t.lse[query] * p.scores_per_nat(), p.on_score_log2());
-    weight_of_sink[i] = p.sinks ? expf(p.sinks[h] - t.lse[query]) : 0.0f;
+    const Measure from = Measure::of(t.lse[query] * p.scores_per_nat(), 1, p.on_score_log2());
     imprecise[i] = std::fabs(t.lse[query]) > precise_lse(p.q.dtype) ||
                    (p.q.dtype == DType::f32 && block.queries.length[c][lane] <= kFewKeys);
     any_imprecise[c] |= imprecise[i];
@@ -226,7 +229,7 @@ void begin_block(const Params& p, const BackwardTensors& t, const BackwardItem& 
   }
   for (int c = 0; c < C; c += kFewestColumns) {
     if (any_imprecise[c] || any_imprecise[c + kFewestColumns - 1]) {
-      refine_lse<kFewestColumns>(p, b, h, c, imprecise + c * kLanes, weight_of_sink + c * kLanes, block, w);
+      measure_anew<kFewestColumns>(p, b, h, c, imprecise + c * kLanes, block, w);
     }
   }
 }

@@ -112,7 +112,7 @@ FASTATTN_SELDOM void add_bias(const Params& p, int64_t b, int64_t h, const Query
   with_elements(p.bias.data, p.bias_dtype, [&](auto* data) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
     with_entries<C, Element>(p.bias, b, h, queries, keys, part, s_t,
-                             [&](float* x, Floats bias) { store(x, load(x) * scale + above_lowest_score(bias)); });
+                             [&](float* x, Floats bias) { store(x, load(x) * scale + bias); });
   });
 }
 

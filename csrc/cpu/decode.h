@@ -123,7 +123,7 @@ FASTATTN_SELDOM void finish_scores_of_query(const Params& p, int64_t b, int64_t 
         const FewKeys few(keys, {0, n}, i);
         const bool as_it_lies = few.side_by_side && !p.bias.one_for_all_keys;
         const Floats bias = as_it_lies ? widen(row + few.at(0)) : few.gathered(row, p.bias.one_for_all_keys);
-        store(s + i, load(s + i) * scale + above_lowest_score(bias));
+        store(s + i, load(s + i) * scale + bias);
       }
     });
     scale = 1.0f;

@@ -97,6 +97,10 @@ FASTATTN_INLINE bool follow_maximum(int64_t n, const float* s_t, float on_score_
   return any(moves);
 }
 
+// 2^(scale * (score - reference)). The difference first: the weight of the reference is then exactly 1, a single key
+// gives O = V to the bit, and no finite scores overflow.
+FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) { return exp2((score - reference) * scale); }
+
 // Turns S^T [n, M] into P^T in place, as a right factor, and adds the weights to l. Dropout multiplies them by Z after
 // that: it does not change lse.
 template <int C>

@@ -136,24 +136,6 @@ struct Params {
   double scores_per_nat() const { return finishes_scores() ? 1.0 : kLog2E / on_score_log2(); }
 };
 
-// The lse of a query, as two floats: a weight is 2^(on_score_log2() * (S - reference) - rest_log2).
-struct Measure {
-  float reference, rest_log2;
-
-  // Of S + log2(sum) / on_score_log2, where S has a weight of 1 in the sum; {0, 0} where no key is seen.
-  static Measure of(float S, float sum, float on_score_log2) {
-    if (sum == 0) return {0, 0};
-    return of(S + std::log2(double(sum)) / on_score_log2, on_score_log2);
-  }
-
-  // With a scale of 1e-38 it may lie beyond the floats.
-  static Measure of(double exact, float on_score_log2) {
-    constexpr double kLargest = 0x1.fffffep127;
-    const auto reference = static_cast<float>(exact > kLargest ? kLargest : exact < -kLargest ? -kLargest : exact);
-    return {reference, static_cast<float>((exact - reference) * on_score_log2)};
-  }
-};
-
 struct ForwardOutputs {
   Output o;
   float* lse;                   // [B, H, n_q]

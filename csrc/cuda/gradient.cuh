@@ -14,7 +14,7 @@ namespace fastattn::cuda {
 
 // The stats of one query: see RowStat.
 struct RowStats {
-  float lse_log2, rest_log2, delta;
+  float reference, rest_log2, delta;
 };
 
 // Loads the stats of the queries that are a lane's rows, the first of which is query `row` of that head.
@@ -23,7 +23,7 @@ FASTATTN_DEVICE void load_stats(RowStats (&stats)[kRows], const StatsOfQueries& 
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const auto load = [&](RowStat stat) { return all.of_head(head, stat)[row + 8 * i]; };
-    stats[i] = {load(RowStat::lse_log2), load(RowStat::rest_log2), load(RowStat::delta)};
+    stats[i] = {load(RowStat::reference), load(RowStat::rest_log2), load(RowStat::delta)};
   }
 }
 
@@ -36,7 +36,7 @@ FASTATTN_DEVICE void weights_and_gradients(Sums (&s)[kRowBlocks][kColumnBlocks],
                                            const Params& p, Place<kRowsAreQueries> place, bool partial,
                                            StatsOf stats_of, Visit visit) {
   const auto weight_of = [&](float score, RowStats stats) {
-    return exp2_for<Element>(fmaf(score, p.score_scale.on_score_log2, -stats.lse_log2) - stats.rest_log2);
+    return exp2_for<Element>(fmaf(score - stats.reference, p.score_scale.on_score_log2, -stats.rest_log2));
   };
   if constexpr (!kGeneral) {
     finish_scores<false>(s, p, place);

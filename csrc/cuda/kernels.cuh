@@ -94,10 +94,8 @@ cudaError_t Kernels<Element>::backward(const BackwardParams& g, cudaStream_t str
     launches.add(query_stats_kernel<Element>,
                  tiles_of(padded_queries(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp),
                  kThreadsOfPreparation, 0, g);
-    if constexpr (std::is_same_v<Element, float>) {
-      launches.add(rest_of_lse_kernel<OfQueries, general>, tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B,
-                   OfQueries::kThreads, OfQueries::shared_bytes(1, 1) + bytes_of_visible_tiles(OfQueries::kThreads), g);
-    }
+    launches.add(measure_kernel<OfQueries, general>, tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B,
+                 OfQueries::kThreads, OfQueries::shared_bytes(1, 1) + bytes_of_visible_tiles(OfQueries::kThreads), g);
     if (g.dq.data) {
       launches.add(backward_kernel<OfQueries, true, Wanted::of_scores, general>,
                    tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B, OfQueries::kThreads,

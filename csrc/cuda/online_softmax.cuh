@@ -30,6 +30,14 @@ FASTATTN_DEVICE float sum_of_row(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// What the scores of a row with this maximum are multiplied by: on_score_log2, but less where an exponent, of which the
+// rounded product of the maximum is subtracted, might be large. Scores that differ there do so by far more than what
+// leaves a weight.
+FASTATTN_DEVICE float factor_of_row(float max, float on_score_log2) {
+  constexpr float kLargest = 0x1p28f;  // half a unit in its last place is 8, and 2^8 a number of every Element
+  return fabsf(max) * on_score_log2 <= kLargest ? on_score_log2 : kLargest / fabsf(max);
+}
+
 // The statistics of a row of scores: their maximum, and the sum of 2^(score_log2 - max_log2). Weights relative to an
 // older maximum are still to be multiplied by on_weights.
 struct RowSum {
@@ -70,15 +78,16 @@ struct OnlineSoftmax {
         new_max = fmaxf(new_max, fmaxf(scores[r][c][2 * half], scores[r][c][2 * half + 1]));
       }
       new_max = max_of_row(new_max);
-      const float base_log2 = finite_max(new_max) * on_score_log2;
-      const float rescale = exp2_for<Element>(max[r][half] * on_score_log2 - base_log2);
+      const float factor = factor_of_row(finite_max(new_max), on_score_log2);
+      const float base_log2 = finite_max(new_max) * factor;
+      const float rescale = exp2_for<Element>((max[r][half] - finite_max(new_max)) * on_score_log2);
       max[r][half] = new_max;
       sum[r][half] *= rescale;
 #pragma unroll
       for (int c = 0; c < kColumnBlocks; ++c) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          scores[r][c][e] = exp2_for<Element>(scores[r][c][e] * on_score_log2 - base_log2);
+          scores[r][c][e] = exp2_for<Element>(fmaf(scores[r][c][e], factor, -base_log2));
           sum[r][half] += scores[r][c][e];
         }
       }

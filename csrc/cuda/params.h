@@ -155,8 +155,8 @@ FASTATTN_HD int64_t padded_queries(int n_q) {
 
 // What the backward kernels need of each query, in all of its pairs.
 enum class RowStat {
-  lse_log2,   // +inf where there is no query or it sees nothing, which makes each weight 0
-  rest_log2,  // what the rounding of lse_log2 left out
+  reference,  // with rest_log2, the Measure of ../softmax.h
+  rest_log2,  // +inf where there is no query or it sees nothing, which makes each weight 0
   delta,      // sum(dO * O) - dlse
 };
 constexpr int kRowStats = 3;

@@ -5,14 +5,13 @@ dS = P * (dP - delta) is the gradient of the scores, with dP = dO V^T and delta 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..spec import Spec, shared_along, summed_like
+from ..spec import LOG2E, Spec, shared_along, summed_like
 
 
 class Sums(NamedTuple):
@@ -94,7 +93,7 @@ class RowStats:
 
         Where a sink is nearly all of an lse of any size, the two are the same number only if both were rounded alike.
         """
-        p_log2 = self.sinks[:, None].to(self.lse_log2.dtype) / math.log(2) - self.lse_log2
+        p_log2 = self.sinks[:, None].to(self.lse_log2.dtype) * LOG2E - self.lse_log2
         return torch.exp2(p_log2 if self.rest_log2 is None else p_log2 - self.rest_log2)
 
     def lost_in_delta(self) -> Tensor:

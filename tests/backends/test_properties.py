@@ -82,6 +82,7 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
         sinks=maybe("sinks", st.just(True), False),
         dropout_p=maybe("dropout", st.sampled_from((0.1, 0.5, 1.0)), 0.0),
         scale=draw(st.none() | st.sampled_from((0.0, 0.05, 0.3, -0.3, 1.0))),
+        huge=draw(st.just(0.0) | st.floats(0.3, 1)),
         layout=draw(st.sampled_from(("BHND", "BNHD", "sliced", "columns"))),
     )
 

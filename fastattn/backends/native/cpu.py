@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...spec import FEATURES, Spec, shared_along
+from ...spec import FEATURES, LOG2E, Spec, shared_along
 from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
 from . import build
 
@@ -119,5 +119,5 @@ def _row_stats(
     seen, zero = lse != -math.inf, lse.new_zeros(())  # padding may have left NaN in do and dlse of the other queries
     dlse = torch.where(seen, zero if dlse is None else dlse, zero)
     delta = zero if do is None else torch.where(seen, (do.float() * o.float()).sum(-1), zero)
-    lse_log2 = torch.where(seen, lse.double() / math.log(2), math.inf)
+    lse_log2 = torch.where(seen, lse.double() * LOG2E, math.inf)
     return RowStats(lse_log2, None, delta - dlse, dlse, sinks, ds_of_queries, rounded)

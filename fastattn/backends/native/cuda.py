@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...spec import FEATURES, Spec, empty_output
+from ...spec import FEATURES, LOG2E, Spec, empty_output
 from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
 from . import build
 
@@ -132,7 +132,8 @@ def backward(
         *_described(module, q, k, spec),
     )
     dq, dk, dv = (x if x is None else _copied_back(x, y) for x, y in zip((dq, dk, dv), written, strict=True))
-    rows = RowStats(*stats.unbind(2), dlse, spec.sinks, sums.of_queries)
+    reference, rest_log2, delta = stats.unbind(2)  # in nats where there are sinks, which alone read it
+    rows = RowStats(reference.double() * LOG2E, rest_log2, delta, dlse, spec.sinks, sums.of_queries)
     return dq, dk, dv, *learned_gradients(spec, output_mask, sums, rows, p_by_distance)
 
 

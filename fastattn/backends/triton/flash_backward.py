@@ -19,9 +19,9 @@ from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
 from .bias_gradient import gradient_of_table
 from .configs import config_for, padded_head_dim
 from .dropout import kept
-from .recompute import Rows, load_rows, tile_gradients, weights
+from .recompute import Rows, load_rows, tile_gradients
 from .rules import Rules, rules_of
-from .scores import distances, sink_log2
+from .scores import beside_sink, distances, online_softmax, scores_log2, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
@@ -39,6 +39,7 @@ from .visibility import (
     anything,
     as_column,
     as_row,
+    hide,
     is_edge,
     key_range,
     key_tokens,
@@ -49,7 +50,9 @@ from .visibility import (
 )
 
 PRECISE_UP_TO_LOG2: tl.constexpr = tl.constexpr(16.0)
-"""The rounding of an lse up to this costs a weight at most some 6 units in the last place."""
+"""The rounding of an lse up to this costs a weight at most some 6 units in the last place of fp32."""
+PRECISE_IN_16_BITS: tl.constexpr = tl.constexpr(1024.0)
+"""The same for weights that are rounded to 16 bits: 1 / 16 of a unit in the last place of fp16."""
 
 
 def backward(
@@ -84,7 +87,7 @@ def backward(
     def per_query(is_wanted: bool) -> Tensor | None:
         return torch.empty_like(lse) if is_wanted else None
 
-    rows = Rows(per_query(True), per_query(q.dtype == torch.float32), per_query(True))
+    rows = Rows(*(torch.empty_like(lse) for _ in Rows._fields))
     compute_rows(rows, q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rules)
 
     inputs, scalars = (q_heads, k_heads, v_heads, do_heads, rows), (spec.scale, *scalars)
@@ -196,19 +199,19 @@ def rows_kernel(
     m_row = o_q < n_q
     i_row = (i_b * H + i_h) * s_head + o_q
     tl.store(rows.delta + i_row, b_delta, mask=m_row)
-    tl.store(rows.lse_log2 + i_row, b_lse_log2, mask=m_row)
-
-    if rows.rest_log2 is not None:
-        # Every weight of a row is off by the rounding of its lse. They sum to 1, so one more pass tells by how much.
-        rounded = tl.max(tl.where(b_lse == float("-inf"), 0.0, tl.abs(b_lse_log2)), 0) > PRECISE_UP_TO_LOG2
-        tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    if rows.rest_log2 is None:
+        tl.store(rows.lse_log2 + i_row, b_lse_log2, mask=m_row)
+    else:
+        # The rounding of a large lse is a factor of every weight of its row, so the online softmax runs once more.
         # [M, D]
         b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+        precise_up_to = PRECISE_UP_TO_LOG2 if b_q.dtype == tl.float32 else PRECISE_IN_16_BITS
+        m_rounded = (tl.abs(b_lse_log2) > precise_up_to) & (b_lse != float("-inf"))
+        tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         p_k = head_of(k, i_b, i_h // GROUP)
+        b_max_log2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
-        if scoring.sinks is not None:
-            b_sum = tl.where(rounded, tl.exp2(sink_log2(scoring, i_h) - b_lse_log2), 0.0)
-        for i_n in tl.range(tile_range[0], tl.where(rounded, tile_range[3], tile_range[0])):
+        for i_n in tl.range(tile_range[0], tl.where(anything(m_rounded), tile_range[3], tile_range[0])):
             keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
             m_k = keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
@@ -218,9 +221,14 @@ def rows_kernel(
                 # [M, N]
                 edge = is_edge(i_n, tile_range)
                 pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-                b_p = weights(b_q, b_k, b_lse_log2[:, None], 0.0, edge, m_dense, pairs, rules, PRECISION)[0]
-                b_sum += tl.sum(b_p, 1)
-        tl.store(rows.rest_log2 + i_row, tl.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), mask=m_row)
+                b_s_log2 = scores_log2(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, scoring)[0]
+                b_s_log2 = hide(b_s_log2, float("-inf"), edge, m_dense, pairs, visible)
+                b_max_log2, b_sum, _, _ = online_softmax(b_s_log2, b_max_log2, b_sum)
+        if scoring.sinks is not None:
+            b_max_log2, b_sum, _ = beside_sink(sink_log2(scoring, i_h), b_max_log2, b_sum)
+        m_rounded &= b_sum > 0.0
+        tl.store(rows.lse_log2 + i_row, tl.where(m_rounded, b_max_log2, b_lse_log2), mask=m_row)
+        tl.store(rows.rest_log2 + i_row, tl.where(m_rounded, tl.log2(tl.where(m_rounded, b_sum, 1.0)), 0.0), mask=m_row)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])

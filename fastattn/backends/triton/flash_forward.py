@@ -11,7 +11,7 @@ from ...spec import Spec, empty_output
 from .configs import config_for, padded_head_dim
 from .dropout import kept
 from .rules import Rules, rules_of
-from .scores import scores_log2, sink_log2
+from .scores import beside_sink, online_softmax, scores_log2, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
@@ -123,13 +123,7 @@ def forward_kernel(
             b_s_log2 = scores_log2(b_qk, pairs, scoring)[0]
             b_s_log2 = hide(b_s_log2, float("-inf"), edge, m_dense, pairs, visible)
 
-            b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
-            # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
-            b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
-            b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
-            b_rescale = tl.exp2(b_max_log2 - b_base_log2)
-            b_max_log2 = b_new_max_log2
-            b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
+            b_max_log2, b_sum, b_p, b_rescale = online_softmax(b_s_log2, b_max_log2, b_sum)
             if dropout is not None:
                 b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
             # [N, D]
@@ -140,10 +134,7 @@ def forward_kernel(
     # Equal to 0, not "not above 0": a NaN that was seen must come out.
     m_nothing_seen = (b_sum == 0.0) | ~m_q
     if scoring.sinks is not None:
-        b_new_max_log2 = tl.maximum(b_max_log2, sink_log2(scoring, i_h))
-        b_rescale = tl.exp2(b_max_log2 - b_new_max_log2)
-        b_max_log2 = b_new_max_log2
-        b_sum = b_sum * b_rescale + tl.exp2(sink_log2(scoring, i_h) - b_new_max_log2)
+        b_max_log2, b_sum, b_rescale = beside_sink(sink_log2(scoring, i_h), b_max_log2, b_sum)
         b_o *= b_rescale[:, None]
     if dropout is not None:
         b_o *= dropout.factor

@@ -93,8 +93,7 @@ def _rows(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, rules: Rules) ->
     if lse is None:
         _, lse = forward(q, k, k[..., :0], replace(spec, dropout_p=0.0, seed=None))
     lse, no_o = lse.contiguous(), heads(q[..., :0])
-    rest = torch.empty_like(lse) if q.dtype == torch.float32 else None
-    rows = Rows(torch.empty_like(lse), rest, torch.empty_like(lse))
+    rows = Rows(*(torch.empty_like(lse) for _ in Rows._fields))
     compute_rows(rows, readable_heads(q), readable_heads(k), no_o, no_o, lse, None, rules)
     return rows
 

@@ -16,8 +16,9 @@ from .visibility import hide
 class Rows(NamedTuple):
     """Statistics of each query that the backward kernels need, fp32 [B, H, n_q]; computed by `compute_rows`.
 
-    lse_log2: in base 2; +inf where a query sees nothing, which makes each of its weights 0 without a NaN.
-    rest_log2: what the rounding of lse_log2 left out, or None for nothing.
+    lse_log2: in base 2; +inf where a query sees nothing, which makes each of its weights 0 without a NaN. Where its
+        rounding would show in the weights, the largest score.
+    rest_log2: what is missing there from the lse; or None, and the rounding shows.
     delta: rowsum(dO * O) - dlse.
     """
 

@@ -48,11 +48,15 @@ def distances(pairs):
 
 @triton.jit
 def scores_log2(b_qk, pairs, scoring):
-    """Scores of a tile of products q k^T, in base 2 before the mask, and their derivative by scale * q k^T."""
-    b_s_log2, b_slope = b_qk * scoring.scale_log2, 1.0
+    """Scores of a tile of products q k^T, in base 2 before the mask, and their derivative by scale * q k^T.
+
+    They are rounded before a maximum or an lse is subtracted: the compiler may merge a product with the subtraction,
+    but not an fma, and the difference of a huge score and its own rounding is an exponent beyond the floats.
+    """
+    b_s_log2, b_slope = tl.fma(b_qk, scoring.scale_log2, 0.0), 1.0
     if scoring.softcap_log2 is not None:
         b_tanh = tanh(b_s_log2 / scoring.softcap_log2)
-        b_s_log2, b_slope = b_tanh * scoring.softcap_log2, 1.0 - b_tanh * b_tanh
+        b_s_log2, b_slope = tl.fma(b_tanh, scoring.softcap_log2, 0.0), 1.0 - b_tanh * b_tanh
     if scoring.bias.data is not None:
         b_s_log2 += entries(scoring.bias, pairs).to(tl.float32) * LOG2E
     if scoring.slopes.data is not None:
@@ -64,6 +68,25 @@ def scores_log2(b_qk, pairs, scoring):
 def sink_log2(scoring, i_h):
     """The sink of a head, in base 2."""
     return tl.load(scoring.sinks + i_h).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def online_softmax(b_s_log2, b_max_log2, b_sum):
+    """(maximum, sum, weights, factor of older weights) of rows of which these scores [M, N] are added."""
+    b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
+    # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
+    b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
+    b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
+    b_rescale = tl.exp2(b_max_log2 - b_base_log2)
+    return b_new_max_log2, b_sum * b_rescale + tl.sum(b_p, 1), b_p, b_rescale
+
+
+@triton.jit
+def beside_sink(b_sink_log2, b_max_log2, b_sum):
+    """(maximum, sum, factor of older weights) of rows to which the sink is added."""
+    b_new_max_log2 = tl.maximum(b_max_log2, b_sink_log2)
+    b_rescale = tl.exp2(b_max_log2 - b_new_max_log2)
+    return b_new_max_log2, b_sum * b_rescale + tl.exp2(b_sink_log2 - b_new_max_log2), b_rescale
 
 
 @triton.jit

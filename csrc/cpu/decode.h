@@ -256,7 +256,11 @@ void combine(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h_kv
     }
     BesideSink whole{lse_of(m, on_score_log2, log2f(l)), 1.0};
     if (p.sinks) whole = beside_sink(whole.lse, p.sinks[h]);
-    write_row(out.o, b, h, query, p.d_v, total.o, one_over_sum(l) * static_cast<float>(whole.share));
+    if (l == 0) {
+      zero_row(out.o, b, h, query, p.d_v);
+    } else {
+      write_row(out.o, b, h, query, p.d_v, total.o, static_cast<float>(whole.share) / l);
+    }
     out.lse[(b * p.H + h) * p.n_q + query] = static_cast<float>(whole.lse);
     if (out.measures) {
       const float with_sink = l / static_cast<float>(whole.share);

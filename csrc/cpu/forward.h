@@ -217,7 +217,11 @@ void end_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
   finish_softmax<C>(p, h, m, l, on_o, lse);
   with_elements(out.o.row(b, h, 0), out.o.dtype, [&](auto* o) {
     transpose(
-        padded(p.d_v), M, [&](int64_t d, int64_t i) { return load(block.o_t + d * M + i) * on_o[i / kLanes]; },
+        padded(p.d_v), M,
+        [&](int64_t d, int64_t i) {
+          const Floats x = load(block.o_t + d * M + i) * on_o[i / kLanes];
+          return l[i / kLanes] == 0.0f ? Floats{} : x;  // not 0 times a NaN that other queries see
+        },
         [&](int64_t i, int64_t d, Floats x) {
           if (i < block.queries.n) narrow_lanes(o + query(i) * out.o.row_stride + d, x, p.d_v - d);
         });

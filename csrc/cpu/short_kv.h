@@ -52,7 +52,7 @@ void write_output(const Params& p, const ForwardOutputs& out, int64_t b, int64_t
                   Columns p_t, int64_t n, Rows v, const float* on_o) {
   multiply_from_left(p_t, queries.n, n, v, p.d_v, [&](int64_t i, int64_t d, Floats x) {
     with_elements(out.o.row(b, h, p.queries[b].at(queries.first + i)), out.o.dtype,
-                  [&](auto* o) { narrow_lanes(o + d, x * on_o[i], p.d_v - d); });
+                  [&](auto* o) { narrow_lanes(o + d, on_o[i] == 0 ? Floats{} : x * on_o[i], p.d_v - d); });
   });
 }
 

@@ -162,8 +162,13 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
     wait_for_copies<0>();
     const int own_token = first_own + first_row;
     if constexpr (kOfScores) {
-      store_rows<Element>(of_scores, kRowsAreQueries ? g.dq : g.dk, own_head, p.d_qk, own, b, own_token,
-                          [&](int) { return p.scale; });
+      const int64_t head = int64_t(b) * p.H + own_head;
+      const auto sees_nothing = [&](int query) {
+        return query < p.queries.n && g.stats.of_head(head, RowStat::rest_log2)[query] == kInfinity;
+      };
+      store_rows<Element>(of_scores, kRowsAreQueries ? g.dq : g.dk, own_head, p.d_qk, own, b, own_token, [&](int i) {
+        return kRowsAreQueries && sees_nothing(own_token + 8 * i + lane() / 4) ? 0 : p.scale;
+      });
     }
     if constexpr (kOfValues) {
       store_rows<Element>(of_values, g.dv, own_head, p.d_v, own, b, own_token,

@@ -60,6 +60,10 @@ class Softmax(NamedTuple):
     distance: Tensor
     kept: Tensor | None
 
+    def zero_where_nothing_is_seen(self, rows: Tensor) -> Tensor:
+        """`rows` [B, H, R, D], but 0 where the query sees nothing: 0 times a NaN that others see is none."""
+        return rows.masked_fill((self.lse == -math.inf)[..., None], 0)
+
     def dropped(self, weights: Tensor) -> Tensor:
         """`weights` after dropout."""
         return weights if self.kept is None else weights * self.kept
@@ -123,7 +127,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q]."""
     out = empty_output(q, v.shape[3])
     s = _softmax(q, k, spec)
-    return out.copy_(s.dropped(s.p) @ readable(v, spec.mask.readable_keys(), q.shape[1])), s.lse
+    o = s.dropped(s.p) @ readable(v, spec.mask.readable_keys(), q.shape[1])
+    return out.copy_(s.zero_where_nothing_is_seen(o)), s.lse
 
 
 def backward(
@@ -154,7 +159,8 @@ def backward(
     dqk = (ds if s.d_score is None else ds * s.d_score) * spec.scale
 
     def sum_group(grad: Tensor, like: Tensor) -> Tensor:
-        return torch.empty_like(like).copy_(grad.unflatten(1, (like.shape[1], -1)).sum(2))
+        grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
+        return torch.empty_like(like).copy_(grad if keys is None else grad.masked_fill(~keys[:, None, :, None], 0))
 
     dbias = ds.sum_to_size(spec.bias.shape).to(spec.bias.dtype) if output_mask[3] else None
     dalibi_slopes = dsinks = None
@@ -165,7 +171,7 @@ def backward(
     if output_mask[5]:
         dsinks = -(s.p_sink * delta).sum((0, 2, 3)).to(spec.sinks.dtype)
     return (
-        torch.empty_like(inputs[0]).copy_(dqk @ k),
+        torch.empty_like(inputs[0]).copy_(s.zero_where_nothing_is_seen(dqk @ k)),
         sum_group(dqk.mT @ q, inputs[1]),
         sum_group(dv, inputs[2]),
         dbias,

@@ -391,5 +391,6 @@ def dq_kernel(
     if ds_by_distance is not None:
         tl.store(ds_by_distance + i_row + o_q, tl.where(m_q, b_ds_by_distance, 0.0), mask=o_q < n_q)
         tl.store(p_by_distance + i_row + o_q, tl.where(m_q, b_p_by_distance, 0.0), mask=o_q < n_q)
-    b_dq = tl.where(m_q[:, None], b_dq * scale, 0.0)
+    m_seen = m_q & (b_rows[0] != float("inf"))  # else 0 times a NaN that other queries see
+    b_dq = tl.where(m_seen[:, None], b_dq * scale, 0.0)
     store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)

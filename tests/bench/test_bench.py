@@ -230,8 +230,7 @@ def test_plain_table_names_every_row(measured, capsys):
 def test_picture_is_drawn(tmp_path, measured):
     matplotlib = pytest.importorskip("matplotlib.image")
     drawable = [
-        dataclasses.replace(row, contender="fastattn native") if row.family == "fastattn" else row
-        for row in measured.rows
+        dataclasses.replace(row, contender="fastattn cpu") if row.family == "fastattn" else row for row in measured.rows
     ]
     path = tmp_path / "speed-up.png"
     report.plot(dataclasses.replace(measured, rows=drawable), path)

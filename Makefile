@@ -3,21 +3,21 @@
 # make hopper: compiles the kernels in fastattn/backends/hopper with every Triton, and records what they take
 # make cuda: compiles the kernels in csrc/cuda, for GPUs that need not be there
 # make triton: the same for those in fastattn/backends/triton and hopper, but for a few that make test compiles
-# make native-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
+# make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-NATIVE := build/native
-KERNELS := $(filter-out csrc/cpu/binding.cpp,$(wildcard csrc/cpu/*.cpp))
-NATIVE_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/native/*.h)
-NATIVE_CXX := g++ -std=c++20
-SANITIZING_CXX := tests/native/sanitizing-c++
+CPU_KERNELS := build/cpu_kernels
+KERNEL_SOURCES := $(filter-out csrc/cpu/binding.cpp,$(wildcard csrc/cpu/*.cpp))
+CPU_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/cpu_kernels/*.h)
+CPU_CXX := g++ -std=c++20
+SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties lint docs bench gpu cuda triton hopper native-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test clean
+.PHONY: demo test properties lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -75,62 +75,62 @@ build/tritons/%: | $(INSTALLED)
 # Runs the given executable, with these arguments, on each instruction set of this machine.
 each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTATTN_CPU_CAPABILITY=$$name $(1) $(2); done
 
-native-test: $(NATIVE)/optimised/kernels_test
+cpu-test: $(CPU_KERNELS)/optimised/kernels_test
 	$(call each_instruction_set,$<)
 
 # The conformance suite, and random draws on each instruction set, on a build of the module of its own. Python leaks on purpose,
 # and pytest must not swallow what the sanitizers print as they end it.
 sanitize: $(INSTALLED)
-	CXX=$(CURDIR)/$(SANITIZING_CXX) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(NATIVE) \
+	CXX=$(CURDIR)/$(SANITIZING_CXX) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(CPU_KERNELS) \
 	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python -m pytest --capture=sys --timeout=1800 tests/backends/test_conformance.py \
-	    tests/backends/test_properties.py -k "native and not model"
+	    tests/backends/test_properties.py -k "cpu-cpu or test_cpu"
 
 # valgrind knows no AVX-512, and takes fifty times as long. On the heap it sees every byte that is not theirs, and what was
 # never written.
-valgrind: $(NATIVE)/optimised/kernels_test
+valgrind: $(CPU_KERNELS)/optimised/kernels_test
 	FASTATTN_CPU_CAPABILITY=avx2 valgrind --quiet --error-exitcode=1 $< heap few
 
 # Compiled, not run: qemu-aarch64 runs what it leaves, where there is one.
 aarch64:
 	@command -v $(AARCH64_CXX) >/dev/null || \
 	    { echo "there is no $(AARCH64_CXX) here (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu)" >&2; exit 1; }
-	@$(MAKE) $(NATIVE)/aarch64/kernels_test
+	@$(MAKE) $(CPU_KERNELS)/aarch64/kernels_test
 
 # On real threads, and on one instruction set: how work is split is the same for all. Older ThreadSanitizers do not start where
 # Linux makes addresses more random than they expect.
-thread-sanitize: $(NATIVE)/thread-sanitized/kernels_test
+thread-sanitize: $(CPU_KERNELS)/thread-sanitized/kernels_test
 	$(shell setarch -R true 2>/dev/null && echo setarch -R) $< heap few
 
-scaling: $(NATIVE)/scaling
+scaling: $(CPU_KERNELS)/scaling
 	$<
 
 # $(1): a build of the executable, $(2): its compiler, $(3): more flags for the linker
-define native_build
-$(NATIVE)/$(1)/%.o: csrc/cpu/%.cpp $(NATIVE_HEADERS)
+define cpu_build
+$(CPU_KERNELS)/$(1)/%.o: csrc/cpu/%.cpp $(CPU_HEADERS)
 	@mkdir -p $$(@D)
 	$(2) -c $$< -o $$@
 
-$(NATIVE)/$(1)/%.o: tests/native/%.cpp $(NATIVE_HEADERS)
+$(CPU_KERNELS)/$(1)/%.o: tests/cpu_kernels/%.cpp $(CPU_HEADERS)
 	@mkdir -p $$(@D)
 	$(2) -c $$< -o $$@
 
-$(NATIVE)/$(1)/kernels_test: $(patsubst csrc/cpu/%.cpp,$(NATIVE)/$(1)/%.o,$(KERNELS)) $(NATIVE)/$(1)/kernels_test.o
+$(CPU_KERNELS)/$(1)/kernels_test: $(patsubst csrc/cpu/%.cpp,$(CPU_KERNELS)/$(1)/%.o,$(KERNEL_SOURCES)) $(CPU_KERNELS)/$(1)/kernels_test.o
 	$(2) $(3) -pthread $$^ -o $$@
 endef
-$(eval $(call native_build,optimised,$(NATIVE_CXX) -O2 -g))
-$(eval $(call native_build,thread-sanitized,$(NATIVE_CXX) -O1 -g -fsanitize=thread))
-$(eval $(call native_build,aarch64,$(AARCH64_CXX) -std=c++20 -O3 -Wall -Wextra -Werror,-static))
+$(eval $(call cpu_build,optimised,$(CPU_CXX) -O2 -g))
+$(eval $(call cpu_build,thread-sanitized,$(CPU_CXX) -O1 -g -fsanitize=thread))
+$(eval $(call cpu_build,aarch64,$(AARCH64_CXX) -std=c++20 -O3 -Wall -Wextra -Werror,-static))
 
-$(NATIVE)/scaling: benchmarks/scaling.cpp $(KERNELS) $(NATIVE_HEADERS)
+$(CPU_KERNELS)/scaling: benchmarks/scaling.cpp $(KERNEL_SOURCES) $(CPU_HEADERS)
 	@mkdir -p $(@D)
-	$(NATIVE_CXX) -O2 $< $(KERNELS) -o $@
+	$(CPU_CXX) -O2 $< $(KERNEL_SOURCES) -o $@
 
 # For the older of the compute capabilities that the kernels tell apart, every case; for the later one, which make test holds
 # to more cases from Python, those that reach every branch, sanitized. A variable that is read before it is written holds no zero by chance, where
 # the compiler can see to that.
 CUDA_MODEL := build/cuda_model
-CUDA_MODEL_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh tests/gpu_models/cuda_model/*.h tests/native/*.h)
+CUDA_MODEL_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh tests/gpu_models/cuda_model/*.h tests/cpu_kernels/*.h)
 CUDA_MODEL_FLAGS := -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -Itests/gpu_models/cuda_model \
     $(shell g++ -ftrivial-auto-var-init=pattern -E -x c++ /dev/null >/dev/null 2>&1 && echo -ftrivial-auto-var-init=pattern)
 CUDA_MODEL_BUILDS := 75 80-sanitized
@@ -173,7 +173,7 @@ CUDA_PACKAGES := nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl n
 $(PYPI_CUDA)/nvidia/cu13/bin/nvcc: | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(PYPI_CUDA) $(CUDA_PACKAGES)
 
-# Editable, and without the native module: tests and demo compile it on first use, and again after a change in csrc/.
+# Editable, and without compiled modules: tests and demo compile it on first use, and again after a change in csrc/.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "fastattn needs Python 3.10 or newer, and $(PYTHON) is not one: make PYTHON=python3.12 ..." >&2; exit 1; }

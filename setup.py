@@ -1,8 +1,8 @@
-"""Adds to pyproject.toml what it cannot say: the native modules, built where torch and their compilers are at hand.
+"""Adds to pyproject.toml what it cannot say: the compiled modules, built where torch and their compilers are at hand.
 
-The CPU module is built wherever it can be, the CUDA module where FASTATTN_BUILD_CUDA=1 asks for it, since that takes
-minutes: for the GPUs in TORCH_CUDA_ARCH_LIST, or else of this machine. Everywhere else the installation is pure Python,
-and the first use of a module compiles it.
+The module of the cpu backend is built wherever it can be, that of cuda where FASTATTN_BUILD_CUDA=1 asks for it, since
+it takes minutes: for the GPUs in TORCH_CUDA_ARCH_LIST, or else of this machine. Everywhere else the installation is
+pure Python, and the first use of a module compiles it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def load_by_path(path: Path) -> ModuleType:
     return module
 
 
-native = load_by_path(HERE / "fastattn" / "backends" / "native" / "build.py")
+build = load_by_path(HERE / "fastattn" / "backends" / "build.py")
 
 
-def native_modules() -> dict:
-    """The arguments of setup() that build the native modules; a sentence on stderr tells of each that cannot be."""
-    wanted = native.MODULES if os.environ.get("FASTATTN_BUILD_CUDA") == "1" else (native.CPU,)
+def compiled_modules() -> dict:
+    """The arguments of setup() that build the compiled modules; a sentence on stderr tells of each that cannot be."""
+    wanted = build.MODULES.values() if os.environ.get("FASTATTN_BUILD_CUDA") == "1" else (build.CPU,)
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a torch whose shared libraries are missing
@@ -55,7 +55,7 @@ def built(modules: list) -> dict:
     def module_of(name: str) -> object:
         return next(module for module in modules if module.stem == name.rpartition(".")[2])
 
-    class BuildNative(BuildExtension):
+    class Build(BuildExtension):
         def get_ext_filename(self, fullname: str) -> str:
             return os.path.join(*fullname.split(".")[:-1], module_of(fullname).file_name())
 
@@ -70,7 +70,7 @@ def built(modules: list) -> dict:
             except RuntimeError as error:  # what torch makes of a compile error; `optional` knows only this one:
                 raise CompileError(str(error)) from error
 
-    sources = native.source_dir().relative_to(HERE)
+    sources = build.source_dir().relative_to(HERE)
     extensions = [
         (CUDAExtension if "nvcc" in module.flags else CppExtension)(
             module.name,
@@ -81,14 +81,11 @@ def built(modules: list) -> dict:
         )
         for module in modules
     ]
-    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildNative}}
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": Build}}
 
 
 def say_without(module: object, why: str) -> None:
-    print(
-        f"fastattn: installing without the native {module.device} module, which its first use compiles: {why}",
-        file=sys.stderr,
-    )
+    print(f"fastattn: installing without {module}, which its first use compiles: {why}", file=sys.stderr)
 
 
-setup(packages=[*find_packages(include=["fastattn", "fastattn.*"]), "fastattn._csrc"], **native_modules())
+setup(packages=[*find_packages(include=["fastattn", "fastattn.*"]), "fastattn._csrc"], **compiled_modules())

@@ -5,7 +5,7 @@
 
 Each sample is the CPU time of one thread, which other work on the machine disturbs little. malloc keeps its memory:
 pages that it returns and gets again would cost one process or the other some milliseconds a call, as chance has it.
-Both compile their native module on first use.
+Both compile their kernels on first use.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def call_of(shape: str, mask: str, dtype: str, direction: str):
         real_keys = torch.arange(L) < lengths[:, None]
     described = fastattn.Mask(causal=mask in ("causal", "both"), real_keys=real_keys)
     if direction == "forward":
-        return lambda: fastattn.attention(q, k, v, described, backend="native")
+        return lambda: fastattn.attention(q, k, v, described, backend="fused")
     inputs = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
-    o = fastattn.attention(*inputs, described, backend="native")
+    o = fastattn.attention(*inputs, described, backend="fused")
     return lambda: torch.autograd.grad(o, inputs, do, retain_graph=True)
 
 

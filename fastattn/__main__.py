@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastattn.backends.native import build
+    from fastattn.backends import build
 
 _DTYPES = ("fp32", "bf16", "fp16")  # the names in bench.cases.DTYPES, which parsing need not import
 _A_NAME = "attention L512-pad fp32 backward"
@@ -62,15 +62,15 @@ def _parser() -> argparse.ArgumentParser:
 
     build = commands.add_parser(
         "build",
-        help="compile the native backend now instead of on first use",
-        description="Compiles the native backend for the installed torch, unless that has been done, and says where it "
-        "lies. Without this command the first call that needs it does the same. Its CUDA part is compiled where it "
-        "serves the GPUs of this machine, which takes minutes.",
+        help="compile the backends cpu and cuda now instead of on first use",
+        description="Compiles the backend cpu for the installed torch, unless that has been done, and says where its "
+        "module lies; and the backend cuda where it serves the GPUs of this machine, which takes minutes. Without this "
+        "command the first call that needs them does the same.",
     )
     build.add_argument(
         "--cuda",
         action="store_true",
-        help="the CUDA part in any case: for the GPUs of this machine, or those in TORCH_CUDA_ARCH_LIST",
+        help="cuda in any case: for the GPUs of this machine, or those in TORCH_CUDA_ARCH_LIST",
     )
     build.set_defaults(run=_build)
 
@@ -139,7 +139,7 @@ def _picture_to_write(text: str) -> Path:
 def _info(args: argparse.Namespace) -> int:
     import torch
 
-    from fastattn.backends import BACKENDS, native
+    from fastattn.backends import BACKENDS, build
     from fastattn.bench.machine import machine, versions
 
     if args.markdown:
@@ -149,10 +149,11 @@ def _info(args: argparse.Namespace) -> int:
     print(", ".join(f"{name} {value}" for name, value in versions().items()))
     print(", ".join(f"{name} {value}" for name, value in machine(devices[-1]).items()))
     for backend in BACKENDS:
-        if backend is native:
-            print(f"\n{backend.NAME}:", *_native_states(), sep="\n  ")
+        if module := build.MODULES.get(backend.NAME):
+            state = _module_state(module)
         else:
-            print(f"\n{backend.NAME}: {backend.unavailable(torch.device(devices[-1])) or 'ready'}")
+            state = backend.unavailable(torch.device(devices[-1])) or "ready"
+        print(f"\n{backend.NAME}: {state}")
         for device in devices:
             print(f"  {device}: {_backend_on(backend, device)}")
     return 0
@@ -161,19 +162,18 @@ def _info(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     import torch
 
-    from fastattn.backends import native
-    from fastattn.backends.native import build
+    from fastattn.backends import build, cuda
 
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    serves_gpus = any(native.by_name_only(gpu) is None for gpu in gpus)
-    for module in build.MODULES if args.cuda or serves_gpus else (build.CPU,):
+    serves_gpus = any(cuda.by_name_only(gpu) is None for gpu in gpus)
+    for module in build.MODULES.values() if args.cuda or serves_gpus else (build.CPU,):
         start = time.perf_counter()
         if why := module.unavailable():
             if module is build.CPU or args.cuda:
                 raise CommandError(why)
-            print(f"{module.device}: {why}")
+            print(f"{module.backend}: {why}")
         else:
-            print(f"{module.device}: {_module_state(module)} ({time.perf_counter() - start:.1f} s)")
+            print(f"{module.backend}: {_module_state(module)} ({time.perf_counter() - start:.1f} s)")
     return 0
 
 
@@ -218,14 +218,14 @@ def _check_limit(args: argparse.Namespace, device: str) -> None:
     """Raises where the limit suite cannot be run as asked."""
     import torch
 
-    from fastattn.backends import native
+    from fastattn.backends import cpu
 
     if device != "cpu":
         args.usage_error(f"--device must be cpu for --suite limit, got {device}")
     if args.quick:
         args.usage_error("--quick is for --suite standard; --filter shortens --suite limit")
-    if why := native.unavailable(torch.device(device)):
-        raise CommandError(f"--suite limit times the native backend, which cannot be had: {why}")
+    if why := cpu.unavailable(torch.device(device)):
+        raise CommandError(f"--suite limit times the cpu backend, which cannot be had: {why}")
 
 
 def _backend_on(backend: ModuleType, device: str) -> str:
@@ -295,15 +295,8 @@ def _multiples(taken: list[int], many: int) -> str:
     return f"multiples of {step} up to {last}"
 
 
-def _native_states() -> list[str]:
-    """The state of each native module, without building it."""
-    from fastattn.backends.native import build
-
-    return [f"{module.device} module: {_module_state(module)}" for module in build.MODULES]
-
-
-def _module_state(module: build.NativeModule) -> str:
-    from fastattn.backends.native import build, cpu
+def _module_state(module: build.CompiledModule) -> str:
+    from fastattn.backends import build, cpu
 
     state = module.state()
     is_built = state.startswith(("built", "cached"))

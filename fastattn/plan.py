@@ -128,8 +128,8 @@ def prepare(
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan
-            if backend is None and hasattr(chosen, "short_way") and (of_backend := chosen.short_way(q.device)):
-                _short_ways[backends.BACKENDS] = of_backend
+            if backend is None and hasattr(chosen, "short_way"):
+                _short_ways[backends.BACKENDS] = chosen.short_way()
     seed = draw_seed(q.device, generator) if plan.dropout_p > 0 else None
     spec = Spec(
         EVERYTHING if mask is None else mask, plan.scale, bias, plan.softcap, alibi_slopes, sinks, plan.dropout_p, seed,

@@ -176,8 +176,8 @@ CASES: tuple[Case, ...] = (
     Case("segments", "packed documents with a padded tail", n_q=60, segment_ids=True),
     Case("segments-causal", "positions count in the document", n_q=60, segment_ids=True, causal=True, window=(8, None)),
     Case(
-        "segments-before", "documents whose queries stand before all of their keys, which are a list with gaps",
-        n_q=60, segment_ids=True, keys="holes", causal=True, q_offset=-70,
+        "segments-before", "long documents whose first queries stand before all keys, which are a list with gaps",
+        B=1, n_q=500, n_k=150, segment_ids=True, keys="holes", causal=True, q_offset=-100,
     ),
     Case("scattered", "queries stand anywhere", n_q=40, n_k=60, q_offset="scattered", causal=True, keys="left"),
     Case(

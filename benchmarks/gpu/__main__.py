@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Checks and times fastattn on this machine's GPU. Needs torch, triton and pytest, and no network. "
         "A stage that is run again goes on where it stopped, as long as the sources are the same.",
         epilog="stages: truth (every backend against the reference, and compute-sanitizer), bench (against its "
-        "rivals), hopper (both, for that backend alone), cuda (both, for native's CUDA module, which it builds first)",
+        "rivals), hopper (both, for that backend alone), cuda (the same, whose module it builds first)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="STAGE|render|markdown")
     for name in STAGES:

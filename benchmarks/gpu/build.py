@@ -1,4 +1,4 @@
-"""Builds of the native CUDA module: for this GPU and for older ones."""
+"""Builds of the CUDA module: for this GPU and for older ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fastattn.backends.native import build
+from fastattn.backends import build
 
 from .stages import OLDER
 

@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("benchmarks.gpu")
     group.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a few small sizes")
     group.addoption("--only", metavar="BACKEND", help="default: all backends that serve there without being named")
-    group.addoption("--archs", help="what the native CUDA module is compiled for, as TORCH_CUDA_ARCH_LIST says it")
+    group.addoption("--archs", help="what the CUDA module is compiled for, as TORCH_CUDA_ARCH_LIST says it")
     group.addoption("--compile-only", action="store_true", help="compile the kernels of the tests without a launch")
     group.addoption("--share", type=json.loads, help=_Share.__doc__)
 

@@ -14,20 +14,23 @@ from fastattn import Mask
 from fastattn.backends import BACKENDS, backend_by_name, objections
 from fastattn.bench.cases import Problem
 from fastattn.bench.rivals import Contender, contenders, leaves_of, without_nan
+from fastattn.spec import Spec
 from fastattn.testing import Inputs
 
 from .targets import IN_ANY_ORDER
 
 _WITH_TABLES = ("SDPA math", "naive")
 _LARGEST_TABLE_BYTES = 10 * 2**30  # a backward pass holds several, and both of them theirs at the same time
-_RIVALS_OF_NATIVE = ("SDPA flash", "SDPA efficient")  # which its targets are about, so that it takes no longer
+_RIVALS_OF_CUDA = ("SDPA flash", "SDPA efficient")  # which its targets are about, so that it takes no longer
 _TOLD_TO_FLEX = {"causal", "real_keys", "real_queries"}
 
 
 def serving(device: str, only: str | None = None) -> list[str]:
     """The names of the fused backends that serve on a device without being named, or else of the only one."""
-    fused, place = BACKENDS[:-1], torch.device(device)
-    return [only] if only else [b.NAME for b in fused if b.features(place) and not b.by_name_only(place)]
+    if only:
+        return [only]
+    x = torch.empty(1, 1, 1, 64, dtype=torch.float16, device=device)
+    return [b.NAME for b in BACKENDS[:-1] if not objections(b, x, x, x, Spec(Mask(), 1.0), named=False)]
 
 
 def gpu_contenders(problem: Problem, only: str | None = None) -> list[Contender]:
@@ -45,8 +48,8 @@ def gpu_contenders(problem: Problem, only: str | None = None) -> list[Contender]
         standard = [_by_name(c, only, problem.inputs) if c.name == f"fastattn {only}" else c for c in standard]
     if only == "hopper" and problem.job.timed != "forward":
         standard += [_in_any_order(c, only, problem.inputs) for c in standard if c.name == f"fastattn {only}"]
-    if only == "native":
-        return [c for c in standard if c.family == "fastattn" or c.name in _RIVALS_OF_NATIVE]
+    if only in ("cuda", "cpu"):
+        return [c for c in standard if c.family == "fastattn" or c.name in _RIVALS_OF_CUDA]
     inputs = without_nan(problem.inputs)
     return standard + [_flex(inputs)] + [add(inputs) for package, add in _PACKAGES.items() if _installed(package)]
 

@@ -25,8 +25,10 @@ LAUNCH = "launch"
 _BUDGET_S = {"cuda": 0.8, "cpu": 0.0}  # for all rounds of one job
 _COPIED_BYTES = {"cuda": 2**32, "cpu": 2**20}
 _WHOLE_MODELS = "bert"  # the case that a layer and an encoder are trained on
+_OF_CUDA = re.compile(r"D(64|128)-N(2048|4096|16384)-(full|causal|pad)|bert|launch")  # what its targets are about
 _ONLY = {  # of a backend, where it is measured alone
-    "native": re.compile(r"D(64|128)-N(2048|4096|16384)-(full|causal|pad)|bert|launch"),  # what its targets are about
+    "cuda": _OF_CUDA,
+    "cpu": _OF_CUDA,  # which stands in for it in a dry run
     "hopper": re.compile(r"(?!bias|dropout).*"),  # what it takes
 }
 _DRY = ("D128-N4096-causal", "bert", "launch", "left-causal", "bias-N1024")

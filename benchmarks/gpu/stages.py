@@ -21,7 +21,6 @@ from .supervisor import Suite, run
 
 STAGES = ("truth", "bench", "hopper", "cuda")
 OLDER = "7.5+PTX"  # the code for GPUs without bf16, which newer ones compile for themselves
-ONLY = {"hopper": "hopper", "cuda": "native"}  # the backend that a stage is about; other stages are about all
 _TESTS = tuple(f"tests/backends/test_{name}.py" for name in ("conformance", "truth", "streams_and_graphs", "triton"))
 _FOR_OTHER_GPUS = "test_kernels_compile_and_fit"  # for those that are not there
 _DRY_TESTS = "(plain-torch.bfloat16 or one-query-torch.float16 or test_case_of_pytorch_196678)"
@@ -46,16 +45,21 @@ class Part:
     share: float = 1.0
 
 
+def only_of(stage: str, device: str) -> str | None:
+    """The backend that a stage is about, or None for all; a dry run of cuda is about the one on the CPU."""
+    return {"hopper": "hopper", "cuda": device}.get(stage)
+
+
 def parts(stage: str, device: str) -> dict[str, Part]:
     """The parts of a stage by name, in the order they run; for "cpu" those of a dry run, with a few small cases."""
-    only, is_dry, cores = ONLY.get(stage), device == "cpu", len(os.sched_getaffinity(0))
+    only, is_dry, cores = only_of(stage, device), device == "cpu", len(os.sched_getaffinity(0))
     options = (f"--device={device}", *([f"--only={only}"] if only else []))
 
     def suite(*arguments: str, limit_s: float = 60.0, workers: int = 1) -> Suite:
         return Suite((*options, *arguments), _DRY_LIMIT_S if is_dry else limit_s, workers)
 
     def to_compile(*arguments: str) -> Suite | None:
-        if only == "native":
+        if stage == "cuda":
             return suite("benchmarks/gpu/build.py", limit_s=240.0, workers=2)
         return None if is_dry else suite(*arguments, limit_s=150.0, workers=cores)
 
@@ -64,8 +68,8 @@ def parts(stage: str, device: str) -> dict[str, Part]:
         calls = ("benchmarks/gpu/first_calls.py", *(["-k", "tile-128-full"] if is_dry else []))
         result["first calls"] = Part([suite(*calls, limit_s=30.0)], to_compile("--compile-only", *calls), share=0.4)
     if stage != "bench":
-        # The native backend is too much to compile and to run on a GPU for a stage that is about all.
-        about = f"{only}-{device}" if only else "not native-cuda"
+        # The CUDA backend is too much to compile and to run for a stage that is about all.
+        about = f"{only}-{device}" if only else "not cuda-cuda"
         chosen = f"{about} and {_DRY_TESTS if is_dry else f'not {_FOR_OTHER_GPUS}'}"
         tests = [suite(*_TESTS, "-k", chosen, workers=2 if only else 1)]
         if stage == "cuda":  # the first of these wait until the driver has compiled the code
@@ -94,8 +98,8 @@ def run_stage(stage: str, device: str, path: Path, about: dict[str, str], second
         StartError: a process cannot start.
     """
     deadline, hashed, unfinished = time.time() + seconds, sources(), []
-    if device == "cuda" and stage in ONLY and (why := _refusal(ONLY[stage], device)):
-        raise StageError(f"{ONLY[stage]} {why}")
+    if device == "cuda" and (only := only_of(stage, device)) and (why := _refusal(only, device)):
+        raise StageError(f"{only} {why}")
     os.environ.pop("TORCH_CUDA_ARCH_LIST", None)  # containers come with one, for many GPUs
     begin = {"stage": stage, "date": now(), "sources": hashed, "device": device, "machine": machine(device)}
     append(path, {"begin": begin | {"versions": about, "state_before": gpu_state(device)}})
@@ -118,14 +122,14 @@ def run_stage(stage: str, device: str, path: Path, about: dict[str, str], second
 
 
 def _compile(suite: Suite, path: Path, stage: str, hashed: str, deadline: float) -> None:
-    """Fills the caches of compilers. What fails here fails again where it is measured, but for the native module."""
+    """Fills the caches of compilers. What fails here fails again where it is measured, but for the CUDA module."""
     known = finished(path, stage, hashed)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copy(path, folder))
         run([suite], copy, stage, hashed, deadline)
-        for row in _rows(copy, stage, hashed) if ONLY.get(stage) == "native" else ():
+        for row in _rows(copy, stage, hashed) if stage == "cuda" else ():
             if row["test"] not in known and is_failure(row):
-                raise StageError(f"the native module was not built: {_line(row)}")
+                raise StageError(f"the module was not built: {_line(row)}")
 
 
 def _rows(path: Path, stage: str, hashed: str) -> list[Row]:

@@ -27,9 +27,9 @@ _PADDED = {"D128-N2048-pad": "D128-N2048-full", "D64-N2048-pad": "D64-N2048-full
 _PADDED_SHARE = 0.9
 _PADDED_SPEED_UPS = {"SDPA efficient": 2.5, "SDPA cudnn": 1.2}  # over both passes together
 _LAUNCH_US = {"forward": 30.0, "forward+backward": 60.0}  # beyond what SDPA takes
-_NATIVE_SHARE_OF_FLASH = {"forward": 0.7, "backward": 0.6}
-_NATIVE_LENGTHS = (2048, 4096, 16384)
-_NATIVE_PADDED_SPEED_UP = 1.5  # over SDPA efficient, both passes together
+_CUDA_SHARE_OF_FLASH = {"forward": 0.7, "backward": 0.6}
+_CUDA_LENGTHS = (2048, 4096, 16384)
+_CUDA_PADDED_SPEED_UP = 1.5  # over SDPA efficient, both passes together
 _HOPPER_LENGTHS = (1024, 2048, 4096, 8192, 16384)
 _HOPPER_SPEED_UPS = {  # head dim, pass, mask: at least so many times as fast, on average over these lengths
     (128, "forward", "full"): 1.0,
@@ -62,7 +62,7 @@ def outcomes(rows: Rows) -> list[Outcome]:
     """Every promise, held against the rows of one stage."""
     right = [row for row in rows if row["verdict"] == "right" and "case" in row]
     if any(row["stage"] == "cuda" for row in rows):
-        return [*_native(right), *_graphs(right)]
+        return [*_cuda(right), *_graphs(right)]
     if any(row["stage"] == "hopper" for row in rows):
         return [*_hopper(right, rows), *_graphs(right), *_memory(right)]
     return [*_rates(right), *_padding(right), *_launch(right), *_graphs(right), *_memory(right)]
@@ -149,13 +149,13 @@ def _ratio(pairs: list[tuple[Row | None, Row | None]]) -> float | None:
     return sum(median_ms(theirs) for theirs, _ in pairs) / sum(median_ms(our) for _, our in pairs)
 
 
-def _native(rows: Rows) -> Iterator[Outcome]:
-    """The targets of the native backend on a GPU that has faster ones."""
-    for timed, least in _NATIVE_SHARE_OF_FLASH.items():
-        for case in (f"D{D}-N{N}-{mask}" for D in (128, 64) for N in _NATIVE_LENGTHS for mask in ("full", "causal")):
+def _cuda(rows: Rows) -> Iterator[Outcome]:
+    """The targets of the CUDA backend on a GPU that has faster ones."""
+    for timed, least in _CUDA_SHARE_OF_FLASH.items():
+        for case in (f"D{D}-N{N}-{mask}" for D in (128, 64) for N in _CUDA_LENGTHS for mask in ("full", "causal")):
             figure = _speed_up(rows, "SDPA flash", case, (timed,))
             yield _compared(f"{case} {timed}: at least {least} times as fast as SDPA flash", figure, "x", least)
-    yield from _padded_speed_ups(rows, {"SDPA efficient": _NATIVE_PADDED_SPEED_UP})
+    yield from _padded_speed_ups(rows, {"SDPA efficient": _CUDA_PADDED_SPEED_UP})
 
 
 def _hopper(rows: Rows, all_rows: Rows) -> Iterator[Outcome]:

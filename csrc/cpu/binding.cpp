@@ -1,5 +1,5 @@
-// The module fastattn._native_cpu: plain functions of tensors and of a Spec of fastattn/spec.py, which return what they
-// allocate. fastattn/backends/native calls them; fastattn/ops.py is where PyTorch is told.
+// The module fastattn._cpu: plain functions of tensors and of a Spec of fastattn/spec.py, which return what they
+// allocate. fastattn/backends/cpu.py calls them; fastattn/ops.py is where PyTorch is told.
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
@@ -359,7 +359,7 @@ class ShortAttention : public torch::autograd::Function<ShortAttention> {
     arguments.append(spec.seed), arguments.append(spec.causal), arguments.append(spec.q_offset);
     arguments.append(spec.left), arguments.append(spec.right), arguments.append(spec.scale);
     arguments.append(spec.softcap), arguments.append(spec.dropout_p), arguments.append(false);
-    arguments.append("native");
+    arguments.append("cpu");
     const auto of_inputs =
         py::module_::import("fastattn.ops").attr("gradients")(py::tuple(arguments)).cast<std::vector<Tensor>>();
     Tensors result(4);

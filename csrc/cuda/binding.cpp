@@ -1,5 +1,5 @@
-// The module fastattn._native_cuda: plain functions over tensors, compiled by the C++ compiler.
-// fastattn/backends/native calls them, and allocates what they write.
+// The module fastattn._cuda: plain functions over tensors, compiled by the C++ compiler.
+// fastattn/backends/cuda.py calls them, and allocates what they write.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>

@@ -22,7 +22,7 @@ A backend is a module with these names, and nothing else is asked of it:
 as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
 dropout. Their derivatives are those of derivatives.py on every backend. One more may be absent:
 
-    short_way(device) -> the function that `short_way` of fastattn/plan.py calls, or None
+    short_way() -> the function that `short_way` of fastattn/plan.py calls
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from ..spec import Spec
-from . import hopper, native, reference, triton
+from . import cpu, cuda, hopper, reference, triton
 
-BACKENDS: tuple[ModuleType, ...] = (hopper, triton, native, reference)
+BACKENDS: tuple[ModuleType, ...] = (hopper, triton, cuda, cpu, reference)
 
 OPTIONAL = {
     "weights": "weights",

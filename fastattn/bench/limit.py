@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fastattn.backends import native
+from fastattn.backends import cpu
 from fastattn.testing import CASES, ODD_HEAD_DIMS, ODD_LENGTHS, Case
 
 from .cases import PASSES, Job, Problem, has_words, make_problem
@@ -17,7 +17,7 @@ from .run import progress, try_out
 from .timing import Timing, fma_ceiling, interleave
 
 THREADS = 2  # what the targets were set for
-OURS = "fastattn native"
+OURS = "fastattn cpu"
 _BUDGET_S = 1.5  # for all rounds of one duel
 _FEW_HEADS_FROM = 2**22  # n_q * n_k, from which fp64 in every head would take longer than the timing
 
@@ -279,13 +279,13 @@ def _visible_share(problem: Problem) -> float:
 @contextmanager
 def _instruction_set(duel: Duel) -> Iterator[str]:
     """The instruction set of fastattn's kernels, lowered within this block where the duel asks for it."""
-    if not duel.fp32_arithmetic or native.cpu.capability() in _WITHOUT_NATIVE_16_BIT:
-        yield native.cpu.capability()
+    if not duel.fp32_arithmetic or cpu.capability() in _WITHOUT_NATIVE_16_BIT:
+        yield cpu.capability()
         return
     before = os.environ.get(_CAPABILITY_VARIABLE)
     os.environ[_CAPABILITY_VARIABLE] = _WITHOUT_NATIVE_16_BIT[0]
     try:
-        yield native.cpu.capability()
+        yield cpu.capability()
     finally:
         if before is None:
             del os.environ[_CAPABILITY_VARIABLE]

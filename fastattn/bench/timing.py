@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattn.backends.native import build as native_build
+from fastattn.backends import build
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 CEILING_STEPS = 3_000_000  # about 10 ms, beside which starting the threads is nothing
@@ -151,9 +151,9 @@ def matmul(dtype: torch.dtype, device: str) -> tuple[str, Call, float]:
 def fma_ceiling() -> tuple[str, Call, float]:
     """The CPU's own yardstick, multiply-adds on registers in every thread: its name, the call, and its operations.
 
-    In fp32, in the instruction set that the native backend uses at the moment.
+    In fp32, in the instruction set that the cpu backend uses at the moment.
     """
-    run = functools.partial(native_build.CPU.load().fma_ceiling, CEILING_STEPS)
+    run = functools.partial(build.CPU.load().fma_ceiling, CEILING_STEPS)
     return "FMA ceiling", Call(run), run()
 
 

@@ -1,16 +1,15 @@
-"""Devices that each backend is tested on: the GPU if there is one that it is for, and native on every device."""
+"""Devices that each backend is tested on: the GPU if there is one that it is for, or the CPU."""
 
 from types import ModuleType
 
 import pytest
 import torch
 
-from fastattn.backends import BACKENDS, hopper, native
-from fastattn.backends.native import build
+from fastattn.backends import BACKENDS, build, cpu, cuda, hopper
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 _ON_HOPPER = "cuda" in DEVICES and torch.cuda.get_device_capability()[0] == 9
-_DEVICES_OF = {native: DEVICES, hopper: DEVICES[-1:] if _ON_HOPPER else ()}
+_DEVICES_OF = {cpu: ("cpu",), cuda: DEVICES[1:], hopper: DEVICES[1:] if _ON_HOPPER else ()}
 PLACES = [(backend, device) for backend in BACKENDS for device in _DEVICES_OF.get(backend, DEVICES[-1:])]
 
 # With one, the CPU kernels compute all gradients of a head together; with more than there are heads in any case, apart.

@@ -10,7 +10,7 @@ from modelled_hopper import GluonModel
 from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
 
 import fastattn
-from fastattn.backends import hopper, native, objections, triton
+from fastattn.backends import cpu, hopper, objections, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, Case, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
@@ -23,6 +23,8 @@ on_each, on_each_with_bias = (
 )
 
 POSITIONS = {"causal", "q_offset", "window", "real_keys", "real_queries"}
+
+
 def within_reach(case: Case, backend: object) -> Case:
     """The case; with smaller scores for hopper, which keeps an lse as one float: beyond 2^13 its rounding shows."""
     return dataclasses.replace(case, huge=min(case.huge, 0.1)) if backend in (hopper, GluonModel) else case
@@ -39,12 +41,12 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
         "dtypes": set(DTYPES),
         "head_dims": range(1, 257),
     },
-    "native": {
+    "cpu": {
         "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": set(DTYPES),
         "head_dims": range(1, 513),
     },
-    "native on cuda": {
+    "cuda": {
         "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": {*DTYPES} if CUDA_TAKES_BF16 else {*DTYPES} - {torch.bfloat16},
         "head_dims": range(1, 257),
@@ -85,9 +87,9 @@ def test_case_is_right_or_refused(backend, device, case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", TESTED, ids=str)
-def test_native_bits_do_not_depend_on_the_number_of_threads(case, dtype):
+def test_cpu_bits_do_not_depend_on_the_number_of_threads(case, dtype):
     inputs = make_inputs(case, dtype)
-    alone, shared = (run(inputs, native.NAME, threads) for threads in THREADS)
+    alone, shared = (run(inputs, cpu.NAME, threads) for threads in THREADS)
     for name, value in alone.items():
         assert torch.equal(value, shared[name]), name
 
@@ -119,8 +121,7 @@ def test_case_is_right_or_refused_in_any_order(backend, device, case, dtype):
 
 @pytest.mark.parametrize(("backend", "device"), [*PLACES, (GluonModel, "cpu")], ids=place_id, indirect=["backend"])
 def test_backend_keeps_its_promises(backend, device):
-    promise = PROMISES.get(f"{backend.NAME} on {device}") or PROMISES[backend.NAME]
-    device = torch.device(device)
+    promise, device = PROMISES[backend.NAME], torch.device(device)
     assert backend.unavailable(device) is None
     assert backend.features(device) == promise["features"]
     for dtype in promise["dtypes"]:

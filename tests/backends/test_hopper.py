@@ -52,7 +52,7 @@ def test_it_serves_by_name_until_a_gpu_has_run_its_tests(on_hopper):
     q, k, v, _ = call()
     explanation = fastattn.explain(q, k, v)
     assert explanation.objections["hopper"] == [why]
-    assert explanation.backend == "native"
+    assert explanation.backend == "cpu"
     assert select(*call(), "hopper") is hopper
 
 
@@ -60,7 +60,7 @@ def test_it_is_asked_first_where_it_serves(on_hopper, monkeypatch):
     assert BACKENDS[0] is hopper
     monkeypatch.setattr(hopper, "by_name_only", lambda device: None)
     assert select(*call()) is hopper
-    assert select(*call(dtype=torch.float32)).NAME == "native"
+    assert select(*call(dtype=torch.float32)).NAME == "cpu"
 
 
 def test_without_gluon_there_is_a_sentence():

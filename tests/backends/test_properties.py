@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from places import THREADS
 
-from fastattn.backends import native, objections, triton
+from fastattn.backends import cpu, cuda, objections, triton
 from fastattn.spec import FEATURES
 from fastattn.testing import DTYPES, Case, Error, Inputs, errors, exact, make_inputs, run
 
@@ -105,10 +105,10 @@ def check(case: Case, dtype: torch.dtype, backend: str, threads: tuple[int | Non
     other random numbers too: the median of its errors has to be within that of the budgets, and the largest within the
     largest of those.
     """
-    if backend == native.NAME and dtype == torch.bfloat16 and case.scale == 0:
+    if backend in (cpu.NAME, cuda.NAME) and dtype == torch.bfloat16 and case.scale == 0:
         # The plain formula then has an lse without any error; that of bf16 products is exact to 1e-4, as their exp2 is.
         case = replace(case, scale=None)
-    module = {module.NAME: module for module in (native, triton)}[backend]
+    module = {module.NAME: module for module in (cpu, cuda, triton)}[backend]
     inputs = make_inputs(case, dtype)
     if why := objections(module, inputs.q, inputs.k, inputs.v, inputs.spec()):
         event("refused")
@@ -138,27 +138,27 @@ def check(case: Case, dtype: torch.dtype, backend: str, threads: tuple[int | Non
     dtype=st.sampled_from(DTYPES),
     capability=st.sampled_from(CAPABILITIES),
 )
-def test_native(case, dtype, capability):
+def test_cpu(case, dtype, capability):
     with mock.patch.dict(os.environ, FASTATTN_CPU_CAPABILITY=capability):
-        check(case, dtype, "native", THREADS)
+        check(case, dtype, "cpu", THREADS)
 
 
 @profile(0.25)
 @given(case=cases(FEATURES, longest=700, widest=20), dtype=st.sampled_from(DTYPES))
-def test_native_over_many_blocks(case, dtype):
-    check(case, dtype, "native", THREADS)
+def test_cpu_over_many_blocks(case, dtype):
+    check(case, dtype, "cpu", THREADS)
 
 
 @profile(0.3)
 @given(case=cases(FEATURES, longest=140, widest=256), dtype=st.sampled_from(DTYPES))
-def test_native_on_a_model_of_a_gpu(gpu_model, case, dtype):
-    check(case, dtype, "native")
+def test_cuda_on_a_model_of_a_gpu(gpu_model, case, dtype):
+    check(case, dtype, "cuda")
 
 
 @profile(0.1)
 @given(case=cases(FEATURES, longest=700, widest=20), dtype=st.sampled_from(DTYPES))
-def test_native_over_many_tiles_of_a_modelled_gpu(gpu_model, case, dtype):
-    check(case, dtype, "native")
+def test_cuda_over_many_tiles_of_a_modelled_gpu(gpu_model, case, dtype):
+    check(case, dtype, "cuda")
 
 
 @profile(0.1)

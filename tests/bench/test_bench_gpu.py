@@ -34,8 +34,8 @@ def test_backward_on_hopper_is_timed_in_any_order_too(monkeypatch):
     assert not any("deterministic" in c.name for c in rivals.gpu_contenders(forward, "hopper"))
 
 
-def test_what_native_is_promised_on_a_gpu_is_timed():
-    timed = {job.case.name for job in speed.jobs("cuda", "native")}
+def test_what_cuda_is_promised_on_a_gpu_is_timed():
+    timed = {job.case.name for job in speed.jobs("cuda", "cuda")}
     promised = {each.promise.split()[0].rstrip(",") for each in targets.outcomes([{"stage": "cuda", "verdict": "x"}])}
     assert timed - {"launch"} == promised - {"forward", "forward+backward"}
 
@@ -48,7 +48,7 @@ def test_a_wrong_answer_of_ours_is_a_failure(monkeypatch):
     on_cpu = SimpleNamespace(option=SimpleNamespace(device="cpu", only=None))
     speed.test_speed(job, on_cpu, lambda name, row: rows.append(row))
     verdicts = {row["contender"]: (row["verdict"], is_failure(row)) for row in rows}
-    assert verdicts["fastattn native"] == ("wrong", True)
+    assert verdicts["fastattn cpu"] == ("wrong", True)
     assert verdicts["SDPA flash"] == ("right", False)
 
 
@@ -192,22 +192,22 @@ def test_promises_are_held_against_the_figures():
     assert outcome(both[:3], "bert, both passes: at least 1.2 times as fast as SDPA cudnn")[1] is None
 
 
-def test_native_is_held_against_kernels_that_are_made_for_the_gpu():
+def test_cuda_is_held_against_kernels_that_are_made_for_the_gpu():
     def timed(case, which, name, ms):
         return row(case, which, name, ms, stage="cuda")
 
     case = "D64-N2048-causal"
     for ms, figure, met in ((1.0, "0.71x", True), (1.1, "0.645x", False)):
-        rows = [timed(case, "forward", "fastattn native", ms), timed(case, "forward", "SDPA flash", 0.71)]
+        rows = [timed(case, "forward", "fastattn cuda", ms), timed(case, "forward", "SDPA flash", 0.71)]
         assert outcome(rows, f"{case} forward: at least 0.7 times") == (figure, met)
         assert outcome(rows, f"{case} backward: at least 0.6 times") == ("not measured", None)
     rows = [
         timed("D128-N2048-pad", which, name, ms)
         for which, ms in (("forward", 1.0), ("backward", 2.0))
-        for name, ms in (("fastattn native", ms), ("SDPA efficient", 1.6 * ms))
+        for name, ms in (("fastattn cuda", ms), ("SDPA efficient", 1.6 * ms))
     ]
     assert outcome(rows, "D128-N2048-pad, both passes: at least 1.5 times as fast as SDPA eff") == ("1.6x", True)
-    graph = timed("launch", "forward", "fastattn native, CUDA graph", 0.01) | {"level": "launch"}
+    graph = timed("launch", "forward", "fastattn cuda, CUDA graph", 0.01) | {"level": "launch"}
     assert outcome([graph], "forward in a CUDA graph") == ("10 us a replay", True)
     assert not any("TFLOP/s" in each.promise for each in targets.outcomes(rows))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import native
+from fastattn.backends import build, cpu
 from fastattn.bench import cases, limit, limit_report, report, run, timing
 from fastattn.testing import Case
 
@@ -159,7 +159,7 @@ def test_the_rival_is_what_torch_chooses(monkeypatch):
     assert figure.note == "SDPA math, by force: 1.5e+03 ms"
     _, _, operations = timing.fma_ceiling()
     assert figure.ceiling_gflops == pytest.approx(operations / 1e9)
-    assert operations == native.build.CPU.load().fma_ceiling(timing.CEILING_STEPS)
+    assert operations == build.CPU.load().fma_ceiling(timing.CEILING_STEPS)
     shares = {0.49: False, 0.5: True, 1.0: True, 1.01: False}
     assert {share: replace(figure, ceiling_share=share).share_met for share in shares} == shares
     assert not limit.measure(tiny(target=2.01), 0.0).ratio_met
@@ -204,7 +204,7 @@ def test_a_wrong_answer_is_not_timed(monkeypatch, duel):
 
 
 def test_a_missing_kernel_is_said(monkeypatch):
-    monkeypatch.setattr(native, "unsupported", lambda *args: ["it is Sunday"])
+    monkeypatch.setattr(cpu, "unsupported", lambda *args: ["it is Sunday"])
     figure = limit.measure(tiny(), 0.0)
     assert (figure.verdict, figure.failed, figure.ratio_met) == ("n/a", False, False)
     assert "it is Sunday" in figure.note
@@ -224,7 +224,7 @@ def test_long_cases_are_checked_in_their_outer_heads():
 def test_sixteen_bits_are_compared_without_native_support(monkeypatch):
     level = "FASTATTN_CPU_CAPABILITY"
     monkeypatch.delenv(level, raising=False)
-    monkeypatch.setattr(native.cpu, "capability", lambda: os.environ.get(level, "avx512_bf16"))
+    monkeypatch.setattr(cpu, "capability", lambda: os.environ.get(level, "avx512_bf16"))
     assert limit.measure(tiny(fp32_arithmetic=True), 0.0).instruction_set == "avx512"
     assert level not in os.environ
     assert limit.measure(tiny(), 0.0).instruction_set == "avx512_bf16"
@@ -233,14 +233,14 @@ def test_sixteen_bits_are_compared_without_native_support(monkeypatch):
     assert os.environ[level] == "portable"
 
 
-@pytest.mark.parametrize("level", native.build.CPU.load().build_info()["runs_here"])
+@pytest.mark.parametrize("level", build.CPU.load().build_info()["runs_here"])
 def test_the_ceiling_is_work_that_was_done(monkeypatch, level):
     monkeypatch.setenv("FASTATTN_CPU_CAPABILITY", level)
     threads, steps = torch.get_num_threads() + 1, 300_000
     lanes = {"avx2": 8, "portable": 4}.get(level, 16)
     torch.set_num_threads(threads)
     start = time.perf_counter()
-    operations = native.build.CPU.load().fma_ceiling(steps)
+    operations = build.CPU.load().fma_ceiling(steps)
     elapsed = time.perf_counter() - start
     torch.set_num_threads(threads - 1)
     assert operations == threads * steps * 2 * (24 if lanes == 16 else 12) * lanes

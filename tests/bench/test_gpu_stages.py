@@ -20,7 +20,7 @@ from benchmarks.gpu.record import append, load
 from benchmarks.gpu.stages import Part
 from benchmarks.gpu.supervisor import StartError, Suite, run
 from fastattn import testing
-from fastattn.backends import BACKENDS, hopper
+from fastattn.backends import BACKENDS, cuda, hopper
 from fastattn.testing import make_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +210,7 @@ def dry_run(tmp_path, monkeypatch):
         assert [(run["stage"], run["complete"]) for run in document["runs"]] == [(stage, True)]
         assert {row["verdict"] for row in document["rows"]} <= {"right", "n/a", "skipped"}  # of rivals too
         timed = [row for row in document["rows"] if "contender" in row]
-        speed_tests = ["ceilings", *(f"speed[{job}]" for job in speed.jobs("cpu", stages.ONLY.get(stage)))]
+        speed_tests = ["ceilings", *(f"speed[{job}]" for job in speed.jobs("cpu", stages.only_of(stage, "cpu")))]
         assert {row["test"] for row in timed} == {
             f"benchmarks/gpu/speed.py::test_{name}" for name in speed_tests if stage != "truth"
         }
@@ -221,7 +221,7 @@ def dry_run(tmp_path, monkeypatch):
 
 def test_a_dry_run_of_truth_tests_each_backend(dry_run):
     tests, _ = dry_run("truth")
-    for backend in {backend.NAME for backend in BACKENDS} - {hopper.NAME}:  # which runs on the CPU only as gluon_model
+    for backend in {backend.NAME for backend in BACKENDS} - {cuda.NAME, hopper.NAME}:  # whose kernels run as models
         for case in ("plain-torch.bfloat16", "one-query-torch.float16"):
             assert f"tests/backends/test_conformance.py::test_case_is_right_or_refused[{backend}-cpu-{case}]" in tests
         assert f"tests/backends/test_truth.py::test_case_of_pytorch_196678[{backend}-cpu]" in tests
@@ -231,7 +231,7 @@ def test_a_dry_run_of_bench_measures_whole_models_too(dry_run):
     _, timed = dry_run("bench")
     encoders = {"torch.nn.TransformerEncoder", "torch.nn.TransformerEncoder, fastattn.swap"}
     assert {row["contender"] for row in timed if row["level"] == "encoder"} == encoders
-    own = [row for row in timed if row["contender"] == "fastattn native"]
+    own = [row for row in timed if row["contender"] == "fastattn cpu"]
     assert {(row["level"], row["verdict"]) for row in own} == {("attention", "right"), ("launch", "right")}
     for row in own:
         assert row["time_ms"]["p20"] <= row["time_ms"]["median"] <= row["time_ms"]["p80"]
@@ -239,14 +239,15 @@ def test_a_dry_run_of_bench_measures_whole_models_too(dry_run):
             assert min(row[name] for name in ("tflops", "gbps", "peak_mib", "max_error")) > 0
 
 
-def test_a_dry_run_of_cuda_tests_and_measures_native_alone(dry_run):
+def test_a_dry_run_of_cuda_tests_and_measures_one_backend_alone(dry_run):
+    """The one on the CPU, in its place."""
     tests, timed = dry_run("cuda")
-    assert all("[native-cpu" in test for test in tests)
-    for case in ("case_is_right_or_refused[native-cpu-one-query-torch.float16]", "case_of_pytorch_196678[native-cpu]"):
+    assert all("[cpu-cpu" in test for test in tests)
+    for case in ("case_is_right_or_refused[cpu-cpu-one-query-torch.float16]", "case_of_pytorch_196678[cpu-cpu]"):
         assert {test.partition(case)[2] for test in tests if case in test} == {"", " for 7.5+PTX"}
     assert {row["level"] for row in timed} == {"ceilings", "attention", "launch"}
-    assert {row["contender"] for row in timed if row["level"] == "attention"} == {"fastattn native", "SDPA flash"}
-    assert {row["verdict"] for row in timed if row["contender"] == "fastattn native"} == {"right"}
+    assert {row["contender"] for row in timed if row["level"] == "attention"} == {"fastattn cpu", "SDPA flash"}
+    assert {row["verdict"] for row in timed if row["contender"] == "fastattn cpu"} == {"right"}
 
 
 def test_a_dry_run_of_hopper_calls_and_measures_that_alone(dry_run):
@@ -263,21 +264,21 @@ def test_a_dry_run_of_hopper_calls_and_measures_that_alone(dry_run):
 
 def test_first_calls_are_held_to_the_error_budget(monkeypatch):
     """By another backend, since the one that they are for needs a GPU."""
-    by_native = SimpleNamespace(option=SimpleNamespace(device="cpu", only="native"))
+    on_cpu = SimpleNamespace(option=SimpleNamespace(device="cpu", only="cpu"))
     for mask, which in itertools.product(first_calls.MASKS, PASSES):
-        first_calls.test_first_call("tile", 64, mask, which, by_native)
-    first_calls.test_first_call("head", 128, "documents", "backward", by_native)
+        first_calls.test_first_call("tile", 64, mask, which, on_cpu)
+    first_calls.test_first_call("head", 128, "documents", "backward", on_cpu)
     right, asked = fastattn.attention, []
 
     def wrong(*args, backend, deterministic, **options):
         asked.append((backend, deterministic))
-        factor = 1.1 if backend == "native" else 1.0
+        factor = 1.1 if backend == "cpu" else 1.0
         return tuple(factor * x for x in right(*args, backend=backend, **options))
 
     monkeypatch.setattr(testing, "attention", wrong)
     with pytest.raises(AssertionError, match="o: max error"):
-        first_calls.test_first_call("tile", 64, "full", "backward, deterministic=False", by_native)
-    assert ("native", False) in asked
+        first_calls.test_first_call("tile", 64, "full", "backward, deterministic=False", on_cpu)
+    assert ("cpu", False) in asked
 
 
 def test_a_build_that_fails_ends_the_stage_with_what_the_compiler_said(tmp_path, monkeypatch, capsys):
@@ -288,7 +289,7 @@ def test_a_build_that_fails_ends_the_stage_with_what_the_compiler_said(tmp_path,
     monkeypatch.delenv("CXX", raising=False)
     assert command.main(["cuda", "--device", "cpu", "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert "cuda: the native module was not built: benchmarks/gpu/build.py::test_build[" in said
+    assert "cuda: the module was not built: benchmarks/gpu/build.py::test_build[" in said
     assert "]: wrong: exit code 1; ptxas: out of registers" in said
     assert load(next((tmp_path / "out").glob("*.jsonl")))["rows"] == []
 

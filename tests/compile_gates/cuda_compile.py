@@ -27,7 +27,7 @@ from pathlib import Path
 import triton
 from torch.utils import cpp_extension
 
-from fastattn.backends.native import build
+from fastattn.backends import build
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_ARCHS = (75, 80, 90, 120)

@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEADERS = sorted(
     path
-    for folder in ("csrc", "tests/native", "tests/gpu_models/cuda_model")
+    for folder in ("csrc", "tests/cpu_kernels", "tests/gpu_models/cuda_model")
     for pattern in ("*.h", "*.cuh")
     for path in (REPOSITORY / folder).rglob(pattern)
 )

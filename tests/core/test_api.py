@@ -12,7 +12,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import fastattn
 from fastattn import FallbackWarning, Mask
-from fastattn.backends import BACKENDS, native
+from fastattn.backends import BACKENDS, cpu
 from fastattn.testing import compare
 
 Q = torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -77,8 +77,8 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "slopes": ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be [4] or [2, 4], got [3]"),
     "sinks": ({"sinks": torch.zeros(2, 4)}, "sinks must be [4], got [2, 4]"),
     "backend": (
-        {"backend": "cuda"},
-        "backend must be one of 'fused', 'hopper', 'triton', 'native', 'reference', got 'cuda'",
+        {"backend": "native"},
+        "backend must be one of 'fused', 'hopper', 'triton', 'cuda', 'cpu', 'reference', got 'native'",
     ),
 }  # fmt: skip
 
@@ -100,16 +100,16 @@ def test_nothing_is_drawn_for_a_refused_call():
 @pytest.fixture
 def lacking(monkeypatch):
     """No fused backend computes softcap and sinks."""
-    features = native.features
-    monkeypatch.setattr(native, "features", lambda device: features(device) - {"softcap", "sinks"})
+    features = cpu.features
+    monkeypatch.setattr(cpu, "features", lambda device: features(device) - {"softcap", "sinks"})
 
 
 def test_first_willing_backend_is_chosen_and_explained():
     explanation = fastattn.explain(Q, K, K, Mask(causal=True))
-    assert explanation.backend == "native"
-    assert explanation.objections["native"] == []
+    assert explanation.backend == "cpu"
+    assert explanation.objections["cpu"] == []
     assert explanation.objections["triton"]
-    assert "native: takes this call" in str(explanation)
+    assert "cpu: takes this call" in str(explanation)
     assert "reference: would take this call too" in str(explanation)
 
 
@@ -119,7 +119,7 @@ def test_explain_does_not_run_warn_or_draw(lacking):
         warnings.simplefilter("error")
         explanation = fastattn.explain(Q, K, K, softcap=1.0)
     assert explanation.backend == "reference"
-    assert explanation.objections["native"] == ["does not support softcap on cpu"]
+    assert explanation.objections["cpu"] == ["does not support softcap on cpu"]
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -129,7 +129,7 @@ def test_explain_refuses_unknown_options():
 
 
 def test_reference_serves_with_a_warning_that_says_why(lacking):
-    with pytest.warns(FallbackWarning, match="native: does not support softcap on cpu"):
+    with pytest.warns(FallbackWarning, match="cpu: does not support softcap on cpu"):
         served = fastattn.attention(Q, K, K, softcap=1.0)
     assert torch.equal(served, fastattn.attention(Q, K, K, softcap=1.0, backend="reference"))
 
@@ -144,21 +144,21 @@ def test_the_warning_comes_once_per_reason(lacking):
 
 
 def test_fused_refuses_instead_of_falling_back(lacking):
-    with pytest.raises(NotImplementedError, match="native: does not support softcap on cpu") as refusal:
+    with pytest.raises(NotImplementedError, match="cpu: does not support softcap on cpu") as refusal:
         fastattn.attention(Q, K, K, softcap=1.0, backend="fused")
     assert "reference" not in str(refusal.value)
 
 
 def test_named_backend_is_used_or_refused(lacking):
-    with pytest.raises(NotImplementedError, match="native: does not support softcap on cpu"):
-        fastattn.attention(Q, K, K, softcap=1.0, backend="native")
-    named = fastattn.attention(Q, K, K, backend="native")
+    with pytest.raises(NotImplementedError, match="cpu: does not support softcap on cpu"):
+        fastattn.attention(Q, K, K, softcap=1.0, backend="cpu")
+    named = fastattn.attention(Q, K, K, backend="cpu")
     assert torch.equal(named, fastattn.attention(Q, K, K))
 
 
 def test_backend_that_cannot_run_here_is_an_objection(monkeypatch):
-    monkeypatch.setattr(native.cpu, "unavailable", lambda device: "needs a C++ compiler, found none")
-    with pytest.warns(FallbackWarning, match="native: needs a C\\+\\+ compiler, found none"):
+    monkeypatch.setattr(cpu, "unavailable", lambda device: "needs a C++ compiler, found none")
+    with pytest.warns(FallbackWarning, match="cpu: needs a C\\+\\+ compiler, found none"):
         fastattn.attention(Q, K, K)
 
 
@@ -166,7 +166,7 @@ def test_a_backend_that_is_not_asked_is_not_built(monkeypatch):
     def build(device):
         raise AssertionError("built for a call it does not take")
 
-    monkeypatch.setattr(native, "unavailable", build)
+    monkeypatch.setattr(cpu, "unavailable", build)
     assert fastattn.explain(Q.double(), K.double(), K.double()).backend == "reference"
 
 

@@ -12,13 +12,15 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "spec": set(),
     "backends.reference": {"spec"},
     "backends.gradients": {"spec"},
-    "backends.native": {"spec", "backends.gradients"},
+    "backends.build": set(),
+    "backends.cpu": {"spec", "backends.gradients", "backends.build"},
+    "backends.cuda": {"spec", "backends.gradients", "backends.build"},
     "backends.triton": {"spec", "backends.gradients"},
     "backends.hopper": {
         "spec",
         *(f"backends.triton.{module}" for module in ("flash_backward", "recompute", "rules", "tiles", "visibility")),
     },
-    "backends": {"spec", "backends.reference", "backends.native", "backends.triton", "backends.hopper"},
+    "backends": {"spec", *(f"backends.{name}" for name in ("reference", "cpu", "cuda", "triton", "hopper"))},
     "derivatives": {"spec", "backends.reference"},
     "validation": {"spec"},
     "plan": {"spec", "validation", "backends"},
@@ -30,9 +32,9 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "swap": {"nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
     "": {"spec", "api", "sdpa", "backends", "nn", "swap", "integrations"},
-    "bench": {"", "testing", "backends", "backends.native"},
+    "bench": {"", "testing", "backends", "backends.build", "backends.cpu"},
     "demo": {"", "bench"},
-    "__main__": {"", "spec", "bench", "demo", "backends", "backends.native"},
+    "__main__": {"", "spec", "bench", "demo", "backends", "backends.build", "backends.cpu", "backends.cuda"},
 }
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import FallbackWarning, Mask, backends, plan
-from fastattn.backends import native, reference
+from fastattn.backends import cpu, reference
 from fastattn.testing import CASES, make_inputs
 
 Q, K, V = (torch.randn(2, H, n, 8, generator=torch.Generator().manual_seed(n)) for H, n in ((4, 3), (2, 7), (2, 7)))
@@ -158,7 +158,7 @@ def test_backends_that_are_replaced_are_asked_anew(monkeypatch):
 
 
 def test_a_fallback_warns_whenever_it_serves(monkeypatch):
-    monkeypatch.setattr(native, "by_name_only", lambda device: "is shy")
+    monkeypatch.setattr(cpu, "by_name_only", lambda device: "is shy")
     plan.forget_plans()
     for _ in range(2):
         with pytest.warns(FallbackWarning, match="is shy"):
@@ -169,7 +169,7 @@ def test_a_dtype_that_is_not_computed_builds_nothing(monkeypatch):
     def build(device: torch.device) -> None:
         raise AssertionError("built for a call it does not take")
 
-    monkeypatch.setattr(native.cpu, "unavailable", build)
+    monkeypatch.setattr(cpu, "unavailable", build)
     with pytest.warns(FallbackWarning, match="float64"):
         fastattn.attention(Q.double(), K.double(), V.double())
 

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import Mask, ops
-from fastattn.backends import native, reference
+from fastattn.backends import cpu, reference
 from fastattn.spec import accumulation_dtype
 from fastattn.testing import CASES, DTYPES, assert_right, compare, make_inputs
 
-FUSED_ON_CPU = ("native", "reference")  # Triton's interpreter is too slow for everything here; ops.py is the same
+FUSED_ON_CPU = ("cpu", "reference")  # Triton's interpreter is too slow for everything here; ops.py is the same
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -189,7 +189,7 @@ def test_second_order_of_a_fused_backend():
         first = torch.autograd.grad(o, (q, k, v), inputs.do.to(dtype), create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), (q, k, v))
 
-    ours, plain = squared_gradients(torch.float32, "native"), squared_gradients(torch.float32, "reference")
+    ours, plain = squared_gradients(torch.float32, "cpu"), squared_gradients(torch.float32, "reference")
     for values in zip("qkv", ours, plain, squared_gradients(torch.float64, "reference"), strict=True):
         assert (error := compare(*values)).right, error
 
@@ -281,7 +281,7 @@ def test_compiles_whole_to_two_graphs_over_all_lengths(backend, compiler):
 
     def attend(q, k, v, real_keys):
         mask = Mask(causal=True, q_offset=k.shape[2] - q.shape[2], real_keys=real_keys)
-        return fastattn.attention(q, k, v, mask, backend=None if backend == "native" else backend)
+        return fastattn.attention(q, k, v, mask, backend=None if backend == "cpu" else backend)
 
     compiled = torch.compile(attend, backend=count, fullgraph=True)
     for n_q, n_k in ((3, 5), (4, 9), (7, 8), (2, 30), (65, 130)):
@@ -326,7 +326,7 @@ def test_exports():
     assert torch.equal(torch.export.export(Attend(), inputs).module()(*inputs), Attend()(*inputs))
 
 
-@pytest.mark.parametrize("backend", [native, reference, CudaModel], ids=lambda b: b.NAME, indirect=True)
+@pytest.mark.parametrize("backend", [cpu, reference, CudaModel], ids=lambda b: b.NAME, indirect=True)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -15,12 +15,12 @@ import torch
 
 import fastattn
 from fastattn import Mask, derivatives, ops
-from fastattn.backends import BACKENDS, native, objections, reference, triton
+from fastattn.backends import BACKENDS, cpu, objections, reference, triton
 from fastattn.testing import CASES, DTYPES, Inputs, compare, formula, make_inputs
 
 TESTED = [case for case in CASES if not case.timed]
 TOP_K = 5
-PROMISES = {b.NAME: {"weights", "received", "top_keys"} for b in BACKENDS} | {"hopper": set()}
+PROMISES = {b.NAME: {"weights", "received", "top_keys"} for b in BACKENDS} | {"hopper": set(), "cuda": set()}
 COMPUTING = [b for b in BACKENDS if PROMISES[b.NAME]]
 
 
@@ -200,19 +200,19 @@ def test_backend_keeps_its_promises(backend):
 
 
 def test_a_backend_without_the_function_objects(monkeypatch):
-    monkeypatch.setattr(native, "lacks", lambda device: {"weights"})
+    monkeypatch.setattr(cpu, "lacks", lambda device: {"weights"})
     x = torch.ones(1, 1, 2, 16)
-    with pytest.raises(NotImplementedError, match="native: does not compute weights on cpu"):
-        fastattn.attention_weights(x, x, backend="native")
+    with pytest.raises(NotImplementedError, match="cpu: does not compute weights on cpu"):
+        fastattn.attention_weights(x, x, backend="cpu")
     with pytest.raises(NotImplementedError, match="no fused backend computes this call"):
         fastattn.attention_with_weights(x, x, x, backend="fused")
-    with pytest.warns(fastattn.FallbackWarning, match="native: does not compute weights on cpu"):
+    with pytest.warns(fastattn.FallbackWarning, match="cpu: does not compute weights on cpu"):
         fastattn.attention_weights(x, x)
-    assert fastattn.attention_received(x, x, backend="native").shape == (1, 1, 2)
+    assert fastattn.attention_received(x, x, backend="cpu").shape == (1, 1, 2)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("backend", [cpu, reference], ids=lambda b: b.NAME)
 def test_hidden_values_change_nothing(backend, form):
     inputs = make_inputs(case_named("pad-queries"), torch.float32)
     poisoned = form(inputs, backend.NAME)
@@ -224,7 +224,7 @@ def test_hidden_values_change_nothing(backend, form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("backend", [cpu, reference], ids=lambda b: b.NAME)
 def test_visible_nan_stays_in_its_sample(backend, form):
     inputs = make_inputs(case_named("plain"), torch.float32)
     inputs.k[0, :, 3] = float("nan")
@@ -244,7 +244,7 @@ def test_any_number_of_threads_gives_the_same_bits(form, name, monkeypatch):
         results = []
         for n in (1, 2, 5):
             torch.set_num_threads(n)
-            results.append(form(inputs, "native"))
+            results.append(form(inputs, "cpu"))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -252,7 +252,7 @@ def test_any_number_of_threads_gives_the_same_bits(form, name, monkeypatch):
             assert (a is b is None) or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("backend", [cpu, reference], ids=lambda b: b.NAME)
 def test_equal_weights_stand_in_the_order_of_their_keys(backend):
     q, k = torch.ones(1, 2, 150, 8), torch.ones(1, 1, 150, 8)
     real = torch.arange(150) % 3 != 1
@@ -266,7 +266,7 @@ def test_equal_weights_stand_in_the_order_of_their_keys(backend):
         torch.testing.assert_close(weights[0, 1, i], (first >= 0) / max(len(seen), 1))
 
 
-@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("backend", [cpu, reference], ids=lambda b: b.NAME)
 def test_keys_whose_weight_is_too_small_for_a_float_are_still_there(backend):
     q, k = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 3.0, 1.0, 2.0]).view(1, 1, 4, 1)
     bias = torch.tensor([0.0, 0.0, -float("inf"), 0.0])
@@ -275,7 +275,7 @@ def test_keys_whose_weight_is_too_small_for_a_float_are_still_there(backend):
     assert keys.tolist() == [[[[1, 0, 3, -1]]]]
 
 
-@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("backend", [cpu, reference], ids=lambda b: b.NAME)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_output_beside_weights_has_the_bits_of_attention(backend, dtype, dropout_p):
@@ -314,7 +314,7 @@ def test_need_weights_changes_no_bit_of_the_output(dtype, training):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("backend", [cpu, reference], ids=lambda b: b.NAME)
 @pytest.mark.parametrize("empty", ["B", "n_q", "n_k", "H"])
 def test_zero_length_inputs_never_reach_a_backend(backend, form, empty, monkeypatch):
     def refuse(*arguments):
@@ -339,7 +339,7 @@ def test_zero_length_inputs_never_reach_a_backend(backend, form, empty, monkeypa
 def test_narrow_heads(form, head_dim):
     x = torch.ones(1, 2, 40, head_dim)
     inputs = Inputs(x, x, x, x, x, Mask(causal=True), {"scale": None})
-    for a, b in zip(form(inputs, "native"), form(inputs, "reference"), strict=True):
+    for a, b in zip(form(inputs, "cpu"), form(inputs, "reference"), strict=True):
         if a is not None:
             torch.testing.assert_close(a, b)
 
@@ -421,7 +421,7 @@ def test_vmap_and_grad(form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("backend", [cpu, reference], ids=lambda b: b.NAME)
 def test_compiles_to_one_graph(backend, form):
     q, k = torch.randn(2, 4, 9, 8, requires_grad=True), torch.randn(2, 2, 9, 8, requires_grad=True)
 
@@ -439,7 +439,7 @@ def test_compiles_to_one_graph(backend, form):
 
 
 @pytest.mark.parametrize("form", ["averaged", "each head", "received", "top_keys"])
-@pytest.mark.parametrize("backend", [native, reference], ids=lambda b: b.NAME)
+@pytest.mark.parametrize("backend", [cpu, reference], ids=lambda b: b.NAME)
 def test_opcheck(backend, form):
     case = dataclasses.replace(case_named("alibi"), layout="BNHD")  # fakes must promise the same memory order
     inputs = make_inputs(case, torch.float32)

@@ -13,7 +13,7 @@ import torch
 from modelled_gpu import modelled_gpu
 from torch import Tensor
 
-from fastattn.backends.native import build
+from fastattn.backends import build
 from fastattn.testing import CASES, DTYPES, make_inputs, run
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -68,9 +68,9 @@ def main() -> None:
             if not case.timed and max(case.D, case.d_v or 0) <= 256:
                 inputs = make_inputs(case, next(dtypes))
                 print(case.name, flush=True)
-                expected = run(inputs, "native")
+                expected = run(inputs, "cuda")
                 with mock.patch.object(build.CudaModule, "load", return_value=module):
-                    actual = run(inputs, "native")
+                    actual = run(inputs, "cuda")
                 for name, value in expected.items():
                     torch.testing.assert_close(actual[name], value, rtol=0, atol=0, equal_nan=True)
     print("done")

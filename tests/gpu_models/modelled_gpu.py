@@ -1,4 +1,4 @@
-"""The CUDA part of the native backend on tensors in the CPU's memory, by the model of a GPU in cuda_model/."""
+"""The CUDA backend on tensors in the CPU's memory, by the model of a GPU in cuda_model/."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import pytest
 import torch
 from modelled_hopper import GluonModel
 
-from fastattn.backends import hopper, native
-from fastattn.backends.native import build, cuda
+from fastattn.backends import build, cuda, hopper
 
 _ORDERS = ("ascending", "descending", "random")  # as in tests/gpu_models/cuda_model/settings.h
 
@@ -39,12 +38,11 @@ class ModelledGpu:
 
     @contextmanager
     def computes_for_the_cpu(self) -> Iterator[None]:
-        """Calls of the native backend on CPU tensors are computed by its CUDA part, on this GPU."""
+        """Calls of the CUDA backend on CPU tensors are computed by its kernels, on this GPU."""
         with (
-            mock.patch.dict(native._PARTS, cpu=cuda),
+            mock.patch.object(cuda, "_device_objections", side_effect=lambda device: []),  # a new list each time
             mock.patch.object(build.CudaModule, "load", return_value=self._module),
             mock.patch.object(build.CudaModule, "unavailable_on", return_value=None),
-            mock.patch.object(torch.version, "cuda", "13.0"),
             mock.patch.object(torch.cuda, "get_device_capability", return_value=self.capability),
         ):
             yield
@@ -103,13 +101,13 @@ def _sources(folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def gpu_model() -> Iterator[ModelledGpu]:
-    """A modelled GPU with all that the kernels use; the native backend computes on it what is on the CPU."""
+    """A modelled GPU with all that the kernels use; the CUDA backend computes on it what is on the CPU."""
     gpu = modelled_gpu(8, 0)
     with gpu.computes_for_the_cpu():
         yield gpu
 
 
-_MODELS = {CudaModel: ("gpu_model", native), GluonModel: ("gluon_model", hopper)}
+_MODELS = {CudaModel: ("gpu_model", cuda), GluonModel: ("gluon_model", hopper)}
 
 
 @pytest.fixture

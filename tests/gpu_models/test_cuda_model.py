@@ -62,7 +62,7 @@ def around_borders() -> list[tuple[Case, torch.dtype]]:
 
 @pytest.mark.parametrize(("case", "dtype"), around_borders(), ids=str)
 def test_around_the_borders_of_tiles(gpu_model, case, dtype):
-    check(case, dtype, "native")
+    check(case, dtype, "cuda")
 
 
 def test_sums_over_wide_heads_round_little(gpu_model):
@@ -70,7 +70,7 @@ def test_sums_over_wide_heads_round_little(gpu_model):
     case = Case("one-key", "", n_q=130, n_k=1, D=63, d_v=256)
     for seed in range(8):
         inputs = make_inputs(case, torch.float32, seed=seed)
-        errors = errors_of(inputs, run(inputs, "native"))
+        errors = errors_of(inputs, run(inputs, "cuda"))
         assert all(error.right for error in errors), "; ".join(map(str, errors))
 
 
@@ -79,7 +79,7 @@ def test_a_query_that_sees_nothing_gets_zeros_beside_a_nan(gpu_model, dtype):
     """Its weights are 0, but 0 times what others see of the same tile is NaN."""
     inputs = make_inputs(Case("before", "", n_q=40, n_k=33, causal=True, q_offset=-5), dtype)
     inputs.v[:, :, 0] = math.nan
-    o = run(inputs, "native")["o"]
+    o = run(inputs, "cuda")["o"]
     assert (o[:, :, :5] == 0).all()
     assert o[:, :, 5:].isnan().all()
 
@@ -88,7 +88,7 @@ def test_a_query_that_sees_nothing_gets_zeros_beside_a_nan(gpu_model, dtype):
 def test_bias_of_any_shape(gpu_model, shape):
     case = Case("bias", "", H=4, H_kv=2, n_q=70, n_k=90, bias=shape, dense=True)
     for dtype in DTYPES:
-        check(case, dtype, "native")
+        check(case, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,7 +105,7 @@ def test_documents_whose_tokens_lie_anywhere(gpu_model, causal, dtype):
     inputs = dataclasses.replace(
         inputs, q=q, k=k, v=v, do=do, dlse=dlse, mask=Mask(causal=causal, segment_ids=segment_ids)
     )
-    assert_right(inputs, run(inputs, "native"))
+    assert_right(inputs, run(inputs, "cuda"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -116,7 +116,7 @@ def test_gradient_through_one_output_only(gpu_model, name, output, dtype):
     (inputs.dlse if output == "o" else inputs.do).zero_()  # for what is right; the backend gets none
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
     o, lse = fastattn.attention(
-        **leaves, mask=inputs.mask, scale=inputs.options["scale"], return_lse=True, backend="native"
+        **leaves, mask=inputs.mask, scale=inputs.options["scale"], return_lse=True, backend="cuda"
     )
     through, arriving = (o, inputs.do) if output == "o" else (lse, inputs.dlse)
     gradients = torch.autograd.grad(through, list(leaves.values()), arriving)
@@ -133,10 +133,10 @@ IN_ANY_ORDER = (
 def test_same_bits_in_any_order_of_threads(gpu_model, name, dtype):
     """What depends on the order has a race."""
     inputs = make_inputs(NAMED[name], dtype)
-    in_turn = run(inputs, "native")
+    in_turn = run(inputs, "cuda")
     for order, seed in (("descending", 1), ("random", 1), ("random", 2)):
         with gpu_model.runs_in(order, seed):
-            actual = run(inputs, "native")
+            actual = run(inputs, "cuda")
         for output, value in in_turn.items():
             torch.testing.assert_close(value, actual[output], rtol=0, atol=0, equal_nan=True, msg=f"{output}, {order}")
 
@@ -158,9 +158,9 @@ def old_gpu() -> Iterator[None]:
 
 @pytest.mark.parametrize(("case", "dtype"), by_turns(TAKEN, (torch.float32, torch.float16)), ids=str)
 def test_on_the_oldest_gpus(old_gpu, case, dtype):
-    check(case, dtype, "native")
+    check(case, dtype, "cuda")
 
 
 def test_bf16_is_refused_on_the_oldest_gpus(old_gpu):
     with pytest.raises(NotImplementedError, match=re.escape("needs compute capability 8.0 or later for bfloat16")):
-        run(make_inputs(NAMED["plain"], torch.bfloat16), "native")
+        run(make_inputs(NAMED["plain"], torch.bfloat16), "cuda")

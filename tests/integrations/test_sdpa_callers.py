@@ -124,7 +124,7 @@ def test_their_calls_are_computed_by_fastattn(make):
     with calls_seen() as calls:
         actual = model(inputs())
     assert calls.features == {"causal"}
-    assert calls.backends == {"native"}
+    assert calls.backends == {"cpu"}
     expected = by_hand(inputs())
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(model, actual), gradients(by_hand, expected), rtol=1e-4, atol=1e-5)
@@ -192,7 +192,7 @@ def test_copies_are_swapped_too(copied):
     assert type(twin) is type(model)
     with calls_seen() as calls:
         assert torch.equal(twin(inputs()), model(inputs()))
-    assert calls.backends == {"native"}
+    assert calls.backends == {"cpu"}
     fastattn.unswap(twin)
     assert type(twin) is ByFunctional
     assert isinstance(model, sdpa_callers.SDPACaller)
@@ -212,7 +212,7 @@ def test_other_calls_are_not_routed():
         assert not calls.backends
         answered.set()
         thread.join()
-        assert calls.backends == {"native"}
+        assert calls.backends == {"cpu"}
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(inputs()[..., 1:])
         calls.backends.clear()
@@ -277,7 +277,7 @@ def test_causal_biases_are_computed_by_fastattn():
     fastattn.swap(model)
     with calls_seen() as calls:
         torch.testing.assert_close(model(x), expected)
-    assert (calls.backends, calls.features) == ({"native"}, {"causal", "q_offset"})
+    assert (calls.backends, calls.features) == ({"cpu"}, {"causal", "q_offset"})
 
 
 def test_what_fastattn_refuses_stays_with_torch():

@@ -51,7 +51,7 @@ def test_embeddings(pooling, packed):
     assert str(report) == "swapped: 2 BertSelfAttention"
     with calls_seen() as calls:
         assert_embeddings_are_right(swapped, model)
-    assert calls.backends == {"native"}
+    assert calls.backends == {"cpu"}
     if packed:
         assert report.calls.packed > 0
         assert report.calls.packed + report.calls.unpacked.total() == 4  # batches

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.common_methods_invocations import op_db
 
 import fastattn
-from fastattn.backends import native
+from fastattn.backends import cpu
 
 TORCHS_OWN = F.scaled_dot_product_attention
 
@@ -79,7 +79,7 @@ def test_what_no_fused_backend_takes_is_left_to_torch_and_counted_with_its_reaso
     assert patch.computed == 0
     (why,) = patch.left
     assert patch.left[why] == 3
-    assert "native: q must be float32, bfloat16 or float16, got torch.float64" in why
+    assert "cpu: q must be float32, bfloat16 or float16, got torch.float64" in why
     assert str(patch).startswith(
         "computed by fastattn: 0 calls of scaled_dot_product_attention\nleft to torch: 3 calls"
     )
@@ -260,7 +260,7 @@ def test_what_a_kernel_raises_is_no_refusal(error, monkeypatch):
     def broken(*args: object, **kwargs: object) -> None:
         raise error("a bug")
 
-    monkeypatch.setattr(native, "forward", broken)
+    monkeypatch.setattr(cpu, "forward", broken)
     with fastattn.patch_sdpa() as patch:
         with pytest.raises(error, match="a bug"):
             F.scaled_dot_product_attention(*qkv(), torch.rand(7, 7))
@@ -309,7 +309,7 @@ def test_causal_bias(name, dtype):
             "fastattn's": outputs(fastattn.scaled_dot_product_attention, dtype),
         }
     assert (patch.computed, patch.left.total()) == (1, 0)
-    assert calls.backends == {"native"}
+    assert calls.backends == {"cpu"}
     assert "causal" in calls.features
     assert calls.features <= {"causal", "q_offset", "dropout"}
     with fastattn.patch_sdpa():

@@ -21,7 +21,7 @@ from transformers_cases import exact
 
 import fastattn
 from fastattn import plan
-from fastattn.backends import native
+from fastattn.backends import cpu
 from fastattn.spec import Spec
 from fastattn.testing import compare
 
@@ -149,15 +149,15 @@ class Call(NamedTuple):
 
 @pytest.fixture
 def served(monkeypatch) -> list[Call]:
-    """Every call that the native backend serves."""
+    """Every call that the cpu backend serves."""
     calls = []
-    forward = native.forward
+    forward = cpu.forward
 
     def seen(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
         calls.append(Call(q.shape[1] // k.shape[1], q.shape[2], k.shape[2], spec))
         return forward(q, k, v, spec)
 
-    monkeypatch.setattr(native, "forward", seen)
+    monkeypatch.setattr(cpu, "forward", seen)
     monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
     return calls
 

@@ -12,7 +12,7 @@ import torch
 
 import fastattn
 from fastattn.__main__ import main
-from fastattn.backends import BACKENDS, hopper, native
+from fastattn.backends import BACKENDS, build, cpu, hopper
 from fastattn.bench import cases, limit, run, timing, writing
 from fastattn.testing import Case
 
@@ -82,8 +82,8 @@ def test_info_names_every_backend_its_dtypes_and_its_refusals(capsys, monkeypatc
     about = {block.partition(":")[0]: block for block in text.split("\n\n")[1:]}
     assert set(about) == {backend.NAME for backend in BACKENDS}
     assert "cpu: float32, bfloat16, float16, float64; " in about["reference"]
-    assert "float64" not in about["native"]
-    assert "real_keys" in about["native"]
+    assert "float64" not in about["cpu"]
+    assert "real_keys" in about["cpu"]
     assert "cpu: no: runs on the CPU only in Triton's interpreter" in about["triton"]
     assert about["hopper"] == "hopper: ready\n  cpu: no: needs an NVIDIA GPU, got cpu"
 
@@ -99,12 +99,12 @@ def test_table_of_the_docs_is_what_the_backends_say(capsys, monkeypatch):
 
 
 def test_table_tells_a_backend_that_takes_less(capsys, monkeypatch):
-    monkeypatch.setattr(native, "features", lambda device: frozenset({"window", "causal"}))
-    monkeypatch.setattr(native.cpu, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(cpu, "features", lambda device: frozenset({"window", "causal"}))
+    monkeypatch.setattr(cpu, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(hopper, "_HEAD_DIM_STEP", 16)
     assert main(["info", "--markdown"]) == 0
     printed = capsys.readouterr().out
-    assert f"| `native` | {native.WHERE} | causal, window | fp32 | all |\n" in printed
+    assert f"| `cpu` | {cpu.WHERE} | causal, window | fp32 | all |\n" in printed
     assert "| fp16, bf16 | multiples of 16 up to 256 |\n" in printed
 
 
@@ -112,24 +112,24 @@ def test_info_builds_nothing(monkeypatch, capsys):
     def never(*args):
         raise AssertionError("info must not build")
 
-    monkeypatch.setattr(native.build.NativeModule, "load", never)
-    monkeypatch.setattr(native.build.NativeModule, "unavailable", never)
-    monkeypatch.setattr(native.build.NativeModule, "state", lambda self: "not built yet: `fastattn build` builds it")
+    monkeypatch.setattr(build.CompiledModule, "load", never)
+    monkeypatch.setattr(build.CompiledModule, "unavailable", never)
+    monkeypatch.setattr(build.CompiledModule, "state", lambda self: "not built yet: `fastattn build` builds it")
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    for part in ("CPU", "CUDA"):
-        assert f"\n  {part} module: not built yet: `fastattn build` builds it\n" in text
+    for name in build.MODULES:
+        assert f"\n{name}: not built yet: `fastattn build` builds it\n" in text
 
 
 def test_build_says_where_the_module_is_and_how_long_it_took(capsys):
     assert main(["build"]) == 0
     text = capsys.readouterr().out
-    assert native.build.CPU.file_name() in text
-    assert f"instruction set {native.cpu.capability()}" in text
+    assert build.CPU.file_name() in text
+    assert f"instruction set {cpu.capability()}" in text
 
 
 def test_build_fails_in_a_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(native.build.NativeModule, "unavailable", lambda self: "there is no C++ compiler")
+    monkeypatch.setattr(build.CompiledModule, "unavailable", lambda self: "there is no C++ compiler")
     assert main(["build"]) == 1
     assert capsys.readouterr().err == "fastattn: there is no C++ compiler\n"
 
@@ -140,7 +140,7 @@ def test_bench_writes_table_json_and_picture(tiny_jobs, tmp_path, capsys):
     assert main(["bench", "--quick", "--device", "cpu", "--json", str(document), "--plot", str(picture)]) == 0
     assert "attention tiny-pad fp32 backward  (B2 H1 L12 D8)" in capsys.readouterr().out
     contenders = {row["contender"] for row in json.loads(document.read_text())["rows"]}
-    assert {"SDPA flash", "fastattn native", "naive"} <= contenders
+    assert {"SDPA flash", "fastattn cpu", "naive"} <= contenders
     assert picture.read_text().rstrip().endswith("</svg>")
 
 
@@ -182,7 +182,7 @@ def test_bench_fails_on_a_wrong_answer(tiny_jobs, monkeypatch, capsys):
     output = capsys.readouterr()
     progress, complaint = output.err.splitlines()
     assert progress == "[1/1] attention tiny-pad fp32 forward"
-    assert complaint.startswith("fastattn: wrong answers, which were not timed: fastattn native in attention tiny-pad")
+    assert complaint.startswith("fastattn: wrong answers, which were not timed: fastattn cpu in attention tiny-pad")
     assert "naive" in output.out
 
 
@@ -208,11 +208,11 @@ def test_limit_suite_fails_on_a_wrong_answer_but_not_on_a_missed_target(tiny_due
     monkeypatch.setattr(run, "wrong", lambda compared: "o: max error 1, budget 0")
     assert main(command) == 1
     complaint = capsys.readouterr().err.splitlines()[-1]
-    assert complaint.startswith("fastattn: wrong answers, which were not timed: fastattn native in attention tiny-pad")
+    assert complaint.startswith("fastattn: wrong answers, which were not timed: fastattn cpu in attention tiny-pad")
 
 
-def test_limit_suite_needs_the_native_module(monkeypatch, capsys):
-    monkeypatch.setattr(native, "unavailable", lambda device: "there is no C++ compiler")
+def test_limit_suite_needs_the_cpu_backend(monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "unavailable", lambda device: "there is no C++ compiler")
     assert main(["bench", "--suite", "limit"]) == 1
     assert capsys.readouterr().err.endswith("cannot be had: there is no C++ compiler\n")
 

@@ -16,8 +16,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "../../native/budget.h"
-#include "../../native/formula.h"
+#include "../../cpu_kernels/budget.h"
+#include "../../cpu_kernels/formula.h"
 #include "settings.h"
 
 namespace fastattn::test {

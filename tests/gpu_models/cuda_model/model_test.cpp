@@ -8,7 +8,7 @@
 
 #include "../../../csrc/cuda/instructions.cuh"
 #include "../../../csrc/cuda/launch.cuh"
-#include "../../native/tensor.h"
+#include "../../cpu_kernels/tensor.h"
 
 namespace fastattn::cuda {
 namespace {

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../native/guarded.h"
+#include "../../cpu_kernels/guarded.h"
 #include "fiber.h"
 #include "settings.h"
 #include "shared.h"

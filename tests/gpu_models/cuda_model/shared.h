@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "../../native/guarded.h"
+#include "../../cpu_kernels/guarded.h"
 #include "settings.h"
 
 #if defined(__SANITIZE_ADDRESS__)

@@ -1,4 +1,4 @@
-"""Calls that the CUDA part of the native backend takes, asked with tensors that have no memory: no GPU is needed."""
+"""Calls that the CUDA backend takes, asked with tensors that have no memory: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn.backends import OPTIONAL, native, objections, select
+from fastattn.backends import OPTIONAL, build, cpu, cuda, objections, select
 from fastattn.spec import FEATURES, Mask, Spec
 
 SPEC = Spec(Mask(), 1.0)
@@ -21,7 +21,7 @@ SPEC = Spec(Mask(), 1.0)
 def gpu(monkeypatch) -> Iterator:
     """A function that makes the GPU one of a compute capability; the CUDA module is there, and no kernel runs."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(native.build.CudaModule, "unavailable_on", lambda self, capability: None)
+    monkeypatch.setattr(build.CudaModule, "unavailable_on", lambda self, capability: None)
 
     def of(*capability: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -35,7 +35,7 @@ def on_gpu(dtype: torch.dtype = torch.float16, head_dim: int = 64) -> torch.Tens
 
 
 def refusals(q: torch.Tensor, v: torch.Tensor | None = None, **options: object) -> list[str]:
-    return objections(native, q, q, q if v is None else v, SPEC, **options)
+    return objections(cuda, q, q, q if v is None else v, SPEC, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -46,7 +46,7 @@ def test_dtypes_and_head_dims_that_are_taken(gpu, dtype):
 
 
 def test_every_feature_is_computed():
-    assert native.features(torch.device("cuda")) == FEATURES
+    assert cuda.features(torch.device("cuda")) == FEATURES
 
 
 def test_what_is_refused_is_a_sentence(gpu):
@@ -80,50 +80,53 @@ def test_rocm_is_refused(gpu, monkeypatch):
     gpu(9, 0)
     monkeypatch.setattr(torch.version, "cuda", None)
     (why,) = refusals(on_gpu())
-    assert why.startswith("needs an NVIDIA GPU, and a torch for it, got torch")
+    assert why.startswith("needs a torch for NVIDIA GPUs, got torch")
+
+
+def test_other_devices_are_refused_before_anything_is_asked_of_a_gpu():
+    x = torch.empty(1, 2, 3, 64, dtype=torch.bfloat16)
+    assert refusals(x) == ["q must be on an NVIDIA GPU, got cpu"]
+    assert cuda.by_name_only(x.device) is None
 
 
 @pytest.mark.parametrize(
     ("capability", "triton_is_there", "served_by"),
-    [((7, 5), True, "native"), ((8, 0), True, "triton"), ((7, 5), False, "native"), ((9, 0), False, "native")],
+    [((7, 5), True, "cuda"), ((8, 0), True, "triton"), ((7, 5), False, "cuda"), ((9, 0), False, "cuda")],
 )
 def test_it_serves_where_triton_does_not(gpu, monkeypatch, capability, triton_is_there, served_by):
     gpu(*capability)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if not triton_is_there:
         monkeypatch.setitem(sys.modules, "triton", None)  # which makes its import fail
-    native.cuda._triton_is_there.cache_clear()
+    cuda._triton_is_there.cache_clear()
     try:
         assert served_by == select(on_gpu(), on_gpu(), on_gpu(), SPEC).NAME
-        assert select(on_gpu(), on_gpu(), on_gpu(), SPEC, "native") is native
+        assert select(on_gpu(), on_gpu(), on_gpu(), SPEC, "cuda") is cuda
         by_name_only = refusals(on_gpu(), named=False)
     finally:
-        native.cuda._triton_is_there.cache_clear()
+        cuda._triton_is_there.cache_clear()
     expected = "serves by name where Triton runs: on compute capability 8.0 and later"
-    assert by_name_only == ([] if served_by == "native" else [expected])
+    assert by_name_only == ([] if served_by == "cuda" else [expected])
 
 
-def test_a_module_that_cannot_be_had_is_an_objection_on_its_device_alone(gpu, monkeypatch):
+def test_a_module_that_cannot_be_had_is_an_objection(gpu, monkeypatch):
     gpu(7, 5)
-    monkeypatch.setattr(native.build.CudaModule, "unavailable_on", lambda self, capability: f"no code for {capability}")
+    monkeypatch.setattr(build.CudaModule, "unavailable_on", lambda self, capability: f"no code for {capability}")
     assert refusals(on_gpu()) == ["no code for (7, 5)"]
-    assert refusals(torch.empty(1, 2, 3, 64)) == []
 
 
 def test_a_call_on_one_device_builds_nothing_for_the_other(gpu, monkeypatch):
     built = []
-    monkeypatch.setattr(native.build.NativeModule, "unavailable", lambda self: built.append(self))
-    monkeypatch.setattr(
-        native.build.CudaModule, "unavailable_on", lambda self, capability: native.build.NativeModule.unavailable(self)
-    )
+    monkeypatch.setattr(build.CudaModule, "unavailable_on", lambda self, capability: built.append(self))
+    monkeypatch.setattr(build.CompiledModule, "unavailable", lambda self: built.append(self))
     gpu(7, 5)
-    refusals(on_gpu())
-    assert built == [native.build.CUDA]
-    refusals(torch.empty(1, 2, 3, 64))
-    assert built == [native.build.CUDA, native.build.CPU]
+    for x, backend, module in ((on_gpu(), cuda, build.CUDA), (torch.empty(1, 2, 3, 64), cpu, build.CPU)):
+        assert select(x, x, x, SPEC) is backend
+        assert built == [module]
+        built.clear()
 
 
-def test_the_cuda_part_needs_no_triton():
+def test_it_needs_no_triton():
     code = """
 import sys
 
@@ -136,10 +139,10 @@ sys.meta_path.insert(0, Forbidden())
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 import fastattn
-from fastattn.backends import native
+from fastattn.backends import build
 torch.version.cuda = "13.0"
 torch.cuda.get_device_capability = lambda device: (9, 0)
-native.build.CudaModule.unavailable_on = lambda self, capability: None
+build.CudaModule.unavailable_on = lambda self, capability: None
 with FakeTensorMode():
     q = torch.empty(1, 2, 3, 64, device="cuda")
     print(fastattn.explain(q, q, q).backend)
@@ -151,4 +154,4 @@ with FakeTensorMode():
         text=True,
         timeout=200,
     )
-    assert (done.stdout, done.returncode) == ("native\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("cuda\n", 0), done.stderr

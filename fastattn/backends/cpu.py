@@ -1,4 +1,4 @@
-"""The CPU part (csrc/cpu/): fused forward and backward over the keys and queries that a mask leaves."""
+"""The CPU backend (csrc/cpu/): fused forward and backward in C++, over the keys and queries that a mask leaves."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...spec import FEATURES, LOG2E, Spec, shared_along
-from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
+from ..spec import FEATURES, LOG2E, Spec, shared_along
 from . import build
+from .gradients import RowStats, Sums, learned_gradients, wanted_sums
+
+NAME = "cpu"
+WHERE = "CPU: AMX, AVX-512, AVX2, or whatever there is"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_KEYS = 2**31 - 1  # keys are numbered by 32-bit integers inside the kernels
 
 
-def features() -> frozenset[str]:
-    """Every feature."""
+def features(device: torch.device) -> frozenset[str]:
+    """Every feature, on every device."""
     return FEATURES
 
 
-def lacks() -> frozenset[str]:
-    """Nothing."""
+def lacks(device: torch.device) -> frozenset[str]:
+    """Names of no functions: this backend has all of them."""
     return frozenset()
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
-    """Sentences about what it does not take."""
-    result = []
+    """Sentences about the device, the dtype and the lengths."""
+    result = [] if q.device.type == "cpu" else [f"q must be on the CPU, got {q.device.type}"]
     if q.dtype not in _DTYPES:
         result.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
     if max(q.shape[2], k.shape[2]) > _MOST_KEYS:
@@ -37,7 +40,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the C++ module cannot be had, or None; builds it if that has not been done."""
+    """One sentence where the C++ module cannot be had; builds it if that has not been done."""
     return build.CPU.unavailable()
 
 
@@ -63,7 +66,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 
 
 def short_way() -> Callable:
-    """The C++ function behind `short_way` of fastattn/plan.py."""
+    """The C++ function that `short_way` of fastattn/plan.py calls."""
     return build.CPU.load().short_way
 
 

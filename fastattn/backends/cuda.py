@@ -1,4 +1,4 @@
-"""The CUDA part (csrc/cuda/): for GPUs that Triton does not compile for, and for machines without Triton."""
+"""The CUDA backend (csrc/cuda/): for GPUs that Triton does not compile for, and for machines without Triton."""
 
 from __future__ import annotations
 
@@ -10,42 +10,41 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...spec import FEATURES, LOG2E, Spec, empty_output
-from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
+from ..spec import FEATURES, LOG2E, Spec, empty_output
 from . import build
+from .gradients import RowStats, Sums, learned_gradients, wanted_sums
+
+NAME = "cuda"
+WHERE = "NVIDIA GPUs of compute capability 7.5 and newer"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_HEAD_DIM = 256
 _FIRST_OF_TRITON = (8, 0)  # that it compiles for
-
-
 _ALIGNMENT = 16  # bytes: of what the kernels copy at a time
 _FAR = 2**61  # positions are cut off here: kFar in csrc/mask.h
 _MOST_TOKENS = 2**30  # tokens are numbered by 32-bit integers inside the kernels
 
 
-def features() -> frozenset[str]:
-    """Every feature."""
+def features(device: torch.device) -> frozenset[str]:
+    """Every feature, on every device."""
     return FEATURES
 
 
-def lacks() -> frozenset[str]:
-    """All that is about weights."""
+def lacks(device: torch.device) -> frozenset[str]:
+    """Names of all functions that return weights, on every device."""
     return frozenset({"weights", "received", "top_keys"})
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
-    """Sentences about the GPU, the dtype and the head dims."""
-    if torch.version.cuda is None:
-        return [f"needs an NVIDIA GPU, and a torch for it, got torch {torch.__version__}"]
-    result, capability = [], torch.cuda.get_device_capability(q.device)
-    if capability < build.OLDEST_CAPABILITY:
-        result.append(f"needs compute capability {_text(build.OLDEST_CAPABILITY)} or later, got {_text(capability)}")
+    """Sentences about the device, the dtype, the head dims and the lengths."""
+    result = _device_objections(q.device)
     if q.dtype not in _DTYPES:
         result.append(f"q must be float32, bfloat16 or float16, got {q.dtype}")
-    if q.dtype == torch.bfloat16 and (code := build.CUDA.code_for(capability)) < build.FIRST_WITH_BF16:
-        got = _text(capability) if code == capability else f"code for {_text(code)} by TORCH_CUDA_ARCH_LIST"
-        result.append(f"needs compute capability {_text(build.FIRST_WITH_BF16)} or later for bfloat16, got {got}")
+    if not result and q.dtype == torch.bfloat16:
+        capability = torch.cuda.get_device_capability(q.device)
+        if (code := build.CUDA.code_for(capability)) < build.FIRST_WITH_BF16:
+            got = _text(capability) if code == capability else f"code for {_text(code)} by TORCH_CUDA_ARCH_LIST"
+            result.append(f"needs compute capability {_text(build.FIRST_WITH_BF16)} or later for bfloat16, got {got}")
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
         if dim > _LARGEST_HEAD_DIM:
             result.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
@@ -55,14 +54,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the CUDA module cannot be had for that GPU, or None; builds it if that has not been done."""
+    """One sentence where the C++ module cannot be had for that GPU; builds it if that has not been done."""
     return build.CUDA.unavailable_on(torch.cuda.get_device_capability(device))
 
 
 def by_name_only(device: torch.device) -> str | None:
     """One sentence where the Triton backend runs."""
     if (
-        torch.version.cuda is None
+        _device_objections(device)
         or torch.cuda.get_device_capability(device) < _FIRST_OF_TRITON
         or not _triton_is_there()
     ):
@@ -137,6 +136,16 @@ def backward(
     return dq, dk, dv, *learned_gradients(spec, output_mask, sums, rows, p_by_distance)
 
 
+def _device_objections(device: torch.device) -> list[str]:
+    if device.type != "cuda":
+        return [f"q must be on an NVIDIA GPU, got {device.type}"]
+    if torch.version.cuda is None:
+        return [f"needs a torch for NVIDIA GPUs, got torch {torch.__version__}"]
+    if (capability := torch.cuda.get_device_capability(device)) < build.OLDEST_CAPABILITY:
+        return [f"needs compute capability {_text(build.OLDEST_CAPABILITY)} or later, got {_text(capability)}"]
+    return []
+
+
 def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[object, object]:
     """The arguments that tell the module what to compute."""
     mask, shape = spec.mask, (*q.shape[:3], k.shape[2])
@@ -158,7 +167,7 @@ def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[ob
         for r, d, p in zip(real, documents, positions, strict=True)
     ]
     left, right = mask.window
-    native_mask = module.Mask(
+    described_mask = module.Mask(
         causal=mask.causal,
         left=left,
         right=right,
@@ -179,7 +188,7 @@ def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[ob
         dropout_p=spec.dropout_p,
         seed=spec.seed,
     )
-    return native_mask, scores
+    return described_mask, scores
 
 
 def _is_aligned(x: Tensor) -> bool:

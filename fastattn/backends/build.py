@@ -1,4 +1,4 @@
-"""The native modules, one for each kind of device: what each is built from and how, and where its build is found.
+"""The compiled modules of the backends cpu and cuda: what each is built from and how, and where its build is found.
 
 At module level this file imports the standard library only: setup.py loads it by path, where neither torch nor fastattn
 can be imported, and the compiling child process runs it as a script.
@@ -31,7 +31,7 @@ try:
 except ImportError:  # Windows, where nothing here has been tried: without the lock two processes may both build
     fcntl = None
 
-_PACKAGE_DIR = Path(__file__).resolve().parents[2]
+_PACKAGE_DIR = Path(__file__).resolve().parents[1]
 _ON_WINDOWS = sys.platform == "win32"
 
 # The C++ standard is left to torch, which adds the one its headers need. Instruction sets are chosen at run time.
@@ -54,26 +54,31 @@ def cache_dir() -> Path:
 
 
 @dataclass(frozen=True, eq=False)
-class NativeModule:
-    """A compiled module: what it is built from, and what a machine must have to compile it.
+class CompiledModule:
+    """The compiled module of a backend: what it is built from, and what a machine must have to compile it.
 
     Args:
-        stem: its name in the package.
-        device: what it computes on, for messages.
-        folder: the folder in `source_dir()` whose headers it includes, besides those in `source_dir()` itself.
+        backend: the name of the backend, and of the folder in `source_dir()` whose headers it includes, with those
+            beside that folder.
         sources: as paths below `source_dir()`.
         flags: for each compiler, by torch's names of them.
         link_flags: for the linker.
         seconds: about how long two cores compile it; for each kind of GPU, where the code is for some of them.
     """
 
-    stem: str
-    device: str
-    folder: str
+    backend: str
     sources: tuple[str, ...]
     flags: dict[str, tuple[str, ...]]
     link_flags: tuple[str, ...]
     seconds: int
+
+    def __str__(self) -> str:
+        return f"the {self.backend} backend's module"
+
+    @property
+    def stem(self) -> str:
+        """The beginning of its file's name."""
+        return f"_{self.backend}"
 
     @property
     def name(self) -> str:
@@ -87,7 +92,7 @@ class NativeModule:
 
     def headers(self) -> list[Path]:
         """The headers that the sources may include, as paths below `source_dir()`."""
-        patterns = ("*.h", f"{self.folder}/*.h", f"{self.folder}/*.cuh")
+        patterns = ("*.h", f"{self.backend}/*.h", f"{self.backend}/*.cuh")
         found = (path for pattern in patterns for path in source_dir().glob(pattern))
         return sorted(path.relative_to(source_dir()) for path in found)
 
@@ -172,7 +177,7 @@ class NativeModule:
         return f"{self.stem}.{identity.hexdigest()[:12]}.", "", f"torch-{torch.__version__}{abi_and_machine}"
 
 
-class CudaModule(NativeModule):
+class CudaModule(CompiledModule):
     """One with kernels for NVIDIA GPUs: those of this machine, or those in TORCH_CUDA_ARCH_LIST."""
 
     def about_seconds(self) -> int:
@@ -247,25 +252,21 @@ class CudaModule(NativeModule):
         return before, f"{'-'.join(_archs())}.", after
 
 
-CPU = NativeModule(
-    stem="_native_cpu",
-    device="CPU",
-    folder="cpu",
+CPU = CompiledModule(
+    backend="cpu",
     sources=tuple(f"cpu/{name}.cpp" for name in ("binding", "amx", "avx512_bf16", "avx512", "avx2", "portable")),
     flags={"cxx": (*_OPTIMISED, *_OPENMP)},
     link_flags=_OPENMP,
     seconds=40,
 )
 CUDA = CudaModule(
-    stem="_native_cuda",
-    device="CUDA",
-    folder="cuda",
+    backend="cuda",
     sources=("cuda/binding.cpp", *(f"cuda/{dtype}.cu" for dtype in ("bf16", "f16", "f32"))),
     flags={"cxx": _OPTIMISED, "nvcc": ("-O3",)},
     link_flags=(),
     seconds=50,
 )
-MODULES = (CPU, CUDA)
+MODULES = {module.backend: module for module in (CPU, CUDA)}
 
 
 # GPUs. A capability is that of a GPU, such as (8, 6); an arch is what code is for, as TORCH_CUDA_ARCH_LIST has it.
@@ -432,7 +433,7 @@ def _log(target: Path) -> Path:
 
 
 @functools.cache  # a failure too: nobody waits twice for the same compile error
-def _module_or_reason(module: NativeModule) -> ModuleType | str:
+def _module_or_reason(module: CompiledModule) -> ModuleType | str:
     path = module.built_in(_PACKAGE_DIR) or module.built_in(cache_dir())
     if path is None:
         if why := _build_reluctance(module):
@@ -443,38 +444,32 @@ def _module_or_reason(module: NativeModule) -> ModuleType | str:
     try:
         return _import(module, path)
     except ImportError as error:
-        return f"the native {module.device} module {path} cannot be loaded: {error}"
+        return f"{module} {path} cannot be loaded: {error}"
 
 
-def _import(module: NativeModule, path: Path) -> ModuleType:
+def _import(module: CompiledModule, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(module.name, path)
     imported = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(imported)
     return imported
 
 
-def _build_reluctance(module: NativeModule) -> str | None:
+def _build_reluctance(module: CompiledModule) -> str | None:
     from torch.utils.data import get_worker_info
 
     if get_worker_info() is not None:
-        return (
-            f"the native {module.device} module is not built yet, and a DataLoader worker builds nothing: run "
-            "`fastattn build` first"
-        )
+        return f"{module} is not built yet, and a DataLoader worker builds nothing: run `fastattn build` first"
     return module.obstacle()
 
 
-def _build(module: NativeModule, target: Path) -> str | None:
+def _build(module: CompiledModule, target: Path) -> str | None:
     """Why `target` could not be built, in one sentence, or None when it is there."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _only_builder_of(target):
             return None if target.is_file() else _compile(module, target)
     except OSError as error:
-        return (
-            f"the native {module.device} module cannot be kept in {target.parent} ({error}): set TORCH_EXTENSIONS_DIR "
-            "elsewhere"
-        )
+        return f"{module} cannot be kept in {target.parent} ({error}): set TORCH_EXTENSIONS_DIR elsewhere"
 
 
 _one_thread = threading.Lock()
@@ -493,13 +488,13 @@ def _only_builder_of(target: Path) -> Iterator[None]:
         yield
 
 
-def _compile(module: NativeModule, target: Path) -> str | None:
+def _compile(module: CompiledModule, target: Path) -> str | None:
     import torch
 
     stale = any(_PACKAGE_DIR.glob(module.any_file))
     why = "the installed one is for another torch or other sources" if stale else "none was built ahead of time"
     print(
-        f"fastattn: compiling the native {module.device} module for torch {torch.__version__} ({why}); "
+        f"fastattn: compiling {module} for torch {torch.__version__} ({why}); "
         f"this takes about {module.about_seconds()} s, once, and is kept in {target.parent}",
         file=sys.stderr,
         flush=True,
@@ -508,15 +503,15 @@ def _compile(module: NativeModule, target: Path) -> str | None:
         shutil.rmtree(leftover, ignore_errors=True)
     _log(target).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.build-", dir=target.parent) as folder:
-        code, said = _run_counting_steps([sys.executable, __file__, module.stem, folder], _child_environment(module))
+        code, said = _run_counting_steps([sys.executable, __file__, module.backend, folder], _child_environment(module))
         if code != 0:
             _log(target).write_bytes(said)
-            return f"the native {module.device} module did not compile (the compiler's messages are in {_log(target)})"
+            return f"{module} did not compile (the compiler's messages are in {_log(target)})"
         Path(folder, f"{module.stem}{target.suffix}").replace(target)
     return None
 
 
-def _child_environment(module: NativeModule) -> dict[str, str]:
+def _child_environment(module: CompiledModule) -> dict[str, str]:
     import ninja
 
     environment = {**os.environ, **module.environment()}
@@ -568,7 +563,7 @@ def _steps_shown() -> Iterator[Callable[[int, int], None]]:
     yield show
 
 
-def _compile_in(module: NativeModule, folder: str) -> None:
+def _compile_in(module: CompiledModule, folder: str) -> None:
     """Leaves the compiled module in `folder`, having imported it once: what the child process does."""
     from torch.utils import cpp_extension
 
@@ -585,4 +580,4 @@ def _compile_in(module: NativeModule, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _compile_in(next(module for module in MODULES if module.stem == sys.argv[1]), sys.argv[2])
+    _compile_in(MODULES[sys.argv[1]], sys.argv[2])

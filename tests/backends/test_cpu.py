@@ -1,4 +1,4 @@
-"""The native backend: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
+"""The CPU backend: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
 
 import math
 import time
@@ -13,7 +13,7 @@ from test_spec import PHILOX_ANSWERS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn.backends import native
+from fastattn.backends import build, cpu
 from fastattn.spec import Mask, Spec
 from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, exact, make_inputs, run
 
@@ -24,7 +24,7 @@ HALVES = (torch.float16, torch.bfloat16)
 COMPUTED = [
     case
     for case in CASES
-    if not case.timed and make_inputs(case, torch.float32).spec().features() <= native.features(torch.device("cpu"))
+    if not case.timed and make_inputs(case, torch.float32).spec().features() <= cpu.features(torch.device("cpu"))
 ]
 
 CHUNKED = (
@@ -128,9 +128,9 @@ def threads():
 
 
 def test_environment_lowers_the_instruction_set(capability):
-    info = native.build.CPU.load().build_info()
+    info = build.CPU.load().build_info()
     below = info["compiled_for"][info["compiled_for"].index(capability) :]
-    assert native.cpu.capability() == next(name for name in below if name in info["runs_here"])
+    assert cpu.capability() == next(name for name in below if name in info["runs_here"])
 
 
 @pytest.mark.parametrize("wrong", ["avx", "AVX2", "1"])
@@ -138,10 +138,10 @@ def test_unknown_instruction_set_is_refused(monkeypatch, wrong):
     monkeypatch.setenv("FASTATTN_CPU_CAPABILITY", wrong)
     message = f"FASTATTN_CPU_CAPABILITY must be one of .*'portable', got '{wrong}'"
     with pytest.raises(ValueError, match=message):
-        native.cpu.capability()
+        cpu.capability()
     x = torch.zeros(1, 1, 2, 8)
     with pytest.raises(ValueError, match=message):
-        native.forward(x, x, x, Spec(Mask(), 1.0))
+        cpu.forward(x, x, x, Spec(Mask(), 1.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -149,21 +149,21 @@ def test_unknown_instruction_set_is_refused(monkeypatch, wrong):
 @pytest.mark.parametrize("capability", ["avx2", "portable"], indirect=True)
 def test_lower_instruction_sets_are_right(capability, case, dtype):
     inputs = make_inputs(case, dtype)
-    assert_right(inputs, run(inputs, "native"))
+    assert_right(inputs, run(inputs, "cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED], ids=str)
 def test_many_keys_are_right(case, dtype):
     inputs = make_inputs(case, dtype)
-    assert_right(inputs, run(inputs, "native"))
+    assert_right(inputs, run(inputs, "cpu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*ADDED, *MASKED], ids=str)
 def test_what_meets_the_scores_is_right(case, dtype, capability):
     inputs = make_inputs(case, dtype)
-    assert_right(inputs, run(inputs, "native"))
+    assert_right(inputs, run(inputs, "cpu"))
 
 
 def with_mask(inputs: Inputs, mask: Mask) -> Inputs:
@@ -207,7 +207,7 @@ def test_dense_masks_of_any_shape_are_right(shape, n_q, capability):
     if dense.dim() > 1 and dense.shape[-2] > 1:
         dense = dense[..., 70 - n_q :, :]
     inputs = with_mask(inputs, replace(inputs.mask, dense=dense, causal=True, q_offset=40))
-    assert_right(inputs, run(inputs, "native"))
+    assert_right(inputs, run(inputs, "cpu"))
 
 
 @pytest.mark.parametrize("n_q", [150, 2])
@@ -219,13 +219,13 @@ def test_documents_in_pieces_are_right(position, n_documents, n_q, capability):
     ids[1][:, 40:80] = ids[1][:, 40:41]  # a run
     inputs = make_inputs(Case("", "", H=4, H_kv=2, n_q=n_q, n_k=130), torch.float32)
     inputs = with_mask(inputs, Mask(segment_ids=tuple(ids), **position))
-    assert_right(inputs, run(inputs, "native"))
+    assert_right(inputs, run(inputs, "cpu"))
 
 
 def close_to_exact(inputs: Inputs) -> None:
     """Where the plain formula gives NaN, so that there is no budget."""
     expected = exact(inputs)
-    for name, value in run(inputs, "native").items():
+    for name, value in run(inputs, "cpu").items():
         torch.testing.assert_close(
             value.double(), expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -237,16 +237,16 @@ def test_hidden_entries_of_a_bias_change_nothing(case, spoiled, capability):
     fields = {"holes": {"keys": "holes", "queries": True}, "causal": {"causal": True, "q_offset": 7}}
     hidden_by = fields.get(case, {case: True})
     inputs = make_inputs(Case("", "", H=4, H_kv=2, n_q=70, n_k=90, bias=(2, 4, 70, 90), **hidden_by), torch.float32)
-    clean = run(inputs, "native")
+    clean = run(inputs, "cpu")
     inputs.options["bias"].masked_fill_(~inputs.mask.keep(70, 90), spoiled)
-    for name, value in run(inputs, "native").items():
+    for name, value in run(inputs, "cpu").items():
         assert torch.equal(value, clean[name]), name
 
 
 def test_visible_nan_in_a_bias_stays_in_its_row(capability):
     inputs = make_inputs(Case("", "", n_q=70, n_k=90, bias=(2, 2, 70, 90)), torch.float32)
     inputs.options["bias"][1, 0, 37, 65] = math.nan
-    o = run(inputs, "native")["o"]
+    o = run(inputs, "cpu")["o"]
     assert o[1, 0, 37].isnan().all()
     assert o.isnan().any(-1).sum() == 1
 
@@ -256,7 +256,7 @@ def test_minus_infinity_in_a_bias_hides(capability):
     inputs.options["bias"].masked_fill_(random_mask(70, 90), -math.inf)
     inputs.options["bias"][0, 0, 9] = -math.inf  # a query that sees nothing
     close_to_exact(inputs)
-    assert (run(inputs, "native")["o"][0, :, 9] == 0).all()
+    assert (run(inputs, "cpu")["o"][0, :, 9] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -266,7 +266,7 @@ def test_lowest_number_in_a_bias_hides_beside_others_and_is_equal_alone(dtype, c
     bias, lowest = inputs.options["bias"], torch.finfo(dtype).min
     bias.masked_fill_(random_mask(40, 50), lowest)
     bias[..., 9, :] = lowest
-    actual, expected = run(inputs, "native"), exact(inputs)
+    actual, expected = run(inputs, "cpu"), exact(inputs)
     assert actual["o"].isfinite().all()
     rows = torch.arange(40) != 9
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
@@ -283,22 +283,22 @@ SEVERAL = [case for case in ADDED if case.name in ("bias-holes", "bias-shared", 
 def test_bias_of_any_layout_and_dtype(case, capability):
     """The same bits from transposed and sliced memory, and from wider dtypes with the same numbers."""
     inputs = make_inputs(case, torch.bfloat16)
-    expected = run(inputs, "native")
+    expected = run(inputs, "cpu")
     bias = inputs.options["bias"]
     wide = torch.full((*bias.shape[:-1], 3 * bias.shape[-1] + 2), math.nan, dtype=bias.dtype)
     wide[..., 1:-1:3] = bias
     layouts = [wide[..., 1:-1:3], bias.float(), bias.double()]
     for other in layouts + ([bias.mT.contiguous().mT] if bias.dim() > 1 else []):
         inputs.options["bias"] = other
-        for name, value in run(inputs, "native").items():
+        for name, value in run(inputs, "cpu").items():
             assert torch.equal(value if name != "dbias" else value.bfloat16(), expected[name]), name
 
 
 def test_bias_may_be_a_scalar(capability):
     inputs = make_inputs(Case("", "", n_q=40, n_k=50, bias=(), keys="right"), torch.float32)
-    scalar = run(inputs, "native")
+    scalar = run(inputs, "cpu")
     inputs.options["bias"] = inputs.options["bias"].expand(2, 2, 40, 50)
-    for name, value in run(inputs, "native").items():
+    for name, value in run(inputs, "cpu").items():
         if name == "dbias":
             torch.testing.assert_close(value.sum(), scalar[name], rtol=1e-5, atol=1e-5)
         else:
@@ -321,14 +321,14 @@ ALONE = (
 def test_gradients_of_what_is_added_come_alone_too(case, threads):
     inputs = make_inputs(case, torch.float32)
     q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
-    o, lse = native.forward(q, k, v, spec)
+    o, lse = cpu.forward(q, k, v, spec)
     learned = tuple(x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks))
-    every = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (True,) * 3 + learned)
+    every = cpu.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (True,) * 3 + learned)
     for number in (1, 2, 7):
         threads(number)
         for wanted in ((False,) * 3, (True, False, False), (False, True, True)):
             output_mask = wanted + learned
-            some = native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, output_mask)
+            some = cpu.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, output_mask)
             for is_wanted, gradient, complete in zip(output_mask, some, every, strict=True):
                 assert torch.equal(gradient, complete) if is_wanted else gradient is None
 
@@ -338,8 +338,8 @@ def capped_scores(products: torch.Tensor, softcap: float) -> tuple[torch.Tensor,
     q = products.reshape(1, 1, -1, 1)
     k = torch.ones(1, 1, 1, 1, dtype=q.dtype)
     spec = Spec(Mask(), 1.0, softcap=softcap)
-    o, lse = native.forward(q, k, k, spec)
-    dq = native.backward(None, torch.ones_like(lse), q, k, k, o, lse, spec, (True,) + (False,) * 5)[0]
+    o, lse = cpu.forward(q, k, k, spec)
+    dq = cpu.backward(None, torch.ones_like(lse), q, k, k, o, lse, spec, (True,) + (False,) * 5)[0]
     return lse.flatten(), dq.flatten()
 
 
@@ -370,17 +370,17 @@ def test_sinks_far_from_the_scores(above, n_q, capability):
     """Whichever is larger leaves the other no weight, without overflow."""
     inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, causal=True, q_offset=3), torch.float32)
     inputs.options["sinks"] = torch.tensor([above, -above])
-    assert_right(inputs, run(inputs, "native"))
+    assert_right(inputs, run(inputs, "cpu"))
 
 
 @pytest.mark.parametrize("n_q", [1, 40])
 def test_a_sink_of_minus_infinity_is_none(n_q, capability):
     inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, keys="holes"), torch.float32)
     inputs.options["sinks"] = torch.full((2,), -math.inf)
-    outputs = run(inputs, "native")
+    outputs = run(inputs, "cpu")
     assert (outputs.pop("dsinks") == 0).all()
     inputs.options.pop("sinks")
-    for name, value in run(inputs, "native").items():
+    for name, value in run(inputs, "cpu").items():
         assert torch.equal(value, outputs[name]), name
 
 
@@ -389,18 +389,18 @@ def test_bits_do_not_depend_on_the_number_of_threads(case, threads, capability):
     """One thread takes all gradients of a head together; more threads may take dq apart from dk and dv."""
     inputs = make_inputs(case, torch.float32)
     threads(1)
-    alone = run(inputs, "native")
+    alone = run(inputs, "cpu")
     for number in (2, 3, 7):
         threads(number)
-        for name, value in run(inputs, "native").items():
+        for name, value in run(inputs, "cpu").items():
             assert torch.equal(alone[name], value), f"{name} with {number} threads"
 
 
 def results(inputs: Inputs, spec: Spec, wanted: tuple[bool, ...] = (True,) * 3) -> tuple[torch.Tensor | None, ...]:
     """o, lse, dq, dk and dv, None for gradients that are not wanted."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    o, lse = native.forward(q, k, v, spec)
-    return o, lse, *native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, wanted + (False,) * 3)[:3]
+    o, lse = cpu.forward(q, k, v, spec)
+    return o, lse, *cpu.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, wanted + (False,) * 3)[:3]
 
 
 def test_subset_of_gradients_has_the_same_bits(threads):
@@ -431,9 +431,9 @@ def test_gradient_of_a_bias_is_summed_in_its_own_size(shape, threads):
     threads(1)  # each has scratch memory of its own
     inputs = make_inputs(Case("", "", B=3, H=12, n_q=300, n_k=340, sinks=True, bias=shape), torch.float32)
     q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
-    o, lse = native.forward(q, k, v, spec)
+    o, lse = cpu.forward(q, k, v, spec)
     with Largest() as largest:
-        native.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (False, False, False, True, False, False))
+        cpu.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (False, False, False, True, False, False))
     assert 0 < largest.elements <= 4 * 300 * 340  # not a table for each head, let alone each sample
 
 
@@ -475,7 +475,7 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
     )
     q, k = torch.empty(B, H, n_q, 1), torch.empty(B, H, n_k, 1)
     for block in (1, 7, 32):
-        actual = native.build.CPU.load().keep(q, k, Spec(mask, 1.0), block)
+        actual = build.CPU.load().keep(q, k, Spec(mask, 1.0), block)
         assert torch.equal(actual, mask.keep(n_q, n_k).expand(B, H, n_q, n_k))
 
 
@@ -485,13 +485,13 @@ def test_keep_in_cpp_is_keep_in_python(n_q, n_k, causal, window, data):
 def test_far_positions_do_not_overflow(q_offset, window, causal):
     mask = Mask(causal=causal, q_offset=q_offset, window=window)
     x = torch.empty(1, 1, 5, 1)
-    actual = native.build.CPU.load().keep(x, x, Spec(mask, 1.0), 4)
+    actual = build.CPU.load().keep(x, x, Spec(mask, 1.0), 4)
     assert torch.equal(actual, mask.keep(5, 5))
 
 
 @pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)
 def test_philox_in_cpp_gives_the_published_answers(seed, counter, words):
-    assert tuple(native.build.CPU.load().philox(seed, counter)) == words
+    assert tuple(build.CPU.load().philox(seed, counter)) == words
 
 
 def holes(n: int, seed: int) -> torch.Tensor:
@@ -520,13 +520,13 @@ def test_dropout_keeps_what_the_definition_keeps(masked, n_q, n_k, seed, capabil
     q, k = torch.zeros(B, H, n_q, 5), torch.zeros(B, H_kv, n_k, 5)
     d_v = max(n_k, group * n_q)
     v = torch.eye(n_k, d_v).expand(B, H_kv, n_k, d_v)
-    o, lse = native.forward(q, k, v, spec)
+    o, lse = cpu.forward(q, k, v, spec)
     assert torch.equal(o[..., :n_k] != 0, kept)
     torch.testing.assert_close(o[..., :n_k], expected)
     torch.testing.assert_close(lse, visible.sum(-1).log())
 
     do = torch.eye(group * n_q, d_v).unflatten(0, (group, n_q)).repeat(B, H_kv, 1, 1)
-    dv = native.backward(do, None, q, k, v, o, lse, spec, (True,) * 3 + (False,) * 3)[2]
+    dv = cpu.backward(do, None, q, k, v, o, lse, spec, (True,) * 3 + (False,) * 3)[2]
     weights = dv.mT[:, :, : group * n_q].unflatten(2, (group, n_q)).flatten(1, 2)  # [B, H, n_q, n_k]
     assert torch.equal(weights != 0, kept)
     torch.testing.assert_close(weights, expected)
@@ -554,8 +554,8 @@ def test_every_half_passes_unchanged(dtype, n_q, capability):
     """
     v = every_pattern(dtype).reshape(1, 256, 1, 256)
     x = torch.ones(1, 256, n_q, 8, dtype=dtype)
-    o, _ = native.forward(x, x[:, :, :1], v, Spec(Mask(), 1.0))
-    if n_q > 1 and dtype == torch.bfloat16 and native.cpu.capability() in BF16_PRODUCTS:
+    o, _ = cpu.forward(x, x[:, :, :1], v, Spec(Mask(), 1.0))
+    if n_q > 1 and dtype == torch.bfloat16 and cpu.capability() in BF16_PRODUCTS:
         v = v.where(v.abs() >= torch.finfo(dtype).tiny, 0 * v)
     v = v.expand_as(o)
     assert torch.equal(o.isnan(), v.isnan())
@@ -569,7 +569,7 @@ def test_output_is_rounded_once_to_nearest_even(dtype, capability):
     b = a.flatten().roll(12345).reshape(256, 256)
     values = torch.stack((a, b), dim=1)[None].nan_to_num(1.0, 2.0, -2.0)  # [1, 256, 2, 256]
     x = torch.zeros(1, 256, 2, 8, dtype=dtype)
-    o, _ = native.forward(x[:, :, :1], x, values, Spec(Mask(), 1.0))
+    o, _ = cpu.forward(x[:, :, :1], x, values, Spec(Mask(), 1.0))
     mean = (values[:, :, 0].float() + values[:, :, 1].float()) / 2
     assert torch.equal(o[:, :, 0], mean.to(dtype))
 
@@ -583,7 +583,7 @@ def test_no_nan_is_swallowed(payload, capability):
     k[torch.arange(n_k), 0, torch.arange(n_k), 3] = nan
     q, v = torch.randn(n_k, 1, 20, 16), torch.randn(n_k, 1, n_k, 16)
     mask = Mask(causal=True, q_offset=11)
-    o, lse = native.forward(q, k, v, Spec(mask, 0.25))
+    o, lse = cpu.forward(q, k, v, Spec(mask, 0.25))
     poisoned = mask.keep(20, n_k)[0, 0].T[:, None]  # [n_k, 1, 20]: sample b has its NaN in key b
     assert torch.equal(lse.isnan(), poisoned)
     assert o.isnan().all(-1)[poisoned].all()
@@ -593,28 +593,26 @@ def test_no_nan_is_swallowed(payload, capability):
 def test_infinite_scores_give_what_softmax_gives(value, capability):
     q, k, v = torch.ones(1, 1, 3, 4), torch.ones(1, 1, 50, 4), torch.randn(1, 1, 50, 4)
     k[0, 0, 20, 0] = value
-    o, _ = native.forward(q, k, v, Spec(Mask(), 0.5))
+    o, _ = cpu.forward(q, k, v, Spec(Mask(), 0.5))
     torch.testing.assert_close(o, torch.softmax(q @ k.mT * 0.5, -1) @ v, equal_nan=True)
 
 
 def test_rows_with_gaps_are_copied():
     """Transposed inputs and gradients: elements of a row that do not lie side by side."""
     inputs = make_inputs(Case("plain", "", n_q=20, D=24), torch.float32)
-    expected = run(inputs, "native")
+    expected = run(inputs, "cpu")
     for name in ("q", "k", "v", "do"):
         setattr(inputs, name, getattr(inputs, name).mT.contiguous().mT)
-    for name, value in run(inputs, "native").items():
+    for name, value in run(inputs, "cpu").items():
         assert torch.equal(value, expected[name]), name
 
 
 def test_what_is_not_taken_is_said():
     x = torch.zeros(1, 1, 2, 8, dtype=torch.float64)
-    assert native.unsupported(x, x, x, Spec(Mask(), 1.0)) == [
-        "q must be float32, bfloat16 or float16, got torch.float64"
-    ]
+    assert cpu.unsupported(x, x, x, Spec(Mask(), 1.0)) == ["q must be float32, bfloat16 or float16, got torch.float64"]
     meta = torch.zeros(1, 1, 2, 8, device="meta")
-    with pytest.raises(NotImplementedError, match="native: q must be on the CPU or an NVIDIA GPU, got meta"):
-        fastattn.attention(meta, meta, meta, backend="native")
+    with pytest.raises(NotImplementedError, match="cpu: q must be on the CPU, got meta"):
+        fastattn.attention(meta, meta, meta, backend="cpu")
 
 
 def thread_times(*runs: Callable[[], object], repeats: int = 7) -> list[float]:
@@ -636,11 +634,11 @@ def runs_of_documents(number: int, length: int, heads: int, packed: bool, causal
         mask = replace(mask, segment_ids=(ids, ids))
     x = torch.randn(shape)
     spec = Spec(mask, 0.125)
-    o, lse = native.forward(x, x, x, spec)
+    o, lse = cpu.forward(x, x, x, spec)
     wanted = (True,) * 3 + (False,) * 3
     return [
-        lambda: native.forward(x, x, x, spec),
-        lambda: native.backward(x, None, x, x, x, o, lse, spec, wanted),
+        lambda: cpu.forward(x, x, x, spec),
+        lambda: cpu.backward(x, None, x, x, x, o, lse, spec, wanted),
     ]
 
 
@@ -687,11 +685,11 @@ def scattered_documents(case: Case, dtype: torch.dtype) -> Inputs:
 def test_packed_documents_are_right_on_any_number_of_threads(case, dtype, threads, capability):
     inputs = scattered_documents(case, dtype)
     threads(1)
-    alone = run(inputs, "native")
+    alone = run(inputs, "cpu")
     assert_right(inputs, alone)
     for number in (2, 3, 7):
         threads(number)
-        for name, value in run(inputs, "native").items():
+        for name, value in run(inputs, "cpu").items():
             assert torch.equal(alone[name], value), f"{name} with {number} threads"
 
 
@@ -703,4 +701,4 @@ def test_decoding_of_packed_documents(lengths_q, H, capability):
     ids_q = torch.arange(len(lengths_q)).repeat_interleave(torch.tensor(lengths_q))[None]
     ids_k = (torch.arange(1500)[None] // 400).masked_fill(torch.arange(1500) > 1450, -1)
     inputs = with_mask(inputs, Mask(causal=True, q_offset=300, segment_ids=(ids_q, ids_k)))
-    assert_right(inputs, run(inputs, "native"))
+    assert_right(inputs, run(inputs, "cpu"))

@@ -175,10 +175,6 @@ CASES: tuple[Case, ...] = (
     Case("negative-scale", "the least similar key wins", n_q=40, scale=-0.5),
     Case("segments", "packed documents with a padded tail", n_q=60, segment_ids=True),
     Case("segments-causal", "positions count in the document", n_q=60, segment_ids=True, causal=True, window=(8, None)),
-    Case(
-        "segments-before", "long documents whose first queries stand before all keys, which are a list with gaps",
-        B=1, n_q=500, n_k=150, segment_ids=True, keys="holes", causal=True, q_offset=-100,
-    ),
     Case("scattered", "queries stand anywhere", n_q=40, n_k=60, q_offset="scattered", causal=True, keys="left"),
     Case(
         "scattered-segments-alibi", "each query stands somewhere else in its document",

@@ -231,6 +231,17 @@ def close_to_exact(inputs: Inputs) -> None:
         )
 
 
+def test_a_block_of_queries_that_see_nothing_between_others_of_their_document(capability):
+    """Queries of a document without keys stand among those of another one, whose keys are a list with gaps."""
+    inputs = make_inputs(Case("blind", "", B=1, n_q=200, n_k=8), torch.float32)
+    ids = torch.zeros(1, 200, dtype=torch.int32)
+    ids[:, 1:-1] = 5
+    keys = torch.arange(8)[None] != 1
+    mask = Mask(segment_ids=(ids, torch.zeros(1, 8, dtype=torch.int32)), real_keys=keys)
+    inputs = replace(inputs, mask=mask)
+    assert_right(inputs, run(inputs, "cpu"))
+
+
 @pytest.mark.parametrize("spoiled", [math.nan, math.inf])
 @pytest.mark.parametrize("case", ["holes", "causal", "dense", "segment_ids"])
 def test_hidden_entries_of_a_bias_change_nothing(case, spoiled, capability):

@@ -84,7 +84,7 @@ sanitize: $(INSTALLED)
 	CXX=$(CURDIR)/$(SANITIZING_CXX) TORCH_EXTENSIONS_DIR=$(CURDIR)/$(CPU_KERNELS) \
 	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python -m pytest --capture=sys --timeout=1800 tests/backends/test_conformance.py \
-	    tests/backends/test_properties.py -k "cpu-cpu or test_cpu"
+	    tests/backends/test_properties.py tests/backends/test_cpu.py -k "cpu-cpu or (test_cpu and not test_cpu.py) or between_others"
 
 # valgrind knows no AVX-512, and takes fifty times as long. On the heap it sees every byte that is not theirs, and what was
 # never written.

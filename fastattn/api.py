@@ -82,7 +82,7 @@ def attention(
                 q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
             )
         )
-    return result if return_lse else result[0]
+    return result[:2] if return_lse else result[0]
 
 
 def attention_varlen(
@@ -253,11 +253,17 @@ def attention_with_weights(
         >>> o.shape, weights.shape
         (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
     """
+    average_heads = bool(average_heads)
+    if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
+        result = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, average_heads)
+        if result is not None:
+            o, _, weights = result
+            return o, weights[:, 0] if average_heads else weights
     q, k, v, spec, decided = plan.prepare(
         q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend, "with weights"
     )
     o, lse = ops.attention(q, k, v, spec, decided)
-    return o, ops.weights(q, k, lse.detach(), spec, decided, average_heads=bool(average_heads))
+    return o, ops.weights(q, k, lse.detach(), spec, decided, average_heads=average_heads)
 
 
 def attention_received(

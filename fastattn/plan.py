@@ -63,18 +63,22 @@ def short_way(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor] | None:
-    """(o, lse) of a call on the CPU that concerns nothing of PyTorch but autograd; None for any other, right or wrong.
+    average_heads: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """(o, lse, weights or None) of a call on the CPU that concerns nothing of PyTorch but autograd; None for any other, right or wrong.
 
     For a query against 16 keys, what Python does on the general road takes longer than PyTorch's own function from
     beginning to end (`benchmarks/short_calls.py`), and so does an autograd.Function of Python for 16 queries. So one
     function in C++ judges and computes such a call, once the general road has chosen the CPU backend for another one,
     and its gradients of q, k and v; what it refuses goes the general road.
+
+    Args:
+        average_heads: how `attention_with_weights` wants the weights, here [B, 1 or H, n_q, n_k]; None for no weights.
     """
     if is_compiling() or forward_ad._current_level >= 0 or not (mask is None or isinstance(mask, Mask)):
         return None
     of_backend = _short_ways.get(backends.BACKENDS)
-    return of_backend and of_backend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
+    return of_backend and of_backend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, average_heads)
 
 
 def prepare(

@@ -392,11 +392,14 @@ bool read_number(PyObject* from, std::optional<double>& to) {
   return *to == 0 || (std::abs(*to) > 0x1p-150 && std::abs(*to) <= std::numeric_limits<float>::max());
 }
 
-// (o, lse) of fastattn.attention(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks), the arguments of this
-// function, where PyTorch would do nothing with the call but pass it on and keep what the gradients of q, k and v need.
-// None for any other, right or wrong: what it takes is for the general road to find out. `mask` is None or a Mask.
+Tensor weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Spec& spec, bool average_heads);
+
+// (o, lse, weights) of fastattn.attention(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks), the arguments of
+// this function, where PyTorch would do nothing with the call but pass it on and keep what the gradients of q, k and v
+// need. None for any other, right or wrong: what it takes is for the general road to find out. `mask` is None or a
+// Mask. One more argument: whether the weights are averaged over the heads, or None for no weights.
 PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) try {
-  constexpr Py_ssize_t kCount = 9;
+  constexpr Py_ssize_t kCount = 10;
   Tensor q, k, v;
   Spec spec;
   std::optional<double> scale;
@@ -418,16 +421,19 @@ PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) try
     if (*x && !read_plain(pybind11::cast(**x).ptr(), unused)) Py_RETURN_NONE;
   }
   const bool differentiable = wants_gradient(q) || wants_gradient(k) || wants_gradient(v);
+  const bool wants_weights = arguments[9] != Py_None, average_heads = arguments[9] == Py_True;
   // Hooks on what is saved, such as a checkpoint's, are Python.
-  if (differentiable && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) Py_RETURN_NONE;
-  std::tuple<Tensor, Tensor> result;
+  if (differentiable && (wants_weights || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty())) Py_RETURN_NONE;
+  std::tuple<Tensor, Tensor, MaybeTensor> result;
   {
     const pybind11::gil_scoped_release without_gil;
     if (differentiable) {
       const auto outputs = ShortAttention::apply(q, k, v, spec);
-      result = {outputs[0], outputs[1]};
+      result = {outputs[0], outputs[1], {}};
     } else {
-      result = forward(q, k, v, spec);
+      const auto [o, lse] = forward(q, k, v, spec);
+      result = {o, lse, {}};
+      if (wants_weights) std::get<2>(result) = weights(q, k, lse, spec, average_heads);
     }
   }
   return pybind11::cast(std::move(result)).release().ptr();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -168,12 +169,14 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self._check_inputs(query, key, value)
         if cache is None:
             q, k, v = self.project(query, key, value, rotation)
-            shape = (*q.shape[:3], k.shape[2])
-            mask, bias = canonical_mask(
-                key_padding_mask, attn_mask, shape, q.dtype, batched=batched, is_causal=is_causal,
-                need_weights=need_weights, appended=self._appended_keys(),
-            )  # fmt: skip
-            k, v = self._append_keys(k, self.bias_k), self._append_keys(v, self.bias_v)
+            shape, appended, mask, bias = (*q.shape[:3], k.shape[2]), self._appended_keys(), None, None
+            if key_padding_mask is not None or attn_mask is not None or is_causal:
+                mask, bias = canonical_mask(
+                    key_padding_mask, attn_mask, shape, q.dtype, batched=batched, is_causal=is_causal,
+                    need_weights=need_weights, appended=appended,
+                )  # fmt: skip
+            if appended:
+                k, v = self._append_keys(k, self.bias_k), self._append_keys(v, self.bias_v)
         else:
             self._check_cached(key_padding_mask, attn_mask)
             if (complete := cache.complete()) is None:
@@ -218,19 +221,20 @@ class MultiHeadAttention(nn.MultiheadAttention):
         output = self.out_proj(self._merge_heads(o, batched=True))
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths, strict=True)]), weights
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """q, k and v, each [N, heads, length, D] without a copy; inputs that are the same tensor share one product."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        packed_weight, packed_bias = self.in_proj_weight, self.in_proj_bias
+        if packed_weight is not None and query is key and key is value:
+            return self._split_heads(F.linear(query, packed_weight, packed_bias), sum(heads)).split(heads, 1)
         groups = ((query, heads[:1]), (key, heads[1:2]), (value, heads[2:]))
-        if self.in_proj_weight is None:
+        if packed_weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         else:
-            if query is key and key is value:
-                groups = ((query, heads),)
-            elif key is value:
+            if key is value:
                 groups = ((query, heads[:1]), (key, heads[1:]))
-            weights = self._rows_of_groups(self.in_proj_weight, groups)
-        biases = (None,) * len(groups) if self.in_proj_bias is None else self._rows_of_groups(self.in_proj_bias, groups)
+            weights = self._rows_of_groups(packed_weight, groups)
+        biases = (None,) * len(groups) if packed_bias is None else self._rows_of_groups(packed_bias, groups)
         result = []
         for (x, parts), weight, bias in zip(groups, weights, biases, strict=True):
             x = self._split_heads(F.linear(x, weight, bias), sum(parts))
@@ -239,7 +243,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
     def _rows_of_groups(self, x: Tensor, groups: tuple) -> tuple[Tensor, ...]:
         """The rows of `in_proj_weight` or `in_proj_bias` that project each group of `_project`."""
-        return (x,) if len(groups) == 1 else x.split([sum(parts) * self.head_dim for _, parts in groups])
+        return x.split([sum(parts) * self.head_dim for _, parts in groups])
 
     def _attend(
         self,
@@ -286,6 +290,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """Refuses what torch refuses, with its class; torch's own F.linear refuses the wrong dtype or device."""
         if query.dim() not in (2, 3):
             raise AssertionError(f"query must have 3 dimensions, or 2 without a batch, got {list(query.shape)}")
+        if query is key and key is value and query.shape[-1] == self.embed_dim == self.kdim == self.vdim:
+            return
         for name, x in (("key", key), ("value", value)):
             if x.dim() != query.dim():
                 raise AssertionError(f"{name} must have {query.dim()} dimensions like query, got {list(x.shape)}")

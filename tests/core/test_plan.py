@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import FallbackWarning, Mask, backends, plan
+from fastattn import FallbackWarning, Mask, backends, ops, plan
 from fastattn.backends import cpu, reference
 from fastattn.testing import CASES, make_inputs
 
@@ -362,16 +362,17 @@ BACKWARDS = {
 }
 
 
+TERMS = {
+    "mask": Mask(True, torch.tensor([4, 2]), (5, None), REAL, segment_ids=(DOCUMENTS[:, :3], DOCUMENTS)),
+    "scale": 0.3, "softcap": 2.0, "bias": torch.randn(3, 7), "alibi_slopes": torch.rand(4), "sinks": torch.rand(4),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_gradients_of_the_short_way_are_those_of_the_general_road(name, monkeypatch):
-    terms = {
-        "mask": Mask(True, torch.tensor([4, 2]), (5, None), REAL, segment_ids=(DOCUMENTS[:, :3], DOCUMENTS)),
-        "scale": 0.3, "softcap": 2.0, "bias": torch.randn(3, 7), "alibi_slopes": torch.rand(4), "sinks": torch.rand(4),
-    }  # fmt: skip
-
     def gradients() -> tuple[str, tuple[Tensor, ...]]:
         x = leaves()
-        o = fastattn.attention(*x, **terms)
+        o = fastattn.attention(*x, **TERMS)
         return type(o.grad_fn).__name__, BACKWARDS[name](o, x)
 
     fastattn.attention(Q, K, V)  # after which calls of every kind are short
@@ -380,6 +381,17 @@ def test_gradients_of_the_short_way_are_those_of_the_general_road(name, monkeypa
     general = gradients()
     assert short[0] != general[0]
     assert all(map(torch.equal, short[1], general[1]))
+
+
+@pytest.mark.parametrize("average_heads", [True, False])
+def test_weights_of_the_short_way_are_those_of_the_general_road(average_heads, monkeypatch):
+    attend = functools.partial(fastattn.attention_with_weights, Q, K, V, **TERMS, average_heads=average_heads)
+    fastattn.attention(Q, K, V)
+    with monkeypatch.context() as without_general_road:
+        without_general_road.setattr(ops, "weights", None)
+        short = attend()
+    monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
+    assert all(map(torch.equal, short, attend()))
 
 
 def test_plans_are_not_made_while_a_call_is_compiled(judged):

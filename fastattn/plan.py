@@ -117,6 +117,8 @@ def prepare(
         except (AttributeError, TypeError, RuntimeError):
             kind = plan = None  # the call is malformed, which `validated` finds, or has symbolic lengths
     if kind is None or plan is None:
+        if backend is not None and not isinstance(backend, str):
+            raise ValueError(f"backend must be a str or None, got {type(backend).__name__}")
         spec = validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic)
         two = function == "with weights"
         chosen = by_weights = backends.select(q, k, v, spec, backend, function="forward" if two else function)

@@ -25,6 +25,7 @@ SLOW = frozenset(() if DEVICE == "cuda" else ("triton",))  # Triton's interprete
 NAMES = [b.NAME for b in BACKENDS if not (DEVICE == "cpu" and b.NAME == "hopper")]
 LENGTHS = [n + d for n in (16, 32, 48, 64, 96, 128, 256) for d in (-1, 0, 1)]
 LARGEST_SCORE = 8  # a power of ten: from there on native gives NaN; fp32 would allow 34
+LEAST_WIDTH = 1  # of a head: with 0, native leaves the gradient of v as the memory was
 POISONS = (1000.0,)  # what a query that sees nothing must not notice; all backends fail with math.nan and math.inf
 Errors = Iterator[Error]
 
@@ -112,7 +113,10 @@ def drawn_call(draw: Draw, allowed: str = "", B: int | None = None, same_lengths
     n_k = n_q if same_lengths else n_k
     most = 3 if B * n_q * n_k < 30000 else 1
     H_kv, group = draw.randint(1, most), draw.randint(1, most)
-    H, widths = H_kv * group, [draw.randint(1, 80), draw.choice((8, 16, 32, 64, 128)), draw.choice((0, 1, 200))]
+    H, widths = (
+        H_kv * group,
+        [draw.randint(1, 80), draw.choice((8, 16, 32, 64, 128)), draw.choice((LEAST_WIDTH, 1, 200))],
+    )
     D, d_v = draw.choices(widths, (4, 4, 1))[0], draw.choices(widths, (4, 4, 1))[0]
     d_v = d_v if draw.chance(0.3) else D
     mask, options = {}, {}

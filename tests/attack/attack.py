@@ -123,41 +123,20 @@ def work(connection: Connection, seed: int, only: str | None, folder: str, prepa
     os.chdir(folder)
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     import quick_interpreter
+    import torchvision_import  # noqa: F401  before transformers
     from draws import Draw
+    from targets import TARGETS
 
-    targets = table_of_targets()
     quick_interpreter.install()
     warnings.simplefilter("ignore")
-    next(targets["attention"][1](Draw(0)))  # compiles the kernels, where they are not yet
+    next(TARGETS["attention"][1](Draw(0)))  # compiles the kernels, where they are not yet
     if prepare:
         prepare()
     while True:
-        name = only or random.Random(seed).choices(list(targets), [weight for weight, _ in targets.values()])[0]
+        name = only or random.Random(seed).choices(list(TARGETS), [weight for weight, _ in TARGETS.values()])[0]
         connection.send(("begins", name))
-        connection.send(outcome(targets[name][1], seed))
+        connection.send(outcome(TARGETS[name][1], seed))
         seed += 1
-
-
-def table_of_targets() -> dict[str, tuple[float, Callable]]:
-    """What is attacked: how often, and the function that makes a draw of it."""
-    import draws
-    import hostile
-
-    return {
-        "attention": (30, draws.attention),
-        "blind queries": (4, draws.blind_queries),
-        "varlen": (8, draws.varlen),
-        "weights": (12, draws.weights),
-        "merge": (5, draws.merge),
-        "sdpa": (6, draws.sdpa),
-        "derivatives": (3, draws.derivatives),
-        "compiled": (0.3, draws.compiled),
-        "MultiHeadAttention": (5, draws.multi_head_attention),
-        "Transformer": (4, draws.transformer),
-        "packed": (2, draws.packed),
-        "generation": (3, draws.generation),
-        "hostile": (60, hostile.refused_by_name),
-    }
 
 
 def outcome(target: Callable, seed: int) -> tuple[str, str]:
@@ -194,6 +173,7 @@ def is_chance(errors: list) -> bool:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = map(str, Path(__file__).parents[1:3])  # for quick_interpreter, and for the fastattn beside it
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = map(str, (tests.parent, tests, tests / "integrations"))  # fastattn, and two modules of its tests
     os.environ["PYTHONWARNINGS"] = "ignore"  # of what a child leaves that is killed
     sys.exit(main())

@@ -113,7 +113,7 @@ def attend(call: Call) -> Result:
     total = e.sum(-1, keepdim=True).masked_fill(~seeing, 1)
     p_all = e / total
     p = p_all[..., :n_k]
-    factor = 1 if call.kept is None else call.kept.to(p.dtype) / max(1 - call.dropout_p, 1e-300)
+    factor = 1 if call.kept is None else call.kept.to(p.dtype) / (1 - call.dropout_p if call.dropout_p < 1 else 1)
     o, lse = p * factor @ v, (m + total.log()).masked_fill(~seeing, -math.inf)[..., 0]
 
     def gradients() -> dict[str, Tensor]:

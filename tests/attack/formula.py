@@ -153,10 +153,19 @@ class Error(NamedTuple):
         return self.output + (f": error {self.largest:.3g}, budget {self.budget:.3g}" if self.budget else "")
 
 
-def compared(output: str, actual: Tensor, naive: Tensor, exact: Tensor, dtype: torch.dtype, least: float = 0) -> Error:
+def compared(
+    output: str,
+    actual: Tensor,
+    naive: Tensor,
+    exact: Tensor,
+    dtype: torch.dtype,
+    least: float = 0,
+    lse: Tensor | None = None,
+) -> Error:
     """The error of an output, whose budget is 2 max|naive - exact| + 4 eps max(|exact|, least).
 
-    Where the naive formula overflows, a number is asked for and no more.
+    With `lse` eps is (1 + max|lse|) times as large: a weight is exp(score - lse), and lse is rounded. Where the naive
+    formula overflows, a number is asked for and no more.
     """
     if actual.shape != exact.shape:
         return Error(f"{output} of shape {list(actual.shape)}, not {list(exact.shape)}", math.inf, 0.0)
@@ -172,4 +181,5 @@ def compared(output: str, actual: Tensor, naive: Tensor, exact: Tensor, dtype: t
         return x.max().item() if x.numel() else 0.0
 
     error, tolerated = largest((actual - exact)[known].abs()), largest((naive - exact)[known].abs())
-    return Error(output, error, 2 * tolerated + 4 * torch.finfo(dtype).eps * max(least, largest(exact[known].abs())))
+    eps = torch.finfo(dtype).eps * (1 if lse is None else 1 + largest(lse[lse.isfinite()].abs()))
+    return Error(output, error, 2 * tolerated + 4 * eps * max(least, largest(exact[known].abs())))

@@ -134,15 +134,12 @@ def weights(draw: Draw) -> Errors:
     found = [actual, *torch.autograd.grad(actual, [learned[n] for n in names], arriving)]
     exact, naive = list(formed(torch.float64)), list(formed(naive_dtype(draw)))
     lse = attend(call.to(torch.float64)).lse
-    size = (
-        lse[lse.isfinite()].abs().max() if lse.isfinite().any() else 0
-    )  # a weight is exp(score - lse), of a rounded lse
     if form == "top":  # those that were chosen are the largest
         p = attend(call.to(torch.float64)).p
         best = F.pad(p, (0, top_k)).sort(-1, descending=True).values[..., :top_k]
         found.append(actual), exact.append(best), naive.append(naive[0]), names.append("largest")
     for name, *three in zip([form, *(f"d{n} of {form}" for n in names)], found, naive, exact, strict=True):
-        error = compared(name, *three, draw.dtype, least=1 + size)
+        error = compared(name, *three, draw.dtype, least=1, lse=lse)
         yield judged(draw, error)
 
 

@@ -13,7 +13,7 @@ from targets import TARGETS
 
 import fastattn
 
-SEED = 4
+SEED = 1
 
 
 def do_nothing() -> None:

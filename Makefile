@@ -1,4 +1,4 @@
-# make demo | test | properties | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
+# make demo | test | properties | attack | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
 # make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch; cuda needs nvcc too
 # make hopper: compiles the kernels in fastattn/backends/hopper with every Triton, and records what they take
 # make cuda: compiles the kernels in csrc/cuda, for GPUs that need not be there
@@ -17,7 +17,7 @@ CPU_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test clean
+.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -29,6 +29,12 @@ test: $(INSTALLED)
 # Random combinations of everything, 2000 of them, drawn anew each time.
 properties: $(INSTALLED)
 	FASTATTN_PROPERTY_DRAWS=2000 $(BIN)/python -m pytest --timeout=3600 tests/backends/test_properties.py
+
+# Random calls, valid and hostile, for so long; without SEED it draws one, and prints it.
+SECONDS ?= 600
+attack: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/attack/attack.py --seconds $(SECONDS) \
+	    $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target "$(TARGET)")
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

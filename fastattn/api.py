@@ -10,8 +10,8 @@ from torch import Tensor
 
 from . import ops, plan
 from .backends import BACKENDS, objections
-from .spec import Mask, accumulation_dtype
-from .validation import check_merge, check_top_k, check_varlen, validated
+from .spec import Mask, accumulation_dtype, is_dense
+from .validation import check_flags, check_merge, check_top_k, check_varlen, validated
 
 
 def attention(
@@ -73,6 +73,8 @@ def attention(
         >>> fastattn.attention(q, k, v, fastattn.Mask(real_keys=real_keys)).shape
         torch.Size([1, 1, 2, 4])
     """
+    if type(return_lse) is not bool:
+        check_flags(return_lse=return_lse)
     result = None
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
@@ -203,6 +205,7 @@ def attention_weights(
         >>> fastattn.attention_weights(q, k, fastattn.Mask(causal=True))[0, 1]
         tensor([0.5000, 0.5000, 0.0000])
     """
+    check_flags(average_heads=average_heads)
     q, k, _, spec, decided = plan.prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend,
         "weights",
@@ -253,6 +256,7 @@ def attention_with_weights(
         >>> o.shape, weights.shape
         (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
     """
+    check_flags(average_heads=average_heads)
     average_heads = bool(average_heads)
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, average_heads)
@@ -360,8 +364,8 @@ def top_keys(
 
 
 def _no_values(k: Tensor) -> Tensor:
-    """A v of width 0, for a call that has none."""
-    return k[..., :0] if isinstance(k, Tensor) and k.dim() else k
+    """A v of width 0, for a call that has none; a k that is refused under its own name."""
+    return k[..., :0] if isinstance(k, Tensor) and is_dense(k) and k.dim() else k
 
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ def short_way(
     sinks: Tensor | None,
     average_heads: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """(o, lse, weights or None) of a call on the CPU that concerns nothing of PyTorch but autograd; None for any other, right or wrong.
+    """(o, lse, weights or None) of a call on the CPU that concerns nothing of PyTorch but autograd; None for any other.
 
     For a query against 16 keys, what Python does on the general road takes longer than PyTorch's own function from
     beginning to end (`benchmarks/short_calls.py`), and so does an autograd.Function of Python for 16 queries. So one
@@ -121,6 +121,8 @@ def prepare(
         except (AttributeError, TypeError, RuntimeError):
             kind = plan = None  # the call is malformed, which `validated` finds, or has symbolic lengths
     if kind is None or plan is None:
+        if backend is not None and not isinstance(backend, str):
+            raise ValueError(f"backend must be a str or None, got {type(backend).__name__}")
         spec = validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic)
         two = function == "with weights"
         chosen = by_weights = backends.select(q, k, v, spec, backend, function="forward" if two else function)

@@ -131,6 +131,9 @@ def _parsed(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Call:
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
     for name, x in (("query", query), ("key", key), ("value", value)):
         _check_tensor(name, x, query)
         if not x.is_floating_point():
@@ -139,9 +142,6 @@ def _parsed(
             raise RuntimeError(f"{name} must have at least 2 dimensions, got {x.dim()}")
         if enable_gqa and x.dim() < 3:
             raise IndexError(f"{name} must have at least 3 dimensions with enable_gqa=True, got {x.dim()}")
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {flag!r}")
     dropout_p = _number("dropout_p", dropout_p)
     scale = None if scale is None else _number("scale", scale)
 

@@ -177,6 +177,8 @@ _BOOL, _INTEGERS = (torch.bool,), (torch.int32, torch.int64)
 def _check_table(name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...]) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"mask.{name} must be a Tensor, got {_shown(x)}")
+    if not is_dense(x):
+        raise ValueError(f"mask.{name} must be dense, got {'a nested Tensor' if x.is_nested else x.layout}")
     if x.dtype not in dtypes:
         meaning = "bool (True is real)" if dtypes is _BOOL else "int32 or int64"
         if name == "dense":
@@ -184,6 +186,11 @@ def _check_table(name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: tu
         raise ValueError(f"mask.{name} must be {meaning}, got {x.dtype}")
     if x.dim() not in dims:
         raise ValueError(f"mask.{name} must have {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor is neither nested nor sparse."""
+    return x.layout is torch.strided and not x.is_nested
 
 
 def is_int(x: object) -> bool:

@@ -20,6 +20,7 @@ from .nn import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from .nn.checks import check_bools
 
 if TYPE_CHECKING:
     from .integrations.packed_transformers import PackedCalls
@@ -87,6 +88,7 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
 
     Raises:
         ValueError: `model` is no torch.nn.Module.
+        TypeError: `packed` is no bool.
 
     Example:
         >>> import torch, fastattn
@@ -96,6 +98,7 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_bools(packed=packed)
     report = SwapReport()
     if "transformers.modeling_utils" in sys.modules:  # else no module can be one of its models
         from .integrations import transformers as integration

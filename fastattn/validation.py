@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .spec import Mask, Spec, is_int
+from .spec import Mask, Spec, is_dense, is_int
 
 EVERYTHING = Mask()
 """The mask of a call without one."""
@@ -39,9 +39,8 @@ def validated(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a Tensor, got {type(x).__name__}")
-        if x.is_nested or x.layout != torch.strided:
-            kind = "a nested tensor" if x.is_nested else x.layout
-            raise ValueError(f"{name} must be a dense Tensor, got {kind} (attention_varlen takes packed documents)")
+        if not is_dense(x):
+            raise ValueError(f"{name} must be a dense Tensor, got {_kind(x)} (attention_varlen takes packed documents)")
         if x.dim() != 4:
             raise ValueError(f"{name} must be [batch, heads, length, head_dim], got {list(x.shape)}")
         if x.dtype not in _DTYPES:
@@ -75,14 +74,22 @@ def validated(
     _check_learned("sinks", sinks, q.device, [(H,)])
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    check_flags(deterministic=deterministic)
     softcap = None if softcap is None else float(softcap)
     return Spec(mask, float(scale), bias, softcap, alibi_slopes, sinks, float(dropout_p), None, bool(deterministic))
 
 
+def check_flags(**flags: bool) -> None:
+    """Raises ValueError where one of these is neither a bool nor an int, which counts as one."""
+    for name, flag in flags.items():
+        if not isinstance(flag, int):
+            raise ValueError(f"{name} must be a bool, got {flag!r}")
+
+
 def check_top_k(top_k: int) -> None:
     """Raises ValueError where `top_k` is not an int of at least 1."""
-    if not is_int(top_k) or top_k < 1:
-        raise ValueError(f"top_k must be an int of at least 1, got {top_k!r}")
+    if not is_int(top_k) or not 1 <= top_k < 2**63:
+        raise ValueError(f"top_k must be an int from 1 to 2**63 - 1, got {top_k!r}")
 
 
 def check_varlen(
@@ -114,9 +121,8 @@ def check_varlen(
 def check_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
     """Raises ValueError where these arguments of `merge` do not fit each other."""
     for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating Tensor, got {got}")
+        if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in _DTYPES:
+            raise ValueError(f"{name} must be a floating Tensor, got {_kind(x)}")
         if x.device != o1.device:
             raise ValueError(f"{name} must be on {o1.device} like o1, got {x.device}")
     if o1.dim() == 0 or o2.shape != o1.shape or o2.dtype != o1.dtype:
@@ -148,9 +154,8 @@ def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k:
 
 def _check_boundaries(name: str, x: Tensor, tokens: Tensor) -> None:
     """Checks that `x` can be the cu_seqlens of `tokens`; its values only where that needs no synchronisation."""
-    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be an int32 or int64 Tensor, got {got}")
+    if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be an int32 or int64 Tensor, got {_kind(x)}")
     if x.device != tokens.device:
         raise ValueError(f"{name} must be on {tokens.device} like q, got {x.device}")
     if x.dim() != 1 or len(x) == 0:
@@ -166,9 +171,8 @@ def _check_learned(
 ) -> None:
     if x is None:
         return
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be a floating Tensor, got {kind}")
+    if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in _DTYPES:
+        raise ValueError(f"{name} must be a floating Tensor, got {_kind(x)}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {x.device}")
     if not (broadcasts(x.shape, shapes[0]) if broadcast else tuple(x.shape) in shapes):
@@ -191,6 +195,13 @@ def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SMALLEST_FP32 = math.nextafter(2.0**-150, 1)  # what is smaller is rounded to 0
 _LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+def _kind(x: object) -> object:
+    """The type of what is no tensor, what makes a tensor not dense, or else its dtype."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return x.dtype if is_dense(x) else "a nested tensor" if x.is_nested else x.layout
 
 
 def _is_number(x: object) -> bool:

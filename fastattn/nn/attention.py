@@ -167,18 +167,20 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
         batched = query.dim() == 3
         self._check_inputs(query, key, value)
+        if rotation is not None and not isinstance(rotation, Rotation):
+            raise TypeError(f"rotation must be a Rotation or None, got {type(rotation).__name__}")
         if cache is None:
             q, k, v = self.project(query, key, value, rotation)
             shape, appended, mask, bias = (*q.shape[:3], k.shape[2]), self._appended_keys(), None, None
             if key_padding_mask is not None or attn_mask is not None or is_causal:
                 mask, bias = canonical_mask(
-                    key_padding_mask, attn_mask, shape, q.dtype, batched=batched, is_causal=is_causal,
+                    key_padding_mask, attn_mask, shape, q, batched=batched, is_causal=is_causal,
                     need_weights=need_weights, appended=appended,
                 )  # fmt: skip
             if appended:
                 k, v = self._append_keys(k, self.bias_k), self._append_keys(v, self.bias_v)
         else:
-            self._check_cached(key_padding_mask, attn_mask)
+            self._check_cached(key_padding_mask, attn_mask, cache)
             if (complete := cache.complete()) is None:
                 q, k, v = self.project(query, key, value, rotation)
                 k, v = cache.update(k, v)
@@ -258,7 +260,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """o [N, H, L, D] and the weights, or None."""
         dropout_p = self.dropout if self.training else 0.0
         if need_weights:
-            return attention_with_weights(q, k, v, mask, bias=bias, dropout_p=dropout_p, average_heads=average_heads)
+            average = bool(average_heads)  # as torch takes it
+            return attention_with_weights(q, k, v, mask, bias=bias, dropout_p=dropout_p, average_heads=average)
         return attention(q, k, v, mask, bias=bias, dropout_p=dropout_p), None
 
     def _split_heads(self, x: Tensor, heads: int) -> Tensor:
@@ -295,6 +298,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         for name, x in (("key", key), ("value", value)):
             if x.dim() != query.dim():
                 raise AssertionError(f"{name} must have {query.dim()} dimensions like query, got {list(x.shape)}")
+            if x.device != query.device:
+                raise RuntimeError(f"{name} must be on {query.device} like query, got {x.device}")
         if query.shape[-1] != self.embed_dim:
             raise AssertionError(f"query must be [..., {self.embed_dim}], got {list(query.shape)}")
         packed = self.in_proj_weight is not None  # all three inputs are E wide then
@@ -308,7 +313,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if query.dim() == 3 and key.shape[batch] != query.shape[batch]:
             raise RuntimeError(f"key must have a batch of {query.shape[batch]} like query, got {key.shape[batch]}")
 
-    def _check_cached(self, key_padding_mask: Tensor | None, attn_mask: Tensor | Mask | None) -> None:
+    def _check_cached(self, key_padding_mask: Tensor | None, attn_mask: Tensor | Mask | None, cache: object) -> None:
+        if not hasattr(cache, "complete"):
+            raise TypeError(f"cache must be an AttentionCache or None, got {type(cache).__name__}")
         if key_padding_mask is not None or not isinstance(attn_mask, Mask):
             got = type(attn_mask).__name__ if key_padding_mask is None else "a key_padding_mask"
             raise ValueError(f"attn_mask must be a fastattn.Mask over all keys with a cache, got {got}")

@@ -149,6 +149,12 @@ class KVCache:
             part.select(samples)
 
 
+def check_cache(cache: object) -> None:
+    """Raises where `cache` is neither a `KVCache` nor None."""
+    if cache is not None and not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache or None, got {type(cache).__name__}")
+
+
 class _KeysAndValues:
     """k and v [B, H_kv, n, D] of one attention layer, from its first call on."""
 

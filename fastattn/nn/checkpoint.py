@@ -26,7 +26,7 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
         path: the file to write.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `path` no path.
         OSError: `path` cannot be written.
         ImportError: the package safetensors is not installed.
 
@@ -38,7 +38,7 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
         ...     type(fastattn.nn.load(f"{folder}/model.safetensors")).__name__
         'LanguageModel'
     """
-    path = Path(path)
+    path = _checked_path(path)
     _check_module(model)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"path must be in an existing folder, got {path}")
@@ -68,13 +68,13 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> nn.Module:
         `model`, or the new model, on the CPU and in training mode.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `path` no path.
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, or its weights are not those of the model, which is then unchanged; or `model`
             is None and the file does not say what to build.
         ImportError: the package safetensors is not installed.
     """
-    path = Path(path)
+    path = _checked_path(path)
     if model is not None:
         _check_module(model)
     shapes, metadata = _read_header(path)
@@ -87,6 +87,12 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> nn.Module:
     return model
 
 
+def _checked_path(path: str | os.PathLike) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or an os.PathLike, got {type(path).__name__}")
+    return Path(path)
+
+
 def _check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -96,7 +102,7 @@ def _read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
     """Shapes of the tensors in a file, by name, and its metadata."""
     safetensors = _safetensors()
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file")
+        raise FileNotFoundError(f"path must be a file, got {path}")
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -118,7 +124,7 @@ def _check_fit(path: Path, shapes: dict[str, list[int]], model: nn.Module) -> No
     """Raises ValueError about the first weight in which a file does not fit the model."""
     expected = model.state_dict()
     for name in shapes.keys() - expected.keys():
-        raise ValueError(f"{path} must hold the weights of a {type(model).__name__}, which has no {name}")
+        raise ValueError(f"model must have {name}, which {path} holds, got a {type(model).__name__} without it")
     for name, tensor in expected.items():
         if name in shapes:
             if list(tensor.shape) != shapes[name]:

@@ -11,6 +11,8 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from ..spec import is_dense
+
 
 def check_ints(least: int, **values: object) -> None:
     """Raises where one of the values is not an int of at least `least`."""
@@ -58,6 +60,14 @@ def check_ids(size: int, **ids: object) -> None:
             raise ValueError(f"{name} must be below the vocabulary's size {size}, got {x}")
 
 
+def check_dense(name: str, x: object) -> None:
+    """Raises where `x` is not a Tensor, or a nested or sparse one."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    if not is_dense(x):
+        raise ValueError(f"{name} must be dense, got {'a nested Tensor' if x.is_nested else x.layout}")
+
+
 def check_tensor(name: str, x: object, kind: str, shape: tuple[int | str, ...]) -> None:
     """Raises where `x` is not a Tensor of this kind and shape.
 
@@ -65,12 +75,26 @@ def check_tensor(name: str, x: object, kind: str, shape: tuple[int | str, ...]) 
         kind: "bool", or "integer" for int32 and int64.
         shape: a str in place of a length that may be any.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    check_dense(name, x)
     if x.dtype not in ((torch.bool,) if kind == "bool" else (torch.int32, torch.int64)):
         raise ValueError(f"{name} must be {'bool' if kind == 'bool' else 'int32 or int64'}, got {x.dtype}")
     if x.dim() != len(shape) or any(n != m for n, m in zip(x.shape, shape, strict=True) if not isinstance(m, str)):
         raise ValueError(f"{name} must be [{', '.join(map(str, shape))}], got {list(x.shape)}")
+
+
+def check_range(name: str, x: Tensor, size: int, limit: str) -> None:
+    """Raises where a number in `x` is not from 0 to size - 1, as far as that needs no synchronisation with a device.
+
+    Args:
+        limit: `size` in words.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
+        return
+    first, last = map(int, x.aminmax())
+    if first < 0:
+        raise ValueError(f"{name} must be at least 0, got {first}")
+    if last >= size:
+        raise ValueError(f"{name} must be below {limit}, got {last}")
 
 
 def checked_index(name: str, x: int | None, size: int) -> int | None:

@@ -18,7 +18,7 @@ def canonical_mask(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | Mask | None,
     shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
+    queries: Tensor,
     *,
     batched: bool = True,
     is_causal: bool = False,
@@ -34,7 +34,7 @@ def canonical_mask(
         key_padding_mask: [B, S], or [S] if not `batched`; bool (True hides) or float (added).
         attn_mask: [L, S] or [B * H, L, S], bool or float; or a `Mask`, whose True means seen.
         shape: [B, H, L, S] of the scores.
-        dtype: dtype of the queries.
+        queries: the tensor whose dtype and device the masks must have.
         appended: number of keys that the module appends to the S, which every query sees.
 
     Raises:
@@ -42,14 +42,14 @@ def canonical_mask(
     """
     B, H, L, S = shape
     if isinstance(attn_mask, Mask):
-        _check_padding(key_padding_mask, (B, S) if batched else (S,), dtype)
+        _check_padding(key_padding_mask, (B, S) if batched else (S,), queries)
         if key_padding_mask is None:
             return attn_mask, None
         padding, bias = from_torch(key_padding_mask.view(B, S), None, shape)
         return attn_mask.with_padding(padding.real_keys), bias
     hint_decides = is_causal and key_padding_mask is None and not need_weights
-    _check_padding(key_padding_mask, (B, S) if batched else (S,), dtype)
-    _check_attn_mask(attn_mask, shape, dtype, batched=batched, is_causal=is_causal, hint_decides=hint_decides)
+    _check_padding(key_padding_mask, (B, S) if batched else (S,), queries)
+    _check_attn_mask(attn_mask, shape, queries, batched=batched, is_causal=is_causal, hint_decides=hint_decides)
     if hint_decides:
         return Mask(causal=True), None
     if key_padding_mask is not None:
@@ -159,9 +159,9 @@ def _extended(table: Tensor, n_k: int, value: float) -> Tensor:
     return F.pad(table, (0, appended), value=value) if appended else table
 
 
-def _check_padding(mask: Tensor | None, wanted: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_padding(mask: Tensor | None, wanted: tuple[int, ...], queries: Tensor) -> None:
     """Refuses the key_padding_mask that torch refuses, with the same class of exception."""
-    _check_dtype("key_padding_mask", mask, dtype)
+    _check_kind("key_padding_mask", mask, queries)
     if mask is not None and mask.shape != wanted:
         raise AssertionError(f"key_padding_mask must be {list(wanted)}, got {list(mask.shape)}")
 
@@ -169,14 +169,14 @@ def _check_padding(mask: Tensor | None, wanted: tuple[int, ...], dtype: torch.dt
 def _check_attn_mask(
     mask: Tensor | None,
     shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
+    queries: Tensor,
     *,
     batched: bool,
     is_causal: bool,
     hint_decides: bool,
 ) -> None:
     """Refuses the attn_mask that torch refuses, with the same class of exception; with `hint_decides`, of any shape."""
-    _check_dtype("attn_mask", mask, dtype)
+    _check_kind("attn_mask", mask, queries)
     if mask is None:
         if is_causal:
             raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")
@@ -189,10 +189,16 @@ def _check_attn_mask(
         raise RuntimeError(f"attn_mask must be {list(wanted)}, got {list(mask.shape)}")
 
 
-def _check_dtype(name: str, mask: Tensor | None, dtype: torch.dtype) -> None:
-    if mask is None or mask.dtype == torch.bool:
+def _check_kind(name: str, mask: Tensor | None, queries: Tensor) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a Tensor or None, got {type(mask).__name__}")
+    if mask.device != queries.device:
+        raise RuntimeError(f"{name} must be on {queries.device} like the queries, got {mask.device}")
+    if mask.dtype == torch.bool:
         return
     if not mask.is_floating_point():
         raise AssertionError(f"{name} must be bool or of a floating dtype, got {mask.dtype}")
-    if mask.dtype not in (dtype, torch.float32):
-        raise RuntimeError(f"{name} must be bool, torch.float32 or {dtype} like the queries, got {mask.dtype}")
+    if mask.dtype not in (queries.dtype, torch.float32):
+        raise RuntimeError(f"{name} must be bool, torch.float32 or {queries.dtype} like the queries, got {mask.dtype}")

@@ -9,8 +9,17 @@ from torch import Tensor, nn
 
 from ..spec import Mask
 from .attention import MultiHeadAttention
-from .cache import KVCache
-from .checks import check_bools, check_heads, check_ids, check_ints, check_probability, check_tensor, checked_index
+from .cache import KVCache, check_cache
+from .checks import (
+    check_bools,
+    check_heads,
+    check_ids,
+    check_ints,
+    check_probability,
+    check_range,
+    check_tensor,
+    checked_index,
+)
 from .generation import Generation, generate
 from .positions import LearnedPositions, RotaryPositions, SinusoidalPositions, TokenEmbedding, positions_of
 from .transformer import (
@@ -89,9 +98,9 @@ class TransformerConfig:
         if None not in (self.padding_idx, self.tgt_vocab_size):
             check_ids(self.tgt_vocab_size, padding_idx=self.padding_idx)
         for name, known in (("activation", ACTIVATIONS), ("norm", NORMS)):
-            if (x := getattr(self, name)) not in known:
+            if not isinstance(x := getattr(self, name), str) or x not in known:
                 raise ValueError(f"{name} must be {', '.join(map(repr, known))}, got {x!r}")
-        if self.positions not in ("sinusoidal", "learned", "rotary"):
+        if not isinstance(self.positions, str) or self.positions not in ("sinusoidal", "learned", "rotary"):
             raise ValueError(f"positions must be 'sinusoidal', 'learned' or 'rotary', got {self.positions!r}")
 
 
@@ -153,6 +162,8 @@ class Model(nn.Module):
             TypeError, ValueError: they are no ids and no mask of them.
         """
         check_tensor(f"{of}input_ids", ids, "integer", ("B", "L"))
+        size = (of and self.config.tgt_vocab_size) or self.config.vocab_size
+        check_range(f"{of}input_ids", ids, size, f"the vocabulary's size {size}")
         if attention_mask is not None:
             if not isinstance(attention_mask, Tensor):
                 raise TypeError(f"{of}attention_mask must be a Tensor, got {type(attention_mask).__name__}")
@@ -265,6 +276,7 @@ class LanguageModel(Model):
     def hidden(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """The input of `head`, [B, L, d_model], which without a cache is 0 at padding; arguments as in `forward`."""
         real = self._real(input_ids, attention_mask)
+        check_cache(cache)
         if cache is None:
             positions = _positions_in(input_ids, real)
         else:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
+from .checks import check_dense, check_tensor
 from .masks import can_look_at
 
 WORTHWHILE = 0.9
@@ -63,6 +63,7 @@ class Packing:
         return empty.index_copy_(0, self.index, x).unflatten(0, self.real.shape)
 
     def _check(self, x: Tensor, shape: torch.Size) -> None:
+        check_dense("x", x)
         if x.shape[: len(shape)] != shape:
             raise ValueError(f"x must be [{', '.join(map(str, shape))}, ...], got {list(x.shape)}")
 

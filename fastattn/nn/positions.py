@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .checks import check_ints, check_numbers, check_tensor, checked_index
+from .checks import check_ints, check_numbers, check_range, check_tensor, checked_index
 
 
 def positions_of(real: Tensor) -> Tensor:
@@ -212,10 +212,4 @@ def _check_positions(positions: Tensor, max_length: int) -> None:
     """Refuses what are no positions in the table, as far as that needs no synchronisation with a device."""
     if positions.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
-    if positions.device.type != "cpu" or torch.compiler.is_compiling() or not positions.numel():
-        return
-    first, last = map(int, positions.aminmax())
-    if first < 0:
-        raise ValueError(f"positions must be at least 0, got {first}")
-    if last >= max_length:
-        raise ValueError(f"positions must be below max_length = {max_length}, got {last}")
+    check_range("positions", positions, max_length, f"max_length = {max_length}")

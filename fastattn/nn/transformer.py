@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..spec import Mask
 from .attention import MultiHeadAttention
 from .cache import AttentionCache, KVCache
-from .checks import check_heads, check_ints, check_numbers, check_probability
+from .checks import check_bools, check_heads, check_ints, check_numbers, check_probability
 from .masks import canonical_mask
 from .packing import Packing, worth_packing
 from .positions import RotaryPositions, Rotation
@@ -49,7 +49,7 @@ Activation = str | Callable[[Tensor], Tensor]
 
 def make_norm(name: str, d_model: int, eps: float, bias: bool, **where: object) -> nn.Module:
     """A norm of the last dimension: "layer" is LayerNorm, "rms" RMSNorm, which has no bias."""
-    if name not in NORMS:
+    if not isinstance(name, str) or name not in NORMS:
         raise ValueError(f"norm must be {_listed(NORMS)}, got {name!r}")
     check_numbers("at least 0 and finite", lambda x: 0 <= x < math.inf, layer_norm_eps=eps)
     return NORMS[name](d_model, eps=eps, **({"bias": bias} if name == "layer" else {}), **where)
@@ -69,7 +69,7 @@ class _Layer(nn.Module):
     def _make_feed_forward(
         self, d_model: int, width: int, dropout: float, activation: Activation, bias: bool, **where: object
     ) -> None:
-        if not callable(activation) and activation not in ACTIVATIONS:
+        if not callable(activation) and not (isinstance(activation, str) and activation in ACTIVATIONS):
             raise RuntimeError(f"activation must be {_listed(ACTIVATIONS)} or a function, got {activation!r}")
         self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
         gated = self.activation is swiglu
@@ -588,9 +588,11 @@ def _canonical_mask(
     is_causal: bool | None,
 ) -> tuple[Mask, Tensor | None]:
     """`masks.canonical_mask` for queries x and keys, [N, L, E] or [L, E]."""
+    if is_causal is not None:
+        check_bools(is_causal=is_causal)
     B = x.shape[0] if x.dim() == 3 else 1
     shape = (B, attention.num_heads, x.shape[-2], keys.shape[-2])
-    return canonical_mask(padding, mask, shape, x.dtype, batched=x.dim() == 3, is_causal=bool(is_causal))
+    return canonical_mask(padding, mask, shape, x, batched=x.dim() == 3, is_causal=bool(is_causal))
 
 
 def _packing(x: Tensor, real: Tensor | None) -> Packing:

@@ -113,6 +113,7 @@ def test_heads_first_as_attention_varlen_has_them():
 OUTPUT, LSE = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 5)
 MALFORMED = {
     "type": ({"lse2": None}, "lse2 must be a floating Tensor, got NoneType"),
+    "sparse": ({"o1": OUTPUT.to_sparse()}, "o1 must be a floating Tensor, got torch.sparse_coo"),
     "integers": ({"o1": OUTPUT.int()}, "o1 must be a floating Tensor, got torch.int32"),
     "device": ({"o2": OUTPUT.to("meta")}, "o2 must be on cpu like o1, got meta"),
     "shape": (

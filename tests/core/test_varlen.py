@@ -187,6 +187,10 @@ MALFORMED = {
     "values": ({"v": Q[:9]}, "v must be [10, 4, d_v] like k, got [9, 4, 8]"),
     "heads": ({"q": Q[:, :3]}, "the heads of k must divide the 3 heads of q, got 4"),
     "align": ({"align": "left"}, "align must be 'start' or 'end', got 'left'"),
+    "sparse": (
+        {"cu_seqlens_q": torch.tensor([0, 10]).to_sparse()},
+        "cu_seqlens_q must be an int32 or int64 Tensor, got torch.sparse_coo",
+    ),
     "list": ({"cu_seqlens_q": [0, 10]}, "cu_seqlens_q must be an int32 or int64 Tensor, got list"),
     "floats": (
         {"cu_seqlens_q": BOUNDARIES.float()},

@@ -93,7 +93,7 @@ def test_a_file_of_another_shape_is_refused(saved):
 
 def test_a_file_of_another_model_is_refused(saved):
     assert_refused(saved, "must hold decoder.layers.2.*which it lacks", LanguageModel(replace(CONFIG, num_layers=3)))
-    assert_refused(saved, "must hold the weights of a Linear, which has no ", nn.Linear(2, 2))
+    assert_refused(saved, r"model must have .*, got a Linear without it", nn.Linear(2, 2))
     tensors = load_file(saved)
     dropped = "decoder.layers.1.linear2.bias"
     save_file({name: x for name, x in tensors.items() if name != dropped}, saved)
@@ -113,7 +113,7 @@ def test_a_file_of_another_version_is_refused(saved, description):
 
 
 def test_a_file_that_is_not_there():
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors is no file"):
+    with pytest.raises(FileNotFoundError, match=r"path must be a file, got .*nowhere\.safetensors"):
         load("nowhere.safetensors")
 
 

@@ -385,6 +385,7 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"padding_idx": -12}, "padding_idx must be at least -11, got -12"),
         ({"padding_idx": -1, "tgt_vocab_size": 5}, "padding_idx must be below the vocabulary's size 5, got 10"),
         ({"norm_first": "no"}, "norm_first must be a bool, got 'no'"),
+        ({"norm": []}, "norm must be 'layer', 'rms', got []"),
         ({"norm": "batch"}, "norm must be 'layer', 'rms', got 'batch'"),
         ({"activation": "tanh"}, "activation must be 'relu', 'gelu', 'swiglu', got 'tanh'"),
         ({"positions": "none"}, "positions must be 'sinusoidal', 'learned' or 'rotary', got 'none'"),
@@ -416,7 +417,11 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"real": REAL.float()}, "real must be bool, got torch.float32"),
         ({"real": REAL[0]}, "real must be [B, L]"),
     ],
-    Packing(REAL).pack: [({"x": torch.ones(2, 3)}, "x must be [2, 2, ...], got [2, 3]")],
+    Packing(REAL).pack: [
+        ({"x": torch.ones(2, 3)}, "x must be [2, 2, ...], got [2, 3]"),
+        ({"x": 3}, "x must be a Tensor, got int"),
+        ({"x": REAL.to_sparse()}, "x must be dense, got torch.sparse_coo"),
+    ],
     Packing(REAL).unpack: [({"x": torch.ones(5, 3)}, "x must be [4, ...], got [5, 3]")],
     KVCache: [
         ({"batch_size": -1}, "batch_size must be at least 0, got -1"),
@@ -456,10 +461,16 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
     made(LanguageModel, CONFIG): [
         ({"input_ids": IDS.float()}, "input_ids must be int32 or int64, got torch.float32"),
         ({"input_ids": IDS[0]}, "input_ids must be [B, L], got [2]"),
+        ({"input_ids": -IDS}, "input_ids must be at least 0, got -4"),
+        ({"input_ids": IDS + 7}, "input_ids must be below the vocabulary's size 11, got 11"),
+        ({"cache": 3}, "cache must be a KVCache or None, got int"),
         ({"attention_mask": REAL.float()}, "attention_mask must be bool or integer, True or 1 for real tokens"),
         ({"attention_mask": REAL[:1]}, "attention_mask must be [2, 2] like the ids, got [1, 2]"),
     ],
     made(LanguageModel, CONFIG).decoder: [
+        ({"mask": 3}, "attn_mask must be a Tensor or None, got int"),
+        ({"mask": REAL.to("meta")}, "attn_mask must be on cpu like the queries, got meta"),
+        ({"is_causal": REAL}, "is_causal must be a bool, got tensor"),
         ({"cache": KVCache(2, 8), "mask": Mask(causal=True)}, "there must be 2 samples of 0 new tokens"),
     ],
     made(LanguageModel, replace(CONFIG, positions="rotary")).decoder: [
@@ -468,6 +479,7 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
     ],
     nn.save: [
         ({"model": 3}, "model must be a torch.nn.Module, got int"),
+        ({"path": 3}, "path must be a str or an os.PathLike, got int"),
         ({"path": "/"}, "path must be a file, got the folder /"),
         ({"path": "/nowhere/x"}, "path must be in an existing folder, got /nowhere/x"),
     ],

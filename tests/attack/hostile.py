@@ -1,0 +1,162 @@
+"""Hostile calls of the attack: a right call of each public function, with one argument that is something else."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from draws import Draw, Errors, holds
+from torch import Tensor, nn
+
+import fastattn
+from fastattn.nn import KVCache, LanguageModel, Packing, TransformerConfig
+
+NAMED = (ValueError, TypeError, NotImplementedError)
+AS_TORCH = (*NAMED, RuntimeError, AssertionError, IndexError)  # what torch refuses has torch's class
+CONFIG = TransformerConfig(11, d_model=8, nhead=2, num_layers=1, dim_feedforward=8, max_length=16)
+REAL = torch.tensor([[True, True, True], [False, True, True]])
+
+
+def attention_under_mask(**fields: object) -> Tensor:
+    """Attention of two samples of three tokens under `Mask(**fields)`."""
+    q = torch.ones(2, 2, 3, 8)
+    return fastattn.attention(q, q, q, fastattn.Mask(**fields))
+
+
+CALLS: dict[str, tuple[Callable[[], Callable], Callable[[], Callable] | None]] = {
+    # name -> what makes the function that is called, and torch's where the exceptions are torch's
+    **{
+        name: (lambda name=name: getattr(fastattn, name), None)
+        for name in (
+            "attention", "attention_varlen", "attention_weights", "attention_with_weights", "attention_received",
+            "top_keys", "merge", "explain", "swap", "unswap",
+        )
+    },
+    "scaled_dot_product_attention": (
+        lambda: fastattn.scaled_dot_product_attention, lambda: nn.functional.scaled_dot_product_attention,
+    ),
+    "Mask": (lambda: attention_under_mask, None),
+    "MultiHeadAttention": (lambda: fastattn.MultiHeadAttention, lambda: nn.MultiheadAttention),
+    "MultiHeadAttention.forward": (
+        lambda: fastattn.MultiHeadAttention(8, 2, batch_first=True).forward,
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True).forward,
+    ),
+    "Transformer": (lambda: fastattn.Transformer, lambda: nn.Transformer),
+    "Transformer.forward": (
+        lambda: fastattn.Transformer(8, 2, 1, 1, 8, batch_first=True).forward,
+        lambda: nn.Transformer(8, 2, 1, 1, 8, batch_first=True).forward,
+    ),
+    "TransformerConfig": (lambda: TransformerConfig, None),
+    "LanguageModel": (lambda: LanguageModel, None),
+    "LanguageModel.forward": (lambda: LanguageModel(CONFIG).forward, None),
+    "LanguageModel.generate": (lambda: LanguageModel(CONFIG).eval().generate, None),
+    "KVCache": (lambda: KVCache, None),
+    "KVCache.extend": (lambda: KVCache(2, 8).extend, None),
+    "KVCache.select": (lambda: KVCache(2, 8).select, None),
+    "Packing": (lambda: Packing, None),
+    "Packing.pack": (lambda: Packing(REAL).pack, None),
+    "RotaryPositions": (lambda: fastattn.nn.RotaryPositions, None),
+    "save": (lambda: fastattn.nn.save, None),
+    "load": (lambda: fastattn.nn.load, None),
+}  # fmt: skip
+
+
+def right_arguments(name: str, function: Callable) -> dict[str, object]:
+    """A right value for each argument of the function, or its default."""
+    x, lse, ids = torch.ones(2, 2, 3, 8), torch.ones(2, 2, 3), torch.full((2, 3), 3)
+    right = {
+        "q": x, "k": x, "v": x, "query": x, "key": x, "value": x, "o1": x, "o2": x, "lse1": lse, "lse2": lse,
+        "top_k": 2, "input_ids": ids, "max_new_tokens": 2, "batch_size": 2, "max_length": 8, "samples": REAL[0].long(),
+        "real": REAL, "n": 3, "x": x[:, 0], "embed_dim": 8, "num_heads": 2, "head_dim": 8, "vocab_size": 11,
+        "d_model": 8, "nhead": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 8,
+        "config": CONFIG, "model": nn.MultiheadAttention(8, 2), "src": x[:, 0], "tgt": x[:, 0],
+        "path": "model.safetensors", "num_layers": 1,
+    }  # fmt: skip
+    if name == "attention_varlen":
+        packed = torch.ones(6, 2, 8)
+        right |= {"q": packed, "k": packed, "v": packed, "cu_seqlens_q": torch.tensor([0, 2, 6])}
+    if name == "MultiHeadAttention.forward":
+        right |= dict.fromkeys(("query", "key", "value"), x[:, 0])
+    parameters = inspect.signature(function).parameters.values()
+    given = {p.name: right.get(p.name, p.default) for p in parameters if p.kind != p.VAR_KEYWORD}
+    if name == "Mask":
+        given = {p: right.get(p) for p in inspect.signature(fastattn.Mask).parameters}
+        given |= {"causal": False, "q_offset": 0, "window": (None, None)}
+    if name in ("explain", "LanguageModel.generate"):
+        like = fastattn.attention if name == "explain" else fastattn.nn.GenerationOptions
+        options = {p.name: right.get(p.name, p.default) for p in inspect.signature(like).parameters.values()}
+        given = options | given
+        for other in ("return_lse", "backend", "top_k") if name == "explain" else ("top_k",):
+            given.pop(other, None)
+    return given
+
+
+def hostile_value(draw: Draw, right: object) -> object:
+    """Something else than the right value: junk of any type, or a tensor that is nearly right."""
+    junk = [
+        None, True, False, "x", "", b"x", [], {}, (), object(), 1j, -1, 0, 1.5, -0.5, math.nan, math.inf, -math.inf,
+        2**63, -(2**63) - 1, 2**200, 1e300, 5e-324, (1, 2), (None, -1), (0, math.nan), [1, 2], REAL[:1], (REAL, REAL),
+        torch.ones(()), torch.ones(0), torch.ones(3), torch.ones(2, 3), torch.tensor(math.nan), REAL.char(),
+        torch.ones(2, 3, device="meta"), torch.full((2, 3), 2**62), torch.full((2, 3), -1), torch.Generator(),
+        np.float32(0.5), np.ones((2, 3)), nn.Identity(), print, "cpu", torch.float32, KVCache(1, 1),
+        fastattn.Mask(causal=True), (REAL.long(), None), (REAL.long(), REAL.long()[:, 1:]),
+    ]  # fmt: skip
+    if not torch.is_tensor(right) or draw.chance(0.4):
+        return draw.choice(junk)
+    changes = (
+        lambda x: x[:0], lambda x: x[0], lambda x: x[None], lambda x: x[..., :0], lambda x: x[:, :1],
+        lambda x: x[..., :1], lambda x: torch.cat([x, x]), lambda x: torch.cat([x, x], -1), lambda x: x.mT,
+        lambda x: x.to("meta"), lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor(list(x)),
+        lambda x: x.int(), lambda x: x.bool(), lambda x: x.double(), lambda x: x.half(), lambda x: x.cfloat(),
+        lambda x: x.to(torch.float8_e4m3fn), lambda x: x.numpy(), lambda x: x.tolist(), lambda x: -x,
+        lambda x: x * 2**40, lambda x: x.long() + 2**40,
+    )  # fmt: skip
+    return draw.choice(changes)(right)
+
+
+def refused_by_name(draw: Draw) -> Errors:
+    """A call with a hostile argument gives an answer, or an exception that names the argument."""
+    name = draw.choice(list(CALLS))
+    make, make_torchs = CALLS[name]
+    function = make()
+    given = right_arguments(name, function)
+    if name == "load":
+        fastattn.nn.save(given["model"], given["path"])
+    argument = draw.choice(list(given))
+    try:
+        given[argument] = value = hostile_value(draw, given[argument])
+    except (RuntimeError, TypeError, IndexError):  # no such tensor can be made
+        return
+    if name == "Transformer" and type(value) is int and value >= 2**63:  # it makes as many layers
+        return
+    if name == "Transformer.forward" and torch.is_tensor(value) and value.is_nested:  # for torch's own code
+        return
+    try:
+        function(**given)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        short = argument.split("_", 1)[-1]  # src_mask may be an attn_mask
+        by_name = re.search(rf"\b(\w+_)?({argument}|{short})\b", str(error))
+        by_name = by_name or re.match(
+            rf"(mask\.)?({'|'.join(given)}|memory)\b", str(error)
+        )  # the other that it does not fit
+        classes = AS_TORCH if make_torchs else (*NAMED, OSError) if argument == "path" else NAMED
+        right = by_name and isinstance(error, classes)
+        right = right or (make_torchs and raises_too(make_torchs(), given, type(error)))
+        yield holds(f"{name}({argument}={str(value)[:100]}) raises {said[:300]}", right)
+
+
+def raises_too(function: Callable, given: dict[str, object], cls: type[Exception]) -> bool:
+    """Whether torch's function raises an exception of this class too, for those of the arguments that it has."""
+    known = inspect.signature(function).parameters if function.__module__ != "torch._C._nn" else {}
+    try:
+        function(**{n: x for n, x in given.items() if (n in known if known else n != "backend")})
+    except cls:
+        return True
+    except Exception:
+        return False
+    return False

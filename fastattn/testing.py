@@ -133,6 +133,7 @@ CASES: tuple[Case, ...] = (
     Case("cross-short", "more queries than keys", n_q=100, n_k=17),
     Case("odd-head-dim", "a head dim that is no multiple of 8", D=33, n_q=20),
     Case("small-head-dim", "a head dim below the smallest matrix tile", D=3, n_q=20),
+    Case("no-head-dim", "scores that are all 0, since a head of q and k is empty", D=0, d_v=8, scale=1.0, n_q=20),
     Case("head-dim-80", "between two powers of two", D=80, n_q=40),
     Case("head-dim-256", "the widest head the GPU kernels take", B=1, H=1, D=256, n_q=40),
     Case("head-dim-512", "wider than the GPU kernels take: long sums", B=1, H=1, D=512, n_q=40),

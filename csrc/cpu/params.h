@@ -178,7 +178,7 @@ struct Wanted {
   bool rows_of_keys() const { return dkv || by_key; }
 
   static Wanted in(const BackwardTensors& t) {
-    return {t.dq.data != nullptr, t.dk.data != nullptr, t.d_bias || t.d_row || t.d_slope, t.d_column != nullptr};
+    return {t.dq.data != nullptr, t.dk.data || t.dv.data, t.d_bias || t.d_row || t.d_slope, t.d_column != nullptr};
   }
 };
 

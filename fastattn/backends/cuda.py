@@ -46,8 +46,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
             got = _text(capability) if code == capability else f"code for {_text(code)} by TORCH_CUDA_ARCH_LIST"
             result.append(f"needs compute capability {_text(build.FIRST_WITH_BF16)} or later for bfloat16, got {got}")
     for name, dim in (("q and k", q.shape[3]), ("v", v.shape[3])):
-        if dim > _LARGEST_HEAD_DIM:
-            result.append(f"takes head dims up to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
+        if not 1 <= dim <= _LARGEST_HEAD_DIM:
+            result.append(f"takes head dims from 1 to {_LARGEST_HEAD_DIM}, got {dim} for {name}")
     if max(q.shape[2], k.shape[2]) > _MOST_TOKENS:
         result.append(f"n_q and n_k must be at most {_MOST_TOKENS}, got {q.shape[2]} and {k.shape[2]}")
     return result

@@ -55,8 +55,8 @@ def test_what_is_refused_is_a_sentence(gpu):
     assert refusals(on_gpu(torch.bfloat16)) == ["needs compute capability 8.0 or later for bfloat16, got 7.5"]
     assert refusals(on_gpu(torch.float64)) == ["q must be float32, bfloat16 or float16, got torch.float64"]
     assert refusals(on_gpu(head_dim=257)) == [
-        "takes head dims up to 256, got 257 for q and k",
-        "takes head dims up to 256, got 257 for v",
+        "takes head dims from 1 to 256, got 257 for q and k",
+        "takes head dims from 1 to 256, got 257 for v",
     ]
     for function, what in OPTIONAL.items():
         assert refusals(on_gpu(), function=function) == [f"does not compute {what} on cuda"]

@@ -15,12 +15,14 @@ from ..spec import is_dense
 
 
 def check_ints(least: int, **values: object) -> None:
-    """Raises where one of the values is not an int of at least `least`."""
+    """Raises where one of the values is not an int of at least `least` that torch can hold."""
     for name, x in values.items():
         if isinstance(x, bool) or not isinstance(x, (Integral, torch.SymInt)):
             raise TypeError(f"{name} must be an int, got {x!r}")
         if x < least:
             raise ValueError(f"{name} must be at least {least}, got {x}")
+        if x >= 2**63:
+            raise ValueError(f"{name} must be below 2**63, got {x}")
 
 
 def check_numbers(wanted: str, is_right: Callable[[float], bool], **values: object) -> None:

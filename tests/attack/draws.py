@@ -22,9 +22,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOW = frozenset(() if DEVICE == "cuda" else ("triton",))  # Triton's interpreter: few draws, and small ones
 NAMES = [b.NAME for b in BACKENDS if not (DEVICE == "cpu" and b.NAME == "hopper")]
 LENGTHS = [n + d for n in (16, 32, 48, 64, 96, 128, 256) for d in (-1, 0, 1)]
-LARGEST_SCORE = 8  # a power of ten: from there on native gives NaN; fp32 would allow 34
-LEAST_WIDTH = 1  # of a head: with 0, native leaves the gradient of v as the memory was
-POISONS = (1000.0,)  # what a query that sees nothing must not notice; all backends fail with math.nan and math.inf
+LARGEST_SCORE = 34  # a power of ten: less than fp32 can hold
+LEAST_WIDTH = 0  # of a head
+POISONS = (1000.0, math.nan, math.inf)  # what a query that sees nothing must not notice
 Errors = Iterator[Error]
 
 

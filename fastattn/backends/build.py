@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -118,11 +119,15 @@ class CompiledModule:
     def built_in(self, folder: Path) -> Path | None:
         """The module in that folder that can be loaded here, if there is one."""
         path = folder / self.file_name()
-        return path if path.is_file() else None
+        return path if _is_whole(path) else None
 
     def obstacle(self) -> str | None:
         """Why this machine cannot compile the module, in one sentence, or None where nothing is known to be missing."""
-        compiler = next(iter(shlex.split(os.environ.get("CXX", "c++"))), "")  # as torch.utils.cpp_extension chooses it
+        chosen = os.environ.get("CXX", "c++")  # as torch.utils.cpp_extension chooses it
+        try:
+            compiler = next(iter(shlex.split(chosen)), "")
+        except ValueError as error:
+            return f"CXX must be a command, got {chosen!r} ({error})"
         if shutil.which(compiler) is None:
             return f"there is no C++ compiler: {compiler!r} is not on the PATH (install g++, or set CXX)"
         include_dir = sysconfig.get_path("include")
@@ -211,7 +216,8 @@ class CudaModule(CompiledModule):
             return exact
         before, _, after = self._parts_of_file_name()
         candidates = sorted(folder.glob(f"{glob.escape(before)}*.{glob.escape(after)}"))
-        return next((path for path in candidates if all(_is_made_for(gpu, path) for gpu in _gpus())), None)
+        made_for_all = (path for path in candidates if all(_is_made_for(gpu, path) for gpu in _gpus()))
+        return next(filter(_is_whole, made_for_all), None)
 
     def code_for(self, capability: tuple[int, int]) -> tuple[int, int]:
         """The capability that the code was written for which a GPU of that capability runs: its own, or an older one.
@@ -432,9 +438,47 @@ def _log(target: Path) -> Path:
     return target.with_name(f"{target.name}.log")
 
 
+def _checksum_file(target: Path) -> Path:
+    return target.with_name(f"{target.name}.sha256")
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the module in that file is what was compiled: to load another crashes the process.
+
+    What a full disk or a power cut leaves has not the checksum beside it. pip answers for what is in the package.
+    """
+    try:
+        return path.is_file() if path.parent == _PACKAGE_DIR else _checksum(path) == _checksum_file(path).read_text()
+    except OSError:
+        return False
+
+
+def _distrust(module: CompiledModule, folder: Path) -> str | None:
+    """Why no module in that folder is loaded, in one sentence: other users could have put theirs there. Else None."""
+    for path in (folder, folder / module.file_name(), _checksum_file(folder / module.file_name())):
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        if not _ON_WINDOWS and (status.st_mode & 0o022 or status.st_uid not in (os.getuid(), 0)):
+            return (
+                f"{module} is not loaded from {path}, which other users can write "
+                "(make it yours alone, as by chmod go-w, or set TORCH_EXTENSIONS_DIR elsewhere)"
+            )
+    return None
+
+
 @functools.cache  # a failure too: nobody waits twice for the same compile error
 def _module_or_reason(module: CompiledModule) -> ModuleType | str:
-    path = module.built_in(_PACKAGE_DIR) or module.built_in(cache_dir())
+    path = module.built_in(_PACKAGE_DIR)
+    if path is None:
+        if why := _distrust(module, cache_dir()):
+            return why
+        path = module.built_in(cache_dir())
     if path is None:
         if why := _build_reluctance(module):
             return why
@@ -465,9 +509,9 @@ def _build_reluctance(module: CompiledModule) -> str | None:
 def _build(module: CompiledModule, target: Path) -> str | None:
     """Why `target` could not be built, in one sentence, or None when it is there."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(0o755, parents=True, exist_ok=True)
         with _only_builder_of(target):
-            return None if target.is_file() else _compile(module, target)
+            return None if _is_whole(target) else _compile(module, target)
     except OSError as error:
         return f"{module} cannot be kept in {target.parent} ({error}): set TORCH_EXTENSIONS_DIR elsewhere"
 
@@ -507,7 +551,13 @@ def _compile(module: CompiledModule, target: Path) -> str | None:
         if code != 0:
             _log(target).write_bytes(said)
             return f"{module} did not compile (the compiler's messages are in {_log(target)})"
-        Path(folder, f"{module.stem}{target.suffix}").replace(target)
+        compiled = Path(folder, f"{module.stem}{target.suffix}")
+        compiled.chmod(0o755)  # whatever the umask
+        checksum = Path(folder, "checksum")
+        checksum.write_text(_checksum(compiled))
+        checksum.chmod(0o644)
+        checksum.replace(_checksum_file(target))
+        compiled.replace(target)
     return None
 
 
@@ -527,9 +577,10 @@ def _run_counting_steps(command: list[str], environment: dict[str, str]) -> tupl
     with (
         _steps_shown() as show,
         subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
         ) as child,
-    ):
+    ):  # fmt: skip
         for line in child.stdout:
             said.append(line)
             if step := re.match(rb"\[(\d+)/(\d+)\]", line):
@@ -563,6 +614,14 @@ def _steps_shown() -> Iterator[Callable[[int, int], None]]:
     yield show
 
 
+def _end_with_parent() -> None:
+    """Ends this process and the compilers it has started when its standard input ends, which the parent holds open."""
+    os.read(sys.stdin.fileno(), 1)
+    if _ON_WINDOWS:
+        os._exit(1)
+    os.killpg(os.getpgid(0), signal.SIGTERM)  # on which ninja ends its compilers, each in a group of its own
+
+
 def _compile_in(module: CompiledModule, folder: str) -> None:
     """Leaves the compiled module in `folder`, having imported it once: what the child process does."""
     from torch.utils import cpp_extension
@@ -580,4 +639,5 @@ def _compile_in(module: CompiledModule, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _compile_in(MODULES[sys.argv[1]], sys.argv[2])

@@ -50,7 +50,7 @@ def of_attention(draw: Draw, call: Call, function: Callable[..., tuple[Tensor, T
 
 
 def blind_queries(draw: Draw) -> Errors:
-    """A query that the mask shows nothing has 0, -inf and gradients of 0, whatever stands in the keys that others see."""
+    """A query that the mask shows nothing has 0, -inf and gradients of 0, whatever the keys that others see hold."""
     call = drawn_call(draw)
     alone = replace(call, options={name: x for name, x in call.options.items() if name != "bias"})
     blind = attend(alone.to(torch.float64)).lse == -math.inf

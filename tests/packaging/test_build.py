@@ -6,12 +6,16 @@ compiles the real sources.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -189,12 +193,95 @@ print(cpu.state(), cpu.load().answer, cpu.load() is cpu.load(), cpu.unavailable(
     assert next_err == ""
 
 
-def test_two_processes_at_once_compile_once(stand_in):
-    both = [start(stand_in, "print(build.CPU.load().answer)") for _ in range(2)]
-    results = [finish(process) for process in both]
-    assert [out for out, _ in results] == ["1", "1"]
+def test_eight_processes_at_once_compile_once(stand_in):
+    all_of_them = [start(stand_in, "print(build.CPU.load().answer)") for _ in range(8)]
+    results = [finish(process) for process in all_of_them]
+    assert [out for out, _ in results] == ["1"] * 8
     assert sum("compiling" in err for _, err in results) == 1
     assert not list(stand_in.parent.glob("cache/*/*.build-*"))
+
+
+def cached(tree: Path) -> Path:
+    """The one module in the cache."""
+    (path,) = (tree.parent / "cache" / "fastattn").glob("*.so")
+    return path
+
+
+@pytest.mark.parametrize("fault", ["truncated", "empty", "changed", "no checksum"])
+def test_a_module_that_is_not_what_was_compiled_is_compiled_again(stand_in, fault):
+    finish(start(stand_in, "build.CPU.load()"))
+    path = cached(stand_in)
+    whole = path.read_bytes()
+    if fault == "no checksum":
+        path.with_name(f"{path.name}.sha256").unlink()
+    else:
+        spoiled = {"truncated": whole[: len(whole) // 2], "empty": b"", "changed": whole + b"?"}[fault]
+        path.write_bytes(spoiled)
+    out, err = finish(start(stand_in, "print(build.CPU.state()); print(build.CPU.load().answer, build.CPU.state())"))
+    before, after = out.splitlines()
+    assert before.startswith("not built yet")
+    assert after.startswith("1 cached: ")
+    assert "compiling" in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes of POSIX")
+@pytest.mark.parametrize("of", ["folder", "module", "checksum"])
+def test_what_others_can_write_is_not_loaded(stand_in, of):
+    finish(start(stand_in, "build.CPU.load()"))
+    path = cached(stand_in)
+    path = {"folder": path.parent, "module": path, "checksum": path.with_name(f"{path.name}.sha256")}[of]
+    path.chmod(path.stat().st_mode | 0o020)
+    out, err = finish(start(stand_in, "print(build.CPU.unavailable())"))
+    assert out.startswith(f"the cpu backend's module is not loaded from {path}, which other users can write (")
+    assert err == ""
+
+
+def test_what_is_compiled_under_any_umask_is_loaded(stand_in):
+    finish(start(stand_in, "import os; os.umask(0); build.CPU.load()"))
+    assert finish(start(stand_in, "print(build.CPU.load().answer)")) == ("1", "")
+
+
+COMPILES_FOR_EVER = """#!/bin/sh
+case "$*" in *binding.cpp*) echo $$ >> "$PIDS"; exec sleep 600;; esac
+exec c++ "$@"
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_compilers_end_with_who_waits_for_them(stand_in, tmp_path, number):
+    compiler, pids = tmp_path / "c++", tmp_path / "pids"
+    compiler.write_text(COMPILES_FOR_EVER)
+    compiler.chmod(0o755)
+    waiting = start(stand_in, "build.CPU.load()", CXX=str(compiler), PIDS=str(pids))
+    until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+    waiting.send_signal(number)
+    waiting.communicate(timeout=60)
+    until(lambda: not any(Path("/proc", pid).exists() for pid in pids.read_text().split()))
+    assert finish(start(stand_in, "print(build.CPU.load().answer)"))[0] == "1"
+    assert not list(stand_in.parent.glob("cache/*/*.build-*"))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for it, at most a minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_full_disk_is_a_sentence(stand_in):
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); print(build.CPU.unavailable())"
+    out, _ = finish(start(stand_in, code))
+    assert re.match("the cpu backend's module (cannot be kept|did not compile) ", out)
+    assert finish(start(stand_in, "print(build.CPU.load().answer)"))[0] == "1"
+
+
+def test_a_compiler_that_is_no_command_is_a_sentence(stand_in):
+    out, _ = finish(start(stand_in, "print(build.CPU.unavailable())", CXX='"x'))
+    assert out == "CXX must be a command, got '\"x' (No closing quotation)"
+    _, said = wheel_of(stand_in, CXX='"x')
+    assert "CXX must be a command" in said
 
 
 def test_module_for_other_sources_or_another_torch_is_never_loaded(stand_in):
@@ -481,6 +568,7 @@ def test_a_build_for_more_gpus_serves(stand_in, tmp_path):
         built = tmp_path / str(i) / name.replace(".7.5.", f".{archs}.")
         built.parent.mkdir()
         built.write_text("")
+        built.with_name(f"{built.name}.sha256").write_text(hashlib.sha256(b"").hexdigest())
         machines.append((f"{fake_cuda(gpus)}folder = {str(built.parent)!r}", NO_ARCHS | environment))
         expected.append(str(built) if is_found else "None")
     what = "cuda.built_in(build.Path(folder))"

@@ -91,6 +91,8 @@ class GenerationOptions:
         """The tokens that end a sequence."""
         ids = self.eos_token_id
         if isinstance(ids, Tensor):
+            if ids.is_meta:
+                raise ValueError("eos_token_id must hold numbers, got a meta tensor")
             ids = ids.tolist()
         return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 

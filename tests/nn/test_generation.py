@@ -457,6 +457,8 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"pad_token_id": -1}, "pad_token_id must be at least 0, got -1"),
         ({"eos_token_id": [3, "4"]}, "eos_token_id must be an int, got '4'"),
         ({"eos_token_id": torch.tensor([3.0])}, "eos_token_id must be an int, got 3.0"),
+        ({"eos_token_id": torch.ones(2, device="meta")}, "eos_token_id must hold numbers, got a meta tensor"),
+        ({"num_beams": 2**63}, "num_beams must be below 2**63, got 9223372036854775808"),
     ],
     made(LanguageModel, CONFIG): [
         ({"input_ids": IDS.float()}, "input_ids must be int32 or int64, got torch.float32"),

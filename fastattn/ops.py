@@ -24,6 +24,7 @@ from . import derivatives
 from .backends import backend_by_name
 from .plan import Plan, is_plain
 from .spec import Mask, Spec, accumulation_dtype, empty_output
+from .validation import check_fit
 
 _SPEC = (
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
@@ -394,6 +395,7 @@ def _primals(arguments: list) -> tuple[tuple[Tensor | None, ...], Spec]:
 
 
 def _forward(q, k, v, bias, alibi_slopes, sinks, *flat):
+    check_fit(q, k, v)
     return _computed(q, k, v, *_unflatten((bias, alibi_slopes, sinks), flat))
 
 
@@ -410,6 +412,7 @@ def _backward(do, dlse, q, *others):
 
 def _gradients(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest) -> list[Tensor | None]:
     wanted, flat = rest[:6], rest[6:]
+    check_fit(q, k, v, o=o, lse=lse, do=do, dlse=dlse)  # also because v.data may be another one since forward
     if _nothing_to_see(q, k):
         inputs = (q, k, v, bias, alibi_slopes, sinks)
         return [torch.zeros_like(x) if w else None for x, w in zip(inputs, wanted, strict=True)]
@@ -419,6 +422,7 @@ def _gradients(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest) -> l
 
 
 def _weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k, *flat):
+    check_fit(q, k, k, lse=lse)
     return _weights_in_form(q, k, lse, *_unflatten((bias, alibi_slopes, sinks), flat), form, top_k)
 
 

@@ -24,7 +24,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "derivatives": {"spec", "backends.reference"},
     "validation": {"spec"},
     "plan": {"spec", "validation", "backends"},
-    "ops": {"spec", "backends", "derivatives", "plan"},
+    "ops": {"spec", "validation", "backends", "derivatives", "plan"},
     "api": {"spec", "validation", "backends", "plan", "ops"},
     "sdpa": {"spec", "api"},
     "nn": {"spec", "api"},

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import Mask, ops
-from fastattn.backends import cpu, reference
+from fastattn.backends import backend_by_name, cpu, reference
 from fastattn.spec import accumulation_dtype
 from fastattn.testing import CASES, DTYPES, assert_right, compare, make_inputs
 
@@ -348,6 +348,37 @@ def test_opcheck(backend, name, dtype):
     torch.library.opcheck(torch.ops.fastattn.forward.default, forward)
     backward = (inputs.do, inputs.dlse, inputs.q, inputs.k, inputs.v, o, lse, None, None, None, *wanted, *flat)
     torch.library.opcheck(torch.ops.fastattn.backward.default, backward)
+
+
+SPOILED = {  # an argument of an op -> a size of it that does not fit
+    "k": (1, 2, 7, 8), "v": (2, 2, 6, 8), "o": (2, 4, 2, 8), "lse": (2, 4, 2), "do": (2, 4, 3, 9), "dlse": (2, 3, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+def test_ops_refuse_sizes_that_do_not_fit(backend, name):
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    flat = ops._flatten(fastattn.spec.Spec(fastattn.Mask(), 1.0), backend_by_name(backend))
+    o, lse = torch.ops.fastattn.forward(q, k, v, None, None, None, *flat)
+    arguments = {"do": o, "dlse": lse, "q": q, "k": k, "v": v, "o": o, "lse": lse, name: torch.randn(SPOILED[name])}
+    with pytest.raises(ValueError, match=rf"{name} must be \["):
+        torch.ops.fastattn.backward(*arguments.values(), None, None, None, *(True,) * 3, *(False,) * 3, *flat)
+    if name in ("k", "v"):
+        with pytest.raises(ValueError, match=rf"{name} must be \["):
+            torch.ops.fastattn.forward(q, arguments["k"], arguments["v"], None, None, None, *flat)
+    if name in ("k", "lse"):
+        with pytest.raises(ValueError, match=rf"{name} must be \["):
+            torch.ops.fastattn.weights(q, arguments["k"], arguments["lse"], None, None, None, "averaged", 0, *flat)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+def test_data_that_became_smaller_before_backward_is_refused(backend):
+    q, k, v = (torch.randn(2, 4, 3, 8, requires_grad=True) for _ in range(3))
+    o = fastattn.attention(q, k, v, backend=backend)
+    v.data = torch.zeros(2, 4, 1, 8)
+    with pytest.raises((ValueError, RuntimeError), match="v must be"):
+        o.sum().backward()
 
 
 def test_opcheck_with_everything_learned():

@@ -34,7 +34,7 @@ properties: $(INSTALLED)
 SECONDS ?= 600
 attack: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/attack/attack.py --seconds $(SECONDS) \
-	    $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target "$(TARGET)")
+	    $(if $(SEED),--seed $(SEED)) $(if $(DRAWS),--draws $(DRAWS)) $(if $(TARGET),--target "$(TARGET)")
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

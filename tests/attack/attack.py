@@ -37,19 +37,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--seed", type=int, default=None, help="the seed of the first draw; a random one")
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--draws", type=int, default=None, help="how many at most, the same on every machine")
     parser.add_argument("--target", help="only this one; a seed then draws something else than without")
     options = parser.parse_args()
     seed = random.randrange(10**9) if options.seed is None else options.seed
     print(f"attack: SEED={seed}", flush=True)
-    return 1 if attack(seed, options.seconds, only=options.target) else 0
+    return 1 if attack(seed, options.seconds, options.draws, only=options.target) else 0
 
 
 def attack(
-    seed: int, seconds: float, *, only: str | None = None, patience: float = PATIENCE, prepare: Callable | None = None
+    seed: int,
+    seconds: float,
+    most: int | None = None,
+    *,
+    only: str | None = None,
+    patience: float = PATIENCE,
+    prepare: Callable | None = None,
 ) -> list[str]:
     """Findings of the draws with the seeds from `seed` on; at least one draw is made.
 
     Args:
+        most: how many draws are made at most, or None.
         only: the only target.
         patience: seconds after which a draw hangs.
         prepare: called in each child before its draws.
@@ -59,12 +67,12 @@ def attack(
     begin = said = time.monotonic()
 
     def found(what: str) -> None:
-        line = f"{target}: {what}\n  make attack SEED={seed} SECONDS=1" + (f" TARGET={only}" if only else "")
+        line = f"{target}: {what}\n  make attack SEED={seed} DRAWS=1" + (f" TARGET={only}" if only else "")
         findings.append(line)
         print(f"FINDING {line}", flush=True)
 
     def left() -> float:
-        return max(0.0, seconds - (time.monotonic() - begin))
+        return 0.0 if draws.total() == most else max(0.0, seconds - (time.monotonic() - begin))
 
     while not draws or (left() and START not in draws):
         child, connection = started_child(seed, only, folder.name, prepare)

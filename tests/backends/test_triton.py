@@ -382,9 +382,12 @@ def test_kernels_compile_and_fit_and_hot_ones_use_tensor_cores_and_do_not_spill(
         assert kernels & of_weights == (known & {"weights_kernel"} if call == "dropout" else known)
     for row in rows:
         if (row["D"], getattr(torch, row["dtype"]), row["call"]) in HOT:
-            assert row["stack"] == 0, f"spills: {row}"
+            most = 8 if row["kernel"] == "top_keys_kernel" else 0  # which sorts more than it multiplies
+            assert row["stack"] <= most, f"spills: {row}"
         assert row["shared"] <= SHARED_MEMORY[arch], f"does not fit: {row}"
-        with_matrices = row["kernel"] in with_products | of_weights and row["dtype"] != "float32"  # exact fp32 has none
+        with_matrices = (
+            row["kernel"] in with_products | of_weights | {"rows_kernel"} and row["dtype"] != "float32"
+        )  # exact fp32 has none
         assert (row["in_loops"] > 0) == with_matrices, row
         if with_matrices and row["kernel"] in with_products and row["D"] < 256 and row["call"] in PLAIN:
             # On sm_100, which uses the tiles of sm_80, one of them is too narrow for its own instruction.

@@ -23,7 +23,7 @@ from fastattn import Mask
 from fastattn.testing import CASES, DTYPES, Case, assert_right, make_inputs, run
 
 NAMED = {case.name: case for case in CASES if not case.timed}
-TAKEN = [case for case in NAMED.values() if max(case.D, case.d_v or 0) <= 256]
+TAKEN = [case for case in NAMED.values() if case.D > 0 and max(case.D, case.d_v or 0) <= 256]
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130)
 HEAD_DIMS = (1, 8, 33, 63, 64, 65, 96, 128, 129, 192, 256)

@@ -141,7 +141,8 @@ def work(connection: Connection, seed: int, only: str | None, folder: str, prepa
     if prepare:
         prepare()
     while True:
-        name = only or random.Random(seed).choices(list(TARGETS), [weight for weight, _ in TARGETS.values()])[0]
+        of_target = random.Random(f"target {seed}")  # not the numbers that the draw begins with
+        name = only or of_target.choices(list(TARGETS), [weight for weight, _ in TARGETS.values()])[0]
         connection.send(("begins", name))
         connection.send(outcome(TARGETS[name][1], seed))
         seed += 1

@@ -20,7 +20,7 @@ from fastattn.backends import BACKENDS
 CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")  # what a machine lacks is the next one it has
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOW = frozenset(() if DEVICE == "cuda" else ("triton",))  # Triton's interpreter: few draws, and small ones
-NAMES = [b.NAME for b in BACKENDS if not (DEVICE == "cpu" and b.NAME == "hopper")]
+NAMES = [b.NAME for b in BACKENDS if not (DEVICE == "cpu" and b.NAME in ("hopper", "cuda"))]
 LENGTHS = [n + d for n in (16, 32, 48, 64, 96, 128, 256) for d in (-1, 0, 1)]
 LARGEST_SCORE = 34  # a power of ten: less than fp32 can hold
 LEAST_WIDTH = 0  # of a head

@@ -175,7 +175,7 @@ def sdpa(draw: Draw) -> Errors:
 
 def derivatives(draw: Draw) -> Errors:
     """Forward mode and second order against autograd through the formula."""
-    draw.dtype = torch.float32
+    draw.dtype, draw.extreme = torch.float32, False  # the directions are not
     call = drawn_call(draw, "causal window real_keys segment_ids dense bias softcap alibi_slopes sinks scale dropout")
     if (bias := call.options.get("bias")) is not None:  # shared by all keys it has no derivatives but rounding
         call.options["bias"] = bias.expand(*bias.shape[:-1], call.k.shape[2]).clone()

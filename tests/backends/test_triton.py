@@ -382,8 +382,7 @@ def test_kernels_compile_and_fit_and_hot_ones_use_tensor_cores_and_do_not_spill(
         assert kernels & of_weights == (known & {"weights_kernel"} if call == "dropout" else known)
     for row in rows:
         if (row["D"], getattr(torch, row["dtype"]), row["call"]) in HOT:
-            # The loop of the one is seldom run, and the other sorts more than it multiplies.
-            most = 8 if row["kernel"] in ("rows_kernel", "top_keys_kernel") else 0
+            most = 0 if row["kernel"] in with_products else 16  # those of weights, and the seldom run loop over rows
             assert row["stack"] <= most, f"spills: {row}"
         assert row["shared"] <= SHARED_MEMORY[arch], f"does not fit: {row}"
         with_matrices = (

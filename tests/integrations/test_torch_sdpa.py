@@ -273,7 +273,7 @@ def causal_calls() -> dict[str, tuple[Callable[[], CausalBias], tuple[int, int],
     """By name: the CausalBias, the numbers of queries and keys, and the other arguments."""
     cases = {}
     for make in (causal_upper_left, causal_lower_right):
-        for lengths in ((5, 9), (9, 5), (7, 7), (1, 6), (6, 2)):  # of one key alone, torch has a gradient of exactly 0
+        for lengths in ((5, 9), (9, 5), (7, 7), (1, 6), (6, 1), (6, 2)):
             cases[f"{make.__name__}{lengths}"] = (make, lengths, lengths, {})
     cases["upper left, of other lengths"] = (causal_upper_left, (3, 4), (5, 9), {})
     cases["square, of other lengths"] = (causal_lower_right, (3, 3), (5, 9), {})
@@ -317,7 +317,9 @@ def test_causal_bias(name, dtype):
     for who, mine in by_caller.items():
         for output, *values in zip(("o", "dq", "dk", "dv"), mine, torchs, exact, strict=True):
             error = fastattn.testing.compare(output, *(x.detach() for x in values))
-            assert error.right, f"{who}: {error}"
+            # Of a single key torch's softmax has a gradient of exactly 0, so there is no budget; O is rounded in delta.
+            almost_zero = S == 1 and output in ("dq", "dk") and error.largest < 4 * torch.finfo(torch.float32).eps
+            assert error.right or almost_zero, f"{who}: {error}"
 
 
 @pytest.mark.parametrize("why", ["needs float16 or bfloat16, got float64", "sdpa_kernel", "must be causal_lower_right"])

@@ -40,6 +40,10 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=None, help="how many at most, the same on every machine")
     parser.add_argument("--target", help="only this one; a seed then draws something else than without")
     options = parser.parse_args()
+    from targets import TARGETS
+
+    if options.target not in (None, *TARGETS):
+        parser.error(f"--target must be one of {', '.join(TARGETS)}, got {options.target!r}")
     seed = random.randrange(10**9) if options.seed is None else options.seed
     print(f"attack: SEED={seed}", flush=True)
     return 1 if attack(seed, options.seconds, options.draws, only=options.target) else 0

@@ -161,6 +161,8 @@ class CompiledModule:
         """How the module stands, in one phrase; compiles nothing."""
         if path := self.built_in(_PACKAGE_DIR):
             return f"built ahead of time: {path}"
+        if why := _distrust(self, cache_dir()):
+            return why
         if path := self.built_in(cache_dir()):
             return f"cached: {path}"
         if why := self.obstacle():

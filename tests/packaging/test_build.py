@@ -231,8 +231,10 @@ def test_what_others_can_write_is_not_loaded(stand_in, of):
     path = cached(stand_in)
     path = {"folder": path.parent, "module": path, "checksum": path.with_name(f"{path.name}.sha256")}[of]
     path.chmod(path.stat().st_mode | 0o020)
-    out, err = finish(start(stand_in, "print(build.CPU.unavailable())"))
-    assert out.startswith(f"the cpu backend's module is not loaded from {path}, which other users can write (")
+    out, err = finish(start(stand_in, "print(build.CPU.unavailable()); print(build.CPU.state())"))
+    why, state = out.splitlines()
+    assert why.startswith(f"the cpu backend's module is not loaded from {path}, which other users can write (")
+    assert state == why
     assert err == ""
 
 

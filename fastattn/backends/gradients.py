@@ -71,8 +71,7 @@ def learned_gradients(
 class RowStats:
     """What a backward pass knows of each query, fp32 or fp64 [B, H, n_q] each.
 
-    lse_log2: lse in base 2; +inf where a query sees nothing.
-    rest_log2: what its rounding left out, or None for nothing.
+    lse_log2, rest_log2: their sum is the lse in base 2, +inf where a query sees nothing; None for no rest.
     delta: rowsum(dO * O) - dlse.
     dlse: what arrives at the lse, 0 where a query sees nothing; or None.
     sinks: [H], or None.

@@ -9,12 +9,12 @@ called `forward` or `backward`: Python would put the module in the place of the 
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
-from ...spec import Mask, Spec
+from ...spec import LOG2E, Mask, Spec
 
 NAME = "hopper"
 WHERE = "NVIDIA GPUs of compute capability 9.0 (H100, H200), by name"
@@ -65,7 +65,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
     from .flash_forward import forward
 
-    return forward(q, k, v, spec)
+    sign, spec = _sign_of_scale(spec)
+    return forward(q if sign == 1 else q * sign, k, v, spec)
 
 
 def backward(
@@ -83,7 +84,22 @@ def backward(
     from . import flash_backward, fused_backward
 
     which = flash_backward if spec.deterministic else fused_backward
-    return which.backward(do, dlse, q, k, v, o, lse, spec, output_mask)
+    sign, spec = _sign_of_scale(spec)
+    if sign == 1:
+        return which.backward(do, dlse, q, k, v, o, lse, spec, output_mask)
+    dq, *others = which.backward(do, dlse, q * sign, k, v, o, lse, spec, output_mask)
+    return None if dq is None else dq * sign, *others
+
+
+def _sign_of_scale(spec: Spec) -> tuple[int, Spec]:
+    """1, -1 or 0, to be multiplied by the queries; and `spec` with a positive scale, which the kernels need.
+
+    Of one that fp32 rounds to 0 in base 2 the sign is 0.
+    """
+    scale = abs(spec.scale)
+    if scale * LOG2E < torch.finfo(torch.float32).tiny:
+        return 0, replace(spec, scale=1.0)
+    return (1, spec) if spec.scale > 0 else (-1, replace(spec, scale=scale))
 
 
 def _device_objections(device: torch.device) -> list[str]:

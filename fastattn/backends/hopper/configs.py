@@ -103,12 +103,12 @@ def _options(config: NamedTuple, *not_of_the_kernel: str) -> dict[str, int]:
 
 _DK_DV = {  # larger head dim -> configuration
     64: DkDvConfig(True, 64, 2, 2, 224, 56, 168, True),
-    128: DkDvConfig(True, 64, 2, 2, 232, 40, 168, True),
+    128: DkDvConfig(True, 64, 2, 2, 240, 24, 168, True),
     256: DkDvConfig(False, 64, 2, 1, 232, 40, 168, True),
 }
 _DQ = {
     64: DqConfig(128, 2, 2, 224, 56, 168, True),
-    128: DqConfig(128, 2, 2, 232, 40, 168, True),
+    128: DqConfig(128, 2, 2, 240, 24, 168, True),
     256: DqConfig(64, 2, 1, 240, 24, 168, True),
 }
 
@@ -151,7 +151,7 @@ class FusedConfig(NamedTuple):
 
 _FUSED = {  # larger head dim -> configuration; BLOCK_M times the head dim is what two warp groups compute of dQ
     64: FusedConfig(128, 2, 2, 224, 56, 168, True),
-    128: FusedConfig(64, 2, 2, 232, 40, 168, True),
+    128: FusedConfig(64, 2, 2, 240, 24, 168, True),
 }
 
 

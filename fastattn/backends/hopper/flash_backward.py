@@ -71,13 +71,21 @@ from .rings import (
 
 
 class Inputs(NamedTuple):
-    """Tensors that the kernels read by TMA: [B, H, N, D], and lse_log2 and delta of every query, [B, H, 2, n_q]."""
+    """Tensors that the kernels read by TMA: [B, H, N, D], and rows of every query, [B, H, ROWS_OF_QUERY, n_q]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
     rows: Tensor
+
+
+REFERENCE: gl.constexpr = gl.constexpr(0)
+REST_LOG2: gl.constexpr = gl.constexpr(1)
+DELTA: gl.constexpr = gl.constexpr(2)
+"""The rows of `Inputs.rows`, which `Rows` explains."""
+ROWS_OF_QUERY: gl.constexpr = gl.constexpr(4)
+"""How many there are: one more, since a tile has a power of two."""
 
 
 class Hidden(NamedTuple):
@@ -129,10 +137,9 @@ def prepared(
     do = torch.zeros_like(o, memory_format=torch.contiguous_format) if do is None else loadable(do)
     rules, lse = rules_of(spec, n_q, k.shape[2]), lse.contiguous()
     per_chunk = BYTES_OF_CHUNK // lse.element_size()
-    rows = lse.new_empty(B, H, 2, triton.cdiv(n_q, per_chunk) * per_chunk)[..., :n_q]
-    lse_log2, delta = rows.unbind(2)
+    rows = lse.new_empty(B, H, ROWS_OF_QUERY.value, triton.cdiv(n_q, per_chunk) * per_chunk)[..., :n_q]
     dlse = constant_where_nothing_is_seen(dlse, lse)
-    compute_rows(Rows(lse_log2, None, delta), heads(q), heads(k), readable_heads(o), heads(do), lse, dlse, rules)
+    compute_rows(Rows(*rows.unbind(2)[:3]), heads(q), heads(k), readable_heads(o), heads(do), lse, dlse, rules)
     return Inputs(q, k, v, do, rows), rules.visible
 
 
@@ -239,9 +246,9 @@ def larger_head_dim(inputs: Inputs) -> int:
 
 
 def descriptor_of_rows(rows: Tensor, block_m: int) -> TensorDescriptor:
-    """lse_log2 and delta of `block_m` queries at a time; 0 past the last one, where dO is 0 and nothing is added."""
+    """The rows of `block_m` queries at a time; 0 past the last one, where dO is 0 and nothing is added."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, 2, block_m], layout)
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, rows.shape[2], block_m], layout)
 
 
 @jit
@@ -375,13 +382,12 @@ def produce_dk_dv(
 
 @jit
 def load_rows(n, ring, desc, i_b, i_h, i_q):
-    """Loads lse_log2 and delta of the queries from `i_q` on as tile n, [2, M], asynchronously.
+    """Loads the rows of the queries from `i_q` on as tile n, [4, M], asynchronously.
 
     The slot is free when that of dO is.
     """
-    BLOCK_M: gl.constexpr = desc.block_shape[3]
     slot = slot_of(n, ring)[0]
-    mbarrier.expect(ring.full.index(slot), 2 * BLOCK_M * 4)
+    mbarrier.expect(ring.full.index(slot), desc.block_shape[2] * desc.block_shape[3] * 4)
     tma_load(desc, [i_b.to(gl.int32), i_h.to(gl.int32), 0, i_q], ring.full.index(slot), ring.tiles.index(slot))
 
 
@@ -447,7 +453,7 @@ def dk_dv_step(n, rings, b_dk, b_dv, gradients, tokens, edge, call, I_GROUP: gl.
     b_p = weights_of_keys(n, rows_ring, b_s, tokens, edge, call, 0, True)
     if dk is not None:
         b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
-        b_ds = b_p * (b_dp - row_in(n, rows_ring, 1, 0, BLOCK_M))
+        b_ds = b_p * (b_dp - row_in(n, rows_ring, DELTA, 0, BLOCK_M))
     if dv is not None:
         b_left = gl.convert_layout(b_p.to(dtype), left_operand(do_ring.tiles.shape[4]))
         b_dv = warpgroup_mma(b_left, t_do, b_dv, is_async=True)
@@ -482,7 +488,8 @@ def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr,
         call.visible.left is not None or call.visible.right is not None or call.visible.documents_q is not None
     )
     wait_full(n, rows_ring)
-    b_p = gl.exp2(b_s * call.scale_log2 - row_in(n, rows_ring, 0, I_PART, PART))
+    b_s -= row_in(n, rows_ring, REFERENCE, I_PART, PART)
+    b_p = gl.exp2(b_s * call.scale_log2 - row_in(n, rows_ring, REST_LOG2, I_PART, PART))
     if IS_LIMITED and edge:
         o_m = gl.arange(0, PART, layout=gl.SliceLayout(0, accumulator(PART)))
         if call.visible.documents_q is None:
@@ -500,7 +507,7 @@ def weights_of_keys(n, rows_ring, b_s, tokens, edge, call, I_PART: gl.constexpr,
 
 @jit
 def row_in(n, ring, ROW: gl.constexpr, I_PART: gl.constexpr, PART: gl.constexpr):
-    """lse_log2 (row 0) or delta (row 1) of PART queries of the n-th tile, [1, PART], to be used with products."""
+    """A row of PART queries of the n-th tile, [1, PART], to be used with products."""
     return tile_in(n, ring).slice(ROW, 1).slice(I_PART * PART, PART, dim=1).load(accumulator(PART))
 
 
@@ -617,11 +624,12 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
         i_m, i_h, i_b, q_offset, tile_range = work_item(i, call, BLOCK_M, BLOCK_N)
         i_row = i_m * BLOCK_M + I_GROUP * ROWS
         o_q = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(BLOCK_N)))
-        p_row = rows + (i_b * call.order.H + i_h) * 2 * s_row + o_q
-        b_lse_log2 = gl.load(p_row, mask=o_q < n_q, other=float("inf"))
-        b_delta = gl.load(p_row + s_row, mask=o_q < n_q, other=0.0)
+        p_row = rows + (i_b * call.order.H + i_h) * ROWS_OF_QUERY * s_row + o_q
+        b_reference = gl.load(p_row + REFERENCE * s_row, mask=o_q < n_q, other=0.0)
+        b_rest_log2 = gl.load(p_row + REST_LOG2 * s_row, mask=o_q < n_q, other=float("inf"))
+        b_delta = gl.load(p_row + DELTA * s_row, mask=o_q < n_q, other=0.0)
         queries = queries_at(o_q, i_b, n_q, q_offset, call.visible)
-        of_rows = queries, gl.expand_dims(b_lse_log2, 1), gl.expand_dims(b_delta, 1)
+        of_rows = queries, gl.expand_dims(b_reference, 1), gl.expand_dims(b_rest_log2, 1), gl.expand_dims(b_delta, 1)
         b_dq = gl.zeros([ROWS, BLOCK_QK], gl.float32, layout=accumulator(BLOCK_QK))
         wait_full(n_query_tile, q_ring)
         wait_full(n_query_tile, do_ring)
@@ -644,7 +652,7 @@ def consume_dq(rings, rows, s_row, dq, real_queries, scale, call, I_GROUP: gl.co
 def dq_step(n, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP: gl.constexpr):
     """dQ with what the n-th tile of keys adds."""
     q_ring, k_ring, v_ring, do_ring = rings
-    queries, b_lse_log2, b_delta = of_rows
+    queries, b_reference, b_rest_log2, b_delta = of_rows
     BLOCK_N: gl.constexpr = k_ring.tiles.shape[3]
     b_zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
     i_slot = opaque(I_GROUP)  # or else the addresses of all parts of Q and dO are kept in registers
@@ -655,7 +663,7 @@ def dq_step(n, rings, b_dq, of_rows, i_n, i_b, edge, call, I_GROUP: gl.constexpr
     wait_full(n, v_ring)
     b_dp = warpgroup_mma(t_do, tile_in(n, v_ring).permute((1, 0)), b_zero, use_acc=False, is_async=True)
     b_s = warpgroup_mma_wait(1, deps=(b_s,))
-    b_p = gl.exp2(b_s * call.scale_log2 - b_lse_log2)
+    b_p = gl.exp2((b_s - b_reference) * call.scale_log2 - b_rest_log2)
     wait_full(n, v_ring)  # it is: see OVERLAP of `weights_of_keys`
     b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
     release(n, v_ring)

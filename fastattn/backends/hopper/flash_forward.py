@@ -38,6 +38,7 @@ from .gluon import (
     gl,
     jit,
     opaque,
+    reciprocal,
     sync_named,
     warp_specialize,
     warpgroup_mma,
@@ -59,6 +60,8 @@ from .rings import (
 )
 
 ROWS: gl.constexpr = gl.constexpr(ROWS_OF_GROUP)
+HUGE_LOG2: gl.constexpr = gl.constexpr(2.0**28)
+"""Half a unit in its last place is 8, and 2^8 a number of fp16 and bf16."""
 FIRST_TURN: gl.constexpr = gl.constexpr(9)
 """The named barrier where the first warp group waits for its turn; the second waits at the next."""
 
@@ -109,7 +112,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
         H,
         GROUP=H // H_kv,
         D_V=d_v,
-        SCALE_IS_POSITIVE=scale_log2 >= torch.finfo(torch.float32).tiny,
         **config.options(),
     )
     return o, lse
@@ -135,7 +137,6 @@ def forward_kernel(
     H,
     GROUP: gl.constexpr,
     D_V: gl.constexpr,
-    SCALE_IS_POSITIVE: gl.constexpr,
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -158,8 +159,8 @@ def forward_kernel(
     if GROUPS == 2:
         warp_specialize(
             [
-                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, SCALE_IS_POSITIVE, PING_PONG)),
-                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, SCALE_IS_POSITIVE, PING_PONG)),
+                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, PING_PONG)),
+                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, PING_PONG)),
                 (produce, (rings, tensors, v_rows, call, first, GROUPS, GROUP, D_V)),
             ],
             [4, 1],
@@ -168,9 +169,9 @@ def forward_kernel(
     else:
         warp_specialize(
             [
-                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, SCALE_IS_POSITIVE, False)),
-                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, SCALE_IS_POSITIVE, False)),
-                (consume, (rings, o, lse, call, first, GROUPS, 2, D_V, SCALE_IS_POSITIVE, False)),
+                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, False)),
+                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, False)),
+                (consume, (rings, o, lse, call, first, GROUPS, 2, D_V, False)),
                 (produce, (rings, tensors, v_rows, call, first, GROUPS, GROUP, D_V)),
             ],
             [4, 4, 1],
@@ -239,7 +240,6 @@ def consume(
     GROUPS: gl.constexpr,
     I_GROUP: gl.constexpr,
     D_V: gl.constexpr,
-    SCALE_IS_POSITIVE: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
     """A warp group: 64 rows of the output of every item, over the key tiles from the last one down."""
@@ -259,7 +259,7 @@ def consume(
         queries = queries_at(i_row + gl.arange(0, ROWS, layout=rows), i_b, n_q, q_offset, visible)
         n_steps = tile_range[3] - tile_range[0]
 
-        b_max_log2 = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
+        b_max = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
         b_sum = gl.zeros([ROWS], gl.float32, layout=rows)
         b_o = gl.zeros([ROWS, BLOCK_V], gl.float32, layout=accumulator(BLOCK_V))
         if n_steps > 0:
@@ -270,7 +270,7 @@ def consume(
             b_s = warpgroup_mma_wait(0, deps=(products_coming(n_k_tiles, t_q, k_ring),))
             release(n_k_tiles, k_ring)
             tokens = queries, tile_range[3] - 1, i_b
-            b_p, b_rescale, b_max_log2, b_sum = weigh(b_s, b_max_log2, b_sum, tokens, True, call, SCALE_IS_POSITIVE)
+            b_p, b_rescale, b_max, b_sum = weigh(b_s, b_max, b_sum, tokens, True, call)
             b_left = gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(BLOCK_V))
             for i_step in range(1, n_steps):
                 n = n_k_tiles + i_step
@@ -285,7 +285,7 @@ def consume(
                 b_s = warpgroup_mma_wait(1, deps=(b_s_coming,))
                 release(n, k_ring)
                 tokens = queries, i_n, i_b
-                b_p, b_rescale, b_max_log2, b_sum = weigh(b_s, b_max_log2, b_sum, tokens, edge, call, SCALE_IS_POSITIVE)
+                b_p, b_rescale, b_max, b_sum = weigh(b_s, b_max, b_sum, tokens, edge, call)
                 b_left = gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(BLOCK_V))
                 wait_full(n - 1, v_ring)  # it is: but ptxas moves the wait for products before all that this follows
                 b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
@@ -303,7 +303,7 @@ def consume(
         # Equal to 0, not "not above 0": a NaN that was seen must come out.
         m_nothing_seen = (b_sum == 0.0) | ~real_tokens(o_q, n_q, visible.real_queries, i_b)
         b_sum = gl.where(m_nothing_seen, 1.0, b_sum)
-        b_lse = gl.where(m_nothing_seen, float("-inf"), (b_max_log2 + gl.log2(b_sum)) / LOG2E)
+        b_lse = gl.where(m_nothing_seen, float("-inf"), (b_max * call.scale_log2 + gl.log2(b_sum)) / LOG2E)
         gl.store(lse + (i_b * call.order.H + i_h) * n_q + o_q, b_lse, mask=o_q < n_q)
         b_o = gl.where(as_output_rows(m_nothing_seen, BLOCK_V), 0.0, b_o * as_output_rows(1.0 / b_sum, BLOCK_V))
         store_rows(o, i_b, i_h, i_row, n_q, b_o, D_V)
@@ -326,25 +326,32 @@ def output_coming(n, b_left, b_o, v_ring):
 
 
 @jit
-def weigh(b_s, b_max_log2, b_sum, tokens, edge, call, SCALE_IS_POSITIVE: gl.constexpr):
+def weigh(b_s, b_max, b_sum, tokens, edge, call):
     """The online softmax of a tile of products: (weights, factor for what was summed before, new maximum, new sum)."""
     queries, i_n, i_b = tokens
     BLOCK_N: gl.constexpr = b_s.shape[1]
-    scale_log2 = call.scale_log2
-    if not SCALE_IS_POSITIVE:  # else the largest product has the largest score, and the scale is part of an fma
-        b_s *= scale_log2
-        scale_log2 = 1.0
     if edge:
         o_k = i_n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, accumulator(BLOCK_N)))
         keys = keys_at(o_k, i_b, call.n_k, call.visible)
         pairs = as_column(queries), as_row(keys), i_b, 0, call.n_q, call.n_k
         b_s = gl.where(keep(pairs, call.visible), b_s, float("-inf"))
-    b_new_max_log2 = gl.maximum(b_max_log2, gl.max(b_s, 1) * scale_log2)
+    b_new_max = gl.maximum(b_max, gl.max(b_s, 1))
     # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
-    b_base_log2 = gl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
-    b_p = gl.exp2(b_s * scale_log2 - gl.expand_dims(b_base_log2, 1))
-    b_rescale = gl.exp2(b_max_log2 - b_base_log2)
-    return b_p, b_rescale, b_new_max_log2, b_sum * b_rescale + gl.sum(b_p, 1)
+    b_base = gl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    b_factor = factor_of_rows(b_base, call.scale_log2)
+    b_p = gl.exp2(gl.fma(b_s, gl.expand_dims(b_factor, 1), gl.expand_dims(-b_base * b_factor, 1)))
+    b_rescale = gl.exp2((b_max - b_base) * call.scale_log2)
+    return b_p, b_rescale, b_new_max, b_sum * b_rescale + gl.sum(b_p, 1)
+
+
+@jit
+def factor_of_rows(b_base, factor):
+    """What the scores of rows with that maximum are multiplied by: the factor, or less where the maximum is huge.
+
+    Weights are 2^(factor * score - base), of which the base is rounded and the product is not: beyond 2^28 that would
+    be an exponent of more than 8, and of 128 in the end. Scores that differ there do so by more than leaves a weight.
+    """
+    return gl.minimum(HUGE_LOG2 * reciprocal(gl.abs(b_base)), factor)
 
 
 @jit

@@ -17,6 +17,7 @@ from ..triton.visibility import Visibility, is_edge, keys_at, query_ranges, real
 from . import flash_backward
 from .configs import ROWS_OF_GROUP, fused_config, padded_head_dim
 from .flash_backward import (
+    DELTA,
     Hidden,
     Inputs,
     descriptor_of_rows,
@@ -282,7 +283,7 @@ def fused_step(n, rings, to_dq, b_dk, b_dv, i_hq, tokens, edge, of_keys, call, I
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
         b_p = weights_of_keys(n, rows_ring, b_s, tokens, edge, call, i_part, real_keys is None)
         b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
-        b_ds = b_p * (b_dp - row_in(n, rows_ring, 1, i_part, ROWS))
+        b_ds = b_p * (b_dp - row_in(n, rows_ring, DELTA, i_part, ROWS))
         if unreal:
             # Of what is hidden V may be NaN, and P infinite.
             b_ds = of_real(b_ds, i_row, i_b, call.n_k, real_keys)

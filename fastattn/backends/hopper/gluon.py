@@ -34,6 +34,7 @@ __all__ = [
     "mbarrier",
     "opaque",
     "part_of",
+    "reciprocal",
     "store_wait",
     "sync_named",
     "tma_load",
@@ -92,6 +93,12 @@ def opaque(x):
     What is computed from them is computed anew, instead of being kept in registers over a loop that needs them all.
     """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def reciprocal(x):
+    """1 / x for floats, to a few units in the last place, in one instruction; inf for 0."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
 
 
 _IS_3_9: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))

@@ -21,7 +21,7 @@ from .configs import config_for, padded_head_dim
 from .dropout import kept
 from .recompute import Rows, load_rows, tile_gradients
 from .rules import Rules, rules_of
-from .scores import beside_sink, distances, online_softmax, scores_log2, sink_log2
+from .scores import beside_sink, distances, online_softmax, scores, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
@@ -181,7 +181,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What the other two kernels need of BLOCK_M query rows: delta, and lse in base 2, in fp32 as two floats."""
+    """The statistics of BLOCK_M query rows that the other two kernels need: see `Rows`."""
     visible, scoring = rules.visible, rules.scoring
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
     q_offset = position_of_first_query(visible, i_b)
@@ -195,40 +195,39 @@ def rows_kernel(
     if dlse is not None:
         b_delta -= tl.load(dlse + p_row, mask=m_q, other=0.0)
     b_lse = tl.load(lse + p_row, mask=m_q, other=float("-inf"))
-    b_lse_log2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
+    b_rest_log2 = tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E)
     m_row = o_q < n_q
     i_row = (i_b * H + i_h) * s_head + o_q
     tl.store(rows.delta + i_row, b_delta, mask=m_row)
-    if rows.rest_log2 is None:
-        tl.store(rows.lse_log2 + i_row, b_lse_log2, mask=m_row)
-    else:
-        # The rounding of a large lse is a factor of every weight of its row, so the online softmax runs once more.
-        # [M, D]
-        b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-        precise_up_to = PRECISE_UP_TO_LOG2 if b_q.dtype == tl.float32 else PRECISE_IN_16_BITS
-        m_rounded = (tl.abs(b_lse_log2) > precise_up_to) & (b_lse != float("-inf"))
-        tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
-        p_k = head_of(k, i_b, i_h // GROUP)
-        b_max_log2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        b_sum = tl.zeros([BLOCK_M], tl.float32)
-        for i_n in tl.range(tile_range[0], tl.where(anything(m_rounded), tile_range[3], tile_range[0])):
-            keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
-            m_k = keys[1]
-            m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-            if visible.dense.data is None or anything(m_dense):
-                # [N, D]
-                b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-                # [M, N]
-                edge = is_edge(i_n, tile_range)
-                pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-                b_s_log2 = scores_log2(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, scoring)[0]
-                b_s_log2 = hide(b_s_log2, float("-inf"), edge, m_dense, pairs, visible)
-                b_max_log2, b_sum, _, _ = online_softmax(b_s_log2, b_max_log2, b_sum)
-        if scoring.sinks is not None:
-            b_max_log2, b_sum, _ = beside_sink(sink_log2(scoring, i_h), b_max_log2, b_sum)
-        m_rounded &= b_sum > 0.0
-        tl.store(rows.lse_log2 + i_row, tl.where(m_rounded, b_max_log2, b_lse_log2), mask=m_row)
-        tl.store(rows.rest_log2 + i_row, tl.where(m_rounded, tl.log2(tl.where(m_rounded, b_sum, 1.0)), 0.0), mask=m_row)
+    # The rounding of a large lse is a factor of every weight of its row, so the online softmax runs once more.
+    # [M, D]
+    b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+    precise_up_to = PRECISE_UP_TO_LOG2 if b_q.dtype == tl.float32 else PRECISE_IN_16_BITS
+    m_rounded = (tl.abs(b_rest_log2) > precise_up_to) & (b_lse != float("-inf"))
+    tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
+    p_k = head_of(k, i_b, i_h // GROUP)
+    factor = 1.0 if scoring.factor_log2 is None else scoring.factor_log2
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    for i_n in tl.range(tile_range[0], tl.where(anything(m_rounded), tile_range[3], tile_range[0])):
+        keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+        m_k = keys[1]
+        m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
+        if visible.dense.data is None or anything(m_dense):
+            # [N, D]
+            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+            # [M, N]
+            edge = is_edge(i_n, tile_range)
+            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+            b_s = scores(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, scoring)[0]
+            b_s = hide(b_s, float("-inf"), edge, m_dense, pairs, visible)
+            b_max, b_sum, _, _ = online_softmax(b_s, factor, b_max, b_sum)
+    if scoring.sinks is not None:
+        b_max, b_sum, _ = beside_sink(sink_log2(scoring, i_h), b_max, b_sum)
+    m_rounded &= b_sum > 0.0
+    tl.store(rows.reference + i_row, tl.where(m_rounded, b_max, 0.0), mask=m_row)
+    b_sum = tl.where(m_rounded, b_sum, 1.0)
+    tl.store(rows.rest_log2 + i_row, tl.where(m_rounded, tl.log2(b_sum), b_rest_log2), mask=m_row)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -391,6 +390,6 @@ def dq_kernel(
     if ds_by_distance is not None:
         tl.store(ds_by_distance + i_row + o_q, tl.where(m_q, b_ds_by_distance, 0.0), mask=o_q < n_q)
         tl.store(p_by_distance + i_row + o_q, tl.where(m_q, b_p_by_distance, 0.0), mask=o_q < n_q)
-    m_seen = m_q & (b_rows[0] != float("inf"))  # else 0 times a NaN that other queries see
+    m_seen = m_q & (b_rows[1] != float("inf"))  # else 0 times a NaN that other queries see
     b_dq = tl.where(m_seen[:, None], b_dq * scale, 0.0)
     store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)

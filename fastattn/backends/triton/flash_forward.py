@@ -11,7 +11,7 @@ from ...spec import Spec, empty_output
 from .configs import config_for, padded_head_dim
 from .dropout import kept
 from .rules import Rules, rules_of
-from .scores import beside_sink, online_softmax, scores_log2, sink_log2
+from .scores import beside_sink, online_softmax, scores, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
@@ -106,7 +106,8 @@ def forward_kernel(
     p_k = head_of(k, i_b, i_h // GROUP)
     p_v = head_of(v, i_b, i_h // GROUP)
 
-    b_max_log2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    factor = 1.0 if scoring.factor_log2 is None else scoring.factor_log2
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for i_n in tl.range(tile_range[0], tile_range[3]):
@@ -120,10 +121,8 @@ def forward_kernel(
             # [M, N]
             b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
             pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            b_s_log2 = scores_log2(b_qk, pairs, scoring)[0]
-            b_s_log2 = hide(b_s_log2, float("-inf"), edge, m_dense, pairs, visible)
-
-            b_max_log2, b_sum, b_p, b_rescale = online_softmax(b_s_log2, b_max_log2, b_sum)
+            b_s = hide(scores(b_qk, pairs, scoring)[0], float("-inf"), edge, m_dense, pairs, visible)
+            b_max, b_sum, b_p, b_rescale = online_softmax(b_s, factor, b_max, b_sum)
             if dropout is not None:
                 b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
             # [N, D]
@@ -133,6 +132,7 @@ def forward_kernel(
 
     # Equal to 0, not "not above 0": a NaN that was seen must come out.
     m_nothing_seen = (b_sum == 0.0) | ~m_q
+    b_max_log2 = b_max * factor
     if scoring.sinks is not None:
         b_max_log2, b_sum, b_rescale = beside_sink(sink_log2(scoring, i_h), b_max_log2, b_sum)
         b_o *= b_rescale[:, None]

@@ -21,7 +21,7 @@ from .flash_forward import forward
 from .recompute import Rows, load_rows
 from .recompute import weights as weights_of_tile
 from .rules import Rules, rules_of
-from .scores import scores_log2
+from .scores import scores
 from .tiles import Heads, dot, dot_precision, head_of, heads, launch, load_tile, program_share, readable_heads
 from .visibility import (
     anything,
@@ -137,9 +137,9 @@ def weights_kernel(
         # [M, D], [N, D]
         b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
         b_k = load_tile(head_of(k, i_b, i_h // GROUP), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-        b_lse_log2, b_rest_log2, _ = as_column(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
+        b_reference, b_rest_log2, _ = as_column(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
         # [M, N]
-        b_p = weights_of_tile(b_q, b_k, b_lse_log2, b_rest_log2, edge, m_dense, pairs, rules, PRECISION)[0]
+        b_p = weights_of_tile(b_q, b_k, b_reference, b_rest_log2, edge, m_dense, pairs, rules, PRECISION)[0]
         if dropout is not None:
             b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p * dropout.factor, 0.0)
         b_sum += b_p
@@ -189,9 +189,9 @@ def received_kernel(
             pairs = as_row(queries), as_column(keys), i_b, i_h, n_q, n_k
             # [M, D]
             b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-            b_lse_log2, b_rest_log2, _ = as_row(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
+            b_reference, b_rest_log2, _ = as_row(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
             # [N, M]
-            b_sums += weights_of_tile(b_k, b_q, b_lse_log2, b_rest_log2, edge, m_dense, pairs, rules, PRECISION)[0]
+            b_sums += weights_of_tile(b_k, b_q, b_reference, b_rest_log2, edge, m_dense, pairs, rules, PRECISION)[0]
     # A full tile is full for the real keys only.
     tl.store(out + (i_b * H + i_h) * n_k + o_k, tl.where(m_k, tl.sum(b_sums, 1), 0.0), mask=o_k < n_k)
 
@@ -229,7 +229,7 @@ def top_keys_kernel(
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
     p_k = head_of(k, i_b, i_h // GROUP)
-    b_lse_log2, b_rest_log2, _ = as_column(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
+    b_reference, b_rest_log2, _ = as_column(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
 
     o_place = tl.arange(0, TOP_K)
     # [M, K]; all different, so that one of them can be replaced
@@ -245,12 +245,13 @@ def top_keys_kernel(
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]
-            b_s_log2 = scores_log2(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, rules.scoring)[0]
-            b_s_log2 = hide(b_s_log2, float("-inf"), edge, m_dense, pairs, visible)
-            b_s_log2 = tl.where(m_q[:, None] & m_k[None, :], b_s_log2, float("-inf"))
-            b_bits = tl.exp2(b_s_log2 - b_lse_log2 - b_rest_log2).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            b_s, factor, _ = scores(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, rules.scoring)
+            b_s = hide(b_s, float("-inf"), edge, m_dense, pairs, visible)
+            b_s = tl.where(m_q[:, None] & m_k[None, :], b_s, float("-inf"))
+            b_p = tl.exp2((b_s - b_reference) * factor - b_rest_log2)
+            b_bits = b_p.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             b_packed = (b_bits.to(tl.int64) << 32) | (0xFFFFFFFF - o_k.to(tl.int64))[None, :]
-            b_packed = tl.where(b_s_log2 == float("-inf"), -(2**40), b_packed)
+            b_packed = tl.where(b_s == float("-inf"), -(2**40), b_packed)
             b_candidate = tl.max(b_packed, 1)
             while anything(b_candidate > b_smallest):
                 m_replaced = (b_largest == b_smallest[:, None]) & (b_candidate > b_smallest)[:, None]

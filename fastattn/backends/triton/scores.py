@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +17,8 @@ class Scoring(NamedTuple):
     """Terms that make scores of products; None where the call has no such term.
 
     scale_log2: factor on q k^T, for scores in base 2.
+    factor_log2: the same where it is positive and nothing else makes a score, not even a sink: the largest product is
+        then the largest score, and is multiplied after the maximum.
     softcap_log2: bound on the scores so far, in base 2.
     bias: added after that; in base e.
     slopes: [B, H, 1, 1], subtracted for each position that a key is away from the query; in base e.
@@ -23,6 +26,7 @@ class Scoring(NamedTuple):
     """
 
     scale_log2: float
+    factor_log2: float | None
     softcap_log2: float | None
     bias: Table
     slopes: Table
@@ -31,8 +35,11 @@ class Scoring(NamedTuple):
 
 def scoring(spec: Spec) -> Scoring:
     """The terms of `spec` as the kernels take them."""
+    scale_log2 = spec.scale * LOG2E.value
+    plain = all(term is None for term in (spec.softcap, spec.bias, spec.alibi_slopes, spec.sinks))
     return Scoring(
-        scale_log2=spec.scale * LOG2E.value,
+        scale_log2=scale_log2,
+        factor_log2=scale_log2 if plain and scale_log2 >= torch.finfo(torch.float32).tiny else None,
         softcap_log2=None if spec.softcap is None else spec.softcap * LOG2E.value,
         bias=table(spec.bias),
         slopes=table(None if spec.alibi_slopes is None else spec.alibi_slopes[..., None, None]),
@@ -47,21 +54,25 @@ def distances(pairs):
 
 
 @triton.jit
-def scores_log2(b_qk, pairs, scoring):
-    """Scores of a tile of products q k^T, in base 2 before the mask, and their derivative by scale * q k^T.
+def scores(b_qk, pairs, scoring):
+    """Scores of a tile of products q k^T before the mask, what makes them scores in base 2, and their derivative.
 
-    They are rounded before a maximum or an lse is subtracted: the compiler may merge a product with the subtraction,
-    but not an fma, and the difference of a huge score and its own rounding is an exponent beyond the floats.
+    The derivative is by scale * q k^T. Scores in base 2 are rounded before a maximum is subtracted: the compiler may
+    merge a product with the subtraction, but not an fma, and the difference of a huge score and its own rounding is an
+    exponent beyond the floats.
     """
-    b_s_log2, b_slope = tl.fma(b_qk, scoring.scale_log2, 0.0), 1.0
-    if scoring.softcap_log2 is not None:
-        b_tanh = tanh(b_s_log2 / scoring.softcap_log2)
-        b_s_log2, b_slope = tl.fma(b_tanh, scoring.softcap_log2, 0.0), 1.0 - b_tanh * b_tanh
-    if scoring.bias.data is not None:
-        b_s_log2 += entries(scoring.bias, pairs).to(tl.float32) * LOG2E
-    if scoring.slopes.data is not None:
-        b_s_log2 -= distances(pairs) * (entries(scoring.slopes, pairs).to(tl.float32) * LOG2E)
-    return b_s_log2, b_slope
+    if scoring.factor_log2 is not None:
+        return b_qk, scoring.factor_log2, 1.0
+    else:
+        b_s_log2, b_slope = tl.fma(b_qk, scoring.scale_log2, 0.0), 1.0
+        if scoring.softcap_log2 is not None:
+            b_tanh = tanh(b_s_log2 / scoring.softcap_log2)
+            b_s_log2, b_slope = tl.fma(b_tanh, scoring.softcap_log2, 0.0), 1.0 - b_tanh * b_tanh
+        if scoring.bias.data is not None:
+            b_s_log2 += entries(scoring.bias, pairs).to(tl.float32) * LOG2E
+        if scoring.slopes.data is not None:
+            b_s_log2 -= distances(pairs) * (entries(scoring.slopes, pairs).to(tl.float32) * LOG2E)
+        return b_s_log2, 1.0, b_slope
 
 
 @triton.jit
@@ -71,14 +82,17 @@ def sink_log2(scoring, i_h):
 
 
 @triton.jit
-def online_softmax(b_s_log2, b_max_log2, b_sum):
-    """(maximum, sum, weights, factor of older weights) of rows of which these scores [M, N] are added."""
-    b_new_max_log2 = tl.maximum(b_max_log2, tl.max(b_s_log2, 1))
+def online_softmax(b_s, factor, b_max, b_sum):
+    """(maximum, sum, weights, factor of older weights) of rows of which these scores [M, N] are added.
+
+    The weights are 2^(factor * (score - maximum)).
+    """
+    b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
     # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
-    b_base_log2 = tl.where(b_new_max_log2 == float("-inf"), 0.0, b_new_max_log2)
-    b_p = tl.exp2(b_s_log2 - b_base_log2[:, None])
-    b_rescale = tl.exp2(b_max_log2 - b_base_log2)
-    return b_new_max_log2, b_sum * b_rescale + tl.sum(b_p, 1), b_p, b_rescale
+    b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    b_p = tl.exp2((b_s - b_base[:, None]) * factor)
+    b_rescale = tl.exp2((b_max - b_base) * factor)
+    return b_new_max, b_sum * b_rescale + tl.sum(b_p, 1), b_p, b_rescale
 
 
 @triton.jit

@@ -37,6 +37,11 @@ def opaque(x: values.Value) -> values.Value:
     return x
 
 
+def reciprocal(x: values.Value) -> values.Value:
+    """1 / x."""
+    return 1.0 / x
+
+
 def part_of(tile: View, i_part: object, rows: object) -> View:
     """Rows and 64 columns of a tile [rows, D]; the parts of the first 64 columns come first."""
     i_part, rows = int(values.value_of(i_part)), int(rows)
@@ -78,6 +83,7 @@ __all__ = [
     "mbarrier",
     "opaque",
     "part_of",
+    "reciprocal",
     "store_wait",
     "sync_named",
     "tma_load",

@@ -21,6 +21,7 @@ from .values import (
     common_type,
     constexpr,
     float32,
+    float64,
     int1,
     int32,
     raw,
@@ -153,7 +154,9 @@ floor, ceil = _of_each(torch.floor), _of_each(torch.ceil)
 
 
 def fma(x: object, y: object, z: object) -> Value:
-    return value_of(x) * y + z
+    """x * y + z in fp32, of which the product is not rounded."""
+    x, y, z = (value_of(operand).to(float64) for operand in (x, y, z))
+    return (x * y + z).to(float32)
 
 
 def cdiv(x: object, y: object) -> object:

@@ -1,7 +1,8 @@
 """Modules that call torch.nn.functional.scaled_dot_product_attention themselves: timm's, open_clip's, or a user's own.
 
 The class of such a module is replaced by a subclass, whose forward runs the same code, but with calls of torch's
-function routed to fastattn's. What else the module computes does not matter.
+function routed to fastattn's. What else the module computes does not matter. Nothing of these libraries is named; it
+was tried with their versions in constraints.txt.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ second alone transformers would make no mask at all, and padding would be attend
 A call of transformers is either computed as its own eager attention does, or refused in a sentence. One thing differs
 on purpose: where it is certain that the queries are the tokens of the keys, padded queries are not computed, and their
 attention output is 0 (as with its flash_attention_2). The output of a model at padding has no meaning.
+
+All that is read of transformers' internals stands here (closures of its mask functions, the source of a forward); it
+was tried with the versions in constraints.txt.
 """
 
 from __future__ import annotations

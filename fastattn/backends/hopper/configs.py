@@ -153,8 +153,12 @@ _FUSED = {  # larger head dim -> configuration; BLOCK_M times the head dim is wh
     64: FusedConfig(128, 2, 2, 224, 56, 168, True),
     128: FusedConfig(64, 2, 2, 240, 24, 168, True),
 }
+_FUSED_PADDED = {  # a warp that copies the real rows itself needs more registers
+    128: FusedConfig(64, 2, 2, 232, 40, 168, True),
+}
 
 
-def fused_config(padded_head_dim: int) -> FusedConfig | None:
+def fused_config(padded_head_dim: int, padding: bool = False) -> FusedConfig | None:
     """The parameters of the kernel of all three gradients; None where it cannot serve such head dims."""
-    return _FUSED.get(padded_head_dim)
+    config = _FUSED.get(padded_head_dim)
+    return _FUSED_PADDED.get(padded_head_dim, config) if padding else config

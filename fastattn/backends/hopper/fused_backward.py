@@ -84,7 +84,8 @@ def compute_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Vis
     """Computes dQ, dK and dV in one launch."""
     q, k, v, do, rows = inputs
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
-    config = fused_config(larger_head_dim(inputs))
+    padding = visible.real_queries is not None or visible.real_keys is not None
+    config = fused_config(larger_head_dim(inputs), padding)
     # Q and K are padded to the larger one, by which BLOCK_M goes: so dQ of a tile makes two parts of [64, 64].
     block_qk, block_v = larger_head_dim(inputs), padded_head_dim(d_v)
     real_queries = visible.real_queries

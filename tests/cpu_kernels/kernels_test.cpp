@@ -5,7 +5,6 @@
 //   kernels_test heap                one placement of the buffers
 //   kernels_test heap few            of some cases (kFewCases); or of the one of that name
 //   kernels_test --instruction-sets  the names of those that this machine runs
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -16,6 +15,7 @@
 #include "../../csrc/cpu/ranges.h"
 #include "../../csrc/cpu/run.h"
 #include "budget.h"
+#include "complaints.h"
 #include "for_each.h"
 #include "formula.h"
 
@@ -23,8 +23,6 @@ namespace fastattn::test {
 namespace {
 
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
-
-const char* name_of(DType dtype) { return dtype == DType::f32 ? "fp32" : dtype == DType::bf16 ? "bf16" : "fp16"; }
 
 // How a call is cut and what is asked for besides o and lse: none of it may change a bit of the results.
 struct Request {
@@ -49,22 +47,6 @@ constexpr Request kRequests[] = {
     {"dk and dv", 1, false, true, false, false},
     {"sums of dS, 64 threads", 64, false, false, true, false},
 };
-
-// What is being computed, for the message of a crash, and how often something was wrong.
-char current[200];
-int wrong = 0;
-
-void complain(const std::string& what) {
-  std::printf("%s: %s\n", current, what.c_str());
-  ++wrong;
-}
-
-void on_crash(int) {
-  constexpr char kMessage[] = ": touched memory that is not its own\n";
-  const bool told = write(STDOUT_FILENO, current, std::strlen(current)) > 0 &&
-                    write(STDOUT_FILENO, kMessage, std::strlen(kMessage)) > 0;
-  _exit(told ? 1 : 2);
-}
 
 // Row lists whose tables lie in guarded memory too.
 class RowLists {
@@ -312,10 +294,7 @@ const std::set<std::string> kFewCases = {
 // clang-format on
 
 int test_all(const std::vector<Placement>& placements, const std::string& wish) {
-  struct sigaction present;
-  sigaction(SIGSEGV, nullptr, &present);
-  if (present.sa_handler == SIG_DFL) std::signal(SIGSEGV, on_crash);  // AddressSanitizer has its own, which tells more
-
+  watch_for_crashes();
   int cases = 0;
   for (const std::vector<Case>* table : {&kCases, &kMoreCases}) {
     for (const Case& c : *table) {

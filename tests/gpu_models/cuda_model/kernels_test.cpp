@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -17,6 +16,7 @@
 #include <utility>
 
 #include "../../cpu_kernels/budget.h"
+#include "../../cpu_kernels/complaints.h"
 #include "../../cpu_kernels/formula.h"
 #include "settings.h"
 
@@ -24,8 +24,6 @@ namespace fastattn::test {
 namespace {
 
 using cuda::model::Order;
-
-const char* name_of(DType dtype) { return dtype == DType::f32 ? "fp32" : dtype == DType::bf16 ? "bf16" : "fp16"; }
 
 // How a call is run and which gradients are asked for: none of it may change a bit of the results.
 struct Request {
@@ -44,22 +42,6 @@ constexpr Request kRequests[] = {
     {"dk and dv at random", Placement::before_guard, Order::random, false, true},
 #endif
 };
-
-// What is being computed, for the message of a crash, and how often something was wrong.
-char current[200];
-int wrong = 0;
-
-void complain(const std::string& what) {
-  std::printf("%s: %s\n", current, what.c_str());
-  ++wrong;
-}
-
-void on_crash(int) {
-  constexpr char kMessage[] = ": touched memory that is not its own\n";
-  const bool told = write(STDOUT_FILENO, current, std::strlen(current)) > 0 &&
-                    write(STDOUT_FILENO, kMessage, std::strlen(kMessage)) > 0;
-  _exit(told ? 1 : 2);
-}
 
 constexpr int64_t kRowBytes = 16;  // that the kernels read or write at a time
 
@@ -361,10 +343,7 @@ const std::set<std::string> kFewCases = {
 bool takes(const Case& c) { return c.d_qk <= cuda::kMostColumns && c.d_v <= cuda::kMostColumns; }
 
 int test_all(const std::string& wish) {
-  struct sigaction present;
-  sigaction(SIGSEGV, nullptr, &present);
-  if (present.sa_handler == SIG_DFL) std::signal(SIGSEGV, on_crash);  // AddressSanitizer has its own, which tells more
-
+  watch_for_crashes();
   int cases = 0;
   for (const std::vector<Case>* some : {&kCases, &kMoreCases}) {
     for (const Case& c : *some) {

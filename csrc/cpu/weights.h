@@ -29,8 +29,9 @@ struct WeightsScratch {
   float *q, *q_t;       // [M, d] and [d, M]
   float* k;             // a copy of a block of keys, where it is needed
   float *s_t, *z_t;     // [kBlockKeys, M]
-  float* sums;          // [kSummedKeys, M], or [kSummedKeys, kLanes] where queries are summed
-  float* rows;          // [kLanes, kSummedKeys], or [kSummedKeys, kLanes]
+  int64_t summed_keys;  // kSummedKeys, or fewer where there are fewer keys
+  float* sums;          // [summed_keys, M], or [summed_keys, kLanes] where queries are summed
+  float* rows;          // [kLanes, summed_keys], or [summed_keys, kLanes]
   float* largest;       // [M, top_k], descending
   int32_t* their_keys;  // [M, top_k]
   int64_t size;
@@ -43,8 +44,9 @@ struct WeightsScratch {
     k = arena.take(kBlockKeys * units(p.d_qk));
     s_t = arena.take(kBlockKeys * M);
     z_t = arena.take(p.dropout.drops ? kBlockKeys * M : 0);
-    sums = arena.take(kSummedKeys * M);
-    rows = arena.take(kSummedKeys * kLanes);
+    summed_keys = lesser(kSummedKeys, padded(up_to_grain(p.n_k)));
+    sums = arena.take(summed_keys * M);
+    rows = arena.take(summed_keys * kLanes);
     largest = arena.take(M * top_k);
     their_keys = reinterpret_cast<int32_t*>(arena.take(M * top_k));
     size = arena.used();
@@ -180,11 +182,11 @@ void write_weights(const Params& p, const Output& out, const WeightsItem& item, 
                    const Chunk& chunk, const WeightsScratch& w) {
   const float factor = 1.0f / static_cast<float>(item.last_head - item.first_head);
   for (int c = 0; c * kLanes < queries.n; ++c) {
-    transpose(w.sums + c * kLanes, C * kLanes, padded(chunk.n()), kLanes, w.rows, kSummedKeys, Unchanged{});
+    transpose(w.sums + c * kLanes, C * kLanes, padded(chunk.n()), kLanes, w.rows, w.summed_keys, Unchanged{});
     for (int64_t lane = 0; lane < lesser(kLanes, queries.n - c * kLanes); ++lane) {
       char* const row = out.row(item.b, item.row_of_heads, queries.index[c][lane]);
       with_elements(row, out.dtype,
-                    [&](auto* to) { write_columns(p.keys[item.b], chunk, w.rows + lane * kSummedKeys, factor, to); });
+                    [&](auto* to) { write_columns(p.keys[item.b], chunk, w.rows + lane * w.summed_keys, factor, to); });
     }
   }
 }
@@ -201,7 +203,7 @@ void weights(const Params& p, const Measure* measures, const Output& out, const 
   for (int64_t first = item.first_query; first < end; first += kBlockQueries) {
     const int64_t n = lesser(kBlockQueries, end - first);
     each_chunk(list, p.n_k, [&](const Chunk& chunk) {
-      __builtin_memset(w.sums, 0, kSummedKeys * kBlockQueries * sizeof(float));
+      __builtin_memset(w.sums, 0, w.summed_keys * kBlockQueries * sizeof(float));
       BackwardBlock block;
       with_columns(n, [&](auto C) {
         for (int64_t h = item.first_head; h < item.last_head; ++h) {
@@ -241,10 +243,10 @@ void received(const Params& p, const Measure* measures, float* out, const Weight
   const IndexList &queries = p.queries[b], &list = p.keys[b];
   const Chunk chunk(list, p.n_k, item.first_key);
   float* const totals = w.rows;
-  __builtin_memset(totals, 0, kSummedKeys * kLanes * sizeof(float));
+  __builtin_memset(totals, 0, w.summed_keys * kLanes * sizeof(float));
   for (int64_t strip = 0; strip < queries.count; strip += kStripQueries) {
     const int64_t end = lesser(strip + kStripQueries, queries.count);
-    __builtin_memset(w.sums, 0, kSummedKeys * kLanes * sizeof(float));
+    __builtin_memset(w.sums, 0, w.summed_keys * kLanes * sizeof(float));
     for (int64_t first = strip; first < end; first += kBlockQueries) {
       BackwardBlock block;
       block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));

@@ -171,10 +171,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise TypeError(f"rotation must be a Rotation or None, got {type(rotation).__name__}")
         if cache is None:
             q, k, v = self.project(query, key, value, rotation)
-            shape, appended, mask, bias = (*q.shape[:3], k.shape[2]), self._appended_keys(), None, None
+            appended, mask, bias = self._appended_keys(), None, None
             if key_padding_mask is not None or attn_mask is not None or is_causal:
                 mask, bias = canonical_mask(
-                    key_padding_mask, attn_mask, shape, q, batched=batched, is_causal=is_causal,
+                    key_padding_mask, attn_mask, (*q.shape[:3], k.shape[2]), q, batched=batched, is_causal=is_causal,
                     need_weights=need_weights, appended=appended,
                 )  # fmt: skip
             if appended:
@@ -228,7 +228,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         packed_weight, packed_bias = self.in_proj_weight, self.in_proj_bias
         if packed_weight is not None and query is key and key is value:
-            return self._split_heads(F.linear(query, packed_weight, packed_bias), sum(heads)).split(heads, 1)
+            return self._split_heads(F.linear(query, packed_weight, packed_bias), sum(heads)).split_with_sizes(heads, 1)
         groups = ((query, heads[:1]), (key, heads[1:2]), (value, heads[2:]))
         if packed_weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -240,12 +240,12 @@ class MultiHeadAttention(nn.MultiheadAttention):
         result = []
         for (x, parts), weight, bias in zip(groups, weights, biases, strict=True):
             x = self._split_heads(F.linear(x, weight, bias), sum(parts))
-            result += [x] if len(parts) == 1 else x.split(parts, 1)
+            result += [x] if len(parts) == 1 else x.split_with_sizes(parts, 1)
         return result
 
     def _rows_of_groups(self, x: Tensor, groups: tuple) -> tuple[Tensor, ...]:
         """The rows of `in_proj_weight` or `in_proj_bias` that project each group of `_project`."""
-        return x.split([sum(parts) * self.head_dim for _, parts in groups])
+        return x.split_with_sizes([sum(parts) * self.head_dim for _, parts in groups])
 
     def _attend(
         self,

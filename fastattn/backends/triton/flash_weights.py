@@ -245,7 +245,7 @@ def top_keys_kernel(
             # [N, D]
             b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
             # [M, N]
-            b_s, factor, b_slope = scores(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, rules.scoring)
+            b_s, factor, _slope = scores(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, rules.scoring)
             b_s = hide(b_s, float("-inf"), edge, m_dense, pairs, visible)
             b_s = tl.where(m_q[:, None] & m_k[None, :], b_s, float("-inf"))
             b_p = tl.exp2((b_s - b_reference) * factor - b_rest_log2)

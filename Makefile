@@ -55,13 +55,14 @@ gpu:
 	    { echo "make gpu needs torch, triton and pytest, which $(PYTHON) does not have: make gpu PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m benchmarks.gpu $(STAGE) $(ARGS)
 
-# nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. CUDA_ARCHS as 75 80; make chooses none.
+# nvcc is CUDA_HOME's, or else the one on the PATH, or else comes from PyPI. CUDA_ARCHS as 75 80; without it what
+# the kernels take on all of cuda_record.ARCHS is recorded. make chooses none.
 CUDA_ARCHS ?=
 PYPI_CUDA := $(VENV)/cuda
 NVCC ?= $(or $(and $(CUDA_HOME),$(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),$(PYPI_CUDA)/nvidia/cu13/bin/nvcc)
 
 cuda: $(INSTALLED) $(NVCC)
-	$(BIN)/python tests/compile_gates/cuda_compile.py --nvcc $(NVCC) $(CUDA_ARCHS)
+	$(BIN)/python tests/compile_gates/cuda_compile.py --nvcc $(NVCC) $(or $(CUDA_ARCHS),--record)
 
 # With the Triton of constraints.txt; as many at once as there are cores.
 triton: $(INSTALLED)

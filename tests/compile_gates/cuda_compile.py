@@ -2,7 +2,8 @@
 
 `python tests/compile_gates/cuda_compile.py 75 80` compiles every file of csrc/cuda for sm_75 and sm_80, as many at once
 as there are cores, checks the syntax of the binding against the installed torch, which may be one for the CPU, and
-prints a table. `--json` prints one object a line, `--summary` the table of docs/build.md: a row for each arch.
+prints a table. `--json` prints one object a line, `--summary` a row for each arch, and `--record` that too, which it
+keeps in cuda_record.FILE if nothing is wrong.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import cuda_record
 import triton
 from torch.utils import cpp_extension
 
 from fastattn.backends import build
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEFAULT_ARCHS = (75, 80, 90, 120)
-"""Without bf16 and asynchronous copies, the first with both, and one of each later kind that is common."""
-
 MOST_SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """What a block of threads can have, by arch. Source: CUDA C++ Programming Guide, table of technical specifications."""
 
@@ -115,35 +114,19 @@ class Kernel:
             yield f"takes {self.shared} bytes of shared memory, of {MOST_SHARED_KIB[self.arch]} KiB"
 
 
-SUMMARY = (
-    "nvcc",
-    "compute capability",
-    "kernels",
-    "that spill",
-    "in 16 bits up to 128",
-    "bytes at most",
-    "shared memory",
-)
-
-
-def summary(version: str, arch: int, kernels: list[Kernel]) -> str:
-    """The row of an arch under `SUMMARY`, of the kernels that are not empty."""
+def summary(version: str, arch: int, kernels: list[Kernel]) -> dict[str, object]:
+    """A row of the table of an arch, by its columns, of the kernels that are not empty."""
     kernels = [kernel for kernel in kernels if not kernel.is_empty]
     spilling = [kernel for kernel in kernels if kernel.spilled > 0]
-    return row(
-        version,
-        f"{arch // 10}.{arch % 10}",
-        len(kernels),
-        len(spilling),
-        sum(kernel.has_16_bits and kernel.head_dim <= 128 for kernel in spilling),
-        max(kernel.spilled for kernel in kernels),
-        f"{max(kernel.shared for kernel in kernels) / 1024:.0f} of {MOST_SHARED_KIB[arch]} KiB",
-    )
-
-
-def row(*cells: object) -> str:
-    """A row of a table in Markdown."""
-    return f"| {' | '.join(map(str, cells))} |"
+    return {
+        "nvcc": version,
+        "compute capability": f"{arch // 10}.{arch % 10}",
+        "kernels": len(kernels),
+        "that spill": len(spilling),
+        "in 16 bits up to 128": sum(kernel.has_16_bits and kernel.head_dim <= 128 for kernel in spilling),
+        "bytes at most": max(kernel.spilled for kernel in kernels),
+        "shared memory": f"{max(kernel.shared for kernel in kernels) / 1024:.0f} of {MOST_SHARED_KIB[arch]} KiB",
+    }
 
 
 def kernel_files() -> list[str]:
@@ -259,24 +242,24 @@ def main() -> None:
         "arch",
         type=int,
         nargs="*",
-        help=f"such as 75 for compute capability 7.5; default: those of {DEFAULT_ARCHS} that nvcc knows",
+        help=f"such as 75 for compute capability 7.5; default: those of {cuda_record.ARCHS} that nvcc knows",
     )
     parser.add_argument("--nvcc", default="nvcc")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true")
     how.add_argument("--summary", action="store_true")
+    how.add_argument("--record", action="store_true")
     options = parser.parse_args()
     known = known_archs(options.nvcc) & MOST_SHARED_KIB.keys()
     if unknown := sorted(set(options.arch) - known):
         parser.error(f"nvcc {version_of(options.nvcc)} compiles for {sorted(known)}, got {unknown}")
-    archs = options.arch or [arch for arch in DEFAULT_ARCHS if arch in known]
-    started = time.monotonic()
+    archs = options.arch or [arch for arch in cuda_record.ARCHS if arch in known]
+    started, digest = time.monotonic(), cuda_record.digest()
     with tempfile.TemporaryDirectory() as folder:
         kernels = compile_all(options.nvcc, archs, Path(folder))
-    if options.summary:
-        print(row(*SUMMARY), row(*["---"] * len(SUMMARY)), sep="\n")
-        for arch, of_arch in kernels.items():
-            print(summary(version_of(options.nvcc), arch, of_arch))
+    of_archs = {arch: summary(version_of(options.nvcc), arch, of_arch) for arch, of_arch in kernels.items()}
+    if options.summary or options.record:
+        print(cuda_record.table(of_archs))
     else:
         for kernel in itertools.chain(*kernels.values()):
             cells = asdict(kernel)
@@ -292,6 +275,10 @@ def main() -> None:
     ]
     if wrong:
         raise SystemExit("\n".join(wrong))
+    if options.record:
+        if cuda_record.digest() != digest:
+            raise SystemExit("the sources were changed while they were compiled, so that nothing is recorded")
+        cuda_record.record(of_archs)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
+import cuda_record
 import pytest
-from cuda_compile import MOST_SHARED_KIB, SUMMARY, Kernel, known_archs, summary, version_of
+from cuda_compile import MOST_SHARED_KIB, Kernel, known_archs, summary, version_of
 
 PLAIN = Kernel(80, "forward_kernel<Tiling<bf16, 64, 4, 2, 64>, false>", 248, 0, 33296, 128, 24, 16, 8)
 NO_PRODUCTS = {"mma": 0, "matrices": 0, "transposed": 0}
@@ -72,8 +74,32 @@ def test_the_summary_of_an_arch_is_a_row():
     wide = dataclasses.replace(FP32, arch=75, shared=63 * 1024, spilled=20)
     empty = dataclasses.replace(PLAIN, arch=75, mma=0, registers=4)
     row = summary("12.4", 75, [*spilling, wide, empty, dataclasses.replace(OF_QUERIES, arch=75)])
-    assert row == "| 12.4 | 7.5 | 5 | 4 | 1 | 20 | 63 of 64 KiB |"
-    assert row.count("|") == len(SUMMARY) + 1
+    lines = cuda_record.table({75: row}).splitlines()
+    assert lines[-1] == "| 12.4 | 7.5 | 5 | 4 | 1 | 20 | 63 of 64 KiB |"
+    assert {line.count("|") for line in lines} == {8}
+
+
+def test_the_record_is_of_these_sources():
+    assert cuda_record.is_current(), "run make cuda, then python -m docs.render"
+
+
+def test_a_record_is_of_all_archs_and_of_these_sources(tmp_path, monkeypatch):
+    sources = shutil.copytree(cuda_record._SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(cuda_record, "_SOURCES", sources)
+    monkeypatch.setattr(cuda_record, "FILE", tmp_path / "record.json")
+    assert not cuda_record.is_current()
+    rows = {arch: summary("13.0", arch, [dataclasses.replace(FP32, arch=arch)]) for arch in cuda_record.ARCHS}
+    cuda_record.record({arch: row for arch, row in rows.items() if arch != 90})
+    assert not cuda_record.is_current()
+    cuda_record.record(rows)
+    assert cuda_record.is_current()
+    assert cuda_record.table(cuda_record.recorded()[1]) == cuda_record.table(rows)
+    for changed in ("mask.h", "cuda/forward.cuh", "cuda/f16.cu"):
+        before = (sources / changed).read_text()
+        (sources / changed).write_text(before + "\n")
+        assert not cuda_record.is_current()
+        (sources / changed).write_text(before)
+    assert cuda_record.is_current()
 
 
 def test_what_nvcc_knows_is_asked_of_it(tmp_path):

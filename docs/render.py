@@ -16,16 +16,19 @@ from docs import pages, pictures
 
 def output_of(command: str) -> str:
     """The output of `fastattn ...`, `python -m MODULE ...` or `python FILE ...`; RuntimeError if the command fails."""
+    path = sys.path
     match shlex.split(command):
         case ["fastattn" as program, *args] | ["python", "-m", program, *args]:
             run = partial(runpy.run_module, program, alter_sys=True)
         case ["python", program, *args]:
-            run = partial(runpy.run_path, str(pages.FOLDER.parent / program))
+            file = pages.FOLDER.parent / program
+            run, path = partial(runpy.run_path, str(file)), [str(file.parent), *sys.path]
         case _:
             raise RuntimeError(f"command must be fastattn or python, got {command}")
     with (
         redirect_stdout(io.StringIO()) as printed,
         mock.patch.object(sys, "argv", [program, *args]),
+        mock.patch.object(sys, "path", path),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # it runs a second time here

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import sys
 from pathlib import Path
+
+import records
 
 FILE = Path(__file__).with_name("cuda_compiled.json")
 _SOURCES = Path(__file__).parents[2] / "csrc"
@@ -49,18 +49,8 @@ def record(archs: dict[int, dict]) -> None:
 def table(archs: dict) -> str:
     """Markdown: a line for each arch."""
     each = list(archs.values())
-    lines = [list(each[0]), ["---"] * len(each[0]), *(list(map(str, cells.values())) for cells in each)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--is-current", action="store_true")
-    options = parser.parse_args()
-    if options.is_current:
-        sys.exit(not is_current())
-    print(table(recorded()[1]))
+    return records.markdown([list(each[0]), ["---"] * len(each[0]), *(list(cells.values()) for cells in each)])
 
 
 if __name__ == "__main__":
-    main()
+    records.answer(__doc__, is_current, lambda: table(recorded()[1]))

@@ -7,16 +7,16 @@ Python alone.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import io
 import json
-import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import records
 
 FILE = Path(__file__).with_name("hopper_compiled.json")
 _BACKENDS = Path(__file__).parents[2] / "fastattn" / "backends"
@@ -169,7 +169,7 @@ def table(kernels: list[Compiled]) -> str:
         each = [by_key.get((name, D, call, version)) for version in versions]
         shared = max(x.shared for x in each if x)
         lines.append((f"`{name}`", str(D), call, f"{shared / 1024:.0f}", *map(_in_short, each)))
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return records.markdown(lines)
 
 
 def _in_short(kernel: Compiled | None) -> str:
@@ -178,14 +178,5 @@ def _in_short(kernel: Compiled | None) -> str:
     return f"{kernel.registers}, {kernel.spilled} B, {kernel.loop} ({kernel.loop_hgmma})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--is-current", action="store_true")
-    options = parser.parse_args()
-    if options.is_current:
-        sys.exit(not is_current())
-    print(table(recorded()[1]))
-
-
 if __name__ == "__main__":
-    main()
+    records.answer(__doc__, is_current, lambda: table(recorded()[1]))

@@ -112,7 +112,8 @@ def test_every_order_of_each_feature_alone(name, outputs):
     assert gradcheck(attend, inputs, check_forward_ad=True)
     if outputs == "lse":  # v has no part in it, and torch's check of second derivatives wants every input to have one
         inputs, attend = (*inputs[:2], *inputs[3:]), lambda q, k, *others, attend=attend: attend(q, k, V, *others)
-    assert gradgradcheck(attend, inputs, check_fwd_over_rev=True, fast_mode=True)
+    # Entry by entry through both outputs, and along a random direction through one of them.
+    assert gradgradcheck(attend, inputs, check_fwd_over_rev=True, fast_mode=outputs != "o, lse")
 
 
 EVERY_FUNCTION = {

@@ -276,7 +276,7 @@ def main() -> None:
     if wrong:
         raise SystemExit("\n".join(wrong))
     if options.record and (missing := sorted({*cuda_record.ARCHS} - {*archs})):
-        print(f"not recorded: sm_{', sm_'.join(map(str, missing))} was not compiled", file=sys.stderr)
+        print(f"not recorded without sm_{', sm_'.join(map(str, missing))}", file=sys.stderr)
     elif options.record:
         if cuda_record.digest() != digest:
             raise SystemExit("the sources were changed while they were compiled, so that nothing is recorded")

@@ -58,8 +58,7 @@ struct SumsOfRow {
 };
 
 template <class Tiling>
-constexpr int kBytesOfBackward = Tiling::shared_bytes(2, 2) + kRowStats * Tiling::kColumns * int(sizeof(float)) +
-                                 bytes_of_visible_tiles(Tiling::kThreads);
+constexpr int kBytesOfBackward = Tiling::shared_bytes(2, 2) + kRowStats * Tiling::kColumns * int(sizeof(float));
 
 // Begins to copy the stats of the queries first, first + 1, ... .
 template <int kSize>
@@ -93,7 +92,6 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
     const Tile dy{y.data + kColumns * Tiling::kHeadDim};
     // The stats of the columns, where those are queries.
     auto& stats = *reinterpret_cast<float (*)[kRowStats * kColumns]>(dy.data + kColumns * Tiling::kHeadDim);
-    int* list = reinterpret_cast<int*>(stats + kRowStats * kColumns);
     const Rows &x_rows = kRowsAreQueries ? p.q : p.k, &dx_rows = kRowsAreQueries ? g.d_o : p.v;
     const Rows &y_rows = kRowsAreQueries ? p.k : p.q, &dy_rows = kRowsAreQueries ? p.v : g.d_o;
 
@@ -111,7 +109,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) backward_kernel(const __grid
       RowStats own_stats[2 * kRowBlocks];
       if constexpr (kRowsAreQueries) load_stats(own_stats, g.stats, head, first_own + first_row + lane() / 4);
       SumsOfRow<kRowsAreQueries> sums[2 * kRowBlocks] = {};
-      VisibleTiles<kRowsAreQueries, kColumns, kThreads> tiles(p, b, first_own, Tiling::kRows, list);
+      VisibleTiles<kRowsAreQueries, kColumns> tiles(p, b, first_own, Tiling::kRows);
       VisibleTile tile, next;
       bool more = tiles.next(tile);
       const auto copy_dy = [&](const VisibleTile& of) {

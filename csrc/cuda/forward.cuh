@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
     const Tile k{q.data + Tiling::kRows * Tiling::kHeadDim};
     const Tile v{k.data + kColumns * Tiling::kHeadDim};
     const int h_kv = h / p.group();
-    VisibleTiles<true, kColumns, kThreads> tiles(p, b, first_query, Tiling::kRows,
-                                                 reinterpret_cast<int*>(v.data + kColumns * Tiling::kHeadDim));
+    VisibleTiles<true, kColumns> tiles(p, b, first_query, Tiling::kRows);
 
     const int first_row = 16 * kRowBlocks * warp();
     OnlineSoftmax<Element, kRowBlocks> softmax;

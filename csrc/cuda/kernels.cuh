@@ -14,7 +14,6 @@
 #include "params.h"
 #include "preparation.cuh"
 #include "tiling.h"
-#include "visible_tiles.cuh"
 
 namespace fastattn::cuda {
 
@@ -78,7 +77,7 @@ cudaError_t Kernels<Element>::forward(const ForwardParams& f, cudaStream_t strea
     Launches launches(stream);
     launches.add_token_groups(p);
     launches.add(forward_kernel<Tiling, general>, tiles_of(p.queries.n, Tiling::kRows) * p.H * p.B, Tiling::kThreads,
-                 Tiling::shared_bytes(1, 2) + bytes_of_visible_tiles(Tiling::kThreads), f);
+                 Tiling::shared_bytes(1, 2), f);
     return launches.error;
   });
 }
@@ -95,7 +94,7 @@ cudaError_t Kernels<Element>::backward(const BackwardParams& g, cudaStream_t str
                  tiles_of(padded_queries(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp),
                  kThreadsOfPreparation, 0, g);
     launches.add(measure_kernel<OfQueries, general>, tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B,
-                 OfQueries::kThreads, OfQueries::shared_bytes(1, 1) + bytes_of_visible_tiles(OfQueries::kThreads), g);
+                 OfQueries::kThreads, OfQueries::shared_bytes(1, 1), g);
     if (g.dq.data) {
       launches.add(backward_kernel<OfQueries, true, Wanted::of_scores, general>,
                    tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B, OfQueries::kThreads,

@@ -92,14 +92,13 @@ __global__ void __launch_bounds__(Tiling::kThreads) measure_kernel(const __grid_
 
     const Tile q{reinterpret_cast<Element*>(shared_memory())};
     const Tile k{q.data + Tiling::kRows * Tiling::kHeadDim};
-    int* list = reinterpret_cast<int*>(k.data + kColumns * Tiling::kHeadDim);
     copy_rows<Tiling::kRows, kThreads>(q, p.q, h, p.d_qk, p.queries, b, first_query);
     commit_copies();
 
     const int first_row = 16 * kRowBlocks * warp();
     float max[2 * kRowBlocks], sum[2 * kRowBlocks] = {};
     for (float& x : max) x = -kInfinity;
-    VisibleTiles<true, kColumns, kThreads> tiles(p, b, first_query, Tiling::kRows, list);
+    VisibleTiles<true, kColumns> tiles(p, b, first_query, Tiling::kRows);
     for (VisibleTile tile; tiles.next(tile);) {
       __syncthreads();
       copy_rows<kColumns, kThreads>(k, p.k, h / p.group(), p.d_qk, p.keys, b, tile.first);

@@ -38,7 +38,6 @@ from .configs import ROWS_OF_GROUP, dk_dv_config, dq_config, padded_head_dim
 from .flash_forward import ROWS, Call, work_item
 from .gluon import (
     TensorDescriptor,
-    block_barrier,
     fence_async_shared,
     gl,
     jit,
@@ -64,6 +63,7 @@ from .rings import (
     loadable,
     new_ring,
     release,
+    rings_are_ready,
     slot_of,
     tile_in,
     wait_full,
@@ -135,7 +135,7 @@ def prepared(
     B, H, n_q, _ = q.shape
     q, k, v = loadable(q), loadable(k), loadable(v)
     do = torch.zeros_like(o, memory_format=torch.contiguous_format) if do is None else loadable(do)
-    rules, lse = rules_of(spec, n_q, k.shape[2]), lse.contiguous()
+    rules, lse = rules_of(spec, n_q, k.shape[2], torch.bool), lse.contiguous()
     per_chunk = BYTES_OF_CHUNK // lse.element_size()
     rows = lse.new_empty(B, H, ROWS_OF_QUERY.value, triton.cdiv(n_q, per_chunk) * per_chunk)[..., :n_q]
     dlse = constant_where_nothing_is_seen(dlse, lse)
@@ -303,7 +303,7 @@ def dk_dv_kernel(
     elif v.block_shape[3] != k.block_shape[3]:
         v_ring = Ring(new_ring(v, 2, 1).tiles, k_ring.full, k_ring.empty)  # where dV fits on its way out
     rings = q_ring, k_ring, v_ring, do_ring, rows_ring
-    block_barrier()
+    rings_are_ready()
     warp_specialize(
         [
             (consume_dk_dv, (rings, gradients, real_keys, scale, call, 0, GROUP)),
@@ -569,7 +569,7 @@ def dq_kernel(
     tensors = q, k, v, do
     # Each warp group has a slot for its queries.
     rings = new_ring(q, 2, 1), new_ring(k, K_SLOTS, 2), new_ring(v, V_SLOTS, 2), new_ring(do, 2, 1)
-    block_barrier()
+    rings_are_ready()
     warp_specialize(
         [
             (consume_dq, (rings, rows, s_row, dq, real_queries, scale, call, 0)),

@@ -33,8 +33,6 @@ from ..triton.visibility import (
 from .configs import ROWS_OF_GROUP, forward_config, padded_head_dim
 from .gluon import (
     arrive_named,
-    block_barrier,
-    fence_async_shared,
     gl,
     jit,
     opaque,
@@ -55,6 +53,7 @@ from .rings import (
     loadable,
     new_ring,
     release,
+    rings_are_ready,
     tile_in,
     wait_full,
 )
@@ -86,7 +85,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
     q, k, v = loadable(q), loadable(k), loadable(v)
     block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
     config = forward_config(max(block_qk, block_v))
-    visible = visibility(spec.mask, n_q, n_k).in_tiles(config.block_m)
+    visible = visibility(spec.mask, n_q, n_k, torch.bool).in_tiles(config.block_m)
     scale_log2 = spec.scale * what.LOG2E
     n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
     l2_group = l2_group_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible)
@@ -152,8 +151,7 @@ def forward_kernel(
     gl.assume((o.s[0] >= 0) & (o.s[1] >= 0) & (o.s[2] >= 0))
     tensors = q, k, v
     rings = new_ring(q, GROUPS * Q_SLOTS, 1), new_ring(k, SLOTS, GROUPS), new_ring(v, SLOTS, GROUPS)
-    fence_async_shared()  # what loads asynchronously has to see that the barriers are ready
-    block_barrier()
+    rings_are_ready()
     first = opaque(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
     # Constants reach a partition only from a tuple that is written here.
     if GROUPS == 2:

@@ -34,7 +34,6 @@ from .flash_backward import (
 )
 from .flash_forward import ROWS, Call
 from .gluon import (
-    block_barrier,
     fence_async_shared,
     gl,
     jit,
@@ -48,7 +47,18 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .order import Order, l2_group_of, programs_for
-from .rings import Ring, accumulator, descriptor, left_operand, loadable, new_ring, release, tile_in, wait_full
+from .rings import (
+    Ring,
+    accumulator,
+    descriptor,
+    left_operand,
+    loadable,
+    new_ring,
+    release,
+    rings_are_ready,
+    tile_in,
+    wait_full,
+)
 
 BOTH: gl.constexpr = gl.constexpr(9)
 """The named barrier where the two warp groups wait for each other."""
@@ -150,8 +160,8 @@ def scaled_kernel(
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
     o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_q = real_tokens(o_q, n_q, real_queries, i_b)
-    b_dq = load_tile(head_of(sums, i_b, i_h), sums.s, i_m, m_q, D, BLOCK_M, BLOCK_D) * scale
-    store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D, BLOCK_M, BLOCK_D)
+    b_dq = load_tile(head_of(sums, i_b, i_h), sums, i_m, m_q, D, BLOCK_M, BLOCK_D) * scale
+    store_tile(head_of(dq, i_b, i_h), dq, i_m, o_q < n_q, b_dq, D, BLOCK_M, BLOCK_D)
 
 
 @jit(do_not_specialize=["n_q", "n_k", "n_items", "n_programs", "n_tiles", "n_heads", "l2_group"])
@@ -199,7 +209,7 @@ def fused_kernel(
     ds_ring = Ring(gl.allocate_shared_memory(q.dtype, [4, 1, 1, ROWS, BLOCK_M], q.layout), None, None)
     dq_ring = Ring(gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, 64], dq.layout), None, None)
     to_dq = ds_ring, dq_ring, dq
-    block_barrier()
+    rings_are_ready()
     first = opaque(gl.program_id(0))  # so the partitions get it by shared memory: ptxas would keep it in local memory
     warp_specialize(
         [

@@ -16,6 +16,7 @@ from ..triton.tiles import Heads
 from ..triton.visibility import real_tokens
 from .gluon import (
     TensorDescriptor,
+    block_barrier,
     constexpr_function,
     copy_commit,
     copy_load,
@@ -86,6 +87,13 @@ def new_ring(desc, SLOTS: gl.constexpr, RELEASES: gl.constexpr):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=RELEASES)
     return Ring(tiles, full, empty)
+
+
+@jit
+def rings_are_ready():
+    """Waits until all threads have made their rings, and what loads asynchronously sees their barriers as well."""
+    fence_async_shared()
+    block_barrier()
 
 
 @jit

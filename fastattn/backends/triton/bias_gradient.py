@@ -16,7 +16,6 @@ from .visibility import (
     anything,
     as_column,
     as_row,
-    is_edge,
     key_range,
     key_tokens,
     position_of_first_query,
@@ -80,25 +79,24 @@ def dbias_kernel(
         q_offset = position_of_first_query(visible, i_b)
         tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
         if (i_n >= tile_range[0]) & (i_n < tile_range[3]):
-            queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
-            keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+            queries = query_tokens(i_m, i_b, n_q, q_offset, visible, True, BLOCK_M)
+            keys = key_tokens(i_n, i_b, n_k, visible, True, BLOCK_N)
             o_q, m_q, m_k = queries[0], queries[1], keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
             if visible.dense.data is None or anything(m_dense):
                 # [M, D]
-                b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-                b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
+                b_q = load_tile(head_of(q, i_b, i_h), q, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+                b_do = load_tile(head_of(do, i_b, i_h), do, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
                 # [N, D]
-                b_k = load_tile(head_of(k, i_b, i_h // GROUP), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-                b_v = load_tile(head_of(v, i_b, i_h // GROUP), v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+                b_k = load_tile(head_of(k, i_b, i_h // GROUP), k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                b_v = load_tile(head_of(v, i_b, i_h // GROUP), v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
                 m_kept = None
                 if dropout is not None:
                     m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
                 b_rows = load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q)
-                edge = is_edge(i_n, tile_range)
                 pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_ds = tile_gradients(
-                    b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
+                    b_q, b_k, b_do, b_v, as_column(b_rows), m_dense, m_kept, pairs, rules, True, PRECISION
                 )[2]
                 b_dbias += tl.where(m_q[:, None], b_ds, 0.0)
 

@@ -62,10 +62,13 @@ def _next_true(x: Tensor) -> Tensor:
 
 
 def tile_ranges(ranges: Tensor, block_m: int) -> Tensor:
-    """int32 [B, query tiles, 4] of `key_ranges`: what some row of a tile of `block_m` queries sees, and what all do."""
+    """int32 [B, query tiles, 5] of `key_ranges`: what some row of a tile of `block_m` queries sees, and what all do.
+
+    The fifth is 1 where some row is not a real query, else 0.
+    """
     B, n_q, _ = ranges.shape
     tiles = triton.cdiv(n_q, block_m)
-    result = ranges.new_empty(B, tiles, 4)
+    result = ranges.new_empty(B, tiles, 5)
     lanes = triton.next_power_of_2(block_m)
     launch(tile_ranges_kernel, B * tiles, ranges, result, n_q, BLOCK_M=block_m, LANES=lanes, num_warps=1)
     return result
@@ -80,7 +83,11 @@ def tile_ranges_kernel(ranges, result, n_q, BLOCK_M: tl.constexpr, LANES: tl.con
     i_b, o_q = i_program // n_tiles, i_program % n_tiles * BLOCK_M + o_lane
     p_row, m_row = ranges + (i_b * n_q + o_q) * 4, (o_q < n_q) & (o_lane < BLOCK_M)
     far = 2**31 - 1
-    tl.store(result + i_program * 4, tl.min(tl.load(p_row, mask=m_row, other=far), 0))
-    tl.store(result + i_program * 4 + 1, tl.max(tl.load(p_row + 1, mask=m_row, other=0), 0))
-    tl.store(result + i_program * 4 + 2, tl.min(tl.load(p_row + 2, mask=m_row, other=far), 0))
-    tl.store(result + i_program * 4 + 3, tl.max(tl.load(p_row + 3, mask=m_row, other=0), 0))
+    b_full_end, b_end = tl.load(p_row + 2, mask=m_row, other=far), tl.load(p_row + 3, mask=m_row, other=0)
+    p_result = result + i_program * 5
+    tl.store(p_result, tl.min(tl.load(p_row, mask=m_row, other=far), 0))
+    tl.store(p_result + 1, tl.max(tl.load(p_row + 1, mask=m_row, other=0), 0))
+    tl.store(p_result + 2, tl.min(b_full_end, 0))
+    tl.store(p_result + 3, tl.max(b_end, 0))
+    m_unreal = (o_lane < BLOCK_M) & (b_end < b_full_end)  # as in no row of a real query
+    tl.store(p_result + 4, tl.max(m_unreal.to(tl.int32), 0))

@@ -17,11 +17,11 @@ from torch import Tensor
 from ...spec import Spec
 from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
 from .bias_gradient import gradient_of_table
-from .configs import config_for, padded_head_dim
+from .configs import Apart, config_for, padded_head_dim
 from .dropout import kept
 from .recompute import Rows, load_rows, tile_gradients
 from .rules import Rules, rules_of
-from .scores import beside_sink, distances, online_softmax, scores, sink_log2
+from .scores import beside_sink, distances, online_softmax, rest_log2, scores, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
@@ -40,13 +40,14 @@ from .visibility import (
     as_column,
     as_row,
     hide,
-    is_edge,
     key_range,
     key_tokens,
+    places,
     position_of_first_query,
     query_range,
     query_tokens,
     shown,
+    tile_at,
 )
 
 PRECISE_UP_TO_LOG2: tl.constexpr = tl.constexpr(16.0)
@@ -91,15 +92,20 @@ def backward(
     compute_rows(rows, q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rules)
 
     inputs, scalars = (q_heads, k_heads, v_heads, do_heads, rows), (spec.scale, *scalars)
-    dq = dk = dv = None
+    dq = None
 
     ds_of_keys = lse.new_empty(B, H, n_k) if wanted.of_keys else None
-    if dk_wanted or dv_wanted or wanted.of_keys:
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy_terms)
-        programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
-        outputs = (heads(dk), heads(dv), ds_of_keys, rules.in_tiles(config.BLOCK_M))
-        launch(dk_dv_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
+    dk, dv = torch.empty_like(k) if dk_wanted else None, torch.empty_like(v) if dv_wanted else None
+    config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy_terms)
+    if isinstance(config, Apart):
+        passes = [(config.dk, (dk, None, ds_of_keys)), (config.dv, (None, dv, None))]
+    else:
+        passes = [(config, (dk, dv, ds_of_keys))]
+    for config, outputs in passes:
+        if any(output is not None for output in outputs):
+            programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
+            outputs = (*map(heads, outputs[:2]), outputs[2], rules.in_tiles(config.BLOCK_M))
+            launch(dk_dv_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
 
     ds_of_queries = per_query(wanted.of_queries)
     ds_by_distance, p_by_distance = per_query(wanted.by_distance), per_query(wanted.by_distance)
@@ -185,12 +191,12 @@ def rows_kernel(
     visible, scoring = rules.visible, rules.scoring
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
     q_offset = position_of_first_query(visible, i_b)
-    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, True, BLOCK_M)
     o_q, m_q = queries[0], queries[1]
     p_row = (i_b * H + i_h) * n_q + o_q
     # [M, D]
-    b_o = load_tile(head_of(o, i_b, i_h), o.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
-    b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
+    b_o = load_tile(head_of(o, i_b, i_h), o, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
+    b_do = load_tile(head_of(do, i_b, i_h), do, i_m, m_q, D_V, BLOCK_M, BLOCK_V).to(tl.float32)
     b_delta = tl.sum(b_o * b_do, 1)
     if dlse is not None:
         b_delta -= tl.load(dlse + p_row, mask=m_q, other=0.0)
@@ -201,33 +207,33 @@ def rows_kernel(
     tl.store(rows.delta + i_row, b_delta, mask=m_row)
     # The rounding of a large lse is a factor of every weight of its row, so the online softmax runs once more.
     # [M, D]
-    b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+    b_q = load_tile(head_of(q, i_b, i_h), q, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
     precise_up_to = PRECISE_UP_TO_LOG2 if b_q.dtype == tl.float32 else PRECISE_IN_16_BITS
     m_rounded = (tl.abs(b_rest_log2) > precise_up_to) & (b_lse != float("-inf"))
     tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
     p_k = head_of(k, i_b, i_h // GROUP)
-    factor = 1.0 if scoring.factor_log2 is None else scoring.factor_log2
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
-    for i_n in tl.range(tile_range[0], tl.where(anything(m_rounded), tile_range[3], tile_range[0])):
-        keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
-        m_k = keys[1]
-        m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if visible.dense.data is None or anything(m_dense):
-            # [N, D]
-            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-            # [M, N]
-            edge = is_edge(i_n, tile_range)
-            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            b_s = scores(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, scoring)[0]
-            b_s = hide(b_s, float("-inf"), edge, m_dense, pairs, visible)
-            b_max, b_sum, _, _ = online_softmax(b_s, factor, b_max, b_sum)
+    for PARTIAL in tl.static_range(2):
+        first, end = places(tile_range, PARTIAL)
+        for place in tl.range(first, tl.where(anything(m_rounded), end, first)):
+            i_n = tile_at(place, tile_range, PARTIAL)
+            keys = key_tokens(i_n, i_b, n_k, visible, PARTIAL, BLOCK_N)
+            m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
+            if visible.dense.data is None or anything(m_dense):
+                # [N, D]
+                b_k = load_tile(p_k, k, i_n, keys[1], D_QK, BLOCK_N, BLOCK_QK)
+                # [M, N]
+                pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+                b_s = scores(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, scoring)[0]
+                b_s = hide(b_s, float("-inf"), m_dense, pairs, visible, PARTIAL)
+                b_max, b_sum, _, _ = online_softmax(b_s, scoring, b_max, b_sum)
     if scoring.sinks is not None:
         b_max, b_sum, _ = beside_sink(sink_log2(scoring, i_h), b_max, b_sum)
     m_rounded &= b_sum > 0.0
     tl.store(rows.reference + i_row, tl.where(m_rounded, b_max, 0.0), mask=m_row)
     b_sum = tl.where(m_rounded, b_sum, 1.0)
-    tl.store(rows.rest_log2 + i_row, tl.where(m_rounded, tl.log2(b_sum), b_rest_log2), mask=m_row)
+    tl.store(rows.rest_log2 + i_row, tl.where(m_rounded, rest_log2(b_max, b_sum, scoring), b_rest_log2), mask=m_row)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -254,17 +260,20 @@ def dk_dv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program computes BLOCK_N rows of a key head's dK and dV, over the query tiles of all heads that share it."""
+    """One program computes BLOCK_N rows of a key head's dK and dV, over the query tiles of all heads that share it.
+
+    Where there is no tensor for one of them, the other alone.
+    """
     visible, dropout = rules.visible, rules.dropout
     i_n, i_h, i_b = program_share(tl.cdiv(n_k, BLOCK_N), H // GROUP)
     q_offset = position_of_first_query(visible, i_b)
     tile_range = query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+    keys = key_tokens(i_n, i_b, n_k, visible, True, BLOCK_N)
     o_k, m_k = keys[0], keys[1]
     # [N, D]
-    b_k = load_tile(head_of(k, i_b, i_h), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-    b_v = load_tile(head_of(v, i_b, i_h), v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+    b_k = load_tile(head_of(k, i_b, i_h), k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+    b_v = load_tile(head_of(v, i_b, i_h), v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
 
     b_dk = tl.zeros([BLOCK_N, BLOCK_QK], tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
@@ -274,41 +283,47 @@ def dk_dv_kernel(
         p_do = head_of(do, i_b, i_hq)
         i_row = (i_b * H + i_hq) * n_q
         b_ds_of_keys = tl.zeros([BLOCK_N], tl.float32)
-        for i_m in tl.range(tile_range[0], tile_range[3]):
-            edge = is_edge(i_m, tile_range)
-            queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
-            o_q, m_q = queries[0], queries[1]
-            m_dense = shown(queries, keys, i_b, i_hq, visible, QUERIES_DOWN=False)
-            if visible.dense.data is None or anything(m_dense):
-                # [M, D]
-                b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-                b_do = load_tile(p_do, do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
-                b_rows = load_rows(rows, i_row, o_q, m_q)
-                # [N, M]
-                m_kept = None
-                if dropout is not None:
-                    m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
-                pairs = as_row(queries), as_column(keys), i_b, i_hq, n_q, n_k
-                _, b_left, b_ds, b_dqk = tile_gradients(
-                    b_k, b_q, b_v, b_do, as_row(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
-                )
-                if ds_of_keys is not None:
-                    b_ds_of_keys += tl.sum(b_ds, 1)
-                # [N, D]
-                b_dv = dot(b_left.to(b_do.dtype), b_do, b_dv, PRECISION)
-                b_dk = dot(b_dqk.to(b_q.dtype), b_q, b_dk, PRECISION)
+        for PARTIAL in tl.static_range(2):
+            first, end = places(tile_range, PARTIAL)
+            for place in tl.range(first, end):
+                i_m = tile_at(place, tile_range, PARTIAL)
+                queries = query_tokens(i_m, i_b, n_q, q_offset, visible, PARTIAL, BLOCK_M)
+                o_q, m_q = queries[0], queries[1]
+                m_dense = shown(queries, keys, i_b, i_hq, visible, QUERIES_DOWN=False)
+                if visible.dense.data is None or anything(m_dense):
+                    # [M, D]
+                    b_q = load_tile(p_q, q, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+                    b_do = load_tile(p_do, do, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
+                    b_rows = load_rows(rows, i_row, o_q, m_q)
+                    # [N, M]
+                    m_kept = None
+                    if dropout is not None:
+                        m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
+                    pairs = as_row(queries), as_column(keys), i_b, i_hq, n_q, n_k
+                    _, b_left, b_ds, b_dqk = tile_gradients(
+                        b_k, b_q, b_v, b_do, as_row(b_rows), m_dense, m_kept, pairs, rules, PARTIAL, PRECISION
+                    )
+                    if ds_of_keys is not None:
+                        b_ds_of_keys += tl.sum(b_ds, 1)
+                    # [N, D]
+                    if dv.data is not None:
+                        b_dv = dot(b_left.to(b_do.dtype), b_do, b_dv, PRECISION)
+                    if dk.data is not None:
+                        b_dk = dot(b_dqk.to(b_q.dtype), b_q, b_dk, PRECISION)
 
             # A full tile is full for the real keys only: what was summed up for the others is thrown away.
         if ds_of_keys is not None:
             tl.store(ds_of_keys + (i_b * H + i_hq) * n_k + o_k, tl.where(m_k, b_ds_of_keys, 0.0), mask=o_k < n_k)
 
-    if dropout is not None:
-        b_dv *= dropout.factor
-    b_dk = tl.where(m_k[:, None], b_dk * scale, 0.0)
-    b_dv = tl.where(m_k[:, None], b_dv, 0.0)
     m_row = o_k < n_k
-    store_tile(head_of(dk, i_b, i_h), dk.s, i_n, m_row, b_dk, D_QK, BLOCK_N, BLOCK_QK)
-    store_tile(head_of(dv, i_b, i_h), dv.s, i_n, m_row, b_dv, D_V, BLOCK_N, BLOCK_V)
+    if dk.data is not None:
+        b_dk = tl.where(m_k[:, None], b_dk * scale, 0.0)
+        store_tile(head_of(dk, i_b, i_h), dk, i_n, m_row, b_dk, D_QK, BLOCK_N, BLOCK_QK)
+    if dv.data is not None:
+        if dropout is not None:
+            b_dv *= dropout.factor
+        b_dv = tl.where(m_k[:, None], b_dv, 0.0)
+        store_tile(head_of(dv, i_b, i_h), dv, i_n, m_row, b_dv, D_V, BLOCK_N, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -345,11 +360,11 @@ def dq_kernel(
     q_offset = position_of_first_query(visible, i_b)
     tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, True, BLOCK_M)
     o_q, m_q = queries[0], queries[1]
     # [M, D]
-    b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-    b_do = load_tile(head_of(do, i_b, i_h), do.s, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
+    b_q = load_tile(head_of(q, i_b, i_h), q, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+    b_do = load_tile(head_of(do, i_b, i_h), do, i_m, m_q, D_V, BLOCK_M, BLOCK_V)
     i_row = (i_b * H + i_h) * n_q
     b_rows = load_rows(rows, i_row, o_q, m_q)
     p_k = head_of(k, i_b, i_h // GROUP)
@@ -359,31 +374,33 @@ def dq_kernel(
     b_ds_of_rows = tl.zeros([BLOCK_M], tl.float32)
     b_ds_by_distance = tl.zeros([BLOCK_M], tl.float32)
     b_p_by_distance = tl.zeros([BLOCK_M], tl.float32)
-    for i_n in tl.range(tile_range[0], tile_range[3]):
-        edge = is_edge(i_n, tile_range)
-        keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
-        m_k = keys[1]
-        m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if visible.dense.data is None or anything(m_dense):
-            # [N, D]
-            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-            b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
-            # [M, N]
-            m_kept = None
-            if dropout is not None:
-                m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
-            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            b_p, _, b_ds, b_dqk = tile_gradients(
-                b_q, b_k, b_do, b_v, as_column(b_rows), edge, m_dense, m_kept, pairs, rules, PRECISION
-            )
-            # [M, D]
-            b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
-            if ds_of_rows is not None:
-                b_ds_of_rows += tl.sum(b_ds, 1)
-            if ds_by_distance is not None:
-                b_distance = distances(pairs)
-                b_ds_by_distance += tl.sum(b_ds * b_distance, 1)
-                b_p_by_distance += tl.sum(b_p * b_distance, 1)
+    for PARTIAL in tl.static_range(2):
+        first, end = places(tile_range, PARTIAL)
+        for place in tl.range(first, end):
+            i_n = tile_at(place, tile_range, PARTIAL)
+            keys = key_tokens(i_n, i_b, n_k, visible, PARTIAL, BLOCK_N)
+            m_k = keys[1]
+            m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
+            if visible.dense.data is None or anything(m_dense):
+                # [N, D]
+                b_k = load_tile(p_k, k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                b_v = load_tile(p_v, v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+                # [M, N]
+                m_kept = None
+                if dropout is not None:
+                    m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
+                pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+                b_p, _, b_ds, b_dqk = tile_gradients(
+                    b_q, b_k, b_do, b_v, as_column(b_rows), m_dense, m_kept, pairs, rules, PARTIAL, PRECISION
+                )
+                # [M, D]
+                b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
+                if ds_of_rows is not None:
+                    b_ds_of_rows += tl.sum(b_ds, 1)
+                if ds_by_distance is not None:
+                    b_distance = distances(pairs)
+                    b_ds_by_distance += tl.sum(b_ds * b_distance, 1)
+                    b_p_by_distance += tl.sum(b_p * b_distance, 1)
 
     if ds_of_rows is not None:
         tl.store(ds_of_rows + i_row + o_q, tl.where(m_q, b_ds_of_rows, 0.0), mask=o_q < n_q)
@@ -392,4 +409,4 @@ def dq_kernel(
         tl.store(p_by_distance + i_row + o_q, tl.where(m_q, b_p_by_distance, 0.0), mask=o_q < n_q)
     m_seen = m_q & (b_rows[1] != float("inf"))  # else 0 times a NaN that other queries see
     b_dq = tl.where(m_seen[:, None], b_dq * scale, 0.0)
-    store_tile(head_of(dq, i_b, i_h), dq.s, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)
+    store_tile(head_of(dq, i_b, i_h), dq, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)

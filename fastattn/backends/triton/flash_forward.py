@@ -11,7 +11,7 @@ from ...spec import Spec, empty_output
 from .configs import config_for, padded_head_dim
 from .dropout import kept
 from .rules import Rules, rules_of
-from .scores import beside_sink, online_softmax, scores, sink_log2
+from .scores import beside_sink, lse_log2, online_softmax, scores, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
@@ -30,12 +30,13 @@ from .visibility import (
     as_column,
     as_row,
     hide,
-    is_edge,
     key_range,
     key_tokens,
+    places,
     position_of_first_query,
     query_tokens,
     shown,
+    tile_at,
 )
 
 
@@ -99,48 +100,48 @@ def forward_kernel(
     q_offset = position_of_first_query(visible, i_b)
     tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
 
-    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, True, BLOCK_M)
     o_q, m_q = queries[0], queries[1]
     # [M, D]
-    b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+    b_q = load_tile(head_of(q, i_b, i_h), q, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
     p_k = head_of(k, i_b, i_h // GROUP)
     p_v = head_of(v, i_b, i_h // GROUP)
 
-    factor = 1.0 if scoring.factor_log2 is None else scoring.factor_log2
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for i_n in tl.range(tile_range[0], tile_range[3]):
-        edge = is_edge(i_n, tile_range)
-        keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
-        m_k = keys[1]
-        m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if visible.dense.data is None or anything(m_dense):
-            # [N, D]
-            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-            # [M, N]
-            b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
-            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            b_s = hide(scores(b_qk, pairs, scoring)[0], float("-inf"), edge, m_dense, pairs, visible)
-            b_max, b_sum, b_p, b_rescale = online_softmax(b_s, factor, b_max, b_sum)
-            if dropout is not None:
-                b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
-            # [N, D]
-            b_v = load_tile(p_v, v.s, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
-            # [M, D]
-            b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
+    for PARTIAL in tl.static_range(2):
+        first, end = places(tile_range, PARTIAL)
+        for place in tl.range(first, end):
+            i_n = tile_at(place, tile_range, PARTIAL)
+            keys = key_tokens(i_n, i_b, n_k, visible, PARTIAL, BLOCK_N)
+            m_k = keys[1]
+            m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
+            if visible.dense.data is None or anything(m_dense):
+                # [N, D]
+                b_k = load_tile(p_k, k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                # [M, N]
+                b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
+                pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+                b_s = hide(scores(b_qk, pairs, scoring)[0], float("-inf"), m_dense, pairs, visible, PARTIAL)
+                b_max, b_sum, b_p, b_rescale = online_softmax(b_s, scoring, b_max, b_sum)
+                if dropout is not None:
+                    b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
+                # [N, D]
+                b_v = load_tile(p_v, v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+                # [M, D]
+                b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
 
     # Equal to 0, not "not above 0": a NaN that was seen must come out.
     m_nothing_seen = (b_sum == 0.0) | ~m_q
-    b_max_log2 = b_max * factor
     if scoring.sinks is not None:
-        b_max_log2, b_sum, b_rescale = beside_sink(sink_log2(scoring, i_h), b_max_log2, b_sum)
+        b_max, b_sum, b_rescale = beside_sink(sink_log2(scoring, i_h), b_max, b_sum)
         b_o *= b_rescale[:, None]
     if dropout is not None:
         b_o *= dropout.factor
     b_sum = tl.where(m_nothing_seen, 1.0, b_sum)
     b_o = tl.where(m_nothing_seen[:, None], 0.0, b_o / b_sum[:, None])
-    b_lse = tl.where(m_nothing_seen, float("-inf"), (b_max_log2 + tl.log2(b_sum)) / LOG2E)
+    b_lse = tl.where(m_nothing_seen, float("-inf"), lse_log2(b_max, b_sum, scoring) / LOG2E)
     m_row = o_q < n_q
-    store_tile(head_of(o, i_b, i_h), o.s, i_m, m_row, b_o, D_V, BLOCK_M, BLOCK_V)
+    store_tile(head_of(o, i_b, i_h), o, i_m, m_row, b_o, D_V, BLOCK_M, BLOCK_V)
     tl.store(lse + (i_b * H + i_h) * n_q + o_q, b_lse, mask=m_row)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec
-from .configs import config_for, padded_head_dim
+from .configs import Apart, config_for, padded_head_dim
 from .dropout import kept
 from .flash_backward import compute_rows
 from .flash_forward import forward
@@ -28,13 +28,14 @@ from .visibility import (
     as_column,
     as_row,
     hide,
-    is_edge,
     key_range,
     key_tokens,
+    places,
     position_of_first_query,
     query_range,
     query_tokens,
     shown,
+    tile_at,
 )
 
 
@@ -56,6 +57,7 @@ def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
     rows, config = _rows(q, k, None, spec, rules), config_for("dk_dv", q, shape["BLOCK_QK"], rules.heavy_terms)
+    config = config.dv if isinstance(config, Apart) else config
     result = q.new_empty(B, H, n_k, dtype=torch.float32)
     arguments = (readable_heads(q), readable_heads(k), rows, result, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
     launch(received_kernel, B * H * triton.cdiv(n_k, config.BLOCK_N), *arguments, **shape, **config._asdict())
@@ -123,8 +125,8 @@ def weights_kernel(
     i_m, i_n = i_tile // n_key_tiles, i_tile % n_key_tiles
     q_offset = position_of_first_query(visible, i_b)
     tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
-    edge = is_edge(i_n, tile_range)
-    queries, keys = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M), key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, True, BLOCK_M)
+    keys = key_tokens(i_n, i_b, n_k, visible, True, BLOCK_N)
     o_q, m_q, o_k, m_k = queries[0], queries[1], keys[0], keys[1]
 
     n_heads = H // H_OUT
@@ -135,11 +137,11 @@ def weights_kernel(
         pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
         m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
         # [M, D], [N, D]
-        b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-        b_k = load_tile(head_of(k, i_b, i_h // GROUP), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+        b_q = load_tile(head_of(q, i_b, i_h), q, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+        b_k = load_tile(head_of(k, i_b, i_h // GROUP), k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
         b_reference, b_rest_log2, _ = as_column(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
         # [M, N]
-        b_p = weights_of_tile(b_q, b_k, b_reference, b_rest_log2, edge, m_dense, pairs, rules, PRECISION)[0]
+        b_p = weights_of_tile(b_q, b_k, b_reference, b_rest_log2, m_dense, pairs, rules, True, PRECISION)[0]
         if dropout is not None:
             b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p * dropout.factor, 0.0)
         b_sum += b_p
@@ -173,25 +175,29 @@ def received_kernel(
     i_n, i_h, i_b = program_share(tl.cdiv(n_k, BLOCK_N), H)
     q_offset = position_of_first_query(visible, i_b)
     tile_range = query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
-    keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
+    keys = key_tokens(i_n, i_b, n_k, visible, True, BLOCK_N)
     o_k, m_k = keys[0], keys[1]
     # [N, D]
-    b_k = load_tile(head_of(k, i_b, i_h // GROUP), k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+    b_k = load_tile(head_of(k, i_b, i_h // GROUP), k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
     p_q = head_of(q, i_b, i_h)
     # One sum for each place in a tile: rounding errors do not pile up in one long chain.
     b_sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for i_m in tl.range(tile_range[0], tile_range[3]):
-        edge = is_edge(i_m, tile_range)
-        queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
-        o_q, m_q = queries[0], queries[1]
-        m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=False)
-        if visible.dense.data is None or anything(m_dense):
-            pairs = as_row(queries), as_column(keys), i_b, i_h, n_q, n_k
-            # [M, D]
-            b_q = load_tile(p_q, q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-            b_reference, b_rest_log2, _ = as_row(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
-            # [N, M]
-            b_sums += weights_of_tile(b_k, b_q, b_reference, b_rest_log2, edge, m_dense, pairs, rules, PRECISION)[0]
+    for PARTIAL in tl.static_range(2):
+        first, end = places(tile_range, PARTIAL)
+        for place in tl.range(first, end):
+            i_m = tile_at(place, tile_range, PARTIAL)
+            queries = query_tokens(i_m, i_b, n_q, q_offset, visible, PARTIAL, BLOCK_M)
+            o_q, m_q = queries[0], queries[1]
+            m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=False)
+            if visible.dense.data is None or anything(m_dense):
+                pairs = as_row(queries), as_column(keys), i_b, i_h, n_q, n_k
+                # [M, D]
+                b_q = load_tile(p_q, q, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+                b_reference, b_rest_log2, _ = as_row(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
+                # [N, M]
+                b_sums += weights_of_tile(
+                    b_k, b_q, b_reference, b_rest_log2, m_dense, pairs, rules, PARTIAL, PRECISION
+                )[0]
     # A full tile is full for the real keys only.
     tl.store(out + (i_b * H + i_h) * n_k + o_k, tl.where(m_k, tl.sum(b_sums, 1), 0.0), mask=o_k < n_k)
 
@@ -224,10 +230,10 @@ def top_keys_kernel(
     i_m, i_h, i_b = program_share(tl.cdiv(n_q, BLOCK_M), H)
     q_offset = position_of_first_query(visible, i_b)
     tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
-    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M)
+    queries = query_tokens(i_m, i_b, n_q, q_offset, visible, True, BLOCK_M)
     o_q, m_q = queries[0], queries[1]
     # [M, D]
-    b_q = load_tile(head_of(q, i_b, i_h), q.s, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
+    b_q = load_tile(head_of(q, i_b, i_h), q, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
     p_k = head_of(k, i_b, i_h // GROUP)
     b_reference, b_rest_log2, _ = as_column(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
 
@@ -235,30 +241,32 @@ def top_keys_kernel(
     # [M, K]; all different, so that one of them can be replaced
     b_largest = tl.zeros([BLOCK_M, TOP_K], tl.int64) - 2 - o_place[None, :]
     b_smallest = tl.min(b_largest, 1)
-    for i_n in tl.range(tile_range[0], tile_range[3]):
-        edge = is_edge(i_n, tile_range)
-        keys = key_tokens(i_n, i_b, n_k, visible, BLOCK_N)
-        o_k, m_k = keys[0], keys[1]
-        m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
-        if visible.dense.data is None or anything(m_dense):
-            pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
-            # [N, D]
-            b_k = load_tile(p_k, k.s, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
-            # [M, N]
-            b_s, factor, _slope = scores(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, rules.scoring)
-            b_s = hide(b_s, float("-inf"), edge, m_dense, pairs, visible)
-            b_s = tl.where(m_q[:, None] & m_k[None, :], b_s, float("-inf"))
-            b_p = tl.exp2((b_s - b_reference) * factor - b_rest_log2)
-            b_bits = b_p.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            b_packed = (b_bits.to(tl.int64) << 32) | (0xFFFFFFFF - o_k.to(tl.int64))[None, :]
-            b_packed = tl.where(b_s == float("-inf"), -(2**40), b_packed)
-            b_candidate = tl.max(b_packed, 1)
-            while anything(b_candidate > b_smallest):
-                m_replaced = (b_largest == b_smallest[:, None]) & (b_candidate > b_smallest)[:, None]
-                b_largest = tl.where(m_replaced, b_candidate[:, None], b_largest)
-                b_smallest = tl.min(b_largest, 1)
-                b_packed = tl.where(b_packed == b_candidate[:, None], -(2**40), b_packed)
+    for PARTIAL in tl.static_range(2):
+        first, end = places(tile_range, PARTIAL)
+        for place in tl.range(first, end):
+            i_n = tile_at(place, tile_range, PARTIAL)
+            keys = key_tokens(i_n, i_b, n_k, visible, PARTIAL, BLOCK_N)
+            o_k, m_k = keys[0], keys[1]
+            m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
+            if visible.dense.data is None or anything(m_dense):
+                pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
+                # [N, D]
+                b_k = load_tile(p_k, k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                # [M, N]
+                b_s, factor, _slope = scores(dot(b_q, tl.trans(b_k), None, PRECISION), pairs, rules.scoring)
+                b_s = hide(b_s, float("-inf"), m_dense, pairs, visible, PARTIAL)
+                b_s = tl.where(m_q[:, None] & m_k[None, :], b_s, float("-inf"))
+                b_p = tl.exp2((b_s - b_reference) * factor - b_rest_log2)
+                b_bits = b_p.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                b_packed = (b_bits.to(tl.int64) << 32) | (0xFFFFFFFF - o_k.to(tl.int64))[None, :]
+                b_packed = tl.where(b_s == float("-inf"), -(2**40), b_packed)
                 b_candidate = tl.max(b_packed, 1)
+                while anything(b_candidate > b_smallest):
+                    m_replaced = (b_largest == b_smallest[:, None]) & (b_candidate > b_smallest)[:, None]
+                    b_largest = tl.where(m_replaced, b_candidate[:, None], b_largest)
+                    b_smallest = tl.min(b_largest, 1)
+                    b_packed = tl.where(b_packed == b_candidate[:, None], -(2**40), b_packed)
+                    b_candidate = tl.max(b_packed, 1)
 
     p_out = out + ((i_b * H + i_h) * n_q + o_q)[:, None] * TOP_K + o_place[None, :]
     tl.store(p_out, b_largest, mask=(o_q < n_q)[:, None])

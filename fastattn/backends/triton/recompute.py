@@ -38,21 +38,23 @@ def load_rows(rows, i_row, o_q, m_q):
 
 
 @triton.jit
-def weights(b_x, b_y, b_reference, b_rest_log2, edge, m_dense, pairs, rules, PRECISION: tl.constexpr):
+def weights(b_x, b_y, b_reference, b_rest_log2, m_dense, pairs, rules, PARTIAL: tl.constexpr, PRECISION: tl.constexpr):
     """P of a tile, and the derivative of its scores: [M, N] where x is Q and y is K, [N, M] the other way round."""
     b_s, factor, b_slope = scores(dot(b_x, tl.trans(b_y), None, PRECISION), pairs, rules.scoring)
     b_p = tl.exp2((b_s - b_reference) * factor - b_rest_log2)
-    return hide(b_p, 0.0, edge, m_dense, pairs, rules.visible), b_slope
+    return hide(b_p, 0.0, m_dense, pairs, rules.visible, PARTIAL), b_slope
 
 
 @triton.jit
-def tile_gradients(b_x, b_y, b_dx, b_dy, rows, edge, m_dense, m_kept, pairs, rules, PRECISION: tl.constexpr):
+def tile_gradients(
+    b_x, b_y, b_dx, b_dy, rows, m_dense, m_kept, pairs, rules, PARTIAL: tl.constexpr, PRECISION: tl.constexpr
+):
     """Gradients of a tile: P, P after dropout (before its factor), dS, and the derivative by scale * q k^T.
 
     The tile is that of `weights`; dx is dO where x is Q, and V where x is K; `rows` are shaped like the queries.
     """
     b_reference, b_rest_log2, b_delta = rows
-    b_p, b_slope = weights(b_x, b_y, b_reference, b_rest_log2, edge, m_dense, pairs, rules, PRECISION)
+    b_p, b_slope = weights(b_x, b_y, b_reference, b_rest_log2, m_dense, pairs, rules, PARTIAL, PRECISION)
     b_dp = dot(b_dx, tl.trans(b_dy), None, PRECISION)
     if rules.dropout is not None:
         b_dp = tl.where(m_kept, b_dp * rules.dropout.factor, 0.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from ...spec import Spec
 from .dropout import Dropout, dropout
 from .scores import Scoring, scoring
@@ -30,6 +32,6 @@ class Rules(NamedTuple):
         return self._replace(visible=self.visible.in_tiles(block_m))
 
 
-def rules_of(spec: Spec, n_q: int, n_k: int) -> Rules:
-    """`spec` as the kernels take it, for n_q queries and n_k keys."""
-    return Rules(visibility(spec.mask, n_q, n_k), scoring(spec), dropout(spec))
+def rules_of(spec: Spec, n_q: int, n_k: int, of_padding: torch.dtype = torch.int32) -> Rules:
+    """`spec` as the kernels take it, for n_q queries and n_k keys; see `visibility`."""
+    return Rules(visibility(spec.mask, n_q, n_k, of_padding), scoring(spec), dropout(spec))

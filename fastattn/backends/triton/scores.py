@@ -82,17 +82,55 @@ def sink_log2(scoring, i_h):
 
 
 @triton.jit
-def online_softmax(b_s, factor, b_max, b_sum):
+def online_softmax(b_s, scoring, b_max, b_sum):
     """(maximum, sum, weights, factor of older weights) of rows of which these scores [M, N] are added.
 
-    The weights are 2^(factor * (score - maximum)).
+    The weights are 2^(factor * score - base), with those of `measure` of the new maximum.
     """
     b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
-    # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
-    b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-    b_p = tl.exp2((b_s - b_base[:, None]) * factor)
-    b_rescale = tl.exp2((b_max - b_base) * factor)
+    b_factor, b_base_log2 = measure(b_new_max, scoring)
+    b_p = tl.exp2(tl.fma(b_s, b_factor[:, None], -b_base_log2[:, None]))
+    b_rescale = tl.exp2(tl.fma(b_max, b_factor, 0.0) - b_base_log2)
     return b_new_max, b_sum * b_rescale + tl.sum(b_p, 1), b_p, b_rescale
+
+
+@triton.jit
+def measure(b_max, scoring):
+    """(factor, base) of rows with that largest score: a weight is 2^(factor * score - base), and that of the largest 1.
+
+    The base is rounded and the product is not: beyond 2^28 that would be an exponent of more than 8, and of 128 in the
+    end, which is why the factor is less there. Scores that differ there do so by more than leaves a weight.
+    """
+    # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
+    b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
+    if scoring.factor_log2 is None:
+        return tl.full(b_max.shape, 1.0, tl.float32), b_base
+    else:
+        exponent_of_huge = (127 + 28) << 23
+        b_exponent = (b_base * scoring.factor_log2).to(tl.int32, bitcast=True) & 0x7F800000
+        b_lowered = exponent_of_huge - tl.maximum(b_exponent, exponent_of_huge) + (127 << 23)
+        b_factor = scoring.factor_log2 * b_lowered.to(tl.float32, bitcast=True)
+        return b_factor, tl.fma(b_base, b_factor, 0.0)
+
+
+@triton.jit
+def rest_log2(b_max, b_sum, scoring):
+    """What the lse of rows has in base 2 above their largest score, from the sum of their weights."""
+    if scoring.factor_log2 is None:
+        return tl.log2(b_sum)
+    else:  # weights are measured from a rounded base
+        b_factor, b_base_log2 = measure(b_max, scoring)
+        return tl.log2(b_sum) - tl.fma(b_max, b_factor, -b_base_log2)
+
+
+@triton.jit
+def lse_log2(b_max, b_sum, scoring):
+    """The lse of rows in base 2, from their largest score and the sum of their weights."""
+    b_rest_log2 = rest_log2(b_max, b_sum, scoring)
+    if scoring.factor_log2 is None:
+        return b_max + b_rest_log2
+    else:
+        return tl.fma(b_max, scoring.factor_log2, b_rest_log2)
 
 
 @triton.jit

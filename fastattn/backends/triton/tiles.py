@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ... import spec
 
@@ -21,10 +20,17 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Heads(NamedTuple):
-    """A tensor [B, H, N, D] and its strides; Triton compiles a last stride of 1 into the kernel."""
+    """A tensor [B, H, N, D] and its strides; Triton compiles a last stride of 1 into the kernel.
 
-    data: Tensor
-    s: tuple[int, int, int, int]
+    Where there is no such tensor, data is None; see `Table`.
+
+    aligned: 1 where every row begins at a multiple of 16 bytes from the first one, else None. Triton sees by itself
+        only which strides are multiples of 16 elements, and loads one element at a time where they are not.
+    """
+
+    data: Tensor | None
+    s: tuple[int, int, int, int] | None
+    aligned: int | None = None
 
 
 class Table(NamedTuple):
@@ -40,9 +46,12 @@ class Table(NamedTuple):
     s_k: int | None
 
 
-def heads(x: Tensor) -> Heads:
+def heads(x: Tensor | None) -> Heads:
     """`x` [B, H, N, D] for a kernel, as it is."""
-    return Heads(x, x.stride())
+    if x is None:
+        return Heads(None, None)
+    strides = x.stride()
+    return Heads(x, strides, None if any(s * x.element_size() % 16 for s in strides[:3]) else 1)
 
 
 def readable_heads(x: Tensor) -> Heads:
@@ -64,14 +73,20 @@ def dot_precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def launch(kernel: triton.JITFunction, programs: int, *args: object, **options: object) -> None:
-    """Runs `programs` instances of `kernel` on the GPU of its tensors; nothing where there is nothing to do."""
+def launch(
+    kernel: triton.JITFunction, programs: int, x: Heads | Tensor | object, *args: object, **options: object
+) -> None:
+    """Runs `programs` instances of `kernel` on the GPU of its first argument; nothing where there is nothing to do.
+
+    Args:
+        x: a tensor, `Heads`, or a descriptor of a tensor.
+    """
     if programs == 0:
         return
-    leaves = (getattr(leaf, "base", leaf) for leaf in tree_leaves(args))  # of a descriptor, the tensor it describes
-    with torch.cuda.device_of(next(leaf for leaf in leaves if isinstance(leaf, Tensor))):
+    tensor = x if isinstance(x, Tensor) else x.data if isinstance(x, Heads) else x.base
+    with torch.cuda.device_of(tensor):
         # Triton 3.10 turns the fusion of a * b + c off by default.
-        kernel[(programs,)](*args, **options, enable_fp_fusion=True)
+        kernel[(programs,)](x, *args, **options, enable_fp_fusion=True)
 
 
 @triton.jit
@@ -85,30 +100,38 @@ def program_share(n_tiles, H):
 @triton.jit
 def head_of(x, i_b, i_h):
     """Pointer to row 0 of a head."""
-    return x.data + i_b * x.s[0] + i_h * x.s[1]
+    offset = i_b * x.s[0] + i_h * x.s[1]
+    if x.aligned is not None:
+        IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
+        offset = tl.multiple_of(offset, IN_16_BYTES)
+    return x.data + offset
 
 
 @triton.jit
-def tile_pointers(p_head, s, i_tile, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Pointers [BLOCK, BLOCK_D] to a tile of rows of a head with the strides `s`."""
-    p_tile = p_head + tl.cast(i_tile, tl.int64) * BLOCK * s[2]
+def tile_pointers(p_head, x, i_tile, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers [BLOCK, BLOCK_D] to a tile of rows of a head of `x`."""
+    p_tile = p_head + tl.cast(i_tile, tl.int64) * BLOCK * x.s[2]
     o_row = tl.arange(0, BLOCK).to(tl.int64)
     o_col = tl.arange(0, BLOCK_D).to(tl.int64)
-    return p_tile + o_row[:, None] * s[2] + o_col[None, :] * s[3]
+    o_rows = o_row[:, None] * x.s[2]
+    if x.aligned is not None:
+        IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
+        o_rows = tl.multiple_of(o_rows, [IN_16_BYTES, IN_16_BYTES])
+    return p_tile + o_rows + o_col[None, :] * x.s[3]
 
 
 @triton.jit
-def load_tile(p_head, s, i_tile, m_row, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of a head [BLOCK, BLOCK_D]; where `m_row` is False and past column D nothing is read, and 0 returned."""
-    p_rows = tile_pointers(p_head, s, i_tile, BLOCK, BLOCK_D)
+def load_tile(p_head, x, i_tile, m_row, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of a head of `x` [BLOCK, BLOCK_D]; where `m_row` is False and past column D 0, without reading."""
+    p_rows = tile_pointers(p_head, x, i_tile, BLOCK, BLOCK_D)
     m_col = (tl.arange(0, BLOCK_D) < D)[None, :]
     return tl.load(p_rows, mask=m_row[:, None] & m_col, other=0.0)
 
 
 @triton.jit
-def store_tile(p_head, s, i_tile, m_row, b_rows, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes the rows [BLOCK, BLOCK_D] that `m_row` names, up to column D."""
-    p_rows = tile_pointers(p_head, s, i_tile, BLOCK, BLOCK_D)
+def store_tile(p_head, x, i_tile, m_row, b_rows, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes the rows [BLOCK, BLOCK_D] of a head of `x` that `m_row` names, up to column D."""
+    p_rows = tile_pointers(p_head, x, i_tile, BLOCK, BLOCK_D)
     m_col = (tl.arange(0, BLOCK_D) < D)[None, :]
     tl.store(p_rows, b_rows.to(p_rows.dtype.element_ty), mask=m_row[:, None] & m_col)
 

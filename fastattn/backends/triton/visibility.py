@@ -16,24 +16,25 @@ from .documents import key_ranges, tile_ranges
 from .tiles import Table, entries, launch, table
 
 LAST_POSITION: tl.constexpr = tl.constexpr(FAR)
+BEYOND: tl.constexpr = tl.constexpr(2**31 - 1)
+"""Further than a position and a limit reach together, in either direction."""
 
 
 class Visibility(NamedTuple):
     """A `Mask` as the kernels take it; None where the mask has no such limit, which removes the code for it.
 
     A query at position p sees keys at p - left to p + right; causal is a `right` of 0 or less. Key j stands at j and
-    query i at i + q_offset, or where the tables of positions say. With documents, `key_ranges` takes the place of the
-    spans and of all that the limits say about tiles.
+    query i at i + q_offset, or where the tables of positions say. What stands for q_offset is 1 for 0, and no multiple
+    of 16: Triton compiles kernels of their own for such, which would come up during generation. With documents,
+    `key_ranges` takes the place of the spans and of all that the limits say about tiles.
     """
 
-    real_queries: Tensor | None  # bool [B, n_q]
+    real_queries: Tensor | None  # [B, n_q], 0 for padding
     query_spans: Tensor | None  # int32 [B, 3], see real_spans
-    real_keys: Tensor | None  # bool [B, n_k]
+    real_keys: Tensor | None  # [B, n_k]
     key_spans: Tensor | None  # int32 [B, 3]
-    q_offsets: (
-        Tensor | None
-    )  # integer [B], instead of q_offset; cut off at FAR, which only ALiBi and huge windows notice
-    q_offset: int
+    q_offsets: Tensor | None  # integer [B], instead; cut off at FAR, which only ALiBi and huge windows notice
+    q_offset_coded: int  # 2 q_offset + 1
     left: int | None
     right: int | None
     documents_q: Tensor | None  # integer [B, n_q]
@@ -41,7 +42,7 @@ class Visibility(NamedTuple):
     positions_q: Tensor | None  # int32 [B, n_q]
     positions_k: Tensor | None  # int32 [B, n_k]
     dense: Table  # bool
-    key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 4]
+    key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 5]
 
     def in_tiles(self, block_m: int) -> Visibility:
         """Copy of this visibility for a kernel that takes `block_m` queries a tile."""
@@ -50,8 +51,13 @@ class Visibility(NamedTuple):
         return self._replace(key_ranges=tile_ranges(self.key_ranges, block_m))
 
 
-def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
-    """`mask` as the kernels take it, for n_q queries and n_k keys."""
+def visibility(mask: Mask, n_q: int, n_k: int, of_padding: torch.dtype = torch.int32) -> Visibility:
+    """`mask` as the kernels take it, for n_q queries and n_k keys.
+
+    Args:
+        of_padding: dtype of what tells real tokens from padding. Where a load is masked by something of 8 bits, Triton
+            lays out what it loads for products of 8 bits on GPUs other than Hopper, where bool takes fewer registers.
+    """
     q_offset, left, right = limits(mask)
     starts = mask.q_offset if isinstance(mask.q_offset, Tensor) else None
     if starts is not None and starts.dim() == 2:  # another one for each query, which only documents have a table for
@@ -59,16 +65,15 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
             one_document = tuple(starts.new_zeros(len(starts), n, dtype=torch.int32) for n in (n_q, n_k))
             mask = dataclasses.replace(mask, segment_ids=one_document)
         starts = None
-    real_queries, real_keys = (
-        None if real is None else real.contiguous() for real in (mask.readable_queries(), mask.readable_keys())
-    )
+    readable = mask.readable_queries(), mask.readable_keys()
+    real_queries, real_keys = (None if real is None else real.to(of_padding).contiguous() for real in readable)
     visible = Visibility(
         real_queries=real_queries,
         query_spans=None,
         real_keys=real_keys,
         key_spans=None,
         q_offsets=None if starts is None else starts.contiguous(),
-        q_offset=q_offset,
+        q_offset_coded=2 * q_offset + 1,
         left=left,
         right=right,
         documents_q=None,
@@ -83,14 +88,14 @@ def visibility(mask: Mask, n_q: int, n_k: int) -> Visibility:
     device = mask.segment_ids[0].device
     if not isinstance(mask.q_offset, Tensor):
         mask = dataclasses.replace(mask, q_offset=q_offset)
-    positions_q, positions_k = (p.clamp(-2 * FAR, 2 * FAR).int() for p in mask.positions(n_q, n_k, device))
+    positions_q, positions_k = (p.clamp(2 - 2 * FAR, 2 * FAR - 2).int() for p in mask.positions(n_q, n_k, device))
     documents_q, documents_k = (ids.contiguous() for ids in mask.segment_ids)
     return visible._replace(
         documents_q=documents_q,
         documents_k=documents_k,
         positions_q=positions_q.contiguous(),
         positions_k=positions_k.contiguous(),
-        key_ranges=key_ranges((documents_q, documents_k), (real_queries, real_keys), positions_q, left, right),
+        key_ranges=key_ranges((documents_q, documents_k), readable, positions_q, left, right),
     )
 
 
@@ -110,7 +115,7 @@ def real_spans(real: Tensor | None) -> Tensor | None:
     """int32 [B, 3], computed without synchronising: where real tokens begin, where the first hole is, where they end.
 
     Args:
-        real: bool [B, n], or None for no padding.
+        real: bool or integer [B, n], or None for no padding.
     """
     if real is None or real.shape[1] == 0:
         return None
@@ -166,16 +171,25 @@ def real_span(spans, n, i_b):
 def position_of_first_query(visible, i_b):
     """Position of query 0 of a sample among the keys."""
     if visible.q_offsets is None:
-        return visible.q_offset
+        return visible.q_offset_coded >> 1
     else:
         q_offset = tl.load(visible.q_offsets + i_b)
         return tl.minimum(tl.maximum(q_offset, -LAST_POSITION), LAST_POSITION).to(tl.int32)
 
 
 @triton.jit
-def query_tokens(i_m, i_b, n_q, q_offset, visible, BLOCK_M: tl.constexpr):
-    """A tile of queries: (index, which may be read, position among the keys)."""
-    return queries_at(i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_b, n_q, q_offset, visible)
+def query_tokens(i_m, i_b, n_q, q_offset, visible, PARTIAL: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile of queries: (index, which may be read, position among the keys).
+
+    PARTIAL: False for a full tile of `query_range`, which holds real queries only.
+    """
+    o_q = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PARTIAL:
+        return queries_at(o_q, i_b, n_q, q_offset, visible)
+    elif visible.positions_q is None:
+        return o_q, tl.full([BLOCK_M], True, tl.int1), o_q + q_offset
+    else:
+        return o_q, tl.full([BLOCK_M], True, tl.int1), tl.load(visible.positions_q + i_b * n_q + o_q)
 
 
 @triton.jit
@@ -189,9 +203,18 @@ def queries_at(o_q, i_b, n_q, q_offset, visible):
 
 
 @triton.jit
-def key_tokens(i_n, i_b, n_k, visible, BLOCK_N: tl.constexpr):
-    """A tile of keys: (index, which may be read, position)."""
-    return keys_at(i_n * BLOCK_N + tl.arange(0, BLOCK_N), i_b, n_k, visible)
+def key_tokens(i_n, i_b, n_k, visible, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of keys: (index, which may be read, position).
+
+    PARTIAL: False for a full tile of `key_range`, which holds real keys only.
+    """
+    o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PARTIAL:
+        return keys_at(o_k, i_b, n_k, visible)
+    elif visible.positions_k is None:
+        return o_k, tl.full([BLOCK_N], True, tl.int1), o_k
+    else:
+        return o_k, tl.full([BLOCK_N], True, tl.int1), tl.load(visible.positions_k + i_b * n_k + o_k)
 
 
 @triton.jit
@@ -218,20 +241,32 @@ def as_row(x):
 
 @triton.jit
 def keep(pairs, visible):
-    """Visibility of each key to each query: the twin of `Mask.keep`, but for a dense mask. See `entries`."""
+    """Visibility of each key to each real query: the twin of `Mask.keep`, but for a dense mask. See `entries`.
+
+    What it says of other queries is of no use: no kernel keeps what it computes for them. A key that may not be read
+    has a position beyond the limits, so that a pair costs a comparison less; not with documents, where that would take
+    more registers than there are on Hopper.
+    """
     queries, keys, i_b, _, n_q, n_k = pairs
     o_q, m_q, position_q = queries
     o_k, m_k, position_k = keys
-    m_keep = m_q & m_k
-    behind = position_q - position_k  # how far the key lies behind the query
-    if visible.left is not None:
-        m_keep = m_keep & (behind <= visible.left)
-    if visible.right is not None:
-        m_keep = m_keep & (behind >= -visible.right)
+    m_keep = m_k
     if visible.documents_q is not None:
+        m_keep = m_q & m_k
+        behind = position_q - position_k  # how far the key lies behind the query
+        if visible.left is not None:
+            m_keep = m_keep & (behind <= visible.left)
+        if visible.right is not None:
+            m_keep = m_keep & (behind >= -visible.right)
         document_q = tl.load(visible.documents_q + i_b * n_q + o_q, mask=m_q, other=-1)
         document_k = tl.load(visible.documents_k + i_b * n_k + o_k, mask=m_k, other=-1)
         m_keep = m_keep & (document_q == document_k)
+    elif visible.right is not None:
+        m_keep = tl.where(m_k, position_k, BEYOND) <= position_q + visible.right
+        if visible.left is not None:
+            m_keep = m_keep & (position_k >= position_q - visible.left)
+    elif visible.left is not None:
+        m_keep = tl.where(m_k, position_k, -BEYOND) >= position_q - visible.left
     return m_keep
 
 
@@ -253,11 +288,11 @@ def anything(m):
 
 
 @triton.jit
-def hide(b_x, value, edge, m_dense, pairs, visible):
-    """`b_x` with `value` for the pairs that may not be seen; outside of edges only a dense mask has such."""
+def hide(b_x, value, m_dense, pairs, visible, PARTIAL: tl.constexpr):
+    """`b_x` with `value` for the pairs that may not be seen; in full tiles only a dense mask has such."""
     if visible.dense.data is not None:
         b_x = tl.where(m_dense, b_x, value)
-    if edge:
+    if PARTIAL:
         b_x = tl.where(keep(pairs, visible), b_x, value)
     return b_x
 
@@ -275,7 +310,7 @@ def key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M: tl.constexpr, BLOC
         row_end = tl.minimum(i_m * BLOCK_M + BLOCK_M, q_end)
         return column_range(row_first, row_end, q_offset, visible.left, visible.right, k_first, k_hole, k_end, BLOCK_N)
     else:
-        first, full_first, full_end, end = range_in_table(visible.key_ranges, i_b * tl.cdiv(n_q, BLOCK_M) + i_m)
+        first, full_first, full_end, end = range_in_table(visible.key_ranges, i_b * tl.cdiv(n_q, BLOCK_M) + i_m, 5)
         return tiles_of(first, full_first, full_end, end, BLOCK_N)
 
 
@@ -298,7 +333,7 @@ def query_ranges(key_ranges: Tensor, n_k: int, block_n: int) -> Tensor:
     """int32 [B, key tiles, 4]: `query_range` of each tile of `block_n` keys, for kernels that cannot look for it.
 
     Args:
-        key_ranges: int32 [B, query tiles, 4], see `Visibility.in_tiles`.
+        key_ranges: int32 [B, query tiles, 5], see `Visibility.in_tiles`.
     """
     B, n_query_tiles, _ = key_ranges.shape
     tiles = triton.cdiv(n_k, block_n)
@@ -322,9 +357,9 @@ def query_ranges_kernel(key_ranges, result, n_query_tiles, n_k, BLOCK_N: tl.cons
 
 
 @triton.jit
-def range_in_table(ranges, i_tile):
-    """(begin, full_begin, full_end, end), as a row of a table says."""
-    p_range = ranges + i_tile * 4
+def range_in_table(ranges, i_tile, WIDTH: tl.constexpr = 4):
+    """(begin, full_begin, full_end, end), as a row of a table of that width says."""
+    p_range = ranges + i_tile * WIDTH
     return tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
 
 
@@ -351,11 +386,12 @@ def tiles_that_see(first, end, key_ranges, i_b, n_tiles, BLOCK: tl.constexpr = 1
 
 @triton.jit
 def sees(o, first, end, key_ranges, i_b, n_tiles):
-    """Query tiles of `o` that see some of the keys [first, end), and those that see all of them in every real row."""
-    p_range, m = key_ranges + (i_b * n_tiles + o) * 4, o < n_tiles
+    """Query tiles of `o` that see some of the keys [first, end), and those of real queries that all see all of them."""
+    p_range, m = key_ranges + (i_b * n_tiles + o) * 5, o < n_tiles
     m_seen = (tl.load(p_range, mask=m, other=0) < end) & (tl.load(p_range + 3, mask=m, other=0) > first)
     full_first, full_end = tl.load(p_range + 1, mask=m, other=0), tl.load(p_range + 2, mask=m, other=0)
-    return m_seen, m_seen & (full_first <= first) & (full_end >= end)
+    m_real = tl.load(p_range + 4, mask=m, other=1) == 0
+    return m_seen, m_seen & m_real & (full_first <= first) & (full_end >= end)
 
 
 @triton.jit
@@ -384,6 +420,30 @@ def tiles_of(first, full_first, full_end, end, BLOCK: tl.constexpr):
     full_begin = tl.minimum(tl.maximum(tl.cdiv(full_first, BLOCK), tile_begin), tile_end)
     full_end = tl.minimum(tl.maximum(full_end // BLOCK, full_begin), tile_end)
     return tile_begin, full_begin, full_end, tile_end
+
+
+@triton.jit
+def places(tile_range, PARTIAL: tl.constexpr):
+    """The (begin, end) of a loop over the full tiles of a `key_range` or `query_range`, or over the partial ones.
+
+    Each have a loop of their own, since a branch inside of one would keep Triton from seeing that the second product
+    follows from the first: scores would be spread over the warps by columns too, and meet in shared memory.
+    """
+    begin, full_begin, full_end, end = tile_range
+    if PARTIAL:
+        return begin, end - (full_end - full_begin)
+    else:
+        return full_begin, full_end
+
+
+@triton.jit
+def tile_at(place, tile_range, PARTIAL: tl.constexpr):
+    """The tile at one of these `places`."""
+    _, full_begin, full_end, _ = tile_range
+    if PARTIAL:
+        return tl.where(place < full_begin, place, place + (full_end - full_begin))
+    else:
+        return place
 
 
 @triton.jit

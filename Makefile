@@ -1,8 +1,7 @@
 # make demo | test | properties | attack | lint | docs | bench | clean.  PYTHON chooses the interpreter: make PYTHON=python3.12 test
 # make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch; cuda needs nvcc too
-# make hopper: compiles the kernels in fastattn/backends/hopper with every Triton, and records what they take
-# make cuda: compiles the kernels in csrc/cuda, for GPUs that need not be there
-# make triton: the same for those in fastattn/backends/triton and hopper, but for a few that make test compiles
+# make hopper | triton: compiles the kernels in fastattn/backends/ that and records what they take, for GPUs that need not be there
+# make cuda: the same for those in csrc/cuda
 # make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
 PYTHON ?= python3
@@ -64,13 +63,11 @@ NVCC ?= $(or $(and $(CUDA_HOME),$(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),
 cuda: $(INSTALLED) $(NVCC)
 	$(BIN)/python tests/compile_gates/cuda_compile.py --nvcc $(NVCC) $(or $(CUDA_ARCHS),--record)
 
-# With the Triton of constraints.txt; as many at once as there are cores.
-triton: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal \
-	    -m make_triton tests/backends/test_triton.py tests/compile_gates/test_hopper_compile.py
-
 # With the Triton of constraints.txt and with these, of 200 MB each.
 TRITONS := $(addprefix build/tritons/,3.6.0 3.8.0 3.9.0)
+
+triton: $(INSTALLED) $(TRITONS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/compile_gates/triton_compile.py --record $(TRITONS)
 
 hopper: $(INSTALLED) $(TRITONS)
 	$(BIN)/python tests/compile_gates/hopper_compile.py --record $(TRITONS)

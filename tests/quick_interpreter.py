@@ -5,7 +5,8 @@ that has been done, and builds a table of dtypes for each look-up in it: that is
 
 It multiplies tiles by numpy's BLAS, which on some processors adds the products of x @ y in another order than those of
 y^T @ x^T. A GPU adds fp32 products in the order of the inner dimension, so a score that the backward recomputes
-transposed has the bits that it had; in the interpreter it has them where the sums are rounded once.
+transposed has the bits that it had; in the interpreter it has them where the sums are rounded once. For the same reason
+an fma is rounded once, which the interpreter does twice.
 """
 
 from __future__ import annotations
@@ -51,8 +52,14 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> interp
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
+def _create_fma(self, x, y, z) -> interpreter.TensorHandle:
+    exact = x.data.astype(np.float64) * y.data + z.data
+    return interpreter.TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
+
+
 def install() -> None:
     """Does so in this process."""
     interpreter._patch_lang = _once(interpreter._patch_lang)
     interpreter._get_np_dtype = _from_table(interpreter._get_np_dtype)
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter.InterpreterBuilder.create_fma = _create_fma

@@ -15,9 +15,9 @@ from .targets import median_ms, of_contender, ours, outcomes
 
 NOT_MEASURED = """\
 **Not measured: any GPU.** The Triton kernels have run in Triton's interpreter against the whole suite, and have been
-compiled ahead of time for compute capabilities 8.0, 9.0 and 10.0, the plain ones without register spills; no GPU has
-executed them yet. `make gpu STAGE=truth` and `make gpu STAGE=bench` check and time them on a machine that has one, and
-`make gpu STAGE=hopper` those for Hopper alone, which have been compiled and run on a model of a GPU."""
+compiled ahead of time for compute capabilities 8.0 to 12.0; no GPU has executed them yet. `make gpu STAGE=truth` and
+`make gpu STAGE=bench` check and time them on a machine that has one, and `make gpu STAGE=hopper` those for Hopper
+alone, which have been compiled and run on a model of a GPU."""
 _TIMED = ("bench", "hopper", "cuda")
 _COMPARED = ("bench", "hopper")  # cuda is about a backend that others are faster than
 _OURS = "fastattn"

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 
 import hopper_record
 from hopper_record import Compiled
-from sass import count, innermost_loops, instructions
+from sass import count, disassembled, innermost_loops, instructions
 
 HEAD_DIMS = (64, 128, 256)
 CALLS = ("full", "causal", "padded", "documents")
@@ -95,7 +95,9 @@ def _resources(kernel, ptxas_says: str) -> dict[str, object]:
     """Of a kernel that was just compiled, from what ptxas said of it and from its instructions."""
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_says)
     warnings = [line.strip() for line in ptxas_says.splitlines() if "C75" in line or "serializ" in line]
-    code = _disassembled(kernel.asm["cubin"])
+    if not _fenced(kernel.asm["ptx"]):
+        warnings.append("may load before its barriers are seen")
+    code = disassembled(kernel.asm["cubin"])
     every, loops = instructions(code), innermost_loops(code, "HGMMA")
     shortest = min((loop.shortest_way for loop in loops), key=len, default=[])
     return {
@@ -114,14 +116,10 @@ def _resources(kernel, ptxas_says: str) -> dict[str, object]:
     }
 
 
-def _disassembled(cubin: bytes) -> str:
-    import triton
-
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
+def _fenced(ptx: str) -> bool:
+    """Whether what loads asynchronously sees each barrier: a fence of its proxy stands before the threads meet."""
+    after_the_last = ptx[ptx.rindex("mbarrier.init") :]
+    return "fence.proxy.async" in after_the_last.partition("bar.sync")[0]
 
 
 def _exposed(loop: list[str]) -> int:

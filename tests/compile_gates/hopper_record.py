@@ -7,19 +7,13 @@ Python alone.
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import io
-import json
-import tokenize
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import records
 
 FILE = Path(__file__).with_name("hopper_compiled.json")
-_BACKENDS = Path(__file__).parents[2] / "fastattn" / "backends"
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 _PRODUCTS = {  # of a step with the head dim, in units of 16 that are summed over: the matrix instructions of the loop
     "forward_kernel": {64: 12, 128: 16, 256: 20},
@@ -103,48 +97,14 @@ def kernels_of(D: int) -> set[str]:
 
 
 def digest() -> str:
-    """Of the sources that the kernels are made of, without comments, docstrings and empty lines."""
-    result = hashlib.sha256()
-    for path in sources():
-        result.update(f"{path.relative_to(_BACKENDS)}\n{code_of(path.read_text())}".encode())
-    return result.hexdigest()[:16]
-
-
-def sources() -> list[Path]:
-    """The files of the Hopper backend, and those of other backends that they import, whatever the depth."""
-    result, waiting = set(), sorted((_BACKENDS / "hopper").glob("*.py"))
-    while waiting:
-        path = waiting.pop()
-        if path in result:
-            continue
-        result.add(path)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-                named = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
-                waiting += [other for other in named if other.is_file() and _BACKENDS in other.parents]
-    return sorted(result)
-
-
-def code_of(source: str) -> str:
-    """A source without its comments, docstrings and empty lines."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    """Of the sources that the kernels are made of."""
+    return records.digest("hopper")
 
 
 def recorded() -> tuple[str, list[Compiled]]:
     """The digest and the kernels of the record; "" and none where there is no record."""
-    if not FILE.is_file():
-        return "", []
-    document = json.loads(FILE.read_text())
-    return document["digest"], [Compiled(**row | {"warnings": tuple(row["warnings"])}) for row in document["kernels"]]
+    of_record, rows = records.read(FILE)
+    return of_record, [Compiled(**row | {"warnings": tuple(row["warnings"])}) for row in rows]
 
 
 def is_current() -> bool:
@@ -155,8 +115,7 @@ def is_current() -> bool:
 
 def record(kernels: list[Compiled]) -> None:
     """Writes the record, a line for each kernel."""
-    rows = ",\n".join(json.dumps(asdict(kernel)) for kernel in kernels)
-    FILE.write_text(f'{{"digest": "{digest()}", "kernels": [\n{rows}\n]}}\n')
+    records.write(FILE, digest(), kernels)
 
 
 def table(kernels: list[Compiled]) -> str:

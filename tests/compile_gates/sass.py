@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import heapq
 import re
+import subprocess
+import tempfile
 from functools import reduce
+from pathlib import Path
 from typing import NamedTuple
 
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
@@ -18,6 +21,28 @@ class Loop(NamedTuple):
 
     every: list[str]
     shortest_way: list[str]
+
+
+def disassembled(cubin: bytes) -> str:
+    """The machine code of what Triton has compiled."""
+    return _printed_of(cubin, "nvdisasm", "-c")
+
+
+def registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and the bytes of its stack, where registers are spilled to."""
+    printed = _printed_of(cubin, "cuobjdump", "--dump-resource-usage")
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
+    return int(registers), int(stack)
+
+
+def _printed_of(cubin: bytes, tool: str, option: str) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def innermost_loops(sass: str, name: str) -> list[Loop]:
@@ -62,6 +87,44 @@ def instructions(sass: str) -> list[str]:
 def count(name: str, texts: list[str]) -> int:
     """How many of the instructions have that name, which is a regular expression."""
     return sum(re.match(rf"(@!?U?P\w+ )?{name}\b", text) is not None for text in texts)
+
+
+class Clocks(NamedTuple):
+    """Clock cycles that each part of a multiprocessor takes at least for instructions of all warps of a program."""
+
+    products: float
+    shared: float
+    exponentials: float
+    issue: float
+
+
+def clocks(texts: list[str], warps: int, flops: int) -> Clocks:
+    """Clock cycles of instructions that each of `warps` warps runs.
+
+    A multiprocessor issues an instruction in each of four schedulers, computes 16 exponentials, and moves 128 bytes to
+    or from shared memory, which are also the cache of local memory. Operands of wgmma that lie there are read for each.
+
+    Args:
+        flops: floating-point operations of the tensor cores, for 16-bit operands.
+    """
+    products = moved = exponentials = 0
+    for text in texts:
+        name = re.sub(r"^@!?U?P\w+ ", "", text).partition(" ")[0]
+        if match := re.match(r"HMMA\.(16816|1688)", name):
+            products += {"16816": 4096, "1688": 2048}[match[1]] * warps
+        elif match := re.match(r"HGMMA\.64x(\d+)x(\d+)", name):  # one for four warps
+            columns, depth = map(int, match.groups())
+            of_left = 0 if re.search(r"HGMMA\S* R\d+, R\d+", text) else 64
+            products += 2 * 64 * columns * depth * warps / 4
+            moved += 2 * depth * (columns + of_left) * warps / 4
+        elif name.startswith("MUFU"):
+            exponentials += 32 * warps
+        elif match := re.match(r"LDSM\S*\.MT?\d+(?:\.([24]))?", name):
+            moved += 128 * int(match[1] or 1) * warps
+        elif re.match(r"(LDS|STS|LDL|STL|LDGSTS)\b", name):
+            width = re.search(r"\.(8|16|64|128)\b", name.replace("U8", ".8").replace("U16", ".16"))
+            moved += 32 * (int(width[1]) if width else 32) // 8 * warps
+    return Clocks(products / flops, moved / 128, exponentials / 16, len(texts) * warps / 4)
 
 
 def _blocks(sass: str) -> tuple[list[list[str]], list[set[int]]]:

@@ -7,6 +7,7 @@ import itertools
 
 import hopper_record
 import pytest
+import records
 from hopper_compile import CALLS, HEAD_DIMS, _exposed, compiled_with
 from hopper_record import TRITONS, Compiled, kernels_of
 
@@ -16,17 +17,12 @@ RIGHT = Compiled(
 )  # fmt: skip
 
 
-FEW = [(64, "padded"), (128, "causal"), (256, "full")]  # which each run of the tests compiles; `make triton` the rest
+FEW = [(64, "padded"), (128, "causal"), (256, "full")]
+"""Which each run of the tests compiles, whatever is recorded."""
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("head_dim", "call"),
-    [
-        pytest.param(*of, marks=[] if of in FEW else [pytest.mark.make_triton])
-        for of in itertools.product(HEAD_DIMS, CALLS)
-    ],
-)
+@pytest.mark.parametrize(("head_dim", "call"), FEW)
 def test_every_hot_kernel_compiles_and_is_as_it_should_be(head_dim, call):
     kernels = compiled_with(None, head_dim, call)
     expected = set(itertools.product(kernels_of(head_dim), (head_dim,), (call,)))
@@ -111,13 +107,13 @@ def test_a_record_that_lacks_a_triton_is_not_current(monkeypatch, tmp_path):
 
 def test_the_record_is_of_code_and_not_of_comments():
     source = '"""Says."""\n\nX = 1  # one\n\n\ndef f():\n    """Does."""\n    return "# 2"\n'
-    assert hopper_record.code_of(source) == 'X = 1\ndef f():\n    return "# 2"'
-    assert hopper_record.code_of(source.replace("one", "1").replace("Does", "It does")) == hopper_record.code_of(source)
-    assert hopper_record.code_of(source.replace("# 2", "# 3")) != hopper_record.code_of(source)
+    assert records.code_of(source) == 'X = 1\ndef f():\n    return "# 2"'
+    assert records.code_of(source.replace("one", "1").replace("Does", "It does")) == records.code_of(source)
+    assert records.code_of(source.replace("# 2", "# 3")) != records.code_of(source)
 
 
 def test_the_record_is_of_all_that_the_kernels_are_made_of():
-    names = {f"{path.parent.name}/{path.name}" for path in hopper_record.sources()}
+    names = {f"{path.parent.name}/{path.name}" for path in records.sources("hopper")}
     assert {"hopper/gluon.py", "hopper/flash_forward.py", "triton/visibility.py", "triton/tiles.py"} <= names
     assert not {"triton/flash_weights.py", "cuda.py", "backends/__init__.py"} & names
 

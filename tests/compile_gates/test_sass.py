@@ -1,6 +1,6 @@
 """Loops in machine code, found where they are."""
 
-from sass import count, innermost_loops, instructions
+from sass import clocks, count, innermost_loops, instructions
 
 # A loop over tiles around a loop of two products, which waits in code that stands after everything else. Only a jump to
 # one of several places leads there.
@@ -54,3 +54,25 @@ def test_the_shortest_way_round_a_loop_does_not_wait():
     assert names(around.shortest_way) == ["IADD3", "HGMMA", "SYNCS", "BRA", "HGMMA", "STL", "BRA", "BRA"]
     (waiting,) = innermost_loops(SASS, "SYNCS")
     assert waiting.shortest_way == waiting.every
+
+
+def test_clocks_are_those_of_the_busiest_parts():
+    texts = [
+        "HMMA.16816.F32.BF16 R4, R8, R12, R4",
+        "LDSM.16.M88.4 R8, [R3]",
+        "LDSM.16.MT88.2 R8, [R3]",
+        "@!P0 LDS.128 R4, [R3]",
+        "STS.U16 [R3], R4",
+        "LDGSTS.E.BYPASS.128 [R3], [R4.64]",
+        "STL [R1], R2",
+        "MUFU.EX2 R5, R6",
+    ]
+    products, shared, exponentials, issue = clocks(texts, warps=4, flops=2048)
+    assert (products, exponentials, issue) == (8.0, 8.0, 8.0)
+    assert shared == 4 * (4 + 2 + 4 + 0.5 + 4 + 1)
+    both_in_shared = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"
+    from_registers = "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR4], R24"
+    of_both = clocks([both_in_shared], warps=8, flops=4096)
+    assert of_both.products == 2 * 2 * 64 * 128 * 16 / 4096
+    assert of_both.shared == 2 * (128 + 64) * 16 * 2 / 128
+    assert clocks([from_registers], warps=8, flops=4096).shared == 2 * 128 * 16 * 2 / 128

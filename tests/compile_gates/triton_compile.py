@@ -1,32 +1,43 @@
-"""Compiles the Triton kernels ahead of time, for GPUs that need not be there, and prints what each of them takes.
+"""Compiles the Triton kernels ahead of time, for GPUs that need not be there, and prints what is wrong with them.
 
-`python tests/compile_gates/triton_compile.py 80` prints a table for sm_80, `--json` one object a line, `--part` some of
-them. It runs the functions of the backend and stops each launch after compiling: what is compiled is what would run. A
-kernel that several calls share is printed once, for the first of them.
+`python tests/compile_gates/triton_compile.py 80` names each kernel for sm_80 and what is wrong with it, `--json` prints
+one object a line, `--calls` takes some calls alone. `--record DIR ...` compiles all of them with the installed Triton,
+the hot ones with those that pip install --target DIR has unpacked too, and writes triton_record.FILE. It runs the
+functions of the backend and stops each launch after compiling: what is compiled is what would run. A kernel that
+several calls share is compiled once, for the first of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # of which the record has the digest, whatever is installed
 
 import torch
 import triton
+import triton_record
+from sass import clocks, count, disassembled, innermost_loops, registers_and_stack
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton_record import FLOPS, MOST_WARPS, PLAIN, SHARED_KIB, Compiled, Step
 
+from benchmarks.gpu.compiling import compile_only
 from fastattn.backends import triton as backend
 from fastattn.spec import Mask, Spec
-
-sys.path.append(str(Path(__file__).parents[2]))  # for benchmarks, which is never installed
-from benchmarks.gpu.compiling import compile_only
 
 B, H, N = 2, 2, 256
 REAL = torch.ones(B, N, dtype=torch.bool)
@@ -56,31 +67,44 @@ CALLS = {  # name -> arguments of Spec
         "seed": torch.zeros((), dtype=torch.int64),
     },
 }
-HOT = [(D, torch.bfloat16, call) for D in (64, 128) for call in CALLS if call not in ("worst", "everything")]
+
+
+class Call(NamedTuple):
+    """A call to compile: head dim, dtype and one of CALLS."""
+
+    D: int
+    dtype: str
+    name: str
+
+    @classmethod
+    def of(cls, text: str) -> Call:
+        """Read from what `str` gives."""
+        D, dtype, name = text.split("-", 2)
+        return cls(int(D), dtype, name)
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+HOT = [Call(D, "bfloat16", name) for D in (64, 128) for name in PLAIN]
+_TERMS = [Call(D, "bfloat16", name) for D in (64, 128) for name in CALLS if name not in (*PLAIN, "worst", "everything")]
+_WIDE = [Call(256, "bfloat16", name) for name in (*PLAIN, "everything")]
+_NARROW = [Call(D, "bfloat16", name) for D in (40, 72, 80, 96) for name in ("causal", "keys")]
+_OTHERS = [Call(64, "float32", "causal"), Call(64, "float16", "worst"), Call(128, "float16", "worst")]
 COMPILED = {
-    80: [
-        *HOT,
-        (64, torch.float16, "worst"),
-        (256, torch.bfloat16, "causal"),
-        (64, torch.float32, "causal"),
-        (256, torch.bfloat16, "everything"),
-    ],
-    90: [
-        *HOT,
-        (128, torch.float16, "worst"),
-        (256, torch.bfloat16, "causal"),
-        (64, torch.float32, "causal"),
-        (256, torch.bfloat16, "everything"),
-    ],
-    100: [(D, torch.bfloat16, "causal") for D in (64, 128)],
+    80: [*HOT, *_TERMS, *_WIDE, *_NARROW, *_OTHERS],
+    86: [*HOT, *_WIDE],
+    89: HOT[:1],
+    90: [*HOT, *_TERMS, *_WIDE, *_NARROW, *_OTHERS],
+    100: [*HOT, *_WIDE],
+    120: [*HOT, *_WIDE],
 }
-FEW = [*((128, torch.bfloat16, call) for call in ("plain", "causal", "keys")), (256, torch.bfloat16, "everything")]
-PARTS = {  # of what is compiled for an arch: `make test` compiles the few, `make triton` the rest
-    (arch, part): [config for config in configs if (config in FEW) == (part == "few")]
-    for part in ("few", "rest")
-    for arch, configs in COMPILED.items()
-}
-WITH_WEIGHTS = [config for config in HOT if config[2] != "sinks"]  # which they know from the lse alone
+"""By arch. sm_89 takes the code of sm_86, which runs there."""
+FEW = [Call(128, "bfloat16", "keys"), Call(72, "bfloat16", "causal"), Call(256, "bfloat16", "everything")]
+"""Which `make test` compiles for sm_80 and sm_90, whatever is recorded."""
+WITH_WEIGHTS = {*HOT, *_TERMS} - {Call(D, "bfloat16", "sinks") for D in (64, 128)}
+"""Whose kernels of weights are compiled too; those know sinks from the lse alone."""
+MATRIX = r"(?:HMMA|HGMMA|UTC\w*MMA)"
 MATRIX_INSTRUCTION = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
 
@@ -100,81 +124,141 @@ class NoGPU:
         return GPUTarget("cuda", self.arch, 32)
 
 
-def compiled(arch: int, configs: list[tuple[int, torch.dtype, str]]) -> Iterator[dict[str, object]]:
-    """What every kernel of these calls takes: see `_resources`."""
+def compiled(arch: int, calls: list[Call]) -> Iterator[Compiled]:
+    """What every kernel of these calls takes."""
     driver.set_active(NoGPU(arch))
     torch.cuda.get_device_capability = lambda device: divmod(arch, 10)
     triton.knobs.compilation.disable_line_info = True  # faster, and the same instructions
-    kernels, known = [], []
+    triton.knobs.nvidia.dump_ptxas_log = True
+    kernels, known, printed, block, without_values = [], [], io.StringIO(), (0, 0), False
 
-    def take(kernel_name: str, kernel: object) -> None:
+    def take(name: str, kernel: object) -> None:
+        ptxas_says = printed.getvalue()
+        printed.truncate(printed.seek(0))
         if not any(kernel is other for other in known):
-            kernels.append((kernel_name, kernel))
+            taken = resources(kernel, arch, block, ptxas_says) | {"without_values": without_values}
+            kernels.append((name, taken))
             known.append(kernel)
 
-    def is_wanted(options: dict[str, object]) -> bool:
-        """Not the rows and lse of weights: kernels of the forward and the backward, but without values."""
-        return options.get("D_V") != 0 or name == "causal"
+    for call in calls:
 
-    for D, dtype, name in configs:
-        q = torch.zeros(B, H, N, D, dtype=dtype)
-        lse, spec = torch.zeros(B, H, N), Spec(scale=D**-0.5, **CALLS[name])
+        def is_wanted(options: dict[str, object], name: str = call.name) -> bool:
+            """Not the rows and lse of weights: kernels of the forward and the backward, but without values."""
+            nonlocal block, without_values
+            block, without_values = (options.get("BLOCK_M", 1), options.get("BLOCK_N", 1)), options.get("D_V") == 0
+            return options.get("D_V") != 0 or name == "causal"
+
+        q = torch.zeros(B, H, N, call.D, dtype=getattr(torch, call.dtype))
+        lse, spec = torch.zeros(B, H, N), Spec(scale=call.D**-0.5, **CALLS[call.name])
         wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
-        with compile_only(take, is_wanted):
+        with compile_only(take, is_wanted), contextlib.redirect_stdout(printed):
             backend.forward(q, q, q, spec)
             backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
-            if (D, dtype, name) in WITH_WEIGHTS:
+            if call in WITH_WEIGHTS:
                 backend.weights(q, q, lse, spec, average_heads=True)
-            if (D, dtype, name) in WITH_WEIGHTS and spec.dropout_p == 0:
+            if call in WITH_WEIGHTS and spec.dropout_p == 0:
                 backend.received(q, q, spec)
                 backend.top_keys(q, q, spec, top_k=8)
-        for kernel_name, kernel in kernels:
-            of = {"arch": arch, "kernel": kernel_name, "D": D, "dtype": str(dtype).removeprefix("torch."), "call": name}
-            yield of | _resources(kernel)
+        for name, taken in kernels:
+            of = {"triton": triton.__version__, "arch": arch, "kernel": name, "D": call.D, "dtype": call.dtype}
+            yield Compiled(**of, call=call.name, **taken)
         kernels.clear()
 
 
-def _resources(kernel) -> dict[str, object]:
-    """Registers, bytes of stack and of shared memory; the matrix instructions, and how many stand in hot loops."""
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        command = [cuobjdump, "--dump-resource-usage", cubin.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", printed).groups()
-    ptx = kernel.asm["ptx"]
-    instructions = MATRIX_INSTRUCTION.findall(ptx)
+def resources(kernel, arch: int, block: tuple[int, int], ptxas_says: str) -> dict[str, object]:
+    """What a kernel that was just compiled takes, by the names of `Compiled`; `block` is its tile of pairs."""
+    ptx, code = kernel.asm["ptx"], disassembled(kernel.asm["cubin"])
+    registers, stack = registers_and_stack(kernel.asm["cubin"])
+    warps = kernel.metadata.num_warps
+    ways = sorted((loop.shortest_way for loop in innermost_loops(code, MATRIX)), key=len)
+    steps = [_step(way, arch, block, warps) for way in ways]
+    of_warps = re.findall(r"warpsPerCTA = \[\d+, (\d+)\], instrShape", kernel.asm["ttgir"])
+    columns = map(int, re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)", ptx))
     return {
-        "registers": int(registers),
-        "stack": int(stack),  # where registers are spilled to
+        "registers": registers,
+        "stack": stack,
         "shared": kernel.metadata.shared,
-        "mma": len(instructions),
-        "in_loops": sum(len(MATRIX_INSTRUCTION.findall(loop)) for loop in _hot_loops(ptx)),
-        "instruction": "+".join(sorted(set(instructions))),
+        "tile": (*block, warps),
+        "programs": programs_at_once(arch, registers, kernel.metadata.shared, warps),
+        "matrix": "+".join(sorted(set(MATRIX_INSTRUCTION.findall(ptx)))),
+        "columns": min(columns, default=0),
+        "spread": any(int(n) > 1 for n in of_warps),
+        "full": steps[0] if steps else None,
+        "partial": steps[-1] if len(steps) > 1 else None,
+        "warnings": tuple(line.strip() for line in ptxas_says.splitlines() if "serialized" in line),
     }
 
 
-def _hot_loops(ptx: str) -> list[str]:
-    """The text of each loop with matrix instructions that holds no other such loop."""
-    labels = {match[1]: match.start() for match in re.finditer(r"^(\$\w+):", ptx, re.M)}
-    jumps = ((labels[match[1]], match.start()) for match in re.finditer(r"\bbra(?:\.uni)?\s+(\$\w+);", ptx))
-    loops = [(begin, end) for begin, end in jumps if MATRIX_INSTRUCTION.search(ptx, begin, end)]
-    innermost = [(b, e) for b, e in loops if not any(b <= x and y <= e and (x, y) != (b, e) for x, y in loops)]
-    return [ptx[begin:end] for begin, end in innermost]
+def _step(texts: list[str], arch: int, block: tuple[int, int], warps: int) -> Step:
+    narrow = sum(re.match(r"(@!?U?P\w+ )?LDG\S*\.[US](8|16)\b", text) is not None for text in texts)
+    names = (MATRIX, "MUFU", "LDSM", "STS", "BAR", "(?:LDL|STL)")
+    per_pair = 128 * 128 / (block[0] * block[1])
+    each = tuple(round(per_pair * n) for n in clocks(texts, warps, FLOPS[arch]))
+    return Step(len(texts), *(count(name, texts) for name in names), narrow, each)
+
+
+def programs_at_once(arch: int, registers: int, shared: int, warps: int) -> int:
+    """How many programs of a kernel a multiprocessor runs at once.
+
+    Source: CUDA C++ Best Practices Guide, occupancy: a warp takes registers by 256, a block 1 KiB of shared memory more
+    than it asks for.
+    """
+    of_warp = -(-registers * 32 // 256) * 256
+    return min(65536 // (of_warp * warps), SHARED_KIB[arch][1] * 1024 // (shared + 1024), MOST_WARPS[arch] // warps)
+
+
+def compiled_with(folder: Path | None, arch: int, calls: list[Call]) -> list[Compiled]:
+    """The same in a process of its own, with the Triton in a folder or the installed one.
+
+    Raises:
+        subprocess.CalledProcessError: something does not compile.
+    """
+    paths = [str(folder.resolve())] if folder else []
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:  # what is cached says nothing of ptxas
+        environment["PYTHONPATH"] = os.pathsep.join([*paths, *(p for p in sys.path if p)])
+        environment["TRITON_CACHE_DIR"] = cache
+        command = [sys.executable, __file__, str(arch), "--json", "--calls", *map(str, calls)]
+        printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return [triton_record.compiled(json.loads(line)) for line in printed.splitlines()]
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints what the kernels take, or records it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arch", type=int, choices=COMPILED)
-    parser.add_argument("--part", choices=("few", "rest"))
+    parser.add_argument("arch", type=int, nargs="?", choices=COMPILED)
+    parser.add_argument("--calls", type=Call.of, nargs="+", metavar="DIM-DTYPE-NAME")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--record", type=Path, metavar="DIR", nargs="*")
     options = parser.parse_args()
-    configs = PARTS[options.arch, options.part] if options.part else COMPILED[options.arch]
-    for row in compiled(options.arch, configs):
-        text = json.dumps(row) if options.json else "  ".join(f"{name} {value!s:>8}" for name, value in row.items())
-        print(text, flush=True)
+    if options.record is not None:
+        sys.exit(record(options.record))
+    for kernel in compiled(options.arch, options.calls or COMPILED[options.arch]):
+        print(json.dumps(asdict(kernel)) if options.json else kernel, flush=True)
+        for complaint in [] if options.json else kernel.complaints():
+            print("   ", complaint, flush=True)
+
+
+def record(folders: list[Path]) -> int:
+    """Compiles everything with the installed Triton, the hot calls with those in these folders, and records it.
+
+    Returns:
+        How many complaints there are; each is printed.
+    """
+    digest = triton_record.digest()
+    jobs = [(folder, arch, HOT) for folder in folders for arch in (80, 90)]
+    jobs += [(None, arch, calls[i : i + 4]) for arch, calls in COMPILED.items() for i in range(0, len(calls), 4)]
+    kernels = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for i, found in enumerate(pool.map(lambda job: compiled_with(*job), jobs), 1):
+            kernels += found
+            print(f"{i} of {len(jobs)}: sm_{jobs[i - 1][1]}, {len(found)} kernels", flush=True)
+    if triton_record.digest() != digest:
+        sys.exit("the kernels were changed while they were compiled, so that nothing is recorded")
+    triton_record.record(kernels)
+    wrong = [f"{kernel}: {complaint}" for kernel in kernels for complaint in kernel.complaints()]
+    print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr)
+    return min(len(wrong), 1)
 
 
 if __name__ == "__main__":

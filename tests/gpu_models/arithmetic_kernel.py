@@ -21,7 +21,7 @@ def whole_numbers(x, y, result, N: tl.constexpr):
 
 @triton.jit
 def real_numbers(x, result, factor, N: tl.constexpr):
-    """Rounding, NaN in the maxima of rows, masked lanes, and types that meet."""
+    """Rounding, bits, NaN in the maxima of rows, masked lanes, and types that meet."""
     o = tl.arange(0, N)
     b_x = tl.load(x + o, mask=o < N - 3, other=-1.5)
     b_half = b_x.to(tl.float16)
@@ -33,3 +33,6 @@ def real_numbers(x, result, factor, N: tl.constexpr):
     tl.store(result + 4 * N + o, tl.max(b_square, 1), mask=o > 2)
     tl.store(result + 5 * N + o, tl.max(tl.where(b_square != b_square, 0.0, b_square), 0) / 3)
     tl.store(result + 6 * N + o, tl.where(tl.max(b_x, 0) > 1, 1.0, 2.0) * tl.log2(tl.abs(b_x) + 1))
+    tl.store(result + 7 * N + o, (b_x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True))
+    tl.store(result + 8 * N, (tl.load(x).to(tl.int32, bitcast=True) ^ 1).to(tl.float32, bitcast=True))
+    tl.store(result + 9 * N + o, tl.fma(b_x, b_x, -(b_x * b_x)) * 16777216.0)

@@ -202,6 +202,16 @@ def test_whole_numbers_that_overflow_are_found():
         far[(1,)](2**9)
 
 
+@jit
+def past_the_cache(x):
+    gl.store(x, gl.load(x, cache_modifier=".cg"))
+
+
+def test_an_argument_that_the_model_does_not_know_is_an_error():
+    with pytest.raises(TypeError, match="cache_modifier"):
+        past_the_cache[(1,)](torch.zeros(1))
+
+
 @pytest.fixture(scope="module")
 def arithmetic():
     """The kernels of arithmetic_kernel.py: (interpreted by Triton, on the model)."""
@@ -226,7 +236,7 @@ def test_arithmetic_is_that_of_triton(arithmetic):
     reals = torch.randn(16, generator=generator).masked_fill(torch.arange(16) == 5, torch.nan)
     results = []
     for module in arithmetic:
-        wholes, floats = torch.zeros(6 * 16, dtype=torch.int32), torch.zeros(7 * 16)
+        wholes, floats = torch.zeros(6 * 16, dtype=torch.int32), torch.zeros(10 * 16)
         module.whole_numbers[(1,)](x, y, wholes, 16)
         module.real_numbers[(1,)](reals, floats, 0.7, 16)
         results.append((wholes, floats))

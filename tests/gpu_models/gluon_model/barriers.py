@@ -210,7 +210,7 @@ def arrive_named(ID: int, THREADS: int) -> None:
     _named(ID, THREADS).come_to(m.current)
 
 
-def block_barrier(**_: object) -> None:
+def block_barrier() -> None:
     """Between the threads of one partition, which the model never runs apart."""
     machine().pause()
 

@@ -172,7 +172,7 @@ def tma_reduce_add(descriptor: TensorDescriptor, coord: object, smem: View) -> N
     _store(descriptor, coord, smem, add=True)
 
 
-def store_wait(pendings: int, **_: object) -> None:
+def store_wait(pendings: int) -> None:
     """Until at most so many stores of this partition still read."""
     m = machine()
     m.pause()
@@ -206,7 +206,7 @@ class _Copy:
         machine().over(self.access)
 
 
-def copy_load(smem: View, pointer: Pointer, mask: object = None, **_: object) -> None:
+def copy_load(smem: View, pointer: Pointer, mask: object = None) -> None:
     """Copies what the pointers show; 0 where the mask is False, and nothing is read there."""
     m = machine()
     m.pause()

@@ -61,8 +61,8 @@ def zeros_like(x: Value) -> Value:
     return Value(torch.zeros_like(x.data), x.dtype)
 
 
-def cast(x: object, dtype: DType, **_: object) -> Value:
-    return value_of(x).to(dtype)
+def cast(x: object, dtype: DType, *, bitcast: bool = False) -> Value:
+    return value_of(x).to(dtype, bitcast=bitcast)
 
 
 def to_tensor(x: object) -> Value:
@@ -164,7 +164,7 @@ def cdiv(x: object, y: object) -> object:
 
 
 def _reduced(of_axis: Callable, of_all: Callable) -> Callable:
-    def result(x: Value, axis: int | None = None, keep_dims: bool = False, **_: object) -> Value:
+    def result(x: Value, axis: int | None = None, keep_dims: bool = False) -> Value:
         dtype = int32 if x.dtype.kind == 0 else x.dtype
         data = x.data.to(dtype.torch)
         if axis is None:
@@ -195,19 +195,21 @@ min = _reduced(lambda x, axis: _extreme(x, axis, False), lambda x: _extreme(x.fl
 sum = _reduced(lambda x, axis: x.sum(axis, dtype=x.dtype), lambda x: x.sum(dtype=x.dtype))
 
 
-def load(pointer: Pointer, mask: object = None, other: object = None, **_: object) -> Value:
+def load(pointer: Pointer, mask: object = None, other: object = None) -> Value:
     return copies.gathered(pointer, mask, other)
 
 
-def store(pointer: Pointer, value: object, mask: object = None, **_: object) -> None:
+def store(pointer: Pointer, value: object, mask: object = None) -> None:
     copies.scattered(pointer, value, mask)
 
 
-def atomic_add(pointer: Pointer, value: object, mask: object = None, **_: object) -> None:
+def atomic_add(pointer: Pointer, value: object, mask: object = None) -> None:
     copies.scattered(pointer, value, mask, add=True)
 
 
-def dot(x: Value, y: Value, acc: Value | None = None, **_: object) -> Value:
+def dot(x: Value, y: Value, acc: Value | None = None, input_precision: str = "ieee") -> Value:
+    if input_precision != "ieee":
+        raise KernelError(f"dot: input_precision must be 'ieee' here, was {input_precision!r}, at {source_line()}")
     product = x.data.float() @ y.data.float()
     return Value(product if acc is None else product + acc.data, float32)
 
@@ -215,7 +217,7 @@ def dot(x: Value, y: Value, acc: Value | None = None, **_: object) -> Value:
 class _Counted:
     """`range`, whose numbers are values inside of a kernel where one of its arguments is."""
 
-    def __call__(self, *bounds: object, **_: object) -> object:
+    def __call__(self, *bounds: object) -> object:
         if not in_kernel() or not any(isinstance(bound, Value) for bound in bounds):
             return builtins.range(*(int(bound) for bound in bounds))
         return self._values(bounds)

@@ -102,14 +102,16 @@ class Value:
     def T(self) -> Value:  # noqa: N802
         return Value(self.data.T, self.dtype)
 
-    def to(self, dtype: DType, **_: object) -> Value:
-        """The same in another type."""
+    def to(self, dtype: DType, *, bitcast: bool = False) -> Value:
+        """The same in another type; or the same bits."""
+        if bitcast:
+            bits = torch.as_tensor(self.data, dtype=self.dtype.torch).view(dtype.torch)
+            return Value(bits if isinstance(self.data, Tensor) else bits.item(), dtype)
         if isinstance(self.data, Tensor):
             return Value(self.data.to(dtype.torch), dtype)
         return scalar(self.data, dtype)
 
-    def cast(self, dtype: DType, **_: object) -> Value:
-        return self.to(dtype)
+    cast = to
 
     def __bool__(self) -> bool:
         return bool(self._only())

@@ -38,6 +38,10 @@ class Mask:
             negative id is padding.
         dense: bool, broadcastable to [B, H, n_q, n_k]: the general case.
 
+    On GPUs, what is computed from these tensors alone is kept for as long as they live, for the other layers of a model
+    and for the backward, until an operation of PyTorch changes them. A tensor that is written in another way, such as
+    by a kernel of your own or a CUDA graph that is replayed, needs `torch.autograd.graph.increment_version(x)` then.
+
     Raises:
         ValueError: a field is not of the type, dtype or range that is said here. Lengths and devices are compared with
             those of q and k by the functions that take a mask.

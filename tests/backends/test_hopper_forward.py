@@ -11,7 +11,7 @@ from modelled_hopper import hopper_computes_for_the_cpu
 from fastattn import Mask
 from fastattn.backends import hopper, reference
 from fastattn.backends.hopper.configs import FORWARD_ALTERNATIVES
-from fastattn.backends.triton.visibility import visibility
+from fastattn.backends.triton.preparation import visibility
 from fastattn.spec import Spec
 from fastattn.testing import Case, assert_right, make_inputs
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.utils import _pytree as pytree
 
 import fastattn
 from fastattn.backends import triton as backend
-from fastattn.backends.triton import flash_backward
+from fastattn.backends.triton import flash_backward, preparation
 from fastattn.backends.triton.configs import Apart, config_for
 from fastattn.backends.triton.dropout import dropout, kept
+from fastattn.backends.triton.preparation import real_spans, visibility
 from fastattn.backends.triton.rules import rules_of
 from fastattn.backends.triton.scores import tanh
 from fastattn.backends.triton.tiles import dot_precision, heads
@@ -28,9 +30,7 @@ from fastattn.backends.triton.visibility import (
     position_of_first_query,
     query_range,
     query_tokens,
-    real_spans,
     shown,
-    visibility,
 )
 from fastattn.spec import Mask, Spec
 from fastattn.testing import CASES, assert_right, make_inputs, run
@@ -122,8 +122,9 @@ def in_range(ranges: torch.Tensor, n_tiles: int) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("q_offset", [0, 1, 6, -11, 40, (5, -3)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["any order", "causal"])
-def test_keep_and_ranges_are_twins_of_the_mask(causal, q_offset):
+def test_keep_and_ranges_are_twins_of_the_mask(causal, q_offset, monkeypatch):
     """Each visible pair lies in a visited tile, each pair of a full tile is visible, and no other tile is visited."""
+    monkeypatch.setattr(preparation, "BLOCK", 4)  # or one block would hold all the tokens of a document
     start = torch.tensor(q_offset, device=DEVICE) if isinstance(q_offset, tuple) else q_offset
     windows = [(None, None), (0, 0), (6, None), (None, 6), (9, 5)]  # one off moves the edge of a tile
     keys, queries = [None, "right", "left", "both", "holes", "none"], [None, "right", "left", "holes", "none"]
@@ -246,6 +247,98 @@ def test_documents_that_fill_their_tiles_visit_no_other(causal):
     ):
         for tiles, right in zip(actual, expected, strict=True):
             assert torch.equal(tiles, right.expand(B, -1, -1))
+
+
+@pytest.mark.parametrize("left", [None, 9])
+def test_documents_of_more_blocks_than_are_looked_at_at_once(left, monkeypatch):
+    """Which is 128; of long documents with short ones between them, and windows that see a part of one."""
+    monkeypatch.setattr(preparation, "BLOCK", 2)
+    lengths = torch.tensor([200, 3, 1, 90, 2, 5, 30])
+    ids = torch.arange(len(lengths)).repeat_interleave(lengths)[None].to(DEVICE)
+    mask, n = Mask(True, window=(left, None), segment_ids=(ids, ids)), ids.shape[1]
+    visible = visibility(mask, n, n).in_tiles(16)
+    assert torch.equal(visible.positions_k.long(), mask.positions(n, n)[1])
+    expected = []
+    for rows in mask.keep(n, n, DEVICE)[0, 0].split(16):
+        seen = [row.nonzero().flatten() for row in rows]
+        firsts, ends = [int(keys[0]) for keys in seen], [int(keys[-1]) + 1 for keys in seen]
+        expected.append([min(firsts), max(firsts), min(ends), max(ends), int(len(rows) < 16)])
+    assert visible.key_ranges[0].tolist() == expected
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Names of the kernels that are launched."""
+    names, run = [], type(preparation.spans_kernel).run
+
+    def counted(self, *args, **options):
+        names.append(self.fn.__name__)
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(type(preparation.spans_kernel), "run", counted)
+    return names
+
+
+def with_gradients(mask: Mask) -> None:
+    q, k, v = torch.randn(3, B, 1, N_Q, 16, device=DEVICE, requires_grad=True).unbind()
+    fastattn.attention(q, k, v, mask, backend="triton").sum().backward()
+
+
+PREPARED = {
+    "padding": lambda: {"real_keys": padding("right", N_Q), "real_queries": padding("left", N_Q)},
+    "documents": lambda: {"segment_ids": (documents("packed")[0],) * 2},
+    "documents and padding": lambda: {"segment_ids": (documents("packed")[0],) * 2, "real_keys": padding("holes", N_Q)},
+    "starts": lambda: {"q_offset": torch.tensor([1, 2], device=DEVICE), "real_keys": padding("holes", N_Q)},
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_mask_is_prepared_once_for_all_layers_and_the_backward(name, launches):
+    tensors = PREPARED[name]()
+    with_gradients(Mask(True, **tensors))
+    first = len(launches)
+    assert first > 4
+    with_gradients(Mask(True, **tensors))
+    assert launches[first:] == ["forward_kernel", "rows_kernel", "dk_dv_kernel", "dq_kernel"]
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_mask_that_is_changed_is_prepared_anew(name):
+    tensors = PREPARED[name]()
+    for _ in range(2):
+        mask = Mask(True, **tensors)
+        expected = mask.keep(N_Q, N_Q, DEVICE)[:, 0]
+        assert torch.equal(ranges_of(mask, N_Q, N_Q)[0][:, :N_Q, :N_Q], expected)
+        for x in pytree.tree_leaves(tensors):
+            x.copy_(x.flip(-1))
+
+
+ALONE = {
+    "padding": lambda: {"real_keys": padding("right", N_Q)},
+    "documents": PREPARED["documents"],
+    "starts": lambda: {"q_offset": torch.tensor([1, 2], device=DEVICE)},
+    "starts of queries": lambda: {"q_offset": torch.zeros(B, N_Q, dtype=torch.int64, device=DEVICE)},
+    "dense": lambda: {"dense": torch.ones(N_Q, N_Q, dtype=torch.bool, device=DEVICE)},
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_prepared_dies_with_the_mask(name):
+    known, mask = len(preparation._known), Mask(**ALONE[name]())
+    visibility(mask, N_Q, N_Q).in_tiles(BLOCK_M)
+    assert len(preparation._known) == known + 1
+    del mask
+    assert len(preparation._known) == known
+
+
+def test_inference_tensors_are_prepared_each_time(launches):
+    """They do not tell that they are changed."""
+    with torch.inference_mode():
+        real = padding("right", N_Q)
+        for _ in range(2):
+            visibility(Mask(real_keys=real), N_Q, N_Q)
+            real.fill_(True)
+    assert launches == ["spans_kernel"] * 2
 
 
 @triton.jit

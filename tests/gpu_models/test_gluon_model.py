@@ -15,7 +15,7 @@ from gluon_model.modules import instead_of_triton
 from gluon_model.protocol import Arrive, Await, Come, End, Recording, Step, Wait, explore
 
 from fastattn.backends import hopper
-from fastattn.backends.triton import visibility
+from fastattn.backends.triton import preparation
 
 WAYS = list(itertools.product(ORDERS, TIMINGS))
 
@@ -248,7 +248,7 @@ def test_what_is_visible_is_that_of_the_interpreter():
     """The functions that the Hopper kernels share with the Triton backend."""
     real = torch.rand(5, 300, generator=torch.Generator().manual_seed(0)) < 0.7
     real[1], real[2, :40], real[3, 200:] = False, False, False
-    assert torch.equal(modelled("triton.visibility").real_spans(real), visibility.real_spans(real))
+    assert torch.equal(modelled("triton.preparation").real_spans(real), preparation.real_spans(real))
 
 
 def test_the_model_has_the_names_of_the_shim():

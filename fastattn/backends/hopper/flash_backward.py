@@ -28,10 +28,8 @@ from ..triton.visibility import (
     position_of_first_query,
     queries_at,
     query_range,
-    query_ranges,
     range_in_table,
     real_span,
-    real_spans,
     real_tokens,
 )
 from .configs import ROWS_OF_GROUP, dk_dv_config, dq_config, padded_head_dim
@@ -152,11 +150,9 @@ def compute_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible:
     block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
     config = dk_dv_config(larger_head_dim(inputs))
     real_queries, real_keys = visible.real_queries, visible.real_keys
-    hidden = hidden_by(real_queries, visible.query_spans, q, do)
+    hidden = hidden_by(real_queries, visible.spans()[0], q, do)
     # A hidden query adds nothing, since its lse is +inf; the gradient of a hidden key is thrown away.
-    visible = visible._replace(real_queries=None, real_keys=None).in_tiles(config.BLOCK_M)
-    if visible.key_ranges is not None:
-        visible = visible._replace(key_ranges=query_ranges(visible.key_ranges, n_k, config.block_n))
+    visible = visible._replace(real_queries=None, real_keys=None).in_key_tiles(config.BLOCK_M, config.block_n)
     n_tiles, n_heads = triton.cdiv(n_k, config.block_n), B * H_kv
     n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     launch(
@@ -198,7 +194,7 @@ def compute_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: fl
     block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
     config = dq_config(larger_head_dim(inputs))
     real_queries, real_keys = visible.real_queries, visible.real_keys
-    hidden = hidden_by(real_keys, visible.key_spans, k)
+    hidden = hidden_by(real_keys, visible.spans()[1], k)
     # The gradient of a hidden query is thrown away.
     visible = visible._replace(real_queries=None).in_tiles(config.block_m)
     n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
@@ -233,10 +229,9 @@ def compute_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: fl
 
 
 def hidden_by(real: Tensor | None, spans: Tensor | None, x: Tensor, dx: Tensor | None = None) -> Hidden:
-    """`Hidden` for tokens of which `real` says what padding hides; the spans of documents are computed here."""
+    """`Hidden` for tokens of which `real` says what padding hides."""
     if real is None:
         return Hidden(None, None, None, None)
-    spans = real_spans(real) if spans is None else spans
     return Hidden(real, spans, in_chunks(x), None if dx is None else in_chunks(dx))
 
 

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from ... import spec as what
+from ..triton.preparation import visibility
 from ..triton.tiles import LOG2E, Heads, heads, launch
 from ..triton.visibility import (
     Visibility,
@@ -28,7 +29,6 @@ from ..triton.visibility import (
     queries_at,
     real_span,
     real_tokens,
-    visibility,
 )
 from .configs import ROWS_OF_GROUP, forward_config, padded_head_dim
 from .gluon import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import spec as what
 from ..triton.tiles import Heads, head_of, heads, launch, load_tile, program_share, store_tile
-from ..triton.visibility import Visibility, is_edge, keys_at, query_ranges, real_tokens
+from ..triton.visibility import Visibility, is_edge, keys_at, real_tokens
 from . import flash_backward
 from .configs import ROWS_OF_GROUP, fused_config, padded_head_dim
 from .flash_backward import (
@@ -99,11 +99,10 @@ def compute_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Vis
     # Q and K are padded to the larger one, by which BLOCK_M goes: so dQ of a tile makes two parts of [64, 64].
     block_qk, block_v = larger_head_dim(inputs), padded_head_dim(d_v)
     real_queries = visible.real_queries
-    hidden = hidden_by(real_queries, visible.query_spans, q, do)
-    hidden_keys = hidden_by(visible.real_keys, visible.key_spans, k)
-    visible = visible._replace(real_queries=None, real_keys=None).in_tiles(config.BLOCK_M)
-    if visible.key_ranges is not None:
-        visible = visible._replace(key_ranges=query_ranges(visible.key_ranges, n_k, config.block_n))
+    query_spans, key_spans = visible.spans()
+    hidden = hidden_by(real_queries, query_spans, q, do)
+    hidden_keys = hidden_by(visible.real_keys, key_spans, k)
+    visible = visible._replace(real_queries=None, real_keys=None).in_key_tiles(config.BLOCK_M, config.block_n)
     n_tiles, n_heads = triton.cdiv(n_k, config.block_n), B * H_kv
     n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
     sums = q.new_zeros(q.shape, dtype=torch.float32)  # of dQ, without the scale

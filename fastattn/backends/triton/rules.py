@@ -8,8 +8,9 @@ import torch
 
 from ...spec import Spec
 from .dropout import Dropout, dropout
+from .preparation import visibility
 from .scores import Scoring, scoring
-from .visibility import Visibility, visibility
+from .visibility import Visibility
 
 
 class Rules(NamedTuple):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...spec import Mask
 from . import FAR
-from .documents import key_ranges, tile_ranges
-from .tiles import Table, entries, launch, table
+from .tiles import Table, entries
+
+if TYPE_CHECKING:
+    from .preparation import KeyBlocks
 
 LAST_POSITION: tl.constexpr = tl.constexpr(FAR)
 BEYOND: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -26,11 +25,11 @@ class Visibility(NamedTuple):
     A query at position p sees keys at p - left to p + right; causal is a `right` of 0 or less. Key j stands at j and
     query i at i + q_offset, or where the tables of positions say. What stands for q_offset is 1 for 0, and no multiple
     of 16: Triton compiles kernels of their own for such, which would come up during generation. With documents,
-    `key_ranges` takes the place of the spans and of all that the limits say about tiles.
+    `key_ranges` takes the place of the spans and of all that the limits say about tiles; see `preparation.visibility`.
     """
 
     real_queries: Tensor | None  # [B, n_q], 0 for padding
-    query_spans: Tensor | None  # int32 [B, 3], see real_spans
+    query_spans: Tensor | None  # int32 [B, 3], see preparation.real_spans
     real_keys: Tensor | None  # [B, n_k]
     key_spans: Tensor | None  # int32 [B, 3]
     q_offsets: Tensor | None  # integer [B], instead; cut off at FAR, which only ALiBi and huge windows notice
@@ -42,110 +41,24 @@ class Visibility(NamedTuple):
     positions_q: Tensor | None  # int32 [B, n_q]
     positions_k: Tensor | None  # int32 [B, n_k]
     dense: Table  # bool
-    key_ranges: Tensor | None  # int32 [B, n_q, 4], see documents.key_ranges; in a kernel [B, query tiles, 5]
+    key_ranges: Tensor | None  # int32 [B, query tiles, 5], see `preparation.KeyBlocks`
+    key_blocks: KeyBlocks | None  # what `in_tiles` makes the ranges of
 
     def in_tiles(self, block_m: int) -> Visibility:
         """Copy of this visibility for a kernel that takes `block_m` queries a tile."""
-        if self.key_ranges is None:
+        if self.key_blocks is None:
             return self
-        return self._replace(key_ranges=tile_ranges(self.key_ranges, block_m))
+        return self._replace(key_ranges=self.key_blocks.ranges(block_m), key_blocks=None)
 
+    def in_key_tiles(self, block_m: int, block_n: int) -> Visibility:
+        """The same for a kernel whose programs take `block_n` keys each, and cannot look for the queries they need."""
+        if self.key_blocks is None:
+            return self
+        return self._replace(key_ranges=self.key_blocks.query_ranges(block_m, block_n), key_blocks=None)
 
-def visibility(mask: Mask, n_q: int, n_k: int, of_padding: torch.dtype = torch.int32) -> Visibility:
-    """`mask` as the kernels take it, for n_q queries and n_k keys.
-
-    Args:
-        of_padding: dtype of what tells real tokens from padding. Where a load is masked by something of 8 bits, Triton
-            lays out what it loads for products of 8 bits on GPUs other than Hopper, where bool takes fewer registers.
-    """
-    q_offset, left, right = limits(mask)
-    starts = mask.q_offset if isinstance(mask.q_offset, Tensor) else None
-    if starts is not None and starts.dim() == 2:  # another one for each query, which only documents have a table for
-        if mask.segment_ids is None:
-            one_document = tuple(starts.new_zeros(len(starts), n, dtype=torch.int32) for n in (n_q, n_k))
-            mask = dataclasses.replace(mask, segment_ids=one_document)
-        starts = None
-    readable = mask.readable_queries(), mask.readable_keys()
-    real_queries, real_keys = (None if real is None else real.to(of_padding).contiguous() for real in readable)
-    visible = Visibility(
-        real_queries=real_queries,
-        query_spans=None,
-        real_keys=real_keys,
-        key_spans=None,
-        q_offsets=None if starts is None else starts.contiguous(),
-        q_offset_coded=2 * q_offset + 1,
-        left=left,
-        right=right,
-        documents_q=None,
-        documents_k=None,
-        positions_q=None,
-        positions_k=None,
-        dense=table(mask.dense),
-        key_ranges=None,
-    )
-    if mask.segment_ids is None:
-        return visible._replace(query_spans=real_spans(real_queries), key_spans=real_spans(real_keys))
-    device = mask.segment_ids[0].device
-    if not isinstance(mask.q_offset, Tensor):
-        mask = dataclasses.replace(mask, q_offset=q_offset)
-    positions_q, positions_k = (p.clamp(2 - 2 * FAR, 2 * FAR - 2).int() for p in mask.positions(n_q, n_k, device))
-    documents_q, documents_k = (ids.contiguous() for ids in mask.segment_ids)
-    return visible._replace(
-        documents_q=documents_q,
-        documents_k=documents_k,
-        positions_q=positions_q.contiguous(),
-        positions_k=positions_k.contiguous(),
-        key_ranges=key_ranges((documents_q, documents_k), readable, positions_q, left, right),
-    )
-
-
-def limits(mask: Mask) -> tuple[int, int | None, int | None]:
-    """(q_offset, left, right) that fit into 32 bits and show the same pairs; 0 stands for a tensor of starts."""
-    left, right = mask.window
-    if mask.causal:
-        right = 0 if right is None else min(right, 0)
-    start = 0 if isinstance(mask.q_offset, Tensor) else mask.q_offset
-    q_offset = max(-FAR, min(start, FAR))
-    left = None if left is None else left - (start - q_offset)  # a limit moves along with the queries
-    right = None if right is None else right + (start - q_offset)
-    return q_offset, *(None if limit is None else max(-2 * FAR, min(limit, 2 * FAR)) for limit in (left, right))
-
-
-def real_spans(real: Tensor | None) -> Tensor | None:
-    """int32 [B, 3], computed without synchronising: where real tokens begin, where the first hole is, where they end.
-
-    Args:
-        real: bool or integer [B, n], or None for no padding.
-    """
-    if real is None or real.shape[1] == 0:
-        return None
-    B, n = real.shape
-    spans = real.new_empty(B, 3, dtype=torch.int32)
-    launch(spans_kernel, B, real.contiguous(), spans, n, BLOCK=4096, num_warps=8)
-    return spans
-
-
-@triton.jit(do_not_specialize=["n"])
-def spans_kernel(real, spans, n, BLOCK: tl.constexpr):
-    """One sample's row of `real_spans`."""
-    i_b = tl.program_id(0).to(tl.int64)
-    # Per lane first, so that each pass costs no reduction.
-    b_first = tl.full([BLOCK], n, tl.int32)
-    b_end = tl.zeros([BLOCK], tl.int32)
-    for i in tl.range(0, n, BLOCK):
-        o = i + tl.arange(0, BLOCK)
-        m_real = real_tokens(o, n, real, i_b)
-        b_first = tl.minimum(b_first, tl.where(m_real, o, n))
-        b_end = tl.maximum(b_end, tl.where(m_real, o + 1, 0))
-    first = tl.min(b_first, 0)
-    b_hole = tl.full([BLOCK], n, tl.int32)
-    for i in tl.range(0, n, BLOCK):
-        o = i + tl.arange(0, BLOCK)
-        m_real = real_tokens(o, n, real, i_b)
-        b_hole = tl.minimum(b_hole, tl.where(m_real | (o < first), n, o))
-    tl.store(spans + i_b * 3, first)
-    tl.store(spans + i_b * 3 + 1, tl.min(b_hole, 0))
-    tl.store(spans + i_b * 3 + 2, tl.max(b_end, 0))
+    def spans(self) -> tuple[Tensor | None, Tensor | None]:
+        """`query_spans` and `key_spans`, of documents too; to be asked before `in_tiles`."""
+        return (self.query_spans, self.key_spans) if self.key_blocks is None else self.key_blocks.spans
 
 
 @triton.jit
@@ -327,33 +240,6 @@ def query_range(i_n, i_b, q_offset, n_q, n_k, visible, BLOCK_M: tl.constexpr, BL
     else:
         first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
         return tiles_that_see(first, end, visible.key_ranges, i_b, tl.cdiv(n_q, BLOCK_M))
-
-
-def query_ranges(key_ranges: Tensor, n_k: int, block_n: int) -> Tensor:
-    """int32 [B, key tiles, 4]: `query_range` of each tile of `block_n` keys, for kernels that cannot look for it.
-
-    Args:
-        key_ranges: int32 [B, query tiles, 5], see `Visibility.in_tiles`.
-    """
-    B, n_query_tiles, _ = key_ranges.shape
-    tiles = triton.cdiv(n_k, block_n)
-    result = key_ranges.new_empty(B, tiles, 4)
-    launch(query_ranges_kernel, B * tiles, key_ranges, result, n_query_tiles, n_k, BLOCK_N=block_n, num_warps=4)
-    return result
-
-
-@triton.jit(do_not_specialize=["n_query_tiles", "n_k"])
-def query_ranges_kernel(key_ranges, result, n_query_tiles, n_k, BLOCK_N: tl.constexpr):
-    """One tile's row of `query_ranges`."""
-    i_program = tl.program_id(0).to(tl.int64)
-    n_tiles = tl.cdiv(n_k, BLOCK_N)
-    i_b, i_n = i_program // n_tiles, (i_program % n_tiles).to(tl.int32)
-    first, end = i_n * BLOCK_N, tl.minimum(i_n * BLOCK_N + BLOCK_N, n_k)
-    begin, full_begin, full_end, end_of_seen = tiles_that_see(first, end, key_ranges, i_b, n_query_tiles)
-    tl.store(result + i_program * 4, begin)
-    tl.store(result + i_program * 4 + 1, full_begin)
-    tl.store(result + i_program * 4 + 2, full_end)
-    tl.store(result + i_program * 4 + 3, end_of_seen)
 
 
 @triton.jit

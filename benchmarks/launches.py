@@ -1,0 +1,131 @@
+"""Prints how long the CPU takes for a call of the Triton backend, in launches by Triton of a kernel that does nothing.
+
+    python benchmarks/launches.py [--rounds 200] [--filter "forward"]
+
+A short call on a GPU takes as long as its launches, unless they are captured in a graph. No GPU is needed: Triton
+compiles for one that need not be there, and the launch ends where it would hand the kernel to the driver. So what the
+driver takes is in none of these times, nor is PyTorch's allocation of memory on a GPU: tensors are on the CPU. Each
+sample is the CPU time of one thread; the calls take turns, and a row is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+from short_calls import seconds
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+
+import fastattn
+from fastattn import Mask
+from fastattn.backends import triton as backend
+
+B, H, N, D = 2, 8, 128, 64
+
+
+@triton.jit
+def nothing_kernel(x, n):
+    """Does nothing with a tensor and a number."""
+    tl.static_assert(True)
+
+
+class NoDriver:
+    """A driver of Triton that knows a GPU of this architecture, and its default stream."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+@contextlib.contextmanager
+def handed_to_nobody() -> Iterator[Callable[[], int]]:
+    """Launches on tensors in the CPU's memory, as for sm_80, that end at the driver. Yields how many there were."""
+    launched = 0
+
+    def hand_over(*_: object) -> None:
+        nonlocal launched
+        launched += 1
+
+    driver.set_active(NoDriver(80))
+    with (
+        mock.patch.object(CompiledKernel, "_init_handles"),
+        mock.patch.object(CompiledKernel, "run", property(lambda self: hand_over)),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+        mock.patch.object(torch.cuda, "device_of", contextlib.nullcontext),
+        mock.patch.object(backend, "_device_objections", return_value=[]),
+    ):
+        yield lambda: launched
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """What is timed, by name."""
+    q, k, v = (torch.randn(B, H, N, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    do = torch.randn(B, H, N, D, dtype=torch.bfloat16)
+    real = torch.ones(B, N, dtype=torch.bool)
+    documents = real.long()
+    masks = {
+        "plain": None,
+        "causal": Mask(causal=True),
+        "padding": Mask(real_keys=real),
+        "documents": Mask(causal=True, segment_ids=(documents, documents)),
+    }
+
+    def forward(mask: Mask | None) -> Tensor:
+        with torch.no_grad():
+            return fastattn.attention(q, k, v, mask, backend="triton")
+
+    def backward(mask: Mask | None) -> Callable[[], tuple[Tensor, ...]]:
+        o = fastattn.attention(q, k, v, mask, backend="triton")
+        return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+    named: dict[str, Callable[[], object]] = {}
+    for name, mask in masks.items():
+        named[f"forward, {name}"] = lambda mask=mask: forward(mask)
+        named[f"backward, {name}"] = backward(mask)
+    return named
+
+
+def main() -> None:
+    """Prints a row for each call: launches of Triton, microseconds, and the ratio to a launch."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--calls", type=int, default=50, help="calls in each sample")
+    parser.add_argument("--filter", default="", metavar="WORDS", help="only rows with these words in their name")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with handed_to_nobody() as launched:
+        x = torch.zeros(16)
+        bare = lambda: nothing_kernel[(1,)](x, 7, num_warps=4)  # noqa: E731
+        print(f"{'call':24} {'launches':>8} {'time':>8} {'ratio':>6}")
+        for name, call in calls().items():
+            if options.filter not in name:
+                continue
+            call()
+            before = launched()
+            call()
+            launches = launched() - before
+            seconds(call, options.calls), seconds(bare, options.calls)
+            samples = [(seconds(call, options.calls), seconds(bare, options.calls)) for _ in range(options.rounds)]
+            time, ratio = statistics.median(a for a, _ in samples), statistics.median(a / b for a, b in samples)
+            print(f"{name:24} {launches:8} {time * 1e6:7.1f}u {ratio:6.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

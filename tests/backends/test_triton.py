@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import fastattn
 from fastattn.backends import triton as backend
-from fastattn.backends.triton import flash_backward, preparation
+from fastattn.backends.triton import flash_backward, flash_decoding, preparation
 from fastattn.backends.triton.configs import Apart, config_for
 from fastattn.backends.triton.dropout import dropout, kept
 from fastattn.backends.triton.preparation import real_spans, visibility
@@ -33,7 +33,7 @@ from fastattn.backends.triton.visibility import (
     shown,
 )
 from fastattn.spec import Mask, Spec
-from fastattn.testing import CASES, assert_right, make_inputs, run
+from fastattn.testing import CASES, Case, assert_right, make_inputs, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, N_Q, N_K, BLOCK_M, BLOCK_N = 2, 20, 30, 8, 8
@@ -339,6 +339,39 @@ def test_inference_tensors_are_prepared_each_time(launches):
             visibility(Mask(real_keys=real), N_Q, N_Q)
             real.fill_(True)
     assert launches == ["spans_kernel"] * 2
+
+
+def with_few_queries(case: Case) -> Case:
+    """The same with 5 queries, against as many keys as it has."""
+    bias = case.bias
+    if bias is not None and len(bias) > 1 and bias[-2] > 1:
+        bias = (*bias[:-2], 5, bias[-1])
+    return dataclasses.replace(case, n_q=5, n_k=case.n_q if case.n_k is None else case.n_k, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [with_few_queries(c) for c in CASES if c.timed is None and c.D <= 256], ids=str)
+def test_keys_in_parts(case, dtype, launches, monkeypatch):
+    """Of one tile each, of which there are more than parts that are added at once."""
+    monkeypatch.setattr(flash_decoding, "FEWEST_KEYS", 8)
+    monkeypatch.setattr(flash_decoding, "multiprocessors", lambda q: 100)
+    inputs = make_inputs(case, dtype, DEVICE)
+    assert_right(inputs, run(inputs, backend.NAME))
+    (n_k, _), computed = inputs.k.shape[2:], launches[: launches.index("rows_kernel")]
+    assert "decoding_kernel" in computed
+    assert ("combine_kernel" in computed) == (n_k >= 16)
+    assert "forward_kernel" not in computed
+
+
+def test_parts_fill_the_gpu_and_hold_enough_keys(monkeypatch):
+    monkeypatch.setattr(flash_decoding, "multiprocessors", lambda q: 132)
+    q = torch.empty(0)
+    assert flash_decoding.parts(32, 8192, q) == 8  # one query of 32 heads: 256 programs
+    assert flash_decoding.parts(8, 8192, q) == 33
+    assert flash_decoding.parts(8, 300, q) == 2
+    assert flash_decoding.parts(8, 100, q) == 1
+    assert flash_decoding.parts(512, 8192, q) == 1
+    assert flash_decoding.parts(0, 0, q) == 1
 
 
 @triton.jit

@@ -153,6 +153,7 @@ def compiled(arch: int, calls: list[Call]) -> Iterator[Compiled]:
         wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
         with compile_only(take, is_wanted), contextlib.redirect_stdout(printed):
             backend.forward(q, q, q, spec)
+            backend.forward(q[:, :, :1], q[:, :1], q[:, :1], spec)
             backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
             if call in WITH_WEIGHTS:
                 backend.weights(q, q, lse, spec, average_heads=True)

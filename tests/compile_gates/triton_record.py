@@ -165,7 +165,14 @@ class Compiled:
 
 _OTHER_TRITONS = 1.5
 """How many times as much may be waited and spilled with another Triton than that of constraints.txt."""
-_WITHOUT_PRODUCTS = {"spans_kernel", "tile_ranges_kernel", "query_ranges_kernel"}
+_WITHOUT_PRODUCTS = {
+    "combine_kernel",
+    "documents_kernel",
+    "positions_kernel",
+    "query_ranges_kernel",
+    "ranges_kernel",
+    "spans_kernel",
+}
 _STACK = {"dbias_kernel": 16}
 _STACK_OF_OTHER_TRITONS = {"top_keys_kernel": 24}
 """Bytes of stack of the kernels that are not of a training step's loops; 8 where nothing is said."""

@@ -65,9 +65,10 @@ def by_name_only(device: torch.device) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
-    from .flash_forward import forward
+    from . import flash_decoding, flash_forward
+    from .configs import FEW_QUERIES
 
-    return forward(q, k, v, spec)
+    return (flash_decoding if q.shape[2] <= FEW_QUERIES else flash_forward).forward(q, k, v, spec)
 
 
 def backward(

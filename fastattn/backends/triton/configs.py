@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -85,6 +86,16 @@ _TABLE: dict[tuple[str, str, int], Config | Apart] = {
     ("dk_dv", _FP32, 256): Config(16, 16, 4, 1),
     ("dq", _FP32, 256): Config(16, 16, 4, 1),
     ("dbias", _FP32, 256): Config(16, 16, 4, 1),
+    # At most so many rows, which are queries of all heads that share the keys.
+    ("decoding", _HOPPER, 64): Config(64, 64, 4, 3),
+    ("decoding", _HOPPER, 128): Config(64, 64, 4, 2),
+    ("decoding", _HOPPER, 256): Config(32, 32, 4, 2),
+    ("decoding", _AMPERE, 64): Config(64, 64, 4, 3),
+    ("decoding", _AMPERE, 128): Config(64, 64, 4, 2),
+    ("decoding", _AMPERE, 256): Config(32, 32, 4, 2),
+    ("decoding", _FP32, 64): Config(16, 32, 4, 1),
+    ("decoding", _FP32, 128): Config(16, 32, 4, 1),
+    ("decoding", _FP32, 256): Config(16, 16, 4, 1),
     # As few queries as `tl.dot` takes: each keeps top_k candidates in registers.
     ("top_keys", _HOPPER, 64): Config(16, 64, 8, 2),  # 32 keys spill
     ("top_keys", _HOPPER, 128): Config(16, 32, 8, 2),
@@ -131,6 +142,9 @@ _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
     ("dq", _FP32, 128): Config(32, 16, 8, 1),
 }
 
+FEW_QUERIES: tl.constexpr = tl.constexpr(16)
+"""Of up to so many the forward is that of flash_decoding.py."""
+
 _INTERPRETED = Config(32, 32, num_warps=4, num_stages=1)  # small, so that short test cases have several tiles
 
 
@@ -154,6 +168,11 @@ def padded_head_dim(dim: int, q: Tensor) -> int:
     """
     smallest = 64 if not triton.knobs.runtime.interpret and _families(q)[0] in (_HOPPER, _FP32) else 16
     return max(smallest, triton.next_power_of_2(dim))
+
+
+def multiprocessors(q: Tensor) -> int:
+    """Of the GPU that q is on; a few in the interpreter, where short test cases are to fill none."""
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 8
 
 
 def _families(q: Tensor) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program computes BLOCK_M rows of a head's output: first over the full key tiles, then over the edge tiles."""
-    visible, scoring, dropout = rules
+    visible = rules.visible
     n_tiles = tl.cdiv(n_q, BLOCK_M)
     i_m, i_h, i_b = program_share(n_tiles, H)
     if visible.right is not None:
@@ -104,9 +104,60 @@ def forward_kernel(
     o_q, m_q = queries[0], queries[1]
     # [M, D]
     b_q = load_tile(head_of(q, i_b, i_h), q, i_m, m_q, D_QK, BLOCK_M, BLOCK_QK)
-    p_k = head_of(k, i_b, i_h // GROUP)
-    p_v = head_of(v, i_b, i_h // GROUP)
+    i_h_kv = i_h // GROUP
+    b_max, b_sum, b_o = attended(
+        b_q,
+        k,
+        v,
+        queries,
+        tile_range,
+        i_b,
+        i_h,
+        i_h_kv,
+        n_q,
+        n_k,
+        rules,
+        D_QK,
+        D_V,
+        BLOCK_N,
+        BLOCK_QK,
+        BLOCK_V,
+        PRECISION,
+    )
+    b_o, b_lse = finished(b_o, b_max, b_sum, m_q, i_h, rules)
+    m_row = o_q < n_q
+    store_tile(head_of(o, i_b, i_h), o, i_m, m_row, b_o, D_V, BLOCK_M, BLOCK_V)
+    tl.store(lse + (i_b * H + i_h) * n_q + o_q, b_lse, mask=m_row)
 
+
+@triton.jit
+def attended(
+    b_q,
+    k,
+    v,
+    queries,
+    tile_range,
+    i_b,
+    i_h,
+    i_h_kv,
+    n_q,
+    n_k,
+    rules,
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(maximum, sum, output) of the online softmax of rows over a `key_range`: nothing is divided by the sum yet.
+
+    i_h: the head of the rows, or a column [M, 1] of theirs; i_h_kv: the head of the keys, one for all.
+    """
+    visible, scoring, dropout = rules
+    BLOCK_M: tl.constexpr = b_q.shape[0]
+    p_k = head_of(k, i_b, i_h_kv)
+    p_v = head_of(v, i_b, i_h_kv)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -126,12 +177,18 @@ def forward_kernel(
                 b_s = hide(scores(b_qk, pairs, scoring)[0], float("-inf"), m_dense, pairs, visible, PARTIAL)
                 b_max, b_sum, b_p, b_rescale = online_softmax(b_s, scoring, b_max, b_sum)
                 if dropout is not None:
-                    b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
+                    b_p = tl.where(kept(queries[0], i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
                 # [N, D]
                 b_v = load_tile(p_v, v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
                 # [M, D]
                 b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
+    return b_max, b_sum, b_o
 
+
+@triton.jit
+def finished(b_o, b_max, b_sum, m_q, i_h, rules):
+    """(output, lse) of rows, from what `attended` returned; `i_h` is their head, or a vector of theirs."""
+    scoring, dropout = rules.scoring, rules.dropout
     # Equal to 0, not "not above 0": a NaN that was seen must come out.
     m_nothing_seen = (b_sum == 0.0) | ~m_q
     if scoring.sinks is not None:
@@ -142,6 +199,4 @@ def forward_kernel(
     b_sum = tl.where(m_nothing_seen, 1.0, b_sum)
     b_o = tl.where(m_nothing_seen[:, None], 0.0, b_o / b_sum[:, None])
     b_lse = tl.where(m_nothing_seen, float("-inf"), lse_log2(b_max, b_sum, scoring) / LOG2E)
-    m_row = o_q < n_q
-    store_tile(head_of(o, i_b, i_h), o, i_m, m_row, b_o, D_V, BLOCK_M, BLOCK_V)
-    tl.store(lse + (i_b * H + i_h) * n_q + o_q, b_lse, mask=m_row)
+    return b_o, b_lse

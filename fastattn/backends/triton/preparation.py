@@ -29,7 +29,7 @@ from .visibility import (
     tiles_that_see,
 )
 
-BLOCK = 128
+BLOCK = 64
 """Tokens of which one row of a table of blocks tells the lowest and the highest document and position."""
 
 

@@ -90,7 +90,7 @@ def online_softmax(b_s, scoring, b_max, b_sum):
     b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
     b_factor, b_base_log2 = measure(b_new_max, scoring)
     b_p = tl.exp2(tl.fma(b_s, b_factor[:, None], -b_base_log2[:, None]))
-    b_rescale = tl.exp2(tl.fma(b_max, b_factor, 0.0) - b_base_log2)
+    b_rescale = rescale(b_max, b_factor, b_base_log2)
     return b_new_max, b_sum * b_rescale + tl.sum(b_p, 1), b_p, b_rescale
 
 
@@ -111,6 +111,12 @@ def measure(b_max, scoring):
         b_lowered = exponent_of_huge - tl.maximum(b_exponent, exponent_of_huge) + (127 << 23)
         b_factor = scoring.factor_log2 * b_lowered.to(tl.float32, bitcast=True)
         return b_factor, tl.fma(b_base, b_factor, 0.0)
+
+
+@triton.jit
+def rescale(b_max, b_factor, b_base_log2):
+    """Factor of what was summed with this maximum, where that of a new one is measured so."""
+    return tl.exp2(tl.fma(b_max, b_factor, 0.0) - b_base_log2)
 
 
 @triton.jit

@@ -1,0 +1,208 @@
+"""Forward for few queries: the keys are split among programs, each of which takes all heads that share them.
+
+A few queries of a few heads would occupy a few multiprocessors, one for each tile of queries and head; and what they
+wait for is the memory of keys and values, which is read once here for all heads of a group. Flash-Decoding (Dao,
+Haziza, Massa and Sizov, 2023). The parts are added in a fixed order, so that the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import Spec, empty_output
+from .configs import FEW_QUERIES, config_for, multiprocessors, padded_head_dim
+from .flash_forward import attended, finished
+from .rules import Rules, rules_of
+from .scores import measure, rescale
+from .tiles import Heads, dot_precision, heads, launch, program_share, readable_heads
+from .visibility import key_range, part_of_range, position_of_first_query, queries_at, real_tokens
+
+FEWEST_KEYS = 128
+"""Of a part: with less, adding the parts takes longer than what more programs gain."""
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o [B, H, n_q, d_v] in the dtype and memory order of q, and lse [B, H, n_q] in fp32; for at most FEW_QUERIES."""
+    (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
+    o = empty_output(q, d_v)
+    lse = q.new_empty(B, H, n_q, dtype=torch.float32)
+    block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
+    rules = rules_of(spec, n_q, n_k)
+    group = H // max(H_kv, 1)
+    config = config_for("decoding", q, max(block_qk, block_v), rules.heavy_terms)
+    block_m = max(16, min(triton.next_power_of_2(group * n_q), config.BLOCK_M))
+    programs = B * H_kv * triton.cdiv(group * n_q, block_m)
+    n_parts = parts(programs, n_k, q)
+    rules = rules.in_tiles(FEW_QUERIES.value)
+    values = {"D_V": d_v, "BLOCK_V": block_v}
+    if n_parts == 1:
+        sums, into = (None, None), (heads(o), lse)
+    else:
+        sums = q.new_empty(2, n_parts, B, H, n_q, dtype=torch.float32).unbind()
+        into = heads(q.new_empty(n_parts * B, H, n_q, d_v, dtype=torch.float32)), None
+    launch(
+        decoding_kernel,
+        programs * n_parts,
+        readable_heads(q),
+        readable_heads(k),
+        readable_heads(v),
+        *into,
+        *sums,
+        rules,
+        B,
+        H_kv,
+        n_parts,
+        n_q,
+        n_k,
+        GROUP=group,
+        D_QK=d_qk,
+        BLOCK_QK=block_qk,
+        PRECISION=dot_precision(),
+        **values,
+        **config._replace(BLOCK_M=block_m)._asdict(),
+    )
+    if n_parts > 1:
+        launch(combine_kernel, B * H * n_q, into[0], *sums, heads(o), lse, rules, B, H, n_parts, n_q, **values)
+    return o, lse
+
+
+def parts(programs: int, n_k: int, q: Tensor) -> int:
+    """Into how many parts the keys are split, so that every multiprocessor has two programs where there are enough."""
+    return max(1, min(2 * multiprocessors(q) // max(programs, 1), n_k // FEWEST_KEYS))
+
+
+@triton.jit(do_not_specialize=["B", "H_kv", "n_parts", "n_q", "n_k"])
+def decoding_kernel(
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    o: Heads,
+    lse,
+    maxima,
+    sums,
+    rules: Rules,
+    B,
+    H_kv,
+    n_parts,
+    n_q,
+    n_k,
+    GROUP: tl.constexpr,
+    D_QK: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program computes BLOCK_M rows for a key head: row r is query r // GROUP of its head r % GROUP.
+
+    Where there is a tensor for the lse, it takes all keys, and writes outputs. Else it takes a part of the keys, and
+    writes what `attended` returns of it: `o` as of batch entry i_part * B + i_b, the others as [parts, B, H, n_q].
+    """
+    visible = rules.visible
+    i_program, i_h_kv, i_b = program_share(tl.cdiv(n_q * GROUP, BLOCK_M) * n_parts, H_kv)
+    i_part, i_m = i_program % n_parts, i_program // n_parts
+    q_offset = position_of_first_query(visible, i_b)
+    tile_range = key_range(0, i_b, q_offset, n_q, n_k, visible, FEW_QUERIES, BLOCK_N)
+
+    o_row = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_q, o_h = o_row // GROUP, i_h_kv * GROUP + o_row % GROUP
+    queries = queries_at(o_q, i_b, n_q, q_offset, visible)
+    m_q, m_row = queries[1], o_q < n_q
+    # [M, D]
+    b_q = tl.load(rows_of_heads(q, i_b, o_h, o_q, BLOCK_QK), mask=real_columns(m_q, D_QK, BLOCK_QK), other=0.0)
+    b_max, b_sum, b_o = attended(
+        b_q,
+        k,
+        v,
+        queries,
+        part_of_range(tile_range, i_part, n_parts),
+        i_b,
+        o_h[:, None],
+        i_h_kv,
+        n_q,
+        n_k,
+        rules,
+        D_QK,
+        D_V,
+        BLOCK_N,
+        BLOCK_QK,
+        BLOCK_V,
+        PRECISION,
+    )
+    i_entry = i_part * B + i_b
+    o_stat = (i_entry * H_kv * GROUP + o_h) * n_q + o_q
+    if lse is not None:
+        b_o, b_lse = finished(b_o, b_max, b_sum, m_q, o_h, rules)
+        tl.store(lse + o_stat, b_lse, mask=m_row)
+    else:
+        tl.store(maxima + o_stat, b_max, mask=m_row)
+        tl.store(sums + o_stat, b_sum, mask=m_row)
+    p_o = rows_of_heads(o, i_entry, o_h, o_q, BLOCK_V)
+    tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=real_columns(m_row, D_V, BLOCK_V))
+
+
+@triton.jit(do_not_specialize=["B", "n_parts", "n_q"])
+def combine_kernel(
+    parts: Heads,
+    maxima,
+    sums,
+    o: Heads,
+    lse,
+    rules: Rules,
+    B,
+    H,
+    n_parts,
+    n_q,
+    D_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr = 16,
+):
+    """One program adds what `decoding_kernel` wrote of the parts of one row, `BLOCK` of them at a time."""
+    scoring = rules.scoring
+    i_q, i_h, i_b = program_share(n_q, H)
+    o_h, o_q = i_h + tl.zeros([1], tl.int64), i_q + tl.zeros([1], tl.int32)
+    b_max, b_sum = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    b_o = tl.zeros([1, BLOCK_V], tl.float32)
+    for first in tl.range(0, n_parts, BLOCK):
+        o_part = first + tl.arange(0, BLOCK)
+        m_part, o_entry = o_part < n_parts, o_part * B + i_b
+        o_stat = (o_entry * H + i_h) * n_q + i_q
+        # [1, parts]
+        b_max_of_part = tl.load(maxima + o_stat, mask=m_part, other=float("-inf"))[None, :]
+        b_sum_of_part = tl.load(sums + o_stat, mask=m_part, other=0.0)[None, :]
+        b_new_max = tl.maximum(b_max, tl.max(b_max_of_part, 1))
+        b_factor, b_base_log2 = measure(b_new_max, scoring)
+        b_rescale = rescale(b_max, b_factor, b_base_log2)
+        b_rescale_part = rescale(b_max_of_part, b_factor[:, None], b_base_log2[:, None])
+        # [parts, D]
+        p_part = rows_of_heads(parts, o_entry, i_h, i_q, BLOCK_V)
+        b_part = tl.load(p_part, mask=real_columns(m_part, D_V, BLOCK_V), other=0.0)
+        b_o = b_o * b_rescale[:, None] + tl.sum(b_part * tl.trans(b_rescale_part), 0)[None, :]
+        b_sum = b_sum * b_rescale + tl.sum(b_sum_of_part * b_rescale_part, 1)
+        b_max = b_new_max
+    m_q = real_tokens(o_q, n_q, rules.visible.real_queries, i_b)
+    b_o, b_lse = finished(b_o, b_max, b_sum, m_q, o_h, rules)
+    p_o = rows_of_heads(o, i_b, o_h, o_q, BLOCK_V)
+    tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=real_columns(o_q < n_q, D_V, BLOCK_V))
+    tl.store(lse + (i_b * H + o_h) * n_q + o_q, b_lse)
+
+
+@triton.jit
+def rows_of_heads(x, i_b, i_h, i_row, BLOCK_D: tl.constexpr):
+    """Pointers [M, BLOCK_D] to rows of `x`; each index is one for all, or a vector of M of them."""
+    o_row = i_b * x.s[0] + i_h * x.s[1] + i_row * x.s[2]
+    if x.aligned is not None:
+        IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
+        o_row = tl.multiple_of(o_row, IN_16_BYTES)
+    return x.data + o_row[:, None] + tl.arange(0, BLOCK_D).to(tl.int64)[None, :] * x.s[3]
+
+
+@triton.jit
+def real_columns(m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """bool [M, BLOCK_D]: the columns up to D of the rows that `m_row` names."""
+    return m_row[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -55,23 +56,26 @@ class NoDriver:
 
 
 @contextlib.contextmanager
-def handed_to_nobody() -> Iterator[Callable[[], int]]:
-    """Launches on tensors in the CPU's memory, as for sm_80, that end at the driver. Yields how many there were."""
-    launched = 0
+def handed_to(take: Callable[..., None]) -> Iterator[None]:
+    """In this block launches on tensors in the CPU's memory, as for sm_80, end at the driver.
 
-    def hand_over(*_: object) -> None:
-        nonlocal launched
-        launched += 1
+    Args:
+        take: called instead with the compiled kernel and what Triton would hand over: three lengths of the grid, the
+            stream, five things that are the kernel's, and its arguments.
+    """
+
+    def no_handles(self: CompiledKernel) -> None:
+        """Plain, since a mock would take as long as a launch."""
 
     driver.set_active(NoDriver(80))
     with (
-        mock.patch.object(CompiledKernel, "_init_handles"),
-        mock.patch.object(CompiledKernel, "run", property(lambda self: hand_over)),
+        mock.patch.object(CompiledKernel, "_init_handles", no_handles),
+        mock.patch.object(CompiledKernel, "run", property(lambda kernel: functools.partial(take, kernel))),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
         mock.patch.object(torch.cuda, "device_of", contextlib.nullcontext),
         mock.patch.object(backend, "_device_objections", return_value=[]),
     ):
-        yield lambda: launched
+        yield
 
 
 def calls() -> dict[str, Callable[[], object]]:
@@ -110,7 +114,13 @@ def main() -> None:
     parser.add_argument("--filter", default="", metavar="WORDS", help="only rows with these words in their name")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with handed_to_nobody() as launched:
+    launched = 0
+
+    def count(*_: object) -> None:
+        nonlocal launched
+        launched += 1
+
+    with handed_to(count):
         x = torch.zeros(16)
         bare = lambda: nothing_kernel[(1,)](x, 7, num_warps=4)  # noqa: E731
         print(f"{'call':24} {'launches':>8} {'time':>8} {'ratio':>6}")
@@ -118,9 +128,9 @@ def main() -> None:
             if options.filter not in name:
                 continue
             call()
-            before = launched()
+            before = launched
             call()
-            launches = launched() - before
+            launches = launched - before
             seconds(call, options.calls), seconds(bare, options.calls)
             samples = [(seconds(call, options.calls), seconds(bare, options.calls)) for _ in range(options.rounds)]
             time, ratio = statistics.median(a for a, _ in samples), statistics.median(a / b for a, b in samples)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ... import spec as what
 from ..triton.flash_backward import compute_rows, constant_where_nothing_is_seen
+from ..triton.launches import Launches
 from ..triton.recompute import Rows
 from ..triton.rules import rules_of
-from ..triton.tiles import Heads, heads, launch, readable_heads
+from ..triton.tiles import Heads, heads, launch, readable
 from ..triton.visibility import (
     Visibility,
     as_column,
@@ -137,7 +138,8 @@ def prepared(
     per_chunk = BYTES_OF_CHUNK // lse.element_size()
     rows = lse.new_empty(B, H, ROWS_OF_QUERY.value, triton.cdiv(n_q, per_chunk) * per_chunk)[..., :n_q]
     dlse = constant_where_nothing_is_seen(dlse, lse)
-    compute_rows(Rows(*rows.unbind(2)[:3]), heads(q), heads(k), readable_heads(o), heads(do), lse, dlse, rules)
+    of_rows, o = Rows(*rows.unbind(2)[:3]), readable(o)
+    compute_rows(Launches(rules), of_rows, heads(q), heads(k), heads(o), heads(do), lse, dlse)
     return Inputs(q, k, v, do, rows), rules.visible
 
 

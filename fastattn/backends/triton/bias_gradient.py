@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .configs import config_for
 from .dropout import kept
+from .launches import Launches
 from .recompute import Rows, load_rows, tile_gradients
 from .rules import Rules
-from .tiles import Heads, Table, head_of, launch, load_tile, program_share, table
+from .tiles import Heads, Table, head_of, load_tile, program_share, table
 from .visibility import (
     anything,
     as_column,
@@ -24,23 +24,23 @@ from .visibility import (
 )
 
 
-def gradient_of_table(
-    bias: Tensor, inputs: tuple, rules: Rules, sizes: tuple[int, int, int, int], shape: dict[str, object]
-) -> Tensor:
-    """The gradient of a bias with an entry for each pair of query and key.
+def compute_gradient_of_table(
+    launches: Launches, dbias: Tensor, inputs: tuple, sizes: tuple[int, int, int, int], shape: dict[str, object]
+) -> None:
+    """Writes the gradient of a bias with an entry for each pair of query and key.
 
     Args:
+        dbias: in four dimensions.
         inputs: the first arguments of `dbias_kernel`.
         sizes: B, H, n_q, n_k.
         shape: its constants.
     """
-    (B, H, n_q, n_k), dbias = sizes, torch.empty_like(bias)
-    B_bias, H_bias = (1, 1, 1, *bias.shape)[-4:-2]
-    config = config_for("dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]), rules.heavy_terms)
+    (B, H, n_q, n_k), (B_bias, H_bias) = sizes, dbias.shape[:2]
+    block_d = max(shape["BLOCK_QK"], shape["BLOCK_V"])
+    config = config_for("dbias", inputs[0].data, block_d, launches.rules.heavy_terms)
     programs = B_bias * H_bias * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
-    arguments = (*inputs, table(dbias), rules.in_tiles(config.BLOCK_M), B // B_bias, H // H_bias, H, n_q, n_k)
-    launch(dbias_kernel, programs, *arguments, **shape, **config._asdict())
-    return dbias
+    arguments = (*inputs, table(dbias), launches.rules, B // B_bias, H // H_bias, H, n_q, n_k)
+    launches.launch(dbias_kernel, programs, *arguments, **shape, **config._asdict())
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])

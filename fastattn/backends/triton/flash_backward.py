@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...spec import Spec
 from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
-from .bias_gradient import gradient_of_table
+from .bias_gradient import compute_gradient_of_table
 from .configs import Apart, config_for, padded_head_dim
 from .dropout import kept
+from .launches import Launches, kind_of, repeated
 from .recompute import Rows, load_rows, tile_gradients
 from .rules import Rules, rules_of
 from .scores import beside_sink, distances, online_softmax, rest_log2, scores, sink_log2
@@ -29,10 +30,9 @@ from .tiles import (
     dot_precision,
     head_of,
     heads,
-    launch,
     load_tile,
     program_share,
-    readable_heads,
+    readable,
     store_tile,
 )
 from .visibility import (
@@ -69,55 +69,60 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dbias, dalibi_slopes, dsinks); None, and not computed, where `output_mask` does not ask for it."""
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
-    dq_wanted, dk_wanted, dv_wanted, *_ = output_mask
     wanted = wanted_sums(spec, output_mask, rounded=True)
-    block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    shape = {
-        "GROUP": H // max(H_kv, 1),
-        "D_QK": d_qk,
-        "D_V": d_v,
-        "BLOCK_QK": block_qk,
-        "BLOCK_V": block_v,
-        "PRECISION": dot_precision(),
-    }
-    rules, scalars = rules_of(spec, n_q, n_k), (H, n_q, n_k)
-    q_heads, k_heads, v_heads = readable_heads(q), readable_heads(k), readable_heads(v)
-    do_heads = readable_heads(torch.zeros_like(o) if do is None else do)
+    dq, dk, dv = (torch.empty_like(x) if w else None for x, w in zip((q, k, v), output_mask, strict=False))
+    do = torch.zeros_like(o) if do is None else do
+    q, k, v, o, do = (readable(x) for x in (q, k, v, o, do))
     lse, dlse = lse.contiguous(), constant_where_nothing_is_seen(dlse, lse)
 
     def per_query(is_wanted: bool) -> Tensor | None:
         return torch.empty_like(lse) if is_wanted else None
 
     rows = Rows(*(torch.empty_like(lse) for _ in Rows._fields))
-    compute_rows(rows, q_heads, k_heads, readable_heads(o), do_heads, lse, dlse, rules)
-
-    inputs, scalars = (q_heads, k_heads, v_heads, do_heads, rows), (spec.scale, *scalars)
-    dq = None
-
     ds_of_keys = lse.new_empty(B, H, n_k) if wanted.of_keys else None
-    dk, dv = torch.empty_like(k) if dk_wanted else None, torch.empty_like(v) if dv_wanted else None
-    config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy_terms)
-    if isinstance(config, Apart):
-        passes = [(config.dk, (dk, None, ds_of_keys)), (config.dv, (None, dv, None))]
-    else:
-        passes = [(config, (dk, dv, ds_of_keys))]
-    for config, outputs in passes:
-        if any(output is not None for output in outputs):
-            programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
-            outputs = (*map(heads, outputs[:2]), outputs[2], rules.in_tiles(config.BLOCK_M))
-            launch(dk_dv_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
-
     ds_of_queries = per_query(wanted.of_queries)
     ds_by_distance, p_by_distance = per_query(wanted.by_distance), per_query(wanted.by_distance)
-    if dq_wanted or wanted.of_queries:
-        dq = torch.empty_like(q)
-        config = config_for("dq", q, max(block_qk, block_v), rules.heavy_terms)
-        programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-        outputs = (heads(dq), ds_of_queries, ds_by_distance, p_by_distance, rules.in_tiles(config.BLOCK_M))
-        launch(dq_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
+    dbias = torch.empty_like(spec.bias)[(None,) * (4 - spec.bias.dim())] if wanted.of_pairs else None
 
-    ds = gradient_of_table(spec.bias, inputs, rules, (B, H, n_q, n_k), shape) if wanted.of_pairs else None
-    sums = Sums(ds, ds_of_keys, ds_of_queries, ds_by_distance)
+    inputs, outputs = (q, k, v, o, do, lse, dlse), (dq, dk, dv, ds_of_keys, ds_of_queries, dbias)
+    tensors = (*inputs, *outputs, *rows, ds_by_distance, p_by_distance)
+    kind = kind_of(dq_kernel, (*inputs, *outputs), spec)
+    if not repeated(kind, tensors, spec, n_q, n_k):
+        block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
+        shape = {
+            "GROUP": H // max(H_kv, 1),
+            "D_QK": d_qk,
+            "D_V": d_v,
+            "BLOCK_QK": block_qk,
+            "BLOCK_V": block_v,
+            "PRECISION": dot_precision(),
+        }
+        rules = rules_of(spec, n_q, n_k)
+        launches = Launches(rules, tensors)
+        compute_rows(launches, rows, heads(q), heads(k), heads(o), heads(do), lse, dlse)
+        inputs, scalars = (heads(q), heads(k), heads(v), heads(do), rows), (rules, spec.scale, H, n_q, n_k)
+
+        config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy_terms)
+        if isinstance(config, Apart):
+            passes = [(config.dk, (dk, None, ds_of_keys)), (config.dv, (None, dv, None))]
+        else:
+            passes = [(config, (dk, dv, ds_of_keys))]
+        for config, outputs in passes:
+            if any(output is not None for output in outputs):
+                programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
+                outputs = (*map(heads, outputs[:2]), outputs[2])
+                launches.launch(dk_dv_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
+
+        if dq is not None or wanted.of_queries:
+            config = config_for("dq", q, max(block_qk, block_v), rules.heavy_terms)
+            programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
+            outputs = (heads(dq), ds_of_queries, ds_by_distance, p_by_distance)
+            launches.launch(dq_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
+        if dbias is not None:
+            compute_gradient_of_table(launches, dbias, inputs, (B, H, n_q, n_k), shape)
+        launches.keep(kind)
+
+    sums = Sums(None if dbias is None else dbias.view(spec.bias.shape), ds_of_keys, ds_of_queries, ds_by_distance)
     stats = RowStats(*rows, dlse, spec.sinks, ds_of_queries)
     return dq, dk, dv, *learned_gradients(spec, output_mask, sums, stats, p_by_distance)
 
@@ -128,7 +133,7 @@ def constant_where_nothing_is_seen(dlse: Tensor | None, lse: Tensor) -> Tensor |
 
 
 def compute_rows(
-    rows: Rows, q: Heads, k: Heads, o: Heads, do: Heads, lse: Tensor, dlse: Tensor | None, rules: Rules
+    launches: Launches, rows: Rows, q: Heads, k: Heads, o: Heads, do: Heads, lse: Tensor, dlse: Tensor | None
 ) -> None:
     """Writes `rows`: [B, H, n_q] each, whose heads may lie apart, but all as far as those of delta.
 
@@ -138,8 +143,8 @@ def compute_rows(
     """
     (B, H, n_q, d_qk), (_, H_kv, n_k, _), d_v = q.data.shape, k.data.shape, o.data.shape[3]
     block_qk, block_v = padded_head_dim(d_qk, q.data), padded_head_dim(d_v, q.data)
-    config = config_for("rows", q.data, max(block_qk, block_v), rules.heavy_terms)
-    launch(
+    config = config_for("rows", q.data, max(block_qk, block_v), launches.rules.heavy_terms)
+    launches.launch(
         rows_kernel,
         B * H * triton.cdiv(n_q, config.BLOCK_M),
         q,
@@ -149,7 +154,7 @@ def compute_rows(
         lse,
         dlse,
         rows,
-        rules.in_tiles(config.BLOCK_M),
+        launches.rules,
         rows.delta.stride(1),
         H,
         n_q,

@@ -15,9 +15,10 @@ from torch import Tensor
 from ...spec import Spec, empty_output
 from .configs import FEW_QUERIES, config_for, multiprocessors, padded_head_dim
 from .flash_forward import attended, finished
+from .launches import Launches, kind_of, repeated
 from .rules import Rules, rules_of
 from .scores import measure, rescale
-from .tiles import Heads, dot_precision, heads, launch, program_share, readable_heads
+from .tiles import Heads, dot_precision, heads, program_share, readable
 from .visibility import key_range, part_of_range, position_of_first_query, queries_at, real_tokens
 
 FEWEST_KEYS = 128
@@ -29,27 +30,32 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     o = empty_output(q, d_v)
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
+    q, k, v = readable(q), readable(k), readable(v)
+    group = H // max(H_kv, 1)
+    rows = max(16, min(triton.next_power_of_2(group * n_q), 16 if q.dtype == torch.float32 else 32))
+    programs = B * H_kv * triton.cdiv(group * n_q, rows)
+    n_parts = parts(programs, n_k, q)
+    tensors, of_part, sums, lse_of_part = (q, k, v, o, lse), o, (None, None), lse
+    if n_parts > 1:
+        of_part = q.new_empty(n_parts * B, H, n_q, d_v, dtype=torch.float32)
+        sums, lse_of_part = q.new_empty(2, n_parts, B, H, n_q, dtype=torch.float32).unbind(), None
+        tensors = (*tensors, of_part, *sums)
+    kind = kind_of(decoding_kernel, tensors[:4], spec)
+    if repeated(kind, tensors, spec, n_q, n_k):
+        return o, lse
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
     rules = rules_of(spec, n_q, n_k)
-    group = H // max(H_kv, 1)
     config = config_for("decoding", q, max(block_qk, block_v), rules.heavy_terms)
-    block_m = max(16, min(triton.next_power_of_2(group * n_q), config.BLOCK_M))
-    programs = B * H_kv * triton.cdiv(group * n_q, block_m)
-    n_parts = parts(programs, n_k, q)
-    rules = rules.in_tiles(FEW_QUERIES.value)
-    values = {"D_V": d_v, "BLOCK_V": block_v}
-    if n_parts == 1:
-        sums, into = (None, None), (heads(o), lse)
-    else:
-        sums = q.new_empty(2, n_parts, B, H, n_q, dtype=torch.float32).unbind()
-        into = heads(q.new_empty(n_parts * B, H, n_q, d_v, dtype=torch.float32)), None
-    launch(
+    values = {"D_V": d_v, "BLOCK_V": block_v, "block_m": FEW_QUERIES.value}
+    launches = Launches(rules, tensors)
+    launches.launch(
         decoding_kernel,
         programs * n_parts,
-        readable_heads(q),
-        readable_heads(k),
-        readable_heads(v),
-        *into,
+        heads(q),
+        heads(k),
+        heads(v),
+        heads(of_part),
+        lse_of_part,
         *sums,
         rules,
         B,
@@ -62,10 +68,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         BLOCK_QK=block_qk,
         PRECISION=dot_precision(),
         **values,
-        **config._replace(BLOCK_M=block_m)._asdict(),
+        **config._replace(BLOCK_M=rows)._asdict(),
     )
     if n_parts > 1:
-        launch(combine_kernel, B * H * n_q, into[0], *sums, heads(o), lse, rules, B, H, n_parts, n_q, **values)
+        arguments = (heads(of_part), *sums, heads(o), lse, rules, B, H, n_parts, n_q)
+        launches.launch(combine_kernel, B * H * n_q, *arguments, **values, BLOCK=16)
+    launches.keep(kind)
     return o, lse
 
 
@@ -160,7 +168,7 @@ def combine_kernel(
     n_q,
     D_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCK: tl.constexpr = 16,
+    BLOCK: tl.constexpr,
 ):
     """One program adds what `decoding_kernel` wrote of the parts of one row, `BLOCK` of them at a time."""
     scoring = rules.scoring

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...spec import Spec, empty_output
 from .configs import config_for, padded_head_dim
 from .dropout import kept
+from .launches import Launches, kind_of, repeated
 from .rules import Rules, rules_of
 from .scores import beside_sink, lse_log2, online_softmax, scores, sink_log2
 from .tiles import (
@@ -19,10 +20,9 @@ from .tiles import (
     dot_precision,
     head_of,
     heads,
-    launch,
     load_tile,
     program_share,
-    readable_heads,
+    readable,
     store_tile,
 )
 from .visibility import (
@@ -45,18 +45,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     o = empty_output(q, d_v)
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
+    q, k, v = readable(q), readable(k), readable(v)
+    tensors = (q, k, v, o, lse)
+    kind = kind_of(forward_kernel, tensors[:4], spec)
+    if repeated(kind, tensors, spec, n_q, n_k):
+        return o, lse
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
     rules = rules_of(spec, n_q, n_k)
     config = config_for("forward", q, max(block_qk, block_v), rules.heavy_terms)
-    launch(
+    launches = Launches(rules, tensors)
+    launches.launch(
         forward_kernel,
         B * H * triton.cdiv(n_q, config.BLOCK_M),
-        readable_heads(q),
-        readable_heads(k),
-        readable_heads(v),
+        heads(q),
+        heads(k),
+        heads(v),
         heads(o),
         lse,
-        rules.in_tiles(config.BLOCK_M),
+        rules,
         H,
         n_q,
         n_k,
@@ -68,6 +74,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         PRECISION=dot_precision(),
         **config._asdict(),
     )
+    launches.keep(kind)
     return o, lse
 
 

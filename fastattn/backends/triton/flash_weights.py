@@ -18,11 +18,12 @@ from .configs import Apart, config_for, padded_head_dim
 from .dropout import kept
 from .flash_backward import compute_rows
 from .flash_forward import forward
+from .launches import Launches
 from .recompute import Rows, load_rows
 from .recompute import weights as weights_of_tile
 from .rules import Rules, rules_of
 from .scores import scores
-from .tiles import Heads, dot, dot_precision, head_of, heads, launch, load_tile, program_share, readable_heads
+from .tiles import Heads, dot, dot_precision, head_of, heads, load_tile, program_share, readable
 from .visibility import (
     anything,
     as_column,
@@ -46,9 +47,9 @@ def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads:
     rows, config = _rows(q, k, lse, spec, rules), config_for("dq", q, shape["BLOCK_QK"], rules.heavy_terms)
     result = q.new_empty(B, 1 if average_heads else H, n_q, n_k)
     programs = result.shape[:2].numel() * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
-    arguments = (readable_heads(q), readable_heads(k), rows, heads(result), rules.in_tiles(config.BLOCK_M))
+    arguments = (heads(readable(q)), heads(readable(k)), rows, heads(result), rules)
     scalars = (result.shape[1], H, n_q, n_k)
-    launch(weights_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
+    Launches(rules).launch(weights_kernel, programs, *arguments, *scalars, **shape, **config._asdict())
     return result[:, 0] if average_heads else result
 
 
@@ -59,8 +60,10 @@ def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     rows, config = _rows(q, k, None, spec, rules), config_for("dk_dv", q, shape["BLOCK_QK"], rules.heavy_terms)
     config = config.dv if isinstance(config, Apart) else config
     result = q.new_empty(B, H, n_k, dtype=torch.float32)
-    arguments = (readable_heads(q), readable_heads(k), rows, result, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
-    launch(received_kernel, B * H * triton.cdiv(n_k, config.BLOCK_N), *arguments, **shape, **config._asdict())
+    arguments = (heads(readable(q)), heads(readable(k)), rows, result, rules, H, n_q, n_k)
+    Launches(rules).launch(
+        received_kernel, B * H * triton.cdiv(n_k, config.BLOCK_N), *arguments, **shape, **config._asdict()
+    )
     return result
 
 
@@ -71,9 +74,9 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tens
     rows = _rows(q, k, None, spec, rules)
     config = config_for("top_keys", q, shape["BLOCK_QK"], rules.heavy_terms)
     result = q.new_empty(B, H, n_q, triton.next_power_of_2(max(top_k, 2)), dtype=torch.int64)
-    arguments = (readable_heads(q), readable_heads(k), rows, result, rules.in_tiles(config.BLOCK_M), H, n_q, n_k)
+    arguments = (heads(readable(q)), heads(readable(k)), rows, result, rules, H, n_q, n_k)
     programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-    launch(top_keys_kernel, programs, *arguments, **shape, **config._asdict(), TOP_K=result.shape[3])
+    Launches(rules).launch(top_keys_kernel, programs, *arguments, **shape, **config._asdict(), TOP_K=result.shape[3])
     packed = result.sort(dim=-1, descending=True).values[..., :top_k]
     keys = (2**32 - 1 - (packed & (2**32 - 1))).masked_fill(packed < 0, -1)
     return (packed >> 32).clamp(min=0).int().view(torch.float32), keys
@@ -96,7 +99,7 @@ def _rows(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, rules: Rules) ->
         _, lse = forward(q, k, k[..., :0], replace(spec, dropout_p=0.0, seed=None))
     lse, no_o = lse.contiguous(), heads(q[..., :0])
     rows = Rows(*(torch.empty_like(lse) for _ in Rows._fields))
-    compute_rows(rows, readable_heads(q), readable_heads(k), no_o, no_o, lse, None, rules)
+    compute_rows(Launches(rules), rows, heads(readable(q)), heads(readable(k)), no_o, no_o, lse, None)
     return rows
 
 

@@ -65,7 +65,7 @@ _known: dict[tuple[int, ...], _Known] = {}
 def _kept(tensors: tuple[Tensor | None, ...], constants: tuple) -> Visibility | None:
     """The result for these tensors, kept or to be kept; None where it may not be."""
     given = [x for x in tensors if x is not None]
-    if not given or any(x.is_inference() for x in given):
+    if not given or any([x.is_inference() for x in given]):  # noqa: C419  a generator takes longer
         return None
     stream = 0
     if given[0].is_cuda:
@@ -74,7 +74,7 @@ def _kept(tensors: tuple[Tensor | None, ...], constants: tuple) -> Visibility | 
         stream = torch.cuda.current_stream(given[0].device).cuda_stream
     key, versions = tuple(map(id, tensors)), [x._version for x in given]
     known, of_call = _known.get(key), (stream, constants)
-    if known is None or known.versions != versions or any(ref() is None for ref in known.tensors):
+    if known is None or known.versions != versions or any([ref() is None for ref in known.tensors]):  # noqa: C419
         refs = [weakref.ref(x, lambda _: _known.pop(key, None)) for x in given]
         known = _known[key] = _Known(refs, versions, {})
     result = known.results.get(of_call)

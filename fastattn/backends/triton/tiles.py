@@ -54,16 +54,16 @@ def heads(x: Tensor | None) -> Heads:
     return Heads(x, strides, None if any(s * x.element_size() % 16 for s in strides[:3]) else 1)
 
 
-def readable_heads(x: Tensor) -> Heads:
+def readable(x: Tensor) -> Tensor:
     """`x` [B, H, N, D] for a kernel that reads it many times; copied where its rows are scattered."""
-    return heads(x if x.stride(3) == 1 or x.shape[3] <= 1 else x.contiguous())
+    return x if x.stride(3) == 1 or x.shape[3] <= 1 else x.contiguous()
 
 
 def table(x: Tensor | None) -> Table:
     """`x` for a kernel, as it lies in memory."""
     if x is None:
         return Table(None, None, None, None, None)
-    x = x[(None,) * (4 - x.dim())]
+    x = x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
     strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
     return Table(x, *strides[:2], *(s or None for s in strides[2:]))
 
@@ -75,18 +75,21 @@ def dot_precision() -> str:
 
 def launch(
     kernel: triton.JITFunction, programs: int, x: Heads | Tensor | object, *args: object, **options: object
-) -> None:
+) -> triton.compiler.CompiledKernel | None:
     """Runs `programs` instances of `kernel` on the GPU of its first argument; nothing where there is nothing to do.
 
     Args:
         x: a tensor, `Heads`, or a descriptor of a tensor.
+
+    Returns:
+        The kernel that Triton compiled; None where none was.
     """
     if programs == 0:
-        return
+        return None
     tensor = x if isinstance(x, Tensor) else x.data if isinstance(x, Heads) else x.base
     with torch.cuda.device_of(tensor):
         # Triton 3.10 turns the fusion of a * b + c off by default.
-        kernel[(programs,)](x, *args, **options, enable_fp_fusion=True)
+        return kernel[(programs,)](x, *args, **options, enable_fp_fusion=True)
 
 
 @triton.jit

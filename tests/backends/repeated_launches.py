@@ -1,0 +1,169 @@
+"""Compares launches of Triton kernels that fastattn repeats with those that Triton makes of the same calls.
+
+Calls that differ in one thing each are made one after the other, and a twin of the first with other tensors, whose
+launches are all to be repeated; and each again when all that was remembered of launches is forgotten: the same compiled
+kernels must be launched with the same arguments. Nothing is compiled, and no GPU is needed: a kernel is what Triton
+would compile. Prints how many launches were repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import torch
+import triton
+from launches import handed_to
+from torch import Tensor
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+import fastattn
+from fastattn import Mask
+from fastattn.backends.triton import launches
+
+SERIES = 40
+LAYOUTS = ["BHND", "BNHD", "sliced", "columns", "shifted"]
+CHOICES: dict[str, list] = {
+    "B": [1, 2],
+    "H_kv": [1, 2],
+    "group": [1, 2],
+    "D": [16, 40],
+    "n_q": [1, 16, 17, 128],
+    "n_k": [1, 17, 128, 600],
+    "dtype": [torch.float16, torch.float32],
+    "layouts": list(itertools.product(LAYOUTS, repeat=4)),
+    "one tensor for k and v": [False, False, False, True],
+    "causal": [False, True],
+    "q_offset": [0, 1, 16, 300, "of samples", "of queries"],
+    "window": [(None, None), (None, None), (1, None), (8, 8)],
+    "real_keys": [None, None, 0, 1],  # where they begin in memory
+    "segment_ids": [None, None, None, torch.int32, torch.int64],
+    "dense": [None, None, None, 0, 1],
+    "scale": [None, 1.0, 0.5, -0.5],
+    "bias": [None, None, "BHND", "shifted", "sliced"],
+    "alibi_slopes": [None, None, 0, 1],
+    "sinks": [None, None, 0, 1],
+    "softcap": [None, None, 2.0, 3.0],
+    "dropout_p": [0.0, 0.0, 0.1, 0.25, 0.75],
+    "wanted": list(itertools.product([False, True], repeat=4)),
+}
+PREPARATION = {"spans_kernel", "documents_kernel", "positions_kernel", "ranges_kernel"}
+
+
+def compiled(src: object, **_: object) -> CompiledKernel:
+    """In the place of what Triton would compile of `src`."""
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    kernel.src, kernel.function, kernel.packed_metadata, kernel.name = src, 0, (), src.fn.__name__
+    return kernel
+
+
+def tensor(layout: str, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Zeros in an order in memory, "shifted" from a multiple of 16 bytes."""
+    B, H, n, D = shape
+    if layout == "BNHD":
+        return torch.zeros(B, n, H, D, dtype=dtype).transpose(1, 2)
+    if layout == "sliced":
+        return torch.zeros(B, H, n, 3 * D, dtype=dtype)[..., D : 2 * D]
+    if layout == "columns":
+        return torch.zeros(B, H, D, n, dtype=dtype).mT
+    if layout == "shifted":
+        return torch.zeros(B * H * n * D + 1, dtype=dtype)[1:].view(B, H, n, D)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, object]]:
+    """(q, k, v, do), mask and options, by what was chosen of each of CHOICES."""
+    B, H_kv, D, n_q, n_k, dtype = (chosen[name] for name in ("B", "H_kv", "D", "n_q", "n_k", "dtype"))
+    H = H_kv * chosen["group"]
+    shapes = (B, H, n_q, D), (B, H_kv, n_k, D), (B, H_kv, n_k, D), (B, H, n_q, D)
+    tensors = [tensor(layout, *shape, dtype=dtype) for layout, shape in zip(chosen["layouts"], shapes, strict=True)]
+    if chosen["one tensor for k and v"]:
+        tensors[2] = tensors[1]
+    fields = {name: chosen[name] for name in ("causal", "q_offset", "window")}
+    if fields["q_offset"] == "of samples":
+        fields["q_offset"] = torch.zeros(B, dtype=torch.int64)
+    if fields["q_offset"] == "of queries":
+        fields["q_offset"] = torch.zeros(B, n_q, dtype=torch.int32)
+    if (begin := chosen["real_keys"]) is not None:
+        fields["real_keys"] = torch.ones(B * n_k + 1, dtype=torch.bool)[begin:][: B * n_k].view(B, n_k)
+    if (of_ids := chosen["segment_ids"]) is not None:
+        fields["segment_ids"] = tuple(torch.zeros(B, n, dtype=of_ids) for n in (n_q, n_k))
+    if (begin := chosen["dense"]) is not None:
+        fields["dense"] = torch.ones(n_q * n_k + 1, dtype=torch.bool)[begin:][: n_q * n_k].view(n_q, n_k)
+    options = {name: chosen[name] for name in ("scale", "softcap", "dropout_p")}
+    if (layout := chosen["bias"]) is not None:
+        options["bias"] = tensor(layout, 1, H, n_q, n_k)
+    for name in ("alibi_slopes", "sinks"):
+        if (begin := chosen[name]) is not None:
+            options[name] = torch.ones(H + 1)[begin:][:H]
+    for wanted, x in zip(chosen["wanted"], (*tensors[:3], options.get("bias")), strict=True):
+        if wanted and x is not None:
+            x.requires_grad_()
+    return tensors, Mask(**fields), options
+
+
+def launched(of_call: tuple, taken: list) -> list:
+    """The kernels of a call and their arguments, of which a tensor is its metadata and which one it is."""
+    taken.clear()
+    (q, k, v, do), mask, options = of_call
+    torch.manual_seed(0)
+    o = fastattn.attention(q, k, v, mask, **options, backend="triton")
+    leaves = [x for x in (q, k, v, options.get("bias")) if x is not None and x.requires_grad]
+    if leaves:
+        torch.autograd.grad(o, leaves, do)
+    inputs = (q, k, v, do, *mask.tensors().values(), *(x for x in options.values() if isinstance(x, Tensor)))
+    known = {x.data_ptr(): f"input {i}" for i, x in enumerate(inputs)}
+
+    def described(x: object) -> object:
+        if isinstance(x, Tensor):
+            which = known.setdefault(x.data_ptr(), f"new {len(known)}")
+            return x.dtype, tuple(x.shape), x.stride(), x.data_ptr() % 16, which
+        return tuple(map(described, x)) if isinstance(x, tuple) else (type(x), x)
+
+    return [(id(kernel), grid, described(arguments)) for kernel, grid, arguments in taken]
+
+
+def main() -> None:
+    """Raises AssertionError where a call is not launched as Triton launches it."""
+    taken: list = []
+
+    def take(kernel: CompiledKernel, *launch: object) -> None:
+        if kernel.name not in PREPARATION:
+            taken.append((kernel, launch[:3], launch[9:]))
+
+    draw, repeated = random.Random(0), 0
+    with mock.patch.object(triton.compiler, "compile", compiled), handed_to(take):
+        for _ in range(SERIES):
+            chosen = {name: draw.choice(choices) for name, choices in CHOICES.items()}
+            series = [chosen] + [chosen | {name: draw.choice(choices)} for name, choices in CHOICES.items()]
+            for other in series:
+                of_call = call(other)
+                assert launched(of_call, taken) == forgotten(of_call, taken), (chosen, other)
+            twin = call(chosen | {"one tensor for k and v": False})
+            launched(twin, taken)
+            with mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as by_triton:
+                again = launched(twin, taken)
+            assert all(kernel.args[0].__name__ in PREPARATION for kernel in by_triton.call_args_list), chosen
+            assert again == forgotten(twin, taken), chosen
+            repeated += len(again)
+    print(f"{repeated} launches of {SERIES} calls were repeated as Triton makes them")
+
+
+def forgotten(of_call: tuple, taken: list) -> list:
+    """What `launched` returns when nothing is remembered."""
+    known = dict(launches._known)
+    launches._known.clear()
+    result = launched(of_call, taken)
+    launches._known.update(known)
+    return result
+
+
+if __name__ == "__main__":
+    main()

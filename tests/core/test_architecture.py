@@ -18,7 +18,10 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "backends.triton": {"spec", "backends.gradients"},
     "backends.hopper": {
         "spec",
-        *(f"backends.triton.{module}" for module in ("flash_backward", "recompute", "rules", "tiles", "visibility")),
+        *(
+            f"backends.triton.{module}"
+            for module in ("flash_backward", "launches", "preparation", "recompute", "rules", "tiles", "visibility")
+        ),
     },
     "backends": {"spec", *(f"backends.{name}" for name in ("reference", "cpu", "cuda", "triton", "hopper"))},
     "derivatives": {"spec", "backends.reference"},

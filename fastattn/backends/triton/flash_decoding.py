@@ -203,7 +203,7 @@ def combine_kernel(
 @triton.jit
 def rows_of_heads(x, i_b, i_h, i_row, BLOCK_D: tl.constexpr):
     """Pointers [M, BLOCK_D] to rows of `x`; each index is one for all, or a vector of M of them."""
-    o_row = i_b * x.s[0] + i_h * x.s[1] + i_row * x.s[2]
+    o_row = tl.cast(i_b, tl.int64) * x.s[0] + tl.cast(i_h, tl.int64) * x.s[1] + tl.cast(i_row, tl.int64) * x.s[2]
     if x.aligned is not None:
         IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
         o_row = tl.multiple_of(o_row, IN_16_BYTES)

@@ -138,6 +138,8 @@ class Compiled:
         if self.kernel not in TRAINING:
             if self.stack > (_STACK if self.triton == CHOSEN else _STACK_OF_OTHER_TRITONS).get(self.kernel, 8):
                 yield f"spills {self.stack} bytes"
+            if self.kernel == "decoding_kernel" and self.call in PLAIN and (self.full is None or self.full.narrow):
+                yield "reads keys and values one or two bytes at a time"
             return
         if self.full is not None and self.full.local > slack * self.most_local:
             yield f"spills in a step, with {self.full.local} instructions"

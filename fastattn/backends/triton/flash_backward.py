@@ -42,12 +42,12 @@ from .visibility import (
     hide,
     key_range,
     key_tokens,
-    places,
+    loop_bounds,
     position_of_first_query,
     query_range,
     query_tokens,
     shown,
-    tile_at,
+    tile_of_step,
 )
 
 PRECISE_UP_TO_LOG2: tl.constexpr = tl.constexpr(16.0)
@@ -220,9 +220,9 @@ def rows_kernel(
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     for PARTIAL in tl.static_range(2):
-        first, end = places(tile_range, PARTIAL)
-        for place in tl.range(first, tl.where(anything(m_rounded), end, first)):
-            i_n = tile_at(place, tile_range, PARTIAL)
+        first, end = loop_bounds(tile_range, PARTIAL)
+        for step in tl.range(first, tl.where(anything(m_rounded), end, first)):
+            i_n = tile_of_step(step, tile_range, PARTIAL)
             keys = key_tokens(i_n, i_b, n_k, visible, PARTIAL, BLOCK_N)
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
             if visible.dense.data is None or anything(m_dense):
@@ -289,9 +289,9 @@ def dk_dv_kernel(
         i_row = (i_b * H + i_hq) * n_q
         b_ds_of_keys = tl.zeros([BLOCK_N], tl.float32)
         for PARTIAL in tl.static_range(2):
-            first, end = places(tile_range, PARTIAL)
-            for place in tl.range(first, end):
-                i_m = tile_at(place, tile_range, PARTIAL)
+            first, end = loop_bounds(tile_range, PARTIAL)
+            for step in tl.range(first, end):
+                i_m = tile_of_step(step, tile_range, PARTIAL)
                 queries = query_tokens(i_m, i_b, n_q, q_offset, visible, PARTIAL, BLOCK_M)
                 o_q, m_q = queries[0], queries[1]
                 m_dense = shown(queries, keys, i_b, i_hq, visible, QUERIES_DOWN=False)
@@ -380,9 +380,9 @@ def dq_kernel(
     b_ds_by_distance = tl.zeros([BLOCK_M], tl.float32)
     b_p_by_distance = tl.zeros([BLOCK_M], tl.float32)
     for PARTIAL in tl.static_range(2):
-        first, end = places(tile_range, PARTIAL)
-        for place in tl.range(first, end):
-            i_n = tile_at(place, tile_range, PARTIAL)
+        first, end = loop_bounds(tile_range, PARTIAL)
+        for step in tl.range(first, end):
+            i_n = tile_of_step(step, tile_range, PARTIAL)
             keys = key_tokens(i_n, i_b, n_k, visible, PARTIAL, BLOCK_N)
             m_k = keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)

@@ -32,11 +32,11 @@ from .visibility import (
     hide,
     key_range,
     key_tokens,
-    places,
+    loop_bounds,
     position_of_first_query,
     query_tokens,
     shown,
-    tile_at,
+    tile_of_step,
 )
 
 
@@ -169,9 +169,9 @@ def attended(
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for PARTIAL in tl.static_range(2):
-        first, end = places(tile_range, PARTIAL)
-        for place in tl.range(first, end):
-            i_n = tile_at(place, tile_range, PARTIAL)
+        first, end = loop_bounds(tile_range, PARTIAL)
+        for step in tl.range(first, end):
+            i_n = tile_of_step(step, tile_range, PARTIAL)
             keys = key_tokens(i_n, i_b, n_k, visible, PARTIAL, BLOCK_N)
             m_k = keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)

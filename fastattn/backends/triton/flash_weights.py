@@ -31,12 +31,12 @@ from .visibility import (
     hide,
     key_range,
     key_tokens,
-    places,
+    loop_bounds,
     position_of_first_query,
     query_range,
     query_tokens,
     shown,
-    tile_at,
+    tile_of_step,
 )
 
 
@@ -186,9 +186,9 @@ def received_kernel(
     # One sum for each place in a tile: rounding errors do not pile up in one long chain.
     b_sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for PARTIAL in tl.static_range(2):
-        first, end = places(tile_range, PARTIAL)
-        for place in tl.range(first, end):
-            i_m = tile_at(place, tile_range, PARTIAL)
+        first, end = loop_bounds(tile_range, PARTIAL)
+        for step in tl.range(first, end):
+            i_m = tile_of_step(step, tile_range, PARTIAL)
             queries = query_tokens(i_m, i_b, n_q, q_offset, visible, PARTIAL, BLOCK_M)
             o_q, m_q = queries[0], queries[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=False)
@@ -245,9 +245,9 @@ def top_keys_kernel(
     b_largest = tl.zeros([BLOCK_M, TOP_K], tl.int64) - 2 - o_place[None, :]
     b_smallest = tl.min(b_largest, 1)
     for PARTIAL in tl.static_range(2):
-        first, end = places(tile_range, PARTIAL)
-        for place in tl.range(first, end):
-            i_n = tile_at(place, tile_range, PARTIAL)
+        first, end = loop_bounds(tile_range, PARTIAL)
+        for step in tl.range(first, end):
+            i_n = tile_of_step(step, tile_range, PARTIAL)
             keys = key_tokens(i_n, i_b, n_k, visible, PARTIAL, BLOCK_N)
             o_k, m_k = keys[0], keys[1]
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)

@@ -320,7 +320,7 @@ def part_of_range(tile_range, i_part, n_parts):
 
 
 @triton.jit
-def places(tile_range, PARTIAL: tl.constexpr):
+def loop_bounds(tile_range, PARTIAL: tl.constexpr):
     """The (begin, end) of a loop over the full tiles of a `key_range` or `query_range`, or over the partial ones.
 
     Each have a loop of their own, since a branch inside of one would keep Triton from seeing that the second product
@@ -334,13 +334,13 @@ def places(tile_range, PARTIAL: tl.constexpr):
 
 
 @triton.jit
-def tile_at(place, tile_range, PARTIAL: tl.constexpr):
-    """The tile at one of these `places`."""
+def tile_of_step(step, tile_range, PARTIAL: tl.constexpr):
+    """The tile of a step of one of these loops."""
     _, full_begin, full_end, _ = tile_range
     if PARTIAL:
-        return tl.where(place < full_begin, place, place + (full_end - full_begin))
+        return tl.where(step < full_begin, step, step + (full_end - full_begin))
     else:
-        return place
+        return step
 
 
 @triton.jit

@@ -20,7 +20,17 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
         "spec",
         *(
             f"backends.triton.{module}"
-            for module in ("flash_backward", "launches", "preparation", "recompute", "rules", "tiles", "visibility")
+            for module in (
+                "configs",
+                "flash_backward",
+                "flash_decoding",
+                "launches",
+                "preparation",
+                "recompute",
+                "rules",
+                "tiles",
+                "visibility",
+            )
         ),
     },
     "backends": {"spec", *(f"backends.{name}" for name in ("reference", "cpu", "cuda", "triton", "hopper"))},

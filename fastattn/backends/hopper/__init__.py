@@ -63,8 +63,12 @@ def by_name_only(device: torch.device) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
+    from ..triton import flash_decoding
+    from ..triton.configs import FEW_QUERIES
     from .flash_forward import forward
 
+    if q.shape[2] <= FEW_QUERIES.value:  # which would fill a part of a tile of wgmma, and occupy few multiprocessors
+        return flash_decoding.forward(q, k, v, spec)
     sign, spec = _sign_of_scale(spec)
     return forward(q if sign == 1 else q * sign, k, v, spec)
 

@@ -1,0 +1,111 @@
+"""Compiles FlashAttention-2 for a GPU that need not be there, and counts what it takes as for the Triton kernels.
+
+`python tests/compile_gates/flash_attention_compile.py FLASH_ATTENTION CUTLASS 80` takes checkouts of both, and prints
+lines of the table that `python tests/compile_gates/triton_record.py` prints: causal, bf16, with the tiles that it
+launches on an A100 or H100 where nothing is dropped. Its backward is one kernel that adds dQ by atomics, so that the
+order of its sums is another in each run. Needs nvcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton_record
+from sass import disassembled, innermost_loops, registers_and_stack
+from triton_compile import _step, programs_at_once
+from triton_record import Compiled
+
+SOURCE = """
+#include "flash.h"
+#include "{header}"
+using Traits = {traits};
+extern "C" __device__ int bytes_of_shared_memory = Traits::kSmemSize;
+extern "C" __global__ void kernel(const __grid_constant__ flash::{parameters} parameters) {{
+    flash::{function}<Traits, {options}>(parameters);
+}}
+"""
+FORWARD = {
+    "header": "flash_fwd_kernel.h",
+    "parameters": "Flash_fwd_params",
+    "function": "compute_attn",
+    "options": "false, true, false, false, true, true, false, false",
+}
+BACKWARD = {
+    "header": 'flash_bwd_preprocess_kernel.h"\n#include "flash_bwd_kernel.h',
+    "parameters": "Flash_bwd_params",
+    "function": "compute_dq_dk_dv_seqk_parallel",
+    "options": "false, true, false, false, true, true, false",
+}
+KERNELS = [  # name, head dim, tile and warps, what the traits have besides
+    ("forward", 64, (128, 128, 4), "false, false", FORWARD),
+    ("forward", 128, (128, 64, 4), "false, false", FORWARD),
+    ("dq_dk_dv", 64, (128, 128, 8), "4, 4, 4, false, false", BACKWARD),
+    ("dq_dk_dv", 128, (64, 128, 8), "2, 4, 2, false, false", BACKWARD),
+]
+"""Source: flash_fwd_launch_template.h and flash_bwd_launch_template.h, by head dim."""
+
+
+def compiled(folders: list[Path], arch: int, nvcc: str, kernel: tuple) -> Compiled:
+    """What one of KERNELS takes.
+
+    Args:
+        folders: where its headers, those of CUTLASS and those of PyTorch are.
+    """
+    name, D, (block_m, block_n, warps), more, of_pass = kernel
+    kind = "fwd" if of_pass is FORWARD else "bwd"
+    traits = f"Flash_{kind}_kernel_traits<{D}, {block_m}, {block_n}, {warps}, {more}, cutlass::bfloat16_t>"
+    with tempfile.TemporaryDirectory() as scratch:
+        source, ptx, cubin = (Path(scratch, f"kernel.{suffix}") for suffix in ("cu", "ptx", "cubin"))
+        source.write_text(SOURCE.format(traits=traits, **of_pass))
+        includes = [option for folder in folders for option in ("-I", str(folder))]
+        options = ["-std=c++17", "-O3", "--use_fast_math", "--expt-relaxed-constexpr", "--expt-extended-lambda", "-w"]
+        subprocess.run([nvcc, "-ptx", f"-arch=sm_{arch}", *options, *includes, "-o", ptx, source], check=True)
+        subprocess.run([nvcc, "-cubin", f"-arch=sm_{arch}", "-o", cubin, ptx], check=True)
+        shared, code = int(re.search(r"\bbytes_of_shared_memory = (\d+)", ptx.read_text())[1]), cubin.read_bytes()
+    registers, stack = registers_and_stack(code)
+    ways = sorted((loop.shortest_way for loop in innermost_loops(disassembled(code), "HMMA")), key=len)
+    steps = [_step(way, arch, (block_m, block_n), warps) for way in ways]
+    return Compiled(
+        triton="",
+        arch=arch,
+        kernel=name,
+        D=D,
+        dtype="bfloat16",
+        call="causal",
+        registers=registers,
+        stack=stack,
+        shared=shared,
+        tile=(block_m, block_n, warps),
+        programs=programs_at_once(arch, registers, shared, warps),
+        matrix="mma.sync",
+        columns=0,
+        spread=False,
+        full=steps[0],
+        partial=steps[-1],
+    )
+
+
+def main() -> None:
+    """Prints the lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("flash_attention", type=Path)
+    parser.add_argument("cutlass", type=Path)
+    parser.add_argument("arch", type=int, choices=(80, 90))
+    parser.add_argument("--nvcc", default="nvcc")
+    options = parser.parse_args()
+    of_torch = Path(torch.__file__).parent / "include"
+    folders = [options.flash_attention / "csrc/flash_attn/src", options.cutlass / "include", of_torch]
+    for folder in folders[:2]:
+        if not folder.is_dir():
+            sys.exit(f"{folder} must be a folder of a checkout")
+    print(triton_record.markdown(compiled(folders, options.arch, options.nvcc, kernel) for kernel in KERNELS))
+
+
+if __name__ == "__main__":
+    main()

@@ -156,6 +156,9 @@ def test_wheel_without_torch_is_pure_quick_and_whole(tree, no_torch):
     assert Path(wheel.filename).name.endswith("-py3-none-any.whl")
     assert compiled(wheel) == []
     packed = set(wheel.namelist())
+    metadata = next(wheel.read(name).decode() for name in packed if name.endswith("/METADATA"))
+    needed = {line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line}
+    assert needed == {"Requires-Dist: torch>=2.10", "Requires-Dist: ninja"}
     files = [path for path in (tree / "csrc").rglob("*.*") if path.suffix != ".md"]
     sources = {path.relative_to(tree / "csrc").as_posix() for path in files}
     assert {"cpu/binding.cpp", "mask.h", "cuda/f16.cu", "cuda/forward.cuh"} <= sources

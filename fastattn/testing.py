@@ -230,6 +230,7 @@ CASES: tuple[Case, ...] = (
     ),
     _gpu("grouped-causal", "four query heads share a key head", B=4, H=32, H_kv=8, n_q=4096, D=128, causal=True),
     _gpu("decode-grouped", "one query and a long cache", B=16, H=32, H_kv=8, n_q=1, n_k=8192, D=128),
+    _gpu("decode-one", "the same of one sequence, for all multiprocessors", H=32, H_kv=8, B=1, n_q=1, n_k=8192, D=128),
     _gpu("bias-N1024", "a learned bias, with its gradient", B=8, H=16, n_q=1024, D=64, bias=(16, 1024, 1024)),
     _gpu("dropout-N1024", "training, where SDPA leaves its fast kernels", B=8, H=16, n_q=1024, D=64, dropout_p=0.1),
     *_gpu_squares((128, 64), (16384, 8192)),

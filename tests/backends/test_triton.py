@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -329,6 +330,34 @@ def test_what_is_prepared_dies_with_the_mask(name):
     assert len(preparation._known) == known + 1
     del mask
     assert len(preparation._known) == known
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+
+def test_a_mask_is_prepared_for_each_stream_and_in_each_graph(monkeypatch):
+    computed, stream, capturing = [], 1, False
+    monkeypatch.setattr(preparation, "_computed", lambda *_: computed.append(stream) or object())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream))
+    mask = Mask(real_keys=torch.ones(B, N_K, dtype=torch.bool).as_subclass(OnGPU))
+
+    def times() -> int:
+        before = len(computed)
+        visibility(mask, N_Q, N_K)
+        visibility(mask, N_Q, N_K)
+        return len(computed) - before
+
+    assert times() == 1
+    stream = 2
+    assert times() == 1
+    capturing = True
+    assert times() == 2
+    capturing = False
+    assert times() == 0
 
 
 def test_inference_tensors_are_prepared_each_time(launches):

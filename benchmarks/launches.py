@@ -14,19 +14,23 @@ import argparse
 import contextlib
 import functools
 import statistics
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
 import triton.language as tl
-from short_calls import seconds
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 import fastattn
+from benchmarks.short_calls import seconds
 from fastattn import Mask
 from fastattn.backends import triton as backend
 

@@ -15,16 +15,15 @@ from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch
 import triton
-from launches import handed_to
 from torch import Tensor
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import fastattn
+from benchmarks.launches import handed_to
 from fastattn import Mask
 from fastattn.backends.triton import launches
 

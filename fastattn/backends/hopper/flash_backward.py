@@ -91,7 +91,7 @@ class Hidden(NamedTuple):
     """Tokens that padding hides, and how a tile with such tokens is loaded; None where padding hides nothing."""
 
     real: Tensor | None  # bool [B, n]: the queries or keys that are loaded tile by tile
-    spans: Tensor | None  # int32 [B, 3], see real_spans
+    spans: Tensor | None  # int32 [B, 3], see preparation.real_spans
     x: Heads | None  # Q or K, `in_chunks`
     dx: Heads | None  # dO, where x is Q
 

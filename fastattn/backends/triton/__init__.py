@@ -1,8 +1,8 @@
 """The portable Triton backend: FlashAttention-2 for every NVIDIA GPU since Ampere, and for Triton's interpreter.
 
 A `Spec` reaches the kernels as one argument, `rules.Rules`, of which everything that a call does not use is None and
-compiled away: `visibility` and `documents` say which pairs and tiles are seen, `scores` what their scores are,
-`dropout` which weights stay.
+compiled away: `preparation` and `visibility` say which pairs and tiles are seen, `scores` what their scores are,
+`dropout` which weights stay. `launches` repeats the launches of calls of a kind that is known.
 
 Only the functions that compute import Triton, so that importing fastattn needs torch alone.
 """

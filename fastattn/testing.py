@@ -9,7 +9,7 @@ inputs, and `naive` the plain formula in the dtype of the inputs:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -391,20 +391,25 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
     raise ValueError(f"layout must be BHND, BNHD, sliced or columns, got {layout!r}")
 
 
-def run(inputs: Inputs, backend: str | None, threads: int | None = None) -> dict[str, Tensor]:
+def run(
+    inputs: Inputs, backend: str | None, threads: int | None = None, wanted: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """Outputs and gradients of `attention` by that backend: a dict over the names of OUTPUTS.
 
     Args:
         threads: how many PyTorch has meanwhile; None for as many as it has now.
+        wanted: names of `Inputs.learned` whose gradients are computed; None for all.
     """
     if threads is not None:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            return run(inputs, backend)
+            return run(inputs, backend, wanted=wanted)
         finally:
             torch.set_num_threads(before)
-    learned = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
+    learned = {
+        name: x.detach().requires_grad_(wanted is None or name in wanted) for name, x in inputs.learned().items()
+    }
     options = dict(inputs.options)
     if "generator" in options:
         options["generator"] = options["generator"].clone_state()
@@ -412,8 +417,9 @@ def run(inputs: Inputs, backend: str | None, threads: int | None = None) -> dict
     o, lse = attention(
         learned["q"], learned["k"], learned["v"], inputs.mask, **options, return_lse=True, backend=backend
     )
-    gradients = torch.autograd.grad((o, lse), list(learned.values()), (inputs.do, inputs.dlse.to(lse.dtype)))
-    return {"o": o.detach(), "lse": lse.detach()} | {f"d{n}": g for n, g in zip(learned, gradients, strict=True)}
+    leaves = {name: x for name, x in learned.items() if x.requires_grad}
+    gradients = torch.autograd.grad((o, lse), list(leaves.values()), (inputs.do, inputs.dlse.to(lse.dtype)))
+    return {"o": o.detach(), "lse": lse.detach()} | {f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}
 
 
 def exact(inputs: Inputs) -> dict[str, Tensor]:

@@ -51,8 +51,9 @@ CHOICES: dict[str, list] = {
     "sinks": [None, None, 0, 1],
     "softcap": [None, None, 2.0, 3.0],
     "dropout_p": [0.0, 0.0, 0.1, 0.25, 0.75],
-    "wanted": list(itertools.product([False, True], repeat=4)),
+    "wanted": list(itertools.product([False, True], repeat=6)),
 }
+LEARNED = ("bias", "alibi_slopes", "sinks")
 PREPARATION = {"spans_kernel", "documents_kernel", "positions_kernel", "ranges_kernel"}
 
 
@@ -102,7 +103,8 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
     for name in ("alibi_slopes", "sinks"):
         if (begin := chosen[name]) is not None:
             options[name] = torch.ones(H + 1)[begin:][:H]
-    for wanted, x in zip(chosen["wanted"], (*tensors[:3], options.get("bias")), strict=True):
+    learned = (*tensors[:3], *(options.get(name) for name in LEARNED))
+    for wanted, x in zip(chosen["wanted"], learned, strict=True):
         if wanted and x is not None:
             x.requires_grad_()
     return tensors, Mask(**fields), options
@@ -114,7 +116,7 @@ def launched(of_call: tuple, taken: list) -> list:
     (q, k, v, do), mask, options = of_call
     torch.manual_seed(0)
     o = fastattn.attention(q, k, v, mask, **options, backend="triton")
-    leaves = [x for x in (q, k, v, options.get("bias")) if x is not None and x.requires_grad]
+    leaves = [x for x in (q, k, v, *(options.get(name) for name in LEARNED)) if x is not None and x.requires_grad]
     if leaves:
         torch.autograd.grad(o, leaves, do)
     inputs = (q, k, v, do, *mask.tensors().values(), *(x for x in options.values() if isinstance(x, Tensor)))

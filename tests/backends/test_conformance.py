@@ -83,6 +83,22 @@ def test_case_is_right_or_refused(backend, device, case, dtype):
             assert_right(others, run(others, backend.NAME))
 
 
+ALONE = [case for case in TESTED if case.name in ("bias-of-queries", "far-keys", "bias-broadcast", "everything")]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
+@pytest.mark.parametrize(("backend", "device"), COMPUTING, ids=place_id, indirect=["backend"])
+def test_each_gradient_alone_is_what_it_is_among_all(backend, device, case):
+    inputs = make_inputs(case, torch.float16, device)
+    if objections(backend, inputs.q, inputs.k, inputs.v, inputs.spec()):
+        return
+    every = run(inputs, backend.NAME)
+    for name in inputs.learned():
+        alone = run(inputs, backend.NAME, wanted=[name])
+        assert alone.keys() == {"o", "lse", f"d{name}"}
+        torch.testing.assert_close(alone[f"d{name}"], every[f"d{name}"], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", TESTED, ids=str)
 def test_cpu_bits_do_not_depend_on_the_number_of_threads(case, dtype):

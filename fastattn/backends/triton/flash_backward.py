@@ -399,7 +399,8 @@ def dq_kernel(
                     b_q, b_k, b_do, b_v, as_column(b_rows), m_dense, m_kept, pairs, rules, PARTIAL, PRECISION
                 )
                 # [M, D]
-                b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
+                if dq.data is not None:
+                    b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
                 if ds_of_rows is not None:
                     b_ds_of_rows += tl.sum(b_ds, 1)
                 if ds_by_distance is not None:
@@ -412,6 +413,7 @@ def dq_kernel(
     if ds_by_distance is not None:
         tl.store(ds_by_distance + i_row + o_q, tl.where(m_q, b_ds_by_distance, 0.0), mask=o_q < n_q)
         tl.store(p_by_distance + i_row + o_q, tl.where(m_q, b_p_by_distance, 0.0), mask=o_q < n_q)
-    m_seen = m_q & (b_rows[1] != float("inf"))  # else 0 times a NaN that other queries see
-    b_dq = tl.where(m_seen[:, None], b_dq * scale, 0.0)
-    store_tile(head_of(dq, i_b, i_h), dq, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)
+    if dq.data is not None:
+        m_seen = m_q & (b_rows[1] != float("inf"))  # else 0 times a NaN that other queries see
+        b_dq = tl.where(m_seen[:, None], b_dq * scale, 0.0)
+        store_tile(head_of(dq, i_b, i_h), dq, i_m, o_q < n_q, b_dq, D_QK, BLOCK_M, BLOCK_QK)

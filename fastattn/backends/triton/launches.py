@@ -138,9 +138,9 @@ class Launches:
         if isinstance(x, Tensor):
             return get
         tail = x[len(of_argument) :]
-        return (
-            (lambda tensors: (get(tensors), *tail)) if len(of_argument) == 1 else lambda tensors: (*get(tensors), *tail)
-        )
+        if len(of_argument) == 1:
+            return lambda tensors: (get(tensors), *tail)
+        return lambda tensors: (*get(tensors), *tail)
 
 
 def _has_tensors(x: object) -> bool:

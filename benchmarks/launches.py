@@ -1,11 +1,12 @@
 """Prints how long the CPU takes for a call of the Triton backend, in launches by Triton of a kernel that does nothing.
 
-    python benchmarks/launches.py [--rounds 200] [--filter "forward"]
+    python benchmarks/launches.py [--rounds 50] [--filter "forward"]
 
 A short call on a GPU takes as long as its launches, unless they are captured in a graph. No GPU is needed: Triton
 compiles for one that need not be there, and the launch ends where it would hand the kernel to the driver. So what the
 driver takes is in none of these times, nor is PyTorch's allocation of memory on a GPU: tensors are on the CPU. Each
-sample is the CPU time of one thread; the calls take turns, and a row is the median over the rounds.
+sample is the CPU time of one thread; the calls take turns, and a row is the median over the rounds. "The backend alone"
+is without what `attention` and autograd do around it. Needs Triton.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,14 +25,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
 import fastattn
-from benchmarks.short_calls import seconds
+from benchmarks.gpu.compiling import NoGPU
+from benchmarks.short_calls import in_turns, positive
 from fastattn import Mask
 from fastattn.backends import triton as backend
+from fastattn.spec import Spec
 
 B, H, N, D = 2, 8, 128, 64
 
@@ -41,22 +42,6 @@ B, H, N, D = 2, 8, 128, 64
 def nothing_kernel(x, n):
     """Does nothing with a tensor and a number."""
     tl.static_assert(True)
-
-
-class NoDriver:
-    """A driver of Triton that knows a GPU of this architecture, and its default stream."""
-
-    def __init__(self, arch: int) -> None:
-        self._target = GPUTarget("cuda", arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
 
 
 @contextlib.contextmanager
@@ -71,7 +56,7 @@ def handed_to(take: Callable[..., None]) -> Iterator[None]:
     def no_handles(self: CompiledKernel) -> None:
         """Plain, since a mock would take as long as a launch."""
 
-    driver.set_active(NoDriver(80))
+    driver.set_active(NoGPU(80))
     with (
         mock.patch.object(CompiledKernel, "_init_handles", no_handles),
         mock.patch.object(CompiledKernel, "run", property(lambda kernel: functools.partial(take, kernel))),
@@ -107,14 +92,20 @@ def calls() -> dict[str, Callable[[], object]]:
     for name, mask in masks.items():
         named[f"forward, {name}"] = lambda mask=mask: forward(mask)
         named[f"backward, {name}"] = backward(mask)
+    spec = Spec(Mask(), D**-0.5)
+    inputs = tuple(x.detach() for x in (q, k, v))
+    o, lse = backend.forward(*inputs, spec)
+    wanted = (True, True, True, False, False, False)
+    named["forward, the backend alone"] = lambda: backend.forward(*inputs, spec)
+    named["backward, the backend alone"] = lambda: backend.backward(do, None, *inputs, o, lse, spec, wanted)
     return named
 
 
 def main() -> None:
     """Prints a row for each call: launches of Triton, microseconds, and the ratio to a launch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--calls", type=int, default=50, help="calls in each sample")
+    parser.add_argument("--rounds", type=positive, default=50)
+    parser.add_argument("--calls", type=positive, default=50, help="calls in each sample")
     parser.add_argument("--filter", default="", metavar="WORDS", help="only rows with these words in their name")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -127,7 +118,7 @@ def main() -> None:
     with handed_to(count):
         x = torch.zeros(16)
         bare = lambda: nothing_kernel[(1,)](x, 7, num_warps=4)  # noqa: E731
-        print(f"{'call':24} {'launches':>8} {'time':>8} {'ratio':>6}")
+        print(f"{'call':28} {'launches':>8} {'time':>8} {'ratio':>6}")
         for name, call in calls().items():
             if options.filter not in name:
                 continue
@@ -135,10 +126,8 @@ def main() -> None:
             before = launched
             call()
             launches = launched - before
-            seconds(call, options.calls), seconds(bare, options.calls)
-            samples = [(seconds(call, options.calls), seconds(bare, options.calls)) for _ in range(options.rounds)]
-            time, ratio = statistics.median(a for a, _ in samples), statistics.median(a / b for a, b in samples)
-            print(f"{name:24} {launches:8} {time * 1e6:7.1f}u {ratio:6.1f}", flush=True)
+            time, _, ratio = in_turns(call, bare, options.rounds, options.calls)
+            print(f"{name:28} {launches:8} {time * 1e6:7.1f}u {ratio:6.1f}", flush=True)
 
 
 if __name__ == "__main__":

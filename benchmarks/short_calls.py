@@ -120,11 +120,27 @@ def seconds(call: Callable[[], object], calls: int) -> float:
     return (time.thread_time() - start) / calls
 
 
+def in_turns(
+    ours: Callable[[], object], theirs: Callable[[], object], rounds: int, calls: int
+) -> tuple[float, float, float]:
+    """Median `seconds` of two calls in so many rounds, and the median ratio; after a round that does not count."""
+    seconds(ours, calls), seconds(theirs, calls)
+    samples = [(seconds(ours, calls), seconds(theirs, calls)) for _ in range(rounds)]
+    return *map(statistics.median, zip(*samples, strict=True)), statistics.median(a / b for a, b in samples)
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, as an argument of a command."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def main() -> None:
     """Prints a row for each pair: both times in microseconds, and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--calls", type=int, default=50, help="calls in each sample")
+    parser.add_argument("--rounds", type=positive, default=200)
+    parser.add_argument("--calls", type=positive, default=50, help="calls in each sample")
     parser.add_argument("--filter", default="", metavar="WORDS", help="only rows with these words in their name")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -135,13 +151,8 @@ def main() -> None:
             continue
         with torch.set_grad_enabled("backward" in pair.name):
             check(pair)
-            seconds(pair.ours, options.calls), seconds(pair.torchs, options.calls)
-            samples = [
-                (seconds(pair.ours, options.calls), seconds(pair.torchs, options.calls)) for _ in range(options.rounds)
-            ]
-        ours, torchs = (statistics.median(column) * 1e6 for column in zip(*samples, strict=True))
-        ratio = statistics.median(a / b for a, b in samples)
-        print(f"{pair.name:58} {ours:8.1f}u {torchs:8.1f}u {ratio:6.2f} {pair.limit:6.1f}", flush=True)
+            ours, torchs, ratio = in_turns(pair.ours, pair.torchs, options.rounds, options.calls)
+        print(f"{pair.name:58} {ours * 1e6:8.1f}u {torchs * 1e6:8.1f}u {ratio:6.2f} {pair.limit:6.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 import triton_record
 from sass import disassembled, innermost_loops, registers_and_stack
-from triton_compile import _step, programs_at_once
+from triton_compile import programs_at_once, step_of
 from triton_record import Compiled
 
 SOURCE = """
@@ -70,7 +71,7 @@ def compiled(folders: list[Path], arch: int, nvcc: str, kernel: tuple) -> Compil
         shared, code = int(re.search(r"\bbytes_of_shared_memory = (\d+)", ptx.read_text())[1]), cubin.read_bytes()
     registers, stack = registers_and_stack(code)
     ways = sorted((loop.shortest_way for loop in innermost_loops(disassembled(code), "HMMA")), key=len)
-    steps = [_step(way, arch, (block_m, block_n), warps) for way in ways]
+    steps = [step_of(way, arch, (block_m, block_n), warps) for way in ways]
     return Compiled(
         triton="",
         arch=arch,
@@ -104,6 +105,8 @@ def main() -> None:
     for folder in folders[:2]:
         if not folder.is_dir():
             sys.exit(f"{folder} must be a folder of a checkout")
+    if shutil.which(options.nvcc) is None:
+        sys.exit(f"--nvcc must be nvcc of a CUDA toolkit, and there is no {options.nvcc}")
     print(triton_record.markdown(compiled(folders, options.arch, options.nvcc, kernel) for kernel in KERNELS))
 
 

@@ -44,8 +44,7 @@ def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
     import triton
 
     sys.path.insert(0, str(Path(__file__).parents[2]))  # of which the record has the digest, whatever is installed
-    from triton_compile import NoGPU, compile_only
-
+    from benchmarks.gpu.compiling import NoGPU, compile_only
     from fastattn.backends import hopper
     from fastattn.spec import Mask, Spec
 

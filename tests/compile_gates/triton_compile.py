@@ -31,11 +31,10 @@ import torch
 import triton
 import triton_record
 from sass import clocks, count, disassembled, innermost_loops, registers_and_stack
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton_record import FLOPS, MOST_WARPS, PLAIN, SHARED_KIB, Compiled, Step
 
-from benchmarks.gpu.compiling import compile_only
+from benchmarks.gpu.compiling import NoGPU, compile_only
 from fastattn.backends import triton as backend
 from fastattn.spec import Mask, Spec
 
@@ -108,22 +107,6 @@ MATRIX = r"(?:HMMA|HGMMA|UTC\w*MMA)"
 MATRIX_INSTRUCTION = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
 
-class NoGPU:
-    """A Triton driver that knows which GPU to compile for, and nothing else."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-
 def compiled(arch: int, calls: list[Call]) -> Iterator[Compiled]:
     """What every kernel of these calls takes."""
     driver.set_active(NoGPU(arch))
@@ -172,7 +155,7 @@ def resources(kernel, arch: int, block: tuple[int, int], ptxas_says: str) -> dic
     registers, stack = registers_and_stack(kernel.asm["cubin"])
     warps = kernel.metadata.num_warps
     ways = sorted((loop.shortest_way for loop in innermost_loops(code, MATRIX)), key=len)
-    steps = [_step(way, arch, block, warps) for way in ways]
+    steps = [step_of(way, arch, block, warps) for way in ways]
     of_warps = re.findall(r"warpsPerCTA = \[\d+, (\d+)\], instrShape", kernel.asm["ttgir"])
     columns = map(int, re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)", ptx))
     return {
@@ -190,7 +173,7 @@ def resources(kernel, arch: int, block: tuple[int, int], ptxas_says: str) -> dic
     }
 
 
-def _step(texts: list[str], arch: int, block: tuple[int, int], warps: int) -> Step:
+def step_of(texts: list[str], arch: int, block: tuple[int, int], warps: int) -> Step:
     narrow = sum(re.match(r"(@!?U?P\w+ )?LDG\S*\.[US](8|16)\b", text) is not None for text in texts)
     names = (MATRIX, "MUFU", "LDSM", "STS", "BAR", "(?:LDL|STL)")
     per_pair = 128 * 128 / (block[0] * block[1])

@@ -20,8 +20,10 @@ import triton
 import triton_record
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
-from triton_compile import NoGPU, resources
+from triton_compile import resources
 from triton_record import Compiled
+
+from benchmarks.gpu.compiling import NoGPU
 
 B, H, N = 2, 4, 1024
 TILES = ((128, 64, 4, 3), (128, 32, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2))  # and warps and stages

@@ -77,11 +77,15 @@ def built(modules: list) -> dict:
             [str(sources / source) for source in module.sources],
             depends=[str(sources / header) for header in module.headers()],
             extra_compile_args=module.compile_flags(),
+            py_limited_api=module.every_torch,
             optional=True,  # a failed compile leaves a pure installation
         )
         for module in modules
     ]
-    return {"ext_modules": extensions, "cmdclass": {"build_ext": Build}}
+    arguments = {"ext_modules": extensions, "cmdclass": {"build_ext": Build}}
+    if all(module.every_torch for module in modules):  # then the wheel is for every Python too
+        arguments["options"] = {"bdist_wheel": {"py_limited_api": "cp310"}}
+    return arguments
 
 
 def say_without(module: object, why: str) -> None:

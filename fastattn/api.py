@@ -77,14 +77,14 @@ def attention(
         check_flags(return_lse=return_lse)
     result = None
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
-        result = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks)
+        result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)
     if result is None:
         result = ops.attention(
             *plan.prepare(
                 q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
             )
         )
-    return result[:2] if return_lse else result[0]
+    return result if return_lse else result[0]
 
 
 def attention_varlen(
@@ -259,10 +259,9 @@ def attention_with_weights(
     check_flags(average_heads=average_heads)
     average_heads = bool(average_heads)
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
-        result = plan.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, average_heads)
+        result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, True, average_heads)
         if result is not None:
-            o, _, weights = result
-            return o, weights[:, 0] if average_heads else weights
+            return result
     q, k, v, spec, decided = plan.prepare(
         q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend, "with weights"
     )

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad, profiler
 from torch.compiler import is_compiling
 
-from . import derivatives
+from . import backends, derivatives
 from .backends import backend_by_name
-from .plan import Plan, is_plain
+from .plan import Plan, is_plain, short_ways
 from .spec import Mask, Spec, accumulation_dtype, empty_output
-from .validation import check_fit
+from .validation import EVERYTHING, check_fit
 
 _SPEC = (
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
@@ -70,6 +70,75 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
         return _computed(q, k, v, spec, plan.backend)
     arguments = (q, k, v, *learned, *_flatten(spec, plan.backend))
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
+
+
+def short_way(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    with_lse: bool,
+    average_heads: bool | None = None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """(o, lse) of a call on the CPU that concerns nothing of PyTorch but autograd; None for any other.
+
+    For a query against 16 keys, what Python does on the general road takes longer than PyTorch's own function from
+    beginning to end (`benchmarks/short_calls.py`). So one function in C++ judges and computes such a call, once the
+    general road has chosen the CPU backend for another one; what it refuses goes the general road.
+
+    Args:
+        with_lse: lse is not None.
+        average_heads: the second is the weights instead, as `attention_with_weights` has them.
+    """
+    if is_compiling() or _in_forward_mode() or torch._C._is_any_autocast_enabled() or _watched():
+        return None
+    known = short_ways.get(backends.BACKENDS)
+    if known is None or not (mask is None or isinstance(mask, Mask)):
+        return None
+    attend, backend = known
+    result = attend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, with_lse)
+    if result is None or (average_heads is None and result is not True):
+        return result
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    spec = Spec(EVERYTHING if mask is None else mask, scale, bias, softcap, alibi_slopes, sinks)
+    if result is True:  # hooks, such as a checkpoint's, count what is saved: always as on the general road
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return _apply_short(q, k, v, spec, backend) if average_heads is hooks is None else None
+    o, lse = result
+    return o, backend.weights(q, k, lse, spec, average_heads)
+
+
+class _ShortAttention(Function):
+    """Attention whose gradients are wanted, of q, k and v and of nothing else, in a call that nobody watches."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, spec, backend):
+        o, lse = backend.forward(q, k, v, spec)
+        ctx.set_materialize_grads(False)
+        of_spec = (spec.bias, spec.alibi_slopes, spec.sinks, *spec.mask.tensors().values())
+        ctx.save_for_backward(q, k, v, o, lse, *of_spec)
+        ctx.spec, ctx.backend = spec, backend
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
+        spec, wanted = ctx.spec, ctx.needs_input_grad[:3]
+        wanted += (False, False, False)
+        plain = (do is None or is_plain(do)) and (dlse is None or is_plain(dlse))
+        if plain and not (torch.is_grad_enabled() or _in_forward_mode() or _watched()):
+            result = ctx.backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
+        else:
+            learned = (spec.bias, spec.alibi_slopes, spec.sinks)
+            result = gradients((do, dlse, q, k, v, o, lse, *learned, *wanted, *_flatten(spec, ctx.backend)))
+            result = [g if w else None for g, w in zip(result, wanted, strict=True)]
+        return *result[:3], None, None
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan, *, average_heads: bool) -> Tensor:
@@ -237,8 +306,8 @@ class _Attention(Function):
 
 _TENSORS = 13  # so many of the arguments of `fastattn::forward` are tensors or None, and come first
 _NO_GRADIENTS = (None,) * 17  # of its other arguments than the six that are differentiated, and of `direct`
-_apply_directly = super(Function, _Attention).apply
-"""`_Attention.apply` for calls that nobody watches. Function.apply binds the arguments to the signature of `forward` in
+_apply_directly, _apply_short = super(Function, _Attention).apply, super(Function, _ShortAttention).apply
+"""Their `apply` for calls that nobody watches. Function.apply binds the arguments to the signature of `forward` in
 each call, which takes longer than all the rest of it."""
 
 

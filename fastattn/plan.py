@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -44,41 +43,14 @@ class Plan(NamedTuple):
 
 
 _plans: dict[tuple, Plan] = {}
-_short_ways: dict[tuple[ModuleType, ...], Callable] = {}  # by the backends there were; see `short_way`
+short_ways: dict[tuple[ModuleType, ...], tuple[Callable, ModuleType]] = {}
+"""What `short_way` of fastattn/ops.py calls, and the backend it is of, by the backends there were."""
 
 
 def forget_plans() -> None:
     """Forgets every decision, as after a change of what a backend supports."""
     _plans.clear()
-    _short_ways.clear()
-
-
-def short_way(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    scale: float | None,
-    bias: Tensor | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    average_heads: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """(o, lse, weights or None) of a call on the CPU that concerns nothing of PyTorch but autograd; None for any other.
-
-    For a query against 16 keys, what Python does on the general road takes longer than PyTorch's own function from
-    beginning to end (`benchmarks/short_calls.py`), and so does an autograd.Function of Python for 16 queries. So one
-    function in C++ judges and computes such a call, once the general road has chosen the CPU backend for another one,
-    and its gradients of q, k and v; what it refuses goes the general road.
-
-    Args:
-        average_heads: how `attention_with_weights` wants the weights, here [B, 1 or H, n_q, n_k]; None for no weights.
-    """
-    if is_compiling() or forward_ad._current_level >= 0 or not (mask is None or isinstance(mask, Mask)):
-        return None
-    of_backend = _short_ways.get(backends.BACKENDS)
-    return of_backend and of_backend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, average_heads)
+    short_ways.clear()
 
 
 def prepare(
@@ -134,8 +106,8 @@ def prepare(
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan
-            if backend is None and hasattr(chosen, "short_way"):
-                _short_ways[backends.BACKENDS] = chosen.short_way()
+            if backend is None and hasattr(chosen, "attend"):
+                short_ways[backends.BACKENDS] = chosen.attend(), chosen
     seed = draw_seed(q.device, generator) if plan.dropout_p > 0 else None
     spec = Spec(
         EVERYTHING if mask is None else mask, plan.scale, bias, plan.softcap, alibi_slopes, sinks, plan.dropout_p, seed,

@@ -352,6 +352,18 @@ def as_output(o: Tensor, q: Tensor) -> Tensor:
     return o.transpose(1, 2).contiguous().transpose(1, 2) if _heads_inside_tokens(q) else o.contiguous()
 
 
+def empty_gradient(x: Tensor, in_fp32: bool) -> Tensor:
+    """An uninitialised gradient of `x`: in its memory order if the elements of a row lie side by side then."""
+    result = torch.empty_like(x, dtype=torch.float32 if in_fp32 else x.dtype)
+    return result if result.stride(-1) == 1 else torch.empty_like(result, memory_format=torch.contiguous_format)
+
+
+def as_gradient(x: Tensor, result: Tensor) -> Tensor:
+    """`result` of `empty_gradient` in the dtype and the memory order of empty_like."""
+    like_x = torch.empty_like(x, device="meta")
+    return result.to(x.dtype) if result.stride() == like_x.stride() else torch.empty_like(x).copy_(result)
+
+
 def _heads_inside_tokens(q: Tensor) -> bool:
     """Whether [B, H, n, D] lies in memory as [B, n, H, D], as after a projection."""
     return q.stride(1) < q.stride(2)

@@ -1,72 +1,27 @@
-// The module fastattn._cpu: plain functions of tensors and of a Spec of fastattn/spec.py, which return what they
-// allocate. fastattn/backends/cpu.py calls them; fastattn/ops.py is where PyTorch is told.
-#include <ATen/Parallel.h>
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/SavedTensorHooks.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/record_function.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
+// The module fastattn._cpu: functions of tensors and of a Spec of fastattn/spec.py. fastattn/backends/cpu.py calls
+// them; fastattn/ops.py is where PyTorch is told. It is written in Python's limited C interface, and of PyTorch it uses
+// what is the same in every release (tensors.h, threads.h).
+#include <Python.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <exception>
+#include <cstdint>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
-#include "../dtype_of_tensor.h"
 #include "mask_tables.h"
 #include "params.h"
 #include "run.h"
+#include "tensors.h"
 #include "threads.h"
 
 namespace fastattn {
 namespace {
-
-template <class Rows>
-Rows rows_of(const Tensor& x) {
-  TORCH_CHECK_VALUE(x.device().is_cpu() && x.dim() == 4 && has_rows(x),
-                    "tensors must be [B, H, N, D] on the CPU with a last stride of 1, got shape ", x.sizes(),
-                    ", strides ", x.strides(), " on ", x.device());
-  return {static_cast<decltype(Rows::data)>(x.data_ptr()), dtype_of(x), x.stride(0), x.stride(1), x.stride(2)};
-}
-
-float* floats_or_null(const MaybeTensor& x) { return x ? x->data_ptr<float>() : nullptr; }
-
-// Spec of fastattn/spec.py, and its Mask.
-struct Spec {
-  bool causal = false;
-  int64_t q_offset = 0;
-  MaybeTensor q_offsets;  // in the place of q_offset
-  std::optional<int64_t> left, right;
-  MaybeTensor real_queries, real_keys, ids_q, ids_k, dense;
-  double scale = 1;
-  std::optional<double> softcap;
-  MaybeTensor bias, alibi_slopes, sinks;
-  double dropout_p = 0;
-  MaybeTensor seed;
-
-  // Its tensors but the seed, in the order of the arguments of the ops in fastattn/ops.py.
-  std::array<MaybeTensor*, 9> tensors() {
-    return {&bias, &alibi_slopes, &sinks, &q_offsets, &real_keys, &real_queries, &ids_q, &ids_k, &dense};
-  }
-};
 
 // Names of attributes, interned once: a look-up by them makes no string.
 struct Names {
@@ -83,419 +38,456 @@ const Names& names() {
   return names;
 }
 
-pybind11::object attribute(pybind11::handle from, PyObject* name) {
-  PyObject* const value = PyObject_GetAttr(from.ptr(), name);
-  if (!value) throw pybind11::error_already_set();
-  return pybind11::reinterpret_steal<pybind11::object>(value);
+void raise_if_error() {
+  if (PyErr_Occurred()) throw PythonError();
 }
 
-template <class T>
-void read(pybind11::handle from, PyObject* name, T& to) {
-  to = attribute(from, name).cast<T>();
+int64_t integer(PyObject* from) {
+  const int64_t value = PyLong_AsLongLong(from);
+  raise_if_error();
+  return value;
 }
 
-void read_mask(pybind11::handle mask, Spec& spec) {
-  read(mask, names().causal, spec.causal);
-  const pybind11::object q_offset = attribute(mask, names().q_offset);
-  if (PyLong_Check(q_offset.ptr())) {
-    spec.q_offset = q_offset.cast<int64_t>();
-  } else {
-    spec.q_offsets = q_offset.cast<Tensor>();
-  }
-  using Window = std::pair<std::optional<int64_t>, std::optional<int64_t>>;
-  std::tie(spec.left, spec.right) = attribute(mask, names().window).cast<Window>();
-  read(mask, names().real_queries, spec.real_queries);
-  read(mask, names().real_keys, spec.real_keys);
-  const pybind11::object segment_ids = attribute(mask, names().segment_ids);
-  if (!segment_ids.is_none()) std::tie(spec.ids_q, spec.ids_k) = segment_ids.cast<std::pair<Tensor, Tensor>>();
-  read(mask, names().dense, spec.dense);
+double number(PyObject* from) {
+  const double value = PyFloat_AsDouble(from);
+  raise_if_error();
+  return value;
 }
 
-Spec spec_from_python(pybind11::handle from) {
-  Spec spec;
-  read_mask(attribute(from, names().mask), spec);
-  read(from, names().scale, spec.scale);
-  read(from, names().softcap, spec.softcap);
-  read(from, names().bias, spec.bias);
-  read(from, names().alibi_slopes, spec.alibi_slopes);
-  read(from, names().sinks, spec.sinks);
-  read(from, names().dropout_p, spec.dropout_p);
-  read(from, names().seed, spec.seed);
-  return spec;
+bool truth(PyObject* from) {
+  const int value = PyObject_IsTrue(from);
+  raise_if_error();
+  return value;
+}
+
+MaybeTensor maybe_tensor(const Object& from, const char* name) {
+  return from.is_none() ? MaybeTensor() : MaybeTensor(Tensor(from, name));
+}
+
+std::optional<int64_t> maybe_integer(PyObject* from) {
+  return from == Py_None ? std::optional<int64_t>() : integer(from);
+}
+
+// The two of a tuple.
+std::array<Object, 2> two_of(const Object& pair) {
+  return {Object::borrowed(PyTuple_GetItem(pair.get(), 0)), Object::borrowed(PyTuple_GetItem(pair.get(), 1))};
+}
+
+// A Spec of fastattn/spec.py, or the arguments of fastattn.attention that make one.
+struct Spec {
+  Object mask;  // or none of it: every key is visible
+  double scale;
+  std::optional<double> softcap;
+  MaybeTensor bias, alibi_slopes, sinks;
+  double dropout_p = 0;
+  MaybeTensor seed;
+};
+
+Spec spec_of(PyObject* pointer) {
+  const Object from = Object::borrowed(pointer);
+  const Object softcap = from.attribute(names().softcap);
+  return {from.attribute(names().mask),
+          number(from.attribute(names().scale).get()),
+          softcap.is_none() ? std::optional<double>() : number(softcap.get()),
+          maybe_tensor(from.attribute(names().bias), "bias"),
+          maybe_tensor(from.attribute(names().alibi_slopes), "alibi_slopes"),
+          maybe_tensor(from.attribute(names().sinks), "sinks"),
+          number(from.attribute(names().dropout_p).get()),
+          maybe_tensor(from.attribute(names().seed), "seed")};
 }
 
 // A call in the form that the kernels take; it keeps the tensors and the tables that `params` points to.
 class Call {
  public:
-  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec)
-      : q_(with_rows(checked(q, "q"))),
-        k_(with_rows(checked(k, "k"))),
-        v_(with_rows(checked(v, "v"))),
-        mask_(q.size(0), q.size(1), q.size(2), k.size(2), spec.causal, spec.left, spec.right, spec.q_offset,
-              spec.q_offsets, spec.real_queries, spec.real_keys, spec.ids_q, spec.ids_k,
-              spec.dense ? MaybeTensor(expanded(*spec.dense, {q.size(0), q.size(1), q.size(2), k.size(2)}, "dense"))
-                         : MaybeTensor()) {
+  Call(PyObject* q, PyObject* k, PyObject* v, PyObject* spec) : Call(q, k, v, spec_of(spec)) {}
+
+  Call(PyObject* q, PyObject* k, PyObject* v, const Spec& spec) {
+    const Input rows_of_q = input(q, "q"), rows_of_k = input(k, "k"), rows_of_v = input(v, "v");
+    const Tensor &q_ = held_[0], &k_ = held_[1], &v_ = held_[2];
     Params& p = params_;
-    p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1);
-    p.n_q = q.size(2), p.n_k = k.size(2), p.d_qk = q.size(3), p.d_v = v.size(3);
-    TORCH_CHECK_VALUE(p.B == k.size(0) && p.d_qk == k.size(3) && p.H_kv > 0 && p.H % p.H_kv == 0,
-                      "k must be [B, H_kv, n_k, D] like q, where H_kv divides H, got q ", q.sizes(), " and k ",
-                      k.sizes());
-    check_sizes(v, {p.B, p.H_kv, p.n_k, p.d_v}, "v");
-    TORCH_CHECK_VALUE(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "k and v must be ",
-                      q.scalar_type(), " like q, got ", k.scalar_type(), " and ", v.scalar_type());
+    p.q = rows_of_q, p.k = rows_of_k, p.v = rows_of_v;
+    p.B = q_.size(0), p.H = q_.size(1), p.H_kv = k_.size(1);
+    p.n_q = q_.size(2), p.n_k = k_.size(2), p.d_qk = q_.size(3), p.d_v = v_.size(3);
+    FASTATTN_CHECK(p.B == k_.size(0) && p.d_qk == k_.size(3) && p.H_kv > 0 && p.H % p.H_kv == 0,
+                   "k must be [B, H_kv, n_k, D] like q, where H_kv divides H, got q ", q_.sizes_text(), " and k ",
+                   k_.sizes_text());
+    v_.check_sizes({p.B, p.H_kv, p.n_k, p.d_v});
+    FASTATTN_CHECK(k_.same_dtype(q_) && v_.same_dtype(q_), "k and v must be ", q_.dtype_name(), " like q, got ",
+                   k_.dtype_name(), " and ", v_.dtype_name());
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-    TORCH_CHECK_VALUE(p.n_q <= kMost && p.n_k <= kMost, "n_q and n_k must be at most ", kMost, ", got ", p.n_q, " and ",
-                      p.n_k);
-    mask_.describe(p);
+    FASTATTN_CHECK(p.n_q <= kMost && p.n_k <= kMost, "n_q and n_k must be at most ", kMost, ", got ", p.n_q, " and ",
+                   p.n_k);
+    mask_.emplace(p.B, p.H, p.n_q, p.n_k, mask_params(spec.mask));
+    mask_->describe(p);
     p.scale = spec.scale;
     if (spec.softcap) p.softcap = std::clamp(*spec.softcap, kLeastSoftcap, kMostSoftcap);
-    p.q = rows_of<Input>(q_), p.k = rows_of<Input>(k_), p.v = rows_of<Input>(v_);
-    if (spec.bias) {
-      const bool as_it_is = spec.bias->scalar_type() != at::kDouble;
-      bias_ = expanded(as_it_is ? *spec.bias : spec.bias->to(at::kFloat), {p.B, p.H, p.n_q, p.n_k}, "bias");
-      p.bias = table_of(bias_), p.bias_dtype = dtype_of(bias_);
+    add_terms(spec);
+    if (spec.seed && spec.dropout_p > 0) {
+      FASTATTN_CHECK(spec.seed->is(kDLInt, 64) && spec.seed->numel() == 1, "seed must be one int64, got ",
+                     spec.seed->sizes_text());
+      p.dropout = make_dropout(spec.dropout_p, *reinterpret_cast<const int64_t*>(spec.seed->data()));
     }
-    if (spec.alibi_slopes) {
-      const Tensor& slopes = checked_term(*spec.alibi_slopes, "alibi_slopes");
-      if (slopes.dim() != 1) check_sizes(slopes, {p.B, p.H}, "alibi_slopes");
-      if (slopes.dim() == 1) check_sizes(slopes, {p.H}, "alibi_slopes");
-      slopes_ = slopes.to(at::kFloat).expand({p.B, p.H}).contiguous();
-      p.alibi_slopes = slopes_.const_data_ptr<float>();
-    }
-    if (spec.sinks) {
-      check_sizes(checked_term(*spec.sinks, "sinks"), {p.H}, "sinks");
-      sinks_ = spec.sinks->to(at::kFloat).contiguous();
-      p.sinks = sinks_.const_data_ptr<float>();
-    }
-    p.dropout = make_dropout(spec.dropout_p, spec.seed ? spec.seed->item<int64_t>() : 0);
   }
 
   const Params& params() const { return params_; }
 
+  // Without values, for the kernels of weights.
+  Params without_values() const {
+    Params result = params_;
+    result.d_v = 0;
+    return result;
+  }
+
  private:
-  static const Tensor& checked(const Tensor& x, const char* name) {
-    check_on_cpu(x, name);
-    TORCH_CHECK_VALUE(x.dim() == 4, name, " must be [B, H, N, D], got ", x.sizes());
-    return x;
+  Input input(PyObject* x, const char* name) {
+    const Tensor tensor(Object::borrowed(x), name);
+    FASTATTN_CHECK(tensor.dim() == 4, name, " must be [B, H, N, D], got ", tensor.sizes_text());
+    return rows_of<Input>(hold(tensor.in_rows()));
   }
 
-  static const Tensor& checked_term(const Tensor& x, const char* name) {
-    check_on_cpu(x, name);
-    TORCH_CHECK_VALUE(x.is_floating_point(), name, " must be a floating Tensor, got ", x.scalar_type());
-    return x;
+  const Tensor& hold(Tensor x) { return held_.emplace_back(std::move(x)); }
+
+  const bool* marks(const Object& mask, PyObject* name_in_mask, const char* name, int64_t n) {
+    const auto x = maybe_tensor(mask.attribute(name_in_mask), name);
+    if (!x) return nullptr;
+    x->check_sizes({params_.B, n});
+    FASTATTN_CHECK(x->is_bool(), name, " must be bool, got ", x->dtype_name());
+    return reinterpret_cast<const bool*>(hold(x->contiguous()).data());
   }
 
-  const Tensor q_, k_, v_;
-  const Mask mask_;
-  Tensor bias_, slopes_, sinks_;
+  const int64_t* longs(const Tensor& x) {
+    return reinterpret_cast<const int64_t*>(hold(x.as_long().contiguous()).data());
+  }
+
+  MaskParams mask_params(const Object& mask) {
+    const int64_t B = params_.B, H = params_.H, n_q = params_.n_q, n_k = params_.n_k;
+    MaskParams result;
+    if (mask.is_none()) return result;
+    result.causal = truth(mask.attribute(names().causal).get());
+    const Object q_offset = mask.attribute(names().q_offset);
+    if (PyLong_Check(q_offset.get())) {
+      result.q_offset = integer(q_offset.get());
+    } else {
+      const Tensor offsets(q_offset, "q_offset");
+      result.per_query_offset = offsets.dim() == 2;
+      FASTATTN_CHECK(offsets.has_sizes(result.per_query_offset ? Sizes{B, n_q} : Sizes{B}), "q_offset must be [", B,
+                     "] or [", B, ", ", n_q, "], got ", offsets.sizes_text());
+      result.q_offsets = longs(offsets);
+    }
+    const auto [left, right] = two_of(mask.attribute(names().window));
+    result.left = maybe_integer(left.get()), result.right = maybe_integer(right.get());
+    result.real_queries = marks(mask, names().real_queries, "real_queries", n_q);
+    result.real_keys = marks(mask, names().real_keys, "real_keys", n_k);
+    if (const Object ids = mask.attribute(names().segment_ids); !ids.is_none()) {
+      const auto [of_queries, of_keys] = two_of(ids);
+      const Tensor ids_q(of_queries, "segment_ids"), ids_k(of_keys, "segment_ids");
+      ids_q.check_sizes({B, n_q}), ids_k.check_sizes({B, n_k});
+      result.ids_k = longs(ids_k);
+      result.ids_q = ids_q.object() == ids_k.object() ? result.ids_k : longs(ids_q);
+    }
+    if (const auto dense = maybe_tensor(mask.attribute(names().dense), "dense")) {
+      FASTATTN_CHECK(dense->is_bool(), "dense must be bool, got ", dense->dtype_name());
+      result.dense = table(*dense, {B, H, n_q, n_k});
+    }
+    return result;
+  }
+
+  Table table(const Tensor& x, const Sizes& sizes) {
+    const bool one_for_all_keys = x.dim() == 0 || x.stride(-1) == 0;
+    return table_of(hold(one_for_all_keys ? x : x.in_rows()), sizes);
+  }
+
+  void add_terms(const Spec& spec) {
+    Params& p = params_;
+    for (const MaybeTensor* x : {&spec.bias, &spec.alibi_slopes, &spec.sinks}) {
+      FASTATTN_CHECK(!*x || (*x)->is_floating(), (*x)->name(), " must be a floating Tensor, got ", (*x)->dtype_name());
+    }
+    if (spec.bias) {
+      const Tensor in_dtype = spec.bias->dtype() ? *spec.bias : spec.bias->as_float();
+      p.bias = table(in_dtype, {p.B, p.H, p.n_q, p.n_k}), p.bias_dtype = *in_dtype.dtype();
+    }
+    if (const auto& slopes = spec.alibi_slopes) {
+      slopes->check_sizes(slopes->dim() == 1 ? Sizes{p.H} : Sizes{p.B, p.H});
+      const Tensor in_fp32 = slopes->as_float().contiguous();
+      const auto* const first = reinterpret_cast<const float*>(in_fp32.data());
+      for (int64_t b = 0; b < p.B; ++b) {
+        const float* const of_sample = first + (slopes->dim() == 1 ? 0 : b * p.H);
+        slopes_.insert(slopes_.end(), of_sample, of_sample + p.H);
+      }
+      p.alibi_slopes = slopes_.data();
+    }
+    if (const auto& sinks = spec.sinks) {
+      sinks->check_sizes({p.H});
+      p.sinks = reinterpret_cast<const float*>(hold(sinks->as_float().contiguous()).data());
+    }
+  }
+
+  std::vector<Tensor> held_ = reserved();  // q, k, v, and what else is read
+  std::optional<Mask> mask_;
+  std::vector<float> slopes_;  // [B, H]
   Params params_{};
-};
 
-// [B, H, n_q, d_v] in the memory order that empty_output of fastattn/spec.py gives it.
-Tensor empty_output(const Tensor& q, int64_t d_v) {
-  const int64_t B = q.size(0), H = q.size(1), n_q = q.size(2);
-  const bool heads_inside_tokens = q.stride(1) < q.stride(2);
-  const int64_t of_head = heads_inside_tokens ? d_v : n_q * d_v, of_token = heads_inside_tokens ? H * d_v : d_v;
-  return at::empty_strided({B, H, n_q, d_v}, {H * n_q * d_v, of_head, of_token, 1}, q.options());
-}
-
-// o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32.
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec) {
-  const at::AutoDispatchBelowADInplaceOrView without_autograd;
-  const Call call(q, k, v, spec);
-  const Tensor o = empty_output(q, v.size(3)), lse = at::empty({q.size(0), q.size(1), q.size(2)}, at::kFloat);
-  const ForwardOutputs out{rows_of<Output>(o), lse.data_ptr<float>()};
-  run_forward(choose_capability(), call.params(), out, at::get_num_threads(), in_turn, in_shares);
-  return {o, lse};
-}
-
-uint64_t keys_of_plain_tensors() {
-  const c10::InferenceMode not_in_inference_mode(false);
-  return at::empty({0}, at::kFloat).key_set().raw_repr();
-}
-const uint64_t kPlainKeys = keys_of_plain_tensors();
-
-// Whether PyTorch would do nothing with a call of plain tensors but pass it on: no mode, transform, trace, profiler or
-// autocast looks on.
-bool is_unwatched() {
-  const uint64_t of_modes = c10::impl::tls_local_dispatch_key_set().included_.raw_repr();
-  return !(of_modes & ~c10::default_included_set.raw_repr()) && !at::impl::torch_function_mode_enabled() &&
-         !at::hasCallbacks() && !at::autocast::is_autocast_enabled(at::kCPU);
-}
-
-// Heads that share a bias add to its gradient in turn, and so many at once. It must not depend on the number of
-// threads, or the bits would.
-constexpr int64_t kTablesOfSharedBias = 4;
-
-// fp32 [B or 1, tables, n_q, n_k] of zeros: the gradient of this bias is the sum over the tables.
-Tensor zero_d_bias(const Tensor& bias, const Params& p) {
-  const int64_t B = bias.dim() > 3 ? bias.size(-4) : 1, H = bias.dim() > 2 ? bias.size(-3) : 1;
-  return at::zeros({B, H == 1 ? std::min(p.H, kTablesOfSharedBias) : H, p.n_q, p.n_k}, at::kFloat);
-}
-
-// A new tensor of the sizes of `x` with the elements of a row side by side, and in the memory order of `x` where it can
-// be.
-Tensor writable_like(const Tensor& x, at::ScalarType dtype) {
-  const Tensor like_x = at::empty_like(x, x.options().dtype(dtype));
-  return has_rows(like_x) ? like_x : at::empty(x.sizes(), like_x.options());
-}
-
-// `result` of `writable_like` in the dtype and the memory order of empty_like.
-Tensor in_order_of(const Tensor& x, const Tensor& result) {
-  const bool in_order = at::empty_like(x, x.options().device(at::kMeta)).strides() == result.strides();
-  return in_order ? result.to(x.scalar_type()) : at::empty_like(x).copy_(result);
-}
-
-// dq, dk and dv in their dtypes; and sums of dS in fp32: over what shares an entry of the bias, in tables that are to
-// be added; over the queries, [B, H, n_k]; over the keys, [B, H, n_q]; and over the keys times their distances.
-std::array<MaybeTensor, 7> backward(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k,
-                                    const Tensor& v, const Tensor& o, const Tensor& lse, const Spec& spec,
-                                    const std::array<bool, 6>& wanted_results) {
-  const at::AutoDispatchBelowADInplaceOrView without_autograd;
-  const auto [wants_dq, wants_dk_dv, wants_ds, wants_ds_of_keys, wants_ds_of_queries, wants_ds_by_distance] =
-      wanted_results;
-  const Call call(q, k, v, spec);
-  const Params& p = call.params();
-  const std::array of_output{p.B, p.H, p.n_q, p.d_v};
-  const std::array of_queries{p.B, p.H, p.n_q};
-  const auto checked_output = [&](const Tensor& x, const char* name) {
-    check_on_cpu(x, name), check_sizes(x, of_output, name);
-    TORCH_CHECK_VALUE(x.scalar_type() == q.scalar_type(), name, " must be ", q.scalar_type(), " like q, got ",
-                      x.scalar_type());
-    return with_rows(x);
-  };
-  const auto checked_statistic = [&](const Tensor& x, const char* name) {
-    check_on_cpu(x, name), check_sizes(x, of_queries, name);
-    return x.contiguous();
-  };
-  const Tensor o_rows = checked_output(o, "o"), contiguous_lse = checked_statistic(lse, "lse");
-  const MaybeTensor d_o_rows = d_o ? MaybeTensor(checked_output(*d_o, "do")) : d_o;
-  const MaybeTensor contiguous_d_lse = d_lse ? MaybeTensor(checked_statistic(*d_lse, "dlse")) : d_lse;
-  BackwardTensors t{};
-  t.o = rows_of<Input>(o_rows);
-  if (d_o) t.d_o = rows_of<Input>(*d_o_rows);
-  t.lse = contiguous_lse.const_data_ptr<float>();
-  t.d_lse = floats_or_null(contiguous_d_lse);
-
-  MaybeTensor dq, dk, dv, ds, ds_of_keys, ds_of_queries, ds_by_distance;
-  if (wants_dq) dq = writable_like(q, at::kFloat), t.dq = rows_of<Output>(*dq);  // it is summed in place
-  if (wants_dk_dv) {
-    dk = writable_like(k, k.scalar_type()), dv = writable_like(v, v.scalar_type());
-    t.dk = rows_of<Output>(*dk), t.dv = rows_of<Output>(*dv);
-  }
-  if (wants_ds) {
-    TORCH_CHECK_VALUE(spec.bias, "bias must be given where its gradient is wanted, got none");
-    ds = zero_d_bias(*spec.bias, p);
-    t.d_bias_batch_stride = ds->size(0) < p.B ? 0 : ds->stride(0);
-    t.d_bias_heads = ds->size(1);
-  }
-  if (wants_ds_of_keys) ds_of_keys = at::zeros({p.B, p.H, p.n_k}, at::kFloat);
-  if (wants_ds_of_queries) ds_of_queries = at::zeros(of_queries, at::kFloat);
-  if (wants_ds_by_distance) ds_by_distance = at::zeros(of_queries, at::kFloat);
-  t.d_bias = floats_or_null(ds), t.d_column = floats_or_null(ds_of_keys);
-  t.d_row = floats_or_null(ds_of_queries), t.d_slope = floats_or_null(ds_by_distance);
-  run_backward(choose_capability(), p, t, at::get_num_threads(), in_turn);
-  if (wants_dq) dq = in_order_of(q, *dq);
-  if (wants_dk_dv) dk = in_order_of(k, *dk), dv = in_order_of(v, *dv);
-  return {dq, dk, dv, ds, ds_of_keys, ds_of_queries, ds_by_distance};
-}
-
-bool is_plain(const Tensor& x) { return !(x.key_set().raw_repr() & ~kPlainKeys); }
-
-// Attention whose gradients are wanted: of q, k and v, and of nothing else.
-class ShortAttention : public torch::autograd::Function<ShortAttention> {
- public:
-  using Tensors = torch::autograd::variable_list;
-  using Context = torch::autograd::AutogradContext;
-
-  static Tensors forward(Context* context, const Tensor& q, const Tensor& k, const Tensor& v, Spec& spec) {
-    const auto [o, lse] = fastattn::forward(q, k, v, spec);
-    Tensors saved{q, k, v, o, lse};
-    for (const MaybeTensor* x : spec.tensors()) saved.push_back(x->value_or(Tensor()));
-    context->save_for_backward(std::move(saved));
-    context->saved_data["numbers"] =  // of types that compiled autograd can hash
-        c10::ivalue::Tuple::create(spec.causal, spec.q_offset, spec.left, spec.right, spec.scale, spec.softcap);
-    context->set_materialize_grads(false);
-    return {o, lse};
-  }
-
-  static Tensors backward(Context* context, const Tensors& gradients) {
-    const Tensors saved = context->get_saved_variables();  // which refuses those that were changed since
-    const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &o = saved[3], &lse = saved[4];
-    const auto& numbers = context->saved_data.at("numbers").toTupleRef().elements();
-    Spec spec;
-    spec.causal = numbers[0].toBool(), spec.q_offset = numbers[1].toInt(), spec.scale = numbers[4].toDouble();
-    spec.left = numbers[2].toOptional<int64_t>(), spec.right = numbers[3].toOptional<int64_t>();
-    spec.softcap = numbers[5].toOptional<double>();
-    for (size_t i = 0; i < spec.tensors().size(); ++i) *spec.tensors()[i] = if_defined(saved[5 + i]);
-    const std::array wanted{context->needs_input_grad(0), context->needs_input_grad(1), context->needs_input_grad(2)};
-    const MaybeTensor d_o = if_defined(gradients[0]), d_lse = if_defined(gradients[1]);
-    const auto passed_on = [](const MaybeTensor& x) { return !x || (is_plain(*x) && !x->_fw_grad(0).defined()); };
-    if (at::GradMode::is_enabled() || !is_unwatched() || !passed_on(d_o) || !passed_on(d_lse)) {
-      return by_pytorch(d_o, d_lse, saved, spec, wanted);
-    }
-    const auto [dq, dk, dv, ds, ds_of_keys, ds_of_queries, ds_by_distance] =
-        fastattn::backward(d_o, d_lse, q, k, v, o, lse, spec, {wanted[0], wanted[1] || wanted[2]});
-    return {dq.value_or(Tensor()), wanted[1] ? *dk : Tensor(), wanted[2] ? *dv : Tensor(), Tensor()};
-  }
-
- private:
-  static MaybeTensor if_defined(const Tensor& x) { return x.defined() ? MaybeTensor(x) : std::nullopt; }
-
-  // By the ops of fastattn/ops.py: differentiable, and seen by whoever looks on.
-  static Tensors by_pytorch(const MaybeTensor& d_o, const MaybeTensor& d_lse, const Tensors& saved, Spec& spec,
-                            const std::array<bool, 3>& wanted) {
-    namespace py = pybind11;
-    const py::gil_scoped_acquire gil;
-    py::list arguments;
-    arguments.append(d_o), arguments.append(d_lse);
-    for (int i = 0; i < 5; ++i) arguments.append(saved[i]);
-    const auto tensors = spec.tensors();
-    for (int i = 0; i < 3; ++i) arguments.append(*tensors[i]);
-    for (const bool each : wanted) arguments.append(each);
-    for (int i = 0; i < 3; ++i) arguments.append(false);
-    for (size_t i = 3; i < tensors.size(); ++i) arguments.append(*tensors[i]);
-    arguments.append(spec.seed), arguments.append(spec.causal), arguments.append(spec.q_offset);
-    arguments.append(spec.left), arguments.append(spec.right), arguments.append(spec.scale);
-    arguments.append(spec.softcap), arguments.append(spec.dropout_p), arguments.append(false);
-    arguments.append("cpu");
-    const auto of_inputs =
-        py::module_::import("fastattn.ops").attr("gradients")(py::tuple(arguments)).cast<std::vector<Tensor>>();
-    Tensors result(4);
-    for (int i = 0; i < 3; ++i) {
-      if (wanted[i]) result[i] = of_inputs[i];
-    }
+  static std::vector<Tensor> reserved() {
+    std::vector<Tensor> result;
+    result.reserve(16);  // references to those in it stay right
     return result;
   }
 };
 
-// Reads an argument of `short_way`. False where it is no tensor, or one that is more than its memory.
-bool read_plain(PyObject* from, Tensor& to) {
-  if (!THPVariable_CheckExact(from)) return false;
-  to = THPVariable_Unpack(from);
-  return is_plain(to);
+// Runs what needs nothing of Python, while other threads of Python go on.
+template <class Run>
+void without_gil(Run run) {
+  struct Released {
+    PyThreadState* const state = PyEval_SaveThread();
+    ~Released() { PyEval_RestoreThread(state); }
+  } const released;
+  run();
 }
 
-bool wants_gradient(const Tensor& x) { return x.requires_grad() && at::GradMode::is_enabled(); }
-
-// The same for a term whose gradient is not wanted, or None.
-bool read_constant(PyObject* from, MaybeTensor& to) {
-  return from == Py_None || (read_plain(from, to.emplace()) && !wants_gradient(*to));
+// What a function of fastattn/spec.py returns for these arguments.
+template <class... Values>
+Object by_spec(const char* function, const char* format, Values... values) {
+  static PyObject* const spec = Object::result(PyImport_ImportModule("fastattn.spec")).release();
+  return Object::result(PyObject_CallMethod(spec, function, format, values...));
 }
 
-// The same for a number that fp32 can hold, or None.
+// Whether torch.empty_like makes of `x` [B, H, N, D] what lies in memory as it is or as [B, N, H, D], without gaps.
+bool in_usual_order(const Tensor& x) {
+  const std::array<int, 4> order = {0, x.stride(1) < x.stride(2) ? 2 : 1, x.stride(1) < x.stride(2) ? 1 : 2, 3};
+  bool decreasing = x.stride(3) == 1;
+  for (int i = 0; i < 3; ++i) decreasing = decreasing && x.stride(order[i]) > x.stride(order[i + 1]);
+  return decreasing || x.is_contiguous(order);
+}
+
+// As empty_output of fastattn/spec.py, mostly in less time.
+Object empty_output(const Tensor& q, const Tensor& v) {
+  if (q.size(3) != v.size(3) || !in_usual_order(q)) return by_spec("empty_output", "OL", q.object(), v.size(3));
+  return Object::result(PyObject_CallFunctionObjArgs(torch_.empty_like, q.object(), nullptr));
+}
+
+// The gradient of `x`, which the kernels write in its dtype or in fp32, as empty_gradient and as_gradient of
+// fastattn/spec.py have it; mostly in less time.
+class Gradient {
+ public:
+  Gradient(const Tensor& x, bool in_fp32)
+      : x_(x), usual_(in_usual_order(x)), converted_(in_fp32 && !x.is(kDLFloat, 32)), written_(empty(), "a gradient") {}
+
+  Output rows() const { return rows_of<Output>(written_); }
+
+  Object result() const {
+    if (!usual_) return by_spec("as_gradient", "OO", x_.object(), written_.object());
+    if (!converted_) return Object::borrowed(written_.object());
+    return Object::result(PyObject_CallMethod(written_.object(), "type_as", "O", x_.object()));
+  }
+
+ private:
+  Object empty() const {
+    if (!usual_) return by_spec("empty_gradient", "OO", x_.object(), converted_ ? Py_True : Py_False);
+    const Object arguments = Object::result(PyTuple_Pack(1, x_.object()));
+    return Object::result(PyObject_Call(torch_.empty_like, arguments.get(), converted_ ? torch_.in_fp32 : nullptr));
+  }
+
+  const Tensor x_;
+  const bool usual_, converted_;
+  const Tensor written_;
+};
+
+// fp32 [B, H, n_q]
+Object empty_lse(const Tensor& q) {
+  const Object new_empty = Object::result(PyObject_GetAttr(q.object(), torch_.new_empty));
+  const Object sizes = Object::result(Py_BuildValue("(LLL)", q.size(0), q.size(1), q.size(2)));
+  return Object::result(PyObject_Call(new_empty.get(), sizes.get(), torch_.in_fp32));
+}
+
+// (o, lse), or (o, None) where lse is not wanted: o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32.
+PyObject* outputs_of(const Call& call, const Tensor& q, const Tensor& v, bool wants_lse) {
+  const Params& p = call.params();
+  const Tensor o(empty_output(q, v), "o");
+  const MaybeTensor lse = wants_lse ? MaybeTensor(Tensor(empty_lse(q), "lse")) : MaybeTensor();
+  const std::unique_ptr<float[]> unwanted(wants_lse ? nullptr : new float[p.B * p.H * p.n_q]);
+  const ForwardOutputs out{output_rows(o, p.q.dtype), lse ? reinterpret_cast<float*>(lse->data()) : unwanted.get()};
+  const Capability& capability = choose_capability();
+  without_gil([&] { run_forward(capability, p, out, num_threads(), in_turn, in_shares); });
+  return PyTuple_Pack(2, o.object(), lse ? lse->object() : Py_None);
+}
+
+using Arguments = PyObject* const*;
+
+// Arguments: q, k, v, spec.
+PyObject* forward(Arguments in) {
+  const Call call(in[0], in[1], in[2], in[3]);
+  return outputs_of(call, Tensor(Object::borrowed(in[0]), "q"), Tensor(Object::borrowed(in[2]), "v"), true);
+}
+
+// The gradients (dq, dk, dv), or None in the place of those that are not wanted. Arguments: do, dlse, q, k, v, o, lse,
+// spec; a tuple that begins with whether those three are wanted; and sums of dS to add to, fp32 or None: over what
+// shares an entry of the bias, in tables that are to be added, [B or 1, tables, n_q, n_k]; over the queries, [B, H,
+// n_k]; over the keys, [B, H, n_q]; and over the keys times their distances, [B, H, n_q].
+PyObject* backward(Arguments in) {
+  const Call call(in[2], in[3], in[4], in[7]);
+  const Params& p = call.params();
+  const Sizes of_output{p.B, p.H, p.n_q, p.d_v}, of_queries{p.B, p.H, p.n_q};
+  std::vector<Tensor> held;
+  held.reserve(4);
+  const auto output_like = [&](PyObject* x, const char* name) {
+    const Tensor tensor(Object::borrowed(x), name);
+    tensor.check_sizes(of_output);
+    FASTATTN_CHECK(tensor.dtype() == p.q.dtype, name, " must be of the dtype of q, got ", tensor.dtype_name());
+    return rows_of<Input>(held.emplace_back(tensor.in_rows()));
+  };
+  const auto statistic = [&](PyObject* x, const char* name) {
+    const Tensor tensor(Object::borrowed(x), name);
+    tensor.check_sizes(of_queries);
+    FASTATTN_CHECK(tensor.is(kDLFloat, 32), name, " must be float32, got ", tensor.dtype_name());
+    return reinterpret_cast<const float*>(held.emplace_back(tensor.contiguous()).data());
+  };
+  const auto written = [&](PyObject* x, const char* name) { return maybe_tensor(Object::borrowed(x), name); };
+  const auto sums = [&](PyObject* x, const char* name, const Sizes& sizes) {
+    const auto tensor = written(x, name);
+    return tensor ? tensor->output(sizes) : nullptr;
+  };
+  BackwardTensors t{};
+  t.o = output_like(in[5], "o");
+  if (in[0] != Py_None) t.d_o = output_like(in[0], "do");
+  t.lse = statistic(in[6], "lse");
+  if (in[1] != Py_None) t.d_lse = statistic(in[1], "dlse");
+  const auto wanted = [&](int i) { return truth(Object::borrowed(PyTuple_GetItem(in[8], i)).get()); };
+  const bool wants_dq = wanted(0), wants_dk = wanted(1), wants_dv = wanted(2);
+  std::optional<Gradient> dq, dk, dv;
+  if (wants_dq) t.dq = dq.emplace(Tensor(Object::borrowed(in[2]), "q"), true).rows();  // it is summed in place
+  if (wants_dk || wants_dv) {
+    t.dk = dk.emplace(Tensor(Object::borrowed(in[3]), "k"), false).rows();
+    t.dv = dv.emplace(Tensor(Object::borrowed(in[4]), "v"), false).rows();
+  }
+  if (const auto tables = written(in[9], "the sums of dS")) {
+    FASTATTN_CHECK(p.bias.data && tables->dim() == 4, "the sums of dS must be a table, for a bias, got ",
+                   tables->sizes_text());
+    const int64_t samples = tables->size(0), heads = tables->size(1);
+    FASTATTN_CHECK((samples == p.B || samples == 1) && heads > 0 && p.H >= heads, "the sums of dS must be for ", p.B,
+                   " samples or one, and at most ", p.H, " heads, got ", tables->sizes_text());
+    t.d_bias = tables->output({samples, heads, p.n_q, p.n_k});
+    t.d_bias_batch_stride = samples < p.B ? 0 : tables->stride(0);
+    t.d_bias_heads = heads;
+  }
+  t.d_column = sums(in[10], "the sums of dS over the queries", {p.B, p.H, p.n_k});
+  t.d_row = sums(in[11], "the sums of dS over the keys", of_queries);
+  t.d_slope = sums(in[12], "the sums of dS by distance", of_queries);
+  const Capability& capability = choose_capability();
+  without_gil([&] { run_backward(capability, p, t, num_threads(), in_turn); });
+  const auto result = [](const std::optional<Gradient>& gradient, bool wanted) {
+    return wanted ? gradient->result() : Object::borrowed(Py_None);
+  };
+  return PyTuple_Pack(3, result(dq, wants_dq).get(), result(dk, wants_dk).get(), result(dv, wants_dv).get());
+}
+
+// Writes the weights in the dtype of q, [B, 1 or H, n_q, n_k]. Arguments: q, k, lse or None, spec, the weights.
+PyObject* weights(Arguments in) {
+  const Call call(in[0], in[1], in[1], in[3]);
+  const Params p = call.without_values();
+  const auto lse = maybe_tensor(Object::borrowed(in[2]), "lse");
+  const MaybeTensor contiguous_lse = lse ? MaybeTensor(lse->contiguous()) : lse;
+  const Tensor result(Object::borrowed(in[4]), "weights");
+  const bool averaged = result.dim() == 4 && result.size(1) == 1;
+  result.check_sizes({p.B, averaged ? 1 : p.H, p.n_q, p.n_k});
+  const Output out = output_rows(result, p.q.dtype);
+  const float* const statistic = lse ? contiguous_lse->output<const float>({p.B, p.H, p.n_q}) : nullptr;
+  const Capability& capability = choose_capability();
+  without_gil([&] { run_weights(capability, p, statistic, out, averaged, num_threads(), in_turn); });
+  Py_RETURN_NONE;
+}
+
+// Writes the sum of the weights over the queries, fp32 [B, H, n_k]. Arguments: q, k, spec, the sums.
+PyObject* received(Arguments in) {
+  const Call call(in[0], in[1], in[1], in[2]);
+  const Params p = call.without_values();
+  float* const out = Tensor(Object::borrowed(in[3]), "the sums").output({p.B, p.H, p.n_k});
+  const Capability& capability = choose_capability();
+  without_gil([&] { run_received(capability, p, out, num_threads(), in_turn); });
+  Py_RETURN_NONE;
+}
+
+// Writes the largest weights of each query, fp32 [B, H, n_q, top_k], and their keys, int64. Arguments: q, k, spec, the
+// weights, the keys.
+PyObject* top_keys(Arguments in) {
+  const Call call(in[0], in[1], in[1], in[2]);
+  const Params p = call.without_values();
+  const Tensor largest(Object::borrowed(in[3]), "weights"), keys(Object::borrowed(in[4]), "keys");
+  FASTATTN_CHECK(largest.dim() == 4, "weights must be [B, H, n_q, top_k], got ", largest.sizes_text());
+  const int64_t top_k = largest.size(3);
+  const Sizes sizes{p.B, p.H, p.n_q, top_k};
+  const TopKeysOutputs out{largest.output(sizes), keys.output<int64_t>(sizes, kDLInt, 64), top_k};
+  const Capability& capability = choose_capability();
+  without_gil([&] { run_top_keys(capability, p, out, num_threads(), in_turn); });
+  Py_RETURN_NONE;
+}
+
+// Reads a number that fp32 can hold, or None. False where it is neither.
 bool read_number(PyObject* from, std::optional<double>& to) {
   if (from == Py_None) return true;
-  if (!PyFloat_CheckExact(from)) return false;
-  to = PyFloat_AS_DOUBLE(from);
+  if (Py_TYPE(from) != &PyFloat_Type) return false;
+  to = PyFloat_AsDouble(from);
   return *to == 0 || (std::abs(*to) > 0x1p-150 && std::abs(*to) <= std::numeric_limits<float>::max());
 }
 
-Tensor weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Spec& spec, bool average_heads);
+// Reads a plain tensor whose gradient is not wanted, or None. False where it is neither.
+bool read_constant(PyObject* from, const char* name, MaybeTensor& to) {
+  if (from == Py_None) return true;
+  if (!Tensor::is_plain(from) || Tensor::wants_gradient(from)) return false;
+  to.emplace(Object::borrowed(from), name);
+  return true;
+}
 
-// (o, lse, weights) of fastattn.attention(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks), the arguments of
-// this function, where PyTorch would do nothing with the call but pass it on and keep what the gradients of q, k and v
-// need. None for any other, right or wrong: what it takes is for the general road to find out. `mask` is None or a
-// Mask. One more argument: whether the weights are averaged over the heads, or None for no weights.
-PyObject* short_way(PyObject*, PyObject* const* arguments, Py_ssize_t count) try {
-  constexpr Py_ssize_t kCount = 10;
-  Tensor q, k, v;
-  Spec spec;
-  std::optional<double> scale;
-  if (count != kCount || !is_unwatched() || !read_plain(arguments[0], q) || !read_plain(arguments[1], k) ||
-      !read_plain(arguments[2], v) || !read_number(arguments[4], scale) || !read_constant(arguments[5], spec.bias) ||
-      !read_number(arguments[6], spec.softcap) || !read_constant(arguments[7], spec.alibi_slopes) ||
-      !read_constant(arguments[8], spec.sinks)) {
-    Py_RETURN_NONE;
+bool has_plain_tensors(const Object& mask) {
+  const auto is_plain = [](const Object& x) { return x.is_none() || Tensor::is_plain(x.get()); };
+  const Object q_offset = mask.attribute(names().q_offset), ids = mask.attribute(names().segment_ids);
+  if (!PyLong_Check(q_offset.get()) && !is_plain(q_offset)) return false;
+  if (!ids.is_none()) {
+    const auto [of_queries, of_keys] = two_of(ids);
+    if (!is_plain(of_queries) || !is_plain(of_keys)) return false;
   }
-  const bool right =
-      q.dim() == 4 && k.dim() == 4 && q.numel() > 0 && k.numel() > 0 && v.numel() > 0 &&
-      (q.scalar_type() == at::kFloat || q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf) &&
-      (!spec.softcap || *spec.softcap > 0);
-  if (!right) Py_RETURN_NONE;
-  spec.scale = scale.value_or(std::pow(q.size(3), -0.5));
-  if (arguments[3] != Py_None) read_mask(arguments[3], spec);
-  for (const MaybeTensor* x : spec.tensors()) {
-    Tensor unused;
-    if (*x && !read_plain(pybind11::cast(**x).ptr(), unused)) Py_RETURN_NONE;
-  }
-  const bool differentiable = wants_gradient(q) || wants_gradient(k) || wants_gradient(v);
-  const bool wants_weights = arguments[9] != Py_None, average_heads = arguments[9] == Py_True;
-  // Hooks on what is saved, such as a checkpoint's, are Python.
-  if (differentiable && (wants_weights || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty())) Py_RETURN_NONE;
-  std::tuple<Tensor, Tensor, MaybeTensor> result;
-  {
-    const pybind11::gil_scoped_release without_gil;
-    if (differentiable) {
-      const auto outputs = ShortAttention::apply(q, k, v, spec);
-      result = {outputs[0], outputs[1], {}};
-    } else {
-      const auto [o, lse] = forward(q, k, v, spec);
-      result = {o, lse, {}};
-      if (wants_weights) std::get<2>(result) = weights(q, k, lse, spec, average_heads);
+  return is_plain(mask.attribute(names().real_queries)) && is_plain(mask.attribute(names().real_keys)) &&
+         is_plain(mask.attribute(names().dense));
+}
+
+// Calls of fastattn.attention with which PyTorch has nothing to do but to keep what the gradients of q, k and v need.
+// Returns (o, lse), or (o, None) where lse is not asked for; True where such gradients are wanted; None for any other
+// call, right or wrong: what it takes is for the general road to find out. Arguments: q, k, v, a Mask or None, scale,
+// bias, softcap, alibi_slopes, sinks; whether lse is asked for.
+PyObject* attend(Arguments in) {
+  try {
+    for (int i = 0; i < 3; ++i) {
+      if (!Tensor::is_plain(in[i])) Py_RETURN_NONE;
     }
+    const Object mask = Object::borrowed(in[3]);
+    std::optional<double> scale;
+    Spec spec{mask};
+    if (!read_number(in[4], scale) || !read_constant(in[5], "bias", spec.bias) || !read_number(in[6], spec.softcap) ||
+        !read_constant(in[7], "alibi_slopes", spec.alibi_slopes) || !read_constant(in[8], "sinks", spec.sinks) ||
+        (spec.softcap && *spec.softcap <= 0) || !(mask.is_none() || has_plain_tensors(mask))) {
+      Py_RETURN_NONE;
+    }
+    const Tensor q(Object::borrowed(in[0]), "q"), v(Object::borrowed(in[2]), "v");
+    if (q.dim() != 4 || q.numel() == 0 || !q.data() || v.dim() != 4 || v.numel() == 0) Py_RETURN_NONE;
+    for (int i = 0; i < 3; ++i) {
+      if (Tensor::wants_gradient(in[i])) Py_RETURN_TRUE;
+    }
+    spec.scale = scale ? *scale : std::pow(q.size(3), -0.5);
+    const Call call(in[0], in[1], in[2], spec);
+    return outputs_of(call, q, v, in[9] == Py_True);
+  } catch (const NotImplemented&) {
+  } catch (const std::invalid_argument&) {
   }
-  return pybind11::cast(std::move(result)).release().ptr();
-} catch (const std::exception&) {  // such as sizes that do not fit each other; none may reach Python from here
   Py_RETURN_NONE;
 }
-PyMethodDef kShortWay = {"short_way", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(short_way)),
-                         METH_FASTCALL, nullptr};
 
-// A call without values.
-class WeightsCall : public Call {
- public:
-  WeightsCall(const Tensor& q, const Tensor& k, const Spec& spec) : Call(q, k, k, spec), without_values_(params()) {
-    without_values_.d_v = 0;
-  }
-
-  const Params& without_values() const { return without_values_; }
-
- private:
-  Params without_values_;
-};
-
-// The weights in the dtype of q, [B, 1 or H, n_q, n_k]; `lse` is that of `forward`, or none.
-Tensor weights(const Tensor& q, const Tensor& k, const MaybeTensor& lse, const Spec& spec, bool average_heads) {
-  const at::AutoDispatchBelowADInplaceOrView without_autograd;
-  const WeightsCall call(q, k, spec);
-  const Params& p = call.without_values();
-  if (lse) check_on_cpu(*lse, "lse"), check_sizes(*lse, {p.B, p.H, p.n_q}, "lse");
-  const MaybeTensor contiguous_lse = lse ? MaybeTensor(lse->contiguous()) : lse;
-  const Tensor result = at::empty({p.B, average_heads ? 1 : p.H, p.n_q, p.n_k}, q.options());
-  run_weights(choose_capability(), p, floats_or_null(contiguous_lse), rows_of<Output>(result), average_heads,
-              at::get_num_threads(), in_turn);
-  return result;
-}
-
-// The sum of the weights over the queries, fp32 [B, H, n_k].
-Tensor received(const Tensor& q, const Tensor& k, const Spec& spec) {
-  const at::AutoDispatchBelowADInplaceOrView without_autograd;
-  const WeightsCall call(q, k, spec);
-  const Params& p = call.without_values();
-  const Tensor result = at::empty({p.B, p.H, p.n_k}, at::kFloat);
-  run_received(choose_capability(), p, result.data_ptr<float>(), at::get_num_threads(), in_turn);
-  return result;
-}
-
-// The largest weights of each query, fp32 [B, H, n_q, top_k], and their keys, int64.
-std::tuple<Tensor, Tensor> top_keys(const Tensor& q, const Tensor& k, const Spec& spec, int64_t top_k) {
-  const at::AutoDispatchBelowADInplaceOrView without_autograd;
-  const WeightsCall call(q, k, spec);
-  const Params& p = call.without_values();
-  const Tensor largest = at::empty({p.B, p.H, p.n_q, top_k}, at::kFloat), keys = at::empty_like(largest, at::kLong);
-  const TopKeysOutputs out{largest.data_ptr<float>(), keys.data_ptr<int64_t>(), top_k};
-  run_top_keys(choose_capability(), p, out, at::get_num_threads(), in_turn);
-  return {largest, keys};
-}
-
-// bool [B, H, n_q, n_k], by the lists, ranges and gaps that the kernels walk, for blocks of `block` queries: the tests
-// compare it with Mask.keep.
-Tensor keep(const Tensor& q, const Tensor& k, const Spec& spec, int64_t block) {
-  const Call call(q, k, k, spec);
+// Writes bool [B, H, n_q, n_k], by the lists, ranges and gaps that the kernels walk, for blocks of `block` queries: the
+// tests compare it with Mask.keep. Arguments: q, k, spec, block, what is written.
+PyObject* keep(Arguments in) {
+  const Call call(in[0], in[1], in[1], in[2]);
   const Params& p = call.params();
-  const Tensor result = at::empty({p.B, p.H, p.n_q, p.n_k}, at::kBool).zero_();
+  const int64_t block = integer(in[3]);
+  const Tensor written(Object::borrowed(in[4]), "keep");
+  bool* const result = written.output<bool>({p.B, p.H, p.n_q, p.n_k}, kDLBool, 8);
   const auto sees = [&](int64_t b, int64_t h, int64_t query, int64_t key) {
     const uint32_t gaps = p.ranges.gaps ? p.ranges.at(b, h, query).gaps : kNoGaps;
     return p.visible(b, h, query).contains(key) && !(gaps & kDenseGaps && !p.dense.row(b, h, query)[key]) &&
@@ -513,7 +505,7 @@ Tensor keep(const Tensor& q, const Tensor& k, const Spec& spec, int64_t block) {
         if (p.ranges.gaps) gaps |= p.ranges.at(b, h, queries.at(i)).gaps;
       }
       for (int64_t i = first; i < end; ++i) {
-        bool* row = result.data_ptr<bool>() + (head * p.n_q + queries.at(i)) * p.n_k;
+        bool* row = result + (head * p.n_q + queries.at(i)) * p.n_k;
         const int64_t last = keys.lower_bound(range.some.end);
         for (int64_t j = keys.lower_bound(range.some.begin); j < last; ++j) {
           row[keys.at(j)] = (!gaps && range.all.contains(keys.at(j))) || sees(b, h, queries.at(i), keys.at(j));
@@ -521,73 +513,88 @@ Tensor keep(const Tensor& q, const Tensor& k, const Spec& spec, int64_t block) {
       }
     }
   }
-  return result;
+  Py_RETURN_NONE;
 }
 
-// For the benchmarks: takes `steps` steps of fma_chains in every thread, and returns how many operations they are.
-double fma_ceiling(int64_t steps) {
+// For the benchmarks: takes so many steps of fma_chains in every thread, and returns how many operations they are.
+PyObject* fma_ceiling(Arguments in) {
+  const int64_t steps = integer(in[0]), threads = num_threads();
   const Kernels& kernels = choose_capability().kernels_for(DType::f32);
-  const int64_t threads = at::get_num_threads();
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { kernels.fma_chains(steps); });
-  return double(threads) * steps * kernels.chain_operations;
+  without_gil([&] { parallel_for(threads, 1, [&](int64_t, int64_t) { kernels.fma_chains(steps); }); });
+  return PyFloat_FromDouble(double(threads) * steps * kernels.chain_operations);
 }
 
-// For the tests: philox.h against published answers.
-std::array<uint32_t, 4> philox_words(int64_t seed, const std::array<uint32_t, 4>& counter) {
-  const PhiloxWords words = philox(philox_key(seed), {counter[0], counter[1], counter[2], counter[3]});
-  return {words.x0, words.x1, words.x2, words.x3};
+// For the tests: philox.h against published answers. Arguments: the seed, and the four words of the counter.
+PyObject* philox_words(Arguments in) {
+  std::array<uint32_t, 4> counter;
+  for (int i = 0; i < 4; ++i) counter[i] = static_cast<uint32_t>(integer(in[1 + i]));
+  const PhiloxWords words = philox(philox_key(integer(in[0])), {counter[0], counter[1], counter[2], counter[3]});
+  return Py_BuildValue("IIII", words.x0, words.x1, words.x2, words.x3);
 }
 
-std::string capability() { return choose_capability().name(); }
+// The name of the instruction set in use.
+PyObject* capability(Arguments) { return PyUnicode_FromString(choose_capability().name()); }
 
-pybind11::dict build_info() {
-  pybind11::dict info;
-  info["capability"] = capability();
-  pybind11::list compiled, runs_here;
+// The names of all that this module has kernels for, of those that run here, and of the compiler.
+PyObject* build_info(Arguments) {
+  Object compiled = Object::result(PyList_New(0)), runs_here = Object::result(PyList_New(0));
   for (const Capability& each : capabilities()) {
-    compiled.append(each.name());
-    if (each.runs_here) runs_here.append(each.name());
+    const Object name = Object::result(PyUnicode_FromString(each.name()));
+    PyList_Append(compiled.get(), name.get());
+    if (each.runs_here) PyList_Append(runs_here.get(), name.get());
   }
-  info["compiled_for"] = compiled;
-  info["runs_here"] = runs_here;
-  info["compiler"] = __VERSION__;
-  return info;
+  return Py_BuildValue("{sOsOss}", "compiled_for", compiled.get(), "runs_here", runs_here.get(), "compiler",
+                       __VERSION__);
+}
+
+// `function` as Python calls it, with so many arguments.
+template <PyObject* (*function)(Arguments), Py_ssize_t count>
+PyObject* called(PyObject*, Arguments arguments, Py_ssize_t given) {
+  try {
+    if (given == count) return function(arguments);
+    PyErr_Format(PyExc_TypeError, "must have %zd arguments, got %zd", count, given);
+  } catch (const PythonError&) {
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const NotImplemented& error) {
+    PyErr_SetString(PyExc_NotImplementedError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+template <PyObject* (*function)(Arguments), Py_ssize_t count>
+PyMethodDef method(const char* name) {
+  constexpr auto function_of_python = &called<function, count>;
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function_of_python)), METH_FASTCALL,
+          nullptr};
+}
+
+PyMethodDef methods[] = {
+    method<forward, 4>("forward"),
+    method<backward, 13>("backward"),
+    method<weights, 5>("weights"),
+    method<received, 4>("received"),
+    method<top_keys, 5>("top_keys"),
+    method<attend, 10>("attend"),
+    method<keep, 5>("keep"),
+    method<fma_ceiling, 1>("fma_ceiling"),
+    method<philox_words, 5>("philox"),
+    method<capability, 0>("capability"),
+    method<build_info, 0>("build_info"),
+    {},
+};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+PyObject* import_module(Arguments) {
+  import_torch();
+  return PyModule_Create(&module);
 }
 
 }  // namespace
 }  // namespace fastattn
 
-namespace pybind11::detail {
-
-// Reads the attributes of a Spec of fastattn/spec.py.
-template <>
-struct type_caster<fastattn::Spec> {
-  PYBIND11_TYPE_CASTER(fastattn::Spec, const_name("Spec"));
-
-  bool load(handle spec, bool) {
-    value = fastattn::spec_from_python(spec);
-    return true;
-  }
-};
-
-}  // namespace pybind11::detail
-
-namespace fastattn {
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  namespace py = pybind11;
-  const py::call_guard<py::gil_scoped_release> without_gil;
-  m.def("forward", &forward, without_gil);
-  m.attr("short_way") = py::reinterpret_steal<py::object>(PyCFunction_New(&kShortWay, nullptr));
-  m.def("backward", &backward, without_gil);
-  m.def("weights", &weights, without_gil);
-  m.def("received", &received, without_gil);
-  m.def("top_keys", &top_keys, without_gil);
-  m.def("keep", &keep);
-  m.def("fma_ceiling", &fma_ceiling, without_gil);
-  m.def("philox", &philox_words);
-  m.def("capability", &capability);
-  m.def("build_info", &build_info);
-}
-
-}  // namespace fastattn
+PyMODINIT_FUNC PyInit__cpu() { return fastattn::called<fastattn::import_module, 0>(nullptr, nullptr, 0); }

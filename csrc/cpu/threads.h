@@ -1,28 +1,53 @@
 // The threads of PyTorch, as the calls of run.h use them.
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
+#include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <new>
 #include <vector>
 
 namespace fastattn {
 namespace {
 
-using at::Tensor;
+inline int64_t num_threads() {
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  return threads;
+}
+
+// Calls run(begin, end) for ranges that make up 0, ..., n - 1, of `grain` or more each, in several threads.
+template <class Run>
+void parallel_for(int64_t n, int64_t grain, const Run& run) {
+  const auto call = [](int64_t begin, int64_t end, void* run) { (*static_cast<const Run*>(run))(begin, end); };
+  torch_parallel_for(0, n, grain, call, const_cast<Run*>(&run));
+}
+
+// Uninitialised floats that begin at a cache line.
+class Scratch {
+ public:
+  explicit Scratch(int64_t floats) : data_(static_cast<float*>(::operator new(floats * sizeof(float), kLine))) {}
+  ~Scratch() { ::operator delete(data_, kLine); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  float* of_thread(int64_t thread, int64_t floats) const { return data_ + thread * floats; }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  float* const data_;
+};
 
 // for_each of csrc/cpu/run.h: a thread takes another i whenever it begins one, since items differ in length.
 template <class Run>
-void take_in_turn(int64_t n, int64_t scratch_floats, Run run) {
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), n);
-  const Tensor scratch = at::empty({threads, scratch_floats}, at::kFloat);  // rows begin at cache lines, see Arena
+void take_in_turn(int64_t n, int64_t scratch_floats, const Run& run) {
+  const int64_t threads = std::min(num_threads(), n);
+  const Scratch scratch(threads * scratch_floats);  // rows begin at cache lines, see Arena
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t) {
-    float* own = scratch.data_ptr<float>() + thread * scratch_floats;
+  parallel_for(threads, 1, [&](int64_t thread, int64_t) {
+    float* const own = scratch.of_thread(thread, scratch_floats);
     for (int64_t i = next.fetch_add(1), after; i < n; i = after) {
       after = next.fetch_add(1);
       run(i, after, own);
@@ -35,13 +60,13 @@ constexpr auto in_turn = [](int64_t n, int64_t scratch_floats, auto run) { take_
 // each other, as PyTorch cuts what it writes, so that a cache that was just written is read by the cores that have it.
 // Whoever is done helps the others.
 template <class Run>
-void take_shares(int64_t n, int64_t scratch_floats, Run run) {
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), n);
-  const Tensor scratch = at::empty({threads, scratch_floats}, at::kFloat);
+void take_shares(int64_t n, int64_t scratch_floats, const Run& run) {
+  const int64_t threads = std::min(num_threads(), n);
+  const Scratch scratch(threads * scratch_floats);
   std::vector<std::atomic<int64_t>> next(threads);
   for (int64_t share = 0; share < threads; ++share) next[share] = share * n / threads;
-  at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t) {
-    float* own = scratch.data_ptr<float>() + thread * scratch_floats;
+  parallel_for(threads, 1, [&](int64_t thread, int64_t) {
+    float* const own = scratch.of_thread(thread, scratch_floats);
     for (int64_t turn = 0; turn < threads; ++turn) {
       const int64_t share = (thread + turn) % threads, end = (share + 1) * n / threads;
       for (int64_t i; (i = next[share].fetch_add(1)) < end;) run(i, n, own);

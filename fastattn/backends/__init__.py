@@ -22,7 +22,7 @@ A backend is a module with these names, and nothing else is asked of it:
 as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
 dropout. Their derivatives are those of derivatives.py on every backend. One more may be absent:
 
-    short_way() -> the function that `short_way` of fastattn/plan.py calls
+    attend() -> the function that `short_way` of fastattn/ops.py calls
 """
 
 from __future__ import annotations

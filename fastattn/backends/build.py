@@ -37,8 +37,6 @@ _ON_WINDOWS = sys.platform == "win32"
 
 # The C++ standard is left to torch, which adds the one its headers need. Instruction sets are chosen at run time.
 _OPTIMISED = ("/O2",) if _ON_WINDOWS else ("-O3", "-g0")
-# at::parallel_for is inline code of torch's headers: compiled without OpenMP it silently runs on one thread.
-_OPENMP = ("-fopenmp",) if sys.platform == "linux" else ()
 
 
 def source_dir() -> Path:
@@ -65,6 +63,7 @@ class CompiledModule:
         flags: for each compiler, by torch's names of them.
         link_flags: for the linker.
         seconds: about how long two cores compile it; for each kind of GPU, where the code is for some of them.
+        every_torch: whether one build serves every torch and every Python that the package does.
     """
 
     backend: str
@@ -72,6 +71,7 @@ class CompiledModule:
     flags: dict[str, tuple[str, ...]]
     link_flags: tuple[str, ...]
     seconds: int
+    every_torch: bool = False
 
     def __str__(self) -> str:
         return f"the {self.backend} backend's module"
@@ -110,9 +110,10 @@ class CompiledModule:
         return list(self.link_flags)
 
     def file_name(self) -> str:
-        """The file name of the module for these sources and flags, this torch, this Python and this machine.
+        """The file name of the module for these sources and flags, and this machine, torch and Python.
 
-        A module of any other name is never imported: one built for another torch may crash the process as it is loaded.
+        A module of any other name is never imported: one built for another torch may crash the process as it is loaded,
+        unless it is `every_torch`.
         """
         return "".join(self._parts_of_file_name())
 
@@ -130,6 +131,8 @@ class CompiledModule:
             return f"CXX must be a command, got {chosen!r} ({error})"
         if shutil.which(compiler) is None:
             return f"there is no C++ compiler: {compiler!r} is not on the PATH (install g++, or set CXX)"
+        if self.every_torch and sysconfig.get_config_var("Py_GIL_DISABLED"):
+            return "a Python without the GIL has no limited C interface, which the module is written in"
         include_dir = sysconfig.get_path("include")
         if not Path(include_dir, "Python.h").is_file():
             return f"Python's own headers are missing: no Python.h in {include_dir} (install python3-dev)"
@@ -176,12 +179,16 @@ class CompiledModule:
         """What stands before the GPUs that it is for, these, and what stands after them."""
         import torch
 
-        identity = hashlib.sha256(repr((self.flags, self.link_flags, torch.version.cuda)).encode())
+        of_torch = "" if self.every_torch else torch.version.cuda
+        identity = hashlib.sha256(repr((self.flags, self.link_flags, of_torch)).encode())
         for path in (*map(Path, self.sources), *self.headers()):
             identity.update(path.as_posix().encode() + b"\0")
             identity.update((source_dir() / path).read_bytes())
+        before = f"{self.stem}.{identity.hexdigest()[:12]}."
+        if self.every_torch:
+            return before, "", f"{sysconfig.get_platform()}.{'pyd' if _ON_WINDOWS else 'abi3.so'}"
         abi_and_machine = sysconfig.get_config_var("EXT_SUFFIX")  # such as .cpython-311-x86_64-linux-gnu.so
-        return f"{self.stem}.{identity.hexdigest()[:12]}.", "", f"torch-{torch.__version__}{abi_and_machine}"
+        return before, "", f"torch-{torch.__version__}{abi_and_machine}"
 
 
 class CudaModule(CompiledModule):
@@ -263,9 +270,10 @@ class CudaModule(CompiledModule):
 CPU = CompiledModule(
     backend="cpu",
     sources=tuple(f"cpu/{name}.cpp" for name in ("binding", "amx", "avx512_bf16", "avx512", "avx2", "portable")),
-    flags={"cxx": (*_OPTIMISED, *_OPENMP)},
-    link_flags=_OPENMP,
-    seconds=40,
+    flags={"cxx": (*_OPTIMISED, "-DPy_LIMITED_API=0x030a0000")},  # Python 3.10's
+    link_flags=(),
+    seconds=90,
+    every_torch=True,
 )
 CUDA = CudaModule(
     backend="cuda",
@@ -538,7 +546,8 @@ def _compile(module: CompiledModule, target: Path) -> str | None:
     import torch
 
     stale = any(_PACKAGE_DIR.glob(module.any_file))
-    why = "the installed one is for another torch or other sources" if stale else "none was built ahead of time"
+    unfit = "the installed one is for other sources, or another torch or machine"
+    why = unfit if stale else "none was built ahead of time"
     print(
         f"fastattn: compiling {module} for torch {torch.__version__} ({why}); "
         f"this takes about {module.about_seconds()} s, once, and is kept in {target.parent}",

@@ -65,9 +65,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return build.CPU.load().forward(q, k, v, spec)
 
 
-def short_way() -> Callable:
-    """The C++ function that `short_way` of fastattn/plan.py calls."""
-    return build.CPU.load().short_way
+def attend() -> Callable[..., tuple[Tensor, Tensor | None] | bool | None]:
+    """The C++ function that `short_way` of fastattn/ops.py calls."""
+    return build.CPU.load().attend
 
 
 def backward(
@@ -81,33 +81,67 @@ def backward(
     spec: Spec,
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes; dk and dv come together."""
-    wants_dq, wants_dk, wants_dv, wants_dbias, _, wants_dsinks = output_mask
-    rounded = o.dtype != torch.float32  # else the rounding of the sums would add more to delta than that of O has taken
-    wanted = wanted_sums(spec, output_mask, rounded and wants_dsinks)  # nothing is made good in the gradient of slopes
-    dq, dk, dv, *sums = build.CPU.load().backward(
-        do, dlse, q, k, v, o, lse, spec, (wants_dq, wants_dk or wants_dv, *wanted)
-    )
-    sums, stats = Sums(*sums), None
+    """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes."""
+    _, _, _, wants_dbias, wants_dslopes, wants_dsinks = output_mask
+    sums, rounded = _NO_SUMS, o.dtype != torch.float32
+    if wants_dbias or wants_dslopes or wants_dsinks:
+        # In 16 bits the rounding of the sums would add more to delta than that of O has taken. Nothing is made good in
+        # the gradient of slopes.
+        wanted = wanted_sums(spec, output_mask, rounded and wants_dsinks)
+        sums = Sums(*(zeros(q, k, spec) if each else None for each, zeros in zip(wanted, _ZERO_SUMS, strict=True)))
+    gradients = build.CPU.load().backward(do, dlse, q, k, v, o, lse, spec, output_mask, *sums)
+    if sums is _NO_SUMS:
+        return *gradients, None, None, None
+    stats = None
     if wants_dsinks or (wants_dbias and shared_along(spec.bias) == "keys"):
         stats = _row_stats(do, dlse, o, lse, spec.sinks, sums.of_queries, rounded)
-    return dq, dk, dv, *learned_gradients(spec, output_mask, sums, stats, p_by_distance=None)
+    return *gradients, *learned_gradients(spec, output_mask, sums, stats, p_by_distance=None)
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:
     """The weights after dropout in the dtype of q, [B, n_q, n_k] or [B, H, n_q, n_k]."""
-    result = build.CPU.load().weights(q, k, lse, spec, average_heads)
+    B, H, n_q, _ = q.shape
+    result = q.new_empty(B, 1 if average_heads else H, n_q, k.shape[2])
+    build.CPU.load().weights(q, k, lse, spec, result)
     return result[:, 0] if average_heads else result
 
 
 def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     """The sum over the queries of the weights, [B, H, n_k] in fp32."""
-    return build.CPU.load().received(q, k, spec)
+    result = q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
+    build.CPU.load().received(q, k, spec, result)
+    return result
 
 
 def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tensor]:
     """The largest weights of every query in fp32, and their keys in int64: [B, H, n_q, top_k]."""
-    return build.CPU.load().top_keys(q, k, spec, top_k)
+    largest, keys = (q.new_empty(*q.shape[:3], top_k, dtype=dtype) for dtype in (torch.float32, torch.int64))
+    build.CPU.load().top_keys(q, k, spec, largest, keys)
+    return largest, keys
+
+
+_TABLES_OF_SHARED_BIAS = 4
+"""Heads that share a bias add to its gradient in turn, and so many at once: not by the number of threads, on which the
+bits would depend."""
+
+
+def _zero_tables(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
+    """fp32 [B or 1, tables, n_q, n_k]: the gradient of the bias is the sum over the tables."""
+    B, H = (1, 1, 1, 1, *spec.bias.shape)[-4:-2]
+    tables = min(q.shape[1], _TABLES_OF_SHARED_BIAS) if H == 1 else H
+    return q.new_zeros(B, tables, q.shape[2], k.shape[2], dtype=torch.float32)
+
+
+def _zeros_of_keys(q: Tensor, k: Tensor, _: Spec) -> Tensor:
+    return q.new_zeros(*q.shape[:2], k.shape[2], dtype=torch.float32)
+
+
+def _zeros_of_queries(q: Tensor, _: Tensor, __: Spec) -> Tensor:
+    return q.new_zeros(q.shape[:3], dtype=torch.float32)
+
+
+_NO_SUMS = Sums(None, None, None, None)
+_ZERO_SUMS = Sums(_zero_tables, _zeros_of_keys, _zeros_of_queries, _zeros_of_queries)
 
 
 def _row_stats(

@@ -7,6 +7,7 @@ import platform
 import re
 import shlex
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def compiler(*options: str, source: str) -> subprocess.CompletedProcess[str]:
     """The outcome of the C++ compiler on a source, with the model of a GPU in the place of CUDA's headers."""
     include = [
         f"-I{REPOSITORY / 'tests/gpu_models/cuda_model'}",
-        *(f"-isystem{path}" for path in cpp_extension.include_paths()),
+        *(f"-isystem{path}" for path in (sysconfig.get_path("include"), *cpp_extension.include_paths())),
     ]
     command = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", *include, *options, "-x", "c++", "-"]
     return subprocess.run(command, input=source, capture_output=True, text=True)

@@ -29,7 +29,7 @@ def judged(monkeypatch) -> list[tuple]:
     """The arguments of every call that is judged from now on; no kind is known before, and no call is short."""
     calls, validated = [], plan.validated
     monkeypatch.setattr(plan, "validated", lambda *arguments: calls.append(arguments) or validated(*arguments))
-    monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
+    monkeypatch.setattr(ops, "short_way", lambda *arguments: None)
     plan.forget_plans()
     return calls
 
@@ -380,7 +380,7 @@ def test_gradients_of_the_short_way_are_those_of_the_general_road(name, monkeypa
 
     fastattn.attention(Q, K, V)  # after which calls of every kind are short
     short = gradients()
-    monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
+    monkeypatch.setattr(ops, "short_way", lambda *arguments: None)
     general = gradients()
     assert short[0] != general[0]
     assert all(map(torch.equal, short[1], general[1]))
@@ -393,7 +393,7 @@ def test_weights_of_the_short_way_are_those_of_the_general_road(average_heads, m
     with monkeypatch.context() as without_general_road:
         without_general_road.setattr(ops, "weights", None)
         short = attend()
-    monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
+    monkeypatch.setattr(ops, "short_way", lambda *arguments: None)
     assert all(map(torch.equal, short, attend()))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fastattn
-from fastattn import ops, plan
+from fastattn import ops
 from fastattn.plan import Plan
 from fastattn.spec import Spec
 from fastattn.testing import compare
@@ -202,5 +202,5 @@ def calls_seen() -> Iterator[Calls]:
         calls.backends.add(decided.backend.NAME)
         return attention(q, k, v, spec, decided)
 
-    with mock.patch.object(ops, "attention", noted), mock.patch.object(plan, "short_way", return_value=None):
+    with mock.patch.object(ops, "attention", noted), mock.patch.object(ops, "short_way", return_value=None):
         yield calls

@@ -20,7 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers_cases import exact
 
 import fastattn
-from fastattn import plan
+from fastattn import ops
 from fastattn.backends import cpu
 from fastattn.spec import Spec
 from fastattn.testing import compare
@@ -158,7 +158,7 @@ def served(monkeypatch) -> list[Call]:
         return forward(q, k, v, spec)
 
     monkeypatch.setattr(cpu, "forward", seen)
-    monkeypatch.setattr(plan, "short_way", lambda *arguments: None)
+    monkeypatch.setattr(ops, "short_way", lambda *arguments: None)
     return calls
 
 

@@ -196,6 +196,7 @@ def test_wheel_with_torch_carries_the_one_module_that_is_then_loaded(stand_in, t
     shutil.rmtree(stand_in / "dist")
     change_answer(stand_in)
     wheel, _ = wheel_of(stand_in)
+    assert "-cp310-abi3-" in Path(wheel.filename).name
     (module,) = compiled(wheel)
     wheel.extractall(tmp_path / "installed")
     code = "print(build.CPU.load().answer, build.CPU.load().__file__, build.CPU.state(), sep='\\n')"
@@ -306,16 +307,18 @@ def test_a_compiler_that_is_no_command_is_a_sentence(stand_in):
     assert "CXX must be a command" in said
 
 
-def test_module_for_other_sources_or_another_torch_is_never_loaded(stand_in, built):
+def test_module_for_other_sources_is_never_loaded_and_that_of_the_cpu_serves_every_torch(stand_in, built):
     (stand_in / "fastattn" / "_cpu.000000000000.torch-1.0.so").write_bytes(b"would crash")
     assert finish(start(stand_in, "print(build.CPU.load().answer)")) == ("1", "")
     change_answer(stand_in)
     out, err = finish(start(stand_in, "print(build.CPU.load().answer)"))
     assert out == "2"
     assert "compiling" in err
-    assert "the installed one is for another torch or other sources" in err
-    out, _ = finish(start(stand_in, "import torch; torch.__version__ += '.other'; print(build.CPU.state())"))
-    assert out.startswith("not built yet")
+    assert "the installed one is for other sources, or another torch or machine" in err
+    code = "import torch; torch.__version__ += '.other'; print(build.CPU.state()); print(build.CUDA.file_name())"
+    out, _ = finish(start(stand_in, code))
+    assert out.startswith("cached: ")
+    assert ".other." in out.splitlines()[1]
     (stand_in / "csrc" / "new.h").write_text("")
     out, _ = finish(start(stand_in, "print(build.CPU.state())"))
     assert out.startswith("not built yet")

@@ -68,10 +68,13 @@ std::optional<int64_t> maybe_integer(PyObject* from) {
   return from == Py_None ? std::optional<int64_t>() : integer(from);
 }
 
-// The two of a tuple.
-std::array<Object, 2> two_of(const Object& pair) {
-  return {Object::borrowed(PyTuple_GetItem(pair.get(), 0)), Object::borrowed(PyTuple_GetItem(pair.get(), 1))};
+Object item(PyObject* tuple, int i) {
+  PyObject* const result = PyTuple_GetItem(tuple, i);
+  if (!result) throw PythonError();
+  return Object::borrowed(result);
 }
+
+std::array<Object, 2> two_of(const Object& pair) { return {item(pair.get(), 0), item(pair.get(), 1)}; }
 
 // A Spec of fastattn/spec.py, or the arguments of fastattn.attention that make one.
 struct Spec {
@@ -122,9 +125,9 @@ class Call {
     p.scale = spec.scale;
     if (spec.softcap) p.softcap = std::clamp(*spec.softcap, kLeastSoftcap, kMostSoftcap);
     add_terms(spec);
-    if (spec.seed && spec.dropout_p > 0) {
-      FASTATTN_CHECK(spec.seed->is(kDLInt, 64) && spec.seed->numel() == 1, "seed must be one int64, got ",
-                     spec.seed->sizes_text());
+    if (spec.dropout_p > 0) {
+      FASTATTN_CHECK(spec.seed && spec.seed->is(kDLInt, 64) && spec.seed->numel() == 1,
+                     "seed must be one int64 where dropout_p is above 0");
       p.dropout = make_dropout(spec.dropout_p, *reinterpret_cast<const int64_t*>(spec.seed->data()));
     }
   }
@@ -247,7 +250,8 @@ void without_gil(Run run) {
 // What a function of fastattn/spec.py returns for these arguments.
 template <class... Values>
 Object by_spec(const char* function, const char* format, Values... values) {
-  static PyObject* const spec = Object::result(PyImport_ImportModule("fastattn.spec")).release();
+  static PyObject* spec = nullptr;  // without a lock of C++, which a thread that waits for the GIL could hold
+  if (!spec) spec = Object::result(PyImport_ImportModule("fastattn.spec")).release();
   return Object::result(PyObject_CallMethod(spec, function, format, values...));
 }
 
@@ -351,7 +355,7 @@ PyObject* backward(Arguments in) {
   if (in[0] != Py_None) t.d_o = output_like(in[0], "do");
   t.lse = statistic(in[6], "lse");
   if (in[1] != Py_None) t.d_lse = statistic(in[1], "dlse");
-  const auto wanted = [&](int i) { return truth(Object::borrowed(PyTuple_GetItem(in[8], i)).get()); };
+  const auto wanted = [&](int i) { return truth(item(in[8], i).get()); };
   const bool wants_dq = wanted(0), wants_dk = wanted(1), wants_dv = wanted(2);
   std::optional<Gradient> dq, dk, dv;
   if (wants_dq) t.dq = dq.emplace(Tensor(Object::borrowed(in[2]), "q"), true).rows();  // it is summed in place
@@ -467,7 +471,7 @@ PyObject* attend(Arguments in) {
       Py_RETURN_NONE;
     }
     const Tensor q(Object::borrowed(in[0]), "q"), v(Object::borrowed(in[2]), "v");
-    if (q.dim() != 4 || q.numel() == 0 || !q.data() || v.dim() != 4 || v.numel() == 0) Py_RETURN_NONE;
+    if (q.dim() != 4 || q.numel() == 0 || v.dim() != 4 || v.numel() == 0) Py_RETURN_NONE;
     for (int i = 0; i < 3; ++i) {
       if (Tensor::wants_gradient(in[i])) Py_RETURN_TRUE;
     }

@@ -130,6 +130,7 @@ class Tensor {
     }
     FASTATTN_CHECK(view_.device.device_type == kDLCPU, name, " must be dense on the CPU, got torch.strided on ",
                    text_of_attribute("device"));
+    FASTATTN_CHECK(view_.data || numel() == 0, name, " must be a Tensor with memory of its own, such as clone() makes");
   }
 
   const char* name() const { return name_; }
@@ -206,8 +207,9 @@ class Tensor {
   template <class T = float>
   T* output(const Sizes& sizes, DLDataTypeCode code = kDLFloat, int bits = 32) const {
     check_sizes(sizes);
-    FASTATTN_CHECK(is(code, bits) && is_contiguous(), name_, " must be contiguous, of another dtype than ",
-                   dtype_name());
+    const char* const expected = code == kDLBool ? "bool" : code == kDLInt ? "int64" : "float32";
+    FASTATTN_CHECK(is(code, bits) && is_contiguous(), name_, " must be contiguous and ", expected, ", got ",
+                   dtype_name(), " with strides ", text_of(view_.strides, dim()));
     return reinterpret_cast<T*>(data());
   }
 
@@ -249,7 +251,8 @@ Rows rows_of(const Tensor& x) {
 // Of a tensor that the kernels write.
 Output output_rows(const Tensor& x, DType dtype) {
   const Output result = rows_of<Output>(x);
-  FASTATTN_CHECK(result.dtype == dtype, x.name(), " must be of another dtype than ", x.dtype_name());
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16"};  // as DType numbers them
+  FASTATTN_CHECK(result.dtype == dtype, x.name(), " must be ", kNames[int(dtype)], ", got ", x.dtype_name());
   return result;
 }
 

@@ -1,6 +1,10 @@
 """The CPU backend: instruction sets, threads, chunks of keys, and C++ twins of Python definitions."""
 
 import math
+import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,6 +135,98 @@ def test_environment_lowers_the_instruction_set(capability):
     info = build.CPU.load().build_info()
     below = info["compiled_for"][info["compiled_for"].index(capability) :]
     assert cpu.capability() == next(name for name in below if name in info["runs_here"])
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm lists what the module asks for")
+def test_the_module_takes_of_torch_what_every_torch_has():
+    listed = subprocess.run(["nm", "-D", "-u", build.CPU.load().__file__], check=True, capture_output=True, text=True)
+    names = {line.split()[-1] for line in listed.stdout.splitlines()}
+    of_torch = {name for name in names if re.search("torch|^_ZNK?(2at|3c10)", name)}
+    assert of_torch == {"torch_parallel_for", "torch_get_num_threads"}
+
+
+X, SPEC = torch.zeros(2, 4, 5, 8), Spec(Mask(), 1.0)
+LSE = torch.zeros(2, 4, 5)
+WITHOUT_SUMS = (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "message"),
+    [
+        ("forward", (X, X, X), TypeError, "must have 4 arguments, got 3"),
+        ("forward", ("q", X, X, SPEC), TypeError, "q must be a Tensor, got <class 'str'>"),
+        ("forward", (X[0], X, X, SPEC), ValueError, "q must be [B, H, N, D], got [4, 5, 8]"),
+        ("forward", (X, X[:, :3], X, SPEC), ValueError, "k must be [B, H_kv, n_k, D] like q, where H_kv divides H"),
+        ("forward", (X, X, X[:, :, :3], SPEC), ValueError, "v must be [2, 4, 5, 8], got [2, 4, 3, 8]"),
+        ("forward", (X, X.half(), X, SPEC), ValueError, "k and v must be float32 like q, got float16 and float32"),
+        (
+            "forward",
+            (X.double(), X, X, SPEC),
+            NotImplementedError,
+            "q must be float32, bfloat16 or float16, got float64",
+        ),
+        ("forward", (X.to_sparse(), X, X, SPEC), ValueError, "q must be dense on the CPU, got torch.sparse_coo on cpu"),
+        ("forward", (X.to("meta"), X, X, SPEC), ValueError, "q must be dense on the CPU, got torch.strided on meta"),
+        ("forward", (X, X, torch._efficientzerotensor(X.shape), SPEC), ValueError, "v must be a Tensor with memory of"),
+        ("forward", (X, X, X, None), AttributeError, "no attribute 'softcap'"),
+        ("forward", (X, X, X, replace(SPEC, dropout_p=0.5)), ValueError, "seed must be one int64 where dropout_p is"),
+        (
+            "forward",
+            (X, X, X, replace(SPEC, bias=torch.zeros(3, 5))),
+            ValueError,
+            "bias must broadcast to [2, 4, 5, 5]",
+        ),
+        ("forward", (X, X, X, replace(SPEC, sinks=torch.zeros(3))), ValueError, "sinks must be [4], got [3]"),
+        (
+            "backward",
+            (X, None, X, X, X, X[:1], LSE, SPEC, (True,) * 3, *WITHOUT_SUMS),
+            ValueError,
+            "o must be [2, 4, 5, 8]",
+        ),
+        (
+            "backward",
+            (X, None, X, X, X, X, LSE[0], SPEC, (True,) * 3, *WITHOUT_SUMS),
+            ValueError,
+            "lse must be [2, 4, 5]",
+        ),
+        (
+            "backward",
+            (X, LSE.half(), X, X, X, X, LSE, SPEC, (True,) * 3, *WITHOUT_SUMS),
+            ValueError,
+            "dlse must be float32",
+        ),
+        ("backward", (X, None, X, X, X, X, LSE, SPEC, [True], *WITHOUT_SUMS), SystemError, "bad argument"),
+        ("weights", (X, X, None, SPEC, X), ValueError, "weights must be [2, 4, 5, 5], got [2, 4, 5, 8]"),
+        ("weights", (X, X, None, SPEC, X[..., :5].half()), ValueError, "weights must be float32, got float16"),
+        ("received", (X, X, SPEC, LSE.int()), ValueError, "the sums must be contiguous and float32, got int32"),
+        ("top_keys", (X, X, SPEC, X, X), ValueError, "keys must be contiguous and int64, got float32"),
+    ],
+)
+def test_the_binding_refuses_what_does_not_fit_and_keeps_no_reference(function, arguments, error, message):
+    before = [sys.getrefcount(x) for x in arguments]
+    for _ in range(3):
+        with pytest.raises(error, match=re.escape(message)):
+            getattr(build.CPU.load(), function)(*arguments)
+    assert [sys.getrefcount(x) for x in arguments] == before
+
+
+def test_the_binding_keeps_no_reference_to_what_it_reads_and_returns():
+    q, k, v, do = (torch.randn(2, 4, 5, 8) for _ in range(4))
+    mask = Mask(segment_ids=(torch.zeros(2, 5).long(),) * 2, dense=torch.ones(5, 5, dtype=torch.bool))
+    spec = Spec(mask, 1.0, bias=torch.zeros(5, 5), alibi_slopes=torch.ones(4).double(), sinks=torch.zeros(4).half())
+    module = build.CPU.load()
+    o, lse = module.forward(q, k, v, spec)
+    tensors = (q, k, v, do, o, lse, spec.bias, spec.alibi_slopes, spec.sinks, mask.dense, *mask.segment_ids, mask, spec)
+    before = [sys.getrefcount(x) for x in (*tensors, None)]
+    for _ in range(100):
+        results = (
+            *module.forward(q, k, v, spec),
+            *module.backward(do, None, q, k, v, o, lse, spec, (True, False, True), None, None, None, None),
+            *module.attend(q, k, v, mask, None, spec.bias, None, spec.alibi_slopes, spec.sinks, False),
+        )
+        assert all(x is None or sys.getrefcount(x) == 3 for x in results)  # of the tuple, the loop and the call
+    del results
+    assert all(abs(sys.getrefcount(x) - n) < 50 for x, n in zip((*tensors, None), before, strict=True))
 
 
 @pytest.mark.parametrize("wrong", ["avx", "AVX2", "1"])

@@ -29,9 +29,11 @@ test: $(INSTALLED)
 properties: $(INSTALLED)
 	FASTATTN_PROPERTY_DRAWS=2000 $(BIN)/python -m pytest --timeout=3600 tests/backends/test_properties.py
 
-# Random calls, valid and hostile, for so long; without SEED it draws one, and prints it.
+# Random calls, valid and hostile, for so long; without SEED it draws one, and prints it. A call that had to wait for a
+# compiler would look as if it hung.
 SECONDS ?= 600
 attack: $(INSTALLED)
+	$(BIN)/fastattn build
 	OMP_NUM_THREADS=1 $(BIN)/python tests/attack/attack.py --seconds $(SECONDS) \
 	    $(if $(SEED),--seed $(SEED)) $(if $(DRAWS),--draws $(DRAWS)) $(if $(TARGET),--target "$(TARGET)")
 

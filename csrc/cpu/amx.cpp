@@ -9,8 +9,7 @@
 #include "../softmax.h"
 #include "params.h"
 
-#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-
+#define FASTATTN_TARGET "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"
 #define FASTATTN_ISA amx
 #define FASTATTN_BF16 1
 #define FASTATTN_TILES 1

@@ -9,8 +9,7 @@
 #include "../softmax.h"
 #include "params.h"
 
-#pragma GCC target("avx2,fma,f16c")
-
+#define FASTATTN_TARGET "avx2,fma,f16c"
 #define FASTATTN_ISA avx2
 #define FASTATTN_LANES 8
 #define FASTATTN_ACCUMULATORS 12

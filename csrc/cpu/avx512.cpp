@@ -9,8 +9,7 @@
 #include "../softmax.h"
 #include "params.h"
 
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-
+#define FASTATTN_TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"
 #define FASTATTN_ISA avx512
 #define FASTATTN_LANES 16
 #define FASTATTN_ACCUMULATORS 24

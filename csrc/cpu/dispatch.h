@@ -1,7 +1,9 @@
 // Which instruction set to use: the one place that asks the machine, and the environment, which may only lower it.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -51,11 +53,38 @@ struct Capability {
 };
 
 #if defined(__x86_64__)
+// What the processor can do, as CPUID has it, and which registers the system keeps for each thread. The compilers' own
+// __builtin_cpu_supports says the same only where their runtime library has its part of it, which zig's lacks.
+class Processor {
+ public:
+  bool is_intel() const { return of(0).b == 0x756e6547; }  // "Genu", of "GenuineIntel"
+  bool has_avx2() const { return keeps(0x6) && has(of(1).c, {12, 29}) && has(of(7).b, {5}); }      // and fma, f16c
+  bool has_avx512() const { return has_avx2() && keeps(0xe6) && has(of(7).b, {16, 17, 30, 31}); }  // f, dq, bw, vl
+  bool has_avx512_bf16() const { return has_avx512() && has(of(7, 1).a, {5}); }
+  bool has_amx_bf16() const { return has_avx512_bf16() && keeps(0x600e6) && has(of(7).d, {22, 24}); }  // and amx_tile
+
+ private:
+  struct Leaf {
+    unsigned a, b, c, d;
+  };
+  static Leaf of(unsigned leaf, unsigned subleaf = 0) {
+    Leaf result{};  // where the processor has no such leaf
+    __get_cpuid_count(leaf, subleaf, &result.a, &result.b, &result.c, &result.d);
+    return result;
+  }
+  static bool has(unsigned features, std::initializer_list<int> bits) {
+    return std::all_of(bits.begin(), bits.end(), [&](int bit) { return features >> bit & 1; });
+  }
+  static bool keeps(unsigned registers) {
+    if (!has(of(1).c, {27})) return false;
+    unsigned kept, high;
+    asm("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+    return (kept & registers) == registers;
+  }
+};
+
 // Linux hands out the tile registers on request only, for the whole process.
 inline bool may_use_amx() {
-  unsigned a, b, c, d;
-  constexpr unsigned kTilesAndBf16 = 1u << 24 | 1u << 22;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTilesAndBf16) != kTilesAndBf16) return false;
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -69,17 +98,13 @@ inline bool may_use_amx() {
 inline std::vector<Capability> find_capabilities() {
   std::vector<Capability> all;
 #if defined(__x86_64__)
-  const bool runs_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool runs_avx512 = runs_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool runs_avx512_bf16 = runs_avx512 && __builtin_cpu_supports("avx512bf16");
-  all.push_back({&amx::kernels, &avx512::kernels, runs_avx512_bf16 && may_use_amx()});
-  all.push_back({&avx512_bf16::kernels, &avx512::kernels, runs_avx512_bf16});
-  all.push_back({&avx512::kernels, &avx512::kernels, runs_avx512});
+  const Processor here;
+  all.push_back({&amx::kernels, &avx512::kernels, here.has_amx_bf16() && may_use_amx()});
+  all.push_back({&avx512_bf16::kernels, &avx512::kernels, here.has_avx512_bf16()});
+  all.push_back({&avx512::kernels, &avx512::kernels, here.has_avx512()});
   // Intel's bf16 dot products run at half the rate of its FMAs (measured on Sapphire Rapids).
-  if (__builtin_cpu_is("intel")) std::swap(all[1], all[2]);
-  all.push_back({&avx2::kernels, &avx2::kernels, runs_avx2});
+  if (here.is_intel()) std::swap(all[1], all[2]);
+  all.push_back({&avx2::kernels, &avx2::kernels, here.has_avx2()});
 #endif
   all.push_back({&portable::kernels, &portable::kernels, true});
   return all;

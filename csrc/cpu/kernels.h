@@ -1,5 +1,6 @@
-// Everything that is compiled once per instruction set. The includer says which, before a `#pragma GCC target`:
+// Everything that is compiled once per instruction set. The includer says which:
 //
+//   FASTATTN_TARGET             what the compiler may use, by its names; not defined: what every machine has
 //   FASTATTN_ISA                its name, also the namespace
 //   FASTATTN_LANES              floats in a vector
 //   FASTATTN_BF16               1: products of bf16 (arith_bf16.h) instead of fp32 (arith_fp32.h); no other dtype then
@@ -15,6 +16,16 @@
 // it).
 #pragma once
 
+#define FASTATTN_STRING(...) #__VA_ARGS__
+#define FASTATTN_TEXT(...) FASTATTN_STRING(__VA_ARGS__)
+#define FASTATTN_PRAGMA(...) _Pragma(FASTATTN_TEXT(__VA_ARGS__))
+
+#if defined(FASTATTN_TARGET) && defined(__clang__)
+FASTATTN_PRAGMA(clang attribute push(__attribute__((target(FASTATTN_TARGET))), apply_to = function))
+#elif defined(FASTATTN_TARGET)
+FASTATTN_PRAGMA(GCC target(FASTATTN_TARGET))
+#endif
+
 #include "backward.h"
 #include "blocks.h"
 #include "forward.h"
@@ -26,14 +37,11 @@
 #include "short_kv.h"
 #endif
 
-#define FASTATTN_STRING(x) #x
-#define FASTATTN_NAME(x) FASTATTN_STRING(x)
-
 namespace fastattn::FASTATTN_ISA {
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    FASTATTN_NAME(FASTATTN_ISA),
+    FASTATTN_TEXT(FASTATTN_ISA),
     kBlockQueries,
     kStripQueries,
     kBlockKeys,
@@ -52,3 +60,7 @@ const Kernels kernels = {
 };
 
 }  // namespace fastattn::FASTATTN_ISA
+
+#if defined(FASTATTN_TARGET) && defined(__clang__)
+#pragma clang attribute pop
+#endif

@@ -1,6 +1,6 @@
 // Vectors of kLanes floats in GCC's vector extensions: the same source for every instruction set.
 //
-// Included by each instruction set's translation unit, after its `#pragma GCC target`. Everything is in an anonymous
+// Included by each instruction set's translation unit, for its target (kernels.h). Everything is in an anonymous
 // namespace, since the linker may merge equal inline functions and must not pick one that the machine cannot run.
 #pragma once
 

@@ -59,7 +59,7 @@ def compiled_for(level: str) -> set[Path]:
 def flags_of(level: str) -> list[str]:
     """The macros and the target of an instruction set as options, so that its source need not be included."""
     text = source_of(level).read_text()
-    targets = re.findall(r'#pragma GCC target\("(.*)"\)', text)
+    targets = re.findall(r'#define FASTATTN_TARGET "(.*)"', text)
     return [
         *(f"-D{name}={value}" for name, value in re.findall(r"#define (\w+) (\w+)", text)),
         *(f"-m{name}" for names in targets for name in names.split(",")),

@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser(
         "build",
         help="compile the backends cpu and cuda now instead of on first use",
-        description="Compiles the backend cpu for the installed torch, unless that has been done, and says where its "
-        "module lies; and the backend cuda where it serves the GPUs of this machine, which takes minutes. Without this "
-        "command the first call that needs them does the same.",
+        description="Compiles the backend cpu for every torch and every machine of this kind, unless that has been done, "
+        "and says where its module lies; and the backend cuda where it serves the GPUs of this machine, which takes "
+        "minutes. Without this command the first call that needs one compiles what this machine needs of it.",
     )
     build.add_argument(
         "--cuda",
@@ -168,7 +168,7 @@ def _build(args: argparse.Namespace) -> int:
     serves_gpus = any(cuda.by_name_only(gpu) is None for gpu in gpus)
     for module in build.MODULES.values() if args.cuda or serves_gpus else (build.CPU,):
         start = time.perf_counter()
-        if why := module.unavailable():
+        if why := module.unavailable(whole=True):
             if module is build.CPU or args.cuda:
                 raise CommandError(why)
             print(f"{module.backend}: {why}")

@@ -14,8 +14,10 @@ from modelled_gpu import backend, gpu_model  # noqa: F401  fixtures; it imports 
 from modelled_hopper import gluon_model  # noqa: F401  a fixture
 
 from fastattn import plan
+from fastattn.backends import build
 
 quick_interpreter.install()
+build.CPU.unavailable(whole=True)  # tests choose among the instruction sets, of which the first use compiles some only
 collect_ignore = ["bench/faulty_suite.py"]  # which test_gpu_stages.py runs
 
 

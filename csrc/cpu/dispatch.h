@@ -22,23 +22,23 @@
 
 namespace fastattn {
 
-#if defined(__x86_64__)
-namespace amx {
-extern const Kernels kernels;
-}
-namespace avx512_bf16 {
-extern const Kernels kernels;
-}
-namespace avx512 {
-extern const Kernels kernels;
-}
-namespace avx2 {
-extern const Kernels kernels;
-}
+// A module that was compiled for one machine lacks the kernels of others, whose address is null then.
+#if defined(_WIN32)
+#define FASTATTN_IF_COMPILED
+#else
+#define FASTATTN_IF_COMPILED __attribute__((weak))
 #endif
-namespace portable {
-extern const Kernels kernels;
-}
+#define FASTATTN_KERNELS(isa)                        \
+  namespace isa {                                    \
+  extern const Kernels kernels FASTATTN_IF_COMPILED; \
+  }
+#if defined(__x86_64__)
+FASTATTN_KERNELS(amx)
+FASTATTN_KERNELS(avx512_bf16)
+FASTATTN_KERNELS(avx512)
+FASTATTN_KERNELS(avx2)
+#endif
+FASTATTN_KERNELS(portable)
 
 constexpr const char* kCapabilityVariable = "FASTATTN_CPU_CAPABILITY";
 
@@ -107,6 +107,7 @@ inline std::vector<Capability> find_capabilities() {
   all.push_back({&avx2::kernels, &avx2::kernels, here.has_avx2()});
 #endif
   all.push_back({&portable::kernels, &portable::kernels, true});
+  std::erase_if(all, [](const Capability& each) { return !each.bf16 || !each.others; });
   return all;
 }
 
@@ -125,6 +126,7 @@ inline const Capability& choose_capability() {
     if (allowed && capability.runs_here) return capability;
     names += (names.empty() ? "'" : ", '") + std::string(capability.name()) + "'";
   }
+  if (allowed) throw std::runtime_error("this machine runs none of " + names + ", which this module was compiled for");
   throw std::invalid_argument(std::string(kCapabilityVariable) + " must be one of " + names + ", got '" + highest +
                               "'");
 }

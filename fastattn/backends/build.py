@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -35,8 +35,9 @@ except ImportError:  # Windows, where nothing here has been tried: without the l
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 _ON_WINDOWS = sys.platform == "win32"
 
-# The C++ standard is left to torch, which adds the one its headers need. Instruction sets are chosen at run time.
-_OPTIMISED = ("/O2",) if _ON_WINDOWS else ("-O3", "-g0")
+# The C++ standard is left to torch, which adds the one its headers need. Instruction sets are chosen at run time. What
+# GCC adds at -O3 takes as long as all the rest, and the CPU kernels are as fast without it.
+_OPTIMISED = ("/O2",) if _ON_WINDOWS else ("-O2", "-g0")
 
 
 def source_dir() -> Path:
@@ -59,18 +60,16 @@ class CompiledModule:
     Args:
         backend: the name of the backend, and of the folder in `source_dir()` whose headers it includes, with those
             beside that folder.
-        sources: as paths below `source_dir()`.
+        sources: as paths below `source_dir()`, with the seconds that a processor takes to compile each, about.
         flags: for each compiler, by torch's names of them.
         link_flags: for the linker.
-        seconds: about how long two cores compile it; for each kind of GPU, where the code is for some of them.
         every_torch: whether one build serves every torch and every Python that the package does.
     """
 
     backend: str
-    sources: tuple[str, ...]
+    sources: dict[str, int]
     flags: dict[str, tuple[str, ...]]
     link_flags: tuple[str, ...]
-    seconds: int
     every_torch: bool = False
 
     def __str__(self) -> str:
@@ -98,8 +97,14 @@ class CompiledModule:
         return sorted(path.relative_to(source_dir()) for path in found)
 
     def about_seconds(self) -> int:
-        """About how long two cores compile it here."""
-        return self.seconds
+        """About how long this machine takes to compile it: what its processors share, or the longest source."""
+        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        seconds = self.sources.values()
+        return max(*seconds, round(sum(seconds) / processors))
+
+    def for_this_machine(self) -> CompiledModule:
+        """What the first use compiles: the module, or one with less in it that serves this machine as well."""
+        return self
 
     def compile_flags(self) -> dict[str, list[str]]:
         """The flags for each compiler on this machine; the lists are the caller's."""
@@ -144,36 +149,40 @@ class CompiledModule:
         """Variables for the process that compiles."""
         return {}
 
-    def load(self) -> ModuleType:
+    def load(self, whole: bool = False) -> ModuleType:
         """The module, compiled first if no build for this torch and these sources exists.
+
+        Args:
+            whole: with all that other machines may need too.
 
         Raises:
             RuntimeError: it cannot be had; the message is the sentence of `unavailable()`.
         """
-        outcome = _module_or_reason(self)
+        outcome = _module_or_reason(self, whole)
         if isinstance(outcome, str):
             raise RuntimeError(outcome)
         return outcome
 
-    def unavailable(self) -> str | None:
-        """Why the module cannot be had, in one sentence, or None. Compiles it where that has not been done."""
-        outcome = _module_or_reason(self)
+    def unavailable(self, whole: bool = False) -> str | None:
+        """Why the module cannot be had, in one sentence, or None. Compiles it, as `load` does, where that is not done."""
+        outcome = _module_or_reason(self, whole)
         return outcome if isinstance(outcome, str) else None
 
     def state(self) -> str:
         """How the module stands, in one phrase; compiles nothing."""
-        if path := self.built_in(_PACKAGE_DIR):
-            return f"built ahead of time: {path}"
-        if why := _distrust(self, cache_dir()):
-            return why
-        if path := self.built_in(cache_dir()):
-            return f"cached: {path}"
+        first_use = self.for_this_machine()
+        found = _find(self, first_use)
+        if isinstance(found, str):
+            return found
+        if found is not None:
+            return f"{'built ahead of time' if found.parent == _PACKAGE_DIR else 'cached'}: {found}"
         if why := self.obstacle():
             return f"cannot be built: {why}"
-        log = _log(cache_dir() / self.file_name())
+        log = _log(cache_dir() / first_use.file_name())
         if log.is_file():
             return f"did not compile (messages in {log}): `fastattn build` or the next use tries again"
-        return f"not built yet: `fastattn build` (about {self.about_seconds()} s) or the first use builds it"
+        here = "" if first_use is self else f", for this machine alone in about {first_use.about_seconds()} s"
+        return f"not built yet: `fastattn build` (about {self.about_seconds()} s) or the first use{here} builds it"
 
     def _parts_of_file_name(self) -> tuple[str, str, str]:
         """What stands before the GPUs that it is for, these, and what stands after them."""
@@ -191,12 +200,37 @@ class CompiledModule:
         return before, "", f"torch-{torch.__version__}{abi_and_machine}"
 
 
+class CpuModule(CompiledModule):
+    """One with the CPU kernels for each instruction set, of which a machine runs one or two."""
+
+    def for_this_machine(self) -> CompiledModule:
+        """With what this machine runs, unless FASTATTN_CPU_CAPABILITY asks for another instruction set."""
+        if os.environ.get("FASTATTN_CPU_CAPABILITY"):
+            return self
+        names = {"binding", *_instruction_sets()}
+        fewer = {source: seconds for source, seconds in self.sources.items() if Path(source).stem in names}
+        return replace(self, sources=fewer) if len(fewer) > 1 else self
+
+
+def _instruction_sets() -> tuple[str, ...]:
+    """The names of those that csrc/cpu/dispatch.h chooses from on this machine; none where that is not known."""
+    import torch
+
+    best = torch.backends.cpu.get_cpu_capability()
+    if _ON_WINDOWS or best not in ("AVX2", "AVX512"):  # a linker of Windows needs all that dispatch.h names
+        return ()
+    if best == "AVX2":
+        return ("avx2",)
+    for_bf16 = (("amx", torch.cpu._is_amx_tile_supported), ("avx512_bf16", torch.cpu._is_avx512_bf16_supported))
+    return ("avx512", *[name for name, runs_here in for_bf16 if runs_here()][:1])
+
+
 class CudaModule(CompiledModule):
     """One with kernels for NVIDIA GPUs: those of this machine, or those in TORCH_CUDA_ARCH_LIST."""
 
     def about_seconds(self) -> int:
         """As long as that for each kind of GPU."""
-        return self.seconds * len(_archs())
+        return super().about_seconds() * len(_archs())
 
     def compile_flags(self) -> dict[str, list[str]]:
         """With code for each GPU; torch, which adds none then, would raise IndexError where no GPU is visible."""
@@ -267,20 +301,25 @@ class CudaModule(CompiledModule):
         return before, f"{'-'.join(_archs())}.", after
 
 
-CPU = CompiledModule(
+CPU = CpuModule(
     backend="cpu",
-    sources=tuple(f"cpu/{name}.cpp" for name in ("binding", "amx", "avx512_bf16", "avx512", "avx2", "portable")),
+    sources={  # on a Zen 3, with GCC 12
+        "cpu/binding.cpp": 5,
+        "cpu/amx.cpp": 8,
+        "cpu/avx512_bf16.cpp": 14,
+        "cpu/avx512.cpp": 23,
+        "cpu/avx2.cpp": 11,
+        "cpu/portable.cpp": 9,
+    },
     flags={"cxx": (*_OPTIMISED, "-DPy_LIMITED_API=0x030a0000")},  # Python 3.10's
     link_flags=(),
-    seconds=90,
     every_torch=True,
 )
 CUDA = CudaModule(
     backend="cuda",
-    sources=("cuda/binding.cpp", *(f"cuda/{dtype}.cu" for dtype in ("bf16", "f16", "f32"))),
+    sources={"cuda/binding.cpp": 20, "cuda/bf16.cu": 33, "cuda/f16.cu": 33, "cuda/f32.cu": 33},  # with nvcc 13.0
     flags={"cxx": _OPTIMISED, "nvcc": ("-O3",)},
     link_flags=(),
-    seconds=50,
 )
 MODULES = {module.backend: module for module in (CPU, CUDA)}
 
@@ -467,6 +506,17 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
+def _find(*modules: CompiledModule) -> Path | str | None:
+    """The file of the first of these modules that is built, or why the cache is not trusted, or None."""
+    for module in modules:
+        if path := module.built_in(_PACKAGE_DIR):
+            return path
+    for module in modules:
+        if found := _distrust(module, cache_dir()) or module.built_in(cache_dir()):
+            return found
+    return None
+
+
 def _distrust(module: CompiledModule, folder: Path) -> str | None:
     """Why no module in that folder is loaded, in one sentence: other users could have put theirs there. Else None."""
     for path in (folder, folder / module.file_name(), _checksum_file(folder / module.file_name())):
@@ -483,18 +533,17 @@ def _distrust(module: CompiledModule, folder: Path) -> str | None:
 
 
 @functools.cache  # a failure too: nobody waits twice for the same compile error
-def _module_or_reason(module: CompiledModule) -> ModuleType | str:
-    path = module.built_in(_PACKAGE_DIR)
+def _module_or_reason(module: CompiledModule, whole: bool = False) -> ModuleType | str:
+    wanted = module if whole else module.for_this_machine()
+    path = _find(module, wanted)
     if path is None:
-        if why := _distrust(module, cache_dir()):
+        if why := _build_reluctance(wanted):
             return why
-        path = module.built_in(cache_dir())
-    if path is None:
-        if why := _build_reluctance(module):
+        path = cache_dir() / wanted.file_name()
+        if why := _build(wanted, path):
             return why
-        path = cache_dir() / module.file_name()
-        if why := _build(module, path):
-            return why
+    if isinstance(path, str):
+        return path
     try:
         return _import(module, path)
     except ImportError as error:
@@ -558,7 +607,8 @@ def _compile(module: CompiledModule, target: Path) -> str | None:
         shutil.rmtree(leftover, ignore_errors=True)
     _log(target).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.build-", dir=target.parent) as folder:
-        code, said = _run_counting_steps([sys.executable, __file__, module.backend, folder], _child_environment(module))
+        command = [sys.executable, __file__, folder, module.backend, *module.sources]
+        code, said = _run_showing_progress(command, _child_environment(module), module.sources)
         if code != 0:
             _log(target).write_bytes(said)
             return f"{module} did not compile (the compiler's messages are in {_log(target)})"
@@ -582,11 +632,13 @@ def _child_environment(module: CompiledModule) -> dict[str, str]:
     return environment
 
 
-def _run_counting_steps(command: list[str], environment: dict[str, str]) -> tuple[int, bytes]:
-    """The exit code and all that was said by a command that runs ninja; shows how many of its steps are done."""
+def _run_showing_progress(
+    command: list[str], environment: dict[str, str], seconds: dict[str, int]
+) -> tuple[int, bytes]:
+    """The exit code and all that was said by a command in which ninja compiles sources that take so many seconds."""
     said = []
     with (
-        _steps_shown() as show,
+        _progress_shown(sum(seconds.values())) as advance,
         subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -594,8 +646,8 @@ def _run_counting_steps(command: list[str], environment: dict[str, str]) -> tupl
     ):  # fmt: skip
         for line in child.stdout:
             said.append(line)
-            if step := re.match(rb"\[(\d+)/(\d+)\]", line):
-                show(int(step[1]), int(step[2]))
+            if re.match(rb"\[\d+/\d+\]", line):  # a step of ninja that is done, with its command
+                advance(sum(each for source, each in seconds.items() if f"/{source} ".encode() in line))
     return child.returncode, b"".join(said)
 
 
@@ -603,26 +655,27 @@ _SECONDS_BETWEEN_LINES = 20
 
 
 @contextmanager
-def _steps_shown() -> Iterator[Callable[[int, int], None]]:
-    """A function to call with how many steps are done and how many there are: a bar, or else a line now and then."""
+def _progress_shown(total: int) -> Iterator[Callable[[int], None]]:
+    """A function to call with how much of `total` has been done since: a bar, or else a line now and then."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
 
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("", total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+            task = progress.add_task("", total=total)
+            yield lambda more: progress.advance(task, more)
         return
-    last_line = time.monotonic()
+    done, last_line = 0, time.monotonic()
 
-    def show(done: int, total: int) -> None:
-        nonlocal last_line
+    def advance(more: int) -> None:
+        nonlocal done, last_line
+        done += more
         if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
-            print(f"fastattn: {done} of {total} steps of the compilation are done", file=sys.stderr, flush=True)
+            print(f"fastattn: {100 * done // total} % of the compilation is done", file=sys.stderr, flush=True)
 
-    yield show
+    yield advance
 
 
 def _end_with_parent() -> None:
@@ -651,4 +704,6 @@ def _compile_in(module: CompiledModule, folder: str) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _compile_in(MODULES[sys.argv[1]], sys.argv[2])
+    chosen_folder, backend, *sources = sys.argv[1:]
+    whole = MODULES[backend]
+    _compile_in(replace(whole, sources={source: whole.sources[source] for source in sources}), chosen_folder)

@@ -547,9 +547,9 @@ def test_cuda_is_compiled_for_the_gpus_of_the_machine_or_those_in_the_list(stand
 
 
 def test_the_time_that_is_told_is_that_of_each_kind_of_gpu(stand_in):
-    gpus, what = fake_cuda([(7, 5), (7, 5)]), "cuda.about_seconds(), cuda.seconds"
+    gpus, what = "import os; os.sched_getaffinity = lambda pid: {0, 1}" + fake_cuda([(7, 5), (7, 5)]), "cuda.about_seconds()"
     machines = (gpus, NO_ARCHS), (gpus, {"TORCH_CUDA_ARCH_LIST": "7.5;8.0;9.0;12.0+PTX"})
-    assert of_each_cuda(stand_in, what, *machines) == ["50 50", "200 50"]
+    assert of_each_cuda(stand_in, what, *machines) == ["60", "240"]
 
 
 def test_names_of_the_files_tell_apart_what_must_not_be_confused(stand_in):
@@ -628,11 +628,52 @@ def test_wheel_with_cuda_asked_for_says_why_it_has_none(stand_in):
 def test_a_long_compilation_tells_how_far_it_is(stand_in):
     code = """
 import sys
-steps = "print('[1/2] c++ a', '[2/2] c++ b', 'linked', sep=chr(10)); sys.exit(3)"
+steps = "print('[1/3] c++ -c /s/a.cpp -o a.o', '[2/3] c++ -c /s/b.cpp -o b.o', '[3/3] c++ a.o b.o', sep=chr(10)); sys.exit(3)"
 build._SECONDS_BETWEEN_LINES = {seconds}
-print(*build._run_counting_steps([sys.executable, "-c", "import sys; " + steps], {{}}))
+print(*build._run_showing_progress([sys.executable, "-c", "import sys; " + steps], {{}}, {{"a.cpp": 3, "b.cpp": 1}}))
 """
     out, err = finish(start(stand_in, code.format(seconds=0)))
-    assert out == r"3 b'[1/2] c++ a\n[2/2] c++ b\nlinked\n'"
-    assert err.splitlines() == [f"fastattn: {done} of 2 steps of the compilation are done" for done in (1, 2)]
+    assert out.startswith("3 b'[1/3] c++ -c /s/a.cpp")
+    assert err.splitlines() == [f"fastattn: {done} % of the compilation is done" for done in (75, 100, 100)]
     assert finish(start(stand_in, code.format(seconds=20)))[1] == ""
+
+
+INSTRUCTION_SETS = [
+    ("AVX2", False, False, {"avx2"}),
+    ("AVX512", False, False, {"avx512"}),
+    ("AVX512", True, False, {"avx512", "avx512_bf16"}),
+    ("AVX512", True, True, {"avx512", "amx"}),  # Intel, whose bf16 is faster by fp32 where its tiles may not be used
+    ("DEFAULT", False, False, {"amx", "avx512_bf16", "avx512", "avx2", "portable"}),
+]
+
+
+@pytest.mark.parametrize(("best", "bf16", "tiles", "expected"), INSTRUCTION_SETS)
+def test_first_use_compiles_what_this_machine_runs_and_build_the_rest(stand_in, best, bf16, tiles, expected):
+    machine = f"""
+import torch
+torch.backends.cpu.get_cpu_capability = lambda: {best!r}
+torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported = lambda: {bf16}, lambda: {tiles}
+"""
+    code = machine + "print(*build.CPU.for_this_machine().sources, sep='|')"
+    assert finish(start(stand_in, code))[0] == "|".join(
+        source for source in ALL_SOURCES if Path(source).stem in expected | {"binding"}
+    )
+    assert finish(start(stand_in, code, FASTATTN_CPU_CAPABILITY="portable"))[0] == "|".join(ALL_SOURCES)
+
+
+ALL_SOURCES = [f"cpu/{name}.cpp" for name in ("binding", "amx", "avx512_bf16", "avx512", "avx2", "portable")]
+
+
+def test_what_the_first_use_compiled_serves_until_all_is_built(stand_in):
+    only_avx2 = "import torch; torch.backends.cpu.get_cpu_capability = lambda: 'AVX2'\n"
+    code = only_avx2 + "print(build.CPU.load({whole}).__file__, build.CPU.state(), sep='|')"
+    (first, first_state), (whole, whole_state) = (
+        finish(start(stand_in, code.format(whole=whole)))[0].split("|") for whole in (False, True)
+    )
+    assert first_state == f"cached: {first}"
+    assert whole_state == f"cached: {whole}"
+    assert first != whole
+    no_compiler = {"CXX": "/nonexistent/c++"}
+    assert finish(start(stand_in, code.format(whole=False), **no_compiler))[0] == f"{whole}|{whole_state}"
+    Path(whole).unlink()
+    assert finish(start(stand_in, code.format(whole=False), **no_compiler))[0] == f"{first}|{first_state}"

@@ -1,5 +1,6 @@
 """Set-up of the whole suite: Triton kernels run in the interpreter wherever there is no GPU."""
 
+import importlib.util
 import os
 
 import pytest
@@ -8,14 +9,16 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported, so before any test is
 
-import quick_interpreter
 import torchvision_import  # noqa: F401  for whatever imports torchvision
 from modelled_gpu import backend, gpu_model  # noqa: F401  fixtures; it imports fastattn, and so Triton's kernels
 from modelled_hopper import gluon_model  # noqa: F401  a fixture
 
 from fastattn import plan
 
-quick_interpreter.install()
+if importlib.util.find_spec("triton") is not None:  # there is none for macOS and Windows
+    import quick_interpreter
+
+    quick_interpreter.install()
 collect_ignore = ["bench/faulty_suite.py"]  # which test_gpu_stages.py runs
 
 

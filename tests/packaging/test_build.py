@@ -200,7 +200,7 @@ def test_wheel_survives_a_compile_error(stand_in):
     ("lacks", "said"),
     [
         ("torch", "the cpu backend's module, which cannot be compiled: torch cannot be imported here (no torch here)"),
-        ("compiler", "the cpu backend's module, which cannot be compiled: there is no C++ compiler: '/nonexistent/c++'"),
+        ("compiler", "the cpu backend's module, which cannot be compiled: there is no C++ compiler: '/nonexistent"),
         ("valid source", "error: Error compiling objects for extension"),
     ],
 )

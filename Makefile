@@ -193,8 +193,8 @@ check-dist: $(INSTALLED)
 # What the wheel in dist for this machine runs with, as an installation of it beside nothing else says.
 SBOM := build/fastattn.cdx.json
 sbom: $(INSTALLED)
-	$(PYTHON) -m venv --clear build/installed
-	build/installed/bin/python -m pip install --quiet --constraint constraints.txt \
+	$(PYTHON) -m venv --clear --without-pip build/installed
+	$(BIN)/python -m pip --python build/installed install --quiet --constraint constraints.txt \
 	    dist/fastattn-*-manylinux*_$$(uname -m).whl
 	$(BIN)/cyclonedx-py environment --output-reproducible --output-file $(SBOM) build/installed
 

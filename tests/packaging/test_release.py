@@ -13,13 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.map import tracked_files
+
 ROOT = Path(__file__).parents[2]
 MADE_BY_SETUPTOOLS = re.compile(r"PKG-INFO|setup\.cfg|fastattn\.egg-info/.+")
-
-
-def tracked_files() -> set[str]:
-    listed = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout
-    return set(listed.splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +25,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (ROOT / ".git").exists():
         pytest.skip("git says which files there are, and this is no checkout")
     tree = tmp_path_factory.mktemp("release") / "tree"
-    for name in tracked_files():
+    for name in tracked_files(ROOT):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
     hidden = tree.parent / "hidden" / "torch"  # nothing here needs it
@@ -50,7 +47,7 @@ def metadata(sdist: Path) -> email.message.Message:
 def test_the_sdist_has_what_git_tracks_and_nothing_else(sdist):
     with tarfile.open(sdist) as archive:
         packed = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    assert {name for name in packed if not MADE_BY_SETUPTOOLS.fullmatch(name)} == tracked_files()
+    assert {name for name in packed if not MADE_BY_SETUPTOOLS.fullmatch(name)} == set(map(str, tracked_files(ROOT)))
 
 
 def test_twine_takes_the_sdist(sdist):

@@ -2,8 +2,8 @@
 
 The first sentence of a Python file is that of its docstring, of a Markdown page that of its text, of any other file
 that of the comment it begins with. A folder has the sentence of its `__init__.py` or else of its `README.md`; the files
-of a folder with neither are listed with the folder above. Files are those that git tracks, or that a source distribution
-was made of.
+of a folder with neither are listed with the folder above. Files are those that git tracks, or that the source
+distribution was made of.
 """
 
 from __future__ import annotations

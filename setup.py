@@ -2,13 +2,15 @@
 
 The module of the cpu backend is built wherever it can be, that of cuda where FASTATTN_BUILD_CUDA=1 asks for it, since
 it takes minutes: for the GPUs in TORCH_CUDA_ARCH_LIST, or else of this machine. Everywhere else the installation is
-pure Python, and the first use of a module compiles it.
+pure Python, and the first use of a module compiles it; FASTATTN_REQUIRE_COMPILED=1 makes that an error, for wheels that
+are to be published.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.errors import CompileError
 
 HERE = Path(__file__).resolve().parent
+REQUIRE_COMPILED = os.environ.get("FASTATTN_REQUIRE_COMPILED") == "1"
 
 
 def load_by_path(path: Path) -> ModuleType:
@@ -78,7 +81,7 @@ def built(modules: list) -> dict:
             depends=[str(sources / header) for header in module.headers()],
             extra_compile_args=module.compile_flags(),
             py_limited_api=module.every_torch,
-            optional=True,  # a failed compile leaves a pure installation
+            optional=not REQUIRE_COMPILED,  # a failed compile leaves a pure installation
         )
         for module in modules
     ]
@@ -89,7 +92,24 @@ def built(modules: list) -> dict:
 
 
 def say_without(module: object, why: str) -> None:
+    if REQUIRE_COMPILED:
+        sys.exit(f"fastattn: FASTATTN_REQUIRE_COMPILED=1 asks for {module}, which cannot be compiled: {why}")
     print(f"fastattn: installing without {module}, which its first use compiles: {why}", file=sys.stderr)
 
 
-setup(packages=[*find_packages(include=["fastattn", "fastattn.*"]), "fastattn._csrc"], **compiled_modules())
+def long_description() -> str:
+    """README.md for package indexes, whose pages have no files beside them: its links lead to this version's tag."""
+    readme, project, package = (
+        (HERE / path).read_text(encoding="utf-8") for path in ("README.md", "pyproject.toml", "fastattn/__init__.py")
+    )
+    source = re.search(r'^Source = "(.+)"$', project, re.MULTILINE)[1]
+    version = re.search(r'^__version__ = "(.+)"$', package, re.MULTILINE)[1]
+    return re.sub(r"\]\((?!\w+:|#)", f"]({source}/blob/v{version}/", readme)
+
+
+setup(
+    packages=[*find_packages(include=["fastattn", "fastattn.*"]), "fastattn._csrc"],
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    **compiled_modules(),
+)

@@ -2,7 +2,8 @@
 
 The first sentence of a Python file is that of its docstring, of a Markdown page that of its text, of any other file
 that of the comment it begins with. A folder has the sentence of its `__init__.py` or else of its `README.md`; the files
-of a folder with neither are listed with the folder above. Files are those that git tracks.
+of a folder with neither are listed with the folder above. Files are those that git tracks, or that the source
+distribution was made of.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def draw(root: Path, *, folders_only: bool = False) -> str:
     Raises:
         ValueError: a file does not begin with a sentence.
     """
-    files = _tracked_files(root)
+    files = tracked_files(root)
     sentences = {file: first_sentence(root / file) for file in files}
     if silent := [str(file) for file in files if not sentences[file] and not _is_data(file)]:
         raise ValueError(
@@ -86,9 +87,15 @@ def _comment(text: str, mark: str, before: str) -> str:
     return "\n".join(comment)
 
 
-def _tracked_files(root: Path) -> list[PurePosixPath]:
-    listed = subprocess.run(["git", "-C", root, "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
-    return [PurePosixPath(name) for name in listed.split("\0") if name and (root / name).is_file()]
+def tracked_files(root: Path) -> list[PurePosixPath]:
+    """The files of the repository at `root`, or of the source distribution that is unpacked there."""
+    if (root / ".git").exists():
+        command = ["git", "-C", root, "ls-files", "-z"]
+        names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
+    else:
+        listed = (root / "fastattn.egg-info" / "SOURCES.txt").read_text().splitlines()
+        names = sorted(name for name in listed if not name.startswith("fastattn.egg-info/"))
+    return [PurePosixPath(name) for name in names if name and (root / name).is_file()]
 
 
 def _is_data(file: PurePosixPath) -> bool:

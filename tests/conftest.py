@@ -1,5 +1,6 @@
 """Set-up of the whole suite: Triton kernels run in the interpreter wherever there is no GPU."""
 
+import importlib.util
 import os
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported, so before any test is
 
-import quick_interpreter
 import torchvision_import  # noqa: F401  for whatever imports torchvision
 from modelled_gpu import backend, gpu_model  # noqa: F401  fixtures; it imports fastattn, and so Triton's kernels
 from modelled_hopper import gluon_model  # noqa: F401  a fixture
@@ -16,7 +16,10 @@ from modelled_hopper import gluon_model  # noqa: F401  a fixture
 from fastattn import plan
 from fastattn.backends import build
 
-quick_interpreter.install()
+if importlib.util.find_spec("triton") is not None:  # there is none for macOS and Windows
+    import quick_interpreter
+
+    quick_interpreter.install()
 build.CPU.unavailable(whole=True)  # tests choose among the instruction sets, of which the first use compiles some only
 collect_ignore = ["bench/faulty_suite.py"]  # which test_gpu_stages.py runs
 

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from gluon_model import modelled
 
 from fastattn.backends import hopper
 
@@ -25,6 +24,8 @@ class GluonModel:
 @contextmanager
 def hopper_computes_for_the_cpu(multiprocessors: int = MULTIPROCESSORS) -> Iterator[None]:
     """Calls of the Hopper backend on CPU tensors are computed by its kernels, on a model of a GPU."""
+    from gluon_model import modelled  # which imports triton, and this file is imported where there is none too
+
     copy, gpu = modelled("hopper"), SimpleNamespace(multi_processor_count=multiprocessors)
     with (
         mock.patch.object(hopper, "_device_objections", side_effect=lambda device: []),  # a new list each time

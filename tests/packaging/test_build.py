@@ -120,10 +120,10 @@ def finish(process: subprocess.Popen) -> tuple[str, str]:
     return out.strip(), err.strip()
 
 
-def wheel_of(tree: Path, **environment: str) -> tuple[zipfile.ZipFile, str]:
-    """The wheel that pip makes there without a network, and all that was said meanwhile."""
+def pip_wheel(tree: Path, **environment: str) -> subprocess.CompletedProcess:
+    """What pip says, as stdout, as it makes a wheel there without a network, in dist/."""
     options = ["-v", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "dist"]
-    made = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "pip", "wheel", *options, "."],
         cwd=tree,
         env={**os.environ, **environment},
@@ -132,6 +132,11 @@ def wheel_of(tree: Path, **environment: str) -> tuple[zipfile.ZipFile, str]:
         text=True,
         timeout=200,
     )
+
+
+def wheel_of(tree: Path, **environment: str) -> tuple[zipfile.ZipFile, str]:
+    """The wheel that pip makes there, and all that was said meanwhile."""
+    made = pip_wheel(tree, **environment)
     assert made.returncode == 0, made.stdout
     (wheel,) = (tree / "dist").glob("*.whl")
     return zipfile.ZipFile(wheel), made.stdout
@@ -158,13 +163,13 @@ def test_wheel_without_torch_is_pure_quick_and_whole(tree, no_torch):
     packed = set(wheel.namelist())
     metadata = next(wheel.read(name).decode() for name in packed if name.endswith("/METADATA"))
     needed = {line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line}
-    assert needed == {"Requires-Dist: torch>=2.10", "Requires-Dist: ninja"}
+    assert needed == {f"Requires-Dist: {package}" for package in ("torch>=2.10", "ninja", "setuptools")}
     files = [path for path in (tree / "csrc").rglob("*.*") if path.suffix != ".md"]
     sources = {path.relative_to(tree / "csrc").as_posix() for path in files}
     assert {"cpu/binding.cpp", "mask.h", "cuda/f16.cu", "cuda/forward.cuh"} <= sources
     assert {name.removeprefix("fastattn/_csrc/") for name in packed if name.startswith("fastattn/_csrc/")} == sources
     modules = {path.relative_to(tree).as_posix() for path in (tree / "fastattn").rglob("*.py")}
-    assert modules <= packed
+    assert modules | {"fastattn/py.typed"} <= packed
     assert {name.partition("/")[0].partition("-")[0] for name in packed} == {"fastattn"}
 
 
@@ -189,6 +194,24 @@ def test_wheel_survives_a_compile_error(stand_in):
     (stand_in / "csrc" / "cpu" / "binding.cpp").write_text("this is not C++")
     wheel, _ = wheel_of(stand_in)
     assert compiled(wheel) == []
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("torch", "the cpu backend's module, which cannot be compiled: torch cannot be imported here (no torch here)"),
+        ("compiler", "the cpu backend's module, which cannot be compiled: there is no C++ compiler: '/nonexistent"),
+        ("valid source", "error: Error compiling objects for extension"),
+    ],
+)
+def test_a_wheel_that_must_be_compiled_is_not_pure(stand_in, no_torch, lacks, said):
+    if lacks == "valid source":
+        (stand_in / "csrc" / "cpu" / "binding.cpp").write_text("this is not C++")
+    environment = {"torch": no_torch, "compiler": {"CXX": "/nonexistent/c++"}}.get(lacks, {})
+    made = pip_wheel(stand_in, FASTATTN_REQUIRE_COMPILED="1", **environment)
+    assert made.returncode != 0
+    assert said in made.stdout
+    assert not list(stand_in.glob("dist/*.whl"))
 
 
 def test_wheel_with_torch_carries_the_one_module_that_is_then_loaded(stand_in, tmp_path):

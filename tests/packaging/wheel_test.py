@@ -2,7 +2,8 @@
 
 `make wheel-test PYTHONS="python3.10 python3.12"` makes the wheel and gives each Python an environment of its own in
 build/wheel_test, with the torch of TORCHS and the wheel. The tests run on a copy of theirs, since they would import the
-package of the checkout. `python tests/packaging/wheel_test.py --is-current` exits with 0 or 1.
+package of the checkout. `python tests/packaging/wheel_test.py --is-current` exits with 0 or 1, and `--table` prints what
+the record says.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ def is_current() -> bool:
     sys.path.insert(0, str(REPOSITORY / "fastattn" / "backends"))
     import build
 
-    return json.loads(RECORD.read_text())["module"] == build.CPU.file_name()
+    return RECORD.is_file() and json.loads(RECORD.read_text())["module"] == build.CPU.file_name()
+
+
+def table() -> str:
+    """Markdown: a line for each Python and torch of the record."""
+    rows = [(run["python"], run["torch"], run["passed"]) for run in json.loads(RECORD.read_text())["runs"]]
+    return "\n".join(
+        f"| {' | '.join(map(str, row))} |" for row in (("Python", "torch", "tests passed"), ("---",) * 3, *rows)
+    )
 
 
 def environment(python: str) -> tuple[str, Path]:
@@ -81,12 +90,16 @@ def main() -> None:
     """Prints what pytest says with each Python; exits with 1 where a test failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--is-current", action="store_true", help="whether the record is of the kernels as they are")
+    parser.add_argument("--table", action="store_true", help="the record as a table, in Markdown")
     parser.add_argument("--record", action="store_true", help=f"in {RECORD.name}")
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--python", action="append", default=[])
     options = parser.parse_args()
     if options.is_current:
         sys.exit(not is_current())
+    if options.table:
+        print(table())
+        return
     rows, folder = [], copy_of_tests()
     for version, python in map(environment, options.python):
         print(f"Python {version}, torch {TORCHS[version]}", flush=True)

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     build = commands.add_parser(
         "build",
         help="compile the backends cpu and cuda now instead of on first use",
-        description="Compiles the backend cpu for every torch and every machine of this kind, unless that has been done, "
+        description="Compiles the backend cpu for every torch and machine of this kind, unless that has been done, "
         "and says where its module lies; and the backend cuda where it serves the GPUs of this machine, which takes "
         "minutes. Without this command the first call that needs one compiles what this machine needs of it.",
     )

@@ -164,7 +164,7 @@ class CompiledModule:
         return outcome
 
     def unavailable(self, whole: bool = False) -> str | None:
-        """Why the module cannot be had, in one sentence, or None. Compiles it, as `load` does, where that is not done."""
+        """Why the module cannot be had, in one sentence, or None. Compiles it, as `load` does, if it must."""
         outcome = _module_or_reason(self, whole)
         return outcome if isinstance(outcome, str) else None
 

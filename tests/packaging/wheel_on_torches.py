@@ -2,8 +2,7 @@
 
 `make wheel-test PYTHONS="python3.10 python3.12"` makes the wheel and gives each Python an environment of its own in
 build/wheel_test, with the torch of TORCHS and the wheel. The tests run on a copy of theirs, since they would import the
-package of the checkout. `python tests/packaging/wheel_on_torches.py --is-current` exits with 0 or 1, `--table` prints the
-record.
+package of the checkout. Of this file, `--is-current` exits with 0 or 1, and `--table` prints the record.
 """
 
 from __future__ import annotations

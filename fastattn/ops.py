@@ -100,45 +100,50 @@ def short_way(
     known = short_ways.get(backends.BACKENDS)
     if known is None or not (mask is None or isinstance(mask, Mask)):
         return None
-    attend, backend = known
-    result = attend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, with_lse)
-    if result is None or (average_heads is None and result is not True):
-        return result
+    attend, backward, backend = known
+    outputs = attend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, with_lse, average_heads is None)
+    if outputs is None:
+        return None
+    o, lse, gradients_wanted = outputs
+    if average_heads is None and not gradients_wanted:
+        return o, lse
     if scale is None:
         scale = q.shape[3] ** -0.5
     spec = Spec(EVERYTHING if mask is None else mask, scale, bias, softcap, alibi_slopes, sinks)
-    if result is True:  # hooks, such as a checkpoint's, count what is saved: always as on the general road
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return _apply_short(q, k, v, spec, backend) if average_heads is hooks is None else None
-    o, lse = result
+    if gradients_wanted:
+        result = _apply_short(q, k, v, (o, lse), with_lse, spec, backward, backend)
+        return result if with_lse else (result, None)
     return o, backend.weights(q, k, lse, spec, average_heads)
 
 
 class _ShortAttention(Function):
-    """Attention whose gradients are wanted, of q, k and v and of nothing else, in a call that nobody watches."""
+    """Attention whose gradients are wanted, of q, k and v and of nothing else, in a call that nobody watches.
+
+    Its forward is given (o, lse), which are computed already. lse is an output only where it is asked for.
+    """
+
+    boxed_grads_call = False  # PyTorch asks for it in each call, and takes longer where a class does not have it
 
     @staticmethod
-    def forward(ctx, q, k, v, spec, backend):
-        o, lse = backend.forward(q, k, v, spec)
+    def forward(ctx, q, k, v, outputs, with_lse, spec, backward, backend):
         ctx.set_materialize_grads(False)
         of_spec = (spec.bias, spec.alibi_slopes, spec.sinks, *spec.mask.tensors().values())
-        ctx.save_for_backward(q, k, v, o, lse, *of_spec)
-        ctx.spec, ctx.backend = spec, backend
-        return o, lse
+        ctx.save_for_backward(q, k, v, *outputs, *of_spec)
+        ctx.constants = spec, backward, backend
+        return outputs if with_lse else outputs[0]
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse=None):
         q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
-        spec, wanted = ctx.spec, ctx.needs_input_grad[:3]
-        wanted += (False, False, False)
+        wanted, (spec, backward, backend) = ctx.needs_input_grad[:3], ctx.constants
         plain = (do is None or is_plain(do)) and (dlse is None or is_plain(dlse))
         if plain and not (torch.is_grad_enabled() or _in_forward_mode() or _watched()):
-            result = ctx.backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
+            result = backward(do, dlse, q, k, v, o, lse, spec, wanted, None, None, None, None)
         else:
-            learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-            result = gradients((do, dlse, q, k, v, o, lse, *learned, *wanted, *_flatten(spec, ctx.backend)))
+            of_call = (spec.bias, spec.alibi_slopes, spec.sinks, *wanted, False, False, False)
+            result = gradients((do, dlse, q, k, v, o, lse, *of_call, *_flatten(spec, backend)))[:3]
             result = [g if w else None for g, w in zip(result, wanted, strict=True)]
-        return *result[:3], None, None
+        return *result, None, None, None, None, None
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan, *, average_heads: bool) -> Tensor:

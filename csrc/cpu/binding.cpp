@@ -303,8 +303,8 @@ Object empty_lse(const Tensor& q) {
   return Object::result(PyObject_Call(new_empty.get(), sizes.get(), torch_.in_fp32));
 }
 
-// (o, lse), or (o, None) where lse is not wanted: o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32.
-PyObject* outputs_of(const Call& call, const Tensor& q, const Tensor& v, bool wants_lse) {
+// o and lse, or None where lse is not wanted: o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32.
+std::array<Object, 2> outputs_of(const Call& call, const Tensor& q, const Tensor& v, bool wants_lse) {
   const Params& p = call.params();
   const Tensor o(empty_output(q, v), "o");
   const MaybeTensor lse = wants_lse ? MaybeTensor(Tensor(empty_lse(q), "lse")) : MaybeTensor();
@@ -312,7 +312,7 @@ PyObject* outputs_of(const Call& call, const Tensor& q, const Tensor& v, bool wa
   const ForwardOutputs out{output_rows(o, p.q.dtype), lse ? reinterpret_cast<float*>(lse->data()) : unwanted.get()};
   const Capability& capability = choose_capability();
   without_gil([&] { run_forward(capability, p, out, num_threads(), in_turn, in_shares); });
-  return PyTuple_Pack(2, o.object(), lse ? lse->object() : Py_None);
+  return {Object::borrowed(o.object()), Object::borrowed(lse ? lse->object() : Py_None)};
 }
 
 using Arguments = PyObject* const*;
@@ -320,7 +320,9 @@ using Arguments = PyObject* const*;
 // Arguments: q, k, v, spec.
 PyObject* forward(Arguments in) {
   const Call call(in[0], in[1], in[2], in[3]);
-  return outputs_of(call, Tensor(Object::borrowed(in[0]), "q"), Tensor(Object::borrowed(in[2]), "v"), true);
+  const auto [o, lse] =
+      outputs_of(call, Tensor(Object::borrowed(in[0]), "q"), Tensor(Object::borrowed(in[2]), "v"), true);
+  return PyTuple_Pack(2, o.get(), lse.get());
 }
 
 // The gradients (dq, dk, dv), or None in the place of those that are not wanted. Arguments: do, dlse, q, k, v, o, lse,
@@ -441,6 +443,11 @@ bool read_constant(PyObject* from, const char* name, MaybeTensor& to) {
   return true;
 }
 
+// Whether there are hooks, such as a checkpoint's, that are told of each tensor that is saved for a backward.
+bool saving_is_watched() {
+  return !Object::result(PyObject_CallFunctionObjArgs(torch_.hooks_of_saving, Py_False, nullptr)).is_none();
+}
+
 bool has_plain_tensors(const Object& mask) {
   const auto is_plain = [](const Object& x) { return x.is_none() || Tensor::is_plain(x.get()); };
   const Object q_offset = mask.attribute(names().q_offset), ids = mask.attribute(names().segment_ids);
@@ -454,9 +461,10 @@ bool has_plain_tensors(const Object& mask) {
 }
 
 // Calls of fastattn.attention with which PyTorch has nothing to do but to keep what the gradients of q, k and v need.
-// Returns (o, lse), or (o, None) where lse is not asked for; True where such gradients are wanted; None for any other
-// call, right or wrong: what it takes is for the general road to find out. Arguments: q, k, v, a Mask or None, scale,
-// bias, softcap, alibi_slopes, sinks; whether lse is asked for.
+// Returns (o, lse, False), or (o, None, False) where lse is not asked for; (o, lse, True) where such gradients are
+// wanted; None for any other call, right or wrong: what it takes is for the general road to find out. Arguments: q, k,
+// v, a Mask or None, scale, bias, softcap, alibi_slopes, sinks; whether lse is asked for; whether gradients may be
+// wanted.
 PyObject* attend(Arguments in) {
   try {
     for (int i = 0; i < 3; ++i) {
@@ -472,12 +480,12 @@ PyObject* attend(Arguments in) {
     }
     const Tensor q(Object::borrowed(in[0]), "q"), v(Object::borrowed(in[2]), "v");
     if (q.dim() != 4 || q.numel() == 0 || v.dim() != 4 || v.numel() == 0) Py_RETURN_NONE;
-    for (int i = 0; i < 3; ++i) {
-      if (Tensor::wants_gradient(in[i])) Py_RETURN_TRUE;
-    }
+    const bool wanted = std::any_of(in, in + 3, Tensor::wants_gradient);
+    if (wanted && (in[10] != Py_True || saving_is_watched())) Py_RETURN_NONE;
     spec.scale = scale ? *scale : std::pow(q.size(3), -0.5);
     const Call call(in[0], in[1], in[2], spec);
-    return outputs_of(call, q, v, in[9] == Py_True);
+    const auto [o, lse] = outputs_of(call, q, v, in[9] == Py_True || wanted);
+    return PyTuple_Pack(3, o.get(), lse.get(), wanted ? Py_True : Py_False);
   } catch (const NotImplemented&) {
   } catch (const std::invalid_argument&) {
   }
@@ -583,7 +591,7 @@ PyMethodDef methods[] = {
     method<weights, 5>("weights"),
     method<received, 4>("received"),
     method<top_keys, 5>("top_keys"),
-    method<attend, 10>("attend"),
+    method<attend, 11>("attend"),
     method<keep, 5>("keep"),
     method<fma_ceiling, 1>("fma_ceiling"),
     method<philox_words, 5>("philox"),

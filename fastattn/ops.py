@@ -111,7 +111,7 @@ def short_way(
         scale = q.shape[3] ** -0.5
     spec = Spec(EVERYTHING if mask is None else mask, scale, bias, softcap, alibi_slopes, sinks)
     if gradients_wanted:
-        result = _apply_short(q, k, v, (o, lse), with_lse, spec, backward, backend)
+        result = _apply_short(q, k, v, (o, lse, with_lse, spec, backward, backend))
         return result if with_lse else (result, None)
     return o, backend.weights(q, k, lse, spec, average_heads)
 
@@ -119,31 +119,32 @@ def short_way(
 class _ShortAttention(Function):
     """Attention whose gradients are wanted, of q, k and v and of nothing else, in a call that nobody watches.
 
-    Its forward is given (o, lse), which are computed already. lse is an output only where it is asked for.
+    Its forward is given o and lse, which are computed already. lse is an output only where it is asked for.
     """
 
     boxed_grads_call = False  # PyTorch asks for it in each call, and takes longer where a class does not have it
 
     @staticmethod
-    def forward(ctx, q, k, v, outputs, with_lse, spec, backward, backend):
+    def forward(ctx, q, k, v, call):
+        o, lse, with_lse, spec, *ctx.backward_and_backend = call
         ctx.set_materialize_grads(False)
-        of_spec = (spec.bias, spec.alibi_slopes, spec.sinks, *spec.mask.tensors().values())
-        ctx.save_for_backward(q, k, v, *outputs, *of_spec)
-        ctx.constants = spec, backward, backend
-        return outputs if with_lse else outputs[0]
+        of_mask = () if spec.mask is EVERYTHING else spec.mask.tensors().values()
+        ctx.save_for_backward(q, k, v, o, lse, spec.bias, spec.alibi_slopes, spec.sinks, *of_mask)
+        ctx.spec = spec
+        return (o, lse) if with_lse else o
 
     @staticmethod
     def backward(ctx, do, dlse=None):
         q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
-        wanted, (spec, backward, backend) = ctx.needs_input_grad[:3], ctx.constants
-        plain = (do is None or is_plain(do)) and (dlse is None or is_plain(dlse))
-        if plain and not (torch.is_grad_enabled() or _in_forward_mode() or _watched()):
-            result = backward(do, dlse, q, k, v, o, lse, spec, wanted, None, None, None, None)
-        else:
+        spec, wanted, (backward, backend) = ctx.spec, ctx.needs_input_grad[:3], ctx.backward_and_backend
+        result = None
+        if not (torch.is_grad_enabled() or _in_forward_mode() or _watched()):
+            result = backward(do, dlse, q, k, v, o, lse, spec, wanted)
+        if result is None:
             of_call = (spec.bias, spec.alibi_slopes, spec.sinks, *wanted, False, False, False)
             result = gradients((do, dlse, q, k, v, o, lse, *of_call, *_flatten(spec, backend)))[:3]
             result = [g if w else None for g, w in zip(result, wanted, strict=True)]
-        return *result, None, None, None, None, None
+        return *result, None
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan, *, average_heads: bool) -> Tensor:

@@ -492,6 +492,19 @@ PyObject* attend(Arguments in) {
   Py_RETURN_NONE;
 }
 
+// The backward of `attend`: as `backward`, but None where do or dlse is more than its memory, or what it was given does
+// not fit any more: for the general road. Arguments: the first nine of `backward`.
+PyObject* attend_backward(Arguments in) {
+  std::array<PyObject*, 13> all;
+  std::fill(std::copy(in, in + 9, all.begin()), all.end(), Py_None);
+  const auto is_plain = [](PyObject* x) { return x == Py_None || Tensor::is_plain(x); };
+  try {
+    if (is_plain(in[0]) && is_plain(in[1])) return backward(all.data());
+  } catch (const std::invalid_argument&) {
+  }
+  Py_RETURN_NONE;
+}
+
 // Writes bool [B, H, n_q, n_k], by the lists, ranges and gaps that the kernels walk, for blocks of `block` queries: the
 // tests compare it with Mask.keep. Arguments: q, k, spec, block, what is written.
 PyObject* keep(Arguments in) {
@@ -592,6 +605,7 @@ PyMethodDef methods[] = {
     method<received, 4>("received"),
     method<top_keys, 5>("top_keys"),
     method<attend, 11>("attend"),
+    method<attend_backward, 9>("attend_backward"),
     method<keep, 5>("keep"),
     method<fma_ceiling, 1>("fma_ceiling"),
     method<philox_words, 5>("philox"),

@@ -66,9 +66,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 
 
 def short_way() -> tuple[Callable, Callable]:
-    """The C++ functions that `short_way` of fastattn/ops.py calls, and the backward of what it computes."""
+    """The C++ functions that `short_way` of fastattn/ops.py calls: forward and backward."""
     module = build.CPU.load()
-    return module.attend, module.backward
+    return module.attend, module.attend_backward
 
 
 def backward(

@@ -95,25 +95,25 @@ def short_way(
         with_lse: lse is not None.
         average_heads: the second is the weights instead, as `attention_with_weights` has them.
     """
-    if is_compiling() or _in_forward_mode() or torch._C._is_any_autocast_enabled() or _watched():
+    if is_compiling() or _in_forward_mode() or _any_autocast() or _watched():
         return None
     known = short_ways.get(backends.BACKENDS)
     if known is None or not (mask is None or isinstance(mask, Mask)):
         return None
     attend, backward, backend = known
-    outputs = attend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, with_lse, average_heads is None)
+    terms = (mask, scale, bias, softcap, alibi_slopes, sinks)
+    outputs = attend(q, k, v, *terms, with_lse, average_heads is None)
     if outputs is None:
         return None
     o, lse, gradients_wanted = outputs
-    if average_heads is None and not gradients_wanted:
-        return o, lse
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    spec = Spec(EVERYTHING if mask is None else mask, scale, bias, softcap, alibi_slopes, sinks)
     if gradients_wanted:
-        result = _apply_short(q, k, v, (o, lse, with_lse, spec, backward, backend))
+        result = _apply_short(q, k, v, (o, lse, with_lse, terms, backward, backend))
         return result if with_lse else (result, None)
-    return o, backend.weights(q, k, lse, spec, average_heads)
+    return o, lse if average_heads is None else backend.weights(q, k, lse, _spec(q, *terms), average_heads)
+
+
+def _spec(q: Tensor, mask: Mask | None, scale: float | None, *terms) -> Spec:
+    return Spec(EVERYTHING if mask is None else mask, q.shape[3] ** -0.5 if scale is None else scale, *terms)
 
 
 class _ShortAttention(Function):
@@ -126,21 +126,24 @@ class _ShortAttention(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, call):
-        o, lse, with_lse, spec, *ctx.backward_and_backend = call
+        o, lse, with_lse, *ctx.constants = call
+        mask, _, bias, _, alibi_slopes, sinks = ctx.constants[0]
+        of_mask = () if mask is None else mask.tensors().values()
+        ctx.save_for_backward(q, k, v, o, lse, bias, alibi_slopes, sinks, *of_mask)
+        if not with_lse:
+            return o
         ctx.set_materialize_grads(False)
-        of_mask = () if spec.mask is EVERYTHING else spec.mask.tensors().values()
-        ctx.save_for_backward(q, k, v, o, lse, spec.bias, spec.alibi_slopes, spec.sinks, *of_mask)
-        ctx.spec = spec
-        return (o, lse) if with_lse else o
+        return o, lse
 
     @staticmethod
     def backward(ctx, do, dlse=None):
         q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
-        spec, wanted, (backward, backend) = ctx.spec, ctx.needs_input_grad[:3], ctx.backward_and_backend
+        wanted, (terms, backward, backend) = ctx.needs_input_grad[:3], ctx.constants
         result = None
-        if not (torch.is_grad_enabled() or _in_forward_mode() or _watched()):
-            result = backward(do, dlse, q, k, v, o, lse, spec, wanted)
+        if not (_grad_enabled() or _in_forward_mode() or _watched()):
+            result = backward(do, dlse, q, k, v, o, lse, *terms, wanted)
         if result is None:
+            spec = _spec(q, *terms)
             of_call = (spec.bias, spec.alibi_slopes, spec.sinks, *wanted, False, False, False)
             result = gradients((do, dlse, q, k, v, o, lse, *of_call, *_flatten(spec, backend)))[:3]
             result = [g if w else None for g, w in zip(result, wanted, strict=True)]
@@ -207,14 +210,12 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
 
 def _watched() -> bool | int:
     """Whether a mode, a transform, a trace or the profiler looks on, so that the dispatcher has to see each op."""
-    return (
-        _keys_of_modes().raw_repr() & ~_NO_MODE
-        or torch._C._is_torch_function_mode_enabled()
-        or profiler._is_profiler_enabled
-    )
+    return _keys_of_modes().raw_repr() & ~_NO_MODE or _any_function_mode() or profiler._is_profiler_enabled
 
 
-_keys_of_modes = torch._C._dispatch_tls_local_include_set
+_keys_of_modes = torch._C._dispatch_tls_local_include_set  # by names of their own: torch's are large dictionaries
+_any_function_mode = torch._C._is_torch_function_mode_enabled
+_any_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _NO_MODE = _keys_of_modes().raw_repr()
 
 

@@ -113,7 +113,7 @@ def short_way(
 
 
 def _spec(q: Tensor, mask: Mask | None, scale: float | None, *terms) -> Spec:
-    return Spec(EVERYTHING if mask is None else mask, q.shape[3] ** -0.5 if scale is None else scale, *terms)
+    return Spec(EVERYTHING if mask is None else mask, q.shape[-1] ** -0.5 if scale is None else scale, *terms)
 
 
 class _ShortAttention(Function):

@@ -128,8 +128,10 @@ class _ShortAttention(Function):
     def forward(ctx, q, k, v, call):
         o, lse, with_lse, *ctx.constants = call
         mask, _, bias, _, alibi_slopes, sinks = ctx.constants[0]
-        of_mask = () if mask is None else mask.tensors().values()
-        ctx.save_for_backward(q, k, v, o, lse, bias, alibi_slopes, sinks, *of_mask)
+        of_terms = ()
+        if not (mask is bias is alibi_slopes is sinks is None):
+            of_terms = (bias, alibi_slopes, sinks, *(() if mask is None else mask.tensors().values()))
+        ctx.save_for_backward(q, k, v, o, lse, *of_terms)
         if not with_lse:
             return o
         ctx.set_materialize_grads(False)
@@ -210,13 +212,14 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
 
 def _watched() -> bool | int:
     """Whether a mode, a transform, a trace or the profiler looks on, so that the dispatcher has to see each op."""
-    return _keys_of_modes().raw_repr() & ~_NO_MODE or _any_function_mode() or profiler._is_profiler_enabled
+    return _bits_of(_keys_of_modes()) & _MODES or _any_function_mode() or profiler._is_profiler_enabled
 
 
-_keys_of_modes = torch._C._dispatch_tls_local_include_set  # by names of their own: torch's are large dictionaries
-_any_function_mode = torch._C._is_torch_function_mode_enabled
-_any_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
-_NO_MODE = _keys_of_modes().raw_repr()
+# By names of their own, since torch's are in large dictionaries, which a short call would look up in no cache.
+_keys_of_modes, _bits_of = torch._C._dispatch_tls_local_include_set, torch._C.DispatchKeySet.raw_repr
+_any_function_mode, _any_autocast = torch._C._is_torch_function_mode_enabled, torch._C._is_any_autocast_enabled
+_grad_enabled = torch.is_grad_enabled
+_MODES = ~_bits_of(_keys_of_modes())
 
 
 def _nested_forward_mode() -> bool:

@@ -95,50 +95,61 @@ def short_way(
         with_lse: lse is not None.
         average_heads: the second is the weights instead, as `attention_with_weights` has them.
     """
-    if is_compiling() or _in_forward_mode() or torch._C._is_any_autocast_enabled() or _watched():
+    if is_compiling() or _in_forward_mode() or _any_autocast() or _watched():
         return None
     known = short_ways.get(backends.BACKENDS)
     if known is None or not (mask is None or isinstance(mask, Mask)):
         return None
-    attend, backend = known
-    result = attend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, with_lse)
-    if result is None or (average_heads is None and result is not True):
-        return result
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    spec = Spec(EVERYTHING if mask is None else mask, scale, bias, softcap, alibi_slopes, sinks)
-    if result is True:  # hooks, such as a checkpoint's, count what is saved: always as on the general road
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return _apply_short(q, k, v, spec, backend) if average_heads is hooks is None else None
-    o, lse = result
-    return o, backend.weights(q, k, lse, spec, average_heads)
+    attend, backward, backend = known
+    terms = (mask, scale, bias, softcap, alibi_slopes, sinks)
+    outputs = attend(q, k, v, *terms, with_lse, average_heads is None)
+    if outputs is None:
+        return None
+    o, lse, gradients_wanted = outputs
+    if gradients_wanted:
+        result = _apply_short(q, k, v, (o, lse, with_lse, terms, backward, backend))
+        return result if with_lse else (result, None)
+    return o, lse if average_heads is None else backend.weights(q, k, lse, _spec(q, *terms), average_heads)
+
+
+def _spec(q: Tensor, mask: Mask | None, scale: float | None, *terms) -> Spec:
+    return Spec(EVERYTHING if mask is None else mask, q.shape[-1] ** -0.5 if scale is None else scale, *terms)
 
 
 class _ShortAttention(Function):
-    """Attention whose gradients are wanted, of q, k and v and of nothing else, in a call that nobody watches."""
+    """Attention whose gradients are wanted, of q, k and v and of nothing else, in a call that nobody watches.
+
+    Its forward is given o and lse, which are computed already. lse is an output only where it is asked for.
+    """
+
+    boxed_grads_call = False  # PyTorch asks for it in each call, and takes longer where a class does not have it
 
     @staticmethod
-    def forward(ctx, q, k, v, spec, backend):
-        o, lse = backend.forward(q, k, v, spec)
+    def forward(ctx, q, k, v, call):
+        o, lse, with_lse, *ctx.constants = call
+        mask, _, bias, _, alibi_slopes, sinks = ctx.constants[0]
+        of_terms = ()
+        if not (mask is bias is alibi_slopes is sinks is None):
+            of_terms = (bias, alibi_slopes, sinks, *(() if mask is None else mask.tensors().values()))
+        ctx.save_for_backward(q, k, v, o, lse, *of_terms)
+        if not with_lse:
+            return o
         ctx.set_materialize_grads(False)
-        of_spec = (spec.bias, spec.alibi_slopes, spec.sinks, *spec.mask.tensors().values())
-        ctx.save_for_backward(q, k, v, o, lse, *of_spec)
-        ctx.spec, ctx.backend = spec, backend
         return o, lse
 
     @staticmethod
-    def backward(ctx, do, dlse):
+    def backward(ctx, do, dlse=None):
         q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
-        spec, wanted = ctx.spec, ctx.needs_input_grad[:3]
-        wanted += (False, False, False)
-        plain = (do is None or is_plain(do)) and (dlse is None or is_plain(dlse))
-        if plain and not (torch.is_grad_enabled() or _in_forward_mode() or _watched()):
-            result = ctx.backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
-        else:
-            learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-            result = gradients((do, dlse, q, k, v, o, lse, *learned, *wanted, *_flatten(spec, ctx.backend)))
+        wanted, (terms, backward, backend) = ctx.needs_input_grad[:3], ctx.constants
+        result = None
+        if not (_grad_enabled() or _in_forward_mode() or _watched()):
+            result = backward(do, dlse, q, k, v, o, lse, *terms, wanted)
+        if result is None:
+            spec = _spec(q, *terms)
+            of_call = (spec.bias, spec.alibi_slopes, spec.sinks, *wanted, False, False, False)
+            result = gradients((do, dlse, q, k, v, o, lse, *of_call, *_flatten(spec, backend)))[:3]
             result = [g if w else None for g, w in zip(result, wanted, strict=True)]
-        return *result[:3], None, None
+        return *result, None
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan, *, average_heads: bool) -> Tensor:
@@ -201,15 +212,14 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
 
 def _watched() -> bool | int:
     """Whether a mode, a transform, a trace or the profiler looks on, so that the dispatcher has to see each op."""
-    return (
-        _keys_of_modes().raw_repr() & ~_NO_MODE
-        or torch._C._is_torch_function_mode_enabled()
-        or profiler._is_profiler_enabled
-    )
+    return _bits_of(_keys_of_modes()) & _MODES or _any_function_mode() or profiler._is_profiler_enabled
 
 
-_keys_of_modes = torch._C._dispatch_tls_local_include_set
-_NO_MODE = _keys_of_modes().raw_repr()
+# By names of their own, since torch's are in large dictionaries, which a short call would look up in no cache.
+_keys_of_modes, _bits_of = torch._C._dispatch_tls_local_include_set, torch._C.DispatchKeySet.raw_repr
+_any_function_mode, _any_autocast = torch._C._is_torch_function_mode_enabled, torch._C._is_any_autocast_enabled
+_grad_enabled = torch.is_grad_enabled
+_MODES = ~_bits_of(_keys_of_modes())
 
 
 def _nested_forward_mode() -> bool:

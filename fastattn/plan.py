@@ -43,8 +43,8 @@ class Plan(NamedTuple):
 
 
 _plans: dict[tuple, Plan] = {}
-short_ways: dict[tuple[ModuleType, ...], tuple[Callable, ModuleType]] = {}
-"""What `short_way` of fastattn/ops.py calls, and the backend it is of, by the backends there were."""
+short_ways: dict[tuple[ModuleType, ...], tuple[Callable, Callable, ModuleType]] = {}
+"""What `short_way` of fastattn/ops.py calls, its backward, and the backend they are of, by the backends there were."""
 
 
 def forget_plans() -> None:
@@ -106,8 +106,8 @@ def prepare(
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan
-            if backend is None and hasattr(chosen, "attend"):
-                short_ways[backends.BACKENDS] = chosen.attend(), chosen
+            if backend is None and hasattr(chosen, "short_way"):
+                short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
     seed = draw_seed(q.device, generator) if plan.dropout_p > 0 else None
     spec = Spec(
         EVERYTHING if mask is None else mask, plan.scale, bias, plan.softcap, alibi_slopes, sinks, plan.dropout_p, seed,

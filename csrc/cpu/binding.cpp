@@ -303,8 +303,8 @@ Object empty_lse(const Tensor& q) {
   return Object::result(PyObject_Call(new_empty.get(), sizes.get(), torch_.in_fp32));
 }
 
-// (o, lse), or (o, None) where lse is not wanted: o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32.
-PyObject* outputs_of(const Call& call, const Tensor& q, const Tensor& v, bool wants_lse) {
+// o and lse, or None where lse is not wanted: o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32.
+std::array<Object, 2> outputs_of(const Call& call, const Tensor& q, const Tensor& v, bool wants_lse) {
   const Params& p = call.params();
   const Tensor o(empty_output(q, v), "o");
   const MaybeTensor lse = wants_lse ? MaybeTensor(Tensor(empty_lse(q), "lse")) : MaybeTensor();
@@ -312,7 +312,7 @@ PyObject* outputs_of(const Call& call, const Tensor& q, const Tensor& v, bool wa
   const ForwardOutputs out{output_rows(o, p.q.dtype), lse ? reinterpret_cast<float*>(lse->data()) : unwanted.get()};
   const Capability& capability = choose_capability();
   without_gil([&] { run_forward(capability, p, out, num_threads(), in_turn, in_shares); });
-  return PyTuple_Pack(2, o.object(), lse ? lse->object() : Py_None);
+  return {Object::borrowed(o.object()), Object::borrowed(lse ? lse->object() : Py_None)};
 }
 
 using Arguments = PyObject* const*;
@@ -320,15 +320,16 @@ using Arguments = PyObject* const*;
 // Arguments: q, k, v, spec.
 PyObject* forward(Arguments in) {
   const Call call(in[0], in[1], in[2], in[3]);
-  return outputs_of(call, Tensor(Object::borrowed(in[0]), "q"), Tensor(Object::borrowed(in[2]), "v"), true);
+  const auto [o, lse] =
+      outputs_of(call, Tensor(Object::borrowed(in[0]), "q"), Tensor(Object::borrowed(in[2]), "v"), true);
+  return PyTuple_Pack(2, o.get(), lse.get());
 }
 
-// The gradients (dq, dk, dv), or None in the place of those that are not wanted. Arguments: do, dlse, q, k, v, o, lse,
-// spec; a tuple that begins with whether those three are wanted; and sums of dS to add to, fp32 or None: over what
-// shares an entry of the bias, in tables that are to be added, [B or 1, tables, n_q, n_k]; over the queries, [B, H,
-// n_k]; over the keys, [B, H, n_q]; and over the keys times their distances, [B, H, n_q].
-PyObject* backward(Arguments in) {
-  const Call call(in[2], in[3], in[4], in[7]);
+// The gradients (dq, dk, dv), or None in the place of those that are not wanted, from do, dlse, q, k, v, o, lse; a
+// tuple that begins with whether those three are wanted; and sums of dS to add to, fp32 or None: over what shares an
+// entry of the bias, in tables that are to be added, [B or 1, tables, n_q, n_k]; over the queries, [B, H, n_k]; over
+// the keys, [B, H, n_q]; and over the keys times their distances, [B, H, n_q].
+PyObject* gradients_of(const Call& call, Arguments in, PyObject* of_inputs, Arguments of_sums) {
   const Params& p = call.params();
   const Sizes of_output{p.B, p.H, p.n_q, p.d_v}, of_queries{p.B, p.H, p.n_q};
   std::vector<Tensor> held;
@@ -355,7 +356,7 @@ PyObject* backward(Arguments in) {
   if (in[0] != Py_None) t.d_o = output_like(in[0], "do");
   t.lse = statistic(in[6], "lse");
   if (in[1] != Py_None) t.d_lse = statistic(in[1], "dlse");
-  const auto wanted = [&](int i) { return truth(item(in[8], i).get()); };
+  const auto wanted = [&](int i) { return truth(item(of_inputs, i).get()); };
   const bool wants_dq = wanted(0), wants_dk = wanted(1), wants_dv = wanted(2);
   std::optional<Gradient> dq, dk, dv;
   if (wants_dq) t.dq = dq.emplace(Tensor(Object::borrowed(in[2]), "q"), true).rows();  // it is summed in place
@@ -363,7 +364,7 @@ PyObject* backward(Arguments in) {
     t.dk = dk.emplace(Tensor(Object::borrowed(in[3]), "k"), false).rows();
     t.dv = dv.emplace(Tensor(Object::borrowed(in[4]), "v"), false).rows();
   }
-  if (const auto tables = written(in[9], "the sums of dS")) {
+  if (const auto tables = written(of_sums[0], "the sums of dS")) {
     FASTATTN_CHECK(p.bias.data && tables->dim() == 4, "the sums of dS must be a table, for a bias, got ",
                    tables->sizes_text());
     const int64_t samples = tables->size(0), heads = tables->size(1);
@@ -373,9 +374,9 @@ PyObject* backward(Arguments in) {
     t.d_bias_batch_stride = samples < p.B ? 0 : tables->stride(0);
     t.d_bias_heads = heads;
   }
-  t.d_column = sums(in[10], "the sums of dS over the queries", {p.B, p.H, p.n_k});
-  t.d_row = sums(in[11], "the sums of dS over the keys", of_queries);
-  t.d_slope = sums(in[12], "the sums of dS by distance", of_queries);
+  t.d_column = sums(of_sums[1], "the sums of dS over the queries", {p.B, p.H, p.n_k});
+  t.d_row = sums(of_sums[2], "the sums of dS over the keys", of_queries);
+  t.d_slope = sums(of_sums[3], "the sums of dS by distance", of_queries);
   const Capability& capability = choose_capability();
   without_gil([&] { run_backward(capability, p, t, num_threads(), in_turn); });
   const auto result = [](const std::optional<Gradient>& gradient, bool wanted) {
@@ -383,6 +384,9 @@ PyObject* backward(Arguments in) {
   };
   return PyTuple_Pack(3, result(dq, wants_dq).get(), result(dk, wants_dk).get(), result(dv, wants_dv).get());
 }
+
+// As gradients_of. Arguments: do, dlse, q, k, v, o, lse, spec, which are wanted, the sums.
+PyObject* backward(Arguments in) { return gradients_of({in[2], in[3], in[4], in[7]}, in, in[8], in + 9); }
 
 // Writes the weights in the dtype of q, [B, 1 or H, n_q, n_k]. Arguments: q, k, lse or None, spec, the weights.
 PyObject* weights(Arguments in) {
@@ -441,6 +445,11 @@ bool read_constant(PyObject* from, const char* name, MaybeTensor& to) {
   return true;
 }
 
+// Whether there are hooks, such as a checkpoint's, that are told of each tensor that is saved for a backward.
+bool saving_is_watched() {
+  return !Object::result(PyObject_CallFunctionObjArgs(torch_.hooks_of_saving, Py_False, nullptr)).is_none();
+}
+
 bool has_plain_tensors(const Object& mask) {
   const auto is_plain = [](const Object& x) { return x.is_none() || Tensor::is_plain(x.get()); };
   const Object q_offset = mask.attribute(names().q_offset), ids = mask.attribute(names().segment_ids);
@@ -453,32 +462,55 @@ bool has_plain_tensors(const Object& mask) {
          is_plain(mask.attribute(names().dense));
 }
 
+// The spec of a Mask or None, scale, bias, softcap, alibi_slopes, sinks; none where PyTorch has to do with one of them.
+std::optional<Spec> read_spec(Arguments in, int64_t head_dim) {
+  std::optional<double> scale;
+  Spec spec{Object::borrowed(in[0])};
+  const bool read = read_number(in[1], scale) && read_constant(in[2], "bias", spec.bias) &&
+                    read_number(in[3], spec.softcap) && read_constant(in[4], "alibi_slopes", spec.alibi_slopes) &&
+                    read_constant(in[5], "sinks", spec.sinks);
+  if (!read || (spec.softcap && *spec.softcap <= 0) || !(spec.mask.is_none() || has_plain_tensors(spec.mask)))
+    return {};
+  spec.scale = scale ? *scale : std::pow(head_dim, -0.5);
+  return spec;
+}
+
 // Calls of fastattn.attention with which PyTorch has nothing to do but to keep what the gradients of q, k and v need.
-// Returns (o, lse), or (o, None) where lse is not asked for; True where such gradients are wanted; None for any other
-// call, right or wrong: what it takes is for the general road to find out. Arguments: q, k, v, a Mask or None, scale,
-// bias, softcap, alibi_slopes, sinks; whether lse is asked for.
+// Returns (o, lse, False), or (o, None, False) where lse is not asked for; (o, lse, True) where such gradients are
+// wanted; None for any other call, right or wrong: what it takes is for the general road to find out. Arguments: q, k,
+// v, a Mask or None, scale, bias, softcap, alibi_slopes, sinks; whether lse is asked for; whether gradients may be
+// wanted.
 PyObject* attend(Arguments in) {
   try {
     for (int i = 0; i < 3; ++i) {
       if (!Tensor::is_plain(in[i])) Py_RETURN_NONE;
     }
-    const Object mask = Object::borrowed(in[3]);
-    std::optional<double> scale;
-    Spec spec{mask};
-    if (!read_number(in[4], scale) || !read_constant(in[5], "bias", spec.bias) || !read_number(in[6], spec.softcap) ||
-        !read_constant(in[7], "alibi_slopes", spec.alibi_slopes) || !read_constant(in[8], "sinks", spec.sinks) ||
-        (spec.softcap && *spec.softcap <= 0) || !(mask.is_none() || has_plain_tensors(mask))) {
-      Py_RETURN_NONE;
-    }
     const Tensor q(Object::borrowed(in[0]), "q"), v(Object::borrowed(in[2]), "v");
     if (q.dim() != 4 || q.numel() == 0 || v.dim() != 4 || v.numel() == 0) Py_RETURN_NONE;
-    for (int i = 0; i < 3; ++i) {
-      if (Tensor::wants_gradient(in[i])) Py_RETURN_TRUE;
-    }
-    spec.scale = scale ? *scale : std::pow(q.size(3), -0.5);
-    const Call call(in[0], in[1], in[2], spec);
-    return outputs_of(call, q, v, in[9] == Py_True);
+    const auto spec = read_spec(in + 3, q.size(3));
+    if (!spec) Py_RETURN_NONE;
+    const bool wanted = std::any_of(in, in + 3, Tensor::wants_gradient);
+    if (wanted && (in[10] != Py_True || saving_is_watched())) Py_RETURN_NONE;
+    const Call call(in[0], in[1], in[2], *spec);
+    const auto [o, lse] = outputs_of(call, q, v, in[9] == Py_True || wanted);
+    return PyTuple_Pack(3, o.get(), lse.get(), wanted ? Py_True : Py_False);
   } catch (const NotImplemented&) {
+  } catch (const std::invalid_argument&) {
+  }
+  Py_RETURN_NONE;
+}
+
+// The backward of `attend`, as gradients_of; None where do or dlse is more than its memory, or what was given does not
+// fit any more: for the general road. Arguments: do, dlse, q, k, v, o, lse, the terms of `attend`, which are wanted.
+PyObject* attend_backward(Arguments in) {
+  const auto is_plain = [](PyObject* x) { return x == Py_None || Tensor::is_plain(x); };
+  if (!is_plain(in[0]) || !is_plain(in[1])) Py_RETURN_NONE;
+  try {
+    const Tensor q(Object::borrowed(in[2]), "q");
+    if (q.dim() != 4) Py_RETURN_NONE;
+    const auto spec = read_spec(in + 7, q.size(3));
+    PyObject* const no_sums[] = {Py_None, Py_None, Py_None, Py_None};
+    if (spec) return gradients_of({in[2], in[3], in[4], *spec}, in, in[13], no_sums);
   } catch (const std::invalid_argument&) {
   }
   Py_RETURN_NONE;
@@ -583,7 +615,8 @@ PyMethodDef methods[] = {
     method<weights, 5>("weights"),
     method<received, 4>("received"),
     method<top_keys, 5>("top_keys"),
-    method<attend, 10>("attend"),
+    method<attend, 11>("attend"),
+    method<attend_backward, 14>("attend_backward"),
     method<keep, 5>("keep"),
     method<fma_ceiling, 1>("fma_ceiling"),
     method<philox_words, 5>("philox"),

@@ -148,15 +148,16 @@ struct QueryBlock {
   void init(const Params& p, int64_t b, int64_t h, const IndexList& queries, const IsolatedRun& isolated_run,
             int64_t first_place, int64_t count) {
     first = first_place, n = count, origin = p.keys[b].lower_bound(isolated_run.keys.begin);
-    if (isolated_run.see_all && queries.consecutive(first, n))
-      return init_alike(isolated_run.keys, queries.at(first), p.n_k);
+    const bool see_every_key = !p.ranges.data && p.visible(b, h, queries.at(first)).covers(p.n_k) &&
+                               p.visible(b, h, queries.at(first + n - 1)).covers(p.n_k);
+    if ((see_every_key || isolated_run.see_all) && queries.consecutive(first, n)) {
+      return init_alike(see_every_key ? KeyRange{0, p.n_k} : isolated_run.keys, queries.at(first), p.n_k);
+    }
     for (BlockRange& of_vector : ranges) of_vector = no_queries(p.n_k);
     gaps = kNoGaps;
-    const bool all_alike = !p.ranges.data && p.visible(b, h, queries.at(first)).covers(p.n_k) &&
-                           p.visible(b, h, queries.at(first + n - 1)).covers(p.n_k);
     for (int lane = 0; lane < kBlockQueries; ++lane) {
       const int64_t query = queries.at(first + (lane < n ? lane : n - 1));
-      const KeyRange keys = all_alike ? KeyRange{0, p.n_k} : p.visible(b, h, query);
+      const KeyRange keys = p.visible(b, h, query);
       if (lane < n) ranges[lane / kLanes].add(keys);
       if (p.ranges.gaps) gaps |= p.ranges.at(b, h, query).gaps;
       index[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(query);
@@ -178,9 +179,8 @@ struct QueryBlock {
       ranges[c] = c * kLanes < n ? range : no_queries(n_k);
       begin[c] = Ints{} + static_cast<int32_t>(keys.begin);
       length[c] = Bits{} + static_cast<uint32_t>(keys.end - keys.begin);
-      for (int lane = 0; lane < kLanes; ++lane) {
-        index[c][lane] = static_cast<uint32_t>(first_query + lesser(c * kLanes + lane, n - 1));
-      }
+      const Ints lane = numbers_of_lanes() + c * kLanes, last = Ints{} + static_cast<int32_t>(n - 1);
+      index[c] = (Bits)(lane < last ? lane : last) + static_cast<uint32_t>(first_query);
     }
   }
 

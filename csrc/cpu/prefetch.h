@@ -17,8 +17,7 @@ class Prefetch {
   void add(const RowsOf<Byte>& x, int64_t b, int64_t h, const IndexList& rows, int64_t first, int64_t last, int64_t d) {
     if (!x.data || first >= last || d == 0) return;
     const int64_t begin = rows.at(first), n = rows.at(last - 1) + 1 - begin, bytes = bytes_of(x.dtype);
-    Rows result{x.row(b, h, begin), x.row_stride * bytes, (d * bytes + kLine - 1) / kLine, n};
-    if (result.stride == result.lines * kLine) result = {result.at, kLine, 1, result.lines * n};
+    const Rows result{x.row(b, h, begin), x.row_stride * bytes, (d * bytes + kLine - 1) / kLine, n};
     if (count_ == kMost || lines_ + result.lines * result.n > kLines) return;
     rows_[count_++] = result;
     lines_ += result.lines * result.n;
@@ -31,15 +30,14 @@ class Prefetch {
     constexpr int kIntoL2 = 2;
     for (int64_t lines = lines_of_step_; lines > 0 && next_ < count_;) {
       const Rows rows = rows_[next_];
-      const int64_t n = lesser((lines + rows.lines - 1) / rows.lines, rows.n);
-      for (int64_t i = 0; i < n; ++i) {
-        for (int64_t line = 0; line < rows.lines; ++line) {
-          __builtin_prefetch(rows.at + i * rows.stride + line * kLine, 0, kIntoL2);
-        }
+      const char* row = rows.at;
+      int64_t n = rows.n;
+      for (; lines > 0 && n > 0; lines -= rows.lines, row += rows.stride, --n) {
+        const char* const end = row + rows.lines * kLine;
+        for (const char* line = row; line < end; line += kLine) __builtin_prefetch(line, 0, kIntoL2);
       }
-      lines -= n * rows.lines;
-      rows_[next_].at += n * rows.stride, rows_[next_].n -= n;
-      next_ += rows_[next_].n == 0;
+      rows_[next_].at = row, rows_[next_].n = n;
+      next_ += n == 0;
     }
   }
 

@@ -99,7 +99,9 @@ FASTATTN_INLINE Floats widen_lanes(const Element* from, int64_t n) {
 // to[0..d) = from[0..d), and 0 up to the next multiple of kLanes.
 template <class Element>
 FASTATTN_INLINE void widen_row(const Element* from, int64_t d, float* to) {
-  for (int64_t i = 0; i < d; i += kLanes) store(to + i, widen_lanes(from + i, d - i));
+  int64_t i = 0;
+  for (; i + kLanes <= d; i += kLanes) store(to + i, widen(from + i));
+  if (i < d) store(to + i, widen_lanes(from + i, d - i));
 }
 
 // to[0..n) = the first n lanes of x
@@ -114,7 +116,9 @@ FASTATTN_INLINE void narrow_lanes(Element* to, Floats x, int64_t n) {
 // to[0..d) = factor * from[0..d); from may be read up to the next multiple of kLanes.
 template <class Element>
 FASTATTN_INLINE void narrow_row(const float* from, float factor, int64_t d, Element* to) {
-  for (int64_t i = 0; i < d; i += kLanes) narrow_lanes(to + i, load(from + i) * factor, d - i);
+  int64_t i = 0;
+  for (; i + kLanes <= d; i += kLanes) narrow(to + i, load(from + i) * factor);
+  if (i < d) narrow_lanes(to + i, load(from + i) * factor, d - i);
 }
 
 template <class Row, class Use>

@@ -34,36 +34,31 @@ FASTATTN_INLINE void transpose_queries(Rows x, int64_t n, int64_t d, float* to, 
       [&](int64_t j, int64_t i, Floats column) { store(to + j * C * kLanes + i, column); });
 }
 
-// put(row, column, vector) takes the product of the first rows of `left`, over n steps, and y [n, d].
-template <class Put>
-void multiply_from_left(Columns left, int64_t rows, int64_t n, Rows y, int64_t d, Put put) {
+// to[i] = factors[i] * row i of left * y, for the first rows of `left`, over n steps; y is [n, d]. One function without
+// a branch for all that is written: its tiles are most of the code that a call of few keys runs through.
+void multiply_from_left(Columns left, int64_t rows, int64_t n, Rows y, int64_t d, const float* factors,
+                        float* const* to) {
   each_column_tile(padded(d), [&](auto vectors, int64_t column) {
     constexpr int V = decltype(vectors)::value;
     each_tile<kTileRows<V>>(0, rows, [&](auto tile_rows, int64_t i) {
       Floats acc[decltype(tile_rows)::value][V];
       product(n, left.at_row(i), Right{y.data + column, y.stride}, acc);
-      each_vector(acc, [&](Floats& x, int r, int c) { put(i + r, column + c * kLanes, x); });
+      each_vector(acc, [&](Floats& x, int r, int c) { store(to[i + r] + column + c * kLanes, x * factors[i + r]); });
     });
   });
 }
 
-// O = P V, times on_o of each query.
-void write_output(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const QueryBlock& queries,
-                  Columns p_t, int64_t n, Rows v, const float* on_o) {
-  multiply_from_left(p_t, queries.n, n, v, p.d_v, [&](int64_t i, int64_t d, Floats x) {
-    with_elements(out.o.row(b, h, p.queries[b].at(queries.first + i)), out.o.dtype,
-                  [&](auto* o) { narrow_lanes(o + d, on_o[i] == 0 ? Floats{} : x * on_o[i], p.d_v - d); });
-  });
-}
-
-// dQ = dS K, times scale.
-void write_dq(const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& list,
-              const QueryBlock& queries, Columns ds_t, int64_t n, Rows k) {
-  const auto scale = static_cast<float>(p.scale);
-  multiply_from_left(ds_t, queries.n, n, k, p.d_qk, [&](int64_t i, int64_t d, Floats x) {
-    auto* dq = reinterpret_cast<float*>(t.dq.row(b, h, list.at(queries.first + i)));
-    narrow_lanes(dq + d, x * scale, p.d_qk - d);
-  });
+// Writes factors[i] * row i of left * y for every query of a block: O = P V, and dQ = dS K. `copy` [M, padded d] is for
+// rows that take no whole vectors of floats.
+void write_product(const Output& x, int64_t b, int64_t h, const IndexList& list, const QueryBlock& queries,
+                   Columns left, int64_t n, Rows y, int64_t d, const float* factors, float* copy) {
+  const bool in_place = x.dtype == DType::f32 && d % kLanes == 0;
+  float* to[kBlockQueries];
+  for (int64_t i = 0; i < queries.n; ++i) {
+    to[i] = in_place ? reinterpret_cast<float*>(x.row(b, h, list.at(queries.first + i))) : copy + i * padded(d);
+  }
+  multiply_from_left(left, queries.n, n, y, d, factors, to);
+  for (int64_t i = 0; !in_place && i < queries.n; ++i) write_row(x, b, h, list.at(queries.first + i), d, to[i], 1.0f);
 }
 
 // Writes 2^(S^T - m) of a part of the keys, times Z^T if given, the largest scores m, and the sums l without Z^T.
@@ -100,7 +95,11 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
   finish_softmax<C>(p, h, m, l, on_o, lse);
   for (int c = 0; c < C; ++c) store(on_row + c * kLanes, on_o[c]);
   prefetch.step();
-  write_output(p, out, b, h, queries, {w.p_t, C * kLanes}, part.n, keys.v.at_row(part.begin), on_row);
+  write_product(out.o, b, h, list, queries, {w.p_t, C * kLanes}, part.n, keys.v.at_row(part.begin), p.d_v, on_row,
+                w.o_t);
+  for (int64_t i = 0; i < n; ++i) {  // not 0 times a NaN that other queries see
+    if (on_row[i] == 0) zero_row(out.o, b, h, list.at(queries.first + i), p.d_v);
+  }
   write_statistics<C>(p, out, b, h, queries, m, l, lse);
 }
 
@@ -192,7 +191,9 @@ void add_gradients_single_block(const Params& p, const BackwardTensors& t, const
   }
   if (writes_rows && item.wanted.dq) {
     prefetch.step();
-    write_dq(p, t, b, h, list, queries, {w.dp_t, M}, part.n, keys.k.at_row(part.begin));
+    float scale[M];
+    for (int64_t i = 0; i < M; ++i) scale[i] = static_cast<float>(p.scale);
+    write_product(t.dq, b, h, list, queries, {w.dp_t, M}, part.n, keys.k.at_row(part.begin), p.d_qk, scale, block.dq_t);
   }
   const Part rows = own.between(part.begin, part.end());
   if (!item.wanted.dkv || rows.n == 0) return;

@@ -74,7 +74,7 @@ class Object {
 // What this module takes from PyTorch; kept for good.
 struct Torch {
   PyTypeObject *tensor, *parameter;
-  PyObject *is_grad_enabled, *empty_like, *in_fp32, *new_empty, *requires_grad, *is_neg;
+  PyObject *is_grad_enabled, *hooks_of_saving, *empty_like, *in_fp32, *new_empty, *requires_grad, *is_neg;
   const DLPackExchangeAPI* exchange;
 };
 Torch torch_{};  // set once, by import_torch
@@ -98,6 +98,7 @@ void import_torch() {
   torch_ = {reinterpret_cast<PyTypeObject*>(tensor.release()),
             reinterpret_cast<PyTypeObject*>(parameter.release()),
             of(torch, "is_grad_enabled").release(),
+            of(of(of(torch, "_C"), "_autograd"), "_top_saved_tensors_default_hooks").release(),
             of(torch, "empty_like").release(),
             Object::result(Py_BuildValue("{sO}", "dtype", of(torch, "float32").get())).release(),
             PyUnicode_InternFromString("new_empty"),

@@ -30,6 +30,14 @@ FASTATTN_INLINE Floats load(const float* p) { return *reinterpret_cast<const Flo
 FASTATTN_INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsInMemory*>(p) = x; }
 FASTATTN_INLINE Floats splat(float x) { return x - Floats{}; }
 
+// 0, 1, ..., kLanes - 1
+FASTATTN_INLINE Ints numbers_of_lanes() {
+  Ints result{};
+#pragma GCC unroll 16
+  for (int lane = 0; lane < kLanes; ++lane) result[lane] = lane;
+  return result;
+}
+
 // NaN in x is ignored by the maximum and kept by the minimum, whose limit is no NaN.
 FASTATTN_INLINE Floats larger(Floats x, Floats than) { return x > than ? x : than; }
 FASTATTN_INLINE Floats at_most(Floats x, float limit) { return x > limit ? splat(limit) : x; }

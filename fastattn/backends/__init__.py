@@ -22,7 +22,7 @@ A backend is a module with these names, and nothing else is asked of it:
 as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
 dropout. Their derivatives are those of derivatives.py on every backend. One more may be absent:
 
-    attend() -> the function that `short_way` of fastattn/ops.py calls
+    short_way() -> the functions that `short_way` of fastattn/ops.py calls: its own, and its backward
 """
 
 from __future__ import annotations

@@ -65,9 +65,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return build.CPU.load().forward(q, k, v, spec)
 
 
-def attend() -> Callable[..., tuple[Tensor, Tensor | None] | bool | None]:
-    """The C++ function that `short_way` of fastattn/ops.py calls."""
-    return build.CPU.load().attend
+def short_way() -> tuple[Callable, Callable]:
+    """The C++ functions that `short_way` of fastattn/ops.py calls: forward and backward."""
+    module = build.CPU.load()
+    return module.attend, module.attend_backward
 
 
 def backward(

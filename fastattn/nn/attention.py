@@ -161,7 +161,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
         """
-        if query.is_nested or key.is_nested or value.is_nested:
+        alike = query is key and key is value
+        if query.is_nested or (not alike and (key.is_nested or value.is_nested)):
             self._check_nested(query, key, value, key_padding_mask, attn_mask)
             return self._forward_nested(query, need_weights, average_attn_weights)
 
@@ -208,7 +209,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """q [N, H, L, D] alone, for keys and values that were projected before."""
         weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[: self.embed_dim]
         bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
-        return self._split_heads(F.linear(query, weight, bias), self.num_heads)
+        return self._split_heads(F.linear(query, weight, bias))
 
     def _forward_nested(
         self, x: Tensor, need_weights: bool, average_attn_weights: bool
@@ -228,7 +229,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         packed_weight, packed_bias = self.in_proj_weight, self.in_proj_bias
         if packed_weight is not None and query is key and key is value:
-            return self._split_heads(F.linear(query, packed_weight, packed_bias), sum(heads)).split_with_sizes(heads, 1)
+            return self._split_heads(F.linear(query, packed_weight, packed_bias)).split_with_sizes(heads, 1)
         groups = ((query, heads[:1]), (key, heads[1:2]), (value, heads[2:]))
         if packed_weight is None:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -239,7 +240,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         biases = (None,) * len(groups) if packed_bias is None else self._rows_of_groups(packed_bias, groups)
         result = []
         for (x, parts), weight, bias in zip(groups, weights, biases, strict=True):
-            x = self._split_heads(F.linear(x, weight, bias), sum(parts))
+            x = self._split_heads(F.linear(x, weight, bias))
             result += [x] if len(parts) == 1 else x.split_with_sizes(parts, 1)
         return result
 
@@ -264,11 +265,12 @@ class MultiHeadAttention(nn.MultiheadAttention):
             return attention_with_weights(q, k, v, mask, bias=bias, dropout_p=dropout_p, average_heads=average)
         return attention(q, k, v, mask, bias=bias, dropout_p=dropout_p), None
 
-    def _split_heads(self, x: Tensor, heads: int) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """[N, heads, L, D] of a projection, without a copy."""
-        x = x.reshape(*x.shape[:-1], heads, self.head_dim)
-        if x.dim() == 3:
-            return x.transpose(0, 1)[None]
+        if x.dim() == 2:
+            return self._split_heads(x[None] if self.batch_first else x[:, None])
+        first, second, width = x.shape
+        x = x.view(first, second, width // self.head_dim, self.head_dim)
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _merge_heads(self, o: Tensor, batched: bool) -> Tensor:

@@ -215,6 +215,7 @@ def test_the_binding_keeps_no_reference_to_what_it_reads_and_returns():
     q, k, v, do = (torch.randn(2, 4, 5, 8) for _ in range(4))
     mask = Mask(segment_ids=(torch.zeros(2, 5).long(),) * 2, dense=torch.ones(5, 5, dtype=torch.bool))
     spec = Spec(mask, 1.0, bias=torch.zeros(5, 5), alibi_slopes=torch.ones(4).double(), sinks=torch.zeros(4).half())
+    terms, with_gradient = (mask, None, spec.bias, None, spec.alibi_slopes, spec.sinks), q.clone().requires_grad_()
     module = build.CPU.load()
     o, lse = module.forward(q, k, v, spec)
     tensors = (q, k, v, do, o, lse, spec.bias, spec.alibi_slopes, spec.sinks, mask.dense, *mask.segment_ids, mask, spec)
@@ -223,7 +224,9 @@ def test_the_binding_keeps_no_reference_to_what_it_reads_and_returns():
         results = (
             *module.forward(q, k, v, spec),
             *module.backward(do, None, q, k, v, o, lse, spec, (True, False, True), None, None, None, None),
-            *module.attend(q, k, v, mask, None, spec.bias, None, spec.alibi_slopes, spec.sinks, False),
+            *module.attend(q, k, v, *terms, False, True)[:2],
+            *module.attend(with_gradient, k, v, *terms, False, True)[:2],
+            *module.attend_backward(do, None, q, k, v, o, lse, *terms, (True, False, True)),
         )
         assert all(x is None or sys.getrefcount(x) == 3 for x in results)  # of the tuple, the loop and the call
     del results

@@ -386,6 +386,48 @@ def test_gradients_of_the_short_way_are_those_of_the_general_road(name, monkeypa
     assert all(map(torch.equal, short[1], general[1]))
 
 
+LAZILY_NEGATED = torch.randn(2, 4, 3, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj().imag
+COTANGENTS = {
+    "of o": lambda o, lse, x: torch.autograd.grad(o, x, o.detach().cos()),
+    "of lse": lambda o, lse, x: torch.autograd.grad(lse, x, lse.detach().cos()),
+    "of both": lambda o, lse, x: torch.autograd.grad((o, lse), x, (o.detach().cos(), lse.detach().cos())),
+    "lazily negated": lambda o, lse, x: torch.autograd.grad(o, x, LAZILY_NEGATED),
+    "without memory": lambda o, lse, x: torch.autograd.grad(o, x, torch._efficientzerotensor(o.shape)),
+    "expanded": lambda o, lse, x: torch.autograd.grad(o.sum(), x),
+}
+
+
+@pytest.mark.parametrize("name", COTANGENTS)
+def test_what_comes_back_to_the_short_way_may_be_any_tensor(name, monkeypatch):
+    def gradients() -> tuple[str, tuple[Tensor, ...]]:
+        x = leaves()
+        o, lse = fastattn.attention(*x, **TERMS, return_lse=True)
+        return type(o.grad_fn).__name__, COTANGENTS[name](o, lse, x)
+
+    fastattn.attention(Q, K, V)
+    short = gradients()
+    monkeypatch.setattr(ops, "short_way", lambda *arguments: None)
+    general = gradients()
+    assert short[0] != general[0]
+    assert all(map(torch.equal, short[1], general[1]))
+
+
+def test_lse_is_in_the_graph_of_a_short_call_only_where_it_is_asked_for():
+    fastattn.attention(Q, K, V)
+    o, lse = fastattn.attention(*leaves(), return_lse=True)
+    assert o.grad_fn is lse.grad_fn
+    assert [len(y.grad_fn._input_metadata) for y in (o, fastattn.attention(*leaves()))] == [2, 1]
+
+
+def test_what_no_longer_fits_in_the_backward_of_a_short_call_is_refused():
+    fastattn.attention(Q, K, V)
+    x = leaves()
+    o = fastattn.attention(*x)
+    x[0].data = torch.ones(3)
+    with pytest.raises(ValueError, match="q must be"):
+        o.sum().backward()
+
+
 @pytest.mark.parametrize("average_heads", [True, False])
 def test_weights_of_the_short_way_are_those_of_the_general_road(average_heads, monkeypatch):
     attend = functools.partial(fastattn.attention_with_weights, Q, K, V, **TERMS, average_heads=average_heads)

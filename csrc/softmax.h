@@ -63,6 +63,13 @@ struct Measure {
   }
 };
 
+// How many bits a number of keys has: that many of weights up to 2^-bits have a sum below 1.
+FASTATTN_HD int bits_of(int64_t n_keys) {
+  int bits = 0;
+  for (; n_keys > 0; n_keys >>= 1) ++bits;
+  return bits;
+}
+
 // A row that saw nothing has the output 0.
 FASTATTN_HD float one_over_sum(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
 

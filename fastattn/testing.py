@@ -35,6 +35,7 @@ class Case:
     queries: real_queries, padded by the same lengths as the keys ("right" where `keys` is None).
     huge: the scores reach up to that power of the largest number of the dtype, 0 < huge < 1. q and k are then -1, 0
         and 1 times a power of two, so that no score is rounded, and several keys often share the largest one.
+    huge_values: the values reach up to that power of the largest number; do is so small that no gradient overflows.
     layout: memory order of q, k and v: "BHND" as [B, H, N, D]; "BNHD" as a projection leaves them; "sliced" as parts
         of one wider tensor, with a stride between tokens that is no multiple of D; "columns" as such parts, transposed.
     timed: the suite of the benchmarks that it is for, "standard" (part of "limit" too), "limit" or "gpu"; such a case
@@ -64,6 +65,7 @@ class Case:
     dropout_p: float = 0.0
     scale: float | None = None
     huge: float = 0.0
+    huge_values: float = 0.0
     layout: str = "BHND"
     timed: str | None = None
 
@@ -172,6 +174,8 @@ CASES: tuple[Case, ...] = (
     Case("columns-layout", "the same, transposed: tokens lie side by side", n_q=50, n_k=40, layout="columns"),
     Case("large-scores", "scores of thousands", n_q=40, scale=300.0, causal=True),
     Case("huge-scores", "scores as large as the dtype allows: one key or several take all", n_q=40, n_k=150, huge=0.95),
+    Case("huge-values", "values as large as the dtype allows", n_q=40, n_k=150, huge_values=0.995),
+    Case("huge-values-scores", "both, with a few queries", n_q=2, n_k=150, huge=0.4, huge_values=0.995),
     Case("zero-scale", "every visible key weighs the same", n_q=40, scale=0.0, keys="right"),
     Case("negative-scale", "the least similar key wins", n_q=40, scale=-0.5),
     Case("segments", "packed documents with a padded tail", n_q=60, segment_ids=True),
@@ -335,17 +339,24 @@ def make_inputs(
         options |= {"dropout_p": case.dropout_p, "generator": torch.Generator(device).manual_seed(seed)}
 
     queries, keys = mask.readable_queries(), mask.readable_keys()
-    numbers = [normal(*shape) for shape in shapes]
+    numbers, do, exponent, largest_log2 = [normal(*x) for x in shapes], normal(B, H, n_q, d_v), 0, _largest_log2(dtype)
     if case.huge:
-        exponent = (math.log2(torch.finfo(dtype).max) * case.huge - math.log2(D)) // 2
+        exponent = (largest_log2 * case.huge - math.log2(D)) // 2
         for x in numbers[:2]:
             x.round_().clamp_(-1, 1).mul_(2.0**exponent)
+    if case.huge_values and numbers[2].numel():
+        numbers[2].div_(numbers[2].abs().max()).mul_(2.0 ** (largest_log2 * case.huge_values))
+        do *= 2.0 ** -(largest_log2 // 2 + exponent)
     q, k, v = (_laid_out(x.to(device, dtype), case.layout) for x in numbers)
-    do, dlse = normal(B, H, n_q, d_v).to(device, dtype), normal(B, H, n_q).to(device, torch.float32)
+    do, dlse = do.to(device, dtype), normal(B, H, n_q).to(device, torch.float32)
     for x, rows in ((q, queries), (k, keys), (v, keys), (do, queries)):
         if rows is not None:
             x.masked_fill_(~rows[:, None, :, None], math.nan)
     return Inputs(q, k, v, do, dlse, mask, options)
+
+
+def _largest_log2(dtype: torch.dtype) -> float:
+    return math.log2(torch.finfo(dtype).max)
 
 
 def _real_keys(pattern: str | None, lengths: Tensor, n_k: int, generator: torch.Generator) -> Tensor | None:

@@ -159,7 +159,7 @@ void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* 
     if (follow_maximum<C>(part.n, w.s_t, on_score_log2, m, decay)) {
       for (int c = 0; c < C; ++c) l[c] *= decay[c];
     }
-    weights<C>(part.n, on_score_log2, m, nullptr, w.s_t, l);
+    weights<C>(p, part.n, m, nullptr, w.s_t, l);
   });
   Floats unused[C];
   float lse[C * kLanes];

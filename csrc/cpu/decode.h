@@ -50,7 +50,8 @@ HeadAndQuery head_and_query(const Params& p, int64_t b, int64_t h_kv, int64_t ro
   return {h_kv * p.group() + row % p.group(), p.queries[b].at(row / p.group())};
 }
 
-// What a part keeps of a row: the sum of weights times values, the score m whose weight is 1, the sum l of the weights.
+// What a part keeps of a row: the sum of weights times values, the score m that the weights are
+// measured from, the sum l of the weights.
 struct DecodePart {
   float *o, *m, *l;
 };
@@ -153,7 +154,7 @@ void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, floa
   }
   Floats sum = {};
   for (int64_t i = 0; i < n; i += kLanes) {
-    const Floats weights = weight(load(s + i), splat(reference), on_score_log2);
+    const Floats weights = weight(load(s + i), splat(reference), on_score_log2, headroom_log2(p));
     sum += weights;
     store(s + i, weights);
   }
@@ -254,7 +255,8 @@ void combine(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h_kv
         store(total.o + d, sum + load(part.o + d) * decay);
       }
     }
-    BesideSink whole{lse_of(m, on_score_log2, log2f(l)), 1.0};
+    const float sum = std::ldexp(l, static_cast<int>(headroom_log2(p)));
+    BesideSink whole{lse_of(m, on_score_log2, log2f(sum)), 1.0};
     if (p.sinks) whole = beside_sink(whole.lse, p.sinks[h]);
     if (l == 0) {
       zero_row(out.o, b, h, query, p.d_v);
@@ -263,7 +265,7 @@ void combine(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h_kv
     }
     out.lse[(b * p.H + h) * p.n_q + query] = static_cast<float>(whole.lse);
     if (out.measures) {
-      const float with_sink = l / static_cast<float>(whole.share);
+      const float with_sink = sum / static_cast<float>(whole.share);
       out.measures[(b * p.H + h) * p.n_q + query] = Measure::of(m, with_sink, on_score_log2);
     }
   }

@@ -59,8 +59,8 @@ KeyBlock key_block(const Params& p, int64_t b, int64_t h_kv, int64_t first, int6
   return {&list, first, n, k, v, {}, transposed(v, n_padded, p.d_v, v_t)};
 }
 
-// The state of a block of queries between two blocks of keys: Q^T, O^T, the score m whose weight is 1, and the sum l of
-// the weights.
+// The state of a block of queries between two blocks of keys: Q^T, O^T, the score m that the weights are measured from,
+// and the sum l of the weights.
 struct ForwardBlock {
   QueryBlock queries;
   float *q_t, *o_t;  // [d, stride]
@@ -97,15 +97,22 @@ FASTATTN_INLINE bool follow_maximum(int64_t n, const float* s_t, float on_score_
   return any(moves);
 }
 
-// 2^(scale * (score - reference)). The difference first: the weight of the reference is then exactly 1, a single key
-// gives O = V to the bit, and no finite scores overflow.
-FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale) { return exp2((score - reference) * scale); }
+// Weights are this power of two below 2^(scale * (score - reference)): their sum then stays below 1, and the sum of
+// weighted values, which is divided by it at the end, below the largest value.
+FASTATTN_INLINE float headroom_log2(const Params& p) { return kSlack + bits_of(p.n_k); }
+
+// The difference first: the weight of the reference is then exactly a power of two, a single key gives O = V to the
+// bit, and no finite scores overflow.
+FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale, float headroom_log2) {
+  return exp2((score - reference) * scale, headroom_log2);
+}
 
 // Turns S^T [n, M] into P^T in place, as a right factor, and adds the weights to l. Dropout multiplies them by Z after
 // that: it does not change lse.
 template <int C>
-FASTATTN_INLINE void weights(int64_t n, float on_score_log2, const Floats (&m)[C], const float* z_t, float* p_t,
+FASTATTN_INLINE void weights(const Params& params, int64_t n, const Floats (&m)[C], const float* z_t, float* p_t,
                              Floats (&l)[C]) {
+  const float on_score_log2 = params.on_score_log2(), headroom = headroom_log2(params);
   Floats reference[C], sum[C];
   for (int c = 0; c < C; ++c) {
     reference[c] = m[c] == -kInfinity ? Floats{} : m[c];  // finite_max
@@ -115,7 +122,7 @@ FASTATTN_INLINE void weights(int64_t n, float on_score_log2, const Floats (&m)[C
     Floats p[kPerUnit][C];
     each_vector(p, [&](Floats& x, int r, int c) {
       const int64_t at = ((i + r) * C + c) * kLanes;
-      x = weight(load(p_t + at), reference[c], on_score_log2);
+      x = weight(load(p_t + at), reference[c], on_score_log2, headroom);
       sum[c] += x;
       if (z_t) x *= load(z_t + at);
     });
@@ -145,7 +152,7 @@ void attend(const Params& p, int64_t b, int64_t h, const KeyBlock& keys, Part pa
     }
   }
   if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, queries, keys, part, w.z_t);
-  weights<C>(part.n, on_score_log2, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
+  weights<C>(p, part.n, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
   prefetch.step();
   add_product<C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), Right{w.p_t, M});
 
@@ -164,7 +171,7 @@ void begin_block(const Params& p, int64_t b, int64_t h, ForwardBlock& block, con
   __builtin_memset(block.o_t, 0, M * padded(p.d_v) * sizeof(float));
 }
 
-// The lse of all lanes, from the score m whose weight is 1 and the sum l of the weights.
+// The lse of all lanes, from the score m whose weight is 1 and the sum l of the weights, which have no headroom.
 template <int C>
 FASTATTN_INLINE void lse_of_lanes(const Floats (&m)[C], const Floats (&l)[C], float on_score_log2, float* lse) {
   for (int c = 0; c < C; ++c) {
@@ -175,12 +182,15 @@ FASTATTN_INLINE void lse_of_lanes(const Floats (&m)[C], const Floats (&l)[C], fl
   }
 }
 
-// Computes the factor of the output and the lse, and adds the weight of the sink to l.
+// Computes the factor of the output and the lse, takes the headroom of the weights out of l, and adds that of the sink.
 template <int C>
 FASTATTN_INLINE void finish_softmax(const Params& p, int64_t h, const Floats (&m)[C], Floats (&l)[C], Floats (&on_o)[C],
                                     float* lse) {
   const float on_score_log2 = p.on_score_log2();
-  for (int c = 0; c < C; ++c) on_o[c] = l[c] == 0.0f ? Floats{} : 1.0f / l[c];  // one_over_sum
+  for (int c = 0; c < C; ++c) {
+    on_o[c] = l[c] == 0.0f ? Floats{} : 1.0f / l[c];  // one_over_sum
+    l[c] *= exp2(splat(headroom_log2(p)));
+  }
   lse_of_lanes<C>(m, l, on_score_log2, lse);
   for (int64_t i = 0; p.sinks && i < C * kLanes; ++i) {
     const int64_t c = i / kLanes, lane = i % kLanes;

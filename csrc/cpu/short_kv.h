@@ -71,7 +71,7 @@ FASTATTN_INLINE void softmax_single_block(const Params& p, int64_t b, int64_t h,
   assign_product<C>({p_t, C * kLanes}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), Right{q_t, C * kLanes});
   finish_scores<C>(p, b, h, queries, keys, part, p_t);
   follow_maximum<C>(part.n, p_t, p.on_score_log2(), m, unused);
-  weights<C>(part.n, p.on_score_log2(), m, z_t, p_t, l);
+  weights<C>(p, part.n, m, z_t, p_t, l);
 }
 
 template <int C>

@@ -117,9 +117,10 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
              const Scores& scores) {
   const c10::cuda::CUDAGuard guard(q.device());
   const CallParams call(q, k, v, mask, scores);
-  const ForwardParams f{call.params, rows_of(o), lse.data_ptr<float>()};
-  C10_CUDA_CHECK(with_kernels_of(f.params.dtype,
-                                 [&](auto kernels) { return kernels.forward(f, c10::cuda::getCurrentCUDAStream()); }));
+  const Params& p = call.params;
+  const ForwardParams f{p, Headroom::of(p.dtype, p.keys.n), rows_of(o), lse.data_ptr<float>()};
+  C10_CUDA_CHECK(
+      with_kernels_of(p.dtype, [&](auto kernels) { return kernels.forward(f, c10::cuda::getCurrentCUDAStream()); }));
 }
 
 // Gradients that are None are not computed.

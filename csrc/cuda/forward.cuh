@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
       const Place<true> place{b, h, first_query + first_row, tile.first};
       finish_scores<kGeneral>(s, p, place);
       if (tile.partial) hide<kGeneral>(s, p, place);
-      softmax.add(s, p.score_scale.on_score_log2, o);
+      softmax.add(s, p.score_scale.on_score_log2, f.headroom, o);
       if constexpr (kGeneral) {
         if (p.dropout.drops) {
           each(
@@ -80,11 +80,11 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
     }
 
     const int own_query = first_query + first_row;
-    const float on_o = kGeneral && p.dropout.drops ? p.dropout.on_kept : 1;
+    const float on_o = f.headroom.one_over_factor * (kGeneral && p.dropout.drops ? p.dropout.on_kept : 1);
     float on_row[2 * kRowBlocks];
 #pragma unroll
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
-      RowSum row{softmax.max[i / 2][i % 2], sum_of_row(softmax.sum[i / 2][i % 2]), 1};
+      RowSum row{softmax.max[i / 2][i % 2], softmax.whole_sum(i, f.headroom), 1};
       if (kGeneral && p.sinks) row = row.beside(p.sinks[h], p.score_scale.on_score_log2);
       on_row[i] = one_over_sum(row.sum) * row.on_weights * on_o;
       const int query = own_query + 8 * i + lane() / 4;

@@ -5,6 +5,7 @@
 
 #include "../softmax.h"
 #include "instructions.cuh"
+#include "params.h"
 #include "tile.cuh"
 
 namespace fastattn::cuda {
@@ -55,7 +56,7 @@ struct RowSum {
 template <class Element, int kRowBlocks>
 struct OnlineSoftmax {
   float max[kRowBlocks][2];
-  float sum[kRowBlocks][2];  // of 2^(score_log2 - max_log2), of the columns of this lane only
+  float sum[kRowBlocks][2];  // of 2^(score_log2 - max_log2), of the columns of this lane only; in 16 bits with headroom
 
   FASTATTN_DEVICE OnlineSoftmax() {
 #pragma unroll
@@ -65,10 +66,12 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns scores into weights, and makes o relative to the new maximum.
+  // Turns scores into weights with headroom, and makes o relative to the new maximum. The headroom is in the exponent,
+  // but for fp32, which would notice that an exponent is rounded.
   template <int kColumnBlocks, int kBlocksOfO>
-  FASTATTN_DEVICE void add(Sums (&scores)[kRowBlocks][kColumnBlocks], float on_score_log2,
+  FASTATTN_DEVICE void add(Sums (&scores)[kRowBlocks][kColumnBlocks], float on_score_log2, const Headroom& headroom,
                            Sums (&o)[kRowBlocks][kBlocksOfO]) {
+    constexpr bool kInExponent = sizeof(Element) < sizeof(float);
 #pragma unroll
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
       const int r = i / 2, half = i % 2;
@@ -79,7 +82,7 @@ struct OnlineSoftmax {
       }
       new_max = max_of_row(new_max);
       const float factor = factor_of_row(finite_max(new_max), on_score_log2);
-      const float base_log2 = finite_max(new_max) * factor;
+      const float base_log2 = fmaf(finite_max(new_max), factor, kInExponent ? headroom.log2 : 0);
       const float rescale = exp2_for<Element>((max[r][half] - finite_max(new_max)) * on_score_log2);
       max[r][half] = new_max;
       sum[r][half] *= rescale;
@@ -89,6 +92,7 @@ struct OnlineSoftmax {
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           scores[r][c][e] = exp2_for<Element>(fmaf(scores[r][c][e], factor, -base_log2));
           sum[r][half] += scores[r][c][e];
+          if (!kInExponent) scores[r][c][e] *= headroom.factor;
         }
       }
 #pragma unroll
@@ -97,6 +101,12 @@ struct OnlineSoftmax {
         o[r][c][2 * half + 1] *= rescale;
       }
     }
+  }
+
+  // The sum of row i of this lane, of all columns and without the headroom.
+  FASTATTN_DEVICE float whole_sum(int i, const Headroom& headroom) const {
+    const float of_row = sum_of_row(sum[i / 2][i % 2]);
+    return sizeof(Element) < sizeof(float) ? of_row * headroom.one_over_factor : of_row;
   }
 };
 

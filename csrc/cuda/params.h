@@ -3,6 +3,7 @@
 // Pointers are device pointers. Rows begin at multiples of 16 bytes and are multiples of 16 bytes long.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "../dtype.h"
@@ -141,8 +142,21 @@ struct Params {
   }
 };
 
+// By which power of two weights are lowered, so that no sum of values overflows before it is divided: the sum of all
+// weights is below 1, though those of a row of huge scores are up to 2^16 too large (factor_of_row). Sums of values of
+// f16 do not overflow, while its weights have no exponents to spare.
+struct Headroom {
+  float log2, factor, one_over_factor;  // factor = 2^-log2
+
+  static Headroom of(DType dtype, int n_keys) {
+    const int bits = dtype == DType::f16 ? 0 : 16 + bits_of(n_keys);
+    return {float(bits), std::ldexp(1.0f, -bits), std::ldexp(1.0f, bits)};
+  }
+};
+
 struct ForwardParams {
   Params params;
+  Headroom headroom;
   Rows o;
   float* lse;  // [B, H, n_q], in nats; -inf where nothing is seen
 };

@@ -23,6 +23,7 @@ SLOW = frozenset(() if DEVICE == "cuda" else ("triton",))  # Triton's interprete
 NAMES = [b.NAME for b in BACKENDS if not (DEVICE == "cpu" and b.NAME in ("hopper", "cuda"))]
 LENGTHS = [n + d for n in (16, 32, 48, 64, 96, 128, 256) for d in (-1, 0, 1)]
 LARGEST_SCORE = 34  # a power of ten: less than fp32 can hold
+LARGEST_VALUE = 37.5  # times the largest of many normal numbers
 LEAST_WIDTH = 0  # of a head
 POISONS = (1000.0, math.nan, math.inf)  # what a query that sees nothing must not notice
 Errors = Iterator[Error]
@@ -176,7 +177,7 @@ def extreme_sizes(draw: Draw) -> list[float]:
     most = math.log10(torch.finfo(draw.dtype).max)
     while True:
         q, k, v, do = (draw.uniform(-most, most) if draw.chance(0.7) else 0 for _ in range(4))
-        if q + k < LARGEST_SCORE and v < 34 and v + do + max(q, k, 0) < 34:
+        if q + k < LARGEST_SCORE and v < LARGEST_VALUE and v + do + max(q, k, 0) < 34:
             return [10**x for x in (q, k, v, do)]
 
 

@@ -532,7 +532,7 @@ def test_old_gpus_are_refused(monkeypatch):
 def test_each_heavy_term_takes_from_the_tiles(capability, dtype, monkeypatch):
     seed = torch.tensor(0)
     terms = [{"sinks": torch.ones(1)}, {"softcap": 1.0}, {"softcap": 1.0, "dropout_p": 0.5, "seed": seed}]
-    heavy_terms = [rules_of(Spec(Mask(causal=True), 1.0, **term), 4, 4).heavy_terms for term in terms]
+    heavy_terms = [rules_of(Spec(Mask(causal=True), 1.0, **term), 4, 4, torch.float32).heavy_terms for term in terms]
     assert heavy_terms == [0, 1, 2]
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -28,6 +28,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
                 "preparation",
                 "recompute",
                 "rules",
+                "scores",
                 "tiles",
                 "visibility",
             )

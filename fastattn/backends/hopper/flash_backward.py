@@ -134,7 +134,7 @@ def prepared(
     B, H, n_q, _ = q.shape
     q, k, v = loadable(q), loadable(k), loadable(v)
     do = torch.zeros_like(o, memory_format=torch.contiguous_format) if do is None else loadable(do)
-    rules, lse = rules_of(spec, n_q, k.shape[2], torch.bool), lse.contiguous()
+    rules, lse = rules_of(spec, n_q, k.shape[2], v.dtype, torch.bool), lse.contiguous()
     per_chunk = BYTES_OF_CHUNK // lse.element_size()
     rows = lse.new_empty(B, H, ROWS_OF_QUERY.value, triton.cdiv(n_q, per_chunk) * per_chunk)[..., :n_q]
     dlse = constant_where_nothing_is_seen(dlse, lse)

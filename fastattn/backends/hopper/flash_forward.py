@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import spec as what
 from ..triton.preparation import visibility
+from ..triton.scores import headroom_log2
 from ..triton.tiles import LOG2E, Heads, heads, launch
 from ..triton.visibility import (
     Visibility,
@@ -101,6 +102,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
         lse,
         visible,
         scale_log2,
+        float(headroom_log2(n_k, v.dtype)),
         n_q,
         n_k,
         n_tiles * n_heads,
@@ -126,6 +128,7 @@ def forward_kernel(
     lse,
     visible: Visibility,
     scale_log2,
+    headroom_log2,
     n_q,
     n_k,
     n_items,
@@ -157,8 +160,8 @@ def forward_kernel(
     if GROUPS == 2:
         warp_specialize(
             [
-                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, PING_PONG)),
-                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, PING_PONG)),
+                (consume, (rings, o, lse, call, headroom_log2, first, GROUPS, 0, D_V, PING_PONG)),
+                (consume, (rings, o, lse, call, headroom_log2, first, GROUPS, 1, D_V, PING_PONG)),
                 (produce, (rings, tensors, v_rows, call, first, GROUPS, GROUP, D_V)),
             ],
             [4, 1],
@@ -167,9 +170,9 @@ def forward_kernel(
     else:
         warp_specialize(
             [
-                (consume, (rings, o, lse, call, first, GROUPS, 0, D_V, False)),
-                (consume, (rings, o, lse, call, first, GROUPS, 1, D_V, False)),
-                (consume, (rings, o, lse, call, first, GROUPS, 2, D_V, False)),
+                (consume, (rings, o, lse, call, headroom_log2, first, GROUPS, 0, D_V, False)),
+                (consume, (rings, o, lse, call, headroom_log2, first, GROUPS, 1, D_V, False)),
+                (consume, (rings, o, lse, call, headroom_log2, first, GROUPS, 2, D_V, False)),
                 (produce, (rings, tensors, v_rows, call, first, GROUPS, GROUP, D_V)),
             ],
             [4, 4, 1],
@@ -234,6 +237,7 @@ def consume(
     o: Heads,
     lse,
     call,
+    headroom_log2,
     first,
     GROUPS: gl.constexpr,
     I_GROUP: gl.constexpr,
@@ -268,7 +272,7 @@ def consume(
             b_s = warpgroup_mma_wait(0, deps=(products_coming(n_k_tiles, t_q, k_ring),))
             release(n_k_tiles, k_ring)
             tokens = queries, tile_range[3] - 1, i_b
-            b_p, b_rescale, b_max, b_sum = weigh(b_s, b_max, b_sum, tokens, True, call)
+            b_p, b_rescale, b_max, b_sum = weigh(b_s, b_max, b_sum, tokens, True, call, headroom_log2)
             b_left = gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(BLOCK_V))
             for i_step in range(1, n_steps):
                 n = n_k_tiles + i_step
@@ -283,7 +287,7 @@ def consume(
                 b_s = warpgroup_mma_wait(1, deps=(b_s_coming,))
                 release(n, k_ring)
                 tokens = queries, i_n, i_b
-                b_p, b_rescale, b_max, b_sum = weigh(b_s, b_max, b_sum, tokens, edge, call)
+                b_p, b_rescale, b_max, b_sum = weigh(b_s, b_max, b_sum, tokens, edge, call, headroom_log2)
                 b_left = gl.convert_layout(b_p.to(v_ring.tiles.dtype), left_operand(BLOCK_V))
                 wait_full(n - 1, v_ring)  # it is: but ptxas moves the wait for products before all that this follows
                 b_o = warpgroup_mma_wait(0, deps=(b_o_coming,))
@@ -301,7 +305,8 @@ def consume(
         # Equal to 0, not "not above 0": a NaN that was seen must come out.
         m_nothing_seen = (b_sum == 0.0) | ~real_tokens(o_q, n_q, visible.real_queries, i_b)
         b_sum = gl.where(m_nothing_seen, 1.0, b_sum)
-        b_lse = gl.where(m_nothing_seen, float("-inf"), (b_max * call.scale_log2 + gl.log2(b_sum)) / LOG2E)
+        b_lse_log2 = b_max * call.scale_log2 + (gl.log2(b_sum) + headroom_log2)
+        b_lse = gl.where(m_nothing_seen, float("-inf"), b_lse_log2 / LOG2E)
         gl.store(lse + (i_b * call.order.H + i_h) * n_q + o_q, b_lse, mask=o_q < n_q)
         b_o = gl.where(as_output_rows(m_nothing_seen, BLOCK_V), 0.0, b_o * as_output_rows(1.0 / b_sum, BLOCK_V))
         store_rows(o, i_b, i_h, i_row, n_q, b_o, D_V)
@@ -324,7 +329,7 @@ def output_coming(n, b_left, b_o, v_ring):
 
 
 @jit
-def weigh(b_s, b_max, b_sum, tokens, edge, call):
+def weigh(b_s, b_max, b_sum, tokens, edge, call, headroom_log2):
     """The online softmax of a tile of products: (weights, factor for what was summed before, new maximum, new sum)."""
     queries, i_n, i_b = tokens
     BLOCK_N: gl.constexpr = b_s.shape[1]
@@ -337,7 +342,8 @@ def weigh(b_s, b_max, b_sum, tokens, edge, call):
     # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
     b_base = gl.where(b_new_max == float("-inf"), 0.0, b_new_max)
     b_factor = factor_of_rows(b_base, call.scale_log2)
-    b_p = gl.exp2(gl.fma(b_s, gl.expand_dims(b_factor, 1), gl.expand_dims(-b_base * b_factor, 1)))
+    b_minus_base_log2 = gl.fma(-b_base, b_factor, -headroom_log2)
+    b_p = gl.exp2(gl.fma(b_s, gl.expand_dims(b_factor, 1), gl.expand_dims(b_minus_base_log2, 1)))
     b_rescale = gl.exp2((b_max - b_base) * call.scale_log2)
     return b_p, b_rescale, b_new_max, b_sum * b_rescale + gl.sum(b_p, 1)
 

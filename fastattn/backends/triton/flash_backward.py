@@ -97,7 +97,7 @@ def backward(
             "BLOCK_V": block_v,
             "PRECISION": dot_precision(),
         }
-        rules = rules_of(spec, n_q, n_k)
+        rules = rules_of(spec, n_q, n_k, v.dtype)
         launches = Launches(rules, tensors)
         compute_rows(launches, rows, heads(q), heads(k), heads(o), heads(do), lse, dlse)
         inputs, scalars = (heads(q), heads(k), heads(v), heads(do), rows), (rules, spec.scale, H, n_q, n_k)

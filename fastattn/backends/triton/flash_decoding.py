@@ -44,7 +44,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     if repeated(kind, tensors, spec, n_q, n_k):
         return o, lse
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    rules = rules_of(spec, n_q, n_k)
+    rules = rules_of(spec, n_q, n_k, v.dtype)
     config = config_for("decoding", q, max(block_qk, block_v), rules.heavy_terms)
     values = {"D_V": d_v, "BLOCK_V": block_v, "block_m": FEW_QUERIES.value}
     launches = Launches(rules, tensors)
@@ -185,8 +185,8 @@ def combine_kernel(
         b_sum_of_part = tl.load(sums + o_stat, mask=m_part, other=0.0)[None, :]
         b_new_max = tl.maximum(b_max, tl.max(b_max_of_part, 1))
         b_factor, b_base_log2 = measure(b_new_max, scoring)
-        b_rescale = rescale(b_max, b_factor, b_base_log2)
-        b_rescale_part = rescale(b_max_of_part, b_factor[:, None], b_base_log2[:, None])
+        b_rescale = rescale(b_max, b_factor, b_base_log2, scoring)
+        b_rescale_part = rescale(b_max_of_part, b_factor[:, None], b_base_log2[:, None], scoring)
         # [parts, D]
         p_part = rows_of_heads(parts, o_entry, i_h, i_q, BLOCK_V)
         b_part = tl.load(p_part, mask=real_columns(m_part, D_V, BLOCK_V), other=0.0)

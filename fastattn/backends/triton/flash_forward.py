@@ -51,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     if repeated(kind, tensors, spec, n_q, n_k):
         return o, lse
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    rules = rules_of(spec, n_q, n_k)
+    rules = rules_of(spec, n_q, n_k, v.dtype)
     config = config_for("forward", q, max(block_qk, block_v), rules.heavy_terms)
     launches = Launches(rules, tensors)
     launches.launch(
@@ -159,6 +159,8 @@ def attended(
 ):
     """(maximum, sum, output) of the online softmax of rows over a `key_range`: nothing is divided by the sum yet.
 
+    The output has the factor `on_weights` of the scoring, which the sum has not.
+
     i_h: the head of the rows, or a column [M, 1] of theirs; i_h_kv: the head of the keys, one for all.
     """
     visible, scoring, dropout = rules
@@ -185,6 +187,8 @@ def attended(
                 b_max, b_sum, b_p, b_rescale = online_softmax(b_s, scoring, b_max, b_sum)
                 if dropout is not None:
                     b_p = tl.where(kept(queries[0], i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
+                if scoring.on_weights is not None:
+                    b_p *= scoring.on_weights
                 # [N, D]
                 b_v = load_tile(p_v, v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
                 # [M, D]
@@ -204,6 +208,7 @@ def finished(b_o, b_max, b_sum, m_q, i_h, rules):
     if dropout is not None:
         b_o *= dropout.factor
     b_sum = tl.where(m_nothing_seen, 1.0, b_sum)
-    b_o = tl.where(m_nothing_seen[:, None], 0.0, b_o / b_sum[:, None])
+    b_on_o = b_sum if scoring.on_weights is None else b_sum * scoring.on_weights
+    b_o = tl.where(m_nothing_seen[:, None], 0.0, b_o / b_on_o[:, None])
     b_lse = tl.where(m_nothing_seen, float("-inf"), lse_log2(b_max, b_sum, scoring) / LOG2E)
     return b_o, b_lse

@@ -43,7 +43,7 @@ from .visibility import (
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:
     """The weights after dropout in the dtype of q, [B, n_q, n_k] averaged over heads or [B, H, n_q, n_k]."""
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
-    rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
+    rules, shape = rules_of(spec, n_q, n_k, q.dtype), _shape(q, k)
     rows, config = _rows(q, k, lse, spec, rules), config_for("dq", q, shape["BLOCK_QK"], rules.heavy_terms)
     result = q.new_empty(B, 1 if average_heads else H, n_q, n_k)
     programs = result.shape[:2].numel() * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
@@ -56,7 +56,7 @@ def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads:
 def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     """The sum over the queries of the weights, [B, H, n_k] in fp32."""
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
-    rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
+    rules, shape = rules_of(spec, n_q, n_k, q.dtype), _shape(q, k)
     rows, config = _rows(q, k, None, spec, rules), config_for("dk_dv", q, shape["BLOCK_QK"], rules.heavy_terms)
     config = config.dv if isinstance(config, Apart) else config
     result = q.new_empty(B, H, n_k, dtype=torch.float32)
@@ -70,7 +70,7 @@ def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
 def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tensor]:
     """The largest weights of each query in fp32, and their keys in int64: [B, H, n_q, top_k]."""
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
-    rules, shape = rules_of(spec, n_q, n_k), _shape(q, k)
+    rules, shape = rules_of(spec, n_q, n_k, q.dtype), _shape(q, k)
     rows = _rows(q, k, None, spec, rules)
     config = config_for("top_keys", q, shape["BLOCK_QK"], rules.heavy_terms)
     result = q.new_empty(B, H, n_q, triton.next_power_of_2(max(top_k, 2)), dtype=torch.int64)

@@ -68,7 +68,7 @@ def repeated(kind: tuple, tensors: tuple[Tensor | None, ...], spec: Spec, n_q: i
     launches = _known.get(kind)
     if launches is None:
         return False
-    rules = rules_of(spec, n_q, n_k) if any(launch.rules for launch in launches) else None
+    rules = rules_of(spec, n_q, n_k, tensors[0].dtype) if any(launch.rules for launch in launches) else None
     with torch.cuda.device_of(tensors[0]):
         for known in launches:
             arguments = known.arguments.copy()

@@ -33,6 +33,6 @@ class Rules(NamedTuple):
         return self._replace(visible=self.visible.in_tiles(block_m))
 
 
-def rules_of(spec: Spec, n_q: int, n_k: int, of_padding: torch.dtype = torch.int32) -> Rules:
-    """`spec` as the kernels take it, for n_q queries and n_k keys; see `visibility`."""
-    return Rules(visibility(spec.mask, n_q, n_k, of_padding), scoring(spec), dropout(spec))
+def rules_of(spec: Spec, n_q: int, n_k: int, dtype: torch.dtype, of_padding: torch.dtype = torch.int32) -> Rules:
+    """`spec` as the kernels take it, for n_q queries, n_k keys, and values of `dtype`; see `visibility`."""
+    return Rules(visibility(spec.mask, n_q, n_k, of_padding), scoring(spec, n_k, dtype), dropout(spec))

@@ -23,6 +23,10 @@ class Scoring(NamedTuple):
     bias: added after that; in base e.
     slopes: [B, H, 1, 1], subtracted for each position that a key is away from the query; in base e.
     sinks: float [H], in base e.
+    headroom_log2: what is subtracted from the exponents of weights, see the function of that name; 0 where on_weights
+        is given, and for fp16.
+    on_weights: factor of the weights of values instead, where more than bf16 can tell would be lost of exponents, or
+        huge ones would not notice: in fp32, and without a factor_log2. Else None.
     """
 
     scale_log2: float
@@ -31,19 +35,34 @@ class Scoring(NamedTuple):
     bias: Table
     slopes: Table
     sinks: Tensor | None
+    headroom_log2: float
+    on_weights: float | None
 
 
-def scoring(spec: Spec) -> Scoring:
-    """The terms of `spec` as the kernels take them."""
+def headroom_log2(n_k: int, dtype: torch.dtype) -> int:
+    """By which power of two weights are lowered, so that no sum of values of `dtype` overflows before it is divided.
+
+    The sum of n_k weights is then below 1, though each may be 2^16 times what it should be in rows of huge scores, see
+    `measure`. Sums of values of fp16 do not overflow, and its weights have no exponents to spare.
+    """
+    return 0 if dtype == torch.float16 else 16 + n_k.bit_length()
+
+
+def scoring(spec: Spec, n_k: int, dtype: torch.dtype) -> Scoring:
+    """The terms of `spec` as the kernels take them, for n_k keys and values of `dtype`."""
     scale_log2 = spec.scale * LOG2E.value
     plain = all(term is None for term in (spec.softcap, spec.bias, spec.alibi_slopes, spec.sinks))
+    plain &= scale_log2 >= torch.finfo(torch.float32).tiny
+    headroom, in_exponent = headroom_log2(n_k, dtype), plain and dtype == torch.bfloat16
     return Scoring(
         scale_log2=scale_log2,
-        factor_log2=scale_log2 if plain and scale_log2 >= torch.finfo(torch.float32).tiny else None,
+        factor_log2=scale_log2 if plain else None,
         softcap_log2=None if spec.softcap is None else spec.softcap * LOG2E.value,
         bias=table(spec.bias),
         slopes=table(None if spec.alibi_slopes is None else spec.alibi_slopes[..., None, None]),
         sinks=None if spec.sinks is None else spec.sinks.contiguous(),
+        headroom_log2=float(headroom) if in_exponent else 0.0,
+        on_weights=None if in_exponent or headroom == 0 else 2.0**-headroom,
     )
 
 
@@ -90,16 +109,17 @@ def online_softmax(b_s, scoring, b_max, b_sum):
     b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
     b_factor, b_base_log2 = measure(b_new_max, scoring)
     b_p = tl.exp2(tl.fma(b_s, b_factor[:, None], -b_base_log2[:, None]))
-    b_rescale = rescale(b_max, b_factor, b_base_log2)
+    b_rescale = rescale(b_max, b_factor, b_base_log2, scoring)
     return b_new_max, b_sum * b_rescale + tl.sum(b_p, 1), b_p, b_rescale
 
 
 @triton.jit
 def measure(b_max, scoring):
-    """(factor, base) of rows with that largest score: a weight is 2^(factor * score - base), and that of the largest 1.
+    """(factor, base) of rows with that largest score: a weight is 2^(factor * score - base).
 
-    The base is rounded and the product is not: beyond 2^28 that would be an exponent of more than 8, and of 128 in the
-    end, which is why the factor is less there. Scores that differ there do so by more than leaves a weight.
+    That of the largest score is 1, or 2^-headroom_log2. But the base is rounded and the product is not: from 2^29 on
+    that would be an exponent of more than 16, and of 128 in the end, which is why the factor is less there. Scores that
+    differ there do so by more than leaves a weight.
     """
     # A row that has seen nothing yet counts from 0, since -inf - -inf is NaN.
     b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
@@ -110,13 +130,13 @@ def measure(b_max, scoring):
         b_exponent = (b_base * scoring.factor_log2).to(tl.int32, bitcast=True) & 0x7F800000
         b_lowered = exponent_of_huge - tl.maximum(b_exponent, exponent_of_huge) + (127 << 23)
         b_factor = scoring.factor_log2 * b_lowered.to(tl.float32, bitcast=True)
-        return b_factor, tl.fma(b_base, b_factor, 0.0)
+        return b_factor, tl.fma(b_base, b_factor, scoring.headroom_log2)
 
 
 @triton.jit
-def rescale(b_max, b_factor, b_base_log2):
+def rescale(b_max, b_factor, b_base_log2, scoring):
     """Factor of what was summed with this maximum, where that of a new one is measured so."""
-    return tl.exp2(tl.fma(b_max, b_factor, 0.0) - b_base_log2)
+    return tl.exp2(tl.fma(b_max, b_factor, scoring.headroom_log2) - b_base_log2)
 
 
 @triton.jit

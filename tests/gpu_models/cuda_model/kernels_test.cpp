@@ -190,6 +190,7 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
   p.scale = float(c.scale);
   p.score_scale = p.is_general() ? ScoreScale{p.scale, float(kLog2E)} : split_scale(c.scale);
   p.q = rows(q), p.k = rows(k), p.v = rows(v);
+  forward.headroom = cuda::Headroom::of(dtype, p.keys.n);
   forward.o = rows(o), forward.lse = lse.floats();
 
   const int64_t padded_queries = cuda::padded_queries(int(c.n_q));

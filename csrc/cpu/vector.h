@@ -91,8 +91,12 @@ FASTATTN_INLINE Floats exp2(Floats x) {
 // x = n + f, where n is the nearest integer: adding x to a number whose last place is 1 leaves n + 127, the biased
 // exponent of 2^n, in the low bits.
 FASTATTN_INLINE Floats exp2(Floats x) {
+#if FASTATTN_BF16
+  constexpr float kCoefficients[] = {5.500893000e-02f, 2.422109600e-01f, 6.932829300e-01f, 1.0f};
+#else
   constexpr float kCoefficients[] = {
       1.534581243e-04f, 1.339993090e-03f, 9.618489072e-03f, 5.550328642e-02f, 2.402264625e-01f, 6.931471825e-01f, 1.0f};
+#endif
   constexpr float kShifter = 12582912.0f + 127.0f;  // 1.5 * 2^23, and the bias of the exponent
   const Floats shifted = x + kShifter;
   const Floats f = x - (shifted - kShifter);

@@ -15,6 +15,7 @@ CPU_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/cpu_kernels/*.h)
 CPU_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
+QEMU := qemu-aarch64
 
 .PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test clean
 
@@ -97,11 +98,14 @@ sanitize: $(INSTALLED)
 valgrind: $(CPU_KERNELS)/optimised/kernels_test
 	FASTATTN_CPU_CAPABILITY=avx2 valgrind --quiet --error-exitcode=1 $< heap few
 
-# Compiled, not run: qemu-aarch64 runs what it leaves, where there is one.
+# Few of its cases on an Arm processor that qemu makes of this one: with all instructions that it knows, and without those for bf16.
 aarch64:
-	@command -v $(AARCH64_CXX) >/dev/null || \
-	    { echo "there is no $(AARCH64_CXX) here (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu)" >&2; exit 1; }
+	@command -v $(AARCH64_CXX) >/dev/null && command -v $(QEMU) >/dev/null || \
+	    { echo "this needs $(AARCH64_CXX) and $(QEMU) (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu qemu-user)" >&2; exit 1; }
 	@$(MAKE) $(CPU_KERNELS)/aarch64/kernels_test
+	test "$$($(QEMU) -cpu max $(CPU_KERNELS)/aarch64/kernels_test --instruction-sets | xargs)" = "neon_bf16 neon"
+	test "$$($(QEMU) -cpu cortex-a72 $(CPU_KERNELS)/aarch64/kernels_test --instruction-sets)" = neon
+	set -e; for cpu in max cortex-a72; do $(QEMU) -cpu $$cpu $(CPU_KERNELS)/aarch64/kernels_test heap few; done
 
 # On real threads, and on one instruction set: how work is split is the same for all. Older ThreadSanitizers do not start where
 # Linux makes addresses more random than they expect.

@@ -269,7 +269,10 @@ class CudaModule(CompiledModule):
 
 CPU = CompiledModule(
     backend="cpu",
-    sources=tuple(f"cpu/{name}.cpp" for name in ("binding", "amx", "avx512_bf16", "avx512", "avx2", "portable")),
+    sources=tuple(
+        f"cpu/{name}.cpp"  # of those of other machines nothing is compiled
+        for name in ("binding", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "portable")
+    ),
     flags={"cxx": (*_OPTIMISED, "-DPy_LIMITED_API=0x030a0000")},  # Python 3.10's
     link_flags=(),
     seconds=90,

@@ -57,8 +57,8 @@ FASTATTN_INLINE bool are_units(const Input& x, int64_t d) {
          (x.batch_stride | x.head_stride | x.row_stride) % 2 == 0;
 }
 
-// The first: elements i, ..., i + kLanes - 1 of two rows of d, the second ones in the upper halves; zeros after the end.
-// The second: two vectors of floats, rounded to nearest even, the second ones in the upper halves.
+// Elements i, ..., i + kLanes - 1 of two rows of d, zeros after the end; or two vectors of floats, rounded to nearest
+// even. The second ones are in the upper halves.
 #if defined(__aarch64__)
 
 FASTATTN_INLINE Floats paired(const float* first_row, const float* second_row, int64_t i, int64_t d) {

@@ -146,8 +146,8 @@ FASTATTN_INLINE void with_elements(Row row, DType dtype, Use use) {
 }
 
 // Rows i, ..., i + n - 1 of a list, [n, padded d].
-[[maybe_unused]] void read_rows(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n, int64_t d,
-               float* to) {
+[[maybe_unused]] void read_rows(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,
+                                int64_t d, float* to) {
   with_elements(x.row(b, h, 0), x.dtype, [&](auto* rows) {
     for (int64_t j = 0; j < n; ++j) widen_row(rows + list.at(i + j) * x.row_stride, d, to + j * padded(d));
   });
@@ -166,7 +166,8 @@ void read_columns(const Input& x, int64_t b, int64_t h, const IndexList& list, i
   transpose(tile);
 }
 
-[[maybe_unused]] void write_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d, const float* from, float factor) {
+[[maybe_unused]] void write_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d, const float* from,
+                                float factor) {
   with_elements(x.row(b, h, i), x.dtype, [&](auto* to) { narrow_row(from, factor, d, to); });
 }
 

@@ -145,9 +145,9 @@ aarch64-instructions: $(CPU_KERNELS)/count_instructions.so $(CPU_KERNELS)/aarch6
 	FASTATTN_CPU_CAPABILITY=neon $(QEMU) -cpu max -plugin $^ bf16
 	$(QEMU) -cpu max -plugin $^ bf16
 
-$(CPU_KERNELS)/count_instructions.so: benchmarks/count_instructions.c
+$(CPU_KERNELS)/count_instructions.so: benchmarks/count_instructions.cpp
 	@mkdir -p $(@D)
-	gcc -O2 -shared -fPIC $< -o $@
+	$(CPU_CXX) -O2 -shared -fPIC $< -o $@
 
 $(CPU_KERNELS)/aarch64/instructions: benchmarks/instructions.cpp $(addprefix $(CPU_KERNELS)/aarch64/,neon.o neon_bf16.o) $(CPU_HEADERS)
 	$(AARCH64_CXX) -std=c++20 -O2 -static $(filter-out %.h,$^) -o $@

@@ -1,4 +1,4 @@
-// One head of plain attention on Arm, forward and backward, with `hint #100` where count_instructions.c shall print.
+// One head of plain attention on Arm, forward and backward, with `hint #100` where count_instructions.cpp shall print.
 #include <functional>
 
 #include "../csrc/cpu/dispatch.h"

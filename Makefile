@@ -3,6 +3,7 @@
 # make hopper | triton: compiles the kernels in fastattn/backends/ that and records what they take, for GPUs that need not be there
 # make cuda: the same for those in csrc/cuda
 # make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
+# make aarch64-conformance | aarch64-instructions: the cpu backend on an Arm processor, by qemu; what its kernels execute
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
 # make wheel | wheel-test: the compiled wheel for Linux; PYTHONS="python3.10 python3.12" are those that test it
 # make sdist | sdist-test | check-dist | sbom | workflows: what is published, and what publishes it
@@ -17,8 +18,9 @@ CPU_HEADERS := $(wildcard csrc/*.h csrc/cpu/*.h tests/cpu_kernels/*.h)
 CPU_CXX := g++ -std=c++20
 SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
+QEMU := qemu-aarch64
 
-.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 scaling cuda-model-test wheel wheel-test sdist sdist-test check-dist sbom workflows clean
+.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions scaling cuda-model-test wheel wheel-test sdist sdist-test check-dist sbom workflows clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -104,11 +106,20 @@ sanitize: $(INSTALLED)
 valgrind: $(CPU_KERNELS)/optimised/kernels_test
 	FASTATTN_CPU_CAPABILITY=avx2 valgrind --quiet --error-exitcode=1 $< heap few
 
-# Compiled, not run: qemu-aarch64 runs what it leaves, where there is one.
+# Few of its cases on an Arm processor that qemu makes of this one: with all instructions that it knows, and without those for bf16.
 aarch64:
-	@command -v $(AARCH64_CXX) >/dev/null || \
-	    { echo "there is no $(AARCH64_CXX) here (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu)" >&2; exit 1; }
+	@command -v $(AARCH64_CXX) >/dev/null && command -v $(QEMU) >/dev/null || \
+	    { echo "this needs $(AARCH64_CXX) and $(QEMU) (on Debian and Ubuntu: apt install g++-aarch64-linux-gnu qemu-user)" >&2; exit 1; }
 	@$(MAKE) $(CPU_KERNELS)/aarch64/kernels_test
+	test "$$($(QEMU) -cpu max $(CPU_KERNELS)/aarch64/kernels_test --instruction-sets | xargs)" = "neon_bf16 neon"
+	test "$$($(QEMU) -cpu cortex-a72 $(CPU_KERNELS)/aarch64/kernels_test --instruction-sets)" = neon
+	set -e; for cpu in max cortex-a72; do $(QEMU) -cpu $$cpu $(CPU_KERNELS)/aarch64/kernels_test before_guard few; done
+
+# The conformance suite of the cpu backend there, on the module that `fastattn build` makes there. Not for CI: Python and torch
+# for Arm are 2 GB.
+aarch64-conformance:
+	tests/cpu_kernels/aarch64-python -m fastattn build
+	OMP_NUM_THREADS=1 tests/cpu_kernels/aarch64-python -m pytest tests/backends/test_conformance.py -k cpu-cpu
 
 # On real threads, and on one instruction set: how work is split is the same for all. Older ThreadSanitizers do not start where
 # Linux makes addresses more random than they expect.
@@ -134,6 +145,19 @@ endef
 $(eval $(call cpu_build,optimised,$(CPU_CXX) -O2 -g))
 $(eval $(call cpu_build,thread-sanitized,$(CPU_CXX) -O1 -g -fsanitize=thread))
 $(eval $(call cpu_build,aarch64,$(AARCH64_CXX) -std=c++20 -O3 -Wall -Wextra -Werror,-static))
+
+# What forward and backward take in fp32, in bf16 without FEAT_BF16 and with it. The first line of each three is of the set-up.
+aarch64-instructions: $(CPU_KERNELS)/count_instructions.so $(CPU_KERNELS)/aarch64/instructions
+	$(QEMU) -cpu max -plugin $^
+	FASTATTN_CPU_CAPABILITY=neon $(QEMU) -cpu max -plugin $^ bf16
+	$(QEMU) -cpu max -plugin $^ bf16
+
+$(CPU_KERNELS)/count_instructions.so: benchmarks/count_instructions.cpp
+	@mkdir -p $(@D)
+	$(CPU_CXX) -O2 -shared -fPIC $< -o $@
+
+$(CPU_KERNELS)/aarch64/instructions: benchmarks/instructions.cpp $(addprefix $(CPU_KERNELS)/aarch64/,neon.o neon_bf16.o) $(CPU_HEADERS)
+	$(AARCH64_CXX) -std=c++20 -O2 -static $(filter-out %.h,$^) -o $@
 
 $(CPU_KERNELS)/scaling: benchmarks/scaling.cpp $(KERNEL_SOURCES) $(CPU_HEADERS)
 	@mkdir -p $(@D)

@@ -2,7 +2,11 @@
 // one instruction adds both products.
 #pragma once
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <cstdint>
 
@@ -18,6 +22,9 @@ constexpr int kPerUnit = 2;
 #if FASTATTN_TILES
 constexpr int kGrain = 32;  // a tile is 16 units long: what it takes beyond the end must be zeros
 constexpr int kFewestColumns = 2;
+#elif defined(__aarch64__)
+constexpr int kGrain = 4;  // bfmmla takes two units of a row
+constexpr int kFewestColumns = 1;
 #else
 constexpr int kGrain = 2;
 constexpr int kFewestColumns = 1;
@@ -26,7 +33,7 @@ constexpr int kFewestColumns = 1;
 constexpr int64_t units(int64_t d) { return (d + 2 * kLanes - 1) / (2 * kLanes) * kLanes; }
 constexpr int64_t steps_over(int64_t d) { return (d + kGrain - 1) / kGrain * (kGrain / 2); }
 
-#if !FASTATTN_TILES
+#if !FASTATTN_TILES && !defined(__aarch64__)
 FASTATTN_INLINE Floats multiply_add(Floats x, Floats y, Floats sum) {
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
 }
@@ -50,7 +57,25 @@ FASTATTN_INLINE bool are_units(const Input& x, int64_t d) {
          (x.batch_stride | x.head_stride | x.row_stride) % 2 == 0;
 }
 
-// Elements i, ..., i + kLanes - 1 of two rows of d, the second ones in the upper halves; zeros after the end.
+// Elements i, ..., i + kLanes - 1 of two rows of d, zeros after the end; or two vectors of floats, rounded to nearest
+// even. The second ones are in the upper halves.
+#if defined(__aarch64__)
+
+FASTATTN_INLINE Floats paired(const float* first_row, const float* second_row, int64_t i, int64_t d) {
+  const auto upper_halves = [&](const float* row) {
+    return (Bits)widen_lanes(reinterpret_cast<const BFloat16*>(row) + i, d - i);
+  };
+  return (Floats)(upper_halves(first_row) >> 16 | upper_halves(second_row));
+}
+
+FASTATTN_INLINE Floats paired(Floats low, Floats high) {
+  const bfloat16x8_t both = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)low), (float32x4_t)high);
+  const uint16x8_t bits = vreinterpretq_u16_bf16(both);
+  return (Floats)vzip1q_u16(bits, vextq_u16(bits, bits, 4));
+}
+
+#else
+
 FASTATTN_INLINE Floats paired(const float* first_row, const float* second_row, int64_t i, int64_t d) {
   const __mmask16 inside = d - i < kLanes ? (1 << (d - i)) - 1 : 0xffff;
   const auto elements = [&](const float* row) {
@@ -60,7 +85,6 @@ FASTATTN_INLINE Floats paired(const float* first_row, const float* second_row, i
   return (Floats)(elements(first_row) | elements(second_row) << 16);
 }
 
-// Two vectors of floats, rounded to nearest even, the second ones in the upper halves.
 FASTATTN_INLINE Floats paired(Floats low, Floats high) {
   constexpr auto from = [](int i) { return i % 2 * 16 + i / 2; };
   alignas(64) static constexpr uint16_t kInterleaved[32] = {
@@ -70,6 +94,8 @@ FASTATTN_INLINE Floats paired(Floats low, Floats high) {
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
   return (Floats)_mm512_permutexvar_epi16(_mm512_load_si512(kInterleaved), both);
 }
+
+#endif
 
 using Transposed = Rows;
 FASTATTN_INLINE Transposed transposed(Rows rows, int64_t n, int64_t d, float* copy) {
@@ -101,7 +127,7 @@ FASTATTN_INLINE Right over_queries(Rows rows, int64_t M, int64_t d, float* copy)
   return {copy, padded(d)};
 }
 constexpr int64_t over_queries_size(int64_t M, int64_t d) { return M / 2 * padded(d); }
-FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t M) { return kGrain == 2 ? (n + 1) / 2 : M / 2; }
+FASTATTN_INLINE int64_t query_steps(int64_t n, int64_t M) { return kGrain == 32 ? M / 2 : steps_over(n); }
 
 // Two forms: pairs along a row in a left factor, pairs of rows in a right one.
 constexpr bool kOneForm = false;

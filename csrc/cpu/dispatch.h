@@ -15,6 +15,10 @@
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #include "../dtype.h"
@@ -38,7 +42,12 @@ FASTATTN_KERNELS(avx512_bf16)
 FASTATTN_KERNELS(avx512)
 FASTATTN_KERNELS(avx2)
 #endif
+#if defined(__aarch64__)
+FASTATTN_KERNELS(neon_bf16)
+FASTATTN_KERNELS(neon)
+#else
 FASTATTN_KERNELS(portable)
+#endif
 
 constexpr const char* kCapabilityVariable = "FASTATTN_CPU_CAPABILITY";
 
@@ -94,6 +103,22 @@ inline bool may_use_amx() {
 }
 #endif
 
+#if defined(__aarch64__)
+// Whether it has FEAT_BF16.
+inline bool has_neon_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1 << 14;  // HWCAP2_BF16, which older headers lack
+  return getauxval(AT_HWCAP2) & kBf16;
+#elif defined(__APPLE__)
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &value, &size, nullptr, 0) == 0 && value != 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // All of them, the fastest first.
 inline std::vector<Capability> find_capabilities() {
   std::vector<Capability> all;
@@ -106,7 +131,12 @@ inline std::vector<Capability> find_capabilities() {
   if (here.is_intel()) std::swap(all[1], all[2]);
   all.push_back({&avx2::kernels, &avx2::kernels, here.has_avx2()});
 #endif
+#if defined(__aarch64__)
+  all.push_back({&neon_bf16::kernels, &neon::kernels, has_neon_bf16()});
+  all.push_back({&neon::kernels, &neon::kernels, true});
+#else
   all.push_back({&portable::kernels, &portable::kernels, true});
+#endif
   std::erase_if(all, [](const Capability& each) { return !each.bf16 || !each.others; });
   return all;
 }

@@ -1,4 +1,6 @@
-// 4 lanes: SSE2 or NEON, whatever every machine of the architecture has.
+// 4 lanes: SSE2, or whatever every machine of the architecture has; neon.cpp is that of Arm.
+#if !defined(__aarch64__)
+
 #include <type_traits>
 #include <utility>
 
@@ -13,3 +15,5 @@
 #define FASTATTN_CHUNK_BLOCKS 1
 #define FASTATTN_SINGLE_BLOCK_KEYS 128
 #include "kernels.h"
+
+#endif

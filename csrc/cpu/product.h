@@ -13,6 +13,42 @@ namespace {
 
 struct MultiplierInUse {};  // vectors need not be switched on
 
+#if FASTATTN_BF16 && defined(__aarch64__)
+
+// acc = a * b. bfmmla multiplies two rows by two columns, over two steps.
+template <int R, int C, class RightSide>
+FASTATTN_INLINE void product(int64_t steps, Rows a, RightSide b, Floats (&acc)[R][C]) {
+  static_assert(R % 2 == 0);
+  const auto multiply_add = [](Floats& sum, Floats rows, Floats columns) {
+    sum = (Floats)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)rows, (bfloat16x8_t)columns);
+  };
+  Floats of_columns[2][R / 2][C] = {};  // the first and the last two columns of each vector
+  for (int64_t k = 0; k < steps; k += 2) {
+    Floats columns[2][C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      const auto step = (float32x4_t)b(k, c), next = (float32x4_t)b(k + 1, c);
+      columns[0][c] = (Floats)vzip1q_f32(step, next), columns[1][c] = (Floats)vzip2q_f32(step, next);
+    }
+#pragma GCC unroll 32
+    for (int r = 0; r < R / 2; ++r) {
+      const float *row = a.data + 2 * r * a.stride + k, *next_row = row + a.stride;
+      const auto rows = (Floats)vcombine_f32(vld1_f32(row), vld1_f32(next_row));
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) {
+        multiply_add(of_columns[0][r][c], rows, columns[0][c]);
+        multiply_add(of_columns[1][r][c], rows, columns[1][c]);
+      }
+    }
+  }
+  each_vector(acc, [&](Floats& x, int r, int c) {
+    const auto first = (float64x2_t)of_columns[0][r / 2][c], last = (float64x2_t)of_columns[1][r / 2][c];
+    x = (Floats)(r % 2 == 0 ? vzip1q_f64(first, last) : vzip2q_f64(first, last));
+  });
+}
+
+#else
+
 // acc = a * b. The accumulators fill the registers, and each element is one chain in the order of the steps, so the
 // result does not depend on how a matrix is cut into tiles.
 template <int R, int C, class Left, class RightSide>
@@ -30,6 +66,8 @@ FASTATTN_INLINE void product(int64_t steps, Left a, RightSide b, Floats (&acc)[R
     }
   }
 }
+
+#endif
 
 // Rows of a tile with C vectors of columns: as many as its accumulators leave registers for.
 template <int C>

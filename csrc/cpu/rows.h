@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#if FASTATTN_LANES > 4
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#elif FASTATTN_LANES > 4
 #include <immintrin.h>
 #endif
 
@@ -38,12 +40,16 @@ FASTATTN_INLINE void narrow(float* p, Floats x) { store(p, x); }
 
 // Both round to nearest even; every NaN becomes the quiet one.
 FASTATTN_INLINE void narrow(BFloat16* p, Floats x) {
+#if FASTATTN_BF16 && defined(__aarch64__)
+  vst1_u16(&p->bits, vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)x)));
+#else
   const Bits bits = (Bits)x;
   const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   store_bits(&p->bits, x == x ? rounded : (Bits{} + 0x7fc0));
+#endif
 }
 
-// fp16 has instructions of its own where there are AVX-512 or F16C.
+// fp16 has instructions of its own where there are AVX-512, F16C or NEON.
 #if FASTATTN_LANES == 16
 
 FASTATTN_INLINE Floats widen(const Float16* p) {
@@ -60,6 +66,15 @@ FASTATTN_INLINE Floats widen(const Float16* p) {
 }
 FASTATTN_INLINE void narrow(Float16* p, Floats x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif defined(__aarch64__)
+
+FASTATTN_INLINE Floats widen(const Float16* p) {
+  return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
+}
+FASTATTN_INLINE void narrow(Float16* p, Floats x) {
+  vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
 }
 
 #else
@@ -135,8 +150,8 @@ FASTATTN_INLINE void with_elements(Row row, DType dtype, Use use) {
 }
 
 // Rows i, ..., i + n - 1 of a list, [n, padded d].
-void read_rows(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n, int64_t d,
-               float* to) {
+[[maybe_unused]] void read_rows(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,
+                                int64_t d, float* to) {
   with_elements(x.row(b, h, 0), x.dtype, [&](auto* rows) {
     for (int64_t j = 0; j < n; ++j) widen_row(rows + list.at(i + j) * x.row_stride, d, to + j * padded(d));
   });
@@ -155,7 +170,8 @@ void read_columns(const Input& x, int64_t b, int64_t h, const IndexList& list, i
   transpose(tile);
 }
 
-void write_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d, const float* from, float factor) {
+[[maybe_unused]] void write_row(const Output& x, int64_t b, int64_t h, int64_t i, int64_t d, const float* from,
+                                float factor) {
   with_elements(x.row(b, h, i), x.dtype, [&](auto* to) { narrow_row(from, factor, d, to); });
 }
 

@@ -103,8 +103,12 @@ FASTATTN_INLINE Floats exp2(Floats x, float n = 0) {
 // x = i + f, where i is the nearest integer: adding x to a number whose last place is 1 leaves i - n + 127, the biased
 // exponent of 2^(i - n), in the low bits.
 FASTATTN_INLINE Floats exp2(Floats x, float n = 0) {
+#if FASTATTN_BF16
+  constexpr float kCoefficients[] = {5.500893000e-02f, 2.422109600e-01f, 6.932829300e-01f, 1.0f};
+#else
   constexpr float kCoefficients[] = {
       1.534581243e-04f, 1.339993090e-03f, 9.618489072e-03f, 5.550328642e-02f, 2.402264625e-01f, 6.931471825e-01f, 1.0f};
+#endif
   const float shifter = 12582912.0f + 127.0f - n;  // 1.5 * 2^23, and the bias of the exponent
   const Floats shifted = x + shifter;
   const Floats f = x - (shifted - shifter);

@@ -303,16 +303,19 @@ class CudaModule(CompiledModule):
         return before, f"{'-'.join(_archs())}.", after
 
 
+# On a Zen 3, with GCC 12; those for Arm are a guess.
+_OF_ARM = {"cpu/binding.cpp": 5, "cpu/neon_bf16.cpp": 12, "cpu/neon.cpp": 12}
+_OF_X86 = {
+    "cpu/binding.cpp": 5,
+    "cpu/amx.cpp": 9,
+    "cpu/avx512_bf16.cpp": 17,
+    "cpu/avx512.cpp": 23,
+    "cpu/avx2.cpp": 11,
+    "cpu/portable.cpp": 9,
+}
 CPU = CpuModule(
     backend="cpu",
-    sources={  # on a Zen 3, with GCC 12
-        "cpu/binding.cpp": 5,
-        "cpu/amx.cpp": 9,
-        "cpu/avx512_bf16.cpp": 17,
-        "cpu/avx512.cpp": 23,
-        "cpu/avx2.cpp": 11,
-        "cpu/portable.cpp": 9,
-    },
+    sources=_OF_ARM if platform.machine() in ("aarch64", "arm64") else _OF_X86,
     flags={"cxx": (*_OPTIMISED, "-DPy_LIMITED_API=0x030a0000")},  # Python 3.10's
     link_flags=(),
     every_torch=True,

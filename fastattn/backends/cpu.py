@@ -50,9 +50,9 @@ def by_name_only(device: torch.device) -> str | None:
 
 
 def capability() -> str:
-    """The instruction set in use: "amx", "avx512_bf16", "avx512", "avx2" or "portable".
+    """The instruction set in use: "amx", "avx512_bf16", "avx512", "avx2" or "portable"; on Arm "neon_bf16" or "neon".
 
-    FASTATTN_CPU_CAPABILITY lowers it. The first two differ from "avx512" in bf16 only.
+    FASTATTN_CPU_CAPABILITY lowers it. Sets with bf16 in their names, and "amx", differ from the one below in bf16 only.
 
     Raises:
         ValueError: FASTATTN_CPU_CAPABILITY is none of these.

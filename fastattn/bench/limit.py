@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -57,7 +58,8 @@ _WITHIN_A_QUARTER = 1 / 1.25  # of the time of the size padded up
 _CLEARLY_FASTER = 1.05  # to be worth a note
 
 _CAPABILITY_VARIABLE = "FASTATTN_CPU_CAPABILITY"
-_WITHOUT_NATIVE_16_BIT = ("avx512", "avx2", "portable")  # instruction sets, best first
+_ON_ARM = platform.machine() in ("aarch64", "arm64")
+_WITHOUT_NATIVE_16_BIT = ("neon",) if _ON_ARM else ("avx512", "avx2", "portable")  # instruction sets, best first
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,11 @@ import fastattn
 from fastattn import plan
 from fastattn.backends import BACKENDS
 
-CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")  # what a machine lacks is the next one it has
+CAPABILITIES = (  # what a machine lacks is the next one it has
+    ("neon_bf16", "neon")
+    if platform.machine() in ("aarch64", "arm64")
+    else ("amx", "avx512_bf16", "avx512", "avx2", "portable")
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOW = frozenset(() if DEVICE == "cuda" else ("triton",))  # Triton's interpreter: few draws, and small ones
 NAMES = [b.NAME for b in BACKENDS if not (DEVICE == "cpu" and b.NAME in ("hopper", "cuda"))]

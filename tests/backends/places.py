@@ -1,5 +1,6 @@
 """Devices that each backend is tested on: the GPU if there is one that it is for, or the CPU."""
 
+import platform
 from types import ModuleType
 
 import pytest
@@ -14,6 +15,13 @@ PLACES = [(backend, device) for backend in BACKENDS for device in _DEVICES_OF.ge
 
 # With one, the CPU kernels compute all gradients of a head together; with more than there are heads in any case, apart.
 THREADS = (1, 64)
+
+# The instruction sets of the CPU kernels, the best first.
+CAPABILITIES = (
+    ("neon_bf16", "neon")
+    if platform.machine() in ("aarch64", "arm64")
+    else ("amx", "avx512_bf16", "avx512", "avx2", "portable")
+)
 
 # A GPU of compute capability 7.5 multiplies no bf16, and TORCH_CUDA_ARCH_LIST may ask for code for one.
 CUDA_TAKES_BF16 = "cuda" in DEVICES and build.CUDA.code_for(torch.cuda.get_device_capability()) >= (8, 0)

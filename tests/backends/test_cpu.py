@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import CAPABILITIES
 from test_spec import PHILOX_ANSWERS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,8 +22,7 @@ from fastattn.backends import build, cpu
 from fastattn.spec import Mask, Spec
 from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, exact, make_inputs, run
 
-CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
-BF16_PRODUCTS = ("amx", "avx512_bf16")
+BF16_PRODUCTS = ("amx", "avx512_bf16", "neon_bf16")
 HALVES = (torch.float16, torch.bfloat16)
 
 COMPUTED = [
@@ -236,7 +236,7 @@ def test_the_binding_keeps_no_reference_to_what_it_reads_and_returns():
 @pytest.mark.parametrize("wrong", ["avx", "AVX2", "1"])
 def test_unknown_instruction_set_is_refused(monkeypatch, wrong):
     monkeypatch.setenv("FASTATTN_CPU_CAPABILITY", wrong)
-    message = f"FASTATTN_CPU_CAPABILITY must be one of .*'portable', got '{wrong}'"
+    message = f"FASTATTN_CPU_CAPABILITY must be one of .*'{CAPABILITIES[-1]}', got '{wrong}'"
     with pytest.raises(ValueError, match=message):
         cpu.capability()
     x = torch.zeros(1, 1, 2, 8)
@@ -246,7 +246,7 @@ def test_unknown_instruction_set_is_refused(monkeypatch, wrong):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*COMPUTED, *DROPPED], ids=str)
-@pytest.mark.parametrize("capability", ["avx2", "portable"], indirect=True)
+@pytest.mark.parametrize("capability", CAPABILITIES[-2:], indirect=True)
 def test_lower_instruction_sets_are_right(capability, case, dtype):
     inputs = make_inputs(case, dtype)
     assert_right(inputs, run(inputs, "cpu"))

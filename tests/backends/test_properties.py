@@ -15,14 +15,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from places import THREADS
+from places import CAPABILITIES, THREADS
 
 from fastattn.backends import cpu, cuda, objections, triton
 from fastattn.spec import FEATURES
 from fastattn.testing import DTYPES, Case, Error, Inputs, errors, exact, make_inputs, run
 
 DRAWS = int(os.environ.get("FASTATTN_PROPERTY_DRAWS", "0"))  # 0: the same few every time
-CAPABILITIES = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
 OTHER_SEEDS = range(1, 64)
 
 

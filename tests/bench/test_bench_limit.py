@@ -237,13 +237,14 @@ def test_sixteen_bits_are_compared_without_native_support(monkeypatch):
 def test_the_ceiling_is_work_that_was_done(monkeypatch, level):
     monkeypatch.setenv("FASTATTN_CPU_CAPABILITY", level)
     threads, steps = torch.get_num_threads() + 1, 300_000
-    lanes = {"avx2": 8, "portable": 4}.get(level, 16)
+    lanes = {"avx2": 8, "neon_bf16": 4, "neon": 4, "portable": 4}.get(level, 16)
+    chains = 12 if level in ("avx2", "portable") else 24
     torch.set_num_threads(threads)
     start = time.perf_counter()
     operations = build.CPU.load().fma_ceiling(steps)
     elapsed = time.perf_counter() - start
     torch.set_num_threads(threads - 1)
-    assert operations == threads * steps * 2 * (24 if lanes == 16 else 12) * lanes
+    assert operations == threads * steps * 2 * chains * lanes
     assert operations / elapsed < threads * 2 * 2 * lanes * 8e9  # two FMAs a cycle, at a clock that no machine has
 
 

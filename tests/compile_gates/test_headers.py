@@ -23,7 +23,7 @@ HEADERS = sorted(
 OF_KERNELS = {path for path in HEADERS if re.search("FASTATTN_(ISA|BF16|TILES)", path.read_text())}
 """The headers that are compiled once for each instruction set, whose macros they need."""
 
-LEVELS = ("amx", "portable") if platform.machine() == "x86_64" else ("portable",)
+LEVELS = {"x86_64": ("amx", "portable"), "aarch64": ("neon_bf16", "neon")}.get(platform.machine(), ("portable",))
 """Instruction sets that between them include every header of the CPU kernels."""
 
 

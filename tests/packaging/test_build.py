@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 import shutil
 import signal
@@ -673,6 +674,7 @@ INSTRUCTION_SETS = [
 ]
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
 @pytest.mark.parametrize(("best", "bf16", "tiles", "expected"), INSTRUCTION_SETS)
 def test_first_use_compiles_what_this_machine_runs_and_build_the_rest(stand_in, best, bf16, tiles, expected):
     machine = f"""
@@ -690,6 +692,7 @@ torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported = lambda: 
 ALL_SOURCES = [f"cpu/{name}.cpp" for name in ("binding", "amx", "avx512_bf16", "avx512", "avx2", "portable")]
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
 def test_what_the_first_use_compiled_serves_until_all_is_built(stand_in):
     only_avx2 = "import torch; torch.backends.cpu.get_cpu_capability = lambda: 'AVX2'\n"
     code = only_avx2 + "print(build.CPU.load({whole}).__file__, build.CPU.state(), sep='|')"

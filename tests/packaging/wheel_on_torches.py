@@ -99,6 +99,8 @@ def main() -> None:
     if options.table:
         print(table())
         return
+    if options.wheel is None or not options.wheel.is_file():
+        parser.error(f"--wheel must be a file, which `make wheel` leaves in dist, got {options.wheel}")
     rows, folder = [], copy_of_tests()
     for version, python in map(environment, options.python):
         print(f"Python {version}, torch {TORCHS[version]}", flush=True)

@@ -642,7 +642,7 @@ def _run_showing_progress(
     """The exit code and all that was said by a command in which ninja compiles sources that take so many seconds."""
     said = []
     with (
-        _progress_shown(sum(seconds.values())) as advance,
+        _progress_shown(sum(seconds.values())) as show_more,
         subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -651,7 +651,7 @@ def _run_showing_progress(
         for line in child.stdout:
             said.append(line)
             if re.match(rb"\[\d+/\d+\]", line):  # a step of ninja that is done, with its command
-                advance(sum(each for source, each in seconds.items() if f"/{source} ".encode() in line))
+                show_more(sum(each for source, each in seconds.items() if f"/{source} ".encode() in line))
     return child.returncode, b"".join(said)
 
 
@@ -668,18 +668,18 @@ def _progress_shown(total: int) -> Iterator[Callable[[int], None]]:
         columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("", total=total)
-            yield lambda more: progress.advance(task, more)
+            yield lambda more: progress.update(task, advance=more)
         return
     done, last_line = 0, time.monotonic()
 
-    def advance(more: int) -> None:
+    def show_more(more: int) -> None:
         nonlocal done, last_line
         done += more
         if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
             print(f"fastattn: {100 * done // total} % of the compilation is done", file=sys.stderr, flush=True)
 
-    yield advance
+    yield show_more
 
 
 def _end_with_parent() -> None:

@@ -129,7 +129,7 @@ def test_build_says_where_the_module_is_and_how_long_it_took(capsys):
 
 
 def test_build_fails_in_a_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(build.CompiledModule, "unavailable", lambda self: "there is no C++ compiler")
+    monkeypatch.setattr(build.CompiledModule, "unavailable", lambda self, whole: "there is no C++ compiler")
     assert main(["build"]) == 1
     assert capsys.readouterr().err == "fastattn: there is no C++ compiler\n"
 

@@ -345,7 +345,8 @@ def make_inputs(
         for x in numbers[:2]:
             x.round_().clamp_(-1, 1).mul_(2.0**exponent)
     if case.huge_values and numbers[2].numel():
-        numbers[2].div_(numbers[2].abs().max()).mul_(2.0 ** (largest_log2 * case.huge_values))
+        kept = 1 - case.dropout_p if case.dropout_p < 1 else 1  # dropout divides by it, and o has to be finite
+        numbers[2].div_(numbers[2].abs().max()).mul_(kept * 2.0 ** (largest_log2 * case.huge_values))
         do *= 2.0 ** -(largest_log2 // 2 + exponent)
     q, k, v = (_laid_out(x.to(device, dtype), case.layout) for x in numbers)
     do, dlse = do.to(device, dtype), normal(B, H, n_q).to(device, torch.float32)

@@ -53,7 +53,7 @@ struct Tokens {
   }
 };
 
-constexpr int kTokenGroup = 32;  // tokens in a `Tokens` of `Side::groups`
+constexpr int kTokenGroup = 32;    // tokens in a `Tokens` of `Side::groups`
 constexpr int kLargestTile = 128;  // of the tokens of a side
 
 // The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the

@@ -159,6 +159,7 @@ CASES: tuple[Case, ...] = (
     Case("pad-right", "key padding on the right", B=3, n_q=90, keys="right"),
     Case("pad-left", "key padding on the left", B=3, n_q=90, keys="left"),
     Case("pad-holes", "padding anywhere", B=3, n_q=90, keys="holes"),
+    Case("pad-tiles", "32 keys in the last tile of 64, beside a padded sample", n_q=40, n_k=96, keys="right"),
     Case("pad-all", "a sample without any real key", B=3, n_q=40, keys="none"),
     Case("pad-left-causal", "batched generation: rows of padding see nothing", B=3, n_q=70, keys="left", causal=True),
     Case("pad-holes-causal-window", "all positions", n_q=70, keys="holes", causal=True, window=(20, None)),

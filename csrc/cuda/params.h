@@ -53,8 +53,7 @@ struct Tokens {
   }
 };
 
-constexpr int kTokenGroup = 32;    // tokens in a `Tokens` of `Side::groups`
-constexpr int kLargestTile = 128;  // of the tokens of a side
+constexpr int kTokenGroup = 32;  // tokens in a `Tokens` of `Side::groups`
 
 // The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the
 // offset.
@@ -77,7 +76,7 @@ struct Side {
     return position ? position[b * n + i] : fastattn::position_of(i, offsets ? offsets[b] : offset);
   }
 
-  // The summary of the tokens first, ..., first + count - 1, as far as they exist.
+  // The summary of the tokens first, ..., first + count - 1. Those beyond n are padding.
   FASTATTN_HD Tokens tokens(int64_t b, int64_t first, int64_t count) const {
     const int64_t end = lesser(first + count, n);
     if (!groups) {
@@ -85,6 +84,7 @@ struct Side {
     }
     Tokens result = Tokens::none();
     for (int64_t i = first / kTokenGroup; i * kTokenGroup < end; ++i) result.add(groups[b * group_count() + i]);
+    result.all_real &= first + count <= n;
     return result;
   }
 };

@@ -33,8 +33,6 @@ static __global__ void __launch_bounds__(kThreadsOfPreparation)
     const int64_t position = side.position_of(b, token), document = side.document_of(b, token);
     tokens.add({true, true, position, position, document, document});
   }
-  // A tile takes several groups, and may end after the last one.
-  tokens.all_real &= first + kTokenGroup < side.n || side.n % kLargestTile == 0;
   side.groups[i] = tokens;
 }
 

@@ -164,10 +164,3 @@ def test_on_the_oldest_gpus(old_gpu, case, dtype):
 def test_bf16_is_refused_on_the_oldest_gpus(old_gpu):
     with pytest.raises(NotImplementedError, match=re.escape("needs compute capability 8.0 or later for bfloat16")):
         run(make_inputs(NAMED["plain"], torch.bfloat16), "cuda")
-
-
-@pytest.mark.parametrize("n_k", [32, 96])
-def test_a_tile_that_ends_after_the_last_group_of_keys_hides_what_is_beyond(gpu_model, n_k):
-    inputs = make_inputs(Case("groups", "", B=2, H=1, H_kv=1, n_q=40, n_k=n_k, keys="right"), torch.float16)
-    with gpu_model.computes_for_the_cpu():
-        assert_right(inputs, run(inputs, "cuda"))

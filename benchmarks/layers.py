@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fastattn
-from fastattn.bench.machine import machine, versions
+from fastattn.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
 from fastattn.bench.writing import file_to_write, write
 from fastattn.testing import compare

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 import fastattn
-from fastattn.bench.machine import machine, versions
+from fastattn.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
 from fastattn.bench.writing import file_to_write, write
 from fastattn.demo import Batches, bundled_model, documentation, sentences_in

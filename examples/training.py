@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from fastattn.bench.machine import machine, now, versions
+from fastattn.machine import machine, now, versions
 
 Batch = TypeVar("Batch")
 

@@ -140,7 +140,7 @@ def _info(args: argparse.Namespace) -> int:
     import torch
 
     from fastattn.backends import BACKENDS, build
-    from fastattn.bench.machine import machine, versions
+    from fastattn.machine import machine, versions
 
     if args.markdown:
         print(_promises())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import ops, plan
-from .backends import BACKENDS, objections
+from .backends import objections, order_of
 from .spec import Mask, accumulation_dtype, is_dense
 from .validation import check_flags, check_merge, check_top_k, check_varlen, validated
 
@@ -53,8 +53,9 @@ def attention(
         deterministic: the same inputs give the same bits.
         return_lse: also return log(sum(exp(score))) over the visible keys (and the sink), in nats, fp32 (fp64 for
             fp64 q); it is differentiable and ignores dropout.
-        backend: None for the first that takes the call (the reference with a `FallbackWarning`), "fused" for the first
-            fused one, or a name from `fastattn info`; what is named is used or refused, never replaced.
+        backend: None for the first that takes the call, as `explain` says; with a `FallbackWarning` where that is
+            slower for want of a kernel. "fused" for any but the reference, or a name from `fastattn info`; what is
+            named is used or refused, never replaced.
 
     Returns:
         o [B, H, n_q, d_v] in the dtype of q, or (o, lse).
@@ -417,13 +418,15 @@ class Explanation:
 
     backend: the name of the backend that an automatic choice takes; None if none does.
     objections: by name of backend, in order of preference, its sentences; an empty list means it takes the call.
+    order: the reason for that order.
     """
 
     backend: str | None
     objections: dict[str, list[str]]
+    order: str
 
     def __str__(self) -> str:
-        lines = [f"backend: {self.backend or 'none'}"]
+        lines = [f"backend: {self.backend or 'none'}", f"  order: {self.order}"]
         for name, why in self.objections.items():
             willing = "takes this call" if name == self.backend else "would take this call too"
             lines.append(f"  {name}: {'; '.join(why) or willing}")
@@ -449,7 +452,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
         >>> import torch, fastattn
         >>> q = k = v = torch.ones(1, 1, 2, 4, dtype=torch.float64)
         >>> fastattn.explain(q, k, v).backend
-        'reference'
+        'torch'
     """
     defaults = dict.fromkeys(("scale", "bias", "softcap", "alibi_slopes", "sinks", "generator"))
     defaults |= {"dropout_p": 0.0, "deterministic": True}
@@ -457,5 +460,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
         raise TypeError(f"explain() got unknown options: {', '.join(sorted(unknown))}")
     q, k, v = plan.after_autocast(q, k, v)
     spec = validated(q, k, v, mask, **(defaults | options))
-    refusals = {b.NAME: objections(b, q, k, v, spec, named=False) for b in BACKENDS}
-    return Explanation(next((name for name, why in refusals.items() if not why), None), refusals)
+    candidates, order = order_of(q, k, v, spec, plan.derivatives_wanted(q, k, v, spec.bias))
+    trusted = order.backends if order.trusted else ()
+    refusals = {b.NAME: objections(b, q, k, v, spec, named=b.NAME in trusted) for b in candidates}
+    return Explanation(next((name for name, why in refusals.items() if not why), None), refusals, order.why)

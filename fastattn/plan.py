@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import backends
+from .backends.choice import default_is_best
 from .spec import Mask, Spec
 from .validation import EVERYTHING, validated
 
@@ -80,14 +81,15 @@ def prepare(
     """
     if torch._C._is_any_autocast_enabled():  # quicker to ask than what it guards, and mostly not so
         q, k, v = after_autocast(q, k, v)
-    kind = None
+    kind, training = None, derivatives_wanted(q, k, v, bias)
     if not is_compiling():
         try:
             kind = (
                 _metadata(q), _metadata(k), _metadata(v), None if mask is None else _kind_of_mask(mask),
                 type(scale), scale, None if bias is None else _metadata(bias), type(softcap), softcap,
                 None if alibi_slopes is None else _metadata(alibi_slopes), None if sinks is None else _metadata(sinks),
-                type(dropout_p), dropout_p, type(generator), deterministic, backend, function, backends.BACKENDS,
+                type(dropout_p), dropout_p, type(generator), deterministic, backend, function, training,
+                backends.BACKENDS,
             )  # fmt: skip
             plan = _plans.get(kind)
         except (AttributeError, TypeError, RuntimeError):
@@ -97,7 +99,8 @@ def prepare(
             raise ValueError(f"backend must be a str or None, got {type(backend).__name__}")
         spec = validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic)
         two = function == "with weights"
-        chosen = by_weights = backends.select(q, k, v, spec, backend, function="forward" if two else function)
+        of_values = "forward" if two else function
+        chosen = by_weights = backends.select(q, k, v, spec, backend, function=of_values, training=training)
         if two:
             by_weights = backends.select(q, k, v[..., :0], spec, backend, function="weights")
         plain = kind is not None and _is_plain(q, k, v, spec)
@@ -106,7 +109,7 @@ def prepare(
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan
-            if backend is None and hasattr(chosen, "short_way"):
+            if backend is None and hasattr(chosen, "short_way") and default_is_best(q.device):
                 short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
     seed = draw_seed(q.device, generator) if plan.dropout_p > 0 else None
     spec = Spec(
@@ -119,6 +122,11 @@ def prepare(
 def draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:
     """The seed of one call's dropout, an int64 scalar on `device`: drawing it there needs no synchronisation."""
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+
+
+def derivatives_wanted(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of one of these; what is no tensor has none."""
+    return torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in tensors])  # noqa: C419
 
 
 def _metadata(x: Tensor) -> tuple:

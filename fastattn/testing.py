@@ -519,11 +519,15 @@ def naive(inputs: Inputs) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Error:
-    """Error of one output against exact, and its budget; `right` says which is larger. NaN is never right."""
+    """Error of one output against exact, and its budget; `right` says which is larger. NaN is never right.
+
+    magnitude: the largest number in exact.
+    """
 
     output: str
     largest: float
     budget: float
+    magnitude: float = 0.0
 
     @property
     def right(self) -> bool:
@@ -548,7 +552,8 @@ def compare(output: str, actual: Tensor, naive: Tensor, exact: Tensor) -> Error:
         return x.max().item() if x.numel() else 0.0
 
     eps = torch.finfo(actual.dtype).eps
-    return Error(output, largest(difference), 2 * largest(tolerated) + 4 * eps * largest(magnitude))
+    budget = 2 * largest(tolerated) + 4 * eps * largest(magnitude)
+    return Error(output, largest(difference), budget, largest(magnitude))
 
 
 def errors(inputs: Inputs, actual: dict[str, Tensor]) -> list[Error]:

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from fastattn.bench.machine import machine, versions
+from fastattn.machine import machine, versions
 
 from . import render
 from .record import REPOSITORY, file_name, forget, is_failure, load

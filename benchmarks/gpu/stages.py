@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fastattn.backends import backend_by_name
-from fastattn.bench.machine import gpu_state, machine, now
+from fastattn.machine import gpu_state, machine, now
 from fastattn.testing import CASES, make_inputs
 
 from .record import Row, append, finished, is_failure, load, sources

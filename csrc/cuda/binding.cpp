@@ -136,7 +136,7 @@ Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, co
   const c10::cuda::CUDAGuard guard(q.device());
   const CallParams call(q, k, v, mask, scores);
   const Params& p = call.params;
-  const Tensor stats = at::empty({p.B, p.H, kRowStats, padded_queries(p.queries.n)}, lse.options());
+  const Tensor stats = at::empty({p.B, p.H, kRowStats, padded(p.queries.n)}, lse.options());
   BackwardParams g{p};
   g.o = rows_of(o), g.d_o = rows_of(d_o);
   g.lse = data_or_null<float>(lse), g.d_lse = data_or_null<float>(d_lse);

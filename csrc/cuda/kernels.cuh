@@ -90,8 +90,7 @@ cudaError_t Kernels<Element>::backward(const BackwardParams& g, cudaStream_t str
     const Params& p = g.params;
     Launches launches(stream);
     launches.add_token_groups(p);
-    launches.add(query_stats_kernel<Element>,
-                 tiles_of(padded_queries(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp),
+    launches.add(query_stats_kernel<Element>, tiles_of(padded(p.queries.n) * p.H * p.B, kThreadsOfPreparation / kWarp),
                  kThreadsOfPreparation, 0, g);
     launches.add(measure_kernel<OfQueries, general>, tiles_of(p.queries.n, OfQueries::kRows) * p.H * p.B,
                  OfQueries::kThreads, OfQueries::shared_bytes(1, 1), g);

@@ -53,7 +53,11 @@ struct Tokens {
   }
 };
 
-constexpr int kTokenGroup = 32;  // tokens in a `Tokens` of `Side::groups`
+constexpr int kTokenGroup = 32;    // tokens in a `Tokens` of `Side::groups`
+constexpr int kLargestTile = 128;  // of queries or of keys
+
+// A number of tokens that fills whole tiles.
+FASTATTN_HD int64_t padded(int n) { return (int64_t(n) + kLargestTile - 1) / kLargestTile * kLargestTile; }
 
 // The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the
 // offset.
@@ -66,7 +70,8 @@ struct Side {
   int64_t offset;
   Tokens* groups;  // [B, group_count()], or null where real, document and position are null
 
-  FASTATTN_HD int64_t group_count() const { return (n + kTokenGroup - 1) / kTokenGroup; }
+  // Those of whole tiles: tokens beyond n are padding.
+  FASTATTN_HD int64_t group_count() const { return padded(n) / kTokenGroup; }
 
   FASTATTN_HD bool is_real(int64_t b, int64_t i) const { return i < n && (!real || real[b * n + i]); }
 
@@ -78,13 +83,14 @@ struct Side {
 
   // The summary of the tokens first, ..., first + count - 1. Those beyond n are padding.
   FASTATTN_HD Tokens tokens(int64_t b, int64_t first, int64_t count) const {
-    const int64_t end = lesser(first + count, n);
     if (!groups) {
+      const int64_t end = lesser(first + count, n);
       return {first < end, first + count <= n, position_of(b, first), position_of(b, end - 1), 0, 0};
     }
     Tokens result = Tokens::none();
-    for (int64_t i = first / kTokenGroup; i * kTokenGroup < end; ++i) result.add(groups[b * group_count() + i]);
-    result.all_real &= first + count <= n;
+    const Tokens* group = groups + b * group_count() + first / kTokenGroup;
+#pragma unroll 1
+    for (int i = 0; i * kTokenGroup < count; ++i) result.add(group[i]);
     return result;
   }
 };
@@ -161,12 +167,6 @@ struct ForwardParams {
   Rows o;
   float* lse;  // [B, H, n_q], in nats; -inf where nothing is seen
 };
-
-constexpr int kQueryPadding = 128;  // no tile has more queries
-
-FASTATTN_HD int64_t padded_queries(int n_q) {
-  return (int64_t(n_q) + kQueryPadding - 1) / kQueryPadding * kQueryPadding;
-}
 
 // What the backward kernels need of each query, in all of its pairs.
 enum class RowStat {

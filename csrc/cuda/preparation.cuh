@@ -25,7 +25,7 @@ static __global__ void __launch_bounds__(kThreadsOfPreparation)
   if (i >= B * n) return;
   const int64_t b = i / n, first = i % n * kTokenGroup;
   Tokens tokens = Tokens::none();
-  for (int64_t token = first; token < first + kTokenGroup && token < side.n; ++token) {
+  for (int64_t token = first; token < first + kTokenGroup; ++token) {
     if (!side.is_real(b, token)) {
       tokens.all_real = false;
       continue;
@@ -40,7 +40,7 @@ static __global__ void __launch_bounds__(kThreadsOfPreparation)
 template <class Element>
 __global__ void __launch_bounds__(kThreadsOfPreparation) query_stats_kernel(const __grid_constant__ BackwardParams g) {
   const Params& p = g.params;
-  const int64_t i = int64_t(blockIdx.x) * (kThreadsOfPreparation / kWarp) + warp(), n = padded_queries(p.queries.n);
+  const int64_t i = int64_t(blockIdx.x) * (kThreadsOfPreparation / kWarp) + warp(), n = padded(p.queries.n);
   if (i >= int64_t(p.B) * p.H * n) return;
   const int query = i % n, h = i / n % p.H, b = i / n / p.H;
   const int64_t of_query = (int64_t(b) * p.H + h) * p.queries.n + query;

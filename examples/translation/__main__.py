@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from fastattn.bench.machine import machine, versions
+from fastattn.machine import machine, versions
 
 from ..training import InputError, device, exit_code, positive_int, write_json
 from .speed import add_speed_arguments, run_speed

@@ -1,4 +1,4 @@
-"""The registry and the policy: `BACKENDS` in order of preference, why one refuses a call, and which one serves it.
+"""The registry and the policy: `BACKENDS`, why one refuses a call, and which one serves it.
 
 A backend is a module with these names, and nothing else is asked of it:
 
@@ -28,16 +28,17 @@ dropout. Their derivatives are those of derivatives.py on every backend. One mor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..spec import Spec
-from . import cpu, cuda, hopper, reference, triton
+from . import aten, choice, cpu, cuda, hopper, reference, selfcheck, triton
+from .record import while_tracing
 
-BACKENDS: tuple[ModuleType, ...] = (hopper, triton, cuda, cpu, reference)
+BACKENDS: tuple[ModuleType, ...] = (hopper, triton, cuda, cpu, aten, reference)
 
 OPTIONAL = {
     "weights": "weights",
@@ -48,7 +49,7 @@ OPTIONAL = {
 
 
 class FallbackWarning(UserWarning):
-    """No fused backend takes this call, so the reference computes it, in O(n_q * n_k) memory."""
+    """A call is computed by PyTorch's kernels, or the reference, for want of a kernel of this package."""
 
 
 def backend_by_name(name: str) -> ModuleType:
@@ -69,10 +70,26 @@ def objections(
             `OPTIONAL`, whose calls have a `v` of width 0.
         named: the user asked for this backend, so a backend that serves only by name has no objection.
     """
-    return list(_objections(backend, q, k, v, spec, spec.features(), function, named))
+    refusals = list(_refusals(backend, q, k, v, spec, spec.features(), function, named))
+    if not refusals and (why := _unavailable(backend.NAME, q.device)):  # last, since it may have to build the backend
+        return [why]
+    return refusals
 
 
-def _objections(
+def order_of(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, training: bool
+) -> tuple[tuple[ModuleType, ...], choice.Order]:
+    """The backends in the order in which an automatic choice asks them for a call, and the reason.
+
+    Args:
+        training: gradients are wanted.
+    """
+    order = choice.order(q, k, v, spec, training)
+    first = [backend for name in order.backends for backend in BACKENDS if name == backend.NAME]
+    return (*first, *(backend for backend in BACKENDS if backend not in first)), order
+
+
+def _refusals(
     backend: ModuleType,
     q: Tensor,
     k: Tensor,
@@ -94,9 +111,6 @@ def _objections(
         willing = False
         yield why
     if willing and not named and (why := backend.by_name_only(q.device)):
-        willing = False
-        yield why
-    if willing and (why := _unavailable(backend.NAME, q.device)):  # last, since it may have to build the backend first
         yield why
 
 
@@ -115,41 +129,56 @@ class NoBackendError(NotImplementedError):
 
 
 def select(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, name: str | None = None, *, function: str = "forward"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    name: str | None = None,
+    *,
+    function: str = "forward",
+    training: bool = False,
 ) -> ModuleType:
     """The backend that computes this call.
 
     Args:
-        name: None takes the first backend without objections; "fused" the first but the reference; any other name that
-            backend or nothing.
+        name: None takes the first backend without objections, in the order of `order_of`; "fused" the first but the
+            reference; any other name that backend or nothing.
         function: as in `objections`.
+        training: as in `order_of`.
 
     Raises:
         ValueError: there is no backend of that name.
         NoBackendError: every backend asked objects.
     """
     if name is None or name == "fused":
-        named, candidates = False, BACKENDS if name is None else BACKENDS[:-1]
+        candidates, order = order_of(q, k, v, spec, training)
+        candidates = [backend for backend in candidates if name is None or backend is not reference]
+        named, trusted = False, order.backends if order.trusted else ()
     else:
-        named, candidates = True, (backend_by_name(name),)
+        named, candidates, trusted = True, (backend_by_name(name),), ()
     features = spec.features()
+    missing: dict[str, str] = {}  # of those that would have served, if this machine had them
     for backend in candidates:
-        if not named and backend.by_name_only(q.device):  # the quickest to ask
+        asked = named or backend.NAME in trusted
+        if not asked and backend.by_name_only(q.device):  # the quickest to ask
             continue
-        for _ in _objections(backend, q, k, v, spec, features, function, named):
+        for _ in _refusals(backend, q, k, v, spec, features, function, asked):
             break  # one is enough: the rest is worked out only for somebody who reads it
         else:
+            why = _unavailable(backend.NAME, q.device)
+            if not why and not named:
+                why = selfcheck.objection(backend, q.device, q.dtype, training)
+            if why:
+                missing[backend.NAME] = why
+                continue
             if name is None and backend is reference:
-                _warn_of_fallback(_listed_objections(BACKENDS[:-1], q, k, v, spec, function, named))
+                fused = [backend for backend in candidates if backend is not reference]
+                _warn_of_fallback(_listed_objections(fused, q, k, v, spec, function, named))
+            elif name is None and backend is aten and missing:
+                _warn_of_torch("; ".join(f"{name}: {why}" for name, why in missing.items()))
             return backend
     who = f"backend {name!r} does not compute" if named else "no fused backend computes"
     raise NoBackendError(f"{who} this call:", _listed_objections(candidates, q, k, v, spec, function, named))
-
-
-def while_tracing(function: Callable) -> Callable:
-    """`function`, which torch.compile then calls once, while it traces, and takes for a constant."""
-    function._dynamo_marked_constant = True  # all that torch.compiler.assume_constant_result does but import dynamo
-    return function
 
 
 @while_tracing
@@ -168,8 +197,17 @@ def _warn_of_fallback(reasons: str) -> None:
     )
 
 
+@while_tracing
+def _warn_of_torch(reasons: str) -> None:
+    warnings.warn(
+        f"PyTorch's own kernels compute this attention, since what skips padding is missing here: {reasons}",
+        FallbackWarning,
+        stacklevel=1,
+    )
+
+
 def _listed_objections(
-    backends: tuple[ModuleType, ...], q: Tensor, k: Tensor, v: Tensor, spec: Spec, function: str, named: bool
+    backends: Iterable[ModuleType], q: Tensor, k: Tensor, v: Tensor, spec: Spec, function: str, named: bool
 ) -> str:
     reasons = {b.NAME: objections(b, q, k, v, spec, function=function, named=named) for b in backends}
     return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())

@@ -573,18 +573,18 @@ def _build(module: CompiledModule, target: Path) -> str | None:
     """Why `target` could not be built, in one sentence, or None when it is there."""
     try:
         target.parent.mkdir(0o755, parents=True, exist_ok=True)
-        with _only_builder_of(target):
+        with only_holder_of(target):
             return None if _is_whole(target) else _compile(module, target)
     except OSError as error:
         return f"{module} cannot be kept in {target.parent} ({error}): set TORCH_EXTENSIONS_DIR elsewhere"
 
 
-_one_thread = threading.Lock()
+_one_thread = threading.RLock()
 
 
 @contextmanager
-def _only_builder_of(target: Path) -> Iterator[None]:
-    """Lets one thread of one process on at a time.
+def only_holder_of(target: Path) -> Iterator[None]:
+    """Lets one thread of one process on at a time, which may ask for several files.
 
     The lock belongs to the process and vanishes with it, also by kill -9. (The lock file of torch's own JIT build stays
     behind then, and every later build waits for it for good.)

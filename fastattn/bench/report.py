@@ -10,8 +10,8 @@ from itertools import cycle, groupby
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from ..machine import machine, now, versions
 from .cases import Job
-from .machine import machine, now, versions
 from .run import Row
 from .timing import Timing
 

@@ -10,16 +10,17 @@ from modelled_hopper import GluonModel
 from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
 
 import fastattn
-from fastattn.backends import cpu, hopper, objections, triton
+from fastattn.backends import aten, cpu, hopper, objections, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
 ON_MODELS = [(CudaModel, "cpu"), (GluonModel, "cpu")]
 COMPUTING = [*PLACES, *ON_MODELS]
 WITH_BIAS = [place for place in COMPUTING if place[0] not in (hopper, GluonModel)]
-on_each, on_each_with_bias = (
+WITH_SINKS = [place for place in WITH_BIAS if place[0] is not aten]
+on_each, on_each_with_bias, on_each_with_sinks = (
     pytest.mark.parametrize(("backend", "device"), places, ids=place_id, indirect=["backend"])
-    for places in (COMPUTING, WITH_BIAS)
+    for places in (COMPUTING, WITH_BIAS, WITH_SINKS)
 )
 
 POSITIONS = {"causal", "q_offset", "window", "real_keys", "real_queries"}
@@ -45,6 +46,11 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
         "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": {*DTYPES} if CUDA_TAKES_BF16 else {*DTYPES} - {torch.bfloat16},
         "head_dims": range(1, 257),
+    },
+    "torch": {
+        "features": POSITIONS | {"segment_ids", "dense", "bias"},
+        "dtypes": {*DTYPES, torch.float64},
+        "head_dims": range(1, 513),
     },
     "reference": {
         "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},

@@ -86,7 +86,7 @@ Params params_of(DType dtype, int head_dim, bool general) {
   p.B = p.H = p.H_kv = 1;
   p.d_qk = p.d_v = head_dim;
   p.dtype = dtype;
-  p.queries.n = p.keys.n = kQueryPadding;
+  p.queries.n = p.keys.n = kLargestTile;
   p.queries.groups = p.keys.groups = reinterpret_cast<Tokens*>(&somewhere);
   p.softcap = general ? 1 : 0;
   p.q.data = p.k.data = p.v.data = &somewhere;

@@ -193,7 +193,7 @@ Launched run(const Inputs& in, DType dtype, const Request& request) {
   forward.headroom = cuda::Headroom::of(dtype, p.keys.n);
   forward.o = rows(o), forward.lse = lse.floats();
 
-  const int64_t padded_queries = cuda::padded_queries(int(c.n_q));
+  const int64_t padded_queries = cuda::padded(int(c.n_q));
   const Values<float> stats(placement, c.B * c.H * cuda::kRowStats * padded_queries);
   cuda::BackwardParams backward{};
   backward.params = p;

@@ -20,7 +20,7 @@ _REPOSITORY = Path(fastattn.__file__).resolve().parents[1]
 def machine(device: str) -> dict[str, str | int]:
     """The processor, and the GPU for "cuda", by name of the property."""
     result = {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "cpu_capability_of_torch": torch.backends.cpu.get_cpu_capability(),
@@ -63,7 +63,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     """The processor as Linux names it, with family, model and stepping: virtual machines often hide the name."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():

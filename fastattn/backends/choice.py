@@ -1,0 +1,145 @@
+"""The choice among backends that may compute a call: which are asked first, and why.
+
+Whatever was measured on this machine by `fastattn tune` comes first, then `DEFAULT`, then the order of BACKENDS.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..spec import Spec
+from . import record
+
+GAIN = 0.03
+"""A backend that was measured takes the place of the default one if it needs less time by at least this part."""
+
+
+class CallClass(NamedTuple):
+    """A class of calls, for all of which one order of backends holds.
+
+    device: type of the device. dtype: as "float32".
+    head_dim: the smallest of `HEAD_DIMS` that is not below those of the call, or 0 above all.
+    length: 1 for `FEW_QUERIES` at most; else as head_dim, of `LENGTHS` and n_k.
+    mask: "none", "causal" (without an offset), "padding" (any mask of padding and documents, causal or not) or "other".
+    training: gradients are wanted.
+    """
+
+    device: str
+    dtype: str
+    head_dim: int
+    length: int
+    mask: str
+    training: bool
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec, training: bool) -> CallClass:
+        """The class of a call."""
+        features = spec.features()
+        mask = "other"
+        if features <= {"causal"}:
+            mask = "causal" if features else "none"
+        elif features <= _OF_PADDING:
+            mask = "padding"
+        length = 1 if q.shape[2] <= FEW_QUERIES else _first_above(k.shape[2], LENGTHS)
+        head_dim = _first_above(max(q.shape[3], v.shape[3]), HEAD_DIMS)
+        return cls(q.device.type, str(q.dtype).removeprefix("torch."), head_dim, length, mask, training)
+
+    def __str__(self) -> str:
+        length = "few queries" if self.length == 1 else f"up to {self.length} keys" if self.length else "more keys"
+        head_dim = f"head dim up to {self.head_dim}" if self.head_dim else "wider heads"
+        mask = {"none": "no mask", "causal": "causal", "padding": "padding", "other": "other masks"}[self.mask]
+        return f"{self.dtype}, {head_dim}, {length}, {mask}, {'training' if self.training else 'forward'}"
+
+
+HEAD_DIMS = (64, 128)
+LENGTHS = (128, 1024)
+FEW_QUERIES = 4
+MASKS = ("none", "causal", "padding", "other")
+_OF_PADDING = frozenset({"causal", "q_offset", "real_keys", "real_queries", "segment_ids"})
+
+
+class Preference(NamedTuple):
+    """An entry of the default table: the backends that are asked first for some classes of calls, and why.
+
+    masks: of `CallClass`.
+    measured: whether the reason is a measurement.
+    """
+
+    device: str
+    masks: tuple[str, ...]
+    backends: tuple[str, ...]
+    why: str
+    measured: bool
+
+
+DEFAULT = (
+    Preference(
+        "cpu", MASKS, ("cpu",), "ahead of PyTorch's kernels in benchmarks/results, on AVX-512 and AMX", measured=True
+    ),
+    Preference(
+        "cuda", ("none", "causal"), ("torch",),
+        "PyTorch's kernels are proven, and estimated to be faster where no mask can be profited from", measured=False,
+    ),
+    Preference(
+        "cuda", ("padding", "other"), ("triton",), "computes no hidden tiles, and builds no table of the mask",
+        measured=False,
+    ),
+)  # fmt: skip
+
+
+class Order(NamedTuple):
+    """The backends that are asked first, and the reason.
+
+    trusted: whether those among them that serve by name only may serve.
+    """
+
+    backends: tuple[str, ...]
+    why: str
+    trusted: bool = False
+
+
+def order(q: Tensor, k: Tensor, v: Tensor, spec: Spec, training: bool) -> Order:
+    """The order for this call."""
+    if record.is_tuned(q.device):
+        call_class = CallClass.of(q, k, v, spec, training)
+        measured = _measured_order(*call_class)
+        if measured is not None:
+            return Order(measured, f"measured here by `fastattn tune` for {call_class}: {_shown(call_class)}", True)
+    features = spec.features()
+    mask = "other" if not features <= _OF_PADDING else "padding" if not features <= {"causal"} else "none"
+    for entry in DEFAULT:
+        if entry.device == q.device.type and mask in entry.masks:
+            return Order(entry.backends, f"{entry.why} ({'measured' if entry.measured else 'not measured'})")
+    return Order((), "the first that takes it")
+
+
+def default_is_best(device: torch.device) -> bool:
+    """Whether no class of calls on this device has another first backend than the default table says."""
+    if not record.is_tuned(device):
+        return True
+    first = {entry.backends[0] for entry in DEFAULT if entry.device == device.type}
+    return all(_ranked(ms)[0] in first for ms in record.of(device).classes.values())
+
+
+def _first_above(n: int, limits: tuple[int, ...]) -> int:
+    return next((limit for limit in limits if n <= limit), 0)
+
+
+@record.while_tracing
+def _measured_order(device: str, *others: object) -> tuple[str, ...] | None:
+    ms = record.of(torch.device(device)).classes.get(CallClass(device, *others))
+    return _ranked(ms) if ms else None
+
+
+def _ranked(ms: dict[str, float]) -> tuple[str, ...]:
+    """Backends by their time; the first that was measured, which is the default one, unless another gains enough."""
+    default = next(iter(ms))
+    return tuple(sorted(ms, key=lambda name: ms[name] * (1 - GAIN if name == default else 1)))
+
+
+def _shown(call_class: CallClass) -> str:
+    ms = record.of(torch.device(call_class.device)).classes[call_class]
+    return ", ".join(f"{name} {ms[name]:.3g} ms" for name in _ranked(ms))

@@ -1,0 +1,165 @@
+"""Memory of this machine: which families of kernels passed their checks on it, and how fast they were.
+
+One file in the cache folder for each kind of device, named after what it was found with: processor or GPU, driver,
+torch, Triton, Python and fastattn. A file of anything else has another name, and is never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from .. import machine
+from .build import cache_dir, only_holder_of
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was found on one kind of device.
+
+    families: by the name of a family of kernels, "" where it passed its check, or the sentence why it did not.
+    classes: by class of calls (`CallClass` of choice.py, as a tuple), milliseconds by name of a backend, the one that
+        serves by default first.
+    """
+
+    families: dict[str, str] = field(default_factory=dict)
+    classes: dict[tuple, dict[str, float]] = field(default_factory=dict)
+
+
+def while_tracing(function: Callable) -> Callable:
+    """`function`, which torch.compile then calls once, while it traces, and takes for a constant."""
+    function._dynamo_marked_constant = True  # all that torch.compiler.assume_constant_result does but import dynamo
+    return function
+
+
+def key(device: torch.device) -> dict[str, str]:
+    """Everything that a record depends on, by name."""
+    found = {name: machine.versions()[name] for name in ("fastattn", "torch", "triton", "python")}
+    if device.type == "cpu":  # a smaller set of instructions is another processor
+        return found | {"cpu": machine.cpu_model(), "capability": os.environ.get("FASTATTN_CPU_CAPABILITY", "")}
+    properties = torch.cuda.get_device_properties(device)
+    return found | {
+        "gpu": properties.name,
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "driver": str(torch._C._cuda_getDriverVersion()),  # the CUDA that it serves: PyTorch has no public way to ask
+    }
+
+
+def path(device: torch.device) -> Path:
+    """The file of the record."""
+    digest = hashlib.sha256(json.dumps(key(device), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir() / f"record-{device.type}-{digest}.json"
+
+
+@while_tracing
+def is_tuned(device: torch.device) -> bool:
+    """Whether classes of calls were measured on this device."""
+    return bool(of(device).classes)
+
+
+_records: dict[str, Record] = {}  # of this process, by type of device
+
+
+def of(device: torch.device) -> Record:
+    """The record of this device: empty where there is none, or none that can be read."""
+    if device.type not in _records:
+        _records[device.type] = _read(device)
+    return _records[device.type]
+
+
+def read_again(device: torch.device) -> Record:
+    """The record as another process may have written it meanwhile."""
+    _records.pop(device.type, None)
+    return of(device)
+
+
+def update(device: torch.device, change: Callable[[Record], Record]) -> Record:
+    """Replaces the record by what `change` makes of it, with no other process in between; and returns it.
+
+    Where it cannot be written, it holds for this process alone.
+    """
+    with exclusively(device):
+        record = _records[device.type] = change(read_again(device))
+        try:
+            _write(path(device), as_json(device, record))
+        except OSError as error:
+            warnings.warn(f"{path(device)} cannot be written, so this process alone knows it: {error}", stacklevel=2)
+    return record
+
+
+@contextmanager
+def exclusively(device: torch.device) -> Iterator[None]:
+    """Lets one thread of one process on at a time, as far as the cache folder can be written."""
+    with ExitStack() as stack:
+        try:
+            cache_dir().mkdir(0o755, parents=True, exist_ok=True)
+            stack.enter_context(only_holder_of(path(device)))
+        except OSError:
+            pass
+        yield
+
+
+def as_json(device: torch.device, record: Record) -> str:
+    """The file of a record."""
+    classes = [{"class": list(call_class), "ms": ms} for call_class, ms in record.classes.items()]
+    return json.dumps(
+        {"schema": _SCHEMA, "key": key(device), "families": record.families, "classes": classes}, indent=1
+    )
+
+
+def _read(device: torch.device) -> Record:
+    if not any(cache_dir().glob(f"record-{device.type}-*.json")):  # quicker to ask than the key
+        return Record()
+    try:
+        return _parsed(path(device).read_text())
+    except FileNotFoundError:
+        return Record()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(
+            f"{path(device)} is not a record that `fastattn tune` wrote, and is ignored ({type(error).__name__}: "
+            f"{error}); it is replaced when that runs again",
+            stacklevel=2,
+        )
+        return Record()
+
+
+def _parsed(text: str) -> Record:
+    written = json.loads(text)
+    if written["schema"] != _SCHEMA:
+        raise ValueError(f"its schema is {written['schema']}, not {_SCHEMA}")
+    families = {str(name): str(why) for name, why in written["families"].items()}
+    classes = {tuple(x["class"]): {str(name): _time(ms) for name, ms in x["ms"].items()} for x in written["classes"]}
+    if not all(classes.values()):
+        raise ValueError("a class without a time")
+    return Record(families, classes)
+
+
+def _time(ms: object) -> float:
+    if not isinstance(ms, (int, float)) or not 0 < ms < math.inf:
+        raise ValueError(f"a time must be above 0, got {ms!r}")
+    return float(ms)
+
+
+def _write(target: Path, text: str) -> None:
+    """Replaces a file whole, also if the machine stops in between."""
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}", delete=False) as part:
+        try:
+            part.write(text)
+            part.flush()
+            os.fsync(part.fileno())
+            os.replace(part.name, target)
+        except OSError:
+            os.unlink(part.name)
+            raise

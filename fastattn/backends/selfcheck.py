@@ -1,0 +1,132 @@
+"""Check of a family of kernels (a backend, a dtype, forward or training) on the machine that it is to serve on.
+
+The tests of this package have not run on every machine. Where they have not, a family computes a few small calls before
+its first by automatic choice, with padding and at the edges of tiles, and is compared with the reference in fp64. The
+verdict is kept in the record of the machine. FASTATTN_SELF_CHECK=0 turns it off.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..spec import Mask, Spec
+from . import cpu, record, reference
+from .record import while_tracing
+
+_ADDRESS = "https://github.com/fastattn/fastattn/issues"
+_KNOWN_INSTRUCTION_SETS = frozenset({"amx", "avx512_bf16", "avx512", "avx2"})  # on which the tests have run
+_TOLERANCE = {torch.float64: 2**8, torch.float32: 2**7, torch.float16: 2**3, torch.bfloat16: 2**3}
+"""How many eps of the dtype, times the largest number of the result, an error may have."""
+_SHAPES = ((2, 4, 2, 80, 80, 64), (1, 2, 2, 130, 33, 64), (2, 4, 1, 1, 200, 64), (1, 2, 2, 65, 65, 128))
+"""B, H, H_kv, n_q, n_k and D: grouped heads, edges of tiles, a query that decodes, a wide head."""
+
+
+def objection(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> str | None:
+    """Why a family does not serve here, in one sentence; checks it if nobody has. None where it does."""
+    if backend is reference or not _is_unknown(backend.NAME, device.type) or os.environ.get(_SWITCH) == "0":
+        return None
+    name = family(backend.NAME, dtype, training)
+    why = record.of(device).families.get(name)
+    if why is None:
+        if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            _warn_unchecked(name)
+            return None
+        with record.exclusively(device):
+            why = record.read_again(device).families.get(name)  # another process may have been first
+            if why is None:
+                why = find_fault(backend, device, dtype, training) or ""
+                record.update(device, lambda old: replace(old, families=old.families | {name: why}))
+    return why and f"failed its check on this machine ({name}: {why}); please report it at {_ADDRESS}"
+
+
+_SWITCH = "FASTATTN_SELF_CHECK"
+_OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+
+
+def family(backend: str, dtype: torch.dtype, training: bool) -> str:
+    """The name of a family."""
+    return f"{backend} {str(dtype).removeprefix('torch.')} {'training' if training else 'forward'}"
+
+
+@while_tracing
+def _is_unknown(backend: str, device_type: str) -> bool:
+    """Whether no tests of this package have run for this backend on a machine like this."""
+    if device_type == "cpu":
+        return backend == cpu.NAME and cpu.capability() not in _KNOWN_INSTRUCTION_SETS
+    return True
+
+
+@while_tracing
+def _warn_unchecked(name: str) -> None:
+    warnings.warn(
+        f"{name} has not been checked on this machine, and cannot be while a graph is made: one eager call of "
+        "attention() before, or `fastattn tune`, checks it",
+        stacklevel=1,
+    )
+
+
+def find_fault(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> str | None:
+    """The first fault that a family shows in a few small calls, in one sentence; None where there is none."""
+    generator = torch.Generator().manual_seed(0)
+    for B, H, H_kv, n_q, n_k, D in _SHAPES:
+        for mask in _masks(B, n_q, n_k, device):
+            spec = Spec(mask, D**-0.5)
+            shapes = ((B, H, n_q, D), (B, H_kv, n_k, D), (B, H_kv, n_k, D), (B, H, n_q, D), (B, H, n_q))
+            tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+            q, k, v, do, dlse = (x.to(device, dtype) for x in tensors)
+            if mask.real_keys is not None:  # which no kernel may read
+                k, v = (x.masked_fill(~mask.real_keys[:, None, :, None], math.nan) for x in (k, v))
+            if not mask.features() <= backend.features(device) or backend.unsupported(q, k, v, spec):
+                continue
+            arriving = (do, dlse.to(torch.promote_types(dtype, torch.float32)))
+            try:
+                results, again = (_results(backend, (q, k, v), arriving, spec, training) for _ in range(2))
+            except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
+                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            right = _results(
+                reference, tuple(x.double() for x in (q, k, v)), [x.double() for x in arriving], spec, training
+            )
+            for output, x, repeated, exact in zip(_OUTPUTS, results, again, right, strict=False):
+                if why := _difference(x, exact, dtype):
+                    return f"{output} of [{B}, {H}, {n_q}, {D}] with {n_k} keys and {_in_words(mask)} {why}"
+                if not torch.equal(x, repeated):
+                    return f"{output} of [{B}, {H}, {n_q}, {D}] has other bits in the second call"
+    return None
+
+
+def _masks(B: int, n_q: int, n_k: int, device: torch.device) -> list[Mask]:
+    real_keys = torch.arange(n_k, device=device) < torch.tensor([[n_k], [(n_k + 2) // 3]], device=device)[:B]
+    offset = n_k - n_q
+    return [Mask(), Mask(causal=True), Mask(real_keys=real_keys), Mask(True, offset, real_keys=real_keys)]
+
+
+def _in_words(mask: Mask) -> str:
+    return " and ".join(sorted(mask.features())) or "no mask"
+
+
+def _results(
+    backend: ModuleType, inputs: Sequence[Tensor], arriving: Sequence[Tensor], spec: Spec, training: bool
+) -> list[Tensor]:
+    o, lse = backend.forward(*inputs, spec)
+    if not training:
+        return [o, lse]
+    return [o, lse, *backend.backward(*arriving, *inputs, o, lse, spec, (True, True, True, False, False, False))[:3]]
+
+
+def _difference(x: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None:
+    """How a result differs from the exact one, in words; None where it is near enough."""
+    x, exact = x.double(), exact.double()
+    empty = exact == -math.inf
+    if not torch.equal(x == -math.inf, empty):
+        return "is not -inf exactly where a query sees nothing"
+    x, exact = x.masked_fill(empty, 0), exact.masked_fill(empty, 0)
+    error, limit = (x - exact).abs().max().item(), _TOLERANCE[dtype] * torch.finfo(dtype).eps * exact.abs().max().item()
+    return None if error <= limit else f"is off by {error:.2g}, where {limit:.2g} is allowed"

@@ -562,7 +562,7 @@ def errors(inputs: Inputs, actual: dict[str, Tensor]) -> list[Error]:
     return [compare(name, value, plain[name], right[name]) for name, value in actual.items()]
 
 
-def assert_right(inputs: Inputs, actual: dict[str, Tensor]) -> None:
-    """AssertionError naming each output that is outside the budget."""
-    wrong = [error for error in errors(inputs, actual) if not error.right]
+def assert_right(inputs: Inputs, actual: dict[str, Tensor], slack: float = 1.0) -> None:
+    """AssertionError naming each output that is outside `slack` times the budget."""
+    wrong = [error for error in errors(inputs, actual) if not error.largest <= slack * error.budget]
     assert not wrong, "; ".join(str(error) for error in wrong)

@@ -60,6 +60,9 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
 }
 
 
+SLACK = {aten: 1.5}  # PyTorch's fp32 kernel has an exp of 20 units in the last place
+
+
 def every_call() -> list[tuple]:
     """Every case in every place in every dtype; where Triton is interpreted, 16 bits are fp16 and bf16 by turns.
 
@@ -83,7 +86,7 @@ def test_case_is_right_or_refused(backend, device, case, dtype):
         with pytest.raises(NotImplementedError, match=re.escape("; ".join(why))):
             run(inputs, backend.NAME)
     else:
-        assert_right(inputs, run(inputs, backend.NAME))
+        assert_right(inputs, run(inputs, backend.NAME), SLACK.get(backend, 1.0))
         if device == "cuda":  # where the launches of the second call of a kind are those of the first one
             others = make_inputs(case, dtype, device, seed=1)
             assert_right(others, run(others, backend.NAME))
@@ -219,7 +222,7 @@ def test_bias_of_minus_infinity_hides(backend, device):
     assert_right(inputs, outputs)
 
 
-@on_each_with_bias
+@on_each_with_sinks
 @pytest.mark.parametrize("above", [100.0, 1e4, 1e30])
 def test_sinks_far_from_the_scores(backend, device, above):
     """Whichever is larger leaves the other no weight, without overflow."""
@@ -261,7 +264,8 @@ def test_gradient_through_one_output_only(backend, device, output):
     o, lse = fastattn.attention(**leaves, mask=inputs.mask, return_lse=True, backend=backend.NAME)
     arriving = (o, inputs.do) if output == "o" else (lse, inputs.dlse)
     gradients = torch.autograd.grad(*(arriving[0], list(leaves.values()), arriving[1]))
-    assert_right(inputs, {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)})
+    results = {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    assert_right(inputs, results, SLACK.get(backend, 1.0))
 
 
 @on_each

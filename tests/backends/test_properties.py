@@ -62,8 +62,8 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
     softcap = maybe("softcap", st.floats(0.25, 64), None)
     beside_products = bias is not None or alibi or softcap
     huge_values = draw(st.just(0.0) | st.floats(0.85, 0.995))
-    # Of one key the plain formula has a dS without any error, and that of two sums is one of |dO| |V|; times distances, the
-    # sum of all dS overflows in the formula itself.
+    # Of one key the plain formula has a dS without any error, and that of two sums is one of |dO| |V|; times distances,
+    # the sum of all dS overflows in the formula itself.
     if n_k == 1 or alibi:
         huge_values = 0.0
     return Case(
@@ -112,7 +112,8 @@ def check(case: Case, dtype: torch.dtype, backend: str, threads: tuple[int | Non
     The budget is twice the error of the plain formula. Where few numbers are compared, or one of them is far larger
     than the others, that error is nearly 0 by chance now and then. An output that is outside is then computed with
     other random numbers too: the median of its errors has to be within that of the budgets, and the largest within the
-    largest of those, as parts of the largest number: far keys beside a sink may weigh 1e-12 in one draw, 1e-18 in the next.
+    largest of those, as parts of the largest number: far keys beside a sink may weigh 1e-12 in one draw, 1e-18 in the
+    next.
     """
     if backend in (cpu.NAME, cuda.NAME) and dtype == torch.bfloat16 and case.scale == 0:
         # The plain formula then has an lse without any error; that of bf16 products is exact to 1e-4, as their exp2 is.

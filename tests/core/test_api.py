@@ -78,7 +78,7 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "sinks": ({"sinks": torch.zeros(2, 4)}, "sinks must be [4], got [2, 4]"),
     "backend": (
         {"backend": "native"},
-        "backend must be one of 'fused', 'hopper', 'triton', 'cuda', 'cpu', 'reference', got 'native'",
+        "backend must be one of 'fused', 'hopper', 'triton', 'cuda', 'cpu', 'torch', 'reference', got 'native'",
     ),
 }  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_a_backend_that_is_not_asked_is_not_built(monkeypatch):
         raise AssertionError("built for a call it does not take")
 
     monkeypatch.setattr(cpu, "unavailable", build)
-    assert fastattn.explain(Q.double(), K.double(), K.double()).backend == "reference"
+    assert fastattn.explain(Q.double(), K.double(), K.double()).backend == "torch"
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.NAME)

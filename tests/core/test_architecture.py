@@ -10,9 +10,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or single modules of another one
     "spec": set(),
+    "machine": {""},
     "backends.reference": {"spec"},
+    "backends.aten": {"spec", "backends.reference"},
     "backends.gradients": {"spec"},
     "backends.build": set(),
+    "backends.record": {"machine", "backends.build"},
+    "backends.choice": {"spec", "backends.record"},
+    "backends.selfcheck": {"spec", "backends.cpu", "backends.record", "backends.reference"},
     "backends.cpu": {"spec", "backends.gradients", "backends.build"},
     "backends.cuda": {"spec", "backends.gradients", "backends.build"},
     "backends.triton": {"spec", "backends.gradients"},
@@ -34,10 +39,26 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
             )
         ),
     },
-    "backends": {"spec", *(f"backends.{name}" for name in ("reference", "cpu", "cuda", "triton", "hopper"))},
+    "backends": {
+        "spec",
+        *(
+            f"backends.{module}"
+            for module in (
+                "aten",
+                "choice",
+                "cpu",
+                "cuda",
+                "hopper",
+                "record",
+                "reference",
+                "selfcheck",
+                "triton",
+            )
+        ),
+    },
     "derivatives": {"spec", "backends.reference"},
     "validation": {"spec"},
-    "plan": {"spec", "validation", "backends"},
+    "plan": {"spec", "validation", "backends", "backends.choice"},
     "ops": {"spec", "validation", "backends", "derivatives", "plan"},
     "api": {"spec", "validation", "backends", "plan", "ops"},
     "sdpa": {"spec", "api"},
@@ -46,9 +67,9 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "swap": {"nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
     "": {"spec", "api", "sdpa", "backends", "nn", "swap", "integrations"},
-    "bench": {"", "testing", "backends", "backends.build", "backends.cpu"},
+    "bench": {"", "machine", "testing", "backends", "backends.build", "backends.cpu"},
     "demo": {"", "bench"},
-    "__main__": {"", "spec", "bench", "demo", "backends", "backends.build", "backends.cpu", "backends.cuda"},
+    "__main__": {"", "machine", "spec", "bench", "demo", "backends", "backends.build", "backends.cpu", "backends.cuda"},
 }
 
 

@@ -20,7 +20,9 @@ from fastattn.testing import CASES, DTYPES, Inputs, compare, formula, make_input
 
 TESTED = [case for case in CASES if not case.timed]
 TOP_K = 5
-PROMISES = {b.NAME: {"weights", "received", "top_keys"} for b in BACKENDS} | {"hopper": set(), "cuda": set()}
+PROMISES = {b.NAME: {"weights", "received", "top_keys"} for b in BACKENDS} | {
+    name: set() for name in ("hopper", "cuda", "torch")
+}
 COMPUTING = [b for b in BACKENDS if PROMISES[b.NAME]]
 
 

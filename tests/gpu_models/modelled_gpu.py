@@ -69,7 +69,7 @@ def modelled_gpu(major: int, minor: int) -> ModelledGpu:
     folder = _BUILDS / f"torch-{torch.__version__}-{sys.implementation.cache_tag}" / name
     folder.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join((ninja.BIN_DIR, os.environ.get("PATH", os.defpath)))
-    with build._only_builder_of(folder / name), mock.patch.dict(os.environ, PATH=path):
+    with build.only_holder_of(folder / name), mock.patch.dict(os.environ, PATH=path):
         (folder / "lock").unlink(missing_ok=True)  # torch's own, of a process that was killed
         module = cpp_extension.load(  # compiles what has changed
             name,

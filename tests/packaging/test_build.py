@@ -429,7 +429,7 @@ def test_lock_keeps_others_out_and_dies_with_its_process(stand_in):
 import os, time
 from pathlib import Path
 print("waits", flush=True)
-with build._only_builder_of(Path("module.so")):
+with build.only_holder_of(Path("module.so")):
     print("holds", flush=True)
     os.fork()  # the child lives on, as a DataLoader worker may, and must not keep the lock
     time.sleep(60)

@@ -1,4 +1,4 @@
-"""The command line: `fastattn info | bench | demo | build`. Each command imports what it needs when it runs."""
+"""The command line: `fastattn info | bench | demo | build | tune`. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -73,6 +73,20 @@ def _parser() -> argparse.ArgumentParser:
         help="cuda in any case: for the GPUs of this machine, or those in TORCH_CUDA_ARCH_LIST",
     )
     build.set_defaults(run=_build)
+
+    tune = commands.add_parser(
+        "tune",
+        help="find the fastest right backend for each class of calls on this machine",
+        description="Checks every backend that could serve here against the reference, times it by class of calls, "
+        "and keeps what it finds for later processes, which then choose by it. Takes some minutes. What hangs, crashes "
+        "or is wrong is reported, and not used.",
+    )
+    tune.add_argument("--quick", action="store_true", help="a few classes of calls only, in about a minute")
+    tune.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    tune.add_argument(
+        "--share", type=_file_to_write, metavar="FILE", help="also write what was found here, to send it in"
+    )
+    tune.set_defaults(run=_tune, usage_error=tune.error)
 
     demo = commands.add_parser(
         "demo",
@@ -156,6 +170,8 @@ def _info(args: argparse.Namespace) -> int:
         print(f"\n{backend.NAME}: {state}")
         for device in devices:
             print(f"  {device}: {_backend_on(backend, device)}")
+            if told := _told_by_record(backend.NAME, device):
+                print(f"  {device}: {told}")
     return 0
 
 
@@ -174,6 +190,27 @@ def _build(args: argparse.Namespace) -> int:
             print(f"{module.backend}: {why}")
         else:
             print(f"{module.backend}: {_module_state(module)} ({time.perf_counter() - start:.1f} s)")
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from fastattn.backends import record
+    from fastattn.bench import tune, writing
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        args.usage_error("--device must be cpu here, since torch sees no CUDA device, got cuda")
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    findings = tune.tune(tune.classes_of(device, args.quick))
+    print(findings)
+    record.update(device, lambda _: findings.record)
+    print(f"kept in {record.path(device)}; remove it to choose by the default table again")
+    if args.share:
+        try:
+            writing.write(args.share, record.as_json(device, findings.record))
+        except OSError as error:
+            raise CommandError(str(error)) from error
     return 0
 
 
@@ -245,6 +282,23 @@ def _backend_on(backend: ModuleType, device: str) -> str:
     features = ", ".join(sorted(backend.features(torch.device(device))))
     by_name_only = backend.by_name_only(torch.device(device))
     return f"{', '.join(dtypes)}; {features}" + (f"; only by name: {by_name_only}" if by_name_only else "")
+
+
+def _told_by_record(name: str, device: str) -> str:
+    """One line on what is known of a backend on this machine; "" where nothing is."""
+    import torch
+
+    from fastattn.backends import record
+
+    found = record.of(torch.device(device))
+    verdicts = {family.partition(" ")[2]: why for family, why in found.families.items() if family.split()[0] == name}
+    told = []
+    if right := [family for family, why in verdicts.items() if not why]:
+        told.append(f"checked on this machine: {', '.join(right)}")
+    told += [f"not used for {family}: {why}" for family, why in verdicts.items() if why]
+    if timed := sum(name in ms for ms in found.classes.values()):
+        told.append(f"timed in {timed} classes of calls")
+    return "; ".join(told)
 
 
 def _promises() -> str:

@@ -37,15 +37,9 @@ class CallClass(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec, training: bool) -> CallClass:
         """The class of a call."""
-        features = spec.features()
-        mask = "other"
-        if features <= {"causal"}:
-            mask = "causal" if features else "none"
-        elif features <= _OF_PADDING:
-            mask = "padding"
         length = 1 if q.shape[2] <= FEW_QUERIES else _first_above(k.shape[2], LENGTHS)
         head_dim = _first_above(max(q.shape[3], v.shape[3]), HEAD_DIMS)
-        return cls(q.device.type, str(q.dtype).removeprefix("torch."), head_dim, length, mask, training)
+        return cls(q.device.type, str(q.dtype).removeprefix("torch."), head_dim, length, _mask_of(spec), training)
 
     def __str__(self) -> str:
         length = "few queries" if self.length == 1 else f"up to {self.length} keys" if self.length else "more keys"
@@ -108,10 +102,13 @@ def order(q: Tensor, k: Tensor, v: Tensor, spec: Spec, training: bool) -> Order:
         measured = _measured_order(*call_class)
         if measured is not None:
             return Order(measured, f"measured here by `fastattn tune` for {call_class}: {_shown(call_class)}", True)
-    features = spec.features()
-    mask = "other" if not features <= _OF_PADDING else "padding" if not features <= {"causal"} else "none"
+    return default_order(q.device.type, _mask_of(spec))
+
+
+def default_order(device: str, mask: str) -> Order:
+    """The order of the default table for calls with such a mask, as in `CallClass`."""
     for entry in DEFAULT:
-        if entry.device == q.device.type and mask in entry.masks:
+        if entry.device == device and mask in entry.masks:
             return Order(entry.backends, f"{entry.why} ({'measured' if entry.measured else 'not measured'})")
     return Order((), "the first that takes it")
 
@@ -121,7 +118,14 @@ def default_is_best(device: torch.device) -> bool:
     if not record.is_tuned(device):
         return True
     first = {entry.backends[0] for entry in DEFAULT if entry.device == device.type}
-    return all(_ranked(ms)[0] in first for ms in record.of(device).classes.values())
+    return all(ranked(ms)[0] in first for ms in record.of(device).classes.values())
+
+
+def _mask_of(spec: Spec) -> str:
+    features = spec.features()
+    if features <= {"causal"}:
+        return "causal" if features else "none"
+    return "padding" if features <= _OF_PADDING else "other"
 
 
 def _first_above(n: int, limits: tuple[int, ...]) -> int:
@@ -131,10 +135,10 @@ def _first_above(n: int, limits: tuple[int, ...]) -> int:
 @record.while_tracing
 def _measured_order(device: str, *others: object) -> tuple[str, ...] | None:
     ms = record.of(torch.device(device)).classes.get(CallClass(device, *others))
-    return _ranked(ms) if ms else None
+    return ranked(ms) if ms else None
 
 
-def _ranked(ms: dict[str, float]) -> tuple[str, ...]:
+def ranked(ms: dict[str, float]) -> tuple[str, ...]:
     """Backends by their time; the first that was measured, which is the default one, unless another gains enough."""
     default = next(iter(ms))
     return tuple(sorted(ms, key=lambda name: ms[name] * (1 - GAIN if name == default else 1)))
@@ -142,4 +146,4 @@ def _ranked(ms: dict[str, float]) -> tuple[str, ...]:
 
 def _shown(call_class: CallClass) -> str:
     ms = record.of(torch.device(call_class.device)).classes[call_class]
-    return ", ".join(f"{name} {ms[name]:.3g} ms" for name in _ranked(ms))
+    return ", ".join(f"{name} {ms[name]:.3g} ms" for name in ranked(ms))

@@ -1,0 +1,242 @@
+"""Measurement of every backend on this machine, for the choice among them: what `fastattn tune` runs.
+
+A backend is first checked against the reference, then timed by class of calls, in turns with the others. All of it runs
+in a child process, by the clock of this one: a hang, a crash or a wrong number costs one candidate, and is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+
+from fastattn.backends import BACKENDS, reference
+from fastattn.backends.choice import HEAD_DIMS, MASKS, CallClass, default_order, ranked
+from fastattn.backends.record import Record
+from fastattn.backends.selfcheck import family
+from fastattn.spec import Mask, Spec
+
+from .run import progress
+from .tune_child import SHAPES
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SAMPLE_S, _CLASS_S = 0.02, 2.0
+_MOST_ROUNDS = 5
+_HOPELESS = 1.5
+"""A candidate whose first call takes so many times as long as that of the fastest is not called again."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that the child may take: to check a family, which may have to compile it, and for anything else."""
+
+    check: float = 600.0
+    other: float = 120.0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The record of the machine, and the backends that it does not have, with the reason."""
+
+    record: Record
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{name} cannot be had here: {why}" for name, why in self.missing.items()]
+        lines += [f"{name}: {f'NOT USED: {why}' if why else 'right'}" for name, why in self.record.families.items()]
+        others = {x: ms for x, ms in self.record.classes.items() if ranked(ms)[0] != next(iter(ms))}
+        timed = len(self.record.classes)
+        lines.append(f"{timed} classes of calls were timed; the default choice is best in {timed - len(others)}")
+        for call_class, ms in others.items():
+            lines.append(f"  {CallClass(*call_class)}: " + ", ".join(f"{x} {ms[x]:.3g} ms" for x in ranked(ms)))
+        return "\n".join(lines)
+
+
+class FaultError(Exception):
+    """What the child was doing did not end well; the message is a sentence."""
+
+
+class _Child:
+    """A child process, which is started again after each fault."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.process = limits, None
+
+    def ask(self, request: str, limit: float | None = None, **arguments: object) -> dict:
+        """The answer to a request.
+
+        Raises:
+            FaultError: it did not come in time, or the process ended.
+        """
+        if self.process is None:
+            self._start()
+        self.process.stdin.write(json.dumps([request, arguments]) + "\n")
+        self.process.stdin.flush()
+        limit = limit or self.limits.other
+        try:
+            line = self.answers.get(timeout=limit)
+        except queue.Empty:
+            self.close()
+            raise FaultError(f"hangs: no answer in {limit:.0f} s") from None
+        if not line:
+            raise FaultError(f"ends its process: {self._last_words()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def _start(self) -> None:
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  read when the process has ended
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.tune_child"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )  # fmt: skip
+        self.answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_forward, args=(self.process.stdout, self.answers), daemon=True).start()
+
+    def _last_words(self) -> str:
+        code = self.process.wait()
+        self.process = None
+        self.stderr.seek(0)
+        said = self.stderr.read().strip().rpartition("\n")[2]
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}" + (f", {said}" if said else "")
+
+
+def _forward(lines: Iterator[str], answers: queue.Queue[str]) -> None:
+    for line in lines:
+        answers.put(line)
+    answers.put("")
+
+
+def tune(
+    classes: Sequence[CallClass], backends: tuple[ModuleType, ...] = BACKENDS, limits: Limits = Limits()
+) -> Findings:
+    """Checks these backends, and times them in these classes of calls, which are of one device."""
+    candidates = {backend.NAME: backend for backend in backends if backend is not reference}
+    child, missing, device = _Child(limits), {}, torch.device(classes[0].device)
+    kinds = list(dict.fromkeys((getattr(torch, x.dtype), x.training) for x in classes))
+    families: dict[str, str] = {}
+    measured: dict[tuple, dict[str, float]] = {}
+    with progress(len(kinds) + len(classes)) as show:
+        for done, (dtype, training) in enumerate(kinds):
+            for name, backend in candidates.items():
+                x = torch.empty(1, 1, 1, 64, dtype=dtype, device=device)
+                if name in missing or backend.unsupported(x, x, x, Spec(Mask(), 1.0)):
+                    continue
+                show(done, f"check {family(name, dtype, training)}")
+                about = {"device": str(device), "dtype": _name(dtype), "training": training}
+                try:
+                    answer = child.ask("check", limits.check, module=backend.__name__, **about)
+                except FaultError as fault:
+                    answer = {"fault": str(fault)}
+                if "missing" in answer:
+                    missing[name] = answer["missing"]
+                else:
+                    families[family(name, dtype, training)] = answer["fault"] or ""
+        for done, call_class in enumerate(classes, len(kinds)):
+            show(done, str(call_class))
+            while True:
+                right = [x for x in candidates if families.get(_family_in(x, call_class)) == ""]
+                try:
+                    measured[call_class] = _times(child, call_class, right, candidates)
+                    break
+                except _CandidateError as error:
+                    families[_family_in(error.name, call_class)] = f"in {call_class}: {error}"
+    child.close()
+    for call_class, ms in measured.items():
+        for name in [name for name in ms if families[_family_in(name, call_class)]]:
+            del ms[name]
+    return Findings(Record(families, {x: ms for x, ms in measured.items() if len(ms) > 1}), missing)
+
+
+class _CandidateError(FaultError):
+    """A fault of one candidate, by name."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(why)
+        self.name = name
+
+
+def _times(child: _Child, call_class: CallClass, names: list[str], backends: dict[str, ModuleType]) -> dict[str, float]:
+    """Milliseconds of each of these backends that takes such calls and is not hopeless, the default one first.
+
+    Raises:
+        _CandidateError: one of them failed.
+    """
+    first = default_order(call_class.device, call_class.mask).backends
+    names = sorted(names, key=lambda name: name not in first)  # which is stable
+    if len(names) < 2:
+        return {}
+
+    def ask(name: str, request: str, **arguments: object) -> dict:
+        try:
+            return child.ask(request, **arguments)
+        except FaultError as fault:
+            raise _CandidateError(name, str(fault)) from None
+
+    def seconds(name: str, times: int) -> float:
+        start = time.perf_counter()
+        ask(name, "run", module=backends[name].__name__, times=times)
+        return (time.perf_counter() - start) / times
+
+    child.ask("problem", **call_class._asdict())
+    names = [name for name in names if ask(name, "takes", module=backends[name].__name__)["takes"]]
+    if len(names) < 2:
+        return {}
+    once = {}
+    for name in names:
+        seconds(name, 1)  # which may compile
+        once[name] = seconds(name, 1)
+    near = [name for name in names if once[name] <= _HOPELESS * min(once.values())]
+    times = {name: max(1, round(_SAMPLE_S / once[name])) for name in near}
+    round_s = sum(once[name] * times[name] for name in near)
+    samples: dict[str, list[float]] = {name: [] for name in near}
+    for _ in range(0 if len(near) == 1 else min(_MOST_ROUNDS, max(2, int(_CLASS_S / round_s)))):
+        for name in near:
+            samples[name].append(seconds(name, times[name]))
+        near.reverse()
+    for name in names:
+        seconds(name, 1)
+        if fault := ask(name, "compare")["fault"]:
+            raise _CandidateError(name, fault)
+    return {name: 1e3 * statistics.median(samples.get(name) or [once[name]]) for name in names}
+
+
+def classes_of(device: torch.device, quick: bool) -> list[CallClass]:
+    """The classes of calls that `fastattn tune` times: some minutes, and a few of them, a minute."""
+    return list(_classes(device, quick))
+
+
+def _classes(device: torch.device, quick: bool) -> Iterator[CallClass]:
+    for dtype in _DTYPES[:2] if quick else _DTYPES:
+        for head_dim in HEAD_DIMS[:1] if quick else HEAD_DIMS:
+            for length in (128, 1024) if quick else SHAPES:
+                for mask in MASKS[:3] if quick else MASKS:
+                    for training in (False, True):
+                        if length > 1 or not (training or mask == "causal"):  # decoding
+                            yield CallClass(device.type, _name(dtype), head_dim, length, mask, training)
+
+
+def _family_in(name: str, call_class: CallClass) -> str:
+    return family(name, getattr(torch, call_class.dtype), call_class.training)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -460,7 +460,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
         raise TypeError(f"explain() got unknown options: {', '.join(sorted(unknown))}")
     q, k, v = plan.after_autocast(q, k, v)
     spec = validated(q, k, v, mask, **(defaults | options))
-    candidates, order = order_of(q, k, v, spec, plan.derivatives_wanted(q, k, v, spec.bias))
+    training = plan.derivatives_wanted(q, k, v, spec.bias)
+    candidates, order = order_of(q, k, v, spec, training)
     trusted = order.backends if order.trusted else ()
-    refusals = {b.NAME: objections(b, q, k, v, spec, named=b.NAME in trusted) for b in candidates}
+    refusals = {b.NAME: objections(b, q, k, v, spec, named=b.NAME in trusted, training=training) for b in candidates}
     return Explanation(next((name for name, why in refusals.items() if not why), None), refusals, order.why)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import backends
 from .backends.choice import default_is_best
+from .backends.selfcheck import serves_whole
 from .spec import Mask, Spec
 from .validation import EVERYTHING, validated
 
@@ -109,7 +110,8 @@ def prepare(
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan
-            if backend is None and hasattr(chosen, "short_way") and default_is_best(q.device):
+            serves_all = default_is_best(q.device) and serves_whole(chosen, q.device)
+            if backend is None and hasattr(chosen, "short_way") and serves_all:
                 short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
     seed = draw_seed(q.device, generator) if plan.dropout_p > 0 else None
     spec = Spec(

@@ -61,19 +61,31 @@ def backend_by_name(name: str) -> ModuleType:
 
 
 def objections(
-    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, spec: Spec, *, function: str = "forward", named: bool = True
+    backend: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    *,
+    function: str = "forward",
+    named: bool = True,
+    training: bool = False,
 ) -> list[str]:
     """Why `backend` does not compute this call, in sentences; an empty list means it does.
 
     Args:
         function: which of its functions the call needs: "forward", which stands for "backward" too, or a name in
             `OPTIONAL`, whose calls have a `v` of width 0.
-        named: the user asked for this backend, so a backend that serves only by name has no objection.
+        named: the user asked for this backend, so one that serves only by name, or that has failed its check here, has
+            no objection.
+        training: gradients are wanted.
     """
-    refusals = list(_refusals(backend, q, k, v, spec, spec.features(), function, named))
-    if not refusals and (why := _unavailable(backend.NAME, q.device)):  # last, since it may have to build the backend
-        return [why]
-    return refusals
+    if refusals := list(_refusals(backend, q, k, v, spec, spec.features(), function, named)):
+        return refusals
+    why = _unavailable(backend.NAME, q.device)  # last, since it may have to build the backend
+    if not why and not named:
+        why = selfcheck.objection(backend, q.device, q.dtype, training, may_check=False)
+    return [why] if why else []
 
 
 def order_of(
@@ -173,12 +185,12 @@ def select(
                 continue
             if name is None and backend is reference:
                 fused = [backend for backend in candidates if backend is not reference]
-                _warn_of_fallback(_listed_objections(fused, q, k, v, spec, function, named))
+                _warn_of_fallback(_listed_objections(fused, q, k, v, spec, function, named, training))
             elif name is None and backend is aten and missing:
                 _warn_of_torch("; ".join(f"{name}: {why}" for name, why in missing.items()))
             return backend
     who = f"backend {name!r} does not compute" if named else "no fused backend computes"
-    raise NoBackendError(f"{who} this call:", _listed_objections(candidates, q, k, v, spec, function, named))
+    raise NoBackendError(f"{who} this call:", _listed_objections(candidates, q, k, v, spec, function, named, training))
 
 
 @while_tracing
@@ -207,9 +219,17 @@ def _warn_of_torch(reasons: str) -> None:
 
 
 def _listed_objections(
-    backends: Iterable[ModuleType], q: Tensor, k: Tensor, v: Tensor, spec: Spec, function: str, named: bool
+    backends: Iterable[ModuleType],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    function: str,
+    named: bool,
+    training: bool,
 ) -> str:
-    reasons = {b.NAME: objections(b, q, k, v, spec, function=function, named=named) for b in backends}
+    about = {"function": function, "named": named, "training": training}
+    reasons = {b.NAME: objections(b, q, k, v, spec, **about) for b in backends}
     return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
 
 

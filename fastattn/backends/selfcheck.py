@@ -29,14 +29,16 @@ _SHAPES = ((2, 4, 2, 80, 80, 64), (1, 2, 2, 130, 33, 64), (2, 4, 1, 1, 200, 64),
 """B, H, H_kv, n_q, n_k and D: grouped heads, edges of tiles, a query that decodes, a wide head."""
 
 
-def objection(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> str | None:
-    """Why a family does not serve here, in one sentence; checks it if nobody has. None where it does."""
+def objection(
+    backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool, may_check: bool = True
+) -> str | None:
+    """Why a family does not serve here, in one sentence, or None where it does; checks it if nobody has and it may."""
     if backend is reference or os.environ.get(_SWITCH) == "0":
         return None
     name = family(backend.NAME, dtype, training)
     why = _verdict(device.type, name)
     if why is None:
-        if not _is_unknown(backend.NAME, device.type):
+        if not may_check or not _is_unknown(backend.NAME, device.type):
             return None
         if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             _warn_unchecked(name)
@@ -46,11 +48,17 @@ def objection(backend: ModuleType, device: torch.device, dtype: torch.dtype, tra
             if why is None:
                 why = find_fault(backend, device, dtype, training) or ""
                 record.update(device, lambda old: replace(old, families=old.families | {name: why}))
-    return why and f"failed its check on this machine ({name}: {why}); please report it at {_ADDRESS}"
+    return f"failed its check on this machine ({name}: {why}); please report it at {_ADDRESS}" if why else None
 
 
 _SWITCH = "FASTATTN_SELF_CHECK"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+
+
+def serves_whole(backend: ModuleType, device: torch.device) -> bool:
+    """Whether every family of a backend serves here."""
+    kinds = ((dtype, training) for dtype in _TOLERANCE for training in (False, True))
+    return not any(objection(backend, device, *kind) for kind in kinds)
 
 
 def family(backend: str, dtype: torch.dtype, training: bool) -> str:

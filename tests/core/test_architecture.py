@@ -58,7 +58,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     },
     "derivatives": {"spec", "backends.reference"},
     "validation": {"spec"},
-    "plan": {"spec", "validation", "backends", "backends.choice"},
+    "plan": {"spec", "validation", "backends", "backends.choice", "backends.selfcheck"},
     "ops": {"spec", "validation", "backends", "derivatives", "plan"},
     "api": {"spec", "validation", "backends", "plan", "ops"},
     "sdpa": {"spec", "api"},
@@ -67,9 +67,22 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "swap": {"nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
     "": {"spec", "api", "sdpa", "backends", "nn", "swap", "integrations"},
-    "bench": {"", "machine", "testing", "backends", "backends.build", "backends.cpu"},
+    "bench": {
+        "",
+        "machine",
+        "spec",
+        "testing",
+        *(f"backends{module}" for module in ("", ".build", ".choice", ".cpu", ".record", ".reference", ".selfcheck")),
+    },
     "demo": {"", "bench"},
-    "__main__": {"", "machine", "spec", "bench", "demo", "backends", "backends.build", "backends.cpu", "backends.cuda"},
+    "__main__": {
+        "",
+        "machine",
+        "spec",
+        "bench",
+        "demo",
+        *(f"backends{module}" for module in ("", ".build", ".cpu", ".cuda", ".record")),
+    },
 }
 
 

@@ -1,0 +1,288 @@
+"""The choice among backends: the default table, what was measured on this machine, and checks of unknown machines."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import Mask
+from fastattn.backends import BACKENDS, aten, backend_by_name, choice, cpu, record, select, selfcheck
+from fastattn.backends.choice import CallClass
+from fastattn.backends.record import Record
+from fastattn.plan import forget_plans, short_ways
+from fastattn.spec import Spec
+from fastattn.testing import DTYPES
+
+CPU = torch.device("cpu")
+X = torch.randn(1, 2, 64, 64)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    """An empty cache folder, and no plans of others."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    record.read_again(CPU)
+    forget_plans()
+    yield
+    monkeypatch.undo()
+    record.read_again(CPU)
+    forget_plans()
+
+
+def know(families: dict[str, str] | None = None, **ms: float) -> None:
+    """Keeps a record, as `fastattn tune` does, with these times of calls like that of X without a mask."""
+    call_class = CallClass("cpu", "float32", 64, 128, "none", training=False)
+    record.update(CPU, lambda _: Record(families or {}, {call_class: ms} if ms else {}))
+    forget_plans()
+
+
+class TestDefaultTable:
+    @pytest.mark.parametrize(
+        ("device", "mask", "first"),
+        [("cpu", "none", "cpu"), ("cpu", "other", "cpu"), ("cuda", "causal", "torch"), ("cuda", "padding", "triton")],
+    )
+    def test_says_who_is_first(self, device, mask, first):
+        assert choice.default_order(device, mask).backends == (first,)
+
+    def test_names_backends_and_says_of_each_entry_whether_it_was_measured(self):
+        for entry in choice.DEFAULT:
+            assert all(backend_by_name(name) in BACKENDS for name in entry.backends)
+            why = choice.default_order(entry.device, entry.masks[0]).why
+            assert why.endswith("(measured)" if entry.measured else "(not measured)")
+
+    def test_devices_without_an_entry_have_the_order_of_the_registry(self):
+        x = torch.empty(1, 1, 2, 8, device="meta")
+        assert choice.order(x, x, x, Spec(Mask(), 1.0), False).backends == ()
+
+    @pytest.mark.parametrize(
+        ("mask", "named"),
+        [
+            (Mask(), "none"),
+            (Mask(causal=True), "causal"),
+            (Mask(causal=True, q_offset=1), "padding"),
+            (Mask(causal=True, real_keys=torch.ones(1, 64, dtype=torch.bool)), "padding"),
+            (Mask(window=(3, None)), "other"),
+        ],
+    )
+    def test_classes_of_masks(self, mask, named):
+        assert CallClass.of(X, X, X, Spec(mask, 1.0), training=True).mask == named
+
+    @pytest.mark.parametrize(("n_q", "n_k", "length"), [(1, 5000, 1), (5, 128, 128), (64, 129, 1024), (64, 1025, 0)])
+    def test_classes_of_lengths(self, n_q, n_k, length):
+        q, k = X.new_empty(1, 1, n_q, 80), X.new_empty(1, 1, n_k, 80)
+        found = CallClass.of(q, k, k, Spec(Mask(), 1.0), training=False)
+        assert (found.length, found.head_dim) == (length, 128)
+
+
+class TestWhatWasMeasured:
+    def test_chooses(self):
+        assert fastattn.explain(X, X, X).backend == "cpu"
+        know(cpu=2.0, torch=1.0)
+        explanation = fastattn.explain(X, X, X)
+        assert explanation.backend == "torch"
+        assert explanation.order.endswith("no mask, forward: torch 1 ms, cpu 2 ms")
+        assert next(iter(explanation.objections)) == "torch"
+
+    def test_holds_for_its_class_alone(self):
+        know(cpu=2.0, torch=1.0)
+        assert fastattn.explain(X, X, X, Mask(causal=True)).backend == "cpu"
+        assert fastattn.explain(X.clone().requires_grad_(), X, X).backend == "cpu"
+        assert fastattn.explain(X.half(), X.half(), X.half()).backend == "cpu"
+
+    def test_leaves_the_default_where_the_gain_is_small(self):
+        know(cpu=1.02, torch=1.0)
+        assert fastattn.explain(X, X, X).backend == "cpu"
+
+    @pytest.mark.parametrize("before", [False, True], ids=["first call", "after a short call"])
+    def test_is_what_calls_are_computed_by(self, before, monkeypatch):
+        if before:
+            fastattn.attention(X, X, X)
+            assert short_ways
+        know(cpu=2.0, torch=1.0)
+        called = []
+        monkeypatch.setattr(aten, "forward", lambda *args, forward=aten.forward: (called.append(1), forward(*args))[1])
+        for _ in range(2):
+            fastattn.attention(X, X, X)
+        assert called == [1, 1]
+
+    def test_is_what_compiled_calls_are_computed_by(self):
+        know(cpu=2.0, torch=1.0)
+        graphs = []
+
+        def keep(graph, _):
+            graphs.append([node.args[-1] for node in graph.graph.nodes if node.args])
+            return graph
+
+        torch.compile(lambda x: fastattn.attention(x, x, x), backend=keep, fullgraph=True)(X)
+        torch._dynamo.reset()
+        assert "torch" in graphs[0]
+
+    def test_lets_a_backend_serve_that_does_so_by_name_only(self, monkeypatch):
+        monkeypatch.setattr(aten, "by_name_only", lambda device: "is shy")
+        know(cpu=2.0, torch=1.0)
+        assert select(X, X, X, Spec(Mask(), 1.0)) is aten
+        assert fastattn.explain(X, X, X).backend == "torch"
+
+    def test_refuses_what_was_wrong_here(self):
+        know({"cpu float32 forward": "o is off by 3"})
+        why = r"failed its check on this machine \(cpu float32 forward: o is"
+        with pytest.warns(fastattn.FallbackWarning, match=why):
+            fastattn.attention(X, X, X)
+        assert "off by 3" in "; ".join(fastattn.explain(X, X, X).objections["cpu"])
+        assert select(X, X, X, Spec(Mask(), 1.0), "cpu") is cpu, "what is named is used"
+
+
+class TestRecord:
+    def test_is_read_as_it_was_written(self):
+        know({"cpu float32 forward": ""}, cpu=2.0, torch=1.0)
+        before = record.of(CPU)
+        assert record.read_again(CPU) == before
+        assert len(before.classes) == 1
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda text: text[: len(text) // 2],
+            lambda text: "",
+            lambda text: text.replace('"schema": 1', '"schema": 2'),
+            lambda text: text.replace("2.0", '"fast"'),
+            lambda text: text.replace("2.0", "NaN"),
+            lambda text: text.replace('"ms": {', '"ns": {'),
+            lambda text: "[]",
+        ],
+        ids=["truncated", "empty", "another schema", "a word", "NaN", "another name", "a list"],
+    )
+    def test_that_is_damaged_is_ignored_with_a_warning(self, damage):
+        know(cpu=2.0, torch=1.0)
+        path = record.path(CPU)
+        path.write_text(damage(path.read_text()))
+        with pytest.warns(UserWarning, match="is not a record that `fastattn tune` wrote, and is ignored"):
+            assert record.read_again(CPU) == Record()
+
+    @pytest.mark.parametrize("name", ["fastattn", "torch", "triton", "cpu", "capability"])
+    def test_of_anything_else_is_another_file(self, name, monkeypatch):
+        know(cpu=2.0, torch=1.0)
+        here = record.key(CPU)
+        monkeypatch.setattr(record, "key", lambda device: here | {name: "another"})
+        assert record.read_again(CPU) == Record()
+        know(cpu=3.0, torch=2.0)
+        monkeypatch.setattr(record, "key", lambda device: here)
+        assert list(record.read_again(CPU).classes.values()) == [{"cpu": 2.0, "torch": 1.0}], "two machines, one home"
+
+    @pytest.mark.skipif(os.getuid() == 0, reason="root writes everywhere")
+    def test_that_cannot_be_written_holds_for_this_process(self, tmp_path):
+        tmp_path.chmod(0o500)
+        with pytest.warns(UserWarning, match="cannot be written, so this process alone knows it"):
+            know(cpu=2.0, torch=1.0)
+        assert fastattn.explain(X, X, X).backend == "torch"
+
+    def test_that_a_full_disk_cuts_off_leaves_the_old_one(self, monkeypatch):
+        know(cpu=2.0, torch=1.0)
+
+        def fail(_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.warns(UserWarning, match="No space left on device"):
+            know(cpu=5.0, torch=1.0)
+        assert list(record.read_again(CPU).classes.values()) == [{"cpu": 2.0, "torch": 1.0}]
+        assert [path.suffix for path in record.path(CPU).parent.iterdir()] in ([".json", ".lock"], [".lock", ".json"])
+
+
+FAULTS = {
+    "one in a thousand": lambda o, *_: o.view(-1)[::1000].add_(0.2),
+    "NaN beside padding": lambda o, spec, _: spec.mask.real_keys is not None and o[0, 0, 0].fill_(torch.nan),
+    "other bits": lambda o, *_: o.add_(1e-7 * torch.rand(())),
+    "lse": lambda o, _, lse: lse.add_(0.01),
+}
+
+
+class TestSelfCheck:
+    """On a machine that no test has run on."""
+
+    @pytest.fixture(autouse=True)
+    def _unknown(self, monkeypatch):
+        monkeypatch.setattr(selfcheck, "_KNOWN_INSTRUCTION_SETS", frozenset())
+
+    @pytest.mark.parametrize(("backend", "dtypes"), [(cpu, DTYPES), (aten, (*DTYPES, torch.float64))])
+    @pytest.mark.parametrize("training", [False, True])
+    def test_passes_what_is_right(self, backend, dtypes, training):
+        for dtype in dtypes:
+            assert selfcheck.find_fault(backend, CPU, dtype, training) is None
+
+    def test_comes_once_and_is_kept(self, monkeypatch):
+        checked = []
+        monkeypatch.setattr(selfcheck, "find_fault", lambda *family: checked.append(family[2:]))
+        for x in (X, X[:, :1], X.clone().requires_grad_(), X):
+            assert fastattn.explain(x, x, x).backend == "cpu"
+            fastattn.attention(x, x, x)
+        assert len(checked) == len(set(checked)) == 8, "each dtype and pass, since the short way takes all"
+        assert set(record.read_again(CPU).families.values()) == {""}
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_refuses_a_fault_with_a_sentence_and_an_address(self, fault, monkeypatch):
+        def forward(q, k, v, spec, right=cpu.forward):
+            o, lse = right(q, k, v, spec)
+            FAULTS[fault](o, spec, lse)
+            return o, lse
+
+        monkeypatch.setattr(cpu, "forward", forward)
+        why = (
+            r"torch's?.*cpu: failed its check on this machine \(cpu float32 forward: .*\); please report it at https://"
+        )
+        with pytest.warns(fastattn.FallbackWarning, match=why.removeprefix("torch's?.*")):
+            o = fastattn.attention(X, X, X)
+        assert torch.equal(o, fastattn.attention(X, X, X, backend="torch"))
+
+    def test_refuses_a_wrong_gradient_for_training_alone(self, monkeypatch):
+        def backward(*args, right=cpu.backward):
+            dq, *others = right(*args)
+            return dq * 1.01, *others
+
+        monkeypatch.setattr(cpu, "backward", backward)
+        assert fastattn.explain(X, X, X).backend == "cpu"
+        leaf = X.clone().requires_grad_()
+        assert "dq of" in selfcheck.find_fault(cpu, CPU, torch.float32, training=True)
+        with pytest.warns(fastattn.FallbackWarning, match="dq of"):
+            fastattn.attention(leaf, leaf, leaf)
+
+    def test_can_be_switched_off(self, monkeypatch):
+        monkeypatch.setenv("FASTATTN_SELF_CHECK", "0")
+        monkeypatch.setattr(selfcheck, "find_fault", lambda *_: pytest.fail("checked"))
+        fastattn.attention(X, X, X)
+
+    def test_is_not_made_inside_a_graph(self, monkeypatch):
+        monkeypatch.setattr(selfcheck, "find_fault", lambda *_: pytest.fail("checked"))
+        with pytest.warns(UserWarning, match="cpu float32 forward has not been checked on this machine"):
+            torch.compile(lambda x: fastattn.attention(x, x, x), backend="eager", fullgraph=True)(X)
+        torch._dynamo.reset()
+
+    def test_takes_less_than_two_seconds(self):
+        import time
+
+        start = time.perf_counter()
+        selfcheck.find_fault(cpu, CPU, torch.float32, training=True)
+        assert time.perf_counter() - start < 2 * (1 + os.getloadavg()[0])
+
+    def test_is_made_by_one_of_many_processes(self, tmp_path):
+        """All start at once; the others wait for the first, and have its verdict."""
+        program = f"""
+            import time, torch, fastattn
+            from fastattn.backends import selfcheck
+
+            def check(*_):
+                open({str(tmp_path / "checks")!r}, "a").write("x")
+                time.sleep(1)
+
+            selfcheck._is_unknown, selfcheck.find_fault = lambda *_: True, check
+            x = torch.randn(1, 1, 4, 8, dtype=torch.float64)
+            fastattn.attention(x, x, x)
+        """
+        command = [sys.executable, "-c", textwrap.dedent(program)]
+        running = [subprocess.Popen(command) for _ in range(3)]
+        assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
+        assert (tmp_path / "checks").read_text() == "x"

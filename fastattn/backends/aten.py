@@ -25,6 +25,7 @@ WHERE = "CPU and NVIDIA GPUs: PyTorch's own kernels"
 _TERMS = frozenset({"softcap", "alibi_slopes", "sinks", "dropout"})
 _16_BITS = (torch.float16, torch.bfloat16)
 _LSE_ALIGNMENT = 32  # of the lengths that the memory-efficient kernel has in its lse
+_SMALL = 2.0**30  # products of such numbers overflow in no dtype, in which they are summed
 _LARGEST_LSE = 256.0
 """The kernels recompute weights as exp(score - lse), of which rounding takes eps * lse; from 1 / eps on, lse does not
 tell how many keys share the largest score."""
@@ -97,9 +98,9 @@ class _Call(NamedTuple):
             return cls(q, k, v, mask.causal, None, None, spec.scale)
         of_keys = features == {"real_keys"}
         keep = keys[:, None, None] if of_keys else mask.keep(q.shape[2], k.shape[2], q.device)
-        bias = q.new_zeros(()) if spec.bias is None else spec.bias.to(q.dtype)
-        table = torch.where(keep, bias, -math.inf)
-        unseeing = (table == -math.inf).all(-1)
+        bias = 0.0 if spec.bias is None else spec.bias.to(q.dtype)
+        table = torch.where(keep, bias, q.new_full((), -math.inf))
+        unseeing = (~keep if spec.bias is None else table == -math.inf).all(-1)
         return cls(q, k, v, False, table, unseeing if unseeing.any() else None, spec.scale)
 
     def zero_where_nothing_is_seen(self, rows: Tensor) -> Tensor:
@@ -194,7 +195,10 @@ def backward(
 
 
 def _readable(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.masked_fill(~rows[:, None, :, None], 0)
+    """`x` with zeros in the rows that nobody may read, unless all in them is so small that 0 times it is 0."""
+    if rows is None or (x.device.type == "cpu" and max(map(abs, map(float, torch.aminmax(x)))) <= _SMALL):
+        return x
+    return x.masked_fill(~rows[:, None, :, None], 0)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

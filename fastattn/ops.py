@@ -484,9 +484,16 @@ def _computed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: ModuleType) 
     return backend.forward(q, k, v, spec)
 
 
-def _backward(do, dlse, q, *others):
-    gradients = _gradients(do, dlse, q, *others)
-    return tuple(q.new_empty(0) if g is None else g for g in gradients)
+def _backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest):
+    inputs = (q, k, v, bias, alibi_slopes, sinks)
+    gradients = _gradients(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest)
+    return tuple(q.new_empty(0) if g is None else _as_promised(g, x) for g, x in zip(gradients, inputs, strict=True))
+
+
+def _as_promised(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `x` in the memory order that the fake promises."""
+    promised = torch.empty_like(x)
+    return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)
 
 
 def _gradients(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest) -> list[Tensor | None]:

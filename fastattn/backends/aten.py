@@ -23,9 +23,9 @@ NAME = "torch"
 WHERE = "CPU and NVIDIA GPUs: PyTorch's own kernels"
 
 _TERMS = frozenset({"softcap", "alibi_slopes", "sinks", "dropout"})
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _16_BITS = (torch.float16, torch.bfloat16)
 _LSE_ALIGNMENT = 32  # of the lengths that the memory-efficient kernel has in its lse
-_SMALL = 2.0**30  # products of such numbers overflow in no dtype, in which they are summed
 _LARGEST_LSE = 256.0
 """The kernels recompute weights as exp(score - lse), of which rounding takes eps * lse; from 1 / eps on, lse does not
 tell how many keys share the largest score."""
@@ -158,7 +158,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         return reference.forward(q, k, v, spec)  # sums of values may have overflowed before they were divided
     if call.unseeing is not None:
         lse = lse.masked_fill(call.unseeing, -math.inf)
-    return _laid_out_like(empty_output(q, v.shape[3]), call.zero_where_nothing_is_seen(o)), lse.contiguous()
+    o, empty = call.zero_where_nothing_is_seen(o), empty_output(q, v.shape[3])
+    return o if o.stride() == empty.stride() else empty.copy_(o), lse.contiguous()
 
 
 def backward(
@@ -177,8 +178,8 @@ def backward(
     lse = lse.masked_fill(unseeing, 0)
     if q.device.type == "cpu" and (output_mask[3] or not lse.abs().max() <= _LARGEST_LSE):
         return reference.backward(do, dlse, q, k, v, o, lse, spec, output_mask)
-    inputs, call = (q, k, v), _Call.of(q, k, v, spec)
-    dq, dk, dv = (torch.zeros_like(x) for x in inputs) if do is None else (None, None, None)
+    call = _Call.of(q, k, v, spec)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v)) if do is None else (None, None, None)
     with _deterministic(q.device, spec.deterministic):
         if do is not None:
             dq, dk, dv = call.backward(_readable(do, queries), call.v, o, lse)
@@ -190,15 +191,17 @@ def backward(
             dq = dq + (of_lse * mean_key).to(dq.dtype)
             dk = dk + call.backward((of_lse * call.q).to(q.dtype), call.k, mean_key, lse)[2]
     keys = spec.mask.readable_keys()
-    gradients = (call.zero_where_nothing_is_seen(dq), _readable(dk, keys), _readable(dv, keys))
-    return *(_laid_out_like(torch.empty_like(x), g) for x, g in zip(inputs, gradients, strict=True)), None, None, None
+    if keys is not None and not math.isfinite(dk.sum() + dv.sum()):  # 0 times a NaN that queries see
+        dk, dv = _readable(dk, keys), _readable(dv, keys)
+    return call.zero_where_nothing_is_seen(dq), dk, dv, None, None, None
 
 
 def _readable(x: Tensor, rows: Tensor | None) -> Tensor:
-    """`x` with zeros in the rows that nobody may read, unless all in them is so small that 0 times it is 0."""
-    if rows is None or (x.device.type == "cpu" and max(map(abs, map(float, torch.aminmax(x)))) <= _SMALL):
+    """`x` with zeros in the rows that nobody may read: by its bits, in a fifth of the time of masked_fill."""
+    if rows is None:
         return x
-    return x.masked_fill(~rows[:, None, :, None], 0)
+    bits = _INTEGERS[x.element_size()]
+    return (x.view(bits) & -rows[:, None, :, None].to(bits)).view(x.dtype)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -208,11 +211,6 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 def _for_each_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _laid_out_like(empty: Tensor, x: Tensor) -> Tensor:
-    """`x` in the memory order of `empty`, which is the one that the ops promise."""
-    return x if x.stride() == empty.stride() else empty.copy_(x)
 
 
 def _has_flash(q: Tensor) -> bool:

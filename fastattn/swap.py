@@ -8,9 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from .backends import missing_kernels
 from .integrations import sdpa_callers
 from .integrations.sdpa_callers import full_name, names_in_code_of
 from .nn import (
@@ -69,7 +71,8 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
     open_clip do, and many of one's own) has fastattn compute these calls, and keeps all the rest of its code; timm's
     `fused_attn` is set for that.
     Whatever cannot be replaced is left as it was, and listed in the report with the reason; so is what only has the
-    name of an attention. Doing it again changes nothing.
+    name of an attention. Doing it again changes nothing. Where no kernel of fastattn serves on the model's device (for
+    want of a compiler, say), nothing is replaced, since nothing would be faster, and the report says what is missing.
 
     What is saved as a `state_dict` or by `save_pretrained` says nothing of fastattn, and loads without it; a model that
     is pickled whole (`torch.save(model)`) asks for it. torch.compile, torch.export and torch.onnx.export take the
@@ -99,6 +102,8 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_bools(packed=packed)
+    if why := _no_gain(model):
+        return SwapReport(refused={"": why})
     report = SwapReport()
     if "transformers.modeling_utils" in sys.modules:  # else no module can be one of its models
         from .integrations import transformers as integration
@@ -133,6 +138,17 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
         if not _adopt(module):
             _leave_fast_path(module)
     return report
+
+
+def _no_gain(model: nn.Module) -> str | None:
+    """Why nothing of this model would be faster, in a sentence; None where something may be, here or on the GPU."""
+    device = next((x.device for x in model.parameters()), torch.device("meta"))
+    may_move = device.type == "cpu" and torch.cuda.is_available()
+    if device.type == "meta" or (may_move and missing_kernels(torch.device("cuda")) is None):
+        return None
+    if why := missing_kernels(device):
+        return f"it would not be faster, since no kernel of fastattn serves on its device, {device.type} ({why})"
+    return None
 
 
 def unswap(model: nn.Module) -> None:

@@ -34,8 +34,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..spec import Spec
-from . import aten, choice, cpu, cuda, hopper, reference, selfcheck, triton
+from ..spec import Mask, Spec
+from . import aten, build, choice, cpu, cuda, hopper, reference, selfcheck, triton
 from .record import while_tracing
 
 BACKENDS: tuple[ModuleType, ...] = (hopper, triton, cuda, cpu, aten, reference)
@@ -231,6 +231,23 @@ def _listed_objections(
     about = {"function": function, "named": named, "training": training}
     reasons = {b.NAME: objections(b, q, k, v, spec, **about) for b in backends}
     return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
+
+
+def missing_kernels(device: torch.device) -> str | None:
+    """Why no kernel of this package serves on a device, as far as is known without compiling, or None."""
+    x, reasons = torch.empty(1, 1, 1, 64, dtype=torch.float16, device=device), []
+    for backend in BACKENDS:
+        if backend in (aten, reference) or backend.by_name_only(device) or backend.unsupported(x, x, x, _ANY):
+            continue
+        module = build.MODULES.get(backend.NAME)
+        why = backend.unavailable(device) if module is None else module.missing()
+        if why is None:
+            return None
+        reasons.append(f"{backend.NAME}: {why}")
+    return "; ".join(reasons) or f"there are none for {device.type}"
+
+
+_ANY = Spec(Mask(), scale=1.0)
 
 
 def _known_names() -> str:

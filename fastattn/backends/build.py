@@ -168,6 +168,13 @@ class CompiledModule:
         outcome = _module_or_reason(self, whole)
         return outcome if isinstance(outcome, str) else None
 
+    def missing(self) -> str | None:
+        """Why the module cannot be had, in one sentence, as far as that is known without compiling it; else None."""
+        found = _find(self, self.for_this_machine())
+        if found is None:
+            return self.obstacle()
+        return found if isinstance(found, str) else None
+
     def state(self) -> str:
         """How the module stands, in one phrase; compiles nothing."""
         first_use = self.for_this_machine()

@@ -1,7 +1,8 @@
 """Memory of this machine: which families of kernels passed their checks on it, and how fast they were.
 
 One file in the cache folder for each kind of device, named after what it was found with: processor or GPU, driver,
-torch, Triton, Python and fastattn. A file of anything else has another name, and is never read.
+torch, Triton, Python and fastattn. A file of anything else has another name, and is never read. With FASTATTN_RECORD=0
+none is read or written.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ def update(device: torch.device, change: Callable[[Record], Record]) -> Record:
     Where it cannot be written, it holds for this process alone.
     """
     with exclusively(device):
-        record = _records[device.type] = change(read_again(device))
+        record = _records[device.type] = change(of(device) if _is_off() else read_again(device))
         try:
-            _write(path(device), as_json(device, record))
+            if not _is_off():
+                _write(path(device), as_json(device, record))
         except OSError as error:
             warnings.warn(f"{path(device)} cannot be written, so this process alone knows it: {error}", stacklevel=2)
     return record
@@ -120,7 +122,7 @@ def as_json(device: torch.device, record: Record) -> str:
 
 
 def _read(device: torch.device) -> Record:
-    if not any(cache_dir().glob(f"record-{device.type}-*.json")):  # quicker to ask than the key
+    if _is_off() or not any(cache_dir().glob(f"record-{device.type}-*.json")):  # quicker to ask than the key
         return Record()
     try:
         return _parsed(path(device).read_text())
@@ -133,6 +135,10 @@ def _read(device: torch.device) -> Record:
             stacklevel=2,
         )
         return Record()
+
+
+def _is_off() -> bool:
+    return os.environ.get("FASTATTN_RECORD") == "0"
 
 
 def _parsed(text: str) -> Record:

@@ -85,6 +85,7 @@ def test_what_is_not_there_is_told_and_not_timed(faulty):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("FASTATTN_RECORD")
     record.read_again(torch.device("cpu"))
     yield tmp_path / "fastattn"
     monkeypatch.undo()

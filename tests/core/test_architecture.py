@@ -45,6 +45,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
             f"backends.{module}"
             for module in (
                 "aten",
+                "build",
                 "choice",
                 "cpu",
                 "cuda",
@@ -64,7 +65,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "sdpa": {"spec", "api"},
     "nn": {"spec", "api"},
     "integrations": {"spec", "api", "sdpa", "nn", "backends"},
-    "swap": {"nn", "integrations"},
+    "swap": {"backends", "nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
     "": {"spec", "api", "sdpa", "backends", "nn", "swap", "integrations"},
     "bench": {

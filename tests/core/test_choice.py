@@ -25,6 +25,7 @@ X = torch.randn(1, 2, 64, 64)
 def _cache(tmp_path, monkeypatch):
     """An empty cache folder, and no plans of others."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("FASTATTN_RECORD")
     record.read_again(CPU)
     forget_plans()
     yield
@@ -173,9 +174,9 @@ class TestRecord:
         monkeypatch.setattr(record, "key", lambda device: here)
         assert list(record.read_again(CPU).classes.values()) == [{"cpu": 2.0, "torch": 1.0}], "two machines, one home"
 
-    @pytest.mark.skipif(os.getuid() == 0, reason="root writes everywhere")
-    def test_that_cannot_be_written_holds_for_this_process(self, tmp_path):
-        tmp_path.chmod(0o500)
+    def test_that_cannot_be_written_holds_for_this_process(self, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
         with pytest.warns(UserWarning, match="cannot be written, so this process alone knows it"):
             know(cpu=2.0, torch=1.0)
         assert fastattn.explain(X, X, X).backend == "torch"
@@ -191,6 +192,14 @@ class TestRecord:
             know(cpu=5.0, torch=1.0)
         assert list(record.read_again(CPU).classes.values()) == [{"cpu": 2.0, "torch": 1.0}]
         assert [path.suffix for path in record.path(CPU).parent.iterdir()] in ([".json", ".lock"], [".lock", ".json"])
+
+    def test_can_be_ignored(self, monkeypatch):
+        know(cpu=2.0, torch=1.0)
+        monkeypatch.setenv("FASTATTN_RECORD", "0")
+        assert record.read_again(CPU) == Record()
+        know(cpu=3.0, torch=1.0)
+        monkeypatch.delenv("FASTATTN_RECORD")
+        assert list(record.read_again(CPU).classes.values()) == [{"cpu": 2.0, "torch": 1.0}]
 
 
 FAULTS = {

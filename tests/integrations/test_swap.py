@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -18,6 +19,7 @@ from torch_samples import (
 )
 
 import fastattn
+from fastattn.backends import build
 from fastattn.nn import MultiHeadAttention
 
 # The decorator of tests whose masks have no fused kernel on every machine; the others fail where one would be missing.
@@ -403,3 +405,25 @@ def test_a_model_without_attention():
 def test_what_is_no_module_is_refused():
     with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got str"):
         fastattn.swap("bert-base-uncased")
+
+
+def test_nothing_is_swapped_where_nothing_would_be_faster(monkeypatch):
+    monkeypatch.setattr(type(build.CPU), "missing", lambda self: "there is no C++ compiler")
+    model = nn.TransformerEncoderLayer(8, 2)
+    report = fastattn.swap(model)
+    assert type(model.self_attn) is nn.MultiheadAttention
+    assert str(report) == (
+        "swapped: nothing\nnot swapped: the model: it would not be faster, since no kernel of fastattn serves on its "
+        "device, cpu (cpu: there is no C++ compiler)"
+    )
+    with torch.device("meta"):
+        assert fastattn.swap(nn.MultiheadAttention(8, 2)).swapped, "nobody knows where it will be"
+
+
+def test_a_model_that_may_move_to_a_gpu_with_kernels_is_swapped(monkeypatch):
+    monkeypatch.setattr(type(build.CPU), "missing", lambda self: "there is no C++ compiler")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        sys.modules["fastattn.swap"], "missing_kernels", lambda device: None if device.type == "cuda" else "no compiler"
+    )
+    assert fastattn.swap(nn.MultiheadAttention(8, 2)).swapped

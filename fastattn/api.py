@@ -54,8 +54,8 @@ def attention(
         return_lse: also return log(sum(exp(score))) over the visible keys (and the sink), in nats, fp32 (fp64 for
             fp64 q); it is differentiable and ignores dropout.
         backend: None for the first that takes the call, as `explain` says; with a `FallbackWarning` where that is
-            slower for want of a kernel. "fused" for any but the reference, or a name from `fastattn info`; what is
-            named is used or refused, never replaced.
+            slower for want of a kernel. "fused" for any kernel of this package, or a name from `fastattn info`; what
+            is named is used or refused, never replaced.
 
     Returns:
         o [B, H, n_q, d_v] in the dtype of q, or (o, lse).

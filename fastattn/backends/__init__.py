@@ -153,8 +153,8 @@ def select(
     """The backend that computes this call.
 
     Args:
-        name: None takes the first backend without objections, in the order of `order_of`; "fused" the first but the
-            reference; any other name that backend or nothing.
+        name: None takes the first backend without objections, in the order of `order_of`; "fused" the first of this
+            package's kernels; any other name that backend or nothing.
         function: as in `objections`.
         training: as in `order_of`.
 
@@ -164,7 +164,7 @@ def select(
     """
     if name is None or name == "fused":
         candidates, order = order_of(q, k, v, spec, training)
-        candidates = [backend for backend in candidates if name is None or backend is not reference]
+        candidates = [backend for backend in candidates if name is None or backend not in (aten, reference)]
         named, trusted = False, order.backends if order.trusted else ()
     else:
         named, candidates, trusted = True, (backend_by_name(name),), ()

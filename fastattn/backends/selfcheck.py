@@ -33,7 +33,7 @@ def objection(
     backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool, may_check: bool = True
 ) -> str | None:
     """Why a family does not serve here, in one sentence, or None where it does; checks it if nobody has and it may."""
-    if backend is reference or os.environ.get(_SWITCH) == "0":
+    if backend is reference or os.environ.get("FASTATTN_SELF_CHECK") == "0":
         return None
     name = family(backend.NAME, dtype, training)
     why = _verdict(device.type, name)
@@ -51,7 +51,6 @@ def objection(
     return f"failed its check on this machine ({name}: {why}); please report it at {_ADDRESS}" if why else None
 
 
-_SWITCH = "FASTATTN_SELF_CHECK"
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 
 

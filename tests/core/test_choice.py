@@ -10,7 +10,7 @@ import torch
 
 import fastattn
 from fastattn import Mask
-from fastattn.backends import BACKENDS, aten, backend_by_name, choice, cpu, record, select, selfcheck
+from fastattn.backends import BACKENDS, aten, backend_by_name, build, choice, cpu, record, select, selfcheck
 from fastattn.backends.choice import CallClass
 from fastattn.backends.record import Record
 from fastattn.plan import forget_plans, short_ways
@@ -24,6 +24,7 @@ X = torch.randn(1, 2, 64, 64)
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
     """An empty cache folder, and no plans of others."""
+    build.CPU.load()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("FASTATTN_RECORD")
     record.read_again(CPU)

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import fastattn
-from fastattn.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
 from fastattn.bench.writing import file_to_write, write
+from fastattn.machine import machine, versions
 from fastattn.testing import compare
 
 LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 4, 512, 8, 1408, 8192

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import fastattn
-from fastattn.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
 from fastattn.bench.writing import file_to_write, write
+from fastattn.machine import machine, versions
 from fastattn.testing import compare
 
 WIDTH, HEADS = 768, 12

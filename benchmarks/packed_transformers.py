@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 import fastattn
-from fastattn.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
 from fastattn.bench.writing import file_to_write, write
 from fastattn.demo import Batches, bundled_model, documentation, sentences_in
+from fastattn.machine import machine, versions
 from fastattn.testing import compare
 
 BATCH, SENTENCES, ENCODED = 32, 96, 256

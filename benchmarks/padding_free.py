@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import fastattn
-from fastattn.machine import machine, versions
 from fastattn.bench.timing import Call, interleave
 from fastattn.bench.writing import file_to_write, write
+from fastattn.machine import machine, versions
 from fastattn.testing import compare
 
 LAYERS, WIDTH, HEADS, INNER = 6, 512, 8, 2048

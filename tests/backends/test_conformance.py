@@ -10,7 +10,7 @@ from modelled_hopper import GluonModel
 from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
 
 import fastattn
-from fastattn.backends import aten, cpu, hopper, objections, triton
+from fastattn.backends import aten, cpu, hopper, objections, selfcheck, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
@@ -151,6 +151,14 @@ def test_backend_keeps_its_promises(backend, device):
         for head_dim in promise["head_dims"]:
             q = torch.empty(1, 2, 3, head_dim, dtype=dtype, device=device)
             assert objections(backend, q, q, q, fastattn.spec.Spec(fastattn.Mask(), 1.0)) == []
+
+
+@on_each
+def test_backend_passes_the_check_of_unknown_machines(backend, device):
+    """No GPU has run it: here it must not be stricter than the kernels are exact."""
+    interpreted = backend is triton and device == "cpu"  # half a minute for each dtype
+    for dtype in {torch.float32} if interpreted else PROMISES[backend.NAME]["dtypes"]:
+        assert selfcheck.find_fault(backend, torch.device(device), dtype, training=True) is None
 
 
 @pytest.mark.parametrize("case", TESTED, ids=str)

@@ -40,9 +40,7 @@ def measure(job: Job, compiled: bool, budget_s: float) -> tuple[str, float, floa
     if "chosen" not in tried.right:
         raise SystemExit(f"{job}: wrong: {tried.untimed}")
     took = {name: t.median for name, t in timing.interleave(tried.calls, budget_s, "cpu").items()}
-    fastest = (
-        min(took[x.name] for x in named if x.name in took) if any(x.name in took for x in named) else took["chosen"]
-    )
+    fastest = min((took[x.name] for x in named if x.name in took), default=took["chosen"])
     explained = fastattn.explain(**leaves, mask=inputs.mask, **options).backend
     return explained, took["chosen"] / fastest, took["chosen"] / took.get(sdpa.name, took["chosen"])
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import Mask, ops
-from fastattn.backends import backend_by_name, cpu, reference
+from fastattn.backends import aten, backend_by_name, cpu, reference
 from fastattn.spec import accumulation_dtype
 from fastattn.testing import CASES, DTYPES, assert_right, compare, make_inputs
 
@@ -329,7 +329,7 @@ def test_exports():
     assert torch.equal(torch.export.export(Attend(), inputs).module()(*inputs), Attend()(*inputs))
 
 
-@pytest.mark.parametrize("backend", [cpu, reference, CudaModel], ids=lambda b: b.NAME, indirect=True)
+@pytest.mark.parametrize("backend", [aten, cpu, reference, CudaModel], ids=lambda b: b.NAME, indirect=True)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -359,7 +359,7 @@ SPOILED = {  # an argument of an op -> a size of it that does not fit
 
 
 @pytest.mark.parametrize("name", SPOILED)
-@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "triton", "torch", "reference"])
 def test_ops_refuse_sizes_that_do_not_fit(backend, name):
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
     flat = ops._flatten(fastattn.spec.Spec(fastattn.Mask(), 1.0), backend_by_name(backend))
@@ -375,7 +375,7 @@ def test_ops_refuse_sizes_that_do_not_fit(backend, name):
             torch.ops.fastattn.weights(q, arguments["k"], arguments["lse"], None, None, None, "averaged", 0, *flat)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "triton", "torch", "reference"])
 def test_data_that_became_smaller_before_backward_is_refused(backend):
     q, k, v = (torch.randn(2, 4, 3, 8, requires_grad=True) for _ in range(3))
     o = fastattn.attention(q, k, v, backend=backend)

@@ -8,8 +8,8 @@ A call of transformers is either computed as its own eager attention does, or re
 on purpose: where it is certain that the queries are the tokens of the keys, padded queries are not computed, and their
 attention output is 0 (as with its flash_attention_2). The output of a model at padding has no meaning.
 
-All that is read of transformers' internals stands here (closures of its mask functions, the source of a forward); it
-was tried with the versions in constraints.txt.
+All that is read of transformers' internals stands here (what its mask functions are made of, the source of a forward);
+it was tried with the versions in constraints.txt.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class PreparedMask(Mask):
         cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, object] | None = None
     ) -> object:
         if function in (Tensor.add, Tensor.__add__, torch.add) and len(args) == 2 and isinstance(args[1], cls):
-            return args[1] + args[0]
+            return args[1].__add__(args[0])  # not `+`: Dynamo would come here again
         args, kwargs = tree_map_only(cls, cls.tensor, (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -147,6 +147,9 @@ def register() -> None:
     """Makes `attn_implementation="fastattn"` known to transformers. Doing it again changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
+    for name in _MAKERS:
+        if not hasattr(maker := getattr(masking_utils, name), "__wrapped__"):
+            setattr(masking_utils, name, _telling(maker))
 
 
 @dataclass(frozen=True)
@@ -395,18 +398,15 @@ def _fields(function: Callable) -> dict[str, object] | None:
         return {}
     if function is masking_utils.causal_mask_function:
         return {"causal": True}
-    maker = _maker(function)
-    enclosed = {} if maker is None else _enclosed_by(function)
-    match maker:
-        case "sliding_window_overlay":
-            return {"window": (enclosed["sliding_window"] - 1, None)}
-        case "sliding_window_bidirectional_overlay":
-            return {"window": (enclosed["sliding_window"], enclosed["sliding_window"])}
-        case "packed_sequence_mask_function":
-            ids = enclosed["packed_sequence_mask"]
+    match getattr(function, _MADE_BY, None):
+        case "sliding_window_overlay", (width,):
+            return {"window": (width - 1, None)}
+        case "sliding_window_bidirectional_overlay", (width,):
+            return {"window": (width, width)}
+        case "packed_sequence_mask_function", (ids,):
             return {"segment_ids": (ids, ids)}
-        case "and_masks":
-            return _all_of(enclosed["mask_functions"])
+        case "and_masks", functions:
+            return _all_of(functions)
     return None
 
 
@@ -414,8 +414,9 @@ def _all_of(functions: tuple[Callable, ...]) -> dict[str, object] | None:
     """The fields with the meaning of all these functions together; None where fields cannot express it."""
     merged: dict[str, object] = {}
     for function in functions:
-        if "segment_ids" in merged and _maker(function) == "remap_positions_for_packed_sequence":
-            function = _enclosed_by(function)["mask_function"]  # in a Mask, positions count within the segment anyway
+        maker, given = getattr(function, _MADE_BY, (None, ()))
+        if "segment_ids" in merged and maker == "remap_positions_for_packed_sequence":
+            function = given[0]  # in a Mask, positions count within the segment anyway
         fields = _fields(function)
         if fields is None or fields.keys() & merged.keys():
             return None
@@ -423,21 +424,27 @@ def _all_of(functions: tuple[Callable, ...]) -> dict[str, object] | None:
     return merged
 
 
-def _maker(function: Callable) -> str | None:
-    """The name of the function of `masking_utils` that made this closure."""
-    if getattr(function, "__module__", None) != masking_utils.__name__:
-        return None
-    return function.__qualname__.partition(".<locals>")[0]
+_MADE_BY = "_made_by"  # an attribute of mask functions: the name of the function that made it, and what that was given
+_MAKERS = (
+    "and_masks",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_bidirectional_overlay",
+    "sliding_window_overlay",
+)
 
 
-def _enclosed_by(function: Callable) -> dict[str, object]:
-    """The variables that a closure encloses, by name."""
-    cells = getattr(function, "__closure__", None) or ()
-    return (
-        {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
-        if cells
-        else {}
-    )
+def _telling(maker: Callable) -> Callable:
+    """A maker of mask functions that notes on each what it was made of: Dynamo traces that, but reads no closure."""
+
+    @functools.wraps(maker)
+    def tell(*args: object, **kwargs: object) -> Callable:
+        function = maker(*args, **kwargs)
+        if not kwargs:
+            setattr(function, _MADE_BY, (maker.__name__, args))
+        return function
+
+    return tell
 
 
 def attention_forward(

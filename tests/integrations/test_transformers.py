@@ -194,6 +194,7 @@ def test_a_users_2d_mask_of_any_dtype_says_what_is_real(family, dtype):
 
 def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
     """(name, mask function, whether a Mask says it without `dense`)."""
+    integration.register()
     m = masking_utils
     packed = torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2])
     position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 1]])
@@ -220,6 +221,44 @@ def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
         ("own", own, False),
         ("causal and own", m.and_masks(causal, own), False),
     ]
+
+
+WINDOWED = ("Mistral", "Gemma 2", "Gemma 3", "ModernBERT", "Cohere 2", "gpt-oss")
+
+
+@may_fall_back
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [
+        (family, padding)
+        for family in (*WINDOWED, "Llama", "Qwen2", "Phi-3", "BEiT")
+        for padding in ("none", "right")
+        if padding in BY_FAMILY[family].paddings
+    ],
+)
+def test_compiles_to_one_graph(family, padding):
+    """As transformers' sdpa does; and while Dynamo traces, masks are known as well as they are without it."""
+    models, graphs = of(family), []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    if family == "gpt-oss":
+        models.swapped.set_experts_implementation("grouped_mm")  # the one of its case has a loop over experts
+    torch._dynamo.reset()
+    models.swapped.forward = torch.compile(models.swapped.forward, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        results = [models.case.run(model, PADDINGS[padding]) for model in (models.swapped, models.eager, models.exact)]
+    torch._dynamo.reset()
+    assert not differences(*results)
+    (graph,) = graphs
+    names = [argument.name for argument in torch.ops.fastattn.forward.default._schema.arguments]
+    calls = [
+        dict(zip(names, node.args, strict=True)) for node in graph.graph.nodes if str(node.target) == "fastattn.forward"
+    ]
+    assert all(call["dense"] is None for call in calls)
+    assert any(call["window_left"] is not None for call in calls) == (family in WINDOWED)
 
 
 WHOLE = (9, 9, 0, 0)  # q_length, kv_length, q_offset, kv_offset

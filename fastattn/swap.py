@@ -226,6 +226,8 @@ def _unknown(model: nn.Module, known: set[str]) -> dict[str, str]:
             unknown[name] = _SCRIPTED
         elif _is_foreign(module):
             unknown[name] = f"{full_name(type(module))} computes attention by code of its own"
+            if sdpa_callers.leads_to_sdpa(module):
+                unknown[name] += "; fastattn.patch_sdpa() takes the calls of scaled_dot_product_attention in it"
     return dict(reversed(unknown.items()))
 
 

@@ -216,7 +216,8 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
         return "the call is traced or exported, to run where fastattn may not be"
     if forward_ad._current_level >= 0 and _forward_mode_is_nested():
         return "its derivative is taken in forward mode inside forward mode"
-    return "sdpa_kernel() chooses among torch's kernels" if _kernel_is_chosen() else None
+    on_cpu = all(x.is_cpu for x in arguments if isinstance(x, Tensor))
+    return "sdpa_kernel() chooses among torch's kernels" if _kernel_is_chosen(on_cpu) else None
 
 
 def _objection_to(call: Call) -> str | None:
@@ -239,10 +240,12 @@ def _forward_mode_is_nested() -> bool:
 
 
 @while_tracing
-def _kernel_is_chosen() -> bool:
+def _kernel_is_chosen(on_cpu: bool) -> bool:
+    """Whether one of the kernels that there are for the device is switched off; on a CPU there are two."""
     kernels = torch.backends.cuda
-    enabled = (kernels.flash_sdp_enabled, kernels.math_sdp_enabled, kernels.mem_efficient_sdp_enabled)
-    return not all(of_kernel() for of_kernel in (*enabled, kernels.cudnn_sdp_enabled))
+    if not (kernels.flash_sdp_enabled() and kernels.math_sdp_enabled()):
+        return True
+    return not (on_cpu or (kernels.mem_efficient_sdp_enabled() and kernels.cudnn_sdp_enabled()))
 
 
 def _sentence(refusal: NoBackendError | RefusedError) -> str:

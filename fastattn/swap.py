@@ -114,7 +114,7 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
         if packed:
             from .integrations import packed_transformers
 
-            report = replace(report, calls=packed_transformers.PackedCalls())
+            report = replace(report, calls=packed_transformers.calls_of(model))
             report.refused.update(packed_transformers.pack(model, report.calls))
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention):

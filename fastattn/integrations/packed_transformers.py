@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -197,6 +198,7 @@ def pack(model: nn.Module, calls: PackedCalls) -> dict[str, str]:
     for name, owner in _stacks(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
         if _MEMORY in vars(parent):
+            vars(parent)[_MEMORY].calls = calls
             continue
         if (model_type := owner.config.model_type) in MODEL_TYPES:
             stack = PackedStack(parent, name.rpartition(".")[2], model_type in _COUNT_TOKENS, calls)
@@ -204,6 +206,17 @@ def pack(model: nn.Module, calls: PackedCalls) -> dict[str, str]:
         else:
             refused[name] = f"not packed: {model_type} is not among the models whose layers are known to take it"
     return refused
+
+
+def calls_of(model: nn.Module) -> PackedCalls:
+    """The counts of a model that is packed already, or new ones."""
+    return next((vars(part)[_MEMORY].calls for part in model.modules() if _MEMORY in vars(part)), PackedCalls())
+
+
+def pack_or_warn(model: PreTrainedModel) -> None:
+    """Packs a model whose `attn_implementation` says so. `swap(model, packed=True)` then counts its passes."""
+    for name, why in pack(model, calls_of(model)).items():
+        warnings.warn(f"{type(model).__name__}: {name}: {why}", stacklevel=1)
 
 
 def unpack(model: nn.Module) -> None:

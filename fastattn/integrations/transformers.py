@@ -1,6 +1,6 @@
-"""Hugging Face transformers: the attention implementation "fastattn".
+"""Hugging Face transformers: the attention implementations "fastattn" and "fastattn_packed".
 
-Two functions are registered under that name, and a model needs both: `attention_mask`, which transformers calls once
+Two functions are registered under each name, and a model needs both: `attention_mask`, which transformers calls once
 a forward pass to make its mask, and `attention_forward`, which each attention module calls with that mask. With the
 second alone transformers would make no mask at all, and padding would be attended to silently.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,8 @@ from ..nn.packing import Packing
 from ..spec import Mask
 
 IMPLEMENTATION = "fastattn"
+PACKED = "fastattn_packed"
+"""The same for a model whose layers compute no padding, as `swap(model, packed=True)` makes them."""
 
 _MEMORY = "_implementation_before_fastattn"
 """An attribute of models that were switched, a `_Before`. It is not in their config, which is saved with them."""
@@ -144,12 +147,77 @@ class PackedMask(PreparedMask):
 
 
 def register() -> None:
-    """Makes `attn_implementation="fastattn"` known to transformers. Doing it again changes nothing."""
-    AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
-    for name in _MAKERS:
-        if not hasattr(maker := getattr(masking_utils, name), "__wrapped__"):
-            setattr(masking_utils, name, _telling(maker))
+    """Makes `attn_implementation="fastattn"` and "fastattn_packed" known to transformers.
+
+    `import fastattn` does it. Doing it again changes nothing.
+    """
+    for implementation in (IMPLEMENTATION, PACKED):
+        AttentionInterface.register(implementation, attention_forward)
+        AttentionMaskInterface.register(implementation, attention_mask)
+    for maker in _MAKERS:
+        _put_around(masking_utils, maker, _telling)
+    _put_around(PreTrainedModel, "get_correct_attn_implementation", _checking)
+    _put_around(PreTrainedModel, "post_init", _packing)
+
+
+def _put_around(owner: object, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Puts a function in the place of one of transformers that it calls, once."""
+    function = getattr(owner, name, None)
+    if function is not None and not hasattr(function, _AROUND):
+        outer = functools.wraps(function)(wrapper(function))
+        setattr(outer, _AROUND, function)
+        setattr(owner, name, outer)
+
+
+_AROUND = "_fastattn_is_around"
+
+
+def _checking(correct: Callable) -> Callable:
+    """transformers' check of an implementation: refuses ours where it would have no effect, and packs or unpacks."""
+
+    def check(model: PreTrainedModel, requested: str | None, is_init_check: bool = False) -> str:
+        if is_init_check and requested in (IMPLEMENTATION, PACKED) and not _obeys(type(model)):
+            raise ValueError(
+                f'attn_implementation must be "eager" or another one of {type(model).__name__}, got "{requested}", for '
+                "which its attention does not ask the AttentionInterface of transformers"
+            )
+        implementation = correct(model, requested, is_init_check)
+        if not is_init_check:
+            from . import packed_transformers
+
+            if implementation == PACKED:
+                packed_transformers.pack_or_warn(model)
+            elif model.config._attn_implementation == PACKED:
+                packed_transformers.unpack(model)
+        return implementation
+
+    return check
+
+
+def _packing(post_init: Callable) -> Callable:
+    """The end of a model's construction: packs it, if it was asked for by the name of its implementation."""
+
+    def pack(model: PreTrainedModel) -> None:
+        post_init(model)
+        if model.config._attn_implementation == PACKED:
+            from . import packed_transformers
+
+            packed_transformers.pack_or_warn(model)
+
+    return pack
+
+
+@functools.cache
+def _obeys(cls: type[PreTrainedModel]) -> bool:
+    """Whether a model's attention looks its implementation up among those that are registered, as far as is known."""
+    if not cls._can_set_attn_implementation():
+        return False
+    try:
+        return "[config._attn_implementation]" not in inspect.getsource(
+            sys.modules[cls.__module__]
+        )  # a table of its own
+    except (OSError, TypeError):  # there is no source to read
+        return True
 
 
 @dataclass(frozen=True)
@@ -178,8 +246,11 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
     for prefix, outermost in _outermost_models(model).items():
         before = {module: module.config._attn_implementation for module in _holders_of_configs(outermost)}
         attention = _attention_modules_of(outermost)
+        ours = {
+            _deciding_config(*entry)._attn_implementation in (IMPLEMENTATION, PACKED) for entry in attention.values()
+        }
         try:
-            if attention:
+            if False in ours:
                 outermost.set_attn_implementation(IMPLEMENTATION)
         except (ValueError, ImportError) as error:
             for module, implementation in before.items():
@@ -192,8 +263,8 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
         implementations = {id(module.config): implementation for module, implementation in before.items()}
         for name, (module, owner) in attention.items():
             config = _deciding_config(module, owner)
-            if config._attn_implementation == IMPLEMENTATION:
-                done = already if implementations[id(config)] == IMPLEMENTATION else swapped
+            if config._attn_implementation in (IMPLEMENTATION, PACKED):
+                done = already if implementations[id(config)] == config._attn_implementation else swapped
                 done[_joined(prefix, name)] = type(module).__name__
             elif owner._can_set_attn_implementation():
                 refused[_joined(prefix, name)] = (
@@ -437,7 +508,6 @@ _MAKERS = (
 def _telling(maker: Callable) -> Callable:
     """A maker of mask functions that notes on each what it was made of: Dynamo traces that, but reads no closure."""
 
-    @functools.wraps(maker)
     def tell(*args: object, **kwargs: object) -> Callable:
         function = maker(*args, **kwargs)
         if not kwargs:

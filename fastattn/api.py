@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import ops, plan
 from .backends import BACKENDS, objections
-from .spec import Mask, accumulation_dtype, is_dense
+from .spec import Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, refuse_unknown
 from .validation import check_flags, check_merge, check_top_k, check_varlen, validated
 
 
@@ -30,6 +30,7 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + bias) v over the keys that the mask shows, as [B, H, n_q, d_v]; or (o, lse).
 
@@ -62,6 +63,7 @@ def attention(
     Raises:
         ValueError: the call is malformed.
         NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
+        TypeError: an argument is not known here; the message says what to write for it.
 
     Sources:
         Dao, FlashAttention-2 (2023); Rabe and Staats, Self-attention Does Not Need O(n^2) Memory (2021).
@@ -73,6 +75,8 @@ def attention(
         >>> fastattn.attention(q, k, v, fastattn.Mask(real_keys=real_keys)).shape
         torch.Size([1, 1, 2, 4])
     """
+    if unknown:
+        refuse_unknown(attention, unknown)
     if type(return_lse) is not bool:
         check_flags(return_lse=return_lse)
     result = None
@@ -80,7 +84,7 @@ def attention(
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)
     if result is None:
         result = ops.attention(
-            *plan.prepare(
+            *_prepared(
                 q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
             )
         )
@@ -106,6 +110,7 @@ def attention_varlen(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention inside each of several documents that lie one after the other, as [total_q, H, d_v]; or (o, lse).
 
@@ -140,6 +145,8 @@ def attention_varlen(
         >>> lse[0].exp()  # how many keys each token sees
         tensor([1., 2., 3., 1., 0.])
     """
+    if unknown:
+        refuse_unknown(attention_varlen, unknown)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, align)
     documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))
     q_offset: int | Tensor = 0
@@ -148,7 +155,7 @@ def attention_varlen(
         if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
             more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
             q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
-    mask = Mask(causal, q_offset, window, segment_ids=(documents_q[None], documents_k[None]))
+    mask = Mask(causal, q_offset=q_offset, window=window, segment_ids=(documents_q[None], documents_k[None]))
     result = attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=return_lse,
@@ -206,7 +213,7 @@ def attention_weights(
         tensor([0.5000, 0.5000, 0.0000])
     """
     check_flags(average_heads=average_heads)
-    q, k, _, spec, decided = plan.prepare(
+    q, k, _, spec, decided = _prepared(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend,
         "weights",
     )  # fmt: skip
@@ -262,7 +269,7 @@ def attention_with_weights(
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, True, average_heads)
         if result is not None:
             return result
-    q, k, v, spec, decided = plan.prepare(
+    q, k, v, spec, decided = _prepared(
         q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend, "with weights"
     )
     o, lse = ops.attention(q, k, v, spec, decided)
@@ -307,7 +314,7 @@ def attention_received(
         >>> fastattn.attention_received(q, k, fastattn.Mask(causal=True))
         tensor([[[1.5000, 0.5000]]])
     """
-    q, k, _, spec, decided = plan.prepare(
+    q, k, _, spec, decided = _prepared(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "received"
     )
     return ops.received(q, k, spec, decided)
@@ -355,11 +362,30 @@ def top_keys(
                 [0.5000, 0.5000]]), tensor([[ 0, -1],
                 [ 0,  1]]))
     """
+    top_k = as_int(top_k)
     check_top_k(top_k)
-    q, k, _, spec, decided = plan.prepare(
+    q, k, _, spec, decided = _prepared(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "top_keys"
     )
     return ops.top_keys(q, k, spec, top_k, decided)
+
+
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    *rest: object,
+) -> tuple[Tensor, Tensor, Tensor, Spec, plan.Plan]:
+    """`plan.prepare`, with numbers of Python's."""
+    scale, softcap, dropout_p = as_number(scale), as_number(softcap), as_number(dropout_p)
+    return plan.prepare(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, *rest)
 
 
 def _no_values(k: Tensor) -> Tensor:
@@ -453,9 +479,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     """
     defaults = dict.fromkeys(("scale", "bias", "softcap", "alibi_slopes", "sinks", "generator"))
     defaults |= {"dropout_p": 0.0, "deterministic": True}
-    if unknown := options.keys() - defaults.keys():
-        raise TypeError(f"explain() got unknown options: {', '.join(sorted(unknown))}")
+    refuse_unknown(explain, sorted(options.keys() - defaults.keys()))
     q, k, v = plan.after_autocast(q, k, v)
-    spec = validated(q, k, v, mask, **(defaults | options))
+    numbers = {name: as_number(options.get(name, defaults[name])) for name in ("scale", "softcap", "dropout_p")}
+    spec = validated(q, k, v, mask, **(defaults | options | numbers))
     refusals = {b.NAME: objections(b, q, k, v, spec, named=False) for b in BACKENDS}
     return Explanation(next((name for name, why in refusals.items() if not why), None), refusals)

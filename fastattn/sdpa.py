@@ -189,7 +189,8 @@ def _parsed(
 
 def _check_tensor(name: str, x: object, query: Tensor) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        how = "; fastattn.attention takes one as its mask" if isinstance(x, Mask) else ""
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}{how}")
     if type(x) is not Tensor:
         if isinstance(x, causal_bias()):
             raise TypeError(f"{name} must have numbers, got a CausalBias")
@@ -205,7 +206,8 @@ def _check_attn_mask(attn_mask: object, query: Tensor, scores: tuple[int, ...]) 
     _check_tensor("attn_mask", attn_mask, query)
     cast = torch._C._is_any_autocast_enabled() and attn_mask.is_floating_point() and attn_mask.dtype != torch.float64
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) and not cast:
-        raise RuntimeError(f"attn_mask must be bool, float32 or {query.dtype} like query, got {attn_mask.dtype}")
+        how = "" if attn_mask.is_floating_point() else "; .bool() makes it so where 1 is seen"
+        raise RuntimeError(f"attn_mask must be bool, float32 or {query.dtype} like query, got {attn_mask.dtype}{how}")
     try:
         fits = torch.broadcast_shapes(attn_mask.shape, scores) == scores
     except RuntimeError:

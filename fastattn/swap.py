@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -57,7 +57,18 @@ class SwapReport:
         if self.zero_at_padding:
             lines.append(f"0 at padding: the output of {_counted(self.zero_at_padding)}")
         lines += [f"not swapped: {name or 'the model'}: {why}" for name, why in self.refused.items()]
+        if self.calls is not None and (self.calls.packed or self.calls.unpacked):
+            lines.append(str(self.calls))
         return "\n".join(lines)
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(_NO_MODEL)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"SwapReport has no attribute {name!r}: {_NO_MODEL}")
+
+
+_NO_MODEL = "swap() changes the model in place and returns a report: write fastattn.swap(model), not model = ..."
 
 
 def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:

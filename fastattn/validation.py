@@ -67,7 +67,10 @@ def validated(
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p!r}")
     mask = EVERYTHING if mask is None else mask
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a fastattn.Mask or None, got {type(mask).__name__}")
+        how = "; write Mask(dense=...) for [..., n_q, n_k], Mask(real_keys=...) for [B, n_k], bias=... for a float one"
+        raise ValueError(
+            f"mask must be a fastattn.Mask or None, got {type(mask).__name__}{how * isinstance(mask, Tensor)}"
+        )
     _check_mask(mask, q.device, B, H, n_q, n_k)
     _check_learned("bias", bias, q.device, [(B, H, n_q, n_k)], broadcast=True)
     _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])

@@ -85,7 +85,8 @@ class PackedPass:
             real = of.real_keys
             packings.append(Packing(tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if real is None else real))
         if not worth_packing(*(packing.real for packing in packings)):
-            return "there is little padding, or none"
+            forgotten = mask.real_keys is None and (states is None or cross_mask.real_keys is None)
+            return "no attention_mask was given" if forgotten else "the batch has little padding, or none"
         masks = (PackedMask.of(of, packings[0], keys) for of, keys in zip((mask, cross_mask), packings, strict=False))
         return cls(next(masks), next(masks, None))
 
@@ -147,6 +148,8 @@ class PackedStack:
         names = _positional(layer.forward) if "forward" in vars(layer) else _positional_of(type(layer))
         arguments = dict(zip(names, args, strict=False)) | kwargs
         if not isinstance(arguments.get("attention_mask"), PreparedMask):
+            if layer is self.first:
+                self.calls.count("the mask is none of fastattn's")
             return None
         x = arguments.pop(names[0])
         decision = self._decision(layer, x, arguments)

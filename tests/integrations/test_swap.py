@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -401,6 +402,16 @@ def test_a_model_without_attention():
     report = fastattn.swap(nn.Linear(2, 2))
     assert report == fastattn.SwapReport()
     assert str(report).startswith("nothing to swap: the model has no attention that fastattn knows. ")
+
+
+def test_a_report_that_is_taken_for_the_model_says_so():
+    report = fastattn.swap(nn.MultiheadAttention(8, 2))
+    how = r"write fastattn.swap\(model\), not model = \.\.\."
+    with pytest.raises(TypeError, match=how):
+        report(torch.ones(1))
+    with pytest.raises(AttributeError, match=f"SwapReport has no attribute 'eval': .*{how}"):
+        report.eval()
+    assert pickle.loads(pickle.dumps(report)) == copy.deepcopy(report) == report
 
 
 def test_what_is_no_module_is_refused():

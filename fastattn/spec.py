@@ -395,9 +395,11 @@ _register_as_pytree(Mask)
 def _explaining(init: Callable) -> Callable:
     @functools.wraps(init)
     def __init__(self: Mask, *args: object, **kwargs: object) -> None:  # noqa: N807
-        if not kwargs.keys() <= _FIELDS:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError:
             refuse_unknown(Mask, kwargs.keys() - _FIELDS)
-        init(self, *args, **kwargs)
+            raise
 
     return __init__
 

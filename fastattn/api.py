@@ -10,8 +10,8 @@ from torch import Tensor
 
 from . import ops, plan
 from .backends import BACKENDS, objections
-from .spec import Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, refuse_unknown
-from .validation import check_flags, check_merge, check_top_k, check_varlen, validated
+from .spec import Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
+from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, validated
 
 
 def attention(
@@ -36,6 +36,9 @@ def attention(
 
     score = softcap * tanh(scale * q k^T / softcap) + bias - alibi_slope * |position_q - position_k|, then the mask. A
     query that may see nothing gives exactly 0 (lse -inf, gradients 0), and what padding hides is never read.
+
+    Nested tensors of layout torch.jagged, [B, H, j, D], are documents of these lengths: `attention_varlen` computes
+    them with the `causal` and the `window` of the mask, and the output is nested like q.
 
     Args:
         q: queries [B, H, n_q, D]; fp32, fp16, bf16 or fp64.
@@ -82,7 +85,17 @@ def attention(
     result = None
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)
-    if result is None:
+    if result is None and is_jagged(q):
+        check_jagged(q, k, v, mask, bias)
+        terms = {} if mask is None else {"causal": mask.causal, "window": mask.window}
+        o, lse = attention_varlen(
+            *(x.values().transpose(0, 1) for x in (q, k, v)), q.offsets(), k.offsets(), **terms, scale=scale,
+            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, generator=generator,
+            deterministic=deterministic, return_lse=True, backend=backend,
+        )  # fmt: skip
+        nested = torch.nested.nested_tensor_from_jagged
+        result = nested(o, q.offsets()).transpose(1, 2), nested(lse.T, q.offsets()).transpose(1, 2)
+    elif result is None:
         result = ops.attention(
             *_prepared(
                 q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend

@@ -10,7 +10,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from .api import attention, explain
-from .spec import Mask
+from .spec import Mask, is_jagged
 
 
 def scaled_dot_product_attention(
@@ -28,7 +28,8 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention, computed by the fused backends: [N, ..., H, L, E_v].
 
     Arguments, broadcasting and refusals are torch's, with one difference: where torch multiplies padding by zero, a
-    bool mask that is the same for every query ([N, 1, 1, S]) is skipped work here.
+    bool mask that is the same for every query ([N, 1, 1, S]) is skipped work here. Nested tensors of layout
+    torch.jagged are taken without an attn_mask.
 
     Args:
         query: [N, ..., H, L, E]; key: [N, ..., H_kv, S, E]; value: [N, ..., H_kv, S, E_v].
@@ -134,6 +135,13 @@ def _parsed(
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {flag!r}")
+    if is_jagged(query) and is_jagged(key) and is_jagged(value):
+        if attn_mask is not None:
+            raise ValueError(f"attn_mask must be None where query is nested, got {type(attn_mask).__name__}")
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            raise RuntimeError(f"key must have the {query.shape[1]} heads of query, got {key.shape[1]}")
+        shape = (*query.shape[:-1], value.shape[-1])
+        return Call(query, key, value, Mask(causal=is_causal), None, scale, dropout_p, shape)
     for name, x in (("query", query), ("key", key), ("value", value)):
         _check_tensor(name, x, query)
         if not x.is_floating_point():

@@ -208,6 +208,11 @@ def is_dense(x: Tensor) -> bool:
     return x.layout is torch.strided and not x.is_nested
 
 
+def is_jagged(x: object) -> bool:
+    """Whether `x` is a nested tensor of layout torch.jagged: samples one after the other, without padding."""
+    return isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged
+
+
 def is_int(x: object) -> bool:
     """Whether `x` is an integer, of Python's or one that torch.compile traces, but not a bool."""
     return type(x) is int or (isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool))

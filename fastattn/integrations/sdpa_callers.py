@@ -24,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
 from ..sdpa import RefusedError, causal_bias, computed, parsed
+from ..spec import is_jagged
 
 TORCHS_OWN = torch._C._nn.scaled_dot_product_attention  # patch_sdpa() may have put another one into torch.nn
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # the last two while torch.export traces
@@ -54,7 +55,8 @@ class SDPACaller(nn.Module):
 class ToFastattn(TorchFunctionMode):
     """While it is entered, calls of torch's scaled_dot_product_attention in this thread go to fastattn's.
 
-    Those on tensors of a subclass (nested, distributed) stay with torch, and those that fastattn refuses.
+    Those on tensors of a subclass (distributed, or nested but not jagged) stay with torch, and those that fastattn
+    refuses.
     """
 
     called = False
@@ -65,7 +67,7 @@ class ToFastattn(TorchFunctionMode):
             self.called = True
             plain = (*_PLAIN, *causal_bias())
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            if all(type(x) in plain and not x.is_nested for x in tensors):
+            if all((type(x) in plain and not x.is_nested) or is_jagged(x) for x in tensors):
                 with suppress(RefusedError):
                     return computed(parsed(*args, **kwargs), None)
         if func is Tensor.unflatten:  # Dynamo cannot call this one method from here

@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 
 from ..backends import NoBackendError, while_tracing
 from ..sdpa import Call, RefusedError, causal_bias, computed, parsed
+from ..spec import is_jagged
 from .sdpa_callers import TORCHS_OWN, ToFastattn
 
 _lock = threading.RLock()
@@ -100,9 +101,9 @@ def patch_sdpa() -> SDPAPatch:
     """A patch of torch.nn.functional.scaled_dot_product_attention: for a `with`, or for `start()` and `stop()`.
 
     What fastattn refuses, or no fused backend takes, is left to torch as it is, and raises what torch raises. So are
-    calls on tensors of a subclass (nested, distributed; a CausalBias is taken), calls that a TorchFunctionMode sees,
-    that are traced or exported, or whose kernel `torch.nn.attention.sdpa_kernel` chooses. Answers are fastattn's
-    otherwise, with other random numbers under dropout.
+    calls on tensors of a subclass (distributed; a CausalBias and jagged nested tensors are taken), calls that a
+    TorchFunctionMode sees, that are traced or exported, or whose kernel `torch.nn.attention.sdpa_kernel` chooses.
+    Answers are fastattn's otherwise, with other random numbers under dropout.
 
     A `__torch_function__` that compares its function with `torch.nn.functional.scaled_dot_product_attention` finds them
     the same, but not in a call by a name that was imported before the patch.
@@ -208,7 +209,8 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
     if not _started:
         return "the patch was stopped"
     plain = (Tensor, torch.nn.Parameter, *causal_bias())
-    if any(isinstance(x, Tensor) and (type(x) not in plain or x.is_nested) for x in arguments):
+    tensors = [x for x in arguments if isinstance(x, Tensor) and not is_jagged(x)]
+    if any(type(x) not in plain or x.is_nested for x in tensors):
         return "the tensors are nested, or of a subclass of torch.Tensor"
     if torch._C._is_torch_function_mode_enabled() and _a_mode_may_want_it():
         return "a TorchFunctionMode sees the call first"

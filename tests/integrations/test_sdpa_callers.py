@@ -278,6 +278,20 @@ def test_nested_tensors_stay_with_torch():
     assert not calls.backends
 
 
+def test_jagged_nested_tensors_are_computed_by_fastattn():
+    class OfNested(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model, parts = OfNested(), [torch.randn(3, 2, 4), torch.randn(5, 2, 4)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    expected = model(x)
+    fastattn.swap(model)
+    with calls_seen() as calls:
+        torch.testing.assert_close(model(x).values(), expected.values())
+    assert calls.features == {"segment_ids"}
+
+
 def test_causal_biases_are_computed_by_fastattn():
     class OfLast(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

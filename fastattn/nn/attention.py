@@ -225,7 +225,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention of a nested tensor: the output is nested, the weights [N, L, L] are padded with zeros."""
         lengths = [len(sample) for sample in x.unbind()]
-        padded = torch.nested.to_padded_tensor(x, 0.0)
+        padded = torch.nested.to_padded_tensor(x, 0.0) if any(lengths) else torch.stack(x.unbind())
         real = torch.arange(padded.shape[1], device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
         q, k, v = self._project(padded, padded, padded)
         mask = Mask(real_keys=real, real_queries=real)

@@ -589,6 +589,13 @@ def test_nested_self_attention(need_weights, average):
     assert_same(weights, torchs)
 
 
+def test_nested_samples_without_tokens():
+    nested = torch.nested.as_nested_tensor([normal(0, 8)] * 2)
+    output, weights = pair(8, 2, batch_first=True)[1](nested, nested, nested)
+    assert [sample.shape for sample in output.unbind()] == [(0, 8)] * 2
+    assert weights.shape == (2, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("construct", "options"),
     [

@@ -12,6 +12,7 @@ from .api import (
     top_keys,
 )
 from .backends import FallbackWarning, NoBackendError
+from .integrations import register_with_transformers
 from .integrations.torch_sdpa import SDPAPatch, patch_sdpa, register_flash_implementation
 from .nn import MultiHeadAttention, Transformer
 from .sdpa import scaled_dot_product_attention
@@ -43,3 +44,4 @@ __all__ = [
 ]
 
 register_flash_implementation()
+register_with_transformers()

@@ -4,16 +4,61 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from . import ops, plan
 from .backends import objections, order_of
-from .spec import Mask, accumulation_dtype, is_dense
-from .validation import check_flags, check_merge, check_top_k, check_varlen, validated
+from .spec import Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
+from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, validated
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+class _TermsOfAll(TypedDict, total=False):
+    """Keyword arguments of `attention` and `attention_varlen`, for type checkers."""
+
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    generator: torch.Generator | None
+    deterministic: bool
+    backend: str | None
+
+
+class _Terms(_TermsOfAll, total=False):
+    bias: Tensor | None
+
+
+class _TermsOfDocuments(_TermsOfAll, total=False):
+    causal: bool
+    align: str
+    window: tuple[int | None, int | None]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **terms: Unpack[_Terms],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = ..., *, return_lse: Literal[True], **terms: Unpack[_Terms]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = ..., *, return_lse: bool, **terms: Unpack[_Terms]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -30,11 +75,15 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + bias) v over the keys that the mask shows, as [B, H, n_q, d_v]; or (o, lse).
 
     score = softcap * tanh(scale * q k^T / softcap) + bias - alibi_slope * |position_q - position_k|, then the mask. A
     query that may see nothing gives exactly 0 (lse -inf, gradients 0), and what padding hides is never read.
+
+    Nested tensors of layout torch.jagged, [B, H, j, D], are documents of these lengths: `attention_varlen` computes
+    them with the `causal` and the `window` of the mask, and the output is nested like q.
 
     Args:
         q: queries [B, H, n_q, D]; fp32, fp16, bf16 or fp64.
@@ -63,6 +112,7 @@ def attention(
     Raises:
         ValueError: the call is malformed.
         NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
+        TypeError: an argument is not known here; the message says what to write for it.
 
     Sources:
         Dao, FlashAttention-2 (2023); Rabe and Staats, Self-attention Does Not Need O(n^2) Memory (2021).
@@ -74,20 +124,65 @@ def attention(
         >>> fastattn.attention(q, k, v, fastattn.Mask(real_keys=real_keys)).shape
         torch.Size([1, 1, 2, 4])
     """
+    if unknown:
+        refuse_unknown(attention, unknown)
     if type(return_lse) is not bool:
         check_flags(return_lse=return_lse)
     result = None
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)
-    if result is None:
+    if result is None and is_jagged(q):
+        check_jagged(q, k, v, mask, bias)
+        terms = {} if mask is None else {"causal": mask.causal, "window": mask.window}
+        o, lse = attention_varlen(
+            *(x.values().transpose(0, 1) for x in (q, k, v)), q.offsets(), k.offsets(), **terms, scale=scale,
+            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, generator=generator,
+            deterministic=deterministic, return_lse=True, backend=backend,
+        )  # fmt: skip
+        nested = torch.nested.nested_tensor_from_jagged
+        result = nested(o, q.offsets()).transpose(1, 2), nested(lse.T, q.offsets()).transpose(1, 2)
+    elif result is None:
         result = ops.attention(
-            *plan.prepare(
+            *_prepared(
                 q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
             )
         )
     return result if return_lse else result[0]
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **terms: Unpack[_TermsOfDocuments],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **terms: Unpack[_TermsOfDocuments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_lse: bool,
+    **terms: Unpack[_TermsOfDocuments],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -107,6 +202,7 @@ def attention_varlen(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention inside each of several documents that lie one after the other, as [total_q, H, d_v]; or (o, lse).
 
@@ -141,6 +237,8 @@ def attention_varlen(
         >>> lse[0].exp()  # how many keys each token sees
         tensor([1., 2., 3., 1., 0.])
     """
+    if unknown:
+        refuse_unknown(attention_varlen, unknown)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, align)
     documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))
     q_offset: int | Tensor = 0
@@ -149,7 +247,7 @@ def attention_varlen(
         if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
             more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
             q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
-    mask = Mask(causal, q_offset, window, segment_ids=(documents_q[None], documents_k[None]))
+    mask = Mask(causal, q_offset=q_offset, window=window, segment_ids=(documents_q[None], documents_k[None]))
     result = attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=return_lse,
@@ -207,7 +305,7 @@ def attention_weights(
         tensor([0.5000, 0.5000, 0.0000])
     """
     check_flags(average_heads=average_heads)
-    q, k, _, spec, decided = plan.prepare(
+    q, k, _, spec, decided = _prepared(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend,
         "weights",
     )  # fmt: skip
@@ -263,7 +361,7 @@ def attention_with_weights(
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, True, average_heads)
         if result is not None:
             return result
-    q, k, v, spec, decided = plan.prepare(
+    q, k, v, spec, decided = _prepared(
         q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend, "with weights"
     )
     o, lse = ops.attention(q, k, v, spec, decided)
@@ -308,7 +406,7 @@ def attention_received(
         >>> fastattn.attention_received(q, k, fastattn.Mask(causal=True))
         tensor([[[1.5000, 0.5000]]])
     """
-    q, k, _, spec, decided = plan.prepare(
+    q, k, _, spec, decided = _prepared(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "received"
     )
     return ops.received(q, k, spec, decided)
@@ -356,11 +454,30 @@ def top_keys(
                 [0.5000, 0.5000]]), tensor([[ 0, -1],
                 [ 0,  1]]))
     """
+    top_k = as_int(top_k)
     check_top_k(top_k)
-    q, k, _, spec, decided = plan.prepare(
+    q, k, _, spec, decided = _prepared(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "top_keys"
     )
     return ops.top_keys(q, k, spec, top_k, decided)
+
+
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    *rest: object,
+) -> tuple[Tensor, Tensor, Tensor, Spec, plan.Plan]:
+    """`plan.prepare`, with numbers of Python's."""
+    scale, softcap, dropout_p = as_number(scale), as_number(softcap), as_number(dropout_p)
+    return plan.prepare(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, *rest)
 
 
 def _no_values(k: Tensor) -> Tensor:
@@ -456,10 +573,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     """
     defaults = dict.fromkeys(("scale", "bias", "softcap", "alibi_slopes", "sinks", "generator"))
     defaults |= {"dropout_p": 0.0, "deterministic": True}
-    if unknown := options.keys() - defaults.keys():
-        raise TypeError(f"explain() got unknown options: {', '.join(sorted(unknown))}")
+    refuse_unknown(explain, sorted(options.keys() - defaults.keys()))
     q, k, v = plan.after_autocast(q, k, v)
-    spec = validated(q, k, v, mask, **(defaults | options))
+    numbers = {name: as_number(options.get(name, defaults[name])) for name in ("scale", "softcap", "dropout_p")}
+    spec = validated(q, k, v, mask, **(defaults | options | numbers))
     training = plan.derivatives_wanted(q, k, v, spec.bias)
     candidates, order = order_of(q, k, v, spec, training)
     trusted = order.backends if order.trusted else ()

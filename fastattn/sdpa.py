@@ -10,7 +10,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from .api import attention, explain
-from .spec import Mask
+from .spec import Mask, is_jagged
 
 
 def scaled_dot_product_attention(
@@ -28,7 +28,8 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention, computed by the fused backends: [N, ..., H, L, E_v].
 
     Arguments, broadcasting and refusals are torch's, with one difference: where torch multiplies padding by zero, a
-    bool mask that is the same for every query ([N, 1, 1, S]) is skipped work here.
+    bool mask that is the same for every query ([N, 1, 1, S]) is skipped work here. Nested tensors of layout
+    torch.jagged are taken without an attn_mask.
 
     Args:
         query: [N, ..., H, L, E]; key: [N, ..., H_kv, S, E]; value: [N, ..., H_kv, S, E_v].
@@ -134,6 +135,13 @@ def _parsed(
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {flag!r}")
+    if is_jagged(query) and is_jagged(key) and is_jagged(value):
+        if attn_mask is not None:
+            raise ValueError(f"attn_mask must be None where query is nested, got {type(attn_mask).__name__}")
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            raise RuntimeError(f"key must have the {query.shape[1]} heads of query, got {key.shape[1]}")
+        shape = (*query.shape[:-1], value.shape[-1])
+        return Call(query, key, value, Mask(causal=is_causal), None, scale, dropout_p, shape)
     for name, x in (("query", query), ("key", key), ("value", value)):
         _check_tensor(name, x, query)
         if not x.is_floating_point():
@@ -189,7 +197,8 @@ def _parsed(
 
 def _check_tensor(name: str, x: object, query: Tensor) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        how = "; fastattn.attention takes one as its mask" if isinstance(x, Mask) else ""
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}{how}")
     if type(x) is not Tensor:
         if isinstance(x, causal_bias()):
             raise TypeError(f"{name} must have numbers, got a CausalBias")
@@ -205,7 +214,8 @@ def _check_attn_mask(attn_mask: object, query: Tensor, scores: tuple[int, ...]) 
     _check_tensor("attn_mask", attn_mask, query)
     cast = torch._C._is_any_autocast_enabled() and attn_mask.is_floating_point() and attn_mask.dtype != torch.float64
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) and not cast:
-        raise RuntimeError(f"attn_mask must be bool, float32 or {query.dtype} like query, got {attn_mask.dtype}")
+        how = "" if attn_mask.is_floating_point() else "; .bool() makes it so where 1 is seen"
+        raise RuntimeError(f"attn_mask must be bool, float32 or {query.dtype} like query, got {attn_mask.dtype}{how}")
     try:
         fits = torch.broadcast_shapes(attn_mask.shape, scores) == scores
     except RuntimeError:

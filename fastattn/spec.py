@@ -6,9 +6,12 @@ This file is the definition. A backend is right when it agrees with `Mask.keep`,
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+import numbers
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +57,7 @@ class Mask:
     """
 
     causal: bool = False
+    _: KW_ONLY
     q_offset: int | Tensor = 0
     window: tuple[int | None, int | None] = _NO_WINDOW
     real_keys: Tensor | None = None
@@ -63,7 +67,10 @@ class Mask:
 
     def __post_init__(self) -> None:
         if type(self.causal) is not bool:
-            raise ValueError(f"mask.causal must be a bool, got {_shown(self.causal)}")
+            how = "; write real_keys=... or dense=..." if isinstance(self.causal, Tensor) else ""
+            raise ValueError(f"mask.causal must be a bool, got {_shown(self.causal)}{how}")
+        if not is_int(self.q_offset):
+            object.__setattr__(self, "q_offset", as_int(self.q_offset))
         if not is_int(self.q_offset):
             if not isinstance(self.q_offset, Tensor):
                 raise ValueError(f"mask.q_offset must be an int or an integer Tensor, got {_shown(self.q_offset)}")
@@ -71,12 +78,14 @@ class Mask:
         elif not -(2**63) <= self.q_offset < 2**63:
             raise ValueError(f"mask.q_offset must be an int of 64 bits, got {self.q_offset}")
         if self.window is not _NO_WINDOW:
-            if not isinstance(self.window, tuple) or len(self.window) != 2:
+            if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
                 raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")
+            object.__setattr__(self, "window", tuple(as_int(width) for width in self.window))
             for side, width in zip(("left", "right"), self.window, strict=True):
                 if width is not None and not (is_int(width) and 0 <= width < 2**63):
                     raise ValueError(
                         f"mask.window's {side} must be None or an int from 0 to 2**63 - 1, got {_shown(width)}"
+                        + "; None is no limit" * (width == -1)
                     )
         if self.real_keys is not None:
             _check_table("real_keys", self.real_keys, _BOOL, (2,))
@@ -187,7 +196,9 @@ def _check_table(name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: tu
         meaning = "bool (True is real)" if dtypes is _BOOL else "int32 or int64"
         if name == "dense":
             meaning = "bool (True may see; a float mask is a bias)"
-        raise ValueError(f"mask.{name} must be {meaning}, got {x.dtype}")
+        how = f"; .bool() makes it so where 1 is {'real' if name != 'dense' else 'seen'}"
+        integers = dtypes is _BOOL and not x.is_floating_point()
+        raise ValueError(f"mask.{name} must be {meaning}, got {x.dtype}{how * integers}")
     if x.dim() not in dims:
         raise ValueError(f"mask.{name} must have {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
 
@@ -197,9 +208,70 @@ def is_dense(x: Tensor) -> bool:
     return x.layout is torch.strided and not x.is_nested
 
 
+def is_jagged(x: object) -> bool:
+    """Whether `x` is a nested tensor of layout torch.jagged: samples one after the other, without padding."""
+    return isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged
+
+
 def is_int(x: object) -> bool:
     """Whether `x` is an integer, of Python's or one that torch.compile traces, but not a bool."""
     return type(x) is int or (isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool))
+
+
+def as_int(x: object) -> object:
+    """An integer of NumPy's, or a tensor of no dimensions that holds one, as Python's int; anything else as it is."""
+    if is_int(x) or isinstance(x, bool):
+        return x
+    is_one = x.dim() == 0 and x.dtype in _INTEGERS if isinstance(x, Tensor) else isinstance(x, numbers.Integral)
+    return int(x) if is_one else x
+
+
+def as_number(x: object) -> object:
+    """A number of NumPy's, or a tensor of no dimensions that no gradient is wanted of, as a float; else as it is."""
+    if x is None or type(x) is float:
+        return x
+    if isinstance(x, Tensor):
+        is_one = x.dim() == 0 and not x.requires_grad and x.dtype != torch.bool and not x.is_complex()
+    else:
+        is_one = isinstance(x, numbers.Real) and not isinstance(x, (bool, int))
+    return float(x) if is_one else x
+
+
+_ELSEWHERE = {
+    "is_causal": "causal",
+    "mask": "dense",
+    "attn_mask": "dense",
+    "attention_mask": "real_keys",
+    "key_padding_mask": "real_keys",
+    "src_key_padding_mask": "real_keys",
+    "window_size": "window",
+    "sliding_window": "window",
+    "softmax_scale": "scale",
+    "scaling": "scale",
+    "dropout": "dropout_p",
+    "attn_bias": "bias",
+    "position_bias": "bias",
+}
+_REMARKS = {
+    "dense": ", bool, True where a query may see a key; a float mask is attention's bias=...",
+    "real_keys": ", bool, True where a token is real",
+    "window": ", (left, right), each an int or None for no limit",
+}
+_NEEDLESS = ("enable_gqa", "max_seqlen_k", "max_seqlen_q")
+
+
+def refuse_unknown(function: Callable, unknown: Iterable[str]) -> None:
+    """Raises TypeError for the first of these names, and says what to write where other libraries have it."""
+    for name in unknown:
+        here, known = _ELSEWHERE.get(name, name), inspect.signature(function).parameters
+        written, how = f"{here}={'True' if here == 'causal' else '...'}", ""
+        if name in _NEEDLESS:
+            how = "; leave it out"
+        elif here in known:
+            how = f"; write {written}{_REMARKS.get(here, '')}"
+        elif here in _FIELDS and "mask" in known:
+            how = f"; write mask=fastattn.Mask({written}){_REMARKS.get(here, '')}"
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{how}")
 
 
 def _shown(x: object) -> str:
@@ -323,6 +395,22 @@ def _of_fields(cls: type, names: tuple[str, ...], values: Iterable) -> object:
 
 
 _register_as_pytree(Mask)
+
+
+def _explaining(init: Callable) -> Callable:
+    @functools.wraps(init)
+    def __init__(self: Mask, *args: object, **kwargs: object) -> None:  # noqa: N807
+        try:
+            init(self, *args, **kwargs)
+        except TypeError:
+            refuse_unknown(Mask, kwargs.keys() - _FIELDS)
+            raise
+
+    return __init__
+
+
+_FIELDS = frozenset(f.name for f in fields(Mask))
+Mask.__init__ = _explaining(Mask.__init__)
 
 
 def shared_along(bias: Tensor) -> str:

@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -36,12 +36,15 @@ class SwapReport:
         computes by fastattn since this call.
     already: the same for those that did before.
     refused: by qualified name, the sentence why this one stays what it was.
+    zero_at_padding: by qualified name, the class of each stack of layers whose output at padding, which means nothing,
+        is 0 since this call.
     calls: with `packed=True`, which counts as the model runs.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     already: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    zero_at_padding: dict[str, str] = field(default_factory=dict)
     calls: PackedCalls | None = None
 
     def __str__(self) -> str:
@@ -53,8 +56,21 @@ class SwapReport:
         lines = [f"swapped: {_counted(self.swapped)}"]
         if self.already:
             lines.append(f"swapped before: {_counted(self.already)}")
+        if self.zero_at_padding:
+            lines.append(f"0 at padding: the output of {_counted(self.zero_at_padding)}")
         lines += [f"not swapped: {name or 'the model'}: {why}" for name, why in self.refused.items()]
+        if self.calls is not None and (self.calls.packed or self.calls.unpacked):
+            lines.append(str(self.calls))
         return "\n".join(lines)
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(_NO_MODEL)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"SwapReport has no attribute {name!r}: {_NO_MODEL}")
+
+
+_NO_MODEL = "swap() changes the model in place and returns a report: write fastattn.swap(model), not model = ..."
 
 
 def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
@@ -63,8 +79,9 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
     Every `nn.MultiheadAttention` becomes a `fastattn.MultiHeadAttention`: the same object with another class, so that
     parameters, optimizers, hooks, modes, and modules used in two places (or that are the model itself) need no care.
     So do `nn.TransformerEncoder`, `nn.TransformerDecoder` and their layers, which then compute no padding: what they
-    return there is 0, as in torch's fast path. Subclasses of them stay what they are, and leave their fast path, which
-    would go around the attention module.
+    return there is 0, as in torch's fast path, and the report names them. Not so an encoder that was made with
+    `enable_nested_tensor=False`, which computes padding as before. Subclasses of them stay what they are, and leave
+    their fast path, which would go around the attention module.
     Models of Hugging Face transformers are set to the attention implementation "fastattn", which
     `model.set_attn_implementation("sdpa")` takes back.
     Every other module whose class calls `torch.nn.functional.scaled_dot_product_attention` itself (those of timm and
@@ -98,6 +115,7 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
         >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True), num_layers=3)
         >>> print(fastattn.swap(model))
         swapped: 3 MultiheadAttention
+        0 at padding: the output of 1 TransformerEncoder
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -112,7 +130,7 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
         if packed:
             from .integrations import packed_transformers
 
-            report = replace(report, calls=packed_transformers.PackedCalls())
+            report = replace(report, calls=packed_transformers.calls_of(model))
             report.refused.update(packed_transformers.pack(model, report.calls))
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention):
@@ -134,9 +152,12 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
                 _remember(module)
                 sdpa_callers.adopt(module)
     report.refused.update(_unknown(model, {*report.swapped, *report.already, *report.refused}))
-    for module in reversed(list(model.modules())):  # layers before the stacks that hold them
+    for name, module in reversed(list(model.named_modules())):  # layers before the stacks that hold them
+        kind = type(module)
         if not _adopt(module):
             _leave_fast_path(module)
+        elif kind in _STACKS and getattr(module, "enable_nested_tensor", True):
+            report.zero_at_padding[name] = kind.__name__
     return report
 
 
@@ -242,6 +263,8 @@ def _unknown(model: nn.Module, known: set[str]) -> dict[str, str]:
             unknown[name] = _SCRIPTED
         elif _is_foreign(module):
             unknown[name] = f"{full_name(type(module))} computes attention by code of its own"
+            if sdpa_callers.leads_to_sdpa(module):
+                unknown[name] += "; fastattn.patch_sdpa() takes the calls of scaled_dot_product_attention in it"
     return dict(reversed(unknown.items()))
 
 

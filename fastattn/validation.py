@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .spec import Mask, Spec, is_dense, is_int
+from .spec import Mask, Spec, is_dense, is_int, is_jagged
 
 EVERYTHING = Mask()
 """The mask of a call without one."""
@@ -67,7 +67,10 @@ def validated(
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p!r}")
     mask = EVERYTHING if mask is None else mask
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a fastattn.Mask or None, got {type(mask).__name__}")
+        how = "; write Mask(dense=...) for [..., n_q, n_k], Mask(real_keys=...) for [B, n_k], bias=... for a float one"
+        raise ValueError(
+            f"mask must be a fastattn.Mask or None, got {type(mask).__name__}{how * isinstance(mask, Tensor)}"
+        )
     _check_mask(mask, q.device, B, H, n_q, n_k)
     _check_learned("bias", bias, q.device, [(B, H, n_q, n_k)], broadcast=True)
     _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
@@ -138,6 +141,25 @@ def check_varlen(
         raise ValueError(
             f"cu_seqlens_k must be [{len(cu_seqlens_q)}] like cu_seqlens_q, got {list(cu_seqlens_k.shape)}"
         )
+
+
+def check_jagged(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None) -> None:
+    """Raises ValueError where these arguments of `attention`, of which q is a jagged nested tensor, do not fit."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not is_jagged(x) or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
+            got = (
+                _kind(x) if not is_jagged(x) else f"{list(x.shape)}, with holes" if x.lengths() is not None else x.shape
+            )
+            raise ValueError(
+                f"{name} must be nested, [batch, heads, j, head_dim] of layout torch.jagged, where q is, got {got}"
+            )
+    if v.shape[2] != k.shape[2] and not torch.equal(v.offsets(), k.offsets()):  # each table of lengths has its own j
+        raise ValueError(f"v must be nested with the lengths of k, {k.shape[2]}, got {v.shape[2]}")
+    if mask is not None and (not isinstance(mask, Mask) or mask.features() - {"causal", "window"}):
+        got = sorted(mask.features()) if isinstance(mask, Mask) else type(mask).__name__
+        raise ValueError(f"mask must be a fastattn.Mask of causal and window, or None, where q is nested, got {got}")
+    if bias is not None:
+        raise ValueError(f"bias must be None where q is nested, got {type(bias).__name__}")
 
 
 def check_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:

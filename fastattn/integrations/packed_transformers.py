@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,7 +85,8 @@ class PackedPass:
             real = of.real_keys
             packings.append(Packing(tokens.new_ones(tokens.shape[:2], dtype=torch.bool) if real is None else real))
         if not worth_packing(*(packing.real for packing in packings)):
-            return "there is little padding, or none"
+            forgotten = mask.real_keys is None and (states is None or cross_mask.real_keys is None)
+            return "no attention_mask was given" if forgotten else "the batch has little padding, or none"
         masks = (PackedMask.of(of, packings[0], keys) for of, keys in zip((mask, cross_mask), packings, strict=False))
         return cls(next(masks), next(masks, None))
 
@@ -146,6 +148,8 @@ class PackedStack:
         names = _positional(layer.forward) if "forward" in vars(layer) else _positional_of(type(layer))
         arguments = dict(zip(names, args, strict=False)) | kwargs
         if not isinstance(arguments.get("attention_mask"), PreparedMask):
+            if layer is self.first:
+                self.calls.count("the mask is none of fastattn's")
             return None
         x = arguments.pop(names[0])
         decision = self._decision(layer, x, arguments)
@@ -197,6 +201,7 @@ def pack(model: nn.Module, calls: PackedCalls) -> dict[str, str]:
     for name, owner in _stacks(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
         if _MEMORY in vars(parent):
+            vars(parent)[_MEMORY].calls = calls
             continue
         if (model_type := owner.config.model_type) in MODEL_TYPES:
             stack = PackedStack(parent, name.rpartition(".")[2], model_type in _COUNT_TOKENS, calls)
@@ -204,6 +209,17 @@ def pack(model: nn.Module, calls: PackedCalls) -> dict[str, str]:
         else:
             refused[name] = f"not packed: {model_type} is not among the models whose layers are known to take it"
     return refused
+
+
+def calls_of(model: nn.Module) -> PackedCalls:
+    """The counts of a model that is packed already, or new ones."""
+    return next((vars(part)[_MEMORY].calls for part in model.modules() if _MEMORY in vars(part)), PackedCalls())
+
+
+def pack_or_warn(model: PreTrainedModel) -> None:
+    """Packs a model whose `attn_implementation` says so. `swap(model, packed=True)` then counts its passes."""
+    for name, why in pack(model, calls_of(model)).items():
+        warnings.warn(f"{type(model).__name__}: {name}: {why}", stacklevel=1)
 
 
 def unpack(model: nn.Module) -> None:

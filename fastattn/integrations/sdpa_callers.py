@@ -7,12 +7,14 @@ was tried with their versions in constraints.txt.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import CodeType
+from itertools import pairwise
+from types import CodeType, FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
 from ..sdpa import RefusedError, causal_bias, computed, parsed
+from ..spec import is_jagged
 
 TORCHS_OWN = torch._C._nn.scaled_dot_product_attention  # patch_sdpa() may have put another one into torch.nn
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # the last two while torch.export traces
@@ -29,8 +32,15 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)  # the last two wh
 SWITCHES = ("fused_attn", "use_fsdpa")
 """Attributes by which timm (where Swin's is False by default) and open_clip choose the code that calls the function."""
 
-_WAYS_AROUND = ("einsum", "scaled_cosine")
-"""Attributes by which modules of timm and open_clip choose other code, whatever the switch says."""
+_WAYS_AROUND = {
+    "einsum": True,
+    "scaled_cosine": True,
+    "flash": False,
+    "use_flash_attention": False,
+    "attention_logit_softcapping": True,
+}
+"""Attributes, of the module or its config, by which modules of timm, open_clip, x-transformers, monai and litgpt choose
+other code, and whether they do so where it is true or where it is not."""
 
 
 class SDPACaller(nn.Module):
@@ -45,7 +55,8 @@ class SDPACaller(nn.Module):
 class ToFastattn(TorchFunctionMode):
     """While it is entered, calls of torch's scaled_dot_product_attention in this thread go to fastattn's.
 
-    Those on tensors of a subclass (nested, distributed) stay with torch, and those that fastattn refuses.
+    Those on tensors of a subclass (distributed, or nested but not jagged) stay with torch, and those that fastattn
+    refuses.
     """
 
     called = False
@@ -56,7 +67,7 @@ class ToFastattn(TorchFunctionMode):
             self.called = True
             plain = (*_PLAIN, *causal_bias())
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            if all(type(x) in plain and not x.is_nested for x in tensors):
+            if all((type(x) in plain and not x.is_nested) or is_jagged(x) for x in tensors):
                 with suppress(RefusedError):
                     return computed(parsed(*args, **kwargs), None)
         if func is Tensor.unflatten:  # Dynamo cannot call this one method from here
@@ -69,7 +80,14 @@ _FUNCTION = "scaled_dot_product_attention"
 
 def calls_sdpa(module: nn.Module) -> bool:
     """Whether the class of this module calls the function in its own code."""
-    return _FUNCTION in names_in_code_of(type(module))
+    return any(_calls(function) for function in _functions_of(type(module)))
+
+
+def leads_to_sdpa(module: nn.Module) -> bool:
+    """Whether code of its own package that this module names, or holds, calls the function, as far as names tell."""
+    cls, held = type(module), (getattr(x, "func", x) for x in vars(module).values())  # `func` of a partial
+    package = cls.__module__.partition(".")[0]
+    return _lead_to_sdpa(package, frozenset({cls, *(x if inspect.isfunction(x) else type(x) for x in held)}))
 
 
 def original_class(module: SDPACaller) -> type[nn.Module]:
@@ -84,9 +102,10 @@ def objection(module: nn.Module) -> str | None:
         return "its forward was replaced on the module itself"
     if "checkpoint" in names:  # the second time a part of the forward runs without the forward around it
         return f"it checkpoints parts of its own forward; fastattn.patch_sdpa() takes its calls of {_FUNCTION}"
-    for attribute in _WAYS_AROUND:
-        if attribute in names and getattr(module, attribute, False):
-            return f"with {attribute}={getattr(module, attribute)} it does not call {_FUNCTION}"
+    for attribute, around in _WAYS_AROUND.items():
+        owner = module if hasattr(module, attribute) else getattr(module, "config", None)
+        if attribute in names and bool(getattr(owner, attribute, not around)) is around:
+            return f"with {attribute}={getattr(owner, attribute)} it does not call {_FUNCTION}"
     for switch in _switches_off(module):
         dropout_p = getattr(getattr(module, "attn_drop", None), "p", 0.0)
         if dropout_p and "dropout_p" not in names:
@@ -128,10 +147,51 @@ def _new(cls: type[nn.Module]) -> SDPACaller:
 @functools.cache
 def names_in_code_of(cls: type[nn.Module]) -> frozenset[str]:
     """Every attribute, global and keyword that the methods of this class name."""
+    return frozenset().union(*(_names_in(function.__code__) for function in _functions_of(cls)))
+
+
+@functools.cache
+def _functions_of(cls: type) -> tuple[FunctionType, ...]:
     methods = [inspect.getattr_static(cls, name) for name in dir(cls)]
     methods = [getattr(method, "__func__", method) for method in methods]  # of static and class methods
-    functions = [inspect.unwrap(method) for method in methods if inspect.isfunction(method)]
-    return frozenset().union(*(_names_in(function.__code__) for function in functions))
+    return tuple(inspect.unwrap(method) for method in methods if inspect.isfunction(method))
+
+
+@functools.cache
+def _calls(function: FunctionType) -> bool:
+    """Whether the code names torch's function, and not a method or a function of its own that has the same name."""
+    code, named = function.__code__, function.__globals__.get(_FUNCTION)
+    own = inspect.isfunction(named) and named is not F.scaled_dot_product_attention
+    own = own and (named is function or not _calls(named))
+    itself = code.co_varnames[: min(1, code.co_argcount)]
+    return any(
+        at.argval == _FUNCTION
+        and at.opname != "LOAD_CONST"
+        and not (own if at.opname == "LOAD_GLOBAL" else before.argval in itself)
+        for part in _codes_in(code)
+        for before, at in pairwise(dis.get_instructions(part))
+    )
+
+
+@functools.cache
+def _lead_to_sdpa(package: str, starts: frozenset[object]) -> bool:
+    seen, todo = set(), list(starts)
+    while todo:
+        x = todo.pop()
+        if id(x) in seen or (getattr(x, "__module__", None) or "").partition(".")[0] != package:
+            continue
+        seen.add(id(x))
+        if inspect.isclass(x):  # which may have a table of functions
+            todo += [of for table in vars(x).values() if isinstance(table, dict) for of in table.values()]
+        for function in _functions_of(x) if inspect.isclass(x) else [x] * inspect.isfunction(x):
+            names = _names_in(function.__code__)
+            if _calls(function) or "multi_head_attention_forward" in names:
+                return True
+            named = [function.__globals__.get(name) for name in names]
+            for _ in range(2):  # modules, and modules in these
+                named += [vars(of).get(name) for of in named if inspect.ismodule(of) for name in names]
+            todo += named
+    return False
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -142,6 +202,13 @@ def _names_in(code: CodeType) -> set[str]:
         elif isinstance(constant, tuple):  # among them the keywords of calls
             names |= {name for name in constant if isinstance(name, str)}
     return names
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def full_name(cls: type) -> str:

@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 
 from ..backends import NoBackendError, while_tracing
 from ..sdpa import Call, RefusedError, causal_bias, computed, parsed
+from ..spec import is_jagged
 from .sdpa_callers import TORCHS_OWN, ToFastattn
 
 _lock = threading.RLock()
@@ -100,9 +101,9 @@ def patch_sdpa() -> SDPAPatch:
     """A patch of torch.nn.functional.scaled_dot_product_attention: for a `with`, or for `start()` and `stop()`.
 
     What fastattn refuses, or no fused backend takes, is left to torch as it is, and raises what torch raises. So are
-    calls on tensors of a subclass (nested, distributed; a CausalBias is taken), calls that a TorchFunctionMode sees,
-    that are traced or exported, or whose kernel `torch.nn.attention.sdpa_kernel` chooses. Answers are fastattn's
-    otherwise, with other random numbers under dropout.
+    calls on tensors of a subclass (distributed; a CausalBias and jagged nested tensors are taken), calls that a
+    TorchFunctionMode sees, that are traced or exported, or whose kernel `torch.nn.attention.sdpa_kernel` chooses.
+    Answers are fastattn's otherwise, with other random numbers under dropout.
 
     A `__torch_function__` that compares its function with `torch.nn.functional.scaled_dot_product_attention` finds them
     the same, but not in a call by a name that was imported before the patch.
@@ -208,7 +209,8 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
     if not _started:
         return "the patch was stopped"
     plain = (Tensor, torch.nn.Parameter, *causal_bias())
-    if any(isinstance(x, Tensor) and (type(x) not in plain or x.is_nested) for x in arguments):
+    tensors = [x for x in arguments if isinstance(x, Tensor) and not is_jagged(x)]
+    if any(type(x) not in plain or x.is_nested for x in tensors):
         return "the tensors are nested, or of a subclass of torch.Tensor"
     if torch._C._is_torch_function_mode_enabled() and _a_mode_may_want_it():
         return "a TorchFunctionMode sees the call first"
@@ -216,7 +218,8 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
         return "the call is traced or exported, to run where fastattn may not be"
     if forward_ad._current_level >= 0 and _forward_mode_is_nested():
         return "its derivative is taken in forward mode inside forward mode"
-    return "sdpa_kernel() chooses among torch's kernels" if _kernel_is_chosen() else None
+    on_cpu = all(x.is_cpu for x in arguments if isinstance(x, Tensor))
+    return "sdpa_kernel() chooses among torch's kernels" if _kernel_is_chosen(on_cpu) else None
 
 
 def _objection_to(call: Call) -> str | None:
@@ -239,10 +242,12 @@ def _forward_mode_is_nested() -> bool:
 
 
 @while_tracing
-def _kernel_is_chosen() -> bool:
+def _kernel_is_chosen(on_cpu: bool) -> bool:
+    """Whether one of the kernels that there are for the device is switched off; on a CPU there are two."""
     kernels = torch.backends.cuda
-    enabled = (kernels.flash_sdp_enabled, kernels.math_sdp_enabled, kernels.mem_efficient_sdp_enabled)
-    return not all(of_kernel() for of_kernel in (*enabled, kernels.cudnn_sdp_enabled))
+    if not (kernels.flash_sdp_enabled() and kernels.math_sdp_enabled()):
+        return True
+    return not (on_cpu or (kernels.mem_efficient_sdp_enabled() and kernels.cudnn_sdp_enabled()))
 
 
 def _sentence(refusal: NoBackendError | RefusedError) -> str:

@@ -1,6 +1,6 @@
-"""Hugging Face transformers: the attention implementation "fastattn".
+"""Hugging Face transformers: the attention implementations "fastattn" and "fastattn_packed".
 
-Two functions are registered under that name, and a model needs both: `attention_mask`, which transformers calls once
+Two functions are registered under each name, and a model needs both: `attention_mask`, which transformers calls once
 a forward pass to make its mask, and `attention_forward`, which each attention module calls with that mask. With the
 second alone transformers would make no mask at all, and padding would be attended to silently.
 
@@ -8,14 +8,15 @@ A call of transformers is either computed as its own eager attention does, or re
 on purpose: where it is certain that the queries are the tokens of the keys, padded queries are not computed, and their
 attention output is 0 (as with its flash_attention_2). The output of a model at padding has no meaning.
 
-All that is read of transformers' internals stands here (closures of its mask functions, the source of a forward); it
-was tried with the versions in constraints.txt.
+All that is read of transformers' internals stands here (what its mask functions are made of, the source of a forward);
+it was tried with the versions in constraints.txt.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,8 @@ from ..nn.packing import Packing
 from ..spec import Mask
 
 IMPLEMENTATION = "fastattn"
+PACKED = "fastattn_packed"
+"""The same for a model whose layers compute no padding, as `swap(model, packed=True)` makes them."""
 
 _MEMORY = "_implementation_before_fastattn"
 """An attribute of models that were switched, a `_Before`. It is not in their config, which is saved with them."""
@@ -110,7 +113,7 @@ class PreparedMask(Mask):
         cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, object] | None = None
     ) -> object:
         if function in (Tensor.add, Tensor.__add__, torch.add) and len(args) == 2 and isinstance(args[1], cls):
-            return args[1] + args[0]
+            return args[1].__add__(args[0])  # not `+`: Dynamo would come here again
         args, kwargs = tree_map_only(cls, cls.tensor, (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -144,9 +147,77 @@ class PackedMask(PreparedMask):
 
 
 def register() -> None:
-    """Makes `attn_implementation="fastattn"` known to transformers. Doing it again changes nothing."""
-    AttentionInterface.register(IMPLEMENTATION, attention_forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
+    """Makes `attn_implementation="fastattn"` and "fastattn_packed" known to transformers.
+
+    `import fastattn` does it. Doing it again changes nothing.
+    """
+    for implementation in (IMPLEMENTATION, PACKED):
+        AttentionInterface.register(implementation, attention_forward)
+        AttentionMaskInterface.register(implementation, attention_mask)
+    for maker in _MAKERS:
+        _put_around(masking_utils, maker, _telling)
+    _put_around(PreTrainedModel, "get_correct_attn_implementation", _checking)
+    _put_around(PreTrainedModel, "post_init", _packing)
+
+
+def _put_around(owner: object, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Puts a function in the place of one of transformers that it calls, once."""
+    function = getattr(owner, name, None)
+    if function is not None and not hasattr(function, _AROUND):
+        outer = functools.wraps(function)(wrapper(function))
+        setattr(outer, _AROUND, function)
+        setattr(owner, name, outer)
+
+
+_AROUND = "_fastattn_is_around"
+
+
+def _checking(correct: Callable) -> Callable:
+    """transformers' check of an implementation: refuses ours where it would have no effect, and packs or unpacks."""
+
+    def check(model: PreTrainedModel, requested: str | None, is_init_check: bool = False) -> str:
+        if is_init_check and requested in (IMPLEMENTATION, PACKED) and not _obeys(type(model)):
+            raise ValueError(
+                f'attn_implementation must be "eager" or another one of {type(model).__name__}, got "{requested}", for '
+                "which its attention does not ask the AttentionInterface of transformers"
+            )
+        implementation = correct(model, requested, is_init_check)
+        if not is_init_check:
+            from . import packed_transformers
+
+            if implementation == PACKED:
+                packed_transformers.pack_or_warn(model)
+            elif model.config._attn_implementation == PACKED:
+                packed_transformers.unpack(model)
+        return implementation
+
+    return check
+
+
+def _packing(post_init: Callable) -> Callable:
+    """The end of a model's construction: packs it, if it was asked for by the name of its implementation."""
+
+    def pack(model: PreTrainedModel) -> None:
+        post_init(model)
+        if model.config._attn_implementation == PACKED:
+            from . import packed_transformers
+
+            packed_transformers.pack_or_warn(model)
+
+    return pack
+
+
+@functools.cache
+def _obeys(cls: type[PreTrainedModel]) -> bool:
+    """Whether a model's attention looks its implementation up among those that are registered, as far as is known."""
+    if not cls._can_set_attn_implementation():
+        return False
+    try:
+        return "[config._attn_implementation]" not in inspect.getsource(
+            sys.modules[cls.__module__]
+        )  # a table of its own
+    except (OSError, TypeError):  # there is no source to read
+        return True
 
 
 @dataclass(frozen=True)
@@ -175,8 +246,11 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
     for prefix, outermost in _outermost_models(model).items():
         before = {module: module.config._attn_implementation for module in _holders_of_configs(outermost)}
         attention = _attention_modules_of(outermost)
+        ours = {
+            _deciding_config(*entry)._attn_implementation in (IMPLEMENTATION, PACKED) for entry in attention.values()
+        }
         try:
-            if attention:
+            if False in ours:
                 outermost.set_attn_implementation(IMPLEMENTATION)
         except (ValueError, ImportError) as error:
             for module, implementation in before.items():
@@ -189,8 +263,8 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
         implementations = {id(module.config): implementation for module, implementation in before.items()}
         for name, (module, owner) in attention.items():
             config = _deciding_config(module, owner)
-            if config._attn_implementation == IMPLEMENTATION:
-                done = already if implementations[id(config)] == IMPLEMENTATION else swapped
+            if config._attn_implementation in (IMPLEMENTATION, PACKED):
+                done = already if implementations[id(config)] == config._attn_implementation else swapped
                 done[_joined(prefix, name)] = type(module).__name__
             elif owner._can_set_attn_implementation():
                 refused[_joined(prefix, name)] = (
@@ -395,18 +469,15 @@ def _fields(function: Callable) -> dict[str, object] | None:
         return {}
     if function is masking_utils.causal_mask_function:
         return {"causal": True}
-    maker = _maker(function)
-    enclosed = {} if maker is None else _enclosed_by(function)
-    match maker:
-        case "sliding_window_overlay":
-            return {"window": (enclosed["sliding_window"] - 1, None)}
-        case "sliding_window_bidirectional_overlay":
-            return {"window": (enclosed["sliding_window"], enclosed["sliding_window"])}
-        case "packed_sequence_mask_function":
-            ids = enclosed["packed_sequence_mask"]
+    match getattr(function, _MADE_BY, None):
+        case "sliding_window_overlay", (width,):
+            return {"window": (width - 1, None)}
+        case "sliding_window_bidirectional_overlay", (width,):
+            return {"window": (width, width)}
+        case "packed_sequence_mask_function", (ids,):
             return {"segment_ids": (ids, ids)}
-        case "and_masks":
-            return _all_of(enclosed["mask_functions"])
+        case "and_masks", functions:
+            return _all_of(functions)
     return None
 
 
@@ -414,8 +485,9 @@ def _all_of(functions: tuple[Callable, ...]) -> dict[str, object] | None:
     """The fields with the meaning of all these functions together; None where fields cannot express it."""
     merged: dict[str, object] = {}
     for function in functions:
-        if "segment_ids" in merged and _maker(function) == "remap_positions_for_packed_sequence":
-            function = _enclosed_by(function)["mask_function"]  # in a Mask, positions count within the segment anyway
+        maker, given = getattr(function, _MADE_BY, (None, ()))
+        if "segment_ids" in merged and maker == "remap_positions_for_packed_sequence":
+            function = given[0]  # in a Mask, positions count within the segment anyway
         fields = _fields(function)
         if fields is None or fields.keys() & merged.keys():
             return None
@@ -423,21 +495,26 @@ def _all_of(functions: tuple[Callable, ...]) -> dict[str, object] | None:
     return merged
 
 
-def _maker(function: Callable) -> str | None:
-    """The name of the function of `masking_utils` that made this closure."""
-    if getattr(function, "__module__", None) != masking_utils.__name__:
-        return None
-    return function.__qualname__.partition(".<locals>")[0]
+_MADE_BY = "_made_by"  # an attribute of mask functions: the name of the function that made it, and what that was given
+_MAKERS = (
+    "and_masks",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_bidirectional_overlay",
+    "sliding_window_overlay",
+)
 
 
-def _enclosed_by(function: Callable) -> dict[str, object]:
-    """The variables that a closure encloses, by name."""
-    cells = getattr(function, "__closure__", None) or ()
-    return (
-        {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
-        if cells
-        else {}
-    )
+def _telling(maker: Callable) -> Callable:
+    """A maker of mask functions that notes on each what it was made of: Dynamo traces that, but reads no closure."""
+
+    def tell(*args: object, **kwargs: object) -> Callable:
+        function = maker(*args, **kwargs)
+        if not kwargs:
+            setattr(function, _MADE_BY, (maker.__name__, args))
+        return function
+
+    return tell
 
 
 def attention_forward(

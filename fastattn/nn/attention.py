@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..api import attention, attention_with_weights
-from ..spec import Mask
+from ..spec import Mask, is_jagged
 from .cache import AttentionCache
 from .checks import check_heads, check_ints, check_probability
 from .masks import canonical_mask
@@ -145,7 +145,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         time, and only under torch.compile: elsewhere a causal `attn_mask` is recognised without it.
 
         Args:
-            query: [L, N, E], [N, L, E] with `batch_first`, or [L, E] without a batch.
+            query: [L, N, E], [N, L, E] with `batch_first`, or [L, E] without a batch; or nested, [N, j, E] of layout
+                torch.jagged, with `batch_first` and without weights.
             key: [S, N, kdim], [N, S, kdim] or [S, kdim].
             value: [S, N, vdim], [N, S, vdim] or [S, vdim].
             key_padding_mask: [N, S] or [S]; bool (True hides the key) or float (added to the scores).
@@ -163,6 +164,14 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """
         alike = query is key and key is value
         if query.is_nested or (not alike and (key.is_nested or value.is_nested)):
+            if is_jagged(query):
+                self._check_jagged(query, key, value, attn_mask, need_weights)
+                for name, x in (("key_padding_mask", key_padding_mask), ("rotation", rotation), ("cache", cache)):
+                    if x is not None:
+                        raise AssertionError(f"{name} must be None where query is nested, got {type(x).__name__}")
+                if is_causal and attn_mask is None:
+                    raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")
+                return self._forward_jagged(query, key, value, attn_mask), None
             self._check_nested(query, key, value, key_padding_mask, attn_mask)
             return self._forward_nested(query, need_weights, average_attn_weights)
 
@@ -216,13 +225,25 @@ class MultiHeadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention of a nested tensor: the output is nested, the weights [N, L, L] are padded with zeros."""
         lengths = [len(sample) for sample in x.unbind()]
-        padded = torch.nested.to_padded_tensor(x, 0.0)
+        padded = torch.nested.to_padded_tensor(x, 0.0) if any(lengths) else torch.stack(x.unbind())
         real = torch.arange(padded.shape[1], device=x.device) < torch.tensor(lengths, device=x.device)[:, None]
         q, k, v = self._project(padded, padded, padded)
         mask = Mask(real_keys=real, real_queries=real)
         o, weights = self._attend(q, k, v, mask, None, need_weights, average_attn_weights)
         output = self.out_proj(self._merge_heads(o, batched=True))
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths, strict=True)]), weights
+
+    def _forward_jagged(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+        """Attention of nested tensors [N, j, E] without padding: only their tokens are projected."""
+        tokens = {id(x): x.values()[None] for x in (query, key, value)}  # which are one where these are
+        projected = self._project(*(tokens[id(x)] for x in (query, key, value)))
+        nested = torch.nested.nested_tensor_from_jagged
+        q, k, v = (
+            nested(x[0].transpose(0, 1), of.offsets()).transpose(1, 2)
+            for x, of in zip(projected, (query, key, value), strict=True)
+        )
+        o = attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
+        return nested(self.out_proj(o.transpose(1, 2).values().flatten(1)), query.offsets())
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """q, k and v, each [N, heads, length, D] without a copy; inputs that are the same tensor share one product."""
@@ -323,6 +344,22 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise ValueError(f"attn_mask must be a fastattn.Mask over all keys with a cache, got {got}")
         if self._appended_keys():
             raise ValueError("cache must be None with add_bias_kv or add_zero_attn, got one")
+
+    def _check_jagged(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Mask | None, need_weights: bool
+    ) -> None:
+        """Refuses what jagged nested tensors cannot have."""
+        for name, x in (("key", key), ("value", value)):
+            if not is_jagged(x):
+                raise AssertionError(f"{name} must be nested, of layout torch.jagged, where query is, got {x.layout}")
+        if not self.batch_first or self._appended_keys():
+            raise AssertionError("query must not be nested without batch_first or with appended keys, got a nested one")
+        if need_weights:
+            raise AssertionError("need_weights must be False where query is nested and jagged, got True")
+        if attn_mask is not None and not isinstance(attn_mask, Mask):
+            raise AssertionError(
+                f"attn_mask must be a fastattn.Mask where query is nested, got {type(attn_mask).__name__}"
+            )
 
     def _check_nested(
         self,

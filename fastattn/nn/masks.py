@@ -193,12 +193,16 @@ def _check_kind(name: str, mask: Tensor | None, queries: Tensor) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a Tensor or None, got {type(mask).__name__}")
+        how = "; attn_mask takes one" if isinstance(mask, Mask) else ""
+        raise TypeError(f"{name} must be a Tensor or None, got {type(mask).__name__}{how}")
     if mask.device != queries.device:
         raise RuntimeError(f"{name} must be on {queries.device} like the queries, got {mask.device}")
     if mask.dtype == torch.bool:
         return
     if not mask.is_floating_point():
-        raise AssertionError(f"{name} must be bool or of a floating dtype, got {mask.dtype}")
+        raise AssertionError(
+            f"{name} must be bool or of a floating dtype, got {mask.dtype}; True hides, so `== 0` makes it of a mask "
+            "in which 1 is seen, as transformers' attention_mask"
+        )
     if mask.dtype not in (queries.dtype, torch.float32):
         raise RuntimeError(f"{name} must be bool, torch.float32 or {queries.dtype} like the queries, got {mask.dtype}")

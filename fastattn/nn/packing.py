@@ -60,7 +60,9 @@ class Packing:
         """[B, L, ...] from [tokens, ...], 0 at padding."""
         self._check(x, self.index.shape)
         empty = x.new_zeros(self.real.numel(), *x.shape[1:])
-        return empty.index_copy_(0, self.index, x).unflatten(0, self.real.shape)
+        filled = empty.index_copy_(0, self.index, x)
+        # Nobody else has `filled`, so this need not be a view of it: FSDP2 warns of modules that return views.
+        return torch.ops.aten._unsafe_view(filled, [*self.real.shape, *x.shape[1:]])
 
     def _check(self, x: Tensor, shape: torch.Size) -> None:
         check_dense("x", x)

@@ -3,7 +3,8 @@
 Each class extends the one of the same name in torch.nn, by keyword-only arguments and by `fastattn.Mask` wherever torch
 takes a mask (True means visible there). Where there is much padding, a stack of layers computes real tokens only: it
 packs a batch before the first layer and unpacks it after the last, and `Mask.segment_ids` keeps the samples apart in
-attention. A stack returns 0 at padding, in every mode, as torch's stacks do in their fast path.
+attention. A stack returns 0 at padding, in every mode, as torch's stacks do in their fast path; an encoder that may not
+pack (`enable_nested_tensor=False`) returns there what torch's does.
 """
 
 from __future__ import annotations
@@ -287,7 +288,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         norm: applied after the last layer, or None.
         enable_nested_tensor: pack padded batches, where torch.nn makes nested tensors of them. A batch is packed if it
             has enough padding, the layers are those of this module without hooks, the mask is padding or causal only,
-            and there is neither a cache nor torch.compile.
+            and there is neither a cache nor torch.compile. With False, padding is computed as torch does, not 0.
         mask_check: without effect.
         rotary: rotary positions for the attention of every layer; or None.
 
@@ -332,7 +333,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """The tokens after all layers, laid out as `src`, 0 at padding.
+        """The tokens after all layers, laid out as `src`, 0 at padding with `enable_nested_tensor`.
 
         Args:
             src: [N, L, E] with `batch_first`, else [L, N, E]; or [L, E] without a batch.
@@ -366,6 +367,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
 
         if cache is not None:
             seen, positions = cache.mask(seen), cache.positions
+        real = real if self.enable_nested_tensor else None
         options = {"src_mask": seen.with_padding(real_queries=real), "rotation": self._rotation(x, positions)}
         if bias is not None:
             options |= {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}

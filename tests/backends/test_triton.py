@@ -133,11 +133,11 @@ def test_keep_and_ranges_are_twins_of_the_mask(causal, q_offset, monkeypatch):
     for window, keys_pattern, queries_pattern, documents_pattern in random.Random(0).sample(every, 20):
         mask = Mask(
             causal,
-            start,
-            window,
-            padding(keys_pattern, N_K),
-            padding(queries_pattern, N_Q, seed=1),
-            documents(documents_pattern),
+            q_offset=start,
+            window=window,
+            real_keys=padding(keys_pattern, N_K),
+            real_queries=padding(queries_pattern, N_Q, seed=1),
+            segment_ids=documents(documents_pattern),
         )
         kept, key_ranges, query_ranges = ranges_of(mask, N_Q, N_K)
         expected = torch.zeros_like(kept)
@@ -184,7 +184,7 @@ def test_starts_beyond_32_bits(start, documents_pattern):
     """Causal, also from a tensor; and windows that end among the keys, although the queries are far from them."""
     window, as_tensor = (start - 2, None) if start > 0 else (None, -start - 2), torch.tensor([start] * B, device=DEVICE)
     segment_ids = documents(documents_pattern)
-    for mask in (Mask(True, start), Mask(True, as_tensor), Mask(False, start, window)):
+    for mask in (Mask(True, q_offset=start), Mask(True, q_offset=as_tensor), Mask(q_offset=start, window=window)):
         mask = dataclasses.replace(mask, segment_ids=segment_ids)
         kept, key_ranges, _ = ranges_of(mask, N_Q, N_K)
         expected = torch.zeros_like(kept)

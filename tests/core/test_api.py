@@ -5,6 +5,7 @@ import math
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
@@ -37,7 +38,13 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "dropout": ({"dropout_p": 1.5}, "dropout_p must be between 0 and 1, got 1.5"),
     "nan dropout": ({"dropout_p": math.nan}, "dropout_p must be between 0 and 1, got nan"),
     "generator": ({"dropout_p": 0.5, "generator": 3}, "generator must be a torch.Generator or None, got int"),
-    "mask": ({"mask": ONES}, "mask must be a fastattn.Mask or None, got Tensor"),
+    "mask": ({"mask": ONES}, "mask must be a fastattn.Mask or None, got Tensor; write Mask(dense=...) for [..., n_q"),
+    "mask in place of causal": ({"mask": made_of(ONES)}, "mask.causal must be a bool, got Tensor; write real_keys=..."),
+    "ints": ({"mask": made_of(real_keys=ONES.long())}, "got torch.int64; .bool() makes it so where 1 is real"),
+    "dense of ints": ({"mask": made_of(dense=ONES.int())}, "got torch.int32; .bool() makes it so where 1 is seen"),
+    "FlashAttention's window": ({"mask": made_of(window=(256, -1))}, "got -1; None is no limit"),
+    "scale with a gradient": ({"scale": torch.ones((), requires_grad=True)}, "scale must be a finite number"),
+    "scale in a vector": ({"scale": torch.ones(1)}, "scale must be a finite number"),
     "mask dtype": ({"mask": made_of(real_keys=Q[:, 0, :, 0])}, "mask.real_keys must be bool (True is real), got"),
     "mask shape": ({"mask": made_of(real_keys=ONES.T)}, "mask.real_keys must be [2, 7], got [7, 2]"),
     "mask type": ({"mask": made_of(real_keys=[1])}, "mask.real_keys must be a Tensor, got list"),
@@ -90,6 +97,95 @@ def test_malformed_call_is_refused_in_a_sentence(name):
         fastattn.attention(**({"q": Q, "k": K, "v": K} | {n: x() if callable(x) else x for n, x in wrong.items()}))
 
 
+FOREIGN = {  # names of other libraries, and what is written here
+    (fastattn.attention, "is_causal"): "; write mask=fastattn.Mask(causal=True)",
+    (fastattn.attention, "attn_mask"): "; write mask=fastattn.Mask(dense=...), bool, True where a query may see a key",
+    (fastattn.attention, "key_padding_mask"): "; write mask=fastattn.Mask(real_keys=...), bool, True where a token is",
+    (fastattn.attention, "window_size"): "; write mask=fastattn.Mask(window=...), (left, right), each an int or None",
+    (fastattn.attention, "softmax_scale"): "; write scale=...",
+    (fastattn.attention, "enable_gqa"): "; leave it out",
+    (fastattn.attention, "nonsense"): "",
+    (fastattn.attention_varlen, "max_seqlen_q"): "; leave it out",
+    (fastattn.attention_varlen, "is_causal"): "; write causal=True",
+    (fastattn.attention_varlen, "dropout"): "; write dropout_p=...",
+    (fastattn.attention_varlen, "attn_mask"): "",
+    (fastattn.explain, "causal"): "; write mask=fastattn.Mask(causal=True)",
+    (Mask, "is_causal"): "; write causal=True",
+    (Mask, "attention_mask"): "; write real_keys=..., bool, True where a token is real",
+    (Mask, "sliding_window"): "; write window=..., (left, right), each an int or None for no limit",
+    (Mask, "nonsense"): "",
+}
+
+
+@pytest.mark.parametrize(("function", "name"), FOREIGN, ids=lambda x: getattr(x, "__name__", x))
+def test_a_name_of_another_library_is_answered_with_ours(function, name):
+    packed = (Q[0].mT, Q[0].mT, Q[0].mT, torch.tensor([0, 4]))
+    given = {Mask: (), fastattn.attention_varlen: packed}.get(function, (Q, K, K))
+    how = FOREIGN[function, name]
+    said = re.escape(f"{function.__name__}() got an unexpected keyword argument '{name}'{how}") + ("" if how else "$")
+    with pytest.raises(TypeError, match=said):
+        function(*given, **{name: True})
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor, np.int64, lambda x: torch.tensor(int(x))])
+def test_numbers_of_numpy_and_torch_are_numbers(number):
+    terms = {"scale": 2.0, "softcap": 3.0}
+    other = {name: number(x) for name, x in terms.items()}
+    assert torch.equal(fastattn.attention(Q, K, K, **other), fastattn.attention(Q, K, K, **terms))
+    assert torch.equal(fastattn.attention_weights(Q, K, **other), fastattn.attention_weights(Q, K, **terms))
+    assert fastattn.explain(Q, K, K, **other, dropout_p=number(0.0)).backend == "cpu"
+    dropped = [fastattn.attention(Q, K, K, dropout_p=p, generator=torch.Generator()) for p in (number(1.0), 1.0)]
+    assert torch.equal(*dropped)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, torch.tensor])
+def test_integers_of_numpy_and_torch_are_integers(integer):
+    mask = Mask(q_offset=integer(2), window=[integer(3), None])
+    assert (mask.q_offset, mask.window) == (2, (3, None))
+    assert all(type(x) is int for x in (mask.q_offset, mask.window[0]))
+    actual, expected = (fastattn.top_keys(Q, K, top_k=k) for k in (integer(2), 2))
+    assert torch.equal(actual[1], expected[1])
+
+
+def test_a_scale_in_a_tensor_is_read_in_each_call():
+    scale = torch.tensor(1.0)
+    first = fastattn.attention(Q, K, K, scale=scale)
+    assert not torch.equal(fastattn.attention(Q, K, K, scale=scale.fill_(2.0)), first)
+
+
+X, MULTI_HEAD = Q[0], fastattn.MultiHeadAttention(8, 2)
+MISPLACED = {  # a mask that has another form elsewhere
+    "Mask for attn_mask": (
+        lambda: fastattn.scaled_dot_product_attention(Q, Q, Q, Mask(causal=True)),
+        "attn_mask must be a Tensor, got Mask; fastattn.attention takes one as its mask",
+    ),
+    "ints for attn_mask": (
+        lambda: fastattn.scaled_dot_product_attention(Q, Q, Q, torch.ones(5, 5, dtype=torch.int64)),
+        "got torch.int64; .bool() makes it so where 1 is seen",
+    ),
+    "Mask for key_padding_mask": (
+        lambda: MULTI_HEAD(X, X, X, Mask(real_keys=ONES)),
+        "key_padding_mask must be a Tensor or None, got Mask; attn_mask takes one",
+    ),
+    "attention_mask for key_padding_mask": (
+        lambda: MULTI_HEAD(X, X, X, torch.ones(5, 4, dtype=torch.int64)),
+        "got torch.int64; True hides, so `== 0` makes it of a mask in which 1 is seen, as transformers' attention_mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_a_mask_of_another_form_is_answered_with_the_right_one(name):
+    call, sentence = MISPLACED[name]
+    with pytest.raises((TypeError, RuntimeError, AssertionError), match=re.escape(sentence)):
+        call()
+
+
+def test_only_causal_goes_without_its_name():
+    with pytest.raises(TypeError, match="positional"):
+        Mask(True, 1)
+
+
 def test_nothing_is_drawn_for_a_refused_call():
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="sinks"):
@@ -124,7 +220,7 @@ def test_explain_does_not_run_warn_or_draw(lacking):
 
 
 def test_explain_refuses_unknown_options():
-    with pytest.raises(TypeError, match="unknown options: return_lse"):
+    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'return_lse'$"):
         fastattn.explain(Q, K, K, return_lse=True)
 
 

@@ -30,10 +30,10 @@ def merged(learned: dict[str, Tensor], inputs: Inputs, backend: str) -> tuple[Te
         mask = inputs.mask
         part = Mask(
             mask.causal,
-            mask.q_offset - first,
-            mask.window,
-            None if mask.real_keys is None else mask.real_keys[:, first:last],
-            mask.real_queries,
+            q_offset=mask.q_offset - first,
+            window=mask.window,
+            real_keys=None if mask.real_keys is None else mask.real_keys[:, first:last],
+            real_queries=mask.real_queries,
         )
         results += fastattn.attention(
             q, k[:, :, first:last], v[:, :, first:last], part, scale=inputs.options["scale"], return_lse=True,

@@ -366,7 +366,10 @@ BACKWARDS = {
 
 
 TERMS = {
-    "mask": Mask(True, torch.tensor([4, 2]), (5, None), REAL, segment_ids=(DOCUMENTS[:, :3], DOCUMENTS)),
+    "mask": Mask(
+        causal=True, q_offset=torch.tensor([4, 2]), window=(5, None), real_keys=REAL,
+        segment_ids=(DOCUMENTS[:, :3], DOCUMENTS),
+    ),
     "scale": 0.3, "softcap": 2.0, "bias": torch.randn(3, 7), "alibi_slopes": torch.rand(4), "sinks": torch.rand(4),
 }  # fmt: skip
 

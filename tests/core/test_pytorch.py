@@ -39,7 +39,15 @@ MASKS = {
     "segment_ids": Mask(causal=True, segment_ids=SEGMENT_IDS),
     "dense": Mask(dense=DENSE),
     "each-query": Mask(causal=True, q_offset=Q_OFFSETS, window=(3, None)),
-    "everything": Mask(True, Q_OFFSETS, (3, None), REAL_KEYS, REAL_QUERIES, SEGMENT_IDS, DENSE),
+    "everything": Mask(
+        True,
+        q_offset=Q_OFFSETS,
+        window=(3, None),
+        real_keys=REAL_KEYS,
+        real_queries=REAL_QUERIES,
+        segment_ids=SEGMENT_IDS,
+        dense=DENSE,
+    ),
 }
 LEARNED = {"bias": random(1, 2, 3, 5, seed=4), "alibi_slopes": random(2, seed=5), "sinks": random(2, seed=6)}
 

@@ -57,7 +57,15 @@ EACH_QUERY = torch.tensor([[0, 3, -2, 1, 1], [5, -4, 0, 2, -1]])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_keep_is_what_the_docstring_says(causal, window, q_offset, segment_ids):
     dense = torch.rand(3, 1, 7, generator=torch.Generator().manual_seed(0)) < 0.8
-    mask = Mask(causal, q_offset, window, KEYS, QUERIES, segment_ids, dense)
+    mask = Mask(
+        causal,
+        q_offset=q_offset,
+        window=window,
+        real_keys=KEYS,
+        real_queries=QUERIES,
+        segment_ids=segment_ids,
+        dense=dense,
+    )
     keep = mask.keep(5, 7).expand(2, 3, 5, 7)
     for b, h, i, j in itertools.product(range(2), range(3), range(5), range(7)):
         assert keep[b, h, i, j].item() == sees(mask, b, h, i, j), (b, h, i, j)
@@ -67,7 +75,15 @@ def test_keep_is_what_the_docstring_says(causal, window, q_offset, segment_ids):
 
 def test_features_names_exactly_the_fields_in_use():
     assert Mask().features() == frozenset()
-    mask = Mask(True, torch.zeros(2, dtype=torch.int64), (0, None), KEYS, QUERIES, SEGMENT_IDS, KEYS)
+    mask = Mask(
+        True,
+        q_offset=torch.zeros(2, dtype=torch.int64),
+        window=(0, None),
+        real_keys=KEYS,
+        real_queries=QUERIES,
+        segment_ids=SEGMENT_IDS,
+        dense=KEYS,
+    )
     learned = torch.zeros(3)
     spec = Spec(mask, 1.0, learned, 2.0, learned, learned, 0.1, torch.tensor(0))
     assert spec.features() == FEATURES

@@ -216,3 +216,58 @@ def test_malformed_call_is_refused_in_a_sentence(name):
     wrong, sentence = MALFORMED[name]
     with pytest.raises(ValueError, match=re.escape(sentence)):
         fastattn.attention_varlen(**({"q": Q, "k": Q, "v": Q, "cu_seqlens_q": BOUNDARIES} | wrong))
+
+
+def jagged(*lengths: int, heads: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    parts = [torch.randn(n, heads, 8, generator=generator) for n in lengths]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+
+
+@pytest.mark.parametrize("mask", [None, Mask(causal=True), Mask(window=(0, 2))], ids=["", "causal", "window"])
+def test_nested_tensors_are_documents(mask):
+    q, k = jagged(3, 5, 2, heads=4), jagged(4, 1, 6)
+    o, lse = fastattn.attention(q, k, k, mask, scale=0.5, return_lse=True)
+    assert (q + o).shape == q.shape
+    for o_one, lse_one, q_one, k_one in zip(o.unbind(), lse.unbind(), q.unbind(), k.unbind(), strict=True):
+        expected = fastattn.attention(q_one[None], k_one[None], k_one[None], mask, scale=0.5, return_lse=True)
+        torch.testing.assert_close((o_one[None], lse_one[None]), expected)
+    dropped = (fastattn.scaled_dot_product_attention(k, k, k, None, p, is_causal=True) for p in (1.0, 0.0))
+    assert next(dropped).values().abs().max() == 0
+    torch.testing.assert_close(next(dropped).values(), fastattn.attention(k, k, k, Mask(causal=True)).values())
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 3), ()])
+def test_nested_tensors_may_be_empty(lengths):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    x = torch.nested.nested_tensor_from_jagged(torch.ones(sum(lengths), 2, 8), offsets).transpose(1, 2)
+    for o in (fastattn.attention(x, x, x), fastattn.scaled_dot_product_attention(x, x, x)):
+        assert torch.equal(o.values(), x.values())
+
+
+def with_holes() -> torch.Tensor:
+    x = torch.nested.nested_tensor_from_jagged(torch.ones(8, 2, 8), torch.tensor([0, 4, 8]), torch.tensor([3, 2]))
+    return x.transpose(1, 2)
+
+
+NESTED, DENSE = jagged(3, 5), torch.ones(2, 2, 5, 8)
+NOT_NESTED = {
+    "k": ({"k": DENSE}, "k must be nested, [batch, heads, j, head_dim] of layout torch.jagged, where q is, got torch"),
+    "heads inside": (
+        {"q": NESTED.transpose(1, 2)},
+        "q must be nested, [batch, heads, j, head_dim] of layout torch.jag",
+    ),
+    "holes": ({"q": with_holes()}, "with holes"),
+    "other lengths": ({"v": jagged(4, 4)}, "v must be nested with the lengths of k"),
+    "mask": ({"mask": Mask(real_keys=torch.ones(2, 5).bool())}, "of causal and window, or None, where q is nested"),
+    "q_offset": ({"mask": Mask(q_offset=1)}, "of causal and window, or None, where q is nested, got ['q_offset']"),
+    "bias": ({"bias": torch.zeros(1)}, "bias must be None where q is nested, got Tensor"),
+    "samples": ({"q": jagged(3, 5, 1)}, "cu_seqlens_k must be [4] like cu_seqlens_q, got [3]"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_NESTED)
+def test_what_nested_tensors_cannot_have(name):
+    wrong, sentence = NOT_NESTED[name]
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fastattn.attention(**({"q": NESTED, "k": NESTED, "v": NESTED} | wrong))

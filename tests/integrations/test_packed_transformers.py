@@ -11,6 +11,7 @@ import transformers
 import transformers_cases
 from model_cases import PADDINGS, ModelCase
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers_cases import SIZES
 
 import fastattn
@@ -151,6 +152,21 @@ def test_the_answers_and_gradients_of_the_model_as_it_was(name, side):
     assert (report.calls.packed, report.calls.unpacked.total()) == (len(masks), 0)
 
 
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_no_layer_returns_a_view(name):
+    """Of which FSDP2 warns."""
+    model, batch = model_of(name).eval(), inputs("left", "none" if name == "t5" else None)
+    report = fastattn.swap(model, packed=True)
+    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.register_forward_hook(lambda _, __, output: returned.append(output))
+    returned = []
+    model(**batch)
+    assert report.calls.packed
+    assert len(returned) == len(layers)
+    assert not any(x._is_view() for output in returned for x in (output if isinstance(output, tuple) else [output])[:1])
+
+
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_what_comes_out_at_padding(name):
     """0 after the last layer, and in a model that ends with a norm what that makes of 0."""
@@ -172,13 +188,18 @@ def test_calls_that_cannot_be_packed_run_as_they_were_and_are_counted():
             assert_same(actual.attentions, expected.attentions)
         model(**batch, use_cache=False, cache_position=torch.arange(L))
         model(input_ids=batch["input_ids"])
+        for mask in (torch.ones(3, L), torch.ones(3, 1, L, L, dtype=torch.bool).tril()):
+            model(input_ids=batch["input_ids"], attention_mask=mask)
     assert report.calls.packed == 0
     assert report.calls.unpacked == {
         "the call has a cache, past_key_values; use_cache=False does without": 1,
         "hidden states or attentions are asked for": 2,
         "the call has cache_position": 1,
-        "there is little padding, or none": 1,
+        "no attention_mask was given": 1,
+        "the batch has little padding, or none": 1,
+        "the mask is none of fastattn's": 1,
     }
+    assert f"\n{report.calls}" in str(report)
     assert str(report.calls).startswith("packed: 0 passes through a stack of layers\nnot packed: 2: hidden states")
 
 
@@ -320,7 +341,7 @@ def test_twice_copies_and_back():
     assert seen == {int(REAL["right"].sum())}
     assert (first.calls.packed, second.calls.packed) == (0, 0)  # the copy counts for itself
     assert_same(results(model, batch), expected)
-    assert (first.calls.packed, second.calls.packed) == (1, 0)
+    assert (first.calls.packed, second.calls.packed) == (1, 1)
     fastattn.unswap(model)
     seen = rows_in(model)
     assert_same(results(model, batch), expected)

@@ -7,8 +7,10 @@ import inspect
 import io
 import pickle
 import threading
+import types
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -72,6 +74,16 @@ class Inheriting(ByFunctional):
     pass
 
 
+class ByMethodOfThatName(Heads):
+    """As litgpt's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled_dot_product_attention(*self.split(x)).transpose(1, 2).flatten(2)
+
+    def scaled_dot_product_attention(self, *qkv: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*qkv, is_causal=True)
+
+
 class ByHand(ByFunctional):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(x)
@@ -92,7 +104,7 @@ class Optional(ByHand):
         F.scaled_dot_product_attention()
 
 
-CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, ByDecorated, Inheriting)
+CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, ByDecorated, Inheriting, ByMethodOfThatName)
 
 
 def two_layers(make: Callable[[], nn.Module] = ByFunctional) -> nn.Sequential:
@@ -266,6 +278,20 @@ def test_nested_tensors_stay_with_torch():
     assert not calls.backends
 
 
+def test_jagged_nested_tensors_are_computed_by_fastattn():
+    class OfNested(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model, parts = OfNested(), [torch.randn(3, 2, 4), torch.randn(5, 2, 4)]
+    x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    expected = model(x)
+    fastattn.swap(model)
+    with calls_seen() as calls:
+        torch.testing.assert_close(model(x).values(), expected.values())
+    assert calls.features == {"segment_ids"}
+
+
 def test_causal_biases_are_computed_by_fastattn():
     class OfLast(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -358,6 +384,55 @@ class MemoryEfficientAttention(nn.Module):
         return torch.ops.xformers.memory_efficient_attention(q, k, v)
 
 
+class OwnMethodAttention(ByMethodOfThatName):
+    """Its attention has the name of torch's function."""
+
+    def scaled_dot_product_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return by_hand(q, k, v)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+class OwnFunctionAttention(Heads):
+    """So has a function beside it."""
+
+    forward = types.FunctionType(ByImportedName.forward.__code__, {"scaled_dot_product_attention": by_hand})
+
+
+class Processor:
+    """As diffusers' are: the module holds an object, or a function, that calls torch's function."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class ProcessedAttention(Heads):
+    def __init__(self, processor: Callable) -> None:
+        super().__init__()
+        self.processor = processor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.processor(*self.split(x)).transpose(1, 2).flatten(2)
+
+
+CONFIG = types.SimpleNamespace(attention_logit_softcapping=None)
+
+
+class Switched(Heads):
+    """With a switch of another library."""
+
+    def __init__(self, **switches: object) -> None:
+        super().__init__()
+        vars(self).update({"flash": True, "use_flash_attention": True, "config": CONFIG} | switches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        softcap = self.config.attention_logit_softcapping
+        compute = F.scaled_dot_product_attention if self.flash and self.use_flash_attention and not softcap else by_hand
+        return compute(*self.split(x)).transpose(1, 2).flatten(2)
+
+
 class Scripted(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v)
@@ -372,6 +447,14 @@ REFUSED = {
     "checkpoint": (Checkpointing, "it checkpoints parts of its own forward; fastattn.patch_sdpa() takes its calls"),
     "subclass by hand": (ByHand, "test_sdpa_callers.ByHand computes attention by code of its own"),
     "unknown kernel": (MemoryEfficientAttention, "MemoryEfficientAttention computes attention by code of its own"),
+    "own method": (OwnMethodAttention, "OwnMethodAttention computes attention by code of its own"),
+    "own function": (OwnFunctionAttention, "OwnFunctionAttention computes attention by code of its own"),
+    "flash": (lambda: Switched(flash=False), "with flash=False it does not call scaled_dot_product_attention"),
+    "monai": (lambda: Switched(use_flash_attention=False), "with use_flash_attention=False it does not call"),
+    "litgpt": (
+        lambda: Switched(config=types.SimpleNamespace(attention_logit_softcapping=5.0)),
+        "with attention_logit_softcapping=5.0 it does not call",
+    ),
     "scripted": (lambda: torch.jit.script(ScriptedAttention()), "it is compiled by TorchScript; swap the model before"),
     "quantised": (lambda: torch.ao.nn.quantized.MultiheadAttention(8, 2), "MultiheadAttention is quantised"),
 }
@@ -399,6 +482,30 @@ def test_patch_sdpa_takes_the_calls_of_a_module_that_checkpoints_itself():
         actual = gradients(model, model(inputs()))
     assert patch.computed  # once, and once more in part: as soon as all is there, torch stops the second forward
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def a_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("processor", [Processor(), a_call, partial(a_call)], ids=["object", "function", "partial"])
+def test_what_patch_sdpa_would_compute_is_named(processor):
+    model = ProcessedAttention(processor)
+    (why,) = fastattn.swap(model).refused.values()
+    assert "; fastattn.patch_sdpa() takes the calls of scaled_dot_product_attention" in why
+    with fastattn.patch_sdpa() as patch:
+        model(inputs())
+    assert patch.computed == 1
+    (why,) = fastattn.swap(ProcessedAttention(by_hand)).refused.values()
+    assert "patch_sdpa" not in why
+
+
+def test_a_switch_that_is_on_is_no_objection():
+    model = Switched()
+    assert fastattn.swap(model).swapped == {"": "Switched"}
+    with calls_seen() as calls:
+        model(inputs())
+    assert calls.backends
 
 
 def test_what_holds_attention_is_not_named():

@@ -55,7 +55,7 @@ def test_embeddings(pooling, packed):
     if packed:
         assert report.calls.packed > 0
         assert report.calls.packed + report.calls.unpacked.total() == 4  # batches
-        assert set(report.calls.unpacked) <= {"there is little padding, or none"}
+        assert set(report.calls.unpacked) <= {"the batch has little padding, or none"}
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from collections.abc import Callable
 
@@ -75,7 +76,7 @@ def test_an_encoder_calls_its_attention_in_every_mode(training, grad, nested, no
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, norm_first=norm_first, batch_first=batch_first).double()
     model = nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=nested).train(training)
     swapped = copy.deepcopy(model)
-    fastattn.swap(swapped)
+    assert fastattn.swap(swapped).zero_at_padding == ({"": "TransformerEncoder"} if nested else {})
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     x = x if batch_first else x.transpose(0, 1)
     padding = torch.arange(7) >= torch.tensor([[6], [3]])  # the longest is shorter than the batch
@@ -86,9 +87,9 @@ def test_an_encoder_calls_its_attention_in_every_mode(training, grad, nested, no
             actual = swapped(x, **options)
             assert calls == attentions(swapped)
             assert actual.shape == x.shape
-            real = ~padding if "src_key_padding_mask" in options else torch.ones_like(padding)
-            real = real if batch_first else real.T
-            assert_same(actual[real], model(x, **options)[real])
+            wanted = ~padding if nested and "src_key_padding_mask" in options else torch.ones_like(padding)
+            wanted = wanted if batch_first else wanted.T
+            assert_same(actual[wanted], model(x, **options)[wanted])
 
 
 @may_fall_back
@@ -100,7 +101,10 @@ def test_encoder_and_decoder_compute_no_padding(training, batch_first):
     options = {"dropout": 0.0, "batch_first": batch_first, "dtype": torch.float64}
     model = nn.Transformer(16, 4, 2, 2, 32, **options).train(training)
     swapped = copy.deepcopy(model)
-    fastattn.swap(swapped)
+    report = fastattn.swap(swapped)
+    assert "\n0 at padding: the output of 1 TransformerDecoder, 1 TransformerEncoder" in str(report)
+    assert report.zero_at_padding.keys() == {"encoder", "decoder"}
+    assert not fastattn.swap(swapped).zero_at_padding
     rows = {"encoder": set(), "decoder": set()}
     for name, seen in rows.items():
         for part in getattr(swapped, name).modules():
@@ -400,6 +404,16 @@ def test_a_model_without_attention():
     report = fastattn.swap(nn.Linear(2, 2))
     assert report == fastattn.SwapReport()
     assert str(report).startswith("nothing to swap: the model has no attention that fastattn knows. ")
+
+
+def test_a_report_that_is_taken_for_the_model_says_so():
+    report = fastattn.swap(nn.MultiheadAttention(8, 2))
+    how = r"write fastattn.swap\(model\), not model = \.\.\."
+    with pytest.raises(TypeError, match=how):
+        report(torch.ones(1))
+    with pytest.raises(AttributeError, match=f"SwapReport has no attribute 'eval': .*{how}"):
+        report.eval()
+    assert pickle.loads(pickle.dumps(report)) == copy.deepcopy(report) == report
 
 
 def test_what_is_no_module_is_refused():

@@ -92,6 +92,24 @@ def test_a_kernel_that_was_chosen_is_respected():
     assert dict(patch.left) == {"sdpa_kernel() chooses among torch's kernels": 1}
 
 
+@pytest.mark.parametrize("switch", ["cudnn", "mem_efficient"])
+def test_switches_of_kernels_for_cuda_choose_nothing_on_a_cpu(switch):
+    q, k, v = qkv()
+    enable = getattr(torch.backends.cuda, f"enable_{switch}_sdp")
+    enable(False)
+    try:
+        with fastattn.patch_sdpa() as patch:
+            F.scaled_dot_product_attention(q, k, v)
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+                F.scaled_dot_product_attention(q, k, v)
+            with torch.device("meta"):
+                F.scaled_dot_product_attention(*torch.empty(3, 1, 2, 4, 8))
+    finally:
+        enable(True)
+    assert patch.computed == 2
+    assert dict(patch.left) == {"sdpa_kernel() chooses among torch's kernels": 1}
+
+
 class Seeing(TorchFunctionMode):
     """Notes every call of torch's function, which it knows as torch's own classes do."""
 

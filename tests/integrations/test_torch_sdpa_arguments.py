@@ -287,6 +287,11 @@ def nested(layout: torch.layout, attend: Callable) -> Tensor:
     return attend(*(torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2) for _ in range(3)))
 
 
+def of_one_nested(attend: Callable) -> Tensor:
+    x = torch.nested.nested_tensor([random(n, 4, 8) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
+    return attend(x, x, x, dropout_p=0.0, scale=0.7)
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory) -> Iterator[None]:
     torch.distributed.init_process_group(
@@ -349,7 +354,13 @@ TENSORS = {  # the call; who computes it under the patch; what fastattn's own fu
     "functional": (partial(functional, inside=True), LEFT, COMPUTES),
     "meta": (three(lambda x: x.to("meta")), LEFT, COMPUTES),
     "nested, strided": (partial(nested, torch.strided), LEFT, REFUSES),
-    "nested, jagged": (partial(nested, torch.jagged), LEFT, REFUSES),
+    "nested, jagged": (partial(nested, torch.jagged), COMPUTED, COMPUTES),
+    "nested, jagged, all one": (of_one_nested, COMPUTED, COMPUTES),
+    "nested, jagged, with a mask": (
+        lambda attend: of_one_nested(partial(attend, attn_mask=torch.zeros(5, 5))),
+        LEFT,
+        REFUSES,
+    ),
     "DTensor, replicated": (partial(distributed, Replicate()), LEFT, REFUSES),
     "DTensor, samples sharded": (partial(distributed, Shard(0)), LEFT, REFUSES),
     "DTensor, heads sharded": (partial(distributed, Shard(1)), LEFT, REFUSES),
@@ -403,7 +414,7 @@ def test_every_type_of_tensor(kind):
         assert_same_parts(attend(fastattn.scaled_dot_product_attention), expected)
         return
     torchs = expected if isinstance(expected, type) else Exception
-    with pytest.raises((RuntimeError, TypeError), match=NAMED if own == REFUSES else None) as error:
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=NAMED if own == REFUSES else None) as error:
         attend(fastattn.scaled_dot_product_attention)
     assert issubclass(torchs, error.type) or torchs is Exception
 

@@ -7,18 +7,24 @@ attention is 0, while eager attention computes something there that nothing read
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from model_cases import PADDINGS, Compared, L, compared, differences, objections, outputs_and_gradients
+from sentence_cases import save_bert
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
-from transformers_cases import BY_FAMILY, DEEPSEEK_V3_2, GEMMA_4, as_decoder, ids
+from transformers_cases import BY_FAMILY, DEEPSEEK_V3_2, GEMMA_4, REFUSED, SIZES, as_decoder, as_encoder, ids
 
 import fastattn
 from fastattn import Mask
+from fastattn.integrations import register_with_transformers
 from fastattn.integrations import transformers as integration
 
 # The decorator of tests whose masks have no fused kernel on every machine; the others fail where one would be missing.
@@ -47,6 +53,7 @@ def received(monkeypatch) -> Iterator[list[object]]:
         return forward(module, query, key, value, attention_mask, **options)
 
     monkeypatch.setattr(integration, "attention_forward", seen)
+    integration.register()
     yield masks
     monkeypatch.undo()
     integration.register()
@@ -194,6 +201,7 @@ def test_a_users_2d_mask_of_any_dtype_says_what_is_real(family, dtype):
 
 def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
     """(name, mask function, whether a Mask says it without `dense`)."""
+    integration.register()
     m = masking_utils
     packed = torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2])
     position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 0, 1]])
@@ -220,6 +228,44 @@ def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
         ("own", own, False),
         ("causal and own", m.and_masks(causal, own), False),
     ]
+
+
+WINDOWED = ("Mistral", "Gemma 2", "Gemma 3", "ModernBERT", "Cohere 2", "gpt-oss")
+
+
+@may_fall_back
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [
+        (family, padding)
+        for family in (*WINDOWED, "Llama", "Qwen2", "Phi-3", "BEiT")
+        for padding in ("none", "right")
+        if padding in BY_FAMILY[family].paddings
+    ],
+)
+def test_compiles_to_one_graph(family, padding):
+    """As transformers' sdpa does; and while Dynamo traces, masks are known as well as they are without it."""
+    models, graphs = of(family), []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    if family == "gpt-oss":
+        models.swapped.set_experts_implementation("grouped_mm")  # the one of its case has a loop over experts
+    torch._dynamo.reset()
+    models.swapped.forward = torch.compile(models.swapped.forward, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        results = [models.case.run(model, PADDINGS[padding]) for model in (models.swapped, models.eager, models.exact)]
+    torch._dynamo.reset()
+    assert not differences(*results)
+    (graph,) = graphs
+    names = [argument.name for argument in torch.ops.fastattn.forward.default._schema.arguments]
+    calls = [
+        dict(zip(names, node.args, strict=True)) for node in graph.graph.nodes if str(node.target) == "fastattn.forward"
+    ]
+    assert all(call["dense"] is None for call in calls)
+    assert any(call["window_left"] is not None for call in calls) == (family in WINDOWED)
 
 
 WHOLE = (9, 9, 0, 0)  # q_length, kv_length, q_offset, kv_offset
@@ -327,10 +373,131 @@ def test_malformed_masks_are_refused():
         integration.attention_mask(1, 3, 3, attention_mask=torch.zeros(1, 3))
 
 
-def test_both_functions_are_registered():
-    integration.register()
-    assert AttentionInterface()["fastattn"] is integration.attention_forward
-    assert AttentionMaskInterface()["fastattn"] is integration.attention_mask
+NAMES = ("fastattn", "fastattn_packed")
+
+
+def test_both_functions_are_registered_once():
+    functions = (PreTrainedModel.post_init, masking_utils.and_masks)
+    for _ in range(2):
+        integration.register()
+    assert functions == (PreTrainedModel.post_init, masking_utils.and_masks)
+    for name in NAMES:
+        assert AttentionInterface()[name] is integration.attention_forward
+        assert AttentionMaskInterface()[name] is integration.attention_mask
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import fastattn; assert 'transformers' not in sys.modules; import transformers",
+        "import transformers; assert 'transformers.modeling_utils' not in sys.modules; import fastattn",
+        "from transformers import BertModel; import fastattn",
+        "import fastattn; from transformers import BertModel",
+    ],
+)
+def test_its_names_are_known_whichever_is_imported_first(imports, tmp_path):
+    program = f"import sys; {imports}; import transformers; config = transformers.BertConfig(**{SIZES})\n"
+    for name in NAMES:
+        program += f"assert transformers.AutoModel.from_config(config, attn_implementation={name!r})\n"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_transformers_that_it_does_not_know_goes_on_without(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastattn.integrations.transformers", None)  # whose import fails then
+    register_with_transformers()
+
+
+def by_constructor(folder: Path, name: str) -> PreTrainedModel:
+    return transformers.BertModel(transformers.BertConfig(**SIZES, attn_implementation=name))
+
+
+def by_from_pretrained(folder: Path, name: str) -> PreTrainedModel:
+    return transformers.AutoModel.from_pretrained(folder, attn_implementation=name)
+
+
+def by_from_config(folder: Path, name: str) -> PreTrainedModel:
+    return transformers.AutoModel.from_config(transformers.BertConfig(**SIZES), attn_implementation=name)
+
+
+def by_set_attn_implementation(folder: Path, name: str) -> PreTrainedModel:
+    model = transformers.AutoModel.from_pretrained(folder)
+    model.set_attn_implementation(name)
+    return model
+
+
+def by_a_saved_configuration(folder: Path, name: str) -> PreTrainedModel:
+    by_from_pretrained(folder, name).save_pretrained(folder)
+    file = folder / "config.json"
+    assert name not in file.read_text()  # transformers saves none
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": name}))
+    return transformers.AutoModel.from_pretrained(folder)
+
+
+def by_pipeline(folder: Path, name: str) -> PreTrainedModel:
+    options = {"model": str(folder), "model_kwargs": {"attn_implementation": name}}
+    return transformers.pipeline("feature-extraction", **options).model
+
+
+def by_sentence_transformers(folder: Path, name: str) -> PreTrainedModel:
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), model_kwargs={"attn_implementation": name})[0].model
+
+
+WAYS = (by_constructor, by_from_pretrained, by_from_config, by_set_attn_implementation, by_a_saved_configuration)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", [*WAYS, by_pipeline, by_sentence_transformers], ids=lambda way: way.__name__)
+def test_a_model_by_name(way, name, tmp_path, received):
+    save_bert(tmp_path)
+    original, model = transformers.AutoModel.from_pretrained(tmp_path).eval(), way(tmp_path, name).eval()
+    model.load_state_dict(original.state_dict())
+    call, real = as_encoder(model, PADDINGS["holes"]), PADDINGS["holes"]
+    with torch.no_grad():
+        actual, expected = model(**call)[0], original(**call)[0]
+    assert model.config._attn_implementation == name
+    assert len(received) == 2
+    assert all(isinstance(mask, integration.PackedMask) == (name == "fastattn_packed") for mask in received)
+    torch.testing.assert_close(actual[real], expected[real], rtol=1e-4, atol=1e-5)
+    assert bool((actual[~real] == 0).all()) == (name == "fastattn_packed")
+    assert fastattn.swap(model).already
+
+
+def test_a_model_by_name_is_packed_until_it_has_another(received):
+    model = by_constructor(Path(), "fastattn_packed").eval()
+    report, call = fastattn.swap(model, packed=True), as_encoder(model, PADDINGS["right"])
+    model(**call)
+    assert report.calls.packed == 1
+    model.set_attn_implementation("fastattn")
+    model(**call)
+    model.set_attn_implementation("fastattn_packed")
+    model(**call)
+    assert [isinstance(mask, integration.PackedMask) for mask in received] == [True] * 2 + [False] * 2 + [True] * 2
+
+
+def test_all_stacks_of_a_model_by_name_count_together():
+    model = BY_FAMILY["T5"].make()
+    model = type(model)._from_config(model.config, attn_implementation="fastattn_packed").eval()
+    report = fastattn.swap(model, packed=True)
+    BY_FAMILY["T5"].run(model, PADDINGS["right"])
+    assert report.calls.packed == 2
+
+
+def test_what_cannot_be_packed_by_name_is_named():
+    config = BY_FAMILY["ViT"].make().config
+    with pytest.warns(UserWarning, match="ViTModel: layers: not packed: vit is not among the models"):
+        transformers.ViTModel._from_config(config, attn_implementation="fastattn_packed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", [case for case in REFUSED if not case.swapped or case.family == "GIT"], ids=str)
+def test_a_name_that_a_model_would_ignore_is_refused(case, name):
+    model = case.make()
+    why = f'attn_implementation must be "eager" or another one of {type(model).__name__}, got "{name}"'
+    with pytest.raises(ValueError, match=why):
+        type(model)._from_config(model.config, attn_implementation=name)
 
 
 def test_the_report_names_attention_modules_inside_a_larger_model():

@@ -25,7 +25,10 @@ def samples(name: str) -> list[tuple[nn.Module, tuple, dict]]:
 
 
 def zero_at_padding(module: nn.Module) -> nn.Module:
-    """The module, whose stacks of layers now return 0 at padding in every mode, as torch's do in their fast path."""
+    """The module, whose stacks of layers now return 0 at padding in every mode, as torch's do in their fast path.
+
+    Not those that were told to have none, by `enable_nested_tensor=False`.
+    """
 
     def hook(stack: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         padding = kwargs.get("src_key_padding_mask", kwargs.get("tgt_key_padding_mask"))
@@ -35,7 +38,9 @@ def zero_at_padding(module: nn.Module) -> nn.Module:
         return output.masked_fill(padding[..., None], 0.0)
 
     for part in module.modules():
-        if isinstance(part, nn.TransformerEncoder | nn.TransformerDecoder):
+        if isinstance(part, nn.TransformerEncoder | nn.TransformerDecoder) and getattr(
+            part, "enable_nested_tensor", True
+        ):
             part.register_forward_hook(hook, with_kwargs=True)
     return module
 

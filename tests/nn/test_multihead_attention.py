@@ -17,8 +17,8 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import Mask, MultiHeadAttention
+from fastattn.nn import TransformerEncoder, TransformerEncoderLayer, masks
 from fastattn.nn import attention as module_file
-from fastattn.nn import masks
 from fastattn.nn.masks import from_torch
 from fastattn.testing import compare
 
@@ -589,6 +589,13 @@ def test_nested_self_attention(need_weights, average):
     assert_same(weights, torchs)
 
 
+def test_nested_samples_without_tokens():
+    nested = torch.nested.as_nested_tensor([normal(0, 8)] * 2)
+    output, weights = pair(8, 2, batch_first=True)[1](nested, nested, nested)
+    assert [sample.shape for sample in output.unbind()] == [(0, 8)] * 2
+    assert weights.shape == (2, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("construct", "options"),
     [
@@ -606,10 +613,63 @@ def test_nested_tensors_that_torch_refuses(construct, options):
             module.eval()(nested, nested, nested, **options)
 
 
+def jagged(*lengths: int, seed: int = 0) -> Tensor:
+    parts = [normal(n, 8, seed=seed + i) for i, n in enumerate(lengths)]
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("mask", [None, Mask(causal=True), Mask(window=(1, 0))], ids=["", "causal", "window"])
+@pytest.mark.parametrize("own_keys", [False, True])
+def test_jagged_tensors_are_packed_documents(own_keys, mask):
+    ours = pair(8, 2, batch_first=True)[1]
+    x = jagged(3, 5, 1).detach().requires_grad_()
+    keys = jagged(4, 2, 3, seed=3) if own_keys else x
+    rows = []
+    hook = ours.out_proj.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
+    output, weights = ours(x, keys, keys, attn_mask=mask, need_weights=False)
+    hook.remove()
+    assert weights is None
+    assert rows == [9]  # there is no padding
+    assert (output + x).shape == x.shape  # it has the lengths of the queries, not only as many
+    one_by_one = [
+        ours(sample[None], of[None], of[None], attn_mask=mask, need_weights=False)[0][0]
+        for sample, of in zip(x.unbind(), keys.unbind(), strict=True)
+    ]
+    assert_same([*output.unbind()], one_by_one)
+    gradients = [torch.autograd.grad(torch.cat(o).square().sum(), x)[0] for o in ([*output.unbind()], one_by_one)]
+    assert_same(*(gradient.values() for gradient in gradients))
+
+
+@pytest.mark.parametrize(
+    ("construct", "options", "why"),
+    [
+        ({"batch_first": False}, {}, "query must not be nested without batch_first"),
+        ({"add_bias_kv": True}, {}, "with appended keys"),
+        ({}, {"need_weights": True}, "need_weights must be False where query is nested"),
+        ({}, {"attn_mask": torch.zeros(5, 5)}, "attn_mask must be a fastattn.Mask where query is nested"),
+        ({}, {"key_padding_mask": torch.zeros(2, 5)}, "key_padding_mask must be None where query is nested"),
+        ({}, {"is_causal": True}, "attn_mask must be given with is_causal"),
+        ({}, {"key": normal(2, 3, 8)}, "key must be nested"),
+        ({}, {"value": jagged(4, 4)}, "v must be nested with the lengths of k"),
+        ({}, {"attn_mask": Mask(q_offset=1)}, "mask must be a fastattn.Mask of causal and window"),
+    ],
+)
+def test_what_jagged_tensors_cannot_have(construct, options, why):
+    module, x = pair(8, 2, **({"batch_first": True} | construct))[1], jagged(3, 5)
+    with pytest.raises((AssertionError, RuntimeError, ValueError), match=why):
+        module(**({"query": x, "key": x, "value": x, "need_weights": False} | options))
+
+
+def test_an_encoder_takes_jagged_tensors():
+    layer = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, dtype=torch.float64)
+    encoder, x = TransformerEncoder(layer, 2), jagged(3, 5)
+    assert_same([*encoder(x).unbind()], [encoder(sample[None])[0] for sample in x.unbind()])
+
+
 def test_nested_tensors_of_two_kinds_are_refused():
     jagged = torch.nested.as_nested_tensor([normal(3, 8), normal(5, 8)], layout=torch.jagged)
     nested = torch.nested.as_nested_tensor([normal(3, 8), normal(5, 8)])
     for module in pair(8, 2, batch_first=True):
-        for inputs in ((jagged, jagged, jagged), (nested, jagged, jagged), (nested, nested.clone(), nested)):
+        for inputs in ((jagged, nested, jagged), (nested, jagged, jagged), (nested, nested.clone(), nested)):
             with pytest.raises(AssertionError), torch.no_grad():
                 module.eval()(*inputs)

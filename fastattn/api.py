@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +14,51 @@ from .backends import BACKENDS, objections
 from .spec import Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
 from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, validated
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+
+class _TermsOfAll(TypedDict, total=False):
+    """Keyword arguments of `attention` and `attention_varlen`, for type checkers."""
+
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    generator: torch.Generator | None
+    deterministic: bool
+    backend: str | None
+
+
+class _Terms(_TermsOfAll, total=False):
+    bias: Tensor | None
+
+
+class _TermsOfDocuments(_TermsOfAll, total=False):
+    causal: bool
+    align: str
+    window: tuple[int | None, int | None]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **terms: Unpack[_Terms],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = ..., *, return_lse: Literal[True], **terms: Unpack[_Terms]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = ..., *, return_lse: bool, **terms: Unpack[_Terms]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -104,6 +149,39 @@ def attention(
     return result if return_lse else result[0]
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **terms: Unpack[_TermsOfDocuments],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **terms: Unpack[_TermsOfDocuments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    return_lse: bool,
+    **terms: Unpack[_TermsOfDocuments],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,

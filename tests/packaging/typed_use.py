@@ -1,4 +1,4 @@
-"""Typical code of a user, for `make lint`: mypy and pyright check it against the types of the package; nobody runs it."""
+"""Typical code of a user, which nobody runs: `make lint` has mypy and pyright check it against our types."""
 
 from __future__ import annotations
 

@@ -79,8 +79,9 @@ FASTATTN_INLINE void with_entries(int C, const Table& table, int64_t b, int64_t 
 #pragma GCC unroll 16
         for (int lane = 0; lane < kLanes; ++lane) tile[lane] = widen(row(c, lane) + few.at(0));
         transpose(tile);
+        float* to = at(0, c);
 #pragma GCC unroll 16
-        for (int j = 0; j < kLanes; ++j) visit(at(j, c), tile[j]);
+        for (int j = 0; j < kLanes; ++j, to += C * kLanes) visit(to, tile[j]);
       } else {
         for (int lane = 0; lane < kLanes; ++lane) tile[lane] = few.gathered(row(c, lane), table.one_for_all_keys);
         transpose(tile);

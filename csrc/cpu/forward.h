@@ -74,8 +74,8 @@ struct ForwardBlock {
 constexpr float kSlack = 8;
 
 template <int C>
-FASTATTN_INLINE bool follow_maximum(int64_t n, const float* s_t, float on_score_log2, Floats (&m)[C],
-                                    Floats (&decay)[C]) {
+FASTATTN_ONCE bool follow_maximum(int64_t n, const float* s_t, float on_score_log2, Floats (&m)[C],
+                                  Floats (&decay)[C]) {
   Floats largest[C];
   for (int c = 0; c < C; ++c) largest[c] = m[c];
   each_tile<4>(0, n, [&](auto rows, int64_t i) {  // first among rows: one chain of maxima would wait for itself
@@ -110,24 +110,27 @@ FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale, float
 // Turns S^T [n, M] into P^T in place, as a right factor, and adds the weights to l. Dropout multiplies them by Z after
 // that: it does not change lse.
 template <int C>
-FASTATTN_INLINE void weights(const Params& params, int64_t n, const Floats (&m)[C], const float* z_t, float* p_t,
-                             Floats (&l)[C]) {
+FASTATTN_ONCE void weights(const Params& params, int64_t n, const Floats (&m)[C], const float* z_t, float* p_t,
+                           Floats (&l)[C]) {
   const float on_score_log2 = params.on_score_log2(), headroom = headroom_log2(params);
   Floats reference[C], sum[C];
   for (int c = 0; c < C; ++c) {
     reference[c] = m[c] == -kInfinity ? Floats{} : m[c];  // finite_max
     sum[c] = Floats{};
   }
-  for (int64_t i = 0; i < n; i += kPerUnit) {
-    Floats p[kPerUnit][C];
-    each_vector(p, [&](Floats& x, int r, int c) {
-      const int64_t at = ((i + r) * C + c) * kLanes;
-      x = weight(load(p_t + at), reference[c], on_score_log2, headroom);
-      sum[c] += x;
-      if (z_t) x *= load(z_t + at);
-    });
-    store_right(p_t, i, p);
-  }
+  const auto each_key = [&](auto drops) {
+    for (int64_t i = 0; i < n; i += kPerUnit) {
+      Floats p[kPerUnit][C];
+      each_vector(p, [&](Floats& x, int r, int c) {
+        const int64_t at = ((i + r) * C + c) * kLanes;
+        x = weight(load(p_t + at), reference[c], on_score_log2, headroom);
+        sum[c] += x;
+        if (drops) x *= load(z_t + at);
+      });
+      store_right(p_t, i, p);
+    }
+  };
+  z_t ? each_key(std::true_type{}) : each_key(std::false_type{});
   for (int c = 0; c < C; ++c) l[c] += sum[c];
 }
 

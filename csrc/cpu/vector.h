@@ -72,9 +72,9 @@ FASTATTN_INLINE bool holds(const float* x, int64_t n, float y) {
 // A polynomial by its coefficients, the highest power first.
 template <int N>
 FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {
-  Floats y = {};
+  Floats y = splat(coefficients[0]);
 #pragma GCC unroll 8
-  for (const float coefficient : coefficients) y = y * x + coefficient;
+  for (int i = 1; i < N; ++i) y = y * x + coefficients[i];
   return y;
 }
 

@@ -150,18 +150,19 @@ void add_gradients_single_block(const Params& p, const BackwardTensors& t, const
   const Rows q = rows_of(p.q, b, h, list, queries.first, n, n, p.d_qk, true, block.q_copy);
   transpose_queries(q, n, padded(p.d_qk), split_scale(p.scale).on_query, block.q_t, M);
   Floats d_lse[C], m[C], l[C], one_over_l[C];
-  float unused_lse[M];
+  float of_lanes[M];  // d_lse, and after that the lse, which is not read
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = (b * p.H + h) * p.n_q + list.at(queries.first + lesser(i, n - 1));
-    d_lse[i / kLanes][i % kLanes] = t.d_lse ? t.d_lse[query] : 0.0f;
+    of_lanes[i] = t.d_lse ? t.d_lse[query] : 0.0f;
   }
+  for (int c = 0; c < C; ++c) d_lse[c] = load(of_lanes + c * kLanes);
 
   const Part part = visible_part(queries.range.some, keys);
   const float* const z_t = p.dropout.drops ? w.z_t : nullptr;
   if (z_t) dropout_factors(C, p.dropout, b, h, queries, keys, part, w.z_t);
   prefetch.step();
   softmax_single_block<C>(p, b, h, queries, keys, part, block.q_t, nullptr, w.s_t, m, l);
-  finish_softmax(C, p, h, m, l, one_over_l, unused_lse);
+  finish_softmax(C, p, h, m, l, one_over_l, of_lanes);
   prefetch.step();
   Rows d_o{};
   if (t.d_o.data) {

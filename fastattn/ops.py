@@ -102,14 +102,14 @@ def short_way(
         return None
     attend, backward, backend = known
     terms = (mask, scale, bias, softcap, alibi_slopes, sinks)
-    outputs = attend(q, k, v, *terms, with_lse, average_heads is None)
+    outputs = attend(q, k, v, *terms, with_lse, average_heads)
     if outputs is None:
         return None
-    o, lse, gradients_wanted = outputs
+    o, lse_or_weights, gradients_wanted = outputs
     if gradients_wanted:
-        result = _apply_short(q, k, v, (o, lse, with_lse, terms, backward, backend))
+        result = _apply_short(q, k, v, (o, lse_or_weights, with_lse, terms, backward, backend))
         return result if with_lse else (result, None)
-    return o, lse if average_heads is None else backend.weights(q, k, lse, _spec(q, *terms), average_heads)
+    return o, lse_or_weights
 
 
 def _spec(q: Tensor, mask: Mask | None, scale: float | None, *terms) -> Spec:

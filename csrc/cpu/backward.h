@@ -134,11 +134,12 @@ FASTATTN_INLINE Floats weight_from_lse(const BackwardBlock& block, int c, Floats
 }
 
 // Writes S^T of a part of the keys, hidden ones -inf.
-template <int C>
-FASTATTN_INLINE void scores(const Params& p, int64_t b, int64_t h, const KeyBlock& keys, Part part,
-                            const QueryBlock& queries, Right q_t, float* s_t, float* d_score = nullptr) {
-  assign_product<C>({s_t, C * kLanes}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
-  finish_scores<C>(p, b, h, queries, keys, part, s_t, d_score);
+FASTATTN_ONCE void scores(int C, const Params& p, int64_t b, int64_t h, const KeyBlock& keys, Part part,
+                          const QueryBlock& queries, Right q_t, float* s_t, float* d_score = nullptr) {
+  with_columns(C, [&](auto columns) {
+    assign_product<columns>(s_t, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
+  });
+  finish_scores(C, p, b, h, queries, keys, part, s_t, d_score);
 }
 
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor; one of 1e9 says nothing
@@ -155,7 +156,7 @@ void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* 
     KeyBlock keys{&list, first_key, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, h / p.group(), list, first_key, n, up_to_grain(n), p.d_qk, false, w.k);
     const Part part = visible_part(queries.range.some, keys);
-    scores<C>(p, b, h, keys, part, queries, {block.q_t + first * kLanes, block.stride}, w.s_t);
+    scores(C, p, b, h, keys, part, queries, {block.q_t + first * kLanes, block.stride}, w.s_t);
     if (follow_maximum<C>(part.n, w.s_t, on_score_log2, m, decay)) {
       for (int c = 0; c < C; ++c) l[c] *= decay[c];
     }
@@ -163,7 +164,7 @@ void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* 
   });
   Floats unused[C];
   float lse[C * kLanes];
-  finish_softmax<C>(p, h, m, l, unused, lse);
+  finish_softmax(C, p, h, m, l, unused, lse);
   for (int lane = 0; lane < C * kLanes; ++lane) {
     if (!imprecise[lane]) continue;
     const int c = lane / kLanes, i = lane % kLanes;
@@ -174,8 +175,7 @@ void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* 
 
 // Sums delta as dP is summed in fp32, in the same order: a query that sees a single key, where O = V, then has dS = 0
 // to the bit.
-template <int C>
-void sum_delta(const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
+void sum_delta(int C, const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
                BackwardBlock& block) {
   for (int c = 0; c < C; ++c) {
     block.delta[c] = Floats{};
@@ -197,27 +197,25 @@ void sum_delta(const Params& p, const BackwardTensors& t, int64_t b, int64_t h, 
 }
 
 // Prepares a block of queries.
-template <int C>
-void begin_block(const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
+void begin_block(int C, const Params& p, const BackwardTensors& t, const BackwardItem& item, int64_t h,
                  const IndexList& queries, BackwardBlock& block, const BackwardScratch& w) {
-  constexpr int64_t M = C * kLanes;
+  const int64_t M = C * kLanes;
   const int64_t b = item.b, first = block.queries.first, n = block.queries.n, row_of_head = (b * p.H + h) * p.n_q;
-  const float on_query = split_scale(p.scale).on_query;
   block.stride = M;
 
   const Rows q = rows_of(p.q, b, h, queries, first, n, M, p.d_qk, true, block.q_copy);
-  transpose(q.data, q.stride, M, units(p.d_qk), block.q_t, M, [&](Floats x) { return times_on_query(x, on_query); });
+  transpose_queries(q, M, units(p.d_qk), split_scale(p.scale).on_query, block.q_t, M);
   block.q = over_queries(q, M, p.d_qk, block.q_right);
   const int64_t n_d_o = t.d_o.data ? n : 0;  // else all zeros
   const Rows d_o = rows_of(t.d_o, b, h, queries, first, n_d_o, M, p.d_v, true, block.d_o_copy);
-  transpose(d_o.data, d_o.stride, M, units(p.d_v), block.d_o_t, M, Unchanged{});
+  transpose_queries(d_o, M, units(p.d_v), 1.0f, block.d_o_t, M);
   block.d_o = over_queries(d_o, M, p.d_v, block.d_o_right);
   if (item.wanted.dq) __builtin_memset(block.dq_t, 0, M * padded(p.d_qk) * sizeof(float));
   for (int c = 0; c < C; ++c) block.d_slope[c] = block.d_row[c] = Floats{};
 
-  sum_delta<C>(p, t, b, h, queries, block);
+  sum_delta(C, p, t, b, h, queries, block);
 
-  bool imprecise[M], any_imprecise[C] = {};  // query by query: the others in a block must not matter
+  bool imprecise[kBlockQueries], any_imprecise[kColumns] = {};  // query by query: the others in a block must not matter
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
     const Measure from = Measure::of(t.lse[query] * p.scores_per_nat(), 1, p.on_score_log2());
@@ -235,9 +233,8 @@ void begin_block(const Params& p, const BackwardTensors& t, const BackwardItem& 
 }
 
 // Adds dS of n keys, not yet rounded, to the sum in each query's lane; its input is that of gradients_of_scores.
-template <int C>
-FASTATTN_SELDOM void add_d_row(int64_t n, int first, float on_score_log2, bool drops, BackwardBlock& block,
-                               const BackwardScratch& w) {
+FASTATTN_ONCE void add_d_row(int C, int64_t n, int first, float on_score_log2, bool drops, BackwardBlock& block,
+                             const BackwardScratch& w) {
   for (int64_t i = 0; i < n; ++i) {
     for (int c = 0; c < C; ++c) {
       const int64_t at = (i * C + c) * kLanes;
@@ -271,9 +268,8 @@ FASTATTN_INLINE void gradients_of_scores(int64_t n, const BackwardBlock& block, 
 }
 
 // x[n] += a * y for n rows of d, a sum over the queries: the gradient of keys or values.
-template <int C>
-FASTATTN_INLINE void accumulate_rows(const float* a, int64_t n, int64_t n_queries, Right y, int64_t d, float* x) {
-  constexpr int64_t M = C * kLanes;
+FASTATTN_ONCE void accumulate_rows(const float* a, int64_t M, int64_t n, int64_t n_queries, Right y, int64_t d,
+                                   float* x) {
   const Rows left{a, M / kPerUnit};
   each_column_tile(padded(d), [&](auto vectors, int64_t column) {
     const Target to{x + column, padded(d)};
@@ -290,36 +286,35 @@ void add_gradients(const Params& p, const BackwardTensors& t, const BackwardItem
   constexpr int64_t M = C * kLanes;
   const int64_t column = first * kLanes;
   const Right q_t{block.q_t + column, block.stride}, d_o_t{block.d_o_t + column, block.stride};
-  if (p.dropout.drops) dropout_factors<C>(p.dropout, item.b, h, queries, keys, part, w.z_t);
+  if (p.dropout.drops) dropout_factors(C, p.dropout, item.b, h, queries, keys, part, w.z_t);
   prefetch.step();
-  scores<C>(p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.d_score : nullptr);
+  scores(C, p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.d_score : nullptr);
   prefetch.step();
-  assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
-  if (item.wanted.by_query && t.d_row) add_d_row<C>(part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
+  assign_product<C>(w.dp_t, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
+  if (item.wanted.by_query && t.d_row) add_d_row(C, part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
   const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
-  if (item.wanted.by_query && t.d_bias) add_d_bias<C>(p, t, item.b, h, queries, keys, part, ds);
-  if (item.wanted.by_query && t.d_slope) add_d_slope<C>(p, item.b, queries, keys, part, ds, block.d_slope + first);
-  if (item.wanted.by_key) add_d_column<C>(queries, keys, part, ds, t.d_column + (item.b * p.H + h) * p.n_k);
+  if (item.wanted.by_query && t.d_bias) add_d_bias(C, p, t, item.b, h, queries, keys, part, ds);
+  if (item.wanted.by_query && t.d_slope) add_d_slope(C, p, item.b, queries, keys, part, ds, block.d_slope + first);
+  if (item.wanted.by_key) add_d_column(C, queries, keys, part, ds, t.d_column + (item.b * p.H + h) * p.n_k);
   if (p.softcap > 0) times_d_score<C>(part.n, w.d_score, w.ds, w.ds_t);
   if (item.wanted.dq) {
     prefetch.step();
     const Transposed k_t = keys.k_t.at_step(part.begin / kPerUnit);
-    add_product<C>({block.dq_t + column, block.stride}, p.d_qk, part.n / kPerUnit, k_t, Right{w.ds_t, M});
+    add_product<C>({block.dq_t + column, block.stride}, p.d_qk, part.n / kPerUnit, k_t, PackedRight<C>{w.ds_t});
   }
   if (item.wanted.dkv) {
     const Right q = block.q.at_step(column / kPerUnit), d_o = block.d_o.at_step(column / kPerUnit);
     prefetch.step();
-    accumulate_rows<C>(w.weights, part.n, queries.n, d_o, p.d_v, dv + part.begin * padded(p.d_v));
+    accumulate_rows(w.weights, M, part.n, queries.n, d_o, p.d_v, dv + part.begin * padded(p.d_v));
     prefetch.step();
-    accumulate_rows<C>(w.ds, part.n, queries.n, q, p.d_qk, dk + part.begin * padded(p.d_qk));
+    accumulate_rows(w.ds, M, part.n, queries.n, q, p.d_qk, dk + part.begin * padded(p.d_qk));
   }
 }
 
 // Writes dQ^T, times scale, to the rows of the output, or adds it to what earlier chunks of keys gave.
-template <int C>
-void write_dq(const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries, bool adds,
-              const BackwardBlock& block) {
+void write_dq(int C, const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
+              bool adds, const BackwardBlock& block) {
   const auto scale = static_cast<float>(p.scale);
   transpose(
       padded(p.d_qk), C * kLanes, [&](int64_t d, int64_t i) { return load(block.dq_t + d * block.stride + i) * scale; },
@@ -369,7 +364,7 @@ void add_gradients_of_strip(const Params& p, const BackwardTensors& t, const Bac
     }
     w.place_block(p, count++, block);
     seen = hull(seen, block.queries.range.some);
-    with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, item, h, queries, block, w); });
+    begin_block(columns_of(block.queries.n), p, t, item, h, queries, block, w);
   }
 
   const int64_t origin = list.lower_bound(isolated_run.keys.begin);
@@ -382,12 +377,12 @@ void add_gradients_of_strip(const Params& p, const BackwardTensors& t, const Bac
     float* dk = w.dk + (i - chunk_begin) * padded(p.d_qk);
     float* dv = w.dv + (i - chunk_begin) * padded(p.d_v);
     for (int64_t j = 0; j < count; ++j) {
-      with_columns(blocks[j].queries.n, [&](auto C) {
-        each_part<C>(blocks[j].queries, 0, keys, {0, up_to_grain(n)},
-                     [&](auto vectors, const QueryBlock& seeing, int first, Part part) {
-                       add_gradients<vectors>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, prefetch, w);
-                     });
-      });
+      each_part(columns_of(blocks[j].queries.n), blocks[j].queries, 0, keys, {0, up_to_grain(n)},
+                [&](int vectors, const QueryBlock& seeing, int first, Part part) {
+                  with_columns(vectors, [&](auto C) {
+                    add_gradients<C>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, prefetch, w);
+                  });
+                });
     }
   });
   for (int64_t j = 0; item.wanted.by_query && j < count; ++j) {
@@ -398,7 +393,7 @@ void add_gradients_of_strip(const Params& p, const BackwardTensors& t, const Bac
     }
   }
   for (int64_t j = 0; item.wanted.dq && j < count; ++j) {
-    with_columns(blocks[j].queries.n, [&](auto C) { write_dq<C>(p, t, b, h, queries, adds, blocks[j]); });
+    write_dq(columns_of(blocks[j].queries.n), p, t, b, h, queries, adds, blocks[j]);
   }
 }
 

@@ -18,8 +18,6 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-#define FASTATTN_SELDOM __attribute__((noinline))
-
 struct Flag {
   uint8_t is_set;
 };
@@ -51,7 +49,7 @@ struct FewKeys {
 
   // Their entries in a row of a table, one by one: nothing is read that is not theirs.
   template <class Element>
-  Floats gathered(const Element* row, bool one_for_all) const {
+  FASTATTN_ONCE Floats gathered(const Element* row, bool one_for_all) const {
     Element few[kLanes] = {};
     for (int64_t j = 0; j < n; ++j) few[j] = row[one_for_all ? 0 : at(j)];
     return widen(few);
@@ -59,8 +57,8 @@ struct FewKeys {
 };
 
 // visit(x, entries) for all vectors x in a matrix [part.n, C * kLanes] that belong to keys of the block.
-template <int C, class Element, class Visit>
-FASTATTN_INLINE void with_entries(const Table& table, int64_t b, int64_t h, const QueryBlock& queries,
+template <class Element, class Visit>
+FASTATTN_INLINE void with_entries(int C, const Table& table, int64_t b, int64_t h, const QueryBlock& queries,
                                   const KeyBlock& keys, Part part, float* x, Visit visit) {
   const auto row = [&](int c, int lane) {
     return reinterpret_cast<const Element*>(table.row(b, h, queries.index[c][lane]));
@@ -81,8 +79,9 @@ FASTATTN_INLINE void with_entries(const Table& table, int64_t b, int64_t h, cons
 #pragma GCC unroll 16
         for (int lane = 0; lane < kLanes; ++lane) tile[lane] = widen(row(c, lane) + few.at(0));
         transpose(tile);
+        float* to = at(0, c);
 #pragma GCC unroll 16
-        for (int j = 0; j < kLanes; ++j) visit(at(j, c), tile[j]);
+        for (int j = 0; j < kLanes; ++j, to += C * kLanes) visit(to, tile[j]);
       } else {
         for (int lane = 0; lane < kLanes; ++lane) tile[lane] = few.gathered(row(c, lane), table.one_for_all_keys);
         transpose(tile);
@@ -94,7 +93,7 @@ FASTATTN_INLINE void with_entries(const Table& table, int64_t b, int64_t h, cons
 
 // Turns n products, whole vectors of them, into softcap * tanh(scale * s / softcap), in nats. `d_score`, unless null,
 // is set to the derivative by scale * s.
-FASTATTN_SELDOM void cap_scores(const Params& p, int64_t n, float* s, float* d_score) {
+FASTATTN_ONCE void cap_scores(const Params& p, int64_t n, float* s, float* d_score) {
   const double by_softcap = (p.scale < 0 ? -p.scale : p.scale) / p.softcap;  // the sign of scale is on the queries
   const auto factor = static_cast<float>(by_softcap < 0x1p127 ? by_softcap : 0x1p127);  // finite: 0 stays 0
   const auto softcap = static_cast<float>(p.softcap);
@@ -106,13 +105,12 @@ FASTATTN_SELDOM void cap_scores(const Params& p, int64_t n, float* s, float* d_s
 }
 
 // S^T becomes scale * S^T + bias, in nats. A bias of -inf stays -inf.
-template <int C>
-FASTATTN_SELDOM void add_bias(const Params& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
-                              Part part, float scale, float* s_t) {
+FASTATTN_ONCE void add_bias(int C, const Params& p, int64_t b, int64_t h, const QueryBlock& queries,
+                            const KeyBlock& keys, Part part, float scale, float* s_t) {
   with_elements(p.bias.data, p.bias_dtype, [&](auto* data) {
     using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-    with_entries<C, Element>(p.bias, b, h, queries, keys, part, s_t,
-                             [&](float* x, Floats bias) { store(x, load(x) * scale + bias); });
+    with_entries<Element>(C, p.bias, b, h, queries, keys, part, s_t,
+                          [&](float* x, Floats bias) { store(x, load(x) * scale + bias); });
   });
 }
 
@@ -122,8 +120,7 @@ FASTATTN_INLINE int32_t query_position(const Params& p, int64_t b, int64_t query
   return static_cast<int32_t>(clamp(p.position(b, query), -kFarthest, kFarthest));
 }
 
-template <int C>
-FASTATTN_INLINE void query_positions(const Params& p, int64_t b, const QueryBlock& queries, Ints (&positions)[C]) {
+FASTATTN_INLINE void query_positions(int C, const Params& p, int64_t b, const QueryBlock& queries, Ints* positions) {
   for (int lane = 0; lane < C * kLanes; ++lane) {
     const int64_t query = queries.index[lane / kLanes][lane % kLanes];
     positions[lane / kLanes][lane % kLanes] = query_position(p, b, query);
@@ -141,11 +138,10 @@ FASTATTN_INLINE Floats distances(const Params& p, int64_t b, Ints query_position
 }
 
 // S^T becomes scale * S^T - slope * distance, in nats.
-template <int C>
-FASTATTN_SELDOM void add_alibi(const Params& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
-                               Part part, float scale, float* s_t) {
-  Ints positions[C];
-  query_positions(p, b, queries, positions);
+FASTATTN_ONCE void add_alibi(int C, const Params& p, int64_t b, int64_t h, const QueryBlock& queries,
+                             const KeyBlock& keys, Part part, float scale, float* s_t) {
+  Ints positions[kColumns];
+  query_positions(C, p, b, queries, positions);
   const float slope = p.alibi_slopes[b * p.H + h];
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
     for (int c = 0; c < C; ++c) {
@@ -156,15 +152,14 @@ FASTATTN_SELDOM void add_alibi(const Params& p, int64_t b, int64_t h, const Quer
 }
 
 // Sets to -inf what a dense mask and the documents hide inside the ranges of the queries.
-template <int C>
-FASTATTN_SELDOM void hide_gaps(const Params& p, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
-                               Part part, float* s_t) {
+FASTATTN_ONCE void hide_gaps(int C, const Params& p, int64_t b, int64_t h, const QueryBlock& queries,
+                             const KeyBlock& keys, Part part, float* s_t) {
   if (queries.gaps & kDenseGaps) {
-    with_entries<C, Flag>(p.dense, b, h, queries, keys, part, s_t,
-                          [&](float* x, Floats flags) { store(x, (Bits)flags != 0 ? load(x) : splat(-kInfinity)); });
+    with_entries<Flag>(C, p.dense, b, h, queries, keys, part, s_t,
+                       [&](float* x, Floats flags) { store(x, (Bits)flags != 0 ? load(x) : splat(-kInfinity)); });
   }
   if (queries.gaps & kOtherDocuments) {
-    Ints documents[C];
+    Ints documents[kColumns];
     for (int lane = 0; lane < C * kLanes; ++lane) {
       const int64_t query = queries.index[lane / kLanes][lane % kLanes];
       documents[lane / kLanes][lane % kLanes] = p.documents.of_query[b * p.n_q + query];
@@ -180,23 +175,21 @@ FASTATTN_SELDOM void hide_gaps(const Params& p, int64_t b, int64_t h, const Quer
 }
 
 // Turns the products S^T of a part of the keys into scores, hidden ones -inf. `d_score` as in cap_scores.
-template <int C>
-FASTATTN_INLINE void finish_scores(const Params& p, int64_t b, int64_t h, const QueryBlock& queries,
+FASTATTN_INLINE void finish_scores(int C, const Params& p, int64_t b, int64_t h, const QueryBlock& queries,
                                    const KeyBlock& keys, Part part, float* s_t, float* d_score = nullptr) {
   if (p.finishes_scores()) {
     auto scale = static_cast<float>(p.scale < 0 ? -p.scale : p.scale);  // its sign is on the queries
     if (p.softcap > 0) cap_scores(p, part.n * C * kLanes, s_t, d_score), scale = 1.0f;
-    if (p.bias.data) add_bias<C>(p, b, h, queries, keys, part, scale, s_t), scale = 1.0f;
-    if (p.alibi_slopes) add_alibi<C>(p, b, h, queries, keys, part, scale, s_t);
+    if (p.bias.data) add_bias(C, p, b, h, queries, keys, part, scale, s_t), scale = 1.0f;
+    if (p.alibi_slopes) add_alibi(C, p, b, h, queries, keys, part, scale, s_t);
   }
-  if (queries.gaps) hide_gaps<C>(p, b, h, queries, keys, part, s_t);
-  hide<C>(queries, keys, part, s_t, -kInfinity);
+  if (queries.gaps) hide_gaps(C, p, b, h, queries, keys, part, s_t);
+  if (!queries.sees_all(keys, part.begin, part.n)) hide(C, queries, keys, part, s_t, -kInfinity);
 }
 
 // Adds dS, given as a left factor [part.n, C * kLanes], to the rows of the gradient of the bias.
-template <int C>
-FASTATTN_SELDOM void add_d_bias(const Params& p, const BackwardTensors& t, int64_t b, int64_t h,
-                                const QueryBlock& queries, const KeyBlock& keys, Part part, const LeftElement* ds) {
+FASTATTN_ONCE void add_d_bias(int C, const Params& p, const BackwardTensors& t, int64_t b, int64_t h,
+                              const QueryBlock& queries, const KeyBlock& keys, Part part, const LeftElement* ds) {
   float* const of_head = t.d_bias + b * t.d_bias_batch_stride + h % t.d_bias_heads * p.n_q * p.n_k;
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); i += kLanes) {
     const FewKeys few(keys, part, i);
@@ -223,10 +216,9 @@ FASTATTN_SELDOM void add_d_bias(const Params& p, const BackwardTensors& t, int64
 }
 
 // Adds the sum of each row of dS^T to the entry of its key.
-template <int C>
-FASTATTN_SELDOM void add_d_column(const QueryBlock& queries, const KeyBlock& keys, Part part, const LeftElement* ds,
-                                  float* d_column) {
-  Ints is_query[C];
+FASTATTN_ONCE void add_d_column(int C, const QueryBlock& queries, const KeyBlock& keys, Part part,
+                                const LeftElement* ds, float* d_column) {
+  Ints is_query[kColumns];
   for (int64_t lane = 0; lane < C * kLanes; ++lane) is_query[lane / kLanes][lane % kLanes] = lane < queries.n ? -1 : 0;
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
     Floats sums = {};
@@ -238,11 +230,10 @@ FASTATTN_SELDOM void add_d_column(const QueryBlock& queries, const KeyBlock& key
 }
 
 // Adds each query's share in the gradient of the slope to its lane.
-template <int C>
-FASTATTN_SELDOM void add_d_slope(const Params& p, int64_t b, const QueryBlock& queries, const KeyBlock& keys, Part part,
-                                 const LeftElement* ds, Floats* d_slope) {
-  Ints positions[C];
-  query_positions(p, b, queries, positions);
+FASTATTN_ONCE void add_d_slope(int C, const Params& p, int64_t b, const QueryBlock& queries, const KeyBlock& keys,
+                               Part part, const LeftElement* ds, Floats* d_slope) {
+  Ints positions[kColumns];
+  query_positions(C, p, b, queries, positions);
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
     for (int c = 0; c < C; ++c) {
       d_slope[c] += widen(ds + (i * C + c) * kLanes) * distances(p, b, positions[c], keys.key(part.begin + i));
@@ -252,7 +243,7 @@ FASTATTN_SELDOM void add_d_slope(const Params& p, int64_t b, const QueryBlock& q
 
 // Turns the gradient of scores, dS^T, into that of scale times the products, in the forms that the sums take.
 template <int C>
-FASTATTN_SELDOM void times_d_score(int64_t n, const float* d_score, float* ds, float* ds_t) {
+FASTATTN_ONCE void times_d_score(int64_t n, const float* d_score, float* ds, float* ds_t) {
   for (int64_t i = 0; i < n; i += kPerUnit) {
     Floats x[kPerUnit][C];
     each_vector(x, [&](Floats& product, int r, int c) {

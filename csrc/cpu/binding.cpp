@@ -315,6 +315,26 @@ std::array<Object, 2> outputs_of(const Call& call, const Tensor& q, const Tensor
   return {Object::borrowed(o.object()), Object::borrowed(lse ? lse->object() : Py_None)};
 }
 
+// o and the weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k], in the dtype of q.
+std::array<Object, 2> outputs_with_weights(const Call& call, const Tensor& q, const Tensor& v, bool average_heads) {
+  const Params &p = call.params(), without_values = call.without_values();
+  const Tensor o(empty_output(q, v), "o");
+  const Object sizes = Object::result(average_heads ? Py_BuildValue("(LLL)", p.B, p.n_q, p.n_k)
+                                                    : Py_BuildValue("(LLLL)", p.B, p.H, p.n_q, p.n_k));
+  const Tensor weights(Object::result(PyObject_CallMethodObjArgs(q.object(), torch_.new_empty, sizes.get(), nullptr)),
+                       "weights");
+  const Output rows_of_weights{weights.data(), p.q.dtype, p.n_q * p.n_k * (average_heads ? 1 : p.H), p.n_q * p.n_k,
+                               p.n_k};
+  const Output rows_of_o = output_rows(o, p.q.dtype);
+  const std::unique_ptr<float[]> lse(new float[p.B * p.H * p.n_q]);
+  const Capability& capability = choose_capability();
+  without_gil([&] {
+    run_forward(capability, p, {rows_of_o, lse.get()}, num_threads(), in_turn, in_shares);
+    run_weights(capability, without_values, lse.get(), rows_of_weights, average_heads, num_threads(), in_turn);
+  });
+  return {Object::borrowed(o.object()), Object::borrowed(weights.object())};
+}
+
 using Arguments = PyObject* const*;
 
 // Arguments: q, k, v, spec.
@@ -478,8 +498,8 @@ std::optional<Spec> read_spec(Arguments in, int64_t head_dim) {
 // Calls of fastattn.attention with which PyTorch has nothing to do but to keep what the gradients of q, k and v need.
 // Returns (o, lse, False), or (o, None, False) where lse is not asked for; (o, lse, True) where such gradients are
 // wanted; None for any other call, right or wrong: what it takes is for the general road to find out. Arguments: q, k,
-// v, a Mask or None, scale, bias, softcap, alibi_slopes, sinks; whether lse is asked for; whether gradients may be
-// wanted.
+// v, a Mask or None, scale, bias, softcap, alibi_slopes, sinks; whether lse is asked for; None, or, for the weights in
+// the place of lse and no gradients, whether they are averaged over the heads.
 PyObject* attend(Arguments in) {
   try {
     for (int i = 0; i < 3; ++i) {
@@ -490,10 +510,11 @@ PyObject* attend(Arguments in) {
     const auto spec = read_spec(in + 3, q.size(3));
     if (!spec) Py_RETURN_NONE;
     const bool wanted = std::any_of(in, in + 3, Tensor::wants_gradient);
-    if (wanted && (in[10] != Py_True || saving_is_watched())) Py_RETURN_NONE;
+    if (wanted && (in[10] != Py_None || saving_is_watched())) Py_RETURN_NONE;
     const Call call(in[0], in[1], in[2], *spec);
-    const auto [o, lse] = outputs_of(call, q, v, in[9] == Py_True || wanted);
-    return PyTuple_Pack(3, o.get(), lse.get(), wanted ? Py_True : Py_False);
+    const auto [o, other] = in[10] == Py_None ? outputs_of(call, q, v, in[9] == Py_True || wanted)
+                                              : outputs_with_weights(call, q, v, in[10] == Py_True);
+    return PyTuple_Pack(3, o.get(), other.get(), wanted ? Py_True : Py_False);
   } catch (const NotImplemented&) {
   } catch (const std::invalid_argument&) {
   }

@@ -220,13 +220,27 @@ struct QueryBlock {
   }
 };
 
-// run(std::integral_constant<int, C>) with the fewest vectors of queries that hold n.
-template <int C = kFewestColumns, class Run>
-FASTATTN_INLINE void with_columns(int64_t n, Run run) {
-  if constexpr (C + kFewestColumns <= kColumns) {
-    if (n > C * kLanes) return with_columns<C + kFewestColumns>(n, run);
+// x^T [units, M] of n rows of queries, times on_query of ../softmax.h. Lanes beyond n repeat the last row.
+FASTATTN_ONCE void transpose_queries(Rows x, int64_t n, int64_t n_units, float on_query, float* to, int64_t M) {
+  transpose(
+      M, n_units,
+      [&](int64_t i, int64_t j) { return times_on_query(load(x.data + lesser(i, n - 1) * x.stride + j), on_query); },
+      [&](int64_t j, int64_t i, Floats column) { store(to + j * M + i, column); });
+}
+
+// The fewest vectors that hold n queries.
+constexpr int columns_of(int64_t n) {
+  constexpr int kStep = kFewestColumns * kLanes;
+  return static_cast<int>((n + kStep - 1) / kStep) * kFewestColumns;
+}
+
+// run(std::integral_constant<int, C>) for a number C of vectors of queries.
+template <int kAtLeast = kFewestColumns, class Run>
+FASTATTN_INLINE void with_columns(int C, Run run) {
+  if constexpr (kAtLeast + kFewestColumns <= kColumns) {
+    if (C > kAtLeast) return with_columns<kAtLeast + kFewestColumns>(C, run);
   }
-  run(std::integral_constant<int, C>{});
+  run(std::integral_constant<int, kAtLeast>{});
 }
 
 // The blocks of the key list that begin at `origin` and multiples of their size after it, as far as they lie in
@@ -267,42 +281,38 @@ FASTATTN_INLINE Part visible_part(KeyRange some, const KeyBlock& keys) {
 }
 
 // Cuts what a block of queries may see of a block of keys into parts for all of its vectors and parts for some, where
-// at the edge of a mask this leaves out many hidden pairs: run(std::integral_constant<int, vectors>, their queries, the
-// first of them, the part of the keys).
-template <int C, class Run>
-void each_part(const QueryBlock& queries, int first_vector, const KeyBlock& keys, Part within, Run run) {
+// at the edge of a mask this leaves out many hidden pairs: run(vectors, their queries, the first of them, the part of
+// the keys).
+template <class Run>
+void each_part(int C, const QueryBlock& queries, int first_vector, const KeyBlock& keys, Part within, Run run) {
   constexpr int64_t kWorthACut = 8;  // vectors of pairs
-  constexpr int kLower = C / 2, kUpper = C - kLower;
+  const int n_lower = C / 2, n_upper = C - n_lower;
   const Part part = visible_part(queries.range.some, keys).between(within.begin, within.end());
   if (part.n == 0) return;
-  if constexpr (kLower >= kFewestColumns) {
-    if (!queries.sees_all(keys, part.begin, part.n)) {
-      const QueryBlock upper = queries.vectors(0, kUpper), lower = queries.vectors(kUpper, kLower);
-      const Part of_upper = visible_part(upper.range.some, keys).between(part.begin, part.end());
-      const Part of_lower = visible_part(lower.range.some, keys).between(part.begin, part.end());
-      if (C * part.n - kUpper * of_upper.n - kLower * of_lower.n >= kWorthACut) {
-        const Part both = of_upper.between(of_lower.begin, of_lower.end());
-        if (both.n > 0) run(std::integral_constant<int, C>{}, queries, first_vector, both);
-        const auto rest = [&](auto vectors, const QueryBlock& half, int first, Part of_half) {
-          const auto between = [&](int64_t begin, int64_t end) {
-            each_part<vectors>(half, first, keys, of_half.between(begin, end), run);
-          };
-          between(part.begin, both.n > 0 ? both.begin : part.end());
-          if (both.n > 0) between(both.end(), part.end());
+  if (n_lower >= kFewestColumns && !queries.sees_all(keys, part.begin, part.n)) {
+    const QueryBlock upper = queries.vectors(0, n_upper), lower = queries.vectors(n_upper, n_lower);
+    const Part of_upper = visible_part(upper.range.some, keys).between(part.begin, part.end());
+    const Part of_lower = visible_part(lower.range.some, keys).between(part.begin, part.end());
+    if (C * part.n - n_upper * of_upper.n - n_lower * of_lower.n >= kWorthACut) {
+      const Part both = of_upper.between(of_lower.begin, of_lower.end());
+      if (both.n > 0) run(C, queries, first_vector, both);
+      const auto rest = [&](int vectors, const QueryBlock& half, int first, Part of_half) {
+        const auto between = [&](int64_t begin, int64_t end) {
+          each_part(vectors, half, first, keys, of_half.between(begin, end), run);
         };
-        rest(std::integral_constant<int, kUpper>{}, upper, first_vector, of_upper);
-        rest(std::integral_constant<int, kLower>{}, lower, first_vector + kUpper, of_lower);
-        return;
-      }
+        between(part.begin, both.n > 0 ? both.begin : part.end());
+        if (both.n > 0) between(both.end(), part.end());
+      };
+      rest(n_upper, upper, first_vector, of_upper);
+      rest(n_lower, lower, first_vector + n_upper, of_lower);
+      return;
     }
   }
-  run(std::integral_constant<int, C>{}, queries, first_vector, part);
+  run(C, queries, first_vector, part);
 }
 
 // Sets what is hidden in a matrix [part.n, C * kLanes] to `hidden`.
-template <int C>
-FASTATTN_INLINE void hide(const QueryBlock& queries, const KeyBlock& keys, Part part, float* x, float hidden) {
-  if (queries.sees_all(keys, part.begin, part.n)) return;
+FASTATTN_ONCE void hide(int C, const QueryBlock& queries, const KeyBlock& keys, Part part, float* x, float hidden) {
   for (int64_t row = 0; row < part.n; ++row) {
     if (queries.sees_all(keys, part.begin + row, 1)) continue;
     for (int c = 0; c < C; ++c) {

@@ -113,8 +113,8 @@ void dot_products(int64_t rows, const float* q, Stream<Element> k, int64_t n, in
 }
 
 // Turns the products of one query with the n keys at the places first, ... of a list, in whole vectors, into scores.
-FASTATTN_SELDOM void finish_scores_of_query(const Params& p, int64_t b, int64_t h, int64_t query, const IndexList& list,
-                                            int64_t first, int64_t n, float* s) {
+FASTATTN_ONCE void finish_scores_of_query(const Params& p, int64_t b, int64_t h, int64_t query, const IndexList& list,
+                                          int64_t first, int64_t n, float* s) {
   auto scale = static_cast<float>(p.scale < 0 ? -p.scale : p.scale);  // its sign is on the query
   if (p.softcap > 0) cap_scores(p, padded(n), s, nullptr), scale = 1.0f;
   const KeyBlock keys{&list, first, n, {}, {}, {}, {}};

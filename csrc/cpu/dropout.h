@@ -35,13 +35,12 @@ FASTATTN_INLINE void philox(PhiloxKey key, uint64_t x0, Bits x1, uint64_t x2, ui
 }
 
 // Writes Z^T [part.n, C * kLanes]: what dropout multiplies the weights of a part of the keys by.
-template <int C>
-void dropout_factors(const Dropout& dropout, int64_t b, int64_t h, const QueryBlock& queries, const KeyBlock& keys,
-                     Part part, float* z_t) {
+FASTATTN_ONCE void dropout_factors(int C, const Dropout& dropout, int64_t b, int64_t h, const QueryBlock& queries,
+                                   const KeyBlock& keys, Part part, float* z_t) {
   const int64_t end = lesser(part.begin + part.n, keys.n);
   for (int64_t i = part.begin; i < end;) {
     const int64_t four_keys = keys.key(i) / 4;  // they share their counters
-    Bits words[C][4];
+    Bits words[kColumns][4];
     for (int c = 0; c < C; ++c) philox(dropout.key, four_keys, queries.index[c], h, b, words[c]);
     for (; i < end && keys.key(i) / 4 == four_keys; ++i) {
       for (int c = 0; c < C; ++c) {

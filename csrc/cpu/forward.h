@@ -74,8 +74,8 @@ struct ForwardBlock {
 constexpr float kSlack = 8;
 
 template <int C>
-FASTATTN_INLINE bool follow_maximum(int64_t n, const float* s_t, float on_score_log2, Floats (&m)[C],
-                                    Floats (&decay)[C]) {
+FASTATTN_ONCE bool follow_maximum(int64_t n, const float* s_t, float on_score_log2, Floats (&m)[C],
+                                  Floats (&decay)[C]) {
   Floats largest[C];
   for (int c = 0; c < C; ++c) largest[c] = m[c];
   each_tile<4>(0, n, [&](auto rows, int64_t i) {  // first among rows: one chain of maxima would wait for itself
@@ -110,24 +110,27 @@ FASTATTN_INLINE Floats weight(Floats score, Floats reference, float scale, float
 // Turns S^T [n, M] into P^T in place, as a right factor, and adds the weights to l. Dropout multiplies them by Z after
 // that: it does not change lse.
 template <int C>
-FASTATTN_INLINE void weights(const Params& params, int64_t n, const Floats (&m)[C], const float* z_t, float* p_t,
-                             Floats (&l)[C]) {
+FASTATTN_ONCE void weights(const Params& params, int64_t n, const Floats (&m)[C], const float* z_t, float* p_t,
+                           Floats (&l)[C]) {
   const float on_score_log2 = params.on_score_log2(), headroom = headroom_log2(params);
   Floats reference[C], sum[C];
   for (int c = 0; c < C; ++c) {
     reference[c] = m[c] == -kInfinity ? Floats{} : m[c];  // finite_max
     sum[c] = Floats{};
   }
-  for (int64_t i = 0; i < n; i += kPerUnit) {
-    Floats p[kPerUnit][C];
-    each_vector(p, [&](Floats& x, int r, int c) {
-      const int64_t at = ((i + r) * C + c) * kLanes;
-      x = weight(load(p_t + at), reference[c], on_score_log2, headroom);
-      sum[c] += x;
-      if (z_t) x *= load(z_t + at);
-    });
-    store_right(p_t, i, p);
-  }
+  const auto each_key = [&](auto drops) {
+    for (int64_t i = 0; i < n; i += kPerUnit) {
+      Floats p[kPerUnit][C];
+      each_vector(p, [&](Floats& x, int r, int c) {
+        const int64_t at = ((i + r) * C + c) * kLanes;
+        x = weight(load(p_t + at), reference[c], on_score_log2, headroom);
+        sum[c] += x;
+        if (drops) x *= load(z_t + at);
+      });
+      store_right(p_t, i, p);
+    }
+  };
+  z_t ? each_key(std::true_type{}) : each_key(std::false_type{});
   for (int c = 0; c < C; ++c) l[c] += sum[c];
 }
 
@@ -135,7 +138,6 @@ FASTATTN_INLINE void weights(const Params& params, int64_t n, const Floats (&m)[
 template <int C>
 void attend(const Params& p, int64_t b, int64_t h, const KeyBlock& keys, Part part, const QueryBlock& queries,
             int first, ForwardBlock& block, Prefetch& prefetch, const ForwardScratch& w) {
-  constexpr int64_t M = C * kLanes;
   const float on_score_log2 = p.on_score_log2();
   const Target o_t{block.o_t + first * kLanes, block.stride};
   Floats m[C], l[C], decay[C];
@@ -143,37 +145,34 @@ void attend(const Params& p, int64_t b, int64_t h, const KeyBlock& keys, Part pa
 
   const Right q_t{block.q_t + first * kLanes, block.stride};
   prefetch.step();
-  assign_product<C>({w.p_t, M}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
-  finish_scores<C>(p, b, h, queries, keys, part, w.p_t);
+  assign_product<C>(w.p_t, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
+  finish_scores(C, p, b, h, queries, keys, part, w.p_t);
   if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay)) {
     for (int c = 0; c < C; ++c) l[c] *= decay[c];
     for (int64_t d = 0; d < p.d_v; ++d) {
       for (int c = 0; c < C; ++c) store(o_t.at(d, c), load(o_t.at(d, c)) * decay[c]);
     }
   }
-  if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, queries, keys, part, w.z_t);
+  if (p.dropout.drops) dropout_factors(C, p.dropout, b, h, queries, keys, part, w.z_t);
   weights<C>(p, part.n, m, p.dropout.drops ? w.z_t : nullptr, w.p_t, l);
   prefetch.step();
-  add_product<C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), Right{w.p_t, M});
+  add_product<C>(o_t, p.d_v, part.n / kPerUnit, keys.v_t.at_step(part.begin / kPerUnit), PackedRight<C>{w.p_t});
 
   for (int c = 0; c < C; ++c) block.m[first + c] = m[c], block.l[first + c] = l[c];
 }
 
 // Prepares a block of queries.
-template <int C>
-void begin_block(const Params& p, int64_t b, int64_t h, ForwardBlock& block, const ForwardScratch& w) {
-  constexpr int64_t M = C * kLanes;
+void begin_block(int C, const Params& p, int64_t b, int64_t h, ForwardBlock& block, const ForwardScratch& w) {
+  const int64_t M = C * kLanes;
   block.stride = M;
   const Rows q = rows_of(p.q, b, h, p.queries[b], block.queries.first, block.queries.n, M, p.d_qk, true, w.q);
-  const float on_query = split_scale(p.scale).on_query;
-  transpose(q.data, q.stride, M, units(p.d_qk), block.q_t, M, [&](Floats x) { return times_on_query(x, on_query); });
+  transpose_queries(q, M, units(p.d_qk), split_scale(p.scale).on_query, block.q_t, M);
   for (int c = 0; c < C; ++c) block.m[c] = splat(-kInfinity), block.l[c] = Floats{};
   __builtin_memset(block.o_t, 0, M * padded(p.d_v) * sizeof(float));
 }
 
 // The lse of all lanes, from the score m whose weight is 1 and the sum l of the weights, which have no headroom.
-template <int C>
-FASTATTN_INLINE void lse_of_lanes(const Floats (&m)[C], const Floats (&l)[C], float on_score_log2, float* lse) {
+FASTATTN_INLINE void lse_of_lanes(int C, const Floats* m, const Floats* l, float on_score_log2, float* lse) {
   for (int c = 0; c < C; ++c) {
     const Floats log2_of_l = log2(l[c]);
     for (int i = 0; i < kLanes; ++i) {
@@ -183,15 +182,14 @@ FASTATTN_INLINE void lse_of_lanes(const Floats (&m)[C], const Floats (&l)[C], fl
 }
 
 // Computes the factor of the output and the lse, takes the headroom of the weights out of l, and adds that of the sink.
-template <int C>
-FASTATTN_INLINE void finish_softmax(const Params& p, int64_t h, const Floats (&m)[C], Floats (&l)[C], Floats (&on_o)[C],
-                                    float* lse) {
+FASTATTN_ONCE void finish_softmax(int C, const Params& p, int64_t h, const Floats* m, Floats* l, Floats* on_o,
+                                  float* lse) {
   const float on_score_log2 = p.on_score_log2();
   for (int c = 0; c < C; ++c) {
     on_o[c] = l[c] == 0.0f ? Floats{} : 1.0f / l[c];  // one_over_sum
     l[c] *= exp2(splat(headroom_log2(p)));
   }
-  lse_of_lanes<C>(m, l, on_score_log2, lse);
+  lse_of_lanes(C, m, l, on_score_log2, lse);
   for (int64_t i = 0; p.sinks && i < C * kLanes; ++i) {
     const int64_t c = i / kLanes, lane = i % kLanes;
     const BesideSink row = beside_sink(lse_of(m[c][lane], on_score_log2, log2(l[c])[lane]), p.sinks[h]);
@@ -202,10 +200,8 @@ FASTATTN_INLINE void finish_softmax(const Params& p, int64_t h, const Floats (&m
 }
 
 // Writes the lse of a block of queries, and its measures if they are wanted.
-template <int C>
-FASTATTN_INLINE void write_statistics(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
-                                      const QueryBlock& queries, const Floats (&m)[C], const Floats (&l)[C],
-                                      const float* lse) {
+FASTATTN_ONCE void write_statistics(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
+                                    const QueryBlock& queries, const Floats* m, const Floats* l, const float* lse) {
   for (int64_t i = 0; i < queries.n; ++i) {
     const int64_t row = (b * p.H + h) * p.n_q + p.queries[b].at(queries.first + i);
     out.lse[row] = lse[i];
@@ -217,14 +213,13 @@ FASTATTN_INLINE void write_statistics(const Params& p, const ForwardOutputs& out
 }
 
 // Writes the output and lse of a block of queries.
-template <int C>
-void end_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block) {
-  constexpr int64_t M = C * kLanes;
+void end_block(int C, const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block) {
+  const int64_t M = C * kLanes;
   const auto query = [&](int64_t i) { return p.queries[b].at(block.queries.first + i); };
-  Floats m[C], l[C], on_o[C];
-  for (int c = 0; c < C; ++c) m[c] = block.m[c], l[c] = block.l[c];
-  float lse[M];
-  finish_softmax<C>(p, h, m, l, on_o, lse);
+  Floats l[kColumns], on_o[kColumns];
+  for (int c = 0; c < C; ++c) l[c] = block.l[c];
+  float lse[kBlockQueries];
+  finish_softmax(C, p, h, block.m, l, on_o, lse);
   with_elements(out.o.row(b, h, 0), out.o.dtype, [&](auto* o) {
     transpose(
         padded(p.d_v), M,
@@ -236,7 +231,7 @@ void end_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
           if (i < block.queries.n) narrow_lanes(o + query(i) * out.o.row_stride + d, x, p.d_v - d);
         });
   });
-  write_statistics<C>(p, out, b, h, block.queries, m, l, lse);
+  write_statistics(p, out, b, h, block.queries, block.m, l, lse);
 }
 
 // Writes zeros for those of the queries first, ..., last - 1 that are padding.
@@ -283,7 +278,7 @@ void forward_strip(const Params& p, const ForwardOutputs& out, int64_t b, int64_
     block.q_t = w.q_t + count * kBlockQueries * units(p.d_qk);
     block.o_t = w.o_t + count * kBlockQueries * padded(p.d_v);
     seen = hull(seen, block.queries.range.some);
-    with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, b, h, block, w); });
+    begin_block(columns_of(block.queries.n), p, b, h, block, w);
   }
 
   KeyBlock keys[kChunkBlocks];
@@ -296,18 +291,18 @@ void forward_strip(const Params& p, const ForwardOutputs& out, int64_t b, int64_
       keys[n_key_blocks] = key_block(p, b, h / p.group(), i, lesser(kBlockKeys, chunk_end - i), w, n_key_blocks);
     }
     for (int64_t j = 0; j < count; ++j) {
-      with_columns(blocks[j].queries.n, [&](auto C) {
-        for (int64_t i = 0; i < n_key_blocks; ++i) {
-          each_part<C>(blocks[j].queries, 0, keys[i], {0, up_to_grain(keys[i].n)},
-                       [&](auto vectors, const QueryBlock& queries, int first, Part part) {
-                         attend<vectors>(p, b, h, keys[i], part, queries, first, blocks[j], prefetch, w);
-                       });
-        }
-      });
+      for (int64_t i = 0; i < n_key_blocks; ++i) {
+        each_part(columns_of(blocks[j].queries.n), blocks[j].queries, 0, keys[i], {0, up_to_grain(keys[i].n)},
+                  [&](int vectors, const QueryBlock& queries, int first, Part part) {
+                    with_columns(vectors, [&](auto C) {
+                      attend<C>(p, b, h, keys[i], part, queries, first, blocks[j], prefetch, w);
+                    });
+                  });
+      }
     }
   });
   for (int64_t j = 0; j < count; ++j) {
-    with_columns(blocks[j].queries.n, [&](auto C) { end_block<C>(p, out, b, h, blocks[j]); });
+    end_block(columns_of(blocks[j].queries.n), p, out, b, h, blocks[j]);
   }
 }
 

@@ -44,6 +44,15 @@ struct RightOf {
 };
 using Right = RightOf<>;
 
+// The same with C vectors in each step and nothing between them.
+template <int C>
+struct PackedRight {
+  const float* data;
+
+  FASTATTN_INLINE Floats operator()(int64_t k, int64_t c) const { return load(data + (k * C + c) * kLanes); }
+  operator Right() const { return {data, C * kLanes}; }
+};
+
 // visit(x[r][c], r, c) for every vector of a tile, unrolled: the accumulators must never be indexed at run time.
 template <int R, int C, class Visit>
 FASTATTN_INLINE void each_vector(Floats (&x)[R][C], Visit visit) {

@@ -76,30 +76,28 @@ constexpr int kTileRows = FASTATTN_ACCUMULATORS / C < 12 ? FASTATTN_ACCUMULATORS
 // Rows that share a unit once they are stored are computed together.
 constexpr int64_t whole_units(int64_t rows) { return (rows + kPerUnit - 1) / kPerUnit * kPerUnit; }
 
-// to = a * b for `rows` rows and C vectors of columns, in tiles of rows. The steps go along the head dim.
-template <int C, class Left>
-FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Left a, Right b) {
-  each_tile<kTileRows<C>, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
-    constexpr int T = decltype(tile_rows)::value;
-    Floats acc[T][C];
-    product(lesser(steps, kPartOfHeadDim), a.at_row(i), b, acc);
-    for (int64_t k = kPartOfHeadDim; k < steps; k += kPartOfHeadDim) {
-      Floats part[T][C];
-      product(lesser(steps - k, kPartOfHeadDim), a.at_row(i).at_step(k), b.at_step(k), part);
-      each_vector(acc, [&](Floats& x, int r, int c) { x += part[r][c]; });
-    }
-    each_vector(acc, [&](Floats& x, int r, int c) { store(to.at(i + r, c), x); });
-  });
-}
-
-// to += a * b. It is summed from zero and then added, which halves the rounding error.
+// to += a * b for `rows` rows and C vectors of columns, in tiles of rows. It is summed from zero and then added, which
+// halves the rounding error.
 template <int C, class Left, class RightSide>
-FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Left a, RightSide b) {
+FASTATTN_ONCE void add_product(Target to, int64_t rows, int64_t steps, Left a, RightSide b) {
   each_tile<kTileRows<C>, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
     Floats acc[decltype(tile_rows)::value][C];
     product(steps, a.at_row(i), b, acc);
     each_vector(acc, [&](Floats& x, int r, int c) { store(to.at(i + r, c), load(to.at(i + r, c)) + x); });
   });
+}
+
+// to = a * b for rows of C vectors that lie side by side. The steps go along the head dim.
+template <int C, class Left>
+FASTATTN_ONCE void assign_product(float* to, int64_t rows, int64_t steps, Left a, Right b) {
+  each_tile<kTileRows<C>, kPerUnit>(0, whole_units(rows), [&](auto tile_rows, int64_t i) {
+    Floats acc[decltype(tile_rows)::value][C];
+    product(lesser(steps, kPartOfHeadDim), a.at_row(i), b, acc);
+    each_vector(acc, [&](Floats& x, int r, int c) { store(to + ((i + r) * C + c) * kLanes, x); });
+  });
+  for (int64_t k = kPartOfHeadDim; k < steps; k += kPartOfHeadDim) {
+    add_product<C>({to, C * kLanes}, rows, lesser(steps - k, kPartOfHeadDim), a.at_step(k), b.at_step(k));
+  }
 }
 
 }  // namespace

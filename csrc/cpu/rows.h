@@ -104,11 +104,14 @@ FASTATTN_INLINE void narrow(Float16* p, Floats x) {
 
 // The floats from[0..n) in the first lanes, zeros in the others.
 template <class Element>
-FASTATTN_INLINE Floats widen_lanes(const Element* from, int64_t n) {
-  if (n >= kLanes) return widen(from);
+FASTATTN_ONCE Floats widen_few(const Element* from, int64_t n) {
   Element lanes[kLanes] = {};
   for (int64_t i = 0; i < n; ++i) lanes[i] = from[i];
   return widen(lanes);
+}
+template <class Element>
+FASTATTN_INLINE Floats widen_lanes(const Element* from, int64_t n) {
+  return n >= kLanes ? widen(from) : widen_few(from, n);
 }
 
 // to[0..d) = from[0..d), and 0 up to the next multiple of kLanes.
@@ -121,11 +124,14 @@ FASTATTN_INLINE void widen_row(const Element* from, int64_t d, float* to) {
 
 // to[0..n) = the first n lanes of x
 template <class Element>
-FASTATTN_INLINE void narrow_lanes(Element* to, Floats x, int64_t n) {
-  if (n >= kLanes) return narrow(to, x);
+FASTATTN_ONCE void narrow_few(Element* to, Floats x, int64_t n) {
   Element lanes[kLanes];
   narrow(lanes, x);
   for (int64_t i = 0; i < n; ++i) to[i] = lanes[i];
+}
+template <class Element>
+FASTATTN_INLINE void narrow_lanes(Element* to, Floats x, int64_t n) {
+  n >= kLanes ? narrow(to, x) : narrow_few(to, x, n);
 }
 
 // to[0..d) = factor * from[0..d); from may be read up to the next multiple of kLanes.
@@ -162,7 +168,7 @@ FASTATTN_INLINE void with_elements(Row row, DType dtype, Use use) {
 void read_columns(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t first, int64_t n, int64_t d,
                   int64_t d_end, Floats (&tile)[kLanes]) {
   with_elements(x.row(b, h, 0), x.dtype, [&](auto* rows) {
-#pragma GCC unroll 16
+#pragma GCC unroll 1  // kLanes copies for each dtype would take long to compile
     for (int64_t i = 0; i < kLanes; ++i) {
       tile[i] = i < n ? widen_lanes(rows + list.at(first + i) * x.row_stride + d, d_end - d) : Floats{};
     }

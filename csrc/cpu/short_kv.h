@@ -26,14 +26,6 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// x^T [d, M] of n rows, of which lanes beyond n repeat the last one.
-template <int C, class Map>
-FASTATTN_INLINE void transpose_queries(Rows x, int64_t n, int64_t d, float* to, Map map) {
-  transpose(
-      C * kLanes, padded(d), [&](int64_t i, int64_t j) { return map(load(x.data + lesser(i, n - 1) * x.stride + j)); },
-      [&](int64_t j, int64_t i, Floats column) { store(to + j * C * kLanes + i, column); });
-}
-
 // to[i] = factors[i] * row i of left * y, for the first rows of `left`, over n steps; y is [n, d]. One function without
 // a branch for all that is written: its tiles are most of the code that a call of few keys runs through.
 void multiply_from_left(Columns left, int64_t rows, int64_t n, Rows y, int64_t d, const float* factors,
@@ -68,8 +60,8 @@ FASTATTN_INLINE void softmax_single_block(const Params& p, int64_t b, int64_t h,
                                           float* p_t, Floats (&m)[C], Floats (&l)[C]) {
   Floats unused[C];
   for (int c = 0; c < C; ++c) m[c] = splat(-kInfinity), l[c] = Floats{};
-  assign_product<C>({p_t, C * kLanes}, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), Right{q_t, C * kLanes});
-  finish_scores<C>(p, b, h, queries, keys, part, p_t);
+  assign_product<C>(p_t, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), Right{q_t, C * kLanes});
+  finish_scores(C, p, b, h, queries, keys, part, p_t);
   follow_maximum<C>(part.n, p_t, p.on_score_log2(), m, unused);
   weights<C>(p, part.n, m, z_t, p_t, l);
 }
@@ -79,20 +71,19 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
                          const QueryBlock& queries, Prefetch& prefetch, const ForwardScratch& w) {
   const IndexList& list = p.queries[b];
   const int64_t n = queries.n;
-  const float on_query = split_scale(p.scale).on_query;
   const Rows q = rows_of(p.q, b, h, list, queries.first, n, n, p.d_qk, true, w.q);
-  transpose_queries<C>(q, n, p.d_qk, w.q_t, [&](Floats x) { return times_on_query(x, on_query); });
+  transpose_queries(q, n, padded(p.d_qk), split_scale(p.scale).on_query, w.q_t, C * kLanes);
 
   const Part part = visible_part(queries.range.some, keys);
   const float* const z_t = p.dropout.drops ? w.z_t : nullptr;
-  if (z_t) dropout_factors<C>(p.dropout, b, h, queries, keys, part, w.z_t);
+  if (z_t) dropout_factors(C, p.dropout, b, h, queries, keys, part, w.z_t);
   Floats m[C], l[C];
   prefetch.step();
   softmax_single_block<C>(p, b, h, queries, keys, part, w.q_t, z_t, w.p_t, m, l);
 
   Floats on_o[C];
   float lse[C * kLanes], on_row[C * kLanes];
-  finish_softmax<C>(p, h, m, l, on_o, lse);
+  finish_softmax(C, p, h, m, l, on_o, lse);
   for (int c = 0; c < C; ++c) store(on_row + c * kLanes, on_o[c]);
   prefetch.step();
   write_product(out.o, b, h, list, queries, {w.p_t, C * kLanes}, part.n, keys.v.at_row(part.begin), p.d_v, on_row,
@@ -100,7 +91,7 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
   for (int64_t i = 0; i < n; ++i) {  // not 0 times a NaN that other queries see
     if (on_row[i] == 0) zero_row(out.o, b, h, list.at(queries.first + i), p.d_v);
   }
-  write_statistics<C>(p, out, b, h, queries, m, l, lse);
+  write_statistics(p, out, b, h, queries, m, l, lse);
 }
 
 // The queries first, ..., last - 1 of an isolated run.
@@ -116,7 +107,8 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
   for (; first < last; first += kBlockQueries) {
     QueryBlock queries;
     queries.init(p, b, h, p.queries[b], isolated_run, first, lesser(kBlockQueries, last - first));
-    with_columns(queries.n, [&](auto C) { attend_single_block<C>(p, out, b, h, keys, queries, prefetch, w); });
+    with_columns(columns_of(queries.n),
+                 [&](auto C) { attend_single_block<C>(p, out, b, h, keys, queries, prefetch, w); });
   }
 }
 
@@ -153,31 +145,31 @@ void add_gradients_single_block(const Params& p, const BackwardTensors& t, const
                                 bool writes_rows, float* dk, float* dv, Prefetch& prefetch, const BackwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const int64_t b = item.b, n = queries.n;
-  const float on_query = split_scale(p.scale).on_query;
   BackwardBlock block;
   w.place_block(p, 0, block);
   const Rows q = rows_of(p.q, b, h, list, queries.first, n, n, p.d_qk, true, block.q_copy);
-  transpose_queries<C>(q, n, p.d_qk, block.q_t, [&](Floats x) { return times_on_query(x, on_query); });
+  transpose_queries(q, n, padded(p.d_qk), split_scale(p.scale).on_query, block.q_t, M);
   Floats d_lse[C], m[C], l[C], one_over_l[C];
-  float unused_lse[M];
+  float of_lanes[M];  // d_lse, and after that the lse, which is not read
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = (b * p.H + h) * p.n_q + list.at(queries.first + lesser(i, n - 1));
-    d_lse[i / kLanes][i % kLanes] = t.d_lse ? t.d_lse[query] : 0.0f;
+    of_lanes[i] = t.d_lse ? t.d_lse[query] : 0.0f;
   }
+  for (int c = 0; c < C; ++c) d_lse[c] = load(of_lanes + c * kLanes);
 
   const Part part = visible_part(queries.range.some, keys);
   const float* const z_t = p.dropout.drops ? w.z_t : nullptr;
-  if (z_t) dropout_factors<C>(p.dropout, b, h, queries, keys, part, w.z_t);
+  if (z_t) dropout_factors(C, p.dropout, b, h, queries, keys, part, w.z_t);
   prefetch.step();
   softmax_single_block<C>(p, b, h, queries, keys, part, block.q_t, nullptr, w.s_t, m, l);
-  finish_softmax<C>(p, h, m, l, one_over_l, unused_lse);
+  finish_softmax(C, p, h, m, l, one_over_l, of_lanes);
   prefetch.step();
   Rows d_o{};
   if (t.d_o.data) {
     d_o = rows_of(t.d_o, b, h, list, queries.first, n, n, p.d_v, true, block.d_o_copy);
-    transpose_queries<C>(d_o, n, p.d_v, block.d_o_t, Unchanged{});
+    transpose_queries(d_o, n, padded(p.d_v), 1.0f, block.d_o_t, M);
     const Right d_o_t{block.d_o_t, M};
-    assign_product<C>({w.dp_t, M}, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
+    assign_product<C>(w.dp_t, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
   } else {
     __builtin_memset(w.dp_t, 0, part.n * M * sizeof(float));
   }
@@ -200,10 +192,10 @@ void add_gradients_single_block(const Params& p, const BackwardTensors& t, const
   const int64_t from = (rows.begin - part.begin) * M, to = rows.begin - own.begin;
   prefetch.step();
   if (d_o.data) {
-    accumulate_rows<C>(w.s_t + from, rows.n, n, Right{d_o.data, d_o.stride}, p.d_v, dv + to * padded(p.d_v));
+    accumulate_rows(w.s_t + from, M, rows.n, n, Right{d_o.data, d_o.stride}, p.d_v, dv + to * padded(p.d_v));
   }
   prefetch.step();
-  accumulate_rows<C>(w.dp_t + from, rows.n, n, Right{q.data, q.stride}, p.d_qk, dk + to * padded(p.d_qk));
+  accumulate_rows(w.dp_t + from, M, rows.n, n, Right{q.data, q.stride}, p.d_qk, dk + to * padded(p.d_qk));
 }
 
 // The queries first, ..., last - 1 of an isolated run against those of its keys that lie in a chunk. Their weights take
@@ -223,7 +215,7 @@ void add_gradients_single_block(const Params& p, const BackwardTensors& t, const
   for (; first < last; first += kBlockQueries) {
     QueryBlock block;
     block.init(p, item.b, h, queries, isolated_run, first, lesser(kBlockQueries, last - first));
-    with_columns(block.n, [&](auto C) {
+    with_columns(columns_of(block.n), [&](auto C) {
       add_gradients_single_block<C>(p, t, item, h, queries, keys, own, block, own.begin == 0,
                                     w.dk + row * padded(p.d_qk), w.dv + row * padded(p.d_v), prefetch, w);
     });

@@ -99,15 +99,15 @@ FASTATTN_INLINE void tile_product(Target to, int64_t steps, Rows a, Right b) {
 
 // As in product.h. Whole tiles of rows are computed: a and `to` have rows up to a multiple of 16.
 template <int C, bool kAdd>
-FASTATTN_INLINE void tile_products(Target to, int64_t rows, int64_t steps, Rows a, Right b) {
+FASTATTN_ONCE void tile_products(Target to, int64_t rows, int64_t steps, Rows a, Right b) {
   constexpr int kTilesOfRows = C == 1 ? 4 : C == 2 ? 2 : 1;
   each_tile<kTilesOfRows>(0, (rows + kTile - 1) / kTile, [&](auto tiles, int64_t tile) {
     tile_product<tiles, C, kAdd>(to.at_row(tile * kTile), steps, a.at_row(tile * kTile), b);
   });
 }
 template <int C>
-FASTATTN_INLINE void assign_product(Target to, int64_t rows, int64_t steps, Rows a, Right b) {
-  tile_products<C, false>(to, rows, steps, a, b);
+FASTATTN_INLINE void assign_product(float* to, int64_t rows, int64_t steps, Rows a, Right b) {
+  tile_products<C, false>({to, C * kLanes}, rows, steps, a, b);
 }
 template <int C>
 FASTATTN_INLINE void add_product(Target to, int64_t rows, int64_t steps, Rows a, Right b) {

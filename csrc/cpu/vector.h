@@ -18,6 +18,13 @@ namespace {
 
 #define FASTATTN_INLINE __attribute__((always_inline)) inline
 
+// A function of which there is one copy, since compiling several takes long: beside what it does a call costs nothing.
+#if defined(__clang__)
+#define FASTATTN_ONCE __attribute__((noinline))
+#else
+#define FASTATTN_ONCE __attribute__((noinline, noclone))
+#endif
+
 constexpr int kLanes = FASTATTN_LANES;
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
@@ -65,9 +72,9 @@ FASTATTN_INLINE bool holds(const float* x, int64_t n, float y) {
 // A polynomial by its coefficients, the highest power first.
 template <int N>
 FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {
-  Floats y = {};
+  Floats y = splat(coefficients[0]);
 #pragma GCC unroll 8
-  for (const float coefficient : coefficients) y = y * x + coefficient;
+  for (int i = 1; i < N; ++i) y = y * x + coefficients[i];
   return y;
 }
 
@@ -179,10 +186,6 @@ FASTATTN_INLINE void transpose(Floats (&rows)[kLanes]) {
   if constexpr (2 * S < kLanes) transpose<2 * S>(rows);
 }
 
-struct Unchanged {
-  FASTATTN_INLINE Floats operator()(Floats x) const { return x; }
-};
-
 // put(j, i, vector along i) takes what get(i, j) gives as vectors along j; rows and columns are multiples of kLanes.
 template <class Get, class Put>
 FASTATTN_INLINE void transpose(int64_t rows, int64_t columns, Get get, Put put) {
@@ -198,12 +201,11 @@ FASTATTN_INLINE void transpose(int64_t rows, int64_t columns, Get get, Put put) 
   }
 }
 
-// to[j][i] = map(from[i][j])
-template <class Map>
+// to[j][i] = from[i][j]
 FASTATTN_INLINE void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
-                               int64_t to_stride, Map map) {
+                               int64_t to_stride) {
   transpose(
-      rows, columns, [&](int64_t i, int64_t j) { return map(load(from + i * from_stride + j)); },
+      rows, columns, [&](int64_t i, int64_t j) { return load(from + i * from_stride + j); },
       [&](int64_t j, int64_t i, Floats x) { store(to + j * to_stride + i, x); });
 }
 

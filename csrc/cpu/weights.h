@@ -75,7 +75,7 @@ void measure(const Params& p, const float* lse, const WeightsItem& item, Measure
       BackwardBlock block;
       w.place_block(p, 0, block);
       block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, queries.count - first));
-      with_columns(block.queries.n, [&](auto C) { begin_block<C>(p, t, as_backward, h, queries, block, w); });
+      begin_block(columns_of(block.queries.n), p, t, as_backward, h, queries, block, w);
       for (int64_t lane = 0; lane < block.queries.n; ++lane) {
         const int64_t c = lane / kLanes, l = lane % kLanes;
         of_head[queries.at(first + lane)] = {block.reference[c][l], block.rest_log2[c][l]};
@@ -85,14 +85,12 @@ void measure(const Params& p, const float* lse, const WeightsItem& item, Measure
 }
 
 // Prepares a block of queries for `each_block_of_scores`. The weights of lanes without a query are 0.
-template <int C>
-void begin_weights(const Params& p, int64_t b, int64_t h, const Measure* measures, BackwardBlock& block,
+void begin_weights(int C, const Params& p, int64_t b, int64_t h, const Measure* measures, BackwardBlock& block,
                    const WeightsScratch& w) {
-  constexpr int64_t M = C * kLanes;
+  const int64_t M = C * kLanes;
   const Rows q = rows_of(p.q, b, h, p.queries[b], block.queries.first, block.queries.n, M, p.d_qk, true, w.q);
-  const float on_query = split_scale(p.scale).on_query;
   block.q_t = w.q_t;
-  transpose(q.data, q.stride, M, units(p.d_qk), block.q_t, M, [&](Floats x) { return times_on_query(x, on_query); });
+  transpose_queries(q, M, units(p.d_qk), split_scale(p.scale).on_query, block.q_t, M);
   for (int64_t lane = 0; lane < M; ++lane) {
     const int64_t c = lane / kLanes, l = lane % kLanes;
     const Measure& from = measures[(b * p.H + h) * p.n_q + block.queries.index[c][l]];
@@ -103,8 +101,8 @@ void begin_weights(const Params& p, int64_t b, int64_t h, const Measure* measure
 
 // Calls visit(keys, part), with S^T of that part of a block of keys in the scratch, for all blocks that the queries see
 // at the places first_key, ..., last_key - 1.
-template <int C, class Visit>
-FASTATTN_INLINE void each_block_of_scores(const Params& p, int64_t b, int64_t h, const BackwardBlock& block,
+template <class Visit>
+FASTATTN_INLINE void each_block_of_scores(int C, const Params& p, int64_t b, int64_t h, const BackwardBlock& block,
                                           int64_t first_key, int64_t last_key, const WeightsScratch& w, Visit visit) {
   const IndexList& list = p.keys[b];
   each_key_block(list, block.queries.range.some, 0, first_key, last_key, [&](int64_t first, int64_t n) {
@@ -112,7 +110,7 @@ FASTATTN_INLINE void each_block_of_scores(const Params& p, int64_t b, int64_t h,
     keys.k = rows_of(p.k, b, h / p.group(), list, first, n, up_to_grain(n), p.d_qk, false, w.k);
     const Part part = visible_part(block.queries.range.some, keys);
     if (part.n == 0) return;
-    scores<C>(p, b, h, keys, part, block.queries, {block.q_t, C * kLanes}, w.s_t);
+    scores(C, p, b, h, keys, part, block.queries, {block.q_t, C * kLanes}, w.s_t);
     visit(keys, part);
   });
 }
@@ -142,12 +140,11 @@ FASTATTN_INLINE void each_chunk(const IndexList& list, int64_t n_k, Run run) {
 }
 
 // sums += Z^T * P^T, for the keys of a chunk.
-template <int C>
-void add_weights(const Params& p, int64_t b, int64_t h, const BackwardBlock& block, const Chunk& chunk,
+void add_weights(int C, const Params& p, int64_t b, int64_t h, const BackwardBlock& block, const Chunk& chunk,
                  const WeightsScratch& w) {
   const float on_score_log2 = p.on_score_log2();
-  each_block_of_scores<C>(p, b, h, block, chunk.first, chunk.last, w, [&](const KeyBlock& keys, Part part) {
-    if (p.dropout.drops) dropout_factors<C>(p.dropout, b, h, block.queries, keys, part, w.z_t);
+  each_block_of_scores(C, p, b, h, block, chunk.first, chunk.last, w, [&](const KeyBlock& keys, Part part) {
+    if (p.dropout.drops) dropout_factors(C, p.dropout, b, h, block.queries, keys, part, w.z_t);
     float* const to = w.sums + (keys.first - chunk.first + part.begin) * C * kLanes;
     for (int64_t i = 0; i < part.n; ++i) {
       for (int c = 0; c < C; ++c) {
@@ -177,12 +174,11 @@ FASTATTN_INLINE void write_columns(const IndexList& list, const Chunk& chunk, co
 }
 
 // Writes the columns of a chunk for a block of queries.
-template <int C>
-void write_weights(const Params& p, const Output& out, const WeightsItem& item, const QueryBlock& queries,
+void write_weights(int C, const Params& p, const Output& out, const WeightsItem& item, const QueryBlock& queries,
                    const Chunk& chunk, const WeightsScratch& w) {
   const float factor = 1.0f / static_cast<float>(item.last_head - item.first_head);
   for (int c = 0; c * kLanes < queries.n; ++c) {
-    transpose(w.sums + c * kLanes, C * kLanes, padded(chunk.n()), kLanes, w.rows, w.summed_keys, Unchanged{});
+    transpose(w.sums + c * kLanes, C * kLanes, padded(chunk.n()), kLanes, w.rows, w.summed_keys);
     for (int64_t lane = 0; lane < lesser(kLanes, queries.n - c * kLanes); ++lane) {
       char* const row = out.row(item.b, item.row_of_heads, queries.index[c][lane]);
       with_elements(row, out.dtype,
@@ -205,33 +201,30 @@ void weights(const Params& p, const Measure* measures, const Output& out, const 
     each_chunk(list, p.n_k, [&](const Chunk& chunk) {
       __builtin_memset(w.sums, 0, w.summed_keys * kBlockQueries * sizeof(float));
       BackwardBlock block;
-      with_columns(n, [&](auto C) {
-        for (int64_t h = item.first_head; h < item.last_head; ++h) {
-          block.queries.init(p, item.b, h, queries, first, n);
-          begin_weights<C>(p, item.b, h, measures, block, w);
-          add_weights<C>(p, item.b, h, block, chunk, w);
-        }
-        write_weights<C>(p, out, item, block.queries, chunk, w);
-      });
+      for (int64_t h = item.first_head; h < item.last_head; ++h) {
+        block.queries.init(p, item.b, h, queries, first, n);
+        begin_weights(columns_of(n), p, item.b, h, measures, block, w);
+        add_weights(columns_of(n), p, item.b, h, block, chunk, w);
+      }
+      write_weights(columns_of(n), p, out, item, block.queries, chunk, w);
     });
   }
 }
 
 // sums[key, lane] += P of the queries in that lane.
-template <int C>
-void add_received(const Params& p, const WeightsItem& item, const BackwardBlock& block, const Chunk& chunk,
+void add_received(int C, const Params& p, const WeightsItem& item, const BackwardBlock& block, const Chunk& chunk,
                   const WeightsScratch& w) {
   const float on_score_log2 = p.on_score_log2();
-  each_block_of_scores<C>(p, item.b, item.first_head, block, chunk.first, chunk.last, w,
-                          [&](const KeyBlock& keys, Part part) {
-                            float* const to = w.sums + (keys.first - chunk.first + part.begin) * kLanes;
-                            for (int64_t i = 0; i < part.n; ++i) {
-                              Floats x = {};
-                              for (int c = 0; c < C; ++c)
-                                x += weight_from_lse(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
-                              store(to + i * kLanes, load(to + i * kLanes) + x);
-                            }
-                          });
+  each_block_of_scores(C, p, item.b, item.first_head, block, chunk.first, chunk.last, w,
+                       [&](const KeyBlock& keys, Part part) {
+                         float* const to = w.sums + (keys.first - chunk.first + part.begin) * kLanes;
+                         for (int64_t i = 0; i < part.n; ++i) {
+                           Floats x = {};
+                           for (int c = 0; c < C; ++c)
+                             x += weight_from_lse(block, c, load(w.s_t + (i * C + c) * kLanes), on_score_log2);
+                           store(to + i * kLanes, load(to + i * kLanes) + x);
+                         }
+                       });
 }
 
 // What the keys of an item, those of one chunk, receive from all queries of its head. They are summed strip by strip,
@@ -250,10 +243,9 @@ void received(const Params& p, const Measure* measures, float* out, const Weight
     for (int64_t first = strip; first < end; first += kBlockQueries) {
       BackwardBlock block;
       block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
-      with_columns(block.queries.n, [&](auto C) {
-        begin_weights<C>(p, b, h, measures, block, w);
-        add_received<C>(p, item, block, chunk, w);
-      });
+      const int C = columns_of(block.queries.n);
+      begin_weights(C, p, b, h, measures, block, w);
+      add_received(C, p, item, block, chunk, w);
     }
     for (int64_t i = 0; i < chunk.n() * kLanes; i += kLanes) store(totals + i, load(totals + i) + load(w.sums + i));
   }
@@ -284,15 +276,14 @@ FASTATTN_INLINE void insert(float weight, int32_t key, int64_t top_k, float* lar
 }
 
 // Finds the largest weights of a block of queries.
-template <int C>
-void find_largest(const Params& p, const WeightsItem& item, const BackwardBlock& block, int64_t top_k,
+void find_largest(int C, const Params& p, const WeightsItem& item, const BackwardBlock& block, int64_t top_k,
                   const WeightsScratch& w) {
   const float on_score_log2 = p.on_score_log2();
   for (int64_t i = 0; i < C * kLanes * top_k; ++i) w.largest[i] = kNoWeight, w.their_keys[i] = -1;
-  Floats smallest[C];  // of the largest of each query
+  Floats smallest[kColumns];  // of the largest of each query
   for (int c = 0; c < C; ++c) smallest[c] = splat(kNoWeight);
-  each_block_of_scores<C>(
-      p, item.b, item.first_head, block, 0, p.keys[item.b].count, w, [&](const KeyBlock& keys, Part part) {
+  each_block_of_scores(
+      C, p, item.b, item.first_head, block, 0, p.keys[item.b].count, w, [&](const KeyBlock& keys, Part part) {
         for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
           for (int c = 0; c < C; ++c) {
             const Floats s = load(w.s_t + (i * C + c) * kLanes);
@@ -332,10 +323,9 @@ void top_keys(const Params& p, const Measure* measures, const TopKeysOutputs& ou
   for (int64_t first = item.first_query; first < end; first += kBlockQueries) {
     BackwardBlock block;
     block.queries.init(p, b, h, queries, first, lesser(kBlockQueries, end - first));
-    with_columns(block.queries.n, [&](auto C) {
-      begin_weights<C>(p, b, h, measures, block, w);
-      find_largest<C>(p, item, block, out.top_k, w);
-    });
+    const int C = columns_of(block.queries.n);
+    begin_weights(C, p, b, h, measures, block, w);
+    find_largest(C, p, item, block, out.top_k, w);
     for (int64_t i = 0; i < block.queries.n; ++i) {
       write(queries.at(first + i), w.largest + i * out.top_k, w.their_keys + i * out.top_k);
     }

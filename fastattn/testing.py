@@ -128,6 +128,10 @@ CASES: tuple[Case, ...] = (
         "decode-alibi", "distances beside dot products, and a bias that is one number for all keys", n_q=3, n_k=70,
         causal=True, q_offset=(66, 40), alibi=True, bias=(3, 1),
     ),
+    Case(
+        "decode-gaps", "few queries, and keys that a mask hides between others", n_q=2, n_k=600, dense=True,
+        segment_ids=True,
+    ),
     Case("one-by-one", "the smallest call", B=1, H=1, n_q=1, n_k=1, D=1),
     Case("tail-below", "one less than a block of 16, 32, 64 and 128", n_q=127, n_k=63),
     Case("tail-above", "one more than a block of 16, 32, 64 and 128", n_q=65, n_k=129),

@@ -546,9 +546,7 @@ PyObject* keep(Arguments in) {
   const Tensor written(Object::borrowed(in[4]), "keep");
   bool* const result = written.output<bool>({p.B, p.H, p.n_q, p.n_k}, kDLBool, 8);
   const auto sees = [&](int64_t b, int64_t h, int64_t query, int64_t key) {
-    const uint32_t gaps = p.ranges.gaps ? p.ranges.at(b, h, query).gaps : kNoGaps;
-    return p.visible(b, h, query).contains(key) && !(gaps & kDenseGaps && !p.dense.row(b, h, query)[key]) &&
-           !(gaps & kOtherDocuments && p.documents.of_query[b * p.n_q + query] != p.documents.of_key[b * p.n_k + key]);
+    return p.visible(b, h, query).contains(key) && !p.in_gap(p.gaps(b, h, query), b, h, query, key);
   };
   for (int64_t head = 0; head < p.B * p.H; ++head) {
     const int64_t b = head / p.H, h = head % p.H;
@@ -559,7 +557,7 @@ PyObject* keep(Arguments in) {
       uint32_t gaps = kNoGaps;
       for (int64_t i = first; i < end; ++i) {
         range.add(p.visible(b, h, queries.at(i)));
-        if (p.ranges.gaps) gaps |= p.ranges.at(b, h, queries.at(i)).gaps;
+        gaps |= p.gaps(b, h, queries.at(i));
       }
       for (int64_t i = first; i < end; ++i) {
         bool* row = result + (head * p.n_q + queries.at(i)) * p.n_k;

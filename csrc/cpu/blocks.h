@@ -159,7 +159,7 @@ struct QueryBlock {
       const int64_t query = queries.at(first + (lane < n ? lane : n - 1));
       const KeyRange keys = p.visible(b, h, query);
       if (lane < n) ranges[lane / kLanes].add(keys);
-      if (p.ranges.gaps) gaps |= p.ranges.at(b, h, query).gaps;
+      gaps |= p.gaps(b, h, query);
       index[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(query);
       begin[lane / kLanes][lane % kLanes] = static_cast<int32_t>(keys.begin);
       length[lane / kLanes][lane % kLanes] = static_cast<uint32_t>(keys.end - keys.begin);

@@ -181,24 +181,35 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
   const int64_t b = item.b, h_kv = item.h_kv, rows = decode_rows(p, b);
   const IndexList &queries = p.queries[b], &key_list = p.keys[b];
   KeyRange visible[kDecodeRows], seen{p.n_k, 0};
+  uint32_t gaps[kDecodeRows];
   for (int64_t row = 0; row < rows; ++row) {
     const auto [h, query] = head_and_query(p, b, h_kv, row);
     float* q = w.q + row * padded(p.d_qk);
     read_rows(p.q, b, h, queries, row / p.group(), 1, p.d_qk, q);
     for (int64_t d = 0; d < p.d_qk; ++d) q[d] *= split_scale(p.scale).on_query;
-    visible[row] = p.visible(b, h, query);
+    visible[row] = p.visible(b, h, query), gaps[row] = p.gaps(b, h, query);
     seen = hull(seen, visible[row]);
     DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
     *part.m = -kInfinity, *part.l = 0;
     __builtin_memset(part.o, 0, padded(p.d_v) * sizeof(float));
   }
 
+  const auto sees = [&](int64_t row, int64_t key) {
+    const auto [h, query] = head_and_query(p, b, h_kv, row);
+    return visible[row].contains(key) && !p.in_gap(gaps[row], b, h, query, key);
+  };
+  const auto sees_some = [&](int64_t row, int64_t first, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (sees(row, key_list.at(first + i))) return true;
+    }
+    return false;
+  };
   const auto attend = [&](int64_t first, int64_t n) {
     const int64_t n_padded = padded(n);
     const KeyRange block{key_list.at(first), key_list.at(first + n - 1) + 1};
     int64_t row_begin = 0, row_end = rows;  // that see some of these keys, and those in between
-    while (row_end > 0 && !visible[row_end - 1].meets(block)) --row_end;
-    while (row_begin < row_end && !visible[row_begin].meets(block)) ++row_begin;
+    while (row_end > 0 && !sees_some(row_end - 1, first, n)) --row_end;
+    while (row_begin < row_end && !sees_some(row_begin, first, n)) ++row_begin;
     if (row_begin == row_end) return;
     with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, rows > 1, w.k, [&](auto k) {
       dot_products(row_end - row_begin, w.q + row_begin * padded(p.d_qk), k, n_padded, p.d_qk,
@@ -210,9 +221,9 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
         const auto [h, query] = head_and_query(p, b, h_kv, row);
         finish_scores_of_query(p, b, h, query, key_list, first, n, s);
       }
-      if (n == n_padded && visible[row].begin <= block.begin && block.end <= visible[row].end) continue;
+      if (n == n_padded && !gaps[row] && visible[row].begin <= block.begin && block.end <= visible[row].end) continue;
       for (int64_t i = 0; i < n_padded; ++i) {
-        if (i >= n || !visible[row].contains(key_list.at(first + i))) s[i] = -kInfinity;
+        if (i >= n || !sees(row, key_list.at(first + i))) s[i] = -kInfinity;
       }
     }
     for (int64_t row = row_begin; row < row_end; ++row) {

@@ -116,6 +116,16 @@ struct Params {
     return {ranges.at(b, h, query).begin, ranges.at(b, h, query).end};
   }
 
+  uint32_t gaps(int64_t b, int64_t h, int64_t query) const {
+    return ranges.gaps ? ranges.at(b, h, query).gaps : kNoGaps;
+  }
+
+  // Whether one of these gaps hides a key that is inside the range of the query.
+  bool in_gap(uint32_t gaps, int64_t b, int64_t h, int64_t query, int64_t key) const {
+    return (gaps & kDenseGaps && !dense.row(b, h, query)[key]) ||
+           (gaps & kOtherDocuments && documents.of_query[b * n_q + query] != documents.of_key[b * n_k + key]);
+  }
+
   // From the first to the last key that is visible to some of the queries first, ..., last.
   KeyRange visible_to_some(int64_t b, int64_t h, int64_t first, int64_t last) const {
     if (!ranges.data) return hull(visible(b, h, first), visible(b, h, last));

@@ -39,7 +39,7 @@ inline std::vector<ForwardItem> forward_items(const Params& p, const Kernels& ke
 
 // Whether the kernels of decode.h take the call: with few queries each thread gets some of the keys, which are always
 // split at the same places.
-inline bool decodes(const Params& p) { return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops && !p.ranges.gaps; }
+inline bool decodes(const Params& p) { return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops; }
 
 inline int64_t decode_parts_of_head(const Params& p) {
   constexpr int64_t kKeysOfPart = 512;

@@ -26,6 +26,9 @@ _TERMS = frozenset({"softcap", "alibi_slopes", "sinks", "dropout"})
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _16_BITS = (torch.float16, torch.bfloat16)
 _LSE_ALIGNMENT = 32  # of the lengths that the memory-efficient kernel has in its lse
+_FEW_QUERIES = 32
+"""For so few, a copy of keys and values without their padding would take longer than all the rest. What stands in the
+padding is 0 times something then, which shows in the output where that is no number."""
 _LARGEST_LSE = 256.0
 """The kernels recompute weights as exp(score - lse), of which rounding takes eps * lse; from 1 / eps on, lse does not
 tell how many keys share the largest score."""
@@ -74,7 +77,7 @@ def by_name_only(device: torch.device) -> str | None:
 
 
 class _Call(NamedTuple):
-    """A call as the kernels take it: without NaN in padding.
+    """A call as the kernels take it: without NaN in padding, unless that is left `as_it_is`.
 
     table: float in the dtype of q, broadcastable to [B, H, n_q, n_k], added to the scores; or None.
     unseeing: bool, broadcastable to [B, H, n_q], True where a query sees no key; None where each sees one.
@@ -89,10 +92,11 @@ class _Call(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> _Call:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec, as_it_is: bool = False) -> _Call:
         mask, features = spec.mask, spec.features()
         queries, keys = mask.readable_queries(), mask.readable_keys()
-        q, k, v = _readable(q, queries), _readable(k, keys), _readable(v, keys)
+        if not as_it_is:
+            q, k, v = _readable(q, queries), _readable(k, keys), _readable(v, keys)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # which the kernels do not ask
         if features <= {"causal"}:
             return cls(q, k, v, mask.causal, None, None, spec.scale)
@@ -152,9 +156,12 @@ class _Call(NamedTuple):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q]."""
-    call = _Call.of(q, k, v, spec)
-    o, lse = call.forward(call.v)
-    if q.device.type == "cpu" and not math.isfinite(o.sum()):
+    for as_it_is in (True, False) if q.shape[2] <= _FEW_QUERIES else (False,):
+        call = _Call.of(q, k, v, spec, as_it_is)
+        o, lse = call.forward(call.v)
+        if q.device.type != "cpu" or math.isfinite(o.sum()):
+            break
+    else:
         return reference.forward(q, k, v, spec)  # sums of values may have overflowed before they were divided
     if call.unseeing is not None:
         lse = lse.masked_fill(call.unseeing, -math.inf)

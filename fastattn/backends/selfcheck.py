@@ -119,7 +119,12 @@ def find_fault(backend: ModuleType, device: torch.device, dtype: torch.dtype, tr
 def _masks(B: int, n_q: int, n_k: int, device: torch.device) -> list[Mask]:
     real_keys = torch.arange(n_k, device=device) < torch.tensor([[n_k], [(n_k + 2) // 3]], device=device)[:B]
     offset = n_k - n_q
-    return [Mask(), Mask(causal=True), Mask(real_keys=real_keys), Mask(causal=True, q_offset=offset, real_keys=real_keys)]
+    return [
+        Mask(),
+        Mask(causal=True),
+        Mask(real_keys=real_keys),
+        Mask(causal=True, q_offset=offset, real_keys=real_keys),
+    ]
 
 
 def _in_words(mask: Mask) -> str:

@@ -20,12 +20,12 @@ FAULTS = {  # what stands before `return o, lse` of a backend that is otherwise 
         "and real_keys is off by nan",
     ),
     "other_bits": ("o += 1e-7 * torch.rand(())", "has other bits in the second call"),
-    "hanging": ("time.sleep(3600)", "hangs: no answer in 20 s"),
+    "hanging": ("time.sleep(3600)", "hangs: no answer in 45 s"),
     "crashing": ("os.kill(os.getpid(), signal.SIGSEGV)", "ends its process: SIGSEGV"),
     "leaking": ("kept.append(b'x' * 2**22)", "calls left"),
     "raising": ("raise KeyError('no such kernel')", "ends its process: exit code 1, KeyError: 'no such kernel'"),
     "wrong_in_long_calls": ("if q.shape[2] == 128: o += 1", "in float32, head dim up to 64, up to 128 keys, padding"),
-    "lying": ("time.perf_counter = lambda: 0.0; time.sleep(0.2)", ""),
+    "lying": ("time.perf_counter = lambda: 0.0; time.sleep(0.05)", ""),
 }
 NOT_THERE = "def unavailable(device): return 'needs a compiler'"  # which is asked first
 
@@ -61,13 +61,13 @@ def faulty(tmp_path, monkeypatch):
 
 def test_each_fault_costs_its_backend_and_is_told(faulty):
     right_at_hand = (backend for backend in faulty if backend.NAME in FAULTS)
-    findings = tune.tune([CLASS], (*right_at_hand, aten), Limits(check=20, other=20))
+    findings = tune.tune([CLASS], (*right_at_hand, aten), Limits(check=45, other=45))
     for name, (_, sentence) in FAULTS.items():
         why = findings.record.families[f"{name} float32 forward"]
         assert sentence in why if sentence else why == "", f"{name}: {why}"
     ms = findings.record.classes[CLASS]
     assert set(ms) == {"lying", "torch"}
-    assert ms["lying"] > 200
+    assert ms["lying"] > 50
     assert choice.ranked(ms)[0] == "torch"
     assert "wrong_numbers float32 forward: NOT USED: o of [2, 4, 80, 64] with 80 keys and no mask is off by 0.2" in str(
         findings

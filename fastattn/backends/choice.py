@@ -78,7 +78,7 @@ DEFAULT = (
         "PyTorch's kernels are proven, and estimated to be faster where no mask can be profited from", measured=False,
     ),
     Preference(
-        "cuda", ("padding", "other"), ("triton",), "computes no hidden tiles, and builds no table of the mask",
+        "cuda", ("padding", "other"), ("hopper", "triton"), "computes no hidden tiles, and builds no table of the mask",
         measured=False,
     ),
 )  # fmt: skip

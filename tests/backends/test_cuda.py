@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn.backends import OPTIONAL, build, cpu, cuda, objections, select
+from fastattn.backends import OPTIONAL, aten, build, cpu, cuda, objections, select
 from fastattn.spec import FEATURES, Mask, Spec
 
 SPEC = Spec(Mask(), 1.0)
@@ -22,6 +22,8 @@ def gpu(monkeypatch) -> Iterator:
     """A function that makes the GPU one of a compute capability; the CUDA module is there, and no kernel runs."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(build.CudaModule, "unavailable_on", lambda self, capability: None)
+    monkeypatch.setenv("FASTATTN_SELF_CHECK", "0")
+    monkeypatch.setattr(aten, "unavailable", lambda device: "it would be first without a mask")
 
     def of(*capability: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

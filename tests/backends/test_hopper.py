@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import BACKENDS, hopper, select
+from fastattn.backends import choice, hopper, select
 from fastattn.backends import objections as objections_to_call
 from fastattn.spec import Mask, Spec
 
@@ -57,10 +57,11 @@ def test_it_serves_by_name_until_a_gpu_has_run_its_tests(on_hopper):
 
 
 def test_it_is_asked_first_where_it_serves(on_hopper, monkeypatch):
-    assert BACKENDS[0] is hopper
+    assert choice.default_order("cuda", "padding").backends == ("hopper", "triton")
+    monkeypatch.setattr(choice, "DEFAULT", [entry._replace(device="cpu") for entry in choice.DEFAULT[1:]])
     monkeypatch.setattr(hopper, "by_name_only", lambda device: None)
-    assert select(*call()) is hopper
-    assert select(*call(dtype=torch.float32)).NAME == "cpu"
+    assert select(*call(mask=Mask(causal=True, q_offset=1))) is hopper
+    assert select(*call(dtype=torch.float32, mask=Mask(causal=True, q_offset=1))).NAME == "cpu"
 
 
 def test_without_gluon_there_is_a_sentence():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from places import CUDA_TAKES_BF16, in_each_place, most_precise_dtype
 
-from fastattn.backends import hopper
+from fastattn.backends import aten, hopper
 from fastattn.testing import Case, assert_right, make_inputs, run
 
 ON_GPU = torch.cuda.is_available()
@@ -22,7 +22,9 @@ TRAINING = Case(
 
 @in_each_place
 def test_many_runs_give_the_same_bits(backend, device):
-    case = dataclasses.replace(TRAINING, bias=None, dropout_p=0.0) if backend is hopper else TRAINING
+    case = TRAINING
+    if backend in (aten, hopper):
+        case = dataclasses.replace(case, bias=case.bias if backend is aten else None, dropout_p=0.0)
     inputs = make_inputs(case, torch.float16, device)
     first = run(inputs, backend.NAME)
     for _ in range(RUNS - 1):

@@ -110,8 +110,8 @@ def prepare(
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
             _plans[kind] = plan
-            serves_all = default_is_best(q.device) and serves_whole(chosen, q.device)
-            if backend is None and hasattr(chosen, "short_way") and serves_all:
+            may_be_short = backend is None and hasattr(chosen, "short_way")
+            if may_be_short and default_is_best(q.device) and serves_whole(chosen, q.device):
                 short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
     seed = draw_seed(q.device, generator) if plan.dropout_p > 0 else None
     spec = Spec(

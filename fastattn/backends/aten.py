@@ -35,7 +35,7 @@ tell how many keys share the largest score."""
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """Every mask and biases on the CPU; no mask or a causal one on a GPU, whose kernels would round the table."""
+    """Every mask and biases on the CPU; no mask or a causal one on a GPU, where no table has been tried."""
     return FEATURES - _TERMS if device.type == "cpu" else frozenset({"causal"})
 
 

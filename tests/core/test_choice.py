@@ -265,6 +265,10 @@ class TestSelfCheck:
         monkeypatch.setattr(selfcheck, "find_fault", lambda *_: pytest.fail("checked"))
         fastattn.attention(X, X, X)
 
+    def test_is_not_made_for_a_backend_that_is_named(self, monkeypatch):
+        monkeypatch.setattr(selfcheck, "find_fault", lambda *_: pytest.fail("checked"))
+        fastattn.attention(X, X, X, backend="cpu")
+
     def test_is_not_made_inside_a_graph(self, monkeypatch):
         monkeypatch.setattr(selfcheck, "find_fault", lambda *_: pytest.fail("checked"))
         with pytest.warns(UserWarning, match="cpu float32 forward has not been checked on this machine"):

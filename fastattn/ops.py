@@ -101,12 +101,12 @@ def short_way(
     if known is None or not (mask is None or isinstance(mask, Mask)):
         return None
     attend, backward, backend = known
-    terms = (mask, scale, bias, softcap, alibi_slopes, sinks)
-    outputs = attend(q, k, v, *terms, with_lse, average_heads)
+    outputs = attend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, with_lse, average_heads)
     if outputs is None:
         return None
     o, lse_or_weights, gradients_wanted = outputs
     if gradients_wanted:
+        terms = (mask, scale, bias, softcap, alibi_slopes, sinks)
         result = _apply_short(q, k, v, (o, lse_or_weights, with_lse, terms, backward, backend))
         return result if with_lse else (result, None)
     return o, lse_or_weights

@@ -104,8 +104,11 @@ class Call {
  public:
   Call(PyObject* q, PyObject* k, PyObject* v, PyObject* spec) : Call(q, k, v, spec_of(spec)) {}
 
-  Call(PyObject* q, PyObject* k, PyObject* v, const Spec& spec) {
-    const Input rows_of_q = input(q, "q"), rows_of_k = input(k, "k"), rows_of_v = input(v, "v");
+  Call(PyObject* q, PyObject* k, PyObject* v, const Spec& spec)
+      : Call({Object::borrowed(q), "q"}, {Object::borrowed(k), "k"}, {Object::borrowed(v), "v"}, spec) {}
+
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec) {
+    const Input rows_of_q = input(q), rows_of_k = input(k), rows_of_v = input(v);
     const Tensor &q_ = held_[0], &k_ = held_[1], &v_ = held_[2];
     Params& p = params_;
     p.q = rows_of_q, p.k = rows_of_k, p.v = rows_of_v;
@@ -142,10 +145,9 @@ class Call {
   }
 
  private:
-  Input input(PyObject* x, const char* name) {
-    const Tensor tensor(Object::borrowed(x), name);
-    FASTATTN_CHECK(tensor.dim() == 4, name, " must be [B, H, N, D], got ", tensor.sizes_text());
-    return rows_of<Input>(hold(tensor.in_rows()));
+  Input input(const Tensor& x) {
+    FASTATTN_CHECK(x.dim() == 4, x.name(), " must be [B, H, N, D], got ", x.sizes_text());
+    return rows_of<Input>(hold(x.in_rows()));
   }
 
   const Tensor& hold(Tensor x) { return held_.emplace_back(std::move(x)); }
@@ -505,13 +507,13 @@ PyObject* attend(Arguments in) {
     for (int i = 0; i < 3; ++i) {
       if (!Tensor::is_plain(in[i])) Py_RETURN_NONE;
     }
-    const Tensor q(Object::borrowed(in[0]), "q"), v(Object::borrowed(in[2]), "v");
+    const Tensor q(Object::borrowed(in[0]), "q"), k(Object::borrowed(in[1]), "k"), v(Object::borrowed(in[2]), "v");
     if (q.dim() != 4 || q.numel() == 0 || v.dim() != 4 || v.numel() == 0) Py_RETURN_NONE;
     const auto spec = read_spec(in + 3, q.size(3));
     if (!spec) Py_RETURN_NONE;
     const bool wanted = std::any_of(in, in + 3, Tensor::wants_gradient);
     if (wanted && (in[10] != Py_None || saving_is_watched())) Py_RETURN_NONE;
-    const Call call(in[0], in[1], in[2], *spec);
+    const Call call(q, k, v, *spec);
     const auto [o, other] = in[10] == Py_None ? outputs_of(call, q, v, in[9] == Py_True || wanted)
                                               : outputs_with_weights(call, q, v, in[10] == Py_True);
     return PyTuple_Pack(3, o.get(), other.get(), wanted ? Py_True : Py_False);

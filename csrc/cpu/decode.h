@@ -24,6 +24,8 @@ namespace {
 // Keys that are read before their values are: long runs of memory, which the processor prefetches.
 constexpr int64_t kDecodeKeys = 256;
 
+int64_t most_decode_rows(const Params& p) { return p.group() * p.n_q; }
+
 struct DecodeScratch {
   float *q, *k, *v;  // rows; those of keys are copies, where they are needed
   float* s;          // [rows, kDecodeKeys], S and then P
@@ -31,10 +33,11 @@ struct DecodeScratch {
 
   DecodeScratch(const Params& p, float* base) {
     Arena arena(base);
-    q = arena.take(kDecodeRows * padded(p.d_qk));
-    k = arena.take(kDecodeKeys * padded(p.d_qk));
-    v = arena.take(kDecodeKeys * padded(p.d_v));
-    s = arena.take(kDecodeRows * kDecodeKeys);
+    const int64_t rows = most_decode_rows(p), keys = lesser(kDecodeKeys, padded(p.n_k));
+    q = arena.take(rows * padded(p.d_qk));
+    k = arena.take(keys * padded(p.d_qk));
+    v = arena.take(keys * padded(p.d_v));
+    s = arena.take(rows * kDecodeKeys);
     size = arena.used();
   }
 };
@@ -57,7 +60,7 @@ struct DecodePart {
 };
 
 constexpr int64_t row_of_part(const Params& p) { return padded(p.d_v) + kLanes; }
-int64_t parts_size(const Params& p) { return kDecodeRows * row_of_part(p); }
+int64_t parts_size(const Params& p) { return most_decode_rows(p) * row_of_part(p); }
 
 DecodePart decode_part(const Params& p, float* parts, int64_t b, int64_t h_kv, int64_t part, int64_t n_parts,
                        int64_t row) {
@@ -198,7 +201,9 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     const auto [h, query] = head_and_query(p, b, h_kv, row);
     return visible[row].contains(key) && !p.in_gap(gaps[row], b, h, query, key);
   };
-  const auto sees_some = [&](int64_t row, int64_t first, int64_t n) {
+  // What a row without gaps sees of a block takes no look at each key.
+  const auto sees_some = [&](int64_t row, KeyRange block, int64_t first, int64_t n) {
+    if (!gaps[row]) return visible[row].meets(block);
     for (int64_t i = 0; i < n; ++i) {
       if (sees(row, key_list.at(first + i))) return true;
     }
@@ -208,8 +213,8 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     const int64_t n_padded = padded(n);
     const KeyRange block{key_list.at(first), key_list.at(first + n - 1) + 1};
     int64_t row_begin = 0, row_end = rows;  // that see some of these keys, and those in between
-    while (row_end > 0 && !sees_some(row_end - 1, first, n)) --row_end;
-    while (row_begin < row_end && !sees_some(row_begin, first, n)) ++row_begin;
+    while (row_end > 0 && !sees_some(row_end - 1, block, first, n)) --row_end;
+    while (row_begin < row_end && !sees_some(row_begin, block, first, n)) ++row_begin;
     if (row_begin == row_end) return;
     with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, rows > 1, w.k, [&](auto k) {
       dot_products(row_end - row_begin, w.q + row_begin * padded(p.d_qk), k, n_padded, p.d_qk,

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 namespace fastattn {
@@ -26,18 +28,41 @@ void parallel_for(int64_t n, int64_t grain, const Run& run) {
 }
 
 // Uninitialised floats that begin at a cache line.
-class Scratch {
+class Memory {
  public:
-  explicit Scratch(int64_t floats) : data_(static_cast<float*>(::operator new(floats * sizeof(float), kLine))) {}
-  ~Scratch() { ::operator delete(data_, kLine); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  float* of_thread(int64_t thread, int64_t floats) const { return data_ + thread * floats; }
+  explicit Memory(int64_t floats) : floats_(floats) {
+    if (floats > 0) data_.reset(static_cast<float*>(::operator new(floats * sizeof(float), kLine)));
+  }
+  float* data() const { return data_.get(); }
+  int64_t floats() const { return floats_; }
 
  private:
   static constexpr std::align_val_t kLine{64};
-  float* const data_;
+  struct Delete {
+    void operator()(float* data) const { ::operator delete(data, kLine); }
+  };
+  std::unique_ptr<float, Delete> data_;
+  int64_t floats_;
+};
+
+// The memory of a call. A thread keeps that of a small call for its next one: each 4096 bytes that went back to the
+// system would cost a page fault again.
+class Scratch {
+ public:
+  explicit Scratch(int64_t floats) {
+    if (kept_.floats() >= floats) std::swap(memory_, kept_);
+    if (memory_.floats() < floats) memory_ = Memory(floats);
+  }
+  ~Scratch() {
+    if (memory_.floats() <= kMostKept && memory_.floats() > kept_.floats()) std::swap(memory_, kept_);
+  }
+
+  float* of_thread(int64_t thread, int64_t floats) const { return memory_.data() + thread * floats; }
+
+ private:
+  static constexpr int64_t kMostKept = 1 << 18;
+  static inline thread_local Memory kept_{0};
+  Memory memory_{0};
 };
 
 // for_each of csrc/cpu/run.h: a thread takes another i whenever it begins one, since items differ in length.

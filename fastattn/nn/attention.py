@@ -94,7 +94,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if self.num_kv_heads != num_heads:
             self._share_heads(device, dtype)
-        self.register_forward_pre_hook(_call_me)
+        self.out_proj.register_forward_pre_hook(_call_me)
 
     @classmethod
     def adopt(cls, module: nn.MultiheadAttention) -> None:
@@ -200,7 +200,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights)
         if weights is not None and not batched:
             weights = weights[0]
-        return self.out_proj(self._merge_heads(o, batched)), weights
+        return self._project_output(self._merge_heads(o, batched)), weights
 
     def project(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None = None
@@ -230,7 +230,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         q, k, v = self._project(padded, padded, padded)
         mask = Mask(real_keys=real, real_queries=real)
         o, weights = self._attend(q, k, v, mask, None, need_weights, average_attn_weights)
-        output = self.out_proj(self._merge_heads(o, batched=True))
+        output = self._project_output(self._merge_heads(o, batched=True))
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths, strict=True)]), weights
 
     def _forward_jagged(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
@@ -243,7 +243,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             for x, of in zip(projected, (query, key, value), strict=True)
         )
         o = attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
-        return nested(self.out_proj(o.transpose(1, 2).values().flatten(1)), query.offsets())
+        return nested(self._project_output(o.transpose(1, 2).values().flatten(1)), query.offsets())
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """q, k and v, each [N, heads, length, D] without a copy; inputs that are the same tensor share one product."""
@@ -299,6 +299,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if not batched:
             return o[0].transpose(0, 1).flatten(-2)
         return (o.transpose(1, 2) if self.batch_first else o.permute(2, 0, 1, 3)).flatten(-2)
+
+    def _project_output(self, o: Tensor) -> Tensor:
+        """The output projection, whose hooks do not run, as in torch.nn.MultiheadAttention."""
+        return self.out_proj.forward(o)
 
     def _appended_keys(self) -> int:
         return (self.bias_k is not None) + self.add_zero_attn
@@ -381,7 +385,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
 
 
 def _call_me(module: nn.Module, arguments: tuple) -> None:
-    """A hook that does nothing, but whose presence makes torch.nn.TransformerEncoderLayer call its `self_attn`.
+    """A hook that never runs, but whose presence makes torch.nn.TransformerEncoderLayer call its `self_attn`.
 
     In eval mode a layer in which no module has a hook computes attention from the parameters of `self_attn` itself.
     """

@@ -57,7 +57,7 @@ class Case:
     keys: str | None = None
     queries: bool = False
     segment_ids: bool = False
-    dense: bool = False
+    dense: bool | str = False
     bias: tuple[int, ...] | None = None
     softcap: float | None = None
     alibi: bool = False
@@ -191,6 +191,7 @@ CASES: tuple[Case, ...] = (
         n_q=60, q_offset="scattered", segment_ids=True, window=(9, 4), alibi=True,
     ),
     Case("dense", "an arbitrary bool mask", n_q=40, dense=True),
+    Case("dense-blocks", "a bool mask that shows a few blocks", n_q=100, n_k=170, dense="blocks", keys="holes"),
     Case("bias", "an additive bias for each head", n_q=40, bias=(1, 2, 40, 40)),
     Case("bias-broadcast", "a bias over keys only, with padding", n_q=40, bias=(40,), keys="right"),
     Case("bias-of-queries", "a bias of whole rows, against the sinks", n_q=20, bias=(20, 1), sinks=True),
@@ -311,7 +312,9 @@ def make_inputs(
     segment_ids = tuple(_documents(B, n, generator) for n in (n_q, n_k)) if case.segment_ids else None
     dense = None
     if case.dense:
-        dense = torch.rand(B, 1, n_q, n_k, generator=generator) < 0.7
+        height, width, share = (24, 40, 0.3) if case.dense == "blocks" else (1, 1, 0.7)
+        shown = torch.rand(B, 1, -(-n_q // height), -(-n_k // width), generator=generator) < share
+        dense = shown.repeat_interleave(height, 2).repeat_interleave(width, 3)[:, :, :n_q, :n_k]
         dense[:1, 0, n_q // 2 : n_q // 2 + 1] = False  # a query that sees nothing
     q_offset = case.q_offset
     if q_offset == "scattered":

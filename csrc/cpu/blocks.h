@@ -311,6 +311,31 @@ void each_part(int C, const QueryBlock& queries, int first_vector, const KeyBloc
   run(C, queries, first_vector, part);
 }
 
+// The same for all of a block of keys, without those that a bool mask hides from all of the queries, a square of it after
+// the other: run(vectors, their queries, the first of them, the part of the keys).
+template <class Run>
+void each_shown_part(const Params& p, int64_t b, int64_t h, const IndexList& list, const QueryBlock& queries,
+                     const KeyBlock& keys, Run run) {
+  const int C = columns_of(queries.n);
+  if (!(queries.gaps & kDenseGaps)) return each_part(C, queries, 0, keys, {0, up_to_grain(keys.n)}, run);
+  constexpr int64_t kStep = kGrain > kSquare ? kGrain : kSquare;
+  const int64_t first_query = list.at(queries.first), last_query = list.at(queries.first + queries.n - 1);
+  const Part part = visible_part(queries.range.some, keys);
+  const auto end_of_step = [&](int64_t i) { return lesser((i / kStep + 1) * kStep, part.end()); };
+  const auto shown = [&](int64_t i) {
+    if (i >= keys.n) return 0u;
+    return p.squares.shown(b, h, first_query, last_query, keys.key(i), keys.key(lesser(end_of_step(i), keys.n) - 1));
+  };
+  QueryBlock seeing = queries;
+  for (int64_t begin = part.begin, end; begin < part.end(); begin = end) {
+    const unsigned of_step = shown(begin);
+    for (end = end_of_step(begin); end < part.end() && shown(end) == of_step;) end = end_of_step(end);
+    if (!(of_step & kShowsSome)) continue;
+    seeing.gaps = of_step & kShowsAll ? queries.gaps & ~kDenseGaps : queries.gaps;
+    each_part(C, seeing, 0, keys, {begin, end - begin}, run);
+  }
+}
+
 // Sets what is hidden in a matrix [part.n, C * kLanes] to `hidden`.
 FASTATTN_ONCE void hide(int C, const QueryBlock& queries, const KeyBlock& keys, Part part, float* x, float hidden) {
   for (int64_t row = 0; row < part.n; ++row) {

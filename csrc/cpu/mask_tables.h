@@ -83,6 +83,7 @@ class Mask {
     p.queries = queries_.lists();
     p.keys = keys_.lists();
     p.dense = dense_;
+    p.squares = square_table_;
     if (!ranges_.empty()) {
       const int64_t groups = groups_of_head(), several = range_heads_ == 1 ? 0 : 1;
       p.ranges = {ranges_.data(),   groups_.data(), range_heads_ * n_q, several * n_q, range_heads_ * groups,
@@ -159,7 +160,7 @@ class Mask {
     parallel_for(int64_t(shown.size()), 64, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const char* row = table.row(i / rows / range_heads_, i / rows % range_heads_, i % rows);
-        shown[i] = dense_range(reinterpret_cast<const bool*>(row), table.one_for_all_keys, n_k);
+        shown[i] = dense_range(row, table.one_for_all_keys, n_k);
       }
     });
     const std::vector<RowRange> of_samples = std::move(ranges_);
@@ -170,6 +171,23 @@ class Mask {
       ranges_[i] = both(of_samples[b * n_q + query], shown[row]);
       gaps_ |= ranges_[i].gaps;
     }
+    if (gaps_ & kDenseGaps) set_squares(samples, rows);
+  }
+
+  void set_squares(int64_t samples, int64_t rows) {
+    const int64_t per_head = (rows + kSquare - 1) / kSquare, per_row = (n_k + kSquare - 1) / kSquare;
+    squares_.resize(samples * range_heads_ * per_head * per_row);
+    parallel_for(samples * range_heads_ * per_head, 4, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t b = i / per_head / range_heads_, h = i / per_head % range_heads_;
+        const int64_t first = i % per_head * kSquare, last = std::min(first + kSquare, rows);
+        RowOfSquares squares(n_k);
+        for (int64_t row = first; row < last; ++row) squares.add(dense_.row(b, h, row));
+        squares.write(&squares_[i * per_row]);
+      }
+    });
+    square_table_ = {squares_.data(), samples == 1 ? 0 : range_heads_ * per_head * per_row,
+                     range_heads_ == 1 ? 0 : per_head * per_row, rows == 1 ? 0 : per_row};
   }
 
   Band band_;
@@ -180,6 +198,8 @@ class Mask {
   std::vector<RowRange> ranges_;  // [B, range_heads_, n_q]
   std::vector<KeyRange> groups_;  // [B, range_heads_, groups_of_head()]
   int64_t range_heads_ = 1;
+  std::vector<uint8_t> squares_;
+  SquareTable square_table_{};
   std::vector<std::vector<IsolatedRun>> isolated_runs_;  // [B]
   std::vector<IsolatedRunList> isolated_run_lists_;
   uint32_t gaps_ = kNoGaps;

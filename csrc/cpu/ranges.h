@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <unordered_map>
 #include <vector>
@@ -59,20 +60,60 @@ class DocumentsOfSample {
   std::vector<int32_t> keys_, first_;  // sorted by document, and where each document begins
 };
 
+// The first byte that is not 0, or `stop`.
+inline const char* find_shown(const char* at, const char* stop) {
+  for (uint64_t eight; stop - at >= int64_t(sizeof eight); at += sizeof eight) {
+    std::memcpy(&eight, at, sizeof eight);
+    if (eight) break;
+  }
+  return std::find_if(at, stop, [](char shown) { return shown != 0; });
+}
+
 // The visible keys of a row of a bool mask.
-inline RowRange dense_range(const bool* row, bool one_for_all_keys, int64_t n_k) {
+inline RowRange dense_range(const char* row, bool one_for_all_keys, int64_t n_k) {
   const auto end_of_row = static_cast<int32_t>(n_k);
   if (one_for_all_keys) return {0, row[0] ? end_of_row : 0, kNoGaps};
-  const bool* const stop = row + n_k;
-  const bool* const begin = std::find(row, stop, true);
-  const bool* const gap = std::find(begin, stop, false);
-  if (std::find(gap, stop, true) == stop) {
+  const char* const stop = row + n_k;
+  const char* const begin = find_shown(row, stop);
+  const void* const hidden = std::memchr(begin, 0, stop - begin);
+  const char* const gap = hidden ? static_cast<const char*>(hidden) : stop;
+  if (find_shown(gap, stop) == stop) {
     return {static_cast<int32_t>(begin - row), static_cast<int32_t>(gap - row), kNoGaps};
   }
-  const bool* end = stop;
+  const char* end = stop;
   while (!end[-1]) --end;
   return {static_cast<int32_t>(begin - row), static_cast<int32_t>(end - row), kDenseGaps};
 }
+
+// What the squares of a few rows of a bool mask show: rows are joined by eight keys at a time.
+class RowOfSquares {
+ public:
+  explicit RowOfSquares(int64_t n_k) : n_k_(n_k), some_((n_k + kSquare - 1) / kSquare * 2), all_(some_.size(), kOnes) {}
+
+  void add(const char* row) {
+    const int64_t whole = n_k_ / 8;
+    for (int64_t i = 0; i < whole; ++i) {
+      uint64_t eight;
+      std::memcpy(&eight, row + 8 * i, 8);
+      some_[i] |= eight, all_[i] &= eight;
+    }
+    for (int64_t key = 8 * whole; key < n_k_; ++key) {
+      row[key] ? some_[whole] |= 1 : all_[whole] = 0;
+    }
+  }
+
+  void write(uint8_t* squares) const {
+    for (size_t i = 0; i < some_.size(); i += 2) {
+      const bool some = some_[i] | some_[i + 1], all = (all_[i] & all_[i + 1]) == kOnes;
+      squares[i / 2] = (some ? kShowsSome : 0) | (all ? kShowsAll : 0);
+    }
+  }
+
+ private:
+  static constexpr uint64_t kOnes = 0x0101010101010101;
+  int64_t n_k_;
+  std::vector<uint64_t> some_, all_;
+};
 
 // Cuts a list of queries wherever all before see only keys that lie before any key that those after see.
 inline std::vector<IsolatedRun> isolated_runs_of(const RowRange* ranges, const IndexList& queries) {

@@ -282,33 +282,50 @@ def random_mask(*shape: int) -> torch.Tensor:
 
 
 DENSE = {
-    "keys": random_mask(110),
+    "keys": random_mask(391),
     "queries": random_mask(70, 1),
     "heads": random_mask(4, 1, 1),
     "all": torch.tensor(True),
     "nothing": torch.tensor(False),
-    "samples": random_mask(2, 1, 1, 110),
-    "every": random_mask(2, 4, 70, 110),
-    "of-heads": random_mask(1, 4, 70, 110),
-    "transposed": random_mask(2, 4, 110, 70).mT,
-    "sliced": random_mask(2, 1, 70, 240)[..., 7:227:2],
-    "triangle": torch.ones(70, 110).tril(30).bool(),
-    "bands": torch.stack([torch.ones(70, 110).tril(20 * h).triu(5 * h - 40).bool() for h in range(4)]),
-    "one-gap": torch.ones(70, 110).bool() & (torch.arange(110) != 64),
-    "late": (torch.arange(110) > 100) & (torch.arange(70)[:, None] < 40),
+    "samples": random_mask(2, 1, 1, 391),
+    "every": random_mask(2, 4, 70, 391),
+    "of-heads": random_mask(1, 4, 70, 391),
+    "transposed": random_mask(2, 4, 391, 70).mT,
+    "sliced": random_mask(2, 1, 70, 820)[..., 7:789:2],
+    "triangle": torch.ones(70, 391).tril(320).bool(),
+    "bands": torch.stack([torch.ones(70, 391).tril(20 * h + 290).triu(5 * h - 40).bool() for h in range(4)]),
+    "one-gap": torch.ones(70, 391).bool() & (torch.arange(391) != 64),
+    "gap-near-the-end": torch.ones(70, 391).bool() & (torch.arange(391) != 389),
+    "blocks": random_mask(2, 4, 5, 11).repeat_interleave(16, 2).repeat_interleave(40, 3)[:, :, 3:73, 5:396],
+    "late": (torch.arange(391) > 380) & (torch.arange(70)[:, None] < 40),
 }
 
 
 @pytest.mark.parametrize("n_q", [70, 3, 1])  # by blocks of queries, by dot products
 @pytest.mark.parametrize("shape", DENSE)
 def test_dense_masks_of_any_shape_are_right(shape, n_q, capability):
-    case = Case("", "", H=4, H_kv=2, n_q=n_q, n_k=110, keys="holes")
+    case = Case("", "", H=4, H_kv=2, n_q=n_q, n_k=391, keys="holes")
     inputs = make_inputs(case, torch.float32)
     dense = DENSE[shape]
     if dense.dim() > 1 and dense.shape[-2] > 1:
         dense = dense[..., 70 - n_q :, :]
-    inputs = with_mask(inputs, replace(inputs.mask, dense=dense, causal=True, q_offset=40))
+    inputs = with_mask(inputs, replace(inputs.mask, dense=dense, causal=True, q_offset=330))
     assert_right(inputs, run(inputs, "cpu"))
+
+
+def test_keys_that_a_mask_hides_from_a_block_of_queries_are_not_read(capability):
+    """NaN stands there, which a weight of 0 would not hide, and keys that are seen on both sides of it."""
+    n = 384
+    dense = torch.ones(n, n, dtype=torch.bool)
+    dense[:, 128:256] = False
+    dense[128:256] = False
+    tensors = torch.randn(4, 1, 1, n, 16, generator=torch.Generator().manual_seed(0))
+    tensors[:, :, :, 128:256] = math.nan
+    *leaves, do = (x.clone().requires_grad_() for x in tensors)
+    o = fastattn.attention(*leaves, Mask(dense=dense), backend="cpu")
+    for x in (o, *torch.autograd.grad(o, leaves, do)):
+        assert x.isfinite().all()
+        assert (x[:, :, 128:256] == 0).all()
 
 
 @pytest.mark.parametrize("n_q", [150, 2])

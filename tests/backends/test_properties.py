@@ -82,7 +82,7 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
         keys=maybe("real_keys", st.sampled_from(("right", "left", "holes", "none")), None),
         queries=maybe("real_queries", st.just(True), False),
         segment_ids=maybe("segment_ids", st.just(True), False),
-        dense=maybe("dense", st.just(True), False),
+        dense=maybe("dense", st.sampled_from((True, "blocks")), False),
         bias=bias,
         softcap=softcap,
         alibi=alibi,

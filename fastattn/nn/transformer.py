@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from ..spec import Mask
 from .attention import MultiHeadAttention
@@ -46,6 +47,7 @@ def swiglu(x: Tensor) -> Tensor:
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": swiglu}
 Activation = str | Callable[[Tensor], Tensor]
+_IN_PLACE: dict[object, Callable[[Tensor], Tensor]] = {F.relu: torch.relu_, F.gelu: torch.ops.aten.gelu_}
 
 
 def make_norm(name: str, d_model: int, eps: float, bias: bool, **where: object) -> nn.Module:
@@ -54,6 +56,13 @@ def make_norm(name: str, d_model: int, eps: float, bias: bool, **where: object) 
         raise ValueError(f"norm must be {_listed(NORMS)}, got {name!r}")
     check_numbers("at least 0 and finite", lambda x: 0 <= x < math.inf, layer_norm_eps=eps)
     return NORMS[name](d_model, eps=eps, **({"bias": bias} if name == "layer" else {}), **where)
+
+
+def _is_alone(linear: nn.Module) -> bool:
+    """Whether the caller alone holds what `linear` returns: no gradient, hook or other class keeps it."""
+    if type(linear) is not nn.Linear or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return not (linear._forward_hooks or module._global_forward_hooks or "forward" in vars(linear))
 
 
 class _Layer(nn.Module):
@@ -79,7 +88,10 @@ class _Layer(nn.Module):
         self.linear2 = nn.Linear(width, d_model, bias, **where)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+        x, activation = self.linear1(x), self.activation
+        if _is_alone(self.linear1):
+            activation = _IN_PLACE.get(activation, activation)
+        return self.linear2(self.dropout(activation(x)))
 
     def _residual(self, x: Tensor, norm: nn.Module, block: Callable[[Tensor], Tensor]) -> Tensor:
         return x + block(norm(x)) if self.norm_first else norm(x + block(x))

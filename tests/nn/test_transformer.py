@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch_samples import TORCH_MODULES, assert_same, outputs_and_gradients, samples, without_fast_path, zero_at_padding
 
 import fastattn
@@ -241,6 +242,22 @@ def test_options_that_do_not_exist_are_refused():
         layer_of(TransformerEncoderLayer, num_kv_heads=3)
     with pytest.raises(ValueError, match="num_kv_heads must be 4 with kdim, vdim or add_bias_kv, got 2"):
         fastattn.MultiHeadAttention(E, H, kdim=3, num_kv_heads=2)
+
+
+@pytest.mark.parametrize("hooked", ["a module", "all modules"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_an_activation_leaves_what_a_hook_has_seen(activation, hooked):
+    layer = TransformerEncoderLayer(E, H, activation=activation, batch_first=True).eval()
+    x, seen = torch.randn(B, L, E), []
+    with torch.no_grad():
+        expected = layer(x)
+        register = layer.linear1.register_forward_hook if hooked == "a module" else register_module_forward_hook
+        hook = register(lambda module, _, output: seen.append((module, output)))
+        try:
+            torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+        finally:
+            hook.remove()
+    assert any(module is layer.linear1 and (output < -0.5).any() for module, output in seen)
 
 
 def test_swiglu():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 GREY, BLUE, ORANGE = "#808080", "#2f7fd0", "#d9730d"  # about 4 : 1 on white, and on the dark grounds of sites
-_WIDTH, _BAR, _STEP, _LETTER = 560, 15, 20, 8.1  # px: a column, the height of a bar, bar to bar, a letter of a label
+_WIDTH, _BAR, _STEP, _LETTER = 500, 15, 20, 8.1  # px: a column, the height of a bar, bar to bar, a letter of a label
 _TALLEST = 1500  # px: groups beyond it begin another column
 _STYLE = f"""<style>
 text {{ font: 600 13px system-ui, sans-serif; fill: {GREY}; dominant-baseline: central }}
@@ -62,7 +62,7 @@ def draw(title: str, groups: dict[str, list[Bar]], caption: str) -> str:
         y += height
         lowest = max(lowest, y)
     width = x + _WIDTH
-    lines = textwrap.wrap(caption, int(width / 6.1))
+    lines = textwrap.wrap(caption, int(width / 7))
     parts = [_text(8, 18, title, "title"), *parts]
     parts += [_text(8, lowest + 12 + 16 * i, line, "caption") for i, line in enumerate(lines)]
     height = lowest + 12 + 16 * len(lines)

@@ -39,7 +39,7 @@ def main() -> int:
     model.add_argument("--dropout", type=training.probability, default=0.1, help="default: 0.1")
     optimisation = parser.add_argument_group("optimisation")
     add_number(optimisation, "--tokens", 2000)
-    # The made-up pairs are one batch, and so an epoch one step: with the paper's 4000 hundreds of them would learn nothing.
+    # The made-up pairs are one batch, so an epoch is a step: the paper's 4000 would learn nothing in hundreds.
     add_number(optimisation, "--warmup", 100)
     optimisation.add_argument("--label-smoothing", type=training.probability, default=0.1, help="default: 0.1")
     training.add_arguments(parser, output="runs/attention_is_all_you_need", epochs=200)

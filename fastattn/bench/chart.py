@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 GREY, BLUE, ORANGE = "#808080", "#2f7fd0", "#d9730d"  # about 4 : 1 on white, and on the dark grounds of sites
-_WIDTH, _BAR, _STEP, _LETTER = 500, 15, 20, 8.1  # px: a column, the height of a bar, bar to bar, a letter of a label
+_WIDTH, _BAR, _STEP, _LETTER = 500, 15, 20, 8.1  # px: a column at least, the height of a bar, bar to bar, a letter
 _TALLEST = 1500  # px: groups beyond it begin another column
 _STYLE = f"""<style>
 text {{ font: 600 13px system-ui, sans-serif; fill: {GREY}; dominant-baseline: central }}
@@ -50,24 +50,27 @@ def draw(title: str, groups: dict[str, list[Bar]], caption: str) -> str:
         raise ValueError("there is nothing to draw: every group of a chart must have bars")
     every = [bar for group in groups.values() for bar in group]
     left = 14 + _LETTER * max(len(bar.label) for bar in every)
-    room = _WIDTH - left - 16 - _LETTER * max(len(bar.text) for bar in every)
+    column = max(_WIDTH, 16 + _LETTER * max(map(len, groups)), 16 + 10 * len(title))
+    room = column - left - 16 - _LETTER * max(len(bar.text) for bar in every)
     scale = room / max(max(bar.value, *(bar.spread or ()), bar.mark or 0) for bar in every)
 
     parts, x, y, lowest = [], 0, 44, 0
     for name, group in groups.items():
         height = 30 + _STEP * len(group)
         if y > 44 and y + height > _TALLEST:
-            x, y = x + _WIDTH, 44
-        parts.append(f'<g transform="translate({x} {y})">\n{_group(name, group, left, scale)}\n</g>')
+            x, y = x + column, 44
+        parts.append(f'<g transform="translate({x:g} {y})">\n{_group(name, group, left, scale)}\n</g>')
         y += height
         lowest = max(lowest, y)
-    width = x + _WIDTH
+    width = x + column
     lines = textwrap.wrap(caption, int(width / 7))
     parts = [_text(8, 18, title, "title"), *parts]
     parts += [_text(8, lowest + 12 + 16 * i, line, "caption") for i, line in enumerate(lines)]
     height = lowest + 12 + 16 * len(lines)
     body = "\n".join([_STYLE, *parts])
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">\n{body}\n</svg>\n'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}">\n{body}\n</svg>\n'
+    )
 
 
 def _group(name: str, bars: list[Bar], left: float, scale: float) -> str:

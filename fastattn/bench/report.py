@@ -109,7 +109,7 @@ def as_svg(report: Report[Row]) -> str:
         if any(row.family == "fastattn" for row in of_job)
     }
     return chart.draw(
-        "fastattn beside its rivals: times as fast as torch's fastest",
+        "Times as fast as torch's fastest kernel",
         groups,
         f"Longer is faster; thin lines: p20 to p80 of the time. {report.caption()}",
     )
@@ -118,8 +118,8 @@ def as_svg(report: Report[Row]) -> str:
 def _title(job: Job) -> str:
     (B, H, _, D), *_ = job.case.shapes()
     name, _, mask = job.case.name.partition("-")
-    what = "attention" if job.level == "attention" else f"{job.level} of {H * D}"
-    return f"{what}, {name}, {_MASK_TITLES.get(mask, mask)}, {job.dtype}: {job.timed} (B{B} H{H} D{D})"
+    what, shape = ("attention", f" (B{B} H{H} D{D})") if job.level == "attention" else (f"{job.level} of {H * D}", "")
+    return f"{what}, {name}, {_MASK_TITLES.get(mask, mask)}, {job.dtype}: {job.timed}{shape}"
 
 
 def _bar(row: Row) -> chart.Bar:

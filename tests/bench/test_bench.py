@@ -236,6 +236,8 @@ def test_picture_has_bars_of_rivals_beside_ours_in_every_group(measured):
     assert all({"ours", "other"} == set(kinds) for kinds in groups)
     for rect in drawn.iter(f"{SVG}rect"):
         assert 0 < float(rect.get("x")) < float(rect.get("x")) + float(rect.get("width")) < float(drawn.get("width"))
+    for text in drawn.iter(f"{SVG}text"):
+        assert text.get("class") == "right" or float(text.get("x")) + 7 * len(text.text) < float(drawn.get("width"))
     words = [text.text for text in drawn.iter(f"{SVG}text")]
     ours = named(measured.rows, "fastattn torch")
     assert f"{ours.speedup:.2f}x, {ours.timing.median * 1e3:.3g} ms" in words

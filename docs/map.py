@@ -58,9 +58,9 @@ def first_sentence(path: Path) -> str:
         blocks = (block.strip() for block in re.sub("<!--.*?-->", "", text).split("\n\n"))
         said = next((block for block in blocks if block and not block.startswith(("#", "|", "```"))), "")
         said = re.sub(r"^> ", "", said, flags=re.MULTILINE)
-    elif path.suffix == ".css":
-        said = "".join(re.findall(r"\A/\*(.*?)\*/", text, re.DOTALL))
-    elif path.suffix in (".h", ".cpp", ".cuh", ".cu"):
+    elif path.suffix in (".css", ".html"):
+        said = "".join(re.findall(r"\A(?:/\*|\{#-)(.*?)(?:\*/|-#\})", text, re.DOTALL))
+    elif path.suffix in (".h", ".cpp", ".cuh", ".cu", ".js"):
         said = _comment(text, "//", before="#")
     else:
         said = _comment(text, "#", before="#!")

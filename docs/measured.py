@@ -1,4 +1,4 @@
-"""Prints measured figures, a file of benchmarks/results/, as a table: python -m docs.measured TABLE MACHINE."""
+"""Measured figures, files of benchmarks/results/, as charts and as tables: python -m docs.measured TABLE MACHINE."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import json
 from pathlib import Path
 from statistics import median, quantiles
 
+from fastattn.bench import chart
+
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-_MASKS = ("none", "causal", "pad", "both")
+_ZEN4 = "epyc-zen4-2-cores"
+_MASKS = {"none": "no mask", "causal": "causal", "pad": "padding", "both": "causal and padding"}
+_OURS = ("fastattn", "swapped", "packed")
 
 
 def attention(machine: str) -> str:
@@ -51,17 +55,6 @@ def packed(machine: str) -> str:
     return _times(_read(machine, "packed-transformers"), "what", ("transformers", "swapped", "packed"))
 
 
-def packed_in_short(machine: str) -> str:
-    """The table `packed` in four columns: median times in ms, with the speed-up in brackets."""
-    document = _read(machine, "packed-transformers")
-    lines = []
-    for row in document["rows"]:
-        before, *after = (1e3 * median(row["seconds"][name]) for name in ("transformers", "swapped", "packed"))
-        lines.append((row["what"], f"{before:.0f}", *(f"{ms:.0f} ({before / ms:.2f}x)" for ms in after)))
-    about = f"{_about(document)} {document['rows'][0]['fill']:.0%} of the batches are tokens, the rest is padding."
-    return f"{about}\n\n{_table(('median ms', 'transformers', 'swapped', 'packed'), lines)}"
-
-
 def generation(machine: str) -> str:
     """Time per generated token with sdpa over that with fastattn, by dtype, batch, padding and cached tokens."""
     document = _read(machine, "generation")
@@ -81,11 +74,15 @@ def generation(machine: str) -> str:
 
 def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
     """Median times of contenders in ms, and how many times as fast as the first fastattn's are, with quartiles."""
-    ours = [name for name in names if name in ("fastattn", "swapped", "packed")]
+    ours = [name for name in names if name in _OURS]
     lines = []
     for row in document["rows"]:
         ms = {name: 1e3 * median(row["seconds"][name]) for name in names}
-        speed_ups = (f"{ms[names[0]] / ms[name]:.2f} {_quartiles(row['seconds'], names[0], name)}" for name in ours)
+        quartiles = (_quartiles(row["seconds"], names[0], name) for name in ours)
+        speed_ups = (
+            f"{ms[names[0]] / ms[name]:.2f} ({low:.2f}-{high:.2f})"
+            for name, (low, high) in zip(ours, quartiles, strict=True)
+        )
         lines.append((row[what], *(f"{ms[name]:.0f}" for name in names), *speed_ups))
     headings = ("", *(f"{name}, ms" for name in names), *(f"{name}, speed-up" for name in ours))
     fills = {row["fill"] for row in document["rows"] if "fill" in row}
@@ -95,18 +92,66 @@ def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
     return f"{_about(document)}{about}\n\n{_table(headings, lines)}"
 
 
-def _quartiles(seconds: dict[str, list[float]], before: str, after: str) -> str:
+def _quartiles(seconds: dict[str, list[float]], before: str, after: str) -> tuple[float, float]:
+    """Those of how many times as fast it is in a round."""
     in_a_round = [a / b for a, b in zip(seconds[before], seconds[after], strict=True)]
     low, _, high = quantiles(in_a_round, method="inclusive")
-    return f"({low:.2f}-{high:.2f})"
+    return low, high
 
+
+def chart_of_times(document: dict, title: str, what: str, *names: str) -> str:
+    """Bars of how many times as fast each is as the last of the names, a group for each row; thin lines: quartiles."""
+    groups = {}
+    for row in document["rows"]:
+        ms = {name: 1e3 * median(row["seconds"][name]) for name in names}
+        groups[row[what]] = [
+            chart.Bar(
+                name,
+                ms[names[-1]] / ms[name],
+                f"{ms[names[-1]] / ms[name]:.2f}x, {ms[name]:.0f} ms",
+                "ours" if name in _OURS else "other",
+                None if name == names[-1] else _quartiles(row["seconds"], names[-1], name),
+            )
+            for name in names
+        ]
+    fills = {f" {row['fill']:.0%} of the batches are tokens." for row in document["rows"] if "fill" in row}
+    return chart.draw(title, groups, f"Medians; thin lines: quartiles.{''.join(fills)} {_about(document)}")
+
+
+def chart_of_attention(document: dict, dtype: str) -> str:
+    """Bars of the forward speed-ups over torch's scaled_dot_product_attention in a dtype, a group for each mask."""
+    groups = {title: [chart.Bar("PyTorch", 1.0, "1.00x", "other")] for title in _MASKS.values()}
+    for row in document["rows"]:
+        length, _, mask = row["case"].partition("-")
+        if mask in _MASKS and (row["dtype"], row["pass"]) == (dtype, "forward") and row["rival"].startswith("SDPA"):
+            groups[_MASKS[mask]].append(chart.Bar(length, row["ratio"], f"{row['ratio']:.2f}x"))
+    title = f"Attention in {dtype}, forward: times as fast as PyTorch"
+    return chart.draw(title, groups, f"L: tokens of a sequence. {_about(document)}")
+
+
+CHARTS = {
+    "packed.svg": lambda: chart_of_times(
+        _read(_ZEN4, "packed-transformers"),
+        "MiniLM on padded batches: times as fast",
+        "what",
+        *("packed", "swapped", "transformers"),
+    ),
+    "encoder.svg": lambda: chart_of_times(
+        _read(_ZEN4, "padding-free"),
+        "An encoder of 6 layers on padded batches: times as fast",
+        "mode",
+        *("fastattn", "swapped", "torch padded", "torch"),
+    ),
+    "attention-fp32.svg": lambda: chart_of_attention(_read(_ZEN4, "limit"), "fp32"),
+    "attention-bf16.svg": lambda: chart_of_attention(_read(_ZEN4, "limit"), "bf16"),
+}
+"""The functions that draw files of pictures/ from measured figures."""
 
 TABLES = {
     "attention": attention,
     "layers": layers,
     "encoder": encoder,
     "packed": packed,
-    "packed-in-short": packed_in_short,
     "generation": generation,
 }
 

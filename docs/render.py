@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from unittest import mock
 
-from docs import pages, pictures
+from docs import measured, pages, pictures
 
 
 def output_of(command: str) -> str:
@@ -41,6 +41,8 @@ def output_of(command: str) -> str:
 
 
 def main() -> None:
+    for name, draw in measured.CHARTS.items():
+        (pages.FOLDER / "pictures" / name).write_text(draw())
     for path in pages.GUIDES:
         page = path.read_text()
         outputs = {command: output_of(command) for command, _ in pages.generated_parts(page)}

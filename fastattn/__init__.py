@@ -43,5 +43,11 @@ __all__ = [
     "unswap",
 ]
 
+
+def __dir__() -> list[str]:
+    """The names that users call; the modules behind them are found by import alone."""
+    return sorted([*__all__, "__version__", "nn"])
+
+
 register_flash_implementation()
 register_with_transformers()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Iterable
@@ -125,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--plot",
         type=_picture_to_write,
-        metavar="FILE.png|.svg",
-        help="draw the speed-up by length and mask, or for limit the ratios beside their targets",
+        metavar="FILE.svg",
+        help="draw bars beside those of the rivals, or for limit the ratios beside their targets",
     )
     bench.set_defaults(run=_bench, usage_error=bench.error)
     return parser
@@ -145,8 +144,8 @@ def _file_to_write(text: str) -> Path:
 
 
 def _picture_to_write(text: str) -> Path:
-    if Path(text).suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"must end in .png or .svg, got {text}")
+    if Path(text).suffix != ".svg":
+        raise argparse.ArgumentTypeError(f"must end in .svg, got {text}")
     return _file_to_write(text)
 
 
@@ -167,9 +166,12 @@ def _info(args: argparse.Namespace) -> int:
             state = _module_state(module)
         else:
             state = backend.unavailable(torch.device(devices[-1])) or "ready"
+        on = {device: _backend_on(backend, device) for device in devices}
+        if state == "ready" and all(line.startswith("no: ") for line in on.values()):
+            state = "not for this machine"
         print(f"\n{backend.NAME}: {state}")
         for device in devices:
-            print(f"  {device}: {_backend_on(backend, device)}")
+            print(f"  {device}: {on[device]}")
             if told := _told_by_record(backend.NAME, device):
                 print(f"  {device}: {told}")
     return 0
@@ -223,8 +225,6 @@ def _bench(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() and not is_limit else "cpu")
     if is_limit:
         _check_limit(args, device)
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install 'fastattn[bench]'")
 
     from fastattn.bench import cases, limit, limit_report, report, run, writing
 
@@ -242,8 +242,7 @@ def _bench(args: argparse.Namespace) -> int:
         if args.json:
             writing.write(args.json, suite_report.as_json(measured))
         if args.plot:
-            with writing.replacing(args.plot) as part:
-                suite_report.plot(measured, part)
+            writing.write(args.plot, suite_report.as_svg(measured))
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from error
     if wrong := [f"{row.contender} in {row.job} ({row.note})" for row in rows if row.failed]:

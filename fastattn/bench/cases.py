@@ -21,7 +21,10 @@ _LAYER_SHAPES = ("L128", "L512")
 ENCODER_LAYERS = 12
 # Useful operations over those of a forward pass: of attention, and of a layer's projections.
 _WORK = {"forward": (1.0, 1.0), "backward": (2.5, 2.0), "forward+backward": (3.5, 3.0)}
-_QUICK = ("attention L128-none", "attention L128-both", "attention L512-pad", "layer L128-pad")
+_QUICK = {
+    "forward": ("attention L128-none", "attention L128-both", "attention L512-pad", "layer L128-pad"),
+    "backward": ("attention L128-both", "attention L512-pad"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def jobs(dtypes: list[str], quick: bool = False, words: str = "") -> list[Job]:
         for timed in PASSES
         if case.timed == "standard" and (level == "attention" or case.name.startswith(_LAYER_SHAPES))
     ]
-    quick_ones = [job for job in every if f"{job.level} {job.case}" in _QUICK]
+    quick_ones = [job for job in every if f"{job.level} {job.case}" in _QUICK[job.timed]]
     return [job for job in (quick_ones if quick else every) if has_words(job, words)]
 
 

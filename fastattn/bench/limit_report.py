@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
+from . import chart
 from .limit import Figure
-from .report import STYLES, Report, Table, document, job_as_dict, print_tables, rounded, timing_as_dict
+from .report import Report, Table, document, job_as_dict, print_tables, rounded, timing_as_dict
 
 METHOD = (
     "Both sides of a line are checked against fp64 (error at most 2 naive errors + 4 eps; from L2048 on, the first "
@@ -113,98 +111,46 @@ def _figure_as_dict(figure: Figure) -> dict[str, object]:
     }
 
 
-def plot(report: Report[Figure], path: Path) -> None:
-    """Draws every ratio as a dot beside its target, one panel for each section, and the shares of the ceiling.
+def as_svg(report: Report[Figure]) -> str:
+    """Every ratio as a bar that a short line at its target crosses, a group for each section, and the shares.
 
     Raises:
         ValueError: no line has a ratio.
     """
-    from matplotlib.figure import Figure as Picture  # no pyplot: nothing here needs a window
-
     figures = [figure for figure in report.rows if figure.verdict == "right"]
-    if not figures:
-        raise ValueError("there is nothing to draw: no line of the suite has a ratio")
-    panels = {
-        section: [_Dot(_label(f), f.ratio, f.target, f.ratio_met) for f in figures if _section(f) == section]
+    groups = {
+        section: [
+            _bar(_label(f), f.ratio, f"{f.ratio:.2f}x", f.target, f.ratio_met)
+            for f in figures
+            if _section(f) == section
+        ]
         for section in dict.fromkeys(map(_section, figures))
     }
-    if shares := [
-        _Dot(str(f.job).removeprefix("attention "), f.ceiling_share, f.duel.ceiling_share, f.share_met)
-        for f in figures
-        if f.duel.ceiling_share
-    ]:
-        panels[_SHARES] = shares
-
-    columns = _columns({title: len(dots) + 3 for title, dots in panels.items()})  # 3 for the title and the axis
-    tallest = max(sum(heights.values()) for heights in columns)
-    picture = Picture(figsize=(0.5 + 4.6 * len(columns), 1.2 + 0.19 * tallest), layout="constrained")
-    for part, heights in zip(picture.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
-        axes = part.subplots(len(heights), 1, squeeze=False, height_ratios=list(heights.values()))[:, 0]
-        for axis, title in zip(axes, heights, strict=True):
-            _draw_dots(axis, title, panels[title])
-    picture.suptitle("fastattn's CPU kernels beside their targets: how many times as fast as the rival", fontsize=12)
-    handles, labels = _legend()
-    legend = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 8, "title_fontsize": 8}
-    picture.legend(handles, labels, title=report.caption(), **legend)
-    picture.savefig(path, dpi=160)
+    if shares := [f for f in figures if f.duel.ceiling_share]:
+        groups["useful work as a share of the FMA ceiling"] = [
+            _bar(
+                str(f.job).removeprefix("attention "),
+                f.ceiling_share,
+                f"{f.ceiling_share:.0%}",
+                f.duel.ceiling_share,
+                f.share_met,
+            )
+            for f in shares
+        ]
+    return chart.draw(
+        "fastattn's CPU kernels: times as fast as the rival",
+        groups,
+        f"Short lines: targets; orange misses one. {report.caption()}",
+    )
 
 
-@dataclass(frozen=True)
-class _Dot:
-    """A line of a panel: the measured value, its target, and whether the target is met."""
-
-    label: str
-    value: float
-    target: float
-    met: bool
-
-
-_SHARES = "useful work as a share of the FMA ceiling"
-_COLOURS = {True: STYLES[0][0], False: STYLES[1][0]}
-_MARKERS = {True: "o", False: "X"}  # told apart without colours too
+def _bar(label: str, value: float, text: str, target: float, met: bool) -> chart.Bar:
+    return chart.Bar(label, value, text, "ours" if met else "missed", mark=target)
 
 
 def _label(figure: Figure) -> str:
-    """The label of a figure in the panel of its section."""
+    """The label of a figure in the group of its section."""
     job, rival = figure.job, figure.duel.rival
     if rival:
         return f"{job.case} {job.timed} vs {figure.duel.rival_name}"
     return f"{job.case} {job.dtype}" if job.case.timed == "limit" else str(job.case)
-
-
-def _columns(heights: dict[str, int]) -> list[dict[str, int]]:
-    """The panels and their heights in at most three columns that are about equally high."""
-    columns: list[dict[str, int]] = [{} for _ in range(min(3, len(heights)))]
-    for title in sorted(heights, key=heights.get, reverse=True):
-        min(columns, key=lambda column: sum(column.values()))[title] = heights[title]
-    return columns
-
-
-def _draw_dots(axis, title: str, dots: list[_Dot]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    for y, dot in enumerate(dots):
-        axis.plot([dot.value, dot.target], [y, y], color="0.8", linewidth=1.5, zorder=1)
-        axis.plot(dot.target, y, marker="|", markersize=9, markeredgewidth=1.8, color="black", zorder=2)
-        axis.plot(dot.value, y, marker=_MARKERS[dot.met], markersize=5.5, color=_COLOURS[dot.met], zorder=3)
-    axis.axvline(1, color="0.6", linewidth=0.8, zorder=0)  # as fast as the rival, or the ceiling
-    if title == _SHARES:
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    else:
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-    axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.set_yticks(range(len(dots)), [dot.label for dot in dots], fontsize=7)
-    axis.set_ylim(len(dots) - 0.4, -0.6)  # the first on top
-    axis.tick_params(axis="x", labelsize=7)
-    axis.grid(axis="x", color="0.92", linewidth=0.6)
-    axis.set_title(title, fontsize=9, loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _legend() -> tuple[list, list[str]]:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], linestyle="", marker=_MARKERS[met], color=_COLOURS[met]) for met in (True, False)]
-    target = Line2D([], [], linestyle="", marker="|", markersize=9, markeredgewidth=1.8, color="black")
-    return [*handles, target], ["measured, target met", "measured, target not met", "target"]

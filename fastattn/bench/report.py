@@ -6,11 +6,11 @@ import importlib.util
 import json
 import sys
 from dataclasses import dataclass
-from itertools import cycle, groupby
-from pathlib import Path
+from itertools import groupby
 from typing import Generic, TypeVar
 
 from ..machine import machine, now, versions
+from . import chart
 from .cases import Job
 from .run import Row
 from .timing import Timing
@@ -23,8 +23,6 @@ METHOD = (
     "allocator, above the inputs, over both passes for backward. vs torch: torch's fastest right median over this one."
 )
 _MASK_TITLES = {"none": "no mask", "causal": "causal", "pad": "padding", "both": "causal and padding"}
-# Colours of Okabe and Ito, which colour-blind readers tell apart.
-STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
 _HEADINGS = ("contender", "median ms", "p20-p80", "GFLOP/s", "of matmul", "peak MiB", "vs torch", "note")
 AnyRow = TypeVar("AnyRow")
 
@@ -98,81 +96,37 @@ def document(report: Report, method: str, rows: list[dict[str, object]]) -> str:
     return json.dumps(about | {"rows": rows}, indent=1)
 
 
-def plot(report: Report[Row], path: Path) -> None:
-    """Draws the speed-up of fastattn's fused backends by length, one panel for each pass and mask, as PNG or SVG.
+def as_svg(report: Report[Row]) -> str:
+    """The rates of fastattn's kernels and of their rivals as bars, a group for each job; torch's fastest is 1.
 
     Raises:
-        ValueError: no row has such a speed-up.
+        ValueError: no fused backend of fastattn was timed next to torch's attention.
     """
-    from matplotlib.figure import Figure  # no pyplot: nothing here needs a window
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    rows = [row for row in report.rows if row.job.level == "attention" and row.family == "fastattn" and row.speedup]
-    rows = [row for row in rows if row.contender != "fastattn reference"]
-    if not rows:
-        raise ValueError("there is nothing to draw: no fused backend of fastattn was timed next to torch's attention")
-    passes = list(dict.fromkeys(row.job.timed for row in rows))
-    masks = sorted({_mask(row) for row in rows}, key=list(_MASK_TITLES).index)
-    series = list(dict.fromkeys((row.contender, row.job.dtype) for row in rows))
-    lengths = list(dict.fromkeys(_shape(row) for row in rows))
-
-    figure = Figure(figsize=(1.6 + 2.6 * len(masks), 1.9 + 2.5 * len(passes)), layout="constrained")
-    panels = figure.subplots(len(passes), len(masks), sharex=True, sharey=True, squeeze=False)
-    for line, timed in zip(panels, passes, strict=True):
-        for panel, mask in zip(line, masks, strict=True):
-            for (contender, dtype), (colour, marker) in zip(series, cycle(STYLES), strict=False):
-                drawn = [
-                    row
-                    for row in rows
-                    if (row.job.timed, _mask(row), row.contender, row.job.dtype) == (timed, mask, contender, dtype)
-                ]
-                _draw_series(panel, drawn, lengths, f"{contender}, {dtype}", colour, marker)
-            panel.axhline(1, color="black", linewidth=1)
-            panel.set_title(f"{timed}, {_MASK_TITLES[mask]}", fontsize=9)
-            panel.set_yscale("log", base=2)
-            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-            panel.yaxis.set_minor_formatter(NullFormatter())
-            panel.set_xticks(range(len(lengths)), lengths, fontsize=7)
-            panel.margins(x=0.2, y=0.15)
-            panel.grid(axis="y", color="0.85", linewidth=0.6)
-            panel.spines[["top", "right"]].set_visible(False)
-    figure.supylabel("speed-up over torch's fastest attention", fontsize=9)
-    figure.suptitle("fastattn next to torch.scaled_dot_product_attention, in the same run", fontsize=11)
-    caption = f"{report.caption()}. Line at 1x: torch. Bars: p20 to p80."
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    columns = min(len(series), 3)
-    legend = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 8, "title_fontsize": 7}
-    figure.legend(handles, labels, title=caption, **legend)
-    figure.savefig(path, dpi=160)
+    rows = [row for row in report.rows if row.speedup and row.contender != "fastattn reference"]
+    groups = {
+        _title(job): [_bar(row) for row in of_job]
+        for job, of_job in ((job, list(of_job)) for job, of_job in groupby(rows, lambda row: row.job))
+        if any(row.family == "fastattn" for row in of_job)
+    }
+    return chart.draw(
+        "Times as fast as torch's fastest kernel",
+        groups,
+        f"Longer is faster; thin lines: p20 to p80 of the time. {report.caption()}",
+    )
 
 
-def _draw_series(panel, rows: list[Row], lengths: list[str], label: str, colour: str, marker: str) -> None:
-    x = [lengths.index(_shape(row)) for row in rows]
-    y = [row.speedup for row in rows]
-    spread = [
-        [row.speedup - row.speedup * row.timing.median / row.timing.percentile(80) for row in rows],
-        [row.speedup * row.timing.median / row.timing.percentile(20) - row.speedup for row in rows],
-    ]
-    panel.errorbar(x, y, spread, label=label, color=colour, marker=marker, markersize=5, linewidth=1.2, capsize=2)
-    for x_value, y_value in zip(x, y, strict=True):
-        panel.annotate(
-            f"{y_value:.1f}",
-            (x_value, y_value),
-            (6, 4),
-            textcoords="offset points",
-            fontsize=7,
-            color=colour,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},  # readable on the line
-        )
+def _title(job: Job) -> str:
+    (B, H, _, D), *_ = job.case.shapes()
+    name, _, mask = job.case.name.partition("-")
+    what, shape = ("attention", f" (B{B} H{H} D{D})") if job.level == "attention" else (f"{job.level} of {H * D}", "")
+    return f"{what}, {name}, {_MASK_TITLES.get(mask, mask)}, {job.dtype}: {job.timed}{shape}"
 
 
-def _mask(row: Row) -> str:
-    return row.job.case.name.partition("-")[2]
-
-
-def _shape(row: Row) -> str:
-    (B, H, n_q, D), *_ = row.job.case.shapes()
-    return f"L{n_q}\nB{B} H{H}\nD{D}"
+def _bar(row: Row) -> chart.Bar:
+    slow, fast = (row.speedup * row.timing.median / row.timing.percentile(percent) for percent in (80, 20))
+    text = f"{row.speedup:.2f}x, {row.timing.median * 1e3:.3g} ms"
+    kind = "ours" if row.family == "fastattn" else "other"
+    return chart.Bar(row.contender, row.speedup, text, kind, (slow, fast))
 
 
 def _table(job: Job, rows: list[Row]) -> Table:

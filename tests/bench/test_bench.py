@@ -6,15 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import fastattn
 from fastattn.backends import BACKENDS
-from fastattn.bench import cases, report, rivals, run, timing
+from fastattn.bench import cases, chart, report, rivals, run, timing
 from fastattn.testing import CASES, Case
 
+SVG = "{http://www.w3.org/2000/svg}"
 TINY = Case("tiny-both", "small enough for a test", B=3, H=2, n_q=20, D=8, causal=True, keys="right", timed="standard")
 
 
@@ -227,24 +229,43 @@ def test_plain_table_names_every_row(measured, capsys):
     assert line.split()[1] == median
 
 
-def test_picture_is_drawn(tmp_path, measured):
-    matplotlib = pytest.importorskip("matplotlib.image")
-    drawable = [
-        dataclasses.replace(row, contender="fastattn cpu") if row.family == "fastattn" else row for row in measured.rows
-    ]
-    path = tmp_path / "speed-up.png"
-    report.plot(dataclasses.replace(measured, rows=drawable), path)
-    pixels = matplotlib.imread(path)
-    assert pixels.shape[0] > 300
-    panels = pixels[: int(0.8 * len(pixels))]  # the legend below has the colour too
-    blue = (panels[..., 2] > 0.5) & (panels[..., 0] < 0.2)
-    assert blue.sum() > 100  # the marks of the first series
+def test_picture_has_bars_of_rivals_beside_ours_in_every_group(measured):
+    drawn = ElementTree.fromstring(report.as_svg(measured))
+    groups = [[rect.get("class") for rect in group.iter(f"{SVG}rect")] for group in drawn.iter(f"{SVG}g")]
+    assert len(groups) == len({row.job for row in measured.rows})
+    assert all({"ours", "other"} == set(kinds) for kinds in groups)
+    for rect in drawn.iter(f"{SVG}rect"):
+        assert 0 < float(rect.get("x")) < float(rect.get("x")) + float(rect.get("width")) < float(drawn.get("width"))
+    for text in drawn.iter(f"{SVG}text"):
+        assert text.get("class") == "right" or float(text.get("x")) + 7 * len(text.text) < float(drawn.get("width"))
+    words = [text.text for text in drawn.iter(f"{SVG}text")]
+    ours = named(measured.rows, "fastattn torch")
+    assert f"{ours.speedup:.2f}x, {ours.timing.median * 1e3:.3g} ms" in words
+    assert "fastattn reference" not in words
 
 
-def test_nothing_to_draw_is_an_error(tmp_path, measured):
+def test_long_charts_have_columns_and_none_is_empty():
+    one = chart.draw("title", {"a": [chart.Bar("x", 1, "1 < 2")]}, "words")
+    many = chart.draw("title", {f"{i}": [chart.Bar("x", i, "")] * 9 for i in range(1, 9)}, "words")
+    widths = [float(ElementTree.fromstring(text).get("width")) for text in (one, many)]
+    assert widths[1] == 2 * widths[0]
+    for groups in ({}, {"a": []}):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            chart.draw("title", groups, "")
+
+
+def test_nothing_to_draw_is_an_error(measured):
     rivals_only = [row for row in measured.rows if row.family != "fastattn"]
     with pytest.raises(ValueError, match="nothing to draw"):
-        report.plot(dataclasses.replace(measured, rows=rivals_only), tmp_path / "empty.png")
+        report.as_svg(dataclasses.replace(measured, rows=rivals_only))
+
+
+def test_the_quick_form_has_only_rows_that_can_run():
+    rows = run.measure(job(timed="backward"), "cpu", 0.0, quick=True)
+    q = torch.zeros(1, 1, 2, 8)
+    chosen = fastattn.explain(q, q, q).backend
+    assert {row.contender for row in rows} == {f"fastattn {chosen}", "SDPA math", "SDPA flash"}
+    assert {row.verdict for row in rows} == {"right"}
 
 
 def test_words_choose_jobs():

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import fastattn
+
 PACKAGE = Path(__file__).parents[2] / "fastattn"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -155,3 +157,7 @@ def test_no_forbidden_names(path):
 
 def test_no_catch_all_modules():
     assert not {"utils", "util", "common", "helpers", "misc"} & {path.stem for path in MODULES}
+
+
+def test_dir_shows_what_users_call():
+    assert set(dir(fastattn)) == {*fastattn.__all__, "nn", "__version__"}

@@ -309,22 +309,20 @@ def run(monkeypatch, *options: str) -> int:
     return program.main()
 
 
-def test_tiny_data_is_learnt_by_heart(monkeypatch, capsys, tmp_path):
-    for language in ("de", "en"):
-        text = (program.TINY / f"train.{language}.txt").read_text(encoding="utf-8")
-        for part in ("train", "val"):
-            (tmp_path / f"{part}.{language}.txt").write_text(text, encoding="utf-8")
-    options = ("--data", str(tmp_path), "--output", str(tmp_path / "run"), "--label-smoothing", "0")
-    assert run(monkeypatch, *options, "--epochs", "80") == 0
-    printed = capsys.readouterr()
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["history"][0]["valid_bleu"] < 20
-    assert metrics["history"][-1]["valid_bleu"] > 95
-    assert metrics["settings"]["d_v"] == 8
-    assert "Ein Hund läuft im Park. -> a dog runs in the park." in printed.out
-    assert re.search(r"BLEU = \d+\.\d on 32 validation sentences", printed.out)
-    assert run(monkeypatch, *options, "--epochs", "81") == 0
-    assert "resumed at step 160 (epoch 81)" in capsys.readouterr().err
+def test_the_made_up_pairs_are_learnt_by_heart_with_the_defaults(monkeypatch, capsys, tmp_path):
+    options = ["attention_is_all_you_need", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*options, "--epochs", "120"])  # of 200
+    assert program.main() == 0
+    printed = capsys.readouterr().out
+    assert "Eine Katze schläft im Park. -> a cat sleeps in the park." in printed
+    by_heart = re.search(r"on 4 validation sentences \(greedy, lower-cased\), (\S+) on 32 that it learnt from", printed)
+    assert float(by_heart[1]) > 95
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["history"][0]["valid_bleu"] < 20 < 80 < metrics["history"][-1]["valid_bleu"]
+    assert metrics["settings"]["d_v"] == 16
+    monkeypatch.setattr(sys, "argv", [*options, "--epochs", "121"])
+    assert program.main() == 0
+    assert "resumed at step 120 (epoch 121)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("vocabulary", ["words", "bpe"])
@@ -364,5 +362,5 @@ def test_bad_data_is_one_sentence(monkeypatch, capsys, tmp_path, files, why):
 def test_help():
     command = [sys.executable, "-m", "examples.attention_is_all_you_need", "--help"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert re.search(r"--d-model N +default: 512", printed)
-    assert re.search(r"--n-layers N +default: 6", printed)
+    assert re.search(r"--d-model N +default: 64", printed)
+    assert re.search(r"--n-layers N +default: 2", printed)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import transformers_cases
 from model_cases import ModelCase, RefusedCase
 from model_table import CASES, REFUSED, committed, differences_in_bf16, examine
 
 import fastattn
 
+ROOT = Path(__file__).parents[2]
 COMMAND = "python tests/integrations/model_table.py renders docs/models.md"
 
 
@@ -50,3 +54,11 @@ def test_the_document_has_these_models_and_no_others():
     families = [row[0].removeprefix("| ") for row in rows[: len(CASES)]]
     assert families == [case.family for case in CASES], COMMAND
     assert rows[len(CASES) :] == [case.row().split(" | ") for case in REFUSED], COMMAND
+
+
+def test_no_page_names_a_family_that_has_no_row():
+    rows = {case.family for case in (*CASES, *REFUSED)}
+    compared = {case.family for case in vars(transformers_cases).values() if isinstance(case, ModelCase)}
+    assert compared - rows  # in fp32 alone
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        assert [family for family in compared - rows if family in path.read_text()] == [], path.name

@@ -52,9 +52,20 @@ def test_no_block_is_overlooked(path):
     assert kinds.count("python") == len(pages.python_blocks(page))
 
 
-def test_every_picture_is_on_a_page():
-    shown = [name for path in pages.PAGES for block in pages.python_blocks(path.read_text()) for name in block.pictures]
-    assert sorted(shown) == sorted(path.name for path in (pages.FOLDER / "pictures").iterdir())
+def test_every_picture_is_on_a_page_and_charts_are_those_of_the_measured_figures():
+    shown = {name for path in pages.GUIDES for name in re.findall(r"\]\((?:docs/)?pictures/(.+?)\)", path.read_text())}
+    of_blocks = {name for path in pages.PAGES for x in pages.python_blocks(path.read_text()) for name in x.pictures}
+    assert shown == of_blocks | measured.CHARTS.keys() == {path.name for path in (pages.FOLDER / "pictures").iterdir()}
+    for name, draw in measured.CHARTS.items():
+        assert (pages.FOLDER / "pictures" / name).read_text() == draw(), f"{name}: python -m docs.render"
+
+
+def test_the_readme_shows_a_chart_first_and_says_soon_how_fast():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    (picture,) = (i for i, line in enumerate(lines) if line.startswith("!["))
+    assert picture < 10
+    headings = [i for i, line in enumerate(lines) if line.startswith("## ")]
+    assert headings[headings.index(lines.index("## How fast")) + 1] < 90
 
 
 @pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
@@ -74,9 +85,13 @@ def test_the_table_of_packed_models(tmp_path, monkeypatch):
     lines = measured.packed("some").splitlines()
     assert " Fill 0.250 = 1 / 4.00. Medians of 3 to 3 rounds;" in lines[0]
     assert lines[-1] == "| x | 200 | 200 | 50 | 1.00 (0.75-1.25) | 4.00 (3.50-5.50) |"
-    lines = measured.packed_in_short("some").splitlines()
-    assert lines[0].endswith(" 25% of the batches are tokens, the rest is padding.")
-    assert lines[-1] == "| x | 200 | 200 (1.00x) | 50 (4.00x) |"
+    drawn = measured.chart_of_times(document, "title", "what", "packed", "transformers")
+    assert "4.00x, 50 ms</text>" in drawn
+    assert "25% of the batches are tokens. A CPU, 2<" in drawn
+    # The quartiles are as far from each other as 3.5 and 5.5 are, where the bar is as long as 4.
+    (length,) = re.findall(r'class="ours" .*width="([\d.]+)"', drawn)
+    ((low, high),) = re.findall(r'<path d="M([\d.]+) [\d.]+H([\d.]+)"', drawn)
+    assert (float(high) - float(low)) / float(length) == pytest.approx(2 / 4, abs=0.01)
 
 
 def make_repository(folder: Path, texts: dict[str, str]) -> None:
@@ -191,7 +206,17 @@ def test_the_site_is_built_without_a_warning_and_whole(tmp_path):
     for module in (fastattn, fastattn.nn):
         headings = {name: f'<h3 id="{module.__name__}.{name}">' for name in module.__all__}
         assert [name for name, heading in headings.items() if heading not in built["reference"]] == []
+    cards = re.findall(r"<li>.*?</li>", built["index"].partition('class="grid cards"')[2].partition("</div>")[0], re.S)
+    assert len(cards) > 4
+    assert all(re.search(r'<a href="[\w-]+\.html"><strong>', card) for card in cards)  # a dead link fails the build
+    assert (tmp_path / "search" / "search_index.js").read_text().startswith("var __index = {")  # without a server
+    project = (ROOT / "pyproject.toml").read_text()
+    repository = re.search(r'^Source = "(.+)"$', project, re.MULTILINE)[1]
     for page in built.values():
+        assert f'<a href="{repository}"' in page
+        assert 'data-md-component="source"' not in page  # by which the theme asks GitHub for stars
+        assert 'assets/favicon.svg">' in page
+        assert 'assets/iframe-worker.js"' in page
         loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?([^\" >]+)", page)
         assert loaded
         assert [address for address in loaded if "//" in address] == []  # nothing comes from the network

@@ -58,11 +58,13 @@ def test_twine_takes_the_sdist(sdist):
 
 def test_links_of_the_long_description_lead_to_files_of_this_version(metadata):
     addresses = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
-    files = f"{addresses['Source']}/blob/v{metadata['Version']}/"
-    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+    place = re.compile(rf"{re.escape(addresses['Source'])}/(blob|raw)/v{re.escape(metadata['Version'])}/([^#]+)")
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", metadata.get_payload())
     assert len(links) > 10
-    assert [link for link in links if not link.startswith(files)] == []
-    assert [link for link in links if not (ROOT / link.removeprefix(files).partition("#")[0]).is_file()] == []
+    for picture, link in links:
+        kind, file = place.match(link).groups()
+        assert kind == ("raw" if picture else "blob")
+        assert (ROOT / file).is_file()
     assert {address.startswith(addresses["Source"]) for address in addresses.values()} == {True}
 
 

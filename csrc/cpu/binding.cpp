@@ -539,8 +539,8 @@ PyObject* attend_backward(Arguments in) {
   Py_RETURN_NONE;
 }
 
-// Writes bool [B, H, n_q, n_k], by the lists, ranges, gaps and squares that the kernels walk, for blocks of `block` queries: the
-// tests compare it with Mask.keep. Arguments: q, k, spec, block, what is written.
+// Writes bool [B, H, n_q, n_k], by the lists, ranges, gaps and squares that the kernels walk, for blocks of `block`
+// queries: the tests compare it with Mask.keep. Arguments: q, k, spec, block, what is written.
 PyObject* keep(Arguments in) {
   const Call call(in[0], in[1], in[1], in[2]);
   const Params& p = call.params();

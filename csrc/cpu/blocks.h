@@ -311,8 +311,8 @@ void each_part(int C, const QueryBlock& queries, int first_vector, const KeyBloc
   run(C, queries, first_vector, part);
 }
 
-// The same for all of a block of keys, without those that a bool mask hides from all of the queries, a square of it after
-// the other: run(vectors, their queries, the first of them, the part of the keys).
+// The same for all of a block of keys, without those that a bool mask hides from all of the queries, a square of it
+// after the other: run(vectors, their queries, the first of them, the part of the keys).
 template <class Run>
 void each_shown_part(const Params& p, int64_t b, int64_t h, const IndexList& list, const QueryBlock& queries,
                      const KeyBlock& keys, Run run) {

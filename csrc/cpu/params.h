@@ -83,8 +83,8 @@ struct Table {
   }
 };
 
-// What a bool mask with gaps shows of squares of kSquare queries and kSquare keys: bits of Shown. [B or 1, H or 1, n_q or
-// 1 in squares, n_k in squares], with strides in squares, 0 where one serves all.
+// What a bool mask with gaps shows of squares of kSquare queries and kSquare keys: bits of Shown. [B or 1, H or 1, n_q
+// or 1 in squares, n_k in squares], with strides in squares, 0 where one serves all.
 enum Shown : uint8_t { kShowsSome = 1, kShowsAll = 2 };
 constexpr int64_t kSquare = 16;
 
@@ -120,7 +120,7 @@ struct Params {
   RangeTable ranges;
   const IsolatedRunList* isolated_runs;  // [B], or null: the queries of a sample are one run
   Documents documents;
-  Table dense;  // bool
+  Table dense;          // bool
   SquareTable squares;  // of it
   Table bias;
   DType bias_dtype;

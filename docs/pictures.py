@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from fastattn.picture import CELL, GAP, panel, picture
 
@@ -15,17 +16,41 @@ def draw_mask(page: dict[str, object]) -> str:
 
 
 def draw_bias(page: dict[str, object]) -> str:
-    """The picture of `bias` [n_q, n_k], whose largest entry is 0, under `mask`: the fainter, the more is subtracted."""
-    bias, mask = page["bias"], page["mask"]
-    n_q, n_k = bias.shape
-    keep, least = mask.keep(n_q, n_k)[0, 0], float(bias.min())
+    """The picture of `bias`, whose largest entry is 0, under `mask`: the fainter, the more is subtracted."""
+    bias = page["bias"]
+    least = float(bias.min())
+    legend = [('class="seen"', "+ 0"), ('class="seen" fill-opacity="0.10"', f"{least:+.3g}")]
+    return _shades(page, 1 - 0.9 * bias / least, legend)
 
-    def shade(i: int, j: int) -> str:
-        return f'class="seen" fill-opacity="{1 - 0.9 * float(bias[i, j]) / least:.2f}"' if keep[i, j] else ""
 
-    grid = panel([str(i) for i in range(n_q)], [str(j) for j in range(n_k)], "", shade)
-    legend = [('class="seen"', "+ 0"), ('class="seen" fill-opacity="0.10"', f"{least:+g}"), ("", "hidden")]
-    return picture([grid], n_q, n_k, legend)
+def draw_weights(page: dict[str, object]) -> str:
+    """The picture of `weights` under `mask`: the fainter, the less weight; those below 0 have a colour of their own."""
+    weights = page["weights"]
+    most = float(weights.abs().max())
+    legend = [('class="seen"', f"weight {most:.2f}")]
+    legend += [(f'class="seen" {_NEGATIVE}', f"weight {-most:.2f}")] * bool((weights < 0).any())
+    return _shades(page, weights / most, legend)
+
+
+_NEGATIVE = 'style="fill:#d9730d"'
+
+
+def _shades(page: dict[str, object], shades: Tensor, legend: list[tuple[str, str]]) -> str:
+    """The picture of shades [n_q, n_k], or [heads, n_q, n_k] with a panel a head, from -1 to 1."""
+    n_q, n_k = shades.shape[-2:]
+    keep = page["mask"].keep(n_q, n_k)[0, 0]
+
+    def attributes(shade: Tensor) -> Callable[[int, int], str]:
+        return lambda i, j: (
+            f'class="seen" fill-opacity="{abs(shade[i, j]):.2f}"{f" {_NEGATIVE}" * bool(shade[i, j] < 0)}'
+            if keep[i, j] else ""
+        )  # fmt: skip
+
+    heads = shades.reshape(-1, n_q, n_k)
+    titles = [f"head {head}" if len(heads) > 1 else "" for head in range(len(heads))]
+    names = [str(i) for i in range(n_q)], [str(j) for j in range(n_k)]
+    panels = [panel(*names, title, attributes(head)) for title, head in zip(titles, heads, strict=True)]
+    return picture(panels, n_q, n_k, [*legend, *[("", "hidden")] * (not keep.all())])
 
 
 def draw_tiles(page: dict[str, object]) -> str:
@@ -53,7 +78,11 @@ def draw_tiles(page: dict[str, object]) -> str:
     return picture([grid], n_q, n_k, legend)
 
 
-DRAWN_BY: dict[str, Callable[[dict[str, object]], str]] = {"alibi.svg": draw_bias, "tiles.svg": draw_tiles}
+DRAWN_BY: dict[str, Callable[[dict[str, object]], str]] = {
+    **dict.fromkeys(("alibi.svg", "alibi-heads.svg", "t5-bias.svg"), draw_bias),
+    **dict.fromkeys(("attention-map.svg", "differential.svg"), draw_weights),
+    "tiles.svg": draw_tiles,
+}
 """The functions that draw files of pictures/ from the namespace of their page, where that is not `draw_mask`."""
 
 

@@ -80,7 +80,7 @@ def generation(machine: str) -> str:
 
 
 def recipes(machine: str, name: str = "") -> str:
-    """One recipe of docs/recipes.md beside the naive way, in time and memory; without a name, what it was measured on."""
+    """A recipe of docs/recipes.md beside the naive way, in time and memory; without a name, what it was measured on."""
     document = _read(machine, "recipes")
     if not name:
         return _about(document)

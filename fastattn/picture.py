@@ -17,6 +17,7 @@ _STYLE = f"""<style>
 .fastattn text {{ dominant-baseline: central }}
 .fastattn text.left {{ text-anchor: start }}
 .fastattn rect {{ stroke: {_GREY}; stroke-opacity: .55; fill: none }}
+.fastattn .cells {{ stroke: {_GREY}; stroke-opacity: .25; fill: none }}
 .fastattn .seen {{ fill: #2f7fd0 }}
 .fastattn .padding {{ fill: url(#hatching) }}
 .fastattn .edge {{ fill: #2f7fd0; fill-opacity: .4 }}
@@ -44,12 +45,13 @@ class MaskPicture:
     def svg(self) -> str:
         """The text of an SVG file."""
         size = CELL if self.step == 1 and max(map(len, self.panels[0][1:3])) <= MOST_CELLS / 2 else _SMALL_CELL
+        left = GAP + 7 * max(0, *(len(name) - 2 for name in self.panels[0][1]))
         panels = [
-            panel(queries, keys, title, lambda i, j, kinds=kinds: f'class="{kinds[i][j]}"', size)
+            panel(queries, keys, title, lambda i, j, kinds=kinds: f'class="{kinds[i][j]}"', size, left)
             for title, queries, keys, kinds in self.panels
         ]
         legend = [(f'class="{kind}"', words) for kind, words in self._legend()]
-        return picture(panels, len(self.panels[0][1]), len(self.panels[0][2]), legend, size)
+        return picture(panels, len(self.panels[0][1]), len(self.panels[0][2]), legend, size, left)
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -60,7 +62,9 @@ class MaskPicture:
             lines += [f"{title}:"] if title else []
             width = max(map(len, queries))
             if self.step == 1 and max(map(len, keys)) <= 2:
-                lines.append(" " * (width + 1) + "".join(f"{name:>2}" for name in keys))
+                every = max(map(len, keys))  # so that two digits stand apart
+                shown = (name if j % every == 0 else "" for j, name in enumerate(keys))
+                lines.append(" " * (width + 1) + "".join(f"{name:>2}" for name in shown).rstrip())
             for name, row in zip(queries, kinds, strict=True):
                 lines.append(f"{name:>{width}} {''.join(_CHARACTERS[kind] for kind in row)}")
         lines.append("  ".join(f"{_CHARACTERS[kind]} {words}" for kind, words in self._legend()))
@@ -118,28 +122,42 @@ def picture_of(
 
 
 def panel(
-    queries: list[str], keys: list[str], title: str, attributes: Callable[[int, int], str], size: int = CELL
+    queries: list[str],
+    keys: list[str],
+    title: str,
+    attributes: Callable[[int, int], str],
+    size: int = CELL,
+    left: int = GAP,
 ) -> str:
-    """The grid of all pairs in SVG, with the names of the queries and keys."""
+    """The grid of all pairs in SVG, with the names of queries and keys; `size` of a cell, and `left` of all, in px."""
     n_q, n_k = len(queries), len(keys)
-    parts = [_text(GAP + n_k * size / 2, 8, "keys" + (f" of {title}" if title else ""))]
+    parts = [_text(left + n_k * size / 2, 8, "keys" + (f" of {title}" if title else ""))]
     parts.append(f'<g transform="rotate(-90)">{_text(-GAP - n_q * size / 2, 8, "queries")}</g>')
-    parts += [_text(GAP + (j + 0.5) * size, GAP - 10, name) for j, name in enumerate(keys) if name]
-    parts += [_text(GAP - 10, GAP + (i + 0.5) * size, name) for i, name in enumerate(queries) if name]
+    parts += [_text(left + (j + 0.5) * size, GAP - 10, name) for j, name in enumerate(keys) if name]
+    parts += [_text(left / 2 + 7, GAP + (i + 0.5) * size, name) for i, name in enumerate(queries) if name]
+    if size == CELL:
+        parts += [_cell(left + j * CELL, GAP + i * CELL, attributes(i, j)) for i in range(n_q) for j in range(n_k)]
+        return "\n".join(parts)
+    places: dict[str, str] = {}  # where there are many, those that look alike are one path
     for i in range(n_q):
-        parts += [_cell(GAP + j * size, GAP + i * size, attributes(i, j), size) for j in range(n_k)]
-    return "\n".join(parts)
+        for j in range(n_k):
+            square = f"M{left + j * size + 1} {GAP + i * size + 1}h{size - 2}v{size - 2}h{2 - size}z"
+            places[attributes(i, j)] = places.get(attributes(i, j), "") + square
+    cells = (f'<path {kind} d="{squares}"/>' for kind, squares in places.items())
+    return "\n".join([*parts, '<g class="cells">', *cells, "</g>"])
 
 
-def picture(panels: list[str], n_q: int, n_k: int, legend: list[tuple[str, str]], size: int = CELL) -> str:
+def picture(
+    panels: list[str], n_q: int, n_k: int, legend: list[tuple[str, str]], size: int = CELL, left: int = GAP
+) -> str:
     """The text of an SVG file: panels of n_q x n_k cells side by side, and below them what each kind of cell means."""
-    panel_width = GAP + n_k * size + 12
+    panel_width = left + n_k * size + 12
     top = GAP + n_q * size + 14
     marks = "\n".join(
-        f'{_cell(GAP, y, attributes)}<text class="left" x="{GAP + 30}" y="{y + CELL / 2:g}">{words}</text>'
+        f'{_cell(left, y, attributes)}<text class="left" x="{left + 30}" y="{y + CELL / 2:g}">{words}</text>'
         for y, (attributes, words) in zip(range(top, top + 24 * len(legend), 24), legend, strict=True)
     )
-    width = max(len(panels) * panel_width, GAP + 40 + 7 * max(len(words) for _, words in legend))
+    width = max(len(panels) * panel_width, left + 40 + 7 * max(len(words) for _, words in legend))
     height = top + 24 * len(legend) + 2
     moved = (f'<g transform="translate({i * panel_width})">\n{panel}\n</g>' for i, panel in enumerate(panels))
     body = "\n".join([_STYLE, *moved, marks])
@@ -168,9 +186,8 @@ def _names(ids: Tensor | None, n: int, step: int) -> list[str]:
     return [str(i * step) if i % every == 0 else "" for i in range(-(-n // step))]
 
 
-def _cell(x: float, y: float, attributes: str, size: int = CELL) -> str:
-    round_by = 3 if size == CELL else 1
-    return f'<rect x="{x + 1}" y="{y + 1}" width="{size - 2}" height="{size - 2}" rx="{round_by}" {attributes}/>'
+def _cell(x: float, y: float, attributes: str) -> str:
+    return f'<rect x="{x + 1}" y="{y + 1}" width="{CELL - 2}" height="{CELL - 2}" rx="3" {attributes}/>'
 
 
 def _text(x: float, y: float, words: str) -> str:

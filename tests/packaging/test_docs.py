@@ -44,6 +44,11 @@ def test_code_prints_and_draws_what_the_page_shows(path):
             assert shown == pictures.draw(name, namespace), f"{name} is another mask: python -m docs.render"
 
 
+@pytest.mark.parametrize("path", pages.NOTEBOOKS, ids=by_name)
+def test_notebooks_show_what_their_code_prints_and_draws(path):
+    assert json.loads(path.read_text()) == pages.run_notebook(path), "python -m docs.render"
+
+
 @pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
 def test_no_block_is_overlooked(path):
     page = path.read_text()
@@ -100,6 +105,7 @@ def test_the_map_has_each_file_with_its_first_sentence(tmp_path):
         "fastattn/nn/layer.py": '"""One layer"""\n',
         "fastattn/nn/data/x.json": "{}",
         "fastattn/nn/y.json": "{}",
+        "csrc/b.ipynb": '{"cells": [{"source": ["# Title\\n", "\\n", "A notebook. More."]}]}',
     })  # fmt: skip
     assert repository_map.draw(tmp_path) == (
         "- `.gitignore`: What is left alone.\n- data: `LICENSE`\n\n"
@@ -119,6 +125,7 @@ def test_the_map_has_each_file_with_its_first_sentence(tmp_path):
         ("a.py", "# A comment is not a docstring.\nx = 1\n"),
         ("a.cu", '#include "a.h"\nint a;\n// too late\n'),
         ("a.md", "# A heading only\n"),
+        ("a.ipynb", '{"cells": [{"source": ["# A heading only"]}]}'),
         ("Makefile", "all:\n# too late\n"),
     ],
 )

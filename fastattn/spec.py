@@ -87,7 +87,7 @@ class Mask:
                 if width is not None and not (is_int(width) and 0 <= width < 2**63):
                     raise ValueError(
                         f"mask.window's {side} must be None or an int from 0 to 2**63 - 1, got {_shown(width)}"
-                        + "; None is no limit" * (width == -1)
+                        + "; None is no limit" * (is_int(width) and width == -1)
                     )
         if self.real_keys is not None:
             _check_table("real_keys", self.real_keys, _BOOL, (2,))
@@ -227,19 +227,20 @@ class Mask:
                     [0, 1, 1, 1]], dtype=torch.int32)
         """
         n = as_int(n)
-        if not is_int(n) or n < 0:
+        if not _is_length(n):
             raise ValueError(f"n must be an int, at least 0, got {_shown(n)}")
         if not isinstance(lengths, Tensor):
             lengths = list(lengths) if isinstance(lengths, Iterable) else [lengths]
-            if not all(is_int(as_int(length)) for length in lengths):
-                raise ValueError(f"lengths must be an integer Tensor or ints, got {', '.join(map(_shown, lengths))}")
+            if not all(_is_length(as_int(length)) for length in lengths):
+                got = ", ".join(map(_shown, lengths))
+                raise ValueError(f"lengths must be an integer Tensor, or ints from 0 to n = {n}, got {got}")
             lengths = torch.tensor([as_int(length) for length in lengths], dtype=torch.int64)
-        if lengths.dtype not in _INTEGERS or lengths.dim() != 1 or not is_dense(lengths):
-            raise ValueError(f"lengths must be int32 or int64 [B], got {lengths.dtype} {list(lengths.shape)}")
-        if padding_side not in ("right", "left"):
-            raise ValueError(f"padding_side must be 'right' or 'left', got {_shown(padding_side)}")
-        if of not in ("keys", "queries", "both"):
-            raise ValueError(f"of must be 'keys', 'queries' or 'both', got {_shown(of)}")
+        if not is_dense(lengths) or lengths.dtype not in _INTEGERS or lengths.dim() != 1:
+            got = f"{lengths.dtype} {list(lengths.shape)}" if is_dense(lengths) else "one that is not dense"
+            raise ValueError(f"lengths must be int32 or int64 [B], got {got}")
+        for name, value, words in (("padding_side", padding_side, _SIDES), ("of", of, _PADDED)):
+            if not isinstance(value, str) or value not in words:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, words))}, got {_shown(value)}")
         in_view = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
         if in_view and ((lengths < 0) | (lengths > n)).any():
             raise ValueError(f"lengths must be from 0 to n = {n}, got {lengths.tolist()}")
@@ -288,18 +289,27 @@ class Mask:
             raise ValueError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), got {_shown(mask_mod)}")
         sizes = {"B": as_int(B), "H": as_int(H), "Q_LEN": as_int(Q_LEN), "KV_LEN": as_int(KV_LEN)}
         for name, size in sizes.items():
-            if not (is_int(size) and size > 0) and not (size is None and name in "BH"):
+            if not _is_length(size, 1) and not (size is None and name in "BH"):
                 raise ValueError(f"{name} must be an int, at least 1{', or None' * (name in 'BH')}, got {_shown(size)}")
+        try:
+            device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"device must be a device of torch, got {_shown(device)}: {error}") from error
         b, h, i, j = (torch.arange(size or 1, device=device) for size in sizes.values())
-        of_pairs = mask_mod
+
+        def of_pairs(*indices: Tensor) -> Tensor:
+            seen = mask_mod(*indices)
+            if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+                raise ValueError(
+                    f"mask_mod must return a bool Tensor, got {getattr(seen, 'dtype', type(seen).__name__)}"
+                )
+            return seen
+
         for dim in (3, 2, 1, 0):
             of_pairs = torch.vmap(of_pairs, in_dims=tuple(0 if n == dim else None for n in range(4)))
         dense = torch.empty(len(b), len(h), len(i), len(j), dtype=torch.bool, device=device)
         for rows in i.split(max(1, _PAIRS_AT_ONCE // (len(b) * len(h) * len(j)))):
-            seen = of_pairs(b, h, rows, j)
-            if seen.dtype != torch.bool:
-                raise ValueError(f"mask_mod must return bool, got {seen.dtype}")
-            dense[:, :, rows] = seen
+            dense[:, :, rows] = of_pairs(b, h, rows, j)
         return cls(dense=dense)
 
     def show(
@@ -338,7 +348,7 @@ class Mask:
         n_q, n_k = ([n] if n is not None else known for n, known in ((n_q, known_q), (n_k, known_k)))
         n_q, n_k = (n_q or n_k or [8])[0], (n_k or n_q or [8])[0]
         for name, n, known in (("n_q", n_q, known_q), ("n_k", n_k, known_k)):
-            if not is_int(n) or n < 1 or set(known) - {n}:
+            if not _is_length(n, 1) or set(known) - {n}:
                 must = f"{', '.join(map(str, known))} as in the tensors of this mask" if known else "an int, at least 1"
                 raise ValueError(f"{name} must be {must}, got {_shown(n)}")
         device = next((x.device for x in self.tensors().values()), None)
@@ -387,6 +397,7 @@ class Mask:
 
 
 _PAIRS_AT_ONCE = 2**22  # that `Mask.from_flex` evaluates: 32 MiB for each int64 that is computed of them
+_SIDES, _PADDED = ("right", "left"), ("keys", "queries", "both")
 _BOOL, _INTEGERS = (torch.bool,), (torch.int32, torch.int64)
 
 
@@ -419,6 +430,11 @@ def is_jagged(x: object) -> bool:
 def is_int(x: object) -> bool:
     """Whether `x` is an integer, of Python's or one that torch.compile traces, but not a bool."""
     return type(x) is int or (isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool))
+
+
+def _is_length(x: object, least: int = 0) -> bool:
+    """Whether `x` is an integer that can be a length: larger ones overflow where they are multiplied."""
+    return is_int(x) and least <= x < 2**31
 
 
 def as_int(x: object) -> object:

@@ -219,17 +219,22 @@ def test_from_flex_agrees_with_a_loop_and_with_flex_attention(B, H, pairs_at_onc
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Mask.from_lengths([1.5], 3), "lengths must be an integer Tensor or ints, got 1.5"),
+        (lambda: Mask.from_lengths([1.5], 3), "lengths must be an integer Tensor, or ints from 0 to n = 3, got 1.5"),
         (
             lambda: Mask.from_lengths(torch.ones(2, 2).long(), 3),
             r"lengths must be int32 or int64 \[B\], got torch.int64",
         ),
         (lambda: Mask.from_lengths([1, 4], 3), r"lengths must be from 0 to n = 3, got \[1, 4\]"),
+        (lambda: Mask.from_lengths(torch.tensor([[1]]).to_sparse(), 3), "lengths must be .* got one that is not dense"),
         (lambda: Mask.from_lengths([1], -3), "n must be an int, at least 0, got -3"),
         (lambda: Mask.from_lengths([1], 3, padding_side="top"), "padding_side must be 'right' or 'left', got 'top'"),
-        (lambda: Mask.from_lengths([1], 3, of="values"), "of must be 'keys', 'queries' or 'both', got 'values'"),
+        (lambda: Mask.from_lengths([1], 3, of="values"), "of must be 'keys' or 'queries' or 'both', got 'values'"),
         (lambda: Mask.from_flex(KEYS, 1, 1, 2, 2), "mask_mod must be a function of .*, got Tensor"),
-        (lambda: Mask.from_flex(lambda *pair: pair[2], 1, 1, 2, 2), "mask_mod must return bool, got torch.int64"),
+        (
+            lambda: Mask.from_flex(lambda *pair: pair[2], 1, 1, 2, 2),
+            "mask_mod must return a bool Tensor, got torch.int64",
+        ),
+        (lambda: Mask.from_flex(min, 1, 1, 2, 2, "abacus"), "device must be a device of torch, got 'abacus'"),
         (lambda: Mask.from_flex(min, 0, None, 2, 2), "B must be an int, at least 1, or None, got 0"),
         (lambda: Mask.from_flex(min, None, None, 2, None), "KV_LEN must be an int, at least 1, got None"),
         (lambda: Mask(real_keys=KEYS).show(n_k=5), "n_k must be 7 as in the tensors of this mask, got 5"),

@@ -109,7 +109,8 @@ def test_the_map_has_each_file_with_its_first_sentence(tmp_path):
     })  # fmt: skip
     assert repository_map.draw(tmp_path) == (
         "- `.gitignore`: What is left alone.\n- data: `LICENSE`\n\n"
-        "## `csrc/`\n\nThe kernels.\n\n- `cpu/a.h`: a &lt; b \\* c, as Dao et al. 2022 have it.\n\n"
+        "## `csrc/`\n\nThe kernels.\n\n- `b.ipynb`: A notebook.\n"
+        "- `cpu/a.h`: a &lt; b \\* c, as Dao et al. 2022 have it.\n\n"
         "## `fastattn/`\n\nThe package.\n\n- `api.py`: What `x * y` is called by.\n\n"
         "### `fastattn/nn/`\n\nLayers.\n\n- `layer.py`: One layer\n- data: `data/`, `*.json`"
     )

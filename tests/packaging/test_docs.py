@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fastattn
+from benchmarks import recipes
 from docs import map as repository_map
 from docs import measured, pages, pictures, render
 
@@ -82,6 +83,34 @@ def test_the_table_of_packed_models(tmp_path, monkeypatch):
     lines = measured.packed_in_short("some").splitlines()
     assert lines[0].endswith(" 25% of the batches are tokens, the rest is padding.")
     assert lines[-1] == "| x | 200 | 200 (1.00x) | 50 (4.00x) |"
+
+
+def test_every_recipe_has_its_naive_way_and_is_timed():
+    page = (pages.FOLDER / "recipes.md").read_text()
+    assert re.findall(r"measured recipes \S+ (\w+) -->", page) == list(recipes.RECIPES)
+    for name in recipes.RECIPES:
+        assert all(f"\ndef {function}(" in page for function in (name, f"{name}_naive"))
+
+
+def test_a_recipe_is_timed_if_it_is_right(tmp_path, monkeypatch):
+    monkeypatch.setitem(recipes.RECIPES, "t5", ("Three numbers", lambda: [torch.rand(3)]))
+    page = {"t5": lambda x: x.square(), "t5_naive": lambda x: x * x}
+    row = recipes.measured("t5", page, 0.01)
+    row |= {
+        "seconds": {"fastattn": [0.01, 0.02, 0.03], "naive": [0.4, 0.4, 0.3]},
+        "peak_bytes": {"fastattn": 2**20, "naive": 0},
+    }
+    machine = {"cpu": "A CPU", "cores": 2, "torch_threads": 2}
+    document = {"machine": machine, "versions": dict.fromkeys(("fastattn", "torch", "python"), "1"), "rows": [row]}
+    (tmp_path / "some-recipes.json").write_text(json.dumps(document))
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    assert measured.recipes("some").startswith("A CPU, 2 threads")
+    assert measured.recipes("some", "t5") == (
+        "**20.0 ms, 1.0 MiB**, the naive way 400 ms, 0.0 MiB: 20.0 times as fast (15.00-30.00). Three numbers, fp32."
+    )
+    for wrong in (lambda x: x.square() + 1e-5, lambda x: x.square().detach() + x - x.detach()):  # the gradient of x
+        with pytest.raises(SystemExit, match="t5 is wrong"):
+            recipes.measured("t5", page | {"t5": wrong}, 0.01)
 
 
 def make_repository(folder: Path, texts: dict[str, str]) -> None:

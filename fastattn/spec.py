@@ -190,11 +190,10 @@ class Mask:
                     "positions count in the document, got others or none; "
                     "Mask(dense=mask.keep(n_q, n_k)) says such a mask without positions"
                 )
-        widths = [[w for w in pair if w is not None] for pair in zip(self.window, other.window, strict=True)]
         return Mask(
             self.causal or other.causal,
             q_offset=q_offset,
-            window=(min(widths[0], default=None), min(widths[1], default=None)),
+            window=tuple(map(_narrower, self.window, other.window)),
             real_keys=_both(self.real_keys, other.real_keys, "real_keys"),
             real_queries=_both(self.real_queries, other.real_queries, "real_queries"),
             segment_ids=segment_ids,
@@ -517,6 +516,10 @@ def _both(a: Tensor | None, b: Tensor | None, name: str = "padding") -> Tensor |
     if a.shape != b.shape and (name != "dense" or not _broadcast(a, b)):
         raise ValueError(f"mask.{name} must fit that of the other mask, got {list(a.shape)} and {list(b.shape)}")
     return a & b
+
+
+def _narrower(a: int | None, b: int | None) -> int | None:
+    return a if b is None else b if a is None else min(a, b)
 
 
 def _broadcast(a: Tensor, b: Tensor) -> bool:

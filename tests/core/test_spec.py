@@ -180,13 +180,17 @@ def test_and_refuses_what_it_cannot_say(one, other, message):
         Mask(**one) & None
 
 
-def test_and_under_compile_has_no_break():
-    def attend(q, real, ids):
-        return fastattn.attention(q, q, q, Mask(causal=True) & Mask(real_keys=real) & Mask(segment_ids=(ids, ids)))
+def test_masks_of_all_lengths_are_made_and_combined_in_one_compiled_graph():
+    def attend(q, lengths, ids):
+        n = q.shape[2]
+        padding = Mask.from_lengths(lengths, n) & Mask.from_lengths(lengths, n, of="queries")
+        near = Mask(window=(n // 2, None), segment_ids=(ids, ids)) & Mask(window=(5, 3), segment_ids=(ids, ids))
+        return fastattn.attention(q, q, q, Mask(causal=True) & padding & near)
 
-    q, ids = torch.randn(2, 2, 7, 8), torch.tensor([[0, 0, 1, 1, 1, 1, -1]]).expand(2, 7)
-    compiled = torch.compile(attend, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q, KEYS, ids), attend(q, KEYS, ids))
+    compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=True)
+    for n in (7, 12):
+        args = torch.randn(2, 2, n, 8), torch.tensor([n, 3]), (torch.arange(n) // 4).expand(2, n)
+        torch.testing.assert_close(compiled(*args), attend(*args))
 
 
 @pytest.mark.parametrize("padding_side", ["right", "left"])

@@ -530,7 +530,9 @@ _Documents = tuple[Tensor, Tensor] | None
 
 
 def _are_same(a: _Documents, b: _Documents) -> bool:
-    return a is b or (a is not None and b is not None and a[0] is b[0] and a[1] is b[1])
+    if a is None or b is None:
+        return a is None and b is None
+    return a[0] is b[0] and a[1] is b[1]
 
 
 def _is_one(documents: _Documents) -> bool:

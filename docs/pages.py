@@ -69,7 +69,7 @@ def run(path: Path) -> Iterator[tuple[Block, str, dict[str, object]]]:
 
 def run_notebook(path: Path) -> dict:
     """The notebook at `path` with the outputs of its code: what it prints, and the value of a last expression."""
-    notebook = json.loads(path.read_text())
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     namespace: dict[str, object] = {"__name__": path.stem}
     code_cells = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
     for count, cell in enumerate(code_cells, start=1):

@@ -43,7 +43,7 @@ def output_of(command: str) -> str:
 
 def main() -> None:
     for path in pages.NOTEBOOKS:
-        path.write_text(json.dumps(pages.run_notebook(path), indent=1, ensure_ascii=False) + "\n")
+        path.write_text(json.dumps(pages.run_notebook(path), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for path in pages.GUIDES:
         page = path.read_text()
         outputs = {command: output_of(command) for command, _ in pages.generated_parts(page)}

@@ -27,6 +27,8 @@ _NO_WINDOW = (None, None)
 class Mask:
     """Visibility of keys to queries; every field that is set hides more, and all of them combine.
 
+    `one & other` is the mask that shows what both show; what cannot be said in one mask is refused by a ValueError.
+
     Letters: B batch, H heads, n_q queries, n_k keys. `position` is where a token stands among the keys: key j
     stands at j, query i at `q_offset + i`; with `segment_ids`, both are counted within the token's own document.
 
@@ -194,10 +196,10 @@ class Mask:
             self.causal or other.causal,
             q_offset=q_offset,
             window=tuple(map(_narrower, self.window, other.window)),
-            real_keys=_both(self.real_keys, other.real_keys, "real_keys"),
-            real_queries=_both(self.real_queries, other.real_queries, "real_queries"),
+            real_keys=_both_fitting("real_keys", self.real_keys, other.real_keys),
+            real_queries=_both_fitting("real_queries", self.real_queries, other.real_queries),
             segment_ids=segment_ids,
-            dense=_both(self.dense, other.dense, "dense"),
+            dense=_both_fitting("dense", self.dense, other.dense),
         )
 
     @classmethod
@@ -510,12 +512,14 @@ def _rows_of(table: Tensor, rows: slice) -> Tensor:
     return table if table.dim() < 2 or table.shape[-2] == 1 else table[..., rows, :]
 
 
-def _both(a: Tensor | None, b: Tensor | None, name: str = "padding") -> Tensor | None:
-    if a is None or b is None:
-        return a if b is None else b
-    if a.shape != b.shape and (name != "dense" or not _broadcast(a, b)):
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a & b
+
+
+def _both_fitting(name: str, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is not None and b is not None and a.shape != b.shape and not (name == "dense" and _broadcast(a, b)):
         raise ValueError(f"mask.{name} must fit that of the other mask, got {list(a.shape)} and {list(b.shape)}")
-    return a & b
+    return _both(a, b)
 
 
 def _narrower(a: int | None, b: int | None) -> int | None:

@@ -223,6 +223,7 @@ def test_from_flex_agrees_with_a_loop_and_with_flex_attention(B, H, pairs_at_onc
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Mask(window=(KEYS, None)), "mask.window's left must be None or an int .*, got Tensor"),
         (lambda: Mask.from_lengths([1.5], 3), "lengths must be an integer Tensor, or ints from 0 to n = 3, got 1.5"),
         (
             lambda: Mask.from_lengths(torch.ones(2, 2).long(), 3),

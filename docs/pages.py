@@ -84,7 +84,7 @@ def run_notebook(path: Path) -> dict:
         if value is not None:
             data = {"text/plain": repr(value).splitlines(keepends=True)}
             if hasattr(value, "_repr_svg_"):
-                data["image/svg+xml"] = value._repr_svg_().splitlines(keepends=True)
+                data["image/svg+xml"] = value._repr_svg_()  # one line of the file
             result = {"data": data, "execution_count": count, "metadata": {}, "output_type": "execute_result"}
             cell["outputs"].append(result)
     return notebook

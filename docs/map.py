@@ -1,15 +1,16 @@
 """Prints the map of the repository, every folder and file with its first sentence: python -m docs.map [--folders].
 
-The first sentence of a Python file is that of its docstring, of a Markdown page that of its text, of any other file
-that of the comment it begins with. A folder has the sentence of its `__init__.py` or else of its `README.md`; the files
-of a folder with neither are listed with the folder above. Files are those that git tracks, or that the source
-distribution was made of.
+The first sentence of a Python file is that of its docstring, of a Markdown page or a notebook that of its text, of any
+other file that of the comment it begins with. A folder has the sentence of its `__init__.py` or else of its
+`README.md`; the files of a folder with neither are listed with the folder above. Files are those that git tracks, or
+that the source distribution was made of.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path, PurePosixPath
@@ -54,7 +55,9 @@ def first_sentence(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".py":
         said = ast.get_docstring(ast.parse(text)) or ""
-    elif path.suffix == ".md":
+    elif path.suffix in (".md", ".ipynb"):
+        if path.suffix == ".ipynb":
+            text = "".join(json.loads(text)["cells"][0]["source"])
         blocks = (block.strip() for block in re.sub("<!--.*?-->", "", text).split("\n\n"))
         said = next((block for block in blocks if block and not block.startswith(("#", "|", "```"))), "")
         said = re.sub(r"^> ", "", said, flags=re.MULTILINE)
@@ -67,7 +70,7 @@ def first_sentence(path: Path) -> str:
     paragraph = _LINK.sub(r"\1", " ".join(said.strip().partition("\n\n")[0].split()))
     end = _END_OF_SENTENCE.search(paragraph)
     sentence = paragraph[: end.end()] if end else paragraph
-    return sentence if path.suffix == ".md" else "".join(map(_escaped, _CODE.split(sentence)))
+    return sentence if path.suffix in (".md", ".ipynb") else "".join(map(_escaped, _CODE.split(sentence)))
 
 
 def _escaped(part: str) -> str:

@@ -72,6 +72,19 @@ def generation(machine: str) -> str:
     return f"{_about(document)}\n\n{_table(('cached tokens', *map(str, cached)), lines)}"
 
 
+def recipes(machine: str, name: str = "") -> str:
+    """A recipe of docs/recipes.md beside the naive way, in time and memory; without a name, what it was measured on."""
+    document = _read(machine, "recipes")
+    if not name:
+        return _about(document)
+    row = next(row for row in document["rows"] if row["what"] == name)
+    ms = {who: 1e3 * median(row["seconds"][who]) for who in ("fastattn", "naive")}
+    cost = [f"{ms[who]:.{1 if ms[who] < 100 else 0}f} ms, {row['peak_bytes'][who] / 2**20:.1f} MiB" for who in ms]
+    low, high = _quartiles(row["seconds"], "naive", "fastattn")
+    speed_up = f"{ms['naive'] / ms['fastattn']:.1f} times as fast ({low:.1f}-{high:.1f})"
+    return f"**{cost[0]}**, the naive way {cost[1]}: {speed_up}. {row['shape']}, fp32."
+
+
 def _times(document: dict, what: str, names: tuple[str, ...]) -> str:
     """Median times of contenders in ms, and how many times as fast as the first fastattn's are, with quartiles."""
     ours = [name for name in names if name in _OURS]
@@ -153,6 +166,7 @@ TABLES = {
     "encoder": encoder,
     "packed": packed,
     "generation": generation,
+    "recipes": recipes,
 }
 
 
@@ -161,8 +175,9 @@ def main() -> None:
     parser.add_argument("table", choices=TABLES)
     machines = {path.name.rpartition("-cores-")[0] + "-cores" for path in RESULTS.glob("*-cores-*.json")}
     parser.add_argument("machine", choices=sorted(machines))
+    parser.add_argument("name", nargs="*", help="of the recipe")
     args = parser.parse_args()
-    print(TABLES[args.table](args.machine))
+    print(TABLES[args.table](args.machine, *args.name))
 
 
 def _read(machine: str, suite: str) -> dict:

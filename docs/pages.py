@@ -1,8 +1,10 @@
-"""Runs the Python blocks of a page in one namespace, and finds its output, its pictures and its generated parts."""
+"""Runs the Python code of a page or a notebook in one namespace, and finds its output, pictures and generated parts."""
 
 from __future__ import annotations
 
+import ast
 import io
+import json
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -11,6 +13,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 PAGES = sorted(FOLDER.glob("*.md"))
+NOTEBOOKS = sorted(FOLDER.glob("notebooks/*.ipynb"))
 GUIDES = [*PAGES, FOLDER.parent / "README.md", FOLDER.parent / "CONTRIBUTING.md"]
 
 _BLOCK = re.compile(r"^```(\w+).*\n((?:.*\n)*?)^```$", re.MULTILINE)
@@ -62,6 +65,29 @@ def run(path: Path) -> Iterator[tuple[Block, str, dict[str, object]]]:
         with redirect_stdout(io.StringIO()) as printed:
             exec(code, namespace)
         yield block, printed.getvalue(), namespace
+
+
+def run_notebook(path: Path) -> dict:
+    """The notebook at `path` with the outputs of its code: what it prints, and the value of a last expression."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    namespace: dict[str, object] = {"__name__": path.stem}
+    code_cells = (cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    for count, cell in enumerate(code_cells, start=1):
+        tree = ast.parse("".join(cell["source"]))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile(tree, f"{path}[{count}]", "exec"), namespace)
+            value = last and eval(compile(ast.Expression(last.value), f"{path}[{count}]", "eval"), namespace)
+        text = printed.getvalue().splitlines(keepends=True)
+        cell["execution_count"] = count
+        cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
+        if value is not None:
+            data = {"text/plain": repr(value).splitlines(keepends=True)}
+            if hasattr(value, "_repr_svg_"):
+                data["image/svg+xml"] = value._repr_svg_()  # one line of the file
+            result = {"data": data, "execution_count": count, "metadata": {}, "output_type": "execute_result"}
+            cell["outputs"].append(result)
+    return notebook
 
 
 def generated_parts(page: str) -> list[tuple[str, str]]:

@@ -1,8 +1,9 @@
-"""Writes the generated parts of the pages, which are output of commands, and the pictures: python -m docs.render."""
+"""Writes the generated parts of pages, which are output of commands, pictures and notebooks: python -m docs.render."""
 
 from __future__ import annotations
 
 import io
+import json
 import runpy
 import shlex
 import sys
@@ -43,6 +44,8 @@ def output_of(command: str) -> str:
 def main() -> None:
     for name, draw in measured.CHARTS.items():
         (pages.FOLDER / "pictures" / name).write_text(draw())
+    for path in pages.NOTEBOOKS:
+        path.write_text(json.dumps(pages.run_notebook(path), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for path in pages.GUIDES:
         page = path.read_text()
         outputs = {command: output_of(command) for command, _ in pages.generated_parts(page)}

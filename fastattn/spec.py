@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .picture import MaskPicture, picture_of
+
 LOG2E = math.log2(math.e)
 _NO_WINDOW = (None, None)
 
@@ -24,6 +26,8 @@ _NO_WINDOW = (None, None)
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
     """Visibility of keys to queries; every field that is set hides more, and all of them combine.
+
+    `one & other` is the mask that shows what both show; what cannot be said in one mask is refused by a ValueError.
 
     Letters: B batch, H heads, n_q queries, n_k keys. `position` is where a token stands among the keys: key j
     stands at j, query i at `q_offset + i`; with `segment_ids`, both are counted within the token's own document.
@@ -85,7 +89,7 @@ class Mask:
                 if width is not None and not (is_int(width) and 0 <= width < 2**63):
                     raise ValueError(
                         f"mask.window's {side} must be None or an int from 0 to 2**63 - 1, got {_shown(width)}"
-                        + "; None is no limit" * (width == -1)
+                        + "; None is no limit" * (is_int(width) and width == -1)
                     )
         if self.real_keys is not None:
             _check_table("real_keys", self.real_keys, _BOOL, (2,))
@@ -150,6 +154,215 @@ class Mask:
         keep = keep[:, None]
         return keep if self.dense is None else keep & _rows_of(self.dense, rows)
 
+    def __and__(self, other: Mask) -> Mask:
+        """The mask that shows what both show: its `keep` is that of one and that of the other.
+
+        Windows become the narrower one, documents those of tokens that share both, and nothing of size n_q * n_k is
+        made that was not there. Two `dense` are broadcast to each other.
+
+        Raises:
+            ValueError: fields do not fit each other, or one mask counts positions where the other does not: from
+                another `q_offset`, or over all tokens beside `segment_ids`. (`causal` at `q_offset=0` is the same in
+                documents and over all tokens, where the ids of queries and keys are one tensor.)
+
+        Example:
+            >>> import torch, fastattn
+            >>> real = fastattn.Mask.from_lengths([2], 3)
+            >>> (fastattn.Mask(causal=True) & real).keep(3, 3)[0, 0].int()
+            tensor([[1, 0, 0],
+                    [1, 1, 0],
+                    [1, 1, 0]], dtype=torch.int32)
+        """
+        if not isinstance(other, Mask):
+            return NotImplemented
+        segment_ids = _shared_documents(self.segment_ids, other.segment_ids)
+        placed = [mask for mask in (self, other) if mask.features() & {"causal", "q_offset", "window"}]
+        q_offset = placed[0].q_offset if placed else 0
+        for mask in placed:
+            if mask.q_offset is not q_offset and not (
+                is_int(mask.q_offset) and is_int(q_offset) and mask.q_offset == q_offset
+            ):
+                got = " and ".join(_shown(mask.q_offset) for mask in placed)
+                raise ValueError(f"mask.q_offset must be one int or one Tensor in both masks, got {got}")
+            by_order = mask.features().isdisjoint({"q_offset", "window"}) and segment_ids and _is_one(segment_ids)
+            if not by_order and not _are_same(mask.segment_ids, segment_ids):
+                positional = sorted(mask.features() & {"causal", "q_offset", "window"})
+                raise ValueError(
+                    f"mask.segment_ids must be the same in both masks where one has {', '.join(positional)}, since "
+                    "positions count in the document, got others or none; "
+                    "Mask(dense=mask.keep(n_q, n_k)) says such a mask without positions"
+                )
+        return Mask(
+            self.causal or other.causal,
+            q_offset=q_offset,
+            window=tuple(map(_narrower, self.window, other.window)),
+            real_keys=_both_fitting("real_keys", self.real_keys, other.real_keys),
+            real_queries=_both_fitting("real_queries", self.real_queries, other.real_queries),
+            segment_ids=segment_ids,
+            dense=_both_fitting("dense", self.dense, other.dense),
+        )
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Tensor | Iterable[int], n: int, *, padding_side: str = "right", of: str = "keys"
+    ) -> Mask:
+        """A mask of the padding of samples with these lengths, that are padded to `n` tokens.
+
+        Args:
+            lengths: integer [B], or that many ints, each from 0 to n; on a GPU their range is not checked.
+            n: tokens of each sample, real and padding.
+            padding_side: "right" or "left", as in `torch.nn.utils.rnn.pad_sequence`.
+            of: what these tokens are: "keys", "queries", or "both" in self-attention, where the output at padding is
+                then 0.
+
+        Returns:
+            A mask with `real_keys`, `real_queries` or both, on the device of `lengths`.
+
+        Raises:
+            ValueError: an argument is not what is said here.
+
+        Example:
+            >>> import fastattn
+            >>> fastattn.Mask.from_lengths([1, 3], 4, padding_side="left").real_keys.int()
+            tensor([[0, 0, 0, 1],
+                    [0, 1, 1, 1]], dtype=torch.int32)
+        """
+        n = as_int(n)
+        if not _is_length(n):
+            raise ValueError(f"n must be an int, at least 0, got {_shown(n)}")
+        if not isinstance(lengths, Tensor):
+            lengths = list(lengths) if isinstance(lengths, Iterable) else [lengths]
+            if not all(_is_length(as_int(length)) for length in lengths):
+                got = ", ".join(map(_shown, lengths))
+                raise ValueError(f"lengths must be an integer Tensor, or ints from 0 to n = {n}, got {got}")
+            lengths = torch.tensor([as_int(length) for length in lengths], dtype=torch.int64)
+        if not is_dense(lengths) or lengths.dtype not in _INTEGERS or lengths.dim() != 1:
+            got = f"{lengths.dtype} {list(lengths.shape)}" if is_dense(lengths) else "one that is not dense"
+            raise ValueError(f"lengths must be int32 or int64 [B], got {got}")
+        for name, value, words in (("padding_side", padding_side, _SIDES), ("of", of, _PADDED)):
+            if not isinstance(value, str) or value not in words:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, words))}, got {_shown(value)}")
+        in_view = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+        if in_view and ((lengths < 0) | (lengths > n)).any():
+            raise ValueError(f"lengths must be from 0 to n = {n}, got {lengths.tolist()}")
+        token = torch.arange(n, device=lengths.device)
+        real = token < lengths[:, None] if padding_side == "right" else token >= n - lengths[:, None]
+        return cls(real_keys=real if of != "queries" else None, real_queries=real if of != "keys" else None)
+
+    @classmethod
+    def from_flex(
+        cls,
+        mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+        B: int | None,
+        H: int | None,
+        Q_LEN: int,
+        KV_LEN: int,
+        device: torch.device | str | None = None,
+    ) -> Mask:
+        """A mask from a `mask_mod` of FlexAttention, with the arguments of its `create_block_mask`.
+
+        The result is `dense`, B * H * Q_LEN * KV_LEN bytes (B and H count as 1 where they are None), and it is computed
+        over blocks of queries, so that little more is in memory at a time. Where fields of `Mask` can say the same they
+        take O(Q_LEN + KV_LEN), and nothing is read for each pair.
+
+        Args:
+            mask_mod: a function of the indices b, h, q_idx and kv_idx, integer tensors without dimensions, that returns
+                a bool one: True where the query may see the key. `torch.vmap` runs it over all indices.
+            B: samples; None where the mask is the same in all.
+            H: heads; None where the mask is the same in all.
+            Q_LEN: queries.
+            KV_LEN: keys.
+            device: where the indices and the result lie; None is torch's default device.
+
+        Returns:
+            A mask whose `dense` is bool [B or 1, H or 1, Q_LEN, KV_LEN].
+
+        Raises:
+            ValueError: an argument is not what is said here, or `mask_mod` returns another dtype.
+
+        Example:
+            >>> import fastattn
+            >>> fastattn.Mask.from_flex(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, None, None, 2, 3).dense[0, 0].int()
+            tensor([[1, 0, 0],
+                    [1, 1, 0]], dtype=torch.int32)
+        """
+        if not callable(mask_mod):
+            raise ValueError(f"mask_mod must be a function of (b, h, q_idx, kv_idx), got {_shown(mask_mod)}")
+        sizes = {"B": as_int(B), "H": as_int(H), "Q_LEN": as_int(Q_LEN), "KV_LEN": as_int(KV_LEN)}
+        for name, size in sizes.items():
+            if not _is_length(size, 1) and not (size is None and name in "BH"):
+                raise ValueError(f"{name} must be an int, at least 1{', or None' * (name in 'BH')}, got {_shown(size)}")
+        try:
+            device = None if device is None else torch.device(device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"device must be a device of torch, got {_shown(device)}: {error}") from error
+        b, h, i, j = (torch.arange(size or 1, device=device) for size in sizes.values())
+
+        def of_pairs(*indices: Tensor) -> Tensor:
+            seen = mask_mod(*indices)
+            if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+                raise ValueError(
+                    f"mask_mod must return a bool Tensor, got {getattr(seen, 'dtype', type(seen).__name__)}"
+                )
+            return seen
+
+        for dim in (3, 2, 1, 0):
+            of_pairs = torch.vmap(of_pairs, in_dims=tuple(0 if n == dim else None for n in range(4)))
+        dense = torch.empty(len(b), len(h), len(i), len(j), dtype=torch.bool, device=device)
+        for rows in i.split(max(1, _PAIRS_AT_ONCE // (len(b) * len(h) * len(j)))):
+            dense[:, :, rows] = of_pairs(b, h, rows, j)
+        return cls(dense=dense)
+
+    def show(
+        self, n_q: int | None = None, n_k: int | None = None, *, sample: int | None = None, head: int = 0
+    ) -> MaskPicture:
+        """A picture of this mask: notebooks show it as SVG, `print` and a terminal in characters.
+
+        A row is a query and a column a key. Where there are many, a cell stands for a block of them.
+
+        Args:
+            n_q: queries; None is what the tensors of this mask say, or else as many as keys, or else 8.
+            n_k: keys; None is what the tensors of this mask say, or else as many as queries.
+            sample: the sample to draw; None is the first four.
+            head: the head to draw, where `dense` tells heads apart.
+
+        Returns:
+            A picture, whose `str()` is its characters, and `.svg` the text of a file.
+
+        Raises:
+            ValueError: an argument is no such number, or not the length that the tensors of this mask have.
+
+        Example:
+            >>> import fastattn
+            >>> fastattn.Mask(causal=True).show(3)
+               0 1 2
+            0 ██ · ·
+            1 ████ ·
+            2 ██████
+            ██ may be seen   · hidden
+        """
+        ids_q, ids_k = self.segment_ids or (None, None)
+        offsets = self.q_offset if isinstance(self.q_offset, Tensor) and self.q_offset.dim() == 2 else None
+        rows, columns = (1, 1, *(() if self.dense is None else self.dense.shape))[-2:]
+        known_q = [x.shape[1] for x in (self.real_queries, ids_q, offsets) if x is not None] + [rows] * (rows != 1)
+        known_k = [x.shape[1] for x in (self.real_keys, ids_k) if x is not None] + [columns] * (columns != 1)
+        n_q, n_k = ([n] if n is not None else known for n, known in ((n_q, known_q), (n_k, known_k)))
+        n_q, n_k = (n_q or n_k or [8])[0], (n_k or n_q or [8])[0]
+        for name, n, known in (("n_q", n_q, known_q), ("n_k", n_k, known_k)):
+            if not _is_length(n, 1) or set(known) - {n}:
+                must = f"{', '.join(map(str, known))} as in the tensors of this mask" if known else "an int, at least 1"
+                raise ValueError(f"{name} must be {must}, got {_shown(n)}")
+        device = next((x.device for x in self.tensors().values()), None)
+        B, H = self.keep(n_q, n_k, device, slice(1)).shape[:2]
+        for name, value, n in (("sample", 0 if sample is None else sample, B), ("head", head, H)):
+            if not is_int(value) or not 0 <= value < n:
+                raise ValueError(f"{name} must be an int from 0 to {n - 1}, got {_shown(value)}")
+        samples = range(min(B, 4)) if sample is None else range(sample, sample + 1)
+        return picture_of(
+            lambda rows: self.keep(n_q, n_k, device, rows), (n_q, n_k),
+            (self.readable_queries(), self.readable_keys()), self.segment_ids, samples, head,
+        )  # fmt: skip
+
     def readable_keys(self) -> Tensor | None:
         """bool [B, n_k], False for keys that are padding to every query, and so never read. None without padding."""
         in_document = None if self.segment_ids is None else self.segment_ids[1] >= 0
@@ -184,6 +397,8 @@ class Mask:
         return tensors
 
 
+_PAIRS_AT_ONCE = 2**22  # that `Mask.from_flex` evaluates: 32 MiB for each int64 that is computed of them
+_SIDES, _PADDED = ("right", "left"), ("keys", "queries", "both")
 _BOOL, _INTEGERS = (torch.bool,), (torch.int32, torch.int64)
 
 
@@ -216,6 +431,11 @@ def is_jagged(x: object) -> bool:
 def is_int(x: object) -> bool:
     """Whether `x` is an integer, of Python's or one that torch.compile traces, but not a bool."""
     return type(x) is int or (isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool))
+
+
+def _is_length(x: object, least: int = 0) -> bool:
+    """Whether `x` is an integer that can be a length: larger ones overflow where they are multiplied."""
+    return is_int(x) and least <= x < 2**31
 
 
 def as_int(x: object) -> object:
@@ -294,6 +514,50 @@ def _rows_of(table: Tensor, rows: slice) -> Tensor:
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a & b
+
+
+def _both_fitting(name: str, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is not None and b is not None and a.shape != b.shape and not (name == "dense" and _broadcast(a, b)):
+        raise ValueError(f"mask.{name} must fit that of the other mask, got {list(a.shape)} and {list(b.shape)}")
+    return _both(a, b)
+
+
+def _narrower(a: int | None, b: int | None) -> int | None:
+    return a if b is None else b if a is None else min(a, b)
+
+
+def _broadcast(a: Tensor, b: Tensor) -> bool:
+    return all(n == m or 1 in (n, m) for n, m in zip(reversed(a.shape), reversed(b.shape), strict=False))
+
+
+_Documents = tuple[Tensor, Tensor] | None
+
+
+def _are_same(a: _Documents, b: _Documents) -> bool:
+    if a is None or b is None:
+        return a is None and b is None
+    return a[0] is b[0] and a[1] is b[1]
+
+
+def _is_one(documents: _Documents) -> bool:
+    """Whether queries and keys have the same ids because they have the same tensor: ranks order them like indices."""
+    return documents is not None and documents[0] is documents[1]
+
+
+def _shared_documents(a: _Documents, b: _Documents) -> _Documents:
+    """Ids that are equal where both ids are, and -1 where one is negative."""
+    if a is None or b is None or _are_same(a, b):
+        return a if b is None else b
+    if any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
+        shapes = " and ".join(str([list(x.shape) for x in ids]) for ids in (a, b))
+        raise ValueError(f"mask.segment_ids must fit those of the other mask, got {shapes}")
+    values = [torch.cat(ids, dim=1).long().sort().values for ids in (a, b)]
+    shared = []
+    for x, y in list(zip(a, b, strict=True))[: 1 if _is_one(a) and _is_one(b) else 2]:
+        # The place of an id among the sorted ones stands for it, so that no pair is too large for int64.
+        rank_x, rank_y = (torch.searchsorted(v, ids.long()) for v, ids in zip(values, (x, y), strict=True))
+        shared.append((rank_x * values[1].shape[1] + rank_y).masked_fill((x < 0) | (y < 0), -1))
+    return shared[0], shared[-1]
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made for every call, and frozen ones take longer

@@ -27,6 +27,12 @@ def attention_under_mask(**fields: object) -> Tensor:
     return fastattn.attention(q, q, q, fastattn.Mask(**fields))
 
 
+def attention_under_two_masks(**fields: object) -> Tensor:
+    """The same under what that mask and one of padding both show."""
+    q = torch.ones(2, 2, 3, 8)
+    return fastattn.attention(q, q, q, fastattn.Mask(**fields) & fastattn.Mask(real_keys=REAL))
+
+
 CALLS: dict[str, tuple[Callable[[], Callable], Callable[[], Callable] | None]] = {
     # name -> what makes the function that is called, and torch's where the exceptions are torch's
     **{
@@ -40,6 +46,10 @@ CALLS: dict[str, tuple[Callable[[], Callable], Callable[[], Callable] | None]] =
         lambda: fastattn.scaled_dot_product_attention, lambda: nn.functional.scaled_dot_product_attention,
     ),
     "Mask": (lambda: attention_under_mask, None),
+    "Mask &": (lambda: attention_under_two_masks, None),
+    "Mask.from_lengths": (lambda: fastattn.Mask.from_lengths, None),
+    "Mask.from_flex": (lambda: fastattn.Mask.from_flex, None),
+    "Mask.show": (lambda: fastattn.Mask(real_keys=REAL).show, None),
     "MultiHeadAttention": (lambda: fastattn.MultiHeadAttention, lambda: nn.MultiheadAttention),
     "MultiHeadAttention.forward": (
         lambda: fastattn.MultiHeadAttention(8, 2, batch_first=True).forward,
@@ -74,7 +84,8 @@ def right_arguments(name: str, function: Callable) -> dict[str, object]:
         "real": REAL, "n": 3, "x": x[:, 0], "embed_dim": 8, "num_heads": 2, "head_dim": 8, "vocab_size": 11,
         "d_model": 8, "nhead": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 8,
         "config": CONFIG, "model": nn.MultiheadAttention(8, 2), "src": x[:, 0], "tgt": x[:, 0],
-        "path": "model.safetensors", "num_layers": 1,
+        "path": "model.safetensors", "num_layers": 1, "lengths": torch.tensor([1, 3]), "B": 2, "H": 2, "Q_LEN": 3,
+        "KV_LEN": 3, "mask_mod": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, "n_q": 3, "n_k": 3,
     }  # fmt: skip
     if name == "attention_varlen":
         packed = torch.ones(6, 2, 8)
@@ -83,7 +94,7 @@ def right_arguments(name: str, function: Callable) -> dict[str, object]:
         right |= dict.fromkeys(("query", "key", "value"), x[:, 0])
     parameters = inspect.signature(function).parameters.values()
     given = {p.name: right.get(p.name, p.default) for p in parameters if p.kind != p.VAR_KEYWORD}
-    if name == "Mask":
+    if name in ("Mask", "Mask &"):
         given = {p: right.get(p) for p in inspect.signature(fastattn.Mask).parameters}
         given |= {"causal": False, "q_offset": 0, "window": (None, None)}
     if name in ("explain", "LanguageModel.generate"):
@@ -132,6 +143,8 @@ def refused_by_name(draw: Draw) -> Errors:
     except (RuntimeError, TypeError, IndexError):  # no such tensor can be made
         return
     if name == "Transformer" and type(value) is int and value >= 2**63:  # it makes as many layers
+        return
+    if argument == "mask_mod" and callable(value):  # whose exceptions are its own
         return
     if name == "Transformer.forward" and torch.is_tensor(value) and value.is_nested:  # for torch's own code
         return

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[2] / "fastattn"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or single modules of another one
-    "spec": set(),
+    "picture": set(),
+    "spec": {"picture"},
     "machine": {""},
     "backends.reference": {"spec"},
     "backends.aten": {"spec", "backends.reference"},

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fastattn
+from benchmarks import recipes
 from docs import map as repository_map
 from docs import measured, pages, pictures, render
 
@@ -42,6 +43,11 @@ def test_code_prints_and_draws_what_the_page_shows(path):
         for name in block.pictures:
             shown = (pages.FOLDER / "pictures" / name).read_text()
             assert shown == pictures.draw(name, namespace), f"{name} is another mask: python -m docs.render"
+
+
+@pytest.mark.parametrize("path", pages.NOTEBOOKS, ids=by_name)
+def test_notebooks_show_what_their_code_prints_and_draws(path):
+    assert json.loads(path.read_text(encoding="utf-8")) == pages.run_notebook(path), "python -m docs.render"
 
 
 @pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
@@ -94,6 +100,34 @@ def test_the_table_of_packed_models(tmp_path, monkeypatch):
     assert (float(high) - float(low)) / float(length) == pytest.approx(2 / 4, abs=0.01)
 
 
+def test_every_recipe_has_its_naive_way_and_is_timed():
+    page = (pages.FOLDER / "recipes.md").read_text()
+    assert re.findall(r"measured recipes \S+ (\w+) -->", page) == list(recipes.RECIPES)
+    for name in recipes.RECIPES:
+        assert all(f"\ndef {function}(" in page for function in (name, f"{name}_naive"))
+
+
+def test_a_recipe_is_timed_if_it_is_right(tmp_path, monkeypatch):
+    monkeypatch.setitem(recipes.RECIPES, "t5", ("Three numbers", lambda: [torch.rand(3)]))
+    page = {"t5": lambda x: x.square(), "t5_naive": lambda x: x * x}
+    row = recipes.measured("t5", page, 0.01)
+    row |= {
+        "seconds": {"fastattn": [0.01, 0.02, 0.03], "naive": [0.4, 0.4, 0.3]},
+        "peak_bytes": {"fastattn": 2**20, "naive": 0},
+    }
+    machine = {"cpu": "A CPU", "cores": 2, "torch_threads": 2}
+    document = {"machine": machine, "versions": dict.fromkeys(("fastattn", "torch", "python"), "1"), "rows": [row]}
+    (tmp_path / "some-recipes.json").write_text(json.dumps(document))
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    assert measured.recipes("some").startswith("A CPU, 2 threads")
+    assert measured.recipes("some", "t5") == (
+        "**20.0 ms, 1.0 MiB**, the naive way 400 ms, 0.0 MiB: 20.0 times as fast (15.0-30.0). Three numbers, fp32."
+    )
+    for wrong in (lambda x: x.square() + 1e-5, lambda x: x.square().detach() + x - x.detach()):  # the gradient of x
+        with pytest.raises(SystemExit, match="t5 is wrong"):
+            recipes.measured("t5", page | {"t5": wrong}, 0.01)
+
+
 def make_repository(folder: Path, texts: dict[str, str]) -> None:
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -115,10 +149,12 @@ def test_the_map_has_each_file_with_its_first_sentence(tmp_path):
         "fastattn/nn/layer.py": '"""One layer"""\n',
         "fastattn/nn/data/x.json": "{}",
         "fastattn/nn/y.json": "{}",
+        "csrc/b.ipynb": '{"cells": [{"source": ["# Title\\n", "\\n", "A notebook. More."]}]}',
     })  # fmt: skip
     assert repository_map.draw(tmp_path) == (
         "- `.gitignore`: What is left alone.\n- data: `LICENSE`\n\n"
-        "## `csrc/`\n\nThe kernels.\n\n- `cpu/a.h`: a &lt; b \\* c, as Dao et al. 2022 have it.\n\n"
+        "## `csrc/`\n\nThe kernels.\n\n- `b.ipynb`: A notebook.\n"
+        "- `cpu/a.h`: a &lt; b \\* c, as Dao et al. 2022 have it.\n\n"
         "## `fastattn/`\n\nThe package.\n\n- `api.py`: What `x * y` is called by.\n\n"
         "### `fastattn/nn/`\n\nLayers.\n\n- `layer.py`: One layer\n- data: `data/`, `*.json`"
     )
@@ -134,6 +170,7 @@ def test_the_map_has_each_file_with_its_first_sentence(tmp_path):
         ("a.py", "# A comment is not a docstring.\nx = 1\n"),
         ("a.cu", '#include "a.h"\nint a;\n// too late\n'),
         ("a.md", "# A heading only\n"),
+        ("a.ipynb", '{"cells": [{"source": ["# A heading only"]}]}'),
         ("Makefile", "all:\n# too late\n"),
     ],
 )

@@ -19,6 +19,9 @@ def on_tensors(q: Tensor, return_lse: bool) -> Tensor:
     weights, indices = fastattn.top_keys(q, q, Mask(window=(2, None)), top_k=2)
     o = fastattn.scaled_dot_product_attention(q, q, q, is_causal=True)
     keep: Tensor = Mask(real_keys=torch.ones(2, 5, dtype=torch.bool)).keep(5, 5)
+    both: Mask = Mask(causal=True) & Mask.from_lengths([2, 5], 5, of="both")
+    dense = Mask.from_flex(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 5, 5)
+    print((both & dense).show(sample=1).svg)
     print(fastattn.explain(q, q, q).backend, weights, indices, keep, either)
     return loss + merged.sum() + merged_lse.sum() + o.sum()
 

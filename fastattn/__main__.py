@@ -120,6 +120,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help=f"only what has every word of TEXT in its name, such as '{_A_NAME}'",
     )
+    bench.add_argument(
+        "--rivals",
+        choices=("torch", "all"),
+        default="torch",
+        help="all: on the CPU also compiled FlexAttention, and OpenVINO, onnxruntime and zentorch where they are "
+        "installed (default: torch)",
+    )
     bench.add_argument("--json", type=_file_to_write, metavar="FILE", help="keep every figure and every sample here")
     bench.add_argument(
         "--plot",
@@ -235,7 +242,7 @@ def _bench(args: argparse.Namespace) -> int:
     if not jobs:
         args.usage_error(f"--filter must leave something to time, got {args.filter!r}; names look like '{_A_NAME}'")
     torch.set_num_threads(args.threads or (limit.THREADS if is_limit else torch.get_num_threads()))
-    rows = limit.measure_all(jobs) if is_limit else run.measure_all(jobs, device, args.quick)
+    rows = limit.measure_all(jobs) if is_limit else run.measure_all(jobs, device, args.quick, args.rivals == "all")
     measured, suite_report = report.Report.of(rows, device), limit_report if is_limit else report
     suite_report.print_table(measured)
     try:

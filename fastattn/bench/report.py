@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Generic, TypeVar
 
 from ..machine import machine, now, versions
-from . import chart
+from . import chart, elsewhere
 from .cases import Job
 from .run import Row
 from .timing import Timing
@@ -40,7 +40,8 @@ class Report(Generic[AnyRow]):
     @classmethod
     def of(cls, rows: list[AnyRow], device: str) -> Report[AnyRow]:
         """The report of rows that were just measured here."""
-        return cls(rows, device, machine(device), versions(), now())
+        others = elsewhere.versions() if any(row.family == "other" for row in rows) else {}
+        return cls(rows, device, machine(device), versions() | others, now())
 
     def caption(self) -> str:
         """The machine, torch and the day, for below a picture."""

@@ -44,7 +44,7 @@ class RefusalError(Exception):
 class Contender:
     """One way to compute a problem.
 
-    family: "fastattn"; "torch", whose fastest right member is the one to beat; or "naive".
+    family: "fastattn"; "torch", whose fastest right member is the one to beat; "naive"; or "other", another library.
     compute: the output, from `tensors`.
     tensors: the tensors that get a gradient, by name.
     do: the gradient of the output.

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastattn.testing import Error, compare
 
 from .cases import DTYPES, Job, Problem, least_bytes, make_problem
+from .elsewhere import contenders_elsewhere
 from .rivals import Contender, RefusalError, contenders
 from .timing import Call, Timing, interleave, matmul, peak_bytes
 
@@ -49,26 +50,30 @@ class Row:
         return self.family == "fastattn" and self.verdict == "wrong"
 
 
-def measure_all(jobs: list[Job], device: str, quick: bool) -> list[Row]:
+def measure_all(jobs: list[Job], device: str, quick: bool, elsewhere: bool = False) -> list[Row]:
     """The rows of each job in turn; a progress bar on stderr, or a line for each where that is no terminal."""
     budget_s = 0.3 if quick else 5.0
     rows: list[Row] = []
     with progress(len(jobs)) as show:
         for done, job in enumerate(jobs):
             show(done, str(job))
-            rows += measure(job, device, budget_s, quick)
+            rows += measure(job, device, budget_s, quick, elsewhere)
     return rows
 
 
-def measure(job: Job, device: str, budget_s: float, quick: bool = False) -> list[Row]:
+def measure(job: Job, device: str, budget_s: float, quick: bool = False, elsewhere: bool = False) -> list[Row]:
     """The rows of a job, fastest first, and those that could not be timed after them.
 
     Args:
         quick: only the backend that would serve the call and torch's kernels are timed, and of the heads of attention
             the first and the last are checked: the right answer in fp64 takes longer than what is timed.
+        elsewhere: libraries other than torch are contenders in attention, forward.
     """
     problem = make_problem(job, device, outer_heads=quick)
-    return measure_problem(problem, contenders(problem, quick), device, budget_s)
+    candidates = contenders(problem, quick)
+    if elsewhere and (job.level, job.timed) == ("attention", "forward"):
+        candidates += contenders_elsewhere(problem.inputs)
+    return measure_problem(problem, candidates, device, budget_s)
 
 
 def measure_problem(problem: Problem, candidates: list[Contender], device: str, budget_s: float) -> list[Row]:

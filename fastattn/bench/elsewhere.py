@@ -1,0 +1,203 @@
+"""Attention of other libraries, where they are installed, as contenders on the CPU: `fastattn bench --rivals all`.
+
+Forward. Each gets tensors and masks in the form that it is fastest with, made before it is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from fastattn.testing import Inputs
+
+from .rivals import Contender, RefusalError, keep_for_rivals, without_nan
+
+Compute = Callable[[], Tensor]
+
+
+def contenders_elsewhere(inputs: Inputs) -> list[Contender]:
+    """A contender for each of LIBRARIES, those that refuse the problem included; the tensors are without NaN."""
+    clean = without_nan(inputs)
+    return [_contender(name, make, clean) for name, make in LIBRARIES.items()]
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that are installed, by name."""
+    return {
+        library: metadata.version(module)
+        for library, module in _MODULES.items()
+        if module != "torch" and find_spec(module) is not None
+    }
+
+
+def _contender(name: str, make: Callable[[Inputs], Compute], inputs: Inputs) -> Contender:
+    library = name.split()[0]
+    if find_spec(_MODULES[library]) is None:
+        return Contender(name, "other", refusal=f"{library} is not installed")
+    if inputs.q.device.type != "cpu" or inputs.mask.features() - {"causal", "real_keys", "real_queries"}:
+        return Contender(name, "other", refusal="is timed on the CPU, causal and with padding")
+    if inputs.options.keys() - {"scale"} or inputs.q.shape[1] != inputs.k.shape[1]:
+        return Contender(name, "other", refusal="is timed without other terms and with as many key heads as heads")
+    try:
+        compute = make(inputs)
+    except (RefusalError, ImportError) as error:
+        return Contender(name, "other", refusal=str(error))
+    return Contender(name, "other", compute, {"q": inputs.q, "k": inputs.k, "v": inputs.v}, inputs.do)
+
+
+def _has_padding(inputs: Inputs) -> bool:
+    return inputs.mask.real_keys is not None
+
+
+def _lengths(inputs: Inputs) -> Tensor:
+    """Of samples that are padded on the right."""
+    real, n_k = inputs.mask.real_keys, inputs.k.shape[2]
+    lengths = torch.full((len(inputs.k),), n_k) if real is None else real.sum(1)
+    if real is not None and not torch.equal(real, torch.arange(n_k) < lengths[:, None]):
+        raise RefusalError("takes padding on the right")
+    return lengths.int()
+
+
+def _only_fp32(inputs: Inputs) -> None:
+    if inputs.q.dtype != torch.float32:
+        raise RefusalError(f"is timed in fp32, got {inputs.q.dtype}")
+
+
+def _openvino(inputs: Inputs) -> Compute:
+    import openvino
+    from openvino import opset13
+
+    _only_fp32(inputs)
+    arrays = [x.numpy() for x in (inputs.q, inputs.k, inputs.v)]
+    parameters = [opset13.parameter(list(x.shape), openvino.Type.f32) for x in arrays]
+    if _has_padding(inputs):
+        arrays.append(keep_for_rivals(inputs).contiguous().numpy())
+        parameters.append(opset13.parameter(list(arrays[3].shape), openvino.Type.boolean))
+    causal = inputs.mask.causal and not _has_padding(inputs)
+    model = openvino.Model([opset13.scaled_dot_product_attention(*parameters, causal=causal)], parameters, "attention")
+    options = {
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"
+    }  # fmt: skip
+    request = openvino.Core().compile_model(model, "CPU", options).create_infer_request()
+    return lambda: torch.from_numpy(request.infer(arrays, share_inputs=True, share_outputs=True)[0])
+
+
+def _session(node: Any, inputs: list[Any], outputs: list[Any], opset: int) -> Any:
+    import onnx.helper as make
+    import onnxruntime
+
+    versions = [make.make_opsetid("", opset), make.make_opsetid("com.microsoft", 1)]
+    model = make.make_model(
+        make.make_graph([node], "attention", inputs, outputs), opset_imports=versions, ir_version=11
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _onnx_value(name: str, x: Tensor) -> Any:
+    import onnx.helper as make
+
+    kinds = {torch.float32: 1, torch.int32: 6, torch.bool: 9}  # of onnx.TensorProto
+    return make.make_tensor_value_info(name, kinds[x.dtype], list(x.shape))
+
+
+def _onnx(inputs: Inputs, operator: str, feed: dict[str, Tensor], outputs: dict[str, Tensor], **attributes: Any) -> Any:
+    """A call of an operator of onnxruntime; inputs whose name begins with a dash stand for those that are left out."""
+    import onnx.helper as make
+
+    _only_fp32(inputs)
+    domain, opset = ("", 23) if operator == "Attention" else ("com.microsoft", 20)
+    names = ["" if name.startswith("-") else name for name in feed]
+    node = make.make_node(operator, names, list(outputs), domain=domain, **attributes)
+    given = {name: x for name, x in feed.items() if not name.startswith("-")}
+    values = [[_onnx_value(*x) for x in tensors.items()] for tensors in (given, outputs)]
+    session, arrays = _session(node, *values, opset), {name: x.numpy() for name, x in given.items()}
+    return lambda: torch.from_numpy(session.run(["o"], arrays)[0])
+
+
+def _tokens(inputs: Inputs) -> dict[str, Tensor]:
+    """q, k and v as [B, L, H * D]."""
+    return {name: getattr(inputs, name).transpose(1, 2).flatten(2).contiguous() for name in "qkv"}
+
+
+def _heads(o: Tensor, inputs: Inputs) -> Tensor:
+    return o.unflatten(-1, (inputs.q.shape[1], -1)).transpose(1, 2)
+
+
+def _onnx_attention(inputs: Inputs) -> Compute:
+    feed = {name: getattr(inputs, name).contiguous() for name in "qkv"}
+    if _has_padding(inputs):
+        B, _, n_q, _ = inputs.q.shape
+        feed["mask"] = keep_for_rivals(inputs).expand(B, 1, n_q, inputs.k.shape[2]).contiguous()
+    return _onnx(
+        inputs, "Attention", feed, {"o": inputs.do}, is_causal=int(inputs.mask.causal and not _has_padding(inputs))
+    )
+
+
+def _onnx_multi_head(inputs: Inputs) -> Compute:
+    feed = _tokens(inputs)
+    if _has_padding(inputs):
+        feed |= {"-bias": feed["q"], "lengths": _lengths(inputs)}
+    call = _onnx(
+        inputs, "MultiHeadAttention", feed, {"o": feed["q"]}, num_heads=inputs.q.shape[1],
+        unidirectional=int(inputs.mask.causal),
+    )  # fmt: skip
+    return lambda: _heads(call(), inputs)
+
+
+def _onnx_grouped(inputs: Inputs) -> Compute:
+    if not inputs.mask.causal or inputs.q.shape[2] != inputs.k.shape[2]:
+        raise RefusalError("is causal, with as many queries as keys")
+    B, H, n, D = inputs.k.shape
+    none = torch.empty(B, H, 0, D)
+    feed = _tokens(inputs) | {"past_k": none, "past_v": none, "last": _lengths(inputs) - 1}
+    feed["total"] = torch.tensor(n, dtype=torch.int32)
+    outputs = {"o": feed["q"], "all_k": inputs.k, "all_v": inputs.k}
+    call = _onnx(inputs, "GroupQueryAttention", feed, outputs, num_heads=H, kv_num_heads=H)
+    return lambda: _heads(call(), inputs)
+
+
+def _zentorch(inputs: Inputs) -> Compute:
+    import zentorch  # noqa: F401  it adds the op
+
+    causal, table = inputs.mask.causal and not _has_padding(inputs), None
+    if _has_padding(inputs):
+        B, _, n_q, _ = inputs.q.shape
+        hidden = ~keep_for_rivals(inputs).expand(B, 1, n_q, inputs.k.shape[2])
+        table = torch.zeros(hidden.shape, dtype=inputs.q.dtype).masked_fill_(hidden, -torch.inf)
+    return lambda: torch.ops.zentorch.zentorch_sdpa(inputs.q, inputs.k, inputs.v, 0.0, causal, attn_mask=table)[0]
+
+
+def _flex(inputs: Inputs) -> Compute:
+    (B, _, n_q, _), n_k, causal, real = inputs.q.shape, inputs.k.shape[2], inputs.mask.causal, inputs.mask.real_keys
+
+    def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        shown = query >= key if causal else query >= 0
+        return shown if real is None else shown & real[b, key]
+
+    blocks = create_block_mask(mask_mod, B, None, n_q, n_k, device="cpu") if causal or real is not None else None
+    return functools.partial(_compiled_flex(), inputs.q, inputs.k, inputs.v, block_mask=blocks)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)
+
+
+LIBRARIES: dict[str, Callable[[Inputs], Compute]] = {
+    "OpenVINO": _openvino,
+    "onnxruntime Attention": _onnx_attention,
+    "onnxruntime MultiHeadAttention": _onnx_multi_head,
+    "onnxruntime GroupQueryAttention": _onnx_grouped,
+    "zentorch": _zentorch,
+    "FlexAttention": _flex,
+}
+_MODULES = {"OpenVINO": "openvino", "onnxruntime": "onnxruntime", "zentorch": "zentorch", "FlexAttention": "torch"}

@@ -361,6 +361,10 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         """
         if src.is_nested or not _are(TransformerEncoderLayer, self.layers):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
+        if mask is src_key_padding_mask is cache is self.rotary is None and not is_causal:
+            for layer in self.layers:
+                src = layer(src)
+            return self._normed(src)
         attention = self.layers[0].self_attn
         x = _batch_first(src, attention)
         seen, bias = _canonical_mask(attention, x, x, mask, src_key_padding_mask, is_causal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from .cache import AttentionCache
 from .checks import check_heads, check_ints, check_probability
 from .masks import canonical_mask
 from .positions import Rotation
+
+if TYPE_CHECKING:
+    from .checks import called_as
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
@@ -201,6 +204,28 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if weights is not None and not batched:
             weights = weights[0]
         return self._project_output(self._merge_heads(o, batched)), weights
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            key_padding_mask: Tensor | None = ...,
+            need_weights: Literal[True] = ...,
+            attn_mask: Tensor | Mask | None = ...,
+            average_attn_weights: bool = ...,
+            is_causal: bool = ...,
+            *,
+            rotation: Rotation | None = ...,
+            cache: AttentionCache | None = ...,
+        ) -> tuple[Tensor, Tensor]: ...
+        @overload
+        @called_as(forward)
+        def __call__(self) -> None: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def project(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None = None

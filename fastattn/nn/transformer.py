@@ -188,6 +188,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         return self._residual(x, self.norm2, lambda x: self.dropout2(self._feed_forward(x)))
 
     if TYPE_CHECKING:
+        self_attn: MultiHeadAttention
 
         @called_as(forward)
         def __call__(self) -> None: ...
@@ -277,6 +278,8 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         return self._residual(x, self.norm3, lambda x: self.dropout3(self._feed_forward(x)))
 
     if TYPE_CHECKING:
+        self_attn: MultiHeadAttention
+        multihead_attn: MultiHeadAttention
 
         @called_as(forward)
         def __call__(self) -> None: ...

@@ -51,6 +51,7 @@ def on_calls_of_modules(x: Tensor, ids: Tensor, path: Path) -> None:
     layer, decoder_layer = fastattn.nn.TransformerEncoderLayer(8, 2), fastattn.nn.TransformerDecoderLayer(8, 2)
     assert_type(layer(x, Mask(causal=True)), Tensor)
     assert_type(decoder_layer(x, x, memory_mask=Mask()), Tensor)
+    assert_type(decoder_layer.multihead_attn, fastattn.MultiHeadAttention)
     assert_type(fastattn.nn.TransformerEncoder(layer, 2)(x, Mask(causal=True)), Tensor)
     assert_type(fastattn.nn.TransformerDecoder(decoder_layer, 2)(x, x, Mask(causal=True)), Tensor)
     assert_type(fastattn.Transformer(8, 2)(x, x, tgt_mask=Mask(causal=True), src_key_padding_mask=ids == 0), Tensor)

@@ -100,7 +100,8 @@ def training_pass(model: Model, batches: list[Batch], learning_rate: float) -> C
     def run() -> None:
         for batch in batches:
             optimizer.zero_grad()
-            batch_loss(model, batch, label_smoothing=0.1).mean.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+            mean = batch_loss(model, batch, label_smoothing=0.1).mean
+            mean.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
 

@@ -78,3 +78,5 @@ def mistakes(q: Tensor) -> None:
     Mask(True, 1)  # type: ignore[call-arg]
     fastattn.MultiHeadAttention(8, 2)(q, q, q, causal=True)  # type: ignore[call-overload]
     fastattn.Transformer(8, 2)(q, q, causal=True)  # type: ignore[call-arg]
+    fastattn.scaled_dot_product_attention(q, q, q, causal=True)  # type: ignore[arg-type]
+    fastattn.MultiHeadAttention(8, hidden_size=2)  # type: ignore[call-arg]

@@ -37,7 +37,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     backend: str | None = None,
-    **unknown: NoReturn,  # so type checkers refuse any
+    **unknown: NoReturn,  # type checkers allow none
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, computed by the fused backends: [N, ..., H, L, E_v].
 

@@ -155,7 +155,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         *,
         rotation: Rotation | None = None,
         cache: AttentionCache | None = None,
-        **unknown: NoReturn,  # so type checkers refuse any
+        **unknown: NoReturn,  # type checkers allow none
     ) -> tuple[Tensor, Tensor | None]:
         """(output, weights after dropout or None), laid out as torch.nn.MultiheadAttention does.
 

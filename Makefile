@@ -44,8 +44,8 @@ attack: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict --follow-imports=silent tests/packaging/typed_use.py
-	$(BIN)/pyright --pythonpath $(BIN)/python tests/packaging/typed_use.py
+	$(BIN)/mypy --strict --follow-imports=silent tests/packaging/typed_use.py examples
+	$(BIN)/pyright --pythonpath $(BIN)/python tests/packaging/typed_use.py examples
 	git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/zizmor --offline --quiet .github
 

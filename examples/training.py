@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -32,13 +33,15 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from fastattn.machine import machine, now, versions
 
 Batch = TypeVar("Batch")
+_Parts = dict[str, nn.Module | Optimizer | LRScheduler]
 
 
 class InputError(Exception):
     """An input of the user cannot be used; the message is one sentence on what it must be and what it was."""
 
 
-class Loss(NamedTuple):
+@dataclass(frozen=True)
+class Loss:
     """The loss of one batch.
 
     mean: the scalar that is differentiated.
@@ -66,10 +69,10 @@ class Run:
     epochs: int
     seed: int = 0
     checkpoint_every: int = 200
-    settings: dict = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_arguments(cls, args: argparse.Namespace, settings: dict) -> Run:
+    def from_arguments(cls, args: argparse.Namespace, settings: dict[str, Any]) -> Run:
         """The run that the options of `add_arguments` describe."""
         return cls(Path(args.output), args.epochs, args.seed, args.checkpoint_every, settings)
 
@@ -153,7 +156,7 @@ def train(
     evaluate: Callable[[int], dict[str, float]],
     schedule: LRScheduler | None = None,
     clip_norm: float | None = None,
-) -> dict:
+) -> dict[str, Any]:
     """Trains the model in place; a run that was stopped resumes.
 
     A run that was killed and resumed has the same weights, to the bit, as one that was not, as long as `batches`,
@@ -182,7 +185,9 @@ def train(
         run.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{run.folder} must be a folder, or a place for one, got {error}") from error
-    parts = {"model": model, "optimizer": optimizer} | ({"schedule": schedule} if schedule else {})
+    parts: _Parts = {"model": model, "optimizer": optimizer}
+    if schedule is not None:
+        parts["schedule"] = schedule
     settings = {"seed": run.seed, **run.settings}
     place = _restore(run.checkpoint, parts, settings) if run.checkpoint.exists() else _Place()
     started, seconds_before = time.perf_counter(), place.seconds
@@ -205,7 +210,7 @@ def train(
                 if not abs(value) < float("inf"):  # also when it is NaN
                     raise FloatingPointError(f"the loss must be finite, got {value} at step {place.step}")
                 optimizer.zero_grad()
-                batch_loss.mean.backward()
+                batch_loss.mean.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
                 if clip_norm is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
                 optimizer.step()
@@ -236,7 +241,7 @@ class _Place:
     seconds: float = 0.0
     loss_sum: float = 0.0
     loss_count: int = 0
-    history: list[dict] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def mean_loss(self) -> float:
@@ -259,7 +264,7 @@ class _Place:
                          for name, value in entry.items())  # fmt: skip
 
 
-def _save(path: Path, parts: dict, settings: dict, place: _Place) -> None:
+def _save(path: Path, parts: _Parts, settings: dict[str, Any], place: _Place) -> None:
     """Writes a checkpoint atomically: a run that is killed meanwhile keeps the one before."""
     state = {name: part.state_dict() for name, part in parts.items()}
     state |= {"settings": settings, "place": vars(place), "rng": _rng_state()}
@@ -268,7 +273,7 @@ def _save(path: Path, parts: dict, settings: dict, place: _Place) -> None:
     os.replace(temporary, path)
 
 
-def _restore(path: Path, parts: dict, settings: dict) -> _Place:
+def _restore(path: Path, parts: _Parts, settings: dict[str, Any]) -> _Place:
     """Loads the parts from a checkpoint, and returns the progress of its run."""
     state = _read(path)
     different = sorted(
@@ -290,14 +295,14 @@ def _restore(path: Path, parts: dict, settings: dict) -> _Place:
     return _Place(**state["place"])
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path) -> dict[str, Any]:
     """A checkpoint, after a check of all its checksums: torch itself does not compare those of tensors."""
     try:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        state["settings"], state["place"], state["rng"]
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        _ = state["settings"], state["place"], state["rng"]
     except (OSError, zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
         raise InputError(
             f"{path} must be a checkpoint of this program, got a file that is damaged or something else "
@@ -310,7 +315,7 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _rng_state() -> dict:
+def _rng_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -318,14 +323,14 @@ def _rng_state() -> dict:
     }
 
 
-def _set_rng_state(state: dict) -> None:
+def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     random.setstate(state["python"])
 
 
-def _about(run: Run, model: nn.Module) -> dict:
+def _about(run: Run, model: nn.Module) -> dict[str, Any]:
     """The command, the settings, the machine and the size of the model of a run."""
     return {
         "command": shlex.join(["python", *_module_options(), *sys.argv[1:]]),
@@ -337,7 +342,7 @@ def _about(run: Run, model: nn.Module) -> dict:
     }
 
 
-def _write_metrics(run: Run, about: dict, place: _Place) -> dict:
+def _write_metrics(run: Run, about: dict[str, Any], place: _Place) -> dict[str, Any]:
     """Writes and returns the description of a run and its results."""
     metrics = about | {
         "written": now(),
@@ -352,7 +357,7 @@ def _write_metrics(run: Run, about: dict, place: _Place) -> dict:
     return metrics
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file atomically, like a checkpoint."""
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -381,8 +386,10 @@ class _Display:
         (self.bar or nullcontext()).__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        (self.bar or nullcontext()).__exit__(*exception)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        (self.bar or nullcontext()).__exit__(kind, error, traceback)
 
     def show(self, place: _Place, batches: int, seconds: float) -> None:
         line = (

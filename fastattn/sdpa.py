@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import SymFloat, SymInt, Tensor
 
 from .api import attention, explain
-from .spec import Mask, is_jagged
+from .spec import Mask, is_jagged, refuse_unknown
+
+_ADDED = "attn_mask=..., float, which is added to the scores"
+_INSTEAD = {
+    "causal": "is_causal=True",
+    "mask": "attn_mask=..., bool, True where a query may see a key",
+    "key_padding_mask": "attn_mask=~key_padding_mask[:, None, None], where True is padding",
+    "attention_mask": "attn_mask=attention_mask[:, None, None].bool(), where 1 is a real token",
+    **dict.fromkeys(("bias", "attn_bias", "position_bias"), _ADDED),
+    **dict.fromkeys(
+        ("window", "window_size", "sliding_window", "softcap", "alibi_slopes", "sinks", "generator", "return_lse"),
+        "fastattn.attention(...), which can do it",
+    ),
+}
 
 
 def scaled_dot_product_attention(
@@ -24,6 +37,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,  # type checkers allow none
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, computed by the fused backends: [N, ..., H, L, E_v].
 
@@ -55,6 +69,8 @@ def scaled_dot_product_attention(
         >>> fastattn.scaled_dot_product_attention(x, x, x, is_causal=True).shape
         torch.Size([1, 2, 3, 8])
     """
+    if unknown:
+        refuse_unknown(scaled_dot_product_attention, unknown, _INSTEAD)
     arguments = (query, key, value, attn_mask, dropout_p, is_causal)
     try:
         return computed(parsed(*arguments, scale=scale, enable_gqa=enable_gqa), backend)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
 
 import torch
@@ -480,18 +480,23 @@ _REMARKS = {
 _NEEDLESS = ("enable_gqa", "max_seqlen_k", "max_seqlen_q")
 
 
-def refuse_unknown(function: Callable, unknown: Iterable[str]) -> None:
-    """Raises TypeError for the first of these names, and says what to write where other libraries have it."""
+def refuse_unknown(function: Callable, unknown: Iterable[str], instead: Mapping[str, str] = {}) -> None:
+    """Raises TypeError for the first of these names, and says what to write where other libraries have it.
+
+    instead: what to write for the names that mean something else here than in `attention`.
+    """
     for name in unknown:
         here, known = _ELSEWHERE.get(name, name), inspect.signature(function).parameters
         written, how = f"{here}={'True' if here == 'causal' else '...'}", ""
-        if name in _NEEDLESS:
+        if name in instead:
+            how = f"; write {instead[name]}"
+        elif name in _NEEDLESS:
             how = "; leave it out"
         elif here in known:
             how = f"; write {written}{_REMARKS.get(here, '')}"
         elif here in _FIELDS and "mask" in known:
             how = f"; write mask=fastattn.Mask({written}){_REMARKS.get(here, '')}"
-        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{how}")
+        raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {name!r}{how}")
 
 
 def _shown(x: object) -> str:
@@ -661,20 +666,23 @@ def _of_fields(cls: type, names: tuple[str, ...], values: Iterable) -> object:
 _register_as_pytree(Mask)
 
 
-def _explaining(init: Callable) -> Callable:
+def explaining(cls: type, instead: Mapping[str, str] = {}) -> Callable:
+    """The constructor of a class, which refuses unknown names by `refuse_unknown`; its signature stays."""
+    init = cls.__init__
+
     @functools.wraps(init)
-    def __init__(self: Mask, *args: object, **kwargs: object) -> None:  # noqa: N807
+    def __init__(self: object, *args: object, **kwargs: object) -> None:  # noqa: N807
         try:
             init(self, *args, **kwargs)
         except TypeError:
-            refuse_unknown(Mask, kwargs.keys() - _FIELDS)
+            refuse_unknown(cls, kwargs.keys() - inspect.signature(cls).parameters.keys(), instead)
             raise
 
     return __init__
 
 
 _FIELDS = frozenset(f.name for f in fields(Mask))
-Mask.__init__ = _explaining(Mask.__init__)
+Mask.__init__ = explaining(Mask)
 
 
 def shared_along(bias: Tensor) -> str:

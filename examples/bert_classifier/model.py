@@ -101,7 +101,8 @@ class BertClassifier(nn.Module):
     ) -> Tensor:
         """[B, num_labels]; arguments as in `Bert`."""
         first = self.bert(input_ids, attention_mask, token_type_ids)[:, 0]
-        return self.classifier(self.dropout(torch.tanh(self.pooler(first))))
+        logits: Tensor = self.classifier(self.dropout(torch.tanh(self.pooler(first))))
+        return logits
 
     def _reset_parameters(self, std: float) -> None:
         """Weights from N(0, std^2), biases 0, as BERT begins; norms as they are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ import fastattn
 from fastattn import Mask
 
 if TYPE_CHECKING:
-    import keras
+    import keras  # type: ignore[import-untyped]  # Keras has no types
     import numpy as np
 
 
@@ -68,8 +68,8 @@ class MultiHeadAttention(nn.Module):
         for name, width in {"q": query_num, "k": key_num, "v": value_num, "o": None}.items():
             self.register_parameter(f"W{name}", nn.Parameter(torch.empty(width or feature_num, feature_num)))
             self.register_parameter(f"b{name}", nn.Parameter(torch.zeros(feature_num)) if use_bias else None)
-        for kernel in (self.Wq, self.Wk, self.Wv, self.Wo):
-            nn.init.xavier_normal_(kernel)
+        for name in "qkvo":
+            nn.init.xavier_normal_(getattr(self, f"W{name}"))
 
     def forward(
         self,
@@ -87,10 +87,11 @@ class MultiHeadAttention(nn.Module):
         query, key, value = (inputs,) * 3 if isinstance(inputs, Tensor) else inputs
         masks = (mask,) * 3 if mask is None or isinstance(mask, Tensor) else mask
         q, k, v = (
-            self._project(x, name).unflatten(-1, (self.head_num, -1)).transpose(1, 2)
+            torch.unflatten(self._project(x, name), -1, (self.head_num, -1)).transpose(1, 2)
             for name, x in (("q", query), ("k", key), ("v", value))
         )
-        o = fastattn.attention(q, k, v, **self._masking(*masks))
+        visible, bias = self._masking(*masks)
+        o = fastattn.attention(q, k, v, visible, bias=bias)
         return self._project(o.transpose(1, 2).flatten(2), "o")
 
     def _project(self, x: Tensor, name: str) -> Tensor:
@@ -99,8 +100,10 @@ class MultiHeadAttention(nn.Module):
         x = x if bias is None else x + bias
         return x if self.activation is None else self.activation(x)
 
-    def _masking(self, query_mask: Tensor | None, key_mask: Tensor | None, value_mask: Tensor | None) -> dict:
-        """The masks as arguments of `fastattn.attention`: e * factor is exp(score + log(factor))."""
+    def _masking(
+        self, query_mask: Tensor | None, key_mask: Tensor | None, value_mask: Tensor | None
+    ) -> tuple[Mask, Tensor | None]:
+        """The masks as `mask` and `bias` of `fastattn.attention`: e * factor is exp(score + log(factor))."""
         factor = None
         for mask in (key_mask, value_mask):
             factor = mask if factor is None else factor if mask is None else factor * mask
@@ -108,10 +111,10 @@ class MultiHeadAttention(nn.Module):
         if factor is not None and factor.is_floating_point():
             bias = factor.where(factor != 0, 1).log()[:, None, None]
         real_queries, real_keys = (None if x is None else x != 0 for x in (query_mask, factor))
-        return {"mask": Mask(causal=self.history_only, real_keys=real_keys, real_queries=real_queries), "bias": bias}
+        return Mask(causal=self.history_only, real_keys=real_keys, real_queries=real_queries), bias
 
     @classmethod
-    def from_keras(cls, layer: keras.layers.MultiHeadAttention, **options: object) -> MultiHeadAttention:
+    def from_keras(cls, layer: keras.layers.MultiHeadAttention, **options: Any) -> MultiHeadAttention:
         """A layer with the weights of a built `keras.layers.MultiHeadAttention`.
 
         Args:
@@ -163,7 +166,7 @@ class MultiHeadAttention(nn.Module):
 
     def _keras_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape that each parameter has in Keras, by name, in Keras's order."""
-        shapes = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name in ("Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo", "bo"):
             if (parameter := getattr(self, name)) is not None:
                 *first, last = parameter.shape

@@ -25,7 +25,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         """[B, n, width] of x [B, n, width]; real: bool [B, n]."""
         x = self.norm1(x + self.dropout(self.attention(x, real)))
-        return self.norm2(x + self.dropout(self.feed_forward(x)))
+        output: Tensor = self.norm2(x + self.dropout(self.feed_forward(x)))
+        return output
 
 
 class Classifier(nn.Module):
@@ -69,4 +70,5 @@ class Classifier(nn.Module):
         for block in self.blocks:
             x = block(x, real)
         mean = x.masked_fill(~real[..., None], 0).sum(1) / real.sum(1, keepdim=True)
-        return self.classifier(self.dropout(mean))
+        logits: Tensor = self.classifier(self.dropout(mean))
+        return logits

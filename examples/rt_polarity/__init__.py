@@ -6,7 +6,7 @@ import argparse
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +110,7 @@ def accuracy(logits: Logits, reviews: list[Review], batch_size: int = 64) -> flo
     return right / len(reviews)
 
 
-def summary(metrics: dict, test: list[Review]) -> str:
+def summary(metrics: dict[str, Any], test: list[Review]) -> str:
     """One line on a finished run, from what `training.train` returned."""
     return (
         f"accuracy = {metrics['history'][-1]['accuracy']:.3f} on {len(test)} test sentences after "

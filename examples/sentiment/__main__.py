@@ -6,8 +6,10 @@ import argparse
 import random
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +21,7 @@ from .reviews import CORPORA, LABELS, Review
 
 SIZES = {"d_model": 300, "nhead": 1, "num_layers": 2, "dim_feedforward": 300}
 # Where another value suits a corpus better than the one that suits IMDb.
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "imdb": {},
     "rt-polarity": {"epochs": 10, "max_tokens": 100, "min_frequency": 2},
     "chabsa": {"epochs": 12, "unit": "character", "max_tokens": 512, "min_frequency": 2, "warmup": 100},
@@ -89,7 +91,7 @@ def show(args: argparse.Namespace) -> None:
         print(f"{args.output / stem}.html: {LABELS[verdict]}, {100 * float(seen.probabilities[verdict]):.1f} %")
 
 
-def _chosen(args: argparse.Namespace, about: dict) -> list[Review]:
+def _chosen(args: argparse.Namespace, about: dict[str, Any]) -> list[Review]:
     """The reviews that the arguments name, or a few of the test part."""
     if args.text is not None:
         return [Review("text", args.text, None)]
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     trainer = commands.add_parser("train", help="train a model", description=train.__doc__)
     corpora = trainer.add_subparsers(required=True, metavar="CORPUS", dest="corpus")
     for corpus in CORPORA:
-        _add_train_arguments(corpora.add_parser(corpus, help=CORPORA[corpus].__doc__.split("\n")[0]), corpus)
+        _add_train_arguments(corpora.add_parser(corpus, help=(CORPORA[corpus].__doc__ or "").split("\n")[0]), corpus)
 
     tester = commands.add_parser("test", help="judge a trained model", description=test.__doc__)
     tester.set_defaults(program=test)
@@ -141,14 +143,24 @@ def _share(text: str) -> float:
 
 def _add_train_arguments(parser: argparse.ArgumentParser, corpus: str) -> None:
     preset = PRESETS[corpus]
-    kinds = {"N": positive_int, "X": float, "P": _share}
+    kinds: dict[str | None, Callable[[str], float | str]] = {"N": positive_int, "X": float, "P": _share, None: str}
     parser.description = train.__doc__
     parser.set_defaults(program=train)
 
-    def add(group: argparse._ArgumentGroup, option: str, default: float | str, help_text: str, **more: object) -> None:
+    def add(
+        group: argparse._ArgumentGroup,
+        option: str,
+        default: float | str,
+        help_text: str,
+        *,
+        metavar: str | None = None,
+        choices: tuple[str, ...] | None = None,
+    ) -> None:
         default = preset.get(option.removeprefix("--").replace("-", "_"), default)
-        more.setdefault("type", kinds[more["metavar"]] if "metavar" in more else str)
-        group.add_argument(option, default=default, help=f"{help_text}; default: {default}", **more)
+        help_text = f"{help_text}; default: {default}"
+        group.add_argument(
+            option, default=default, type=kinds[metavar], metavar=metavar, choices=choices, help=help_text
+        )
 
     texts = parser.add_argument_group("the texts")
     texts.add_argument("--data", type=Path, required=True, metavar="PATH", help="folder or archive of the corpus")

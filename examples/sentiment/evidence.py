@@ -94,9 +94,11 @@ def collect(model: fastattn.nn.SequenceClassifier, ids: Tensor) -> Evidence:
         Abnar and Zuidema, Quantifying Attention Flow in Transformers (2020), section 3.
     """
     model.eval()
+    assert model.positions is not None, "the positions must be added to the embeddings"
     x = model.embedding(ids[None]) + model.positions(torch.arange(len(ids), device=ids.device))
     raw, projected = [], []
     for layer in model.encoder.layers:
+        assert isinstance(layer, fastattn.nn.TransformerEncoderLayer)
         normed = layer.norm1(x)
         q, k, _ = layer.self_attn.project(normed, normed, normed)
         projected.append((q, k))
@@ -104,7 +106,7 @@ def collect(model: fastattn.nn.SequenceClassifier, ids: Tensor) -> Evidence:
         x = layer(x)
     row = torch.zeros_like(ids, dtype=x.dtype)
     row[0] = 1
-    rolled = []
+    rolled: list[Tensor] = []
     for q, k in reversed(projected):
         row = 0.5 * row + 0.5 * _row_times_weights(row, q, k)
         rolled.insert(0, row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -78,8 +79,8 @@ def fit(
     held_out: Examples,
     recipe: Recipe,
     run: Run,
-    about: dict,
-) -> dict:
+    about: dict[str, Any],
+) -> dict[str, Any]:
     """Trains the model, resuming the run, and saves the model of the epoch with the best held-out accuracy.
 
     Args:

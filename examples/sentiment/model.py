@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -19,7 +20,7 @@ MAX_TOKENS = 8192  # of a text, with the classifying one
 MODEL, TOKENIZER, ABOUT = "model.safetensors", "tokenizer.json", "about.json"  # in the folder of a run
 
 
-def build(vocabulary: int, **sizes: float) -> nn.SequenceClassifier:
+def build(vocabulary: int, **sizes: Any) -> nn.SequenceClassifier:
     """A classifier of texts by the output of pre-norm encoder layers for the first token.
 
     Sinusoidal positions are added to embeddings times sqrt(d_model).
@@ -75,7 +76,7 @@ def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, 
     return len(vectors_by_id)
 
 
-def save(model: nn.SequenceClassifier, tokenizer: Tokenizer, folder: Path, about: dict) -> None:
+def save(model: nn.SequenceClassifier, tokenizer: Tokenizer, folder: Path, about: dict[str, Any]) -> None:
     """Writes the model, the tokenizer, and then `about` as JSON; each file appears whole or not at all."""
     part = folder / f"{TOKENIZER}.partial"
     tokenizer.save(str(part))
@@ -84,21 +85,22 @@ def save(model: nn.SequenceClassifier, tokenizer: Tokenizer, folder: Path, about
     write_json(folder / ABOUT, about)
 
 
-def about(folder: Path) -> dict | None:
+def about(folder: Path) -> dict[str, Any] | None:
     """The content of `about` that `save` wrote into this folder; None if there is none.
 
     Raises:
         InputError: the file is damaged.
     """
     try:
-        return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        said: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / ABOUT} must be a file that training wrote: {error}") from error
+    return said
 
 
-def load(folder: Path) -> tuple[nn.SequenceClassifier, Tokenizer, dict]:
+def load(folder: Path) -> tuple[nn.SequenceClassifier, Tokenizer, dict[str, Any]]:
     """The model that training wrote into this folder, in evaluation mode, its tokenizer, and its `about`.
 
     Raises:
@@ -111,6 +113,8 @@ def load(folder: Path) -> tuple[nn.SequenceClassifier, Tokenizer, dict]:
         model = nn.load(folder / MODEL)
     except (OSError, ValueError) as error:
         raise InputError(f"model must be the folder of a trained model: {error}") from error
+    if not isinstance(model, nn.SequenceClassifier):
+        raise InputError(f"model must be the folder of a trained classifier, got a {type(model).__name__} in {folder}")
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     except Exception as error:  # the library raises nothing narrower

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,11 +50,12 @@ def draw(review: Review, spans: list[tuple[int, int]], evidence: Evidence, path:
 def _draw(review: Review, spans: list[tuple[int, int]], evidence: Evidence, path: Path) -> None:
     views = evidence.views()
     figure = Figure(dpi=DPI, facecolor="white")
-    renderer = FigureCanvasAgg(figure).get_renderer()
+    renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]  # matplotlib has no types for it
     font = FontProperties(family=_families(), size=SIZE)
 
     def width_of(text: str) -> float:
-        return renderer.get_text_width_height_descent(text, font, ismath=False)[0] / DPI
+        width: float = renderer.get_text_width_height_descent(text, font, ismath=False)[0]
+        return width / DPI
 
     pieces, lines = _lay_out(review.text, spans, width_of)
     top_of_map = 2 * MARGIN + 2 * LINE
@@ -63,7 +65,7 @@ def _draw(review: Review, spans: list[tuple[int, int]], evidence: Evidence, path
     page = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))  # in inches, from the top
     page.axis("off")
 
-    def write(x: float, y: float, text: str, **style: str) -> None:
+    def write(x: float, y: float, text: str, **style: Any) -> None:
         style = {"color": INK, "va": "center_baseline", **style}
         page.text(x, y, text, fontproperties=font, parse_math=False, **style)
 
@@ -106,7 +108,8 @@ def _lay_out(
 
     A piece is its text, the number of its token if it is one, how far right it begins, in inches, and its line.
     """
-    pieces, x, line, end = [], MARGIN, 0, 0
+    pieces: list[tuple[str, int | None, float, int]] = []
+    x, line, end = MARGIN, 0, 0
     for token, (start, stop) in enumerate([*spans, (len(text), len(text))]):
         for number, gap in enumerate(text[end:start].split("\n")):
             if number:

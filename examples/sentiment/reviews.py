@@ -17,10 +17,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from ..training import InputError
 
 LABELS = ("negative", "positive")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,8 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(path, "r|*") as archive:
             for member in archive:
-                if member.isfile():
-                    yield member.name, archive.extractfile(member).read()
+                if member.isfile() and (file := archive.extractfile(member)) is not None:
+                    yield member.name, file.read()
     except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         raise InputError(f"data must be a folder or a whole tar archive, got {path}: {error}") from error
 
@@ -155,7 +157,7 @@ CORPORA: dict[str, Callable[[Path, random.Random], Corpus]] = {
 }
 
 
-def _cut(items: list, rng: random.Random, share: float) -> tuple[list, list]:
+def _cut(items: list[Item], rng: random.Random, share: float) -> tuple[list[Item], list[Item]]:
     """The items in random order, cut after that share of them, with at least one on either side where there are two."""
     shuffled = rng.sample(items, len(items))
     cut = min(max(round(share * len(items)), 1), max(len(items) - 1, 0))

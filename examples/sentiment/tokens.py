@@ -35,7 +35,7 @@ def train(texts: Iterable[str], unit: str, size: int, min_frequency: int) -> Tok
     if unit == "subword":
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.pre_tokenizer = words
-        trainer = trainers.UnigramTrainer(
+        trainer: trainers.Trainer = trainers.UnigramTrainer(
             vocab_size=size, special_tokens=SPECIAL, unk_token=SPECIAL[UNKNOWN], show_progress=False
         )
     else:

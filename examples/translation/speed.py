@@ -34,6 +34,7 @@ class OnTorch(nn.Module):
         super().__init__()
         config = model.config
         parts = copy.deepcopy(model)  # as a whole: tied weights stay tied
+        assert parts.positions is not None  # `make_model` makes no rotary ones
         self.embedding, self.tgt_embedding, self.positions = parts.embedding, parts.tgt_embedding, parts.positions
         self.dropout, self.head = parts.dropout, parts.head
         sizes = (config.d_model, config.nhead, config.dim_feedforward, config.dropout)
@@ -52,13 +53,18 @@ class OnTorch(nn.Module):
         """The input of `head`, [B, T, E]."""
         causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device, torch.bool)
         memory = self.encoder(self._embed(source, self.embedding), src_key_padding_mask=source == PAD)
-        return self.decoder(
+        x: Tensor = self.decoder(
             self._embed(target, self.tgt_embedding), memory, tgt_mask=causal, tgt_is_causal=True,
             tgt_key_padding_mask=target == PAD, memory_key_padding_mask=source == PAD,
         )  # fmt: skip
+        return x
 
     def _embed(self, ids: Tensor, embedding: nn.Module) -> Tensor:
-        return self.dropout(embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        x: Tensor = self.dropout(embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        return x
+
+
+Model = OnTorch | fastattn.nn.Seq2SeqModel
 
 
 def run_speed(args: argparse.Namespace) -> None:
@@ -70,7 +76,7 @@ def run_speed(args: argparse.Namespace) -> None:
     order = bucketed(data, args.tokens, torch.Generator().manual_seed(args.seed))
     batches = [collate([data[i] for i in indices]) for indices in order[: args.batches]]
     ours = make_model(args, vocabularies)
-    models = {"torch.nn": OnTorch(ours), "fastattn.nn": ours}
+    models: dict[str, Model] = {"torch.nn": OnTorch(ours), "fastattn.nn": ours}
     check(models, batches)
     calls = {name: Call(training_pass(model, batches, args.learning_rate)) for name, model in models.items()}
     timings = interleave(calls, args.seconds, "cpu")
@@ -86,7 +92,7 @@ def run_speed(args: argparse.Namespace) -> None:
     print(f"fastattn.nn trains {timings['torch.nn'].median / timings['fastattn.nn'].median:.2f} times as fast")
 
 
-def training_pass(model: nn.Module, batches: list[Batch], learning_rate: float) -> Callable[[], None]:
+def training_pass(model: Model, batches: list[Batch], learning_rate: float) -> Callable[[], None]:
     """A call that trains on each batch once, with dropout."""
     optimizer = make_optimizer(model, learning_rate)
     model.train()
@@ -94,7 +100,8 @@ def training_pass(model: nn.Module, batches: list[Batch], learning_rate: float) 
     def run() -> None:
         for batch in batches:
             optimizer.zero_grad()
-            batch_loss(model, batch, label_smoothing=0.1).mean.backward()
+            mean = batch_loss(model, batch, label_smoothing=0.1).mean
+            mean.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
             nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
 
@@ -102,7 +109,7 @@ def training_pass(model: nn.Module, batches: list[Batch], learning_rate: float) 
 
 
 @torch.no_grad()
-def check(models: dict[str, nn.Module], batches: list[Batch]) -> None:
+def check(models: dict[str, Model], batches: list[Batch]) -> None:
     """Compares the loss of every token with fp64: its error may be twice torch's plus 4 eps, as that of every kernel.
 
     Raises:
@@ -122,7 +129,7 @@ def check(models: dict[str, nn.Module], batches: list[Batch]) -> None:
         )
 
 
-def _token_losses(model: nn.Module, batch: Batch) -> Tensor:
+def _token_losses(model: Model, batch: Batch) -> Tensor:
     real = batch.target_out != PAD
     logits = model.eval().head(model.hidden(batch.source, batch.target_in)[real])
     return F.cross_entropy(logits, batch.target_out[real], reduction="none").double()

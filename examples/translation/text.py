@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -107,11 +108,11 @@ class Words:
         words = re.sub(r"([(\[]) ", r"\1", words)
         return re.sub(r" ([.,;:!?)\]])", r"\1", words)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "lowercase": self.lowercase, "tokens": self.tokens[len(SPECIAL) :]}
 
     @classmethod
-    def from_json(cls, content: dict) -> Words:
+    def from_json(cls, content: dict[str, Any]) -> Words:
         return cls(content["tokens"], content["lowercase"])
 
 
@@ -163,7 +164,7 @@ class BytePairs:
 
     @property
     def lowercase(self) -> bool:
-        return self.tokenizer.normalizer.normalize_str("A") == "a"
+        return bool(self.tokenizer.normalizer.normalize_str("A") == "a")
 
     def encode(self, text: str) -> list[int]:
         """The ids of a sentence, without `<sos>` and `<eos>`."""
@@ -173,11 +174,11 @@ class BytePairs:
         """The sentence; special tokens are left out."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "tokenizer": self.tokenizer.to_str()}
 
     @classmethod
-    def from_json(cls, content: dict) -> BytePairs:
+    def from_json(cls, content: dict[str, Any]) -> BytePairs:
         return cls(Tokenizer.from_str(content["tokenizer"]))
 
 
@@ -200,7 +201,7 @@ class Vocabularies:
         cls, pairs: list[tuple[str, str]], *, kind: str, min_frequency: int, max_size: int, lowercase: bool
     ) -> Vocabularies:
         """The vocabularies of the pairs: a joint one for "bpe", two for "words"."""
-        limits = {"min_frequency": min_frequency, "max_size": max_size, "lowercase": lowercase}
+        limits: dict[str, Any] = {"min_frequency": min_frequency, "max_size": max_size, "lowercase": lowercase}
         if kind == BytePairs.kind:
             joint = BytePairs.of((line for pair in pairs for line in pair), **limits)
             return cls(joint, joint)
@@ -211,14 +212,14 @@ class Vocabularies:
             return f"joint vocabulary of {len(self.source)}"
         return f"vocabularies of {len(self.source)} and {len(self.target)}"
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {"source": self.source.to_json()} | ({} if self.joint else {"target": self.target.to_json()})
 
     @classmethod
-    def from_json(cls, content: dict) -> Vocabularies:
+    def from_json(cls, content: dict[str, Any]) -> Vocabularies:
         source, *target = (_vocabulary(content[name]) for name in ("source", "target") if name in content)
         return cls(source, *(target or [source]))
 
 
-def _vocabulary(content: dict) -> Vocabulary:
+def _vocabulary(content: dict[str, Any]) -> Vocabulary:
     return {kind.kind: kind for kind in (Words, BytePairs)}[content["kind"]].from_json(content)

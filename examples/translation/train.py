@@ -6,6 +6,7 @@ import argparse
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from ..training import (
 )
 from .batches import Batch, Pair, bucketed, collate, encode
 from .text import PAD, BytePairs, Vocabularies, Words, read_parallel
-from .translator import Translator, bleu
+from .translator import Translator, bleu, load_model
 
 CLIP_NORM = 1.0
 POSITIONS = 1024  # the least that a model has, to translate sentences longer than those it has learned from
@@ -167,14 +168,22 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Adam:
     return torch.optim.Adam(model.parameters(), learning_rate, betas=(0.9, 0.98), fused=True)
 
 
-def _settings(args: argparse.Namespace, data: list[Pair]) -> dict:
+def _settings(args: argparse.Namespace, data: list[Pair]) -> dict[str, Any]:
     """The settings that decide the outcome: the options without those of the run, and the training data itself."""
     elsewhere = ("program", "data", "output", "epochs", "seed", "checkpoint_every", "device")
     settings = {name: value for name, value in vars(args).items() if name not in elsewhere}
     return settings | {"training_data_sha256": hashlib.sha256(repr(data).encode()).hexdigest()}
 
 
-def batch_loss(model: fastattn.nn.Seq2SeqModel, batch: Batch, label_smoothing: float = 0.0) -> Loss:
+class Model(Protocol):
+    """What `batch_loss` needs of a model: the input of `head` for source and target, and `head`."""
+
+    head: nn.Linear
+
+    def hidden(self, source: Tensor, target: Tensor, /) -> Tensor: ...
+
+
+def batch_loss(model: Model, batch: Batch, label_smoothing: float = 0.0) -> Loss:
     """The cross-entropy over the real target tokens; logits are computed for these only."""
     real = batch.target_out != PAD
     logits = model.head(model.hidden(batch.source, batch.target_in)[real])
@@ -201,7 +210,7 @@ def save_average(translator: Translator, folder: Path, epoch: int, average: int)
     for path in set(weights.glob("epoch-*.safetensors")) - set(paths):
         path.unlink()
     try:
-        models = [fastattn.nn.load(path) for path in paths]
+        models = [load_model(path) for path in paths]
     except (OSError, ValueError) as error:
         raise InputError(f"{weights} must hold the weights of the last {average} epochs, got {error}") from error
     set_mean([list(model.parameters()) for model in models])

@@ -42,7 +42,7 @@ class Translator:
         folder = Path(folder)
         try:
             vocabularies = Vocabularies.from_json(json.loads((folder / "vocabulary.json").read_text(encoding="utf-8")))
-            model = fastattn.nn.load(folder / "model.safetensors")
+            model = load_model(folder / "model.safetensors")
         except (OSError, ValueError, KeyError) as error:
             raise InputError(f"{folder} must hold a trained model, got {error}") from error
         return cls(model.to(device).eval(), vocabularies)
@@ -79,7 +79,7 @@ class Translator:
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             source = pad([[*encoded[i], EOS] for i in chosen]).to(device)
-            ids = self.model.generate(
+            written = self.model.generate(
                 source,
                 decoder_start_token_id=SOS,
                 eos_token_id=EOS,
@@ -87,10 +87,22 @@ class Translator:
                 num_beams=num_beams,
                 length_penalty=length_penalty,
             )
-            for i, row in zip(chosen, ids.tolist(), strict=True):
+            for i, row in zip(chosen, written.tolist(), strict=True):
                 translations[i] = self.vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
             advance(start + len(chosen))
         return translations
+
+
+def load_model(path: Path) -> fastattn.nn.Seq2SeqModel:
+    """The model in a file that `fastattn.nn.save` has written.
+
+    Raises:
+        OSError, ValueError: the file is missing or damaged, or has another kind of model.
+    """
+    model = fastattn.nn.load(path)
+    if not isinstance(model, fastattn.nn.Seq2SeqModel):
+        raise ValueError(f"{path} must be of a Seq2SeqModel, got a {type(model).__name__}")
+    return model
 
 
 def most_tokens(source_length: int) -> int:

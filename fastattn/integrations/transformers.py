@@ -41,6 +41,9 @@ _SELF_ATTENTION_ONLY = frozenset({"albert", "bert", "camembert", "distilbert", "
 """Model types without `add_cross_attention` in which a mask that is not causal belongs to self-attention. It cannot be
 told from the call: a cross-attention whose queries happen to be as many as its keys looks the same."""
 
+_DECODER_ALONE_ASKS = frozenset({"bigbird_pegasus", "longt5", "pegasus_x"})
+"""Model types whose encoder has attention of its own, which would ignore the name of an implementation."""
+
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -209,8 +212,8 @@ def _packing(post_init: Callable) -> Callable:
 
 @functools.cache
 def _obeys(cls: type[PreTrainedModel]) -> bool:
-    """Whether a model's attention looks its implementation up among those that are registered, as far as is known."""
-    if not cls._can_set_attn_implementation():
+    """Whether all of a model's attention looks its implementation up among those registered, as far as is known."""
+    if not cls._can_set_attn_implementation() or getattr(cls.config_class, "model_type", None) in _DECODER_ALONE_ASKS:
         return False
     try:
         return "[config._attn_implementation]" not in inspect.getsource(

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..api import attention, attention_with_weights
-from ..spec import Mask, is_jagged
+from ..spec import Mask, explaining, is_jagged, refuse_unknown
 from .cache import AttentionCache
 from .checks import check_heads, check_ints, check_probability
 from .masks import canonical_mask
 from .positions import Rotation
+
+if TYPE_CHECKING:
+    from .checks import called_as
+
+_IN_CONSTRUCTOR = {
+    **dict.fromkeys(("d_model", "hidden_size", "dim"), "embed_dim=..."),
+    **dict.fromkeys(("nhead", "n_heads", "num_attention_heads"), "num_heads=..."),
+    "num_key_value_heads": "num_kv_heads=...",
+    "dropout_p": "dropout=...",
+    **dict.fromkeys(("causal", "is_causal"), "attn_mask=fastattn.Mask(causal=True) in each call"),
+}
+_IN_CALLS = {
+    "causal": "attn_mask=fastattn.Mask(causal=True)",
+    "mask": "attn_mask=..., bool, True hides a key, or a fastattn.Mask",
+    "attention_mask": "key_padding_mask=attention_mask == 0, where 1 is a real token",
+    "src_key_padding_mask": "key_padding_mask=...",
+    **dict.fromkeys(("bias", "attn_bias", "position_bias"), "attn_mask=..., float, which is added to the scores"),
+    **dict.fromkeys(("output_attentions", "return_attention_scores"), "need_weights=..."),
+}
 
 
 class MultiHeadAttention(nn.MultiheadAttention):
@@ -136,6 +155,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         *,
         rotation: Rotation | None = None,
         cache: AttentionCache | None = None,
+        **unknown: NoReturn,  # type checkers allow none
     ) -> tuple[Tensor, Tensor | None]:
         """(output, weights after dropout or None), laid out as torch.nn.MultiheadAttention does.
 
@@ -162,6 +182,8 @@ class MultiHeadAttention(nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
         """
+        if unknown:
+            refuse_unknown(MultiHeadAttention.forward, unknown, _IN_CALLS)
         alike = query is key and key is value
         if query.is_nested or (not alike and (key.is_nested or value.is_nested)):
             if is_jagged(query):
@@ -201,6 +223,28 @@ class MultiHeadAttention(nn.MultiheadAttention):
         if weights is not None and not batched:
             weights = weights[0]
         return self._project_output(self._merge_heads(o, batched)), weights
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            key_padding_mask: Tensor | None = ...,
+            need_weights: Literal[True] = ...,
+            attn_mask: Tensor | Mask | None = ...,
+            average_attn_weights: bool = ...,
+            is_causal: bool = ...,
+            *,
+            rotation: Rotation | None = ...,
+            cache: AttentionCache | None = ...,
+        ) -> tuple[Tensor, Tensor]: ...
+        @overload
+        @called_as(forward)
+        def __call__(self) -> None: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def project(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None = None
@@ -382,6 +426,9 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise AssertionError("query must not be nested without batch_first or with appended keys, got a nested one")
         if key_padding_mask is not None or attn_mask is not None:
             raise AssertionError("key_padding_mask and attn_mask must be None when query is nested, got a mask")
+
+
+MultiHeadAttention.__init__ = explaining(MultiHeadAttention, _IN_CONSTRUCTOR)
 
 
 def _call_me(module: nn.Module, arguments: tuple) -> None:

@@ -7,16 +7,18 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar, overload
 
 from torch import nn
 
 from .models import LanguageModel, Model, Seq2SeqModel, SequenceClassifier, TransformerConfig
 
 MODELS: dict[str, type[Model]] = {cls.__name__: cls for cls in (LanguageModel, Seq2SeqModel, SequenceClassifier)}
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 _KEY = "fastattn"  # the key of our entry in the metadata of a file
 
 
-def save(model: nn.Module, path: str | os.PathLike) -> None:
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the weights of a module to a safetensors file, which appears whole or not at all.
 
     A shared weight is written once. With a model of `fastattn.nn`, the file also has what `load` needs to build it.
@@ -57,7 +59,11 @@ def save(model: nn.Module, path: str | os.PathLike) -> None:
         part.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike, model: nn.Module | None = None) -> nn.Module:
+@overload
+def load(path: str | os.PathLike[str], model: None = ...) -> LanguageModel | Seq2SeqModel | SequenceClassifier: ...
+@overload
+def load(path: str | os.PathLike[str], model: AnyModule) -> AnyModule: ...
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Loads the weights of a safetensors file into a model, or into a new one that is built as the file says.
 
     Args:
@@ -87,7 +93,7 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> nn.Module:
     return model
 
 
-def _checked_path(path: str | os.PathLike) -> Path:
+def _checked_path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or an os.PathLike, got {type(path).__name__}")
     return Path(path)

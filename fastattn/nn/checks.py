@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Integral, Real
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..spec import is_dense
+
+if TYPE_CHECKING:
+    _Forward = TypeVar("_Forward", bound=Callable[..., object])
+
+    def called_as(forward: _Forward) -> Callable[[Callable[..., None]], _Forward]:
+        """Gives `__call__` the types of `forward` in the eyes of type checkers: torch's `__call__` returns Any."""
+        raise NotImplementedError
 
 
 def check_ints(least: int, **values: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,11 @@ from .transformer import (
     TransformerEncoderLayer,
     make_norm,
 )
+
+if TYPE_CHECKING:
+    from .checks import called_as
+
+    Stack = TypeVar("Stack", TransformerEncoder, TransformerDecoder)
 
 
 @dataclass(frozen=True)
@@ -121,13 +127,13 @@ class Model(nn.Module):
         config = self.config
         return TokenEmbedding(vocab_size, config.d_model, config.padding_idx, scaled=config.scale_embeddings)
 
-    def _positions(self) -> nn.Module | None:
+    def _positions(self) -> SinusoidalPositions | LearnedPositions | None:
         """The module of the positions that are added to embeddings; None for rotary positions."""
         kinds = {"sinusoidal": SinusoidalPositions, "learned": LearnedPositions}
         kind = kinds.get(self.config.positions)
         return None if kind is None else kind(self.config.d_model, self.config.max_length)
 
-    def _stack(self, stack: type[nn.Module], layer: type[nn.Module], num_layers: int) -> nn.Module:
+    def _stack(self, cls: type[Stack], layer: type[nn.Module], num_layers: int) -> Stack:
         config = self.config
         layer = layer(
             config.d_model, config.nhead, config.dim_feedforward, config.dropout, config.activation,
@@ -138,7 +144,7 @@ class Model(nn.Module):
         if config.norm_first:
             last_norm = make_norm(config.norm, config.d_model, config.layer_norm_eps, config.bias)
         rotary = RotaryPositions(config.d_model // config.nhead) if config.positions == "rotary" else None
-        stack = stack(layer, num_layers, last_norm, rotary=rotary)
+        stack = cls(layer, num_layers, last_norm, rotary=rotary)
         for part in stack.modules():  # a stack begins with copies of one layer
             if isinstance(part, MultiHeadAttention):
                 part._reset_parameters()
@@ -237,6 +243,11 @@ class SequenceClassifier(Model):
         first = real.int().argmax(dim=1)
         return self.head(x[torch.arange(len(x), device=x.device), first])
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
 
 class LanguageModel(Model):
     """Logits [B, L, vocab_size] of the token after each token: a stack of layers under a causal mask.
@@ -272,6 +283,11 @@ class LanguageModel(Model):
             cache: the cache of the tokens before, to which this call adds its own.
         """
         return self.head(self.hidden(input_ids, attention_mask, cache))
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """The input of `head`, [B, L, d_model], which without a cache is 0 at padding; arguments as in `forward`."""
@@ -368,6 +384,11 @@ class Seq2SeqModel(Model):
             decoder_attention_mask: [B, T], the same.
         """
         return self.head(self.hidden(input_ids, decoder_input_ids, attention_mask, decoder_attention_mask))
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
     def hidden(
         self,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .checks import check_ints, check_numbers, check_range, check_tensor, checked_index
+
+if TYPE_CHECKING:
+    from .checks import called_as
 
 
 def positions_of(real: Tensor) -> Tensor:
@@ -68,6 +71,11 @@ class TokenEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * self.scale
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
 
 class SinusoidalPositions(nn.Module):
     """A fixed vector for each position: sin(p / 10000^(2i / d_model)) in column 2i, the cosine in column 2i + 1.
@@ -114,6 +122,11 @@ class SinusoidalPositions(nn.Module):
         _check_positions(positions, len(self.table))
         return self.table[positions]
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
 
 class LearnedPositions(nn.Embedding):
     """A learned vector for each position: [..., d_model] for integer positions [...].
@@ -148,6 +161,11 @@ class LearnedPositions(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         _check_positions(input, self.num_embeddings)
         return super().forward(input)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
 
 class Rotation(NamedTuple):
@@ -198,6 +216,11 @@ class RotaryPositions(nn.Module):
         angles = (positions[..., None] * frequencies).repeat((1,) * positions.dim() + (2,))
         angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
         return Rotation(angles.cos().float(), angles.sin().float())
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, base={self.base}"

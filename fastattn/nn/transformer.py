@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ from .checks import check_bools, check_heads, check_ints, check_numbers, check_p
 from .masks import canonical_mask
 from .packing import Packing, worth_packing
 from .positions import RotaryPositions, Rotation
+
+if TYPE_CHECKING:
+    from .checks import called_as
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -183,6 +187,12 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         x = self._residual(src, self.norm1, attend)
         return self._residual(x, self.norm2, lambda x: self.dropout2(self._feed_forward(x)))
 
+    if TYPE_CHECKING:
+        self_attn: MultiHeadAttention
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
 
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """Self-attention, attention to the encoder's output and a feed-forward network; torch.nn's of the same name.
@@ -266,6 +276,13 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         x = self._residual(tgt, self.norm1, attend_to_itself)
         x = self._residual(x, self.norm2, attend_to_memory)
         return self._residual(x, self.norm3, lambda x: self.dropout3(self._feed_forward(x)))
+
+    if TYPE_CHECKING:
+        self_attn: MultiHeadAttention
+        multihead_attn: MultiHeadAttention
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
 
 
 class _Stack(nn.Module):
@@ -392,6 +409,11 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             x = layer(x, **options, cache=None if cache is None else cache.layer(i))
         return _zero_at_padding(self._normed(x), real, attention)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
 
 class TransformerDecoder(_Stack, nn.TransformerDecoder):
     """A stack of decoder layers that computes no padding; torch.nn's of the same name.
@@ -508,6 +530,11 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             x = layer(x, memory, **options, **caches)
         return _zero_at_padding(self._normed(x), real, attention)
 
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self) -> None: ...
+
 
 class Transformer(nn.Transformer):
     """Encoder and decoder: [N, T, E] from a source [N, S, E] and a target [N, T, E]; torch.nn's of the same name.
@@ -573,6 +600,23 @@ class Transformer(nn.Transformer):
         super().__init__(
             d_model, nhead, custom_encoder=custom_encoder, custom_decoder=custom_decoder, batch_first=batch_first
         )
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            src: Tensor,
+            tgt: Tensor,
+            src_mask: Tensor | Mask | None = None,
+            tgt_mask: Tensor | Mask | None = None,
+            memory_mask: Tensor | Mask | None = None,
+            src_key_padding_mask: Tensor | None = None,
+            tgt_key_padding_mask: Tensor | None = None,
+            memory_key_padding_mask: Tensor | None = None,
+            src_is_causal: bool | None = None,
+            tgt_is_causal: bool | None = None,
+            memory_is_causal: bool = False,
+        ) -> Tensor: ...
 
 
 _PACKABLE = {"causal", "real_keys"}

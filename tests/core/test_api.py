@@ -114,15 +114,35 @@ FOREIGN = {  # names of other libraries, and what is written here
     (Mask, "attention_mask"): "; write real_keys=..., bool, True where a token is real",
     (Mask, "sliding_window"): "; write window=..., (left, right), each an int or None for no limit",
     (Mask, "nonsense"): "",
+    (fastattn.scaled_dot_product_attention, "causal"): "; write is_causal=True",
+    (fastattn.scaled_dot_product_attention, "dropout"): "; write dropout_p=...",
+    (fastattn.scaled_dot_product_attention, "softmax_scale"): "; write scale=...",
+    (fastattn.scaled_dot_product_attention, "key_padding_mask"): "; write attn_mask=~key_padding_mask[:, None, None]",
+    (fastattn.scaled_dot_product_attention, "attention_mask"): "; write attn_mask=attention_mask[:, None, None].bool()",
+    (fastattn.scaled_dot_product_attention, "window_size"): "; write fastattn.attention(...), which can do it",
+    (fastattn.scaled_dot_product_attention, "nonsense"): "",
+    (fastattn.MultiHeadAttention, "hidden_size"): "; write embed_dim=...",
+    (fastattn.MultiHeadAttention, "num_attention_heads"): "; write num_heads=...",
+    (fastattn.MultiHeadAttention, "dropout_p"): "; write dropout=...",
+    (fastattn.MultiHeadAttention, "nonsense"): "",
+    (fastattn.MultiHeadAttention.forward, "attention_mask"): "; write key_padding_mask=attention_mask == 0",
+    (fastattn.MultiHeadAttention.forward, "causal"): "; write attn_mask=fastattn.Mask(causal=True)",
+    (fastattn.MultiHeadAttention.forward, "mask"): "; write attn_mask=..., bool, True hides a key, or a fastattn.Mask",
+    (fastattn.MultiHeadAttention.forward, "output_attentions"): "; write need_weights=...",
+    (fastattn.MultiHeadAttention.forward, "dropout"): "",
 }
 
 
-@pytest.mark.parametrize(("function", "name"), FOREIGN, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(("function", "name"), FOREIGN, ids=lambda x: getattr(x, "__qualname__", x))
 def test_a_name_of_another_library_is_answered_with_ours(function, name):
     packed = (Q[0].mT, Q[0].mT, Q[0].mT, torch.tensor([0, 4]))
-    given = {Mask: (), fastattn.attention_varlen: packed}.get(function, (Q, K, K))
+    layer, x = fastattn.MultiHeadAttention(8, 2), torch.ones(3, 1, 8)
+    others = {fastattn.MultiHeadAttention: (8, 2), fastattn.MultiHeadAttention.forward: (layer, x, x, x)}
+    given = ({Mask: (), fastattn.attention_varlen: packed} | others).get(function, (Q, K, K))
     how = FOREIGN[function, name]
-    said = re.escape(f"{function.__name__}() got an unexpected keyword argument '{name}'{how}") + ("" if how else "$")
+    said = re.escape(f"{function.__qualname__}() got an unexpected keyword argument '{name}'{how}") + (
+        "" if how else "$"
+    )
     with pytest.raises(TypeError, match=said):
         function(*given, **{name: True})
 

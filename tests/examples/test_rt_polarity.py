@@ -67,10 +67,10 @@ def test_accuracy_and_loss():
         return torch.tensor([[0.0, 2.0] if text == "good" else [2.0, 0.0] for text in texts]), 3 * len(texts)
 
     assert rt_polarity.accuracy(logits, reviews, batch_size=2) == 4 / 5
-    mean, count, tokens = rt_polarity.loss(logits, reviews)
+    loss = rt_polarity.loss(logits, reviews)
     right, wrong = torch.tensor([-2.0, 2.0]).exp().log1p()
-    torch.testing.assert_close(mean, (4 * right + wrong) / 5)
-    assert (count, tokens) == (5, 15)
+    torch.testing.assert_close(loss.mean, (4 * right + wrong) / 5)
+    assert (loss.count, loss.tokens) == (5, 15)
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"needs the rt-polarity data in {REAL}")

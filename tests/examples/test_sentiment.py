@@ -245,6 +245,10 @@ def test_a_model_is_saved_whole_and_a_damaged_one_is_refused(tmp_path):
     tokens.train(["a"], "word", 50, 1).save(str(tmp_path / model.TOKENIZER))
     with pytest.raises(InputError, match="must have 50 tokens like the model, got 4"):
         model.load(tmp_path)
+    other = fastattn.nn.LanguageModel(fastattn.nn.TransformerConfig(9, d_model=8, nhead=2))
+    fastattn.nn.save(other, tmp_path / model.MODEL)
+    with pytest.raises(InputError, match="must be the folder of a trained classifier, got a LanguageModel"):
+        model.load(tmp_path)
     with pytest.raises(InputError, match=r"which has no about\.json"):
         model.load(tmp_path / "none")
 

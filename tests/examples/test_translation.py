@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastattn
 from examples.training import InputError
 from examples.translation.__main__ import main
 from examples.translation.batches import bucketed, collate, encode
@@ -399,6 +400,10 @@ def test_a_damaged_model_is_one_sentence(trained, tmp_path, capsys):
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"error: {tmp_path} must hold a trained model, got ")
     assert "\n" not in said
+    other = fastattn.nn.LanguageModel(fastattn.nn.TransformerConfig(9, d_model=8, nhead=2))
+    fastattn.nn.save(other, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"model\.safetensors must be of a Seq2SeqModel, got a LanguageModel"):
+        Translator.load(tmp_path)
 
 
 def test_bleu_is_that_of_sacrebleu_in_lower_case_or_not():

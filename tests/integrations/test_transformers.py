@@ -492,7 +492,7 @@ def test_what_cannot_be_packed_by_name_is_named():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", [case for case in REFUSED if not case.swapped or case.family == "GIT"], ids=str)
+@pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_a_name_that_a_model_would_ignore_is_refused(case, name):
     model = case.make()
     why = f'attn_implementation must be "eager" or another one of {type(model).__name__}, got "{name}"'

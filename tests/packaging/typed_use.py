@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
+from typing_extensions import assert_type
 
 import fastattn
 from fastattn import Mask
@@ -34,7 +37,8 @@ def on_documents(q: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def on_models(x: Tensor, model: nn.Module) -> Tensor:
     layer = fastattn.MultiHeadAttention(8, 2, batch_first=True)
-    y, weights = layer(x, x, x)
+    y, weights = assert_type(layer(x, x, x), tuple[Tensor, Tensor])
+    assert_type(layer(x, x, x, attn_mask=Mask(causal=True), need_weights=False), tuple[Tensor, Tensor | None])
     encoder = fastattn.nn.TransformerEncoder(fastattn.nn.TransformerEncoderLayer(8, 2), num_layers=2)
     z: Tensor = encoder(y)
     report = fastattn.swap(model, packed=True)
@@ -45,8 +49,37 @@ def on_models(x: Tensor, model: nn.Module) -> Tensor:
     return z
 
 
+def on_calls_of_modules(x: Tensor, ids: Tensor, path: Path) -> None:
+    config = fastattn.nn.TransformerConfig(vocab_size=9, d_model=8, nhead=2)
+    layer, decoder_layer = fastattn.nn.TransformerEncoderLayer(8, 2), fastattn.nn.TransformerDecoderLayer(8, 2)
+    assert_type(layer(x, Mask(causal=True)), Tensor)
+    assert_type(decoder_layer(x, x, memory_mask=Mask()), Tensor)
+    assert_type(decoder_layer.multihead_attn, fastattn.MultiHeadAttention)
+    assert_type(fastattn.nn.TransformerEncoder(layer, 2)(x, Mask(causal=True)), Tensor)
+    assert_type(fastattn.nn.TransformerDecoder(decoder_layer, 2)(x, x, Mask(causal=True)), Tensor)
+    assert_type(fastattn.Transformer(8, 2)(x, x, tgt_mask=Mask(causal=True), src_key_padding_mask=ids == 0), Tensor)
+    language_model = fastattn.nn.LanguageModel(config)
+    assert_type(language_model(ids, cache=fastattn.nn.KVCache(2, 8)), Tensor)
+    assert_type(language_model.decoder, fastattn.nn.TransformerEncoder)
+    assert_type(fastattn.nn.Seq2SeqModel(config)(ids, ids, decoder_attention_mask=ids != 0), Tensor)
+    classifier = fastattn.nn.SequenceClassifier(config, num_classes=3)
+    assert_type(classifier(ids, ids != 0), Tensor)
+    assert_type(classifier.embedding(ids), Tensor)
+    if classifier.positions is not None:
+        assert_type(classifier.positions(ids), Tensor)
+    assert_type(fastattn.nn.RotaryPositions(4)(ids)(x), Tensor)
+    assert_type(fastattn.nn.load(path, classifier), fastattn.nn.SequenceClassifier)
+    model = fastattn.nn.load(path)
+    assert isinstance(model, fastattn.nn.LanguageModel)
+    assert_type(model(ids), Tensor)
+
+
 def mistakes(q: Tensor) -> None:
     """What a type checker finds before the first run; an error that it no longer finds is an error itself."""
     fastattn.attention(q, q, q, is_causal=True)  # type: ignore[call-overload]
     fastattn.attention(q, q, q, return_lse=True).sum()  # type: ignore[attr-defined]
     Mask(True, 1)  # type: ignore[call-arg]
+    fastattn.MultiHeadAttention(8, 2)(q, q, q, causal=True)  # type: ignore[call-overload]
+    fastattn.Transformer(8, 2)(q, q, causal=True)  # type: ignore[call-arg]
+    fastattn.scaled_dot_product_attention(q, q, q, causal=True)  # type: ignore[arg-type]
+    fastattn.MultiHeadAttention(8, hidden_size=2)  # type: ignore[call-arg]

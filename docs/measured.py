@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import groupby
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -13,6 +14,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 _ZEN4 = "epyc-zen4-2-cores"
 _MASKS = {"none": "no mask", "causal": "causal", "pad": "padding", "both": "causal and padding"}
 _OURS = ("fastattn", "swapped", "packed")
+_OTHERS = ("SDPA", "OpenVINO", "onnxruntime", "zentorch", "FlexAttention")
 
 
 def attention(machine: str) -> str:
@@ -32,6 +34,20 @@ def attention(machine: str) -> str:
     others = [row for row in rows if row["case"] in ("decode", "L512-dropout")]
     lines = [(_shape(row), row["dtype"], row["pass"], f"{row['ratio']:.2f}") for row in others]
     return "\n\n".join([*tables, _table(("other calls", "dtype", "pass", "speed-up"), lines)])
+
+
+def rivals(machine: str) -> str:
+    """Times of attention by other libraries, forward, over fastattn's; a dash where one does not compute it."""
+    document = _read(machine, "rivals")
+    about = _about(document, *(name for name in document["versions"] if name in _OTHERS))
+    others = [name for name in _OTHERS if any(row["contender"].startswith(name) for row in document["rows"])]
+    lines = []
+    for (dtype, name), of_job in groupby(document["rows"], lambda row: (row["dtype"], row["case"])):
+        ms = {row["contender"]: row["time_ms"]["median"] for row in of_job if row["time_ms"]}
+        best = [min((t for who, t in ms.items() if who.startswith(other)), default=None) for other in others]
+        cells = ("-" if time is None else f"{time / ms['fastattn cpu']:.2f}" for time in best)
+        lines.append((f"{dtype} {name}", f"{ms['fastattn cpu']:.3g}", *cells))
+    return f"{about}\n\n{_table(('', 'fastattn, ms', *others), lines)}"
 
 
 def layers(machine: str) -> str:
@@ -167,6 +183,7 @@ TABLES = {
     "packed": packed,
     "generation": generation,
     "recipes": recipes,
+    "rivals": rivals,
 }
 
 
@@ -184,12 +201,14 @@ def _read(machine: str, suite: str) -> dict:
     return json.loads((RESULTS / f"{machine}-{suite}.json").read_text())
 
 
-def _about(document: dict) -> str:
-    """The machine, the versions and the commit of the figures."""
+def _about(document: dict, *others: str) -> str:
+    """The machine, the commit of the figures, and the versions of torch, Python and `others`."""
     machine, versions = document["machine"], document["versions"]
+    threads = machine["torch_threads"]
+    named = ", ".join(f"{name} {versions[name]}" for name in ("fastattn", "torch", *others))
     return (
-        f"{machine['cpu']}, {machine['torch_threads']} threads on {machine['cores']} cores; "
-        f"fastattn {versions['fastattn']}, torch {versions['torch']}, Python {versions['python']}."
+        f"{machine['cpu']}, {threads} thread{'s' * (threads > 1)} on {machine['cores']} cores; {named}, "
+        f"Python {versions['python']}."
     )
 
 

@@ -189,6 +189,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> _Result:  # fmt: skip
     """`flash_attn_varlen_func` of qkv [total, 3, H, D], which holds q, k and v."""
     q, k, v = _check("qkv", qkv, ("total", 3, "H", "D")).unbind(1)
+    check_ints(0, max_seqlen=as_int(max_seqlen))
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -363,10 +364,12 @@ def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved
 
 
 def _check(name: str, x: Any, shape: tuple[int | str, ...], q: Tensor | None = None) -> Tensor:
-    """x, if it is a dense Tensor of this shape, in which a str stands for any length, and like q."""
+    """x, if it is a dense floating Tensor of this shape, in which a str stands for any length, and like q."""
     check_dense(name, x)
     if x.dim() != len(shape) or any(n != m for n, m in zip(x.shape, shape, strict=True) if not isinstance(m, str)):
         raise ValueError(f"{name} must be [{', '.join(map(str, shape))}], got {list(x.shape)}")
+    if not x.is_floating_point() or x.itemsize < 2:
+        raise ValueError(f"{name} must be float32, float64, float16 or bfloat16, got {x.dtype}")
     if q is not None and (x.dtype != q.dtype or x.device != q.device):
         raise ValueError(f"{name} must be {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
     return cast(Tensor, x)

@@ -42,7 +42,10 @@ CALLS: dict[str, tuple[Callable[[], Callable], Callable[[], Callable] | None]] =
             "top_keys", "merge", "explain", "swap", "unswap",
         )
     },
-    **{name: (lambda name=name: getattr(fastattn.flash_attn, name), None) for name in fastattn.flash_attn.__all__},
+    **{
+        name: (lambda name=name: getattr(fastattn.flash_attn, name), None)
+        for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    },
     "scaled_dot_product_attention": (
         lambda: fastattn.scaled_dot_product_attention, lambda: nn.functional.scaled_dot_product_attention,
     ),
@@ -91,13 +94,12 @@ def right_arguments(name: str, function: Callable) -> dict[str, object]:
     if "varlen" in name:
         packed, cu_seqlens = torch.ones(6, 2, 8), torch.tensor([0, 2, 6])
         right |= {"q": packed, "k": packed, "v": packed, "cu_seqlens_q": cu_seqlens}
-    if "flash_attn" in name:
-        parts = packed[:, None] if "varlen" in name else x[:, :, None]
-        right |= {"kv": parts.repeat_interleave(2, -3), "qkv": parts.repeat_interleave(3, -3)}
+    if name == "flash_attn_varlen_func":
+        right |= {"cu_seqlens_k": cu_seqlens, "max_seqlen_q": 4, "max_seqlen_k": 4}
+    if name == "flash_attn_with_kvcache":
         right |= dict.fromkeys(("k_cache", "v_cache"), x.repeat(1, 3, 1, 1)) | {"cache_seqlens": ids[:, 0]}
         right |= dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(6, 4)) | {"cache_leftpad": ids[:, 0]}
-        right |= {"cache_batch_idx": ids[:, 0] - 2, "max_seqlen": 4, "max_seqlen_q": 4, "max_seqlen_k": 4}
-        right |= dict.fromkeys(("cu_seqlens", "cu_seqlens_k"), cu_seqlens if "varlen" in name else None)
+        right |= {"cache_batch_idx": ids[:, 0] - 2}
     if name == "MultiHeadAttention.forward":
         right |= dict.fromkeys(("query", "key", "value"), x[:, 0])
     parameters = inspect.signature(function).parameters.values()

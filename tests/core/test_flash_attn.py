@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import flash_attn
-from fastattn.testing import compare
+from fastattn.testing import DTYPES, compare
 
 COMMON = (
     "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None "
@@ -51,7 +51,7 @@ def formula(
     seen &= (ahead <= 0) | (not causal)
     seen &= (ahead >= -window_size[0]) | (window_size[0] < 0)
     seen &= (ahead <= window_size[1]) | (window_size[1] < 0)
-    weights = torch.where(seen, scores.exp(), 0)
+    weights = scores.masked_fill(~seen, -math.inf).exp()
     total = weights.sum(-1)
     return torch.einsum("hij,jhd->ihd", weights / torch.where(total > 0, total, 1)[..., None], v), total.log()
 
@@ -59,6 +59,19 @@ def formula(
 def assert_right(actual: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
     errors = [compare(name, x, plain[name], exact[name]) for name, x in actual.items()]
     assert [str(error) for error in errors if not error.right] == []
+
+
+def compare_results(function, by_formula, qkv: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    """Output, lse and gradients of the function against those of the formula in fp64 and in the same dtype."""
+    do = torch.randn_like(by_formula(*qkv)[0])
+
+    def results(function, computed_in: torch.dtype) -> dict[str, Tensor]:
+        leaves = [x.to(dtype).to(computed_in).requires_grad_() for x in qkv]
+        out, lse = function(*leaves)
+        gradients = torch.autograd.grad(out, leaves, do.to(dtype).to(computed_in))
+        return dict(zip(("o", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *gradients), strict=True))
+
+    assert_right(results(function, dtype), results(by_formula, dtype), results(by_formula, torch.float64))
 
 
 def drawn_terms(draw: random.Random, n: int) -> dict[str, object]:
@@ -84,7 +97,7 @@ def test_func_and_its_gradients(seed):
     B, H_kv, n_q, n_k, D, d_v = (draw.randint(*r) for r in ((1, 3), (1, 2), (1, 40), (0, 40), (1, 40), (1, 40)))
     H = H_kv * draw.randint(1, 3)
     q, k, v = torch.randn(B, n_q, H, D), torch.randn(B, n_k, H_kv, D), torch.randn(B, n_k, H_kv, d_v)
-    do, terms, slopes = torch.randn(B, n_q, H, d_v), drawn_terms(draw, 40), drawn_slopes(draw, B, H, both=True)
+    terms, slopes = drawn_terms(draw, 40), drawn_slopes(draw, B, H, both=True)
 
     def by_formula(*qkv: Tensor) -> tuple[Tensor, ...]:
         samples = zip(*qkv, of_samples(slopes, B, H), strict=True)
@@ -96,14 +109,7 @@ def test_func_and_its_gradients(seed):
         assert torch.equal(out, flash_attn.flash_attn_func(*qkv, **terms, alibi_slopes=slopes))
         return out, lse
 
-    def results(function, dtype: torch.dtype) -> dict[str, Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out, lse = function(*leaves)
-        gradients = torch.autograd.grad(out, leaves, do.to(dtype))
-        return dict(zip(("o", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *gradients), strict=True))
-
-    plain, exact = results(by_formula, torch.float32), results(by_formula, torch.float64)
-    assert_right(results(by_flash_attn, torch.float32), plain, exact)
+    compare_results(by_flash_attn, by_formula, (q, k, v), draw.choice(DTYPES))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -117,17 +123,19 @@ def test_varlen(seed):
     ))  # fmt: skip
     cu = [torch.tensor([0, *n]).cumsum(0).int() for n in lengths]
     terms, slopes = drawn_terms(draw, 30), drawn_slopes(draw, B, H, both=False)
-    out, lse, _ = flash_attn.flash_attn_varlen_func(
-        q, k, v, *cu, *(max(n, default=0) for n in lengths), **terms, alibi_slopes=slopes, return_attn_probs=True
-    )
 
-    def by_formula(dtype: torch.dtype) -> dict[str, Tensor]:
-        parts = [x.to(dtype).split(n) for x, n in ((q, lengths[0]), (k, lengths[1]), (v, lengths[1]))]
+    def by_flash_attn(*qkv: Tensor) -> tuple[Tensor, ...]:
+        longest = (max(n, default=0) for n in lengths)
+        options = terms | {"alibi_slopes": slopes, "return_attn_probs": True}
+        return flash_attn.flash_attn_varlen_func(*qkv, *cu, *longest, **options)[:2]
+
+    def by_formula(*qkv: Tensor) -> tuple[Tensor, ...]:
+        parts = [x.split(n) for x, n in zip(qkv, (lengths[0], *[lengths[1]] * 2), strict=True)]
         outs = [formula(*x, slopes=slopes, **terms) for x in zip(*parts, strict=True)]
-        empty = [(torch.empty(0, H, d_v, dtype=dtype), torch.empty(H, 0, dtype=dtype))]
-        return {"o": torch.cat([o for o, _ in empty + outs]), "lse": torch.cat([lse for _, lse in empty + outs], 1)}
+        outs.append(formula(*(x[:0] for x in qkv), **terms))  # what there is without documents
+        return torch.cat([o for o, _ in outs]), torch.cat([lse for _, lse in outs], 1)
 
-    assert_right({"o": out, "lse": lse}, by_formula(torch.float32), by_formula(torch.float64))
+    compare_results(by_flash_attn, by_formula, (q, k, v), torch.float32)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -267,6 +275,7 @@ REFUSED = [  # function, what is changed of a right call, exception, its message
     ("func", {"alibi_slopes": x}, ValueError, r"alibi_slopes must be \[2\] or \[2, 2\], got"),
     ("func", {"dropout_p": 0.1, "return_attn_probs": True}, NotImplementedError, "attn_probs must be False .*=0.1"),
     ("qkvpacked_func", {"qkv": x}, ValueError, r"qkv must be \[B, n, 3, H, D\], got \[2, 3, 2, 8\]"),
+    ("qkvpacked_func", {"qkv": torch.ones(1, 2, 3, 1, 8).int()}, ValueError, "qkv must be float32, .* torch.int32"),
     ("varlen_func", {"max_seqlen_q": 3.0}, TypeError, "max_seqlen_q must be an int, got 3.0"),
     ("varlen_func", {"block_table": idx}, NotImplementedError, "block_table must be None"),
     ("varlen_func", {"alibi_slopes": x[0, :2, :, 0]}, NotImplementedError, r"alibi_slopes must be \[H\], .* \[2, 2\]"),

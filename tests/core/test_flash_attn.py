@@ -51,9 +51,12 @@ def formula(
     seen &= (ahead <= 0) | (not causal)
     seen &= (ahead >= -window_size[0]) | (window_size[0] < 0)
     seen &= (ahead <= window_size[1]) | (window_size[1] < 0)
-    weights = scores.masked_fill(~seen, -math.inf).exp()
+    scores = scores.masked_fill(~seen, -math.inf)
+    shift = scores.detach().logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+    weights = (scores - shift).exp()
     total = weights.sum(-1)
-    return torch.einsum("hij,jhd->ihd", weights / torch.where(total > 0, total, 1)[..., None], v), total.log()
+    out = torch.einsum("hij,jhd->ihd", weights / torch.where(total > 0, total, 1)[..., None], v)
+    return out, total.log() + shift[..., 0]
 
 
 def assert_right(actual: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> None:

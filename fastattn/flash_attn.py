@@ -267,7 +267,8 @@ def flash_attn_with_kvcache(
     start: Any = n_cache if cache_seqlens is None else as_int(cache_seqlens)
     if isinstance(start, Tensor):
         _check_index("cache_seqlens", start, (B,), q, room + 1)
-        last = max(start.tolist(), default=0) if device.type == "cpu" else room
+        in_view = device.type == "cpu" and not torch.compiler.is_compiling() and B
+        last = int(start.max()) if in_view else room
         start = start.long()[:, None]
     else:
         check_ints(0, cache_seqlens=start)

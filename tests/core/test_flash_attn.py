@@ -256,6 +256,20 @@ def test_dropout_drops_and_the_cache_has_no_gradients():
     assert not flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=0).requires_grad
 
 
+def test_compiles_without_a_break():
+    q, cache, ends = torch.randn(2, 3, 2, 8), torch.zeros(2, 9, 2, 8), torch.tensor([2, 5])
+    caches = [[cache.clone(), cache.clone()] for _ in range(2)]
+    outs = [
+        function(q, *own, q, q, cache_seqlens=ends, causal=True)
+        for function, own in zip(
+            (torch.compile(flash_attn.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager"),
+             flash_attn.flash_attn_with_kvcache), caches, strict=True,
+        )
+    ]  # fmt: skip
+    torch.testing.assert_close(outs[0], outs[1])
+    torch.testing.assert_close(caches[0], caches[1])
+
+
 x, c, idx = torch.ones(2, 3, 2, 8), torch.ones(2, 6, 2, 8), torch.zeros(2, dtype=torch.int32)
 VARLEN = {"q": x[0], "k": x[0], "v": x[0], "cu_seqlens_q": torch.tensor([0, 3]), "cu_seqlens_k": torch.tensor([0, 3])}
 VARLEN |= {"max_seqlen_q": 3, "max_seqlen_k": 3}

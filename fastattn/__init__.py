@@ -1,5 +1,6 @@
 """Exact attention for PyTorch that skips padding and masks: fused forward and backward on CPU and GPU."""
 
+from . import flash_attn as flash_attn
 from .api import (
     Explanation,
     attention,
@@ -46,7 +47,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """The names that users call; the modules behind them are found by import alone."""
-    return sorted([*__all__, "__version__", "nn"])
+    return sorted([*__all__, "__version__", "flash_attn", "nn"])
 
 
 register_flash_implementation()

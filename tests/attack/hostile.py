@@ -42,6 +42,10 @@ CALLS: dict[str, tuple[Callable[[], Callable], Callable[[], Callable] | None]] =
             "top_keys", "merge", "explain", "swap", "unswap",
         )
     },
+    **{
+        name: (lambda name=name: getattr(fastattn.flash_attn, name), None)
+        for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    },
     "scaled_dot_product_attention": (
         lambda: fastattn.scaled_dot_product_attention, lambda: nn.functional.scaled_dot_product_attention,
     ),
@@ -87,9 +91,15 @@ def right_arguments(name: str, function: Callable) -> dict[str, object]:
         "path": "model.safetensors", "num_layers": 1, "lengths": torch.tensor([1, 3]), "B": 2, "H": 2, "Q_LEN": 3,
         "KV_LEN": 3, "mask_mod": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, "n_q": 3, "n_k": 3,
     }  # fmt: skip
-    if name == "attention_varlen":
-        packed = torch.ones(6, 2, 8)
-        right |= {"q": packed, "k": packed, "v": packed, "cu_seqlens_q": torch.tensor([0, 2, 6])}
+    if "varlen" in name:
+        packed, cu_seqlens = torch.ones(6, 2, 8), torch.tensor([0, 2, 6])
+        right |= {"q": packed, "k": packed, "v": packed, "cu_seqlens_q": cu_seqlens}
+    if name == "flash_attn_varlen_func":
+        right |= {"cu_seqlens_k": cu_seqlens, "max_seqlen_q": 4, "max_seqlen_k": 4}
+    if name == "flash_attn_with_kvcache":
+        right |= dict.fromkeys(("k_cache", "v_cache"), x.repeat(1, 3, 1, 1)) | {"cache_seqlens": ids[:, 0]}
+        right |= dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(6, 4)) | {"cache_leftpad": ids[:, 0]}
+        right |= {"cache_batch_idx": ids[:, 0] - 2}
     if name == "MultiHeadAttention.forward":
         right |= dict.fromkeys(("query", "key", "value"), x[:, 0])
     parameters = inspect.signature(function).parameters.values()

@@ -67,10 +67,11 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "api": {"spec", "validation", "backends", "plan", "ops"},
     "sdpa": {"spec", "api"},
     "nn": {"spec", "api"},
+    "flash_attn": {"spec", "api", "nn.checks"},
     "integrations": {"spec", "api", "sdpa", "nn", "backends"},
     "swap": {"backends", "nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
-    "": {"spec", "api", "sdpa", "backends", "nn", "swap", "integrations"},
+    "": {"spec", "api", "sdpa", "flash_attn", "backends", "nn", "swap", "integrations"},
     "bench": {
         "",
         "machine",
@@ -161,4 +162,4 @@ def test_no_catch_all_modules():
 
 
 def test_dir_shows_what_users_call():
-    assert set(dir(fastattn)) == {*fastattn.__all__, "nn", "__version__"}
+    assert set(dir(fastattn)) == {*fastattn.__all__, "flash_attn", "nn", "__version__"}

@@ -240,7 +240,7 @@ def test_the_site_is_built_without_a_warning_and_whole(tmp_path):
     assert done.returncode == 0, done.stderr  # a broken link is a warning, which --strict counts (not so with --quiet)
     built = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
     assert {path.stem for path in pages.PAGES} <= built.keys()
-    for module in (fastattn, fastattn.nn):
+    for module in (fastattn, fastattn.nn, fastattn.flash_attn):
         headings = {name: f'<h3 id="{module.__name__}.{name}">' for name in module.__all__}
         assert [name for name, heading in headings.items() if heading not in built["reference"]] == []
     cards = re.findall(r"<li>.*?</li>", built["index"].partition('class="grid cards"')[2].partition("</div>")[0], re.S)

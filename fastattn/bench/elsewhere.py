@@ -44,7 +44,7 @@ def _contender(name: str, make: Callable[[Inputs], Compute], inputs: Inputs) -> 
     if inputs.q.device.type != "cpu" or inputs.mask.features() - {"causal", "real_keys", "real_queries"}:
         return Contender(name, "other", refusal="is timed on the CPU, causal and with padding")
     if inputs.options.keys() - {"scale"} or inputs.q.shape[1] != inputs.k.shape[1]:
-        return Contender(name, "other", refusal="is timed without other terms and with as many key heads as heads")
+        return Contender(name, "other", refusal="is timed without other terms and grouped heads")
     try:
         compute = make(inputs)
     except (RefusalError, ImportError) as error:

@@ -79,7 +79,7 @@ def test_other_libraries_refuse_in_a_sentence(monkeypatch):
     assert note("onnxruntime MultiHeadAttention", keys="left") == "takes padding on the right"
     assert note("onnxruntime Attention", "bf16") == "is timed in fp32, got torch.bfloat16"
     assert note("FlexAttention", window=(3, 0)) == "is timed on the CPU, causal and with padding"
-    assert note("FlexAttention", bias=(1, 2, 20, 20)) == "is timed without other terms and with as many key heads as heads"
+    assert note("FlexAttention", bias=(1, 2, 20, 20)) == "is timed without other terms and grouped heads"
     monkeypatch.setattr(elsewhere, "find_spec", lambda module: None)
     assert note("zentorch") == "zentorch is not installed"
 

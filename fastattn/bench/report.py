@@ -40,8 +40,8 @@ class Report(Generic[AnyRow]):
     @classmethod
     def of(cls, rows: list[AnyRow], device: str) -> Report[AnyRow]:
         """The report of rows that were just measured here."""
-        others = elsewhere.versions() if any(row.family == "other" for row in rows) else {}
-        return cls(rows, device, machine(device), versions() | others, now())
+        has_others = any(isinstance(row, Row) and row.family == "other" for row in rows)
+        return cls(rows, device, machine(device), versions() | (elsewhere.versions() if has_others else {}), now())
 
     def caption(self) -> str:
         """The machine, torch and the day, for below a picture."""

@@ -378,7 +378,8 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         """
         if src.is_nested or not _are(TransformerEncoderLayer, self.layers):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
-        if mask is src_key_padding_mask is cache is self.rotary is None and not is_causal:
+        unmasked = mask is src_key_padding_mask is None and (is_causal is None or is_causal is False)
+        if unmasked and cache is self.rotary is None:
             for layer in self.layers:
                 src = layer(src)
             return self._normed(src)

@@ -129,7 +129,7 @@ def check_varlen(
         raise ValueError(f"k must be [total_k, H_kv, {q.shape[2]}] like q, got {list(k.shape)}")
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, d_v] like k, got {list(v.shape)}")
-    if align not in ("start", "end"):
+    if not isinstance(align, str) or align not in ("start", "end"):
         raise ValueError(f"align must be 'start' or 'end', got {align!r}")
     _check_boundaries("cu_seqlens_q", cu_seqlens_q, q)
     if cu_seqlens_k is None:

@@ -3,7 +3,7 @@
 Each answer is first held to that of the naive function in fp64: at most twice as far off as the naive one in fp32, plus
 4 eps. Memory is what torch's allocator hands out above the inputs.
 
-    python benchmarks/recipes.py [--json FILE] [--filter alibi]
+    python -m benchmarks.recipes [--json FILE] [--filter alibi]
 """
 
 from __future__ import annotations

@@ -69,6 +69,13 @@ def _is_alone(linear: nn.Module) -> bool:
     return not (linear._forward_hooks or module._global_forward_hooks or "forward" in vars(linear))
 
 
+def _dropped(dropout: nn.Module, x: Tensor) -> Tensor:
+    """x after a module of dropout, whose call is left out where it changes nothing and no hook waits for it."""
+    if type(dropout) is not nn.Dropout or dropout.training or dropout._forward_hooks or dropout._forward_pre_hooks:
+        return dropout(x)
+    return dropout(x) if module._global_forward_hooks or module._global_forward_pre_hooks else x
+
+
 class _Layer(nn.Module):
     """Base class of the layers: the feed-forward network and the residual.
 
@@ -95,7 +102,7 @@ class _Layer(nn.Module):
         x, activation = self.linear1(x), self.activation
         if _is_alone(self.linear1):
             activation = _IN_PLACE.get(activation, activation)
-        return self.linear2(self.dropout(activation(x)))
+        return self.linear2(_dropped(self.dropout, activation(x)))
 
     def _residual(self, x: Tensor, norm: nn.Module, block: Callable[[Tensor], Tensor]) -> Tensor:
         return x + block(norm(x)) if self.norm_first else norm(x + block(x))
@@ -182,10 +189,10 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
                 x, x, x, src_key_padding_mask, need_weights=False, attn_mask=src_mask, is_causal=is_causal,
                 rotation=rotation, cache=cache,
             )  # fmt: skip
-            return self.dropout1(x)
+            return _dropped(self.dropout1, x)
 
         x = self._residual(src, self.norm1, attend)
-        return self._residual(x, self.norm2, lambda x: self.dropout2(self._feed_forward(x)))
+        return self._residual(x, self.norm2, lambda x: _dropped(self.dropout2, self._feed_forward(x)))
 
     if TYPE_CHECKING:
         self_attn: MultiHeadAttention
@@ -264,18 +271,18 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
                 x, x, x, tgt_key_padding_mask, need_weights=False, attn_mask=tgt_mask, is_causal=tgt_is_causal,
                 rotation=rotation, cache=cache,
             )  # fmt: skip
-            return self.dropout1(x)
+            return _dropped(self.dropout1, x)
 
         def attend_to_memory(x: Tensor) -> Tensor:
             x, _ = self.multihead_attn(
                 x, memory, memory, memory_key_padding_mask, need_weights=False, attn_mask=memory_mask,
                 is_causal=memory_is_causal, cache=memory_cache,
             )  # fmt: skip
-            return self.dropout2(x)
+            return _dropped(self.dropout2, x)
 
         x = self._residual(tgt, self.norm1, attend_to_itself)
         x = self._residual(x, self.norm2, attend_to_memory)
-        return self._residual(x, self.norm3, lambda x: self.dropout3(self._feed_forward(x)))
+        return self._residual(x, self.norm3, lambda x: _dropped(self.dropout3, self._feed_forward(x)))
 
     if TYPE_CHECKING:
         self_attn: MultiHeadAttention

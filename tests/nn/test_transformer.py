@@ -260,6 +260,25 @@ def test_an_activation_leaves_what_a_hook_has_seen(activation, hooked):
     assert any(module is layer.linear1 and (output < -0.5).any() for module, output in seen)
 
 
+@pytest.mark.parametrize("name", ["dropout", "dropout1", "dropout2"])
+def test_dropout_that_is_trained_or_watched_is_called(name):
+    layer, x = TransformerEncoderLayer(E, H, dropout=0.5, batch_first=True).eval(), torch.randn(B, L, E)
+    dropout, called = layer.get_submodule(name), []
+    expected = layer(x)
+    for register in (dropout.register_forward_hook, dropout.register_forward_pre_hook, register_module_forward_hook):
+        hook = register(lambda module, *_: called.append(module))
+        try:
+            torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+        finally:
+            hook.remove()
+        assert dropout in called
+        called.clear()
+    dropout.train()  # as for Monte Carlo dropout
+    assert not torch.equal(layer(x), layer(x))
+    setattr(layer, name, nn.Tanh().eval())
+    assert not torch.equal(layer(x), expected)
+
+
 def test_swiglu():
     x = normal(2, 6)
     assert_same(swiglu(x), x[:, :3] * torch.sigmoid(x[:, :3]) * x[:, 3:])

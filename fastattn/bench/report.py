@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Generic, TypeVar
 
 from ..machine import machine, now, versions
-from . import chart, elsewhere
+from . import chart, third_party
 from .cases import Job
 from .run import Row
 from .timing import Timing
@@ -41,7 +41,7 @@ class Report(Generic[AnyRow]):
     def of(cls, rows: list[AnyRow], device: str) -> Report[AnyRow]:
         """The report of rows that were just measured here."""
         has_others = any(isinstance(row, Row) and row.family == "other" for row in rows)
-        return cls(rows, device, machine(device), versions() | (elsewhere.versions() if has_others else {}), now())
+        return cls(rows, device, machine(device), versions() | (third_party.versions() if has_others else {}), now())
 
     def caption(self) -> str:
         """The machine, torch and the day, for below a picture."""
@@ -61,7 +61,7 @@ class Table:
 
 
 def print_table(report: Report[Row]) -> None:
-    """Writes the report to stdout: with colours and rules to a terminal, as aligned plain text elsewhere."""
+    """Writes the report to stdout: with colours and rules to a terminal, as aligned plain text third_party."""
     print_tables(report, METHOD, [_table(job, list(rows)) for job, rows in groupby(report.rows, lambda row: row.job)])
 
 

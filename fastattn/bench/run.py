@@ -14,8 +14,8 @@ from torch import Tensor
 from fastattn.testing import Error, compare
 
 from .cases import DTYPES, Job, Problem, least_bytes, make_problem
-from .elsewhere import contenders_elsewhere
 from .rivals import Contender, RefusalError, contenders
+from .third_party import third_party_contenders
 from .timing import Call, Timing, interleave, matmul, peak_bytes
 
 
@@ -50,29 +50,29 @@ class Row:
         return self.family == "fastattn" and self.verdict == "wrong"
 
 
-def measure_all(jobs: list[Job], device: str, quick: bool, elsewhere: bool = False) -> list[Row]:
+def measure_all(jobs: list[Job], device: str, quick: bool, third_party: bool = False) -> list[Row]:
     """The rows of each job in turn; a progress bar on stderr, or a line for each where that is no terminal."""
     budget_s = 0.3 if quick else 5.0
     rows: list[Row] = []
     with progress(len(jobs)) as show:
         for done, job in enumerate(jobs):
             show(done, str(job))
-            rows += measure(job, device, budget_s, quick, elsewhere)
+            rows += measure(job, device, budget_s, quick, third_party)
     return rows
 
 
-def measure(job: Job, device: str, budget_s: float, quick: bool = False, elsewhere: bool = False) -> list[Row]:
+def measure(job: Job, device: str, budget_s: float, quick: bool = False, third_party: bool = False) -> list[Row]:
     """The rows of a job, fastest first, and those that could not be timed after them.
 
     Args:
         quick: only the backend that would serve the call and torch's kernels are timed, and of the heads of attention
             the first and the last are checked: the right answer in fp64 takes longer than what is timed.
-        elsewhere: libraries other than torch are contenders in attention, forward.
+        third_party: libraries other than torch are contenders in attention, forward.
     """
     problem = make_problem(job, device, outer_heads=quick)
     candidates = contenders(problem, quick)
-    if elsewhere and (job.level, job.timed) == ("attention", "forward"):
-        candidates += contenders_elsewhere(problem.inputs)
+    if third_party and (job.level, job.timed) == ("attention", "forward"):
+        candidates += third_party_contenders(problem.inputs)
     return measure_problem(problem, candidates, device, budget_s)
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import fastattn
 from fastattn.backends import BACKENDS
-from fastattn.bench import cases, chart, elsewhere, report, rivals, run, timing
+from fastattn.bench import cases, chart, report, rivals, run, third_party, timing
 from fastattn.testing import CASES, Case
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -55,13 +55,13 @@ def named(rows, contender, level="attention", timed="forward"):
 
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"keys": "right"}, {"causal": True, "keys": "right"}], ids=str)
 def test_other_libraries_compute_the_same_or_say_why_not(mask, monkeypatch):
-    monkeypatch.setattr(elsewhere, "_compiled_flex", lambda: flex_attention)  # compiled, it takes half a minute
+    monkeypatch.setattr(third_party, "_compiled_flex", lambda: flex_attention)  # compiled, it takes half a minute
     case = Case("of-others", "", B=3, H=2, n_q=20, D=16, **mask)
     right = {
-        row.contender: row for row in run.measure(job(case=case), "cpu", 0.0, elsewhere=True) if row.family == "other"
+        row.contender: row for row in run.measure(job(case=case), "cpu", 0.0, third_party=True) if row.family == "other"
     }
-    assert right.keys() == elsewhere.LIBRARIES.keys()
-    expected = {name for name in right if elsewhere.find_spec(elsewhere._MODULES[name.split()[0]])}
+    assert right.keys() == third_party.LIBRARIES.keys()
+    expected = {name for name in right if third_party.find_spec(third_party._MODULES[name.split()[0]])}
     if not case.causal:
         expected -= {"onnxruntime GroupQueryAttention"}
     assert {"FlexAttention", "onnxruntime Attention", "onnxruntime MultiHeadAttention"} <= expected
@@ -72,7 +72,7 @@ def test_other_libraries_compute_the_same_or_say_why_not(mask, monkeypatch):
 def test_other_libraries_refuse_in_a_sentence(monkeypatch):
     def note(name, dtype="fp32", **terms):
         of_case = dataclasses.replace(job(), case=Case("of-others", "", n_q=20, D=16, **terms), dtype=dtype)
-        (row,) = (row for row in run.measure(of_case, "cpu", 0.0, elsewhere=True) if row.contender == name)
+        (row,) = (row for row in run.measure(of_case, "cpu", 0.0, third_party=True) if row.contender == name)
         assert row.verdict == "n/a"
         return row.note
 
@@ -80,7 +80,7 @@ def test_other_libraries_refuse_in_a_sentence(monkeypatch):
     assert note("onnxruntime Attention", "bf16") == "is timed in fp32, got torch.bfloat16"
     assert note("FlexAttention", window=(3, 0)) == "is timed on the CPU, causal and with padding"
     assert note("FlexAttention", bias=(1, 2, 20, 20)) == "is timed without other terms and grouped heads"
-    monkeypatch.setattr(elsewhere, "find_spec", lambda module: None)
+    monkeypatch.setattr(third_party, "find_spec", lambda module: None)
     assert note("zentorch") == "zentorch is not installed"
 
 

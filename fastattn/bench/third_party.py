@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from fastattn.testing import Inputs
 
@@ -22,7 +21,7 @@ from .rivals import Contender, RefusalError, keep_for_rivals, without_nan
 Compute = Callable[[], Tensor]
 
 
-def contenders_elsewhere(inputs: Inputs) -> list[Contender]:
+def third_party_contenders(inputs: Inputs) -> list[Contender]:
     """A contender for each of LIBRARIES, those that refuse the problem included; the tensors are without NaN."""
     clean = without_nan(inputs)
     return [_contender(name, make, clean) for name, make in LIBRARIES.items()]
@@ -52,8 +51,12 @@ def _contender(name: str, make: Callable[[Inputs], Compute], inputs: Inputs) -> 
     return Contender(name, "other", compute, {"q": inputs.q, "k": inputs.k, "v": inputs.v}, inputs.do)
 
 
-def _has_padding(inputs: Inputs) -> bool:
-    return inputs.mask.real_keys is not None
+def _causal_or_table(inputs: Inputs) -> tuple[bool, Tensor | None]:
+    """Whether the call is causal and no more; else the bool table [B, 1, n_q, n_k] of a mask with padding, or None."""
+    if inputs.mask.real_keys is None:
+        return inputs.mask.causal, None
+    (B, _, n_q, _), n_k = inputs.q.shape, inputs.k.shape[2]
+    return False, keep_for_rivals(inputs).expand(B, 1, n_q, n_k).contiguous()
 
 
 def _lengths(inputs: Inputs) -> Tensor:
@@ -77,10 +80,10 @@ def _openvino(inputs: Inputs) -> Compute:
     _only_fp32(inputs)
     arrays = [x.numpy() for x in (inputs.q, inputs.k, inputs.v)]
     parameters = [opset13.parameter(list(x.shape), openvino.Type.f32) for x in arrays]
-    if _has_padding(inputs):
-        arrays.append(keep_for_rivals(inputs).contiguous().numpy())
-        parameters.append(opset13.parameter(list(arrays[3].shape), openvino.Type.boolean))
-    causal = inputs.mask.causal and not _has_padding(inputs)
+    causal, table = _causal_or_table(inputs)
+    if table is not None:
+        arrays.append(table.numpy())
+        parameters.append(opset13.parameter(list(table.shape), openvino.Type.boolean))
     model = openvino.Model([opset13.scaled_dot_product_attention(*parameters, causal=causal)], parameters, "attention")
     options = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"
@@ -134,17 +137,15 @@ def _heads(o: Tensor, inputs: Inputs) -> Tensor:
 
 def _onnx_attention(inputs: Inputs) -> Compute:
     feed = {name: getattr(inputs, name).contiguous() for name in "qkv"}
-    if _has_padding(inputs):
-        B, _, n_q, _ = inputs.q.shape
-        feed["mask"] = keep_for_rivals(inputs).expand(B, 1, n_q, inputs.k.shape[2]).contiguous()
-    return _onnx(
-        inputs, "Attention", feed, {"o": inputs.do}, is_causal=int(inputs.mask.causal and not _has_padding(inputs))
-    )
+    causal, table = _causal_or_table(inputs)
+    if table is not None:
+        feed["mask"] = table
+    return _onnx(inputs, "Attention", feed, {"o": inputs.do}, is_causal=int(causal))
 
 
 def _onnx_multi_head(inputs: Inputs) -> Compute:
     feed = _tokens(inputs)
-    if _has_padding(inputs):
+    if inputs.mask.real_keys is not None:
         feed |= {"-bias": feed["q"], "lengths": _lengths(inputs)}
     call = _onnx(
         inputs, "MultiHeadAttention", feed, {"o": feed["q"]}, num_heads=inputs.q.shape[1],
@@ -168,15 +169,15 @@ def _onnx_grouped(inputs: Inputs) -> Compute:
 def _zentorch(inputs: Inputs) -> Compute:
     import zentorch  # noqa: F401  it adds the op
 
-    causal, table = inputs.mask.causal and not _has_padding(inputs), None
-    if _has_padding(inputs):
-        B, _, n_q, _ = inputs.q.shape
-        hidden = ~keep_for_rivals(inputs).expand(B, 1, n_q, inputs.k.shape[2])
-        table = torch.zeros(hidden.shape, dtype=inputs.q.dtype).masked_fill_(hidden, -torch.inf)
+    causal, table = _causal_or_table(inputs)
+    if table is not None:
+        table = torch.zeros(table.shape, dtype=inputs.q.dtype).masked_fill_(~table, -torch.inf)
     return lambda: torch.ops.zentorch.zentorch_sdpa(inputs.q, inputs.k, inputs.v, 0.0, causal, attn_mask=table)[0]
 
 
 def _flex(inputs: Inputs) -> Compute:
+    from torch.nn.attention.flex_attention import create_block_mask
+
     (B, _, n_q, _), n_k, causal, real = inputs.q.shape, inputs.k.shape[2], inputs.mask.causal, inputs.mask.real_keys
 
     def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -189,6 +190,8 @@ def _flex(inputs: Inputs) -> Compute:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention)
 
 

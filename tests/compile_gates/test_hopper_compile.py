@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import itertools
 
 import hopper_record
@@ -18,13 +19,15 @@ RIGHT = Compiled(
 
 
 FEW = [(64, "padded"), (128, "causal"), (256, "full")]
-"""Which each run of the tests compiles, whatever is recorded."""
+"""Which are compiled where the record is of other kernels or another Triton, and of which else the first is."""
+IS_RECORDED = hopper_record.is_current() and importlib.metadata.version("triton") in TRITONS
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("head_dim", "call"), FEW)
+@pytest.mark.parametrize(("head_dim", "call"), FEW[:1] if IS_RECORDED else FEW)
 def test_every_hot_kernel_compiles_and_is_as_it_should_be(head_dim, call):
     kernels = compiled_with(None, head_dim, call)
+    assert not IS_RECORDED or set(kernels) <= set(hopper_record.recorded()[1])
     expected = set(itertools.product(kernels_of(head_dim), (head_dim,), (call,)))
     assert {(kernel.kernel.partition(",")[0], kernel.D, kernel.call) for kernel in kernels} == expected
     assert [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()] == []

@@ -100,7 +100,7 @@ COMPILED = {
 }
 """By arch. sm_89 takes the code of sm_86, which runs there."""
 FEW = [Call(128, "bfloat16", "keys"), Call(72, "bfloat16", "causal"), Call(256, "bfloat16", "everything")]
-"""Which `make test` compiles for sm_80 and sm_90, whatever is recorded."""
+"""Which `make test` compiles for sm_80 and sm_90 where the record is of other kernels or another Triton."""
 WITH_WEIGHTS = {*HOT, *_TERMS} - {Call(D, "bfloat16", "sinks") for D in (64, 128)}
 """Whose kernels of weights are compiled too; those know sinks from the lse alone."""
 MATRIX = r"(?:HMMA|HGMMA|UTC\w*MMA)"

@@ -130,7 +130,9 @@ def test_keep_and_ranges_are_twins_of_the_mask(causal, q_offset, monkeypatch):
     windows = [(None, None), (0, 0), (6, None), (None, 6), (9, 5)]  # one off moves the edge of a tile
     keys, queries = [None, "right", "left", "both", "holes", "none"], [None, "right", "left", "holes", "none"]
     every = list(itertools.product(windows, keys, queries, [None, None, "packed", "any order"]))
-    for window, keys_pattern, queries_pattern, documents_pattern in random.Random(f"{causal} {q_offset}").sample(every, 12):
+    for window, keys_pattern, queries_pattern, documents_pattern in random.Random(f"{causal} {q_offset}").sample(
+        every, 12
+    ):
         mask = Mask(
             causal,
             q_offset=start,

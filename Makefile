@@ -94,6 +94,7 @@ each_instruction_set = set -e; for name in $$($(1) --instruction-sets); do FASTA
 
 cpu-test: $(CPU_KERNELS)/optimised/kernels_test
 	$(call each_instruction_set,$<)
+	@$(PYTHON) .ci/passed.py --record $@
 
 # The conformance suite, and random draws on each instruction set, on a build of the module of its own. Python leaks on purpose,
 # and pytest must not swallow what the sanitizers print as they end it.
@@ -102,11 +103,13 @@ sanitize: $(INSTALLED)
 	    LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python -m pytest --capture=sys --timeout=1800 tests/backends/test_conformance.py \
 	    tests/backends/test_properties.py tests/backends/test_cpu.py -k "cpu-cpu or (test_cpu and not test_cpu.py) or between_others"
+	@$(PYTHON) .ci/passed.py --record $@
 
 # valgrind knows no AVX-512, and takes fifty times as long. On the heap it sees every byte that is not theirs, and what was
 # never written.
 valgrind: $(CPU_KERNELS)/optimised/kernels_test
 	FASTATTN_CPU_CAPABILITY=avx2 valgrind --quiet --error-exitcode=1 $< heap few
+	@$(PYTHON) .ci/passed.py --record $@
 
 # Few of its cases on an Arm processor that qemu makes of this one: with all instructions that it knows, and without those for bf16.
 aarch64:
@@ -116,6 +119,7 @@ aarch64:
 	test "$$($(QEMU) -cpu max $(CPU_KERNELS)/aarch64/kernels_test --instruction-sets | xargs)" = "neon_bf16 neon"
 	test "$$($(QEMU) -cpu cortex-a72 $(CPU_KERNELS)/aarch64/kernels_test --instruction-sets)" = neon
 	set -e; for cpu in max cortex-a72; do $(QEMU) -cpu $$cpu $(CPU_KERNELS)/aarch64/kernels_test before_guard few; done
+	@$(PYTHON) .ci/passed.py --record $@
 
 # The conformance suite of the cpu backend there, on the module that `fastattn build` makes there. Not for CI: Python and torch
 # for Arm are 2 GB.
@@ -127,6 +131,7 @@ aarch64-conformance:
 # Linux makes addresses more random than they expect.
 thread-sanitize: $(CPU_KERNELS)/thread-sanitized/kernels_test
 	$(shell setarch -R true 2>/dev/null && echo setarch -R) $< heap few
+	@$(PYTHON) .ci/passed.py --record $@
 
 scaling: $(CPU_KERNELS)/scaling
 	$<
@@ -178,6 +183,7 @@ cuda-model-test: $(foreach build,$(CUDA_MODEL_BUILDS),$(addprefix $(CUDA_MODEL)/
 	set -e; for build in $(CUDA_MODEL_BUILDS); do $(CUDA_MODEL)/$$build/model_test; done
 	$(CUDA_MODEL)/75/kernels_test
 	$(CUDA_MODEL)/80-sanitized/kernels_test few
+	@$(PYTHON) .ci/passed.py --record $@
 
 # $(1): one of the builds, $(2): its compiler
 define cuda_model_build

@@ -143,6 +143,7 @@ class _GPUWatch:
 
 def matmul(dtype: torch.dtype, device: str) -> tuple[str, Call, float]:
     """The machine's yardstick, torch.matmul on square matrices: its name, the call, and its operations."""
+
     def product(n: int) -> Call:
         a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
         return Call(lambda: a @ b)

@@ -27,7 +27,7 @@ from transformers_cases import SIZES, exact
 
 import fastattn
 
-STEPS, BATCH, L = 50, 8, 16
+STEPS, BATCH, L = 20, 8, 16
 RATE = 5e-3
 WITH_PADDING = SIZES | {"pad_token_id": 0}
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from . import ops, plan
+from . import decoding, ops, plan
 from .backends import objections, order_of
 from .spec import Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
 from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, validated
@@ -244,18 +245,21 @@ def attention_varlen(
     q_offset: int | Tensor = 0
     if cu_seqlens_k is not None:
         documents_k = _document_of_tokens(cu_seqlens_k, len(k))
+        more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
         if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
-            more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
             q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
     mask = Mask(causal, q_offset=q_offset, window=window, segment_ids=(documents_q[None], documents_k[None]))
-    result = attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)), mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-        sinks=sinks, dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=return_lse,
-        backend=backend,
+    attend = functools.partial(
+        attention, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
+        generator=generator, deterministic=deterministic, return_lse=True, backend=backend,
     )  # fmt: skip
-    if return_lse:
-        return result[0][0].transpose(0, 1), result[1][0]
-    return result[0].transpose(0, 1)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if cu_seqlens_k is not None and decoding.is_needed((q, k, v, alibi_slopes, sinks), cu_seqlens_q, dropout_p):
+        start = more_keys if align == "end" else torch.zeros_like(more_keys)
+        o, lse = decoding.attention(attend, q, k, v, mask, cu_seqlens_q, cu_seqlens_k, start)
+    else:
+        o, lse = attend(q, k, v, mask)
+    return (o[0].transpose(0, 1), lse[0]) if return_lse else o[0].transpose(0, 1)
 
 
 def _document_of_tokens(cu_seqlens: Tensor, total: int) -> Tensor:

@@ -9,7 +9,7 @@ from modelled_gpu import CudaModel
 from torch import Tensor
 
 import fastattn
-from fastattn import Mask
+from fastattn import Mask, decoding
 from fastattn.backends import BACKENDS, objections
 from fastattn.spec import Spec
 from fastattn.testing import DTYPES, Inputs, compare, exact, naive
@@ -128,6 +128,41 @@ def test_same_as_a_loop_over_the_documents(backend, name, dtype):
         error = compare(n, actual[n], *whole)
         assert error.right, error
     assert (actual["o"][-SLACK:] == 0).all()
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("reference", torch.float64), ("cpu", torch.float32)])
+@pytest.mark.parametrize("lengths_q", [(1, 1, 0, 1, 1, 1), (5, 1, 1, 0, 9, 1), (1, 0, 1, 2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", [name for name, (_, cross) in CALLS.items() if cross])
+def test_without_gradients_queries_alone_in_their_documents_are_computed_apart(
+    name, lengths_q, backend, dtype, monkeypatch
+):
+    monkeypatch.setattr(decoding, "_AT_ONCE", 2)
+    lengths_k = (9, 4, 17, 6, 0, 30)
+    total_q, total_k = sum(lengths_q) + SLACK, sum(lengths_k) + SLACK
+    q, k, v = (
+        packed(n, H, D, i, dtype) for i, (n, H, D) in enumerate(((total_q, 4, 24), (total_k, 2, 24), (total_k, 2, 16)))
+    )
+    for x in (q, k, v):
+        x[-SLACK:] = math.nan
+    options = dict(CALLS[name][0], sinks=packed(1, 4, 1, 5, dtype).flatten(), return_lse=True, backend=backend)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = 2.0 ** -torch.arange(1, 5)
+    tolerance = 100 * torch.finfo(dtype).eps
+    boundaries, shapes = (cu_seqlens(lengths_q), cu_seqlens(lengths_k)), []
+
+    def attend(q, k, v, mask=None, **options):
+        shapes.append((q.shape[0], q.shape[2]))
+        return attention(q, k, v, mask, **options)
+
+    attention = fastattn.api.attention
+    monkeypatch.setattr(fastattn.api, "attention", attend)
+    actual = fastattn.attention_varlen(q, k, v, *boundaries, **options)
+    together = [(1, total_q)] if max(lengths_q) > 1 else []
+    ones = lengths_q.count(1)
+    assert shapes == together + [(2, 1)] * (ones // 2) + [(1, 1)] * (ones % 2)
+    expected = fastattn.attention_varlen(q.clone().requires_grad_(), k, v, *boundaries, **options)
+    torch.testing.assert_close(actual, tuple(x.detach() for x in expected), rtol=tolerance, atol=tolerance)
+    assert shapes[-1] == (1, total_q)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -29,6 +29,7 @@ from transformers.utils.output_capturing import _active_collector
 from ..api import attention, attention_with_weights
 from ..nn.packing import Packing
 from ..spec import Mask
+from .continuous_batching import ContinuousBatchingManager, attention_paged, keeping
 
 IMPLEMENTATION = "fastattn"
 PACKED = "fastattn_packed"
@@ -52,6 +53,8 @@ _WITHOUT_EFFECT = frozenset(
         "encoder_hidden_states",
         "kernel_options",
         "labels",
+        "logits_indices",
+        "logits_processor_args",
         "logits_to_keep",
         "max_length_k",
         "max_length_q",
@@ -68,6 +71,9 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Keyword arguments that transformers passes down to attention, and that its eager attention does not read; positions
 and padding are in the mask already."""
+
+_OF_PAGES = ("block_table", "max_length_k", "read_index", "write_index")
+"""Those that continuous batching adds, for its cache to read."""
 
 
 class PreparedMask(Mask):
@@ -161,6 +167,7 @@ def register() -> None:
         _put_around(masking_utils, maker, _telling)
     _put_around(PreTrainedModel, "get_correct_attn_implementation", _checking)
     _put_around(PreTrainedModel, "post_init", _packing)
+    _put_around(ContinuousBatchingManager, "switch_to_cb_friendly_attn", keeping(IMPLEMENTATION, PACKED))
 
 
 def _put_around(owner: object, name: str, wrapper: Callable[[Callable], Callable]) -> None:
@@ -535,7 +542,8 @@ def attention_forward(
     sliding_window: int | None = None,
     indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
+    cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+    cache: object | None = None,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes a call of an attention module: (output [B, n_q, H, d_v], weights [B, H, n_q, n_k] or None).
@@ -557,14 +565,21 @@ def attention_forward(
         indices: int [B, n_q, any number], the only keys that a query may see of those that the mask lets it see, as an
             indexer chose them (DeepSeek-V3.2). None is all of them.
         cu_seq_lens_q: with `cu_seq_lens_k`, where packed sequences start, which the mask has already.
+        cache: the paged cache of continuous batching, whose options say where the requests are; there is no mask then.
         options: `_WITHOUT_EFFECT`, or None.
 
     Raises:
         NotImplementedError: an option that would change the result is not known here.
     """
+    if cache is not None:
+        where = {"cu_seq_lens_k": cu_seq_lens_k} | {name: options.pop(name, None) for name in _OF_PAGES}
+        options |= {"position_bias": position_bias, "indices": indices}
     unknown = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
     if unknown:
         raise _refusal(module, f"the option {', '.join(sorted(unknown))} is not supported")
+    if cache is not None:
+        terms = sliding_window, scaling, softcap, s_aux
+        return attention_paged(module, query, key, value, cache, cu_seq_lens_q, *terms, where), None
     if isinstance(attention_mask, PackedMask) and attention_mask.needs_places(position_bias):
         queries, keys, mask = attention_mask.queries, attention_mask.keys, attention_mask.padded
         padded = (

@@ -1,0 +1,123 @@
+"""Continuous batching of transformers by fastattn: the tokens that each prompt has alone, with eager attention."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+
+import pytest
+import torch
+import transformers
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+import fastattn
+from fastattn.integrations import continuous_batching
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "use_cache": True, "tie_word_embeddings": False,
+}  # fmt: skip
+SLIDING = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SIZES),
+    "qwen2, sliding": transformers.Qwen2Config(**SIZES, use_sliding_window=True, **SLIDING),
+    "gpt-oss, sliding, sinks": transformers.GptOssConfig(
+        **SIZES, num_local_experts=2, num_experts_per_tok=1, **SLIDING
+    ),
+    "gemma2, sliding, softcap": transformers.Gemma2Config(**SIZES, attn_logit_softcapping=2.0, **SLIDING),
+}
+PROMPTS = [list(range(1, 6)), list(range(7, 60)), [3], list(range(20, 33))]
+GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=999, pad_token_id=0)
+
+
+def model_of(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():  # attention that is far from uniform, and decides the tokens
+        if parameter.dim() > 1 or name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std={"o_proj": 5.0, "embed_tokens": 0.05}.get(name.split(".")[-2], 0.5))
+    model.set_attn_implementation("eager")
+    return model
+
+
+@functools.cache
+def alone(name: str) -> list[list[int]]:
+    """The tokens after each prompt by itself."""
+    model = model_of(name)
+    prompts = (torch.tensor([prompt]) for prompt in PROMPTS)
+    return [model.generate(x, generation_config=GREEDY)[0, x.shape[1] :].tolist() for x in prompts]
+
+
+def together(model: PreTrainedModel, **sizes: int) -> list[list[int]]:
+    """The tokens after each prompt in one batch; with none where the engine failed, which it only logs."""
+    config = ContinuousBatchingConfig(page_size=16, **{"num_blocks": 64, "max_batch_tokens": 128} | sizes)
+    results = model.generate_batch(inputs=PROMPTS, generation_config=GREEDY, continuous_batching_config=config)
+    assert [result.prompt_ids for result in results.values()] == PROMPTS
+    return [result.generated_tokens for result in results.values()]
+
+
+def by_name(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("fastattn")
+
+
+def by_packed_name(model: PreTrainedModel) -> None:
+    model.set_attn_implementation("fastattn_packed")
+
+
+def swapped(model: PreTrainedModel) -> None:
+    assert not fastattn.swap(model).refused
+
+
+def swapped_and_packed(model: PreTrainedModel) -> None:
+    fastattn.swap(model, packed=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("prepare", [by_name, by_packed_name, swapped, swapped_and_packed])
+def test_the_tokens_are_those_of_each_prompt_alone(name, prepare):
+    model = model_of(name)
+    prepare(model)
+    before = model.config._attn_implementation
+    assert together(model) == alone(name)
+    assert model.config._attn_implementation == before
+    batch = torch.tensor([PROMPTS[3], PROMPTS[1][:13]])
+    expected = model_of(name).generate(batch, generation_config=GREEDY)
+    assert torch.equal(model.generate(batch, generation_config=GREEDY), expected)  # as it was before
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss, sliding, sinks"])
+@pytest.mark.parametrize("sizes", [{"max_batch_tokens": 20}, {"num_blocks": 8}], ids=["prefill in chunks", "few pages"])
+def test_prompts_in_chunks_and_requests_that_wait(name, sizes, monkeypatch):
+    model, shapes = model_of(name), []
+    by_name(model)
+
+    def attend(q, k, *args, **kwargs):
+        shapes.append((len(q), len(k)))
+        return fastattn.attention_varlen(q, k, *args, **kwargs)
+
+    monkeypatch.setattr(continuous_batching, "attention_varlen", attend)
+    assert together(model, **sizes) == alone(name)
+    assert max(n_q for n_q, _ in shapes) <= sizes.get("max_batch_tokens", 128)
+    assert max(n_k for _, n_k in shapes) >= len(PROMPTS[1])
+
+
+def test_what_is_not_known_is_refused(caplog):
+    model = model_of("llama")
+    by_name(model)
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"of_the_future": 1}), with_kwargs=True
+    )
+    with caplog.at_level(logging.ERROR):
+        assert all(tokens == [] for tokens in together(model))
+    assert "the option of_the_future is not supported" in caplog.text
+
+
+def test_other_names_are_transformers_own():
+    model = model_of("llama")
+    assert together(model) == alone("llama")
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="flex_attention is not supported for continuous batching"):
+        together(model)

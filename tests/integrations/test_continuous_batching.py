@@ -16,7 +16,8 @@ from fastattn.integrations import continuous_batching
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "use_cache": True, "tie_word_embeddings": False,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 SLIDING = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
 CONFIGS = {

@@ -377,12 +377,12 @@ void add_gradients_of_strip(const Params& p, const BackwardTensors& t, const Bac
     float* dk = w.dk + (i - chunk_begin) * padded(p.d_qk);
     float* dv = w.dv + (i - chunk_begin) * padded(p.d_v);
     for (int64_t j = 0; j < count; ++j) {
-      each_shown_part(p, b, h, queries, blocks[j].queries, keys,
-                      [&](int vectors, const QueryBlock& seeing, int first, Part part) {
-                        with_columns(vectors, [&](auto C) {
-                          add_gradients<C>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, prefetch, w);
+      each_visible_part(p, b, h, queries, blocks[j].queries, keys,
+                        [&](int vectors, const QueryBlock& seeing, int first, Part part) {
+                          with_columns(vectors, [&](auto C) {
+                            add_gradients<C>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, prefetch, w);
+                          });
                         });
-                      });
     }
   });
   for (int64_t j = 0; item.wanted.by_query && j < count; ++j) {

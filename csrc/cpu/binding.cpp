@@ -539,7 +539,7 @@ PyObject* attend_backward(Arguments in) {
   Py_RETURN_NONE;
 }
 
-// Writes bool [B, H, n_q, n_k], by the lists, ranges, gaps and squares that the kernels walk, for blocks of `block`
+// Writes bool [B, H, n_q, n_k], by the lists, ranges, gaps and tiles that the kernels walk, for blocks of `block`
 // queries: the tests compare it with Mask.keep. Arguments: q, k, spec, block, what is written.
 PyObject* keep(Arguments in) {
   const Call call(in[0], in[1], in[1], in[2]);
@@ -549,9 +549,9 @@ PyObject* keep(Arguments in) {
   bool* const result = written.output<bool>({p.B, p.H, p.n_q, p.n_k}, kDLBool, 8);
   const auto sees = [&](int64_t b, int64_t h, int64_t query, int64_t key) {
     uint32_t gaps = p.gaps(b, h, query);
-    const unsigned shown = gaps & kDenseGaps ? p.squares.shown(b, h, query, query, key, key) : kShowsSome;
-    if (shown & kShowsAll) gaps &= ~kDenseGaps;
-    return shown & kShowsSome && p.visible(b, h, query).contains(key) && !p.in_gap(gaps, b, h, query, key);
+    const MaskTile tile = gaps & kDenseGaps ? p.mask_tiles.joint(b, h, query, query, key, key) : kPartial;
+    if (tile == kFull) gaps &= ~kDenseGaps;
+    return tile != kSkipped && p.visible(b, h, query).contains(key) && !p.in_gap(gaps, b, h, query, key);
   };
   for (int64_t head = 0; head < p.B * p.H; ++head) {
     const int64_t b = head / p.H, h = head % p.H;

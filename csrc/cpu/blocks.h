@@ -311,27 +311,28 @@ void each_part(int C, const QueryBlock& queries, int first_vector, const KeyBloc
   run(C, queries, first_vector, part);
 }
 
-// The same for all of a block of keys, without those that a bool mask hides from all of the queries, a square of it
-// after the other: run(vectors, their queries, the first of them, the part of the keys).
+// The same for all of a block of keys, without the tiles of a bool mask that are skipped: run(vectors, their queries,
+// the first of them, the part of the keys).
 template <class Run>
-void each_shown_part(const Params& p, int64_t b, int64_t h, const IndexList& list, const QueryBlock& queries,
-                     const KeyBlock& keys, Run run) {
+void each_visible_part(const Params& p, int64_t b, int64_t h, const IndexList& list, const QueryBlock& queries,
+                       const KeyBlock& keys, Run run) {
   const int C = columns_of(queries.n);
   if (!(queries.gaps & kDenseGaps)) return each_part(C, queries, 0, keys, {0, up_to_grain(keys.n)}, run);
-  constexpr int64_t kStep = kGrain > kSquare ? kGrain : kSquare;
+  constexpr int64_t kStep = kGrain > kMaskTile ? kGrain : kMaskTile;
   const int64_t first_query = list.at(queries.first), last_query = list.at(queries.first + queries.n - 1);
   const Part part = visible_part(queries.range.some, keys);
   const auto end_of_step = [&](int64_t i) { return lesser((i / kStep + 1) * kStep, part.end()); };
-  const auto shown = [&](int64_t i) {
-    if (i >= keys.n) return 0u;
-    return p.squares.shown(b, h, first_query, last_query, keys.key(i), keys.key(lesser(end_of_step(i), keys.n) - 1));
+  const auto tile = [&](int64_t i) {
+    if (i >= keys.n) return kSkipped;
+    const int64_t last_key = keys.key(lesser(end_of_step(i), keys.n) - 1);
+    return p.mask_tiles.joint(b, h, first_query, last_query, keys.key(i), last_key);
   };
   QueryBlock seeing = queries;
   for (int64_t begin = part.begin, end; begin < part.end(); begin = end) {
-    const unsigned of_step = shown(begin);
-    for (end = end_of_step(begin); end < part.end() && shown(end) == of_step;) end = end_of_step(end);
-    if (!(of_step & kShowsSome)) continue;
-    seeing.gaps = of_step & kShowsAll ? queries.gaps & ~kDenseGaps : queries.gaps;
+    const MaskTile of_step = tile(begin);
+    for (end = end_of_step(begin); end < part.end() && tile(end) == of_step;) end = end_of_step(end);
+    if (of_step == kSkipped) continue;
+    seeing.gaps = of_step == kFull ? queries.gaps & ~kDenseGaps : queries.gaps;
     each_part(C, seeing, 0, keys, {begin, end - begin}, run);
   }
 }

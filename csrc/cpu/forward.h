@@ -292,12 +292,12 @@ void forward_strip(const Params& p, const ForwardOutputs& out, int64_t b, int64_
     }
     for (int64_t j = 0; j < count; ++j) {
       for (int64_t i = 0; i < n_key_blocks; ++i) {
-        each_shown_part(p, b, h, p.queries[b], blocks[j].queries, keys[i],
-                        [&](int vectors, const QueryBlock& queries, int first, Part part) {
-                          with_columns(vectors, [&](auto C) {
-                            attend<C>(p, b, h, keys[i], part, queries, first, blocks[j], prefetch, w);
+        each_visible_part(p, b, h, p.queries[b], blocks[j].queries, keys[i],
+                          [&](int vectors, const QueryBlock& queries, int first, Part part) {
+                            with_columns(vectors, [&](auto C) {
+                              attend<C>(p, b, h, keys[i], part, queries, first, blocks[j], prefetch, w);
+                            });
                           });
-                        });
       }
     }
   });

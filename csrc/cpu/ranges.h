@@ -61,12 +61,12 @@ class DocumentsOfSample {
 };
 
 // The first byte that is not 0, or `stop`.
-inline const char* find_shown(const char* at, const char* stop) {
+inline const char* find_visible(const char* at, const char* stop) {
   for (uint64_t eight; stop - at >= int64_t(sizeof eight); at += sizeof eight) {
     std::memcpy(&eight, at, sizeof eight);
     if (eight) break;
   }
-  return std::find_if(at, stop, [](char shown) { return shown != 0; });
+  return std::find_if(at, stop, [](char visible) { return visible != 0; });
 }
 
 // The visible keys of a row of a bool mask.
@@ -74,10 +74,10 @@ inline RowRange dense_range(const char* row, bool one_for_all_keys, int64_t n_k)
   const auto end_of_row = static_cast<int32_t>(n_k);
   if (one_for_all_keys) return {0, row[0] ? end_of_row : 0, kNoGaps};
   const char* const stop = row + n_k;
-  const char* const begin = find_shown(row, stop);
+  const char* const begin = find_visible(row, stop);
   const void* const hidden = std::memchr(begin, 0, stop - begin);
   const char* const gap = hidden ? static_cast<const char*>(hidden) : stop;
-  if (find_shown(gap, stop) == stop) {
+  if (find_visible(gap, stop) == stop) {
     return {static_cast<int32_t>(begin - row), static_cast<int32_t>(gap - row), kNoGaps};
   }
   const char* end = stop;
@@ -85,10 +85,11 @@ inline RowRange dense_range(const char* row, bool one_for_all_keys, int64_t n_k)
   return {static_cast<int32_t>(begin - row), static_cast<int32_t>(end - row), kDenseGaps};
 }
 
-// What the squares of a few rows of a bool mask show: rows are joined by eight keys at a time.
-class RowOfSquares {
+// The tiles of a few rows of a bool mask: rows are joined by eight keys at a time.
+class RowOfTiles {
  public:
-  explicit RowOfSquares(int64_t n_k) : n_k_(n_k), some_((n_k + kSquare - 1) / kSquare * 2), all_(some_.size(), kOnes) {}
+  explicit RowOfTiles(int64_t n_k)
+      : n_k_(n_k), some_((n_k + kMaskTile - 1) / kMaskTile * 2), all_(some_.size(), kOnes) {}
 
   void add(const char* row) {
     const int64_t whole = n_k_ / 8;
@@ -102,10 +103,10 @@ class RowOfSquares {
     }
   }
 
-  void write(uint8_t* squares) const {
+  void write(uint8_t* tiles) const {
     for (size_t i = 0; i < some_.size(); i += 2) {
       const bool some = some_[i] | some_[i + 1], all = (all_[i] & all_[i + 1]) == kOnes;
-      squares[i / 2] = (some ? kShowsSome : 0) | (all ? kShowsAll : 0);
+      tiles[i / 2] = all ? kFull : some ? kPartial : kSkipped;
     }
   }
 

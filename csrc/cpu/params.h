@@ -91,6 +91,7 @@ constexpr int64_t kMaskTile = 16;
 struct MaskTiles {
   const uint8_t* data;  // null: there are no gaps of that kind
   int64_t batch_stride, head_stride, query_stride;
+  bool many_skipped;  // more than a quarter
 
   // What the tiles are together that hold these queries and keys, from the first to the last.
   MaskTile joint(int64_t b, int64_t h, int64_t first_query, int64_t last_query, int64_t first_key,

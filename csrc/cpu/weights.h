@@ -105,7 +105,7 @@ template <class Visit>
 FASTATTN_INLINE void each_block_of_scores(int C, const Params& p, int64_t b, int64_t h, const BackwardBlock& block,
                                           int64_t first_key, int64_t last_key, const WeightsScratch& w, Visit visit) {
   const IndexList& list = p.keys[b];
-  each_key_block(list, block.queries.range.some, 0, first_key, last_key, [&](int64_t first, int64_t n) {
+  each_key_block(list, block.queries.range.some, 0, first_key, last_key, kBlockKeys, [&](int64_t first, int64_t n) {
     KeyBlock keys{&list, first, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, h / p.group(), list, first, n, up_to_grain(n), p.d_qk, false, w.k);
     const Part part = visible_part(block.queries.range.some, keys);

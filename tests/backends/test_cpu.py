@@ -297,6 +297,7 @@ DENSE = {
     "one-gap": torch.ones(70, 391).bool() & (torch.arange(391) != 64),
     "gap-near-the-end": torch.ones(70, 391).bool() & (torch.arange(391) != 389),
     "blocks": random_mask(2, 4, 5, 11).repeat_interleave(16, 2).repeat_interleave(40, 3)[:, :, 3:73, 5:396],
+    "tiles": random_mask(2, 4, 5, 25).repeat_interleave(16, 2).repeat_interleave(16, 3)[:, :, :70, :391],
     "late": (torch.arange(391) > 380) & (torch.arange(70)[:, None] < 40),
 }
 
@@ -313,19 +314,20 @@ def test_dense_masks_of_any_shape_are_right(shape, n_q, capability):
     assert_right(inputs, run(inputs, "cpu"))
 
 
-def test_keys_that_a_mask_hides_from_a_block_of_queries_are_not_read(capability):
+@pytest.mark.parametrize("n", [96, 384])  # a single block of keys, and several
+def test_keys_that_a_mask_hides_from_a_block_of_queries_are_not_read(n, capability):
     """NaN stands there, which a weight of 0 would not hide, and keys that are seen on both sides of it."""
-    n = 384
+    hidden = slice(n // 3, 2 * n // 3)
     dense = torch.ones(n, n, dtype=torch.bool)
-    dense[:, 128:256] = False
-    dense[128:256] = False
+    dense[:, hidden] = False
+    dense[hidden] = False
     tensors = torch.randn(4, 1, 1, n, 16, generator=torch.Generator().manual_seed(0))
-    tensors[:, :, :, 128:256] = math.nan
+    tensors[:, :, :, hidden] = math.nan
     *leaves, do = (x.clone().requires_grad_() for x in tensors)
     o = fastattn.attention(*leaves, Mask(dense=dense), backend="cpu")
     for x in (o, *torch.autograd.grad(o, leaves, do)):
         assert x.isfinite().all()
-        assert (x[:, :, 128:256] == 0).all()
+        assert (x[:, :, hidden] == 0).all()
 
 
 @pytest.mark.parametrize("n_q", [150, 2])

@@ -358,7 +358,7 @@ def attention_with_weights(
     check_flags(average_heads=average_heads)
     average_heads = bool(average_heads)
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
-        result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, True, average_heads)
+        result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, False, average_heads)
         if result is not None:
             return result
     q, k, v, spec, decided = _prepared(

@@ -224,9 +224,9 @@ def test_the_binding_keeps_no_reference_to_what_it_reads_and_returns():
         results = (
             *module.forward(q, k, v, spec),
             *module.backward(do, None, q, k, v, o, lse, spec, (True, False, True), None, None, None, None),
-            *module.attend(q, k, v, *terms, False, None)[:2],
-            *module.attend(q, k, v, *terms, False, True)[:2],
-            *module.attend(with_gradient, k, v, *terms, False, None)[:2],
+            *module.attend(q, k, v, *terms, False, None)[:3],
+            *module.attend(q, k, v, *terms, False, True)[:3],
+            *module.attend(with_gradient, k, v, *terms, False, True)[:3],
             *module.attend_backward(do, None, q, k, v, o, lse, *terms, (True, False, True)),
         )
         assert all(x is None or sys.getrefcount(x) == 3 for x in results)  # of the tuple, the loop and the call

@@ -326,11 +326,8 @@ std::array<Object, 3> outputs_of(const Call& call, const Tensor& q, const Tensor
   const ForwardOutputs out{output_rows(o, p.q.dtype), statistics};
   const Capability& capability = choose_capability();
   without_gil([&] {
-    run_forward(capability, p, out, num_threads(), in_turn, in_shares);
-    if (average_heads) {
-      run_weights(capability, call.without_values(), statistics, rows_of_weights, *average_heads, num_threads(),
-                  in_turn);
-    }
+    if (!average_heads) return run_forward(capability, p, out, num_threads(), in_turn, in_shares);
+    run_forward_with_weights(capability, p, out, rows_of_weights, *average_heads, num_threads(), in_turn, in_shares);
   });
   const auto or_none = [](const MaybeTensor& x) { return Object::borrowed(x ? x->object() : Py_None); };
   return {Object::borrowed(o.object()), or_none(lse), or_none(weights)};

@@ -313,7 +313,7 @@ void forward_strip(const Params& p, const ForwardOutputs& out, int64_t b, int64_
 #if !FASTATTN_BF16
 void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
                          const IsolatedRun& isolated_run, int64_t first, int64_t last, Prefetch& prefetch,
-                         const ForwardScratch& w);
+                         const ForwardScratch& w, float* sums = nullptr);
 #endif
 
 void forward(const Params& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next,

@@ -257,6 +257,8 @@ struct WeightsKernels {
   void (*weights)(const Params&, const Measure*, const Output&, const WeightsItem&, float* scratch);
   void (*received)(const Params&, const Measure*, float* out, const WeightsItem&, float* scratch);
   void (*top_keys)(const Params&, const Measure*, const TopKeysOutputs&, const WeightsItem&, float* scratch);
+  int64_t (*joint_scratch)(const Params&);  // of the one below, or 0 where the call is none for it
+  void (*attend)(const Params&, const ForwardOutputs&, const Output& weights, const WeightsItem&, float* scratch);
 };
 
 // The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned. `next` is

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastattn
 from fastattn.backends import build, cpu
 from fastattn.spec import Mask, Spec
-from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, exact, make_inputs, run
+from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, compare, exact, make_inputs, run
 
 BF16_PRODUCTS = ("amx", "avx512_bf16", "neon_bf16")
 HALVES = (torch.float16, torch.bfloat16)
@@ -312,6 +312,37 @@ def test_dense_masks_of_any_shape_are_right(shape, n_q, capability):
         dense = dense[..., 70 - n_q :, :]
     inputs = with_mask(inputs, replace(inputs.mask, dense=dense, causal=True, q_offset=330))
     assert_right(inputs, run(inputs, "cpu"))
+
+
+WITH_WEIGHTS = (
+    Case("few-keys", "one pass", n_q=70, n_k=90),
+    Case("few-keys-padded", "and rows of padding", B=3, H=4, H_kv=2, n_q=70, n_k=90, D=33, keys="holes", queries=True),
+    Case("few-keys-window", "keys that few queries see", n_q=120, n_k=128, window=(13, 6), sinks=True, layout="BNHD"),
+    Case("few-keys-nothing", "queries that see nothing", n_q=40, n_k=50, causal=True, q_offset=-7, keys="none"),
+    Case("more-keys", "two passes", n_q=70, n_k=129, keys="left"),
+    Case("few-queries", "two passes, the first as in decoding", n_q=3, n_k=90, causal=True, q_offset=80),
+)
+
+
+@pytest.mark.parametrize("average_heads", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", WITH_WEIGHTS, ids=str)
+def test_output_and_weights_of_a_short_call_are_right(case, dtype, average_heads, capability):
+    inputs = make_inputs(case, dtype)
+    scale, sinks = inputs.options["scale"], inputs.options.get("sinks")
+    call = (inputs.q, inputs.k, inputs.v, inputs.mask, scale, None, None, None, sinks)
+    with torch.no_grad():
+        (o, *_), (o_beside, _, weights, _) = (build.CPU.load().attend(*call, True, x) for x in (None, average_heads))
+        naive, right = (
+            fastattn.attention_weights(
+                inputs.q.to(of), inputs.k.to(of), inputs.mask, scale=scale, sinks=sinks, average_heads=average_heads,
+                backend="reference",
+            )
+            for of in (dtype, torch.float64)
+        )  # fmt: skip
+    assert torch.equal(o_beside, o)
+    error = compare("weights", weights, naive, right)
+    assert error.right, str(error)
 
 
 @pytest.mark.parametrize("n", [96, 384])  # a single block of keys, and several

@@ -330,7 +330,8 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Output and weights of attention under one dropout mask: (o, weights).
 
-    o has the bits that `attention` gives alone; the weights are a second pass, from the lse of the first.
+    o has the bits that `attention` gives alone; the weights are a second pass, from the lse of the first,
+    or come out of the first on a CPU where there are few keys.
 
     Args:
         q: queries [B, H, n_q, D].

@@ -67,6 +67,15 @@ FASTATTN_INLINE void softmax_single_block(const Params& p, int64_t b, int64_t h,
   weights<C>(p, part.n, m, z_t, p_t, l);
 }
 
+// Adds the weights P^T, divided by their sums, to those of other heads.
+template <int C>
+FASTATTN_ONCE void add_weights_single_block(Part part, const float* p_t, const float* on_row, float* sums) {
+  sums += part.begin * C * kLanes;
+  for (int64_t i = 0; i < part.n * C * kLanes; i += kLanes) {
+    store(sums + i, load(sums + i) + load(p_t + i) * load(on_row + i % (C * kLanes)));
+  }
+}
+
 template <int C>
 void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const KeyBlock& keys,
                          const QueryBlock& queries, Prefetch& prefetch, const ForwardScratch& w, float* sums) {
@@ -86,12 +95,7 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
   float lse[C * kLanes], on_row[C * kLanes];
   finish_softmax(C, p, h, m, l, on_o, lse);
   for (int c = 0; c < C; ++c) store(on_row + c * kLanes, on_o[c]);
-  for (int64_t i = 0; sums && i < part.n; ++i) {
-    for (int c = 0; c < C; ++c) {
-      float* const sum = sums + ((part.begin + i) * C + c) * kLanes;
-      store(sum, load(sum) + load(w.p_t + (i * C + c) * kLanes) * on_o[c]);
-    }
-  }
+  if (sums) add_weights_single_block<C>(part, w.p_t, on_row, sums);
   prefetch.step();
   write_product(out.o, b, h, list, queries, {w.p_t, C * kLanes}, part.n, keys.v.at_row(part.begin), p.d_v, on_row,
                 w.o_t);

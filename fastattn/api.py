@@ -334,7 +334,8 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Output and weights of attention under one dropout mask: (o, weights).
 
-    o has the bits that `attention` gives alone; the weights are a second pass, from the lse of the first.
+    o has the bits that `attention` gives alone; the weights are a second pass, from the lse of the first,
+    or come out of the first on a CPU where there are few keys.
 
     Args:
         q: queries [B, H, n_q, D].
@@ -362,7 +363,7 @@ def attention_with_weights(
     check_flags(average_heads=average_heads)
     average_heads = bool(average_heads)
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
-        result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, True, average_heads)
+        result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, False, average_heads)
         if result is not None:
             return result
     q, k, v, spec, decided = _prepared(

@@ -104,12 +104,13 @@ def short_way(
     outputs = attend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, with_lse, average_heads)
     if outputs is None:
         return None
-    o, lse_or_weights, gradients_wanted = outputs
+    o, lse, weights, gradients_wanted = outputs
+    other = lse if with_lse else weights
     if gradients_wanted:
         terms = (mask, scale, bias, softcap, alibi_slopes, sinks)
-        result = _apply_short(q, k, v, (o, lse_or_weights, with_lse, terms, backward, backend))
-        return result if with_lse else (result, None)
-    return o, lse_or_weights
+        result = _apply_short(q, k, v, (o, lse, other, average_heads, terms, backward, backend))
+        return (result, None) if other is None else result
+    return o, other
 
 
 def _spec(q: Tensor, mask: Mask | None, scale: float | None, *terms) -> Spec:
@@ -119,42 +120,58 @@ def _spec(q: Tensor, mask: Mask | None, scale: float | None, *terms) -> Spec:
 class _ShortAttention(Function):
     """Attention whose gradients are wanted, of q, k and v and of nothing else, in a call that nobody watches.
 
-    Its forward is given o and lse, which are computed already. lse is an output only where it is asked for.
+    Its forward is given what is computed already: o, lse, and which of lse and the weights is the second output, or
+    None.
     """
 
     boxed_grads_call = False  # PyTorch asks for it in each call, and takes longer where a class does not have it
 
     @staticmethod
     def forward(ctx, q, k, v, call):
-        o, lse, with_lse, *ctx.constants = call
-        mask, _, bias, _, alibi_slopes, sinks = ctx.constants[0]
+        o, lse, other, *ctx.constants = call
+        mask, _, bias, _, alibi_slopes, sinks = ctx.constants[1]
         of_terms = ()
         if not (mask is bias is alibi_slopes is sinks is None):
             of_terms = (bias, alibi_slopes, sinks, *(() if mask is None else mask.tensors().values()))
         ctx.save_for_backward(q, k, v, o, lse, *of_terms)
-        if not with_lse:
+        if other is None:
             return o
         ctx.set_materialize_grads(False)
-        return o, lse
+        return o, other
 
     @staticmethod
-    def backward(ctx, do, dlse=None):
+    def backward(ctx, do, d_other=None):
         q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
-        wanted, (terms, backward, backend) = ctx.needs_input_grad[:3], ctx.constants
-        result = None
-        if not (_grad_enabled() or _in_forward_mode() or _watched()):
+        wanted, (average_heads, terms, backward, backend) = ctx.needs_input_grad[:3], ctx.constants
+        dlse, d_weights = (d_other, None) if average_heads is None else (None, d_other)
+        result, of_weights = None, (None, None, None)
+        if do is dlse is None:
+            result = of_weights
+        elif not (_grad_enabled() or _in_forward_mode() or _watched()):
             result = backward(do, dlse, q, k, v, o, lse, *terms, wanted)
         if result is None:
             spec = _spec(q, *terms)
             of_call = (spec.bias, spec.alibi_slopes, spec.sinks, *wanted, False, False, False)
             result = gradients((do, dlse, q, k, v, o, lse, *of_call, *_flatten(spec, backend)))[:3]
             result = [g if w else None for g, w in zip(result, wanted, strict=True)]
-        return *result, None
+        if d_weights is not None:
+            spec = _spec(q, *terms)
+            primals = (q, k, None, spec.bias, spec.alibi_slopes, spec.sinks)
+            of_weights = derivatives.weights_gradients(d_weights, None, primals, spec, _form(average_heads))[:3]
+        return *map(_sum, result, of_weights), None
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x + y
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan, *, average_heads: bool) -> Tensor:
     """The weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k]; `lse` is that of the same call, or None."""
-    return _in_form("averaged" if average_heads else "each head", 0, q, k, lse, spec, plan)[0]
+    return _in_form(_form(average_heads), 0, q, k, lse, spec, plan)[0]
+
+
+def _form(average_heads: bool) -> str:
+    return "averaged" if average_heads else "each head"
 
 
 def received(q: Tensor, k: Tensor, spec: Spec, plan: Plan) -> Tensor:

@@ -31,8 +31,8 @@ namespace {
 // Keys whose dK and dV stay in the L2 cache while every strip of queries adds to them.
 int64_t cached_keys(const Params& p) {
   constexpr int64_t kCacheFloats = (512 << 10) / sizeof(float);
-  const int64_t blocks = kCacheFloats / greater(1, padded(p.d_qk) + padded(p.d_v)) / kBlockKeys;
-  return greater(1, lesser(blocks, (p.n_k + kBlockKeys - 1) / kBlockKeys)) * kBlockKeys;
+  const int64_t size = block_keys(p), blocks = kCacheFloats / greater(1, padded(p.d_qk) + padded(p.d_v)) / size;
+  return greater(1, lesser(blocks, (p.n_k + size - 1) / size)) * size;
 }
 
 // Where the chunk of keys that begins there ends, before `last`. Chunks are cut at the same places for every item: dQ
@@ -57,8 +57,8 @@ struct BackwardBlock {
 
 struct BackwardScratch {
   float *k, *v, *k_t;          // copies of a block of keys, where they are needed
-  float *s_t, *dp_t, *z_t;     // [kMostKeys, M]
-  float* d_score;              // [kBlockKeys, M]: derivative of the scores by scale * S
+  float *s_t, *dp_t, *z_t;     // [most_keys, M]
+  float* d_score;              // [block_keys, M]: derivative of the scores by scale * S
   float *weights, *ds, *ds_t;  // Z^T * P^T and dS^T as left factors, and dS^T as a right one
   float *dk, *dv;              // [cached_keys, d]
   int32_t* queries;            // [n_q]
@@ -67,22 +67,23 @@ struct BackwardScratch {
 
   BackwardScratch(const Params& p, float* base) {
     constexpr int64_t M = kBlockQueries;
+    const int64_t block = block_keys(p), most = most_keys(p);
     Arena arena(base);
-    k = arena.take(kMostKeys * units(p.d_qk));
-    v = arena.take(kMostKeys * units(p.d_v));
-    k_t = arena.take(transposed_size(kBlockKeys, p.d_qk));
-    s_t = arena.take(kMostKeys * M);
-    dp_t = arena.take(kMostKeys * M);
-    z_t = arena.take(p.dropout.drops ? kMostKeys * M : 0);
-    d_score = arena.take(p.softcap > 0 ? kBlockKeys * M : 0);
+    k = arena.take(most * units(p.d_qk));
+    v = arena.take(most * units(p.d_v));
+    k_t = arena.take(transposed_size(block, p.d_qk));
+    s_t = arena.take(most * M);
+    dp_t = arena.take(most * M);
+    z_t = arena.take(p.dropout.drops ? most * M : 0);
+    d_score = arena.take(p.softcap > 0 ? block * M : 0);
     weights = s_t, ds = dp_t;  // in place, which both forms allow
-    ds_t = kOneForm ? ds : arena.take(kBlockKeys * M / kPerUnit);
+    ds_t = kOneForm ? ds : arena.take(block * M / kPerUnit);
     dk = arena.take((cached_keys(p) + kGrain) * padded(p.d_qk));  // a block may end in the middle of a grain
     dv = arena.take((cached_keys(p) + kGrain) * padded(p.d_v));
     queries = reinterpret_cast<int32_t*>(arena.take(p.n_q));
     strip = arena.take(0);
-    BackwardBlock block;
-    for (int64_t i = 0; i < kStripBlocks; ++i) take_block(p, arena, block);
+    BackwardBlock unused;
+    for (int64_t i = 0; i < kStripBlocks; ++i) take_block(p, arena, unused);
     size = arena.used();
   }
 
@@ -152,9 +153,9 @@ void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* 
   const float on_score_log2 = p.on_score_log2();
   Floats m[C], l[C], decay[C];
   for (int c = 0; c < C; ++c) m[c] = splat(-kInfinity), l[c] = Floats{};
-  each_key_block(list, queries.range.some, queries.origin, 0, list.count, [&](int64_t first_key, int64_t n) {
-    KeyBlock keys{&list, first_key, n, {}, {}, {}, {}};
-    keys.k = rows_of(p.k, b, h / p.group(), list, first_key, n, up_to_grain(n), p.d_qk, false, w.k);
+  each_key_block(list, queries.range.some, queries.origin, 0, list.count, kBlockKeys, [&](int64_t i, int64_t n) {
+    KeyBlock keys{&list, i, n, {}, {}, {}, {}};
+    keys.k = rows_of(p.k, b, h / p.group(), list, i, n, up_to_grain(n), p.d_qk, false, w.k);
     const Part part = visible_part(queries.range.some, keys);
     scores(C, p, b, h, keys, part, queries, {block.q_t + first * kLanes, block.stride}, w.s_t);
     if (follow_maximum<C>(part.n, w.s_t, on_score_log2, m, decay)) {
@@ -316,12 +317,15 @@ void add_gradients(const Params& p, const BackwardTensors& t, const BackwardItem
 void write_dq(int C, const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
               bool adds, const BackwardBlock& block) {
   const auto scale = static_cast<float>(p.scale);
+  const int64_t n = block.queries.n, d_qk = p.d_qk;
+  float* rows[kBlockQueries];
+  for (int64_t i = 0; i < n; ++i) {
+    rows[i] = reinterpret_cast<float*>(t.dq.row(b, h, queries.at(block.queries.first + i)));
+  }
   transpose(
-      padded(p.d_qk), C * kLanes, [&](int64_t d, int64_t i) { return load(block.dq_t + d * block.stride + i) * scale; },
+      padded(d_qk), C * kLanes, [&](int64_t d, int64_t i) { return load(block.dq_t + d * block.stride + i) * scale; },
       [&](int64_t i, int64_t d, Floats x) {
-        if (i >= block.queries.n) return;
-        float* dq = reinterpret_cast<float*>(t.dq.row(b, h, queries.at(block.queries.first + i))) + d;
-        narrow_lanes(dq, adds ? widen_lanes(dq, p.d_qk - d) + x : x, p.d_qk - d);
+        if (i < n) narrow_lanes(rows[i] + d, adds ? widen_lanes(rows[i] + d, d_qk - d) + x : x, d_qk - d);
       });
 }
 
@@ -369,7 +373,7 @@ void add_gradients_of_strip(const Params& p, const BackwardTensors& t, const Bac
 
   const int64_t origin = list.lower_bound(isolated_run.keys.begin);
   const int64_t last_key = lesser(chunk_end, list.lower_bound(isolated_run.keys.end));
-  each_key_block(list, seen, origin, chunk_begin, last_key, [&](int64_t i, int64_t n) {
+  each_key_block(list, seen, origin, chunk_begin, last_key, block_keys(p), [&](int64_t i, int64_t n) {
     KeyBlock keys{&list, i, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, item.h_kv, list, i, n, up_to_grain(n), p.d_qk, false, w.k);
     keys.v = rows_of(p.v, b, item.h_kv, list, i, n, up_to_grain(n), p.d_v, false, w.v);
@@ -377,12 +381,12 @@ void add_gradients_of_strip(const Params& p, const BackwardTensors& t, const Bac
     float* dk = w.dk + (i - chunk_begin) * padded(p.d_qk);
     float* dv = w.dv + (i - chunk_begin) * padded(p.d_v);
     for (int64_t j = 0; j < count; ++j) {
-      each_shown_part(p, b, h, queries, blocks[j].queries, keys,
-                      [&](int vectors, const QueryBlock& seeing, int first, Part part) {
-                        with_columns(vectors, [&](auto C) {
-                          add_gradients<C>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, prefetch, w);
+      each_visible_part(p, b, h, queries, blocks[j].queries, keys,
+                        [&](int vectors, const QueryBlock& seeing, int first, Part part) {
+                          with_columns(vectors, [&](auto C) {
+                            add_gradients<C>(p, t, item, h, keys, part, seeing, first, blocks[j], dk, dv, prefetch, w);
+                          });
                         });
-                      });
     }
   });
   for (int64_t j = 0; item.wanted.by_query && j < count; ++j) {

@@ -305,36 +305,32 @@ Object empty_lse(const Tensor& q) {
   return Object::result(PyObject_Call(new_empty.get(), sizes.get(), torch_.in_fp32));
 }
 
-// o and lse, or None where lse is not wanted: o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32.
-std::array<Object, 2> outputs_of(const Call& call, const Tensor& q, const Tensor& v, bool wants_lse) {
+// o [B, H, n_q, d_v] in the dtype of q; lse [B, H, n_q] in fp32, or None where it is not wanted; and, where it is said
+// whether heads are averaged, the weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k] in the dtype of q.
+std::array<Object, 3> outputs_of(const Call& call, const Tensor& q, const Tensor& v, bool wants_lse,
+                                 std::optional<bool> average_heads = {}) {
   const Params& p = call.params();
   const Tensor o(empty_output(q, v), "o");
   const MaybeTensor lse = wants_lse ? MaybeTensor(Tensor(empty_lse(q), "lse")) : MaybeTensor();
   const std::unique_ptr<float[]> unwanted(wants_lse ? nullptr : new float[p.B * p.H * p.n_q]);
-  const ForwardOutputs out{output_rows(o, p.q.dtype), lse ? reinterpret_cast<float*>(lse->data()) : unwanted.get()};
-  const Capability& capability = choose_capability();
-  without_gil([&] { run_forward(capability, p, out, num_threads(), in_turn, in_shares); });
-  return {Object::borrowed(o.object()), Object::borrowed(lse ? lse->object() : Py_None)};
-}
-
-// o and the weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k], in the dtype of q.
-std::array<Object, 2> outputs_with_weights(const Call& call, const Tensor& q, const Tensor& v, bool average_heads) {
-  const Params &p = call.params(), without_values = call.without_values();
-  const Tensor o(empty_output(q, v), "o");
-  const Object sizes = Object::result(average_heads ? Py_BuildValue("(LLL)", p.B, p.n_q, p.n_k)
-                                                    : Py_BuildValue("(LLLL)", p.B, p.H, p.n_q, p.n_k));
-  const Tensor weights(Object::result(PyObject_CallMethodObjArgs(q.object(), torch_.new_empty, sizes.get(), nullptr)),
-                       "weights");
-  const Output rows_of_weights{weights.data(), p.q.dtype, p.n_q * p.n_k * (average_heads ? 1 : p.H), p.n_q * p.n_k,
-                               p.n_k};
-  const Output rows_of_o = output_rows(o, p.q.dtype);
-  const std::unique_ptr<float[]> lse(new float[p.B * p.H * p.n_q]);
+  float* const statistics = lse ? reinterpret_cast<float*>(lse->data()) : unwanted.get();
+  MaybeTensor weights;
+  Output rows_of_weights{};
+  if (average_heads) {
+    const Object sizes = Object::result(*average_heads ? Py_BuildValue("(LLL)", p.B, p.n_q, p.n_k)
+                                                       : Py_BuildValue("(LLLL)", p.B, p.H, p.n_q, p.n_k));
+    weights.emplace(Object::result(PyObject_CallMethodObjArgs(q.object(), torch_.new_empty, sizes.get(), nullptr)),
+                    "weights");
+    rows_of_weights = {weights->data(), p.q.dtype, p.n_q * p.n_k * (*average_heads ? 1 : p.H), p.n_q * p.n_k, p.n_k};
+  }
+  const ForwardOutputs out{output_rows(o, p.q.dtype), statistics};
   const Capability& capability = choose_capability();
   without_gil([&] {
-    run_forward(capability, p, {rows_of_o, lse.get()}, num_threads(), in_turn, in_shares);
-    run_weights(capability, without_values, lse.get(), rows_of_weights, average_heads, num_threads(), in_turn);
+    if (!average_heads) return run_forward(capability, p, out, num_threads(), in_turn, in_shares);
+    run_forward_with_weights(capability, p, out, rows_of_weights, *average_heads, num_threads(), in_turn, in_shares);
   });
-  return {Object::borrowed(o.object()), Object::borrowed(weights.object())};
+  const auto or_none = [](const MaybeTensor& x) { return Object::borrowed(x ? x->object() : Py_None); };
+  return {Object::borrowed(o.object()), or_none(lse), or_none(weights)};
 }
 
 using Arguments = PyObject* const*;
@@ -342,7 +338,7 @@ using Arguments = PyObject* const*;
 // Arguments: q, k, v, spec.
 PyObject* forward(Arguments in) {
   const Call call(in[0], in[1], in[2], in[3]);
-  const auto [o, lse] =
+  const auto [o, lse, _] =
       outputs_of(call, Tensor(Object::borrowed(in[0]), "q"), Tensor(Object::borrowed(in[2]), "v"), true);
   return PyTuple_Pack(2, o.get(), lse.get());
 }
@@ -498,10 +494,10 @@ std::optional<Spec> read_spec(Arguments in, int64_t head_dim) {
 }
 
 // Calls of fastattn.attention with which PyTorch has nothing to do but to keep what the gradients of q, k and v need.
-// Returns (o, lse, False), or (o, None, False) where lse is not asked for; (o, lse, True) where such gradients are
-// wanted; None for any other call, right or wrong: what it takes is for the general road to find out. Arguments: q, k,
-// v, a Mask or None, scale, bias, softcap, alibi_slopes, sinks; whether lse is asked for; None, or, for the weights in
-// the place of lse and no gradients, whether they are averaged over the heads.
+// Returns (o, lse, weights, whether such gradients are wanted), with None for what is not asked for, but lse is there
+// where they are; None for any other call, right or wrong: what it takes is for the general road to find out.
+// Arguments: q, k, v, a Mask or None, scale, bias, softcap, alibi_slopes, sinks; whether lse is asked for; None, or,
+// where the weights are, whether they are averaged over the heads.
 PyObject* attend(Arguments in) {
   try {
     for (int i = 0; i < 3; ++i) {
@@ -512,11 +508,11 @@ PyObject* attend(Arguments in) {
     const auto spec = read_spec(in + 3, q.size(3));
     if (!spec) Py_RETURN_NONE;
     const bool wanted = std::any_of(in, in + 3, Tensor::wants_gradient);
-    if (wanted && (in[10] != Py_None || saving_is_watched())) Py_RETURN_NONE;
+    if (wanted && saving_is_watched()) Py_RETURN_NONE;
+    const auto average_heads = in[10] == Py_None ? std::optional<bool>() : in[10] == Py_True;
     const Call call(q, k, v, *spec);
-    const auto [o, other] = in[10] == Py_None ? outputs_of(call, q, v, in[9] == Py_True || wanted)
-                                              : outputs_with_weights(call, q, v, in[10] == Py_True);
-    return PyTuple_Pack(3, o.get(), other.get(), wanted ? Py_True : Py_False);
+    const auto [o, lse, weights] = outputs_of(call, q, v, in[9] == Py_True || wanted, average_heads);
+    return PyTuple_Pack(4, o.get(), lse.get(), weights.get(), wanted ? Py_True : Py_False);
   } catch (const NotImplemented&) {
   } catch (const std::invalid_argument&) {
   }
@@ -539,7 +535,7 @@ PyObject* attend_backward(Arguments in) {
   Py_RETURN_NONE;
 }
 
-// Writes bool [B, H, n_q, n_k], by the lists, ranges, gaps and squares that the kernels walk, for blocks of `block`
+// Writes bool [B, H, n_q, n_k], by the lists, ranges, gaps and tiles that the kernels walk, for blocks of `block`
 // queries: the tests compare it with Mask.keep. Arguments: q, k, spec, block, what is written.
 PyObject* keep(Arguments in) {
   const Call call(in[0], in[1], in[1], in[2]);
@@ -549,9 +545,9 @@ PyObject* keep(Arguments in) {
   bool* const result = written.output<bool>({p.B, p.H, p.n_q, p.n_k}, kDLBool, 8);
   const auto sees = [&](int64_t b, int64_t h, int64_t query, int64_t key) {
     uint32_t gaps = p.gaps(b, h, query);
-    const unsigned shown = gaps & kDenseGaps ? p.squares.shown(b, h, query, query, key, key) : kShowsSome;
-    if (shown & kShowsAll) gaps &= ~kDenseGaps;
-    return shown & kShowsSome && p.visible(b, h, query).contains(key) && !p.in_gap(gaps, b, h, query, key);
+    const MaskTile tile = gaps & kDenseGaps ? p.mask_tiles.joint(b, h, query, query, key, key) : kPartial;
+    if (tile == kFull) gaps &= ~kDenseGaps;
+    return tile != kSkipped && p.visible(b, h, query).contains(key) && !p.in_gap(gaps, b, h, query, key);
   };
   for (int64_t head = 0; head < p.B * p.H; ++head) {
     const int64_t b = head / p.H, h = head % p.H;

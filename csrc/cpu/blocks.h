@@ -15,6 +15,11 @@ namespace {
 constexpr int64_t kBlockKeys = FASTATTN_BLOCK_KEYS;
 static_assert(kBlockKeys % kGrain == 0);
 
+// Keys in a block where a bool mask has gaps: those of a mask that is made of blocks often lie in runs of 64, which are
+// then not cut.
+constexpr int64_t kMaskedBlockKeys = (kBlockKeys + 63) / 64 * 64;
+inline int64_t block_keys(const Params& p) { return p.mask_tiles.data ? kMaskedBlockKeys : kBlockKeys; }
+
 // Hands out pieces of one allocation; with a null base it only measures.
 class Arena {
  public:
@@ -48,17 +53,17 @@ constexpr int64_t kChunkBlocks = FASTATTN_CHUNK_BLOCKS;
 
 inline int64_t key_blocks_in_chunk(const Params& p) {
   constexpr int64_t kCacheFloats = (512 << 10) / sizeof(float);
-  const int64_t block = kBlockKeys * greater(1, units(p.d_qk) + units(p.d_v));
-  return greater(1, lesser(kChunkBlocks, lesser(kCacheFloats / block, (p.n_k + kBlockKeys - 1) / kBlockKeys)));
+  const int64_t keys = block_keys(p), block = keys * greater(1, units(p.d_qk) + units(p.d_v));
+  return greater(1, lesser(kChunkBlocks, lesser(kCacheFloats / block, (p.n_k + keys - 1) / keys)));
 }
 
-// The most keys of an isolated run that are handled as a single block (short_kv.h).
+// The most keys of an isolated run that are handled as a single block (short_kv.h), which skips no tiles of a mask.
 constexpr int64_t kSingleBlockKeys = FASTATTN_SINGLE_BLOCK_KEYS;
-constexpr int64_t kMostKeys = kBlockKeys > kSingleBlockKeys ? kBlockKeys : kSingleBlockKeys;  // in any block
+inline int64_t most_keys(const Params& p) { return greater(block_keys(p), kSingleBlockKeys); }  // in any block
 
 inline bool fits_single_block(const Params& p, int64_t b, const IsolatedRun& isolated_run) {
   const int64_t keys = p.keys[b].lower_bound(isolated_run.keys.end) - p.keys[b].lower_bound(isolated_run.keys.begin);
-  return 0 < keys && keys <= kSingleBlockKeys && !p.finishes_scores();
+  return 0 < keys && keys <= kSingleBlockKeys && !p.finishes_scores() && !p.mask_tiles.many_skipped;
 }
 
 // Queries that attend to a chunk of keys, block by block, before the next chunk is prepared.
@@ -245,21 +250,21 @@ FASTATTN_INLINE void with_columns(int C, Run run) {
 
 // The blocks of the key list that begin at `origin` and multiples of their size after it, as far as they lie in
 // [first, last) and hold keys of `seen`: run(place of the first key, number of keys).
-template <int64_t kSize = kBlockKeys, class Run>
+template <class Run>
 FASTATTN_INLINE void each_key_block(const IndexList& keys, KeyRange seen, int64_t origin, int64_t first, int64_t last,
-                                    Run run) {
+                                    int64_t size, Run run) {
   const int64_t end = lesser(last, keys.lower_bound(seen.end));
-  const int64_t begin = greater(first, origin + (keys.lower_bound(seen.begin) - origin) / kSize * kSize);
-  for (int64_t i = begin; i < end; i += kSize) run(i, lesser(kSize, last - i));
+  const int64_t begin = greater(first, origin + (keys.lower_bound(seen.begin) - origin) / size * size);
+  for (int64_t i = begin; i < end; i += size) run(i, lesser(size, last - i));
 }
 
 // The same blocks, by whole chunks of them: run(place of the first key, place after the last one).
 template <class Run>
 FASTATTN_INLINE void each_key_chunk(const IndexList& keys, KeyRange seen, int64_t origin, int64_t last,
-                                    int64_t chunk_keys, Run run) {
-  const auto blocks_before = [&](int64_t places) { return (places - origin) / kBlockKeys * kBlockKeys; };
+                                    int64_t chunk_keys, int64_t size, Run run) {
+  const auto blocks_before = [&](int64_t places) { return (places - origin) / size * size; };
   const int64_t begin = origin + blocks_before(keys.lower_bound(seen.begin));
-  const int64_t end = lesser(last, origin + blocks_before(keys.lower_bound(seen.end) + kBlockKeys - 1));
+  const int64_t end = lesser(last, origin + blocks_before(keys.lower_bound(seen.end) + size - 1));
   for (int64_t i = begin; i < end; i += chunk_keys) run(i, lesser(i + chunk_keys, end));
 }
 
@@ -311,29 +316,31 @@ void each_part(int C, const QueryBlock& queries, int first_vector, const KeyBloc
   run(C, queries, first_vector, part);
 }
 
-// The same for all of a block of keys, without those that a bool mask hides from all of the queries, a square of it
-// after the other: run(vectors, their queries, the first of them, the part of the keys).
+// The same for all of a block of keys, without the tiles of a bool mask that are skipped: run(vectors, their queries,
+// the first of them, the part of the keys).
 template <class Run>
-void each_shown_part(const Params& p, int64_t b, int64_t h, const IndexList& list, const QueryBlock& queries,
-                     const KeyBlock& keys, Run run) {
+void each_visible_part(const Params& p, int64_t b, int64_t h, const IndexList& list, QueryBlock& queries,
+                       const KeyBlock& keys, Run run) {
   const int C = columns_of(queries.n);
   if (!(queries.gaps & kDenseGaps)) return each_part(C, queries, 0, keys, {0, up_to_grain(keys.n)}, run);
-  constexpr int64_t kStep = kGrain > kSquare ? kGrain : kSquare;
+  constexpr int64_t kStep = kGrain > kMaskTile ? kGrain : kMaskTile;
   const int64_t first_query = list.at(queries.first), last_query = list.at(queries.first + queries.n - 1);
   const Part part = visible_part(queries.range.some, keys);
   const auto end_of_step = [&](int64_t i) { return lesser((i / kStep + 1) * kStep, part.end()); };
-  const auto shown = [&](int64_t i) {
-    if (i >= keys.n) return 0u;
-    return p.squares.shown(b, h, first_query, last_query, keys.key(i), keys.key(lesser(end_of_step(i), keys.n) - 1));
+  const auto tile = [&](int64_t i) {
+    if (i >= keys.n) return kSkipped;
+    const int64_t last_key = keys.key(lesser(end_of_step(i), keys.n) - 1);
+    return p.mask_tiles.joint(b, h, first_query, last_query, keys.key(i), last_key);
   };
-  QueryBlock seeing = queries;
+  const uint32_t gaps = queries.gaps;
   for (int64_t begin = part.begin, end; begin < part.end(); begin = end) {
-    const unsigned of_step = shown(begin);
-    for (end = end_of_step(begin); end < part.end() && shown(end) == of_step;) end = end_of_step(end);
-    if (!(of_step & kShowsSome)) continue;
-    seeing.gaps = of_step & kShowsAll ? queries.gaps & ~kDenseGaps : queries.gaps;
-    each_part(C, seeing, 0, keys, {begin, end - begin}, run);
+    const MaskTile of_step = tile(begin);
+    for (end = end_of_step(begin); end < part.end() && tile(end) == of_step;) end = end_of_step(end);
+    if (of_step == kSkipped) continue;
+    queries.gaps = of_step == kFull ? gaps & ~kDenseGaps : gaps;  // for this part
+    each_part(C, queries, 0, keys, {begin, end - begin}, run);
   }
+  queries.gaps = gaps;
 }
 
 // Sets what is hidden in a matrix [part.n, C * kLanes] to `hidden`.

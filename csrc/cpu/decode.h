@@ -244,7 +244,7 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
       });
     });
   };
-  each_key_block<kDecodeKeys>(key_list, seen, 0, item.first_key, item.last_key, [&](int64_t first, int64_t n) {
+  each_key_block(key_list, seen, 0, item.first_key, item.last_key, kDecodeKeys, [&](int64_t first, int64_t n) {
     const int64_t rest = n % kLanes;  // these few have to be copied
     if (n > rest) attend(first, n - rest);
     if (rest > 0) attend(first + n - rest, rest);

@@ -4,7 +4,7 @@
 //
 // All blocks of queries of a strip attend to a block of keys before the next one is loaded: the keys stay in the L1
 // cache and what has to be done to them (copied, widened, transposed) is done once. Blocks of keys begin at the
-// multiples of kBlockKeys, counted from the first key of their isolated run, wherever a strip begins, so that the
+// multiples of their size, counted from the first key of their isolated run, wherever a strip begins, so that the
 // result does not depend on how the queries are cut into strips.
 #pragma once
 
@@ -27,7 +27,7 @@ namespace {
 struct ForwardScratch {
   float* q;              // [M, d]: rows of a block of queries, where they are needed
   float *k, *v, *v_t;    // copies of a block of keys, where they are needed
-  float *p_t, *z_t;      // [kMostKeys, M], S^T and then P^T; Z^T
+  float *p_t, *z_t;      // [most_keys, M], S^T and then P^T; Z^T
   float *q_t, *o_t;      // [d, M] for each block of a strip
   int64_t chunk_blocks;  // blocks of keys that are prepared together
   int64_t size;
@@ -36,12 +36,12 @@ struct ForwardScratch {
     Arena arena(base);
     q = arena.take(kBlockQueries * units(p.d_qk));
     chunk_blocks = key_blocks_in_chunk(p);
-    const int64_t n_keys = greater(chunk_blocks * kBlockKeys, kSingleBlockKeys);
+    const int64_t n_keys = greater(chunk_blocks * block_keys(p), kSingleBlockKeys);
     k = arena.take(n_keys * units(p.d_qk));
     v = arena.take(n_keys * units(p.d_v));
-    v_t = arena.take(chunk_blocks * transposed_size(kBlockKeys, p.d_v));
-    p_t = arena.take(kMostKeys * kBlockQueries);
-    z_t = arena.take(p.dropout.drops ? kMostKeys * kBlockQueries : 0);
+    v_t = arena.take(chunk_blocks * transposed_size(block_keys(p), p.d_v));
+    p_t = arena.take(most_keys(p) * kBlockQueries);
+    z_t = arena.take(p.dropout.drops ? most_keys(p) * kBlockQueries : 0);
     q_t = arena.take(kStripQueries * units(p.d_qk));
     o_t = arena.take(kStripQueries * padded(p.d_v));
     size = arena.used();
@@ -53,9 +53,10 @@ KeyBlock key_block(const Params& p, int64_t b, int64_t h_kv, int64_t first, int6
                    int64_t j) {
   const IndexList& list = p.keys[b];
   const int64_t n_padded = up_to_grain(n);
-  const Rows k = rows_of(p.k, b, h_kv, list, first, n, n_padded, p.d_qk, false, w.k + j * kBlockKeys * units(p.d_qk));
-  const Rows v = rows_of(p.v, b, h_kv, list, first, n, n_padded, p.d_v, false, w.v + j * kBlockKeys * units(p.d_v));
-  float* v_t = w.v_t + j * transposed_size(kBlockKeys, p.d_v);
+  const int64_t row = j * block_keys(p);
+  const Rows k = rows_of(p.k, b, h_kv, list, first, n, n_padded, p.d_qk, false, w.k + row * units(p.d_qk));
+  const Rows v = rows_of(p.v, b, h_kv, list, first, n, n_padded, p.d_v, false, w.v + row * units(p.d_v));
+  float* v_t = w.v_t + j * transposed_size(block_keys(p), p.d_v);
   return {&list, first, n, k, v, {}, transposed(v, n_padded, p.d_v, v_t)};
 }
 
@@ -147,7 +148,9 @@ void attend(const Params& p, int64_t b, int64_t h, const KeyBlock& keys, Part pa
   prefetch.step();
   assign_product<C>(w.p_t, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
   finish_scores(C, p, b, h, queries, keys, part, w.p_t);
-  if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay)) {
+  Ints begun = {};  // else O is 0 still
+  for (int c = 0; c < C; ++c) begun |= m[c] != -kInfinity;
+  if (follow_maximum<C>(part.n, w.p_t, on_score_log2, m, decay) && any(begun)) {
     for (int c = 0; c < C; ++c) l[c] *= decay[c];
     for (int64_t d = 0; d < p.d_v; ++d) {
       for (int c = 0; c < C; ++c) store(o_t.at(d, c), load(o_t.at(d, c)) * decay[c]);
@@ -214,21 +217,22 @@ FASTATTN_ONCE void write_statistics(const Params& p, const ForwardOutputs& out, 
 
 // Writes the output and lse of a block of queries.
 void end_block(int C, const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const ForwardBlock& block) {
-  const int64_t M = C * kLanes;
-  const auto query = [&](int64_t i) { return p.queries[b].at(block.queries.first + i); };
+  const int64_t M = C * kLanes, n = block.queries.n, d_v = p.d_v;
   Floats l[kColumns], on_o[kColumns];
   for (int c = 0; c < C; ++c) l[c] = block.l[c];
   float lse[kBlockQueries];
   finish_softmax(C, p, h, block.m, l, on_o, lse);
   with_elements(out.o.row(b, h, 0), out.o.dtype, [&](auto* o) {
+    decltype(o) rows[kBlockQueries];
+    for (int64_t i = 0; i < n; ++i) rows[i] = o + p.queries[b].at(block.queries.first + i) * out.o.row_stride;
     transpose(
-        padded(p.d_v), M,
+        padded(d_v), M,
         [&](int64_t d, int64_t i) {
           const Floats x = load(block.o_t + d * M + i) * on_o[i / kLanes];
           return l[i / kLanes] == 0.0f ? Floats{} : x;  // not 0 times a NaN that other queries see
         },
         [&](int64_t i, int64_t d, Floats x) {
-          if (i < block.queries.n) narrow_lanes(o + query(i) * out.o.row_stride + d, x, p.d_v - d);
+          if (i < n) narrow_lanes(rows[i] + d, x, d_v - d);
         });
   });
   write_statistics(p, out, b, h, block.queries, block.m, l, lse);
@@ -284,20 +288,20 @@ void forward_strip(const Params& p, const ForwardOutputs& out, int64_t b, int64_
   KeyBlock keys[kChunkBlocks];
   const IndexList& list = p.keys[b];
   const int64_t origin = list.lower_bound(isolated_run.keys.begin), last_key = list.lower_bound(isolated_run.keys.end);
-  const int64_t chunk_keys = w.chunk_blocks * kBlockKeys;
-  each_key_chunk(list, seen, origin, last_key, chunk_keys, [&](int64_t begin, int64_t chunk_end) {
+  const int64_t size = block_keys(p);
+  each_key_chunk(list, seen, origin, last_key, w.chunk_blocks * size, size, [&](int64_t begin, int64_t chunk_end) {
     int64_t n_key_blocks = 0;
-    for (int64_t i = begin; i < chunk_end; i += kBlockKeys, ++n_key_blocks) {
-      keys[n_key_blocks] = key_block(p, b, h / p.group(), i, lesser(kBlockKeys, chunk_end - i), w, n_key_blocks);
+    for (int64_t i = begin; i < chunk_end; i += size, ++n_key_blocks) {
+      keys[n_key_blocks] = key_block(p, b, h / p.group(), i, lesser(size, chunk_end - i), w, n_key_blocks);
     }
     for (int64_t j = 0; j < count; ++j) {
       for (int64_t i = 0; i < n_key_blocks; ++i) {
-        each_shown_part(p, b, h, p.queries[b], blocks[j].queries, keys[i],
-                        [&](int vectors, const QueryBlock& queries, int first, Part part) {
-                          with_columns(vectors, [&](auto C) {
-                            attend<C>(p, b, h, keys[i], part, queries, first, blocks[j], prefetch, w);
+        each_visible_part(p, b, h, p.queries[b], blocks[j].queries, keys[i],
+                          [&](int vectors, const QueryBlock& queries, int first, Part part) {
+                            with_columns(vectors, [&](auto C) {
+                              attend<C>(p, b, h, keys[i], part, queries, first, blocks[j], prefetch, w);
+                            });
                           });
-                        });
       }
     }
   });
@@ -309,7 +313,7 @@ void forward_strip(const Params& p, const ForwardOutputs& out, int64_t b, int64_
 #if !FASTATTN_BF16
 void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
                          const IsolatedRun& isolated_run, int64_t first, int64_t last, Prefetch& prefetch,
-                         const ForwardScratch& w);
+                         const ForwardScratch& w, float* sums = nullptr);
 #endif
 
 void forward(const Params& p, const ForwardOutputs& out, const ForwardItem& item, const ForwardItem* next,

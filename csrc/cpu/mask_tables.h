@@ -1,6 +1,7 @@
 // A Mask of fastattn/spec.py as the tables that the kernels read: lists of real rows, ranges of keys, documents.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -83,7 +84,7 @@ class Mask {
     p.queries = queries_.lists();
     p.keys = keys_.lists();
     p.dense = dense_;
-    p.squares = square_table_;
+    p.mask_tiles = mask_tiles_;
     if (!ranges_.empty()) {
       const int64_t groups = groups_of_head(), several = range_heads_ == 1 ? 0 : 1;
       p.ranges = {ranges_.data(),   groups_.data(), range_heads_ * n_q, several * n_q, range_heads_ * groups,
@@ -150,44 +151,56 @@ class Mask {
     }
   }
 
-  // Narrows the ranges to what the rows of a dense mask show. Rows that serve several samples, heads or queries are
+  // Narrows the ranges to what a dense mask leaves visible. Rows that serve several samples, heads or queries are
   // looked at once.
   void set_dense() {
     const Table& table = dense_;
     const int64_t samples = table.batch_stride ? B : 1, rows = table.query_stride ? n_q : 1;
     range_heads_ = table.head_stride ? H : 1;
-    std::vector<RowRange> shown(samples * range_heads_ * rows);
-    parallel_for(int64_t(shown.size()), 64, [&](int64_t begin, int64_t end) {
+    const int64_t per_head = (rows + kMaskTile - 1) / kMaskTile, per_row = (n_k + kMaskTile - 1) / kMaskTile;
+    std::vector<RowRange> visible(samples * range_heads_ * rows);
+    tiles_.resize(samples * range_heads_ * per_head * per_row);
+    parallel_for(samples * range_heads_ * per_head, 4, [&](int64_t begin, int64_t end) {
+      RowOfTiles tiles(n_k);
       for (int64_t i = begin; i < end; ++i) {
-        const char* row = table.row(i / rows / range_heads_, i / rows % range_heads_, i % rows);
-        shown[i] = dense_range(row, table.one_for_all_keys, n_k);
+        const int64_t head = i / per_head, first = i % per_head * kMaskTile, last = std::min(first + kMaskTile, rows);
+        const auto row = [&](int64_t query) { return table.row(head / range_heads_, head % range_heads_, query); };
+        RowRange* const ranges = &visible[head * rows];
+        BlockRange joint = no_queries(n_k);
+        bool gaps = false;
+        const auto find_range = [&](int64_t query) {
+          ranges[query] = dense_range(row(query), table.one_for_all_keys, n_k);
+          joint.add(KeyRange{ranges[query].begin, ranges[query].end});
+          gaps |= ranges[query].gaps != kNoGaps;
+        };
+        for (int64_t query = first; query < last && !gaps; ++query) find_range(query);
+        RowRange of_all;
+        if (!gaps) {
+          write_tiles(joint, n_k, &tiles_[i * per_row]);
+        } else if (tiles.find(first, last, row, &tiles_[i * per_row], of_all)) {
+          std::fill(ranges + first, ranges + last, of_all);
+        } else {
+          for (int64_t query = first; query < last; ++query) find_range(query);
+        }
       }
     });
     const std::vector<RowRange> of_samples = std::move(ranges_);
     ranges_.resize(B * range_heads_ * n_q);
-    for (int64_t i = 0; i < int64_t(ranges_.size()); ++i) {
-      const int64_t b = i / n_q / range_heads_, h = i / n_q % range_heads_, query = i % n_q;
-      const int64_t row = ((samples == 1 ? 0 : b) * range_heads_ + h) * rows + (rows == 1 ? 0 : query);
-      ranges_[i] = both(of_samples[b * n_q + query], shown[row]);
-      gaps_ |= ranges_[i].gaps;
-    }
-    if (gaps_ & kDenseGaps) set_squares(samples, rows);
-  }
-
-  void set_squares(int64_t samples, int64_t rows) {
-    const int64_t per_head = (rows + kSquare - 1) / kSquare, per_row = (n_k + kSquare - 1) / kSquare;
-    squares_.resize(samples * range_heads_ * per_head * per_row);
-    parallel_for(samples * range_heads_ * per_head, 4, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t b = i / per_head / range_heads_, h = i / per_head % range_heads_;
-        const int64_t first = i % per_head * kSquare, last = std::min(first + kSquare, rows);
-        RowOfSquares squares(n_k);
-        for (int64_t row = first; row < last; ++row) squares.add(dense_.row(b, h, row));
-        squares.write(&squares_[i * per_row]);
+    RowRange* to = ranges_.data();
+    for (int64_t b = 0; b < B; ++b) {
+      for (int64_t h = 0; h < range_heads_; ++h) {
+        const RowRange* const of_head = &visible[((samples == 1 ? 0 : b) * range_heads_ + h) * rows];
+        for (int64_t query = 0; query < n_q; ++query, ++to) {
+          *to = both(of_samples[b * n_q + query], of_head[rows == 1 ? 0 : query]);
+          gaps_ |= to->gaps;
+        }
       }
-    });
-    square_table_ = {squares_.data(), samples == 1 ? 0 : range_heads_ * per_head * per_row,
-                     range_heads_ == 1 ? 0 : per_head * per_row, rows == 1 ? 0 : per_row};
+    }
+    if (gaps_ & kDenseGaps) {
+      mask_tiles_ = {tiles_.data(), samples == 1 ? 0 : range_heads_ * per_head * per_row,
+                     range_heads_ == 1 ? 0 : per_head * per_row, rows == 1 ? 0 : per_row,
+                     4 * std::count(tiles_.begin(), tiles_.end(), kSkipped) > int64_t(tiles_.size())};
+    }
   }
 
   Band band_;
@@ -198,8 +211,8 @@ class Mask {
   std::vector<RowRange> ranges_;  // [B, range_heads_, n_q]
   std::vector<KeyRange> groups_;  // [B, range_heads_, groups_of_head()]
   int64_t range_heads_ = 1;
-  std::vector<uint8_t> squares_;
-  SquareTable square_table_{};
+  std::vector<uint8_t> tiles_;
+  MaskTiles mask_tiles_{};
   std::vector<std::vector<IsolatedRun>> isolated_runs_;  // [B]
   std::vector<IsolatedRunList> isolated_run_lists_;
   uint32_t gaps_ = kNoGaps;

@@ -83,27 +83,28 @@ struct Table {
   }
 };
 
-// What a bool mask with gaps shows of squares of kSquare queries and kSquare keys: bits of Shown. [B or 1, H or 1, n_q
-// or 1 in squares, n_k in squares], with strides in squares, 0 where one serves all.
-enum Shown : uint8_t { kShowsSome = 1, kShowsAll = 2 };
-constexpr int64_t kSquare = 16;
+// The tiles of a bool mask with gaps, of kMaskTile queries and keys each: [B or 1, H or 1, n_q or 1 in tiles, n_k in
+// tiles], with strides in tiles, 0 where one serves all. (The tiles of products, in matrix.h, are others.)
+enum MaskTile : uint8_t { kSkipped = 0, kPartial = 1, kFull = 3 };
+constexpr int64_t kMaskTile = 16;
 
-struct SquareTable {
+struct MaskTiles {
   const uint8_t* data;  // null: there are no gaps of that kind
   int64_t batch_stride, head_stride, query_stride;
+  bool many_skipped;  // more than a quarter
 
-  // Of the squares that hold these queries and keys, from the first to the last.
-  unsigned shown(int64_t b, int64_t h, int64_t first_query, int64_t last_query, int64_t first_key,
+  // What the tiles are together that hold these queries and keys, from the first to the last.
+  MaskTile joint(int64_t b, int64_t h, int64_t first_query, int64_t last_query, int64_t first_key,
                  int64_t last_key) const {
-    unsigned some = 0, all = kShowsAll;
+    unsigned some = kSkipped, all = kFull;
     const uint8_t* const of_head = data + b * batch_stride + h * head_stride;
-    for (int64_t i = first_query / kSquare; i <= last_query / kSquare; ++i) {
-      for (int64_t j = first_key / kSquare; j <= last_key / kSquare; ++j) {
-        const uint8_t square = of_head[i * query_stride + j];
-        some |= square, all &= square;
+    for (int64_t i = first_query / kMaskTile; i <= last_query / kMaskTile; ++i) {
+      for (int64_t j = first_key / kMaskTile; j <= last_key / kMaskTile; ++j) {
+        const uint8_t tile = of_head[i * query_stride + j];
+        some |= tile, all &= tile;
       }
     }
-    return (some & kShowsSome) | all;
+    return all == kFull ? kFull : some ? kPartial : kSkipped;
   }
 };
 
@@ -120,8 +121,8 @@ struct Params {
   RangeTable ranges;
   const IsolatedRunList* isolated_runs;  // [B], or null: the queries of a sample are one run
   Documents documents;
-  Table dense;          // bool
-  SquareTable squares;  // of it
+  Table dense;           // bool
+  MaskTiles mask_tiles;  // of it
   Table bias;
   DType bias_dtype;
   const float* alibi_slopes;  // [B, H], or null
@@ -256,6 +257,8 @@ struct WeightsKernels {
   void (*weights)(const Params&, const Measure*, const Output&, const WeightsItem&, float* scratch);
   void (*received)(const Params&, const Measure*, float* out, const WeightsItem&, float* scratch);
   void (*top_keys)(const Params&, const Measure*, const TopKeysOutputs&, const WeightsItem&, float* scratch);
+  int64_t (*joint_scratch)(const Params&);  // of the one below, or 0 where the call is none for it
+  void (*attend)(const Params&, const ForwardOutputs&, const Output& weights, const WeightsItem&, float* scratch);
 };
 
 // The kernels compiled for one instruction set. Scratch is counted in floats, per thread, 64-byte aligned. `next` is

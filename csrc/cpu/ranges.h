@@ -61,12 +61,12 @@ class DocumentsOfSample {
 };
 
 // The first byte that is not 0, or `stop`.
-inline const char* find_shown(const char* at, const char* stop) {
+inline const char* find_visible(const char* at, const char* stop) {
   for (uint64_t eight; stop - at >= int64_t(sizeof eight); at += sizeof eight) {
     std::memcpy(&eight, at, sizeof eight);
     if (eight) break;
   }
-  return std::find_if(at, stop, [](char shown) { return shown != 0; });
+  return std::find_if(at, stop, [](char visible) { return visible != 0; });
 }
 
 // The visible keys of a row of a bool mask.
@@ -74,45 +74,73 @@ inline RowRange dense_range(const char* row, bool one_for_all_keys, int64_t n_k)
   const auto end_of_row = static_cast<int32_t>(n_k);
   if (one_for_all_keys) return {0, row[0] ? end_of_row : 0, kNoGaps};
   const char* const stop = row + n_k;
-  const char* const begin = find_shown(row, stop);
+  const char* const begin = find_visible(row, stop);
   const void* const hidden = std::memchr(begin, 0, stop - begin);
   const char* const gap = hidden ? static_cast<const char*>(hidden) : stop;
-  if (find_shown(gap, stop) == stop) {
+  if (find_visible(gap, stop) == stop) {
     return {static_cast<int32_t>(begin - row), static_cast<int32_t>(gap - row), kNoGaps};
   }
   const char* end = stop;
+  for (uint64_t eight; end - gap >= int64_t(sizeof eight); end -= sizeof eight) {
+    std::memcpy(&eight, end - sizeof eight, sizeof eight);
+    if (eight) break;
+  }
   while (!end[-1]) --end;
   return {static_cast<int32_t>(begin - row), static_cast<int32_t>(end - row), kDenseGaps};
 }
 
-// What the squares of a few rows of a bool mask show: rows are joined by eight keys at a time.
-class RowOfSquares {
- public:
-  explicit RowOfSquares(int64_t n_k) : n_k_(n_k), some_((n_k + kSquare - 1) / kSquare * 2), all_(some_.size(), kOnes) {}
-
-  void add(const char* row) {
-    const int64_t whole = n_k_ / 8;
-    for (int64_t i = 0; i < whole; ++i) {
-      uint64_t eight;
-      std::memcpy(&eight, row + 8 * i, 8);
-      some_[i] |= eight, all_[i] &= eight;
-    }
-    for (int64_t key = 8 * whole; key < n_k_; ++key) {
-      row[key] ? some_[whole] |= 1 : all_[whole] = 0;
-    }
+// Writes a row of tiles of a bool mask whose rows have no gaps.
+inline void write_tiles(const BlockRange& range, int64_t n_k, uint8_t* tiles) {
+  for (int64_t first = 0; first < n_k; first += kMaskTile, ++tiles) {
+    const KeyRange keys{first, std::min(first + kMaskTile, n_k)};
+    const bool full = range.all.begin <= keys.begin && keys.end <= range.all.end;
+    *tiles = full ? kFull : range.some.meets(keys) ? kPartial : kSkipped;
   }
+}
 
-  void write(uint8_t* squares) const {
-    for (size_t i = 0; i < some_.size(); i += 2) {
-      const bool some = some_[i] | some_[i + 1], all = (all_[i] & all_[i + 1]) == kOnes;
-      squares[i / 2] = (some ? kShowsSome : 0) | (all ? kShowsAll : 0);
+// Finds a row of tiles from at most kMaskTile rows of a bool mask, some of which have gaps.
+class RowOfTiles {
+ public:
+  explicit RowOfTiles(int64_t n_k) : n_k_(n_k), some_((n_k + kMaskTile - 1) / kMaskTile), all_(some_.size()) {}
+
+  // Writes what each tile is. Returns whether none is partial: `range` is then that of each row.
+  template <class Row>
+  bool find(int64_t first, int64_t last, Row row, uint8_t* tiles, RowRange& range) {
+    std::fill(some_.begin(), some_.end(), Entries{});
+    std::fill(all_.begin(), all_.end(), kOnes);
+    for (int64_t i = first; i < last; ++i) add(row(i));
+    bool whole = true;
+    int64_t begin = n_k_, end = 0;
+    for (int64_t j = 0; j < int64_t(some_.size()); ++j) {
+      const bool some = some_[j][0] | some_[j][1];
+      const bool all = all_[j][0] == kOnes[0] && all_[j][1] == kOnes[1];
+      tiles[j] = all ? kFull : some ? kPartial : kSkipped;
+      whole &= all == some;
+      if (all) begin = std::min(begin, j * kMaskTile), end = std::min((j + 1) * kMaskTile, n_k_);
     }
+    range = {int32_t(begin), int32_t(end), kDenseGaps};
+    return whole;
   }
 
  private:
-  static constexpr uint64_t kOnes = 0x0101010101010101;
+  typedef uint64_t Entries __attribute__((vector_size(kMaskTile)));
+  static constexpr Entries kOnes = {0x0101010101010101, 0x0101010101010101};
+
+  void add(const char* row) {
+    const int64_t whole = n_k_ / kMaskTile, rest = n_k_ % kMaskTile;
+    Entries entries;
+    for (int64_t j = 0; j < whole; ++j) {
+      std::memcpy(&entries, row + j * kMaskTile, kMaskTile);
+      some_[j] |= entries, all_[j] &= entries;
+    }
+    if (rest == 0) return;
+    std::memset(&entries, row[n_k_ - 1], kMaskTile);  // changes neither: it is one of them
+    std::memcpy(&entries, row + whole * kMaskTile, rest);
+    some_[whole] |= entries, all_[whole] &= entries;
+  }
+
   int64_t n_k_;
-  std::vector<uint64_t> some_, all_;
+  std::vector<Entries> some_, all_;
 };
 
 // Cuts a list of queries wherever all before see only keys that lie before any key that those after see.

@@ -92,6 +92,25 @@ void run_weights(const Capability& capability, const Params& p, const float* lse
   });
 }
 
+// What run_forward and run_weights write: in one pass where all keys are a single block.
+template <class ForEach, class ForEachShare>
+void run_forward_with_weights(const Capability& capability, const Params& p, const ForwardOutputs& out,
+                              const Output& weights, bool average_heads, int64_t threads, ForEach for_each,
+                              ForEachShare for_each_share) {
+  const Kernels& kernels = capability.kernels_for(p.q.dtype);
+  const int64_t joint_scratch = decodes(p) ? 0 : kernels.weights->joint_scratch(p);
+  if (joint_scratch) {
+    const auto items = weights_items(p, kernels, average_heads);
+    return for_each(int64_t(items.size()), joint_scratch, [&](int64_t i, int64_t, float* scratch) {
+      kernels.weights->attend(p, out, weights, items[i], scratch);
+    });
+  }
+  run_forward(capability, p, out, threads, for_each, for_each_share);
+  Params without_values = p;
+  without_values.d_v = 0;
+  run_weights(capability, without_values, out.lse, weights, average_heads, threads, for_each);
+}
+
 // The kernels for results in fp32: with arithmetic in fp32, whatever the dtype of q and k.
 inline Capability in_fp32(const Capability& capability) { return {capability.others, capability.others, true}; }
 

@@ -22,6 +22,7 @@
 #include "product.h"
 #include "rows.h"
 #include "vector.h"
+#include "weights.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
@@ -66,9 +67,18 @@ FASTATTN_INLINE void softmax_single_block(const Params& p, int64_t b, int64_t h,
   weights<C>(p, part.n, m, z_t, p_t, l);
 }
 
+// Adds the weights P^T, divided by their sums, to those of other heads.
+template <int C>
+FASTATTN_ONCE void add_weights_single_block(Part part, const float* p_t, const float* on_row, float* sums) {
+  sums += part.begin * C * kLanes;
+  for (int64_t i = 0; i < part.n * C * kLanes; i += kLanes) {
+    store(sums + i, load(sums + i) + load(p_t + i) * load(on_row + i % (C * kLanes)));
+  }
+}
+
 template <int C>
 void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h, const KeyBlock& keys,
-                         const QueryBlock& queries, Prefetch& prefetch, const ForwardScratch& w) {
+                         const QueryBlock& queries, Prefetch& prefetch, const ForwardScratch& w, float* sums) {
   const IndexList& list = p.queries[b];
   const int64_t n = queries.n;
   const Rows q = rows_of(p.q, b, h, list, queries.first, n, n, p.d_qk, true, w.q);
@@ -85,6 +95,7 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
   float lse[C * kLanes], on_row[C * kLanes];
   finish_softmax(C, p, h, m, l, on_o, lse);
   for (int c = 0; c < C; ++c) store(on_row + c * kLanes, on_o[c]);
+  if (sums) add_weights_single_block<C>(part, w.p_t, on_row, sums);
   prefetch.step();
   write_product(out.o, b, h, list, queries, {w.p_t, C * kLanes}, part.n, keys.v.at_row(part.begin), p.d_v, on_row,
                 w.o_t);
@@ -94,10 +105,11 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
   write_statistics(p, out, b, h, queries, m, l, lse);
 }
 
-// The queries first, ..., last - 1 of an isolated run.
+// The queries first, ..., last - 1 of an isolated run. Adds the weights of the last block of them to `sums`
+// [keys, vectors of queries], unless null.
 void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h,
                          const IsolatedRun& isolated_run, int64_t first, int64_t last, Prefetch& prefetch,
-                         const ForwardScratch& w) {
+                         const ForwardScratch& w, float* sums) {
   const IndexList& list = p.keys[b];
   const int64_t first_key = list.lower_bound(isolated_run.keys.begin),
                 n = list.lower_bound(isolated_run.keys.end) - first_key;
@@ -108,7 +120,40 @@ void attend_single_block(const Params& p, const ForwardOutputs& out, int64_t b, 
     QueryBlock queries;
     queries.init(p, b, h, p.queries[b], isolated_run, first, lesser(kBlockQueries, last - first));
     with_columns(columns_of(queries.n),
-                 [&](auto C) { attend_single_block<C>(p, out, b, h, keys, queries, prefetch, w); });
+                 [&](auto C) { attend_single_block<C>(p, out, b, h, keys, queries, prefetch, w, sums); });
+  }
+}
+
+int64_t joint_scratch(const Params& p) {
+  if (p.isolated_runs) return 0;
+  for (int64_t b = 0; b < p.B; ++b) {
+    if (!fits_single_block(p, b, {0, p.queries[b].count, {0, p.n_k}, false})) return 0;
+  }
+  return ForwardScratch(p, nullptr).size + WeightsScratch(p, 0, nullptr).size;
+}
+
+// The output, and the weights averaged over the heads of an item.
+void attend_with_weights(const Params& p, const ForwardOutputs& out, const Output& weights, const WeightsItem& item,
+                         float* scratch) {
+  const ForwardScratch w(p, scratch);
+  const WeightsScratch of_weights(p, 0, scratch + w.size);
+  const IndexList &queries = p.queries[item.b], &list = p.keys[item.b];
+  zero_weights_of_padding(p, weights, item);
+  for (int64_t h = item.first_head; h < item.last_head; ++h) {
+    write_padding(p, out, item.b, h, item.first_query, lesser(item.last_query, p.n_q));
+  }
+  const IsolatedRun whole{0, queries.count, {0, p.n_k}, false};
+  const int64_t end = lesser(item.last_query, queries.count);
+  for (int64_t first = item.first_query; first < end; first += kBlockQueries) {
+    const int64_t last = lesser(first + kBlockQueries, end);
+    Prefetch nothing;
+    __builtin_memset(of_weights.sums, 0, of_weights.summed_keys * kBlockQueries * sizeof(float));
+    for (int64_t h = item.first_head; h < item.last_head; ++h) {
+      attend_single_block(p, out, item.b, h, whole, first, last, nothing, w, of_weights.sums);
+    }
+    QueryBlock block;
+    block.init(p, item.b, item.first_head, queries, first, last - first);
+    write_weights(columns_of(block.n), p, weights, item, block, Chunk(list, p.n_k, 0), of_weights);
   }
 }
 

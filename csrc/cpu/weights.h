@@ -105,7 +105,7 @@ template <class Visit>
 FASTATTN_INLINE void each_block_of_scores(int C, const Params& p, int64_t b, int64_t h, const BackwardBlock& block,
                                           int64_t first_key, int64_t last_key, const WeightsScratch& w, Visit visit) {
   const IndexList& list = p.keys[b];
-  each_key_block(list, block.queries.range.some, 0, first_key, last_key, [&](int64_t first, int64_t n) {
+  each_key_block(list, block.queries.range.some, 0, first_key, last_key, kBlockKeys, [&](int64_t first, int64_t n) {
     KeyBlock keys{&list, first, n, {}, {}, {}, {}};
     keys.k = rows_of(p.k, b, h / p.group(), list, first, n, up_to_grain(n), p.d_qk, false, w.k);
     const Part part = visible_part(block.queries.range.some, keys);
@@ -187,14 +187,18 @@ void write_weights(int C, const Params& p, const Output& out, const WeightsItem&
   }
 }
 
+void zero_weights_of_padding(const Params& p, const Output& out, const WeightsItem& item) {
+  for (int64_t query = item.first_query; query < lesser(item.last_query, p.n_q); ++query) {
+    if (!p.queries[item.b].contains(query)) zero_row(out, item.b, item.row_of_heads, query, p.n_k);
+  }
+}
+
 // The weights of the heads of an item, averaged.
 void weights(const Params& p, const Measure* measures, const Output& out, const WeightsItem& item, float* scratch) {
   const WeightsScratch w(p, 0, scratch);
   [[maybe_unused]] const MultiplierInUse multiplier;
   const IndexList &queries = p.queries[item.b], &list = p.keys[item.b];
-  for (int64_t query = item.first_query; query < lesser(item.last_query, p.n_q); ++query) {
-    if (!queries.contains(query)) zero_row(out, item.b, item.row_of_heads, query, p.n_k);
-  }
+  zero_weights_of_padding(p, out, item);
   const int64_t end = lesser(item.last_query, queries.count);
   for (int64_t first = item.first_query; first < end; first += kBlockQueries) {
     const int64_t n = lesser(kBlockQueries, end - first);
@@ -334,7 +338,17 @@ void top_keys(const Params& p, const Measure* measures, const TopKeysOutputs& ou
 
 int64_t weights_scratch(const Params& p, int64_t top_k) { return WeightsScratch(p, top_k, nullptr).size; }
 
-const WeightsKernels weights_kernels = {kSummedKeys, measure, weights_scratch, weights, received, top_keys};
+#if FASTATTN_BF16
+int64_t joint_scratch(const Params&) { return 0; }
+constexpr decltype(WeightsKernels::attend) attend_with_weights = nullptr;
+#else
+int64_t joint_scratch(const Params& p);
+void attend_with_weights(const Params& p, const ForwardOutputs& out, const Output& weights, const WeightsItem& item,
+                         float* scratch);
+#endif
+
+const WeightsKernels weights_kernels = {kSummedKeys, measure,  weights_scratch, weights,
+                                        received,    top_keys, joint_scratch,   attend_with_weights};
 
 }  // namespace
 }  // namespace fastattn::FASTATTN_ISA

@@ -1,8 +1,9 @@
 """PyTorch's own fused kernels as a backend, called "torch": where they mean the same as the definition in spec.py.
 
 They serve where no kernel of this package can be had, or is faster. A mask that is more than `causal` becomes a table
-of numbers, in O(n_q n_k) memory for a sample, as in PyTorch's own function. The reference computes what its kernels do
-not on the CPU: the gradient of a bias, and scores and values so large that they lose the answer.
+of numbers, in O(n_q n_k) memory for a sample, as in PyTorch's own function, and ALiBi one for each head. The reference
+computes what its kernels do not on the CPU: gradients of a bias and of slopes, and scores and values so large that they
+lose the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from . import reference
 NAME = "torch"
 WHERE = "CPU and NVIDIA GPUs: PyTorch's own kernels"
 
-_TERMS = frozenset({"softcap", "alibi_slopes", "sinks", "dropout"})
+_TERMS = frozenset({"softcap", "sinks", "dropout"})
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _16_BITS = (torch.float16, torch.bfloat16)
 _LSE_ALIGNMENT = 32  # of the lengths that the memory-efficient kernel has in its lse
@@ -35,7 +36,7 @@ tell how many keys share the largest score."""
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """Every mask and biases on the CPU; no mask or a causal one on a GPU, where no table has been tried."""
+    """Every mask, biases and ALiBi on the CPU; no mask or a causal one on a GPU, where no table has been tried."""
     return FEATURES - _TERMS if device.type == "cpu" else frozenset({"causal"})
 
 
@@ -51,6 +52,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     (n_q, D), (n_k, d_v), result = q.shape[2:], v.shape[2:], []
     if spec.bias is not None and torch.promote_types(spec.bias.dtype, q.dtype) != q.dtype:
         result.append(f"bias must not be rounded, got {spec.bias.dtype} beside {q.dtype}")
+    if spec.alibi_slopes is not None and q.dtype in _16_BITS:
+        result.append(f"alibi_slopes must be beside float32 or float64, got {q.dtype}, to which distances would round")
     if q.device.type == "cpu":
         return [*result, "the head dim must be at least 1, got 0"] if D == 0 else result
     if q.dtype == torch.float64:
@@ -103,6 +106,10 @@ class _Call(NamedTuple):
         of_keys = features == {"real_keys"}
         keep = keys[:, None, None] if of_keys else mask.keep(q.shape[2], k.shape[2], q.device)
         bias = 0.0 if spec.bias is None else spec.bias.to(q.dtype)
+        if spec.alibi_slopes is not None:
+            position_q, position_k = mask.positions(q.shape[2], k.shape[2], q.device)
+            distance = (position_q[:, None, :, None] - position_k[:, None, None]).abs().to(q.dtype)
+            bias = bias - spec.alibi_slopes.to(q.dtype)[..., None, None] * distance
         table = torch.where(keep, bias, q.new_full((), -math.inf))
         unseeing = (~keep if spec.bias is None else table == -math.inf).all(-1)
         return cls(q, k, v, False, table, unseeing if unseeing.any() else None, spec.scale)
@@ -183,7 +190,7 @@ def backward(
     """Gradients of q, k and v, in their dtypes."""
     unseeing, queries = lse == -math.inf, spec.mask.readable_queries()
     lse = lse.masked_fill(unseeing, 0)
-    if q.device.type == "cpu" and (output_mask[3] or not lse.abs().max() <= _LARGEST_LSE):
+    if q.device.type == "cpu" and (output_mask[3] or output_mask[4] or not lse.abs().max() <= _LARGEST_LSE):
         return reference.backward(do, dlse, q, k, v, o, lse, spec, output_mask)
     call = _Call.of(q, k, v, spec)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v)) if do is None else (None, None, None)

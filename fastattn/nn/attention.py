@@ -45,7 +45,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
     * Padding and causal masks, bool or float, are recognised as such, so that the fused kernels skip padding.
     * A query that may see nothing gets 0 (so `out_proj.bias` after the projection) and weights of 0. In torch it gets
       that or NaN, depending on `need_weights` and on `eval()`. Gradients are finite.
-    * `need_weights` changes what is returned, not how the output is computed: the weights are a second pass, under the
+    * `need_weights` changes what is returned, not how the output is computed: the weights come beside it, under the
       same dropout.
     * It has no separate fast path in eval mode, and torch.nn.TransformerEncoderLayer calls it in eval mode too.
     * A float32 mask can be combined with inputs of every dtype, also with `need_weights`.

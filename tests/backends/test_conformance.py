@@ -48,7 +48,7 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
         "head_dims": range(1, 257),
     },
     "torch": {
-        "features": POSITIONS | {"segment_ids", "dense", "bias"},
+        "features": POSITIONS | {"segment_ids", "dense", "bias", "alibi_slopes"},
         "dtypes": {*DTYPES, torch.float64},
         "head_dims": range(1, 513),
     },

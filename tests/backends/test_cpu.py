@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastattn
 from fastattn.backends import build, cpu
 from fastattn.spec import Mask, Spec
-from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, exact, make_inputs, run
+from fastattn.testing import CASES, DTYPES, Case, Inputs, assert_right, compare, exact, make_inputs, run
 
 BF16_PRODUCTS = ("amx", "avx512_bf16", "neon_bf16")
 HALVES = (torch.float16, torch.bfloat16)
@@ -224,9 +224,9 @@ def test_the_binding_keeps_no_reference_to_what_it_reads_and_returns():
         results = (
             *module.forward(q, k, v, spec),
             *module.backward(do, None, q, k, v, o, lse, spec, (True, False, True), None, None, None, None),
-            *module.attend(q, k, v, *terms, False, None)[:2],
-            *module.attend(q, k, v, *terms, False, True)[:2],
-            *module.attend(with_gradient, k, v, *terms, False, None)[:2],
+            *module.attend(q, k, v, *terms, False, None)[:3],
+            *module.attend(q, k, v, *terms, False, True)[:3],
+            *module.attend(with_gradient, k, v, *terms, False, True)[:3],
             *module.attend_backward(do, None, q, k, v, o, lse, *terms, (True, False, True)),
         )
         assert all(x is None or sys.getrefcount(x) == 3 for x in results)  # of the tuple, the loop and the call
@@ -297,6 +297,7 @@ DENSE = {
     "one-gap": torch.ones(70, 391).bool() & (torch.arange(391) != 64),
     "gap-near-the-end": torch.ones(70, 391).bool() & (torch.arange(391) != 389),
     "blocks": random_mask(2, 4, 5, 11).repeat_interleave(16, 2).repeat_interleave(40, 3)[:, :, 3:73, 5:396],
+    "tiles": random_mask(2, 4, 5, 25).repeat_interleave(16, 2).repeat_interleave(16, 3)[:, :, :70, :391],
     "late": (torch.arange(391) > 380) & (torch.arange(70)[:, None] < 40),
 }
 
@@ -313,19 +314,51 @@ def test_dense_masks_of_any_shape_are_right(shape, n_q, capability):
     assert_right(inputs, run(inputs, "cpu"))
 
 
-def test_keys_that_a_mask_hides_from_a_block_of_queries_are_not_read(capability):
+WITH_WEIGHTS = (
+    Case("few-keys", "one pass", n_q=70, n_k=90),
+    Case("few-keys-padded", "and rows of padding", B=3, H=4, H_kv=2, n_q=70, n_k=90, D=33, keys="holes", queries=True),
+    Case("few-keys-window", "keys that few queries see", n_q=120, n_k=128, window=(13, 6), sinks=True, layout="BNHD"),
+    Case("few-keys-nothing", "queries that see nothing", n_q=40, n_k=50, causal=True, q_offset=-7, keys="none"),
+    Case("more-keys", "two passes", n_q=70, n_k=129, keys="left"),
+    Case("few-queries", "two passes, the first as in decoding", n_q=3, n_k=90, causal=True, q_offset=80),
+)
+
+
+@pytest.mark.parametrize("average_heads", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", WITH_WEIGHTS, ids=str)
+def test_output_and_weights_of_a_short_call_are_right(case, dtype, average_heads, capability):
+    inputs = make_inputs(case, dtype)
+    scale, sinks = inputs.options["scale"], inputs.options.get("sinks")
+    call = (inputs.q, inputs.k, inputs.v, inputs.mask, scale, None, None, None, sinks)
+    with torch.no_grad():
+        (o, *_), (o_beside, _, weights, _) = (build.CPU.load().attend(*call, True, x) for x in (None, average_heads))
+        naive, right = (
+            fastattn.attention_weights(
+                inputs.q.to(of), inputs.k.to(of), inputs.mask, scale=scale, sinks=sinks, average_heads=average_heads,
+                backend="reference",
+            )
+            for of in (dtype, torch.float64)
+        )  # fmt: skip
+    assert torch.equal(o_beside, o)
+    error = compare("weights", weights, naive, right)
+    assert error.right, str(error)
+
+
+@pytest.mark.parametrize("n", [96, 384])  # a single block of keys, and several
+def test_keys_that_a_mask_hides_from_a_block_of_queries_are_not_read(n, capability):
     """NaN stands there, which a weight of 0 would not hide, and keys that are seen on both sides of it."""
-    n = 384
+    hidden = slice(n // 3, 2 * n // 3)
     dense = torch.ones(n, n, dtype=torch.bool)
-    dense[:, 128:256] = False
-    dense[128:256] = False
+    dense[:, hidden] = False
+    dense[hidden] = False
     tensors = torch.randn(4, 1, 1, n, 16, generator=torch.Generator().manual_seed(0))
-    tensors[:, :, :, 128:256] = math.nan
+    tensors[:, :, :, hidden] = math.nan
     *leaves, do = (x.clone().requires_grad_() for x in tensors)
     o = fastattn.attention(*leaves, Mask(dense=dense), backend="cpu")
     for x in (o, *torch.autograd.grad(o, leaves, do)):
         assert x.isfinite().all()
-        assert (x[:, :, 128:256] == 0).all()
+        assert (x[:, :, hidden] == 0).all()
 
 
 @pytest.mark.parametrize("n_q", [150, 2])

@@ -442,6 +442,37 @@ def test_weights_of_the_short_way_are_those_of_the_general_road(average_heads, m
     assert all(map(torch.equal, short, attend()))
 
 
+OF_WEIGHTS = {
+    "of o": lambda o, weights: o.sin().sum(),
+    "of the weights": lambda o, weights: weights.sin().sum(),
+    "of both": lambda o, weights: o.sin().sum() + weights.cos().sum(),
+}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+@pytest.mark.parametrize("average_heads", [True, False])
+def test_gradients_with_weights_of_the_short_way_are_those_of_the_general_road(average_heads, name, again, monkeypatch):
+    def gradients() -> tuple[str, tuple[Tensor, ...]]:
+        x = leaves()
+        o, weights = fastattn.attention_with_weights(*x, **TERMS, average_heads=average_heads)
+        result = torch.autograd.grad(OF_WEIGHTS[name](o, weights), x, create_graph=again, allow_unused=True)
+        if again:
+            total = sum(g.square().sum() for g in result if g is not None)
+            result = torch.autograd.grad(total, x, allow_unused=True)
+        return type(weights.grad_fn).__name__, result
+
+    fastattn.attention(Q, K, V)
+    short = gradients()
+    monkeypatch.setattr(ops, "short_way", lambda *arguments: None)
+    general = gradients()
+    assert short[0] != general[0]
+    for actual, expected in zip(short[1], general[1], strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(actual, expected, **({} if again else {"rtol": 0, "atol": 0}))
+
+
 def test_plans_are_not_made_while_a_call_is_compiled(judged):
     mask = Mask(causal=True, q_offset=4, real_keys=REAL)
     attend = functools.partial(fastattn.attention, mask=mask)

@@ -485,16 +485,23 @@ def _no_values(k: Tensor) -> Tensor:
     return k[..., :0] if isinstance(k, Tensor) and is_dense(k) and k.dim() else k
 
 
-def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+def merge(
+    o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys together, (o, lse), from the results of attention over each of them.
 
     o = (exp(lse1) o1 + exp(lse2) o2) / exp(lse) with lse = log(exp(lse1) + exp(lse2)). The sets must have no key in
-    common; sinks belong to one of the two calls only. A query that sees nothing in one set has the results of the
-    other, and one that sees nothing in both has 0 and -inf. Differentiable to any order, in at least fp32.
+    common. A query that sees nothing in one set has the results of the other, and one that sees nothing in both has 0
+    and -inf. Differentiable to any order, in at least fp32.
+
+    Results of calls with `sinks` may not be merged: such a call gives -inf for a query that it shows no key, which says
+    nothing of the sink. Leave them out of the calls, and give them to the last `merge` of several.
 
     Args:
         o1, o2: outputs [..., n_q, d_v] of one shape, dtype and device, as of `attention`.
         lse1, lse2: [..., n_q], floating, in nats. (Those of `attention_varlen` have the heads first: pass `lse.T`.)
+        sinks: float [H] where lse1 is [..., H, n_q], one more logit in the softmax over both sets, without a value; or
+            None.
 
     Returns:
         o [..., n_q, d_v] in the dtype of o1, and lse [..., n_q] in the wider dtype of lse1 and lse2, at least fp32.
@@ -511,13 +518,24 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
         >>> halves = (
         ...     fastattn.attention(q, k[:, :, part], v[:, :, part], return_lse=True)
         ...     for part in (slice(0, 2), slice(2, 6)))
-        >>> o, lse = fastattn.merge(*next(halves), *next(halves))
-        >>> torch.allclose(o, fastattn.attention(q, k, v), atol=1e-6)
+        >>> o, lse = fastattn.merge(*next(halves), *next(halves), sinks=torch.zeros(2))
+        >>> torch.allclose(o, fastattn.attention(q, k, v, sinks=torch.zeros(2)), atol=1e-6)
         True
     """
-    check_merge(o1, lse1, o2, lse2)
+    check_merge(o1, lse1, o2, lse2, sinks)
     dtype = accumulation_dtype(torch.promote_types(lse1.dtype, lse2.dtype))
     lse1, lse2 = lse1.to(dtype), lse2.to(dtype)
+    lse, weight1, weight2 = _together(lse1, lse2)
+    o = weight1[..., None] * o1.to(dtype) + weight2[..., None] * o2.to(dtype)
+    if sinks is not None:
+        nothing = lse == -math.inf
+        with_sinks, weight, _ = _together(lse, sinks.to(dtype)[:, None].expand_as(lse))
+        o, lse = weight[..., None] * o, with_sinks.masked_fill(nothing, -math.inf)
+    return o.to(o1.dtype), lse
+
+
+def _together(lse1: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log(exp(lse1) + exp(lse2)), and the share of each in that sum; shares of 0 where both are -inf."""
     nothing1, nothing2 = lse1 == -math.inf, lse2 == -math.inf
     # Numbers stand in for -inf, so that no derivative of what is not taken is NaN. All is smooth where both are equal.
     more = lse1.masked_fill(nothing1, 0) - lse2.masked_fill(nothing2, 0)
@@ -525,8 +543,7 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     lse = torch.where(nothing1, lse2, torch.where(nothing2, lse1, both))
     weight1 = torch.sigmoid(more).masked_fill(nothing2, 1).masked_fill(nothing1, 0)
     weight2 = torch.sigmoid(-more).masked_fill(nothing1, 1).masked_fill(nothing2, 0)
-    o = weight1[..., None] * o1.to(dtype) + weight2[..., None] * o2.to(dtype)
-    return o.to(o1.dtype), lse
+    return lse, weight1, weight2
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from .validation import check_flags, check_jagged, check_merge, check_top_k, che
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from .parallel import Plan
+
 
 class _TermsOfAll(TypedDict, total=False):
     """Keyword arguments of `attention` and `attention_varlen`, for type checkers."""
@@ -33,6 +35,7 @@ class _TermsOfAll(TypedDict, total=False):
 
 class _Terms(_TermsOfAll, total=False):
     bias: Tensor | None
+    plan: Plan | None
 
 
 class _TermsOfDocuments(_TermsOfAll, total=False):
@@ -75,6 +78,7 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
+    plan: Plan | None = None,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + bias) v over the keys that the mask shows, as [B, H, n_q, d_v]; or (o, lse).
@@ -105,12 +109,17 @@ def attention(
         backend: None for the first that takes the call, as `explain` says; with a `FallbackWarning` where that is
             slower for want of a kernel. "fused" for any kernel of this package, or a name from `fastattn info`; what
             is named is used or refused, never replaced.
+        plan: made by `fastattn.parallel.plan` where the tokens of each sample are on several ranks. q, k and v are then
+            those of this rank, and so are o and lse; `mask` (None for that of the plan) and the other tensors are those
+            of all tokens, on every rank. Every rank makes the same call. Gradients of bias, alibi_slopes and sinks are
+            to be summed over the ranks, like those of the parameters of a model, or by `plan.replicated`. `dropout_p`
+            must be 0.
 
     Returns:
         o [B, H, n_q, d_v] in the dtype of q, or (o, lse).
 
     Raises:
-        ValueError: the call is malformed.
+        ValueError: the call is malformed; with a plan, on every rank where it is on one, or where one has another.
         NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
         TypeError: an argument is not known here; the message says what to write for it.
 
@@ -129,7 +138,15 @@ def attention(
     if type(return_lse) is not bool:
         check_flags(return_lse=return_lse)
     result = None
-    if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
+    if plan is not None:
+        from .parallel.attention import attention as over_ranks  # which calls this function in turn
+
+        result = over_ranks(
+            q, k, v, mask, plan, scale=as_number(scale), bias=bias, softcap=as_number(softcap),
+            alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, generator=generator,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+    elif backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)
     if result is None and is_jagged(q):
         check_jagged(q, k, v, mask, bias)

@@ -32,14 +32,16 @@ class Visibility:
         else:
             ids_q, ids_k = (ids.contiguous() for ids in mask.segment_ids)
             in_order, self.order = ids_k.sort(dim=-1, stable=True)
-            begin, end = (torch.searchsorted(in_order, ids_q.to(in_order.dtype), right=right) for right in (False, True))
+            begin, end = (
+                torch.searchsorted(in_order, ids_q.to(in_order.dtype), right=right) for right in (False, True)
+            )
             position = position + begin
         left, right = mask.window
         right = min(_FAR if right is None else right, 0 if mask.causal else _FAR)
         last = end if right == _FAR else torch.minimum(position + right + 1, end)
         first = begin if left is None else torch.maximum(position - min(left, _FAR), begin)
         self.first = torch.minimum(first, end)
-        real = mask.readable_queries()
+        self.readable_q = real = mask.readable_queries()
         self.stop = torch.maximum(last if real is None else last.masked_fill(~real, 0), self.first)
         self.readable = mask.readable_keys()
 

@@ -198,7 +198,9 @@ class Plan:
         """
         rows, n, group = self._rows(of), self._length(of), self._known_group()
         if y.shape[dim] != len(rows):
-            raise ValueError(f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}")
+            raise ValueError(
+                f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}"
+            )
         mine = [torch.arange(len(rows))] * self.ranks
         route = Route.of(mine, self._rows_of_all(of), len(rows), n, y.device)
         moved = y.movedim(dim, 0)

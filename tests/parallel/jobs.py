@@ -55,7 +55,11 @@ def attend(
     n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
     n = n_q if n_q == n_k and how.pop("together", True) else (n_q, n_k)
     plan = make_plan(inputs.mask, n, group, **how)
-    leaves = {"q": plan.shard(inputs.q, 2), "k": plan.shard(inputs.k, 2, of="keys"), "v": plan.shard(inputs.v, 2, of="keys")}
+    leaves = {
+        "q": plan.shard(inputs.q, 2),
+        "k": plan.shard(inputs.k, 2, of="keys"),
+        "v": plan.shard(inputs.v, 2, of="keys"),
+    }
     leaves |= {name: inputs.options[name] for name in LEARNED if name in inputs.options}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
     options = {name: plan.replicated(leaves[name]) if name in LEARNED else x for name, x in inputs.options.items()}

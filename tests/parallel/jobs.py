@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,7 +54,8 @@ def attend(
     """
     inputs = poisoned(make_inputs(case, dtype))
     n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
-    n = n_q if n_q == n_k and how.pop("together", True) else (n_q, n_k)
+    together = how.pop("together", True) and n_q == n_k
+    n = n_q if together else (n_q, n_k)
     plan = make_plan(inputs.mask, n, group, **how)
     leaves = {
         "q": plan.shard(inputs.q, 2),
@@ -77,3 +79,112 @@ def attend(
         "rows": plan.positions(), "keys": plan.positions(of="keys"), "result": result, "sent": forward,
         "received": plan.received, "layout": plan.layout,
     }  # fmt: skip
+
+
+def shard_and_unshard(group: dist.ProcessGroup, n: int) -> dict[str, Tensor]:
+    """A tensor as its shard and the whole again, and the gradients, which each rank weighs by a number of its own."""
+    rank = dist.get_rank(group)
+    plan = make_plan(fastattn.Mask(True), n, group, layout="longest first")
+    x = torch.arange(2.0 * n * 3).view(2, n, 3).requires_grad_()
+    mine = plan.shard(x, 1)
+    assert torch.equal(mine, x[:, plan.positions()])
+    leaf = mine.detach().requires_grad_()
+    whole = plan.unshard(leaf, 1)
+    weight = torch.arange(1.0, n + 1)[:, None] * (rank + 1)
+    (of_leaf,) = torch.autograd.grad((whole * weight).sum(), leaf, create_graph=True)
+    (of_x,) = torch.autograd.grad(mine.sum(), x)
+    return {"whole": whole.detach(), "rows": plan.positions(), "of_leaf": of_leaf.detach(), "of_x": of_x}
+
+
+def second_derivatives(group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Gradients of the squares of gradients, of gathered keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 12, 4, generator=generator, dtype=torch.float64) for _ in "qkv")
+    plan = make_plan(fastattn.Mask(True), 12, group, layout="zigzag")
+    leaves = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
+    o = fastattn.attention(*leaves, plan=plan)
+    first = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    return {"rows": plan.positions()} | dict(zip("qkv", second, strict=True))
+
+
+def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str) -> str:
+    """The error of a call in which the last rank differs in something."""
+    other = dist.get_rank(group) == dist.get_world_size(group) - 1
+    n, mask, options = 24, fastattn.Mask(True), {}
+    real = torch.ones(1, n, dtype=torch.bool)
+    if what == "values of a mask":
+        mask = fastattn.Mask(real_keys=torch.arange(n)[None] < n - other)
+    if what == "a field of a mask" and other:
+        mask = fastattn.Mask(True, real_keys=real)
+    plan = make_plan(
+        mask, n, group, algorithm=algorithm, layout="zigzag" if what == "layout" and other else "contiguous"
+    )
+    q = torch.ones(1, 6, n, 8)
+    if what == "heads" and other:
+        q = q[:, :3]
+    if what == "dtype" and other:
+        q = q.half()
+    if what == "gradients":
+        q = q.requires_grad_(not other)
+    if what == "options" and other:
+        options["softcap"] = 1.0
+    if what == "an error" and other:
+        options["dropout_p"] = 0.1
+    mine = plan.shard(q, 2)
+    if what == "length" and other:
+        mine = mine[:, :, 1:]
+    try:
+        fastattn.attention(mine, mine, mine, mask, plan=plan, **options)
+    except ValueError as error:
+        message = str(error)
+    assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
+    return message
+
+
+def agreed(group: dist.ProcessGroup) -> list[int]:
+    """The ranks, as all of them know."""
+    ranks: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, dist.get_rank(group), group=group)
+    return ranks
+
+
+def without_the_last(group: dist.ProcessGroup, how: str) -> str:
+    """The error of a call that the last rank does not make: it is gone, or does something else."""
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        if how == "dies":
+            os._exit(1)
+        return ""
+    plan = make_plan(fastattn.Mask(True), 24, group)
+    x = torch.ones(1, 1, len(plan.positions()), 8)
+    try:
+        fastattn.attention(x, x, x, plan=plan)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def masks_of_layers(group: dist.ProcessGroup) -> list[float]:
+    """Errors of calls with several masks on one plan, each called twice."""
+    n, generator = 48, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 8, generator=generator) for _ in "qkv")
+    real = torch.arange(n) < torch.tensor([[n], [n // 2]])
+    plan, errors = make_plan(fastattn.Mask(True), n, group, layout="longest first"), []
+    dense = torch.rand(n, n, generator=generator) < 0.5
+    local = [plan.shard(x, 2) for x in (q, k, v)]
+    for mask in 2 * [
+        None,
+        fastattn.Mask(),
+        fastattn.Mask(True, window=(5, 0)),
+        fastattn.Mask(real_keys=real),
+        fastattn.Mask(dense=dense),
+    ]:
+        exact = fastattn.attention(q, k, v, fastattn.Mask(True) if mask is None else mask)
+        actual = fastattn.attention(*local, mask, plan=plan)
+        errors.append((plan.unshard(actual, 2) - exact).abs().max().item())
+    kept = len(plan._schedules)
+    dense.logical_not_()  # a mask that was changed in place is another one
+    actual = plan.unshard(fastattn.attention(*local, fastattn.Mask(dense=dense), plan=plan), 2)
+    errors.append((actual - fastattn.attention(q, k, v, fastattn.Mask(dense=dense))).abs().max().item())
+    assert (kept, len(plan._schedules)) == (5, 6)
+    return errors

@@ -96,6 +96,16 @@ def shard_and_unshard(group: dist.ProcessGroup, n: int) -> dict[str, Tensor]:
     return {"whole": whole.detach(), "rows": plan.positions(), "of_leaf": of_leaf.detach(), "of_x": of_x}
 
 
+def small_beside_large(group: dist.ProcessGroup) -> list[Tensor]:
+    """Sums over the ranks of bf16 numbers that one after the other would add nothing to the first."""
+    number = 256.0 if dist.get_rank(group) == 0 else 1.0
+    plan = make_plan(None, 8, group)
+    mine = torch.ones(1, len(plan.positions()), dtype=torch.bfloat16).requires_grad_()
+    alike = torch.ones(3, dtype=torch.bfloat16).requires_grad_()
+    loss = (plan.unshard(mine, 1) * number).sum() + (plan.replicated(alike) * number).sum()
+    return list(torch.autograd.grad(loss, [mine, alike]))
+
+
 def second_derivatives(group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Gradients of the squares of gradients, of gathered keys."""
     generator = torch.Generator().manual_seed(0)

@@ -89,6 +89,13 @@ def test_every_dtype(ranks, algorithm, name, dtype):
     check(ranks, case, min(3, case.H) if algorithm == "heads" else 3, dtype, algorithm=algorithm)
 
 
+@pytest.mark.parametrize("H_kv", [1, 3, 4, 12])
+def test_key_heads_that_several_ranks_need(ranks, H_kv):
+    """With 3 of them, the second rank has one query head of the first group, and two of the second."""
+    case = Case("", "", H=12, H_kv=H_kv, n_q=40, causal=True, alibi=True, bias=(12, 40, 40), sinks=True)
+    check(ranks, case, 4, torch.float32, algorithm="heads")
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_reference(ranks, algorithm):
     check(ranks, BY_NAME["everything"], 3, torch.float32, algorithm=algorithm, backend="reference")

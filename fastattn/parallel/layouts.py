@@ -38,8 +38,7 @@ class Layout:
     def of(cls, name: str, visibility: Visibility, ranks: int, owner_q: Tensor, owner_k: Tensor) -> Layout:
         """The layout with what comes of it."""
         work = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner_q, visibility.pairs)
-        elsewhere = (owner_k != torch.arange(ranks)[:, None])[:, None]
-        return cls(name, owner_q, owner_k, work, (visibility.needed(owner_q, ranks) & elsewhere).sum((1, 2)))
+        return cls(name, owner_q, owner_k, work, visibility.received(owner_q, owner_k, ranks))
 
 
 def choose(visibility: Visibility, ranks: int, together: bool, names: Sequence[str], key_cost: float) -> Layout:

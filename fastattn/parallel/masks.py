@@ -40,9 +40,10 @@ class Visibility:
         right = min(_FAR if right is None else right, 0 if mask.causal else _FAR)
         last = end if right == _FAR else torch.minimum(position + right + 1, end)
         first = begin if left is None else torch.maximum(position - min(left, _FAR), begin)
-        self.first = torch.minimum(first, end)
+        first = torch.minimum(first, end)
         self.readable_q = real = mask.readable_queries()
-        self.stop = torch.maximum(last if real is None else last.masked_fill(~real, 0), self.first)
+        stop = torch.maximum(last if real is None else last.masked_fill(~real, 0), first)
+        self.first, self.stop = torch.broadcast_tensors(first, stop)
         self.readable = mask.readable_keys()
 
     @cached_property
@@ -93,6 +94,33 @@ class Visibility:
             order = self._order().expand(groups, -1, -1)
             need = torch.zeros(by_slot.shape, dtype=torch.bool).scatter_(2, order, by_slot)
         return need if self.readable is None else need & self.readable
+
+    def received(self, owner_q: Tensor, owner_k: Tensor, ranks: int) -> Tensor:
+        """int64 [ranks], how many keys, in all samples, the queries of each rank see that another rank has.
+
+        As `needed` tells, but in O(samples * (n_q + n_k)) memory for any number of ranks.
+        """
+        if self.mask.dense is not None:
+            return (self.needed(owner_q, ranks) & (owner_k != torch.arange(ranks)[:, None])[:, None]).sum((1, 2))
+        total, width = torch.zeros(ranks, dtype=torch.int64), self.n_k + 1
+        of_runs = [len(self.stop), len(self.order), 1 if self.readable is None else len(self.readable)]
+        for sample in range(max(of_runs)):
+            runs, order, readable = (sample % n for n in of_runs)
+            real = self.order.new_ones(self.n_k) if self.readable is None else self.readable[readable].long()
+            before = torch.nn.functional.pad(real[self.order[order]].cumsum(0), (1, 0))
+            seeing = self.stop[runs] > self.first[runs]
+            first, by = (owner_q[seeing] * width + self.first[runs, seeing]).sort()  # the slots of each rank in turn
+            rank = owner_q[seeing][by]
+            stop = rank * width + self.stop[runs, seeing][by]
+            last = stop.cummax(0).values  # what the runs so far have reached
+            new = torch.maximum(first, torch.nn.functional.pad(last[:-1], (1, 0))) if len(last) else first
+            seen = before[torch.maximum(stop, new) - rank * width] - before[new - rank * width]
+            total.index_add_(0, rank, seen)
+            slot = owner_k[self.order[order]] * width + torch.arange(self.n_k)  # a key where its own rank would see it
+            run = torch.searchsorted(first, slot, right=True) - 1
+            own = (run >= 0) & (slot < last[run.clamp(min=0)]) if len(last) else run >= 0
+            total.index_add_(0, owner_k[self.order[order]], -(own * real[self.order[order]]))
+        return total * (self.samples // max(of_runs))
 
     def _order(self) -> Tensor:
         return self.order.expand(self.samples, -1)

@@ -49,6 +49,9 @@ def test_against_keep(seed):
     seen = keep.any(1)
     need = visibility.needed(group, 3)
     assert torch.equal(need, torch.stack([seen[:, group == g].any(1) for g in range(3)]))
+    owner = torch.randint(0, 3, (n_k,), generator=generator)
+    elsewhere = (owner != torch.arange(3)[:, None])[:, None]
+    assert torch.equal(visibility.received(group, owner, 3), (need & elsewhere).sum((1, 2)))
 
     rows = (group == 0).nonzero()[:, 0]
     there, there_too = need[0].expand(B, -1), keep.expand(B, -1, -1, -1)

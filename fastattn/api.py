@@ -502,9 +502,7 @@ def _no_values(k: Tensor) -> Tensor:
     return k[..., :0] if isinstance(k, Tensor) and is_dense(k) and k.dim() else k
 
 
-def merge(
-    o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, *, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys together, (o, lse), from the results of attention over each of them.
 
     o = (exp(lse1) o1 + exp(lse2) o2) / exp(lse) with lse = log(exp(lse1) + exp(lse2)). The sets must have no key in

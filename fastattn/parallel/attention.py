@@ -54,7 +54,7 @@ def attention(
     deterministic: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """`fastattn.attention` with `plan`, without the choice of what is returned: (o, lse) of the queries of this rank."""
+    """`fastattn.attention` with `plan`: (o, lse) of the queries of this rank."""
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by fastattn.parallel.plan, got {type(plan).__name__}")
     group, error, number, schedule = plan._known_group(), None, 0, None
@@ -390,7 +390,7 @@ def _by_heads(
 
 
 def _to_heads(plan: Plan, of: str, real: Tensor, H: int, heads: list[range], device: torch.device) -> Route:
-    """The route of rows (sample, head, token) with some tokens and all heads to ranks with all tokens and some heads."""
+    """The route of rows (sample, head, token), all heads of some tokens, to ranks with all tokens of some heads."""
     rows, me, n = plan._rows_of_all(of), plan.rank, plan._length(of)
     mine = len(heads[me])
 

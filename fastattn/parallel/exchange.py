@@ -154,14 +154,12 @@ def agree(mine: int, error: Exception | None, device: torch.device, group: dist.
     if error is not None:
         raise error
     if refusing := [rank for rank, number in enumerate(numbers) if number == 0]:
-        raise ValueError(
-            f"the call must be valid on every rank; refused by {_named(refusing)}, where the error says why"
-        )
+        raise ValueError(f"the call must be valid on every rank; {_named(refusing)} refused it and says why")
     common = max(numbers, key=numbers.count)  # the first of those that most ranks have
     if others := [rank for rank, number in enumerate(numbers) if number != common]:
         raise ValueError(
-            "mask, plan, options, and the shapes and dtypes of q, k and v must be the same on every rank, got others on "
-            f"{_named(others)} than on rank {numbers.index(common)}"
+            "mask, plan, options, and the shapes and dtypes of q, k and v must be the same on every rank, "
+            f"got others on {_named(others)} than on rank {numbers.index(common)}"
         )
 
 

@@ -105,7 +105,7 @@ def in_runs(work: Tensor, ranks: int) -> Tensor:
 
 
 def longest_first(work: Tensor, ranks: int) -> Tensor:
-    """int64 [blocks], ranks with equal work in equal numbers of blocks: each block to the rank with the least so far."""
+    """int64 [blocks], ranks with equal work in equal numbers of blocks: each goes to the rank with the least yet."""
     most, owner = -(-len(work) // ranks), torch.zeros(len(work), dtype=torch.int64)
     loads = [(0.0, rank, 0) for rank in range(ranks)]
     for block in work.argsort(descending=True, stable=True).tolist():

@@ -1,4 +1,4 @@
-"""Keys that queries see, without a table of all pairs: how many, which ones, and the mask of some rows and some keys."""
+"""Keys that queries see, without a table of all pairs: how many, which ones, and the mask of a part of both."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Visibility:
 
 
 def at(table: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Entries of a table that is broadcastable to [B, H, n_q, n_k], along dimension -2 or -1 of that; differentiable."""
+    """Entries of a table that is broadcastable to [B, H, n_q, n_k], along a dimension of that, from -3 on."""
     return table if table.dim() < -dim or table.shape[dim] == 1 else table.index_select(dim, index)
 
 

@@ -17,7 +17,7 @@ MOST = 4
 TIMEOUT = timedelta(seconds=60)  # of a collective
 
 
-class Failed(AssertionError):
+class FailedError(AssertionError):
     """What a rank raised."""
 
 
@@ -39,13 +39,13 @@ class Ranks:
         """What the function `job` of jobs.py returns on each of the first `size` ranks, called with their group.
 
         Raises:
-            Failed: a rank raised something.
+            FailedError: a rank raised something.
         """
         for connection in self.connections[:size]:
             _send(connection, (job, size, arguments))
         answers = [_receive(connection) for connection in self.connections[:size]]
         if errors := [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error]:
-            raise Failed("\n".join(errors))
+            raise FailedError("\n".join(errors))
         return [answer for _, answer in answers]
 
     def stop(self) -> None:

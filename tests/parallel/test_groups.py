@@ -74,7 +74,7 @@ REFUSED = {
 def test_a_call_that_one_rank_refuses_is_refused_by_all(ranks, what):
     *others, mine = ranks.run("attend_differently", 3, what=what, algorithm="gather")
     assert mine == REFUSED[what]
-    assert others == 2 * ["the call must be valid on every rank; refused by rank 2, where the error says why"]
+    assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]
 
 
 @pytest.mark.parametrize("how", ["dies", "does something else"])

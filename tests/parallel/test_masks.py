@@ -31,7 +31,8 @@ def drawn(seed: int) -> tuple[Mask, int, int, int]:
         dense = table(*(n if chance(0.7) else 1 for n in (B, 2, n_q, n_k)))[0 if chance(0.2) else slice(None)]
     mask = Mask(
         chance(), q_offset=offsets[int(integer(0, 4))], window=widths if chance() else (None, None), segment_ids=ids,
-        real_keys=table(B, n_k) if chance(0.4) else None, real_queries=table(B, n_q) if chance(0.4) else None, dense=dense,
+        real_keys=table(B, n_k) if chance(0.4) else None, real_queries=table(B, n_q) if chance(0.4) else None,
+        dense=dense,
     )  # fmt: skip
     return mask, B, n_q, n_k
 

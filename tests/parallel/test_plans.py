@@ -82,23 +82,29 @@ def test_ring_where_a_rank_would_receive_more_than_it_may():
 
 def test_representation():
     assert repr(plan(Mask(True), 8192, 4)) == (
-        "Plan of 8192 queries and 8192 keys on 4 ranks: gather, zigzag; work of the busiest rank 1.00 of the mean, keys "
-        "received 6144 at most"
+        "Plan of 8192 queries and 8192 keys on 4 ranks: gather, zigzag; work of the busiest rank 1.00 of the mean, "
+        "keys received 6144 at most"
     )
 
 
 REFUSED = {
-    "mask": (dict(mask="causal"), "mask must be a fastattn.Mask or None, got str"),
-    "length": (dict(n=-1), "n must be an int, at least 0, or a pair (n_q, n_k) of them, got -1"),
-    "pair": (dict(n=(4, 5, 6)), "n must be an int, at least 0, or a pair (n_q, n_k) of them, got (4, 5, 6)"),
-    "mask-length": (dict(mask=Mask(real_keys=torch.ones(2, 7, dtype=torch.bool))), "mask.real_keys must be [2, 8], got [2, 7]"),
-    "ranks": (dict(mesh=0), "mesh must be a DeviceMesh, a ProcessGroup or an int, at least 1, got 0"),
-    "mesh": (dict(mesh="cp"), "mesh must be a DeviceMesh, a ProcessGroup or an int, at least 1, got 'cp'"),
-    "layout": (dict(layout="striped"), "layout must be 'contiguous', 'zigzag', 'in runs', 'longest first' or None, got 'striped'"),
-    "algorithm": (dict(algorithm="ulysses"), "algorithm must be 'gather', 'ring', 'heads' or None, got 'ulysses'"),
-    "most_keys": (dict(most_keys=1.5), "most_keys must be an int or None, got 1.5"),
-    "key_cost": (dict(key_cost="much"), "key_cost must be a number, at least 0, got 'much'"),
-}  # fmt: skip
+    "mask": ({"mask": "causal"}, "mask must be a fastattn.Mask or None, got str"),
+    "length": ({"n": -1}, "n must be an int, at least 0, or a pair (n_q, n_k) of them, got -1"),
+    "pair": ({"n": (4, 5, 6)}, "n must be an int, at least 0, or a pair (n_q, n_k) of them, got (4, 5, 6)"),
+    "mask-length": (
+        {"mask": Mask(real_keys=torch.ones(2, 7, dtype=torch.bool))},
+        "mask.real_keys must be [2, 8], got [2, 7]",
+    ),
+    "ranks": ({"mesh": 0}, "mesh must be a DeviceMesh, a ProcessGroup or an int, at least 1, got 0"),
+    "mesh": ({"mesh": "cp"}, "mesh must be a DeviceMesh, a ProcessGroup or an int, at least 1, got 'cp'"),
+    "layout": (
+        {"layout": "striped"},
+        "layout must be 'contiguous', 'zigzag', 'in runs', 'longest first' or None, got 'striped'",
+    ),
+    "algorithm": ({"algorithm": "ulysses"}, "algorithm must be 'gather', 'ring', 'heads' or None, got 'ulysses'"),
+    "most_keys": ({"most_keys": 1.5}, "most_keys must be an int or None, got 1.5"),
+    "key_cost": ({"key_cost": "much"}, "key_cost must be a number, at least 0, got 'much'"),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

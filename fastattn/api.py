@@ -138,14 +138,20 @@ def attention(
     if type(return_lse) is not bool:
         check_flags(return_lse=return_lse)
     result = None
-    if plan is not None:
-        from .parallel.attention import attention as over_ranks  # which calls this function in turn
+    if plan is not None or type(q).__name__ == "DTensor":
+        terms = {
+            "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,
+            "sinks": sinks, "dropout_p": dropout_p, "generator": generator, "deterministic": deterministic,
+            "backend": backend,
+        }  # fmt: skip
+        if plan is None:
+            from .parallel.dtensors import attention as of_dtensors  # which call this function in turn
 
-        result = over_ranks(
-            q, k, v, mask, plan, scale=as_number(scale), bias=bias, softcap=as_number(softcap),
-            alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, generator=generator,
-            deterministic=deterministic, backend=backend,
-        )  # fmt: skip
+            result = of_dtensors(q, k, v, mask, **terms)
+        else:
+            from .parallel.attention import attention as over_ranks
+
+            result = over_ranks(q, k, v, mask, plan, **terms)
     elif backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)
     if result is None and is_jagged(q):

@@ -209,6 +209,11 @@ def is_positional(mask: Mask, alibi_slopes: Tensor | None) -> bool:
 
 def on(mask: Mask, device: torch.device | str) -> Mask:
     """The same mask with its tensors on that device."""
-    moved = {name: x.to(device) for name, x in mask.tensors().items()}
-    ids = moved.pop("segment_ids[0]", None), moved.pop("segment_ids[1]", None)
-    return replace(mask, **moved, segment_ids=None if ids[0] is None else ids) if moved or ids[0] is not None else mask
+    return with_tensors(mask, {name: x.to(device) for name, x in mask.tensors().items()})
+
+
+def with_tensors(mask: Mask, tensors: dict[str, Tensor]) -> Mask:
+    """The mask with others in place of its tensors, by the names that `Mask.tensors` gives them."""
+    fields = {name: x for name, x in tensors.items() if not name.startswith("segment_ids")}
+    ids = tuple(x for name, x in tensors.items() if name.startswith("segment_ids"))
+    return replace(mask, **fields, segment_ids=ids or None)

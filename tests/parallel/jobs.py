@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import os
 from collections.abc import Iterator
@@ -10,7 +12,12 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn.parallel import plan as make_plan
@@ -198,3 +205,117 @@ def masks_of_layers(group: dist.ProcessGroup) -> list[float]:
     errors.append((actual - fastattn.attention(q, k, v, fastattn.Mask(dense=dense))).abs().max().item())
     assert (kept, len(plan._schedules)) == (5, 6)
     return errors
+
+
+def attend_dtensors(
+    group: dist.ProcessGroup, case: Case, mesh: tuple[int, ...], shards: tuple[int | None, ...], terms: bool
+) -> dict[str, Tensor]:
+    """The whole results of `fastattn.testing.run` for DTensors, of which each dimension of the mesh shards one.
+
+    terms: bias, slopes and sinks are DTensors too, and replicated.
+    """
+    # One of two dimensions all processes have to make.
+    device_mesh = DeviceMesh.from_group(group, "cpu") if len(mesh) == 1 else init_device_mesh("cpu", mesh)
+    placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
+    inputs = make_inputs(case, torch.float32)
+
+    def distributed(x: Tensor, placements: list) -> DTensor:
+        return distribute_tensor(x, device_mesh, placements)
+
+    leaves = {
+        name: distributed(x, placements).detach().requires_grad_()
+        for name, x in inputs.learned().items()
+        if name in "qkv"
+    }
+    replicated = [Replicate()] * len(mesh)
+    for name in LEARNED:
+        if name in inputs.options:
+            x = inputs.options[name]
+            leaves[name] = (distributed(x, replicated) if terms else x).detach().requires_grad_()
+    options = inputs.options | {name: x for name, x in leaves.items() if name in LEARNED}
+    o, lse = fastattn.attention(*(leaves[name] for name in "qkv"), inputs.mask, **options, return_lse=True)
+    assert o.placements == lse.placements == tuple(placements)
+    arriving = distributed(inputs.do, placements), distributed(inputs.dlse, placements)
+    gradients = torch.autograd.grad((o, lse), list(leaves.values()), arriving)
+    results = {"o": o, "lse": lse} | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    if (
+        not terms
+    ):  # plain tensors have the gradients of what each rank computed: those of ranks that are alike count once
+        alike = math.prod(n for n, dim in zip(mesh, shards, strict=True) if dim is None)
+        for name in LEARNED:
+            if name in leaves:
+                dist.all_reduce(results[f"d{name}"], group=group)
+                results[f"d{name}"] /= alike
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in results.items()}
+
+
+def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
+    """The error of a call with DTensors."""
+    mesh, x, options = DeviceMesh.from_group(group, "cpu"), torch.ones(2, 6, 8, 4), {}
+    q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for _ in "qkv")
+    if what == "no DTensor":
+        k = x
+    if what == "placed otherwise":
+        v = distribute_tensor(x, mesh, [Shard(0)])
+    if what == "head dim":
+        q, k, v = (distribute_tensor(x, mesh, [Shard(3)]) for _ in "qkv")
+    if what == "heads":
+        k = v = distribute_tensor(x[:, :1], mesh, [Shard(1)])
+    if what == "dropout":
+        options["dropout_p"] = 0.1
+    if what == "mask":
+        options["mask"] = fastattn.Mask(real_keys=torch.ones(1, 8, dtype=torch.bool))
+    try:
+        fastattn.attention(q, k, v, **options)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+class _Layer(nn.Module):
+    """Attention with projections, sinks and a plan, as a layer of a model has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.sinks = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor, mask: fastattn.Mask, plan: fastattn.parallel.Plan | None) -> Tensor:
+        q, k, v = self.inner(x).unflatten(2, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        o = fastattn.attention(q, k, v, mask, sinks=self.sinks, plan=plan)
+        return x + self.outer(o.transpose(1, 2).flatten(2))
+
+
+def train(group: dist.ProcessGroup, how: str) -> dict[str, Tensor]:
+    """The parameters of two layers after three steps on shared tokens, and those of one process on all of them."""
+    torch.manual_seed(0)
+    alone, batch = nn.ModuleList([_Layer(), _Layer()]), torch.randn(2, 30, 16)
+    model, size = copy.deepcopy(alone), dist.get_world_size(group)
+    mask = fastattn.Mask(True) & fastattn.Mask.from_lengths([30, 19], 30, of="both")
+    plan = make_plan(mask, 30, group, layout="longest first")
+    if how == "fully_shard":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        layers = [fully_shard(layer, mesh=mesh) for layer in model]
+    elif how == "DistributedDataParallel":
+        layers = [DistributedDataParallel(layer, process_group=group) for layer in model]
+    else:  # activation checkpointing, and the gradients summed by hand
+        layers = [functools.partial(checkpoint, layer, use_reentrant=False) for layer in model]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    for _ in range(3):
+        for x, run, of_run, n in ((batch, alone, None, 1), (plan.shard(batch, 1), layers, plan, size)):
+            for layer in run:
+                x = layer(x, mask, of_run)
+            (x.square().sum() / batch.numel() * n).backward()  # of which the wrappers take the mean over the ranks
+        if how == "checkpoint":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= size
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def whole(x: Tensor) -> Tensor:
+        return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+    expected = dict(alone.named_parameters())
+    return {name: torch.stack([whole(x), whole(expected[name])]) for name, x in model.named_parameters()}

@@ -47,6 +47,14 @@ def test_masks_of_several_layers_on_one_plan(ranks):
         assert max(errors) < 1e-5
 
 
+@pytest.mark.parametrize("how", ["DistributedDataParallel", "fully_shard", "checkpoint"])
+def test_training_as_on_one_process(ranks, how):
+    for answer in ranks.run("train", 3, how=how):
+        assert "0.sinks" in answer
+        for actual, expected in answer.values():
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
 DIFFERENT = ("values of a mask", "a field of a mask", "layout", "heads", "dtype", "gradients", "options")
 
 

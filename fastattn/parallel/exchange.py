@@ -16,6 +16,9 @@ from torch.nn.functional import pad
 from ..spec import accumulation_dtype
 
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+
+
 @dataclass(frozen=True, eq=False)
 class Route:
     """Rows of a tensor [n_in, C] that each rank sends, and where they arrive in one [n_out, C], which is 0 elsewhere.
@@ -118,7 +121,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     for part in arrived[1:]:
         total = total + part
     whole = parts.new_empty(parts.numel())
-    dist.all_gather_into_tensor(whole, total.to(x.dtype), group=group)
+    _all_gather(whole, total.to(x.dtype), group=group)
     return whole[: x.numel()].view(x.shape)
 
 
@@ -147,7 +150,7 @@ def agree(mine: int, error: Exception | None, device: torch.device, group: dist.
     """
     ranks = dist.get_world_size(group)
     numbers = torch.empty(ranks, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(
+    _all_gather(
         numbers, torch.tensor([0 if error else mine], dtype=torch.int64, device=device), group=group
     )
     numbers = numbers.tolist()

@@ -319,3 +319,15 @@ def train(group: dist.ProcessGroup, how: str) -> dict[str, Tensor]:
 
     expected = dict(alone.named_parameters())
     return {name: torch.stack([whole(x), whole(expected[name])]) for name, x in model.named_parameters()}
+
+
+def compiled(group: dist.ProcessGroup, algorithm: str) -> bool:
+    """Whether a compiled function gives what it gives as it is, and the same gradient."""
+    plan = make_plan(fastattn.Mask(True), 24, group, algorithm=algorithm)
+    x = torch.randn(1, 4, len(plan.positions()), 8, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return (fastattn.attention(x * 2, x, x, plan=plan) * 3).square().sum()
+
+    results = [torch.autograd.grad(f(x), x)[0] for f in (function, torch.compile(function, backend="eager"))]
+    return torch.equal(*results)

@@ -55,6 +55,10 @@ def test_training_as_on_one_process(ranks, how):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_compiled(ranks):
+    assert ranks.run("compiled", 2, algorithm="ring") == [True, True]
+
+
 DIFFERENT = ("values of a mask", "a field of a mask", "layout", "heads", "dtype", "gradients", "options")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import ops, plan
 from .backends import objections, order_of
@@ -151,6 +152,8 @@ def attention(
         else:
             from .parallel.attention import attention as over_ranks
 
+            if is_compiling():  # a graph ends before such a call, and another begins after it
+                over_ranks = torch.compiler.disable(over_ranks)
             result = over_ranks(q, k, v, mask, plan, **terms)
     elif backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)

@@ -37,7 +37,6 @@ class _Learned(NamedTuple):
     sinks: Tensor | None
 
 
-@torch.compiler.disable  # a graph ends before such a call and another begins after it
 def attention(
     q: Tensor,
     k: Tensor,

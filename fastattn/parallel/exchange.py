@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from ..spec import accumulation_dtype
 
-
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 
 
@@ -150,9 +149,7 @@ def agree(mine: int, error: Exception | None, device: torch.device, group: dist.
     """
     ranks = dist.get_world_size(group)
     numbers = torch.empty(ranks, dtype=torch.int64, device=device)
-    _all_gather(
-        numbers, torch.tensor([0 if error else mine], dtype=torch.int64, device=device), group=group
-    )
+    _all_gather(numbers, torch.tensor([0 if error else mine], dtype=torch.int64, device=device), group=group)
     numbers = numbers.tolist()
     if error is not None:
         raise error

@@ -1,4 +1,4 @@
-"""Functions that run on every rank of a group."""
+"""Functions that run on every rank of a group; those import what takes long that need it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn.parallel import plan as make_plan
@@ -214,6 +210,8 @@ def attend_dtensors(
 
     terms: bias, slopes and sinks are DTensors too, and replicated.
     """
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
     # One of two dimensions all processes have to make.
     device_mesh = DeviceMesh.from_group(group, "cpu") if len(mesh) == 1 else init_device_mesh("cpu", mesh)
     placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
@@ -251,6 +249,8 @@ def attend_dtensors(
 
 def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
     """The error of a call with DTensors."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     mesh, x, options = DeviceMesh.from_group(group, "cpu"), torch.ones(2, 6, 8, 4), {}
     q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for _ in "qkv")
     if what == "no DTensor":
@@ -288,6 +288,11 @@ class _Layer(nn.Module):
 
 def train(group: dist.ProcessGroup, how: str) -> dict[str, Tensor]:
     """The parameters of two layers after three steps on shared tokens, and those of one process on all of them."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
     torch.manual_seed(0)
     alone, batch = nn.ModuleList([_Layer(), _Layer()]), torch.randn(2, 30, 16)
     model, size = copy.deepcopy(alone), dist.get_world_size(group)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import api
 from ..plan import after_autocast
-from ..spec import Mask, accumulation_dtype, as_output
+from ..spec import Mask, Spec, accumulation_dtype, as_output
 from ..validation import validated
 from .exchange import Route, Transfer, agree, digest, exchange
 from .masks import Visibility, at, is_positional, on, part_of, runs_of, with_gaps_filled
@@ -32,6 +32,8 @@ class _Options(TypedDict):
 
 
 class _Learned(NamedTuple):
+    """What has a gradient besides q, k and v: that of all tokens, on every rank."""
+
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
@@ -80,7 +82,19 @@ def attention(
     return algorithm.attend(q, k, v, schedule, learned, options, group)
 
 
-def _validated(q, k, v, mask, plan, scale, softcap, learned, dropout_p, generator, deterministic):
+def _validated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    plan: Plan,
+    scale: float | None,
+    softcap: float | None,
+    learned: _Learned,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    deterministic: bool,
+) -> Spec:
     """The spec of a call of all tokens with the tensors of this rank; ValueError where there can be none."""
     lengths = {"q": len(plan._rows("queries")), "k": len(plan._rows("keys")), "v": len(plan._rows("keys"))}
     whole = []
@@ -132,7 +146,9 @@ class _Part(NamedTuple):
     keys: Tensor
 
     @classmethod
-    def of(cls, visibility, rows: Tensor, keys: Tensor, need: Tensor, positional: bool, device: torch.device) -> _Part:
+    def of(
+        cls, visibility: Visibility, rows: Tensor, keys: Tensor, need: Tensor, positional: bool, device: torch.device
+    ) -> _Part:
         """The part of the keys `keys`, of which those are there that `need` [B, n_k] has."""
         mask = part_of(visibility.mask, visibility.n_q, visibility.n_k, rows, keys, need[:, keys], positional)
         return cls(on(mask, device), rows.to(device), keys.to(device))
@@ -165,7 +181,15 @@ def _gathering(plan: Plan, visibility: Visibility, B: int, positional: bool, dev
     return _Gathering(route, _Part.of(visibility, rows, keys, need[me], positional, device))
 
 
-def _gathered(q, k, v, schedule: _Gathering, learned: _Learned, options: _Options, group) -> tuple[Tensor, Tensor]:
+def _gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: _Gathering,
+    learned: _Learned,
+    options: _Options,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
     k, v = _as_keys(exchange(_as_rows(k, v), schedule.route, group), len(q), k, v)
     part = schedule.part
     terms = learned._replace(bias=part.bias(learned.bias))._asdict()
@@ -247,7 +271,15 @@ def _ring(plan: Plan, visibility: Visibility, B: int, positional: bool, device: 
     return steps
 
 
-def _around(q, k, v, schedule: list[_Step], learned: _Learned, options: _Options, group) -> tuple[Tensor, Tensor]:
+def _around(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: list[_Step],
+    learned: _Learned,
+    options: _Options,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
     return _Ring.apply(q, k, v, *learned, schedule, options, group)
 
 
@@ -404,7 +436,9 @@ def _to_heads(plan: Plan, of: str, real: Tensor, H: int, heads: list[range], dev
     return Route.of(sent, placed, len(real) * H * len(here), len(real) * mine * n, device)
 
 
-def _some_heads(q, k, v, schedule: _Heads, learned: _Learned, options: _Options, group) -> tuple[Tensor, Tensor]:
+def _some_heads(
+    q: Tensor, k: Tensor, v: Tensor, schedule: _Heads, learned: _Learned, options: _Options, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     B, (first, stop), bias, D = len(q), schedule.heads, learned.bias, k.shape[3]
     some_q = exchange(q.flatten(0, 2), schedule.of_q, group).view(B, stop - first, schedule.n_q, q.shape[3])
     both = exchange(torch.cat([k, v], -1).flatten(0, 2), schedule.of_k, group)

@@ -1,6 +1,7 @@
 """Exact attention for PyTorch that skips padding and masks: fused forward and backward on CPU and GPU."""
 
 from . import flash_attn as flash_attn
+from . import parallel as parallel
 from .api import (
     Explanation,
     attention,
@@ -47,7 +48,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """The names that users call; the modules behind them are found by import alone."""
-    return sorted([*__all__, "__version__", "flash_attn", "nn"])
+    return sorted([*__all__, "__version__", "flash_attn", "nn", "parallel"])
 
 
 register_flash_implementation()

@@ -65,7 +65,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "plan": {"spec", "validation", "backends", "backends.choice", "backends.selfcheck"},
     "ops": {"spec", "validation", "backends", "derivatives", "plan"},
     "decoding": {"spec"},
-    "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "parallel"},  # the last over several ranks alone
+    "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "parallel"},  # the last late
     "parallel": {"spec", "validation", "plan", "api"},
     "sdpa": {"spec", "api"},
     "nn": {"spec", "api"},

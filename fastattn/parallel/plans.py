@@ -83,7 +83,7 @@ def plan(
     Example:
         >>> import fastattn
         >>> plan = fastattn.parallel.plan(fastattn.Mask(causal=True), 4096, 8)
-        >>> plan.layout, [round(share, 2) for share in plan.work / plan.work.mean()]
+        >>> plan.layout, [round(share, 2) for share in (plan.work / plan.work.mean()).tolist()]
         ('zigzag', [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     """
     lengths = n if isinstance(n, tuple) else (n, n)

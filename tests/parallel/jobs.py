@@ -40,6 +40,15 @@ def watched(sent: list[int], group: dist.ProcessGroup) -> Iterator[None]:
         dist.all_to_all_single = original
 
 
+def inputs_of(case: Case, dtype: torch.dtype) -> Inputs:
+    """The inputs of a case; in "dense-by-head" every second head sees what the others do not."""
+    inputs = make_inputs(case, dtype)
+    if case.name != "dense-by-head":
+        return inputs
+    dense = torch.cat([inputs.mask.dense ^ bool(head % 2) for head in range(case.H)], 1)
+    return replace(inputs, mask=replace(inputs.mask, dense=dense))
+
+
 def poisoned(inputs: Inputs) -> Inputs:
     """The same with NaN in the keys and values that no query sees."""
     n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
@@ -55,7 +64,7 @@ def attend(
 
     how: arguments of `plan`.
     """
-    inputs = poisoned(make_inputs(case, dtype))
+    inputs = poisoned(inputs_of(case, dtype))
     n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
     together = how.pop("together", True) and n_q == n_k
     n = n_q if together else (n_q, n_k)
@@ -215,7 +224,7 @@ def attend_dtensors(
     # One of two dimensions all processes have to make.
     device_mesh = DeviceMesh.from_group(group, "cpu") if len(mesh) == 1 else init_device_mesh("cpu", mesh)
     placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
-    inputs = make_inputs(case, torch.float32)
+    inputs = inputs_of(case, torch.float32)
 
     def distributed(x: Tensor, placements: list) -> DTensor:
         return distribute_tensor(x, device_mesh, placements)

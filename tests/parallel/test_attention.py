@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from jobs import inputs_of
 from ranks import Ranks
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def whole(answers: list[dict], n: dict[str, int]) -> dict[str, Tensor]:
 
 def check(ranks: Ranks, case: Case, size: int, dtype: torch.dtype, **how: object) -> list[dict]:
     answers = ranks.run("attend", size, case=case, dtype=dtype, **how)
-    inputs = make_inputs(case, dtype)
+    inputs = inputs_of(case, dtype)
     n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
     result = whole(answers, {"o": n_q, "lse": n_q, "dq": n_q, "dk": n_k, "dv": n_k})
     # What is a sum of the results of several calls has the roundings of each of them.
@@ -94,6 +95,11 @@ def test_key_heads_that_several_ranks_need(ranks, H_kv):
     """With 3 of them, the second rank has one query head of the first group, and two of the second."""
     case = Case("", "", H=12, H_kv=H_kv, n_q=40, causal=True, alibi=True, bias=(12, 40, 40), sinks=True)
     check(ranks, case, 4, torch.float32, algorithm="heads")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_mask_that_tells_heads_apart(ranks, algorithm):
+    check(ranks, Case("dense-by-head", "", H=4, n_q=40, dense=True, causal=True), 4, torch.float32, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from jobs import inputs_of
 
-from fastattn.testing import Case, assert_right, make_inputs
+from fastattn.testing import Case, assert_right
 
 PLACED = [
     ((2,), (0,)), ((2,), (1,)), ((3,), (2,)), ((2,), (None,)), ((2, 2), (0, 1)), ((2, 2), (1, 2)), ((2, 2), (2, 0)),
@@ -13,6 +14,7 @@ CASES = [
     Case("everything", "", B=3, H=4, H_kv=2, n_q=40, n_k=50, causal=True, q_offset=10, window=(30, None), keys="holes",
          queries=True, dense=True, bias=(3, 1, 40, 50), softcap=5.0, alibi=True, sinks=True),
     Case("documents", "", B=3, H=4, n_q=37, causal=True, segment_ids=True, bias=(4, 37, 37)),
+    Case("dense-by-head", "", B=3, H=4, n_q=40, dense=True, causal=True),
 ]  # fmt: skip
 
 
@@ -21,7 +23,7 @@ CASES = [
 @pytest.mark.parametrize("terms", [False, True])
 def test_same_as_one_process(ranks, mesh, shards, terms, case):
     size = mesh[0] if len(mesh) == 1 else 4
-    inputs = make_inputs(case, torch.float32)
+    inputs = inputs_of(case, torch.float32)
     for result in ranks.run("attend_dtensors", size, case=case, mesh=mesh, shards=shards, terms=terms):
         assert_right(inputs, result, slack=2)  # sums over ranks have the roundings of each
 

@@ -223,7 +223,7 @@ class Plan:
         """`x`, a tensor that every rank has; its gradient is the sum of those of all ranks, in their order and fp32.
 
         Without it the gradient of a bias, ALiBi slopes or sinks is that of the queries (with "heads", the heads) of
-        this rank, as those of all other parameters of a model are: DistributedDataParallel and fully_shard sum them.
+        this rank, as those of all other parameters of a model are: DistributedDataParallel and fully_shard reduce them.
         Every rank has to call backward.
 
         Raises:

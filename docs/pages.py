@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 FOLDER = Path(__file__).parent
 PAGES = sorted(FOLDER.glob("*.md"))
@@ -57,12 +59,16 @@ def shell_lines(page: str) -> list[str]:
     return [line.partition(" #")[0].strip() for line in lines]
 
 
+_AS_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+"""What `torchrun --nproc-per-node 1` would set, with a port that is free."""
+
+
 def run(path: Path) -> Iterator[tuple[Block, str, dict[str, object]]]:
     """Yields each block of the page at `path` once it has run, with its output and the namespace of the page."""
     namespace: dict[str, object] = {"__name__": path.stem}
     for block in python_blocks(path.read_text()):
         code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")  # tracebacks name the page's line
-        with redirect_stdout(io.StringIO()) as printed:
+        with redirect_stdout(io.StringIO()) as printed, mock.patch.dict(os.environ, _AS_TORCHRUN):
             exec(code, namespace)
         yield block, printed.getvalue(), namespace
 

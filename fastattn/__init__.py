@@ -1,5 +1,9 @@
 """Exact attention for PyTorch that skips padding and masks: fused forward and backward on CPU and GPU."""
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from . import flash_attn as flash_attn
 from .api import (
     Explanation,
@@ -19,6 +23,9 @@ from .nn import MultiHeadAttention, Transformer
 from .sdpa import scaled_dot_product_attention
 from .spec import Mask
 from .swap import SwapReport, swap, unswap
+
+if TYPE_CHECKING:
+    from . import parallel as parallel
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,7 +54,14 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """The names that users call; the modules behind them are found by import alone."""
-    return sorted([*__all__, "__version__", "flash_attn", "nn"])
+    return sorted([*__all__, "__version__", "flash_attn", "nn", "parallel"])
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`parallel`, which is imported when it is asked for: PyTorch can be built without torch.distributed."""
+    if name == "parallel":
+        return importlib.import_module(".parallel", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 register_flash_implementation()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import decoding, ops, plan
 from .backends import objections, order_of
@@ -17,6 +18,8 @@ from .validation import check_flags, check_jagged, check_merge, check_top_k, che
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .parallel import Plan
 
 
 class _TermsOfAll(TypedDict, total=False):
@@ -34,6 +37,7 @@ class _TermsOfAll(TypedDict, total=False):
 
 class _Terms(_TermsOfAll, total=False):
     bias: Tensor | None
+    plan: Plan | None
 
 
 class _TermsOfDocuments(_TermsOfAll, total=False):
@@ -76,6 +80,7 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
+    plan: Plan | None = None,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + bias) v over the keys that the mask shows, as [B, H, n_q, d_v]; or (o, lse).
@@ -106,12 +111,17 @@ def attention(
         backend: None for the first that takes the call, as `explain` says; with a `FallbackWarning` where that is
             slower for want of a kernel. "fused" for any kernel of this package, or a name from `fastattn info`; what
             is named is used or refused, never replaced.
+        plan: made by `fastattn.parallel.plan` where the tokens of each sample are on several ranks. q, k and v are then
+            those of this rank, and so are o and lse; `mask` (None for that of the plan) and the other tensors are those
+            of all tokens, on every rank. Every rank makes the same call. Gradients of bias, alibi_slopes and sinks are
+            to be summed over the ranks, like those of the parameters of a model, or by `plan.replicated`. `dropout_p`
+            must be 0.
 
     Returns:
         o [B, H, n_q, d_v] in the dtype of q, or (o, lse).
 
     Raises:
-        ValueError: the call is malformed.
+        ValueError: the call is malformed; with a plan, on every rank where it is on one, or where one has another.
         NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
         TypeError: an argument is not known here; the message says what to write for it.
 
@@ -130,7 +140,23 @@ def attention(
     if type(return_lse) is not bool:
         check_flags(return_lse=return_lse)
     result = None
-    if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
+    if plan is not None or type(q).__name__ == "DTensor":
+        terms = {
+            "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,
+            "sinks": sinks, "dropout_p": dropout_p, "generator": generator, "deterministic": deterministic,
+            "backend": backend,
+        }  # fmt: skip
+        if plan is None:
+            from .parallel.dtensors import attention as of_dtensors  # which call this function in turn
+
+            result = of_dtensors(q, k, v, mask, **terms)
+        else:
+            from .parallel.attention import attention as over_ranks
+
+            if is_compiling():  # a graph ends before such a call, and another begins after it
+                over_ranks = torch.compiler.disable(over_ranks)
+            result = over_ranks(q, k, v, mask, plan, **terms)
+    elif backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)
     if result is None and is_jagged(q):
         check_jagged(q, k, v, mask, bias)
@@ -490,16 +516,21 @@ def _no_values(k: Tensor) -> Tensor:
     return k[..., :0] if isinstance(k, Tensor) and is_dense(k) and k.dim() else k
 
 
-def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys together, (o, lse), from the results of attention over each of them.
 
     o = (exp(lse1) o1 + exp(lse2) o2) / exp(lse) with lse = log(exp(lse1) + exp(lse2)). The sets must have no key in
-    common; sinks belong to one of the two calls only. A query that sees nothing in one set has the results of the
-    other, and one that sees nothing in both has 0 and -inf. Differentiable to any order, in at least fp32.
+    common. A query that sees nothing in one set has the results of the other, and one that sees nothing in both has 0
+    and -inf. Differentiable to any order, in at least fp32.
+
+    Results of calls with `sinks` may not be merged: such a call gives -inf for a query that it shows no key, which says
+    nothing of the sink. Leave them out of the calls, and give them to the last `merge` of several.
 
     Args:
         o1, o2: outputs [..., n_q, d_v] of one shape, dtype and device, as of `attention`.
         lse1, lse2: [..., n_q], floating, in nats. (Those of `attention_varlen` have the heads first: pass `lse.T`.)
+        sinks: float [H] where lse1 is [..., H, n_q], one more logit in the softmax over both sets, without a value; or
+            None.
 
     Returns:
         o [..., n_q, d_v] in the dtype of o1, and lse [..., n_q] in the wider dtype of lse1 and lse2, at least fp32.
@@ -516,13 +547,24 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
         >>> halves = (
         ...     fastattn.attention(q, k[:, :, part], v[:, :, part], return_lse=True)
         ...     for part in (slice(0, 2), slice(2, 6)))
-        >>> o, lse = fastattn.merge(*next(halves), *next(halves))
-        >>> torch.allclose(o, fastattn.attention(q, k, v), atol=1e-6)
+        >>> o, lse = fastattn.merge(*next(halves), *next(halves), sinks=torch.zeros(2))
+        >>> torch.allclose(o, fastattn.attention(q, k, v, sinks=torch.zeros(2)), atol=1e-6)
         True
     """
-    check_merge(o1, lse1, o2, lse2)
+    check_merge(o1, lse1, o2, lse2, sinks)
     dtype = accumulation_dtype(torch.promote_types(lse1.dtype, lse2.dtype))
     lse1, lse2 = lse1.to(dtype), lse2.to(dtype)
+    lse, weight1, weight2 = _together(lse1, lse2)
+    o = weight1[..., None] * o1.to(dtype) + weight2[..., None] * o2.to(dtype)
+    if sinks is not None:
+        nothing = lse == -math.inf
+        with_sinks, weight, _ = _together(lse, sinks.to(dtype)[:, None].expand_as(lse))
+        o, lse = weight[..., None] * o, with_sinks.masked_fill(nothing, -math.inf)
+    return o.to(o1.dtype), lse
+
+
+def _together(lse1: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log(exp(lse1) + exp(lse2)), and the share of each in that sum; shares of 0 where both are -inf."""
     nothing1, nothing2 = lse1 == -math.inf, lse2 == -math.inf
     # Numbers stand in for -inf, so that no derivative of what is not taken is NaN. All is smooth where both are equal.
     more = lse1.masked_fill(nothing1, 0) - lse2.masked_fill(nothing2, 0)
@@ -530,8 +572,7 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     lse = torch.where(nothing1, lse2, torch.where(nothing2, lse1, both))
     weight1 = torch.sigmoid(more).masked_fill(nothing2, 1).masked_fill(nothing1, 0)
     weight2 = torch.sigmoid(-more).masked_fill(nothing1, 1).masked_fill(nothing2, 0)
-    o = weight1[..., None] * o1.to(dtype) + weight2[..., None] * o2.to(dtype)
-    return o.to(o1.dtype), lse
+    return lse, weight1, weight2
 
 
 @dataclass(frozen=True)

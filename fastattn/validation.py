@@ -162,9 +162,10 @@ def check_jagged(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tenso
         raise ValueError(f"bias must be None where q is nested, got {type(bias).__name__}")
 
 
-def check_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
+def check_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, sinks: Tensor | None) -> None:
     """Raises ValueError where these arguments of `merge` do not fit each other."""
-    for name, x in (("o1", o1), ("lse1", lse1), ("o2", o2), ("lse2", lse2)):
+    given = {"o1": o1, "lse1": lse1, "o2": o2, "lse2": lse2} | ({} if sinks is None else {"sinks": sinks})
+    for name, x in given.items():
         if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in _DTYPES:
             raise ValueError(f"{name} must be a floating Tensor, got {_kind(x)}")
         if x.device != o1.device:
@@ -176,6 +177,10 @@ def check_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:
     for name, x in (("lse1", lse1), ("lse2", lse2)):
         if x.shape != o1.shape[:-1]:
             raise ValueError(f"{name} must be {list(o1.shape[:-1])} like o1, got {list(x.shape)}")
+    if sinks is not None and lse1.dim() < 2:
+        raise ValueError(f"sinks must be None where lse1 is {list(lse1.shape)}, without heads, got {list(sinks.shape)}")
+    if sinks is not None and sinks.shape != lse1.shape[-2:-1]:
+        raise ValueError(f"sinks must be [{lse1.shape[-2]}], one for each head of lse1, got {list(sinks.shape)}")
 
 
 def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k: int) -> None:

@@ -146,13 +146,15 @@ def weights(draw: Draw) -> Errors:
 
 def merge(draw: Draw) -> Errors:
     """`merge` of the results for two sets of keys against the formula for all of them."""
-    call = drawn_call(draw, "causal q_offset window segment_ids real_queries bias softcap scale")
+    call = drawn_call(draw, "causal q_offset window segment_ids real_queries bias softcap scale sinks")
+    sinks = call.options.get("sinks")
     first = draw.table(call.q.shape[0], call.k.shape[2], p=draw.choice((0.0, 0.5, 0.9)))
     halves = []
     for real in (first, ~first):
-        part = replace(call, mask=call.mask | {"real_keys": real})
+        options = {name: x for name, x in call.options.items() if name != "sinks"}
+        part = replace(call, mask=call.mask | {"real_keys": real}, options=options)
         halves += fastattn.attention(call.q, call.k, call.v, **arguments(draw, part), return_lse=True)
-    o, lse = fastattn.merge(*halves)
+    o, lse = fastattn.merge(*halves, sinks=sinks)
     yield from errors_of(draw, call, {"o": o, "lse": lse})
 
 

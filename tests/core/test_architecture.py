@@ -65,14 +65,15 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "plan": {"spec", "validation", "backends", "backends.choice", "backends.selfcheck"},
     "ops": {"spec", "validation", "backends", "derivatives", "plan"},
     "decoding": {"spec"},
-    "api": {"spec", "validation", "backends", "plan", "ops", "decoding"},
+    "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "parallel"},  # the last late
+    "parallel": {"spec", "validation", "plan", "api"},
     "sdpa": {"spec", "api"},
     "nn": {"spec", "api"},
     "flash_attn": {"spec", "api", "nn.checks"},
     "integrations": {"spec", "api", "sdpa", "nn", "backends"},
     "swap": {"backends", "nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
-    "": {"spec", "api", "sdpa", "flash_attn", "backends", "nn", "swap", "integrations"},
+    "": {"spec", "api", "sdpa", "flash_attn", "backends", "nn", "swap", "integrations", "parallel"},
     "bench": {
         "",
         "machine",
@@ -163,4 +164,4 @@ def test_no_catch_all_modules():
 
 
 def test_dir_shows_what_users_call():
-    assert set(dir(fastattn)) == {*fastattn.__all__, "flash_attn", "nn", "__version__"}
+    assert set(dir(fastattn)) == {*fastattn.__all__, "flash_attn", "nn", "parallel", "__version__"}

@@ -19,6 +19,8 @@ CASES = {
     "window": Case("", "", n_q=30, n_k=50, window=(3, 3), q_offset=10),  # the last see nothing in the first
     "padding": Case("", "", B=3, n_q=50, keys="none", queries=True),  # some see nothing at all
     "large-scores": Case("", "", n_q=30, n_k=50, scale=60.0),
+    "sinks": Case("", "", n_q=30, n_k=50, causal=True, q_offset=5, sinks=True),  # as in "causal"
+    "sinks-padding": Case("", "", B=3, H=4, n_q=50, keys="none", queries=True, sinks=True),  # as in "padding"
 }
 
 
@@ -39,7 +41,7 @@ def merged(learned: dict[str, Tensor], inputs: Inputs, backend: str) -> tuple[Te
             q, k[:, :, first:last], v[:, :, first:last], part, scale=inputs.options["scale"], return_lse=True,
             backend=backend,
         )  # fmt: skip
-    return fastattn.merge(*results)
+    return fastattn.merge(*results, sinks=learned.get("sinks"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,6 +99,29 @@ def test_any_order():
     assert gradcheck(finite, inputs, check_forward_ad=True)
     assert gradgradcheck(finite, inputs, check_fwd_over_rev=True)
 
+    def with_sinks(o1, lse1, o2, lse2, sinks):
+        o1, o2 = o1.masked_fill(empty1[..., None], 0), o2.masked_fill(empty2[..., None], 0)
+        lse1, lse2 = lse1.masked_fill(empty1, -math.inf), lse2.masked_fill(empty2, -math.inf)
+        o, lse = fastattn.merge(o1, lse1, o2, lse2, sinks=sinks)
+        return o, lse.masked_fill(lse == -math.inf, 0)
+
+    inputs = (*inputs, torch.randn(2, generator=generator, dtype=torch.float64).requires_grad_())
+    assert gradcheck(with_sinks, inputs, check_forward_ad=True)
+    assert gradgradcheck(with_sinks, inputs, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -1e30, 1e30])
+def test_sinks_that_take_nothing_or_all(sink):
+    o, lse = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5)
+    lse[:, :, 0] = -math.inf
+    o[:, :, 0] = 0
+    sinks = torch.full((3,), sink, requires_grad=True)
+    actual, lse_of_all = fastattn.merge(o, lse, torch.zeros_like(o), torch.full_like(lse, -math.inf), sinks=sinks)
+    assert torch.equal(actual, o if sink < 0 else torch.zeros_like(o))
+    assert torch.equal(lse_of_all, lse if sink < 0 else torch.where(lse == -math.inf, lse, sink))
+    (gradient,) = torch.autograd.grad(lse_of_all[lse != -math.inf].sum() + actual.sum(), sinks)
+    assert torch.equal(gradient, torch.full((3,), 0.0 if sink < 0 else 8.0))  # 2 samples, 4 queries that see a key
+
 
 def test_heads_first_as_attention_varlen_has_them():
     q, boundaries = torch.randn(12, 2, 8), torch.tensor([0, 5, 12])
@@ -122,6 +147,13 @@ MALFORMED = {
     ),
     "dtype": ({"o2": OUTPUT.half()}, "o2 must be [2, 3, 5, 8] of torch.float32 like o1"),
     "lse": ({"lse1": LSE.mT}, "lse1 must be [2, 3, 5] like o1, got [2, 5, 3]"),
+    "sinks": ({"sinks": torch.zeros(5)}, "sinks must be [3], one for each head of lse1, got [5]"),
+    "no-heads": (
+        {"o1": OUTPUT[0, 0], "lse1": LSE[0, 0], "o2": OUTPUT[0, 0], "lse2": LSE[0, 0], "sinks": torch.zeros(5)},
+        "sinks must be None where lse1 is [5], without heads",
+    ),
+    "sinks-type": ({"sinks": 1.0}, "sinks must be a floating Tensor, got float"),
+    "sinks-device": ({"sinks": torch.zeros(3, device="meta")}, "sinks must be on cpu like o1, got meta"),
 }
 
 

@@ -478,7 +478,7 @@ import subprocess, sys
 
 class Forbidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"triton", "ninja"} or name == "fastattn._cpu":
+        if name.partition(".")[0] in {"triton", "ninja"} or name in {"fastattn._cpu", "fastattn.parallel"}:
             raise ImportError(f"{name} is forbidden here")
 
 sys.meta_path.insert(0, Forbidden())

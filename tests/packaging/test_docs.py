@@ -201,7 +201,7 @@ def test_commands_and_their_options_exist(command):
             extras = {extra for word in rest for part in re.findall(r"\[(.+)\]", word) for extra in part.split(",")}
             project = (ROOT / "pyproject.toml").read_text()
             assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
-        case ["git" | "gh", *_]:
+        case ["git" | "gh" | "torchrun", *_]:
             pass  # they are others'
         case ["fastattn" | "python", *rest]:
             begin = 1 if words[1] == "-m" else 0  # options of Python's own

@@ -1,0 +1,127 @@
+"""Attention of DTensors: samples and heads where they are, and the tokens of a sample by a plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .. import api
+from ..spec import Mask
+from ..validation import EVERYTHING, validated
+from .masks import with_tensors
+from .plans import plan
+
+_SHARDED = {0: "samples", 1: "heads", 2: "tokens"}
+
+
+def attention(
+    q: DTensor,
+    k: DTensor,
+    v: DTensor,
+    mask: Mask | None,
+    *,
+    scale: float | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[DTensor, DTensor]:
+    """`fastattn.attention` of DTensors: (o, lse), which are placed like q.
+
+    Each dimension of the mesh may have samples, heads or tokens sharded, tokens at most one of them. A plain tensor
+    among the other arguments is that of the whole call, and gets the gradient of what this rank computes.
+    """
+    _check_placements(q, k, v)
+    mesh, placements = q.device_mesh, q.placements
+    if dropout_p != 0:
+        raise ValueError(f"dropout_p must be 0 where q is a DTensor, got {dropout_p!r}")
+    learned = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    partial = [Replicate() if p.is_replicate() else Partial() for p in placements]
+    for name, x in learned.items():
+        if isinstance(x, DTensor):
+            learned[name] = x.redistribute(mesh, [Replicate()] * mesh.ndim).to_local(grad_placements=partial)
+    mask = _of_plain_tensors(EVERYTHING if mask is None else mask)
+    whole = (x.to_local().new_empty(1).expand(x.shape) for x in (q, k, v))
+    spec = validated(*whole, mask, scale, softcap=softcap, dropout_p=0.0, generator=generator,
+                     deterministic=deterministic, **learned)  # fmt: skip
+    samples, heads = (_part(q, dim) for dim in (0, 1))
+    mask = _some(mask, samples, heads)
+    if bias is not None:
+        learned["bias"] = _cut(_cut(learned["bias"], -4, samples), -3, heads)
+    if alibi_slopes is not None:
+        learned["alibi_slopes"] = _cut(learned["alibi_slopes"][..., heads], -2, samples)
+    if sinks is not None:
+        learned["sinks"] = learned["sinks"][heads]
+    of_tokens = [i for i, placement in enumerate(placements) if placement.is_shard(2)]
+    if of_tokens:
+        group = mesh.get_group(of_tokens[0])
+        learned["plan"] = plan(mask, (q.shape[2], k.shape[2]), group, layout="contiguous")
+    local = (x.to_local(grad_placements=placements) for x in (q, k, v))
+    results = api.attention(
+        *local, mask, scale=spec.scale, softcap=softcap, deterministic=deterministic, return_lse=True, backend=backend,
+        **learned,
+    )  # fmt: skip
+    shapes = (*q.shape[:3], v.shape[3]), q.shape[:3]
+    return tuple(
+        DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(shape))
+        for x, shape in zip(results, shapes, strict=True)
+    )
+
+
+def _check_placements(q: DTensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError where q, k and v are not placed in a way that attention is computed in."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, DTensor) or x.device_mesh != q.device_mesh or x.placements != q.placements:
+            got = f"{x.placements} on {x.device_mesh}" if isinstance(x, DTensor) else type(x).__name__
+            raise ValueError(f"{name} must be a DTensor, {q.placements} on {q.device_mesh} like q, got {got}")
+    for i, placement in enumerate(q.placements):
+        ranks = q.device_mesh.size(i)
+        if not (placement.is_replicate() or (type(placement) is Shard and placement.dim in _SHARDED)):
+            raise ValueError(f"q must be replicated, or sharded along dim 0, 1 or 2, got {q.placements}")
+        if placement.is_shard(1) and k.dim() == 4 and (k.shape[1] % ranks or q.shape[1] % ranks):
+            got = f"{q.shape[1]} and {k.shape[1]}"
+            raise ValueError(f"the heads of q and k must be multiples of the {ranks} ranks that share them, got {got}")
+    for dim in (1, 2):
+        if sum(placement.is_shard(dim) for placement in q.placements) > 1:
+            raise ValueError(f"q must have its {_SHARDED[dim]} on one dimension of the mesh, got {q.placements}")
+
+
+def _part(x: DTensor, dim: int) -> slice:
+    """The entries along `dim` that this rank has: of several dimensions of the mesh each shards what is left."""
+    first, n = 0, x.shape[dim]
+    for i, placement in enumerate(x.placements):
+        if placement.is_shard(dim):
+            size = -(-n // x.device_mesh.size(i))
+            start = min(size * x.device_mesh.get_local_rank(i), n)
+            first, n = first + start, min(size, n - start)
+    return slice(first, first + n)
+
+
+def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
+    """Some entries along a dimension that may be missing, or 1 for all."""
+    return x if x.dim() < -dim or x.shape[dim] == 1 else x.narrow(dim, part.start, part.stop - part.start)
+
+
+def _of_plain_tensors(mask: Mask) -> Mask:
+    """The mask with all of each DTensor on every rank."""
+    if not isinstance(mask, Mask):
+        return mask  # which is refused by name
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in mask.tensors().items()}
+    return with_tensors(mask, whole)
+
+
+def _some(mask: Mask, samples: slice, heads: slice) -> Mask:
+    """The mask of some samples and heads."""
+    part = {name: x[samples] for name, x in mask.tensors().items() if name != "dense"}
+    if mask.dense is not None:
+        part["dense"] = _cut(_cut(mask.dense, -4, samples), -3, heads)
+    return with_tensors(mask, part)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

@@ -1,0 +1,306 @@
+"""Plans: which rank has which tokens and by which algorithm they attend, decided from the mask alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..spec import Mask, as_int, is_int
+from ..validation import EVERYTHING, validated
+from .exchange import Route, digest, exchange, replicated
+from .layouts import LAYOUTS, Layout, choose
+from .masks import Visibility, on
+
+ALGORITHMS = {
+    "gather": ("contiguous", *LAYOUTS),
+    "ring": ("contiguous", "zigzag"),  # the keys of a rank then are in few runs, each of which is a call
+    "heads": ("contiguous",),  # each rank computes some heads of all tokens, wherever they lie
+}
+"""The layouts among which the choice is, by algorithm."""
+
+_MOST_SCHEDULES = 64
+_T = TypeVar("_T")
+
+
+def plan(
+    mask: Mask | None,
+    n: int | tuple[int, int],
+    mesh: DeviceMesh | dist.ProcessGroup | int,
+    *,
+    layout: str | None = None,
+    algorithm: str | None = None,
+    most_keys: int | None = None,
+    key_cost: float = 500.0,
+) -> Plan:
+    """Plan of attention over the ranks of a group: who has which tokens, and what they send each other.
+
+    A function of its arguments alone: nothing is sent, so every rank makes the same plan from the same mask. It takes
+    O(ranks * samples * n_k) memory, and never looks at pairs, unless `mask.dense` has them.
+
+    Layouts, of which one is chosen that keeps the busiest rank's max(pairs, key_cost * keys received) within 4 % of
+    the least, and of these the one that receives the fewest keys:
+
+    - "contiguous": one run of tokens for each rank, as `torch.chunk` and DTensor have them.
+    - "zigzag": two runs, one from each half.
+    - "in runs": equal work in equal numbers of tokens, most of them of the same documents.
+    - "longest first": equal work in equal numbers of tokens, from anywhere.
+
+    Algorithms, whose results differ by rounding alone:
+
+    - "gather": a rank gets the keys that its queries see from the ranks that have them, each key once, and computes in
+      one call. The default: it sends the least, and holds all keys that its queries see.
+    - "ring": keys go from rank to rank as far as somebody sees them, while those that are there are computed. A rank
+      holds its own keys, and those of two others. Chosen where a rank would receive more than `most_keys`. It has
+      first derivatives only.
+    - "heads": a rank gets all tokens that are not padding, and computes some of the heads. Key heads that more than one
+      rank needs are sent to each. By name only.
+
+    Args:
+        mask: which keys each query may see: that of all tokens, with the same values on every rank. None is all.
+        n: number of tokens, if queries and keys are of the same ones; or (n_q, n_k), and the keys then are contiguous.
+        mesh: the ranks that share each sample: a DeviceMesh of one dimension, as `mesh["cp"]`, or a ProcessGroup. An
+            int is a number of ranks that need not exist, for the figures of a plan.
+        layout, algorithm: names from above, or None to choose.
+        most_keys: the most keys that a rank may get from others, in all samples together; None is no limit.
+        key_cost: number of pairs of a query and a key whose scores and values all heads compute in the time in which
+            one key and its value arrive: H_kv * bytes_of_a_number * rate / (2 * H * bandwidth), with the floating-point
+            operations and the bytes received in a second. 500 is that of 200e12 and 50e9, in bf16, with 8 query heads
+            for each key head.
+
+    Returns:
+        A `Plan`.
+
+    Raises:
+        ValueError: an argument is not what is said here, or this process is none of the ranks.
+
+    Example:
+        >>> import fastattn
+        >>> plan = fastattn.parallel.plan(fastattn.Mask(causal=True), 4096, 8)
+        >>> plan.layout, [round(share, 2) for share in (plan.work / plan.work.mean()).tolist()]
+        ('zigzag', [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    """
+    lengths = n if isinstance(n, tuple) else (n, n)
+    if len(lengths) != 2 or not all(is_int(as_int(x)) and 0 <= as_int(x) < 2**31 for x in lengths):
+        raise ValueError(f"n must be an int, at least 0, or a pair (n_q, n_k) of them, got {n!r}")
+    n_q, n_k = map(as_int, lengths)
+    for name, value, known in (("layout", layout, ALGORITHMS["gather"]), ("algorithm", algorithm, ALGORITHMS)):
+        if value is not None and value not in known:
+            raise ValueError(f"{name} must be {', '.join(map(repr, known))} or None, got {value!r}")
+    if most_keys is not None and not is_int(most_keys):
+        raise ValueError(f"most_keys must be an int or None, got {most_keys!r}")
+    if isinstance(key_cost, bool) or not isinstance(key_cost, (int, float)) or not key_cost >= 0:
+        raise ValueError(f"key_cost must be a number, at least 0, got {key_cost!r}")
+    group, rank, ranks = _group_of(mesh)
+    mask = EVERYTHING if mask is None else mask
+    _check_fit(mask, n_q, n_k)
+    visibility = Visibility(on(mask, "cpu"), n_q, n_k)
+
+    def chosen(algorithm: str) -> Layout:
+        among = ALGORITHMS[algorithm] if layout is None else (layout,)
+        return choose(visibility, ranks, not isinstance(n, tuple), among, key_cost)
+
+    result = chosen(algorithm or "gather")
+    if algorithm is None and most_keys is not None and result.received.max() > most_keys:
+        algorithm = "ring"
+        result = chosen(algorithm)
+    return Plan(mask, n_q, n_k, rank, ranks, group, algorithm or "gather", result)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """Who has which tokens of a batch, and how they attend: made by `fastattn.parallel.plan`.
+
+    `fastattn.attention(q, k, v, mask, plan=plan)` takes the local parts of q, k and v and the mask of all tokens. That
+    may be another mask than the plan was made for, as in models whose layers have several: what is sent follows the
+    mask of the call, and where tokens lie follows the plan.
+
+    Args:
+        mask: that of the plan, and of calls without one.
+        n_q, n_k: numbers of all queries and all keys.
+        rank, ranks: of this process in the group, None where there is none; and how many there are.
+        group: the ProcessGroup, or None.
+        algorithm: its name.
+    """
+
+    mask: Mask
+    n_q: int
+    n_k: int
+    rank: int | None
+    ranks: int
+    group: dist.ProcessGroup | None
+    algorithm: str
+    _layout: Layout
+    _schedules: dict[tuple, tuple] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> str:
+        """The name of the layout."""
+        return self._layout.name
+
+    @property
+    def work(self) -> Tensor:
+        """float64 [ranks]: the pairs of a query and a key that it sees, for each rank and all samples of the mask."""
+        return self._layout.work
+
+    @property
+    def received(self) -> Tensor:
+        """int64 [ranks]: the keys that each rank needs of others, in all samples of the mask."""
+        return self._layout.received
+
+    def __repr__(self) -> str:
+        mean = self.work.mean().item()
+        return (
+            f"Plan of {self.n_q} queries and {self.n_k} keys on {self.ranks} ranks: {self.algorithm}, {self.layout}; "
+            f"work of the busiest rank {self.work.max().item() / mean if mean else 1:.2f} of the mean, keys received "
+            f"{self.received.max().item()} at most"
+        )
+
+    def shard(self, x: Tensor, dim: int, *, of: str = "queries") -> Tensor:
+        """The tokens of this rank of a tensor of all tokens: `x` with fewer entries along `dim`, differentiable.
+
+        Args:
+            x: a tensor with n_q, or n_k, entries along `dim`.
+            dim: the dimension of the tokens.
+            of: "queries" or "keys"; the same in self-attention.
+
+        Returns:
+            A copy of the tokens of this rank, in their order.
+
+        Raises:
+            ValueError: an argument is not what is said here, or this process is none of the ranks.
+        """
+        rows, n = self._rows(of), self._length(of)
+        if x.shape[dim] != n:
+            raise ValueError(f"x must have {n} entries along dim {dim}, got {list(x.shape)}")
+        return x.index_select(dim, rows.to(x.device))
+
+    def unshard(self, y: Tensor, dim: int, *, of: str = "queries") -> Tensor:
+        """The tensor of all tokens, on every rank, from the tokens that each has. Every rank has to call it.
+
+        The gradient of `y` is the sum over the ranks of the gradients that arrive at the results for its tokens.
+
+        Args:
+            y: the tokens of this rank, along `dim` in their order; with the same other sizes on every rank.
+            dim, of: see `shard`.
+
+        Returns:
+            A tensor with n_q, or n_k, entries along `dim`.
+
+        Raises:
+            ValueError: an argument is not what is said here, or this process is none of the ranks.
+        """
+        rows, n, group = self._rows(of), self._length(of), self._known_group()
+        if y.shape[dim] != len(rows):
+            raise ValueError(
+                f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}"
+            )
+        mine = [torch.arange(len(rows))] * self.ranks
+        route = Route.of(mine, self._rows_of_all(of), len(rows), n, y.device)
+        moved = y.movedim(dim, 0)
+        whole = exchange(moved.reshape(len(rows), moved.shape[1:].numel()), route, group)
+        return whole.view(n, *moved.shape[1:]).movedim(0, dim)
+
+    def positions(self, *, of: str = "queries", device: torch.device | str | None = None) -> Tensor:
+        """int64 [tokens of this rank], ascending: their indices among all tokens, as for rotary positions.
+
+        Args:
+            of: see `shard`.
+            device: of the result; None is the CPU.
+
+        Raises:
+            ValueError: as in `shard`.
+        """
+        return self._rows(of).to("cpu" if device is None else device)
+
+    def replicated(self, x: Tensor) -> Tensor:
+        """`x`, a tensor that every rank has; its gradient is the sum of those of all ranks, in their order and fp32.
+
+        Without it the gradient of a bias, ALiBi slopes or sinks is that of the queries (with "heads", the heads) of
+        this rank, as those of all other parameters of a model are: DistributedDataParallel and fully_shard reduce them.
+        Every rank has to call backward.
+
+        Raises:
+            ValueError: this process is none of the ranks.
+        """
+        return replicated(x, self._known_group())
+
+    def _known_group(self) -> dist.ProcessGroup:
+        if self.group is None:
+            raise ValueError("mesh must be a DeviceMesh or a ProcessGroup for a plan that is carried out, got an int")
+        return self.group
+
+    def _length(self, of: str) -> int:
+        return self.n_q if of == "queries" else self.n_k
+
+    def _rows(self, of: str) -> Tensor:
+        self._known_group()
+        return self._rows_of_all(of)[self.rank]
+
+    def _rows_of_all(self, of: str) -> list[Tensor]:
+        if of not in ("queries", "keys"):
+            raise ValueError(f"of must be 'queries' or 'keys', got {of!r}")
+        return self._queries if of == "queries" else self._keys
+
+    @cached_property
+    def _queries(self) -> list[Tensor]:
+        return [(self._layout.owner_q == r).nonzero()[:, 0] for r in range(self.ranks)]
+
+    @cached_property
+    def _keys(self) -> list[Tensor]:
+        if self._layout.owner_k is self._layout.owner_q:
+            return self._queries
+        return [(self._layout.owner_k == r).nonzero()[:, 0] for r in range(self.ranks)]
+
+    @cached_property
+    def _digest(self) -> int:
+        return digest(self.n_q, self.n_k, self.ranks, self.algorithm, self._layout.owner_q, self._layout.owner_k)
+
+    def _schedule(self, mask: Mask, more: tuple, make: Callable[[Visibility], _T]) -> tuple[int, _T]:
+        """The digest of a mask, and what `make` makes of it for calls of that kind, once for each mask."""
+        tensors = mask.tensors()
+        offset = None if "q_offset" in tensors else mask.q_offset
+        key = (mask.causal, offset, mask.window, more, *((name, id(x), x._version) for name, x in tensors.items()))
+        if key not in self._schedules:
+            if len(self._schedules) >= _MOST_SCHEDULES:
+                self._schedules.clear()
+            there = on(mask, "cpu")
+            fields = there.tensors()
+            number = digest(self._digest, mask.causal, offset, mask.window, list(fields), *fields.values())
+            made = make(Visibility(there, self.n_q, self.n_k))
+            self._schedules[key] = number, made, tensors  # which keeps their ids from being those of others
+        return self._schedules[key][:2]
+
+
+def _group_of(mesh: DeviceMesh | dist.ProcessGroup | int) -> tuple[dist.ProcessGroup | None, int | None, int]:
+    """The group, the rank of this process in it, and the number of ranks."""
+    if is_int(mesh) and mesh > 0:
+        return None, None, mesh
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh must have one dimension, as mesh['cp'] has, got {mesh.ndim}")
+        mesh = mesh.get_group()
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise ValueError(f"mesh must be a DeviceMesh, a ProcessGroup or an int, at least 1, got {mesh!r}")
+    rank = dist.get_rank(mesh)
+    if rank < 0:
+        raise ValueError(f"mesh must have rank {dist.get_rank()}, which makes the plan, among its ranks")
+    return mesh, rank, dist.get_world_size(mesh)
+
+
+def _check_fit(mask: Mask, n_q: int, n_k: int) -> None:
+    """Raises ValueError where `mask` is none, or is of other lengths."""
+    B, H, device = 1, 1, torch.device("cpu")
+    if isinstance(mask, Mask):
+        for name, x in mask.tensors().items():
+            device = x.device
+            B = max(B, x.shape[0] if name != "dense" or x.dim() == 4 else 1)
+        H = 1 if mask.dense is None or mask.dense.dim() < 3 else mask.dense.shape[-3]
+    q, k = (torch.empty(B, H, 1, 1, device=device).expand(-1, -1, n, -1) for n in (n_q, n_k))
+    validated(q, k, k, mask, 1.0, None, None, None, None, 0.0, None, True)

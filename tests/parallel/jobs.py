@@ -1,0 +1,347 @@
+"""Functions that run on every rank of a group; those import what takes long that need it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fastattn
+from fastattn.parallel import plan as make_plan
+from fastattn.testing import Case, Inputs, make_inputs
+
+LEARNED = ("bias", "alibi_slopes", "sinks")
+
+
+@contextmanager
+def watched(sent: list[int], group: dist.ProcessGroup) -> Iterator[None]:
+    """The bytes of each exchange with other ranks, appended to `sent`; NaN in one is an error."""
+    original, me = dist.all_to_all_single, dist.get_rank(group)
+
+    def exchange(arrived, rows, by=None, to=None, **options):
+        if to is not None:
+            assert not (rows.is_floating_point() and rows.isnan().any()), "what nobody sees was sent"
+            sent.append(sum(n for rank, n in enumerate(to) if rank != me) * rows[:1].nbytes if len(rows) else 0)
+        return original(arrived, rows, by, to, **options)
+
+    dist.all_to_all_single = exchange
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = original
+
+
+def inputs_of(case: Case, dtype: torch.dtype) -> Inputs:
+    """The inputs of a case; in "dense-by-head" every second head sees what the others do not."""
+    inputs = make_inputs(case, dtype)
+    if case.name != "dense-by-head":
+        return inputs
+    dense = torch.cat([inputs.mask.dense ^ bool(head % 2) for head in range(case.H)], 1)
+    return replace(inputs, mask=replace(inputs.mask, dense=dense))
+
+
+def poisoned(inputs: Inputs) -> Inputs:
+    """The same with NaN in the keys and values that no query sees."""
+    n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
+    unseen = ~inputs.mask.keep(n_q, n_k).any(1).any(1)[:, None, :, None]
+    k, v = (x.masked_fill(unseen, math.nan) for x in (inputs.k, inputs.v))
+    return replace(inputs, k=k, v=v)
+
+
+def attend(
+    group: dist.ProcessGroup, case: Case, dtype: torch.dtype, backend: str | None = None, **how: object
+) -> dict[str, Tensor]:
+    """The results of `fastattn.testing.run`, as far as this rank has them, and what was sent.
+
+    how: arguments of `plan`.
+    """
+    inputs = poisoned(inputs_of(case, dtype))
+    n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
+    together = how.pop("together", True) and n_q == n_k
+    n = n_q if together else (n_q, n_k)
+    plan = make_plan(inputs.mask, n, group, **how)
+    leaves = {
+        "q": plan.shard(inputs.q, 2),
+        "k": plan.shard(inputs.k, 2, of="keys"),
+        "v": plan.shard(inputs.v, 2, of="keys"),
+    }
+    leaves |= {name: inputs.options[name] for name in LEARNED if name in inputs.options}
+    leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+    options = {name: plan.replicated(leaves[name]) if name in LEARNED else x for name, x in inputs.options.items()}
+    sent: list[int] = []
+    with watched(sent, group):
+        o, lse = fastattn.attention(
+            *(leaves[name] for name in "qkv"), inputs.mask, **options, return_lse=True, backend=backend, plan=plan
+        )
+        forward = sum(sent)
+        arriving = plan.shard(inputs.do, 2), plan.shard(inputs.dlse, 2).to(lse.dtype)
+        gradients = torch.autograd.grad((o, lse), list(leaves.values()), arriving)
+    result = {"o": o.detach(), "lse": lse.detach()}
+    result |= {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {
+        "rows": plan.positions(), "keys": plan.positions(of="keys"), "result": result, "sent": forward,
+        "received": plan.received, "layout": plan.layout,
+    }  # fmt: skip
+
+
+def shard_and_unshard(group: dist.ProcessGroup, n: int) -> dict[str, Tensor]:
+    """A tensor as its shard and the whole again, and the gradients, which each rank weighs by a number of its own."""
+    rank = dist.get_rank(group)
+    plan = make_plan(fastattn.Mask(True), n, group, layout="longest first")
+    x = torch.arange(2.0 * n * 3).view(2, n, 3).requires_grad_()
+    mine = plan.shard(x, 1)
+    assert torch.equal(mine, x[:, plan.positions()])
+    leaf = mine.detach().requires_grad_()
+    whole = plan.unshard(leaf, 1)
+    weight = torch.arange(1.0, n + 1)[:, None] * (rank + 1)
+    (of_leaf,) = torch.autograd.grad((whole * weight).sum(), leaf, create_graph=True)
+    (of_x,) = torch.autograd.grad(mine.sum(), x)
+    return {"whole": whole.detach(), "rows": plan.positions(), "of_leaf": of_leaf.detach(), "of_x": of_x}
+
+
+def small_beside_large(group: dist.ProcessGroup) -> list[Tensor]:
+    """Sums over the ranks of bf16 numbers that one after the other would add nothing to the first."""
+    number = 256.0 if dist.get_rank(group) == 0 else 1.0
+    plan = make_plan(None, 8, group)
+    mine = torch.ones(1, len(plan.positions()), dtype=torch.bfloat16).requires_grad_()
+    alike = torch.ones(3, dtype=torch.bfloat16).requires_grad_()
+    loss = (plan.unshard(mine, 1) * number).sum() + (plan.replicated(alike) * number).sum()
+    return list(torch.autograd.grad(loss, [mine, alike]))
+
+
+def second_derivatives(group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Gradients of the squares of gradients, of gathered keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 12, 4, generator=generator, dtype=torch.float64) for _ in "qkv")
+    plan = make_plan(fastattn.Mask(True), 12, group, layout="zigzag")
+    leaves = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
+    o = fastattn.attention(*leaves, plan=plan)
+    first = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    return {"rows": plan.positions()} | dict(zip("qkv", second, strict=True))
+
+
+def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str) -> str:
+    """The error of a call in which the last rank differs in something."""
+    other = dist.get_rank(group) == dist.get_world_size(group) - 1
+    n, mask, options = 24, fastattn.Mask(True), {}
+    real = torch.ones(1, n, dtype=torch.bool)
+    if what == "values of a mask":
+        mask = fastattn.Mask(real_keys=torch.arange(n)[None] < n - other)
+    if what == "a field of a mask" and other:
+        mask = fastattn.Mask(True, real_keys=real)
+    plan = make_plan(
+        mask, n, group, algorithm=algorithm, layout="zigzag" if what == "layout" and other else "contiguous"
+    )
+    q = torch.ones(1, 6, n, 8)
+    if what == "heads" and other:
+        q = q[:, :3]
+    if what == "dtype" and other:
+        q = q.half()
+    if what == "gradients":
+        q = q.requires_grad_(not other)
+    if what == "options" and other:
+        options["softcap"] = 1.0
+    if what == "an error" and other:
+        options["dropout_p"] = 0.1
+    mine = plan.shard(q, 2)
+    if what == "length" and other:
+        mine = mine[:, :, 1:]
+    try:
+        fastattn.attention(mine, mine, mine, mask, plan=plan, **options)
+    except ValueError as error:
+        message = str(error)
+    assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
+    return message
+
+
+def agreed(group: dist.ProcessGroup) -> list[int]:
+    """The ranks, as all of them know."""
+    ranks: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, dist.get_rank(group), group=group)
+    return ranks
+
+
+def without_the_last(group: dist.ProcessGroup, how: str) -> str:
+    """The error of a call that the last rank does not make: it is gone, or does something else."""
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        if how == "dies":
+            os._exit(1)
+        return ""
+    plan = make_plan(fastattn.Mask(True), 24, group)
+    x = torch.ones(1, 1, len(plan.positions()), 8)
+    try:
+        fastattn.attention(x, x, x, plan=plan)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def masks_of_layers(group: dist.ProcessGroup) -> list[float]:
+    """Errors of calls with several masks on one plan, each called twice."""
+    n, generator = 48, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 8, generator=generator) for _ in "qkv")
+    real = torch.arange(n) < torch.tensor([[n], [n // 2]])
+    plan, errors = make_plan(fastattn.Mask(True), n, group, layout="longest first"), []
+    dense = torch.rand(n, n, generator=generator) < 0.5
+    local = [plan.shard(x, 2) for x in (q, k, v)]
+    for mask in 2 * [
+        None,
+        fastattn.Mask(),
+        fastattn.Mask(True, window=(5, 0)),
+        fastattn.Mask(real_keys=real),
+        fastattn.Mask(dense=dense),
+    ]:
+        exact = fastattn.attention(q, k, v, fastattn.Mask(True) if mask is None else mask)
+        actual = fastattn.attention(*local, mask, plan=plan)
+        errors.append((plan.unshard(actual, 2) - exact).abs().max().item())
+    kept = len(plan._schedules)
+    dense.logical_not_()  # a mask that was changed in place is another one
+    actual = plan.unshard(fastattn.attention(*local, fastattn.Mask(dense=dense), plan=plan), 2)
+    errors.append((actual - fastattn.attention(q, k, v, fastattn.Mask(dense=dense))).abs().max().item())
+    assert (kept, len(plan._schedules)) == (5, 6)
+    return errors
+
+
+def attend_dtensors(
+    group: dist.ProcessGroup, case: Case, mesh: tuple[int, ...], shards: tuple[int | None, ...], terms: bool
+) -> dict[str, Tensor]:
+    """The whole results of `fastattn.testing.run` for DTensors, of which each dimension of the mesh shards one.
+
+    terms: bias, slopes and sinks are DTensors too, and replicated.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    # One of two dimensions all processes have to make.
+    device_mesh = DeviceMesh.from_group(group, "cpu") if len(mesh) == 1 else init_device_mesh("cpu", mesh)
+    placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
+    inputs = inputs_of(case, torch.float32)
+
+    def distributed(x: Tensor, placements: list) -> DTensor:
+        return distribute_tensor(x, device_mesh, placements)
+
+    leaves = {
+        name: distributed(x, placements).detach().requires_grad_()
+        for name, x in inputs.learned().items()
+        if name in "qkv"
+    }
+    replicated = [Replicate()] * len(mesh)
+    for name in LEARNED:
+        if name in inputs.options:
+            x = inputs.options[name]
+            leaves[name] = (distributed(x, replicated) if terms else x).detach().requires_grad_()
+    options = inputs.options | {name: x for name, x in leaves.items() if name in LEARNED}
+    o, lse = fastattn.attention(*(leaves[name] for name in "qkv"), inputs.mask, **options, return_lse=True)
+    assert o.placements == lse.placements == tuple(placements)
+    arriving = distributed(inputs.do, placements), distributed(inputs.dlse, placements)
+    gradients = torch.autograd.grad((o, lse), list(leaves.values()), arriving)
+    results = {"o": o, "lse": lse} | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    if (
+        not terms
+    ):  # plain tensors have the gradients of what each rank computed: those of ranks that are alike count once
+        alike = math.prod(n for n, dim in zip(mesh, shards, strict=True) if dim is None)
+        for name in LEARNED:
+            if name in leaves:
+                dist.all_reduce(results[f"d{name}"], group=group)
+                results[f"d{name}"] /= alike
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in results.items()}
+
+
+def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
+    """The error of a call with DTensors."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, x, options = DeviceMesh.from_group(group, "cpu"), torch.ones(2, 6, 8, 4), {}
+    q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for _ in "qkv")
+    if what == "no DTensor":
+        k = x
+    if what == "placed otherwise":
+        v = distribute_tensor(x, mesh, [Shard(0)])
+    if what == "head dim":
+        q, k, v = (distribute_tensor(x, mesh, [Shard(3)]) for _ in "qkv")
+    if what == "heads":
+        k = v = distribute_tensor(x[:, :1], mesh, [Shard(1)])
+    if what == "dropout":
+        options["dropout_p"] = 0.1
+    if what == "mask":
+        options["mask"] = fastattn.Mask(real_keys=torch.ones(1, 8, dtype=torch.bool))
+    try:
+        fastattn.attention(q, k, v, **options)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+class _Layer(nn.Module):
+    """Attention with projections, sinks and a plan, as a layer of a model has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.sinks = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor, mask: fastattn.Mask, plan: fastattn.parallel.Plan | None) -> Tensor:
+        q, k, v = self.inner(x).unflatten(2, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        o = fastattn.attention(q, k, v, mask, sinks=self.sinks, plan=plan)
+        return x + self.outer(o.transpose(1, 2).flatten(2))
+
+
+def train(group: dist.ProcessGroup, how: str) -> dict[str, Tensor]:
+    """The parameters of two layers after three steps on shared tokens, and those of one process on all of them."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    alone, batch = nn.ModuleList([_Layer(), _Layer()]), torch.randn(2, 30, 16)
+    model, size = copy.deepcopy(alone), dist.get_world_size(group)
+    mask = fastattn.Mask(True) & fastattn.Mask.from_lengths([30, 19], 30, of="both")
+    plan = make_plan(mask, 30, group, layout="longest first")
+    if how == "fully_shard":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        layers = [fully_shard(layer, mesh=mesh) for layer in model]
+    elif how == "DistributedDataParallel":
+        layers = [DistributedDataParallel(layer, process_group=group) for layer in model]
+    else:  # activation checkpointing, and the gradients summed by hand
+        layers = [functools.partial(checkpoint, layer, use_reentrant=False) for layer in model]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    for _ in range(3):
+        for x, run, of_run, n in ((batch, alone, None, 1), (plan.shard(batch, 1), layers, plan, size)):
+            for layer in run:
+                x = layer(x, mask, of_run)
+            (x.square().sum() / batch.numel() * n).backward()  # of which the wrappers take the mean over the ranks
+        if how == "checkpoint":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= size
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def whole(x: Tensor) -> Tensor:
+        return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+    expected = dict(alone.named_parameters())
+    return {name: torch.stack([whole(x), whole(expected[name])]) for name, x in model.named_parameters()}
+
+
+def compiled(group: dist.ProcessGroup, algorithm: str) -> bool:
+    """Whether a compiled function gives what it gives as it is, and the same gradient."""
+    plan = make_plan(fastattn.Mask(True), 24, group, algorithm=algorithm)
+    x = torch.randn(1, 4, len(plan.positions()), 8, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return (fastattn.attention(x * 2, x, x, plan=plan) * 3).square().sum()
+
+    results = [torch.autograd.grad(f(x), x)[0] for f in (function, torch.compile(function, backend="eager"))]
+    return torch.equal(*results)

@@ -1,0 +1,44 @@
+"""Attention of DTensors: every way to place samples, heads and tokens, against one process."""
+
+import pytest
+import torch
+from jobs import inputs_of
+
+from fastattn.testing import Case, assert_right
+
+PLACED = [
+    ((2,), (0,)), ((2,), (1,)), ((3,), (2,)), ((2,), (None,)), ((2, 2), (0, 1)), ((2, 2), (1, 2)), ((2, 2), (2, 0)),
+    ((2, 2), (0, 0)), ((2, 2), (None, 2)), ((3,), (0,)),
+]  # fmt: skip
+CASES = [
+    Case("everything", "", B=3, H=4, H_kv=2, n_q=40, n_k=50, causal=True, q_offset=10, window=(30, None), keys="holes",
+         queries=True, dense=True, bias=(3, 1, 40, 50), softcap=5.0, alibi=True, sinks=True),
+    Case("documents", "", B=3, H=4, n_q=37, causal=True, segment_ids=True, bias=(4, 37, 37)),
+    Case("dense-by-head", "", B=3, H=4, n_q=40, dense=True, causal=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("mesh", "shards"), PLACED)
+@pytest.mark.parametrize("terms", [False, True])
+def test_same_as_one_process(ranks, mesh, shards, terms, case):
+    size = mesh[0] if len(mesh) == 1 else 4
+    inputs = inputs_of(case, torch.float32)
+    for result in ranks.run("attend_dtensors", size, case=case, mesh=mesh, shards=shards, terms=terms):
+        assert_right(inputs, result, slack=2)  # sums over ranks have the roundings of each
+
+
+REFUSED = {
+    "no DTensor": "k must be a DTensor, (Shard(dim=1),) on ",
+    "placed otherwise": "v must be a DTensor, (Shard(dim=1),) on ",
+    "head dim": "q must be replicated, or sharded along dim 0, 1 or 2, got (Shard(dim=3),)",
+    "heads": "the heads of q and k must be multiples of the 2 ranks that share them, got 6 and 1",
+    "dropout": "dropout_p must be 0 where q is a DTensor, got 0.1",
+    "mask": "mask.real_keys must be [2, 8], got [1, 8]",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_placed_is_refused_in_a_sentence(ranks, what):
+    for message in ranks.run("refused_dtensors", 2, what=what):
+        assert message.startswith(REFUSED[what])

@@ -1,0 +1,104 @@
+"""What ranks do together besides attention, and what they do where one of them is not like the others."""
+
+import re
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from ranks import Ranks, _receive, _send
+
+import fastattn
+from fastattn import Mask
+from fastattn.parallel.plans import ALGORITHMS
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [2, 13, 64])
+def test_shards_make_the_whole_again(ranks, size, n):
+    x = torch.arange(2.0 * n * 3).view(2, n, 3)
+    for answer in ranks.run("shard_and_unshard", size, n=n):
+        assert torch.equal(answer["whole"], x)
+        rows = answer["rows"]
+        of_leaf = (rows + 1.0)[:, None].expand(2, -1, 3) * sum(range(1, size + 1))
+        assert torch.equal(answer["of_leaf"], of_leaf)
+        assert torch.equal(answer["of_x"], torch.zeros_like(x).index_fill(1, rows, 1))
+
+
+def test_sums_are_made_in_fp32(ranks):
+    for gradients in ranks.run("small_beside_large", 4):
+        assert all(torch.equal(x, torch.full_like(x, 260)) for x in gradients)  # 259, rounded once
+
+
+def test_second_derivatives_of_gathered_keys(ranks):
+    answers = ranks.run("second_derivatives", 3)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 2, 12, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in "qkv"]
+    o = fastattn.attention(*leaves, Mask(True))
+    first = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    for answer in answers:
+        for name, exact in zip("qkv", second, strict=True):
+            torch.testing.assert_close(answer[name], exact[:, :, answer["rows"]])
+
+
+def test_masks_of_several_layers_on_one_plan(ranks):
+    for errors in ranks.run("masks_of_layers", 3):
+        assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("how", ["DistributedDataParallel", "fully_shard", "checkpoint"])
+def test_training_as_on_one_process(ranks, how):
+    for answer in ranks.run("train", 3, how=how):
+        assert "0.sinks" in answer
+        for actual, expected in answer.values():
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled(ranks):
+    assert ranks.run("compiled", 2, algorithm="ring") == [True, True]
+
+
+DIFFERENT = ("values of a mask", "a field of a mask", "layout", "heads", "dtype", "gradients", "options")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_unequal_calls_are_refused_on_every_rank_by_name(ranks, what, algorithm):
+    sentence = "must be the same on every rank, got others on rank 2 than on rank 0"
+    assert all(
+        answer.endswith(sentence) for answer in ranks.run("attend_differently", 3, what=what, algorithm=algorithm)
+    )
+
+
+def test_of_two_ranks_none_is_right(ranks):
+    for answer in ranks.run("attend_differently", 2, what="options", algorithm="gather"):
+        assert answer.endswith("got others on rank 1 than on rank 0")
+
+
+REFUSED = {
+    "an error": "dropout_p must be 0 where a plan is given, got 0.1",
+    "length": "q must have the 8 tokens of rank 2, got [1, 6, 7, 8]",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_call_that_one_rank_refuses_is_refused_by_all(ranks, what):
+    *others, mine = ranks.run("attend_differently", 3, what=what, algorithm="gather")
+    assert mine == REFUSED[what]
+    assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]
+
+
+@pytest.mark.parametrize("how", ["dies", "does something else"])
+def test_a_rank_that_does_not_come_is_an_error_of_the_group_within_its_timeout(tmp_path, how):
+    ranks, start = Ranks(tmp_path, 2, timeout=timedelta(seconds=4)), time.monotonic()
+    try:
+        for connection in ranks.connections:
+            _send(connection, ("without_the_last", 2, {"how": how}))
+        for connection in ranks.connections[:1]:
+            error, answer = _receive(connection)
+            assert error is None
+            assert re.search("RuntimeError|DistBackendError|DistNetworkError", answer)
+    finally:
+        ranks.stop()
+    assert time.monotonic() - start < 60

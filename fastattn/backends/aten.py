@@ -163,7 +163,7 @@ class _Call(NamedTuple):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q]."""
-    for as_it_is in (True, False) if q.shape[2] <= _FEW_QUERIES else (False,):
+    for as_it_is in (True, False) if q.shape[2] <= _FEW_QUERIES and v.shape[3] else (False,):
         call = _Call.of(q, k, v, spec, as_it_is)
         o, lse = call.forward(call.v)
         if q.device.type != "cpu" or math.isfinite(o.sum()):

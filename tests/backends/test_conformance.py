@@ -192,6 +192,27 @@ def test_hidden_values_change_nothing(backend, device):
 
 
 @on_each
+def test_values_without_channels_leave_the_lse_as_it_is(backend, device):
+    """Of few queries too, whose padded keys, which are NaN, no output can show then."""
+    case = next(case for case in CASES if case.name == "pad-queries")
+    inputs = make_inputs(case, most_precise_dtype(backend), device)
+    few = inputs.q[:, :, inputs.mask.real_queries.all(0)][:, :, :5]
+    assert few.shape[2] == 5
+    assert inputs.k.isnan().any()
+
+    def lse_with(v: torch.Tensor) -> torch.Tensor:
+        mask = fastattn.Mask(real_keys=inputs.mask.real_keys)
+        return fastattn.attention(few, inputs.k, v, mask, return_lse=True, backend=backend.NAME)[1]
+
+    expected = lse_with(inputs.v)
+    assert expected.isfinite().all()
+    try:
+        torch.testing.assert_close(lse_with(inputs.v[..., :0]), expected)
+    except fastattn.NoBackendError as refusal:
+        assert "got 0 for v" in str(refusal)
+
+
+@on_each
 def test_visible_nan_stays_in_its_sample(backend, device):
     inputs = make_inputs(next(case for case in CASES if case.name == "plain"), most_precise_dtype(backend), device)
     inputs.k[0, 0, 3] = float("nan")

@@ -1,6 +1,6 @@
 """Prints what a bool mask of blocks costs on the CPU, in units of the visible share of the unmasked call's time.
 
-    python benchmarks/dense_masks.py [--rounds 100] [--visible 0.26] [--filter "n 512"]
+    python -m benchmarks.dense_masks [--rounds 100] [--visible 0.26] [--filter "n 512"]
 
 1.0 would be a call in which everything takes time by the visible pairs. Each sample is the CPU time of one thread, both
 calls take turns, and a row has the median over the rounds. An answer is compared with PyTorch's before it is timed.
@@ -14,10 +14,10 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
-from short_calls import in_turns, positive
 from torch import Tensor
 
 import fastattn
+from benchmarks.short_calls import in_turns, positive
 from fastattn import Mask
 
 B, H, D, BLOCK = 1, 8, 64, 64

@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import _active_collector
 from ..api import attention, attention_with_weights
 from ..nn.packing import Packing
 from ..spec import Mask
-from .continuous_batching import ContinuousBatchingManager, attention_paged, keeping
+from .continuous_batching import ContinuousBatchingManager, PagedAttentionCache, attention_paged, keeping
 
 IMPLEMENTATION = "fastattn"
 PACKED = "fastattn_packed"
@@ -571,13 +571,16 @@ def attention_forward(
     Raises:
         NotImplementedError: an option that would change the result is not known here.
     """
-    if cache is not None:
+    paged = isinstance(cache, PagedAttentionCache)
+    if paged:
         where = {"cu_seq_lens_k": cu_seq_lens_k} | {name: options.pop(name, None) for name in _OF_PAGES}
         options |= {"position_bias": position_bias, "indices": indices}
+    else:
+        options["cache"] = cache
     unknown = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
     if unknown:
         raise _refusal(module, f"the option {', '.join(sorted(unknown))} is not supported")
-    if cache is not None:
+    if paged:
         terms = sliding_window, scaling, softcap, s_aux
         return attention_paged(module, query, key, value, cache, cu_seq_lens_q, *terms, where), None
     if isinstance(attention_mask, PackedMask) and attention_mask.needs_places(position_bias):

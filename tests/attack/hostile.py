@@ -111,7 +111,7 @@ def right_arguments(name: str, function: Callable) -> dict[str, object]:
         like = fastattn.attention if name == "explain" else fastattn.nn.GenerationOptions
         options = {p.name: right.get(p.name, p.default) for p in inspect.signature(like).parameters.values()}
         given = options | given
-        for other in ("return_lse", "backend", "top_k", "unknown") if name == "explain" else ("top_k",):
+        for other in ("return_lse", "backend", "plan", "top_k", "unknown") if name == "explain" else ("top_k",):
             given.pop(other, None)
     return given
 

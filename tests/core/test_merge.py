@@ -13,14 +13,15 @@ from fastattn import Mask
 from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs
 
 CUT = 20  # keys of the first set
+SINKS = {"H": 16, "H_kv": 2, "sinks": True}  # so many that the budget is not that of two lucky roundings
 CASES = {
     "plain": Case("", "", H=4, H_kv=2, n_q=30, n_k=50),
     "causal": Case("", "", n_q=30, n_k=50, causal=True, q_offset=5),  # the first queries see nothing in the second set
     "window": Case("", "", n_q=30, n_k=50, window=(3, 3), q_offset=10),  # the last see nothing in the first
     "padding": Case("", "", B=3, n_q=50, keys="none", queries=True),  # some see nothing at all
     "large-scores": Case("", "", n_q=30, n_k=50, scale=60.0),
-    "sinks": Case("", "", n_q=30, n_k=50, causal=True, q_offset=5, sinks=True),  # as in "causal"
-    "sinks-padding": Case("", "", B=3, H=4, n_q=50, keys="none", queries=True, sinks=True),  # as in "padding"
+    "sinks": Case("", "", n_q=30, n_k=50, causal=True, q_offset=5, **SINKS),  # as in "causal"
+    "sinks-padding": Case("", "", B=3, n_q=50, keys="none", queries=True, **SINKS),  # as in "padding"
 }
 
 

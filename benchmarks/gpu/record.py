@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from fastattn.bench.writing import replacing
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 _SOURCES = ("fastattn", "csrc", "tests", "benchmarks/gpu")
 _SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh"}
@@ -51,6 +49,8 @@ def finished(path: Path, stage: str, sources: str) -> set[str]:
 
 def forget(path: Path, stage: str, is_forgotten: Callable[[str, Rows], bool]) -> None:
     """Takes tests of a stage out of a record, by their names and rows."""
+    from fastattn.bench.writing import replacing  # which imports torch, as the processes of a suite need not
+
     lines = [(text, json.loads(text)) for text in path.read_text().splitlines(keepends=True)]
     kept = [text for text, x in lines if x.get("stage") != stage or not is_forgotten(x["test"], x["rows"])]
     with replacing(path) as part:

@@ -30,7 +30,7 @@ AGAIN = range(1, 16)  # other numbers for a call whose error is outside its budg
 MEMORY = 16 * 2**30  # bytes of a child
 START, TO_START = "start", 900  # seconds, in which the kernels may be compiled
 BETWEEN = "between draws"
-spawn = multiprocessing.get_context("spawn")
+forks = multiprocessing.get_context("forkserver")  # which tests/fresh_python.py gives torch
 
 
 def main() -> int:
@@ -122,8 +122,8 @@ def attack(
 
 def started_child(*arguments: object) -> tuple[BaseProcess, Connection]:
     """A child process that does `work` with these arguments, and the connection to it."""
-    ours, theirs = spawn.Pipe()
-    child = spawn.Process(target=work, args=(theirs, *arguments), daemon=True)
+    ours, theirs = forks.Pipe()
+    child = forks.Process(target=work, args=(theirs, *arguments), daemon=True)
     child.start()
     theirs.close()  # so that ours ends with the child
     return child, ours

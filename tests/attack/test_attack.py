@@ -6,6 +6,7 @@ import time
 
 import attack
 import draws
+import fresh_python
 import pytest
 import torch
 from formula import attend
@@ -14,6 +15,11 @@ from targets import TARGETS
 import fastattn
 
 SEED = 208  # whose call of attention is a plain one in fp32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _children_find_torch_imported() -> None:
+    fresh_python.forks()
 
 
 def do_nothing() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import fresh_python
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -149,11 +148,5 @@ with FakeTensorMode():
     q = torch.empty(1, 2, 3, 64, device="cuda")
     print(fastattn.explain(q, q, q).backend)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = fresh_python.run(code)
     assert (done.stdout, done.returncode) == ("cuda\n", 0), done.stderr

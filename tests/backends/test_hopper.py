@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import fresh_python
 import pytest
 import torch
 
@@ -78,5 +76,5 @@ def test_without_gluon_there_is_a_sentence():
         "del there.warpgroup_mma": "needs Triton 3.6 or newer with Gluon: cannot import name 'warpgroup_mma'",
     }
     for line, said in lacking.items():
-        done = subprocess.run([sys.executable, "-c", program.format(line)], capture_output=True, text=True, check=True)
+        done = fresh_python.run(program.format(line))
         assert done.stdout.startswith(said), done.stdout

@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import fresh_python
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
@@ -312,14 +311,8 @@ def test_words_choose_jobs():
 def test_the_pytest_benchmarks_run_each_contender_of_a_case():
     root = Path(__file__).parents[2]
     chosen = ["-k", "L128-none and fp32 and forward", "--benchmark-disable", "-p", "no:cacheprovider", "-q", "-rs"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "benchmarks", *chosen],
-        cwd=root,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},  # two threads wait long on a busy machine
-        capture_output=True,
-        text=True,
-    )
+    alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # two threads wait long on a busy machine
+    done = fresh_python.run_module("pytest", "benchmarks", *chosen, cwd=root, environment=os.environ | alone)
     assert done.returncode == 0, done.stdout
     contenders = len(rivals.names("attention", "cpu")) + len(rivals.names("layer", "cpu"))
     assert f"{contenders - 3} passed, 3 skipped" in done.stdout

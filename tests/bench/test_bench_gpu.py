@@ -1,11 +1,10 @@
 """Measurements of `python -m benchmarks.gpu` and their evaluation, as far as a CPU can tell."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import fresh_python
 import pytest
 import torch
 
@@ -345,5 +344,5 @@ def test_a_record_counts_the_last_line_of_a_test(tmp_path):
 def test_the_command_needs_torch_alone_until_it_runs():
     code = "import sys; sys.modules |= dict.fromkeys(('pytest', 'matplotlib', 'rich', 'hypothesis', 'triton'))\n"
     code += "from benchmarks.gpu.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = fresh_python.run(code, cwd=ROOT)
     assert "truth" in done.stdout

@@ -111,10 +111,12 @@ def test_suites_and_processes_run_at_the_same_time(folder, monkeypatch):
     }
 
 
-def test_the_deadline_ends_all(folder):
-    path = folder / "record.jsonl"
+def test_the_deadline_ends_all(folder, monkeypatch):
+    """That which comes when the test has begun."""
+    path, now = folder / "record.jsonl", time.time
     path.touch()
-    assert not run([faulty("hang")], path, "truth", "sources", time.time() + 15.0)
+    monkeypatch.setattr(time, "time", lambda: now() + (150.0 if begun(folder) else 0.0))
+    assert not run([faulty("hang")], path, "truth", "sources", now() + 150.0)
     ((name, process),) = begun(folder)
     assert (name, is_alive(process), path.read_text()) == ("hang", False, "")
 

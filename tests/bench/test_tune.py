@@ -20,7 +20,7 @@ FAULTS = {  # what stands before `return o, lse` of a backend that is otherwise 
         "and real_keys is off by nan",
     ),
     "other_bits": ("o += 1e-7 * torch.rand(())", "has other bits in the second call"),
-    "hanging": ("time.sleep(3600)", "hangs: no answer in 25 s"),
+    "hanging": ("time.sleep(3600)", "hangs: no answer in 5 s"),
     "crashing": ("os.kill(os.getpid(), signal.SIGSEGV)", "ends its process: SIGSEGV"),
     "leaking": ("kept.append(b'x' * 2**22)", "calls left"),
     "raising": ("raise KeyError('no such kernel')", "ends its process: exit code 1, KeyError: 'no such kernel'"),
@@ -59,9 +59,16 @@ def faulty(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_each_fault_costs_its_backend_and_is_told(faulty):
+def test_each_fault_costs_its_backend_and_is_told(faulty, monkeypatch):
+    ask = tune._Child.ask
+
+    def impatient(child, request, limit=None, **arguments):
+        """The others may be slow on a busy machine."""
+        return ask(child, request, limit / 20 if arguments.get("module") == "hanging" else limit, **arguments)
+
+    monkeypatch.setattr(tune._Child, "ask", impatient)
     right_at_hand = (backend for backend in faulty if backend.NAME in FAULTS)
-    findings = tune.tune([CLASS], (*right_at_hand, aten), Limits(check=25, other=25))
+    findings = tune.tune([CLASS], (*right_at_hand, aten), Limits(check=100, other=60))
     for name, (_, sentence) in FAULTS.items():
         why = findings.record.families[f"{name} float32 forward"]
         assert sentence in why if sentence else why == "", f"{name}: {why}"

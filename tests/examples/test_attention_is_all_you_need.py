@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh_python
 import pytest
 import torch
 from torch import Tensor, nn
@@ -360,7 +360,6 @@ def test_bad_data_is_one_sentence(monkeypatch, capsys, tmp_path, files, why):
 
 
 def test_help():
-    command = [sys.executable, "-m", "examples.attention_is_all_you_need", "--help"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    printed = fresh_python.run_module("examples.attention_is_all_you_need", "--help", cwd=ROOT).stdout
     assert re.search(r"--d-model N +default: 64", printed)
     assert re.search(r"--n-layers N +default: 2", printed)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh_python
 import pytest
 import torch
 import transformers
@@ -327,5 +327,4 @@ def test_bad_options_are_one_sentence(monkeypatch, capsys, tiny):
 
 
 def test_help():
-    command = [sys.executable, "-m", "examples.bert_classifier", "--help"]
-    assert "--checkpoint FOLDER" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert "--checkpoint FOLDER" in fresh_python.run_module("examples.bert_classifier", "--help", cwd=ROOT).stdout

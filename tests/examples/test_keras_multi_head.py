@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import os
 import re
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import fresh_python
 import numpy as np
 import pytest
 import torch
@@ -159,7 +158,7 @@ def _with_torch_as_backend() -> None:
 
 @pytest.fixture(scope="module")
 def keras_process():
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_with_torch_as_backend) as executor:
+    with ProcessPoolExecutor(1, fresh_python.forks(), initializer=_with_torch_as_backend) as executor:
         yield executor
 
 
@@ -323,5 +322,4 @@ def test_bad_options_are_one_sentence(monkeypatch, capsys, tmp_path):
 
 
 def test_help():
-    command = [sys.executable, "-m", "examples.keras_multi_head", "--help"]
-    assert "--heads N" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert "--heads N" in fresh_python.run_module("examples.keras_multi_head", "--help", cwd=ROOT).stdout

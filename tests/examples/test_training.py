@@ -4,11 +4,9 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
+import fresh_python
 import pytest
 import torch
 from torch import nn
@@ -128,9 +126,8 @@ def test_a_process_that_is_killed_leaves_a_run_that_resumes(tmp_path, whole):
         from test_training import train_small
         train_small(Path({str(tmp_path)!r}), kill_at=10, before_kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    ended = fresh_python.run(program)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
     model, _, evaluated = train_small(tmp_path)
     assert same_weights(model, whole[0])
     assert evaluated == [2, 3]

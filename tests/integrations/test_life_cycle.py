@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fresh_python
 import onnxruntime
 import pytest
 import torch
@@ -158,8 +156,7 @@ IN_A_FRESH_PROCESS = """
 
 
 def in_a_fresh_process(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(IN_A_FRESH_PROCESS), str(folder), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = fresh_python.run(IN_A_FRESH_PROCESS, str(folder), *arguments)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fresh_python
 import pytest
 import torch
 import transformers
@@ -395,11 +395,11 @@ def test_both_functions_are_registered_once():
         "import fastattn; from transformers import BertModel",
     ],
 )
-def test_its_names_are_known_whichever_is_imported_first(imports, tmp_path):
+def test_its_names_are_known_whichever_is_imported_first(imports):
     program = f"import sys; {imports}; import transformers; config = transformers.BertConfig(**{SIZES})\n"
     for name in NAMES:
         program += f"assert transformers.AutoModel.from_config(config, attn_implementation={name!r})\n"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    run = fresh_python.run(program)
     assert run.returncode == 0, run.stderr
 
 

@@ -7,7 +7,6 @@ compiles the real sources.
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import platform
 import re
@@ -20,6 +19,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import fresh_python
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -103,12 +103,6 @@ def no_torch(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(hidden.parent)}
 
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["torch.utils.cpp_extension"]
-)  # the import of torch is most of what most of these tests take
-
-
 def environment_of(tree: Path, environment: dict[str, str]) -> dict[str, str]:
     """Variables of a process in `tree`, whose cache is beside it."""
     return {**os.environ, "TORCH_EXTENSIONS_DIR": str(tree.parent / "cache"), **environment}
@@ -116,22 +110,9 @@ def environment_of(tree: Path, environment: dict[str, str]) -> dict[str, str]:
 
 def run(tree: Path, code: str, **environment: str) -> tuple[str, str]:
     """stdout and stderr, stripped, of a process that runs `code` in `tree`, with that tree's build.py as `build`."""
-    said = tree.parent / "stdout", tree.parent / "stderr"
-    set_up = f"""
-import os
-os.chdir({str(tree)!r})
-os.environ.clear()
-os.environ.update({environment_of(tree, environment)!r})
-for number, path in enumerate({[*map(str, said)]!r}, start=1):
-    os.dup2(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
-"""
-    process = FORKS.Process(target=exec, args=(set_up + LOAD_BUILD + code, {}))
-    process.start()
-    process.join(200)
-    process.kill()
-    out, err = (path.read_text().strip() for path in said)
-    assert process.exitcode == 0, err
-    return out, err
+    done = fresh_python.run(LOAD_BUILD + code, cwd=tree, environment=environment_of(tree, environment))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr.strip()
 
 
 def start(tree: Path, code: str, **environment: str) -> subprocess.Popen:
@@ -160,9 +141,21 @@ def pip_wheel(tree: Path, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def wheel_of(tree: Path, **environment: str) -> tuple[zipfile.ZipFile, str]:
-    """The wheel that pip makes there, and all that was said meanwhile."""
-    made = pip_wheel(tree, **environment)
+def backend_wheel(tree: Path, **environment: str) -> subprocess.CompletedProcess:
+    """The same by what pip calls, without pip and its three imports of torch."""
+    code = """
+import setuptools.build_meta, sys
+sys.path += [f"{setuptools.__path__[0]}/_vendor"]  # which its import adds, and a fork does not keep
+setuptools.build_meta.build_wheel("dist")
+"""
+    made = fresh_python.run(code, cwd=tree, environment={**os.environ, **environment})
+    made.stdout += made.stderr
+    return made
+
+
+def wheel_of(tree: Path, make: Callable = backend_wheel, **environment: str) -> tuple[zipfile.ZipFile, str]:
+    """The wheel that is made there, and all that was said meanwhile."""
+    made = make(tree, **environment)
     assert made.returncode == 0, made.stdout
     (wheel,) = (tree / "dist").glob("*.whl")
     return zipfile.ZipFile(wheel), made.stdout
@@ -181,7 +174,7 @@ def test_wheel_without_torch_is_pure_quick_and_whole(tree, no_torch):
         (tree / folder).mkdir()
         (tree / folder / "__init__.py").touch()
     started = time.monotonic()
-    wheel, said = wheel_of(tree, **no_torch)
+    wheel, said = wheel_of(tree, pip_wheel, **no_torch)
     assert time.monotonic() - started < 20
     assert "no torch here" in said
     assert Path(wheel.filename).name.endswith("-py3-none-any.whl")
@@ -204,8 +197,8 @@ def test_sdist_can_be_built_again(tree, tmp_path, no_torch):
     subprocess.run(sdist, cwd=tree, env={**os.environ, **no_torch}, check=True, capture_output=True)
     shutil.unpack_archive(next((tree / "dist").glob("*.tar.gz")), tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    from_sdist, _ = wheel_of(unpacked, **no_torch)
-    from_tree, _ = wheel_of(tree, **no_torch)
+    from_sdist, _ = wheel_of(unpacked, pip_wheel, **no_torch)
+    from_tree, _ = wheel_of(tree, pip_wheel, **no_torch)
     assert set(from_sdist.namelist()) == set(from_tree.namelist())
 
 
@@ -234,7 +227,8 @@ def test_a_wheel_that_must_be_compiled_is_not_pure(stand_in, no_torch, lacks, sa
     if lacks == "valid source":
         (stand_in / "csrc" / "cpu" / "binding.cpp").write_text("this is not C++")
     environment = {"torch": no_torch, "compiler": {"CXX": "/nonexistent/c++"}}.get(lacks, {})
-    made = pip_wheel(stand_in, FASTATTN_REQUIRE_COMPILED="1", **environment)
+    make = pip_wheel if lacks == "torch" else backend_wheel
+    made = make(stand_in, FASTATTN_REQUIRE_COMPILED="1", **environment)
     assert made.returncode != 0
     assert said in made.stdout
     assert not list(stand_in.glob("dist/*.whl"))
@@ -244,7 +238,7 @@ def test_wheel_with_torch_carries_the_one_module_that_is_then_loaded(stand_in, t
     wheel_of(stand_in)
     shutil.rmtree(stand_in / "dist")
     change_answer(stand_in)
-    wheel, _ = wheel_of(stand_in)
+    wheel, _ = wheel_of(stand_in, pip_wheel)
     assert "-cp310-abi3-" in Path(wheel.filename).name
     (module,) = compiled(wheel)
     wheel.extractall(tmp_path / "installed")

@@ -3,10 +3,9 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_python
 import pytest
 import torch
 
@@ -54,7 +53,7 @@ def test_runs_as_a_module_and_imports_nothing_for_help():
     code += (
         "except SystemExit: print(sorted({'matplotlib', 'rich', 'triton', 'fastattn.bench.run'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = fresh_python.run(code)
     assert done.stdout.endswith("[]\n")
     assert all(command in done.stdout for command in ("info", "build", "demo", "bench"))
 
@@ -218,9 +217,9 @@ def test_limit_suite_needs_the_cpu_backend(monkeypatch, capsys):
 
 
 def test_bench_takes_a_real_case():
-    command = [sys.executable, "-m", "fastattn", "bench", "--quick", "--device", "cpu", "--filter", "L128-both forward"]
+    arguments = ["bench", "--quick", "--device", "cpu", "--filter", "L128-both forward"]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # two would wait for each other on a busy machine
-    done = subprocess.run(command, capture_output=True, text=True, env=one_thread)
+    done = fresh_python.run_module("fastattn", *arguments, environment=one_thread)
     assert done.returncode == 0, done.stderr
     assert "attention L128-both fp32 forward" in done.stdout
     assert "\x1b" not in done.stdout

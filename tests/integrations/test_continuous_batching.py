@@ -74,8 +74,10 @@ def swapped_and_packed(model: PreTrainedModel) -> None:
     fastattn.swap(model, packed=True)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("prepare", [by_name, by_packed_name, swapped, swapped_and_packed])
+@pytest.mark.parametrize(
+    ("name", "prepare"),  # each model by a name and swapped, packed and not
+    zip([*CONFIGS, *CONFIGS], [by_name, by_packed_name] * 2 + [swapped_and_packed, swapped] * 2, strict=True),
+)
 def test_the_tokens_are_those_of_each_prompt_alone(name, prepare):
     model = model_of(name)
     prepare(model)

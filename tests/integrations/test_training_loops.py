@@ -1,6 +1,6 @@
 """Training a swapped model, by whatever loop people use, takes the course that it takes with the model's own attention.
 
-A course is the losses of a dozen steps on padded batches, and the trainable parameters after the last. How far it may be
+A course is the losses of 16 steps on padded batches, and the trainable parameters after the last. How far it may be
 from that in fp64 is told by how far transformers' own attentions are, in the dtype of the loop. Dropout is 0: what it
 drops is drawn elsewhere.
 """

@@ -71,9 +71,9 @@ def parts(stage: str, device: str) -> dict[str, Part]:
         # The CUDA backend is too much to compile and to run for a stage that is about all.
         about = f"{only}-{device}" if only else "not cuda-cuda"
         chosen = f"{about} and {_DRY_TESTS if is_dry else f'not {_FOR_OTHER_GPUS}'}"
-        tests = [suite(*_TESTS, "-k", chosen, workers=2 if only else 1)]
+        tests = [suite(*_TESTS, "-k", chosen, workers=2 if only and not is_dry else 1)]
         if stage == "cuda":  # the first of these wait until the driver has compiled the code
-            tests.append(suite(f"--archs={OLDER}", *_TESTS, "-k", chosen, limit_s=240.0, workers=2))
+            tests.append(suite(f"--archs={OLDER}", *_TESTS, "-k", chosen, limit_s=240.0, workers=1 if is_dry else 2))
         if not is_dry:
             tests.append(suite("benchmarks/gpu/sanitizer.py", limit_s=240.0, workers=3))
         launching = " or ".join(f"{name}-{device}" for name in serving(device, only))

@@ -1,6 +1,11 @@
-"""The Hopper backward, on the model of Gluon: several tiles and items, edges, hidden rows."""
+"""The Hopper backward, on the model of Gluon: several tiles and items, edges, hidden rows.
+
+Each case in one dtype; tests/backends/test_conformance.py has both.
+"""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from fastattn.testing import Case, assert_right, make_inputs, run
 
 pytestmark = pytest.mark.usefixtures("gluon_model")
 
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 CASES = [
     Case("full", "no mask arithmetic, a tail of queries and of keys", n_q=201, n_k=333, D=64),
     Case("causal", "full tiles beside edges", n_q=330, D=64, causal=True),
@@ -30,8 +36,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), zip(CASES, itertools.cycle(SIXTEEN_BITS), strict=False), ids=str)
 def test_gradients_are_right(case, dtype):
     inputs = make_inputs(case, dtype, "cpu")
     assert_right(inputs, run(inputs, "hopper"))

@@ -79,9 +79,9 @@ FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {
 }
 
 // exp2 is 2^(x - n) for x <= 127 and a whole n >= 0, exactly 2^-n at 0, 0 below the normal numbers, NaN for NaN; as
-// exact as 2^x, since n is subtracted from the exponent. An even n changes no other bit. The polynomials are minimax for
-// the relative error of 2^f, up to 2e-9 (8e-8 once evaluated in fp32). One degree less would be off by 8e-8 always to
-// the same side at f = 0, which the error budget would notice; where weights are rounded to bf16, 9e-5 serves.
+// exact as 2^x, since n is subtracted from the exponent. An even n changes no other bit. The polynomials are minimax
+// for the relative error of 2^f, up to 2e-9 (8e-8 once evaluated in fp32). One degree less would be off by 8e-8 always
+// to the same side at f = 0, which the error budget would notice; where weights are rounded to bf16, 9e-5 serves.
 #if FASTATTN_LANES == 16
 
 FASTATTN_INLINE Floats exp2(Floats x, float n = 0) {

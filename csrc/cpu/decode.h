@@ -78,23 +78,20 @@ FASTATTN_INLINE float sum_of_lanes(Floats x) {
   return sum;
 }
 
-constexpr int64_t kAhead = 8192;  // bytes of rows that are prefetched: the processor's own prefetching stops at a page
-
-inline void prefetch_into_l2(const void* at) { __builtin_prefetch(at, 0, 2); }
-
-// Rows that are read in order, by whole vectors. What lies `ahead` elements further is prefetched, up to `last`.
+// Rows that are read in order, by whole vectors. What lies `ahead` elements further, in a row that is read later, is
+// prefetched into the L2 cache, since the processor's own prefetching stops at the end of a page of memory.
 template <class Element>
 struct Stream {
   RightOf<Element> rows;
   int64_t ahead;
-  const Element* last;
 
   FASTATTN_INLINE Floats operator()(int64_t row, int64_t vector) const {
-    const Element *at = rows.data + row * rows.stride + vector * kLanes, *next = at + ahead;
-    prefetch_into_l2(next < last ? next : last);
+    constexpr int kIntoL2 = 2;
+    const Element* at = rows.data + row * rows.stride + vector * kLanes;
+    __builtin_prefetch(at + ahead, 0, kIntoL2);
     return widen(at);
   }
-  Stream at_column(int64_t column) const { return {rows.at_column(column), ahead, last}; }
+  Stream at_column(int64_t column) const { return {rows.at_column(column), ahead}; }
 };
 
 // s[row, i] = q[row] . k[i] for n keys, a multiple of kLanes: a transpose puts what has to be summed side by side.
@@ -174,25 +171,21 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
   const bool by_vectors = (x.dtype == DType::f32 || !widen_once) && n % kLanes == 0 && d % kLanes == 0;
   const bool pages_are_vectors = x.table && x.page_rows % kLanes == 0 && keys.at(first) % kLanes == 0;
   if (by_vectors && (x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n)))) {
-    const int64_t rows_ahead = greater(kAhead / (d * bytes_of(x.dtype)), 1);
+    constexpr int64_t kBytesAhead = 8192;
+    const int64_t rows_ahead = greater(kBytesAhead / greater(d * bytes_of(x.dtype), 1), 1);
     with_elements(x.data, x.dtype, [&](auto* data) {
-      using Pointer = decltype(data);
-      const auto row = [&](int64_t i) { return reinterpret_cast<Pointer>(x.row(b, h, keys.at(i))); };
-      for (int64_t i = first, end; i < first + n; i = end) {
-        end = x.table ? lesser(first + n, i + x.page_rows - keys.at(i) % x.page_rows) : first + n;
-        for (int64_t j = end; x.table && j < lesser(keys.count, end + rows_ahead); ++j) {  // of the next page
-          for (int64_t line = 0; line < d; line += 64 / int64_t(sizeof(*data))) prefetch_into_l2(row(j) + line);
-        }
-        const Pointer last = row(x.table ? end - 1 : keys.count - 1) + d - 1;
-        use(Stream<std::remove_const_t<std::remove_pointer_t<Pointer>>>{{row(i), x.row_stride},
-                                                                        rows_ahead * x.row_stride,
-                                                                        last},
-            i - first, end - i);
+      for (int64_t i = 0, end; i < n; i = end) {
+        const int64_t key = keys.at(first + i);
+        end = x.table ? lesser(n, i + x.page_rows - key % x.page_rows) : n;
+        const auto rows = reinterpret_cast<decltype(data)>(x.row(b, h, key));
+        use(Stream<std::remove_const_t<std::remove_pointer_t<decltype(data)>>>{{rows, x.row_stride},
+                                                                               rows_ahead * x.row_stride},
+            i, end - i);
       }
     });
   } else {
     const Rows rows = rows_of(x, b, h, keys, first, n, padded(n), d, true, copy);
-    use(Stream<float>{{rows.data, rows.stride}, 0, rows.data}, 0, padded(n));
+    use(Stream<float>{{rows.data, rows.stride}, 0}, 0, padded(n));
   }
 }
 

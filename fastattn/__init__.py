@@ -20,6 +20,7 @@ from .backends import FallbackWarning, NoBackendError
 from .integrations import register_with_transformers
 from .integrations.torch_sdpa import SDPAPatch, patch_sdpa, register_flash_implementation
 from .nn import MultiHeadAttention, Transformer
+from .paged import attention_paged
 from .sdpa import scaled_dot_product_attention
 from .spec import Mask
 from .swap import SwapReport, swap, unswap
@@ -38,6 +39,7 @@ __all__ = [
     "SwapReport",
     "Transformer",
     "attention",
+    "attention_paged",
     "attention_received",
     "attention_varlen",
     "attention_weights",

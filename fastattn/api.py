@@ -568,7 +568,8 @@ def _together(lse1: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     nothing1, nothing2 = lse1 == -math.inf, lse2 == -math.inf
     # Numbers stand in for -inf, so that no derivative of what is not taken is NaN. All is smooth where both are equal.
     more = lse1.masked_fill(nothing1, 0) - lse2.masked_fill(nothing2, 0)
-    both = lse1 - torch.nn.functional.logsigmoid(more)
+    of1, of2 = (x - torch.nn.functional.logsigmoid(y) for x, y in ((lse1, more), (lse2, -more)))
+    both = torch.where(more > 0, of1, of2)  # the smaller one minus a large number would have the rounding of both
     lse = torch.where(nothing1, lse2, torch.where(nothing2, lse1, both))
     weight1 = torch.sigmoid(more).masked_fill(nothing2, 1).masked_fill(nothing1, 0)
     weight2 = torch.sigmoid(-more).masked_fill(nothing1, 1).masked_fill(nothing2, 0)

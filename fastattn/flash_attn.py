@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .api import attention, attention_varlen
 from .nn.checks import check_bools, check_dense, check_ints, check_numbers, check_range, check_tensor
+from .paged import prepared
 from .spec import Mask, accumulation_dtype, as_int, as_number
 
 __all__ = [
@@ -214,7 +215,7 @@ def flash_attn_with_kvcache(
     Args:
         q: [B, n_q, H, D].
         k_cache: [B_cache, n_cache, H_kv, D], or [pages, page_size, H_kv, D] with a block_table; v_cache: the same with
-            d_v. Where keys are chosen by cache_batch_idx or block_table, those in use are copied.
+            d_v. On a GPU those that cache_batch_idx or block_table chooses are copied.
         k, v: [B, n_new, H_kv, D or d_v], written to the positions from cache_seqlens on, for which there must be room.
         rotary_cos, rotary_sin: [n, D_rotary / 2] in the dtype of q, for all positions that are used. They rotate the
             first D_rotary dimensions of k, at cache_seqlens and the positions after it, and of q: at the same ones
@@ -302,19 +303,22 @@ def flash_attn_with_kvcache(
         places = rows.gather(1, at // page_size), at % page_size
         k_cache[places], v_cache[places] = k, v
 
-    keys, values = k_cache[:, :n_k], v_cache[:, :n_k]
-    if block_table is None and cache_batch_idx is None:
-        keys, values = keys[:B], values[:B]
-    else:
-        keys, values = (x[rows].flatten(1, 2)[:, :n_k] for x in (keys, values))
+    by_table = block_table is not None or cache_batch_idx is not None
+    if by_table:
+        n_k = rows.shape[1] * page_size
     real_keys = None
-    if isinstance(end, Tensor) or cache_leftpad is not None:
+    if isinstance(end, Tensor) or cache_leftpad is not None or by_table:
         key = torch.arange(n_k, device=device)[None]
         real_keys = (key < end) & (key >= (0 if cache_leftpad is None else cache_leftpad[:, None]))
         real_keys = real_keys.expand(B, n_k)
     mask = _mask(causal, window, alibi_slopes, end - n_q).with_padding(real_keys)
-    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
-    o, lse = attention(q, keys, values, mask, alibi_slopes=alibi_slopes, return_lse=True, **terms)
+    q = q.transpose(1, 2)
+    if by_table:
+        terms = {name: terms[name] for name in ("scale", "softcap")}
+        o, lse = prepared(q, k_cache, v_cache, rows, mask, alibi_slopes=alibi_slopes, **terms)()
+    else:
+        keys, values = (x[:B, :n_k].transpose(1, 2) for x in (k_cache, v_cache))
+        o, lse = attention(q, keys, values, mask, alibi_slopes=alibi_slopes, return_lse=True, **terms)
     return (o.transpose(1, 2), lse) if return_softmax_lse else o.transpose(1, 2)
 
 

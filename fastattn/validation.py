@@ -131,16 +131,100 @@ def check_varlen(
         raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, d_v] like k, got {list(v.shape)}")
     if not isinstance(align, str) or align not in ("start", "end"):
         raise ValueError(f"align must be 'start' or 'end', got {align!r}")
-    _check_boundaries("cu_seqlens_q", cu_seqlens_q, q)
+    _check_boundaries("cu_seqlens_q", cu_seqlens_q, q, len(q))
     if cu_seqlens_k is None:
         if len(k) != len(q):
             raise ValueError(f"cu_seqlens_k must be given where k has another length than q, got {len(k)} and {len(q)}")
         return
-    _check_boundaries("cu_seqlens_k", cu_seqlens_k, k)
+    _check_boundaries("cu_seqlens_k", cu_seqlens_k, k, len(k))
     if len(cu_seqlens_k) != len(cu_seqlens_q):
         raise ValueError(
             f"cu_seqlens_k must be [{len(cu_seqlens_q)}] like cu_seqlens_q, got {list(cu_seqlens_k.shape)}"
         )
+
+
+def check_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    tree: Tensor | None,
+    alibi_slopes: Tensor | None,
+    prefix: int,
+) -> None:
+    """Raises ValueError where these arguments of `attention_paged` do not fit each other in type or shape."""
+    _check_shape("q", q, _DTYPES, ("total_q", "H", "D"))
+    D = q.shape[2]
+    _check_shape("k_pages", k_pages, (q.dtype,), ("pages", "page_size", "H_kv", D), q)
+    pages, page_size, H_kv, _ = k_pages.shape
+    _check_shape("v_pages", v_pages, (q.dtype,), (pages, page_size, H_kv, "d_v"), q)
+    if page_size == 0:
+        raise ValueError(f"k_pages must have pages of at least one token, got {list(k_pages.shape)}")
+    _check_shape("lengths", lengths, _INDICES, ("B",), q)
+    B = len(lengths)
+    _check_shape("block_table", block_table, _INDICES, (B, "most pages"), q)
+    if cu_seqlens_q is None:
+        if len(q) != B:
+            raise ValueError(f"cu_seqlens_q must be given where there are not {B} queries, got {list(q.shape)}")
+    else:
+        _check_boundaries("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q, len(q))
+        if len(cu_seqlens_q) != B + 1:
+            raise ValueError(f"cu_seqlens_q must be [{B + 1}] like lengths, got {list(cu_seqlens_q.shape)}")
+    if (k is None) != (v is None):
+        raise ValueError(f"k and v must both be given or neither, got {type(k).__name__} and {type(v).__name__}")
+    if k is not None:
+        _check_shape("k", k, (q.dtype,), (len(q), H_kv, D), q)
+        _check_shape("v", v, (q.dtype,), (len(q), H_kv, v_pages.shape[3]), q)
+    if tree is not None:
+        n = tree.shape[-1] if isinstance(tree, Tensor) and tree.dim() else "n"
+        shape = (B, n, n) if isinstance(tree, Tensor) and tree.dim() == 3 else (n, n)
+        _check_shape("tree", tree, (torch.bool,), shape, q)
+    _check_learned("alibi_slopes", alibi_slopes, q.device, [(q.shape[1],), (B, q.shape[1])])
+    if not is_int(prefix) or prefix < 0 or prefix % page_size or prefix > block_table.shape[1] * page_size:
+        raise ValueError(
+            f"prefix must be an int from 0 to the {block_table.shape[1] * page_size} tokens of a row of block_table, "
+            f"and a multiple of the {page_size} of a page, got {prefix!r}"
+        )
+    if prefix and alibi_slopes is not None and alibi_slopes.dim() == 2:
+        raise ValueError(f"alibi_slopes must be [{q.shape[1]}] with a prefix, got {list(alibi_slopes.shape)}")
+
+
+def check_pages(block_table: Tensor, lengths: Tensor, n: int, k_pages: Tensor, prefix: int) -> None:
+    """Raises ValueError where requests with n queries have too few or too many tokens, or no pages for them.
+
+    Only on the CPU: elsewhere the check would have to wait for the device.
+    """
+    if lengths.device.type != "cpu":
+        return
+    (pages, page_size), most = k_pages.shape[:2], block_table.shape[1] * k_pages.shape[1]
+    if (lengths < prefix + n).any() or (lengths > most).any():
+        raise ValueError(
+            f"lengths must be from {prefix + n}, the queries of these requests after the prefix, to {most}, the tokens "
+            f"of a row of block_table, got {lengths.tolist()}"
+        )
+    if (block_table[:, : prefix // page_size] != block_table[:1, : prefix // page_size]).any():
+        raise ValueError(f"block_table must begin with the same {prefix // page_size} pages in each row with a prefix")
+    in_use = torch.arange(block_table.shape[1]) * page_size < lengths[:, None]
+    wrong = block_table[in_use & ((block_table < 0) | (block_table >= pages))]
+    if len(wrong):
+        raise ValueError(f"block_table must have numbers of the {pages} pages of k_pages, got {int(wrong[0])}")
+
+
+def _check_shape(
+    name: str, x: object, dtypes: tuple[torch.dtype, ...], shape: tuple[int | str, ...], like: Tensor | None = None
+) -> None:
+    """Checks that `x` is a dense Tensor of one of these dtypes and this shape, where a str is any length."""
+    if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be a Tensor of {allowed}, got {_kind(x)}")
+    if x.dim() != len(shape) or any(n != m for n, m in zip(x.shape, shape, strict=True) if not isinstance(m, str)):
+        raise ValueError(f"{name} must be [{', '.join(map(str, shape))}], got {list(x.shape)}")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like q, got {x.device}")
 
 
 def check_jagged(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None) -> None:
@@ -201,18 +285,17 @@ def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k:
         raise ValueError(f"mask.dense must be broadcastable to {[B, H, n_q, n_k]}, got {list(mask.dense.shape)}")
 
 
-def _check_boundaries(name: str, x: Tensor, tokens: Tensor) -> None:
-    """Checks that `x` can be the cu_seqlens of `tokens`; its values only where that needs no synchronisation."""
-    if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in (torch.int32, torch.int64):
+def _check_boundaries(name: str, x: Tensor, like: Tensor, total: int) -> None:
+    """Checks that `x` can be the cu_seqlens of so many tokens; its values only where that needs no synchronisation."""
+    if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in _INDICES:
         raise ValueError(f"{name} must be an int32 or int64 Tensor, got {_kind(x)}")
-    if x.device != tokens.device:
-        raise ValueError(f"{name} must be on {tokens.device} like q, got {x.device}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like q, got {x.device}")
     if x.dim() != 1 or len(x) == 0:
         raise ValueError(f"{name} must be [documents + 1], got {list(x.shape)}")
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        total = len(tokens)
-        if x[0] != 0 or (x[1:] < x[:-1]).any() or x[-1] > total:
-            raise ValueError(f"{name} must begin at 0, never fall, and end at {total} at most, got {x.tolist()}")
+    readable = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and (x[0] != 0 or (x[1:] < x[:-1]).any() or x[-1] > total):
+        raise ValueError(f"{name} must begin at 0, never fall, and end at {total} at most, got {x.tolist()}")
 
 
 def _check_learned(
@@ -242,6 +325,7 @@ def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_INDICES = (torch.int32, torch.int64)
 _SMALLEST_FP32 = math.nextafter(2.0**-150, 1)  # what is smaller is rounded to 0
 _LARGEST_FP32 = torch.finfo(torch.float32).max
 

@@ -107,17 +107,19 @@ class Call {
   Call(PyObject* q, PyObject* k, PyObject* v, const Spec& spec)
       : Call({Object::borrowed(q), "q"}, {Object::borrowed(k), "k"}, {Object::borrowed(v), "v"}, spec) {}
 
-  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec) {
+  // block_table: int32 [B, pages of a sample], where k and v are pages [pages, H_kv, keys of a page, D].
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec, const MaybeTensor& block_table = {}) {
     const Input rows_of_q = input(q), rows_of_k = input(k), rows_of_v = input(v);
     const Tensor &q_ = held_[0], &k_ = held_[1], &v_ = held_[2];
     Params& p = params_;
     p.q = rows_of_q, p.k = rows_of_k, p.v = rows_of_v;
     p.B = q_.size(0), p.H = q_.size(1), p.H_kv = k_.size(1);
     p.n_q = q_.size(2), p.n_k = k_.size(2), p.d_qk = q_.size(3), p.d_v = v_.size(3);
-    FASTATTN_CHECK(p.B == k_.size(0) && p.d_qk == k_.size(3) && p.H_kv > 0 && p.H % p.H_kv == 0,
+    FASTATTN_CHECK((block_table || p.B == k_.size(0)) && p.d_qk == k_.size(3) && p.H_kv > 0 && p.H % p.H_kv == 0,
                    "k must be [B, H_kv, n_k, D] like q, where H_kv divides H, got q ", q_.sizes_text(), " and k ",
                    k_.sizes_text());
-    v_.check_sizes({p.B, p.H_kv, p.n_k, p.d_v});
+    v_.check_sizes({k_.size(0), p.H_kv, p.n_k, p.d_v});
+    if (block_table) add_pages(*block_table);
     FASTATTN_CHECK(k_.same_dtype(q_) && v_.same_dtype(q_), "k and v must be ", q_.dtype_name(), " like q, got ",
                    k_.dtype_name(), " and ", v_.dtype_name());
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
@@ -125,6 +127,7 @@ class Call {
                    p.n_k);
     mask_.emplace(p.B, p.H, p.n_q, p.n_k, mask_params(spec.mask));
     mask_->describe(p);
+    if (block_table) check_pages(k_.size(0));
     p.scale = spec.scale;
     if (spec.softcap) p.softcap = std::clamp(*spec.softcap, kLeastSoftcap, kMostSoftcap);
     add_terms(spec);
@@ -151,6 +154,31 @@ class Call {
   }
 
   const Tensor& hold(Tensor x) { return held_.emplace_back(std::move(x)); }
+
+  void add_pages(const Tensor& block_table) {
+    Params& p = params_;
+    const int64_t pages_of_sample = block_table.dim() == 2 ? block_table.size(1) : 0;
+    block_table.check_sizes({p.B, pages_of_sample});
+    FASTATTN_CHECK(block_table.is(kDLInt, 32), "block_table must be int32, got ", block_table.dtype_name());
+    const auto* const table = reinterpret_cast<const int32_t*>(hold(block_table.contiguous()).data());
+    FASTATTN_CHECK(p.n_k > 0, "k must be pages of at least one key, got ", held_[1].sizes_text());
+    for (Input* x : {&p.k, &p.v}) x->table = table, x->pages_of_sample = pages_of_sample, x->page_rows = p.n_k;
+    p.n_k *= pages_of_sample;
+  }
+
+  // That there are the pages that hold the real keys: the others of the table are not looked at.
+  void check_pages(int64_t pages) const {
+    const Params& p = params_;
+    for (int64_t b = 0; b < p.B; ++b) {
+      const IndexList& keys = p.keys[b];
+      for (int64_t i = 0, key; i < keys.count; i = keys.lower_bound((key / p.k.page_rows + 1) * p.k.page_rows)) {
+        key = keys.at(i);
+        const int64_t page = p.k.table[b * p.k.pages_of_sample + key / p.k.page_rows];
+        FASTATTN_CHECK(0 <= page && page < pages, "block_table must have numbers of the ", pages, " pages, got ", page,
+                       " for key ", key, " of sample ", b);
+      }
+    }
+  }
 
   const bool* marks(const Object& mask, PyObject* name_in_mask, const char* name, int64_t n) {
     const auto x = maybe_tensor(mask.attribute(name_in_mask), name);
@@ -340,6 +368,15 @@ PyObject* forward(Arguments in) {
   const Call call(in[0], in[1], in[2], in[3]);
   const auto [o, lse, _] =
       outputs_of(call, Tensor(Object::borrowed(in[0]), "q"), Tensor(Object::borrowed(in[2]), "v"), true);
+  return PyTuple_Pack(2, o.get(), lse.get());
+}
+
+// The same for keys and values in pages [pages, H_kv, keys of a page, D]. Arguments: q, k, v, int32 [B, pages of a
+// sample], spec.
+PyObject* forward_paged(Arguments in) {
+  const Tensor q(Object::borrowed(in[0]), "q"), k(Object::borrowed(in[1]), "k"), v(Object::borrowed(in[2]), "v");
+  const Call call(q, k, v, spec_of(in[4]), Tensor(Object::borrowed(in[3]), "block_table"));
+  const auto [o, lse, _] = outputs_of(call, q, v, true);
   return PyTuple_Pack(2, o.get(), lse.get());
 }
 
@@ -631,6 +668,7 @@ PyMethodDef method(const char* name) {
 
 PyMethodDef methods[] = {
     method<forward, 4>("forward"),
+    method<forward_paged, 5>("forward_paged"),
     method<backward, 13>("backward"),
     method<weights, 5>("weights"),
     method<received, 4>("received"),

@@ -79,7 +79,7 @@ constexpr int64_t up_to_grain(int64_t n) { return (n + kGrain - 1) / kGrain * kG
 Rows rows_of(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n, int64_t n_padded,
              int64_t d, bool by_vectors, float* copy) {
   const bool fits = n == n_padded && (!by_vectors || d == units(d) * kPerUnit);
-  if (fits && are_units(x, d) && list.consecutive(i, n)) {
+  if (fits && are_units(x, d) && x.in_steps(list, i, n)) {
     return {reinterpret_cast<const float*>(x.row(b, h, list.at(i))), x.row_stride / kPerUnit};
   }
   read_units(x, b, h, list, i, n, d, copy);

@@ -62,9 +62,8 @@ struct DecodePart {
 constexpr int64_t row_of_part(const Params& p) { return padded(p.d_v) + kLanes; }
 int64_t parts_size(const Params& p) { return most_decode_rows(p) * row_of_part(p); }
 
-DecodePart decode_part(const Params& p, float* parts, int64_t b, int64_t h_kv, int64_t part, int64_t n_parts,
-                       int64_t row) {
-  float* o = parts + ((b * p.H_kv + h_kv) * n_parts + part) * parts_size(p) + row * row_of_part(p);
+DecodePart decode_part(const Params& p, float* parts, const DecodeItem& item, int64_t part, int64_t row) {
+  float* o = parts + (item.first_part + part) * parts_size(p) + row * row_of_part(p);
   return {o, o + padded(p.d_v), o + padded(p.d_v) + 1};
 }
 
@@ -79,20 +78,20 @@ FASTATTN_INLINE float sum_of_lanes(Floats x) {
   return sum;
 }
 
-// Rows that are read in order, by whole vectors. What lies kDistance bytes ahead is prefetched into the L2 cache, since
-// the processor's own prefetching stops at the end of a page.
+// Rows that are read in order, by whole vectors. What lies `ahead` elements further, in a row that is read later, is
+// prefetched into the L2 cache, since the processor's own prefetching stops at the end of a page of memory.
 template <class Element>
 struct Stream {
   RightOf<Element> rows;
+  int64_t ahead;
 
   FASTATTN_INLINE Floats operator()(int64_t row, int64_t vector) const {
-    constexpr int64_t kDistance = 8192;
     constexpr int kIntoL2 = 2;
     const Element* at = rows.data + row * rows.stride + vector * kLanes;
-    __builtin_prefetch(reinterpret_cast<const char*>(at) + kDistance, 0, kIntoL2);
+    __builtin_prefetch(at + ahead, 0, kIntoL2);
     return widen(at);
   }
-  Stream at_column(int64_t column) const { return {rows.at_column(column)}; }
+  Stream at_column(int64_t column) const { return {rows.at_column(column), ahead}; }
 };
 
 // s[row, i] = q[row] . k[i] for n keys, a multiple of kLanes: a transpose puts what has to be summed side by side.
@@ -164,18 +163,29 @@ void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, floa
   l += sum_of_lanes(sum);
 }
 
-// use(the rows of n keys by whole vectors): in the dtype they have in memory where they can be read there, else as
-// copied floats, with zeros up to a multiple of kLanes rows.
+// use(some rows by whole vectors, the first of them, their number), for all rows of n keys: in the dtype they have in
+// memory where they can be read there, page by page, else as copied floats, with zeros up to a multiple of kLanes rows.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
                                   int64_t d, bool widen_once, float* copy, Use use) {
-  if ((x.dtype == DType::f32 || !widen_once) && n % kLanes == 0 && d % kLanes == 0 && keys.consecutive(first, n)) {
-    with_elements(x.row(b, h, keys.at(first)), x.dtype, [&](auto* data) {
-      use(Stream<std::remove_const_t<std::remove_pointer_t<decltype(data)>>>{{data, x.row_stride}});
+  const bool by_vectors = (x.dtype == DType::f32 || !widen_once) && n % kLanes == 0 && d % kLanes == 0;
+  const bool pages_are_vectors = x.table && x.page_rows % kLanes == 0 && keys.at(first) % kLanes == 0;
+  if (by_vectors && (x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n)))) {
+    constexpr int64_t kBytesAhead = 8192;
+    const int64_t rows_ahead = greater(kBytesAhead / greater(d * bytes_of(x.dtype), 1), 1);
+    with_elements(x.data, x.dtype, [&](auto* data) {
+      for (int64_t i = 0, end; i < n; i = end) {
+        const int64_t key = keys.at(first + i);
+        end = x.table ? lesser(n, i + x.page_rows - key % x.page_rows) : n;
+        const auto rows = reinterpret_cast<decltype(data)>(x.row(b, h, key));
+        use(Stream<std::remove_const_t<std::remove_pointer_t<decltype(data)>>>{{rows, x.row_stride},
+                                                                               rows_ahead * x.row_stride},
+            i, end - i);
+      }
     });
   } else {
     const Rows rows = rows_of(x, b, h, keys, first, n, padded(n), d, true, copy);
-    use(Stream<float>{{rows.data, rows.stride}});
+    use(Stream<float>{{rows.data, rows.stride}, 0}, 0, padded(n));
   }
 }
 
@@ -192,7 +202,7 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     for (int64_t d = 0; d < p.d_qk; ++d) q[d] *= split_scale(p.scale).on_query;
     visible[row] = p.visible(b, h, query), gaps[row] = p.gaps(b, h, query);
     seen = hull(seen, visible[row]);
-    DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
+    DecodePart part = decode_part(p, parts, item, item.part, row);
     *part.m = -kInfinity, *part.l = 0;
     __builtin_memset(part.o, 0, padded(p.d_v) * sizeof(float));
   }
@@ -216,9 +226,9 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     while (row_end > 0 && !sees_some(row_end - 1, block, first, n)) --row_end;
     while (row_begin < row_end && !sees_some(row_begin, block, first, n)) ++row_begin;
     if (row_begin == row_end) return;
-    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, rows > 1, w.k, [&](auto k) {
-      dot_products(row_end - row_begin, w.q + row_begin * padded(p.d_qk), k, n_padded, p.d_qk,
-                   w.s + row_begin * kDecodeKeys);
+    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, rows > 1, w.k, [&](auto k, int64_t i, int64_t n_rows) {
+      dot_products(row_end - row_begin, w.q + row_begin * padded(p.d_qk), k, n_rows, p.d_qk,
+                   w.s + row_begin * kDecodeKeys + i);
     });
     for (int64_t row = row_begin; row < row_end; ++row) {
       float* s = w.s + row * kDecodeKeys;
@@ -232,15 +242,15 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
       }
     }
     for (int64_t row = row_begin; row < row_end; ++row) {
-      const DecodePart part = decode_part(p, parts, b, h_kv, item.part, item.n_parts, row);
+      const DecodePart part = decode_part(p, parts, item, item.part, row);
       softmax_step(p, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
     }
-    const Target o{decode_part(p, parts, b, h_kv, item.part, item.n_parts, row_begin).o, row_of_part(p)};
-    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, rows > 1, w.v, [&](auto v) {
+    const Target o{decode_part(p, parts, item, item.part, row_begin).o, row_of_part(p)};
+    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, rows > 1, w.v, [&](auto v, int64_t i, int64_t n_rows) {
       each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
         const Target to{o.data + column, o.stride};
-        const Rows weights{w.s + row_begin * kDecodeKeys, kDecodeKeys};
-        add_product<vectors>(to, row_end - row_begin, n_padded, weights, v.at_column(column));
+        const Rows weights{w.s + row_begin * kDecodeKeys + i, kDecodeKeys};
+        add_product<vectors>(to, row_end - row_begin, n_rows, weights, v.at_column(column));
       });
     });
   };
@@ -251,19 +261,20 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
   });
 }
 
-// Joins the parts of the heads that share keys, and writes their outputs and lse.
-void combine(const Params& p, const ForwardOutputs& out, int64_t b, int64_t h_kv, int64_t n_parts, float* parts) {
+// Joins the parts of the heads that share keys, and writes their outputs and lse. of_head: any item of theirs.
+void combine(const Params& p, const ForwardOutputs& out, const DecodeItem& of_head, float* parts) {
+  const int64_t b = of_head.b, h_kv = of_head.h_kv, n_parts = of_head.n_parts;
   const float on_score_log2 = p.on_score_log2();
   for (int64_t row = 0; row < decode_rows(p, b); ++row) {
     const auto [h, query] = head_and_query(p, b, h_kv, row);
     float m = -kInfinity, l = 0;
     for (int64_t i = 0; i < n_parts; ++i) {
-      const float part_m = *decode_part(p, parts, b, h_kv, i, n_parts, row).m;
+      const float part_m = *decode_part(p, parts, of_head, i, row).m;
       m = part_m > m ? part_m : m;
     }
-    const DecodePart total = decode_part(p, parts, b, h_kv, 0, n_parts, row);
+    const DecodePart total = decode_part(p, parts, of_head, 0, row);
     for (int64_t i = 0; i < n_parts; ++i) {
-      const DecodePart part = decode_part(p, parts, b, h_kv, i, n_parts, row);
+      const DecodePart part = decode_part(p, parts, of_head, i, row);
       const Floats decay = exp2(splat((*part.m - finite_max(m)) * on_score_log2));
       l += *part.l * decay[0];
       for (int64_t d = 0; d < padded(p.d_v); d += kLanes) {

@@ -99,8 +99,9 @@ FASTATTN_ONCE bool follow_maximum(int64_t n, const float* s_t, float on_score_lo
 }
 
 // Weights are this power of two below 2^(scale * (score - reference)): their sum then stays below 1, and the sum of
-// weighted values, which is divided by it at the end, below the largest value.
-FASTATTN_INLINE float headroom_log2(const Params& p) { return kSlack + bits_of(p.n_k); }
+// weighted values, which is divided by it at the end, below the largest value. It is even, so that n_k, which may be
+// that of longer samples, changes no bit of the result (exp2).
+FASTATTN_INLINE float headroom_log2(const Params& p) { return kSlack + (bits_of(p.n_k) + 1) / 2 * 2; }
 
 // The difference first: the weight of the reference is then exactly a power of two, a single key gives O = V to the
 // bit, and no finite scores overflow.

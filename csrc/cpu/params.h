@@ -12,15 +12,24 @@
 
 namespace fastattn {
 
-// Rows [B, H, N] of a tensor [B, H, N, D] whose elements lie side by side in a row.
+// Rows [B, H, N] of a tensor [B, H, N, D] whose elements lie side by side in a row; or, of samples that are made of
+// pages, those of a tensor [pages, H, page_rows, D], where row i of sample b is in page table[b, i / page_rows].
 template <class Byte>
 struct RowsOf {
   Byte* data;
   DType dtype;
   int64_t batch_stride, head_stride, row_stride;  // in elements
+  const int32_t* table = nullptr;                 // [B, pages_of_sample], or null: samples are not made of pages
+  int64_t pages_of_sample = 0, page_rows = 0;
 
   Byte* row(int64_t b, int64_t h, int64_t i) const {
+    if (table) b = table[b * pages_of_sample + i / page_rows], i %= page_rows;
     return data + bytes_of(dtype) * (b * batch_stride + h * head_stride + i * row_stride);
+  }
+
+  // Whether n rows of a list, from the place i on, are row_stride apart.
+  bool in_steps(const IndexList& list, int64_t i, int64_t n) const {
+    return list.consecutive(i, n) && (!table || list.at(i) / page_rows == list.at(i + n - 1) / page_rows);
   }
 };
 using Input = RowsOf<const char>;
@@ -184,9 +193,10 @@ struct ForwardItem {
   int64_t b, h, first_query, last_query;
 };
 
-// A few queries of the heads that share keys and values, against a part of the key list: part `part` of n_parts.
+// A few queries of the heads that share keys and values, against a part of the key list: part `part` of n_parts, which
+// are numbered from first_part on among those of all heads.
 struct DecodeItem {
-  int64_t b, h_kv, part, n_parts;
+  int64_t b, h_kv, first_part, part, n_parts;
   int64_t first_key, last_key;
 };
 constexpr int64_t kDecodeRows = 8;  // most rows, of all heads together: more are faster as lanes
@@ -233,7 +243,7 @@ struct DecodeKernels {
   int64_t (*parts_size)(const Params&);  // floats for each part of the heads that share keys
   int64_t (*scratch)(const Params&);
   void (*attend)(const Params&, const DecodeItem&, float* parts, float* scratch);
-  void (*combine)(const Params&, const ForwardOutputs&, int64_t b, int64_t h_kv, int64_t n_parts, float* parts);
+  void (*combine)(const Params&, const ForwardOutputs&, const DecodeItem& of_head, float* parts);
 };
 
 // Queries at the places first_query, ... of the list of real ones, and the rows of padding with these numbers, of some

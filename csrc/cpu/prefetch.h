@@ -12,10 +12,10 @@ namespace {
 
 class Prefetch {
  public:
-  // Adds the rows first, ..., last - 1 of a list, unless there is no more room in the cache.
+  // Adds the rows first, ..., last - 1 of a list, unless they are on pages or there is no more room in the cache.
   template <class Byte>
   void add(const RowsOf<Byte>& x, int64_t b, int64_t h, const IndexList& rows, int64_t first, int64_t last, int64_t d) {
-    if (!x.data || first >= last || d == 0) return;
+    if (!x.data || x.table || first >= last || d == 0) return;
     const int64_t begin = rows.at(first), n = rows.at(last - 1) + 1 - begin, bytes = bytes_of(x.dtype);
     const Rows result{x.row(b, h, begin), x.row_stride * bytes, (d * bytes + kLine - 1) / kLine, n};
     if (count_ == kMost || lines_ + result.lines * result.n > kLines) return;

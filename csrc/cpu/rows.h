@@ -158,8 +158,10 @@ FASTATTN_INLINE void with_elements(Row row, DType dtype, Use use) {
 // Rows i, ..., i + n - 1 of a list, [n, padded d].
 [[maybe_unused]] void read_rows(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,
                                 int64_t d, float* to) {
-  with_elements(x.row(b, h, 0), x.dtype, [&](auto* rows) {
-    for (int64_t j = 0; j < n; ++j) widen_row(rows + list.at(i + j) * x.row_stride, d, to + j * padded(d));
+  with_elements(x.data, x.dtype, [&](auto* data) {
+    for (int64_t j = 0; j < n; ++j) {
+      widen_row(reinterpret_cast<decltype(data)>(x.row(b, h, list.at(i + j))), d, to + j * padded(d));
+    }
   });
 }
 

@@ -22,15 +22,14 @@ const Item* item_or_null(const std::vector<Item>& items, int64_t i) {
 // The thread that ends the last part of a head joins all of them, in order: no thread works on the others then.
 template <class ForEach>
 void run_decode(const DecodeKernels& kernels, const Params& p, const ForwardOutputs& out, ForEach for_each) {
-  const int64_t heads = p.B * p.H_kv, n_parts = decode_parts_of_head(p);
-  const std::unique_ptr<float[]> parts(new float[heads * n_parts * kernels.parts_size(p)]);
-  std::vector<std::atomic<int64_t>> ended(heads);  // parts of each head
   const auto items = decode_items(p);
+  const std::unique_ptr<float[]> parts(new float[items.size() * kernels.parts_size(p)]);
+  std::vector<std::atomic<int64_t>> ended(p.B * p.H_kv);  // parts of each head
   for_each(int64_t(items.size()), kernels.scratch(p), [&](int64_t i, int64_t, float* scratch) {
     const DecodeItem& item = items[i];
     kernels.attend(p, item, parts.get(), scratch);
-    if (ended[item.b * p.H_kv + item.h_kv].fetch_add(1) + 1 == n_parts) {
-      kernels.combine(p, out, item.b, item.h_kv, n_parts, parts.get());
+    if (ended[item.b * p.H_kv + item.h_kv].fetch_add(1) + 1 == item.n_parts) {
+      kernels.combine(p, out, item, parts.get());
     }
   });
 }

@@ -41,21 +41,19 @@ inline std::vector<ForwardItem> forward_items(const Params& p, const Kernels& ke
 // split at the same places.
 inline bool decodes(const Params& p) { return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops; }
 
-inline int64_t decode_parts_of_head(const Params& p) {
-  constexpr int64_t kKeysOfPart = 512;
-  return std::max<int64_t>((p.n_k + kKeysOfPart - 1) / kKeysOfPart, 1);
-}
-
+// The parts of a head follow each other. Their number is that of the keys of its own sample, so that the bits of a
+// sample do not depend on others.
 inline std::vector<DecodeItem> decode_items(const Params& p) {
+  constexpr int64_t kKeysOfPart = 512;
   constexpr int64_t kWhole = 64;  // all parts but the last are whole vectors of keys, which are read where they lie
-  const int64_t n_parts = decode_parts_of_head(p);
   std::vector<DecodeItem> items;
   for (int64_t b = 0; b < p.B; ++b) {
-    const int64_t keys = p.keys[b].count;
+    const int64_t keys = p.keys[b].count, n_parts = std::max<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1);
     const auto begin = [&](int64_t part) { return part == n_parts ? keys : part * keys / n_parts / kWhole * kWhole; };
     for (int64_t h_kv = 0; h_kv < p.H_kv; ++h_kv) {
+      const auto first_part = int64_t(items.size());
       for (int64_t part = 0; part < n_parts; ++part) {
-        items.push_back({b, h_kv, part, n_parts, begin(part), begin(part + 1)});
+        items.push_back({b, h_kv, first_part, part, n_parts, begin(part), begin(part + 1)});
       }
     }
   }

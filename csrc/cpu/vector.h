@@ -79,30 +79,25 @@ FASTATTN_INLINE Floats polynomial(const float (&coefficients)[N], Floats x) {
 }
 
 // exp2 is 2^(x - n) for x <= 127 and a whole n >= 0, exactly 2^-n at 0, 0 below the normal numbers, NaN for NaN; as
-// exact as 2^x, since n is subtracted from the exponent, but for weights in bf16. The polynomials are minimax for
-// the relative error of 2^f, up to 2e-9 (8e-8 once evaluated in fp32). One degree less would be off by 8e-8 always to
-// the same side at f = 0, which the error budget would notice; where weights are rounded to bf16, 9e-5 serves.
+// exact as 2^x, since n is subtracted from the exponent. An even n changes no other bit. The polynomials are minimax
+// for the relative error of 2^f, up to 2e-9 (8e-8 once evaluated in fp32). One degree less would be off by 8e-8 always
+// to the same side at f = 0, which the error budget would notice; where weights are rounded to bf16, 9e-5 serves.
 #if FASTATTN_LANES == 16
 
 FASTATTN_INLINE Floats exp2(Floats x, float n = 0) {
 #if FASTATTN_BF16
-  x -= n;
   constexpr float kCoefficients[] = {7.706704400e-02f, 2.276449877e-01f, 6.951167878e-01f, 1.0f};
   constexpr int kFloorQuietly = 9;
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, kFloorQuietly);  // x - floor(x)
-  const Floats power = x;                                               // scalef takes the floor of it
-  const float least = -126.0f;
 #else
   constexpr float kCoefficients[] = {
       1.535336182e-04f, 1.339887445e-03f, 9.618437358e-03f, 5.550332471e-02f, 2.402264791e-01f, 6.931472029e-01f, 1.0f};
   constexpr int kNearestQuietly = 8;
   const Floats f = (Floats)_mm512_reduce_ps((__m512)x, kNearestQuietly);  // small around 0: no rounding errors there
-  const Floats power = x - f - n;
-  const float least = n - 126.0f;
 #endif
-  const Floats y = polynomial(kCoefficients, f);
-  const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_NLT_UQ);
-  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)y, (__m512)power);  // y * 2^floor(power)
+  const Floats y = polynomial(kCoefficients, f), power = x - f - n;
+  const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(n - 126.0f), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)y, (__m512)power);
 }
 
 #else

@@ -218,6 +218,16 @@ def _warn_of_torch(reasons: str) -> None:
     )
 
 
+@while_tracing
+def warn_of_copies(name: str) -> None:
+    """Warns that a backend has no kernel that reads keys in pages."""
+    warnings.warn(
+        f"keys and values in pages are copied for this attention, since the backend {name} reads none where they lie",
+        FallbackWarning,
+        stacklevel=1,
+    )
+
+
 def _listed_objections(
     backends: Iterable[ModuleType],
     q: Tensor,

@@ -65,6 +65,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return build.CPU.load().forward(q, k, v, spec)
 
 
+def forward_paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """As `forward`, for keys and values in pages [pages, H_kv, page_size, D or d_v].
+
+    Args:
+        table: int32 or int64 [B, pages of a sample], whose keys are those of its pages one after the other.
+    """
+    return build.CPU.load().forward_paged(q, k, v, table.int(), spec)
+
+
 def short_way() -> tuple[Callable, Callable]:
     """The C++ functions that `short_way` of fastattn/ops.py calls: forward and backward."""
     module = build.CPU.load()

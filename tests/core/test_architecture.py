@@ -67,13 +67,14 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "decoding": {"spec"},
     "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "parallel"},  # the last late
     "parallel": {"spec", "validation", "plan", "api"},
+    "paged": {"spec", "validation", "backends", "plan", "ops", "api"},
     "sdpa": {"spec", "api"},
     "nn": {"spec", "api"},
-    "flash_attn": {"spec", "api", "nn.checks"},
+    "flash_attn": {"spec", "api", "paged", "nn.checks"},
     "integrations": {"spec", "api", "sdpa", "nn", "backends"},
     "swap": {"backends", "nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
-    "": {"spec", "api", "sdpa", "flash_attn", "backends", "nn", "swap", "integrations", "parallel"},
+    "": {"spec", "api", "paged", "sdpa", "flash_attn", "backends", "nn", "swap", "integrations", "parallel"},
     "bench": {
         "",
         "machine",

@@ -69,6 +69,13 @@ def test_an_empty_side_leaves_the_other_to_the_bit():
     assert torch.equal(actual[1], nothing[1])
 
 
+def test_what_is_far_below_rounds_nothing():
+    o, lse = torch.randn(2, 8), torch.tensor([-0.394, 3.2461])
+    below = torch.tensor([-700.123, -5e5])
+    for actual in (fastattn.merge(o, lse, o, below), fastattn.merge(o, below, o, lse)):
+        assert torch.equal(actual[1], lse)
+
+
 @pytest.mark.parametrize("far", [0.0, 50.0, 1e4, 1e30])
 def test_far_apart_is_exact_in_value_and_gradient(far):
     o1, o2 = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)

@@ -1,0 +1,118 @@
+"""Prints how long a step of decoding takes with keys and values in pages, beside PyTorch's attention, on the CPU.
+
+    OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--prefix]
+
+Requests of 128 to 8192 tokens, 32 heads of 128 that share 8 of keys, pages of 64. "pages" is attention_paged, "rows"
+attention over the same keys, padded to one length. PyTorch's function is called for each request alone, for all of them
+padded, and with the pages copied together. The last row reads the keys and values of the requests and does nothing
+else. With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import fastattn
+from fastattn import Mask
+from fastattn.bench.timing import Call, interleave
+
+H, H_KV, D, PAGE = 32, 8, 128, 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BATCHES = (1, 8, 64)
+PREFIX, OWN, SHARING = 4096, 128, 32
+
+
+def in_pages(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Pages [count, PAGE, H_KV, D], in which the rows of a head lie side by side."""
+    return torch.randn(count, H_KV, PAGE, D, dtype=torch.float32).to(dtype).transpose(1, 2)
+
+
+def decoding(batch: int, dtype: torch.dtype) -> dict[str, Call]:
+    """Each way to attend for one query of each request, whose outputs have been compared."""
+    lengths = torch.linspace(128, 8192, batch).long() if batch > 1 else torch.tensor([8192])
+    counts = -(-lengths // PAGE)
+    total, most = int(counts.sum()), int(counts.max())
+    k_pages, v_pages, order = in_pages(total, dtype), in_pages(total, dtype), torch.randperm(total)
+    table = torch.zeros(batch, most, dtype=torch.int32)
+    for i, pages in enumerate(order.split(counts.tolist())):
+        table[i, : len(pages)] = pages
+    q = torch.randn(batch, H, D).to(dtype)
+    real = torch.arange(most * PAGE) < lengths[:, None]
+
+    def together(pages: torch.Tensor) -> torch.Tensor:
+        return pages[table.long()].flatten(1, 2).transpose(1, 2)
+
+    k, v = (together(x).contiguous() for x in (k_pages, v_pages))
+    q4 = q[:, :, None]
+    alone = [(q4[i, None], k[i, None, :, :n].clone(), v[i, None, :, :n].clone()) for i, n in enumerate(lengths)]
+    mask = real[:, None, None]
+    ways = {
+        "fastattn, pages": lambda: fastattn.attention_paged(q, k_pages, v_pages, table, lengths),
+        "fastattn, rows": lambda: fastattn.attention(q4, k, v, Mask(real_keys=real))[:, :, 0],
+        "sdpa, each": lambda: torch.cat([sdpa(*x, enable_gqa=True) for x in alone])[:, :, 0],
+        "sdpa, padded": lambda: sdpa(q4, k, v, mask, enable_gqa=True)[:, :, 0],
+        "sdpa, copied": lambda: sdpa(q4, together(k_pages), together(v_pages), mask, enable_gqa=True)[:, :, 0],
+    }
+    expected = torch.cat([sdpa(*(x.float() for x in inputs), enable_gqa=True) for inputs in alone])[:, :, 0]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for way in ways.values():
+        torch.testing.assert_close(way().float(), expected, rtol=tolerance, atol=tolerance)
+    reads = [x for _, *both in alone for x in both]
+    return {name: Call(way) for name, way in ways.items()} | {
+        "bare reads": Call(lambda: [x.sum() for x in in_fp32(reads)])
+    }
+
+
+def in_fp32(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same memory as numbers that are added up fastest."""
+    return [x.view(torch.float32) for x in tensors]
+
+
+def sharing(dtype: torch.dtype) -> dict[str, Call]:
+    """Decoding for requests that share a prompt: with `prefix`, without it, and with a cache of its own for each."""
+    of_prefix, of_own = PREFIX // PAGE, OWN // PAGE
+    pages = of_prefix + SHARING * of_own
+    k_pages, v_pages = in_pages(pages, dtype), in_pages(pages, dtype)
+    own = of_prefix + torch.arange(SHARING * of_own).view(SHARING, of_own)
+    table = torch.cat([torch.arange(of_prefix).expand(SHARING, -1), own], 1)
+    lengths, q = torch.full((SHARING,), PREFIX + OWN), torch.randn(SHARING, H, D).to(dtype)
+    k_own, v_own = (x[table].flatten(0, 1) for x in (k_pages, v_pages))
+    own_table = torch.arange(table.numel()).view(table.shape)
+    separate = lambda: fastattn.attention_paged(q, k_own, v_own, own_table, lengths)  # noqa: E731
+    ways = {
+        "separate caches": separate,
+        "shared pages": lambda: fastattn.attention_paged(q, k_pages, v_pages, table, lengths),
+        "shared pages, prefix": lambda: fastattn.attention_paged(q, k_pages, v_pages, table, lengths, prefix=PREFIX),
+    }
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for way in ways.values():
+        torch.testing.assert_close(way(), separate(), rtol=tolerance, atol=tolerance)
+    return {name: Call(way) for name, way in ways.items()}
+
+
+def main() -> None:
+    """Prints a row for each way: milliseconds, and its time over that of the first one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each number of requests")
+    parser.add_argument("--only", choices=DTYPES)
+    parser.add_argument("--prefix", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    for name in [options.only] if options.only else DTYPES:
+        for batch in ("shared",) if options.prefix else BATCHES:
+            calls = sharing(DTYPES[name]) if batch == "shared" else decoding(batch, DTYPES[name])
+            timings = interleave(calls, options.seconds, "cpu")
+            first = next(iter(timings.values()))
+            title = f"{SHARING} requests, prompt of {PREFIX}" if batch == "shared" else f"{batch} requests"
+            print(f"{name}, {title}, {torch.get_num_threads()} threads")
+            for way, timing in timings.items():
+                ratio = statistics.median(a / b for a, b in zip(timing.seconds, first.seconds, strict=True))
+                print(f"  {way:22} {timing.median * 1e3:9.2f} ms {ratio:6.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

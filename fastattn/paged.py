@@ -1,0 +1,249 @@
+"""Attention over keys and values in pages, as servers keep them: new ones are added, and all read where they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import Tensor
+
+from . import ops, plan
+from .api import merge
+from .backends import warn_of_copies
+from .spec import Mask, accumulation_dtype, as_number, refuse_unknown
+from .validation import check_flags, check_paged, check_pages
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class _Terms(TypedDict, total=False):
+        """Keyword arguments of `attention_paged`, for type checkers."""
+
+        k: Tensor | None
+        v: Tensor | None
+        causal: bool
+        window: tuple[int | None, int | None]
+        tree: Tensor | None
+        prefix: int
+        scale: float | None
+        softcap: float | None
+        alibi_slopes: Tensor | None
+        sinks: Tensor | None
+        backend: str | None
+
+
+@overload
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **terms: Unpack[_Terms],
+) -> Tensor: ...
+@overload
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **terms: Unpack[_Terms],
+) -> tuple[Tensor, Tensor]: ...
+@torch.no_grad()
+def attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
+    tree: Tensor | None = None,
+    prefix: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest tokens of requests to all of theirs, in pages, as [total_q, H, d_v]; or (o, lse).
+
+    Request i has lengths[i] tokens, of which token j lies in page block_table[i, j // page_size], in row j % page_size.
+    Its queries are the last of them. Requests may share pages. What pages hold beyond the lengths, and entries of the
+    table beyond them, are never read. There are no gradients.
+
+    On a CPU pages are read where they lie, in fp32, fp16 and bf16; rows of a page that are side by side for each head
+    are read fastest, which k_pages has as the transpose of [pages, H_kv, page_size, D]. Elsewhere the pages of each
+    request are copied first, of which a `FallbackWarning` tells.
+
+    Args:
+        q: queries [total_q, H, D], those of a request one after the other.
+        k_pages: keys [pages, page_size, H_kv, D]; v_pages: values [pages, page_size, H_kv, d_v]; of any strides.
+        block_table: int32 or int64 [B, most pages of a request].
+        lengths: int32 or int64 [B], the tokens of each request, the new ones included.
+        cu_seqlens_q: int32 or int64 [B + 1]: 0, and then where the queries of each request end; None where each has
+            one. Tokens after the last boundary are padding, whose output is 0. On the CPU it costs no wait for a GPU.
+        k, v: keys and values of the tokens of q, [total_q, H_kv, D or d_v], which are written to their places in
+            the pages first; or None where they are there.
+        causal: a query sees the tokens of its request up to itself, and no later ones.
+        window: how many keys to the (left, right) of itself a query sees, as in `Mask`.
+        tree: bool [n, n] or [B, n, n], in the place of `causal` where every request has n queries: which of these n
+            tokens each of them sees, as in speculative decoding with a tree of drafts. All see those before.
+        prefix: how many tokens at their beginning all requests have in the same pages, whole ones, and no queries among
+            them: a prompt that they share. Their keys are read once for all requests, and not once for each.
+        scale, softcap, alibi_slopes ([H] or [B, H]), sinks, return_lse, backend: as in `attention`.
+
+    Returns:
+        o [total_q, H, d_v] in the dtype of q, or (o, lse) with lse [H, total_q].
+
+    Raises:
+        ValueError: the call is malformed; nothing has been written then. Values of block_table and lengths are checked
+            on the CPU only.
+        NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
+        TypeError: an argument is not known here.
+
+    Sources:
+        Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention (2023); Ye et al.,
+        Cascade Inference (2024), for `prefix`.
+
+    Example:
+        >>> import torch, fastattn
+        >>> k_pages, v_pages = torch.zeros(4, 2, 1, 8), torch.zeros(4, 2, 1, 8)
+        >>> table, lengths = torch.tensor([[3, 0], [2, 1]]), torch.tensor([3, 1])
+        >>> q = k = v = torch.ones(2, 1, 8)
+        >>> o = fastattn.attention_paged(q, k_pages, v_pages, table, lengths, k=k, v=v, scale=0.0)
+        >>> o[:, 0, 0], v_pages[:, :, 0, 0]
+        (tensor([0.3333, 1.0000]), tensor([[1., 0.],
+                [0., 0.],
+                [1., 0.],
+                [0., 0.]]))
+    """
+    if unknown:
+        refuse_unknown(attention_paged, unknown)
+    check_flags(causal=causal, return_lse=return_lse)
+    check_paged(q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, tree, alibi_slopes, prefix)
+    groups, page_size = _groups(len(lengths), cu_seqlens_q, q.device), k_pages.shape[1]
+    if tree is not None and any(n != tree.shape[-1] for n, _, _ in groups):
+        got = sorted({n for n, _, _ in groups})
+        raise ValueError(f"tree must be of the {got} queries of a request, got {list(tree.shape)}")
+    for n, requests, _ in groups:
+        check_pages(block_table[requests], lengths[requests], n, k_pages, prefix)
+    causal = bool(causal) and tree is None
+    terms = {"scale": scale, "softcap": softcap, "sinks": None if prefix else sinks, "backend": backend}
+    slopes_of_all = alibi_slopes if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2 else None
+
+    def prepare(tokens: Tensor, table: Tensor, mask: Mask, slopes: Tensor | None) -> Callable:
+        return prepared(q[tokens].transpose(1, 2), k_pages, v_pages, table, mask, alibi_slopes=slopes, **terms)
+
+    calls, places = [], []
+    for n, requests, tokens in groups:
+        table, after = block_table[requests, prefix // page_size :], lengths[requests] - prefix
+        if q.device.type == "cpu":
+            table = table[:, : -(-int(after.max()) // page_size)]
+        from_end = torch.arange(table.shape[1] * page_size, device=q.device) - after[:, None]
+        dense = None if tree is None else _seen(tree.expand(len(lengths), n, n)[requests], from_end + n)
+        mask = Mask(causal, q_offset=after - n, window=window, real_keys=from_end < 0, dense=dense)
+        calls.append(prepare(tokens, table, mask, alibi_slopes if slopes_of_all is None else slopes_of_all[requests]))
+        places.append(lengths[requests, None].long() - n + torch.arange(n, device=q.device))
+    if prefix and groups:
+        every = torch.cat([tokens.flatten() for _, _, tokens in groups])[None]
+        positions = torch.cat([place.flatten() for place in places])
+        mask = Mask(q_offset=(positions - torch.arange(len(positions), device=q.device))[None], window=window)
+        of_prefix = prepare(every, block_table[:1, : prefix // page_size], mask, alibi_slopes)
+    if k is not None and v is not None:  # only now, when nothing more can be refused
+        for (_, requests, tokens), place in zip(groups, places, strict=True):
+            at = block_table[requests].gather(1, place // page_size).long(), place % page_size
+            k_pages[at], v_pages[at] = k[tokens], v[tokens]
+    o = q.new_zeros(*q.shape[:2], v_pages.shape[3])
+    lse = q.new_full((len(q), q.shape[1]), -math.inf, dtype=accumulation_dtype(q.dtype))
+    if prefix and groups:
+        o[every], lse[every] = (x.transpose(1, 2) for x in of_prefix())
+    for (_, _, tokens), call in zip(groups, calls, strict=True):
+        of_tokens = call()
+        if prefix:
+            of_tokens = merge(o[tokens].transpose(1, 2), lse[tokens].transpose(1, 2), *of_tokens, sinks=sinks)
+        o[tokens], lse[tokens] = (x.transpose(1, 2) for x in of_tokens)
+    return (o, lse.T) if return_lse else o
+
+
+def _groups(requests: int, cu_seqlens_q: Tensor | None, device: torch.device) -> list[tuple[int, Tensor, Tensor]]:
+    """(n, int64 [b] requests with n queries, int64 [b, n] their places among all queries), for each n but 0."""
+    if cu_seqlens_q is None:
+        every = torch.arange(requests, device=device)
+        return [(1, every, every[:, None])] if requests else []
+    begin = cu_seqlens_q.long().cpu()
+    counts, result = begin.diff(), []
+    for n in counts.unique().tolist():
+        of_n = (counts == n).nonzero()[:, 0]
+        if n:
+            result.append((n, of_n.to(device), (begin[of_n, None] + torch.arange(n)).to(device)))
+    return result
+
+
+def _seen(tree: Tensor, place: Tensor) -> Tensor:
+    """bool [b, 1, n, n_k]: the keys before a tree, at places below 0, and what bool [b, n, n] shows of those in it."""
+    n = tree.shape[1]
+    inside = tree.gather(2, place.clamp(0, n - 1)[:, None].expand(-1, n, -1).long())
+    return ((place < 0)[:, None] | inside)[:, None]
+
+
+def prepared(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A call of `attention` without gradients, as (o, lse), where sample b has its keys in the pages table[b].
+
+    Args:
+        q: [B, H, n_q, D].
+        k_pages, v_pages: [pages, page_size, H_kv, D or d_v].
+        table: int32 or int64 [B, pages of a sample].
+        mask: of these queries and the page_size * (pages of a sample) keys.
+        scale, softcap, alibi_slopes, sinks, backend: as in `attention`.
+
+    Raises:
+        ValueError, NotImplementedError: as in `attention`. The call itself raises neither.
+    """
+    (_, page_size, H_kv, _), (B, pages) = k_pages.shape, table.shape
+    k, v = (x.new_empty(()).expand(B, H_kv, pages * page_size, x.shape[3]) for x in (k_pages, v_pages))
+    scale, softcap = as_number(scale), as_number(softcap)
+    arguments = (mask, scale, None, softcap, alibi_slopes, sinks, 0.0, None, True, backend)
+    q, _, _, spec, decided = plan.prepare(q, k, v, *arguments)
+    k_pages, v_pages = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
+    forward_paged = getattr(decided.backend, "forward_paged", None)
+    if forward_paged is not None and decided.plain and plan.is_plain(k_pages) and plan.is_plain(v_pages):
+        return lambda: forward_paged(q, k_pages, v_pages, table, spec)
+    if backend is None:
+        warn_of_copies(decided.backend.NAME)
+
+    def of_copies() -> tuple[Tensor, Tensor]:
+        in_use = table.long()
+        if mask.real_keys is not None:  # what else the table has need be no page
+            in_use = in_use.masked_fill(~mask.real_keys.unflatten(1, (pages, page_size)).any(-1), 0)
+        k, v = (x[in_use].transpose(1, 2).flatten(2, 3) for x in (k_pages, v_pages))
+        return ops.attention(*plan.prepare(q, k, v, *arguments))
+
+    return of_copies

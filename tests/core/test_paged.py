@@ -1,0 +1,346 @@
+"""attention_paged: what it gives, reads and writes, against attention to the keys of each request alone."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn import Mask
+from fastattn.backends import cpu
+from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs, run
+
+CASES = [
+    Case("plain", ""),
+    Case("wide-heads", "", D=128, d_v=80, n_k=300),
+    Case("odd-heads", "", D=33, n_k=70),
+    Case("grouped", "", H=6, H_kv=2, n_q=1, n_k=600),
+    Case("causal", "", causal=True, n_q=40, n_k=90, q_offset=50),
+    Case("window", "", causal=True, window=(30, None), n_q=3, n_k=700, q_offset=697),
+    Case("padding", "", keys="right", n_q=1, n_k=600),
+    Case("holes", "", keys="holes", n_q=2, n_k=300),
+    Case("nothing", "", keys="none", n_q=20, n_k=100),
+    Case("terms", "", softcap=3.0, alibi=True, sinks=True, n_q=1, n_k=200),
+    Case("dense", "", dense=True, n_q=7, n_k=200),
+    Case("few-keys", "", n_q=30, n_k=40),
+]
+PAGE_SIZES = (1, 7, 16, 64, 1000)
+
+
+def in_pages(x: Tensor, page_size: int, layout: str = "NHD") -> tuple[Tensor, Tensor]:
+    """x [B, H_kv, n, D] on pages in any order, with NaN wherever no key is; and the table."""
+    B, H, n, D = x.shape
+    most = -(-n // page_size)
+    table = torch.randperm(B * most + 2, generator=torch.Generator().manual_seed(n))[: B * most].view(B, most)
+    pages = x.new_full((B * most + 2, page_size, H, D), math.nan)
+    if layout == "HND":
+        pages = pages.transpose(1, 2).contiguous().transpose(1, 2)
+    rows = torch.arange(n)
+    pages[table[:, rows // page_size], rows % page_size] = x.transpose(1, 2)
+    return pages, table.int()
+
+
+def forward_paged(inputs: Inputs, page_size: int, layout: str = "NHD") -> dict[str, Tensor]:
+    """o and lse of the CPU kernels for keys on pages."""
+    (k, table), (v, _) = (in_pages(x, page_size, layout) for x in (inputs.k, inputs.v))
+    n_k = table.shape[1] * page_size
+    spec, B, n = inputs.spec(), len(table), inputs.k.shape[2]
+    real = torch.ones(B, n, dtype=torch.bool) if spec.mask.real_keys is None else spec.mask.real_keys
+    real = torch.nn.functional.pad(real, (0, n_k - n))
+    dense = None if spec.mask.dense is None else torch.nn.functional.pad(spec.mask.dense, (0, n_k - n))
+    spec = dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, real_keys=real, dense=dense))
+    o, lse = cpu.forward_paged(inputs.q, k.transpose(1, 2), v.transpose(1, 2), table, spec)
+    return {"o": o, "lse": lse}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_cpu_kernels_read_pages(case, page_size, dtype):
+    inputs = make_inputs(case, dtype)
+    actual = forward_paged(inputs, page_size)
+    assert_right(inputs, actual)
+    in_rows = run(inputs, "cpu", wanted=["q"])
+    if inputs.q.shape[2] * inputs.q.shape[1] // inputs.k.shape[1] > 8:  # in the tiles of many queries nothing differs
+        assert torch.equal(actual["o"], in_rows["o"])
+    for other in (16, 64):  # nor do the places of pages in memory
+        assert torch.equal(forward_paged(inputs, other, "HND")["o"], forward_paged(inputs, other)["o"])
+
+
+LENGTHS, QUERIES = [1, 37, 130, 64, 700, 5], [1, 4, 1, 64, 1, 4]
+H, H_KV, D = 4, 2, 32
+
+
+class Requests:
+    """Requests of these lengths with these numbers of queries, their keys on pages."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, page_size: int = 16, order: list[int] | None = None) -> None:
+        torch.manual_seed(0)
+        tokens = [[torch.randn(n, h, D).to(dtype) for h in (H_KV, H_KV)] for n in LENGTHS]
+        queries = [torch.randn(n, H, D).to(dtype) for n in QUERIES]
+        order = list(range(len(LENGTHS))) if order is None else order
+        self.k, self.v = ([tokens[i][j] for i in order] for j in (0, 1))
+        self.queries = [queries[i] for i in order]
+        self.q = torch.cat(self.queries)
+        self.lengths = torch.tensor([LENGTHS[i] for i in order])
+        self.cu_seqlens_q = torch.tensor([0, *(QUERIES[i] for i in order)]).cumsum(0)
+        pages = -(-self.lengths // page_size)
+        free = torch.randperm(int(pages.sum()) + 1)
+        self.table = torch.full((len(order), int(pages.max())), -7)
+        self.k_pages, self.v_pages = (torch.full((len(free), page_size, H_KV, D), math.nan, dtype=dtype) for _ in "kv")
+        for i, n in enumerate(pages.tolist()):
+            self.table[i, :n], free = free[:n], free[n:]
+            for row in range(LENGTHS[order[i]]):
+                at = self.table[i, row // page_size], row % page_size
+                self.k_pages[at], self.v_pages[at] = self.k[i][row], self.v[i][row]
+
+    def attend(self, **options: object) -> Tensor:
+        return fastattn.attention_paged(
+            self.q, self.k_pages, self.v_pages, self.table, self.lengths, self.cu_seqlens_q, **options
+        )
+
+    def one_by_one(self, i: int, mask: Mask, **options: object) -> tuple[Tensor, Tensor]:
+        """(o [n, H, D], lse [H, n]) of a request by the reference, in fp64."""
+        q, k, v = (x.double().transpose(0, 1)[None] for x in (self.queries[i], self.k[i], self.v[i]))
+        o, lse = fastattn.attention(q, k, v, mask, return_lse=True, backend="reference", **options)
+        return o[0].transpose(0, 1), lse[0]
+
+    def check(self, actual: tuple[Tensor, Tensor], mask: dict[str, object], **options: object) -> None:
+        o, lse = actual
+        for i, (first, last) in enumerate(zip(self.cu_seqlens_q, self.cu_seqlens_q[1:], strict=False)):
+            offset = int(self.lengths[i] - (last - first))
+            o_of, lse_of = self.one_by_one(i, Mask(q_offset=offset, **mask), **options)
+            tolerance = {torch.float32: 2e-6, torch.float64: 1e-12}.get(o.dtype, 2e-2)
+            torch.testing.assert_close(o[first:last].double(), o_of, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(lse[:, first:last].double(), lse_of, rtol=tolerance, atol=5 * tolerance)
+
+
+WORDS = {
+    "causal": ({"causal": True}, {}),
+    "not causal": ({}, {}),
+    "window": ({"causal": True, "window": (20, None)}, {}),
+    "two-sided window": ({"window": (9, 2)}, {}),
+    "scale, softcap": ({"causal": True}, {"scale": 0.3, "softcap": 2.0}),
+    "alibi": ({"causal": True}, {"alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 1.0])}),
+    "sinks": ({"causal": True}, {"sinks": torch.tensor([0.5, -3.0, 2.0, 0.0])}),
+}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+def test_each_request_has_what_it_has_alone(words, dtype):
+    mask, options = WORDS[words]
+    requests = Requests(dtype)
+    as_given = {"causal": False} | mask | options
+    requests.check(requests.attend(**as_given, return_lse=True), mask, **options)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_a_backend_that_reads_no_pages_gets_a_copy(backend):
+    requests = Requests()
+    requests.check(requests.attend(return_lse=True, backend=backend), {"causal": True})
+
+
+def test_copies_are_warned_of(monkeypatch):
+    requests = Requests(torch.float64)
+    with pytest.warns(fastattn.FallbackWarning, match="are copied for this attention, since the backend torch reads"):
+        requests.attend()
+    calls = []
+    monkeypatch.setattr(cpu, "forward_paged", lambda *given, real=cpu.forward_paged: calls.append(0) or real(*given))
+    Requests().attend()
+    assert len(calls) == len(set(QUERIES))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+def test_the_bits_of_a_request_depend_on_no_other(page_size, dtype):
+    order = [3, 0, 5, 4, 2, 1]
+    together, others = Requests(dtype, page_size), Requests(dtype, page_size, order)
+    o, o_of_others = together.attend(), others.attend()
+    for i, request in enumerate(order):
+        here, there = (slice(*x.cu_seqlens_q[j : j + 2]) for x, j in ((together, request), (others, i)))
+        assert torch.equal(o[here], o_of_others[there])
+        alone = fastattn.attention_paged(
+            together.queries[request], together.k_pages, together.v_pages, together.table[request, None],
+            together.lengths[request, None], torch.tensor([0, QUERIES[request]]),
+        )  # fmt: skip
+        assert torch.equal(o[here], alone)
+
+
+def test_new_tokens_are_written_to_their_places_first():
+    full = Requests()
+    expected = full.attend()
+    empty = Requests()
+    k, v = [], []
+    for i, n in enumerate(QUERIES):
+        k.append(empty.k[i][-n:]), v.append(empty.v[i][-n:])
+        for row in range(LENGTHS[i] - n, LENGTHS[i]):
+            at = empty.table[i, row // 16], row % 16
+            empty.k_pages[at], empty.v_pages[at] = math.nan, math.nan
+    assert torch.equal(empty.attend(k=torch.cat(k), v=torch.cat(v)), expected)
+    for pages in ("k_pages", "v_pages"):
+        torch.testing.assert_close(getattr(empty, pages), getattr(full, pages), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("of_each", [False, True])
+def test_a_tree_of_drafts(of_each):
+    """The newest five tokens: two branches of a root."""
+    parents = [[-1, 0, 0, 1, 2], [-1, 0, 1, 2, 3]]
+    trees = torch.zeros(2, 5, 5, dtype=torch.bool)
+    for tree, of_tokens in zip(trees, parents, strict=True):
+        for i, parent in enumerate(of_tokens):
+            tree[i, i] = True
+            if parent >= 0:
+                tree[i] |= tree[parent]
+    lengths, page_size = torch.tensor([5, 70]), 16
+    k, v = torch.randn(2, H_KV, 70, D), torch.randn(2, H_KV, 70, D)
+    (k_pages, table), (v_pages, _) = in_pages(k, page_size), in_pages(v, page_size)
+    q = torch.randn(10, H, D)
+    given = trees if of_each else trees[0]
+    o = fastattn.attention_paged(q, k_pages, v_pages, table, lengths, torch.tensor([0, 5, 10]), tree=given)
+    for i, n in enumerate(lengths.tolist()):
+        dense = torch.ones(5, n, dtype=torch.bool)
+        dense[:, n - 5 :] = trees[i if of_each else 0]
+        expected = fastattn.attention(
+            q[5 * i : 5 * i + 5].transpose(0, 1)[None], k[i : i + 1, :, :n], v[i : i + 1, :, :n], Mask(dense=dense),
+            backend="reference",
+        )  # fmt: skip
+        torch.testing.assert_close(o[5 * i : 5 * i + 5], expected[0].transpose(0, 1), rtol=2e-6, atol=2e-6)
+
+
+def test_one_query_each_and_nothing_at_all():
+    requests = Requests()
+    one = requests.cu_seqlens_q[1:] - 1
+    o, lse = fastattn.attention_paged(
+        requests.q[one], requests.k_pages, requests.v_pages, requests.table, requests.lengths, return_lse=True
+    )
+    expected, expected_lse = requests.attend(return_lse=True)
+    torch.testing.assert_close(o, expected[one], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse, expected_lse[:, one], rtol=2e-6, atol=2e-6)
+    nobody = fastattn.attention_paged(
+        requests.q[:3], requests.k_pages, requests.v_pages, requests.table[:2], requests.lengths[:2],
+        torch.tensor([0, 0, 0]), return_lse=True,
+    )  # fmt: skip
+    assert nobody[0].eq(0).all()
+    assert nobody[1].eq(-math.inf).all()
+    assert fastattn.attention_paged(
+        requests.q[:0], requests.k_pages, requests.v_pages, requests.table[:0], requests.lengths[:0]
+    ).shape == (0, H, D)  # fmt: skip
+
+
+WRONG = [
+    ({"q": torch.zeros(2, 3)}, "q must be [total_q, H, D], got [2, 3]"),
+    ({"k_pages": torch.zeros(3, 16, 2, 8)}, "k_pages must be [pages, page_size, H_kv, 32], got [3, 16, 2, 8]"),
+    ({"k_pages": torch.zeros(3, 16, 2, 32).half()}, "k_pages must be a Tensor of float32, got torch.float16"),
+    ({"v_pages": torch.zeros(3, 16, 2, 32)}, "v_pages must be [63, 16, 2, d_v], got [3, 16, 2, 32]"),
+    ({"k_pages": torch.zeros(3, 0, 2, 32), "v_pages": torch.zeros(3, 0, 2, 32)}, "pages of at least one token"),
+    ({"q": torch.zeros(75, 3, 32)}, "the heads of k must divide the 3 heads of q, got 2"),
+    ({"lengths": torch.tensor([1, 37])}, "block_table must be [2, most pages], got [6, 44]"),
+    ({"lengths": [1, 37]}, "lengths must be a Tensor of int32 or int64, got list"),
+    (
+        {"lengths": torch.tensor([1, 37, 130, 64, 705, 5])},
+        "to 704, the tokens of a row of block_table, got [1, 130, 705]",
+    ),
+    ({"lengths": torch.tensor([1, 3, 130, 64, 700, 5])}, "lengths must be from 4, the queries of these requests"),
+    ({"table": torch.zeros(6, 44)}, "block_table must be a Tensor of int32 or int64, got torch.float32"),
+    ({"table": torch.full((6, 44), 63)}, "block_table must have numbers of the 63 pages of k_pages, got 63"),
+    ({"table": torch.full((6, 44), -1)}, "block_table must have numbers of the 63 pages of k_pages, got -1"),
+    ({"cu_seqlens_q": None}, "cu_seqlens_q must be given where there are not 6 queries, got [75, 4, 32]"),
+    ({"cu_seqlens_q": torch.tensor([0, 75])}, "cu_seqlens_q must be [7] like lengths, got [2]"),
+    (
+        {"cu_seqlens_q": torch.tensor([0, 1, 5, 6, 70, 71, 76])},
+        "cu_seqlens_q must begin at 0, never fall, and end at 75",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "sentence"), WRONG, ids=[sentence for _, sentence in WRONG])
+def test_what_does_not_fit_is_a_sentence_and_nothing_is_written(changed, sentence):
+    requests = Requests()
+    before = requests.k_pages.clone()
+    for name, x in changed.items():
+        setattr(requests, name, x)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        requests.attend(k=torch.zeros(75, H_KV, D), v=torch.zeros(75, H_KV, D))
+    if "k_pages" not in changed:
+        torch.testing.assert_close(requests.k_pages, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_wrong_options_are_sentences():
+    requests = Requests()
+    for options, error, sentence in [
+        ({"k": torch.zeros(75, H_KV, D)}, ValueError, "k and v must both be given or neither, got Tensor and NoneType"),
+        (
+            {"tree": torch.ones(4, 4, dtype=torch.bool)},
+            ValueError,
+            "tree must be of the [1, 4, 64] queries of a request",
+        ),
+        ({"tree": torch.ones(4, 3, dtype=torch.bool)}, ValueError, "tree must be [3, 3], got [4, 3]"),
+        ({"causal": "yes"}, ValueError, "causal must be a bool, got 'yes'"),
+        ({"window": 3}, ValueError, "mask.window must be a pair (left, right), got 3"),
+        ({"is_causal": True}, TypeError, "write causal="),
+        ({"backend": "fast"}, ValueError, "backend must be"),
+    ]:
+        with pytest.raises(error, match=re.escape(sentence)):
+            requests.attend(**options)
+
+
+def test_the_kernels_refuse_pages_that_are_none():
+    """As the last to see them; whoever calls the backend."""
+    inputs = make_inputs(Case("", "", n_q=1, n_k=40), torch.float32)
+    (k, table), (v, _) = (in_pages(x, 16) for x in (inputs.k, inputs.v))
+    real = torch.ones(len(table), 48, dtype=torch.bool)
+    spec = dataclasses.replace(inputs.spec(), mask=Mask(real_keys=real))
+    for page in (-1, len(k)):
+        wrong = table.clone()
+        wrong[1, 2] = page
+        with pytest.raises(
+            ValueError, match=f"block_table must have numbers of the {len(k)} pages, got {page} for key 32"
+        ):
+            cpu.forward_paged(inputs.q, k.transpose(1, 2), v.transpose(1, 2), wrong, spec)
+
+
+def test_gradients_are_not_recorded():
+    requests = Requests()
+    requests.q.requires_grad_()
+    assert not requests.attend().requires_grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("words", WORDS)
+def test_a_prefix_that_all_share(words, dtype):
+    """Two pages of it, the first of request 4; then each request's own."""
+    mask, options = WORDS[words]
+    shared, n = Requests(dtype), 32
+    for i in range(len(LENGTHS)):
+        shared.k[i] = torch.cat([shared.k[4][:n], shared.k[i]])
+        shared.v[i] = torch.cat([shared.v[4][:n], shared.v[i]])
+    shared.lengths = shared.lengths + n
+    shared.table = torch.cat([shared.table[4, :2].expand(len(LENGTHS), 2), shared.table], 1)
+    actual = shared.attend(prefix=n, **{"causal": False} | mask | options, return_lse=True)
+    shared.check(actual, mask, **options)
+
+
+def test_what_is_no_prefix_is_a_sentence():
+    requests = Requests()
+    for options, sentence in [
+        (
+            {"prefix": 15},
+            "prefix must be an int from 0 to the 704 tokens of a row of block_table, and a multiple of the 16",
+        ),
+        ({"prefix": -16}, "prefix must be an int from 0"),
+        ({"prefix": 720}, "prefix must be an int from 0"),
+        ({"prefix": 16}, "lengths must be from 17, the queries of these requests after the prefix"),
+        ({"prefix": 16, "alibi_slopes": torch.ones(6, H)}, "alibi_slopes must be [4] with a prefix, got [6, 4]"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            requests.attend(**options)
+    requests.lengths = torch.full((6,), 300)
+    requests.table = torch.zeros(6, 44, dtype=torch.int64)
+    requests.table[2, 0] = 1
+    with pytest.raises(ValueError, match="must begin with the same 1 pages in each row"):
+        requests.attend(prefix=16)

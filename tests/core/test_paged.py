@@ -89,7 +89,7 @@ class Requests:
         self.cu_seqlens_q = torch.tensor([0, *(QUERIES[i] for i in order)]).cumsum(0)
         pages = -(-self.lengths // page_size)
         free = torch.randperm(int(pages.sum()) + 1)
-        self.table = torch.full((len(order), int(pages.max())), -7)
+        self.table = torch.full((len(order), int(pages.max())), 10**6)  # no page
         self.k_pages, self.v_pages = (torch.full((len(free), page_size, H_KV, D), math.nan, dtype=dtype) for _ in "kv")
         for i, n in enumerate(pages.tolist()):
             self.table[i, :n], free = free[:n], free[n:]
@@ -137,6 +137,15 @@ def test_each_request_has_what_it_has_alone(words, dtype):
     requests = Requests(dtype)
     as_given = {"causal": False} | mask | options
     requests.check(requests.attend(**as_given, return_lse=True), mask, **options)
+
+
+def test_slopes_of_each_request():
+    requests, slopes = Requests(), torch.rand(len(LENGTHS), H)
+    o = requests.attend(alibi_slopes=slopes)
+    for i, (first, last) in enumerate(zip(requests.cu_seqlens_q, requests.cu_seqlens_q[1:], strict=False)):
+        mask = Mask(True, q_offset=int(requests.lengths[i] - (last - first)))
+        expected, _ = requests.one_by_one(i, mask, alibi_slopes=slopes[i])
+        torch.testing.assert_close(o[first:last].double(), expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])

@@ -65,6 +65,25 @@ class Gpu:
     def build_signature_metadata(self, signature: list[str]) -> list[str]:
         return signature
 
+    def fill_tma_descriptor_tiled(
+        self, address: int, swizzle: int, element: int, kind: int, box: list[int], shape: list[int], strides: list[int],
+        padding: int,
+    ) -> TensorMap:  # fmt: skip
+        """What cuTensorMapEncodeTiled makes of a tensor, and refuses of it (CUDA Driver API, Tensor Map Object)."""
+        rank, box, shape = len(shape), [*reversed(box)], [*reversed(shape)]
+        in_bytes = [element * stride for stride in reversed(strides[:-1])]
+        assert address % 16 == 0
+        assert padding == 0
+        assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in in_bytes)
+        assert all(0 < n <= 2**32 for n in shape)
+        assert all(0 < n <= 256 for n in box)
+        assert box[0] * element % 16 == 0
+        assert swizzle == 0 or box[0] * element <= 16 << swizzle
+        none = [0] * (5 - rank)
+        sizes = *shape, *none, *box, *none, *in_bytes, *none
+        last = sum((n - 1) * stride for n, stride in zip(shape, [element, *in_bytes], strict=True)) + element
+        return TensorMap((address, address + last), struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind))
+
     def launch(
         self, x, y, z, stream, function, cooperative, pdl, packed, metadata, enter, leave, scratch, profile,
         annotations, signature, arguments,
@@ -75,7 +94,6 @@ class Gpu:
         assert profile is None, "scratch memory is not modelled"
         name, text = function
         values = [*_flat(annotations, arguments), None, None]
-        tensors = [x for x in values if isinstance(x, Tensor)] + [x.base for x in values if isinstance(x, TensorMap)]
         types = [*signature, "*i8", "*i8"]
         runs = program(self.edit(name, text))
         if runs not in self.programs.setdefault(name, []):
@@ -83,7 +101,7 @@ class Gpu:
         self.seed += 1
         if x * y * z:
             packed_values = [_packed(t, value) for t, value in zip(types, values, strict=True)]
-            ranges = [_range(tensor) for tensor in tensors if tensor.numel()]
+            ranges = [r for r in map(_range, values) if r is not None]
             runs.launch((x, y, z), 32 * packed[0], packed[2], packed_values, ranges, self.seed, self.counting)
 
     @contextlib.contextmanager
@@ -124,7 +142,7 @@ class _Driver(NoGPU):
 class TensorMap(NamedTuple):
     """A descriptor of a tensor for TMA, in the place of a CUtensorMap."""
 
-    base: Tensor
+    memory: tuple[int, int]
     words: bytes
 
 
@@ -153,7 +171,11 @@ def _packed(of_type: str, value: object) -> bytes:
     return struct.pack(_FORMATS.get(of_type, "q"), value)
 
 
-def _range(x: Tensor) -> tuple[int, int]:
+def _range(x: object) -> tuple[int, int] | None:
     """The addresses of the first byte of a tensor and of that after its last element."""
+    if isinstance(x, TensorMap):
+        return x.memory
+    if not isinstance(x, Tensor) or x.numel() == 0:
+        return None
     last = sum(stride * (n - 1) for stride, n in zip(x.stride(), x.shape, strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

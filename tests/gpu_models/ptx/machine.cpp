@@ -2,6 +2,7 @@
 #include <numeric>
 
 #include "arithmetic.h"
+#include "hopper.h"
 #include "matrix.h"
 #include "movement.h"
 #include "parse.h"
@@ -13,7 +14,7 @@ using namespace ptx;
 const Rules& rules() {
   static const Rules all = [] {
     Rules result;
-    add_arithmetic(result), add_vectors(result), add_movement(result), add_matrices(result);
+    add_arithmetic(result), add_vectors(result), add_movement(result), add_matrices(result), add_hopper(result);
     return result;
   }();
   return all;

@@ -71,7 +71,7 @@ struct Program {
   std::vector<std::pair<std::string, int>> special;  // registers, and their offsets
   std::vector<Variable> parameters;
   std::vector<std::unique_ptr<std::vector<char>>> globals;
-  int parameter_bytes = 0, static_shared = 0, threads = 0;
+  int parameter_bytes = 0, static_shared = 0, threads = 0, registers_of_thread = 0;
   std::vector<Counts> counts;
 };
 
@@ -98,7 +98,9 @@ class Random {
 // A register of a warp; the values of its lanes follow, and those of a predicate are one word.
 struct alignas(16) Register {
   Lanes written;       // by something that was defined itself
-  uint32_t in_flight;  // how many instructions that nobody waited for read or write it
+  uint32_t in_flight;  // the last group of products that reads or writes it and was not waited for; 0 for none
+  uint32_t source;     // whether they read it alone
+  uint32_t stamp;      // how many wgmma.fence there were before it was written
   template <class T>
   T* lanes() {
     return reinterpret_cast<T*>(this + 1);
@@ -137,6 +139,10 @@ struct Warp {
   int instruction = 0;  // that runs
   std::deque<Copy> copies;
   std::array<uint64_t, kLanes> copy_groups{};  // that each lane has committed
+  uint32_t product_fences = 0, product_groups = 0, bulk_groups = 0;  // see hopper.h
+  std::deque<std::pair<uint32_t, int>> lent;                         // registers, each with the group that uses it
+  uint32_t leader;                                                   // that elect.sync elects
+  int register_limit;
 
   Warp(Block& block, int index);
 
@@ -146,7 +152,7 @@ struct Warp {
   template <class T>
   const T* read(const Operand& x, Lanes lanes) {
     Register& r = at(x.at);
-    if (lanes & ~r.written) fault_of_register(x.at, r, lanes & ~r.written);
+    if ((lanes & ~r.written) || r.in_flight) fault_of_register(x.at, r, lanes & ~r.written);
     return r.lanes<T>();
   }
   // Which lanes of a register are defined. What is computed from others may not be stored, nor steer anything.
@@ -159,7 +165,7 @@ struct Warp {
   void write(const Operand& x, Lanes lanes, const T* values, Lanes defined = kAllLanes) {
     Register& r = at(x.at);
     if (r.in_flight) fault_of_register(x.at, r, lanes);
-    r.written = (r.written & ~lanes) | (lanes & defined);
+    r.written = (r.written & ~lanes) | (lanes & defined), r.stamp = product_fences;
     T* to = r.lanes<T>();
     if (lanes == kAllLanes) {
       std::memcpy(to, values, sizeof(T) * kLanes);
@@ -198,6 +204,7 @@ struct Warp {
   void leave(Lanes lanes);
   void branch(Lanes lanes, int target);
   Epoch epoch() const { return ptx::epoch(index, seen[index]); }
+  uint32_t bulk_clock() const, product_clock() const;  // of the groups that are not committed yet
   void happens_before(Clock& later) { join(later, seen), tick(); }
   void tick() { seen[index]++; }
 };
@@ -207,6 +214,25 @@ struct Barrier {
   uint32_t arrived = 0, wanted = 0;
   Clock clock{}, fenced{};
   std::vector<Warp*> waiting;
+};
+
+// PTX ISA 9.7.13.15 mbarrier: what is awaited in this phase, and what happened before those that have passed.
+struct MBarrier {
+  uint32_t count = 0;
+  int64_t pending = 0, bytes = 0;
+  uint64_t phase = 0;
+  Clock clock{}, fenced{}, passed{}, passed_fenced{};
+  std::vector<Warp*> waiting;
+};
+
+// A load by TMA that has not landed.
+struct Transfer {
+  struct Piece {
+    uint64_t at;
+    uint8_t data[16];
+  };
+  uint64_t barrier;
+  std::vector<Piece> pieces;
 };
 
 struct Block {
@@ -219,6 +245,11 @@ struct Block {
   uint32_t index, position[3];
   std::vector<Warp> warps;
   std::array<Barrier, 16> barriers{};
+  std::map<uint32_t, MBarrier> mbarriers;
+  std::vector<Transfer> transfers;
+  uint32_t loads;  // that have landed, since the first block
+  int spare_registers = 0;
+  std::vector<Warp*> want_registers;
   bool counting = launch.counting;
   Warp* running = nullptr;
   int lane = -1;  // that is looked at, for faults
@@ -229,6 +260,7 @@ struct Block {
     position[0] = index % launch.grid[0], position[1] = index / launch.grid[0] % launch.grid[1];
     position[2] = index / launch.grid[0] / launch.grid[1];
     shared.begin_block();
+    loads = shared.start();
     warps.reserve(launch.threads / kLanes);
     for (int i = 0; i < int(launch.threads / kLanes); i++) warps.emplace_back(*this, i);
   }
@@ -243,18 +275,27 @@ struct Block {
       for (Warp& warp : warps) {
         if (!warp.done() && !warp.waits) ready.push_back(&warp);
       }
+      if (!transfers.empty() && (ready.empty() || random.below(8) == 0)) {
+        std::swap(transfers[random.below(uint32_t(transfers.size()))], transfers.back());
+        Transfer transfer = std::move(transfers.back());
+        transfers.pop_back();
+        land(std::move(transfer));
+        continue;
+      }
       if (ready.empty()) break;
       running = ready[random.below(uint32_t(ready.size()))];
       running->run(1 << random.below(8));
     }
     running = nullptr;
-    for (Warp& warp : warps) shared.happened(warp.seen);
+    for (Warp& warp : warps) shared.happened(warp.seen), shared.happened({loads, warp.bulk_clock(), warp.product_clock()});
     std::string where;
     for (Warp& warp : warps) {
       if (!warp.done()) where += "\n    warp " + std::to_string(warp.index) + " at " + text_of(warp.instruction);
     }
     if (!where.empty()) fault("deadlock: all wait" + where);
   }
+
+  void land(Transfer transfer);
 
   std::string text_of(int instruction) const {
     const Instruction& x = program.instructions[instruction];
@@ -291,7 +332,8 @@ struct Block {
   }
 };
 
-inline Warp::Warp(Block& block, int index) : block(block), index(index), registers(block.program.registers) {
+inline Warp::Warp(Block& block, int index) : block(block), index(index), registers(block.program.registers), leader(block.random.below(kLanes)),
+      register_limit(block.program.registers_of_thread) {
   groups.push_back({0, kAllLanes});
   seen.fill(block.shared.start()), fenced.fill(block.shared.start());
   tick();
@@ -310,6 +352,9 @@ inline Warp::Warp(Block& block, int index) : block(block), index(index), registe
     }
   }
 }
+
+inline uint32_t Warp::bulk_clock() const { return block.shared.start() + 1 + bulk_groups; }
+inline uint32_t Warp::product_clock() const { return block.shared.start() + 1 + product_groups; }
 
 inline void Warp::fault_of_register(int offset, const Register& r, Lanes lanes) {
   std::string name = "a constant";

@@ -70,12 +70,12 @@ class Shared {
     }
   }
 
-  // An agent reads `bytes` at `at`, having seen `seen`, which holds its own clock.
-  void reads(const Clock& seen, int agent, uint64_t at, uint64_t bytes) {
+  // Who has seen `seen` reads `bytes` at `at`.
+  void reads(const Clock& seen, uint64_t at, uint64_t bytes, Epoch as) {
     may_read(seen, at, bytes);
-    std::vector<uint32_t>& read = read_[agent];
+    std::vector<uint32_t>& read = read_[agent_of(as)];
     if (read.empty()) read.resize(data_.size());
-    std::fill_n(read.begin() + at, bytes, seen[agent]);
+    std::fill_n(read.begin() + at, bytes, clock_of(as));
   }
   void may_read(const Clock& seen, uint64_t at, uint64_t bytes) const {
     Epoch known = 0;
@@ -108,7 +108,6 @@ class Shared {
     std::memcpy(data_.data() + at, data, bytes);
     std::fill_n(wrote_.begin() + at, bytes, as);
   }
-  Epoch wrote(uint64_t at) const { return wrote_[at]; }
 
  private:
   [[noreturn]] static void race(uint64_t at, const char* does, const char* did, int other) {

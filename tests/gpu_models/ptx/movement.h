@@ -74,7 +74,7 @@ inline void write_global(Warp& warp, uint64_t at, int bytes, const void* from) {
   std::memcpy(reinterpret_cast<void*>(at), from, bytes);
 }
 inline void read_shared(Warp& warp, uint64_t at, int bytes, void* to) {
-  warp.block.shared.reads(warp.seen, warp.index, at, bytes);
+  warp.block.shared.reads(warp.seen, at, bytes, warp.epoch());
   std::memcpy(to, warp.block.shared.data(at), bytes);
 }
 inline void write_shared(Warp& warp, uint64_t at, int bytes, const void* from) {

@@ -11,7 +11,7 @@ namespace ptx {
 
 // What an operand may be, read from a word of `Rule::operands`: "d32" a register of 32 bits that is written, "s32" one that
 // is read, or a constant; "s16+" one of 16 bits or more; "d1" a predicate; "4d32" four of them in braces; "a" an address
-// in brackets, "i" an integer, "l" a label, "t" a table of labels, "_" the sink. "d1|d1" may be "d1" alone.
+// in brackets, "4m" a tensor map with four coordinates in brackets, "i" an integer, "l" a label, "t" a table of labels, "_" the sink. "d1|d1" may be "d1" alone.
 struct Form {
   int count = 0;  // of a vector; 0 for a single one
   char role = 0;
@@ -120,7 +120,7 @@ class Parser {
       if (!wanted) return skip_body();
       program_->name = name;
       for (auto x : split(parameters, ',')) parameter(x);
-      if (size_t i = limits.find(".reqntid"); i != std::string::npos) program_->threads = std::atoi(&limits[i + 8]);
+      limit(split(limits, ' '));
       scopes_.emplace_back();
       while (!body_statement()) {
       }
@@ -132,6 +132,16 @@ class Parser {
     for (int depth = 1; depth > 0; at_++) {
       if (at_ >= text_.size()) fail("it ends too early");
       line_ += text_[at_] == '\n', depth += text_[at_] == '{', depth -= text_[at_] == '}';
+    }
+  }
+
+  // PTX ISA 11.4 performance-tuning directives
+  void limit(const std::vector<std::string_view>& words) {
+    for (size_t i = 0; i < words.size(); i += 2) {
+      const int value = i + 1 < words.size() ? std::atoi(words[i + 1].data()) : 0;
+      if (words[i] == ".reqntid") program_->threads = value;
+      else if (words[i] == ".maxnreg") program_->registers_of_thread = value;
+      else if (words[i] != ".minnctapersm" && words[i] != ".maxntid") fail("unknown directive " + std::string(words[i]));
     }
   }
 
@@ -313,7 +323,12 @@ class Parser {
   // PTX ISA 4.5 constants and 6.4 operands.
   void operand(std::string_view text, const Form& form, Instruction& to) {
     const auto put = [&](Operand x) { to.operands.push_back(x); };
-    if (form.count || (text[0] == '{' && form.role != 'a')) {
+    if (form.role == 'm') {
+      const auto parts = split(text.substr(1, text.size() - 2), ',');
+      if (text[0] != '[' || text.back() != ']' || parts.size() != 2) fail("no box of a tensor: " + std::string(text));
+      operand(parts[0], Form("s64"), to);
+      operand(parts[1], Form(std::to_string(form.count) + "s32"), to);
+    } else if (form.count || (text[0] == '{' && form.role != 'a')) {
       if (text[0] != '{' || text.back() != '}') fail("wants braces: " + std::string(text));
       const auto parts = split(text.substr(1, text.size() - 2), ',');
       if (int(parts.size()) != std::max(form.count, 1)) fail("has another number of parts: " + std::string(text));

@@ -220,6 +220,8 @@ inline void add_arithmetic(Rules& rules) {
   add<float, float>(rules, "cvt.rzi.f32.f32", [](float a) { return std::trunc(a); });
   add<float, float>(rules, "cvt.rni.f32.f32", [](float a) { return std::nearbyint(a); });
 
+  add<s32, s32, s32>(rules, "min.relu.s32", [](s32 a, s32 b) { return std::max(std::min(a, b), 0); });
+  add<s32, s32, s32>(rules, "max.relu.s32", [](s32 a, s32 b) { return std::max(std::max(a, b), 0); });
   // 9.7.1.20 bfe, 9.7.1.21 bfi, 9.7.9.7 prmt.
   add<u32, u32, u32, u32>(rules, "bfe.u32", [](u32 a, u32 b, u32 c) {
     b &= 255, c &= 255;

@@ -276,7 +276,8 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
   const auto lend = [&](const Operand& y, bool as_source) {
     Register& r = warp.at(y.at);
     if (r.in_flight && r.source != as_source) fault("uses a register that another product computes or reads");
-    if (!r.in_flight && r.stamp >= warp.product_fences) fault("uses a register that was written since the last wgmma.fence");
+    // LLVM moves what computes fragments of A behind the fence, and ptxas sees that they are ready all the same.
+    if (!as_source && !r.in_flight && r.stamp >= warp.product_fences) fault("uses a register that was written since the last wgmma.fence");
     r.in_flight = clock, r.source = as_source;
     warp.lent.emplace_back(clock, y.at);
   };

@@ -31,14 +31,16 @@ class CudaModel:
 
 
 class PtxMachine:
-    """Stands there for the Triton backend on a GPU of that architecture, by the machine in ptx/."""
+    """Stands there for a backend on a GPU of that architecture, whose compiled kernels the machine in ptx/ executes."""
 
-    def __init__(self, arch: int) -> None:
-        self.arch, self.NAME = arch, f"ptx_sm_{arch}"
+    def __init__(self, backend: ModuleType, arch: int) -> None:
+        self.backend, self.arch, self.NAME = backend, arch, f"ptx_{backend.NAME}_sm_{arch}"
 
 
-PTX_MACHINES = [PtxMachine(80)] if os.environ.get("TRITON_INTERPRET") == "0" else []
-"""Where Triton is told not to interpret its kernels, for which there need be no GPU."""
+PTX_MACHINES: list[PtxMachine] = []
+"""None but where Triton is told not to interpret its kernels."""
+if os.environ.get("TRITON_INTERPRET") == "0":
+    PTX_MACHINES += [PtxMachine(triton, 80), PtxMachine(triton, 90), PtxMachine(hopper, 90)]
 
 
 class ModelledGpu:
@@ -128,7 +130,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         from ptx.launch import Gpu  # which imports triton
 
         with Gpu(request.param.arch).computes_for_the_cpu():
-            yield triton
+            yield request.param.backend
         return
     fixture, result = _MODELS.get(request.param, (None, request.param))
     if fixture is not None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import struct
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -20,6 +21,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from benchmarks.gpu.compiling import NoGPU
+from fastattn.backends import hopper
 from fastattn.backends import triton as backend
 from fastattn.backends.triton import launches
 
@@ -30,6 +32,7 @@ SEED = int(os.environ.get("FASTATTN_PTX_SEED", "1"))
 
 _SHARED_BYTES = {80: 166_912, 90: 232_448}
 """Most that a block may have: CUDA C++ Programming Guide, technical specifications per compute capability."""
+_PROPERTIES = SimpleNamespace(multi_processor_count=3)  # few, so that a program has several work items
 _FORMATS = {"fp32": "f", "f32": "f", "fp64": "d", "i64": "q", "u64": "Q"}
 
 
@@ -106,7 +109,10 @@ class Gpu:
 
     @contextlib.contextmanager
     def computes_for_the_cpu(self) -> Iterator[None]:
-        """Calls of the Triton backend on CPU tensors are computed on this GPU, each memory it allocates full of NaN."""
+        """Calls of the Triton and the Hopper backend on CPU tensors are computed on this GPU.
+
+        Memory that they allocate is full of NaN.
+        """
         parts = {"PyKernelArg": _Argument, "ARG_CONSTEXPR": _CONSTEXPR, "ARG_KERNEL": _KERNEL, "ARG_TUPLE": _TUPLE}
         runtime, deterministic = triton.knobs.runtime, torch.are_deterministic_algorithms_enabled()
         with (
@@ -116,7 +122,9 @@ class Gpu:
             mock.patch.object(triton.knobs.compilation, "disable_line_info", True),
             mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(self.arch, 10)),
             mock.patch.object(torch.cuda, "device_of", contextlib.nullcontext),
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=_PROPERTIES),
             mock.patch.object(backend, "_device_objections", side_effect=lambda device: []),
+            mock.patch.object(hopper, "_device_objections", side_effect=lambda device: []),
             mock.patch.dict(launches._known, clear=True),
         ):
             torch.use_deterministic_algorithms(True, warn_only=True)

@@ -54,7 +54,7 @@ class Program:
         self._library, message = _library(), ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._handle = self._library.ptx_parse(text.encode(), kernel.encode(), message, _MESSAGE_BYTES)
         if not self._handle:
-            raise PtxError(message.value.decode())
+            raise PtxError(message.value.decode(errors="replace"))
 
     def __del__(self) -> None:
         self._library.ptx_free(self._handle)
@@ -92,7 +92,7 @@ class Program:
         if self._library.ptx_launch(
             self._handle, ctypes.byref(launch), pointers, flat, len(ranges), message, _MESSAGE_BYTES
         ):
-            raise PtxError(message.value.decode())
+            raise PtxError(message.value.decode(errors="replace"))
 
     @functools.cache  # noqa: B019  programs live as long as the process
     def parameter_bytes(self) -> list[int]:

@@ -215,7 +215,8 @@ class Parser {
         skip_space();
         if (starts_with(text_.substr(at_), ".branchtargets")) {
           word();
-          for (auto x : split(until(";"), ',')) scopes_.back().tables[name].emplace_back(x);
+          const std::string labels = until(";");
+          for (auto x : split(labels, ',')) scopes_.back().tables[name].emplace_back(x);
         } else if (!scopes_.back().labels.emplace(name, int(program_->instructions.size())).second) {
           fail("label " + name + " stands twice");
         }

@@ -148,7 +148,9 @@ struct Box {
         if (n) warp.block.global.check_bounds(chunks.back().global, n, 1);
       }
     }
-    if (warp.block.counting) warp.block.counts().bytes += 16 * chunks.size();
+    if (!warp.block.counting) return;
+    Counts& counts = warp.block.counts();
+    for (const Chunk& chunk : chunks) counts.shared_bytes += 16, counts.global_bytes += uint64_t(chunk.inside);
   }
 };
 

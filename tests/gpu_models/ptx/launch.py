@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -52,12 +53,14 @@ class Gpu:
     Attributes:
         edit: what becomes of the text of a kernel before it runs, from its name and text.
         programs: those that were launched, by their name.
+        seconds: of a processor that they ran.
     """
 
     def __init__(self, arch: int, counting: bool = False) -> None:
         self.arch, self.counting, self.seed = arch, counting, SEED
         self.edit: Callable[[str, str], str] = lambda name, text: text
         self.programs: dict[str, list[Program]] = {}
+        self.seconds = 0.0
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
         return None, (name, binary.decode()), 0, 0, 1024
@@ -105,7 +108,9 @@ class Gpu:
         if x * y * z:
             packed_values = [_packed(t, value) for t, value in zip(types, values, strict=True)]
             ranges = [r for r in map(_range, values) if r is not None]
+            began = time.process_time()
             runs.launch((x, y, z), 32 * packed[0], packed[2], packed_values, ranges, self.seed, self.counting)
+            self.seconds += time.process_time() - began
 
     @contextlib.contextmanager
     def computes_for_the_cpu(self) -> Iterator[None]:

@@ -51,10 +51,11 @@ struct Instruction {
   std::string text;
 };
 
-// Counted for each instruction: how often warps and lanes executed it, the bytes that lanes moved, and the wavefronts of
-// shared memory (or sectors of global memory) beside the fewest that so many bytes take.
+// Counted for each instruction: how often warps and lanes executed it, the bytes that lanes moved, and the sectors of global
+// memory and wavefronts of shared memory, each beside the fewest that so many bytes take.
 struct Counts {
-  uint64_t warps = 0, lanes = 0, bytes = 0, passes = 0, fewest_passes = 0;
+  uint64_t warps = 0, lanes = 0, global_bytes = 0, sectors = 0, fewest_sectors = 0;
+  uint64_t shared_bytes = 0, wavefronts = 0, fewest_wavefronts = 0;
 };
 
 struct Variable {

@@ -35,7 +35,10 @@ class Launch(ctypes.Structure):
 class Counts(ctypes.Structure):
     """As in machine.h."""
 
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("warps", "lanes", "bytes", "passes", "fewest_passes"))
+    NAMES = (
+        "warps", "lanes", "global_bytes", "sectors", "fewest_sectors", "shared_bytes", "wavefronts", "fewest_wavefronts",
+    )  # fmt: skip
+    _fields_ = tuple((name, ctypes.c_uint64) for name in NAMES)
 
 
 class Program:

@@ -14,7 +14,7 @@ enum Space { kGlobal, kShared, kParameters };
 // banks one word of 4 bytes.
 inline void count_shared(Counts& counts, const uint64_t* at, Lanes lanes, int bytes) {
   const int together = std::min(kLanes, 128 / std::max(bytes, 4));
-  counts.bytes += uint64_t(bytes) * __builtin_popcount(lanes);
+  counts.shared_bytes += uint64_t(bytes) * __builtin_popcount(lanes);
   for (int first = 0; first < kLanes; first += together) {
     std::array<std::vector<uint64_t>, 32> words;
     size_t most = 0;
@@ -26,7 +26,7 @@ inline void count_shared(Counts& counts, const uint64_t* at, Lanes lanes, int by
         most = std::max(most, bank.size());
       }
     }
-    counts.passes += most, counts.fewest_passes += most > 0;
+    counts.wavefronts += most, counts.fewest_wavefronts += most > 0;
   }
 }
 
@@ -37,7 +37,7 @@ inline void count_global(Counts& counts, const uint64_t* at, Lanes lanes, int by
     if (lanes >> i & 1) sectors.insert({at[i] / 32, (at[i] + bytes - 1) / 32});
   }
   const uint64_t moved = uint64_t(bytes) * __builtin_popcount(lanes);
-  counts.bytes += moved, counts.passes += sectors.size(), counts.fewest_passes += (moved + 31) / 32;
+  counts.global_bytes += moved, counts.sectors += sectors.size(), counts.fewest_sectors += (moved + 31) / 32;
 }
 
 template <class Each>
@@ -137,18 +137,22 @@ inline bool store(Warp& warp, const Instruction& x, Lanes lanes) {
   return true;
 }
 
-// 9.7.9.25.3.1 cp.async: the bytes land where the lane waits for them, and until then nobody may touch them. What is
-// beyond the source size is 0 and not read. a: whether only 16 bytes may be copied.
+// 9.7.9.25.3.1 cp.async: the bytes land where the lane waits for them, and until then nobody may touch them. With a
+// source size of 0 they are 0, and nothing is read. a: whether only 16 bytes may be copied.
 inline bool copy(Warp& warp, const Instruction& x, Lanes lanes) {
   const int bytes = int(x.operands[2].value);
   if (bytes != 16 && (x.rule->a || (bytes != 4 && bytes != 8))) fault("copies " + std::to_string(bytes) + " bytes");
   const Access to(warp, x.operands[0], lanes, kShared, bytes, bytes);
+  Lanes reading = 0;
   each(warp, lanes, [&](int i) {
     const uint64_t size = x.operands.size() < 4 ? bytes : warp.integer(x.operands[3], i, lanes);
-    if (size > uint64_t(bytes)) fault("the source has more bytes than are copied");
-    const Lanes lane = Lanes(1) << i;
+    if (size && size != uint64_t(bytes)) fault("copies of a part are not modelled: " + std::to_string(size) + " bytes");
+    reading |= Lanes(size != 0) << i;
+  });
+  const Access from(warp, x.operands[1], reading, kGlobal, bytes, bytes);
+  each(warp, lanes, [&](int i) {
     Copy copy{i, warp.copy_groups[i], uint32_t(to.at[i]), bytes, {}};
-    if (size) read_global(warp, Access(warp, x.operands[1], lane, kGlobal, int(size), bytes).at[i], int(size), copy.data);
+    if (reading >> i & 1) read_global(warp, from.at[i], bytes, copy.data);
     warp.block.shared.writes(warp.seen, copy.to, bytes, kUnderWay);
     warp.copies.push_back(copy);
   });

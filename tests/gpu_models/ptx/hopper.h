@@ -167,7 +167,10 @@ inline bool load_tensor(Warp& warp, const Instruction& x, Lanes lanes) {
   for (const Box::Chunk& chunk : box.chunks) {
     Transfer::Piece piece{chunk.shared, {}};
     if (chunk.inside) read_global(warp, chunk.global, chunk.inside, piece.data);
-    by_async_proxy(warp, [&](const Clock& visible) { block.shared.writes(visible, chunk.shared, 16, kUnderWay); });
+    // Of what warps only read there, an order without a fence will do, as in CUTLASS's pipelines.
+    by_async_proxy(warp, [&](const Clock& visible) {
+      block.shared.writes(visible, chunk.shared, 16, kUnderWay, nullptr, &warp.seen);
+    });
     transfer.pieces.push_back(piece);
   }
   block.transfers.push_back(std::move(transfer));

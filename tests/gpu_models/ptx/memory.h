@@ -5,6 +5,7 @@
 // later agent has seen the epoch of the former.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -87,21 +88,21 @@ class Shared {
       known = e;
     }
   }
+  // `of_reads`: what of the reads was seen, where that differs.
   // Warps may write the same `data` twice without an order, as Triton's do that hold the same part of a tensor.
-  void writes(const Clock& seen, uint64_t at, uint64_t bytes, Epoch as, const uint8_t* data = nullptr) {
+  void writes(const Clock& seen, uint64_t at, uint64_t bytes, Epoch as, const uint8_t* data = nullptr,
+              const Clock* of_reads = nullptr) {
     for (uint64_t i = at; i < at + bytes; i++) {
       const Epoch e = wrote_[i];
       const bool same = data && e != kUnderWay && clock_of(e) > start_ && data_[i] == data[i - at];
       if (clock_of(e) > seen[agent_of(e)] && !same) race(i, "writes", "wrote", agent_of(e));
-      wrote_[i] = as;
     }
     for (int other = 0; other < kAgents; other++) {
       if (read_[other].empty()) continue;
       const uint32_t* read = read_[other].data();
-      uint32_t latest = 0;
-      for (uint64_t i = at; i < at + bytes; i++) latest = std::max(latest, read[i]);
-      if (latest > seen[other]) race(at, "writes", "reads", other);
+      if (*std::max_element(read + at, read + at + bytes) > (of_reads ? *of_reads : seen)[other]) race(at, "writes", "reads", other);
     }
+    std::fill_n(wrote_.begin() + at, bytes, as);
   }
   // What was begun there lands: see kPending.
   void lands(uint64_t at, uint64_t bytes, const uint8_t* data, Epoch as) {

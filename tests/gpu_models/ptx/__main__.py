@@ -26,6 +26,7 @@ def main() -> None:
     mutating = commands.add_parser("mutate", help="how many faults put into compiled kernels are found, by kind")
     mutating.add_argument("--case", nargs="+", default=["pad-queries-causal"])
     mutating.add_argument("--most", type=int, default=4, help="edits of a kind in a kernel, drawn at random")
+    mutating.add_argument("--kind", nargs="+", choices=mutate.KINDS, default=list(mutate.KINDS))
     for command in (counting, mutating):
         command.add_argument("--arch", type=int, choices=(80, 90), default=80)
         command.add_argument("--backend", choices=("triton", "hopper"), default="triton")
@@ -41,7 +42,7 @@ def main() -> None:
             print_counts(gpu, cases, dtype, options)
         else:
             calls = [mutate.Mutations(gpu, case.name, dtype, options.backend) for case in cases]
-            print_mutations(mutate.table(calls, options.most, lambda line: print("   ", line, flush=True)))
+            print_mutations(mutate.table(calls, options.kind, options.most, lambda line: print("   ", line, flush=True)))
 
 
 def print_counts(gpu: Gpu, cases: list, dtype: torch.dtype, options: argparse.Namespace) -> None:

@@ -79,7 +79,7 @@ class Shared {
     std::fill_n(read.begin() + at, bytes, clock_of(as));
   }
   void may_read(const Clock& seen, uint64_t at, uint64_t bytes) const {
-    Epoch known = 0;
+    Epoch known = ~0u;  // which is none
     for (uint64_t i = at; i < at + bytes; i++) {
       const Epoch e = wrote_[i];
       if (e == known) continue;

@@ -10,9 +10,11 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fastattn.testing import CASES, Inputs, assert_right, make_inputs, run
 
@@ -72,41 +74,52 @@ def sites(texts: dict[str, str]) -> Iterator[Site]:
 
 
 class Mutations:
-    """A call of a backend, right without an edit, and what becomes of it with one."""
+    """Calls of a backend, right without an edit, and what becomes of them with one.
 
-    def __init__(self, gpu: Gpu, case: str, dtype: torch.dtype, backend: str) -> None:
+    They are two samples of a case, and the same with so many tokens that its loops run several times.
+    """
+
+    def __init__(self, gpu: Gpu, case: str, dtype: torch.dtype, backend: str, tokens: int = 150) -> None:
         self._gpu, self._backend = gpu, backend
-        self._inputs: Inputs = make_inputs(next(c for c in CASES if c.name == case), dtype)
+        short = next(c for c in CASES if c.name == case)
+        short = replace(short, B=2, H=2, H_kv=1)
+        long = replace(short, n_q=tokens, n_k=None if short.n_k is None else tokens)
         gpu.programs.clear()
-        self._right = run(self._inputs, backend)
-        assert_right(self._inputs, self._right)
+        self._calls: list[tuple[Inputs, dict[str, Tensor]]] = []
+        for inputs in (make_inputs(short, dtype), make_inputs(long, dtype)):
+            self._calls.append((inputs, run(inputs, backend)))
+            assert_right(*self._calls[-1])
         self.texts = {name: programs[0].text for name, programs in gpu.programs.items() if len(programs) == 1}
 
     def outcome(self, site: Site) -> tuple[str, str]:
-        """One of OUTCOMES with that edit, and the fault."""
-        self._gpu.edit = lambda name, text: site.edited(text) if text == self.texts.get(site.kernel) else text
+        """One of OUTCOMES with that edit, and what was found."""
+        edited = site.edited(self.texts[site.kernel])
+        self._gpu.edit = lambda name, text: edited if text == self.texts[site.kernel] else text
+        same = True
         try:
-            outputs = run(self._inputs, self._backend)
-            assert_right(self._inputs, outputs)
+            for inputs, right in self._calls:
+                outputs = run(inputs, self._backend)
+                assert_right(inputs, outputs)
+                same = same and all(torch.equal(x, outputs[name]) for name, x in right.items())
         except PtxError as error:
             return "fault", str(error)
         except AssertionError as error:
             return "wrong result", str(error)
         finally:
             self._gpu.edit = lambda name, text: text
-        same = all(torch.equal(x, outputs[name]) for name, x in self._right.items())
         return "same bits" if same else "other bits", ""
 
 
 def table(
-    mutations: list[Mutations], most: int, say: Callable[[str], None] = print, seed: int = 0
+    mutations: list[Mutations], kinds: list[str], most: int, say: Callable[[str], None] = print, seed: int = 0
 ) -> dict[str, Counter]:
     """How many edits of each kind have which outcome, of at most so many of a kernel that are drawn; says the others."""
-    found = {kind: Counter() for kind in KINDS}
+    found = {kind: Counter() for kind in kinds}
     for call in mutations:
         by_kind: dict[tuple[str, str], list[Site]] = {}
         for site in sites(call.texts):
-            by_kind.setdefault((site.kernel, site.kind), []).append(site)
+            if site.kind in kinds:
+                by_kind.setdefault((site.kernel, site.kind), []).append(site)
         for (kernel, kind), of_kind in by_kind.items():
             for site in random.Random(seed).sample(of_kind, min(most, len(of_kind))):
                 outcome, _ = call.outcome(site)

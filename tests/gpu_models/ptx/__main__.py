@@ -21,7 +21,9 @@ from .launch import Gpu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    counting = commands.add_parser("count", help="what the kernels of one head of a case execute, and the least they need")
+    counting = commands.add_parser(
+        "count", help="what the kernels of one head of a case execute, and the least they need"
+    )
     counting.add_argument("--case", nargs="+", default=[case.name for case in count.LONG])
     mutating = commands.add_parser("mutate", help="how many faults put into compiled kernels are found, by kind")
     mutating.add_argument("--case", nargs="+", default=["pad-queries-causal"])
@@ -42,20 +44,25 @@ def main() -> None:
             print_counts(gpu, cases, dtype, options)
         else:
             calls = [mutate.Mutations(gpu, case.name, dtype, options.backend) for case in cases]
-            print_mutations(mutate.table(calls, options.kind, options.most, lambda line: print("   ", line, flush=True)))
+            print_mutations(
+                mutate.table(calls, options.kind, options.most, lambda line: print("   ", line, flush=True))
+            )
 
 
 def print_counts(gpu: Gpu, cases: list, dtype: torch.dtype, options: argparse.Namespace) -> None:
-    print(f"{'case':22} {'kernel':16} {'M macs':>8} {'needed':>8} {'ratio':>6} {'MB global':>9} {'sectors':>8} {'wavefronts':>11} {'fewest':>8}")
+    names = ("global_bytes", "sectors", "fewest_sectors", "wavefronts", "fewest_wavefronts")
+    print(
+        f"{'case':22} {'kernel':16} {'matrix':>10} {'needed':>10} {'ratio':>6} " + " ".join(f"{x:>17}" for x in names)
+    )
     lanes, seconds = 0, gpu.seconds
     for case in cases:
         for kernel in count.counted(gpu, case, dtype, options.backend, not options.in_any_order):
-            of, ratio = kernel.counts, f"{kernel.macs / kernel.needed:.3f}" if kernel.needed else ""
-            lanes += of.lanes
+            ratio = f"{kernel.macs / kernel.needed:.3f}" if kernel.needed else ""
+            lanes += kernel.counts.lanes
             print(
-                f"{case.name:22} {kernel.name:16} {kernel.macs / 1e6:8.2f} {kernel.needed / 1e6:8.2f} {ratio:>6} "
-                f"{of.global_bytes / 1e6:9.3f} {of.sectors:8} {of.wavefronts:11} {of.fewest_wavefronts:8}   "
-                + ", ".join(f"{name} {n}" for name, n in kernel.by_class.items()),
+                f"{case.name:22} {kernel.name:16} {kernel.macs:10} {kernel.needed:10} {ratio:>6} "
+                + " ".join(f"{getattr(kernel.counts, name):17}" for name in names),
+                *(f"{name} {n}" for name, n in kernel.by_class.items()),
                 flush=True,
             )
     print(f"{lanes / 1e6:.0f} million instructions of lanes in {gpu.seconds - seconds:.1f} s", file=sys.stderr)

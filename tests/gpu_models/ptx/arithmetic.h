@@ -79,10 +79,15 @@ void add_integers(Rules& rules) {
   add<T, T, T>(rules, "max" + t, [](T a, T b) { return std::max(a, b); });
   add<T, T, u32>(rules, "shr" + t, [](T a, u32 b) { return T(b < sizeof(T) * 8 ? a >> b : a < 0 ? T(-1) : T(0)); });
   // Division by zero is undefined in the manual and leaves a result, of no consequence where it is not used.
-  add<T, T, T>(rules, "div" + t, [](T a, T b) { return b == 0 ? T(-1) : b == T(-1) && std::is_signed_v<T> ? T(0 - U(a)) : T(a / b); });
-  add<T, T, T>(rules, "rem" + t, [](T a, T b) { return b == 0 ? a : b == T(-1) && std::is_signed_v<T> ? T(0) : T(a % b); });
+  add<T, T, T>(rules, "div" + t, [](T a, T b) {
+    return b == 0 ? T(-1) : b == T(-1) && std::is_signed_v<T> ? T(0 - U(a)) : T(a / b);
+  });
+  add<T, T, T>(rules, "rem" + t, [](T a, T b) {
+    return b == 0 ? a : b == T(-1) && std::is_signed_v<T> ? T(0) : T(a % b);
+  });
   if constexpr (sizeof(T) < 8) {
-    using W = std::conditional_t<std::is_signed_v<T>, std::conditional_t<sizeof(T) == 2, s32, s64>, std::conditional_t<sizeof(T) == 2, u32, u64>>;
+    using W = std::conditional_t<std::is_signed_v<T>, std::conditional_t<sizeof(T) == 2, s32, s64>,
+                                 std::conditional_t<sizeof(T) == 2, u32, u64>>;
     add<W, T, T>(rules, "mul.wide" + t, [](T a, T b) { return W(W(a) * W(b)); });
     add<T, T, T>(rules, "mul.hi" + t, [](T a, T b) { return T(W(a) * W(b) >> sizeof(T) * 8); });
     add<W, T, T, W>(rules, "mad.wide" + t, [](T a, T b, W c) { return W(u64(W(a) * W(b)) + u64(c)); });
@@ -181,9 +186,8 @@ inline void add_arithmetic(Rules& rules) {
   add<float, float, float>(rules, "mul.f32 mul.rn.f32", [](float a, float b) { return a * b; });
   add<float, float, float>(rules, "div.full.f32 div.rn.f32", [](float a, float b) { return a / b; });
   add<float, float, float, float>(rules, "fma.rn.f32", [](float a, float b, float c) { return std::fma(a, b, c); });
-  add<float, float, float, float>(rules, "fma.rn.ftz.f32", [](float a, float b, float c) {
-    return flush(std::fma(flush(a), flush(b), flush(c)));
-  });
+  add<float, float, float, float>(
+      rules, "fma.rn.ftz.f32", [](float a, float b, float c) { return flush(std::fma(flush(a), flush(b), flush(c))); });
   add<float, float, float>(rules, "max.f32", [](float a, float b) { return larger(a, b); });
   add<float, float, float>(rules, "min.f32", [](float a, float b) { return smaller(a, b); });
   add<float, float>(rules, "abs.f32", [](float a) { return std::fabs(a); });
@@ -215,7 +219,8 @@ inline void add_arithmetic(Rules& rules) {
   add<u16, float>(rules, "cvt.rn.f16.f32", [](float a) { return f16_of(a); });
   add<u16, float>(rules, "cvt.rn.bf16.f32", [](float a) { return bf16_of(a); });
   add<u32, float, float>(rules, "cvt.rn.f16x2.f32", [](float a, float b) { return u32(f16_of(a)) << 16 | f16_of(b); });
-  add<u32, float, float>(rules, "cvt.rn.bf16x2.f32", [](float a, float b) { return u32(bf16_of(a)) << 16 | bf16_of(b); });
+  add<u32, float, float>(rules, "cvt.rn.bf16x2.f32",
+                         [](float a, float b) { return u32(bf16_of(a)) << 16 | bf16_of(b); });
   add<float, float>(rules, "cvt.rmi.f32.f32", [](float a) { return std::floor(a); });
   add<float, float>(rules, "cvt.rzi.f32.f32", [](float a) { return std::trunc(a); });
   add<float, float>(rules, "cvt.rni.f32.f32", [](float a) { return std::nearbyint(a); });

@@ -13,7 +13,7 @@ import torch
 from fastattn.testing import CASES, Case, Inputs, make_inputs, run
 
 from .launch import Gpu
-from .machine import Counts, Program
+from .machine import Counts, Program, program
 
 CLASSES = {  # of instructions, by what their text begins with: the first that fits
     "matrix": r"mma|wgmma\.mma",
@@ -85,21 +85,18 @@ def counted(gpu: Gpu, case: Case, dtype: torch.dtype, backend: str, deterministi
     inputs = make_inputs(replace(case, B=1, H=1, H_kv=1), dtype)
     inputs.options["deterministic"] = deterministic
     gpu.programs.clear()
-    before = {id(p): _totals(p) for programs in gpu.programs.values() for p in programs}
+    program.cache_clear()  # a program counts from when it was parsed
     run(inputs, backend)
     pairs = visible_pairs(inputs)
     for name, programs in gpu.programs.items():
-        for program in programs:
-            counts, by_class, macs = _totals(program)
-            if id(program) in before:
-                continue
+        for counts, by_class, macs in map(_totals, programs):
             needed = pairs * needed_of_pair(name, inputs.q.shape[3], inputs.v.shape[3])
             yield Kernel(name, counts, by_class, macs, needed)
 
 
-def _totals(program: Program) -> tuple[Counts, dict[str, int], int]:
+def _totals(of: Program) -> tuple[Counts, dict[str, int], int]:
     total, by_class, macs = Counter(), Counter(), 0
-    for text, counts in program.counts():
+    for text, counts in of.counts():
         text = re.sub(r"^@\S+\s+", "", text)
         total.update({name: getattr(counts, name) for name in Counts.NAMES})
         by_class[next(name for name, pattern in CLASSES.items() if re.match(pattern, text))] += counts.warps

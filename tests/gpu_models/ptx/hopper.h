@@ -6,7 +6,8 @@
 
 namespace ptx {
 
-// What the async proxy has seen: of what warps wrote, only what was fenced for it (PTX ISA 8.7 and 9.7.13.4 fence.proxy).
+// What the async proxy has seen: of what warps wrote, only what was fenced for it (PTX ISA 8.7 and 9.7.13.4
+// fence.proxy).
 template <class Do>
 void by_async_proxy(Warp& warp, Do access) {
   Clock visible = warp.seen;
@@ -100,7 +101,7 @@ struct TensorMap {
   uint32_t rank, element, swizzle, type;
 };
 constexpr uint64_t kParameterSpace = 1ull << 60;  // of generic addresses
-constexpr uint32_t kFloat32 = 7;                   // CUtensorMapDataType
+constexpr uint32_t kFloat32 = 7;                  // CUtensorMapDataType
 
 inline uint64_t swizzled(uint64_t at, uint32_t mode) {  // 0 to 3: none, 32, 64 or 128 bytes
   return at ^ ((at >> 7 & ((1u << mode) - 1)) << 4);
@@ -116,7 +117,8 @@ struct Box {
   std::vector<Chunk> chunks;
 
   static const TensorMap& map_at(Warp& warp, uint64_t at) {
-    if (!(at & kParameterSpace) || at % 64 || (at ^ kParameterSpace) + 128 > warp.block.parameters.size()) fault("no tensor map at " + hex(at));
+    if (!(at & kParameterSpace) || at % 64 || (at ^ kParameterSpace) + 128 > warp.block.parameters.size())
+      fault("no tensor map at " + hex(at));
     return *reinterpret_cast<const TensorMap*>(&warp.block.parameters[at ^ kParameterSpace]);
   }
 
@@ -214,14 +216,17 @@ inline bool wait_for_bulk(Warp& warp, const Instruction& x, Lanes) {
   return true;
 }
 
-// 9.7.15.5.1.2 A matrix in shared memory, by its descriptor: rows of M or N, and 16 columns of K, of 16 bits. `mn_major`:
-// M or N lies contiguous, else K. CUTLASS's include/cute/arch/mma_sm90_desc.hpp draws these layouts.
+// 9.7.15.5.1.2 A matrix in shared memory, by its descriptor: rows of M or N, and 16 columns of K, of 16 bits.
+// `mn_major`: M or N lies contiguous, else K. CUTLASS's include/cute/arch/mma_sm90_desc.hpp draws these layouts.
 struct Descriptor {
   uint64_t start, leading, stride;
   uint32_t swizzle;
 
   explicit Descriptor(uint64_t x)
-      : start((x & 0x3fff) << 4), leading((x >> 16 & 0x3fff) << 4), stride((x >> 32 & 0x3fff) << 4), swizzle((4 - (x >> 62)) % 4) {
+      : start((x & 0x3fff) << 4),
+        leading((x >> 16 & 0x3fff) << 4),
+        stride((x >> 32 & 0x3fff) << 4),
+        swizzle((4 - (x >> 62)) % 4) {
     if (x >> 49 & 7) fault("a base offset");
     if (x & 0x3ffc0000c000c000) fault("bits of a descriptor that mean nothing: " + hex(x));
   }
@@ -240,8 +245,9 @@ struct Descriptor {
   }
 };
 
-// 9.7.15.5.2 wgmma.mma_async: 64 rows of A, 16 of them of each warp, times N columns of B. a: N, b: the Element, c: whether
-// A is in registers. Until it is waited for, its registers may not be touched, nor its shared memory be written.
+// 9.7.15.5.2 wgmma.mma_async: 64 rows of A, 16 of them of each warp, times N columns of B. a: N, b: the Element, c:
+// whether A is in registers. Until it is waited for, its registers may not be touched, nor its shared memory be
+// written.
 inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
   warp.wants_whole(lanes);
   Block& block = warp.block;
@@ -272,7 +278,8 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
           block.shared.reads(visible, at, 16, epoch(kProducts + warp.index, clock));
           uint16_t data[8];
           std::memcpy(data, block.shared.data(at), 16);
-          for (uint32_t e = 0; e < 8; e++) put(transposed ? mn + e : mn, transposed ? k : k + e, value_of(element, data[e]));
+          for (uint32_t e = 0; e < 8; e++)
+            put(transposed ? mn + e : mn, transposed ? k : k + e, value_of(element, data[e]));
         }
       }
     });
@@ -282,7 +289,8 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
     Register& r = warp.at(y.at);
     if (r.in_flight && r.source != as_source) fault("uses a register that another product computes or reads");
     // LLVM moves what computes fragments of A behind the fence, and ptxas sees that they are ready all the same.
-    if (!as_source && !r.in_flight && r.stamp >= warp.product_fences) fault("uses a register that was written since the last wgmma.fence");
+    if (!as_source && !r.in_flight && r.stamp >= warp.product_fences)
+      fault("uses a register that was written since the last wgmma.fence");
     r.in_flight = clock, r.source = as_source;
     warp.lent.emplace_back(clock, y.at);
   };
@@ -296,7 +304,8 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
       }
     }
   } else {
-    fetch(Descriptor(same(of_a[0])), 16 * (warp.index % 4), 16, a_transposed, [&](uint32_t m, uint32_t k, float v) { a[m][k] = v; });
+    fetch(Descriptor(same(of_a[0])), 16 * (warp.index % 4), 16, a_transposed,
+          [&](uint32_t m, uint32_t k, float v) { a[m][k] = v; });
   }
   fetch(Descriptor(same(rest[0])), 0, N, b_transposed, [&](uint32_t n, uint32_t k, float v) { b[k][n] = v; });
 
@@ -305,7 +314,8 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
     Register& sum = warp.at(sums[r].at);
     if (adds && sum.written != kAllLanes) warp.fault_of_register(sums[r].at, sum, ~sum.written);
     lend(sums[r], false);
-    for (int i = 0; adds && i < kLanes; i++) c[i / 4 + 8 * (r / 2 % 2)][8 * (r / 4) + 2 * (i % 4) + r % 2] = sum.lanes<float>()[i];
+    for (int i = 0; adds && i < kLanes; i++)
+      c[i / 4 + 8 * (r / 2 % 2)][8 * (r / 4) + 2 * (i % 4) + r % 2] = sum.lanes<float>()[i];
   }
   for (int i = 0; i < 16; i++) {
     for (int k = 0; k < 16; k++) {
@@ -315,7 +325,8 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
   for (int r = 0; r < N / 2; r++) {
     Register& sum = warp.at(sums[r].at);
     sum.written = kAllLanes;
-    for (int i = 0; i < kLanes; i++) sum.lanes<float>()[i] = c[i / 4 + 8 * (r / 2 % 2)][8 * (r / 4) + 2 * (i % 4) + r % 2];
+    for (int i = 0; i < kLanes; i++)
+      sum.lanes<float>()[i] = c[i / 4 + 8 * (r / 2 % 2)][8 * (r / 4) + 2 * (i % 4) + r % 2];
   }
   return true;
 }
@@ -376,9 +387,11 @@ inline void add_hopper(Rules& rules) {
   rules["mbarrier.try_wait.parity.shared::cta.b64"] = {"d1 a s32", wait_at_barrier};
   for (const int rank : {1, 2, 3, 4, 5}) {
     const std::string d = "." + std::to_string(rank) + "d.", map = std::to_string(rank) + "m";
-    rules["cp.async.bulk.tensor" + d + "shared::cta.global.mbarrier::complete_tx::bytes"] = {"a " + map + " a", load_tensor, rank};
+    rules["cp.async.bulk.tensor" + d + "shared::cta.global.mbarrier::complete_tx::bytes"] = {"a " + map + " a",
+                                                                                             load_tensor, rank};
     rules["cp.async.bulk.tensor" + d + "global.shared::cta.bulk_group"] = {map + " a", store_tensor, rank, 0};
-    rules["cp.reduce.async.bulk.tensor" + d + "global.shared::cta.add.bulk_group"] = {map + " a", store_tensor, rank, 1};
+    rules["cp.reduce.async.bulk.tensor" + d + "global.shared::cta.add.bulk_group"] = {map + " a", store_tensor, rank,
+                                                                                      1};
   }
   rules["cp.async.bulk.commit_group"] = {"", commit_bulk};
   rules["cp.async.bulk.wait_group.read"] = rules["cp.async.bulk.wait_group"] = {"i", wait_for_bulk};

@@ -88,7 +88,9 @@ class Gpu:
         none = [0] * (5 - rank)
         sizes = *shape, *none, *box, *none, *in_bytes, *none
         last = sum((n - 1) * stride for n, stride in zip(shape, [element, *in_bytes], strict=True)) + element
-        return TensorMap((address, address + last), struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind))
+        return TensorMap(
+            (address, address + last), struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind)
+        )
 
     def launch(
         self, x, y, z, stream, function, cooperative, pdl, packed, metadata, enter, leave, scratch, profile,

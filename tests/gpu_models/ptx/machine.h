@@ -25,8 +25,8 @@ constexpr Lanes kAllLanes = ~0u;
 struct Warp;
 struct Instruction;
 
-// How an instruction is written and what it does. `operands`: as parse.h says. `run`: true where the warp goes on to the
-// next instruction; a, b and c are its parameters.
+// How an instruction is written and what it does. `operands`: as parse.h says. `run`: true where the warp goes on to
+// the next instruction; a, b and c are its parameters.
 struct Rule {
   std::string operands;
   bool (*run)(Warp&, const Instruction&, Lanes);
@@ -45,14 +45,14 @@ struct Instruction {
   int guard = -1;  // the register of its predicate
   bool guard_is = true;
   std::vector<Operand> operands;
-  std::vector<int> targets;        // of a branch
-  uint32_t used_bytes = ~0u;       // of what it loads
+  std::vector<int> targets;   // of a branch
+  uint32_t used_bytes = ~0u;  // of what it loads
   int line = 0;
   std::string text;
 };
 
-// Counted for each instruction: how often warps and lanes executed it, the bytes that lanes moved, and the sectors of global
-// memory and wavefronts of shared memory, each beside the fewest that so many bytes take.
+// Counted for each instruction: how often warps and lanes executed it, the bytes that lanes moved, and the sectors of
+// global memory and wavefronts of shared memory, each beside the fewest that so many bytes take.
 struct Counts {
   uint64_t warps = 0, lanes = 0, global_bytes = 0, sectors = 0, fewest_sectors = 0;
   uint64_t shared_bytes = 0, wavefronts = 0, fewest_wavefronts = 0;
@@ -67,8 +67,8 @@ struct Variable {
 struct Program {
   std::string name;
   std::vector<Instruction> instructions;
-  std::vector<char> registers;              // as each warp begins: constants are among them
-  std::vector<std::pair<int, std::string>> names;  // of registers, in the order of their offsets
+  std::vector<char> registers;                       // as each warp begins: constants are among them
+  std::vector<std::pair<int, std::string>> names;    // of registers, in the order of their offsets
   std::vector<std::pair<std::string, int>> special;  // registers, and their offsets
   std::vector<Variable> parameters;
   std::vector<std::unique_ptr<std::vector<char>>> globals;
@@ -139,7 +139,7 @@ struct Warp {
   bool waits = false;
   int instruction = 0;  // that runs
   std::deque<Copy> copies;
-  std::array<uint64_t, kLanes> copy_groups{};  // that each lane has committed
+  std::array<uint64_t, kLanes> copy_groups{};                        // that each lane has committed
   uint32_t product_fences = 0, product_groups = 0, bulk_groups = 0;  // see hopper.h
   std::deque<std::pair<uint32_t, int>> lent;                         // registers, each with the group that uses it
   uint32_t leader;                                                   // that elect.sync elects
@@ -257,7 +257,13 @@ struct Block {
 
   Block(Program& program, const Launch& launch, Global& global, Shared& shared, Random& random,
         const std::vector<char>& parameters, uint32_t index)
-      : program(program), launch(launch), global(global), shared(shared), random(random), parameters(parameters), index(index) {
+      : program(program),
+        launch(launch),
+        global(global),
+        shared(shared),
+        random(random),
+        parameters(parameters),
+        index(index) {
     position[0] = index % launch.grid[0], position[1] = index / launch.grid[0] % launch.grid[1];
     position[2] = index / launch.grid[0] / launch.grid[1];
     shared.begin_block();
@@ -288,7 +294,8 @@ struct Block {
       running->run(1 << random.below(8));
     }
     running = nullptr;
-    for (Warp& warp : warps) shared.happened(warp.seen), shared.happened({loads, warp.bulk_clock(), warp.product_clock()});
+    for (Warp& warp : warps)
+      shared.happened(warp.seen), shared.happened({loads, warp.bulk_clock(), warp.product_clock()});
     std::string where;
     for (Warp& warp : warps) {
       if (!warp.done()) where += "\n    warp " + std::to_string(warp.index) + " at " + text_of(warp.instruction);
@@ -333,7 +340,11 @@ struct Block {
   }
 };
 
-inline Warp::Warp(Block& block, int index) : block(block), index(index), registers(block.program.registers), leader(block.random.below(kLanes)),
+inline Warp::Warp(Block& block, int index)
+    : block(block),
+      index(index),
+      registers(block.program.registers),
+      leader(block.random.below(kLanes)),
       register_limit(block.program.registers_of_thread) {
   groups.push_back({0, kAllLanes});
   seen.fill(block.shared.start()), fenced.fill(block.shared.start());
@@ -344,11 +355,16 @@ inline Warp::Warp(Block& block, int index) : block(block), index(index), registe
     for (int i = 0; i < kLanes; i++) {
       const uint32_t axis = uint32_t(name.back() - 'x'), thread = uint32_t(index * kLanes + i);
       uint32_t value = 0;
-      if (name == "%laneid") value = uint32_t(i);
-      else if (name.starts_with("%tid.")) value = axis == 0 ? thread : 0;
-      else if (name.starts_with("%ntid.")) value = axis == 0 ? block.launch.threads : 1;
-      else if (name.starts_with("%ctaid.")) value = block.position[axis];
-      else value = block.launch.grid[axis];  // %nctaid
+      if (name == "%laneid")
+        value = uint32_t(i);
+      else if (name.starts_with("%tid."))
+        value = axis == 0 ? thread : 0;
+      else if (name.starts_with("%ntid."))
+        value = axis == 0 ? block.launch.threads : 1;
+      else if (name.starts_with("%ctaid."))
+        value = block.position[axis];
+      else
+        value = block.launch.grid[axis];  // %nctaid
       r.lanes<uint32_t>()[i] = value;
     }
   }
@@ -397,8 +413,10 @@ inline void Warp::branch(Lanes lanes, int target) {
   auto put = [this](Group x) {
     auto there = std::find_if(groups.begin(), groups.end(), [&](const Group& y) { return y.pc <= x.pc; });
     if (x.lanes == 0) return;
-    if (there != groups.end() && there->pc == x.pc) there->lanes |= x.lanes;
-    else groups.insert(there, x);
+    if (there != groups.end() && there->pc == x.pc)
+      there->lanes |= x.lanes;
+    else
+      groups.insert(there, x);
   };
   put({lanes ? group.pc + 1 : group.pc, group.lanes & ~lanes});
   put({target, lanes});
@@ -407,8 +425,10 @@ inline void Warp::branch(Lanes lanes, int target) {
 // The end of these lanes.
 inline void Warp::leave(Lanes lanes) {
   groups.back().lanes &= ~lanes;
-  if (groups.back().lanes == 0) groups.pop_back();
-  else groups.back().pc++;
+  if (groups.back().lanes == 0)
+    groups.pop_back();
+  else
+    groups.back().pc++;
 }
 
 }  // namespace ptx

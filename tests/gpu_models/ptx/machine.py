@@ -36,8 +36,9 @@ class Counts(ctypes.Structure):
     """As in machine.h."""
 
     NAMES = (
-        "warps", "lanes", "global_bytes", "sectors", "fewest_sectors", "shared_bytes", "wavefronts", "fewest_wavefronts",
-    )  # fmt: skip
+        *("warps", "lanes", "global_bytes", "sectors", "fewest_sectors"),
+        *("shared_bytes", "wavefronts", "fewest_wavefronts"),
+    )
     _fields_ = tuple((name, ctypes.c_uint64) for name in NAMES)
 
 
@@ -84,10 +85,10 @@ class Program:
         Raises:
             PtxError: it does something wrong.
         """
-        sizes = self.parameter_bytes()
-        if len(sizes) != len(values):
-            raise PtxError(f"{len(values)} values for {len(sizes)} parameters")
-        padded = [ctypes.create_string_buffer(value, max(size, len(value))) for value, size in zip(values, sizes, strict=True)]
+        if len(self._sizes) != len(values):
+            raise PtxError(f"{len(values)} values for {len(self._sizes)} parameters")
+        both = zip(values, self._sizes, strict=True)
+        padded = [ctypes.create_string_buffer(value, max(size, len(value))) for value, size in both]
         pointers = (ctypes.c_void_p * len(padded))(*map(ctypes.addressof, padded))
         flat = (ctypes.c_uint64 * (2 * len(ranges)))(*(x for pair in ranges for x in pair))
         launch = Launch((ctypes.c_uint32 * 3)(*grid), threads, shared, seed, counting)
@@ -96,14 +97,6 @@ class Program:
             self._handle, ctypes.byref(launch), pointers, flat, len(ranges), message, _MESSAGE_BYTES
         ):
             raise PtxError(message.value.decode(errors="replace"))
-
-    @functools.cache  # noqa: B019  programs live as long as the process
-    def parameter_bytes(self) -> list[int]:
-        """The size of each parameter."""
-        sizes: list[int] = []
-        while size := self._library.ptx_parameter_bytes(self._handle, len(sizes)):
-            sizes.append(size)
-        return sizes
 
     def counts(self) -> Iterator[tuple[str, Counts]]:
         """The text of each instruction, and what was counted of it since the program was parsed."""
@@ -128,7 +121,16 @@ def _library() -> ctypes.CDLL:
     with build.only_holder_of(target):  # by one process at a time
         if not target.is_file():
             unfinished = target.with_suffix(".unfinished")
-            command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(_FOLDER / "machine.cpp"), "-o", str(unfinished)]
+            command = [
+                "g++",
+                "-std=c++20",
+                "-O2",
+                "-shared",
+                "-fPIC",
+                str(_FOLDER / "machine.cpp"),
+                "-o",
+                str(unfinished),
+            ]
             subprocess.run(command, check=True)
             unfinished.replace(target)
     library = ctypes.CDLL(str(target))

@@ -14,8 +14,8 @@ inline float value_of(Element element, uint32_t bits) {
   return element == kF16 ? model::float_of_f16(uint16_t(bits)) : model::float_of_bf16(uint16_t(bits));
 }
 
-// 9.7.14.5.8 mma.m16n8k16 with 16 bits, 9.7.14.5.7 mma.m16n8k8 with TF32: D = A B + C, summed in fp32 in the order of k.
-// a: the Element. Lane 4 g + t holds of A and C the rows g and g + 8, of B and C the columns g, and 2 t, 2 t + 1.
+// 9.7.14.5.8 mma.m16n8k16 with 16 bits, 9.7.14.5.7 mma.m16n8k8 with TF32: D = A B + C, summed in fp32 in the order of
+// k. a: the Element. Lane 4 g + t holds of A and C the rows g and g + 8, of B and C the columns g, and 2 t, 2 t + 1.
 inline bool multiply(Warp& warp, const Instruction& x, Lanes lanes) {
   warp.wants_whole(lanes);
   const Element element = Element(x.rule->a);
@@ -33,7 +33,8 @@ inline bool multiply(Warp& warp, const Instruction& x, Lanes lanes) {
   for (int r = 0; r < 2; r++) {
     const uint32_t* words = warp.read<uint32_t>(operands[8 + r], lanes);
     for (int i = 0; i < kLanes; i++) {
-      for (int e = 0; e < per_word; e++) b[per_word * (i % 4) + K / 2 * r + e][i / 4] = value_of(element, words[i] >> 16 * e);
+      for (int e = 0; e < per_word; e++)
+        b[per_word * (i % 4) + K / 2 * r + e][i / 4] = value_of(element, words[i] >> 16 * e);
     }
   }
   for (int r = 0; r < 4; r++) {
@@ -53,12 +54,12 @@ inline bool multiply(Warp& warp, const Instruction& x, Lanes lanes) {
   return true;
 }
 
-// Rows of 8 x 8 matrices of 16 bits in shared memory: those of matrix m are at the addresses of the lanes 8 m to 8 m + 7.
+// Rows of 8 x 8 matrices of 16 bits in shared memory: those of matrix m are at the addresses of the lanes 8 m to 8 m
+// + 7.
 struct Rows {
   std::array<uint64_t, kLanes> at;
   Lanes lanes;
-  Rows(Warp& warp, const Operand& address, int matrices)
-      : lanes(matrices == 4 ? kAllLanes : (1u << 8 * matrices) - 1) {
+  Rows(Warp& warp, const Operand& address, int matrices) : lanes(matrices == 4 ? kAllLanes : (1u << 8 * matrices) - 1) {
     at = Access(warp, address, lanes, kShared, 16, 16).at;
   }
 };
@@ -73,7 +74,8 @@ inline bool load_matrices(Warp& warp, const Instruction& x, Lanes lanes) {
     uint32_t words[kLanes];
     for (int i = 0; i < kLanes; i++) {
       const int row = 8 * m + i / 4, column = 2 * (i % 4), from = 8 * m + 2 * (i % 4);
-      words[i] = x.rule->b ? data[from][i / 4] | data[from + 1][i / 4] << 16 : data[row][column] | data[row][column + 1] << 16;
+      words[i] =
+          x.rule->b ? data[from][i / 4] | data[from + 1][i / 4] << 16 : data[row][column] | data[row][column + 1] << 16;
     }
     warp.write(x.operands[m], lanes, words);
   }

@@ -1,8 +1,8 @@
 // Memory that knows who wrote and read each byte, and finds what no order was made for.
 //
 // Vector clocks (Flanagan, Freund: FastTrack, 2009): each warp counts its releases, and knows how far it has seen each
-// other agent. An access is an epoch, the agent and its count. Two of one byte, one of them a write, are a race unless the
-// later agent has seen the epoch of the former.
+// other agent. An access is an epoch, the agent and its count. Two of one byte, one of them a write, are a race unless
+// the later agent has seen the epoch of the former.
 #pragma once
 
 #include <algorithm>
@@ -100,7 +100,8 @@ class Shared {
     for (int other = 0; other < kAgents; other++) {
       if (read_[other].empty()) continue;
       const uint32_t* read = read_[other].data();
-      if (*std::max_element(read + at, read + at + bytes) > (of_reads ? *of_reads : seen)[other]) race(at, "writes", "reads", other);
+      if (*std::max_element(read + at, read + at + bytes) > (of_reads ? *of_reads : seen)[other])
+        race(at, "writes", "reads", other);
     }
     std::fill_n(wrote_.begin() + at, bytes, as);
   }
@@ -121,7 +122,8 @@ class Shared {
   uint32_t start_ = 0, last_ = 0;
 };
 
-// Global memory: the bytes of the tensors that a launch was given. Of the warps of other blocks nobody has seen anything.
+// Global memory: the bytes of the tensors that a launch was given. Of the warps of other blocks nobody has seen
+// anything.
 class Global {
  public:
   struct Range {
@@ -138,7 +140,8 @@ class Global {
     last_ = 0;
     std::string near;
     for (const Range& x : ranges_) {
-      if (at + bytes > x.begin && at < x.end + 4096) near = ", " + std::to_string(at - x.begin) + " bytes into one of " + std::to_string(x.end - x.begin);
+      if (at + bytes > x.begin && at < x.end + 4096)
+        near = ", " + std::to_string(at - x.begin) + " bytes into one of " + std::to_string(x.end - x.begin);
     }
     fault(std::to_string(bytes) + " bytes at global address " + hex(at) + " are outside of every tensor" + near);
   }
@@ -177,7 +180,8 @@ class Global {
     }
     return *bytes_;
   }
-  static void check(uint64_t before, uint32_t block, const Clock& seen, uint64_t at, const char* does, const char* did) {
+  static void check(uint64_t before, uint32_t block, const Clock& seen, uint64_t at, const char* does,
+                    const char* did) {
     const Epoch e = Epoch(before);
     const bool here = before >> 32 == block;
     if (here && clock_of(e) <= seen[agent_of(e)]) return;

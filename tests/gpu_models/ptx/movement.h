@@ -1,4 +1,5 @@
-// Rules of instructions that move data or steer: PTX ISA 9.7.9 data movement, 9.7.12 control flow, 9.7.13 synchronisation.
+// Rules of instructions that move data or steer: PTX ISA 9.7.9 data movement, 9.7.12 control flow, 9.7.13
+// synchronisation.
 #pragma once
 
 #include <cmath>
@@ -10,8 +11,8 @@ namespace ptx {
 
 enum Space { kGlobal, kShared, kParameters };
 
-// Wavefronts that lanes need for so many bytes of shared memory each: 128 bytes at most at a time, and of each of the 32
-// banks one word of 4 bytes.
+// Wavefronts that lanes need for so many bytes of shared memory each: 128 bytes at most at a time, and of each of the
+// 32 banks one word of 4 bytes.
 inline void count_shared(Counts& counts, const uint64_t* at, Lanes lanes, int bytes) {
   const int together = std::min(kLanes, 128 / std::max(bytes, 4));
   counts.shared_bytes += uint64_t(bytes) * __builtin_popcount(lanes);
@@ -83,7 +84,8 @@ inline void write_shared(Warp& warp, uint64_t at, int bytes, const void* from) {
 }
 
 // Writes what is left of integers in a register of any size.
-inline void write_integers(Warp& warp, const Operand& to, Lanes lanes, const uint64_t* values, Lanes defined = kAllLanes) {
+inline void write_integers(Warp& warp, const Operand& to, Lanes lanes, const uint64_t* values,
+                           Lanes defined = kAllLanes) {
   uint16_t half[kLanes];
   uint32_t word[kLanes];
   for (int i = 0; i < kLanes; i++) half[i] = uint16_t(values[i]), word[i] = uint32_t(values[i]);
@@ -259,7 +261,8 @@ inline bool branch_by_table(Warp& warp, const Instruction& x, Lanes lanes) {
   each(warp, lanes, [&](int lane) {
     if (index[lane] != i) fault("lanes branch to different places");
   });
-  if (i >= x.targets.size()) fault("branches to entry " + std::to_string(i) + " of " + std::to_string(x.targets.size()));
+  if (i >= x.targets.size())
+    fault("branches to entry " + std::to_string(i) + " of " + std::to_string(x.targets.size()));
   return warp.branch(lanes, x.targets[i]), false;
 }
 inline bool leave(Warp& warp, const Instruction&, Lanes lanes) { return warp.leave(lanes), false; }
@@ -271,15 +274,18 @@ inline void add_movement(Rules& rules) {
       for (const int n : {1, 2, 4}) {
         const int bits = std::atoi(type + 1);
         if (n * bits > 128) continue;
-        const std::string vector = n == 1 ? "" : std::to_string(n), bits_text = std::to_string(std::max(bits, 16)) + "+";
+        const std::string vector = n == 1 ? "" : std::to_string(n),
+                          bits_text = std::to_string(std::max(bits, 16)) + "+";
         const std::string name = space + (n == 1 ? "" : "v" + vector + ".") + type;
         rules["ld." + name] = {vector + "d" + bits_text + " a", load, a, bits / 8, type[0] == 's'};
         if (a != kParameters) rules["st." + name] = {"a " + vector + "s" + bits_text, store, a, bits / 8};
       }
     }
   }
-  rules["cp.async.ca.shared.global 3"] = {"a a i", copy, 0}, rules["cp.async.ca.shared.global 4"] = {"a a i s32", copy, 0};
-  rules["cp.async.cg.shared.global 3"] = {"a a i", copy, 1}, rules["cp.async.cg.shared.global 4"] = {"a a i s32", copy, 1};
+  rules["cp.async.ca.shared.global 3"] = {"a a i", copy, 0},
+  rules["cp.async.ca.shared.global 4"] = {"a a i s32", copy, 0};
+  rules["cp.async.cg.shared.global 3"] = {"a a i", copy, 1},
+  rules["cp.async.cg.shared.global 4"] = {"a a i s32", copy, 1};
   rules["cp.async.commit_group"] = {"", commit_copies};
   rules["cp.async.wait_group"] = {"i", wait_for_copies, 0}, rules["cp.async.wait_all"] = {"", wait_for_copies, 1};
 
@@ -301,7 +307,8 @@ inline void add_movement(Rules& rules) {
     rules[name + ".sync 1"] = {"s32", meet, 1}, rules[name + ".sync 2"] = {"s32 s32", meet, 1};
     rules[name + ".arrive"] = {"s32 s32", meet, 0};
   }
-  rules["bra"] = {"l", branch}, rules["bra.uni"] = {"l", branch_together}, rules["brx.idx"] = {"s32 t", branch_by_table};
+  rules["bra"] = {"l", branch}, rules["bra.uni"] = {"l", branch_together},
+  rules["brx.idx"] = {"s32 t", branch_by_table};
   rules["ret"] = {"", leave}, rules["exit"] = {"", leave};
 }
 

@@ -113,7 +113,11 @@ class Mutations:
 def table(
     mutations: list[Mutations], kinds: list[str], most: int, say: Callable[[str], None] = print, seed: int = 0
 ) -> dict[str, Counter]:
-    """How many edits of each kind have which outcome, of at most so many of a kernel that are drawn; says the others."""
+    """How many edits of each kind have which outcome, of at most so many that are drawn in a kernel.
+
+    Args:
+        say: called with each edit that was not found.
+    """
     found = {kind: Counter() for kind in kinds}
     for call in mutations:
         by_kind: dict[tuple[str, str], list[Site]] = {}
@@ -125,5 +129,6 @@ def table(
                 outcome, _ = call.outcome(site)
                 found[kind][outcome] += 1
                 if outcome not in ("fault", "wrong result"):
-                    say(f"{outcome}: {kind}: {kernel}, line {site.line + 1}: {call.texts[kernel].splitlines()[site.line].strip()}")
+                    text = call.texts[kernel].splitlines()[site.line].strip()
+                    say(f"{outcome}: {kind}: {kernel}, line {site.line + 1}: {text}")
     return found

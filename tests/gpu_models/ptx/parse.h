@@ -9,9 +9,10 @@
 
 namespace ptx {
 
-// What an operand may be, read from a word of `Rule::operands`: "d32" a register of 32 bits that is written, "s32" one that
-// is read, or a constant; "s16+" one of 16 bits or more; "d1" a predicate; "4d32" four of them in braces; "a" an address
-// in brackets, "4m" a tensor map with four coordinates in brackets, "i" an integer, "l" a label, "t" a table of labels, "_" the sink. "d1|d1" may be "d1" alone.
+// What an operand may be, read from a word of `Rule::operands`: "d32" a register of 32 bits that is written, "s32" one
+// that is read, or a constant; "s16+" one of 16 bits or more; "d1" a predicate; "4d32" four of them in braces; "a" an
+// address in brackets, "4m" a tensor map with four coordinates in brackets, "i" an integer, "l" a label, "t" a table of
+// labels, "_" the sink. "d1|d1" may be "d1" alone.
 struct Form {
   int count = 0;  // of a vector; 0 for a single one
   char role = 0;
@@ -21,7 +22,8 @@ struct Form {
   explicit Form(std::string_view word) {
     while (std::isdigit(word[0])) count = count * 10 + word[0] - '0', word.remove_prefix(1);
     role = word[0];
-    for (word.remove_prefix(1); !word.empty() && std::isdigit(word[0]); word.remove_prefix(1)) bits = bits * 10 + word[0] - '0';
+    for (word.remove_prefix(1); !word.empty() && std::isdigit(word[0]); word.remove_prefix(1))
+      bits = bits * 10 + word[0] - '0';
     wider = word == "+";
   }
 };
@@ -52,7 +54,8 @@ inline bool starts_with(std::string_view text, std::string_view word) { return t
 
 class Parser {
  public:
-  Parser(std::string_view text, const Rules& rules) : text_(text), rules_(rules), program_(std::make_unique<Program>()) {}
+  Parser(std::string_view text, const Rules& rules)
+      : text_(text), rules_(rules), program_(std::make_unique<Program>()) {}
 
   // The kernel of that name; of a module with one kernel an empty name will do.
   std::unique_ptr<Program> parse(std::string_view kernel) {
@@ -77,9 +80,12 @@ class Parser {
 
   void skip_space() {
     for (; at_ < text_.size(); at_++) {
-      if (text_[at_] == '\n') line_++;
-      else if (starts_with(text_.substr(at_), "//")) at_ = std::min(text_.find('\n', at_), text_.size()) - 1;
-      else if (!std::isspace(text_[at_])) return;
+      if (text_[at_] == '\n')
+        line_++;
+      else if (starts_with(text_.substr(at_), "//"))
+        at_ = std::min(text_.find('\n', at_), text_.size()) - 1;
+      else if (!std::isspace(text_[at_]))
+        return;
     }
   }
   // Up to one of these characters, which is passed too; without comments.
@@ -139,9 +145,12 @@ class Parser {
   void limit(const std::vector<std::string_view>& words) {
     for (size_t i = 0; i < words.size(); i += 2) {
       const int value = i + 1 < words.size() ? std::atoi(words[i + 1].data()) : 0;
-      if (words[i] == ".reqntid") program_->threads = value;
-      else if (words[i] == ".maxnreg") program_->registers_of_thread = value;
-      else if (words[i] != ".minnctapersm" && words[i] != ".maxntid") fail("unknown directive " + std::string(words[i]));
+      if (words[i] == ".reqntid")
+        program_->threads = value;
+      else if (words[i] == ".maxnreg")
+        program_->registers_of_thread = value;
+      else if (words[i] != ".minnctapersm" && words[i] != ".maxntid")
+        fail("unknown directive " + std::string(words[i]));
     }
   }
 
@@ -251,8 +260,10 @@ class Parser {
     const std::vector<std::string_view> words = split(text, ' ');
     if (starts_with(text, ".shared")) return variable(text);
     if (starts_with(text, ".pragma")) {
-      if (size_t i = text.find("used_bytes_mask"); i != text.npos) used_bytes_ = uint32_t(std::strtoul(&text[i + 15], nullptr, 0));
-      else if (text.find("nounroll") == text.npos) fail(text);
+      if (size_t i = text.find("used_bytes_mask"); i != text.npos)
+        used_bytes_ = uint32_t(std::strtoul(&text[i + 15], nullptr, 0));
+      else if (text.find("nounroll") == text.npos)
+        fail(text);
       return;
     }
     if (!starts_with(text, ".reg")) fail("unknown directive " + text);
@@ -366,7 +377,8 @@ class Parser {
       }
       if (x.bits == 0) fail("unknown " + std::string(text));
       const bool symbol = text[0] != '%' && x.bits >= 32 && form.bits >= 32 && form.role == 's';
-      const bool fits = form.wider ? x.bits >= form.bits && (x.bits > 1 || form.bits == 1) : x.bits == form.bits || symbol;
+      const bool fits =
+          form.wider ? x.bits >= form.bits && (x.bits > 1 || form.bits == 1) : x.bits == form.bits || symbol;
       if (!fits) fail("has " + std::to_string(x.bits) + " bits: " + std::string(text));
       if (symbol && x.bits != form.bits) {
         Register& r = *reinterpret_cast<Register*>(program_->registers.data() + x.at);
@@ -393,12 +405,15 @@ class Parser {
     std::string opcode(rest.substr(0, end));
     const std::vector<std::string_view> parts = split(rest.substr(end), ',');
     if (opcode == "mov.b32" || opcode == "mov.b64") {  // PTX ISA 9.7.9.3 mov, of vectors
-      if (parts.size() == 2 && parts[0][0] == '{') opcode += " unpack" + std::to_string(split(parts[0].substr(1, parts[0].size() - 2), ',').size());
-      if (parts.size() == 2 && parts[1][0] == '{') opcode += " pack" + std::to_string(split(parts[1].substr(1, parts[1].size() - 2), ',').size());
+      if (parts.size() == 2 && parts[0][0] == '{')
+        opcode += " unpack" + std::to_string(split(parts[0].substr(1, parts[0].size() - 2), ',').size());
+      if (parts.size() == 2 && parts[1][0] == '{')
+        opcode += " pack" + std::to_string(split(parts[1].substr(1, parts[1].size() - 2), ',').size());
     }
     std::string key = opcode;
     auto rule = rules_.find(key);
-    if (rule == rules_.end()) rule = rules_.find(key + " " + std::to_string(parts.size()));  // by the number of operands
+    if (rule == rules_.end())
+      rule = rules_.find(key + " " + std::to_string(parts.size()));  // by the number of operands
     if (rule == rules_.end()) fail("unknown instruction " + std::string(text));
     result.rule = &rule->second;
     const std::vector<std::string_view> forms = split(rule->second.operands, ' ');

@@ -58,7 +58,10 @@ class Program:
         self._library, message = _library(), ctypes.create_string_buffer(_MESSAGE_BYTES)
         self._handle = self._library.ptx_parse(text.encode(), kernel.encode(), message, _MESSAGE_BYTES)
         if not self._handle:
-            raise PtxError(message.value.decode(errors="replace"))
+            raise PtxError(message.value.decode())
+        self._sizes: list[int] = []  # of the parameters
+        while size := self._library.ptx_parameter_bytes(self._handle, len(self._sizes)):
+            self._sizes.append(size)
 
     def __del__(self) -> None:
         self._library.ptx_free(self._handle)
@@ -96,7 +99,7 @@ class Program:
         if self._library.ptx_launch(
             self._handle, ctypes.byref(launch), pointers, flat, len(ranges), message, _MESSAGE_BYTES
         ):
-            raise PtxError(message.value.decode(errors="replace"))
+            raise PtxError(message.value.decode())
 
     def counts(self) -> Iterator[tuple[str, Counts]]:
         """The text of each instruction, and what was counted of it since the program was parsed."""

@@ -282,6 +282,9 @@ struct Block {
       for (Warp& warp : warps) {
         if (!warp.done() && !warp.waits) ready.push_back(&warp);
       }
+      if (!transfers.empty() && std::all_of(warps.begin(), warps.end(), [](const Warp& x) { return x.done(); })) {
+        fault("all warps have ended, and loads by TMA have not");
+      }
       if (!transfers.empty() && (ready.empty() || random.below(8) == 0)) {
         std::swap(transfers[random.below(uint32_t(transfers.size()))], transfers.back());
         Transfer transfer = std::move(transfers.back());

@@ -1,1 +1,1 @@
-"""A machine that executes PTX: the compiled kernels of the GPU backends on the CPU, under the launches of the backends."""
+"""A machine that executes PTX: compiled kernels of the GPU backends on the CPU, under the launches of the backends."""

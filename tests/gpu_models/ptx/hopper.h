@@ -82,13 +82,14 @@ inline bool wait_at_barrier(Warp& warp, const Instruction& x, Lanes lanes) {
     if (access.at[i] != access.at[first] || parity[i] != parity[first]) fault("lanes wait for different phases");
   });
   if (parity[first] > 1) fault("a parity of " + std::to_string(parity[first]));
-  if ((barrier.phase & 1) == parity[first]) {
+  const bool over = (barrier.phase & 1) != parity[first];
+  if (!over && warp.block.random.below(4)) {
     barrier.waiting.push_back(&warp), warp.waits = true;
     return false;
   }
-  join(warp.seen, barrier.passed), join(warp.fenced, barrier.passed_fenced);
-  bool done[kLanes];
-  std::fill_n(done, kLanes, true);
+  if (over) join(warp.seen, barrier.passed), join(warp.fenced, barrier.passed_fenced);
+  bool done[kLanes];  // false where its time was over before
+  std::fill_n(done, kLanes, over);
   warp.write(x.operands[0], lanes, done);
   return true;
 }

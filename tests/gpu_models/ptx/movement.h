@@ -31,14 +31,14 @@ inline void count_shared(Counts& counts, const uint64_t* at, Lanes lanes, int by
   }
 }
 
-// Sectors of 32 bytes of global memory.
+// Sectors of 32 bytes of global memory; what lanes read of the same address counts once among the fewest.
 inline void count_global(Counts& counts, const uint64_t* at, Lanes lanes, int bytes) {
-  std::set<uint64_t> sectors;
+  std::set<uint64_t> sectors, addresses;
   for (int i = 0; i < kLanes; i++) {
-    if (lanes >> i & 1) sectors.insert({at[i] / 32, (at[i] + bytes - 1) / 32});
+    if (lanes >> i & 1) addresses.insert(at[i]), sectors.insert({at[i] / 32, (at[i] + bytes - 1) / 32});
   }
-  const uint64_t moved = uint64_t(bytes) * __builtin_popcount(lanes);
-  counts.global_bytes += moved, counts.sectors += sectors.size(), counts.fewest_sectors += (moved + 31) / 32;
+  counts.global_bytes += uint64_t(bytes) * __builtin_popcount(lanes);
+  counts.sectors += sectors.size(), counts.fewest_sectors += (bytes * addresses.size() + 31) / 32;
 }
 
 template <class Each>

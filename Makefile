@@ -209,7 +209,7 @@ $(eval $(call cuda_model_build,80-sanitized,$(SANITIZING_CXX) -DFASTATTN_MODEL_C
 CASES ?=
 ptx: $(INSTALLED)
 	TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1800 \
-	    --numprocesses=auto --dist=worksteal tests/backends/test_conformance.py -k "ptx$(if $(CASES), and ($(CASES)))"
+	    --numprocesses=auto --dist=worksteal tests/backends/test_conformance.py -k "ptx_$(if $(CASES), and ($(CASES)))"
 
 # The wheel for every Linux with glibc 2.28 or newer, in dist: by zig's clang, which has that glibc and its own C++ library.
 ZIG := build/zig/0.17.1

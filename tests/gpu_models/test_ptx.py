@@ -71,6 +71,11 @@ def test_warps_exchange_what_they_read(body):
     [
         (EXCHANGED, ("bar.sync 0;", ""), "race|read before it is written"),
         (EXCHANGED, ("bar.sync 0;", "@%p1 bar.sync 0;"), "deadlock|race|read before it is written"),
+        (
+            EXCHANGED,
+            ("bar.sync 0;", "@%p1 bar.sync 1; @!%p1 bar.sync 2;"),
+            r"deadlock: all wait\n +warp 0 at .*\n +warp 1 at",
+        ),
         (EXCHANGED, ("bar.sync 0;", "@%p2 bar.sync 0;"), "by a part of the warp"),
         (EXCHANGED, ("bar.sync 0;", "bar.sync 0, 96;"), "a barrier for 96 threads"),
         (EXCHANGED, ("[%rd4]", "[%rd4+4]"), "outside of every tensor"),

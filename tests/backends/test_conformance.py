@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from modelled_gpu import CudaModel
+from modelled_gpu import PTX_MACHINES, CudaModel
 from modelled_hopper import GluonModel
 from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
 
@@ -15,9 +15,10 @@ from fastattn.backends import aten, cpu, hopper, objections, selfcheck, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
-ON_MODELS = [(CudaModel, "cpu"), (GluonModel, "cpu")]
+ON_MODELS = [(model, "cpu") for model in (CudaModel, GluonModel, *PTX_MACHINES)]
 COMPUTING = [*PLACES, *ON_MODELS]
-WITH_BIAS = [place for place in COMPUTING if place[0] not in (hopper, GluonModel)]
+OF_HOPPER = [hopper, GluonModel, *(machine for machine in PTX_MACHINES if machine.backend is hopper)]
+WITH_BIAS = [place for place in COMPUTING if place[0] not in OF_HOPPER]
 WITH_SINKS = [place for place in WITH_BIAS if place[0] is not aten]
 on_each, on_each_with_bias, on_each_with_sinks = (
     pytest.mark.parametrize(("backend", "device"), places, ids=place_id, indirect=["backend"])
@@ -124,7 +125,7 @@ def every_call_in_any_order() -> list[tuple]:
     return [
         (backend, device, case, dtype)
         for backend, device in COMPUTING
-        if backend in (hopper, GluonModel)
+        if backend in OF_HOPPER
         for i, case in enumerate(TESTED)
         for dtype in (dtypes if backend is hopper else dtypes[i % 2 :][:1])
     ]

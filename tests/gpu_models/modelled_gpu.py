@@ -1,4 +1,4 @@
-"""The CUDA backend on tensors in the CPU's memory, by the model of a GPU in cuda_model/."""
+"""Backends of GPUs on tensors in the CPU's memory: the CUDA backend by cuda_model/, Triton's kernels by ptx/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from modelled_hopper import GluonModel
 
-from fastattn.backends import build, cuda, hopper
+from fastattn.backends import build, cuda, hopper, triton
 
 _ORDERS = ("ascending", "descending", "random")  # as in tests/gpu_models/cuda_model/settings.h
 
@@ -28,6 +28,19 @@ class CudaModel:
     """Stands among the backends that tests are parametrized with, for the fixture `backend` to find."""
 
     NAME = "cuda_model"
+
+
+class PtxMachine:
+    """Stands there for a backend on a GPU of that architecture, whose compiled kernels the machine in ptx/ executes."""
+
+    def __init__(self, backend: ModuleType, arch: int) -> None:
+        self.backend, self.arch, self.NAME = backend, arch, f"ptx_{backend.NAME}_sm_{arch}"
+
+
+PTX_MACHINES: list[PtxMachine] = []
+"""None but where Triton is told not to interpret its kernels."""
+if os.environ.get("TRITON_INTERPRET") == "0":
+    PTX_MACHINES += [PtxMachine(triton, 80), PtxMachine(triton, 90), PtxMachine(hopper, 90)]
 
 
 class ModelledGpu:
@@ -111,9 +124,15 @@ _MODELS = {CudaModel: ("gpu_model", cuda), GluonModel: ("gluon_model", hopper)}
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> ModuleType:
+def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The backend that a test is parametrized with (indirectly); for a model it is that which computes on it."""
+    if isinstance(request.param, PtxMachine):
+        from ptx.launch import Gpu  # which imports triton
+
+        with Gpu(request.param.arch).computes_for_the_cpu():
+            yield request.param.backend
+        return
     fixture, result = _MODELS.get(request.param, (None, request.param))
     if fixture is not None:
         request.getfixturevalue(fixture)
-    return result
+    yield result

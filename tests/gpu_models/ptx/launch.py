@@ -1,0 +1,196 @@
+"""Launches of Triton's kernels on the machine: a driver of Triton for a GPU that is not there.
+
+Triton compiles, specialises, packs and launches as on a GPU. In the place of its functions in C, which call CUDA's
+driver, stand those of `_Utils`; and a kernel ends as PTX, in the place of ptxas's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+from benchmarks.gpu.compiling import NoGPU
+from fastattn.backends import hopper
+from fastattn.backends import triton as backend
+from fastattn.backends.triton import launches
+
+from .machine import Program, program
+
+SEED = int(os.environ.get("FASTATTN_PTX_SEED", "1"))
+"""Of the first launch of a process; each later one counts one more."""
+
+_SHARED_BYTES = {80: 166_912, 90: 232_448}
+"""Most that a block may have: CUDA C++ Programming Guide, technical specifications per compute capability."""
+_PROPERTIES = SimpleNamespace(multi_processor_count=3)  # few, so that a program has several work items
+_FORMATS = {"fp32": "f", "f32": "f", "fp64": "d", "i64": "q", "u64": "Q"}
+
+
+class _Argument(NamedTuple):
+    """In the place of Triton's PyKernelArg."""
+
+    nested_tuple: object
+    type: int
+
+
+_CONSTEXPR, _KERNEL, _TUPLE = range(3)
+
+
+class Gpu:
+    """A GPU on paper, of which Triton's launches are the machine's.
+
+    Attributes:
+        edit: what becomes of the text of a kernel before it runs, from its name and text.
+        programs: those that were launched, by their name.
+        seconds: of a processor that they ran.
+    """
+
+    def __init__(self, arch: int, counting: bool = False) -> None:
+        self.arch, self.counting, self.seed = arch, counting, SEED
+        self.edit: Callable[[str, str], str] = lambda name, text: text
+        self.programs: dict[str, list[Program]] = {}
+        self.seconds = 0.0
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
+        return None, (name, binary.decode()), 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": _SHARED_BYTES[self.arch]}
+
+    def build_signature_metadata(self, signature: list[str]) -> list[str]:
+        return signature
+
+    def fill_tma_descriptor_tiled(
+        self, address: int, swizzle: int, element: int, kind: int, box: list[int], shape: list[int], strides: list[int],
+        padding: int,
+    ) -> TensorMap:  # fmt: skip
+        """What cuTensorMapEncodeTiled makes of a tensor, and refuses of it (CUDA Driver API, Tensor Map Object)."""
+        rank, box, shape = len(shape), [*reversed(box)], [*reversed(shape)]
+        in_bytes = [element * stride for stride in reversed(strides[:-1])]
+        assert address % 16 == 0
+        assert padding == 0
+        assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in in_bytes)
+        assert all(0 < n <= 2**32 for n in shape)
+        assert all(0 < n <= 256 for n in box)
+        assert box[0] * element % 16 == 0
+        assert swizzle == 0 or box[0] * element <= 16 << swizzle
+        none = [0] * (5 - rank)
+        sizes = *shape, *none, *box, *none, *in_bytes, *none
+        last = sum((n - 1) * stride for n, stride in zip(shape, [element, *in_bytes], strict=True)) + element
+        return TensorMap(
+            (address, address + last), struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind)
+        )
+
+    def launch(
+        self, x, y, z, stream, function, cooperative, pdl, packed, metadata, enter, leave, scratch, profile,
+        annotations, signature, arguments,
+    ) -> None:  # fmt: skip
+        """What Triton's own function of that name does: src/third_party/nvidia/backend/driver.c."""
+        assert packed[1] == 1, "clusters are not modelled"
+        assert scratch is None, "scratch memory is not modelled"
+        assert profile is None, "scratch memory is not modelled"
+        name, text = function
+        values = [*_flat(annotations, arguments), None, None]
+        types = [*signature, "*i8", "*i8"]
+        runs = program(self.edit(name, text))
+        if runs not in self.programs.setdefault(name, []):
+            self.programs[name].append(runs)
+        self.seed += 1
+        if x * y * z:
+            packed_values = [_packed(t, value) for t, value in zip(types, values, strict=True)]
+            ranges = [r for r in map(_range, values) if r is not None]
+            began = time.process_time()
+            runs.launch((x, y, z), 32 * packed[0], packed[2], packed_values, ranges, self.seed, self.counting)
+            self.seconds += time.process_time() - began
+
+    @contextlib.contextmanager
+    def computes_for_the_cpu(self) -> Iterator[None]:
+        """Calls of the Triton and the Hopper backend on CPU tensors are computed on this GPU.
+
+        Memory that they allocate is full of NaN.
+        """
+        parts = {"PyKernelArg": _Argument, "ARG_CONSTEXPR": _CONSTEXPR, "ARG_KERNEL": _KERNEL, "ARG_TUPLE": _TUPLE}
+        runtime, deterministic = triton.knobs.runtime, torch.are_deterministic_algorithms_enabled()
+        with (
+            mock.patch.multiple(nvidia, **parts),
+            mock.patch.object(driver, "_active", _Driver(self)),
+            mock.patch.object(runtime, "add_stages_inspection_hook", _ends_as_ptx),
+            mock.patch.object(triton.knobs.compilation, "disable_line_info", True),
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(self.arch, 10)),
+            mock.patch.object(torch.cuda, "device_of", contextlib.nullcontext),
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=_PROPERTIES),
+            mock.patch.object(backend, "_device_objections", side_effect=lambda device: []),
+            mock.patch.object(hopper, "_device_objections", side_effect=lambda device: []),
+            mock.patch.dict(launches._known, clear=True),
+        ):
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            try:
+                yield
+            finally:
+                torch.use_deterministic_algorithms(deterministic)
+
+
+class _Driver(NoGPU):
+    """Its launcher is Triton's own. What is compiled for one GPU is not taken for another: their numbers differ."""
+
+    launcher_cls = nvidia.CudaLauncher
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__(gpu.arch)
+        self.utils = gpu
+
+    def get_current_device(self) -> int:
+        return self.utils.arch
+
+
+class TensorMap(NamedTuple):
+    """A descriptor of a tensor for TMA, in the place of a CUtensorMap."""
+
+    memory: tuple[int, int]
+    words: bytes
+
+
+def _ends_as_ptx(*arguments: object) -> tuple[str, str] | None:
+    """Of Triton's stages the last leaves PTX; without arguments what tells such kernels apart in its cache."""
+    if not arguments:
+        return "ends as PTX", "ends as PTX"
+    stages = arguments[1]
+    stages["cubin"] = lambda source, metadata: source.encode()
+    return None
+
+
+def _flat(annotations: list[_Argument], arguments: object) -> Iterator[object]:
+    for annotation, argument in zip(annotations, arguments, strict=True):
+        if annotation.type == _TUPLE:
+            yield from _flat(annotation.nested_tuple, argument)
+        elif annotation.type == _KERNEL:
+            yield argument
+
+
+def _packed(of_type: str, value: object) -> bytes:
+    if isinstance(value, TensorMap):
+        return value.words
+    if of_type[0] == "*":
+        return struct.pack("Q", 0 if value is None else value.data_ptr())
+    return struct.pack(_FORMATS.get(of_type, "q"), value)
+
+
+def _range(x: object) -> tuple[int, int] | None:
+    """The addresses of the first byte of a tensor and of that after its last element."""
+    if isinstance(x, TensorMap):
+        return x.memory
+    if not isinstance(x, Tensor) or x.numel() == 0:
+        return None
+    last = sum(stride * (n - 1) for stride, n in zip(x.stride(), x.shape, strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

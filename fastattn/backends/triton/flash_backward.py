@@ -86,7 +86,7 @@ def backward(
 
     inputs, outputs = (q, k, v, o, do, lse, dlse), (dq, dk, dv, ds_of_keys, ds_of_queries, dbias)
     tensors = (*inputs, *outputs, *rows, ds_by_distance, p_by_distance)
-    kind = kind_of(dq_kernel, (*inputs, *outputs), spec)
+    kind = kind_of(dq_kernel, (*inputs, *outputs, ds_by_distance), spec)
     if not repeated(kind, tensors, spec, n_q, n_k):
         block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
         shape = {

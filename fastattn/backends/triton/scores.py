@@ -161,10 +161,15 @@ def lse_log2(b_max, b_sum, scoring):
 
 @triton.jit
 def beside_sink(b_sink_log2, b_max_log2, b_sum):
-    """(maximum, sum, factor of older weights) of rows to which the sink is added."""
+    """(maximum, sum, factor of older weights) of rows to which the sink is added.
+
+    Where the sink is the maximum its weight is 1, and not computed: compilers make one fma of the product that it is
+    and the difference, which is then no 0 but what the product was rounded by, and huge for huge sinks.
+    """
     b_new_max_log2 = tl.maximum(b_max_log2, b_sink_log2)
     b_rescale = tl.exp2(b_max_log2 - b_new_max_log2)
-    return b_new_max_log2, b_sum * b_rescale + tl.exp2(b_sink_log2 - b_new_max_log2), b_rescale
+    b_weight = tl.where(b_sink_log2 >= b_max_log2, 1.0, tl.exp2(b_sink_log2 - b_new_max_log2))
+    return b_new_max_log2, b_sum * b_rescale + b_weight, b_rescale
 
 
 @triton.jit

@@ -154,6 +154,10 @@ def main() -> None:
             assert all(kernel.args[0].__name__ in PREPARATION for kernel in by_triton.call_args_list), chosen
             assert again == forgotten(twin, taken), chosen
             repeated += len(again)
+        every_term = {name: choices[0] for name, choices in CHOICES.items()} | {"alibi_slopes": 0, "sinks": 0}
+        for bias, wanted in itertools.product((None, "BHND"), CHOICES["wanted"]):  # which sums there are differs too
+            of_call = call(every_term | {"bias": bias, "wanted": wanted, "n_q": 128, "n_k": 128})
+            assert launched(of_call, taken) == forgotten(of_call, taken), (bias, wanted)
     print(f"{repeated} launches of {SERIES} calls were repeated as Triton makes them")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import decoding, ops, plan
+from . import blocks, decoding, ops, plan
 from .backends import objections, order_of
 from .spec import Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
 from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, validated
@@ -35,8 +35,13 @@ class _TermsOfAll(TypedDict, total=False):
     backend: str | None
 
 
-class _Terms(_TermsOfAll, total=False):
+class Terms(_TermsOfAll, total=False):
+    """Keyword arguments of `attention` alone, without the plan."""
+
     bias: Tensor | None
+
+
+class _TermsAndPlan(Terms, total=False):
     plan: Plan | None
 
 
@@ -54,15 +59,21 @@ def attention(
     mask: Mask | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **terms: Unpack[_Terms],
+    **terms: Unpack[_TermsAndPlan],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = ..., *, return_lse: Literal[True], **terms: Unpack[_Terms]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = ...,
+    *,
+    return_lse: Literal[True],
+    **terms: Unpack[_TermsAndPlan],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = ..., *, return_lse: bool, **terms: Unpack[_Terms]
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = ..., *, return_lse: bool, **terms: Unpack[_TermsAndPlan]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -80,7 +91,7 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
-    plan: Plan | None = None,
+    plan: Plan | blocks.Within | None = None,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + bias) v over the keys that the mask shows, as [B, H, n_q, d_v]; or (o, lse).
@@ -140,22 +151,23 @@ def attention(
     if type(return_lse) is not bool:
         check_flags(return_lse=return_lse)
     result = None
-    if plan is not None or type(q).__name__ == "DTensor":
-        terms = {
+    if plan is None and blocks.ENTERED:
+        plan = blocks.ENTERED[-1].within()
+    of_dtensors = type(q).__name__ == "DTensor"
+    if of_dtensors or (plan is not None and plan is not blocks.HERE):
+        terms: Terms = {
             "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": dropout_p, "generator": generator, "deterministic": deterministic,
             "backend": backend,
         }  # fmt: skip
-        if plan is None:
-            from .parallel.dtensors import attention as of_dtensors  # which call this function in turn
-
-            result = of_dtensors(q, k, v, mask, **terms)
+        if of_dtensors:
+            from .parallel.dtensors import attention as over_ranks  # which calls this function in turn
         else:
             from .parallel.attention import attention as over_ranks
 
             if is_compiling():  # a graph ends before such a call, and another begins after it
                 over_ranks = torch.compiler.disable(over_ranks)
-            result = over_ranks(q, k, v, mask, plan, **terms)
+        result = over_ranks(q, k, v, mask, plan, **terms)
     elif backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)
     if result is None and is_jagged(q):
@@ -334,6 +346,7 @@ def attention_weights(
         >>> fastattn.attention_weights(q, k, fastattn.Mask(causal=True))[0, 1]
         tensor([0.5000, 0.5000, 0.0000])
     """
+    blocks.refuse("attention weights")
     check_flags(average_heads=average_heads)
     q, k, _, spec, decided = _prepared(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend,
@@ -386,6 +399,7 @@ def attention_with_weights(
         >>> o.shape, weights.shape
         (torch.Size([1, 2, 3, 4]), torch.Size([1, 3, 3]))
     """
+    blocks.refuse("attention weights")
     check_flags(average_heads=average_heads)
     average_heads = bool(average_heads)
     if backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
@@ -437,6 +451,7 @@ def attention_received(
         >>> fastattn.attention_received(q, k, fastattn.Mask(causal=True))
         tensor([[[1.5000, 0.5000]]])
     """
+    blocks.refuse("attention weights")
     q, k, _, spec, decided = _prepared(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "received"
     )
@@ -485,6 +500,7 @@ def top_keys(
                 [0.5000, 0.5000]]), tensor([[ 0, -1],
                 [ 0,  1]]))
     """
+    blocks.refuse("attention weights")
     top_k = as_int(top_k)
     check_top_k(top_k)
     q, k, _, spec, decided = _prepared(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
+from .. import blocks
 from ..nn.packing import Packing, worth_packing
 from .transformers import PackedMask, PreparedMask, attention_modules
 
@@ -186,6 +187,8 @@ class PackedStack:
         """Why a pass in which a layer has these arguments cannot be packed."""
         if self.why is not None:
             return self.why
+        if blocks.current() is not None:
+            return "the tokens of a sample are on several ranks"
         if _active_collector.get() or any(arguments.get(name) for name in _ASKED_FOR):
             return "hidden states or attentions are asked for"
         if arguments.get("past_key_values") is not None:

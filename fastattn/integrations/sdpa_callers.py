@@ -12,7 +12,6 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import pairwise
 from types import CodeType, FunctionType
 
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
+from .. import blocks
 from ..sdpa import RefusedError, causal_bias, computed, parsed
 from ..spec import is_jagged
 
@@ -68,8 +68,12 @@ class ToFastattn(TorchFunctionMode):
             plain = (*_PLAIN, *causal_bias())
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             if all((type(x) in plain and not x.is_nested) or is_jagged(x) for x in tensors):
-                with suppress(RefusedError):
+                try:
                     return computed(parsed(*args, **kwargs), None)
+                except RefusedError as refusal:
+                    blocks.refuse(f"a call of scaled_dot_product_attention that fastattn leaves to torch ({refusal})")
+            else:
+                blocks.refuse("scaled_dot_product_attention of tensors of a subclass")
         if func is Tensor.unflatten:  # Dynamo cannot call this one method from here
             func = torch.unflatten
         return func(*args, **kwargs)

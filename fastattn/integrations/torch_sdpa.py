@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack, get_overridable_functions, has_torch_function
 from torch.utils._device import DeviceContext
 
+from .. import blocks
 from ..backends import NoBackendError, while_tracing
 from ..sdpa import Call, RefusedError, causal_bias, computed, parsed
 from ..spec import is_jagged
@@ -139,6 +140,8 @@ def _routed(*args: object, **kwargs: object) -> object:
                 o = computed(call, "fused")
         except (NoBackendError, RefusedError) as refusal:
             why = _sentence(refusal)
+    if why is not None:
+        blocks.refuse(f"a call of scaled_dot_product_attention that fastattn leaves to torch ({why})")
     _count(why)
     return o if why is None else _by_torch(args, kwargs)
 

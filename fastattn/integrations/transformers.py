@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.output_capturing import _active_collector
 
+from .. import blocks
 from ..api import attention, attention_with_weights
 from ..nn.packing import Packing
 from ..spec import Mask
@@ -83,7 +84,8 @@ class PreparedMask(Mask):
     takes the last rows) it behaves as the tensor that they get under "sdpa", or "eager" where they add it.
     """
 
-    __slots__ = ("lengths", "packed")  # (B, n_q, n_k); what `packed_transformers` makes of it
+    # lengths: (B, n_q, n_k). packed: what `packed_transformers` makes of it. within: the plan, if made in a block.
+    __slots__ = ("lengths", "packed", "within")
     ndim = 4
 
     @classmethod
@@ -95,6 +97,8 @@ class PreparedMask(Mask):
 
     def tensor(self) -> Tensor:
         """bool [B, 1, n_q, n_k], or with H in place of 1, True where a query may see a key."""
+        if getattr(self, "within", None) is not None:
+            raise NotImplementedError("a model that reads its mask cannot run in a context_parallel block")
         B, n_q, n_k = self.lengths
         keep = self.keep(n_q, n_k)
         return keep.expand(B, *keep.shape[1:])
@@ -165,6 +169,7 @@ def register() -> None:
         AttentionMaskInterface.register(implementation, attention_mask)
     for maker in _MAKERS:
         _put_around(masking_utils, maker, _telling)
+    _put_around(masking_utils, "_preprocess_mask_arguments", _checking_positions)
     _put_around(PreTrainedModel, "get_correct_attn_implementation", _checking)
     _put_around(PreTrainedModel, "post_init", _packing)
     _put_around(ContinuousBatchingManager, "switch_to_cb_friendly_attn", keeping(IMPLEMENTATION, PACKED))
@@ -428,6 +433,9 @@ def attention_mask(
         raise ValueError(f"attention_mask must be [B, n] or [B, H, n_q, n_k], got {list(attention_mask.shape)}")
     if attention_mask is not None and attention_mask.dtype != torch.bool:  # which transformers makes of every dtype
         raise ValueError(f"attention_mask [B, n] must be bool, False at padding, got {attention_mask.dtype}")
+    if (block := blocks.current()) is not None:
+        lengths, fields = (batch_size, q_length, kv_length), None if use_vmap else _fields(mask_function)
+        return _mask_in_block(block, lengths, q_offset, fields, attention_mask, config)
     real_keys = None
     if attention_mask is not None:
         padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -465,6 +473,42 @@ def attention_mask(
     return PreparedMask.for_lengths(
         lengths, **fields, q_offset=q_offset, real_keys=real_keys, real_queries=real_queries
     )
+
+
+def _mask_in_block(
+    block: blocks.Block,
+    lengths: tuple[int, int, int],
+    q_offset: int | Tensor,
+    fields: dict[str, object] | None,
+    real: Tensor | None,
+    config: PreTrainedConfig | None,
+) -> PreparedMask:
+    """The mask of a forward pass with the tokens of one rank; `fields` are those of the mask function, if known."""
+    objection = None
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        objection = f"{config.model_type} attends to an encoder's tokens, which no context_parallel block does for it"
+    elif isinstance(q_offset, Tensor) or q_offset or lengths[1] != lengths[2]:
+        objection = "past_key_values must be None in a context_parallel block, and attention_mask of the local tokens"
+    elif fields is None:
+        objection = "a mask function of one's own must be in the plan's mask, which has all tokens"
+    elif "segment_ids" in fields:
+        objection = block.objection_to_documents(fields["segment_ids"][0])
+    kept = {name: x for name, x in (fields or {}).items() if name != "segment_ids"}
+    mask = PreparedMask.for_lengths(lengths, **kept, real_keys=real)
+    object.__setattr__(mask, "within", block.within(objection=objection))
+    return mask
+
+
+def _checking_positions(prepare: Callable) -> Callable:
+    """A function of transformers that sees the positions of a forward pass, and in a block what is wrong with them."""
+
+    def check(config, inputs_embeds, attention_mask, past_key_values, position_ids, *others, **more):
+        block = blocks.current()
+        if block is not None and isinstance(position_ids, Tensor):
+            block.objection = block.objection_to_positions(position_ids)
+        return prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *others, **more)
+
+    return check
 
 
 def _self_attention_only(config: PreTrainedConfig | None) -> bool:
@@ -619,8 +663,16 @@ def attention_forward(
     if _weights_wanted(options):
         o, weights = attention_with_weights(query, key, value, mask, **terms, average_heads=False)
     else:
-        o, weights = attention(query, key, value, mask, **terms), None
+        o, weights = attention(query, key, value, mask, **terms, plan=_plan_of(attention_mask, options)), None
     return o.transpose(1, 2).contiguous(), weights
+
+
+def _plan_of(attention_mask: object, options: dict[str, object]) -> blocks.Within | None:
+    """The plan of the block in which a mask was made, with what is wrong with the positions that a layer was given."""
+    within, block = getattr(attention_mask, "within", None), blocks.current()
+    if within is None or within.objection or block is None or not isinstance(options.get("position_ids"), Tensor):
+        return within
+    return within._replace(objection=block.objection_to_positions(options["position_ids"]))
 
 
 def _from_tensor(attention_mask: Tensor) -> tuple[Mask, Tensor | None]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import blocks
 from ..api import attention, attention_with_weights
 from ..spec import Mask, explaining, is_jagged, refuse_unknown
 from .cache import AttentionCache
@@ -219,7 +220,11 @@ class MultiHeadAttention(nn.MultiheadAttention):
             else:
                 q, (k, v) = self._project_query(query), complete
             mask, bias = attn_mask, None
-        o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights)
+        plan = None
+        if (block := blocks.current()) is not None:
+            objection = None if cache is None else "cache must be None in a context_parallel block, got one"
+            plan = block.within(cross=query is not key, objection=objection)
+        o, weights = self._attend(q, k, v, mask, bias, need_weights, average_attn_weights, plan)
         if weights is not None and not batched:
             weights = weights[0]
         return self._project_output(self._merge_heads(o, batched)), weights
@@ -322,13 +327,14 @@ class MultiHeadAttention(nn.MultiheadAttention):
         bias: Tensor | None,
         need_weights: bool,
         average_heads: bool,
+        plan: blocks.Within | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """o [N, H, L, D] and the weights, or None."""
         dropout_p = self.dropout if self.training else 0.0
         if need_weights:
             average = bool(average_heads)  # as torch takes it
             return attention_with_weights(q, k, v, mask, bias=bias, dropout_p=dropout_p, average_heads=average)
-        return attention(q, k, v, mask, bias=bias, dropout_p=dropout_p), None
+        return attention(q, k, v, mask, bias=bias, dropout_p=dropout_p, plan=plan), None
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """[N, heads, L, D] of a projection, without a copy."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .. import blocks
 from ..spec import Mask
 from .attention import MultiHeadAttention
 from .cache import KVCache, check_cache
@@ -196,6 +197,10 @@ def _hidden(real: Tensor | None) -> Tensor | None:
 
 def _positions_in(ids: Tensor, real: Tensor | None) -> Tensor:
     """The positions of the tokens, int64 [B or 1, L]."""
+    if (block := blocks.current()) is not None:
+        real = None if real is None else block.own.mask.readable_keys()
+        here = block.own.positions(device=ids.device)
+        return here[None] if real is None else positions_of(real.to(ids.device))[:, here]
     return torch.arange(ids.shape[1], device=ids.device)[None] if real is None else positions_of(real)
 
 
@@ -233,6 +238,7 @@ class SequenceClassifier(Model):
             input_ids: integer [B, L].
             attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
         """
+        blocks.refuse("the first token of each sample, which SequenceClassifier reads,")
         real = self._real(input_ids, attention_mask)
         _check_not_empty(input_ids)
         positions = _positions_in(input_ids, real)
@@ -413,9 +419,10 @@ class Seq2SeqModel(Model):
     def encode(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """The encoder's output [B, S, d_model], 0 at padding; arguments as in `forward`."""
         real = self._real(input_ids, attention_mask)
-        positions = _positions_in(input_ids, real)
-        x = self._embed(input_ids, positions, self.embedding)
-        return self.encoder(x, src_key_padding_mask=_hidden(real), positions=positions)
+        with blocks.of_source(blocks.current()):
+            positions = _positions_in(input_ids, real)
+            x = self._embed(input_ids, positions, self.embedding)
+            return self.encoder(x, src_key_padding_mask=_hidden(real), positions=positions)
 
     @torch.no_grad()
     def generate(

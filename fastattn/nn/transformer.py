@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module
 
+from .. import blocks
 from ..spec import Mask
 from .attention import MultiHeadAttention
 from .cache import AttentionCache, KVCache
@@ -298,14 +299,14 @@ class _Stack(nn.Module):
     def _may_pack(self, x: Tensor, cache: KVCache | None) -> bool:
         """Whether x may be packed: a batch without a cache, for layers without hooks, which might expect padding."""
         hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
-        return x.dim() == 3 and cache is None and not hooked
+        return x.dim() == 3 and cache is None and not hooked and blocks.current() is None
 
     def _rotation(self, x: Tensor, positions: Tensor | None, packing: Packing | None = None) -> Rotation | None:
         """The rotation of the tokens x [N, L, E] or [L, E], or of those that `packing` keeps."""
         if self.rotary is None:
             return None
         if positions is None:
-            positions = torch.arange(x.shape[-2], device=x.device)
+            positions = blocks.positions(x.shape[-2], x.device)
         *batch, length = positions.shape
         if length != x.shape[-2] or (batch and batch[0] != 1 and batch != [*x.shape[:-2]]):
             raise ValueError(f"positions must be {list(x.shape[:-1])} or [{x.shape[-2]}], got {list(positions.shape)}")
@@ -383,6 +384,9 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
         """
+        if (block := blocks.current()) is not None and block.source is not None:
+            with blocks.of_source(block):
+                return self.forward(src, mask, src_key_padding_mask, is_causal, positions=positions, cache=cache)
         if src.is_nested or not _are(TransformerEncoderLayer, self.layers):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         unmasked = mask is src_key_padding_mask is None and (is_causal is None or is_causal is False)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import api
+from ..blocks import HERE, Within
 from ..spec import Mask
 from ..validation import EVERYTHING, validated
 from .masks import with_tensors
-from .plans import plan
+from .plans import Plan, plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..api import Terms
 
 _SHARDED = {0: "samples", 1: "heads", 2: "tokens"}
 
@@ -20,52 +28,42 @@ def attention(
     k: DTensor,
     v: DTensor,
     mask: Mask | None,
-    *,
-    scale: float | None,
-    bias: Tensor | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    dropout_p: float,
-    generator: torch.Generator | None,
-    deterministic: bool,
-    backend: str | None,
+    of_tokens: Plan | Within | None,
+    **terms: Unpack[Terms],
 ) -> tuple[DTensor, DTensor]:
     """`fastattn.attention` of DTensors: (o, lse), which are placed like q.
 
     Each dimension of the mesh may have samples, heads or tokens sharded, tokens at most one of them. A plain tensor
-    among the other arguments is that of the whole call, and gets the gradient of what this rank computes.
+    among the other arguments is that of the whole call, and gets the gradient of what this rank computes. With a plan
+    of the tokens, which the DTensors then have some of, heads alone may be sharded.
     """
-    _check_placements(q, k, v)
+    _check_placements(q, k, v, (0, 1, 2) if of_tokens is None or of_tokens is HERE else (1,))
     mesh, placements = q.device_mesh, q.placements
-    if dropout_p != 0:
-        raise ValueError(f"dropout_p must be 0 where q is a DTensor, got {dropout_p!r}")
-    learned = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    if terms["dropout_p"] != 0:
+        raise ValueError(f"dropout_p must be 0 where q is a DTensor, got {terms['dropout_p']!r}")
+    learned = {name: terms[name] for name in ("bias", "alibi_slopes", "sinks")}
     partial = [Replicate() if p.is_replicate() else Partial() for p in placements]
     for name, x in learned.items():
         if isinstance(x, DTensor):
             learned[name] = x.redistribute(mesh, [Replicate()] * mesh.ndim).to_local(grad_placements=partial)
-    mask = _of_plain_tensors(EVERYTHING if mask is None else mask)
-    whole = (x.to_local().new_empty(1).expand(x.shape) for x in (q, k, v))
-    spec = validated(*whole, mask, scale, softcap=softcap, dropout_p=0.0, generator=generator,
-                     deterministic=deterministic, **learned)  # fmt: skip
+    terms = terms | learned
     samples, heads = (_part(q, dim) for dim in (0, 1))
-    mask = _some(mask, samples, heads)
-    if bias is not None:
-        learned["bias"] = _cut(_cut(learned["bias"], -4, samples), -3, heads)
-    if alibi_slopes is not None:
-        learned["alibi_slopes"] = _cut(learned["alibi_slopes"][..., heads], -2, samples)
-    if sinks is not None:
-        learned["sinks"] = learned["sinks"][heads]
-    of_tokens = [i for i, placement in enumerate(placements) if placement.is_shard(2)]
-    if of_tokens:
-        group = mesh.get_group(of_tokens[0])
-        learned["plan"] = plan(mask, (q.shape[2], k.shape[2]), group, layout="contiguous")
+    if of_tokens is None or of_tokens is HERE:
+        mask = _of_plain_tensors(EVERYTHING if mask is None else mask)
+        whole = (x.to_local().new_empty(1).expand(x.shape) for x in (q, k, v))
+        validated(*whole, mask, **{name: x for name, x in terms.items() if name != "backend"})
+        mask = _some(mask, samples, heads)
+        if shards := [i for i, placement in enumerate(placements) if placement.is_shard(2)]:
+            group = mesh.get_group(shards[0])
+            of_tokens = plan(mask, (q.shape[2], k.shape[2]), group, layout="contiguous")
+    if terms["bias"] is not None:
+        terms["bias"] = _cut(_cut(terms["bias"], -4, samples), -3, heads)
+    if terms["alibi_slopes"] is not None:
+        terms["alibi_slopes"] = _cut(terms["alibi_slopes"][..., heads], -2, samples)
+    if terms["sinks"] is not None:
+        terms["sinks"] = terms["sinks"][heads]
     local = (x.to_local(grad_placements=placements) for x in (q, k, v))
-    results = api.attention(
-        *local, mask, scale=spec.scale, softcap=softcap, deterministic=deterministic, return_lse=True, backend=backend,
-        **learned,
-    )  # fmt: skip
+    results = api.attention(*local, mask, **terms, return_lse=True, plan=of_tokens)
     shapes = (*q.shape[:3], v.shape[3]), q.shape[:3]
     return tuple(
         DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(shape))
@@ -73,7 +71,7 @@ def attention(
     )
 
 
-def _check_placements(q: DTensor, k: Tensor, v: Tensor) -> None:
+def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> None:
     """Raises ValueError where q, k and v are not placed in a way that attention is computed in."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, DTensor) or x.device_mesh != q.device_mesh or x.placements != q.placements:
@@ -81,8 +79,9 @@ def _check_placements(q: DTensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must be a DTensor, {q.placements} on {q.device_mesh} like q, got {got}")
     for i, placement in enumerate(q.placements):
         ranks = q.device_mesh.size(i)
-        if not (placement.is_replicate() or (type(placement) is Shard and placement.dim in _SHARDED)):
-            raise ValueError(f"q must be replicated, or sharded along dim 0, 1 or 2, got {q.placements}")
+        if not (placement.is_replicate() or (type(placement) is Shard and placement.dim in dims)):
+            which = "1 where there is a plan" if dims == (1,) else "0, 1 or 2"
+            raise ValueError(f"q must be replicated, or sharded along dim {which}, got {q.placements}")
         if placement.is_shard(1) and k.dim() == 4 and (k.shape[1] % ranks or q.shape[1] % ranks):
             got = f"{q.shape[1]} and {k.shape[1]}"
             raise ValueError(f"the heads of q and k must be multiples of the {ranks} ranks that share them, got {got}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -140,6 +140,11 @@ class Plan:
     _schedules: dict[tuple, tuple] = field(default_factory=dict)
 
     @property
+    def together(self) -> bool:
+        """Whether query i and key i are of one token, as in self-attention."""
+        return self._layout.owner_k is self._layout.owner_q
+
+    @property
     def layout(self) -> str:
         """The name of the layout."""
         return self._layout.name
@@ -206,6 +211,35 @@ class Plan:
         moved = y.movedim(dim, 0)
         whole = exchange(moved.reshape(len(rows), moved.shape[1:].numel()), route, group)
         return whole.view(n, *moved.shape[1:]).movedim(0, dim)
+
+    def attending(self, source: Plan, mask: Mask | None = None) -> Plan:
+        """Plan of the attention of this plan's tokens to those of another, as of a decoder's to an encoder's.
+
+        Args:
+            source: the plan of the keys, for the same ranks.
+            mask: which keys each query may see. None is all that are no padding by the masks of the two plans and,
+                where both masks have documents, of the same document.
+
+        Returns:
+            A `Plan` whose queries lie as in this plan, and its keys as in `source`.
+
+        Raises:
+            ValueError: the plans are of different ranks, or the mask is of other lengths.
+        """
+        if (self.group, self.rank, self.ranks) != (source.group, source.rank, source.ranks):
+            raise ValueError(f"source must be of the same ranks as this plan, {self!r}, got {source!r}")
+        if mask is None:
+            ids, of_source = self.mask.segment_ids, source.mask.segment_ids
+            real = self.mask.readable_queries()
+            mask = Mask(
+                real_keys=source.mask.readable_keys(),
+                real_queries=self.mask.readable_keys() if real is None and self.together else real,
+                segment_ids=None if ids is None or of_source is None else (ids[0], of_source[1]),
+            )
+        _check_fit(mask, self.n_q, source.n_k)
+        visibility = Visibility(on(mask, "cpu"), self.n_q, source.n_k)
+        layout = Layout.of(self.layout, visibility, self.ranks, self._layout.owner_q, source._layout.owner_k)
+        return replace(self, mask=mask, n_k=source.n_k, _layout=layout, _schedules={})
 
     def positions(self, *, of: str = "queries", device: torch.device | str | None = None) -> Tensor:
         """int64 [tokens of this rank], ascending: their indices among all tokens, as for rotary positions.

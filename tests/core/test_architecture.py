@@ -12,6 +12,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or single modules of another one
     "picture": set(),
+    "blocks": {"parallel"},  # for type checkers
     "spec": {"picture"},
     "machine": {""},
     "backends.reference": {"spec"},
@@ -65,13 +66,13 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "plan": {"spec", "validation", "backends", "backends.choice", "backends.selfcheck"},
     "ops": {"spec", "validation", "backends", "derivatives", "plan"},
     "decoding": {"spec"},
-    "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "parallel"},  # the last late
-    "parallel": {"spec", "validation", "plan", "api"},
+    "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "blocks", "parallel"},  # the last late
+    "parallel": {"spec", "validation", "plan", "blocks", "api"},
     "paged": {"spec", "validation", "backends", "plan", "ops", "api"},
     "sdpa": {"spec", "api"},
-    "nn": {"spec", "api"},
+    "nn": {"spec", "blocks", "api"},
     "flash_attn": {"spec", "api", "paged", "nn.checks"},
-    "integrations": {"spec", "api", "sdpa", "nn", "backends"},
+    "integrations": {"spec", "blocks", "api", "sdpa", "nn", "backends"},
     "swap": {"backends", "nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
     "": {"spec", "api", "paged", "sdpa", "flash_attn", "backends", "nn", "swap", "integrations", "parallel"},

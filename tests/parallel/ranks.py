@@ -1,7 +1,8 @@
-"""Processes of a gloo group, in which functions of jobs.py run."""
+"""Processes of a gloo group, in which functions of jobs.py and model_jobs.py run."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing
 import os
@@ -36,7 +37,10 @@ class Ranks:
             process.start()
 
     def run(self, job: str, size: int, **arguments: object) -> list:
-        """What the function `job` of jobs.py returns on each of the first `size` ranks, called with their group.
+        """What a function returns on each of the first `size` ranks, called with their group.
+
+        Args:
+            job: its name, with that of its module where that is not jobs.py.
 
         Raises:
             FailedError: a rank raised something.
@@ -70,8 +74,6 @@ def _serve(connection: Connection, store: str, rank: int, most: int, timeout: ti
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["FASTATTN_RECORD"] = "0"
     torch.set_num_threads(1)
-    import jobs
-
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=most, timeout=timeout)
     groups = {size: dist.new_group(range(size), timeout=timeout) for size in range(1, most + 1)}
     while True:
@@ -80,7 +82,8 @@ def _serve(connection: Connection, store: str, rank: int, most: int, timeout: ti
         except EOFError:
             return
         try:
-            answer = None, getattr(jobs, job)(groups[size], **arguments)
+            module, _, name = job.rpartition(".")
+            answer = None, getattr(importlib.import_module(module or "jobs"), name)(groups[size], **arguments)
         except Exception:
             answer = traceback.format_exc(), None
         _send(connection, answer)

@@ -10,7 +10,8 @@ from docs import pages
 def test_the_page_runs_under_torchrun(tmp_path):
     page = (pages.FOLDER / "parallel.md").read_text()
     assert page.index("$ torchrun --nproc-per-node 2") < page.index("```python")
-    (tmp_path / "train.py").write_text("\n".join(block.code for block in pages.python_blocks(page)))
+    code = ["import torchvision_import", *(block.code for block in pages.python_blocks(page))]  # for transformers
+    (tmp_path / "train.py").write_text("\n".join(code))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)

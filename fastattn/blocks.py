@@ -1,0 +1,109 @@
+"""The blocks of `parallel.context_parallel` that the process is in, for modules that import no torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .parallel import Plan
+
+
+class Within(NamedTuple):
+    """A plan whose mask is combined with that of the call; with an `objection`, every rank refuses the call for it."""
+
+    plan: Plan | None
+    objection: str | None = None
+
+
+HERE = Within(None)
+"""In place of a plan: the call is one of this process alone, in a block as outside of it."""
+
+
+@dataclass(eq=False)
+class Block:
+    """The plans of a block.
+
+    own: that of its tokens. source: that of the tokens of the encoder, if there is one. cross: that of the attention
+    of the former to the latter.
+    objection: why the next call cannot be right, as far as is known before it.
+    """
+
+    own: Plan
+    source: Plan | None = None
+    cross: Plan | None = None
+    objection: str | None = None
+
+    def within(self, *, cross: bool = False, objection: str | None = None) -> Within:
+        """What a call of this block is given in place of a plan."""
+        if cross and self.cross is None:
+            objection = objection or "attention to other tokens needs context_parallel(..., source=their plan)"
+        objection, self.objection = objection or self.objection, None
+        return Within(self.cross if cross and self.cross is not None else self.own, objection)
+
+    def objection_to_positions(self, positions: Tensor) -> str | None:
+        """What is wrong with positions of tokens that a model made by itself, 0, 1, 2, ... on every rank."""
+        here = self.own.positions(device=positions.device)
+        default = torch.arange(len(here), device=positions.device)
+        if positions.shape != (1, len(here)) or not torch.equal(positions[0].long(), default):
+            return None
+        mask, n = self.own.mask, self.own.n_k
+        real = mask.readable_keys()
+        counted = [torch.arange(n)[None], mask.positions(n, n)[1]]  # in all tokens, in the document, among real ones
+        counted += [] if real is None else [(real.cumsum(1) - 1).clamp(min=0)]
+        if any((x.to(positions.device)[:, here] == default).all() for x in counted):
+            return None
+        return "position_ids must be given in a context_parallel block, as plan.positions()[None], got 0, 1, 2, ..."
+
+    def objection_to_documents(self, ids: Tensor) -> str | None:
+        """What is wrong with documents [B, n] that a model read from positions that are not consecutive."""
+        mask = self.own.mask
+        here = self.own.positions(device=ids.device)
+        between = here.diff()[None] != 1  # tokens of other ranks lie there
+        if mask.segment_ids is not None:
+            between = between | (mask.segment_ids[1].to(ids.device)[:, here].diff() != 0)
+        if (real := mask.readable_keys()) is not None:
+            real = real.to(ids.device)[:, here]
+            between = between | ~(real[:, 1:] & real[:, :-1])
+        if not ((ids.diff() != 0) & ~between).any():
+            return None
+        return "documents must be in the plan's mask as segment_ids, got position_ids that begin again within one"
+
+
+ENTERED: list[Block] = []
+"""The blocks, the innermost last: those of the process, whose backward passes may run in other threads."""
+
+
+def current() -> Block | None:
+    """The innermost block, or None."""
+    return ENTERED[-1] if ENTERED else None
+
+
+@contextmanager
+def of_source(block: Block | None) -> Iterator[None]:
+    """A block of the source of this one, where that has one."""
+    if block is None or block.source is None:
+        yield
+        return
+    inner = Block(block.source)
+    ENTERED.append(inner)
+    try:
+        yield
+    finally:
+        ENTERED.remove(inner)
+
+
+def positions(n: int, device: torch.device) -> Tensor:
+    """int64 [n], positions of tokens: 0, 1, 2, ... or, in a block, those of this rank."""
+    return torch.arange(n, device=device) if not ENTERED else ENTERED[-1].own.positions(device=device)
+
+
+def refuse(what: str) -> None:
+    """Raises NotImplementedError in a block."""
+    if ENTERED:
+        raise NotImplementedError(f"{what} cannot be computed in a context_parallel block")

@@ -1,0 +1,305 @@
+"""Functions that run on every rank of a group, with whole models: each beside the same model on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastattn
+import fastattn.nn
+from fastattn import Mask
+from fastattn.parallel import Plan, context_parallel
+from fastattn.parallel import plan as make_plan
+
+N, LENGTHS = 27, (27, 16)
+LAYOUTS = ("contiguous", "zigzag", "longest first")
+DOCUMENTS = torch.tensor([[0] * 11 + [1] * 9 + [2] * 7])
+
+
+def compared(
+    group: dist.ProcessGroup, model: nn.Module, alone: Callable[[], Tensor], mine: Callable[[], Tensor]
+) -> dict[str, Tensor]:
+    """By name, what the ranks have together and what one process has: the loss and the gradients of the parameters.
+
+    alone, mine: the loss of all tokens, and the part of it of this rank.
+    """
+    results = []
+    for loss in (mine(), alone()):
+        model.zero_grad()
+        loss.backward()
+        result = {"loss": loss.detach()}
+        result |= {
+            name: x.new_zeros(x.shape) if x.grad is None else x.grad.clone() for name, x in model.named_parameters()
+        }
+        results.append(result)
+    for x in results[0].values():
+        dist.all_reduce(x, group=group)
+    return {name: torch.stack([x, results[1][name]]) for name, x in results[0].items()}
+
+
+def mask_of(what: str, *, causal: bool) -> Mask:
+    """The mask of the tokens of a model."""
+    mask = Mask(causal)
+    if what == "padding":
+        mask &= Mask.from_lengths(LENGTHS, N, of="both")
+    if what == "left padding":
+        mask &= Mask.from_lengths(LENGTHS, N, padding_side="left", of="both")
+    return mask & Mask(segment_ids=(DOCUMENTS, DOCUMENTS)) if what == "documents" else mask
+
+
+def _hugging_face(kind: str) -> nn.Module:
+    import torchvision_import  # noqa: F401
+    import transformers as hf
+
+    sizes = {
+        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": 0,
+        "attn_implementation": "fastattn", "initializer_range": 0.3,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
+    if kind == "gemma2":
+        return hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes, sliding_window=6, attn_logit_softcapping=2.0))
+    if kind == "gpt_oss":
+        model = hf.GptOssForCausalLM(
+            hf.GptOssConfig(**sizes, sliding_window=6, num_local_experts=2, num_experts_per_tok=2)
+        )
+        for name, x in model.named_parameters():
+            if name.endswith("sinks"):
+                nn.init.normal_(x)
+        return model
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return hf.BertForMaskedLM(hf.BertConfig(**sizes, **dropouts))
+
+
+def hugging_face(group: dist.ProcessGroup, kind: str, what: str, **options: object) -> dict[str, Tensor]:
+    """A model of transformers. options: of the model's calls, or "checkpointing"."""
+    model, causal = _hugging_face(kind), kind != "bert"
+    if checkpointing := options.pop("checkpointing", False):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train(checkpointing)
+    B = 1 if what == "documents" else 2
+    ids = torch.randint(1, 40, (B, N), generator=torch.Generator().manual_seed(1))
+    labels = F.pad(ids, (0, 1), value=-100)[:, 1:].contiguous() if causal else ids
+    positions, mask, batch = torch.arange(N).expand(B, -1), mask_of(what, causal=causal), {}
+    if what == "documents":
+        positions = Mask(segment_ids=(DOCUMENTS, DOCUMENTS)).positions(N, N)[1]
+        labels = labels.masked_fill(F.pad(DOCUMENTS.diff() != 0, (0, 1)), -100)
+        options |= {"use_cache": False}
+    elif mask.real_keys is not None:
+        batch["attention_mask"] = mask.real_keys.long()
+        labels = labels.masked_fill(~mask.real_keys, -100)
+        positions = fastattn.nn.positions_of(mask.real_keys)
+    batch |= {"input_ids": ids, "position_ids": positions, "labels": labels}
+    if causal:
+        batch |= {"shift_labels": labels}
+
+    def loss(batch: dict[str, Tensor]) -> Tensor:
+        if causal:
+            return model(**batch, num_items_in_batch=(labels >= 0).sum(), **options).loss
+        logits = model(**{name: x for name, x in batch.items() if name != "labels"}, **options).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / labels.numel()
+
+    plan = make_plan(mask, N, group, layout=LAYOUTS[len(kind + what) % 3])
+
+    whole = dict(batch)
+    if (kind, what) == ("gpt_oss", "documents"):  # of which transformers reads no documents from positions
+        window = mask & Mask(True, window=(5, 0), segment_ids=mask.segment_ids)
+        masks = {"full_attention": mask, "sliding_attention": window}
+        whole["attention_mask"] = {name: each.keep(N, N) for name, each in masks.items()}
+
+    def mine() -> Tensor:
+        with context_parallel(plan):
+            return loss({name: plan.shard(x, 1) for name, x in batch.items()})
+
+    return compared(group, model, lambda: loss(whole), mine)
+
+
+def _weighted(x: Tensor) -> Tensor:
+    """A sum that tells tokens apart."""
+    return (x * torch.linspace(-1, 1, x.shape[-1])).sin().sum()
+
+
+def of_modules(group: dist.ProcessGroup, kind: str, what: str) -> dict[str, Tensor]:
+    """Models of fastattn.nn and torch.nn."""
+    torch.manual_seed(0)
+    mask, layout = mask_of(what, causal="encoder" not in kind), LAYOUTS[len(kind + what) % 3]
+    plan = make_plan(mask, N, group, layout=layout)
+    B = 1 if what == "documents" else 2
+    x, hidden = torch.randn(B, N, 16), None if mask.real_keys is None else ~mask.real_keys
+    real = torch.ones(B, N, 1) if mask.real_keys is None else mask.real_keys[..., None].float()
+    n = 19  # source tokens
+    source_mask = Mask.from_lengths([n, 8][:B], n)
+    if what == "documents":
+        ids = torch.tensor([[0] * 5 + [1] * 6 + [2] * 8])
+        source_mask = Mask(segment_ids=(ids, ids))
+    source = make_plan(source_mask, n, group)
+    y, hidden_y = torch.randn(B, n, 16), None if source_mask.real_keys is None else ~source_mask.real_keys
+    shard = lambda x, of=plan: None if x is None else of.shard(x, 1)  # noqa: E731
+    sizes = {"dim_feedforward": 24, "dropout": 0.0, "batch_first": True}
+
+    if kind.endswith("encoder"):
+        cls = torch.nn if kind == "torch encoder" else fastattn.nn
+        rotary = {} if cls is torch.nn else {"rotary": fastattn.nn.RotaryPositions(4)}
+        model = cls.TransformerEncoder(cls.TransformerEncoderLayer(16, 4, **sizes), 2, **rotary)
+        whole = Mask(segment_ids=mask.segment_ids) if what == "documents" else None
+        if cls is torch.nn:
+            fastattn.swap(model)
+
+        def alone() -> Tensor:
+            return _weighted(model(x, whole, hidden) * real)
+
+        def mine() -> Tensor:
+            with context_parallel(plan):
+                return _weighted(model(shard(x), src_key_padding_mask=shard(hidden)) * shard(real))
+
+    elif kind.endswith("transformer"):
+        cls = torch.nn if kind == "torch transformer" else fastattn.nn
+        rotary = {} if cls is torch.nn else {"rotary": fastattn.nn.RotaryPositions(4)}
+        model = cls.Transformer(16, 4, 1, 2, **sizes, **rotary)
+        if cls is torch.nn:
+            fastattn.swap(model)
+        causal = nn.Transformer.generate_square_subsequent_mask(N)
+        cross = None
+        if what == "documents":
+            causal, cross = mask, Mask(segment_ids=(mask.segment_ids[0], source_mask.segment_ids[1]))
+
+        def alone() -> Tensor:
+            return _weighted(
+                model(
+                    y, x, None if cross is None else source_mask, causal, cross, src_key_padding_mask=hidden_y,
+                    memory_key_padding_mask=hidden_y, tgt_key_padding_mask=hidden,
+                ) * real
+            )  # fmt: skip
+
+        def mine() -> Tensor:
+            with context_parallel(plan, source=source):
+                padding = shard(hidden_y, source)
+                o = model(
+                    shard(y, source), shard(x), src_key_padding_mask=padding, memory_key_padding_mask=padding,
+                    tgt_key_padding_mask=shard(hidden),
+                )  # fmt: skip
+                return _weighted(o * shard(real))
+
+    else:
+        positions = {"language rotary": "rotary", "language learned": "learned"}.get(kind, "sinusoidal")
+        config = fastattn.nn.TransformerConfig(
+            30, 16, 4, 2, dim_feedforward=24, dropout=0.0, padding_idx=0, positions=positions
+        )
+        ids = torch.randint(1, 30, (B, N)) * real[..., 0].long()
+        if kind == "seq2seq":
+            model, of_y = fastattn.nn.Seq2SeqModel(config), torch.randint(1, 30, (B, n)) * ~hidden_y
+
+            def logits(ids: Tensor, of_y: Tensor) -> Tensor:
+                return model(of_y, ids)
+
+        else:
+            model, of_y = fastattn.nn.LanguageModel(config), None
+
+            def logits(ids: Tensor, of_y: Tensor | None) -> Tensor:
+                return model(ids)
+
+        def alone() -> Tensor:
+            return _weighted(logits(ids, of_y) * real)
+
+        def mine() -> Tensor:
+            with context_parallel(plan, source=source if kind == "seq2seq" else None):
+                return _weighted(logits(shard(ids), shard(of_y, source)) * shard(real))
+
+    return compared(group, model, alone, mine)
+
+
+@contextmanager
+def _said(group: dist.ProcessGroup, messages: list[str]) -> Iterator[None]:
+    """The error of what is inside, after which the ranks still meet."""
+    try:
+        yield
+        messages.append("none")
+    except (ValueError, NotImplementedError) as error:
+        messages.append(str(error))
+    ranks: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, 1, group=group)
+
+
+def refused(group: dist.ProcessGroup, what: str) -> str:
+    """The error of a call that a block does not say; "local" differs on the last rank alone."""
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    messages: list[str] = []
+    mask = Mask(True) & Mask.from_lengths(LENGTHS, N, of="both")
+    plan = make_plan(mask, N, group, layout="zigzag")
+    x = torch.randn(2, len(plan.positions()), 16)
+    attention = fastattn.nn.MultiHeadAttention(16, 4, batch_first=True)
+    with _said(group, messages), context_parallel(plan):
+        if what.startswith("hf "):
+            _refused_hugging_face(plan, what[3:])
+        elif what == "weights":
+            attention(x, x, x)
+        elif what == "other tokens":
+            attention(x, x.clone(), x, need_weights=False)
+        elif what == "more keys":
+            q = torch.randn(2, 4, x.shape[1], 4)
+            fastattn.attention(q, *2 * [torch.cat([q, q], 2)])
+        elif what == "local dense":
+            table = torch.rand(x.shape[1], x.shape[1]) < 0.5
+            attention(x, x, x, need_weights=False, attn_mask=table)
+        elif what == "local padding":
+            padding = ~plan.shard(mask.real_keys, 1)
+            padding[0, 0] |= last
+            attention(x, x, x, need_weights=False, key_padding_mask=padding)
+        elif what == "local documents":
+            ids = plan.shard(torch.arange(N).expand(2, -1) // 9, 1)
+            attention(x, x, x, need_weights=False, attn_mask=Mask(segment_ids=(ids, ids)))
+        elif what == "offset":
+            attention(x, x, x, need_weights=False, attn_mask=Mask(True, q_offset=3))
+        elif what == "cache":
+            cache = fastattn.nn.KVCache(2, N)
+            cache.extend(x.shape[1])
+            attention(x, x, x, need_weights=False, attn_mask=Mask(True), cache=cache.layer(0))
+        elif what == "dropout":
+            fastattn.nn.TransformerEncoderLayer(16, 4, batch_first=True)(x)
+        elif what == "classifier":
+            config = fastattn.nn.TransformerConfig(30, 16, 4, 1)
+            fastattn.nn.SequenceClassifier(config, 2)(torch.ones(2, x.shape[1], dtype=torch.int64))
+        elif what == "sdpa":
+            q = torch.randn(2, 4, x.shape[1], 4)
+            with fastattn.patch_sdpa(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                F.scaled_dot_product_attention(q, q, q)
+    assert fastattn.blocks.ENTERED == []
+    return messages[0]
+
+
+def _refused_hugging_face(plan: Plan, what: str) -> None:
+    import torchvision_import  # noqa: F401
+    import transformers as hf
+
+    ids = torch.ones(2, len(plan.positions()), dtype=torch.int64)
+    batch = {
+        "input_ids": ids, "position_ids": plan.positions().expand(2, -1),
+        "attention_mask": plan.shard(plan.mask.real_keys, 1),
+    }  # fmt: skip
+    if what == "encoder and decoder":
+        config = hf.T5Config(vocab_size=40, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, dropout_rate=0.0)
+        hf.T5ForConditionalGeneration._from_config(config, attn_implementation="fastattn")(
+            input_ids=ids, decoder_input_ids=ids
+        )
+        return
+    model = _hugging_face(what.removesuffix(" without positions") if "without" in what else "llama")
+    if "without positions" in what:
+        del batch["position_ids"]
+    if what == "no padding":
+        del batch["attention_mask"]
+        batch["attention_mask"] = torch.ones_like(ids)
+    if what == "all tokens":
+        batch["attention_mask"] = plan.mask.real_keys
+    if what == "cache":
+        batch["past_key_values"] = model(**batch, use_cache=True).past_key_values
+        del batch["attention_mask"]
+    if what == "positions again":
+        batch = {"input_ids": ids, "position_ids": batch["position_ids"] % 3, "use_cache": False}
+    model(**batch)

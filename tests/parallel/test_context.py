@@ -1,0 +1,82 @@
+"""Models in a context_parallel block against the same models on one process: the loss and all gradients."""
+
+import pytest
+import torch
+
+WHAT = ["nothing", "padding", "documents"]
+
+
+def check(answers: list[dict]) -> None:
+    for answer in answers:
+        assert len(answer) > 3
+        for name, (actual, expected) in answer.items():
+            scale = expected.abs().max().item()
+            assert scale > 1e-6 or name.endswith(("in_proj_bias", "k_proj.bias", "key.bias", "router.bias")), name
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * max(scale, 1e-2), msg=name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "bert"])
+@pytest.mark.parametrize(
+    ("what", "size"), [("nothing", 3), ("padding", 2), ("padding", 3), ("left padding", 3), ("documents", 3)]
+)
+def test_models_of_transformers(ranks, kind, what, size):
+    if kind == "bert" and what == "documents":
+        pytest.skip("transformers reads no documents from the positions of such a model")
+    check(ranks.run("model_jobs.hugging_face", size, kind=kind, what=what))
+
+
+def test_activation_checkpointing_may_run_after_the_block(ranks):
+    """The mask, which goes into the layers as an argument, has the plan."""
+    check(ranks.run("model_jobs.hugging_face", 2, kind="llama", what="padding", checkpointing=True, use_cache=False))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "encoder", "torch encoder", "transformer", "torch transformer", "language", "language rotary",
+        "language learned", "seq2seq",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("what", "size"), [("nothing", 3), ("padding", 2), ("left padding", 3), ("documents", 3)])
+def test_modules(ranks, kind, what, size):
+    if what == "documents" and kind not in ("encoder", "transformer"):
+        pytest.skip("one process has no way to say them")
+    check(ranks.run("model_jobs.of_modules", size, kind=kind, what=what))
+
+
+PADDING = "must be the shard of what the plan's mask has, which says where padding and documents are"
+REFUSED = {
+    "weights": "attention weights cannot be computed in a context_parallel block",
+    "other tokens": "attention to other tokens needs context_parallel(..., source=their plan)",
+    "more keys": "k must have the ",
+    "local dense": "mask.dense must be broadcastable to [2, 4, 27, 27]",
+    "local documents": f"mask.segment_ids[0] {PADDING}",
+    "offset": "mask.q_offset must be 0 in a context_parallel block",
+    "cache": "cache must be None in a context_parallel block",
+    "dropout": "dropout_p must be 0 where a plan is given, got 0.1",
+    "classifier": "the first token of each sample, which SequenceClassifier reads, cannot be computed",
+    "sdpa": "a call of scaled_dot_product_attention that fastattn leaves to torch (",
+    "hf encoder and decoder": "t5 attends to an encoder's tokens, which no context_parallel block does for it",
+    "hf no padding": f"mask.real_keys {PADDING}",
+    "hf all tokens": f"mask.real_keys {PADDING}",
+    "hf cache": "past_key_values must be None in a context_parallel block",
+    "hf positions again": "documents must be in the plan's mask as segment_ids, got position_ids that begin again",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_block_does_not_say_is_refused_on_every_rank(ranks, what):
+    for message in ranks.run("model_jobs.refused", 2, what=what):
+        assert message.startswith(REFUSED[what])
+
+
+def test_a_refusal_of_one_rank_reaches_all(ranks):
+    first, last = ranks.run("model_jobs.refused", 2, what="local padding")
+    assert PADDING in last
+    assert first == "the call must be valid on every rank; rank 1 refused it and says why"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_positions_that_a_model_would_make_itself_are_refused(ranks, kind):
+    for message in ranks.run("model_jobs.refused", 2, what=f"hf {kind} without positions"):
+        assert message.startswith("position_ids must be given in a context_parallel block")

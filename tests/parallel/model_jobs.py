@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fastattn
 import fastattn.nn
@@ -303,3 +304,18 @@ def _refused_hugging_face(plan: Plan, what: str) -> None:
     if what == "positions again":
         batch = {"input_ids": ids, "position_ids": batch["position_ids"] % 3, "use_cache": False}
     model(**batch)
+
+
+def translation(group: dist.ProcessGroup, shape: tuple[int, int], options: list[str]) -> list[list[float]]:
+    """The losses of examples/translation/parallel.py on a mesh of this shape, and on one process."""
+    from examples.translation.parallel import losses, make_parser
+
+    args = make_parser().parse_args(options)
+    names = ("samples", "tokens")
+    if shape[0] == 1 and dist.get_world_size(group) < dist.get_world_size():  # which only these ranks make
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        ranks = [dist.get_process_group_ranks(group)]
+        mesh = DeviceMesh.from_group([alone, group], "cpu", ranks, mesh_dim_names=names)
+    else:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return [list(losses(args, of)) for of in (mesh, None)]

@@ -2,5 +2,6 @@
 
 from .context import context_parallel
 from .plans import Plan, plan
+from .tensors import HeadwiseParallel, tensor_parallel_plan
 
-__all__ = ["Plan", "context_parallel", "plan"]
+__all__ = ["HeadwiseParallel", "Plan", "context_parallel", "plan", "tensor_parallel_plan"]

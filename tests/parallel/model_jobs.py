@@ -50,6 +50,8 @@ def mask_of(what: str, *, causal: bool) -> Mask:
         mask &= Mask.from_lengths(LENGTHS, N, of="both")
     if what == "left padding":
         mask &= Mask.from_lengths(LENGTHS, N, padding_side="left", of="both")
+    if what == "window":
+        mask &= Mask(window=(4, 3), dense=torch.rand(N, N, generator=torch.Generator().manual_seed(2)) < 0.7)
     return mask & Mask(segment_ids=(DOCUMENTS, DOCUMENTS)) if what == "documents" else mask
 
 
@@ -149,7 +151,7 @@ def of_modules(group: dist.ProcessGroup, kind: str, what: str) -> dict[str, Tens
         cls = torch.nn if kind == "torch encoder" else fastattn.nn
         rotary = {} if cls is torch.nn else {"rotary": fastattn.nn.RotaryPositions(4)}
         model = cls.TransformerEncoder(cls.TransformerEncoderLayer(16, 4, **sizes), 2, **rotary)
-        whole = Mask(segment_ids=mask.segment_ids) if what == "documents" else None
+        whole = mask if what in ("documents", "window") else None
         if cls is torch.nn:
             fastattn.swap(model)
 

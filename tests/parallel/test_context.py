@@ -44,6 +44,10 @@ def test_modules(ranks, kind, what, size):
     check(ranks.run("model_jobs.of_modules", size, kind=kind, what=what))
 
 
+def test_windows_and_dense_masks_of_a_plan(ranks):
+    check(ranks.run("model_jobs.of_modules", 3, kind="encoder", what="window"))
+
+
 PADDING = "must be the shard of what the plan's mask has, which says where padding and documents are"
 REFUSED = {
     "weights": "attention weights cannot be computed in a context_parallel block",

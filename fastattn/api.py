@@ -162,11 +162,13 @@ def attention(
         }  # fmt: skip
         if of_dtensors:
             from .parallel.dtensors import attention as over_ranks  # which calls this function in turn
+
+            if is_compiling() and any(placement.is_shard(2) for placement in q.placements):
+                over_ranks = torch.compiler.disable(over_ranks)  # a graph ends before it: it makes a plan
+        elif is_compiling():
+            from .parallel.compiled import attention as over_ranks
         else:
             from .parallel.attention import attention as over_ranks
-
-            if is_compiling():  # a graph ends before such a call, and another begins after it
-                over_ranks = torch.compiler.disable(over_ranks)
         result = over_ranks(q, k, v, mask, plan, **terms)
     elif backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 if TYPE_CHECKING:
     from .parallel import Plan
@@ -48,6 +49,8 @@ class Block:
 
     def objection_to_positions(self, positions: Tensor) -> str | None:
         """What is wrong with positions of tokens that a model made by itself, 0, 1, 2, ... on every rank."""
+        if is_compiling():  # a graph reads no values
+            return None
         here = self.own.positions(device=positions.device)
         default = torch.arange(len(here), device=positions.device)
         if positions.shape != (1, len(here)) or not torch.equal(positions[0].long(), default):
@@ -62,6 +65,8 @@ class Block:
 
     def objection_to_documents(self, ids: Tensor) -> str | None:
         """What is wrong with documents [B, n] that a model read from positions that are not consecutive."""
+        if is_compiling():
+            return None
         mask = self.own.mask
         here = self.own.positions(device=ids.device)
         between = here.diff()[None] != 1  # tokens of other ranks lie there

@@ -34,9 +34,9 @@ def attention(
     plan = plan if within is None else within.plan
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by fastattn.parallel.plan, got {type(plan).__name__}")
-    group, error, number, schedule = plan._known_group(), None, 0, None
+    groups, error, number, schedule = plan._groups(), None, 0, None
     learned = Learned(terms["bias"], terms["alibi_slopes"], terms["sinks"])
-    algorithm = _ALGORITHMS[plan.algorithm]
+    algorithm = _ALGORITHMS[plan.algorithm if plan.across is None else "heads"]
     try:
         if within is not None:
             mask = combined(within, mask)
@@ -53,8 +53,8 @@ def attention(
         number = digest(number, *alike, *of_terms, *options.values(), torch.is_grad_enabled())
     except (ValueError, TypeError, NotImplementedError) as refusal:
         error = refusal
-    agree(number, error, q.device if isinstance(q, Tensor) else torch.device("cpu"), group)
-    return algorithm.attend(q, k, v, schedule, learned, options, group)
+    agree(number, error, q.device if isinstance(q, Tensor) else torch.device("cpu"), groups)
+    return algorithm.attend(q, k, v, schedule, learned, options, plan)
 
 
 def _validated(q: Tensor, k: Tensor, v: Tensor, mask: Mask, plan: Plan, terms: Terms) -> Spec:

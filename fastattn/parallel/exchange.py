@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -135,22 +136,25 @@ def digest(*values: object) -> int:
     return int.from_bytes(result.digest(), "little", signed=True) or 1
 
 
-def agree(mine: int, error: Exception | None, device: torch.device, group: dist.ProcessGroup) -> None:
+def agree(mine: int, error: Exception | None, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
     """Raises on every rank where one of them has another call than the others, or has refused it.
 
-    Costs one all_gather of 8 bytes, and waiting for it.
+    Costs one all_gather of 8 bytes for each dimension of the ranks, and waiting for it.
 
     Args:
         mine: `digest` of what all ranks must have alike.
         error: why this rank refuses its call; it is raised here, after the others know.
+        groups: those of this rank, one for each dimension of the ranks.
 
     Raises:
         ValueError: other ranks have other calls, or have refused theirs; the message names them.
     """
-    ranks = dist.get_world_size(group)
-    numbers = torch.empty(ranks, dtype=torch.int64, device=device)
-    _all_gather(numbers, torch.tensor([0 if error else mine], dtype=torch.int64, device=device), group=group)
-    numbers = numbers.tolist()
+    known = torch.tensor([0 if error else mine], dtype=torch.int64, device=device)
+    for group in reversed(groups):
+        mine_and_others = known.new_empty(dist.get_world_size(group) * len(known))
+        _all_gather(mine_and_others, known, group=group)
+        known = mine_and_others
+    numbers = known.tolist()
     if error is not None:
         raise error
     if refusing := [rank for rank, number in enumerate(numbers) if number == 0]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .exchange import Route, exchange
@@ -47,10 +46,10 @@ def attend(
     schedule: Gathering,
     learned: Learned,
     options: Options,
-    group: dist.ProcessGroup,
+    plan: Plan,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of the queries of this rank."""
-    k, v = as_keys(exchange(as_rows(k, v), schedule.route, group), len(q), k, v)
+    k, v = as_keys(exchange(as_rows(k, v), schedule.route, plan.group), len(q), k, v)
     part = schedule.part
     terms = learned._replace(bias=part.bias(learned.bias))._asdict()
     return attention_here(q, k, v, part.mask, **terms, **options)

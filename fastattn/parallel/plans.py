@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,7 +37,7 @@ def plan(
     mesh: DeviceMesh | dist.ProcessGroup | int,
     *,
     layout: str | None = None,
-    algorithm: str | None = None,
+    algorithm: str | tuple[str, str] | None = None,
     most_keys: int | None = None,
     key_cost: float = 500.0,
 ) -> Plan:
@@ -61,12 +63,15 @@ def plan(
       first derivatives only.
     - "heads": a rank gets all tokens that are not padding, and computes some of the heads. Key heads that more than one
       rank needs are sent to each. By name only.
+    - ("heads", "gather") or ("heads", "ring"): both, on a mesh of two dimensions. Ranks along its first dimension share
+      heads, and each line of ranks along the second one attends with those by the algorithm named second. By name only.
 
     Args:
         mask: which keys each query may see: that of all tokens, with the same values on every rank. None is all.
         n: number of tokens, if queries and keys are of the same ones; or (n_q, n_k), and the keys then are contiguous.
-        mesh: the ranks that share each sample: a DeviceMesh of one dimension, as `mesh["cp"]`, or a ProcessGroup. An
-            int is a number of ranks that need not exist, for the figures of a plan.
+        mesh: the ranks that share each sample: a DeviceMesh of one dimension, as `mesh["cp"]`, or a ProcessGroup; or a
+            DeviceMesh of two dimensions for two algorithms. An int is a number of ranks that need not exist, for the
+            figures of a plan.
         layout, algorithm: names from above, or None to choose.
         most_keys: the most keys that a rank may get from others, in all samples together; None is no limit.
         key_cost: number of pairs of a query and a key whose scores and values all heads compute in the time in which
@@ -90,6 +95,8 @@ def plan(
     if len(lengths) != 2 or not all(is_int(as_int(x)) and 0 <= as_int(x) < 2**31 for x in lengths):
         raise ValueError(f"n must be an int, at least 0, or a pair (n_q, n_k) of them, got {n!r}")
     n_q, n_k = map(as_int, lengths)
+    if isinstance(algorithm, tuple):
+        return _product(mask, n, mesh, algorithm, layout, most_keys, key_cost)
     for name, value, known in (("layout", layout, ALGORITHMS["gather"]), ("algorithm", algorithm, ALGORITHMS)):
         if value is not None and value not in known:
             raise ValueError(f"{name} must be {', '.join(map(repr, known))} or None, got {value!r}")
@@ -125,8 +132,9 @@ class Plan:
         mask: that of the plan, and of calls without one.
         n_q, n_k: numbers of all queries and all keys.
         rank, ranks: of this process in the group, None where there is none; and how many there are.
-        group: the ProcessGroup, or None.
-        algorithm: its name.
+        group: the ProcessGroup, or None; of two algorithms, that of the first.
+        algorithm: its name, or two.
+        across: of two algorithms, the plan of the second among the ranks of the second dimension.
     """
 
     mask: Mask
@@ -135,9 +143,16 @@ class Plan:
     rank: int | None
     ranks: int
     group: dist.ProcessGroup | None
-    algorithm: str
+    algorithm: str | tuple[str, str]
     _layout: Layout
+    across: Plan | None = None
     _schedules: dict[tuple, tuple] = field(default_factory=dict)
+    _key: Tensor = field(init=False)  # a tensor, so that a graph is compiled once for the plans of all batches
+
+    def __post_init__(self) -> None:
+        number = next(_NUMBERS)
+        object.__setattr__(self, "_key", torch.tensor(number))
+        _PLANS[number] = self
 
     @property
     def together(self) -> bool:
@@ -162,7 +177,7 @@ class Plan:
     def __repr__(self) -> str:
         mean = self.work.mean().item()
         return (
-            f"Plan of {self.n_q} queries and {self.n_k} keys on {self.ranks} ranks: {self.algorithm}, {self.layout}; "
+            f"Plan of {self.n_q} queries and {self.n_k} keys on {self.ranks} ranks: {self._named}, {self.layout}; "
             f"work of the busiest rank {self.work.max().item() / mean if mean else 1:.2f} of the mean, keys received "
             f"{self.received.max().item()} at most"
         )
@@ -201,16 +216,18 @@ class Plan:
         Raises:
             ValueError: an argument is not what is said here, or this process is none of the ranks.
         """
-        rows, n, group = self._rows(of), self._length(of), self._known_group()
+        rows, group = self._rows(of), self._known_group()
         if y.shape[dim] != len(rows):
             raise ValueError(
                 f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}"
             )
-        mine = [torch.arange(len(rows))] * self.ranks
-        route = Route.of(mine, self._rows_of_all(of), len(rows), n, y.device)
+        part, places = self._part(of)
+        mine = [torch.arange(len(rows))] * len(places)
+        route = Route.of(mine, places, len(rows), len(part), y.device)
         moved = y.movedim(dim, 0)
         whole = exchange(moved.reshape(len(rows), moved.shape[1:].numel()), route, group)
-        return whole.view(n, *moved.shape[1:]).movedim(0, dim)
+        whole = whole.view(len(part), *moved.shape[1:]).movedim(0, dim)
+        return whole if self.across is None else self.across.unshard(whole, dim, of=of)
 
     def attending(self, source: Plan, mask: Mask | None = None) -> Plan:
         """Plan of the attention of this plan's tokens to those of another, as of a decoder's to an encoder's.
@@ -226,7 +243,7 @@ class Plan:
         Raises:
             ValueError: the plans are of different ranks, or the mask is of other lengths.
         """
-        if (self.group, self.rank, self.ranks) != (source.group, source.rank, source.ranks):
+        if (self._groups(), self.rank) != (source._groups(), source.rank):
             raise ValueError(f"source must be of the same ranks as this plan, {self!r}, got {source!r}")
         if mask is None:
             ids, of_source = self.mask.segment_ids, source.mask.segment_ids
@@ -239,7 +256,8 @@ class Plan:
         _check_fit(mask, self.n_q, source.n_k)
         visibility = Visibility(on(mask, "cpu"), self.n_q, source.n_k)
         layout = Layout.of(self.layout, visibility, self.ranks, self._layout.owner_q, source._layout.owner_k)
-        return replace(self, mask=mask, n_k=source.n_k, _layout=layout, _schedules={})
+        across = None if self.across is None else self.across.attending(source.across, mask)
+        return replace(self, mask=mask, n_k=source.n_k, _layout=layout, across=across, _schedules={})
 
     def positions(self, *, of: str = "queries", device: torch.device | str | None = None) -> Tensor:
         """int64 [tokens of this rank], ascending: their indices among all tokens, as for rotary positions.
@@ -263,7 +281,25 @@ class Plan:
         Raises:
             ValueError: this process is none of the ranks.
         """
-        return replicated(x, self._known_group())
+        for group in self._groups():
+            x = replicated(x, group)
+        return x
+
+    @property
+    def _named(self) -> str:
+        return self.algorithm if isinstance(self.algorithm, str) else " and ".join(self.algorithm)
+
+    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of this rank, one for each dimension of the ranks."""
+        return (self._known_group(), *(() if self.across is None else self.across._groups()))
+
+    def _part(self, of: str) -> tuple[Tensor, list[Tensor]]:
+        """The tokens that the ranks of `group` have together, and the places among them of those of each."""
+        if self.across is None:
+            return torch.arange(self._length(of)), self._rows_of_all(of)
+        part = self.across._rows(of)
+        rows = self._rows_of_all(of)[self.rank % self.across.ranks :: self.across.ranks]
+        return part, [torch.searchsorted(part, tokens) for tokens in rows]
 
     def _known_group(self) -> dist.ProcessGroup:
         if self.group is None:
@@ -312,13 +348,64 @@ class Plan:
         return self._schedules[key][:2]
 
 
+def _product(
+    mask: Mask | None,
+    n: int | tuple[int, int],
+    mesh: object,
+    algorithm: tuple[str, str],
+    layout: str | None,
+    most_keys: int | None,
+    key_cost: float,
+) -> Plan:
+    """The plan of two algorithms: tokens are shared as the second has them, and each share by ranks of the first."""
+    if algorithm not in (("heads", "gather"), ("heads", "ring")):
+        raise ValueError(
+            f"algorithm must be ('heads', 'gather') or ('heads', 'ring') where it is two, got {algorithm!r}"
+        )
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        got = f"one of {mesh.ndim}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ValueError(f"mesh must be a DeviceMesh of two dimensions for two algorithms, got {got}")
+    group, of_heads, heads = _group_of(mesh.get_group(0))
+    across = plan(
+        mask, n, mesh.get_group(1), layout=layout, algorithm=algorithm[1], most_keys=most_keys, key_cost=key_cost
+    )
+
+    def shared(owner: Tensor) -> Tensor:
+        result = torch.empty_like(owner)
+        for line in range(across.ranks):
+            for of_heads, tokens in enumerate((owner == line).nonzero()[:, 0].tensor_split(heads)):
+                result[tokens] = of_heads * across.ranks + line
+        return result
+
+    ranks, owner_q = heads * across.ranks, shared(across._layout.owner_q)
+    owner_k = owner_q if across.together else shared(across._layout.owner_k)
+    visibility = Visibility(on(across.mask, "cpu"), across.n_q, across.n_k)
+    result = Layout.of(across.layout, visibility, ranks, owner_q, owner_k)
+    rank = of_heads * across.ranks + across.rank
+    return Plan(across.mask, across.n_q, across.n_k, rank, ranks, group, algorithm, result, across)
+
+
+_NUMBERS = itertools.count()
+_PLANS: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+
+
+def plan_of_key(key: Tensor) -> Plan:
+    """The plan with this `_key`."""
+    plan = _PLANS.get(int(key))
+    if plan is None:
+        raise ValueError("plan must live until the backward of a compiled graph, got one that is gone")
+    return plan
+
+
 def _group_of(mesh: DeviceMesh | dist.ProcessGroup | int) -> tuple[dist.ProcessGroup | None, int | None, int]:
     """The group, the rank of this process in it, and the number of ranks."""
     if is_int(mesh) and mesh > 0:
         return None, None, mesh
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
-            raise ValueError(f"mesh must have one dimension, as mesh['cp'] has, got {mesh.ndim}")
+            raise ValueError(
+                f"mesh must have one dimension, as mesh['cp'] has, or two for two algorithms, got {mesh.ndim}"
+            )
         mesh = mesh.get_group()
     if not isinstance(mesh, dist.ProcessGroup):
         raise ValueError(f"mesh must be a DeviceMesh, a ProcessGroup or an int, at least 1, got {mesh!r}")

@@ -104,10 +104,10 @@ def attend(
     schedule: list[_Step],
     learned: Learned,
     options: Options,
-    group: dist.ProcessGroup,
+    plan: Plan,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of the queries of this rank; with first derivatives only."""
-    return _Ring.apply(q, k, v, *learned, schedule, options, group)
+    return _Ring.apply(q, k, v, *learned, schedule, options, plan.group)
 
 
 class _Ring(Function):

@@ -67,7 +67,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "ops": {"spec", "validation", "backends", "derivatives", "plan"},
     "decoding": {"spec"},
     "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "blocks", "parallel"},  # the last late
-    "parallel": {"spec", "validation", "plan", "blocks", "api"},
+    "parallel": {"spec", "validation", "plan", "ops", "blocks", "api", "nn"},
     "paged": {"spec", "validation", "backends", "plan", "ops", "api"},
     "sdpa": {"spec", "api"},
     "nn": {"spec", "blocks", "api"},

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fastattn
+import fastattn.nn
+from fastattn.parallel import context_parallel
 from fastattn.parallel import plan as make_plan
 from fastattn.testing import Case, Inputs, make_inputs
 
@@ -68,7 +70,8 @@ def attend(
     n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
     together = how.pop("together", True) and n_q == n_k
     n = n_q if together else (n_q, n_k)
-    plan = make_plan(inputs.mask, n, group, **how)
+    mesh = init_device_mesh("cpu", how.pop("mesh")) if "mesh" in how else group
+    plan = make_plan(inputs.mask, n, mesh, **how)
     leaves = {
         "q": plan.shard(inputs.q, 2),
         "k": plan.shard(inputs.k, 2, of="keys"),
@@ -335,13 +338,63 @@ def train(group: dist.ProcessGroup, how: str) -> dict[str, Tensor]:
     return {name: torch.stack([whole(x), whole(expected[name])]) for name, x in model.named_parameters()}
 
 
-def compiled(group: dist.ProcessGroup, algorithm: str) -> bool:
-    """Whether a compiled function gives what it gives as it is, and the same gradient."""
-    plan = make_plan(fastattn.Mask(True), 24, group, algorithm=algorithm)
-    x = torch.randn(1, 4, len(plan.positions()), 8, requires_grad=True)
+def compiled(group: dist.ProcessGroup, algorithm: str) -> list[bool]:
+    """Whether one whole graph, compiled once, gives what the function gives, for the plans of two batches."""
+    torch._dynamo.reset()
+    bias, sinks, same = torch.randn(24, 24, requires_grad=True), torch.randn(4, requires_grad=True), []
+
+    def function(x: Tensor, mask: fastattn.Mask, plan: fastattn.parallel.Plan) -> Tensor:
+        q = x * 2
+        o, lse = fastattn.attention(q, q, x, mask, bias=bias, sinks=sinks, softcap=2.0, plan=plan, return_lse=True)
+        return (o * 3).square().sum() + lse.exp().sum()
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for length, recompiles in ((24, True), (13, False)):
+        mask = fastattn.Mask(True) & fastattn.Mask.from_lengths([24, length], 24)
+        plan = make_plan(mask, 24, group, algorithm=algorithm, layout="contiguous")
+        leaves = [torch.randn(2, 4, len(plan.positions()), 8, requires_grad=True), bias, sinks]
+        with torch._dynamo.config.patch(error_on_recompile=not recompiles):
+            results = [torch.autograd.grad(f(leaves[0], mask, plan), leaves) for f in (function, compiled)]
+        same.append(all(torch.equal(*pair) for pair in zip(*results, strict=True)))
+    loss = compiled(leaves[0], mask, plan)
+    del plan
+    gone = ""
+    try:
+        loss.backward()
+    except ValueError as error:
+        gone = str(error)
+    assert gone.startswith("plan must live until the backward of a compiled graph")
+    return same
+
+
+def compiled_block(group: dist.ProcessGroup) -> bool:
+    """Whether one whole graph of a model in a block gives what the model gives."""
+    torch._dynamo.reset()
+    config = fastattn.nn.TransformerConfig(30, 16, 4, 1, dim_feedforward=24, dropout=0.0, padding_idx=0)
+    model, ids = fastattn.nn.LanguageModel(config), torch.arange(48).view(2, 24) % 29 + 1
+    ids[1, 15:] = 0
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plan = make_plan(fastattn.Mask(True, real_keys=ids != 0, real_queries=ids != 0), 24, group)
+    with context_parallel(plan):
+        results = [
+            torch.autograd.grad(each(plan.shard(ids, 1)).sin().sum(), list(model.parameters()))
+            for each in (model, compiled)
+        ]
+    return all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def compiled_dtensors(group: dist.ProcessGroup, shard: int) -> bool:
+    """Whether a compiled function of DTensors gives what it gives as it is; of samples and heads, in one graph."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch._dynamo.reset()
+    x = distribute_tensor(torch.randn(2, 4, 16, 8), DeviceMesh.from_group(group, "cpu"), [Shard(shard)])
+    x = x.detach().requires_grad_()
+    mask = fastattn.Mask(True) & fastattn.Mask.from_lengths([16, 9], 16)
 
     def function(x: Tensor) -> Tensor:
-        return (fastattn.attention(x * 2, x, x, plan=plan) * 3).square().sum()
+        return fastattn.attention(x * 2, x, x, mask)
 
-    results = [torch.autograd.grad(f(x), x)[0] for f in (function, torch.compile(function, backend="eager"))]
-    return torch.equal(*results)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=shard != 2)
+    results = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (function, compiled)]
+    return torch.equal(*(g.full_tensor() for g in results))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from model_jobs import _hugging_face, _weighted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fastattn
@@ -93,7 +93,9 @@ def heads(group: dist.ProcessGroup, kind: str, context: bool) -> dict[str, Tenso
     of_heads = DeviceMesh.from_group(mesh.get_group(1), "cpu") if context else mesh
     styles = {"attention": HeadwiseParallel()} if kind == "grouped heads" else tensor_parallel_plan(model)
     parallelize_module(model, of_heads, styles)
-    assert all(isinstance(x, DTensor) for name, x in model.named_parameters() if "_proj" in name)
+    for name, x in model.named_parameters():
+        if name.endswith("proj_weight") or name.endswith("out_proj.weight"):
+            assert x.placements == (Shard(1 if "out" in name else 0),)
     expected = _weighted(alone(**batch))
     if not context:
         loss = _weighted(model(**batch))

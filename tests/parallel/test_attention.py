@@ -97,6 +97,32 @@ def test_key_heads_that_several_ranks_need(ranks, H_kv):
     check(ranks, case, 4, torch.float32, algorithm="heads")
 
 
+PRODUCTS = [("heads", "gather"), ("heads", "ring")]
+OF_PRODUCTS = (
+    "plain", "causal", "multi-query", "grouped-heads", "wide-values", "pad-left-causal", "pad-queries-causal",
+    "pad-holes-causal-window", "segments-causal", "scattered-segments-alibi", "dense", "bias-broadcast", "sinks",
+    "everything",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", PRODUCTS, ids=lambda names: names[1])
+@pytest.mark.parametrize("name", OF_PRODUCTS)
+def test_two_algorithms(ranks, name, algorithm):
+    answers = check(ranks, BY_NAME[name], 4, torch.float32, algorithm=algorithm, mesh=(2, 2))
+    assert len({len(answer["rows"]) for answer in answers}) <= 3
+
+
+@pytest.mark.parametrize("algorithm", PRODUCTS, ids=lambda names: names[1])
+@pytest.mark.parametrize("H_kv", [1, 3, 4])
+def test_key_heads_of_two_algorithms(ranks, H_kv, algorithm):
+    """12 heads on 4 ranks that share them, and on 2, with which 3 key heads are not shared evenly."""
+    case = Case(
+        "dense-by-head", "", H=12, H_kv=H_kv, n_q=40, causal=True, alibi=True, bias=(12, 40, 40), sinks=True, dense=True
+    )
+    for mesh in ((2, 2), (4, 1)):
+        check(ranks, case, 4, torch.float32, algorithm=algorithm, mesh=mesh)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_mask_that_tells_heads_apart(ranks, algorithm):
     check(ranks, Case("dense-by-head", "", H=4, n_q=40, dense=True, causal=True), 4, torch.float32, algorithm=algorithm)

@@ -55,8 +55,18 @@ def test_training_as_on_one_process(ranks, how):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_compiled(ranks):
-    assert ranks.run("compiled", 2, algorithm="ring") == [True, True]
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_compiled(ranks, algorithm):
+    assert ranks.run("compiled", 2, algorithm=algorithm) == 2 * [[True, True]]
+
+
+def test_a_compiled_model_in_a_block(ranks):
+    assert ranks.run("compiled_block", 2) == [True, True]
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2])
+def test_compiled_dtensors(ranks, shard):
+    assert ranks.run("compiled_dtensors", 2, shard=shard) == [True, True]
 
 
 DIFFERENT = ("values of a mask", "a field of a mask", "layout", "heads", "dtype", "gradients", "options")

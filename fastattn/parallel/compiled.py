@@ -1,0 +1,118 @@
+"""Attention over ranks as one op, for graphs of torch.compile: what a rank sends follows values that no graph has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import ops
+from ..blocks import Within
+from ..plan import after_autocast
+from ..spec import Mask, accumulation_dtype, empty_output
+from .attention import attention as over_ranks
+from .plans import Plan, plan_of_key
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..api import Terms
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor plan, "
+    "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
+    "Tensor? dense, bool masked, bool causal, SymInt q_offset, SymInt? window_left, SymInt? window_right, bool within, "
+    "str? objection, float? scale, float? softcap, float dropout_p, bool deterministic, str? backend"
+)
+torch.library.define("fastattn::over_ranks", f"({_ARGUMENTS}) -> (Tensor o, Tensor lse)")
+torch.library.define(
+    "fastattn::over_ranks_backward",
+    f"(Tensor? do, Tensor? dlse, bool[] wanted, {_ARGUMENTS}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)",
+)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, plan: Plan | Within, **terms: Unpack[Terms]
+) -> tuple[Tensor, Tensor]:
+    """`attention.attention` while it is compiled; in graphs it has a first derivative only.
+
+    Its backward computes the forward again, so it keeps no keys of other ranks. The plan has to live until then.
+    """
+    q, k, v = after_autocast(q, k, v)
+    within = plan if isinstance(plan, Within) else Within(plan)
+    given = Mask() if mask is None else mask
+    several = isinstance(given.q_offset, Tensor)
+    arguments = (
+        q, k, v, terms["bias"], terms["alibi_slopes"], terms["sinks"], within.plan._key,
+        given.q_offset if several else None, given.real_keys, given.real_queries,
+        *(given.segment_ids or (None, None)), given.dense, mask is not None, given.causal,
+        0 if several else given.q_offset, *given.window, plan is within, within.objection, terms["scale"],
+        terms["softcap"], terms["dropout_p"], terms["deterministic"], terms["backend"],
+    )  # fmt: skip
+    return _OverRanks.apply(*ops._distinct(arguments))
+
+
+class _OverRanks(Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        tensors, ctx.constants = ops._split(arguments)
+        ctx.save_for_backward(*tensors)
+        return torch.ops.fastattn.over_ranks(*arguments)
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        arguments, wanted = ops._join(ctx.saved_tensors, ctx.constants), list(ctx.needs_input_grad[:6])
+        found = torch.ops.fastattn.over_ranks_backward(do, dlse, wanted, *arguments)
+        found = [g if w else None for g, w in zip(found, wanted, strict=True)]
+        return *found, *(None for _ in arguments[6:])
+
+
+def _call(q, k, v, bias, alibi_slopes, sinks, key, *rest) -> tuple[Tensor, Tensor]:
+    """The call that the arguments of the op describe."""
+    q_offsets, real_keys, real_queries, ids_q, ids_k, dense, masked, causal, q_offset, left, right, *rest = rest
+    within, objection, scale, softcap, dropout_p, deterministic, backend = rest
+    mask = None
+    if masked:
+        mask = Mask(
+            causal, q_offset=q_offset if q_offsets is None else q_offsets, window=(left, right), real_keys=real_keys,
+            real_queries=real_queries, segment_ids=None if ids_q is None else (ids_q, ids_k), dense=dense,
+        )  # fmt: skip
+    plan = plan_of_key(key)
+    return over_ranks(
+        q, k, v, mask, Within(plan, objection) if within else plan, scale=scale, bias=bias, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, generator=None, deterministic=deterministic,
+        backend=backend,
+    )  # fmt: skip
+
+
+@torch.library.impl("fastattn::over_ranks", "CompositeExplicitAutograd")
+def _forward(*arguments):
+    o, lse = _call(*arguments)
+    return o, lse.contiguous()
+
+
+@torch.library.register_fake("fastattn::over_ranks")
+def _fake_forward(q, k, v, *rest):
+    return empty_output(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.impl("fastattn::over_ranks_backward", "CompositeExplicitAutograd")
+def _backward(do, dlse, wanted, *arguments):
+    leaves = [None if x is None else x.detach().requires_grad_(w) for x, w in zip(arguments[:6], wanted, strict=True)]
+    with torch.enable_grad():
+        outputs = _call(*leaves, *arguments[6:])
+    arriving = [torch.zeros_like(x) if g is None else g for x, g in zip(outputs, (do, dlse), strict=True)]
+    found = iter(torch.autograd.grad(outputs, [x for x, w in zip(leaves, wanted, strict=True) if w], arriving))
+    return tuple(
+        torch.empty_like(x).copy_(next(found)) if w else arguments[0].new_empty(0)
+        for x, w in zip(leaves, wanted, strict=True)
+    )
+
+
+@torch.library.register_fake("fastattn::over_ranks_backward")
+def _fake_backward(do, dlse, wanted, *arguments):
+    q = arguments[0]
+    return tuple(torch.empty_like(x) if w else q.new_empty(0) for x, w in zip(arguments[:6], wanted, strict=True))

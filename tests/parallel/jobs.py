@@ -96,10 +96,13 @@ def attend(
     }  # fmt: skip
 
 
-def shard_and_unshard(group: dist.ProcessGroup, n: int) -> dict[str, Tensor]:
+def shard_and_unshard(group: dist.ProcessGroup, n: int, product: bool = False) -> dict[str, Tensor]:
     """A tensor as its shard and the whole again, and the gradients, which each rank weighs by a number of its own."""
     rank = dist.get_rank(group)
-    plan = make_plan(fastattn.Mask(True), n, group, layout="longest first")
+    how = {"mesh": group}
+    if product:
+        how = {"mesh": init_device_mesh("cpu", (2, 2)), "algorithm": ("heads", "ring")}
+    plan = make_plan(fastattn.Mask(True), n, **how, layout="longest first")
     x = torch.arange(2.0 * n * 3).view(2, n, 3).requires_grad_()
     mine = plan.shard(x, 1)
     assert torch.equal(mine, x[:, plan.positions()])
@@ -133,7 +136,7 @@ def second_derivatives(group: dist.ProcessGroup) -> dict[str, Tensor]:
     return {"rows": plan.positions()} | dict(zip("qkv", second, strict=True))
 
 
-def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str) -> str:
+def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tuple[str, str]) -> str:
     """The error of a call in which the last rank differs in something."""
     other = dist.get_rank(group) == dist.get_world_size(group) - 1
     n, mask, options = 24, fastattn.Mask(True), {}
@@ -142,8 +145,9 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str) -> s
         mask = fastattn.Mask(real_keys=torch.arange(n)[None] < n - other)
     if what == "a field of a mask" and other:
         mask = fastattn.Mask(True, real_keys=real)
+    mesh = group if isinstance(algorithm, str) else init_device_mesh("cpu", (2, 2))
     plan = make_plan(
-        mask, n, group, algorithm=algorithm, layout="zigzag" if what == "layout" and other else "contiguous"
+        mask, n, mesh, algorithm=algorithm, layout="zigzag" if what == "layout" and other else "contiguous"
     )
     q = torch.ones(1, 6, n, 8)
     if what == "heads" and other:

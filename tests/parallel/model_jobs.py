@@ -129,11 +129,14 @@ def _weighted(x: Tensor) -> Tensor:
     return (x * torch.linspace(-1, 1, x.shape[-1])).sin().sum()
 
 
-def of_modules(group: dist.ProcessGroup, kind: str, what: str) -> dict[str, Tensor]:
-    """Models of fastattn.nn and torch.nn."""
+def of_modules(group: dist.ProcessGroup, kind: str, what: str, product: bool = False) -> dict[str, Tensor]:
+    """Models of fastattn.nn and torch.nn. product: of two algorithms, on a mesh of two dimensions."""
     torch.manual_seed(0)
     mask, layout = mask_of(what, causal="encoder" not in kind), LAYOUTS[len(kind + what) % 3]
-    plan = make_plan(mask, N, group, layout=layout)
+    how = {"mesh": group}
+    if product:
+        how = {"mesh": init_device_mesh("cpu", (2, 2)), "algorithm": ("heads", "gather")}
+    plan = make_plan(mask, N, layout=layout, **how)
     B = 1 if what == "documents" else 2
     x, hidden = torch.randn(B, N, 16), None if mask.real_keys is None else ~mask.real_keys
     real = torch.ones(B, N, 1) if mask.real_keys is None else mask.real_keys[..., None].float()
@@ -142,7 +145,7 @@ def of_modules(group: dist.ProcessGroup, kind: str, what: str) -> dict[str, Tens
     if what == "documents":
         ids = torch.tensor([[0] * 5 + [1] * 6 + [2] * 8])
         source_mask = Mask(segment_ids=(ids, ids))
-    source = make_plan(source_mask, n, group)
+    source = make_plan(source_mask, n, **how)
     y, hidden_y = torch.randn(B, n, 16), None if source_mask.real_keys is None else ~source_mask.real_keys
     shard = lambda x, of=plan: None if x is None else of.shard(x, 1)  # noqa: E731
     sizes = {"dim_feedforward": 24, "dropout": 0.0, "batch_first": True}

@@ -139,12 +139,13 @@ def test_queries_and_keys_apart(ranks, algorithm):
     check(ranks, BY_NAME["everything"], 3, torch.float32, algorithm=algorithm, together=False)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, *PRODUCTS], ids=str)
 @pytest.mark.parametrize("name", ["everything", "bias-shared", "segments-causal", "grouped-heads"])
 def test_same_bits_on_every_run(ranks, name, algorithm):
-    size = min(3, BY_NAME[name].H)
+    size, how = (min(3, BY_NAME[name].H), {}) if isinstance(algorithm, str) else (4, {"mesh": (2, 2)})
     once, again = (
-        ranks.run("attend", size, case=BY_NAME[name], dtype=torch.bfloat16, algorithm=algorithm) for _ in range(2)
+        ranks.run("attend", size, case=BY_NAME[name], dtype=torch.bfloat16, algorithm=algorithm, **how)
+        for _ in range(2)
     )
     for a, b in zip(once, again, strict=True):
         assert all(torch.equal(x, b["result"][output]) for output, x in a["result"].items())

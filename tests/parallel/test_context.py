@@ -44,6 +44,11 @@ def test_modules(ranks, kind, what, size):
     check(ranks.run("model_jobs.of_modules", size, kind=kind, what=what))
 
 
+@pytest.mark.parametrize("what", ["padding", "documents"])
+def test_two_algorithms(ranks, what):
+    check(ranks.run("model_jobs.of_modules", 4, kind="transformer", what=what, product=True))
+
+
 def test_windows_and_dense_masks_of_a_plan(ranks):
     check(ranks.run("model_jobs.of_modules", 3, kind="encoder", what="window"))
 

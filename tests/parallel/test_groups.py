@@ -13,11 +13,11 @@ from fastattn import Mask
 from fastattn.parallel.plans import ALGORITHMS
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("size", "product"), [(1, False), (2, False), (3, False), (4, False), (4, True)])
 @pytest.mark.parametrize("n", [2, 13, 64])
-def test_shards_make_the_whole_again(ranks, size, n):
+def test_shards_make_the_whole_again(ranks, size, n, product):
     x = torch.arange(2.0 * n * 3).view(2, n, 3)
-    for answer in ranks.run("shard_and_unshard", size, n=n):
+    for answer in ranks.run("shard_and_unshard", size, n=n, product=product):
         assert torch.equal(answer["whole"], x)
         rows = answer["rows"]
         of_leaf = (rows + 1.0)[:, None].expand(2, -1, 3) * sum(range(1, size + 1))
@@ -79,6 +79,18 @@ def test_unequal_calls_are_refused_on_every_rank_by_name(ranks, what, algorithm)
     assert all(
         answer.endswith(sentence) for answer in ranks.run("attend_differently", 3, what=what, algorithm=algorithm)
     )
+
+
+@pytest.mark.parametrize("what", ["values of a mask", "layout", "heads", "options"])
+def test_unequal_calls_on_two_dimensions_are_refused_on_every_rank_by_name(ranks, what):
+    for answer in ranks.run("attend_differently", 4, what=what, algorithm=("heads", "gather")):
+        assert answer.endswith("must be the same on every rank, got others on rank 3 than on rank 0")
+
+
+def test_a_refusal_on_two_dimensions_reaches_all(ranks):
+    *others, mine = ranks.run("attend_differently", 4, what="an error", algorithm=("heads", "ring"))
+    assert mine == "dropout_p must be 0 where a plan is given, got 0.1"
+    assert others == 3 * ["the call must be valid on every rank; rank 3 refused it and says why"]
 
 
 def test_of_two_ranks_none_is_right(ranks):

@@ -102,6 +102,14 @@ REFUSED = {
         "layout must be 'contiguous', 'zigzag', 'in runs', 'longest first' or None, got 'striped'",
     ),
     "algorithm": ({"algorithm": "ulysses"}, "algorithm must be 'gather', 'ring', 'heads' or None, got 'ulysses'"),
+    "two algorithms": (
+        {"algorithm": ("ring", "heads")},
+        "algorithm must be ('heads', 'gather') or ('heads', 'ring') where it is two, got ('ring', 'heads')",
+    ),
+    "two dimensions": (
+        {"algorithm": ("heads", "ring")},
+        "mesh must be a DeviceMesh of two dimensions for two algorithms, got int",
+    ),
     "most_keys": ({"most_keys": 1.5}, "most_keys must be an int or None, got 1.5"),
     "key_cost": ({"key_cost": "much"}, "key_cost must be a number, at least 0, got 'much'"),
 }

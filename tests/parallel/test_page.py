@@ -7,10 +7,21 @@ import sys
 from docs import pages
 
 
+LOSSES_OF_THE_TRAINER = """
+for batch in trainer.get_train_dataloader():
+    count = (batch["labels"] >= 0).sum()
+    expected = model(**batch, num_items_in_batch=count).loss
+    loss = trainer.compute_loss(model, dict(batch), num_items_in_batch=count).detach() / 2
+    dist.all_reduce(loss)
+    torch.testing.assert_close(loss, expected)
+"""
+
+
 def test_the_page_runs_under_torchrun(tmp_path):
     page = (pages.FOLDER / "parallel.md").read_text()
     assert page.index("$ torchrun --nproc-per-node 2") < page.index("```python")
-    code = ["import torchvision_import", *(block.code for block in pages.python_blocks(page))]  # for transformers
+    *code, last = (block.code for block in pages.python_blocks(page))
+    code = ["import torchvision_import", *code, LOSSES_OF_THE_TRAINER, last]  # the first for transformers
     (tmp_path / "train.py").write_text("\n".join(code))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}

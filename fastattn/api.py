@@ -91,7 +91,7 @@ def attention(
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
-    plan: Plan | blocks.Within | None = None,
+    plan: Plan | None = None,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + bias) v over the keys that the mask shows, as [B, H, n_q, d_v]; or (o, lse).

@@ -365,7 +365,7 @@ def _product(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         got = f"one of {mesh.ndim}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise ValueError(f"mesh must be a DeviceMesh of two dimensions for two algorithms, got {got}")
-    group, of_heads, heads = _group_of(mesh.get_group(0))
+    group, mine, heads = _group_of(mesh.get_group(0))
     across = plan(
         mask, n, mesh.get_group(1), layout=layout, algorithm=algorithm[1], most_keys=most_keys, key_cost=key_cost
     )
@@ -373,15 +373,15 @@ def _product(
     def shared(owner: Tensor) -> Tensor:
         result = torch.empty_like(owner)
         for line in range(across.ranks):
-            for of_heads, tokens in enumerate((owner == line).nonzero()[:, 0].tensor_split(heads)):
-                result[tokens] = of_heads * across.ranks + line
+            for rank, tokens in enumerate((owner == line).nonzero()[:, 0].tensor_split(heads)):
+                result[tokens] = rank * across.ranks + line
         return result
 
     ranks, owner_q = heads * across.ranks, shared(across._layout.owner_q)
     owner_k = owner_q if across.together else shared(across._layout.owner_k)
     visibility = Visibility(on(across.mask, "cpu"), across.n_q, across.n_k)
     result = Layout.of(across.layout, visibility, ranks, owner_q, owner_k)
-    rank = of_heads * across.ranks + across.rank
+    rank = mine * across.ranks + across.rank
     return Plan(across.mask, across.n_q, across.n_k, rank, ranks, group, algorithm, result, across)
 
 

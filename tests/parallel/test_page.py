@@ -6,7 +6,6 @@ import sys
 
 from docs import pages
 
-
 LOSSES_OF_THE_TRAINER = """
 for batch in trainer.get_train_dataloader():
     count = (batch["labels"] >= 0).sum()

@@ -157,3 +157,12 @@ def refused(group: dist.ProcessGroup, what: str) -> str:
     except ValueError as error:
         return str(error)
     return "none"
+
+
+def compiled(group: dist.ProcessGroup) -> Tensor:
+    """The output of a layer whose heads are shared, in one graph, and on one process."""
+    torch.manual_seed(0)
+    alone, batch = _model("torch")
+    model = parallelize_module(copy.deepcopy(alone), DeviceMesh.from_group(group, "cpu"), tensor_parallel_plan(alone))
+    of_graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    return torch.stack([of_graph(batch["src"]), alone(batch["src"])]).detach()

@@ -1,6 +1,7 @@
 """Tensor parallel models, alone and in a context_parallel block, against one process: the loss and all gradients."""
 
 import pytest
+import torch
 from test_context import check
 
 
@@ -34,3 +35,8 @@ REFUSED = {
 def test_what_has_no_heads_to_share_is_refused(ranks, what):
     for message in ranks.run("tensor_jobs.refused", 2, what=what):
         assert message.startswith(REFUSED[what])
+
+
+def test_compiled(ranks):
+    for actual, expected in ranks.run("tensor_jobs.compiled", 2):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

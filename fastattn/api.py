@@ -151,8 +151,8 @@ def attention(
     if type(return_lse) is not bool:
         check_flags(return_lse=return_lse)
     result = None
-    if plan is None and blocks.ENTERED:
-        plan = blocks.ENTERED[-1].within()
+    if plan is None and (blocks.ENTERED or blocks.LEFT):
+        plan = blocks.of_call(q)
     of_dtensors = type(q).__name__ == "DTensor"
     if of_dtensors or (plan is not None and plan is not blocks.HERE):
         terms: Terms = {

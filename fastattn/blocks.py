@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +83,27 @@ class Block:
 
 ENTERED: list[Block] = []
 """The blocks, the innermost last: those of the process, whose backward passes may run in other threads."""
+
+
+LEFT: deque[int] = deque(maxlen=64)
+"""The tokens that this rank had in blocks that are over: what a backward after one may compute again."""
+
+
+def of_call(q: Tensor) -> Within | None:
+    """What a call without a plan is given in place of one.
+
+    Raises:
+        RuntimeError: it is one of a block, which activation checkpointing computes again in a backward after the block.
+    """
+    if ENTERED:
+        return ENTERED[-1].within()
+    in_backward = not is_compiling() and torch._C._current_graph_task_id() != -1
+    if in_backward and isinstance(q, Tensor) and q.dim() == 4 and q.shape[2] in LEFT:
+        raise RuntimeError(
+            "the backward of a context_parallel block with activation checkpointing must be called in the block, "
+            "got one after it"
+        )
+    return None
 
 
 def current() -> Block | None:

@@ -38,6 +38,7 @@ def context_parallel(plan: Plan, *, source: Plan | None = None) -> Iterator[None
         ValueError: a plan is none, is not carried out by a group, or is not of self-attention. In the block, on every
             rank: a call is one that the plan does not say.
         NotImplementedError: in the block, a call asks for attention weights.
+        RuntimeError: after it, a backward computes attention of the block again.
 
     Example:
         >>> import torch, fastattn, torch.distributed as dist
@@ -64,6 +65,9 @@ def context_parallel(plan: Plan, *, source: Plan | None = None) -> Iterator[None
         yield
     finally:
         blocks.ENTERED.remove(block)
+        for given in (plan, source):
+            if given is not None and len(given.positions()) not in blocks.LEFT:
+                blocks.LEFT.append(len(given.positions()))
 
 
 def combined(within: Within, mask: Mask | None) -> Mask:

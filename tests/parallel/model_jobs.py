@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import fastattn
 import fastattn.nn
@@ -219,6 +220,38 @@ def of_modules(group: dist.ProcessGroup, kind: str, what: str, product: bool = F
                 return _weighted(logits(shard(ids), shard(of_y, source)) * shard(real))
 
     return compared(group, model, alone, mine)
+
+
+def checkpointed(group: dist.ProcessGroup, use_reentrant: bool) -> dict[str, Tensor]:
+    """A layer of fastattn.nn under activation checkpointing, whose backward after the block is refused."""
+    torch.manual_seed(0)
+    layer = fastattn.nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True)
+    mask, x = mask_of("padding", causal=True), torch.randn(2, N, 16, requires_grad=True)
+    plan, real = make_plan(mask, N, group, layout="contiguous"), mask.real_keys[..., None]
+
+    def loss() -> Tensor:
+        with context_parallel(plan):
+            o = checkpoint(layer, plan.shard(x, 1), use_reentrant=use_reentrant)
+            loss = _weighted(o * plan.shard(real, 1))
+            if within:
+                loss.backward()
+        return loss
+
+    within, message = False, "none"
+    try:
+        loss().backward()
+    except RuntimeError as error:
+        message = str(error)
+    assert message.startswith("the backward of a context_parallel block with activation checkpointing"), message
+    layer.zero_grad()
+    within = True
+    loss()
+    actual = {name: x.grad.clone() for name, x in layer.named_parameters()}
+    layer.zero_grad()
+    _weighted(layer(x, mask) * real).backward()
+    for gradient in actual.values():
+        dist.all_reduce(gradient, group=group)
+    return {name: torch.stack([actual[name], x.grad]) for name, x in layer.named_parameters()}
 
 
 @contextmanager

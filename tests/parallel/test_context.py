@@ -30,6 +30,11 @@ def test_activation_checkpointing_may_run_after_the_block(ranks):
     check(ranks.run("model_jobs.hugging_face", 2, kind="llama", what="padding", checkpointing=True, use_cache=False))
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_checkpointing_computes_again_is_of_the_block(ranks, use_reentrant):
+    check(ranks.run("model_jobs.checkpointed", 2, use_reentrant=use_reentrant))
+
+
 @pytest.mark.parametrize(
     "kind",
     [

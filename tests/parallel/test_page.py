@@ -7,6 +7,7 @@ import sys
 from docs import pages
 
 LOSSES_OF_THE_TRAINER = """
+trainer.train()
 for batch in trainer.get_train_dataloader():
     count = (batch["labels"] >= 0).sum()
     expected = model(**batch, num_items_in_batch=count).loss

@@ -24,6 +24,12 @@ from fastattn.testing import Case, Inputs, make_inputs
 LEARNED = ("bias", "alibi_slopes", "sinks")
 
 
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh of this shape, which all four processes make once: its groups take a while."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 @contextmanager
 def watched(sent: list[int], group: dist.ProcessGroup) -> Iterator[None]:
     """The bytes of each exchange with other ranks, appended to `sent`; NaN in one is an error."""
@@ -70,7 +76,7 @@ def attend(
     n_q, n_k = inputs.q.shape[2], inputs.k.shape[2]
     together = how.pop("together", True) and n_q == n_k
     n = n_q if together else (n_q, n_k)
-    mesh = init_device_mesh("cpu", how.pop("mesh")) if "mesh" in how else group
+    mesh = mesh_of(how.pop("mesh")) if "mesh" in how else group
     plan = make_plan(inputs.mask, n, mesh, **how)
     leaves = {
         "q": plan.shard(inputs.q, 2),
@@ -101,7 +107,7 @@ def shard_and_unshard(group: dist.ProcessGroup, n: int, product: bool = False) -
     rank = dist.get_rank(group)
     how = {"mesh": group}
     if product:
-        how = {"mesh": init_device_mesh("cpu", (2, 2)), "algorithm": ("heads", "ring")}
+        how = {"mesh": mesh_of((2, 2)), "algorithm": ("heads", "ring")}
     plan = make_plan(fastattn.Mask(True), n, **how, layout="longest first")
     x = torch.arange(2.0 * n * 3).view(2, n, 3).requires_grad_()
     mine = plan.shard(x, 1)
@@ -145,7 +151,7 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tup
         mask = fastattn.Mask(real_keys=torch.arange(n)[None] < n - other)
     if what == "a field of a mask" and other:
         mask = fastattn.Mask(True, real_keys=real)
-    mesh = group if isinstance(algorithm, str) else init_device_mesh("cpu", (2, 2))
+    mesh = group if isinstance(algorithm, str) else mesh_of((2, 2))
     plan = make_plan(
         mask, n, mesh, algorithm=algorithm, layout="zigzag" if what == "layout" and other else "contiguous"
     )
@@ -229,7 +235,7 @@ def attend_dtensors(
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     # One of two dimensions all processes have to make.
-    device_mesh = DeviceMesh.from_group(group, "cpu") if len(mesh) == 1 else init_device_mesh("cpu", mesh)
+    device_mesh = DeviceMesh.from_group(group, "cpu") if len(mesh) == 1 else mesh_of(mesh)
     placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
     inputs = inputs_of(case, torch.float32)
 

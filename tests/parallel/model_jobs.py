@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from jobs import mesh_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
@@ -136,7 +137,7 @@ def of_modules(group: dist.ProcessGroup, kind: str, what: str, product: bool = F
     mask, layout = mask_of(what, causal="encoder" not in kind), LAYOUTS[len(kind + what) % 3]
     how = {"mesh": group}
     if product:
-        how = {"mesh": init_device_mesh("cpu", (2, 2)), "algorithm": ("heads", "gather")}
+        how = {"mesh": mesh_of((2, 2)), "algorithm": ("heads", "gather")}
     plan = make_plan(mask, N, layout=layout, **how)
     B = 1 if what == "documents" else 2
     x, hidden = torch.randn(B, N, 16), None if mask.real_keys is None else ~mask.real_keys
@@ -355,5 +356,5 @@ def translation(group: dist.ProcessGroup, shape: tuple[int, int], options: list[
         ranks = [dist.get_process_group_ranks(group)]
         mesh = DeviceMesh.from_group([alone, group], "cpu", ranks, mesh_dim_names=names)
     else:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = mesh_of(shape, names)
     return [list(losses(args, of)) for of in (mesh, None)]

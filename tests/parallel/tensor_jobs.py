@@ -7,9 +7,10 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from jobs import mesh_of
 from model_jobs import _hugging_face, _weighted
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -88,7 +89,7 @@ def heads(group: dist.ProcessGroup, kind: str, context: bool) -> dict[str, Tenso
     """A model of fastattn; with `context` tokens are shared by two pairs of ranks too."""
     torch.manual_seed(0)
     alone, batch = _model(kind)
-    mesh = init_device_mesh("cpu", (2, 2)) if context else DeviceMesh.from_group(group, "cpu")
+    mesh = mesh_of((2, 2)) if context else DeviceMesh.from_group(group, "cpu")
     model = copy.deepcopy(alone)
     of_heads = DeviceMesh.from_group(mesh.get_group(1), "cpu") if context else mesh
     styles = {"attention": HeadwiseParallel()} if kind == "grouped heads" else tensor_parallel_plan(model)
@@ -123,7 +124,7 @@ def hugging_face(group: dist.ProcessGroup, kind: str, context: bool) -> dict[str
         alone.save_pretrained(folder[0])
     dist.barrier(group)
     if context:
-        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        whole = mesh_of((2, 2), ("cp", "tp"))
         mesh = whole["tp"]
     else:
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))

@@ -16,9 +16,7 @@ def check(answers: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "bert"])
-@pytest.mark.parametrize(
-    ("what", "size"), [("nothing", 3), ("padding", 2), ("padding", 3), ("left padding", 3), ("documents", 3)]
-)
+@pytest.mark.parametrize(("what", "size"), [("nothing", 3), ("padding", 3), ("left padding", 2), ("documents", 3)])
 def test_models_of_transformers(ranks, kind, what, size):
     if kind == "bert" and what == "documents":
         pytest.skip("transformers reads no documents from the positions of such a model")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from . import ops, plan
+from . import blocks, ops, plan
 from .api import merge
 from .backends import warn_of_copies
 from .spec import Mask, accumulation_dtype, as_number, refuse_unknown
@@ -135,6 +135,7 @@ def attention_paged(
     """
     if unknown:
         refuse_unknown(attention_paged, unknown)
+    blocks.refuse("attention to pages")
     check_flags(causal=causal, return_lse=return_lse)
     check_paged(q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, tree, alibi_slopes, prefix)
     groups, page_size = _groups(len(lengths), cu_seqlens_q, q.device), k_pages.shape[1]

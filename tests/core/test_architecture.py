@@ -68,7 +68,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "decoding": {"spec"},
     "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "blocks", "parallel"},  # the last late
     "parallel": {"spec", "validation", "plan", "ops", "blocks", "api", "nn"},
-    "paged": {"spec", "validation", "backends", "plan", "ops", "api"},
+    "paged": {"spec", "validation", "backends", "plan", "ops", "blocks", "api"},
     "sdpa": {"spec", "api"},
     "nn": {"spec", "blocks", "api"},
     "flash_attn": {"spec", "api", "paged", "nn.checks"},

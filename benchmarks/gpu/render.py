@@ -12,10 +12,11 @@ from .record import Rows, is_failure, load
 from .targets import median_ms, of_contender, ours, outcomes
 
 NOT_MEASURED = """\
-**Not measured: any GPU.** The Triton kernels have run in Triton's interpreter against the whole suite, and have been
-compiled ahead of time for compute capabilities 8.0 to 12.0; no GPU has executed them yet. `make gpu STAGE=truth` and
-`make gpu STAGE=bench` check and time them on a machine that has one, and `make gpu STAGE=hopper` those for Hopper
-alone, which have been compiled and run on a model of a GPU."""
+**Not measured: any GPU.** The Triton kernels have run in Triton's interpreter against the whole suite, have been
+compiled ahead of time for compute capabilities 8.0 to 12.0, and what was compiled for 8.0 and 9.0 has been executed on
+the CPU, by a machine for PTX (`make ptx`); no GPU has executed them yet. `make gpu STAGE=truth` and `make gpu
+STAGE=bench` check and time them on a machine that has one, and `make gpu STAGE=hopper` those for Hopper alone, which
+have been compiled, run on a model of a GPU, and executed by that machine."""
 # Colours of Okabe and Ito, which colour-blind readers tell apart.
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
 _TIMED = ("bench", "hopper", "cuda")

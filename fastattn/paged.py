@@ -137,7 +137,7 @@ def attention_paged(
         refuse_unknown(attention_paged, unknown)
     blocks.refuse("attention to pages")
     check_flags(causal=causal, return_lse=return_lse)
-    check_paged(q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, tree, alibi_slopes, prefix)
+    check_paged(q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, tree, alibi_slopes, sinks, prefix)
     groups, page_size = _groups(len(lengths), cu_seqlens_q, q.device), k_pages.shape[1]
     if tree is not None and any(n != tree.shape[-1] for n, _, _ in groups):
         got = sorted({n for n, _, _ in groups})
@@ -232,7 +232,8 @@ def prepared(
     k, v = (x.new_empty(()).expand(B, H_kv, pages * page_size, x.shape[3]) for x in (k_pages, v_pages))
     scale, softcap = as_number(scale), as_number(softcap)
     arguments = (mask, scale, None, softcap, alibi_slopes, sinks, 0.0, None, True, backend)
-    q, _, _, spec, decided = plan.prepare(q, k, v, *arguments)
+    with torch.autocast(q.device.type, enabled=False):  # which would have the pages in another dtype
+        q, _, _, spec, decided = plan.prepare(q, k, v, *arguments)
     k_pages, v_pages = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
     forward_paged = getattr(decided.backend, "forward_paged", None)
     if forward_paged is not None and decided.plain and plan.is_plain(k_pages) and plan.is_plain(v_pages):
@@ -245,6 +246,7 @@ def prepared(
         if mask.real_keys is not None:  # what else the table has need be no page
             in_use = in_use.masked_fill(~mask.real_keys.unflatten(1, (pages, page_size)).any(-1), 0)
         k, v = (x[in_use].transpose(1, 2).flatten(2, 3) for x in (k_pages, v_pages))
-        return ops.attention(*plan.prepare(q, k, v, *arguments))
+        with torch.autocast(q.device.type, enabled=False):
+            return ops.attention(*plan.prepare(q, k, v, *arguments))
 
     return of_copies

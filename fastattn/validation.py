@@ -154,6 +154,7 @@ def check_paged(
     v: Tensor | None,
     tree: Tensor | None,
     alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
     prefix: int,
 ) -> None:
     """Raises ValueError where these arguments of `attention_paged` do not fit each other in type or shape."""
@@ -184,6 +185,7 @@ def check_paged(
         shape = (B, n, n) if isinstance(tree, Tensor) and tree.dim() == 3 else (n, n)
         _check_shape("tree", tree, (torch.bool,), shape, q)
     _check_learned("alibi_slopes", alibi_slopes, q.device, [(q.shape[1],), (B, q.shape[1])])
+    _check_learned("sinks", sinks, q.device, [(q.shape[1],)])
     if not is_int(prefix) or prefix < 0 or prefix % page_size or prefix > block_table.shape[1] * page_size:
         raise ValueError(
             f"prefix must be an int from 0 to the {block_table.shape[1] * page_size} tokens of a row of block_table, "

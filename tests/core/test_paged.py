@@ -313,6 +313,14 @@ def test_the_kernels_refuse_pages_that_are_none():
             cpu.forward_paged(inputs.q, k.transpose(1, 2), v.transpose(1, 2), wrong, spec)
 
 
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_autocast_leaves_the_pages_as_they_are(backend):
+    requests = Requests()
+    expected = requests.attend(backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(requests.attend(backend=backend), expected)
+
+
 def test_gradients_are_not_recorded():
     requests = Requests()
     requests.q.requires_grad_()
@@ -344,6 +352,7 @@ def test_what_is_no_prefix_is_a_sentence():
         ({"prefix": -16}, "prefix must be an int from 0"),
         ({"prefix": 720}, "prefix must be an int from 0"),
         ({"prefix": 16}, "lengths must be from 17, the queries of these requests after the prefix"),
+        ({"prefix": 16, "sinks": torch.ones(3)}, "sinks must be [4], got [3]"),
         ({"prefix": 16, "alibi_slopes": torch.ones(6, H)}, "alibi_slopes must be [4] with a prefix, got [6, 4]"),
     ]:
         with pytest.raises(ValueError, match=re.escape(sentence)):

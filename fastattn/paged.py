@@ -148,8 +148,8 @@ def attention_paged(
     terms = {"scale": scale, "softcap": softcap, "sinks": None if prefix else sinks, "backend": backend}
     slopes_of_all = alibi_slopes if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2 else None
 
-    def prepare(tokens: Tensor, table: Tensor, mask: Mask, slopes: Tensor | None) -> Callable:
-        return prepared(q[tokens].transpose(1, 2), k_pages, v_pages, table, mask, alibi_slopes=slopes, **terms)
+    def prepare(queries: Tensor, table: Tensor, mask: Mask, slopes: Tensor | None) -> Callable:
+        return prepared(queries.transpose(1, 2), k_pages, v_pages, table, mask, alibi_slopes=slopes, **terms)
 
     calls, places = [], []
     for n, requests, tokens in groups:
@@ -159,13 +159,16 @@ def attention_paged(
         from_end = torch.arange(table.shape[1] * page_size, device=q.device) - after[:, None]
         dense = None if tree is None else _seen(tree.expand(len(lengths), n, n)[requests], from_end + n)
         mask = Mask(causal, q_offset=after - n, window=window, real_keys=from_end < 0, dense=dense)
-        calls.append(prepare(tokens, table, mask, alibi_slopes if slopes_of_all is None else slopes_of_all[requests]))
+        slopes = alibi_slopes if slopes_of_all is None else slopes_of_all[requests]
+        calls.append(prepare(q[tokens], table, mask, slopes))
         places.append(lengths[requests, None].long() - n + torch.arange(n, device=q.device))
     if prefix and groups:
         every = torch.cat([tokens.flatten() for _, _, tokens in groups])[None]
-        positions = torch.cat([place.flatten() for place in places])
+        group = 1 if alibi_slopes is not None else q.shape[1] // k_pages.shape[2]  # heads as more queries of one
+        positions = torch.cat([place.flatten() for place in places]).repeat_interleave(group)
         mask = Mask(q_offset=(positions - torch.arange(len(positions), device=q.device))[None], window=window)
-        of_prefix = prepare(every, block_table[:1, : prefix // page_size], mask, alibi_slopes)
+        queries = q[every].unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)
+        of_prefix = prepare(queries, block_table[:1, : prefix // page_size], mask, alibi_slopes)
     if k is not None and v is not None:  # only now, when nothing more can be refused
         for (_, requests, tokens), place in zip(groups, places, strict=True):
             at = block_table[requests].gather(1, place // page_size).long(), place % page_size
@@ -173,7 +176,8 @@ def attention_paged(
     o = q.new_zeros(*q.shape[:2], v_pages.shape[3])
     lse = q.new_full((len(q), q.shape[1]), -math.inf, dtype=accumulation_dtype(q.dtype))
     if prefix and groups:
-        o[every], lse[every] = (x.transpose(1, 2) for x in of_prefix())
+        of_queries = (x.transpose(1, 2).unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3) for x in of_prefix())
+        o[every], lse[every] = of_queries
     for (_, _, tokens), call in zip(groups, calls, strict=True):
         of_tokens = call()
         if prefix:

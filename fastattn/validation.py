@@ -205,8 +205,8 @@ def check_pages(block_table: Tensor, lengths: Tensor, n: int, k_pages: Tensor, p
     (pages, page_size), most = k_pages.shape[:2], block_table.shape[1] * k_pages.shape[1]
     if (lengths < prefix + n).any() or (lengths > most).any():
         raise ValueError(
-            f"lengths must be from {prefix + n}, the queries of these requests after the prefix, to {most}, the tokens "
-            f"of a row of block_table, got {lengths.tolist()}"
+            f"lengths must be from {prefix + n}, the queries of these requests{' after the prefix' * bool(prefix)}, to "
+            f"{most}, the tokens of a row of block_table, got {lengths.tolist()}"
         )
     if (block_table[:, : prefix // page_size] != block_table[:1, : prefix // page_size]).any():
         raise ValueError(f"block_table must begin with the same {prefix // page_size} pages in each row with a prefix")

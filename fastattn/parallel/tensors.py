@@ -109,7 +109,7 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
         ['linear1', 'linear2', 'self_attn']
     """
     styles: dict[str, ParallelStyle] = {}
-    for name, part in module.named_modules():
+    for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
         inside = f"{name}." if name else ""
         if isinstance(part, MultiHeadAttention):
             styles[name] = HeadwiseParallel()

@@ -7,11 +7,12 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import ptx.cuda
 import pytest
 import torch
 from modelled_hopper import GluonModel
@@ -36,11 +37,20 @@ class PtxMachine:
     def __init__(self, backend: ModuleType, arch: int) -> None:
         self.backend, self.arch, self.NAME = backend, arch, f"ptx_{backend.NAME}_sm_{arch}"
 
+    def computes_for_the_cpu(self) -> AbstractContextManager[None]:
+        """Calls of the backend on CPU tensors are computed on that GPU."""
+        if self.backend is cuda:
+            from ptx.cuda import Gpu
+        else:
+            from ptx.launch import Gpu  # which imports triton
+        return Gpu(self.arch).computes_for_the_cpu()
+
 
 PTX_MACHINES: list[PtxMachine] = []
 """None but where Triton is told not to interpret its kernels."""
 if os.environ.get("TRITON_INTERPRET") == "0":
     PTX_MACHINES += [PtxMachine(triton, 80), PtxMachine(triton, 90), PtxMachine(hopper, 90)]
+    PTX_MACHINES += [PtxMachine(cuda, arch) for arch in ptx.cuda.ARCHS if ptx.cuda.nvcc()]
 
 
 class ModelledGpu:
@@ -127,9 +137,7 @@ _MODELS = {CudaModel: ("gpu_model", cuda), GluonModel: ("gluon_model", hopper)}
 def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The backend that a test is parametrized with (indirectly); for a model it is that which computes on it."""
     if isinstance(request.param, PtxMachine):
-        from ptx.launch import Gpu  # which imports triton
-
-        with Gpu(request.param.arch).computes_for_the_cpu():
+        with request.param.computes_for_the_cpu():
             yield request.param.backend
         return
     fixture, result = _MODELS.get(request.param, (None, request.param))

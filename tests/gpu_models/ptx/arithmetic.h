@@ -164,6 +164,38 @@ void add_float_conversions(Rules& rules) {
   add<D, float>(rules, "cvt.rmi." + type_name<D>() + ".f32", [](float a) { return decltype(to){}(std::floor(a)); });
 }
 
+template <class T>
+void add_floats(Rules& rules) {
+  const std::string t = "." + type_name<T>();
+  // 9.7.3 floating point, rounded to the nearest.
+  add<T, T, T>(rules, "add" + t + " add.rn" + t, [](T a, T b) { return a + b; });
+  add<T, T, T>(rules, "sub" + t + " sub.rn" + t, [](T a, T b) { return a - b; });
+  add<T, T, T>(rules, "mul" + t + " mul.rn" + t, [](T a, T b) { return a * b; });
+  add<T, T, T>(rules, "div.rn" + t, [](T a, T b) { return a / b; });
+  add<T, T>(rules, "rcp.rn" + t, [](T a) { return 1 / a; });
+  add<T, T, T, T>(rules, "fma.rn" + t, [](T a, T b, T c) { return std::fma(a, b, c); });
+  add<T, T>(rules, "abs" + t, [](T a) { return std::fabs(a); });
+  add<T, T>(rules, "neg" + t, [](T a) { return -a; });
+  // 9.7.3.2 copysign: the sign of the first, the value of the second.
+  add<T, T, T>(rules, "copysign" + t, [](T a, T b) { return std::copysign(b, a); });
+  add<T, T, T, bool>(rules, "selp" + t, [](T a, T b, bool p) { return p ? a : b; });
+  add<T, T>(rules, "mov" + t, [](T a) { return a; });
+  add<bool, T, T>(rules, "setp.lt" + t, [](T a, T b) { return a < b; });
+  add<bool, T, T>(rules, "setp.le" + t, [](T a, T b) { return a <= b; });
+  add<bool, T, T>(rules, "setp.gt" + t, [](T a, T b) { return a > b; });
+  add<bool, T, T>(rules, "setp.ge" + t, [](T a, T b) { return a >= b; });
+  add<bool, T, T>(rules, "setp.eq" + t, [](T a, T b) { return a == b; });
+  add<bool, T, T>(rules, "setp.ne" + t, [](T a, T b) { return a < b || a > b; });
+  add<bool, T, T>(rules, "setp.ltu" + t, [](T a, T b) { return !(a >= b); });
+  add<bool, T, T>(rules, "setp.leu" + t, [](T a, T b) { return !(a > b); });
+  add<bool, T, T>(rules, "setp.gtu" + t, [](T a, T b) { return !(a <= b); });
+  add<bool, T, T>(rules, "setp.geu" + t, [](T a, T b) { return !(a < b); });
+  add<bool, T, T>(rules, "setp.equ" + t, [](T a, T b) { return !(a < b || a > b); });
+  add<bool, T, T>(rules, "setp.neu" + t, [](T a, T b) { return a != b; });
+  add<bool, T, T>(rules, "setp.num" + t, [](T a, T b) { return !std::isnan(a) && !std::isnan(b); });
+  add<bool, T, T>(rules, "setp.nan" + t, [](T a, T b) { return std::isnan(a) || std::isnan(b); });
+}
+
 inline void add_arithmetic(Rules& rules) {
   using fastattn::cuda::model::bf16_of, fastattn::cuda::model::f16_of;
   using fastattn::cuda::model::float_of_bf16, fastattn::cuda::model::float_of_f16;
@@ -180,40 +212,30 @@ inline void add_arithmetic(Rules& rules) {
   add<bool, bool>(rules, "not.pred", [](bool a) { return !a; });
   add<bool, bool>(rules, "mov.pred", [](bool a) { return a; });
 
+  add_floats<float>(rules), add_floats<double>(rules);
   // 9.7.3 floating point. What is "approx" or "full" is computed to the nearest here.
-  add<float, float, float>(rules, "add.f32 add.rn.f32", [](float a, float b) { return a + b; });
-  add<float, float, float>(rules, "sub.f32 sub.rn.f32", [](float a, float b) { return a - b; });
-  add<float, float, float>(rules, "mul.f32 mul.rn.f32", [](float a, float b) { return a * b; });
-  add<float, float, float>(rules, "div.full.f32 div.rn.f32", [](float a, float b) { return a / b; });
-  add<float, float, float, float>(rules, "fma.rn.f32", [](float a, float b, float c) { return std::fma(a, b, c); });
+  add<float, float, float>(rules, "div.full.f32", [](float a, float b) { return a / b; });
   add<float, float, float, float>(
       rules, "fma.rn.ftz.f32", [](float a, float b, float c) { return flush(std::fma(flush(a), flush(b), flush(c))); });
   add<float, float, float>(rules, "max.f32", [](float a, float b) { return larger(a, b); });
   add<float, float, float>(rules, "min.f32", [](float a, float b) { return smaller(a, b); });
-  add<float, float>(rules, "abs.f32", [](float a) { return std::fabs(a); });
-  add<float, float>(rules, "neg.f32", [](float a) { return -a; });
   add<float, float>(rules, "ex2.approx.f32", [](float a) { return std::exp2(a); });
   add<float, float>(rules, "ex2.approx.ftz.f32", [](float a) { return flush(std::exp2(flush(a))); });
   add<float, float>(rules, "lg2.approx.f32", [](float a) { return std::log2(a); });
   add<float, float>(rules, "rcp.approx.ftz.f32", [](float a) { return flush(1 / flush(a)); });
-  add<float, float, float, bool>(rules, "selp.f32", [](float a, float b, bool p) { return p ? a : b; });
-  add<float, float>(rules, "mov.f32", [](float a) { return a; });
-  add<bool, float, float>(rules, "setp.lt.f32", [](float a, float b) { return a < b; });
-  add<bool, float, float>(rules, "setp.le.f32", [](float a, float b) { return a <= b; });
-  add<bool, float, float>(rules, "setp.gt.f32", [](float a, float b) { return a > b; });
-  add<bool, float, float>(rules, "setp.ge.f32", [](float a, float b) { return a >= b; });
-  add<bool, float, float>(rules, "setp.eq.f32", [](float a, float b) { return a == b; });
-  add<bool, float, float>(rules, "setp.ne.f32", [](float a, float b) { return a < b || a > b; });
-  add<bool, float, float>(rules, "setp.ltu.f32", [](float a, float b) { return !(a >= b); });
-  add<bool, float, float>(rules, "setp.leu.f32", [](float a, float b) { return !(a > b); });
-  add<bool, float, float>(rules, "setp.gtu.f32", [](float a, float b) { return !(a <= b); });
-  add<bool, float, float>(rules, "setp.geu.f32", [](float a, float b) { return !(a < b); });
-  add<bool, float, float>(rules, "setp.equ.f32", [](float a, float b) { return !(a < b || a > b); });
-  add<bool, float, float>(rules, "setp.neu.f32", [](float a, float b) { return a != b; });
-  add<bool, float, float>(rules, "setp.num.f32", [](float a, float b) { return !std::isnan(a) && !std::isnan(b); });
-  add<bool, float, float>(rules, "setp.nan.f32", [](float a, float b) { return std::isnan(a) || std::isnan(b); });
+  // 9.7.3.14 rcp.approx.ftz.f64 reads and writes the upper 32 bits alone. It is "gross": what it is used for must not
+  // depend on its last bits.
+  add<double, double>(rules, "rcp.approx.ftz.f64", [](double a) {
+    const auto upper = [](double x) {
+      const double y = std::bit_cast<double>(std::bit_cast<u64>(x) >> 32 << 32);
+      return std::fabs(y) < std::numeric_limits<double>::min() ? std::copysign(0.0, y) : y;
+    };
+    return upper(1 / upper(a));
+  });
 
   // 9.7.9.21 cvt of floats.
+  add<double, float>(rules, "cvt.f64.f32", [](float a) { return double(a); });
+  add<float, double>(rules, "cvt.rn.f32.f64", [](double a) { return float(a); });
   add<float, u16>(rules, "cvt.f32.f16", [](u16 a) { return float_of_f16(a); });
   add<float, u16>(rules, "cvt.f32.bf16", [](u16 a) { return float_of_bf16(a); });
   add<u16, float>(rules, "cvt.rn.f16.f32", [](float a) { return f16_of(a); });
@@ -227,6 +249,13 @@ inline void add_arithmetic(Rules& rules) {
 
   add<s32, s32, s32>(rules, "min.relu.s32", [](s32 a, s32 b) { return std::max(std::min(a, b), 0); });
   add<s32, s32, s32>(rules, "max.relu.s32", [](s32 a, s32 b) { return std::max(std::max(a, b), 0); });
+  // 9.7.1.17 bfind: by how much the highest bit that is set must be shifted to the left; 9.7.1.19 brev.
+  add<u32, u32>(rules, "bfind.shiftamt.u32", [](u32 a) { return a ? u32(std::countl_zero(a)) : ~0u; });
+  add<u32, u32>(rules, "brev.b32", [](u32 a) {
+    u32 result = 0;
+    for (int i = 0; i < 32; i++) result |= (a >> i & 1) << (31 - i);
+    return result;
+  });
   // 9.7.1.20 bfe, 9.7.1.21 bfi, 9.7.9.7 prmt.
   add<u32, u32, u32, u32>(rules, "bfe.u32", [](u32 a, u32 b, u32 c) {
     b &= 255, c &= 255;
@@ -253,6 +282,7 @@ inline void add_arithmetic(Rules& rules) {
   });
   // 9.7.9.20 cvta: generic addresses of global memory are those that it has.
   add<u64, u64>(rules, "cvta.to.global.u64 cvta.global.u64", [](u64 a) { return a; });
+  add<u64, u64>(rules, "cvta.param.u64", [](u64 a) { return a | kParameterSpace; });
 }
 
 // 9.7.9.3 mov: vectors of registers into one, and back.
@@ -279,6 +309,7 @@ bool unpack(Warp& warp, const Instruction& x, Lanes lanes) {
   }
   return true;
 }
+
 inline void add_vectors(Rules& rules) {
   rules["mov.b32 pack2"] = {"d32 2s16", pack<u16, u32>}, rules["mov.b32 unpack2"] = {"2d16 s32", unpack<u16, u32>};
   rules["mov.b64 pack2"] = {"d64 2s32", pack<u32, u64>}, rules["mov.b64 unpack2"] = {"2d32 s64", unpack<u32, u64>};

@@ -101,8 +101,7 @@ struct TensorMap {
   uint64_t strides[4];  // in bytes
   uint32_t rank, element, swizzle, type;
 };
-constexpr uint64_t kParameterSpace = 1ull << 60;  // of generic addresses
-constexpr uint32_t kFloat32 = 7;                  // CUtensorMapDataType
+constexpr uint32_t kFloat32 = 7;  // CUtensorMapDataType
 
 inline uint64_t swizzled(uint64_t at, uint32_t mode) {  // 0 to 3: none, 32, 64 or 128 bytes
   return at ^ ((at >> 7 & ((1u << mode) - 1)) << 4);
@@ -410,7 +409,6 @@ inline void add_hopper(Rules& rules) {
   rules["elect.sync"] = {"d32|d1 s32", elect};
   rules["setmaxnreg.inc.sync.aligned.u32"] = {"i", set_registers, 1};
   rules["setmaxnreg.dec.sync.aligned.u32"] = {"i", set_registers, 0};
-  add<u64, u64>(rules, "cvta.param.u64", [](u64 a) { return a | kParameterSpace; });
 }
 
 }  // namespace ptx

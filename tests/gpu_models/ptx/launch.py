@@ -7,10 +7,8 @@ driver, stand those of `_Utils`; and a kernel ends as PTX, in the place of ptxas
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -26,13 +24,8 @@ from fastattn.backends import hopper
 from fastattn.backends import triton as backend
 from fastattn.backends.triton import launches
 
-from .machine import Program, program
+from . import gpu
 
-SEED = int(os.environ.get("FASTATTN_PTX_SEED", "1"))
-"""Of the first launch of a process; each later one counts one more."""
-
-_SHARED_BYTES = {80: 166_912, 90: 232_448}
-"""Most that a block may have: CUDA C++ Programming Guide, technical specifications per compute capability."""
 _PROPERTIES = SimpleNamespace(multi_processor_count=3)  # few, so that a program has several work items
 _FORMATS = {"fp32": "f", "f32": "f", "fp64": "d", "i64": "q", "u64": "Q"}
 
@@ -47,26 +40,14 @@ class _Argument(NamedTuple):
 _CONSTEXPR, _KERNEL, _TUPLE = range(3)
 
 
-class Gpu:
-    """A GPU on paper, of which Triton's launches are the machine's.
-
-    Attributes:
-        edit: what becomes of the text of a kernel before it runs, from its name and text.
-        programs: those that were launched, by their name.
-        seconds: of a processor that they ran.
-    """
-
-    def __init__(self, arch: int, counting: bool = False) -> None:
-        self.arch, self.counting, self.seed = arch, counting, SEED
-        self.edit: Callable[[str, str], str] = lambda name, text: text
-        self.programs: dict[str, list[Program]] = {}
-        self.seconds = 0.0
+class Gpu(gpu.Gpu):
+    """A GPU of which Triton's launches are the machine's."""
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
         return None, (name, binary.decode()), 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": _SHARED_BYTES[self.arch]}
+        return {"max_shared_mem": gpu.SHARED_BYTES[self.arch]}
 
     def build_signature_metadata(self, signature: list[str]) -> list[str]:
         return signature
@@ -103,16 +84,10 @@ class Gpu:
         name, text = function
         values = [*_flat(annotations, arguments), None, None]
         types = [*signature, "*i8", "*i8"]
-        runs = program(self.edit(name, text))
-        if runs not in self.programs.setdefault(name, []):
-            self.programs[name].append(runs)
-        self.seed += 1
         if x * y * z:
             packed_values = [_packed(t, value) for t, value in zip(types, values, strict=True)]
             ranges = [r for r in map(_range, values) if r is not None]
-            began = time.process_time()
-            runs.launch((x, y, z), 32 * packed[0], packed[2], packed_values, ranges, self.seed, self.counting)
-            self.seconds += time.process_time() - began
+            self.runs(name, text, (x, y, z), 32 * packed[0], packed[2], lambda program: packed_values, ranges)
 
     @contextlib.contextmanager
     def computes_for_the_cpu(self) -> Iterator[None]:
@@ -121,7 +96,7 @@ class Gpu:
         Memory that they allocate is full of NaN.
         """
         parts = {"PyKernelArg": _Argument, "ARG_CONSTEXPR": _CONSTEXPR, "ARG_KERNEL": _KERNEL, "ARG_TUPLE": _TUPLE}
-        runtime, deterministic = triton.knobs.runtime, torch.are_deterministic_algorithms_enabled()
+        runtime = triton.knobs.runtime
         with (
             mock.patch.multiple(nvidia, **parts),
             mock.patch.object(driver, "_active", _Driver(self)),
@@ -133,12 +108,9 @@ class Gpu:
             mock.patch.object(backend, "_device_objections", side_effect=lambda device: []),
             mock.patch.object(hopper, "_device_objections", side_effect=lambda device: []),
             mock.patch.dict(launches._known, clear=True),
+            gpu.memory_full_of_nan(),
         ):
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            try:
-                yield
-            finally:
-                torch.use_deterministic_algorithms(deterministic)
+            yield
 
 
 class _Driver(NoGPU):
@@ -187,10 +159,6 @@ def _packed(of_type: str, value: object) -> bytes:
 
 
 def _range(x: object) -> tuple[int, int] | None:
-    """The addresses of the first byte of a tensor and of that after its last element."""
     if isinstance(x, TensorMap):
         return x.memory
-    if not isinstance(x, Tensor) or x.numel() == 0:
-        return None
-    last = sum(stride * (n - 1) for stride, n in zip(x.stride(), x.shape, strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    return gpu.range_of(x) if isinstance(x, Tensor) else None

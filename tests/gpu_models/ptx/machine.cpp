@@ -60,7 +60,8 @@ int ptx_launch(void* of, const Launch* launch, const void* const* values, const 
   std::string place;
   try {
     if (program.threads && program.threads != int(launch->threads)) fault(who + " wants other threads");
-    if (launch->threads == 0 || launch->threads % kLanes || launch->threads > 1024) fault(who + " has no whole warps");
+    if (int(launch->threads) > program.most_threads) fault(who + " wants fewer threads");
+    if (launch->threads == 0 || launch->threads % kLanes) fault(who + " has no whole warps");
     std::vector<char> parameters(program.parameter_bytes);
     for (size_t i = 0; i < program.parameters.size(); i++) {
       std::memcpy(&parameters[program.parameters[i].at], values[i], program.parameters[i].bytes);

@@ -72,7 +72,7 @@ struct Program {
   std::vector<std::pair<std::string, int>> special;  // registers, and their offsets
   std::vector<Variable> parameters;
   std::vector<std::unique_ptr<std::vector<char>>> globals;
-  int parameter_bytes = 0, static_shared = 0, threads = 0, registers_of_thread = 0;
+  int parameter_bytes = 0, static_shared = 0, threads = 0, most_threads = 1024, registers_of_thread = 0;
   std::vector<Counts> counts;
 };
 
@@ -210,11 +210,14 @@ struct Warp {
   void tick() { seen[index]++; }
 };
 
-// PTX ISA 9.7.13.1 bar: what a barrier of the block knows.
+// PTX ISA 9.7.13.1 bar: what a barrier of the block knows. Of bar.red: whether a predicate is true of any thread, and
+// where each warp wants to know.
 struct Barrier {
   uint32_t arrived = 0, wanted = 0;
   Clock clock{}, fenced{};
   std::vector<Warp*> waiting;
+  bool any = false;
+  std::vector<Operand> answers;
 };
 
 // PTX ISA 9.7.13.15 mbarrier: what is awaited in this phase, and what happened before those that have passed.
@@ -322,22 +325,29 @@ struct Block {
   }
 
   // PTX ISA 9.7.13.1 bar: `wanted` threads meet at barrier i; 0 of them are all of the block.
-  void arrive(Warp& warp, uint64_t i, uint32_t wanted, bool waits) {
+  void arrive(Warp& warp, uint64_t i, uint32_t wanted, bool waits, const Operand* answer = nullptr, bool any = false) {
     if (i >= barriers.size()) fault("barrier " + std::to_string(i) + " of 16");
     Barrier& barrier = barriers[i];
     if (wanted == 0) wanted = launch.threads;
     if (wanted % kLanes || wanted > launch.threads) fault("a barrier for " + std::to_string(wanted) + " threads");
     if (barrier.arrived && barrier.wanted != wanted) fault("threads disagree how many meet at the barrier");
     if (std::count(barrier.waiting.begin(), barrier.waiting.end(), &warp)) fault("arrives twice");
+    if (barrier.arrived && barrier.answers.empty() != (answer == nullptr)) fault("bar.red meets another instruction");
     barrier.wanted = wanted;
     barrier.arrived += kLanes;
+    barrier.any |= any;
+    if (answer) barrier.answers.push_back(*answer);
     join(barrier.fenced, warp.fenced);
     warp.happens_before(barrier.clock);
     if (waits) barrier.waiting.push_back(&warp), warp.waits = true;
     if (barrier.arrived < wanted) return;
-    for (Warp* other : barrier.waiting) {
+    bool values[kLanes];
+    std::fill_n(values, kLanes, barrier.any);
+    for (size_t k = 0; k < barrier.waiting.size(); k++) {
+      Warp* other = barrier.waiting[k];
       join(other->seen, barrier.clock), join(other->fenced, barrier.fenced);
       other->waits = false;
+      if (answer) other->write(barrier.answers[k], kAllLanes, values);
     }
     barrier = Barrier{};
   }

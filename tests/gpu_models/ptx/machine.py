@@ -12,7 +12,7 @@ from pathlib import Path
 from fastattn.backends import build
 
 _FOLDER = Path(__file__).parent
-_BUILDS = _FOLDER.parents[2] / "build" / "ptx_machine"
+BUILDS = _FOLDER.parents[2] / "build" / "ptx_machine"
 _MESSAGE_BYTES = 1 << 16
 
 
@@ -59,9 +59,9 @@ class Program:
         self._handle = self._library.ptx_parse(text.encode(), kernel.encode(), message, _MESSAGE_BYTES)
         if not self._handle:
             raise PtxError(message.value.decode())
-        self._sizes: list[int] = []  # of the parameters
-        while size := self._library.ptx_parameter_bytes(self._handle, len(self._sizes)):
-            self._sizes.append(size)
+        self.sizes: list[int] = []  # of the parameters
+        while size := self._library.ptx_parameter_bytes(self._handle, len(self.sizes)):
+            self.sizes.append(size)
 
     def __del__(self) -> None:
         self._library.ptx_free(self._handle)
@@ -88,9 +88,9 @@ class Program:
         Raises:
             PtxError: it does something wrong.
         """
-        if len(self._sizes) != len(values):
-            raise PtxError(f"{len(values)} values for {len(self._sizes)} parameters")
-        both = zip(values, self._sizes, strict=True)
+        if len(self.sizes) != len(values):
+            raise PtxError(f"{len(values)} values for {len(self.sizes)} parameters")
+        both = zip(values, self.sizes, strict=True)
         padded = [ctypes.create_string_buffer(value, max(size, len(value))) for value, size in both]
         pointers = (ctypes.c_void_p * len(padded))(*map(ctypes.addressof, padded))
         flat = (ctypes.c_uint64 * (2 * len(ranges)))(*(x for pair in ranges for x in pair))
@@ -119,8 +119,8 @@ def program(text: str, kernel: str = "") -> Program:
 def _library() -> ctypes.CDLL:
     sources = sorted([*_FOLDER.glob("*.h"), *_FOLDER.glob("*.cpp"), _FOLDER.parent / "cuda_model" / "half.h"])
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    target = _BUILDS / f"machine-{digest}.so"
-    _BUILDS.mkdir(parents=True, exist_ok=True)
+    target = BUILDS / f"machine-{digest}.so"
+    BUILDS.mkdir(parents=True, exist_ok=True)
     with build.only_holder_of(target):  # by one process at a time
         if not target.is_file():
             unfinished = target.with_suffix(".unfinished")

@@ -14,31 +14,34 @@ inline float value_of(Element element, uint32_t bits) {
   return element == kF16 ? model::float_of_f16(uint16_t(bits)) : model::float_of_bf16(uint16_t(bits));
 }
 
-// 9.7.14.5.8 mma.m16n8k16 with 16 bits, 9.7.14.5.7 mma.m16n8k8 with TF32: D = A B + C, summed in fp32 in the order of
-// k. a: the Element. Lane 4 g + t holds of A and C the rows g and g + 8, of B and C the columns g, and 2 t, 2 t + 1.
+// 9.7.14.5.8 mma.m16n8k16 with 16 bits, 9.7.14.5.7 mma.m16n8k8 with these and TF32: D = A B + C, summed in fp32 in the
+// order of k. a: the Element, b: k. Lane 4 g + t holds of A and C the rows g and g + 8, of B and C the columns g, and
+// 2 t, 2 t + 1.
 inline bool multiply(Warp& warp, const Instruction& x, Lanes lanes) {
   warp.wants_whole(lanes);
   const Element element = Element(x.rule->a);
-  const int K = element == kTF32 ? 8 : 16, per_word = K / 8;  // elements of a word, and words of a row and lane are 2
+  const int K = x.rule->b, per_word = element == kTF32 ? 1 : 2,
+            in_words = 4 * per_word;  // elements; of four lanes' words
+  const int words_of_b = K / in_words, words_of_a = 2 * words_of_b;
   float a[16][16], b[16][8], c[16][8];
   const Operand* operands = x.operands.data();
-  for (int r = 0; r < 4; r++) {
+  for (int r = 0; r < words_of_a; r++) {
     const uint32_t* words = warp.read<uint32_t>(operands[4 + r], lanes);
     for (int i = 0; i < kLanes; i++) {
       for (int e = 0; e < per_word; e++) {
-        a[i / 4 + 8 * (r % 2)][per_word * (i % 4) + K / 2 * (r / 2) + e] = value_of(element, words[i] >> 16 * e);
+        a[i / 4 + 8 * (r % 2)][per_word * (i % 4) + in_words * (r / 2) + e] = value_of(element, words[i] >> 16 * e);
       }
     }
   }
-  for (int r = 0; r < 2; r++) {
-    const uint32_t* words = warp.read<uint32_t>(operands[8 + r], lanes);
+  for (int r = 0; r < words_of_b; r++) {
+    const uint32_t* words = warp.read<uint32_t>(operands[4 + words_of_a + r], lanes);
     for (int i = 0; i < kLanes; i++) {
       for (int e = 0; e < per_word; e++)
-        b[per_word * (i % 4) + K / 2 * r + e][i / 4] = value_of(element, words[i] >> 16 * e);
+        b[per_word * (i % 4) + in_words * r + e][i / 4] = value_of(element, words[i] >> 16 * e);
     }
   }
   for (int r = 0; r < 4; r++) {
-    const float* values = warp.read<float>(operands[10 + r], lanes);
+    const float* values = warp.read<float>(operands[4 + words_of_a + words_of_b + r], lanes);
     for (int i = 0; i < kLanes; i++) c[i / 4 + 8 * (r / 2)][2 * (i % 4) + r % 2] = values[i];
   }
   for (auto i = 0; i < 16; i++) {
@@ -100,9 +103,10 @@ inline bool store_matrices(Warp& warp, const Instruction& x, Lanes lanes) {
 
 inline void add_matrices(Rules& rules) {
   const std::string sums = "4d32 4s32 2s32 4s32";
-  rules["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] = {sums, multiply, kF16};
-  rules["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"] = {sums, multiply, kBF16};
-  rules["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] = {sums, multiply, kTF32};
+  rules["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] = {sums, multiply, kF16, 16};
+  rules["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"] = {sums, multiply, kBF16, 16};
+  rules["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] = {sums, multiply, kTF32, 8};
+  rules["mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"] = {"4d32 2s32 1s32 4s32", multiply, kF16, 8};
   for (const int n : {1, 2, 4}) {
     for (const bool transposed : {false, true}) {
       const std::string count = std::to_string(n), end = ".x" + count + (transposed ? ".trans" : "") + ".shared.b16";

@@ -9,7 +9,8 @@
 
 namespace ptx {
 
-enum Space { kGlobal, kShared, kParameters };
+enum Space { kGlobal, kShared, kParameters, kGeneric };
+constexpr uint64_t kParameterSpace = 1ull << 60;  // of generic addresses, which are those of global memory otherwise
 
 // Wavefronts that lanes need for so many bytes of shared memory each: 128 bytes at most at a time, and of each of the
 // 32 banks one word of 4 bytes.
@@ -51,14 +52,21 @@ void each(Warp& warp, Lanes lanes, Each f) {
 // Addresses of an access by these lanes, of `bytes` each, checked and counted.
 struct Access {
   std::array<uint64_t, kLanes> at{};
+  std::array<Space, kLanes> spaces{};  // which generic addresses differ in
 
   Access(Warp& warp, const Operand& address, Lanes lanes, Space space, int bytes, int alignment) {
     Block& block = warp.block;
     each(warp, lanes, [&](int i) {
-      at[i] = warp.address(address, i, lanes);
+      at[i] = warp.address(address, i, lanes), spaces[i] = space;
+      if (space == kGeneric) {
+        spaces[i] = at[i] & kParameterSpace ? kParameters : kGlobal;
+        at[i] &= ~kParameterSpace;
+      }
       if (space == kShared) block.shared.check_bounds(at[i], bytes, alignment);
-      if (space == kGlobal) block.global.check_bounds(at[i], bytes, alignment);
-      if (space == kParameters && at[i] + bytes > block.parameters.size()) fault("outside of the parameters");
+      if (spaces[i] == kGlobal) block.global.check_bounds(at[i], bytes, alignment);
+      if (spaces[i] != kParameters) return;
+      if (at[i] + bytes > block.parameters.size() || at[i] + bytes < at[i]) fault("outside of the parameters");
+      if (at[i] % alignment) fault("parameter " + hex(at[i]) + " is no multiple of " + std::to_string(alignment));
     });
     if (!block.counting) return;
     if (space == kShared) count_shared(block.counts(), at.data(), lanes, bytes);
@@ -94,17 +102,17 @@ inline void write_integers(Warp& warp, const Operand& to, Lanes lanes, const uin
   if (to.bits == 64) warp.write(to, lanes, values, defined);
 }
 
-// 9.7.9.8 ld; a: the space, b: bytes of each element, c: whether its sign is extended.
+// 9.7.9.8 ld; a: the space, generic where none is written, b: bytes of each element, c: whether its sign is extended.
 inline bool load(Warp& warp, const Instruction& x, Lanes lanes) {
   const int space = x.rule->a, size = x.rule->b, with_sign = x.rule->c;
   const int count = int(x.operands.size()) - 1, bytes = size * count;
   const int used = x.used_bytes == ~0u ? bytes : std::min(bytes, 32 - __builtin_clz(x.used_bytes));
-  const Access access(warp, x.operands.back(), lanes, Space(space), bytes, space == kParameters ? size : bytes);
+  const Access access(warp, x.operands.back(), lanes, Space(space), bytes, bytes);
   uint8_t data[kLanes][16]{};
   each(warp, lanes, [&](int i) {
-    if (space == kGlobal) read_global(warp, access.at[i], used, data[i]);
-    if (space == kShared) read_shared(warp, access.at[i], used, data[i]);
-    if (space == kParameters) std::memcpy(data[i], &warp.block.parameters[access.at[i]], used);
+    if (access.spaces[i] == kGlobal) read_global(warp, access.at[i], used, data[i]);
+    if (access.spaces[i] == kShared) read_shared(warp, access.at[i], used, data[i]);
+    if (access.spaces[i] == kParameters) std::memcpy(data[i], &warp.block.parameters[access.at[i]], used);
   });
   for (int k = 0; k < count; k++) {
     uint64_t values[kLanes]{};
@@ -211,6 +219,16 @@ inline bool shuffle(Warp& warp, const Instruction& x, Lanes lanes) {
   return true;
 }
 
+// 9.7.13.9 vote.sync.ballot
+inline bool ballot(Warp& warp, const Instruction& x, Lanes lanes) {
+  wants_members(warp, x.operands[2], lanes);
+  warp.read<bool>(x.operands[1], lanes);
+  uint32_t result[kLanes];
+  std::fill_n(result, kLanes, *warp.at(x.operands[1].at).lanes<uint32_t>());
+  warp.write(x.operands[0], lanes, result);
+  return true;
+}
+
 // 9.7.13.8 redux.sync
 template <class T, class F>
 bool reduce(Warp& warp, const Instruction& x, Lanes lanes) {
@@ -235,17 +253,27 @@ inline bool meet_in_warp(Warp& warp, const Instruction& x, Lanes lanes) {
   return true;
 }
 
+// What is the same in all lanes.
+inline uint64_t same(Warp& warp, const Operand& x, Lanes lanes) {
+  const uint64_t value = warp.integer(x, 0, lanes);
+  each(warp, lanes, [&](int i) {
+    if (warp.integer(x, i, lanes) != value) fault("lanes come to different barriers");
+  });
+  return value;
+}
+
 // 9.7.13.1 bar.sync and bar.arrive, barrier.sync and barrier.arrive; a: whether it waits.
 inline bool meet(Warp& warp, const Instruction& x, Lanes lanes) {
   warp.wants_whole(lanes);
-  const auto same = [&](const Operand& y) {
-    const uint64_t value = warp.integer(y, 0, lanes);
-    each(warp, lanes, [&](int i) {
-      if (warp.integer(y, i, lanes) != value) fault("lanes come to different barriers");
-    });
-    return value;
-  };
-  warp.block.arrive(warp, same(x.operands[0]), x.operands.size() > 1 ? uint32_t(same(x.operands[1])) : 0, x.rule->a);
+  const uint64_t wanted = x.operands.size() > 1 ? same(warp, x.operands[1], lanes) : 0;
+  warp.block.arrive(warp, same(warp, x.operands[0], lanes), uint32_t(wanted), x.rule->a);
+  return true;
+}
+// bar.red.or.pred: all threads of the block meet, and know whether the predicate is true of any of them.
+inline bool meet_and_ask(Warp& warp, const Instruction& x, Lanes lanes) {
+  warp.wants_whole(lanes);
+  const bool any = *reinterpret_cast<const Lanes*>(warp.read<bool>(x.operands[2], lanes)) != 0;
+  warp.block.arrive(warp, same(warp, x.operands[1], lanes), 0, true, &x.operands[0], any);
   return true;
 }
 
@@ -268,7 +296,8 @@ inline bool branch_by_table(Warp& warp, const Instruction& x, Lanes lanes) {
 inline bool leave(Warp& warp, const Instruction&, Lanes lanes) { return warp.leave(lanes), false; }
 
 inline void add_movement(Rules& rules) {
-  const std::pair<const char*, Space> spaces[] = {{"global.", kGlobal}, {"shared.", kShared}, {"param.", kParameters}};
+  const std::pair<const char*, Space> spaces[] = {
+      {"global.", kGlobal}, {"shared.", kShared}, {"param.", kParameters}, {"", kGeneric}};
   for (const auto& [space, a] : spaces) {
     for (const char* type : {"b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64"}) {
       for (const int n : {1, 2, 4}) {
@@ -278,7 +307,7 @@ inline void add_movement(Rules& rules) {
                           bits_text = std::to_string(std::max(bits, 16)) + "+";
         const std::string name = space + (n == 1 ? "" : "v" + vector + ".") + type;
         rules["ld." + name] = {vector + "d" + bits_text + " a", load, a, bits / 8, type[0] == 's'};
-        if (a != kParameters) rules["st." + name] = {"a " + vector + "s" + bits_text, store, a, bits / 8};
+        if (a == kGlobal || a == kShared) rules["st." + name] = {"a " + vector + "s" + bits_text, store, a, bits / 8};
       }
     }
   }
@@ -302,7 +331,9 @@ inline void add_movement(Rules& rules) {
   add_reduction<uint32_t>(rules, "or.b32", [](uint32_t a, uint32_t b) { return a | b; });
   add_reduction<uint32_t>(rules, "and.b32", [](uint32_t a, uint32_t b) { return a & b; });
 
+  rules["vote.sync.ballot.b32"] = {"d32 s1 s32", ballot};
   rules["bar.warp.sync"] = {"s32", meet_in_warp};
+  rules["bar.red.or.pred"] = {"d1 s32 s1", meet_and_ask};
   for (const std::string name : {"bar", "barrier"}) {
     rules[name + ".sync 1"] = {"s32", meet, 1}, rules[name + ".sync 2"] = {"s32 s32", meet, 1};
     rules[name + ".arrive"] = {"s32 s32", meet, 0};

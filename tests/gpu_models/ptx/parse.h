@@ -34,14 +34,14 @@ inline std::string_view trimmed(std::string_view x) {
   return x;
 }
 
-// The parts between separators that stand in no brackets or braces.
+// The parts between separators that stand in no brackets, braces or parentheses.
 inline std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> parts;
   int depth = 0;
   size_t begin = 0;
   for (size_t i = 0; i <= text.size(); i++) {
-    if (i < text.size() && (text[i] == '{' || text[i] == '[')) depth++;
-    if (i < text.size() && (text[i] == '}' || text[i] == ']')) depth--;
+    if (i < text.size() && (text[i] == '{' || text[i] == '[' || text[i] == '(')) depth++;
+    if (i < text.size() && (text[i] == '}' || text[i] == ']' || text[i] == ')')) depth--;
     if (i == text.size() || (text[i] == separator && depth == 0)) {
       if (auto part = trimmed(text.substr(begin, i - begin)); !part.empty()) parts.push_back(part);
       begin = i + 1;
@@ -62,6 +62,9 @@ class Parser {
     scopes_.emplace_back();
     while (skip_space(), at_ < text_.size()) module_statement(kernel);
     if (program_->name.empty()) fail("no such kernel");
+    std::tie(at_, line_) = body_;
+    scopes_.emplace_back();
+    while (scopes_.size() > 1) body_statement();
     while (program_->registers.size() % alignof(Register)) program_->registers.push_back(0);
     program_->counts.resize(program_->instructions.size());
     return std::move(program_);
@@ -69,11 +72,23 @@ class Parser {
   std::string place() const { return "line " + std::to_string(line_); }
 
  private:
+  // PTX ISA 5.1.6 .param within a body: what a call passes, whose parts, by their offset and bits, are registers.
+  struct Argument {
+    int bytes;
+    std::map<std::pair<int64_t, int>, Operand> parts;
+  };
   struct Scope {
     std::map<std::string, Operand, std::less<>> names;
     std::map<std::string, int, std::less<>> labels;
     std::map<std::string, std::vector<std::string>, std::less<>> tables;
     std::vector<std::pair<int, std::string>> branches;  // whose labels are not known yet
+    std::map<std::string, std::shared_ptr<Argument>, std::less<>> arguments;
+    bool is_function = false;  // which sees nothing of those who call it
+  };
+  static constexpr const char* kReturn = "}";  // the label of the end of a function
+  struct Function {
+    std::string result, parameters;
+    std::pair<size_t, int> body;  // place and line
   };
 
   [[noreturn]] static void fail(std::string_view what) { fault("PTX: " + std::string(what)); }
@@ -117,19 +132,20 @@ class Parser {
     } else if (first == ".extern" || first == ".global" || first == ".shared") {
       variable(first + " " + until(";"));
     } else if (first == ".visible" || first == ".entry") {
-      if (first == ".visible" && word() != ".entry") fail("only kernels are known, not functions");
+      if (first == ".visible" && word() != ".entry") fail("a function that is visible");
       const std::string name = until("(");
       const std::string parameters = until(")");
       const std::string limits = until("{");
       const bool wanted = kernel.empty() ? program_->name.empty() : name == kernel;
       if (!wanted && kernel.empty()) fail("there are several kernels");
-      if (!wanted) return skip_body();
+      body_ = wanted ? std::pair{at_, line_} : body_;
+      skip_body();
+      if (!wanted) return;
       program_->name = name;
       for (auto x : split(parameters, ',')) parameter(x);
-      limit(split(limits, ' '));
-      scopes_.emplace_back();
-      while (!body_statement()) {
-      }
+      limit(limits);
+    } else if (first == ".func") {
+      function(until("{;"));
     } else {
       fail("unknown directive " + first);
     }
@@ -141,24 +157,35 @@ class Parser {
     }
   }
 
-  // PTX ISA 11.4 performance-tuning directives
-  void limit(const std::vector<std::string_view>& words) {
-    for (size_t i = 0; i < words.size(); i += 2) {
-      const int value = i + 1 < words.size() ? std::atoi(words[i + 1].data()) : 0;
-      if (words[i] == ".reqntid")
+  // PTX ISA 11.4 performance-tuning directives: each with a number, or three of them, of which the last two are 1.
+  void limit(std::string_view text) {
+    while (!(text = trimmed(text)).empty()) {
+      const size_t end = text.find_first_of(" \t"), next = std::min(text.find('.', 1), text.size());
+      const std::string_view name = text.substr(0, end), values = end == text.npos ? "" : text.substr(end, next - end);
+      const int value = end == text.npos ? 0 : std::atoi(values.data());
+      const auto numbers = split(values, ',');
+      for (size_t i = 1; i < numbers.size(); i++) {
+        if (numbers[i] != "1") fail(text);
+      }
+      if (name == ".reqntid")
         program_->threads = value;
-      else if (words[i] == ".maxnreg")
+      else if (name == ".maxntid")
+        program_->most_threads = value;
+      else if (name == ".maxnreg")
         program_->registers_of_thread = value;
-      else if (words[i] != ".minnctapersm" && words[i] != ".maxntid")
-        fail("unknown directive " + std::string(words[i]));
+      else if (name != ".minnctapersm")
+        fail("unknown directive " + std::string(name));
+      text = text.substr(next);
     }
   }
 
   static int bytes_of(std::string_view type) { return std::atoi(&type[2]) / 8; }
 
-  void parameter(std::string_view text) {
+  // .param .align 8 .b8 name[16]
+  static Variable declared(std::string_view text, int& alignment) {
     const std::vector<std::string_view> words = split(text, ' ');
-    int alignment = 0, bytes = 0;
+    int bytes = 0;
+    alignment = 0;
     for (size_t i = 0; i + 1 < words.size(); i++) {
       if (words[i] == ".align" && words[i - 1] != ".global") alignment = std::atoi(words[i + 1].data());
       if (words[i].size() > 2 && std::isdigit(words[i][2])) bytes = bytes_of(words[i]);
@@ -170,11 +197,100 @@ class Parser {
     }
     if (bytes == 0) fail("parameter " + std::string(text));
     if (alignment == 0) alignment = bytes;
-    int& end = program_->parameter_bytes;
-    end = (end + alignment - 1) / alignment * alignment;
-    program_->parameters.push_back({std::string(name), uint64_t(end), bytes});
-    scopes_.back().names[std::string(name)] = constant(uint64_t(end), 64);
-    end += bytes;
+    return {std::string(name), 0, bytes};
+  }
+
+  void parameter(std::string_view text) {
+    int alignment, &end = program_->parameter_bytes;
+    Variable x = declared(text, alignment);
+    x.at = uint64_t(end = (end + alignment - 1) / alignment * alignment);
+    program_->parameters.push_back(x);
+    scopes_.back().names[x.name] = constant(x.at, 64);
+    end += x.bytes;
+  }
+
+  // (.param .b32 result) name (.param .b64 x): a declaration, or the head of what follows.
+  void function(const std::string& head) {
+    const bool is_body = text_[at_ - 1] == '{';
+    std::string rest = head;
+    for (char& x : rest) x = x == '(' || x == ')' ? '|' : x;
+    const auto parts = split(rest, '|');
+    if (parts.size() != 3 || head[0] != '(' || head.back() != ')') fail(".func " + head);
+    if (!is_body) return;
+    const std::pair body{at_, line_};
+    skip_body();
+    functions_[std::string(parts[1])] = {std::string(parts[0]), std::string(parts[2]), body};
+  }
+
+  // The scopes that names are looked up in, from the innermost one on.
+  std::vector<Scope*> visible() {
+    std::vector<Scope*> result;
+    for (size_t i = scopes_.size(); i-- > 0;) {
+      result.push_back(&scopes_[i]);
+      if (scopes_[i].is_function) i = 1;  // then the module's
+    }
+    return result;
+  }
+
+  std::shared_ptr<Argument> argument(std::string_view name) {
+    for (Scope* scope : visible()) {
+      if (const auto found = scope->arguments.find(name); found != scope->arguments.end()) return found->second;
+    }
+    return nullptr;
+  }
+
+  // PTX ISA 9.7.12.5 call, which the body of the function takes the place of: call.uni (result), name, (x, y);
+  void call(const std::vector<std::string_view>& parts) {
+    const auto list = [](std::string_view text) { return split(text.substr(1, text.size() - 2), ','); };
+    if (parts.size() != 3 || parts[0][0] != '(' || parts[2][0] != '(') fail("another form of call");
+    const auto found = functions_.find(std::string(parts[1]));
+    if (found == functions_.end()) fail("unknown function " + std::string(parts[1]));
+    if (scopes_.size() > 32) fail("calls within calls");
+    const Function& to = found->second;
+    Scope scope;
+    scope.is_function = true;
+    const auto pass = [&](const std::string& declarations, const std::vector<std::string_view>& given) {
+      const auto taken = split(declarations, ',');
+      if (taken.size() != given.size()) fail("another number of arguments");
+      for (size_t i = 0; i < taken.size(); i++) {
+        int alignment;
+        const Variable x = declared(taken[i], alignment);
+        const auto passed = argument(given[i]);
+        if (!passed || passed->bytes != x.bytes) fail("another argument than " + std::string(taken[i]));
+        scope.arguments[x.name] = passed;
+      }
+    };
+    pass(to.result, list(parts[0])), pass(to.parameters, list(parts[2]));
+    const std::pair here{at_, line_};
+    const size_t depth = scopes_.size();
+    std::tie(at_, line_) = to.body;
+    scopes_.push_back(std::move(scope));
+    while (scopes_.size() > depth) body_statement();
+    std::tie(at_, line_) = here;
+  }
+
+  // st.param.b32 [x+4], %r1; or ld.param.b32 %r1, [x+4]; of what a call passes: false where it is of a kernel.
+  bool pass(const std::string& opcode, const std::vector<std::string_view>& parts, Instruction& to) {
+    const bool stores = starts_with(opcode, "st.param.");
+    if ((!stores && !starts_with(opcode, "ld.param.")) || parts.size() != 2) return false;
+    const std::string_view address = parts[!stores];
+    const auto sides = split(address.substr(1, address.size() - 2), '+');
+    const auto x = sides.empty() ? nullptr : argument(sides[0]);
+    if (!x) return false;
+    const int64_t offset = sides.size() > 1 ? integer(sides[1]).value : 0;
+    const int bits = std::atoi(&opcode[10]);
+    const auto rule = rules_.find("mov.b" + std::to_string(bits));
+    if (rule == rules_.end() || bits < 32 || offset < 0 || offset * 8 % bits || offset + bits / 8 > x->bytes)
+      fail(opcode + " of such a part");
+    Operand& part = x->parts[{offset, bits}];
+    if (part.at == 0 && !stores) fail("a part that nobody stored: " + std::string(address));
+    if (part.at == 0) part = new_register(bits, std::string(address));
+    const Form written("d" + std::to_string(bits)), read("s" + std::to_string(bits));
+    to.rule = &rule->second;
+    if (stores) to.operands.push_back(part);
+    operand(parts[stores], stores ? read : written, to);
+    if (!stores) to.operands.push_back(part);
+    return true;
   }
 
   // .shared .align 4 .b8 name[16]; .extern .shared .align 16 .b8 name[]; .global .align 1 .b8 name[2] = {1, 2};
@@ -204,15 +320,13 @@ class Parser {
     if (!starts_with(text, ".extern")) end += count * size;
   }
 
-  // True where the body ends.
-  bool body_statement() {
+  void body_statement() {
     skip_space();
     if (at_ >= text_.size()) fail("it ends too early");
     if (text_[at_] == '{') {
       at_++, scopes_.emplace_back();
     } else if (text_[at_] == '}') {
       at_++, close_scope();
-      return scopes_.size() == 1;
     } else if (text_[at_] == '.') {
       directive(until(";"));
     } else if (text_[at_] == '(' || text_[at_] == ')') {
@@ -235,19 +349,19 @@ class Parser {
         if (std::string text = until(";"); !text.empty()) instruction(text, line);
       }
     }
-    return false;
   }
 
   void close_scope() {
     Scope scope = std::move(scopes_.back());
     scopes_.pop_back();
+    if (scope.is_function) scope.labels[kReturn] = int(program_->instructions.size());
     for (auto& [i, label] : scope.branches) {
       std::vector<std::string> labels{label};
       if (auto table = scope.tables.find(label); table != scope.tables.end()) labels = table->second;
       for (const std::string& x : labels) {
         if (auto found = scope.labels.find(x); found != scope.labels.end()) {
           program_->instructions[i].targets.push_back(found->second);
-        } else if (scopes_.size() > 1) {
+        } else if (scopes_.size() > 1 && !scope.is_function) {
           scopes_.back().branches.emplace_back(i, x);
         } else {
           fail("unknown label " + x);
@@ -259,6 +373,12 @@ class Parser {
   void directive(const std::string& text) {
     const std::vector<std::string_view> words = split(text, ' ');
     if (starts_with(text, ".shared")) return variable(text);
+    if (starts_with(text, ".param")) {
+      int alignment;
+      const Variable x = declared(text, alignment);
+      scopes_.back().arguments[x.name] = std::make_shared<Argument>(Argument{x.bytes, {}});
+      return;
+    }
     if (starts_with(text, ".pragma")) {
       if (size_t i = text.find("used_bytes_mask"); i != text.npos)
         used_bytes_ = uint32_t(std::strtoul(&text[i + 15], nullptr, 0));
@@ -305,7 +425,7 @@ class Parser {
 
   // A register, variable or parameter; its bits are 0 where there is none of that name.
   Operand named(std::string_view name) {
-    for (auto scope = scopes_.rbegin(); scope != scopes_.rend(); scope++) {
+    for (Scope* scope : visible()) {
       const auto found = scope->names.find(name);
       if (found == scope->names.end()) continue;
       if (found->second.at == 0) found->second = new_register(found->second.bits, std::string(name));
@@ -403,13 +523,17 @@ class Parser {
     }
     const size_t end = std::min(rest.find_first_of(" \t"), rest.size());
     std::string opcode(rest.substr(0, end));
-    const std::vector<std::string_view> parts = split(rest.substr(end), ',');
+    std::vector<std::string_view> parts = split(rest.substr(end), ',');
     if (opcode == "mov.b32" || opcode == "mov.b64") {  // PTX ISA 9.7.9.3 mov, of vectors
       if (parts.size() == 2 && parts[0][0] == '{')
         opcode += " unpack" + std::to_string(split(parts[0].substr(1, parts[0].size() - 2), ',').size());
       if (parts.size() == 2 && parts[1][0] == '{')
         opcode += " pack" + std::to_string(split(parts[1].substr(1, parts[1].size() - 2), ',').size());
     }
+    if (opcode == "call.uni" && result.guard < 0) return call(parts);
+    if (pass(opcode, parts, result)) return program_->instructions.push_back(std::move(result));
+    if (opcode == "ret" && std::any_of(scopes_.begin(), scopes_.end(), [](const Scope& y) { return y.is_function; }))
+      opcode = "bra", parts.push_back(kReturn);
     std::string key = opcode;
     auto rule = rules_.find(key);
     if (rule == rules_.end())
@@ -435,6 +559,8 @@ class Parser {
   int line_ = 1;
   std::vector<Scope> scopes_;
   std::map<std::pair<uint64_t, int>, Operand> constants_;
+  std::map<std::string, Function> functions_;
+  std::pair<size_t, int> body_;  // of the kernel
   uint32_t used_bytes_ = ~0u;
 };
 

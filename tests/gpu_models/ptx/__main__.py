@@ -14,8 +14,8 @@ import torch
 
 from fastattn.testing import CASES
 
-from . import count, mutate
-from .launch import Gpu
+from . import count, cuda, launch, mutate
+from .gpu import Gpu
 
 
 def main() -> None:
@@ -30,15 +30,15 @@ def main() -> None:
     mutating.add_argument("--most", type=int, default=4, help="edits of a kind in a kernel, drawn at random")
     mutating.add_argument("--kind", nargs="+", choices=mutate.KINDS, default=list(mutate.KINDS))
     for command in (counting, mutating):
-        command.add_argument("--arch", type=int, choices=(80, 90), default=80)
-        command.add_argument("--backend", choices=("triton", "hopper"), default="triton")
+        command.add_argument("--arch", type=int, choices=(75, 80, 90), default=80)
+        command.add_argument("--backend", choices=("triton", "hopper", "cuda"), default="triton")
         command.add_argument("--dtype", default="bfloat16")
         command.add_argument("--in-any-order", action="store_true", help="the gradients of Hopper's fused kernel")
     options = parser.parse_args()
     torch.set_num_threads(1)
     cases = [next(case for case in (*CASES, *count.LONG) if case.name == name) for name in options.case]
     dtype = getattr(torch, options.dtype)
-    gpu = Gpu(options.arch, counting=options.command == "count")
+    gpu = (cuda if options.backend == "cuda" else launch).Gpu(options.arch, counting=options.command == "count")
     with gpu.computes_for_the_cpu():
         if options.command == "count":
             print_counts(gpu, cases, dtype, options)

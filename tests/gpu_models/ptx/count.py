@@ -12,12 +12,12 @@ import torch
 
 from fastattn.testing import CASES, Case, Inputs, make_inputs, run
 
-from .launch import Gpu
+from .gpu import Gpu
 from .machine import Counts, Program, program
 
 CLASSES = {  # of instructions, by what their text begins with: the first that fits
     "matrix": r"mma|wgmma\.mma",
-    "global": r"(ld|st|red|atom)\.global|cp\.(reduce\.)?async\.bulk\.tensor",
+    "global": r"(ld|st|red|atom)\.global|ld\.[busfv]\d|cp\.(reduce\.)?async\.bulk\.tensor",
     "shared": r"(ld|st)\.shared|ldmatrix|stmatrix|cp\.async\.c",
     "special": r"(ex2|lg2|rcp|sqrt|div|rsqrt|sin|cos|tanh)\.",
     "shuffle": r"(shfl|redux|vote|elect)",
@@ -71,6 +71,7 @@ def needed_of_pair(kernel: str, D: int, d_v: int) -> int:
         "dq_kernel": D + d_v + D,
         "fused_kernel": D + d_v + d_v + D + D,
         "dbias_kernel": D + d_v,
+        "bias_gradient_kernel": D + d_v,
     }.get(kernel, 0)
 
 

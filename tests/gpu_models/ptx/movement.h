@@ -70,7 +70,8 @@ struct Access {
     });
     if (!block.counting) return;
     if (space == kShared) count_shared(block.counts(), at.data(), lanes, bytes);
-    if (space == kGlobal) count_global(block.counts(), at.data(), lanes, bytes);
+    for (int i = 0; i < kLanes; i++) lanes &= ~(Lanes(spaces[i] != kGlobal) << i);
+    if (lanes) count_global(block.counts(), at.data(), lanes, bytes);
   }
 };
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastattn.testing import CASES, Inputs, assert_right, make_inputs, run
 
-from .launch import Gpu
+from .gpu import Gpu
 from .machine import PtxError
 
 
@@ -37,8 +37,11 @@ KINDS = {
     "predicate of a global access dropped": Kind(r"@!?%p\d+ ((?:ld|st)\.global)", r"\1"),
     "less became less or equal": Kind(r"setp\.lt\.s32", "setp.le.s32"),
     "greater became greater or equal": Kind(r"setp\.gt\.s32", "setp.ge.s32"),
-    "zero fill of cp.async dropped": Kind(r"(cp\.async\.c[ag]\S* .*0x\w+), %r\d+;", r"\1;"),
+    "greater or equal became greater": Kind(r"setp\.ge\.s32", "setp.gt.s32"),
+    "zero fill of cp.async dropped": Kind(r"(cp\.async\.c[ag]\S* .*(?:0x\w+|16)), %r\d+;", r"\1;"),
     "constant of an xor changed": Kind(r"(xor\.b32\s+\S+ \S+ )(\d+);", r"\g<1>1\2;"),
+    "butterfly became a shift": Kind(r"shfl\.sync\.bfly", "shfl.sync.down"),
+    "offset in shared memory changed": Kind(r"((?:ld|st)\.shared.*\[%r\d+\+)(\d+)\]", r"\g<1>1\2]"),
     "wgmma.wait_group removed": Kind(r"^\s*wgmma\.wait_group.*;", ""),
     "wgmma.fence removed": Kind(r"^\s*wgmma\.fence.*;", ""),
     "fence.proxy.async removed": Kind(r"^\s*fence\.proxy\.async.*;", ""),

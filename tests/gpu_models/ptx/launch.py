@@ -10,11 +10,12 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -87,10 +88,8 @@ class Gpu:
         assert swizzle == 0 or box[0] * element <= 16 << swizzle
         none = [0] * (5 - rank)
         sizes = *shape, *none, *box, *none, *in_bytes, *none
-        last = sum((n - 1) * stride for n, stride in zip(shape, [element, *in_bytes], strict=True)) + element
-        return TensorMap(
-            (address, address + last), struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind)
-        )
+        words = struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind)
+        return TensorMap(_pieces(address, shape, [element, *in_bytes], element), words)
 
     def launch(
         self, x, y, z, stream, function, cooperative, pdl, packed, metadata, enter, leave, scratch, profile,
@@ -109,7 +108,7 @@ class Gpu:
         self.seed += 1
         if x * y * z:
             packed_values = [_packed(t, value) for t, value in zip(types, values, strict=True)]
-            ranges = [r for r in map(_range, values) if r is not None]
+            ranges = np.concatenate([np.empty((0, 2), np.uint64), *map(_ranges, values)])
             began = time.process_time()
             runs.launch((x, y, z), 32 * packed[0], packed[2], packed_values, ranges, self.seed, self.counting)
             self.seconds += time.process_time() - began
@@ -157,7 +156,7 @@ class _Driver(NoGPU):
 class TensorMap(NamedTuple):
     """A descriptor of a tensor for TMA, in the place of a CUtensorMap."""
 
-    memory: tuple[int, int]
+    ranges: np.ndarray
     words: bytes
 
 
@@ -186,11 +185,21 @@ def _packed(of_type: str, value: object) -> bytes:
     return struct.pack(_FORMATS.get(of_type, "q"), value)
 
 
-def _range(x: object) -> tuple[int, int] | None:
-    """The addresses of the first byte of a tensor and of that after its last element."""
+def _ranges(x: object) -> np.ndarray:
+    """Where the elements of a tensor begin and end, uint64 [pieces, 2]."""
     if isinstance(x, TensorMap):
-        return x.memory
+        return x.ranges
     if not isinstance(x, Tensor) or x.numel() == 0:
-        return None
-    last = sum(stride * (n - 1) for stride, n in zip(x.stride(), x.shape, strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+        return np.empty((0, 2), np.uint64)
+    return _pieces(x.data_ptr(), x.shape, [stride * x.element_size() for stride in x.stride()], x.element_size())
+
+
+def _pieces(address: int, shape: Sequence[int], strides: list[int], size: int) -> np.ndarray:
+    """The same of elements of that size: strides count bytes, and elements that lie side by side are one piece."""
+    begins = np.array([address], np.uint64)
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if stride == size:
+            size *= n
+        elif stride and n > 1:
+            begins = np.add.outer(np.arange(n, dtype=np.uint64) * np.uint64(stride), begins).ravel()
+    return np.stack([begins, begins + np.uint64(size)], axis=1)

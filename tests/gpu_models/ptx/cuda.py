@@ -1,4 +1,4 @@
-"""The CUDA backend on the machine: its kernels as nvcc compiles them, and what it compiles for the host, which launches.
+"""The CUDA backend on the machine: its kernels and its own launches, as nvcc compiles both.
 
 In the place of CUDA's runtime library stands cuda_runtime.cpp.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class Gpu(gpu.Gpu):
 
     @contextlib.contextmanager
     def computes_for_the_cpu(self) -> Iterator[None]:
-        """Calls of the CUDA backend on CPU tensors are computed on this GPU; memory that they allocate is full of NaN."""
+        """Calls of the CUDA backend on CPU tensors are computed on this GPU; memory that they allocate is NaN."""
         module, texts = _compiled()
         on_launch = _ON_LAUNCH(functools.partial(self._launch, texts[self.arch]))
         ctypes.CDLL(module.__file__).fastattn_set_gpu(on_launch, gpu.SHARED_BYTES[self.arch])
@@ -83,8 +84,8 @@ class Gpu(gpu.Gpu):
             return [ctypes.string_at(arguments[i], size) for i, size in enumerate(program.sizes)]
 
         try:
-            ranges = [r for r in map(gpu.range_of, self._given) if r is not None]
-            ranges += [(allocated[i], allocated[i + 1]) for i in range(0, n_allocated, 2)]
+            of_binding = np.array(allocated[:n_allocated], np.uint64).reshape(-1, 2)
+            ranges = np.concatenate([of_binding, *map(gpu.ranges_of, self._given)])
             text = texts[module, name.decode()]
             self.runs(_readable(name.decode()), text, grid[:3], block[0], shared, values_of, ranges)
         except Exception as error:  # which no C++ may be thrown through
@@ -110,7 +111,8 @@ class _Module:
         return lambda *arguments, **named: self._gpu.call(function, arguments, named)
 
 
-_OF_BACKWARD = {"b1ELNS0_6WantedE1": "dq", "b0ELNS0_6WantedE3": "dk_dv", "b0ELNS0_6WantedE1": "dk", "b0ELNS0_6WantedE2": "dv"}
+_OF_BACKWARD = {"Lb1ELNS0_6WantedE1": "dq", "Lb0ELNS0_6WantedE3": "dk_dv"}
+_OF_BACKWARD |= {"Lb0ELNS0_6WantedE1": "dk", "Lb0ELNS0_6WantedE2": "dv"}
 
 
 def _readable(symbol: str) -> str:
@@ -135,7 +137,8 @@ def _compiled() -> tuple[ModuleType, dict[int, dict[tuple[int, str], str]]]:
 
     sources = [build.source_dir() / source for source in build.CUDA.sources]
     headers = [build.source_dir() / header for header in build.CUDA.headers()]
-    tool, flags = nvcc(), ["-std=c++20", *cpp_extension.COMMON_NVCC_FLAGS, *build.CUDA.flags["nvcc"], "-Xcompiler=-fPIC"]
+    flags = ["-std=c++20", *cpp_extension.COMMON_NVCC_FLAGS, *build.CUDA.flags["nvcc"], "-Xcompiler=-fPIC"]
+    tool = nvcc()
     codes = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ARCHS]
     version = subprocess.run([tool, "--version"], check=True, capture_output=True).stdout
     contents = [path.read_bytes() for path in sorted([*sources, *headers])]
@@ -165,9 +168,10 @@ def _compiled() -> tuple[ModuleType, dict[int, dict[tuple[int, str], str]]]:
 
 
 def _by_module(module: ModuleType, folder: Path, arch: int, sources: list[Path]) -> dict[tuple[int, str], str]:
-    """The kernels of the host's modules, which have numbers as they were registered: they are told by their names."""
+    """The kernels of the host's modules, which are numbered as they were registered, and known by their kernels."""
     library, number, names = ctypes.CDLL(module.__file__), ctypes.c_int(), {}
-    library.fastattn_kernel.restype, library.fastattn_kernel.argtypes = ctypes.c_char_p, (ctypes.c_size_t, ctypes.c_void_p)
+    library.fastattn_kernel.restype = ctypes.c_char_p
+    library.fastattn_kernel.argtypes = (ctypes.c_size_t, ctypes.c_void_p)
     i = 0
     while (name := library.fastattn_kernel(i, ctypes.byref(number))) is not None:
         names.setdefault(number.value, set()).add(name.decode())

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class Gpu:
 
     def runs(
         self, name: str, text: str, grid: Sequence[int], threads: int, shared: int,
-        values_of: Callable[[Program], Sequence[bytes]], ranges: Sequence[tuple[int, int]],
+        values_of: Callable[[Program], Sequence[bytes]], ranges: np.ndarray,
     ) -> None:  # fmt: skip
         """Executes a kernel; the values of its parameters are asked for when it is known."""
         runs = program(self.edit(name, text))
@@ -48,12 +49,25 @@ class Gpu:
         self.seconds += time.process_time() - began
 
 
-def range_of(x: Tensor) -> tuple[int, int] | None:
-    """The addresses of the first byte of a tensor and of that after its last element."""
+NOWHERE = np.empty((0, 2), np.uint64)
+
+
+def ranges_of(x: Tensor) -> np.ndarray:
+    """Where the elements of a tensor begin and end, uint64 [pieces, 2]."""
     if x.numel() == 0:
-        return None
-    last = sum(stride * (n - 1) for stride, n in zip(x.stride(), x.shape, strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+        return NOWHERE
+    return pieces(x.data_ptr(), x.shape, [stride * x.element_size() for stride in x.stride()], x.element_size())
+
+
+def pieces(address: int, shape: Sequence[int], strides: list[int], size: int) -> np.ndarray:
+    """The same of elements of that size: strides count bytes, and elements that lie side by side are one piece."""
+    begins = np.array([address], np.uint64)
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if stride == size:
+            size *= n
+        elif stride and n > 1:
+            begins = np.add.outer(np.arange(n, dtype=np.uint64) * np.uint64(stride), begins).ravel()
+    return np.stack([begins, begins + np.uint64(size)], axis=1)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,9 @@ inline MBarrier& barrier_at(Warp& warp, uint64_t at) {
 // Ends the phase where nothing is awaited any more: PTX ISA 9.7.13.15.5.
 inline void may_complete(MBarrier& barrier) {
   if (barrier.pending || barrier.bytes) return;
-  barrier.phase++, barrier.pending = barrier.count;
+  if (!includes(barrier.clock, barrier.waits)) fault("the phase may also end before all have passed a wait for the one before");
+  barrier.phase++, barrier.pending = barrier.count, barrier.waits = {};
+  barrier.passed_before = barrier.passed;
   barrier.passed = barrier.clock, barrier.passed_fenced = barrier.fenced;
   for (Warp* warp : std::exchange(barrier.waiting, {})) warp->waits = false;
 }
@@ -55,7 +57,9 @@ inline bool init_barrier(Warp& warp, const Instruction& x, Lanes lanes) {
   const uint64_t count = warp.integer(x.operands[1], lane, lanes);
   if (count == 0 || count >= 1 << 20) fault("a count of " + std::to_string(count));
   warp.block.shared.writes(warp.seen, at, 8, warp.epoch());
-  warp.block.mbarriers[uint32_t(at)] = MBarrier{.count = uint32_t(count), .pending = int64_t(count)};
+  if (warp.block.loaders == kAgents) fault("more mbarriers than the clocks have room for");
+  warp.block.mbarriers[uint32_t(at)] = {
+      .count = uint32_t(count), .pending = int64_t(count), .loader = warp.block.loaders++};
   return true;
 }
 
@@ -63,6 +67,7 @@ inline bool init_barrier(Warp& warp, const Instruction& x, Lanes lanes) {
 inline bool arrive_at_barrier(Warp& warp, const Instruction& x, Lanes lanes) {
   each(warp, lanes, [&](int i) {
     MBarrier& barrier = barrier_at(warp, Access(warp, x.operands[0], Lanes(1) << i, kShared, 8, 8).at[i]);
+    if (!includes(warp.seen, barrier.passed)) fault("may also arrive in the phase before");
     if (x.rule->a) barrier.bytes += int64_t(warp.integer(x.operands[1], i, lanes));
     if (--barrier.pending < 0) fault("more arrivals than the phase has");
     join(barrier.fenced, warp.fenced);
@@ -87,7 +92,11 @@ inline bool wait_at_barrier(Warp& warp, const Instruction& x, Lanes lanes) {
     barrier.waiting.push_back(&warp), warp.waits = true;
     return false;
   }
-  if (over) join(warp.seen, barrier.passed), join(warp.fenced, barrier.passed_fenced);
+  if (over) {
+    if (!includes(warp.seen, barrier.passed_before)) fault("the wait may also pass two phases before");
+    join(warp.seen, barrier.passed), join(warp.fenced, barrier.passed_fenced);
+    barrier.waits[warp.index] = warp.seen[warp.index];
+  }
   bool done[kLanes];  // false where its time was over before
   std::fill_n(done, kLanes, over);
   warp.write(x.operands[0], lanes, done);
@@ -163,8 +172,9 @@ inline bool load_tensor(Warp& warp, const Instruction& x, Lanes lanes) {
   const uint64_t to = warp.address(x.operands[0], lane, lanes);
   const uint64_t barrier = Access(warp, x.operands.back(), lanes, kShared, 8, 8).at[lane];
   const Box box(warp, &x.operands[1], x.rule->a, to, lane, lanes);
-  barrier_at(warp, barrier);
-  Transfer transfer{barrier, {}};
+  const MBarrier& told = barrier_at(warp, barrier);
+  if (!includes(warp.seen, told.passed)) fault("may also be begun in the phase before of its mbarrier");
+  Transfer transfer{barrier, told.phase, {}};
   by_async_proxy(warp, [&](const Clock& visible) { block.shared.may_read(visible, barrier, 8); });
   for (const Box::Chunk& chunk : box.chunks) {
     Transfer::Piece piece{chunk.shared, {}};
@@ -181,10 +191,11 @@ inline bool load_tensor(Warp& warp, const Instruction& x, Lanes lanes) {
 
 inline void Block::land(Transfer transfer) {
   const uint32_t clock = ++loads;
-  for (const Transfer::Piece& piece : transfer.pieces) shared.lands(piece.at, 16, piece.data, epoch(kLoader, clock));
   MBarrier& barrier = mbarriers.at(uint32_t(transfer.barrier));
+  for (const Transfer::Piece& x : transfer.pieces) shared.lands(x.at, 16, x.data, epoch(barrier.loader, clock));
+  if (barrier.phase != transfer.phase) fault("a load by TMA lands after the phase in which it began");
   barrier.bytes -= int64_t(16 * transfer.pieces.size());
-  barrier.clock[kLoader] = clock;
+  barrier.clock[barrier.loader] = clock;
   may_complete(barrier);
 }
 

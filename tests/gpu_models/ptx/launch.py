@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -68,10 +69,8 @@ class Gpu(gpu.Gpu):
         assert swizzle == 0 or box[0] * element <= 16 << swizzle
         none = [0] * (5 - rank)
         sizes = *shape, *none, *box, *none, *in_bytes, *none
-        last = sum((n - 1) * stride for n, stride in zip(shape, [element, *in_bytes], strict=True)) + element
-        return TensorMap(
-            (address, address + last), struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind)
-        )
+        words = struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind)
+        return TensorMap(gpu.pieces(address, shape, [element, *in_bytes], element), words)
 
     def launch(
         self, x, y, z, stream, function, cooperative, pdl, packed, metadata, enter, leave, scratch, profile,
@@ -86,7 +85,7 @@ class Gpu(gpu.Gpu):
         types = [*signature, "*i8", "*i8"]
         if x * y * z:
             packed_values = [_packed(t, value) for t, value in zip(types, values, strict=True)]
-            ranges = [r for r in map(_range, values) if r is not None]
+            ranges = np.concatenate([gpu.NOWHERE, *map(_ranges, values)])
             self.runs(name, text, (x, y, z), 32 * packed[0], packed[2], lambda program: packed_values, ranges)
 
     @contextlib.contextmanager
@@ -129,7 +128,7 @@ class _Driver(NoGPU):
 class TensorMap(NamedTuple):
     """A descriptor of a tensor for TMA, in the place of a CUtensorMap."""
 
-    memory: tuple[int, int]
+    ranges: np.ndarray
     words: bytes
 
 
@@ -158,7 +157,7 @@ def _packed(of_type: str, value: object) -> bytes:
     return struct.pack(_FORMATS.get(of_type, "q"), value)
 
 
-def _range(x: object) -> tuple[int, int] | None:
+def _ranges(x: object) -> np.ndarray:
     if isinstance(x, TensorMap):
-        return x.memory
-    return gpu.range_of(x) if isinstance(x, Tensor) else None
+        return x.ranges
+    return gpu.ranges_of(x) if isinstance(x, Tensor) else gpu.NOWHERE

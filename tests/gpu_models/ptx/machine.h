@@ -214,18 +214,29 @@ struct Warp {
 // where each warp wants to know.
 struct Barrier {
   uint32_t arrived = 0, wanted = 0;
-  Clock clock{}, fenced{};
+  Clock clock{}, fenced{}, passed{};
   std::vector<Warp*> waiting;
   bool any = false;
   std::vector<Operand> answers;
 };
 
 // PTX ISA 9.7.13.15 mbarrier: what is awaited in this phase, and what happened before those that have passed.
+//
+// What holds of one order of warps and loads holds of every one if each of these is so in it:
+// - who arrives, or begins a load, has seen the end of the phase before: it can count for no earlier one;
+// - who has waited for a phase has seen the end of the one before: its parity is not that of an earlier phase;
+// - a phase ends after all waits for the one before: none of them finds its parity turned again.
+// For take the first event of another order that is not as in this one. All that happens before it in this one has
+// happened: an arrival counts for the same phase, which cannot have ended without it, a wait ends with its phase, and
+// where all wait, of the events to come one has all before it behind it, which is no wait then.
 struct MBarrier {
   uint32_t count = 0;
   int64_t pending = 0, bytes = 0;
   uint64_t phase = 0;
+  int loader = 0;  // the agent of the loads that it is told of
   Clock clock{}, fenced{}, passed{}, passed_fenced{};
+  Clock passed_before{};  // as `passed` was in the phase before
+  Clock waits{};          // that have passed since this phase began
   std::vector<Warp*> waiting;
 };
 
@@ -235,7 +246,7 @@ struct Transfer {
     uint64_t at;
     uint8_t data[16];
   };
-  uint64_t barrier;
+  uint64_t barrier, phase;
   std::vector<Piece> pieces;
 };
 
@@ -252,6 +263,7 @@ struct Block {
   std::map<uint32_t, MBarrier> mbarriers;
   std::vector<Transfer> transfers;
   uint32_t loads;  // that have landed, since the first block
+  int loaders = kLoaders;
   int spare_registers = 0;
   std::vector<Warp*> want_registers;
   bool counting = launch.counting;
@@ -333,6 +345,7 @@ struct Block {
     if (barrier.arrived && barrier.wanted != wanted) fault("threads disagree how many meet at the barrier");
     if (std::count(barrier.waiting.begin(), barrier.waiting.end(), &warp)) fault("arrives twice");
     if (barrier.arrived && barrier.answers.empty() != (answer == nullptr)) fault("bar.red meets another instruction");
+    if (!includes(warp.seen, barrier.passed)) fault("may also come to the barrier before others have passed it");
     barrier.wanted = wanted;
     barrier.arrived += kLanes;
     barrier.any |= any;
@@ -349,7 +362,7 @@ struct Block {
       other->waits = false;
       if (answer) other->write(barrier.answers[k], kAllLanes, values);
     }
-    barrier = Barrier{};
+    barrier = Barrier{.passed = barrier.clock};
   }
 };
 

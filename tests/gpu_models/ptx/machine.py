@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from fastattn.backends import build
 
 _FOLDER = Path(__file__).parent
@@ -72,7 +74,7 @@ class Program:
         threads: int,
         shared: int,
         values: Sequence[bytes],
-        ranges: Sequence[tuple[int, int]],
+        ranges: np.ndarray | Sequence[tuple[int, int]],
         seed: int,
         counting: bool = False,
     ) -> None:
@@ -81,7 +83,7 @@ class Program:
         Args:
             shared: bytes of dynamic shared memory.
             values: of the parameters.
-            ranges: the addresses at which the memory that it may use begins and ends.
+            ranges: the addresses at which each piece of memory that it may use begins and ends.
             seed: of all that is left open: the order of blocks and warps.
             counting: whether bytes and wavefronts are counted.
 
@@ -93,11 +95,11 @@ class Program:
         both = zip(values, self.sizes, strict=True)
         padded = [ctypes.create_string_buffer(value, max(size, len(value))) for value, size in both]
         pointers = (ctypes.c_void_p * len(padded))(*map(ctypes.addressof, padded))
-        flat = (ctypes.c_uint64 * (2 * len(ranges)))(*(x for pair in ranges for x in pair))
+        ranges = np.ascontiguousarray(ranges, dtype=np.uint64)
         launch = Launch((ctypes.c_uint32 * 3)(*grid), threads, shared, seed, counting)
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         if self._library.ptx_launch(
-            self._handle, ctypes.byref(launch), pointers, flat, len(ranges), message, _MESSAGE_BYTES
+            self._handle, ctypes.byref(launch), pointers, ranges.ctypes.data, len(ranges), message, _MESSAGE_BYTES
         ):
             raise PtxError(message.value.decode())
 

@@ -28,8 +28,9 @@ inline std::string hex(uint64_t x) {
 }
 
 // The warps come first; then what a warp has begun that reads or writes memory on its own: matrix products and bulk
-// copies out of shared memory. kLoader writes what TMA loads, kPending stands for bytes that nobody may touch yet.
-constexpr int kAgents = 64, kProducts = 32, kBulk = 48, kPending = 62, kLoader = 63, kClockBits = 26;
+// copies out of shared memory. kPending stands for bytes that nobody may touch yet; from kLoaders on, one for each
+// mbarrier, come those that write what TMA loads.
+constexpr int kAgents = 96, kProducts = 32, kBulk = 48, kPending = 63, kLoaders = 64, kClockBits = 25;
 using Clock = std::array<uint32_t, kAgents>;
 using Epoch = uint32_t;
 
@@ -43,12 +44,18 @@ inline uint32_t clock_of(Epoch e) { return e & ((1u << kClockBits) - 1); }
 inline void join(Clock& to, const Clock& from) {
   for (int i = 0; i < kAgents; i++) to[i] = std::max(to[i], from[i]);
 }
+// Whether all that happened before the one happened before the other.
+inline bool includes(const Clock& x, const Clock& other) {
+  bool result = true;
+  for (int i = 0; i < kAgents; i++) result &= x[i] >= other[i];
+  return result;
+}
 
 inline std::string name_of(int agent) {
   if (agent < kProducts) return "warp " + std::to_string(agent);
   if (agent < kBulk) return "a matrix product of warp " + std::to_string(agent - kProducts);
   if (agent < kPending) return "a bulk copy of warp " + std::to_string(agent - kBulk);
-  return agent == kLoader ? "a load by TMA" : "an asynchronous copy that nobody waited for";
+  return agent == kPending ? "an asynchronous copy that nobody waited for" : "a load by TMA";
 }
 
 class Shared {
@@ -129,21 +136,28 @@ class Global {
   struct Range {
     uint64_t begin, end;
   };
-  explicit Global(std::vector<Range> ranges) : ranges_(std::move(ranges)) {}
+  explicit Global(std::vector<Range> ranges) {
+    std::sort(ranges.begin(), ranges.end(), [](const Range& x, const Range& y) { return x.begin < y.begin; });
+    ranges_.push_back({0, 0});
+    for (const Range& x : ranges) {
+      if (x.begin > ranges_.back().end)
+        ranges_.push_back(x);
+      else
+        ranges_.back().end = std::max(ranges_.back().end, x.end);
+    }
+  }
 
   void check_bounds(uint64_t at, uint64_t bytes, uint64_t alignment) {
     if (at % alignment) fault("global address " + hex(at) + " is no multiple of " + std::to_string(alignment));
     if (inside(ranges_[last_], at, bytes)) return;
-    for (last_ = 0; last_ < ranges_.size(); last_++) {
-      if (inside(ranges_[last_], at, bytes)) return;
-    }
-    last_ = 0;
-    std::string near;
-    for (const Range& x : ranges_) {
-      if (at + bytes > x.begin && at < x.end + 4096)
-        near = ", " + std::to_string(at - x.begin) + " bytes into one of " + std::to_string(x.end - x.begin);
-    }
-    fault(std::to_string(bytes) + " bytes at global address " + hex(at) + " are outside of every tensor" + near);
+    const auto after = std::upper_bound(ranges_.begin(), ranges_.end(), at,
+                                        [](uint64_t x, const Range& range) { return x < range.begin; });
+    const Range& x = *(after - 1);
+    last_ = size_t(&x - ranges_.data());
+    if (inside(x, at, bytes)) return;
+    fault(std::to_string(bytes) + " bytes at global address " + hex(at) + " are outside of every tensor, " +
+          std::to_string(at - x.begin) + " bytes from where elements begin of which " + std::to_string(x.end - x.begin) +
+          " bytes lie side by side");
   }
 
   void reads(uint32_t block, Epoch as, const Clock& seen, uint64_t at, int bytes) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -102,6 +103,195 @@ def test_what_is_wrong_is_a_fault(body, change, fault):
     for seed in range(3):
         with pytest.raises(PtxError, match=fault):
             run(body.replace(*change), seed=seed)
+
+
+VOTED = """bar.red.or.pred %p3, 0, %p1; vote.sync.ballot.b32 %r6, %p2, -1; mov.b32 %r7, 0;
+  @%p3 mov.b32 %r7, %r6; st.global.b32 [%rd5], %r7;"""
+
+
+def test_all_threads_and_lanes_know_what_was_voted():
+    for seed in range(10):
+        _, y = run(VOTED, seed=seed)
+        assert (y.view(torch.int32) == 0xFFFF).all()
+        _, y = run(VOTED.replace("0, %p1;", "0, 0;"), seed=seed)
+        assert (y == 0).all()
+
+
+def test_a_vote_is_a_barrier():
+    for seed in range(10):
+        x, y = run(EXCHANGED.replace("bar.sync 0;", "bar.red.or.pred %p3, 0, %p1;"), seed=seed)
+        assert torch.equal(y, x.roll(32))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (("bar.red.or.pred %p3, 0, %p1;", "@%p2 bar.red.or.pred %p3, 0, %p1;"), "by a part of the warp"),
+        (
+            ("bar.red.or.pred %p3, 0, %p1;", "@%p1 bar.red.or.pred %p3, 0, %p1; @!%p1 bar.sync 0;"),
+            "bar.red meets another instruction",
+        ),
+        (("0, %p1;", "0, %p3;"), "%p3 is undefined"),
+        (("%r6, %p2, -1;", "%r6, %p2, 1;"), "only the members 0x1"),
+        (("vote.sync", "@%p2 vote.sync"), "by a part of the warp"),
+    ],
+)
+def test_a_wrong_vote_is_a_fault(change, fault):
+    assert change[0] in VOTED
+    for seed in range(3):
+        with pytest.raises(PtxError, match=fault):
+            run(VOTED.replace(*change), seed=seed)
+
+
+# Thread i of 64 writes what the function makes of i and of a structure of two integers, of which it gets the address:
+# i plus the second one, or the first one where i is less than 7.
+CALLING = """
+.version 9.0
+.target sm_80
+.address_size 64
+.func (.param .align 4 .b8 result[8]) of_both(.param .b64 both, .param .b32 number);
+.visible .entry kernel(.param .u64 kernel_y, .param .align 8 .b8 kernel_both[16])
+.maxntid 64, 1, 1
+{
+  .reg .pred %p<4>;
+  .reg .b32 %r<9>;
+  .reg .b64 %rd<9>;
+  mov.b64 %rd2, kernel_both;
+  ld.param.u64 %rd1, [kernel_y];
+  cvta.param.u64 %rd3, %rd2;
+  mov.u32 %r1, %tid.x;
+  setp.ge.s32 %p1, %r1, 32;
+  @%p1 bra second;
+  {
+  .param .b64 param0; st.param.b64 [param0+0], %rd3; .param .b32 param1; st.param.b32 [param1+0], %r1;
+  .param .align 4 .b8 back[8];
+  call.uni (back), of_both, (param0, param1);
+  ld.param.b32 %r4, [back+0]; ld.param.b32 %r5, [back+4];
+  }
+  bra.uni ended;
+second:
+  {
+  .param .b64 param0; st.param.b64 [param0+0], %rd3; .param .b32 param1; st.param.b32 [param1+0], %r1;
+  .param .align 4 .b8 back[8];
+  call.uni (back), of_both, (param0, param1);
+  ld.param.b32 %r4, [back+0]; ld.param.b32 %r5, [back+4];
+  }
+ended:
+  add.s32 %r6, %r4, %r5;
+  mul.wide.u32 %rd4, %r1, 4;
+  add.s64 %rd4, %rd4, %rd1;
+  st.global.u32 [%rd4], %r6;
+  ret;
+}
+.func (.param .align 4 .b8 result[8]) of_both(.param .b64 both, .param .b32 number)
+{
+  .reg .pred %p<4>;
+  .reg .b32 %r<9>;
+  .reg .b64 %rd<9>;
+  ld.param.u64 %rd1, [both];
+  ld.param.u32 %r1, [number];
+  st.param.b32 [result+0], %r1;
+  setp.lt.s32 %p1, %r1, 7;
+  @%p1 bra few;
+  ld.u64 %rd2, [%rd1+8];
+  cvt.u32.u64 %r2, %rd2;
+  st.param.b32 [result+4], %r2;
+  ret;
+few:
+  ld.u64 %rd2, [%rd1];
+  cvt.u32.u64 %r2, %rd2;
+  sub.s32 %r2, %r2, %r1;
+  st.param.b32 [result+4], %r2;
+  ret;
+}
+"""
+
+
+def call(text: str) -> torch.Tensor:
+    """y after the kernel, with 5 and 77 in the structure."""
+    y = torch.zeros(64, dtype=torch.int32)
+    values = struct.pack("Q", y.data_ptr()), struct.pack("QQ", 5, 77)
+    Program(text).launch((1, 1, 1), 64, 0, values, [(y.data_ptr(), y.data_ptr() + 256)], 1)
+    return y
+
+
+def test_functions_are_called():
+    i = torch.arange(64)
+    assert torch.equal(call(CALLING), torch.where(i < 7, 5, i + 77).int())
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (("[%rd1+8]", "[%rd1+16]"), "outside of the parameters"),
+        (("[%rd1+8]", "[%rd1+4]"), "parameter 0xc is no multiple of 8"),
+        (("cvta.param.u64 %rd3, %rd2", "mov.b64 %rd3, %rd2"), "outside of every tensor"),
+        (("add.s64 %rd4", "@%p1 ld.param.u64 %rd4, [%rd2+16]; add.s64 %rd4"), "outside of the parameters"),
+        (("ld.u64 %rd2, [%rd1+8];", ""), "%rd2 is undefined|%r6 is undefined"),
+        ((".maxntid 64", ".maxntid 32"), "wants fewer threads"),
+        ((".maxntid 64, 1, 1", ".maxntid 32, 2, 1"), "PTX: .maxntid"),
+        (("[both]", "[neither]"), "unknown neither"),
+        (("[result+0]", "[result+8]"), "st.param.b32 of such a part"),
+        (("[result+0]", "[result+2]"), "st.param.b32 of such a part"),
+        (("  st.param.b32 [result+0], %r1;", ""), "a part that nobody stored"),
+        (("ld.param.u32 %r1, [number]", "mov.b32 %r1, %r8"), "%p1 is undefined"),
+        (("call.uni (back), of_both, (param0, param1)", "call.uni (back), of_both, (param0)"), "number of arguments"),
+        (("call.uni (back), of_both", "call.uni (back), of_three"), "unknown function of_three"),
+        (("(param0, param1);", "(param1, param0);"), "another argument"),
+        (("@%p1 bra few", "@%p1 bra ended"), "unknown label ended"),
+        (("@%p1 bra few", "@%p1 call.uni (back), of_both, (param0, param1)"), "unknown instruction @%p1 call"),
+        (("  .reg .b64 %rd<9>;\n  ld.param.u64 %rd1, [both];", "  ld.param.u64 %rd1, [both];"), "unknown %rd1"),
+        (("few:", "few: call.uni (result), of_both, (both, number);"), "calls within calls"),
+    ],
+)
+def test_a_wrong_call_is_a_fault(change, fault):
+    assert change[0] in CALLING
+    with pytest.raises(PtxError, match=re.escape(fault) if "|" not in fault else fault):
+        call(CALLING.replace(*change))
+
+
+@pytest.mark.parametrize(
+    ("K", "dtype"), [(16, torch.float16), (16, torch.bfloat16), (8, torch.float16), (8, torch.float32)], ids=str
+)
+def test_products_are_those_of_the_manual(K, dtype):
+    """By its figures: lane 4 g + t holds the rows g and g + 8, in each word of A and B one or two elements."""
+    name = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "tf32"}[dtype]
+    in_word = 4 // dtype.itemsize
+    words = K // (4 * in_word)  # of B; A has twice as many
+    A, B, C = (torch.randint(-8, 9, shape).float() for shape in ((16, K), (K, 8), (16, 8)))
+    given = torch.empty(32, 3 * words + 4, dtype=torch.int32)
+    for lane, (g, t) in enumerate((g, t) for g in range(8) for t in range(4)):
+        parts = []
+        for word in range(2 * words):
+            first = 4 * in_word * (word // 2) + in_word * t
+            parts.append(A[g + 8 * (word % 2), first : first + in_word].to(dtype))
+        parts += [B[4 * in_word * word + in_word * t :, g][:in_word].to(dtype) for word in range(words)]
+        of_c = torch.stack([C[g + 8 * (i // 2), 2 * t + i % 2] for i in range(4)])
+        given[lane] = torch.cat([torch.cat(parts).view(torch.int32), of_c.view(torch.int32)])
+    n = given.shape[1]
+    registers = [f"%r{10 + i}" for i in range(n)]
+    a, b, c = (", ".join(registers[i:j]) for i, j in ((0, 2 * words), (2 * words, 3 * words), (3 * words, n)))
+    loads = "".join(f"ld.global.b32 {x}, [%rd3+{4 * i}];" for i, x in enumerate(registers))
+    stores = "".join(f"st.global.b32 [%rd4+{4 * i}], %r{3 + i};" for i in range(4))
+    product = (
+        f"mma.sync.aligned.m16n8k{K}.row.col.f32.{name}.{name}.f32 {{%r3, %r4, %r5, %r6}}, {{{a}}}, {{{b}}}, {{{c}}};"
+    )
+    text = f""".version 8.7
+.target sm_80
+.address_size 64
+.visible .entry kernel(.param .u64 x, .param .u64 y)
+{{
+  .reg .b32 %r<40>; .reg .b64 %rd<9>;
+  ld.param.b64 %rd1, [x]; ld.param.b64 %rd2, [y]; mov.u32 %r1, %tid.x;
+  mad.wide.u32 %rd3, %r1, {4 * n}, %rd1; mad.wide.u32 %rd4, %r1, 16, %rd2;
+  {loads} {product} {stores} ret;
+}}"""
+    D = torch.empty(32, 4)
+    ranges = [(x.data_ptr(), x.data_ptr() + 4 * x.numel()) for x in (given, D)]
+    Program(text).launch((1, 1, 1), 32, 0, [struct.pack("Q", begin) for begin, _ in ranges], ranges, 1)
+    expected = A @ B + C
+    for lane, (g, t) in enumerate((g, t) for g in range(8) for t in range(4)):
+        assert D[lane].tolist() == [float(expected[g + 8 * (i // 2), 2 * t + i % 2]) for i in range(4)]
 
 
 def test_blocks_that_write_the_same_bytes_race():

@@ -4,8 +4,7 @@
 # make cuda: the same for those in csrc/cuda
 # make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make aarch64-conformance | aarch64-instructions: the cpu backend on an Arm processor, by qemu; what its kernels execute
-# make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
-# make ptx: the conformance suite on the Triton and Hopper kernels as they are compiled, on a machine that executes PTX
+# make ptx: the conformance suite on the kernels of the GPU backends as they are compiled, on a machine that executes PTX
 # make wheel | wheel-test: the compiled wheel for Linux; PYTHONS="python3.10 python3.12" are those that test it
 # make sdist | sdist-test | check-dist | sbom | workflows: what is published, and what publishes it
 PYTHON ?= python3
@@ -21,7 +20,7 @@ SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 QEMU := qemu-aarch64
 
-.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions scaling cuda-model-test ptx wheel wheel-test sdist sdist-test check-dist sbom workflows clean
+.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions scaling ptx wheel wheel-test sdist sdist-test check-dist sbom workflows clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -171,45 +170,12 @@ $(CPU_KERNELS)/scaling: benchmarks/scaling.cpp $(KERNEL_SOURCES) $(CPU_HEADERS)
 	@mkdir -p $(@D)
 	$(CPU_CXX) -O2 $< $(KERNEL_SOURCES) -o $@
 
-# For the older of the compute capabilities that the kernels tell apart, every case; for the later one, which make test holds
-# to more cases from Python, those that reach every branch, sanitized. A variable that is read before it is written holds no zero by chance, where
-# the compiler can see to that.
-CUDA_MODEL := build/cuda_model
-CUDA_MODEL_HEADERS := $(wildcard csrc/*.h csrc/cuda/*.h csrc/cuda/*.cuh tests/gpu_models/cuda_model/*.h tests/cpu_kernels/*.h)
-CUDA_MODEL_FLAGS := -std=c++20 -Wall -Wextra -Wno-unknown-pragmas -Itests/gpu_models/cuda_model \
-    $(shell g++ -ftrivial-auto-var-init=pattern -E -x c++ /dev/null >/dev/null 2>&1 && echo -ftrivial-auto-var-init=pattern)
-CUDA_MODEL_BUILDS := 75 80-sanitized
-
-cuda-model-test: $(foreach build,$(CUDA_MODEL_BUILDS),$(addprefix $(CUDA_MODEL)/$(build)/,model_test kernels_test))
-	set -e; for build in $(CUDA_MODEL_BUILDS); do $(CUDA_MODEL)/$$build/model_test; done
-	$(CUDA_MODEL)/75/kernels_test
-	$(CUDA_MODEL)/80-sanitized/kernels_test few
-	@$(PYTHON) .ci/passed.py --record $@
-
-# $(1): one of the builds, $(2): its compiler
-define cuda_model_build
-$(CUDA_MODEL)/$(1)/%.o: tests/gpu_models/cuda_model/%.cpp $(CUDA_MODEL_HEADERS)
-	@mkdir -p $$(@D)
-	$(2) $(CUDA_MODEL_FLAGS) -c $$< -o $$@
-
-$(CUDA_MODEL)/$(1)/%.o: csrc/cuda/%.cu $(CUDA_MODEL_HEADERS)
-	@mkdir -p $$(@D)
-	$(2) $(CUDA_MODEL_FLAGS) -x c++ -c $$< -o $$@
-
-$(CUDA_MODEL)/$(1)/model_test: $(CUDA_MODEL)/$(1)/model_test.o
-	$(2) $$^ -o $$@
-
-$(CUDA_MODEL)/$(1)/kernels_test: $(patsubst %,$(CUDA_MODEL)/$(1)/%.o,kernels_test f16 bf16 f32)
-	$(2) $$^ -o $$@
-endef
-$(eval $(call cuda_model_build,75,g++ -O2 -DFASTATTN_MODEL_CAPABILITY=75))
-$(eval $(call cuda_model_build,80-sanitized,$(SANITIZING_CXX) -DFASTATTN_MODEL_CAPABILITY=80))
-
-# What Triton compiles is kept for the next time. CASES as in -k of pytest: CASES="sm_90 and window".
+# What Triton and nvcc compile is kept for the next time. CASES as in -k of pytest: CASES="sm_90 and window".
 CASES ?=
-ptx: $(INSTALLED)
-	TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1800 \
-	    --numprocesses=auto --dist=worksteal tests/backends/test_conformance.py -k "ptx_$(if $(CASES), and ($(CASES)))"
+ptx: $(INSTALLED) $(NVCC)
+	NVCC=$(NVCC) TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1800 \
+	    --numprocesses=auto --dist=worksteal tests/backends/test_conformance.py tests/gpu_models/test_cuda_kernels.py \
+	    tests/core/test_pytorch.py tests/core/test_varlen.py -k "ptx_$(if $(CASES), and ($(CASES)))"
 
 # The wheel for every Linux with glibc 2.28 or newer, in dist: by zig's clang, which has that glibc and its own C++ library.
 ZIG := build/zig/0.17.1

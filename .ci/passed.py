@@ -21,7 +21,6 @@ SOURCES = {
     "thread-sanitize": _KERNELS,
     "valgrind": _KERNELS,
     "aarch64": _KERNELS,
-    "cuda-model-test": ("csrc/*.h", "csrc/cuda/*.[ch]*", "tests/gpu_models/cuda_model/*", "tests/cpu_kernels/*"),
 }
 
 

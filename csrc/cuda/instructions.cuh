@@ -1,12 +1,5 @@
 // The GPU's instructions that CUDA C++ has no functions for, a function each: all inline PTX of fastattn stands here.
-//
-// A compiler other than nvcc finds the same functions in instructions_model.h, on its include path: a model of them in
-// plain C++, with which the tests run the kernels on a CPU.
 #pragma once
-
-#if !defined(__CUDACC__)
-#include "instructions_model.h"
-#else
 
 #include <cstdint>
 
@@ -163,5 +156,3 @@ constexpr bool kHasTensorCores<bf16> = false;
 #endif
 
 }  // namespace fastattn::cuda
-
-#endif  // __CUDACC__

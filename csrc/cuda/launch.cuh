@@ -1,9 +1,5 @@
-// How a kernel is launched. A compiler other than nvcc finds the same function in launch_model.h, on its include path.
+// How a kernel is launched.
 #pragma once
-
-#if !defined(__CUDACC__)
-#include "launch_model.h"
-#else
 
 #include <cuda_runtime_api.h>
 
@@ -34,5 +30,3 @@ cudaError_t launch(void (*kernel)(P...), int64_t blocks, int threads, int shared
 }
 
 }  // namespace fastattn::cuda
-
-#endif  // __CUDACC__

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from modelled_gpu import PTX_MACHINES, CudaModel
+from modelled_gpu import PTX_MACHINES
 from modelled_hopper import GluonModel
 from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
 
@@ -15,7 +15,7 @@ from fastattn.backends import aten, cpu, hopper, objections, selfcheck, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
-ON_MODELS = [(model, "cpu") for model in (CudaModel, GluonModel, *PTX_MACHINES)]
+ON_MODELS = [(model, "cpu") for model in (GluonModel, *PTX_MACHINES)]
 COMPUTING = [*PLACES, *ON_MODELS]
 OF_HOPPER = [hopper, GluonModel, *(machine for machine in PTX_MACHINES if machine.backend is hopper)]
 WITH_BIAS = [place for place in COMPUTING if place[0] not in OF_HOPPER]

@@ -169,18 +169,6 @@ def test_cpu_over_many_blocks(case, dtype):
     check(case, dtype, "cpu", THREADS)
 
 
-@profile(0.3)
-@given(case=cases(FEATURES, longest=140, widest=256), dtype=st.sampled_from(DTYPES))
-def test_cuda_on_a_model_of_a_gpu(gpu_model, case, dtype):
-    check(case, dtype, "cuda")
-
-
-@profile(0.1)
-@given(case=cases(FEATURES, longest=700, widest=20), dtype=st.sampled_from(DTYPES))
-def test_cuda_over_many_tiles_of_a_modelled_gpu(gpu_model, case, dtype):
-    check(case, dtype, "cuda")
-
-
 @profile(0.1)
 @given(case=cases(triton.features(torch.device("cpu")), longest=20, widest=20), dtype=st.sampled_from(DTYPES))
 def test_triton_interpreted(case, dtype):

@@ -1,9 +1,9 @@
 """Compiles the CUDA kernels for GPUs that need not be there, prints what each takes, and fails where that is wrong.
 
 `python tests/compile_gates/cuda_compile.py 75 80` compiles every file of csrc/cuda for sm_75 and sm_80, as many at once
-as there are cores, checks the syntax of the binding against the installed torch, which may be one for the CPU, and
-prints a table. `--json` prints one object a line, `--summary` a row for each arch, and `--record` that too, which it
-keeps in cuda_record.FILE if nothing is wrong.
+as there are cores, and each header by itself, checks the syntax of the binding against the installed torch, which may
+be one for the CPU, and prints a table. `--json` prints one object a line, `--summary` a row for each arch, and
+`--record` that too, which it keeps in cuda_record.FILE if nothing is wrong.
 """
 
 from __future__ import annotations
@@ -193,6 +193,13 @@ def check_binding(nvcc: str, folder: Path) -> None:
     output_of([nvcc, *flags, *(f"-isystem={path}" for path in includes), "-c", source, "-o", folder / "binding.o"])
 
 
+def check_header(nvcc: str, header: Path, folder: Path) -> None:
+    """SystemExit with what nvcc has against a source that includes the header, twice, and nothing else."""
+    source = folder / f"{header.name}.cu"
+    source.write_text(2 * f'#include "{header}"\n')
+    output_of([nvcc, *AS_TORCH_COMPILES, "-arch=compute_80", "-ptx", source, "-o", "/dev/null"])
+
+
 def output_of(command: list, environment: dict[str, str] | None = None) -> str:
     """What a command says, both ways; SystemExit with it where the command fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -212,14 +219,17 @@ def version_of(nvcc: str) -> str:
 
 
 def compile_all(nvcc: str, archs: list[int], folder: Path) -> dict[int, list[Kernel]]:
-    """The kernels for each arch; checks the binding by the way."""
+    """The kernels for each arch; checks the binding and the headers by the way."""
+    headers = sorted(path for pattern in ("*.h", "*.cuh") for path in (build.source_dir() / "cuda").glob(pattern))
     jobs = [(arch, file) for arch in archs for file in kernel_files()]
     # Those that take longest first, and fp32 with its unrolled products does.
     jobs.sort(key=lambda job: not job[1].endswith("f32.cu"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        binding = pool.submit(check_binding, nvcc, folder)
+        others = [pool.submit(check_binding, nvcc, folder)]
+        others += [pool.submit(check_header, nvcc, header, folder) for header in headers]
         done = dict(zip(jobs, pool.map(lambda job: compiled(nvcc, *job, folder), jobs), strict=True))
-        binding.result()
+        for other in others:
+            other.result()
     fullest = max(archs)
     dynamic = dynamic_shared_memory(
         nvcc, [target for (arch, _), (target, _) in done.items() if arch == fullest], folder

@@ -16,10 +16,10 @@ from torch.utils import cpp_extension
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEADERS = sorted(
     path
-    for folder in ("csrc", "tests/cpu_kernels", "tests/gpu_models/cuda_model")
-    for pattern in ("*.h", "*.cuh")
-    for path in (REPOSITORY / folder).rglob(pattern)
+    for folder in ("csrc", "csrc/cpu", "tests/cpu_kernels", "tests/gpu_models/ptx")
+    for path in (REPOSITORY / folder).glob("*.h")
 )
+"""Without those of csrc/cuda, for which `make cuda` does the same with nvcc."""
 OF_KERNELS = {path for path in HEADERS if re.search("FASTATTN_(ISA|BF16|TILES)", path.read_text())}
 """The headers that are compiled once for each instruction set, whose macros they need."""
 
@@ -28,11 +28,8 @@ LEVELS = {"x86_64": ("amx", "portable"), "aarch64": ("neon_bf16", "neon")}.get(p
 
 
 def compiler(*options: str, source: str) -> subprocess.CompletedProcess[str]:
-    """The outcome of the C++ compiler on a source, with the model of a GPU in the place of CUDA's headers."""
-    include = [
-        f"-I{REPOSITORY / 'tests/gpu_models/cuda_model'}",
-        *(f"-isystem{path}" for path in (sysconfig.get_path("include"), *cpp_extension.include_paths())),
-    ]
+    """The outcome of the C++ compiler on a source."""
+    include = [f"-isystem{path}" for path in (sysconfig.get_path("include"), *cpp_extension.include_paths())]
     command = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", *include, *options, "-x", "c++", "-"]
     return subprocess.run(command, input=source, capture_output=True, text=True)
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch._inductor.config
-from modelled_gpu import CudaModel
+from modelled_gpu import CUDA_MACHINES
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_map
@@ -339,7 +339,7 @@ def test_exports():
     assert torch.equal(torch.export.export(Attend(), inputs).module()(*inputs), Attend()(*inputs))
 
 
-@pytest.mark.parametrize("backend", [aten, cpu, reference, CudaModel], ids=lambda b: b.NAME, indirect=True)
+@pytest.mark.parametrize("backend", [aten, cpu, reference, *CUDA_MACHINES], ids=lambda b: b.NAME, indirect=True)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

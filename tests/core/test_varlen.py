@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from modelled_gpu import CudaModel
+from modelled_gpu import CUDA_MACHINES
 from torch import Tensor
 
 import fastattn
@@ -48,7 +48,7 @@ def by_document(x: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("backend", [*BACKENDS, CudaModel], ids=lambda b: b.NAME, indirect=True)
+@pytest.mark.parametrize("backend", [*BACKENDS, *CUDA_MACHINES], ids=lambda b: b.NAME, indirect=True)
 def test_same_as_a_loop_over_the_documents(backend, name, dtype):
     options, cross = CALLS[name]
     options = dict(options)

@@ -1,4 +1,4 @@
-"""The machine for PTX: what it refuses, and Triton's kernels as they are compiled for GPUs."""
+"""The machine for PTX: what it refuses, and kernels as Triton and nvcc compile them for GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ptx.machine import Program, PtxError
+from ptx.cuda import nvcc
+from ptx.machine import Program, PtxError, program
 
 ROOT = Path(__file__).parents[2]
 CONFORMANCE = ROOT / "tests" / "backends" / "test_conformance.py"
@@ -294,6 +295,24 @@ def test_products_are_those_of_the_manual(K, dtype):
         assert D[lane].tolist() == [float(expected[g + 8 * (i // 2), 2 * t + i % 2]) for i in range(4)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounding_to_16_bits(dtype):
+    """To the nearest, ties to even; what overflows is infinite, and every NaN the same."""
+    name = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
+    body = f"""ld.global.b32 %r6, [%rd4]; {{ .reg .b16 half; cvt.rn.{name}.f32 half, %r6; cvt.f32.{name} %r7, half; }}
+      st.global.b32 [%rd5], %r7;"""
+    generator = torch.Generator().manual_seed(0)
+    every = torch.randint(-(2**31), 2**31, (4096,), generator=generator).int().view(torch.float32)
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).float()
+    near = halves + (halves.roll(1) - halves) / torch.tensor([2.0, 1.999, 2.001])[:, None]
+    for x in torch.cat([every, near.flatten()[::7]]).split(64)[:-1]:
+        y = torch.zeros(64)
+        ranges = [(tensor.data_ptr(), tensor.data_ptr() + 256) for tensor in (x, y)]
+        values = [struct.pack("Q", begin) for begin, _ in ranges]
+        program(KERNEL.format(body=body)).launch((1, 1, 1), 64, 0, values, ranges, 1)
+        torch.testing.assert_close(y, x.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_blocks_that_write_the_same_bytes_race():
     with pytest.raises(PtxError, match="which another block wrote"):
         run(EXCHANGED, blocks=2)
@@ -318,21 +337,27 @@ def compiled(*command: str) -> str:
         "triton_sm_80 and torch.float16 and (everything or scattered-segments-alibi)",
         "triton_sm_90 and bfloat16 and (plain or tail-above or pad-queries-causal)",
         "hopper_sm_90 and float16 and (plain or multi-query or pad-queries-causal or segments-causal)",
+        "ptx_cuda and (plain or tail-above or pad-queries-causal or everything or head-dim-256)",
     ],
 )
 def test_compiled_kernels_are_right(chosen):
+    if "cuda" in chosen and nvcc() is None:
+        pytest.skip("there is no nvcc: `make ptx` fetches it")
     printed = compiled("-m", "pytest", "-q", str(CONFORMANCE), "-k", f"test_case_is_right and {chosen}")
     assert " passed" in printed
 
 
 FOUND = {  # kinds of edits of which each that was drawn is found, or all but one
     ("triton", 80): ["bar.sync removed", "cp.async.wait_group removed", "predicate of a global access dropped"],
+    ("cuda", 80): ["bar.sync removed", "cp.async.wait_group removed", "zero fill of cp.async dropped"],
     ("hopper", 90): ["fence.proxy.async removed", "arrival at an mbarrier removed", "expected bytes changed"],
 }
 
 
 @pytest.mark.parametrize(("backend", "arch"), FOUND)
 def test_faults_put_into_compiled_kernels_are_found(backend, arch):
+    if backend == "cuda" and nvcc() is None:
+        pytest.skip("there is no nvcc: `make ptx` fetches it")
     arguments = ("--backend", backend, "--arch", str(arch), "--case", "pad-queries-causal", "--most", "1")
     table = compiled("-m", "tests.gpu_models.ptx", "mutate", *arguments, "--kind", *FOUND[backend, arch])
     rows = [line for line in table.splitlines() if line.startswith(tuple(FOUND[backend, arch]))]

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../cuda_model/half.h"
+#include "half.h"
 #include "movement.h"
 
 namespace ptx {
@@ -197,8 +197,6 @@ void add_floats(Rules& rules) {
 }
 
 inline void add_arithmetic(Rules& rules) {
-  using fastattn::cuda::model::bf16_of, fastattn::cuda::model::f16_of;
-  using fastattn::cuda::model::float_of_bf16, fastattn::cuda::model::float_of_f16;
   add_integers<s16>(rules), add_integers<s32>(rules), add_integers<s64>(rules);
   add_integers<u16>(rules), add_integers<u32>(rules), add_integers<u64>(rules);
   add_bits<u16>(rules), add_bits<u32>(rules), add_bits<u64>(rules);

@@ -36,7 +36,7 @@ ARCHS = (75, 80)
 def nvcc() -> Path | None:
     """That of the variable NVCC, of the Makefile's folder for it, or of the PATH."""
     found = (os.environ.get("NVCC"), Path(sys.prefix, "cuda/nvidia/cu13/bin/nvcc"), shutil.which("nvcc"))
-    return next((Path(path) for path in found if path and Path(path).is_file()), None)
+    return next((Path(path).resolve() for path in found if path and Path(path).is_file()), None)
 
 
 class Gpu(gpu.Gpu):
@@ -122,12 +122,18 @@ def _readable(symbol: str) -> str:
 
 
 def kernels_in(text: str) -> dict[str, str]:
-    """Modules of one kernel each, by their names: of a module with several."""
-    head, *parts = re.split(r"^(?=(?:\.visible )?\.entry |\.func )", text, flags=re.MULTILINE)
-    entries = {m[1]: part for part in parts if (m := re.match(r"(?:\.visible )?\.entry (\w+)\(", part))}
-    functions = [part for part in parts if part.startswith(".func")]
-    # What stands between the declarations of functions and the first kernel belongs to the module.
-    return {name: head + "".join(functions) + part for name, part in entries.items()}
+    """Modules of one kernel each with the functions that it names, by their names: of a module with several."""
+    head, *parts = re.split(r"^(?=\.(?:visible|entry|func|extern))", text[text.index(".version") :], flags=re.MULTILINE)
+    named = [(m[2], part, m[1]) for part in parts if (m := _DECLARED.match(part))]
+    others = "".join(part for part in (head, *parts) if not _DECLARED.match(part))
+    return {
+        name: others + "".join(x for of, x, kind in named if kind == ".func" and of in kernel) + kernel
+        for name, kernel, kind in named
+        if kind == ".entry"
+    }
+
+
+_DECLARED = re.compile(r"(?:\.visible )?(\.entry|\.func) *(?:\(.*?\))? *(\w+)")
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 // Rules of matrix instructions of a warp: PTX ISA 9.7.14.5 mma.sync, ldmatrix and stmatrix.
 #pragma once
 
-#include "../cuda_model/half.h"
+#include "half.h"
 #include "movement.h"
 
 namespace ptx {
@@ -9,9 +9,8 @@ namespace ptx {
 enum Element { kF16, kBF16, kTF32 };
 
 inline float value_of(Element element, uint32_t bits) {
-  namespace model = fastattn::cuda::model;
   if (element == kTF32) return std::bit_cast<float>(bits & ~0x1fffu);  // the low bits are ignored
-  return element == kF16 ? model::float_of_f16(uint16_t(bits)) : model::float_of_bf16(uint16_t(bits));
+  return element == kF16 ? float_of_f16(uint16_t(bits)) : float_of_bf16(uint16_t(bits));
 }
 
 // 9.7.14.5.8 mma.m16n8k16 with 16 bits, 9.7.14.5.7 mma.m16n8k8 with these and TF32: D = A B + C, summed in fp32 in the

@@ -4,6 +4,8 @@
 #include <cctype>
 #include <cstdlib>
 #include <string_view>
+#include <tuple>
+#include <utility>
 
 #include "machine.h"
 

@@ -5,7 +5,7 @@
 #include <bit>
 #include <cstdint>
 
-namespace fastattn::cuda::model {
+namespace ptx {
 
 constexpr uint32_t kMagnitude = 0x7fffffff, kInfinityBits = 0x7f800000;
 constexpr uint16_t kNaN16 = 0x7fff;
@@ -45,4 +45,4 @@ inline uint16_t bf16_of(float x) {
   return magnitude > kInfinityBits ? kNaN16 : uint16_t((bits >> 16 & 0x8000) | without_low_bits(magnitude, 16));
 }
 
-}  // namespace fastattn::cuda::model
+}  // namespace ptx

@@ -1,29 +1,31 @@
-"""The CUDA kernels on a model of a GPU: around the borders of their tiles, in any order of threads, and on old GPUs.
+"""The compiled CUDA kernels on the machine that executes PTX: around the borders of their tiles, and in random calls.
 
-Most of what they are held to stands in tests/backends/test_conformance.py, with the other backends.
+Most of what they are held to stands in tests/backends/test_conformance.py, beside others: `make ptx` runs both.
 """
 
 import dataclasses
 import itertools
 import math
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from modelled_gpu import modelled_gpu
-from test_properties import check, errors_of
+from hypothesis import given
+from hypothesis import strategies as st
+from modelled_gpu import CUDA_MACHINES, PtxMachine
+from test_properties import FEATURES, cases, check, errors_of, profile
 
 import fastattn
 from fastattn import Mask
 from fastattn.testing import CASES, DTYPES, Case, assert_right, make_inputs, run
 
 NAMED = {case.name: case for case in CASES if not case.timed}
-TAKEN = [case for case in NAMED.values() if case.D > 0 and max(case.D, case.d_v or 0) <= 256]
+OLDEST, WITH_ALL = CUDA_MACHINES  # without asynchronous copies and bf16, and the first with both
+
+on_each, on_one, on_the_oldest = (
+    pytest.mark.parametrize("backend", machines, ids=lambda machine: machine.NAME, indirect=True)
+    for machines in (CUDA_MACHINES, [WITH_ALL], [OLDEST])
+)
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130)
 HEAD_DIMS = (1, 8, 33, 63, 64, 65, 96, 128, 129, 192, 256)
@@ -44,56 +46,86 @@ VARIANTS = (
 )
 
 
-def by_turns(cases: Sequence, dtypes: Sequence[torch.dtype]) -> list[tuple]:
-    """Each case in one of the dtypes."""
-    return list(zip(cases, itertools.cycle(dtypes), strict=False))
-
-
-def around_borders() -> list[tuple[Case, torch.dtype]]:
+def around_borders() -> list[tuple[PtxMachine, Case, torch.dtype]]:
     """Every length of queries with every head dim; the rest by turns, so that each meets most of what it can."""
     drawn = []
     for (i, n_q), (j, D) in itertools.product(enumerate(LENGTHS), enumerate(HEAD_DIMS)):
         turn = len(HEAD_DIMS) * i + j
         n_k, d_v = LENGTHS[(7 * i + 4 * j) % len(LENGTHS)], HEAD_DIMS[(3 * i + j) % len(HEAD_DIMS)]
         case = Case(f"{n_q}x{n_k}-D{D}-{d_v}-{turn % len(VARIANTS)}", "", n_q=n_q, n_k=n_k, D=D, d_v=d_v)
-        drawn.append((dataclasses.replace(case, **VARIANTS[turn % len(VARIANTS)]), DTYPES[(i + j) % len(DTYPES)]))
+        dtype = DTYPES[(i + j) % len(DTYPES)]
+        machine = OLDEST if turn % 4 == 0 and dtype != torch.bfloat16 else WITH_ALL
+        drawn.append((machine, dataclasses.replace(case, **VARIANTS[turn % len(VARIANTS)]), dtype))
     return drawn
 
 
-@pytest.mark.parametrize(("case", "dtype"), around_borders(), ids=str)
-def test_around_the_borders_of_tiles(gpu_model, case, dtype):
-    check(case, dtype, "cuda")
+@pytest.mark.parametrize(
+    ("backend", "case", "dtype"), around_borders(), ids=lambda x: getattr(x, "NAME", str(x)), indirect=["backend"]
+)
+def test_around_the_borders_of_tiles(backend, case, dtype):
+    check(case, dtype, backend.NAME)
 
 
-def test_sums_over_wide_heads_round_little(gpu_model):
+MORE = [
+    Case(
+        "many-tiles-of-keys", "the next ones are found while a tile is multiplied",
+        B=1, H=1, n_q=20, n_k=600, D=136, causal=True, q_offset=580, keys="holes",
+    ),
+    Case(
+        "many-tiles-of-queries", "the same for a tile of keys",
+        B=1, H=1, n_q=600, n_k=20, D=136, keys="holes", queries=True,
+    ),
+    Case(
+        "many-samples", "more groups of tokens than the threads of a block sum up",
+        B=70, H=1, n_q=33, n_k=40, D=8, keys="holes", queries=True,
+    ),
+    Case("last-query-not-first-key", "a tile that one row does not see whole", n_q=128, window=(62, None)),
+    Case("first-query-not-last-key", "the same for a tile of keys", n_q=128, window=(None, 62)),
+    Case("last-query-next-key", "a tile that one row sees", n_q=128, n_k=200, causal=True, q_offset=(1, 65)),
+    Case("last-key-next-query", "the same for a tile of keys", n_q=130, window=(1, None)),
+]  # fmt: skip
+
+
+@on_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_tiles(backend, case, dtype):
+    check(case, dtype, backend.NAME)
+
+
+@on_one
+def test_sums_over_wide_heads_round_little(backend):
     """With one key dP - delta is dlse and nothing but rounding: of sums of 256 products, and every seed must do."""
     case = Case("one-key", "", n_q=130, n_k=1, D=63, d_v=256)
     for seed in range(8):
         inputs = make_inputs(case, torch.float32, seed=seed)
-        errors = errors_of(inputs, run(inputs, "cuda"))
+        errors = errors_of(inputs, run(inputs, backend.NAME))
         assert all(error.right for error in errors), "; ".join(map(str, errors))
 
 
+@on_one
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_query_that_sees_nothing_gets_zeros_beside_a_nan(gpu_model, dtype):
+def test_a_query_that_sees_nothing_gets_zeros_beside_a_nan(backend, dtype):
     """Its weights are 0, but 0 times what others see of the same tile is NaN."""
     inputs = make_inputs(Case("before", "", n_q=40, n_k=33, causal=True, q_offset=-5), dtype)
     inputs.v[:, :, 0] = math.nan
-    o = run(inputs, "cuda")["o"]
+    o = run(inputs, backend.NAME)["o"]
     assert (o[:, :, :5] == 0).all()
     assert o[:, :, 5:].isnan().all()
 
 
+@on_one
 @pytest.mark.parametrize("shape", list(itertools.product((1, 2), (1, 4), (1, 70), (1, 90))), ids=str)
-def test_bias_of_any_shape(gpu_model, shape):
+def test_bias_of_any_shape(backend, shape):
     case = Case("bias", "", H=4, H_kv=2, n_q=70, n_k=90, bias=shape, dense=True)
     for dtype in DTYPES:
-        check(case, dtype, "cuda")
+        check(case, dtype, backend.NAME)
 
 
+@on_one
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_documents_whose_tokens_lie_anywhere(gpu_model, causal, dtype):
+def test_documents_whose_tokens_lie_anywhere(backend, causal, dtype):
     """In another order for the queries than for the keys: what their tiles see of each other are patches."""
     inputs = make_inputs(Case("packed", "", n_q=150, n_k=140, segment_ids=True), dtype)
     generator = torch.Generator().manual_seed(0)
@@ -105,62 +137,40 @@ def test_documents_whose_tokens_lie_anywhere(gpu_model, causal, dtype):
     inputs = dataclasses.replace(
         inputs, q=q, k=k, v=v, do=do, dlse=dlse, mask=Mask(causal=causal, segment_ids=segment_ids)
     )
-    assert_right(inputs, run(inputs, "cuda"))
+    assert_right(inputs, run(inputs, backend.NAME))
 
 
+@on_one
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("output", ["o", "lse"])
 @pytest.mark.parametrize("name", ["tail-above", "bias-broadcast", "alibi", "pad-queries-causal", "sinks"])
-def test_gradient_through_one_output_only(gpu_model, name, output, dtype):
+def test_gradient_through_one_output_only(backend, name, output, dtype):
     inputs = make_inputs(NAMED[name], dtype)
     (inputs.dlse if output == "o" else inputs.do).zero_()  # for what is right; the backend gets none
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
     o, lse = fastattn.attention(
-        **leaves, mask=inputs.mask, scale=inputs.options["scale"], return_lse=True, backend="cuda"
+        **leaves, mask=inputs.mask, scale=inputs.options["scale"], return_lse=True, backend=backend.NAME
     )
     through, arriving = (o, inputs.do) if output == "o" else (lse, inputs.dlse)
     gradients = torch.autograd.grad(through, list(leaves.values()), arriving)
     assert_right(inputs, {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
 
 
-IN_ANY_ORDER = (
-    "tail-above", "head-dim-256", "wide-values", "multi-query", "window-causal", "pad-holes", "pad-queries-causal",
-    "segments-causal", "scattered", "bias-shared", "sinks", "everything",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "dtype"), by_turns(IN_ANY_ORDER, DTYPES), ids=str)
-def test_same_bits_in_any_order_of_threads(gpu_model, name, dtype):
-    """What depends on the order has a race."""
-    inputs = make_inputs(NAMED[name], dtype)
-    in_turn = run(inputs, "cuda")
-    for order, seed in (("descending", 1), ("random", 1), ("random", 2)):
-        with gpu_model.runs_in(order, seed):
-            actual = run(inputs, "cuda")
-        for output, value in in_turn.items():
-            torch.testing.assert_close(value, actual[output], rtol=0, atol=0, equal_nan=True, msg=f"{output}, {order}")
-
-
-def test_nothing_is_read_beyond_the_end_of_a_tensor(gpu_model):
-    """A process of its own, for it ends where something is."""
-    program = Path(__file__).with_name("fenced_cases.py")
-    environment = os.environ | {"PYTHONPATH": str(program.parents[2])}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=280)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "done"), done.stdout + done.stderr
-
-
-@pytest.fixture
-def old_gpu() -> Iterator[None]:
-    """One without asynchronous copies and bf16, and with less shared memory."""
-    with modelled_gpu(7, 5).computes_for_the_cpu():
-        yield
-
-
-@pytest.mark.parametrize(("case", "dtype"), by_turns(TAKEN, (torch.float32, torch.float16)), ids=str)
-def test_on_the_oldest_gpus(old_gpu, case, dtype):
-    check(case, dtype, "cuda")
-
-
-def test_bf16_is_refused_on_the_oldest_gpus(old_gpu):
+@on_the_oldest
+def test_bf16_is_refused_on_the_oldest_gpus(backend):
     with pytest.raises(NotImplementedError, match=re.escape("needs compute capability 8.0 or later for bfloat16")):
-        run(make_inputs(NAMED["plain"], torch.bfloat16), "cuda")
+        run(make_inputs(NAMED["plain"], torch.bfloat16), backend.NAME)
+
+
+@on_one
+@profile(0.3)
+@given(case=cases(FEATURES, longest=140, widest=256), dtype=st.sampled_from(DTYPES))
+def test_drawn_calls(backend, case, dtype):
+    check(case, dtype, backend.NAME)
+
+
+@on_one
+@profile(0.1)
+@given(case=cases(FEATURES, longest=700, widest=20), dtype=st.sampled_from(DTYPES))
+def test_drawn_calls_over_many_tiles(backend, case, dtype):
+    check(case, dtype, backend.NAME)

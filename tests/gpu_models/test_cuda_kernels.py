@@ -7,12 +7,16 @@ import dataclasses
 import itertools
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from modelled_gpu import CUDA_MACHINES, PtxMachine
+from ptx import gpu
+from ptx.cuda import Gpu
+from ptx.machine import program
 from test_properties import FEATURES, cases, check, errors_of, profile
 
 import fastattn
@@ -160,6 +164,38 @@ def test_gradient_through_one_output_only(backend, name, output, dtype):
 def test_bf16_is_refused_on_the_oldest_gpus(backend):
     with pytest.raises(NotImplementedError, match=re.escape("needs compute capability 8.0 or later for bfloat16")):
         run(make_inputs(NAMED["plain"], torch.bfloat16), backend.NAME)
+
+
+@pytest.mark.parametrize("machine", CUDA_MACHINES, ids=lambda machine: machine.NAME)
+def test_a_launch_that_a_gpu_refuses_is_told(machine):
+    inputs = make_inputs(NAMED["plain"], torch.float16)
+    with (
+        mock.patch.dict(gpu.SHARED_BYTES, {machine.arch: 30_000}),
+        machine.computes_for_the_cpu(),
+        pytest.raises(RuntimeError, match="CUDA error: 1"),
+    ):
+        run(inputs, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype"),
+    [(OLDEST, torch.float16), (WITH_ALL, torch.bfloat16)],
+    ids=lambda x: getattr(x, "NAME", str(x)),
+)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_tiles_lie_without_bank_conflicts(machine, dtype, D):
+    """Where they are copied, and where tensor cores load them."""
+    counting = Gpu(machine.arch, counting=True)
+    with counting.computes_for_the_cpu():
+        program.cache_clear()  # a program counts from when it was parsed
+        run(make_inputs(Case("tiles", "", n_q=130, D=D, causal=True), dtype), "cuda")
+    kernels = [of_name[0] for of_name in counting.programs.values()]
+    counted = [(text, x) for kernel in kernels for text, x in kernel.counts() if TILES.search(text) and x.warps]
+    assert len(counted) > 100
+    assert [(text, x.wavefronts) for text, x in counted if x.wavefronts != x.fewest_wavefronts] == []
+
+
+TILES = re.compile(r"ldmatrix|cp\.async\.cg|st\.shared\.v4")
 
 
 @on_one

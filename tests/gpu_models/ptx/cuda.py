@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -145,6 +146,8 @@ def _compiled() -> tuple[ModuleType, dict[int, dict[tuple[int, str], str]]]:
     headers = [build.source_dir() / header for header in build.CUDA.headers()]
     flags = ["-std=c++20", *cpp_extension.COMMON_NVCC_FLAGS, *build.CUDA.flags["nvcc"], "-Xcompiler=-fPIC"]
     tool = nvcc()
+    if tool is None:
+        raise PtxError("there is no nvcc")
     codes = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ARCHS]
     version = subprocess.run([tool, "--version"], check=True, capture_output=True).stdout
     contents = [path.read_bytes() for path in sorted([*sources, *headers])]
@@ -153,13 +156,11 @@ def _compiled() -> tuple[ModuleType, dict[int, dict[tuple[int, str], str]]]:
     name = f"ptx_cuda_torch_{re.sub('[^0-9]', '_', torch.__version__)}"
     (folder / name).mkdir(parents=True, exist_ok=True)
     with_kernels = [source for source in sources if source.suffix == ".cu"]
+    objects = [folder / f"{source.stem}.o" for source in with_kernels]
     with build.only_holder_of(folder / name), mock.patch.dict(os.environ, PATH=_path_with_ninja()):
-        for source in with_kernels:
-            if not (target := folder / f"{source.stem}.o").is_file():
-                unfinished = target.with_suffix(".unfinished.o")
-                keep = ("--keep", "--keep-dir", folder)
-                subprocess.run([tool, *flags, *codes, *keep, "-c", source, "-o", unfinished], check=True)
-                unfinished.replace(target)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            command = [tool, *flags, *codes, "--keep", "--keep-dir", folder]
+            list(pool.map(functools.partial(_compile, command), with_kernels, objects))
         (folder / name / "lock").unlink(missing_ok=True)  # torch's own, of a process that was killed
         module = cpp_extension.load(
             name,
@@ -167,10 +168,18 @@ def _compiled() -> tuple[ModuleType, dict[int, dict[tuple[int, str], str]]]:
             extra_include_paths=[str(_FOLDER), str(tool.parents[1] / "include")],
             # Hidden, so that another library of CUDA's runtime in this process is not taken for this one.
             extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden"],
-            extra_ldflags=[str(folder / f"{source.stem}.o") for source in with_kernels],
+            extra_ldflags=[str(path) for path in objects],
             build_directory=str(folder / name),
         )
     return module, {arch: _by_module(module, folder, arch, with_kernels) for arch in ARCHS}
+
+
+def _compile(command: list[object], source: Path, target: Path) -> None:
+    """Compiles a source, and leaves its PTX beside the target."""
+    if not target.is_file():
+        unfinished = target.with_suffix(".unfinished.o")
+        subprocess.run([*command, "-c", source, "-o", unfinished], check=True)
+        unfinished.replace(target)
 
 
 def _by_module(module: ModuleType, folder: Path, arch: int, sources: list[Path]) -> dict[tuple[int, str], str]:

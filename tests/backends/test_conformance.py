@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from modelled_gpu import PTX_MACHINES, CudaModel
-from modelled_hopper import GluonModel
 from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
 
 import fastattn
@@ -15,9 +14,9 @@ from fastattn.backends import aten, cpu, hopper, objections, selfcheck, triton
 from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
-ON_MODELS = [(model, "cpu") for model in (CudaModel, GluonModel, *PTX_MACHINES)]
+ON_MODELS = [(model, "cpu") for model in (CudaModel, *PTX_MACHINES)]
 COMPUTING = [*PLACES, *ON_MODELS]
-OF_HOPPER = [hopper, GluonModel, *(machine for machine in PTX_MACHINES if machine.backend is hopper)]
+OF_HOPPER = [hopper, *(machine for machine in PTX_MACHINES if machine.backend is hopper)]
 WITH_BIAS = [place for place in COMPUTING if place[0] not in OF_HOPPER]
 WITH_SINKS = [place for place in WITH_BIAS if place[0] is not aten]
 on_each, on_each_with_bias, on_each_with_sinks = (
@@ -144,7 +143,9 @@ def test_case_is_right_or_refused_in_any_order(backend, device, case, dtype):
         assert_right(inputs, run(inputs, backend.NAME))
 
 
-@pytest.mark.parametrize(("backend", "device"), [*PLACES, (GluonModel, "cpu")], ids=place_id, indirect=["backend"])
+@pytest.mark.parametrize(
+    ("backend", "device"), [*PLACES, *((gpu, "cpu") for gpu in PTX_MACHINES)], ids=place_id, indirect=["backend"]
+)
 def test_backend_keeps_its_promises(backend, device):
     promise, device = PROMISES[backend.NAME], torch.device(device)
     assert backend.unavailable(device) is None
@@ -227,7 +228,7 @@ def test_queries_that_see_nothing_give_exactly_zero(backend, device, poisoned):
     """Also where a key that others see is NaN; hopper multiplies a dS of 0 by such a k."""
     case = next(case for case in CASES if case.name == "pad-left-causal")
     inputs = make_inputs(case, most_precise_dtype(backend), device)
-    if poisoned != "nothing" and (poisoned, backend) not in {("k", hopper), ("k", GluonModel)}:
+    if poisoned != "nothing" and (poisoned, backend) != ("k", hopper):
         getattr(inputs, poisoned)[:, :, -20] = float("nan")
     seen = inputs.mask.keep(*case.shapes()[0][2:3], case.shapes()[1][2], inputs.q.device).any(-1)  # [B, 1, n_q]
     assert not seen.all()

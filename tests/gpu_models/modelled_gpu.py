@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
 import torch
-from modelled_hopper import GluonModel
 
 from fastattn.backends import build, cuda, hopper, triton
+
+if TYPE_CHECKING:
+    from ptx.launch import Gpu  # which imports triton, and this file is imported where there is none too
 
 _ORDERS = ("ascending", "descending", "random")  # as in tests/gpu_models/cuda_model/settings.h
 
@@ -120,7 +123,16 @@ def gpu_model() -> Iterator[ModelledGpu]:
         yield gpu
 
 
-_MODELS = {CudaModel: ("gpu_model", cuda), GluonModel: ("gluon_model", hopper)}
+@pytest.fixture
+def hopper_gpu() -> Iterator[Gpu]:
+    """A Hopper GPU on paper; the Hopper backend computes on it what is on the CPU, by its compiled kernels."""
+    if not PTX_MACHINES:
+        pytest.skip("the compiled kernels run where TRITON_INTERPRET is 0: see `make ptx`")
+    from ptx.launch import Gpu
+
+    gpu = Gpu(90)
+    with gpu.computes_for_the_cpu():
+        yield gpu
 
 
 @pytest.fixture
@@ -132,7 +144,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         with Gpu(request.param.arch).computes_for_the_cpu():
             yield request.param.backend
         return
-    fixture, result = _MODELS.get(request.param, (None, request.param))
-    if fixture is not None:
-        request.getfixturevalue(fixture)
-    yield result
+    if request.param is CudaModel:
+        request.getfixturevalue("gpu_model")
+        yield cuda
+        return
+    yield request.param

@@ -34,7 +34,6 @@ SEED = int(os.environ.get("FASTATTN_PTX_SEED", "1"))
 
 _SHARED_BYTES = {80: 166_912, 90: 232_448}
 """Most that a block may have: CUDA C++ Programming Guide, technical specifications per compute capability."""
-_PROPERTIES = SimpleNamespace(multi_processor_count=3)  # few, so that a program has several work items
 _FORMATS = {"fp32": "f", "f32": "f", "fp64": "d", "i64": "q", "u64": "Q"}
 
 
@@ -55,6 +54,8 @@ class Gpu:
         edit: what becomes of the text of a kernel before it runs, from its name and text.
         programs: those that were launched, by their name.
         seconds: of a processor that they ran.
+        seed: of the last launch; each next one has one more.
+        multiprocessors: few, so that a program has several work items.
     """
 
     def __init__(self, arch: int, counting: bool = False) -> None:
@@ -62,6 +63,7 @@ class Gpu:
         self.edit: Callable[[str, str], str] = lambda name, text: text
         self.programs: dict[str, list[Program]] = {}
         self.seconds = 0.0
+        self.multiprocessors = 3
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
         return None, (name, binary.decode()), 0, 0, 1024
@@ -113,6 +115,9 @@ class Gpu:
             runs.launch((x, y, z), 32 * packed[0], packed[2], packed_values, ranges, self.seed, self.counting)
             self.seconds += time.process_time() - began
 
+    def _properties(self, device: object) -> SimpleNamespace:
+        return SimpleNamespace(multi_processor_count=self.multiprocessors)
+
     @contextlib.contextmanager
     def computes_for_the_cpu(self) -> Iterator[None]:
         """Calls of the Triton and the Hopper backend on CPU tensors are computed on this GPU.
@@ -128,7 +133,7 @@ class Gpu:
             mock.patch.object(triton.knobs.compilation, "disable_line_info", True),
             mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(self.arch, 10)),
             mock.patch.object(torch.cuda, "device_of", contextlib.nullcontext),
-            mock.patch.object(torch.cuda, "get_device_properties", return_value=_PROPERTIES),
+            mock.patch.object(torch.cuda, "get_device_properties", self._properties),
             mock.patch.object(backend, "_device_objections", side_effect=lambda device: []),
             mock.patch.object(hopper, "_device_objections", side_effect=lambda device: []),
             mock.patch.dict(launches._known, clear=True),

@@ -110,7 +110,7 @@ class Gpu:
         self.seed += 1
         if x * y * z:
             packed_values = [_packed(t, value) for t, value in zip(types, values, strict=True)]
-            ranges = np.concatenate([np.empty((0, 2), np.uint64), *map(_ranges, values)])
+            ranges = np.concatenate([np.empty((0, 2), np.uint64), *map(ranges_of, values)])
             began = time.process_time()
             runs.launch((x, y, z), 32 * packed[0], packed[2], packed_values, ranges, self.seed, self.counting)
             self.seconds += time.process_time() - began
@@ -190,7 +190,7 @@ def _packed(of_type: str, value: object) -> bytes:
     return struct.pack(_FORMATS.get(of_type, "q"), value)
 
 
-def _ranges(x: object) -> np.ndarray:
+def ranges_of(x: object) -> np.ndarray:
     """Where the elements of a tensor begin and end, uint64 [pieces, 2]."""
     if isinstance(x, TensorMap):
         return x.ranges

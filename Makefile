@@ -5,7 +5,7 @@
 # make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make aarch64-conformance | aarch64-instructions: the cpu backend on an Arm processor, by qemu; what its kernels execute
 # make cuda-model-test: the kernels in csrc/cuda on a model of a GPU
-# make ptx: the conformance suite on the Triton and Hopper kernels as they are compiled, on a machine that executes PTX
+# make ptx: tests of the Triton and Hopper kernels as they are compiled, on a machine that executes PTX
 # make wheel | wheel-test: the compiled wheel for Linux; PYTHONS="python3.10 python3.12" are those that test it
 # make sdist | sdist-test | check-dist | sbom | workflows: what is published, and what publishes it
 PYTHON ?= python3
@@ -205,11 +205,15 @@ endef
 $(eval $(call cuda_model_build,75,g++ -O2 -DFASTATTN_MODEL_CAPABILITY=75))
 $(eval $(call cuda_model_build,80-sanitized,$(SANITIZING_CXX) -DFASTATTN_MODEL_CAPABILITY=80))
 
-# What Triton compiles is kept for the next time. CASES as in -k of pytest: CASES="sm_90 and window".
+# The conformance suite, in fp16 and bf16 by turns, and what stands in test_hopper_*.py; what Triton compiles is kept for the next
+# time. CASES as in -k of pytest: CASES="sm_90 and window"; they are drawn from every dtype, and CASES=test is everything.
 CASES ?=
 ptx: $(INSTALLED)
-	TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1800 \
-	    --numprocesses=auto --dist=worksteal tests/backends/test_conformance.py -k "ptx_$(if $(CASES), and ($(CASES)))"
+	$(if $(CASES),,FASTATTN_PTX_BY_TURNS=1) TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton OMP_NUM_THREADS=1 \
+	    $(BIN)/python -m pytest --timeout=1800 --numprocesses=auto --dist=worksteal \
+	    tests/backends/test_conformance.py tests/backends/test_hopper_*.py \
+	    -k "(ptx_ or test_hopper)$(if $(CASES), and ($(CASES)))"
+	@$(if $(CASES),,$(PYTHON) .ci/passed.py --record $@)
 
 # The wheel for every Linux with glibc 2.28 or newer, in dist: by zig's clang, which has that glibc and its own C++ library.
 ZIG := build/zig/0.17.1

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import re
 
 import pytest
@@ -67,15 +68,19 @@ SLACK = {aten: 1.5}  # PyTorch's fp32 kernel has an exp of 20 units in the last 
 def every_call() -> list[tuple]:
     """Every case in every place in every dtype; where Triton is interpreted, 16 bits are fp16 and bf16 by turns.
 
-    The interpreter multiplies both in fp32, and kernels do not ask which of them they have.
+    The interpreter multiplies both in fp32, and kernels do not ask which of them they have. `make ptx` does the same.
     """
-    by_turns = (torch.float16, torch.bfloat16)
+    turns, places = (torch.float16, torch.bfloat16), []
+    if not torch.cuda.is_available():
+        places.append(triton)
+    if os.environ.get("FASTATTN_PTX_BY_TURNS"):
+        places += PTX_MACHINES
     return [
         (backend, device, case, dtype)
         for backend, device in COMPUTING
         for i, case in enumerate(TESTED)
         for dtype in DTYPES
-        if backend is not triton or torch.cuda.is_available() or dtype is not by_turns[i % 2]
+        if backend not in places or dtype is not turns[i % 2]
     ]
 
 
@@ -119,7 +124,7 @@ def test_cpu_bits_do_not_depend_on_the_number_of_threads(case, dtype):
 
 
 def every_call_in_any_order() -> list[tuple]:
-    """Those of the backends that sum gradients in any order if they may; on the model in both dtypes by turns."""
+    """Those of the backends that sum gradients in any order if they may; on the machine in both dtypes by turns."""
     dtypes = (torch.float16, torch.bfloat16)
     return [
         (backend, device, case, dtype)

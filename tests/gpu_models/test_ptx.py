@@ -13,7 +13,8 @@ import torch
 from ptx.machine import Program, PtxError
 
 ROOT = Path(__file__).parents[2]
-CONFORMANCE = ROOT / "tests" / "backends" / "test_conformance.py"
+BACKENDS = ROOT / "tests" / "backends"
+COMPILED = [BACKENDS / f"test_{name}.py" for name in ("conformance", "hopper_forward", "hopper_fused", "hopper_faults")]
 
 # Each thread of 64 reads one of x [64] in fp32, and one of y [64] is written.
 KERNEL = """
@@ -216,7 +217,10 @@ EARLY = "may also (arrive|end|pass|be begun)|may pass|more arrivals|lands after 
     [
         ([(RELEASE, "")], "deadlock"),
         ([(RELEASE, 2 * RELEASE)], f"{EARLY}|race"),
-        ([(RELEASE, ""), (READ, RELEASE + READ)], "race: writes shared byte .*, which warp . reads|race: reads|under way|waited for"),
+        (
+            [(RELEASE, ""), (READ, RELEASE + READ)],
+            "race: writes shared byte .*, which warp . reads|race: reads|under way|waited for",
+        ),
         ([UNEMPTIED], f"race|{EARLY}"),
         ([UNFILLED], f"race|read before|waited for|{EARLY}"),
         ([("[%r10+272], %r9", "[%r10+272], %r8")], "deadlock"),
@@ -229,11 +233,21 @@ EARLY = "may also (arrive|end|pass|be begun)|may pass|more arrivals|lands after 
         ([(FENCE, "")], "no fence.proxy.async"),
         ([(EXPECT, EXPECT.replace("@%p1 ", ""))], "more arrivals"),
         ([("@%p1 cp.async", "cp.async")], "by the lanes 0xffffffff"),
-        ([("%p5, %r5, 6;", "%p5, %r5, 6; @%p3 setp.lt.s32 %p5, %r5, 7;")], "loads by TMA have not|nobody has waited for"),
+        (
+            [("%p5, %r5, 6;", "%p5, %r5, 6; @%p3 setp.lt.s32 %p5, %r5, 7;")],
+            "loads by TMA have not|nobody has waited for",
+        ),
         # Without reads there is nothing to race for; but in some order the phases would be mistaken.
         ([UNREAD, UNFILLED], EARLY),
         ([UNREAD, UNEMPTIED], EARLY),
-        ([UNREAD, ("[%r4+272], 2", "[%r4+272], 1"), (RELEASE, "setp.eq.s32 %p6, %r1, 32; " + RELEASE.replace("p1", "p6"))], EARLY),
+        (
+            [
+                UNREAD,
+                ("[%r4+272], 2", "[%r4+272], 1"),
+                (RELEASE, "setp.eq.s32 %p6, %r1, 32; " + RELEASE.replace("p1", "p6")),
+            ],
+            EARLY,
+        ),
     ],
 )
 def test_what_is_wrong_with_a_ring_is_a_fault_in_every_order(changes, fault):
@@ -257,18 +271,18 @@ def compiled(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        # Those whose kernels others use, too, so that few are compiled.
-        "triton_sm_80 and (float32 or bfloat16) and (plain or one-query or tail-above or pad-queries-causal)",
-        "triton_sm_80 and torch.float16 and (everything or scattered-segments-alibi)",
-        "triton_sm_90 and bfloat16 and (plain or tail-above or pad-queries-causal)",
-        "hopper_sm_90 and float16 and (plain or multi-query or pad-queries-causal or segments-causal)",
-    ],
-)
+CHOSEN = [  # those whose kernels others use, too, so that few are compiled
+    "test_case and triton_sm_80 and (float32 or bfloat16) and (plain or one-query or tail-above or pad-queries-causal)",
+    "test_case and triton_sm_80 and torch.float16 and (everything or scattered-segments-alibi)",
+    "test_case and triton_sm_90 and bfloat16 and (plain or tail-above or pad-queries-causal)",
+    "test_case and hopper_sm_90 and float16 and (plain or multi-query or pad-queries-causal or segments-causal)",
+    "promises and hopper_sm_90 or test_hopper and (same_bits or any_order and 64 or borders and full or faults and dQ)",
+]
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
 def test_compiled_kernels_are_right(chosen):
-    printed = compiled("-m", "pytest", "-q", str(CONFORMANCE), "-k", f"test_case_is_right and {chosen}")
+    printed = compiled("-m", "pytest", "-q", *map(str, COMPILED), "-k", chosen)
     assert " passed" in printed
 
 

@@ -318,7 +318,8 @@ struct Block {
     if (!where.empty()) fault("deadlock: all wait" + where);
     for (const auto& [at, barrier] : mbarriers) {
       const int loader = barrier.loader;
-      if (std::all_of(warps.begin(), warps.end(), [&](const Warp& x) { return x.seen[loader] < barrier.clock[loader]; }))
+      if (std::all_of(warps.begin(), warps.end(),
+                      [&](const Warp& x) { return x.seen[loader] < barrier.clock[loader]; }))
         fault("nobody has waited for a load by TMA");
     }
     for (const Warp& x : warps) {

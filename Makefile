@@ -4,7 +4,7 @@
 # make cuda: the same for those in csrc/cuda
 # make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make aarch64-conformance | aarch64-instructions: the cpu backend on an Arm processor, by qemu; what its kernels execute
-# make ptx: the conformance suite on the kernels of the GPU backends as they are compiled, on a machine that executes PTX
+# make ptx: tests of the kernels of the GPU backends as they are compiled, on a machine that executes PTX
 # make wheel | wheel-test: the compiled wheel for Linux; PYTHONS="python3.10 python3.12" are those that test it
 # make sdist | sdist-test | check-dist | sbom | workflows: what is published, and what publishes it
 PYTHON ?= python3
@@ -170,12 +170,16 @@ $(CPU_KERNELS)/scaling: benchmarks/scaling.cpp $(KERNEL_SOURCES) $(CPU_HEADERS)
 	@mkdir -p $(@D)
 	$(CPU_CXX) -O2 $< $(KERNEL_SOURCES) -o $@
 
-# What Triton and nvcc compile is kept for the next time. CASES as in -k of pytest: CASES="sm_90 and window".
+# The conformance suite, Triton's kernels in fp16 and bf16 by turns, and what stands in test_hopper_*.py and test_cuda_kernels.py; what
+# Triton and nvcc compile is kept for the next time. CASES as in -k of pytest: CASES="sm_90 and window"; they are drawn from every dtype,
+# and CASES=test is everything.
 CASES ?=
 ptx: $(INSTALLED) $(NVCC)
-	NVCC=$(NVCC) TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1800 \
-	    --numprocesses=auto --dist=worksteal tests/backends/test_conformance.py tests/gpu_models/test_cuda_kernels.py \
-	    tests/core/test_pytorch.py tests/core/test_varlen.py -k "ptx_$(if $(CASES), and ($(CASES)))"
+	$(if $(CASES),,FASTATTN_PTX_BY_TURNS=1) NVCC=$(NVCC) TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton \
+	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1800 --numprocesses=auto --dist=worksteal \
+	    tests/backends/test_conformance.py tests/backends/test_hopper_*.py tests/gpu_models/test_cuda_kernels.py \
+	    tests/core/test_pytorch.py tests/core/test_varlen.py -k "(ptx_ or test_hopper)$(if $(CASES), and ($(CASES)))"
+	@$(if $(CASES),,$(PYTHON) .ci/passed.py --record $@)
 
 # The wheel for every Linux with glibc 2.28 or newer, in dist: by zig's clang, which has that glibc and its own C++ library.
 ZIG := build/zig/0.17.1

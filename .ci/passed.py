@@ -1,4 +1,4 @@
-"""Checks of the C++ that have passed, and whether their sources are still what they were then; Python is enough.
+"""Slow checks of kernels that have passed, and whether their sources are still what they were then; Python is enough.
 
 `python .ci/passed.py CHECK ...` prints the checks whose sources have changed since; `--record CHECK` is what the check
 says itself, in the Makefile, when it has passed.
@@ -14,13 +14,21 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 
 _KERNELS = ("csrc/*.h", "csrc/cpu/*.[ch]*", "tests/cpu_kernels/*")
-_BACKEND = tuple(f"tests/backends/test_{name}.py" for name in ("conformance", "properties", "cpu"))
+_OF_CPU = tuple(f"tests/backends/test_{name}.py" for name in ("conformance", "properties", "cpu"))
 SOURCES = {
     "cpu-test": _KERNELS,
-    "sanitize": (*_KERNELS, *_BACKEND, "fastattn/testing.py", "fastattn/backends/cpu.py"),
+    "sanitize": (*_KERNELS, *_OF_CPU, "fastattn/testing.py", "fastattn/backends/cpu.py"),
     "thread-sanitize": _KERNELS,
     "valgrind": _KERNELS,
     "aarch64": _KERNELS,
+    "ptx": (
+        *("fastattn/backends/triton/*.py", "fastattn/backends/hopper/*.py", "fastattn/spec.py", "fastattn/testing.py"),
+        *("fastattn/backends/cuda.py", "fastattn/backends/build.py", "csrc/*.h", "csrc/cuda/*.[ch]*"),
+        *("tests/gpu_models/ptx/*", "tests/gpu_models/ptx/c10/cuda/*", "tests/gpu_models/modelled_gpu.py"),
+        *("tests/backends/test_conformance.py", "tests/backends/test_hopper_*.py", "tests/backends/places.py"),
+        *("tests/gpu_models/test_cuda_kernels.py", "tests/backends/test_properties.py"),
+        *("benchmarks/gpu/compiling.py", "constraints.txt"),  # which says what compiles
+    ),
 }
 
 

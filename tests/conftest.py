@@ -11,8 +11,7 @@ if not torch.cuda.is_available():
 os.environ["FASTATTN_RECORD"] = "0"  # what `fastattn tune` found on this machine is nothing to a test
 
 import torchvision_import  # noqa: F401  for whatever imports torchvision
-from modelled_gpu import CUDA_MACHINES, backend  # noqa: F401  a fixture; it imports fastattn, and so Triton's kernels
-from modelled_hopper import gluon_model  # noqa: F401  a fixture
+from modelled_gpu import CUDA_MACHINES, PTX_MACHINES, backend, hopper_gpu  # noqa: F401  fixtures; imports Triton's kernels
 
 from fastattn import plan
 from fastattn.backends import build
@@ -23,6 +22,9 @@ if importlib.util.find_spec("triton") is not None:  # there is none for macOS an
     quick_interpreter.install()
 build.CPU.unavailable(whole=True)  # tests choose among the instruction sets, of which the first use compiles some only
 collect_ignore = ["bench/faulty_suite.py"]  # which test_gpu_stages.py runs
+if not PTX_MACHINES:  # these are for `make ptx`; test_ptx.py runs a part of them
+    of_compiled = ("test_hopper_forward.py", "test_hopper_backward.py", "test_hopper_fused.py", "test_hopper_faults.py")
+    collect_ignore += [f"backends/{name}" for name in of_compiled]
 if not CUDA_MACHINES:
     collect_ignore.append("gpu_models/test_cuda_kernels.py")
 

@@ -1,4 +1,4 @@
-"""The Hopper backend: its refusals, and which backend is asked first."""
+"""The Hopper backend without its kernels: refusals, which backend is asked first, L2 groups, and what TMA may read."""
 
 from __future__ import annotations
 
@@ -78,3 +78,48 @@ def test_without_gluon_there_is_a_sentence():
     for line, said in lacking.items():
         done = fresh_python.run(program.format(line))
         assert done.stdout.startswith(said), done.stdout
+
+
+def test_l2_groups_fit_into_the_cache():
+    from fastattn.backends.hopper.order import l2_group_of
+    from fastattn.backends.triton.preparation import visibility
+
+    causal, window, full = (
+        visibility(mask, 64, 64) for mask in (Mask(causal=True), Mask(causal=True, window=(9, 0)), Mask())
+    )
+    mib = 2**20
+    assert [l2_group_of(64, 1, size * mib, causal) for size in (64, 32, 9, 8, 1)] == [1, 1, 2, 4, 32]
+    assert l2_group_of(64, 4, 16 * mib, causal) == 8
+    assert l2_group_of(6, 1, 1, causal) == 6
+    assert l2_group_of(64, 1, 1, window) == l2_group_of(64, 1, 1, full) == 1
+
+
+def test_what_tma_reads_is_not_copied():
+    from fastattn.backends.hopper import rings
+
+    x = torch.randn(2, 3, 40, 64).half()
+    for readable in (
+        x,
+        x.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.randn(2, 3, 40, 136).half()[..., 8:72],
+        torch.randn(1, 40 * 64 + 3).half()[:, : 40 * 64].view(1, 1, 40, 64),  # one head, of odd stride
+    ):
+        assert rings.loadable(readable) is readable
+        assert all(stride % 8 == 0 for stride in rings.strides_of(readable)[:3])
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        pytest.param(torch.randn(2, 3, 64, 40).half().mT, id="columns apart"),
+        pytest.param(torch.randn(2, 1, 40, 64).half().expand(2, 3, 40, 64), id="heads shared"),
+        pytest.param(torch.randn(2 * 3 * 40 * 64 + 1).half()[1:].view(2, 3, 40, 64), id="base not on 16 bytes"),
+        pytest.param(torch.randn(2, 3, 40, 68).half()[..., :64], id="rows not on 16 bytes"),
+    ],
+)
+def test_what_tma_does_not_read_is_copied(x):
+    from fastattn.backends.hopper import rings
+
+    copy = rings.loadable(x)
+    assert copy.is_contiguous()
+    assert torch.equal(copy, x)

@@ -1,33 +1,36 @@
-"""The Hopper backward, on the model of Gluon: several tiles and items, edges, hidden rows.
+"""The compiled backward of Hopper: several tiles and items, every configuration, edges, hidden rows.
 
-Each case in one dtype; tests/backends/test_conformance.py has both.
+On the machine for PTX; `make ptx` runs it. Each case in one dtype; test_conformance.py has both.
 """
 
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 from fastattn.backends import hopper, reference
+from fastattn.backends.hopper import flash_backward
+from fastattn.backends.hopper.configs import DkDvConfig, DqConfig
 from fastattn.spec import Mask, Spec
 from fastattn.testing import Case, assert_right, make_inputs, run
 
-pytestmark = pytest.mark.usefixtures("gluon_model")
+pytestmark = pytest.mark.usefixtures("hopper_gpu")
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-CASES = [
-    Case("full", "no mask arithmetic, a tail of queries and of keys", n_q=201, n_k=333, D=64),
-    Case("causal", "full tiles beside edges", n_q=330, D=64, causal=True),
-    Case("cached", "fewer queries than keys", n_q=70, n_k=300, D=64, causal=True, q_offset=(230, 100)),
-    Case("window", "edges on both sides", n_q=400, n_k=390, D=64, window=(100, 70)),
-    Case("padded", "tiles of which some rows are hidden", n_q=200, D=64, keys="right", queries=True),
-    Case("padded-left", "the first tiles are hidden", n_q=201, D=64, keys="left", queries=True, causal=True),
-    Case("holes", "hidden rows anywhere", n_q=200, n_k=210, D=64, keys="holes", queries=True),
-    Case("no-key", "items that see nothing", n_q=150, n_k=300, D=64, keys="none", causal=True),
-    Case("documents", "ranges from a table, in both kernels", n_q=400, D=64, segment_ids=True, causal=True),
-    Case("grouped", "a key tile goes through the queries of several heads", H=6, H_kv=2, n_q=200, D=64, causal=True),
+CASES = [  # those with the usual head dim have kernels that test_conformance.py compiles, too
+    Case("full", "no mask arithmetic, a tail of queries and of keys", n_q=201, n_k=333),
+    Case("causal", "full tiles beside edges", n_q=330, causal=True),
+    Case("cached", "fewer queries than keys", n_q=70, n_k=300, causal=True, q_offset=(230, 100)),
+    Case("window", "edges on both sides", n_q=400, n_k=390, window=(100, 70)),
+    Case("padded", "tiles of which some rows are hidden", n_q=200, keys="right", queries=True),
+    Case("padded-left", "the first tiles are hidden", n_q=201, keys="left", queries=True, causal=True),
+    Case("holes", "hidden rows anywhere", n_q=200, n_k=210, keys="holes", queries=True),
+    Case("no-key", "items that see nothing", n_q=150, n_k=300, keys="none", causal=True),
+    Case("documents", "ranges from a table, in both kernels", n_q=400, segment_ids=True, causal=True),
+    Case("grouped", "a key tile goes through the queries of several heads", H=6, H_kv=2, n_q=200, causal=True),
     Case("narrow", "columns past the last one", n_q=150, D=40, d_v=24, causal=True),
     Case("wide-v", "other head dims for values", n_q=150, D=64, d_v=128),
     Case("wide-qk", "other head dims for keys", n_q=150, D=80, d_v=64, layout="sliced"),
@@ -40,6 +43,29 @@ CASES = [
 def test_gradients_are_right(case, dtype):
     inputs = make_inputs(case, dtype, "cpu")
     assert_right(inputs, run(inputs, "hopper"))
+
+
+LOOPS = [  # of tiles, of heads that share keys, and of work items, of one program
+    Case("3 tiles, 2 items", "", B=1, H=3, H_kv=1, n_q=180, n_k=180, D=64),
+    Case("6 tiles, 4 items", "", B=2, H=3, H_kv=1, n_q=370, n_k=200, D=64),
+    Case("1 tile", "", B=1, H=3, H_kv=1, n_q=60, n_k=60, D=64),
+]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["TMA", "cp.async"])
+@pytest.mark.parametrize("slots", [(1, 1), (2, 1), (2, 2)], ids=str)
+def test_every_configuration(hopper_gpu, slots, padded):
+    """The slots of K and V for dQ, and those of Q and dO for dK and dV."""
+    hopper_gpu.multiprocessors = 1
+    dq, dk_dv = DqConfig(64, *slots, 240, 24, 168, True), DkDvConfig(True, 64, *slots, 240, 24, 168, True)
+    with (
+        mock.patch.object(flash_backward, "dq_config", return_value=dq),
+        mock.patch.object(flash_backward, "dk_dv_config", return_value=dk_dv),
+    ):
+        for case in LOOPS:
+            terms = {"keys": "right", "queries": True} if padded else {}
+            inputs = make_inputs(Case(**vars(case) | terms), torch.float16)
+            assert_right(inputs, run(inputs, "hopper"))
 
 
 def of_one_call(D: int, **mask: object) -> tuple:

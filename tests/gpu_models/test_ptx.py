@@ -15,7 +15,8 @@ from ptx.cuda import nvcc
 from ptx.machine import Program, PtxError, program
 
 ROOT = Path(__file__).parents[2]
-CONFORMANCE = ROOT / "tests" / "backends" / "test_conformance.py"
+BACKENDS = ROOT / "tests" / "backends"
+COMPILED = [BACKENDS / f"test_{name}.py" for name in ("conformance", "hopper_forward", "hopper_fused", "hopper_faults")]
 
 # Each thread of 64 reads one of x [64] in fp32, and one of y [64] is written.
 KERNEL = """
@@ -318,6 +319,156 @@ def test_blocks_that_write_the_same_bytes_race():
         run(EXCHANGED, blocks=2)
 
 
+def test_only_the_elements_of_a_tensor_are_read():
+    launch = pytest.importorskip("ptx.launch", reason="there is no triton for this platform")
+    rows, y = torch.randn(2, 48)[:, :32], torch.zeros(64)
+    ranges = [*launch.ranges_of(rows), *launch.ranges_of(y)]
+    assert [int(end) - int(begin) for begin, end in ranges] == [128, 128, 256]
+    values = [struct.pack("Q", x.data_ptr()) for x in (rows, y)]
+    with pytest.raises(PtxError, match="outside of every tensor, 128 bytes from where elements begin"):
+        Program(KERNEL.format(body=EXCHANGED)).launch((1, 1, 1), 64, 256, values, ranges, 0)
+
+
+# A warp loads the 6 rows of x [6, 32] into a ring of two slots; two others sum them up into y [2, 32].
+RING = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.extern .shared .align 128 .b8 memory[];
+.visible .entry kernel(.param .align 64 .b8 kernel_x[128], .param .u64 kernel_y)
+.reqntid 96
+{
+  .reg .pred %p<9>;
+  .reg .b32 %r<20>;
+  .reg .b64 %rd<9>;
+  ld.param.b64 %rd1, [kernel_y];
+  mov.b64 %rd2, kernel_x;
+  cvta.param.u64 %rd3, %rd2;
+  mov.u32 %r1, %tid.x;
+  shr.u32 %r2, %r1, 5;
+  mov.u32 %r3, %laneid;
+  mov.b32 %r4, memory;
+  setp.eq.s32 %p1, %r3, 0;
+  setp.eq.s32 %p2, %r1, 0;
+  @%p2 mbarrier.init.shared::cta.b64 [%r4+256], 1;
+  @%p2 mbarrier.init.shared::cta.b64 [%r4+264], 1;
+  @%p2 mbarrier.init.shared::cta.b64 [%r4+272], 2;
+  @%p2 mbarrier.init.shared::cta.b64 [%r4+280], 2;
+  fence.proxy.async.shared::cta;
+  bar.sync 0;
+  mov.b32 %r5, 0;  // the row
+  mov.b32 %r6, 0;
+  mov.b32 %r14, 0;
+  setp.eq.s32 %p3, %r2, 0;
+next:
+  and.b32 %r7, %r5, 1;  // its slot
+  shr.u32 %r8, %r5, 1;
+  and.b32 %r8, %r8, 1;  // parity of the phase in which it is full
+  xor.b32 %r9, %r8, 1;
+  shl.b32 %r10, %r7, 3;
+  add.s32 %r10, %r10, %r4;
+  shl.b32 %r11, %r7, 7;
+  add.s32 %r11, %r11, %r4;
+  @!%p3 bra consume;
+empty:
+  mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r10+272], %r9;
+  @!%p4 bra empty;
+  @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10+256], 128;
+  @%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r11], [%rd3, {%r6, %r5}], [%r10+256];
+  bra done;
+consume:
+full:
+  mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r10+256], %r8;
+  @!%p4 bra full;
+  shl.b32 %r12, %r3, 2;
+  add.s32 %r12, %r12, %r11;
+  ld.shared.b32 %r13, [%r12];
+  add.s32 %r14, %r14, %r13;
+  @%p1 mbarrier.arrive.shared::cta.b64 _, [%r10+272];
+done:
+  add.s32 %r5, %r5, 1;
+  setp.lt.s32 %p5, %r5, 6;
+  @%p5 bra next;
+  @%p3 bra end;
+  mul.wide.u32 %rd4, %r1, 4;
+  add.s64 %rd5, %rd1, %rd4;
+  st.global.b32 [%rd5+-128], %r14;
+end:
+  ret;
+}
+"""
+
+
+def run_ring(text: str, seed: int) -> None:
+    x, y = torch.randint(100, (6, 32), dtype=torch.int32), torch.zeros(2, 32, dtype=torch.int32)
+    none = 0, 0, 0
+    box = struct.pack("<Q10I4Q4I", x.data_ptr(), 32, 6, *none, 32, 1, *none, 128, *none, 2, 4, 0, 0)
+    ranges = [(tensor.data_ptr(), tensor.data_ptr() + 4 * tensor.numel()) for tensor in (x, y)]
+    Program(text).launch((1, 1, 1), 96, 512, [box, struct.pack("Q", y.data_ptr())], ranges, seed)
+    assert torch.equal(y, x.sum(0, dtype=torch.int32).expand(2, 32))
+
+
+def test_a_ring_that_tma_fills():
+    for seed in range(50):
+        run_ring(RING, seed)
+
+
+RELEASE, READ = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r10+272];", "ld.shared.b32 %r13, [%r12];"
+UNREAD = (READ, "mov.b32 %r13, 0;")
+UNFILLED = ("mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r10+256], %r8;", "setp.eq.s32 %p4, %r6, 0;")
+UNEMPTIED = ("mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r10+272], %r9;", "setp.eq.s32 %p4, %r6, 0;")
+EXPECT, FENCE = "@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10+256], 128;", "fence.proxy.async.shared::cta;"
+EARLY = "may also (arrive|end|pass|be begun)|may pass|more arrivals|lands after the phase"
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ([(RELEASE, "")], "deadlock"),
+        ([(RELEASE, 2 * RELEASE)], f"{EARLY}|race"),
+        (
+            [(RELEASE, ""), (READ, RELEASE + READ)],
+            "race: writes shared byte .*, which warp . reads|race: reads|under way|waited for",
+        ),
+        ([UNEMPTIED], f"race|{EARLY}"),
+        ([UNFILLED], f"race|read before|waited for|{EARLY}"),
+        ([("[%r10+272], %r9", "[%r10+272], %r8")], "deadlock"),
+        ([("[%r10+256], %r8", "[%r10+256], %r9")], f"deadlock|race|read before|waited for|{EARLY}"),
+        ([("[%r10+256], 128", "[%r10+256], 64")], "deadlock"),
+        ([("[%r10+256], 128", "[%r10+256], 256")], "deadlock"),
+        ([("[%r4+272], 2", "[%r4+272], 3")], "deadlock"),
+        ([("[%r4+272], 2", "[%r4+272], 1")], f"race|{EARLY}"),
+        ([("@%p2 mbarrier.init.shared::cta.b64 [%r4+280], 2;", "")], "there is no mbarrier"),
+        ([(FENCE, "")], "no fence.proxy.async"),
+        ([(EXPECT, EXPECT.replace("@%p1 ", ""))], "more arrivals"),
+        ([("@%p1 cp.async", "cp.async")], "by the lanes 0xffffffff"),
+        (
+            [("%p5, %r5, 6;", "%p5, %r5, 6; @%p3 setp.lt.s32 %p5, %r5, 7;")],
+            "loads by TMA have not|nobody has waited for",
+        ),
+        # Without reads there is nothing to race for; but in some order the phases would be mistaken.
+        ([UNREAD, UNFILLED], EARLY),
+        ([UNREAD, UNEMPTIED], EARLY),
+        (
+            [
+                UNREAD,
+                ("[%r4+272], 2", "[%r4+272], 1"),
+                (RELEASE, "setp.eq.s32 %p6, %r1, 32; " + RELEASE.replace("p1", "p6")),
+            ],
+            EARLY,
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_ring_is_a_fault_in_every_order(changes, fault):
+    text = RING
+    for old, new in changes:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    for seed in range(30):
+        with pytest.raises(PtxError, match=fault):
+            run_ring(text, seed)
+
+
 def compiled(*command: str) -> str:
     """What a command of Python prints where Triton compiles its kernels, which are kept in build/."""
     pytest.importorskip("triton", reason="there is no triton for this platform")
@@ -329,21 +480,21 @@ def compiled(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        # Those whose kernels others use, too, so that few are compiled.
-        "triton_sm_80 and (float32 or bfloat16) and (plain or one-query or tail-above or pad-queries-causal)",
-        "triton_sm_80 and torch.float16 and (everything or scattered-segments-alibi)",
-        "triton_sm_90 and bfloat16 and (plain or tail-above or pad-queries-causal)",
-        "hopper_sm_90 and float16 and (plain or multi-query or pad-queries-causal or segments-causal)",
-        "ptx_cuda and (plain or tail-above or pad-queries-causal or everything or head-dim-256)",
-    ],
-)
+CHOSEN = [  # those whose kernels others use, too, so that few are compiled
+    "test_case and triton_sm_80 and (float32 or bfloat16) and (plain or one-query or tail-above or pad-queries-causal)",
+    "test_case and triton_sm_80 and torch.float16 and (everything or scattered-segments-alibi)",
+    "test_case and triton_sm_90 and bfloat16 and (plain or tail-above or pad-queries-causal)",
+    "test_case and hopper_sm_90 and float16 and (plain or multi-query or pad-queries-causal or segments-causal)",
+    "promises and hopper_sm_90 or test_hopper and (same_bits or any_order and 64 or borders and full or faults and dQ)",
+    "test_case and ptx_cuda and (plain or tail-above or pad-queries-causal or everything or head-dim-256)",
+]
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
 def test_compiled_kernels_are_right(chosen):
     if "cuda" in chosen and nvcc() is None:
         pytest.skip("there is no nvcc: `make ptx` fetches it")
-    printed = compiled("-m", "pytest", "-q", str(CONFORMANCE), "-k", f"test_case_is_right and {chosen}")
+    printed = compiled("-m", "pytest", "-q", *map(str, COMPILED), "-k", chosen)
     assert " passed" in printed
 
 

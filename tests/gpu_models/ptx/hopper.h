@@ -43,7 +43,8 @@ inline MBarrier& barrier_at(Warp& warp, uint64_t at) {
 // Ends the phase where nothing is awaited any more: PTX ISA 9.7.13.15.5.
 inline void may_complete(MBarrier& barrier) {
   if (barrier.pending || barrier.bytes) return;
-  if (!includes(barrier.clock, barrier.waits)) fault("the phase may also end before all have passed a wait for the one before");
+  if (!includes(barrier.clock, barrier.waits))
+    fault("the phase may also end before all have passed a wait for the one before");
   barrier.phase++, barrier.pending = barrier.count, barrier.waits = {};
   barrier.passed_before = barrier.passed;
   barrier.passed = barrier.clock, barrier.passed_fenced = barrier.fenced;

@@ -27,7 +27,6 @@ from fastattn.backends.triton import launches
 
 from . import gpu
 
-_PROPERTIES = SimpleNamespace(multi_processor_count=3)  # few, so that a program has several work items
 _FORMATS = {"fp32": "f", "f32": "f", "fp64": "d", "i64": "q", "u64": "Q"}
 
 
@@ -42,7 +41,15 @@ _CONSTEXPR, _KERNEL, _TUPLE = range(3)
 
 
 class Gpu(gpu.Gpu):
-    """A GPU of which Triton's launches are the machine's."""
+    """A GPU of which Triton's launches are the machine's.
+
+    Attributes:
+        multiprocessors: few, so that a program has several work items.
+    """
+
+    def __init__(self, arch: int, counting: bool = False) -> None:
+        super().__init__(arch, counting)
+        self.multiprocessors = 3
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
         return None, (name, binary.decode()), 0, 0, 1024
@@ -85,8 +92,11 @@ class Gpu(gpu.Gpu):
         types = [*signature, "*i8", "*i8"]
         if x * y * z:
             packed_values = [_packed(t, value) for t, value in zip(types, values, strict=True)]
-            ranges = np.concatenate([gpu.NOWHERE, *map(_ranges, values)])
+            ranges = np.concatenate([gpu.NOWHERE, *map(ranges_of, values)])
             self.runs(name, text, (x, y, z), 32 * packed[0], packed[2], lambda program: packed_values, ranges)
+
+    def _properties(self, device: object) -> SimpleNamespace:
+        return SimpleNamespace(multi_processor_count=self.multiprocessors)
 
     @contextlib.contextmanager
     def computes_for_the_cpu(self) -> Iterator[None]:
@@ -103,7 +113,7 @@ class Gpu(gpu.Gpu):
             mock.patch.object(triton.knobs.compilation, "disable_line_info", True),
             mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(self.arch, 10)),
             mock.patch.object(torch.cuda, "device_of", contextlib.nullcontext),
-            mock.patch.object(torch.cuda, "get_device_properties", return_value=_PROPERTIES),
+            mock.patch.object(torch.cuda, "get_device_properties", self._properties),
             mock.patch.object(backend, "_device_objections", side_effect=lambda device: []),
             mock.patch.object(hopper, "_device_objections", side_effect=lambda device: []),
             mock.patch.dict(launches._known, clear=True),
@@ -157,7 +167,8 @@ def _packed(of_type: str, value: object) -> bytes:
     return struct.pack(_FORMATS.get(of_type, "q"), value)
 
 
-def _ranges(x: object) -> np.ndarray:
+def ranges_of(x: object) -> np.ndarray:
+    """Where the elements of a tensor begin and end, uint64 [pieces, 2]."""
     if isinstance(x, TensorMap):
         return x.ranges
     return gpu.ranges_of(x) if isinstance(x, Tensor) else gpu.NOWHERE

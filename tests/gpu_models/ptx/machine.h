@@ -319,6 +319,16 @@ struct Block {
       if (!warp.done()) where += "\n    warp " + std::to_string(warp.index) + " at " + text_of(warp.instruction);
     }
     if (!where.empty()) fault("deadlock: all wait" + where);
+    for (const auto& [at, barrier] : mbarriers) {
+      const int loader = barrier.loader;
+      if (std::all_of(warps.begin(), warps.end(),
+                      [&](const Warp& x) { return x.seen[loader] < barrier.clock[loader]; }))
+        fault("nobody has waited for a load by TMA");
+    }
+    for (const Warp& x : warps) {
+      if (!x.copies.empty() || !x.lent.empty() || x.seen[kBulk + x.index] < x.bulk_clock() - 1)
+        fault("warp " + std::to_string(x.index) + " ends and has not waited for what it has begun");
+    }
   }
 
   void land(Transfer transfer);

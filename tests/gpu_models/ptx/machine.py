@@ -111,7 +111,7 @@ class Program:
             i += 1
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # some take 10 MB
 def program(text: str, kernel: str = "") -> Program:
     """The program of that text, parsed once."""
     return Program(text, kernel)

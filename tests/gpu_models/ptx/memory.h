@@ -156,8 +156,8 @@ class Global {
     last_ = size_t(&x - ranges_.data());
     if (inside(x, at, bytes)) return;
     fault(std::to_string(bytes) + " bytes at global address " + hex(at) + " are outside of every tensor, " +
-          std::to_string(at - x.begin) + " bytes from where elements begin of which " + std::to_string(x.end - x.begin) +
-          " bytes lie side by side");
+          std::to_string(at - x.begin) + " bytes from where elements begin of which " +
+          std::to_string(x.end - x.begin) + " bytes lie side by side");
   }
 
   void reads(uint32_t block, Epoch as, const Clock& seen, uint64_t at, int bytes) {

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from modelled_gpu import PTX_MACHINES
+from modelled_gpu import CUDA_MACHINES, PTX_MACHINES
 from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
 
 import fastattn
@@ -68,13 +68,14 @@ SLACK = {aten: 1.5}  # PyTorch's fp32 kernel has an exp of 20 units in the last 
 def every_call() -> list[tuple]:
     """Every case in every place in every dtype; where Triton is interpreted, 16 bits are fp16 and bf16 by turns.
 
-    The interpreter multiplies both in fp32, and kernels do not ask which of them they have. `make ptx` does the same.
+    The interpreter multiplies both in fp32, and kernels do not ask which of them they have. `make ptx` does the same
+    of what Triton compiles.
     """
     turns, places = (torch.float16, torch.bfloat16), []
     if not torch.cuda.is_available():
         places.append(triton)
     if os.environ.get("FASTATTN_PTX_BY_TURNS"):
-        places += PTX_MACHINES
+        places += [machine for machine in PTX_MACHINES if machine not in CUDA_MACHINES]
     return [
         (backend, device, case, dtype)
         for backend, device in COMPUTING
@@ -337,6 +338,6 @@ def test_offsets_beyond_32_bits(backend, device, dim, monkeypatch):
         strides = list(x.stride())
         strides[dim] = 3 * 2**30 // (x.shape[dim] - 1)
         last = sum(stride * (n - 1) for stride, n in zip(strides, x.shape, strict=True))
-        reserved = torch.UntypedStorage((last + 1) * x.element_size(), device=x.device)  # which nothing ever fills
-        far[name] = x.new_empty(0).set_(reserved, 0, x.shape, strides).copy_(x)
+        reserved = torch.empty(last + 1, dtype=x.dtype, device=x.device)
+        far[name] = reserved.as_strided(x.shape, strides).copy_(x)
     assert_right(inputs, run(dataclasses.replace(inputs, **far), backend.NAME))

@@ -339,7 +339,7 @@ def test_exports():
     assert torch.equal(torch.export.export(Attend(), inputs).module()(*inputs), Attend()(*inputs))
 
 
-@pytest.mark.parametrize("backend", [aten, cpu, reference, *CUDA_MACHINES], ids=lambda b: b.NAME, indirect=True)
+@pytest.mark.parametrize("backend", [aten, cpu, reference, *CUDA_MACHINES[-1:]], ids=lambda b: b.NAME, indirect=True)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

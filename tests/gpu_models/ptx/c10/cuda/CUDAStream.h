@@ -1,4 +1,4 @@
-// Streams of the model, which has none: every launch is over when it returns.
+// Streams, of which there are none: every launch is over when it returns.
 #pragma once
 
 #include <cuda_runtime_api.h>

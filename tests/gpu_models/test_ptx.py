@@ -129,6 +129,28 @@ def test_only_the_elements_of_a_tensor_are_read():
         Program(KERNEL.format(body=EXCHANGED)).launch((1, 1, 1), 64, 256, values, ranges, 0)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"address": 4104},
+        {"strides": [71, 1]},
+        {"shape": [0, 64]},
+        {"box": [512, 64]},
+        {"box": [64, 4]},  # 8 bytes
+        {"box": [64, 128]},  # more than a row of the swizzle
+        {"shape": [1] * 6, "strides": [8] * 5 + [1], "box": [1] * 5 + [64]},
+    ],
+    ids=str,
+)
+def test_descriptors_that_tma_refuses(change):
+    gpu = pytest.importorskip("ptx.launch", reason="there is no triton for this platform").Gpu(90)
+    right = {"address": 4096, "swizzle": 3, "element": 2, "kind": 6, "box": [64, 64], "shape": [64, 64], "padding": 0}
+    right["strides"] = [72, 1]
+    assert len(gpu.fill_tma_descriptor_tiled(**right).ranges) == 64
+    with pytest.raises(AssertionError):
+        gpu.fill_tma_descriptor_tiled(**right | change)
+
+
 # A warp loads the 6 rows of x [6, 32] into a ring of two slots; two others sum them up into y [2, 32].
 RING = """
 .version 8.7

@@ -16,7 +16,7 @@ NOT_MEASURED = """\
 compiled ahead of time for compute capabilities 8.0 to 12.0, and what was compiled for 8.0 and 9.0 has been executed on
 the CPU, by a machine for PTX (`make ptx`); no GPU has executed them yet. `make gpu STAGE=truth` and `make gpu
 STAGE=bench` check and time them on a machine that has one, and `make gpu STAGE=hopper` those for Hopper alone, which
-have been compiled, run on a model of a GPU, and executed by that machine."""
+have been compiled, and executed by that machine in what holds for every order of warps and loads."""
 # Colours of Okabe and Ito, which colour-blind readers tell apart.
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
 _TIMED = ("bench", "hopper", "cuda")

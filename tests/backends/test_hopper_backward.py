@@ -39,7 +39,7 @@ CASES = [  # those with the usual head dim have kernels that test_conformance.py
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype"), zip(CASES, itertools.cycle(SIXTEEN_BITS), strict=False), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), [*zip(CASES, itertools.cycle(SIXTEEN_BITS), strict=False)], ids=str)
 def test_gradients_are_right(case, dtype):
     inputs = make_inputs(case, dtype, "cpu")
     assert_right(inputs, run(inputs, "hopper"))

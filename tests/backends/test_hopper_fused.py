@@ -64,7 +64,7 @@ def computed(inputs: Inputs) -> dict[str, torch.Tensor]:
 FITTING = [case for case in CASES_OF_BACKWARD if max(case.D, case.d_v or 0) <= 128]
 
 
-@pytest.mark.parametrize(("case", "dtype"), zip(FITTING, itertools.cycle(SIXTEEN_BITS[::-1]), strict=False), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), [*zip(FITTING, itertools.cycle(SIXTEEN_BITS[::-1]))], ids=str)
 def test_gradients_are_right(case, dtype):
     inputs = in_any_order(case, dtype)
     assert_right(inputs, computed(inputs))

@@ -53,6 +53,9 @@ COPIED = """cp.async.ca.shared.global [%r4], [%rd4], 4; cp.async.commit_group;
   cp.async.wait_group 0; bar.sync 0; ld.shared.b32 %r7, [%r5]; st.global.b32 [%rd5], %r7;"""
 
 
+COMES_TWICE = "@%p1 bar.arrive 1, 64; @%p1 bar.arrive 1, 64; @!%p1 bar.sync 1, 64; @!%p1 bar.sync 1, 64;"
+
+
 def run(body: str, blocks: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """x and y after the kernel with that body."""
     x, y = torch.randn(64), torch.zeros(64)
@@ -92,6 +95,12 @@ def test_warps_exchange_what_they_read(body):
         (COPIED, ("wait_group 0", "wait_group 1"), "an asynchronous copy that nobody waited for"),
         (COPIED, ("cp.async.commit_group;", ""), "an asynchronous copy that nobody waited for"),
         (COPIED, ("bar.sync 0;", ""), "race|read before|nobody waited for"),
+        (
+            EXCHANGED,
+            ("[%rd5], %r7;", f"[%rd5], %r7; bar.sync 0; {COPIED[: COPIED.index(';')]};"),
+            "has not waited for what",
+        ),
+        (EXCHANGED, ("bar.sync 0;", f"bar.sync 0; {COMES_TWICE}"), "may also come to the barrier"),
         (EXCHANGED, ("st.global.b32", "st.global.L1::no_allocate.b32"), "unknown instruction"),
         (EXCHANGED, ("%r7;", "%rd7;"), "%rd7 is undefined"),
         (EXCHANGED, ("bar.sync 0;", "bar.sync 0; add.s32 %rd7, %r1, 1;"), "has 64 bits"),
@@ -329,6 +338,28 @@ def test_only_the_elements_of_a_tensor_are_read():
         Program(KERNEL.format(body=EXCHANGED)).launch((1, 1, 1), 64, 256, values, ranges, 0)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"address": 4104},
+        {"strides": [71, 1]},
+        {"shape": [0, 64]},
+        {"box": [512, 64]},
+        {"box": [64, 4]},  # 8 bytes
+        {"box": [64, 128]},  # more than a row of the swizzle
+        {"shape": [1] * 6, "strides": [8] * 5 + [1], "box": [1] * 5 + [64]},
+    ],
+    ids=str,
+)
+def test_descriptors_that_tma_refuses(change):
+    gpu = pytest.importorskip("ptx.launch", reason="there is no triton for this platform").Gpu(90)
+    right = {"address": 4096, "swizzle": 3, "element": 2, "kind": 6, "box": [64, 64], "shape": [64, 64], "padding": 0}
+    right["strides"] = [72, 1]
+    assert len(gpu.fill_tma_descriptor_tiled(**right).ranges) == 64
+    with pytest.raises(AssertionError):
+        gpu.fill_tma_descriptor_tiled(**right | change)
+
+
 # A warp loads the 6 rows of x [6, 32] into a ring of two slots; two others sum them up into y [2, 32].
 RING = """
 .version 8.7
@@ -404,7 +435,7 @@ def run_ring(text: str, seed: int) -> None:
     none = 0, 0, 0
     box = struct.pack("<Q10I4Q4I", x.data_ptr(), 32, 6, *none, 32, 1, *none, 128, *none, 2, 4, 0, 0)
     ranges = [(tensor.data_ptr(), tensor.data_ptr() + 4 * tensor.numel()) for tensor in (x, y)]
-    Program(text).launch((1, 1, 1), 96, 512, [box, struct.pack("Q", y.data_ptr())], ranges, seed)
+    Program(text).launch((1, 1, 1), 96, 2048, [box, struct.pack("Q", y.data_ptr())], ranges, seed)
     assert torch.equal(y, x.sum(0, dtype=torch.int32).expand(2, 32))
 
 
@@ -446,27 +477,66 @@ EARLY = "may also (arrive|end|pass|be begun)|may pass|more arrivals|lands after 
             [("%p5, %r5, 6;", "%p5, %r5, 6; @%p3 setp.lt.s32 %p5, %r5, 7;")],
             "loads by TMA have not|nobody has waited for",
         ),
-        # Without reads there is nothing to race for; but in some order the phases would be mistaken.
-        ([UNREAD, UNFILLED], EARLY),
-        ([UNREAD, UNEMPTIED], EARLY),
-        (
-            [
-                UNREAD,
-                ("[%r4+272], 2", "[%r4+272], 1"),
-                (RELEASE, "setp.eq.s32 %p6, %r1, 32; " + RELEASE.replace("p1", "p6")),
-            ],
-            EARLY,
-        ),
     ],
 )
 def test_what_is_wrong_with_a_ring_is_a_fault_in_every_order(changes, fault):
+    for seed in range(30):
+        with pytest.raises(PtxError, match=fault):
+            run_ring(changed(changes), seed)
+
+
+def changed(changes: list[tuple[str, str]]) -> str:
     text = RING
     for old, new in changes:
         assert text.count(old) == 1
         text = text.replace(old, new)
+    return text
+
+
+ONLY_ONE_RELEASES = [("[%r4+272], 2", "[%r4+272], 1"), ("[%r4+280], 2", "[%r4+280], 1")]
+APART = ("shl.b32 %r11, %r7, 7;", "shl.b32 %r11, %r5, 7; add.s32 %r11, %r11, 512;")  # each row in its own place
+LOAD = next(line for line in RING.splitlines() if "cp.async.bulk" in line)
+PHASES = {  # what is said in some order, of rings whose phases are mistaken in others: nobody reads, and nothing races
+    "may also arrive in the phase before": [UNFILLED],
+    "may also end before": [
+        *ONLY_ONE_RELEASES,
+        (RELEASE, f"setp.eq.s32 %p6, %r1, 32; {RELEASE.replace('p1', 'p6')}"),
+    ],
+    # In the place of the third warp, which has not waited for the third row, the second one releases it.
+    "may also pass two phases before": [
+        (
+            "consume:",
+            "consume: setp.eq.s32 %p6, %r5, 2; setp.eq.s32 %p7, %r2, 2; and.pred %p7, %p6, %p7; @%p7 bra done;",
+        ),
+        (RELEASE, f"{RELEASE} and.pred %p8, %p1, %p6; {RELEASE.replace('p1', 'p8')}"),
+    ],
+    # The third warp loads, without a wait.
+    "may also be begun in the phase before": [
+        *ONLY_ONE_RELEASES,
+        APART,
+        (f"{LOAD}\n", ""),
+        (
+            "consume:",
+            f"consume: setp.eq.s32 %p7, %r2, 2; and.pred %p8, %p7, %p1; {LOAD.replace('%p1', '%p8')} @%p7 bra done;",
+        ),
+    ],
+    # Of the first two rows no bytes are expected, and of the next ones twice as many.
+    "lands after the phase": [
+        APART,
+        (EXPECT, "shl.b32 %r15, %r8, 8; setp.lt.s32 %p6, %r5, 4; selp.b32 %r15, %r15, 128, %p6;"),
+        (LOAD, f"{LOAD} {EXPECT.replace('128', '%r15')}"),
+    ],
+}
+
+
+@pytest.mark.parametrize("said", PHASES)
+def test_phases_that_some_order_mistakes_are_a_fault_in_every_order(said):
+    faults = []
     for seed in range(30):
-        with pytest.raises(PtxError, match=fault):
-            run_ring(text, seed)
+        with pytest.raises(PtxError, match=f"deadlock|{EARLY}") as fault:
+            run_ring(changed([UNREAD, *PHASES[said]]), seed)
+        faults.append(str(fault.value))
+    assert any(said in fault for fault in faults)
 
 
 def compiled(*command: str) -> str:

@@ -27,6 +27,7 @@ class Gpu:
         edit: what becomes of the text of a kernel before it runs, from its name and text.
         programs: those that were launched, by their name.
         seconds: of a processor that they ran.
+        seed: of the last launch; each next one has one more.
     """
 
     def __init__(self, arch: int, counting: bool = False) -> None:

@@ -67,6 +67,7 @@ class Gpu(gpu.Gpu):
         """What cuTensorMapEncodeTiled makes of a tensor, and refuses of it (CUDA Driver API, Tensor Map Object)."""
         rank, box, shape = len(shape), [*reversed(box)], [*reversed(shape)]
         in_bytes = [element * stride for stride in reversed(strides[:-1])]
+        assert 1 <= rank <= 5
         assert address % 16 == 0
         assert padding == 0
         assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in in_bytes)

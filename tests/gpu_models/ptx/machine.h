@@ -222,13 +222,15 @@ struct Barrier {
 
 // PTX ISA 9.7.13.15 mbarrier: what is awaited in this phase, and what happened before those that have passed.
 //
-// What holds of one order of warps and loads holds of every one if each of these is so in it:
-// - who arrives, or begins a load, has seen the end of the phase before: it can count for no earlier one;
-// - who has waited for a phase has seen the end of the one before: its parity is not that of an earlier phase;
-// - a phase ends after all waits for the one before: none of them finds its parity turned again.
-// For take the first event of another order that is not as in this one. All that happens before it in this one has
-// happened: an arrival counts for the same phase, which cannot have ended without it, a wait ends with its phase, and
-// where all wait, of the events to come one has all before it behind it, which is no wait then.
+// One order of warps and loads stands for all of them if in it
+// - who arrives, or begins a load, has seen the end of the phase before: it can count for no earlier phase;
+// - who has waited for a phase has seen the end of the one before: it cannot have passed by one of the same parity;
+// - a phase ends after all waits for the one before: none of them can find its parity turned again.
+// Proof: take another order, and the first event of it that is not as in this one. All that happens before the event
+// here has happened there, and alike. So an arrival counts for its phase, which cannot end without it; and a wait ends
+// with its own phase. Where all wait in the other order, take an event that is still to come there while all that
+// happens before it here is over: it is no wait, since its phase has ended. What happens before what is the same in
+// both, and with it the races. This takes warps that go the same way in every order: they repeat a wait that fails.
 struct MBarrier {
   uint32_t count = 0;
   int64_t pending = 0, bytes = 0;

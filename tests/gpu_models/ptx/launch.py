@@ -80,7 +80,12 @@ class Gpu(gpu.Gpu):
         words = struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind)
         return TensorMap(gpu.pieces(address, shape, [element, *in_bytes], element), words)
 
-    def launch(
+    @staticmethod
+    def launch(*arguments: object) -> None:
+        """What a compiled kernel keeps, in the place of a method: else it would keep the programs of this GPU, too."""
+        driver.active.utils.run(*arguments)
+
+    def run(
         self, x, y, z, stream, function, cooperative, pdl, packed, metadata, enter, leave, scratch, profile,
         annotations, signature, arguments,
     ) -> None:  # fmt: skip

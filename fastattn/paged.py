@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import blocks, ops, plan
 from .api import merge
-from .backends import warn_of_copies
+from .backends import NoBackendError, warn_of_copies
 from .spec import Mask, accumulation_dtype, as_number, refuse_unknown
 from .validation import check_flags, check_paged, check_pages
 
@@ -87,9 +87,9 @@ def attention_paged(
     Its queries are the last of them. Requests may share pages. What pages hold beyond the lengths, and entries of the
     table beyond them, are never read. There are no gradients.
 
-    On a CPU pages are read where they lie, in fp32, fp16 and bf16; rows of a page that are side by side for each head
-    are read fastest, which k_pages has as the transpose of [pages, H_kv, page_size, D]. Elsewhere the pages of each
-    request are copied first, of which a `FallbackWarning` tells.
+    The backends cpu and triton read pages where they lie, in fp32, fp16 and bf16; rows of a page that are side by side
+    for each head are read fastest, which k_pages has as the transpose of [pages, H_kv, page_size, D]. Others copy the
+    pages of each request first, of which a `FallbackWarning` tells.
 
     Args:
         q: queries [total_q, H, D], those of a request one after the other.
@@ -236,12 +236,14 @@ def prepared(
     k, v = (x.new_empty(()).expand(B, H_kv, pages * page_size, x.shape[3]) for x in (k_pages, v_pages))
     scale, softcap = as_number(scale), as_number(softcap)
     arguments = (mask, scale, None, softcap, alibi_slopes, sinks, 0.0, None, True, backend)
-    with torch.autocast(q.device.type, enabled=False):  # which would have the pages in another dtype
-        q, _, _, spec, decided = plan.prepare(q, k, v, *arguments)
     k_pages, v_pages = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
-    forward_paged = getattr(decided.backend, "forward_paged", None)
-    if forward_paged is not None and decided.plain and plan.is_plain(k_pages) and plan.is_plain(v_pages):
-        return lambda: forward_paged(q, k_pages, v_pages, table, spec)
+    with torch.autocast(q.device.type, enabled=False):  # which would have the pages in another dtype
+        try:
+            q, _, _, spec, decided = plan.prepare(q, k, v, *arguments, "forward_paged")
+            if decided.plain and plan.is_plain(k_pages) and plan.is_plain(v_pages):
+                return lambda: decided.backend.forward_paged(q, k_pages, v_pages, table, spec)
+        except NoBackendError:
+            _, _, _, _, decided = plan.prepare(q, k, v, *arguments)
     if backend is None:
         warn_of_copies(decided.backend.NAME)
 

@@ -40,7 +40,7 @@ inline std::vector<ForwardItem> forward_items(const Params& p, const Kernels& ke
 // Whether the kernels of decode.h take the call: with few queries each thread gets some of the keys, which are always
 // split at the same places.
 inline bool decodes(const Params& p) {
-  constexpr int64_t kFewQueries = 6, kFewRows = 8;  // more queries are faster as lanes
+  constexpr int64_t kFewQueries = 4, kFewRows = 8;  // more are faster as lanes, where keys are few
   const int64_t rows = p.n_q * p.group();
   return !p.dropout.drops && rows <= (p.n_q <= kFewQueries ? kDecodeRows : kFewRows);
 }

@@ -178,7 +178,7 @@ ptx: $(INSTALLED) $(NVCC)
 	$(if $(CASES),,FASTATTN_PTX_BY_TURNS=1) NVCC=$(NVCC) TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton \
 	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1800 --numprocesses=auto --dist=worksteal \
 	    tests/backends/test_conformance.py tests/backends/test_hopper_*.py tests/gpu_models/test_cuda_kernels.py \
-	    tests/core/test_pytorch.py tests/core/test_varlen.py -k "(ptx_ or test_hopper)$(if $(CASES), and ($(CASES)))"
+	    tests/backends/test_triton.py tests/core/test_pytorch.py tests/core/test_varlen.py -k "(ptx_ or test_hopper)$(if $(CASES), and ($(CASES)))"
 	@$(if $(CASES),,$(PYTHON) .ci/passed.py --record $@)
 
 # The wheel for every Linux with glibc 2.28 or newer, in dist: by zig's clang, which has that glibc and its own C++ library.

@@ -26,6 +26,7 @@ SOURCES = {
         *("fastattn/backends/cuda.py", "fastattn/backends/build.py", "csrc/*.h", "csrc/cuda/*.[ch]*"),
         *("tests/gpu_models/ptx/*", "tests/gpu_models/ptx/c10/cuda/*", "tests/gpu_models/modelled_gpu.py"),
         *("tests/backends/test_conformance.py", "tests/backends/test_hopper_*.py", "tests/backends/places.py"),
+        *("tests/backends/test_triton.py", "tests/core/test_paged.py"),
         *("tests/gpu_models/test_cuda_kernels.py", "tests/backends/test_properties.py"),
         *("benchmarks/gpu/compiling.py", "constraints.txt"),  # which says what compiles
     ),

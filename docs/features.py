@@ -29,6 +29,7 @@ _FUNCTIONS = {
     "weights": "`attention_weights`, `attention_with_weights`",
     "received": "`attention_received`",
     "top_keys": "`top_keys`",
+    "forward_paged": "`attention_paged`, without copies",
 }
 
 

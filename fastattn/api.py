@@ -280,6 +280,7 @@ def attention_varlen(
     """
     if unknown:
         refuse_unknown(attention_varlen, unknown)
+    check_flags(return_lse=return_lse)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, align)
     documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))
     q_offset: int | Tensor = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import blocks, ops, plan
 from .api import merge
-from .backends import warn_of_copies
+from .backends import NoBackendError, warn_of_copies
 from .spec import Mask, accumulation_dtype, as_number, refuse_unknown
 from .validation import check_flags, check_paged, check_pages
 
@@ -87,9 +87,9 @@ def attention_paged(
     Its queries are the last of them. Requests may share pages. What pages hold beyond the lengths, and entries of the
     table beyond them, are never read. There are no gradients.
 
-    On a CPU pages are read where they lie, in fp32, fp16 and bf16; rows of a page that are side by side for each head
-    are read fastest, which k_pages has as the transpose of [pages, H_kv, page_size, D]. Elsewhere the pages of each
-    request are copied first, of which a `FallbackWarning` tells.
+    The backends cpu and triton read pages where they lie, in fp32, fp16 and bf16; rows of a page that are side by side
+    for each head are read fastest, which k_pages has as the transpose of [pages, H_kv, page_size, D]. Others copy the
+    pages of each request first, of which a `FallbackWarning` tells.
 
     Args:
         q: queries [total_q, H, D], those of a request one after the other.
@@ -160,10 +160,10 @@ def attention_paged(
         dense = None if tree is None else _seen(tree.expand(len(lengths), n, n)[requests], from_end + n)
         mask = Mask(causal, q_offset=after - n, window=window, real_keys=from_end < 0, dense=dense)
         slopes = alibi_slopes if slopes_of_all is None else slopes_of_all[requests]
-        calls.append(prepare(q[tokens], table, mask, slopes))
-        places.append(lengths[requests, None].long() - n + torch.arange(n, device=q.device))
+        calls.append(prepare(q[tokens].unflatten(0, (-1, n)), table, mask, slopes))
+        places.append(lengths[requests][:, None].long() - n + torch.arange(n, device=q.device))
     if prefix and groups:
-        every = torch.cat([tokens.flatten() for _, _, tokens in groups])[None]
+        every = torch.cat([torch.arange(len(q), device=q.device)[tokens] for _, _, tokens in groups])[None]
         group = 1 if alibi_slopes is not None else q.shape[1] // k_pages.shape[2]  # heads as more queries of one
         positions = torch.cat([place.flatten() for place in places]).repeat_interleave(group)
         mask = Mask(q_offset=(positions - torch.arange(len(positions), device=q.device))[None], window=window)
@@ -171,32 +171,39 @@ def attention_paged(
         of_prefix = prepare(queries, block_table[:1, : prefix // page_size], mask, alibi_slopes)
     if k is not None and v is not None:  # only now, when nothing more can be refused
         for (_, requests, tokens), place in zip(groups, places, strict=True):
-            at = block_table[requests].gather(1, place // page_size).long(), place % page_size
+            at = block_table[requests].gather(1, place // page_size).flatten().long(), (place % page_size).flatten()
             k_pages[at], v_pages[at] = k[tokens], v[tokens]
     o = q.new_zeros(*q.shape[:2], v_pages.shape[3])
     lse = q.new_full((len(q), q.shape[1]), -math.inf, dtype=accumulation_dtype(q.dtype))
     if prefix and groups:
         of_queries = (x.transpose(1, 2).unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3) for x in of_prefix())
         o[every], lse[every] = of_queries
-    for (_, _, tokens), call in zip(groups, calls, strict=True):
+    for (n, _, tokens), call in zip(groups, calls, strict=True):
         of_tokens = call()
         if prefix:
-            of_tokens = merge(o[tokens].transpose(1, 2), lse[tokens].transpose(1, 2), *of_tokens, sinks=sinks)
-        o[tokens], lse[tokens] = (x.transpose(1, 2) for x in of_tokens)
+            before = (x[tokens].unflatten(0, (-1, n)).transpose(1, 2) for x in (o, lse))
+            of_tokens = merge(*before, *of_tokens, sinks=sinks)
+        o[tokens], lse[tokens] = (x.transpose(1, 2).flatten(0, 1) for x in of_tokens)
     return (o, lse.T) if return_lse else o
 
 
-def _groups(requests: int, cu_seqlens_q: Tensor | None, device: torch.device) -> list[tuple[int, Tensor, Tensor]]:
-    """(n, int64 [b] requests with n queries, int64 [b, n] their places among all queries), for each n but 0."""
+def _groups(
+    requests: int, cu_seqlens_q: Tensor | None, device: torch.device
+) -> list[tuple[int, Tensor | slice, Tensor | slice]]:
+    """(n, [b] requests with n queries, [b * n] places of these among all), for each n but 0.
+
+    Slices stand for all requests, which is the most frequent case: nothing is gathered for it.
+    """
     if cu_seqlens_q is None:
-        every = torch.arange(requests, device=device)
-        return [(1, every, every[:, None])] if requests else []
+        return [(1, slice(None), slice(None))] if requests else []
     begin = cu_seqlens_q.long().cpu()
     counts, result = begin.diff(), []
     for n in counts.unique().tolist():
         of_n = (counts == n).nonzero()[:, 0]
-        if n:
-            result.append((n, of_n.to(device), (begin[of_n, None] + torch.arange(n)).to(device)))
+        if n and len(of_n) == requests:
+            result.append((n, slice(None), slice(0, n * requests)))
+        elif n:
+            result.append((n, of_n.to(device), (begin[of_n, None] + torch.arange(n)).flatten().to(device)))
     return result
 
 
@@ -236,12 +243,14 @@ def prepared(
     k, v = (x.new_empty(()).expand(B, H_kv, pages * page_size, x.shape[3]) for x in (k_pages, v_pages))
     scale, softcap = as_number(scale), as_number(softcap)
     arguments = (mask, scale, None, softcap, alibi_slopes, sinks, 0.0, None, True, backend)
-    with torch.autocast(q.device.type, enabled=False):  # which would have the pages in another dtype
-        q, _, _, spec, decided = plan.prepare(q, k, v, *arguments)
     k_pages, v_pages = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
-    forward_paged = getattr(decided.backend, "forward_paged", None)
-    if forward_paged is not None and decided.plain and plan.is_plain(k_pages) and plan.is_plain(v_pages):
-        return lambda: forward_paged(q, k_pages, v_pages, table, spec)
+    with torch.autocast(q.device.type, enabled=False):  # which would have the pages in another dtype
+        try:
+            q, _, _, spec, decided = plan.prepare(q, k, v, *arguments, "forward_paged")
+            if decided.plain and plan.is_plain(k_pages) and plan.is_plain(v_pages):
+                return lambda: decided.backend.forward_paged(q, k_pages, v_pages, table, spec)
+        except NoBackendError:
+            _, _, _, _, decided = plan.prepare(q, k, v, *arguments)
     if backend is None:
         warn_of_copies(decided.backend.NAME)
 

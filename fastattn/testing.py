@@ -129,6 +129,10 @@ CASES: tuple[Case, ...] = (
         causal=True, q_offset=(66, 40), alibi=True, bias=(3, 1),
     ),
     Case(
+        "decode-shared", "a few queries of many heads that share keys", H=18, H_kv=1, n_q=3, n_k=530, keys="right",
+        causal=True, q_offset=500, sinks=True,
+    ),
+    Case(
         "decode-gaps", "few queries, and keys that a mask hides between others", n_q=2, n_k=600, dense=True,
         segment_ids=True,
     ),

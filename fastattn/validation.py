@@ -175,14 +175,17 @@ def check_paged(
         _check_boundaries("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q, len(q))
         if len(cu_seqlens_q) != B + 1:
             raise ValueError(f"cu_seqlens_q must be [{B + 1}] like lengths, got {list(cu_seqlens_q.shape)}")
+        if cu_seqlens_q.device.type not in ("cpu", q.device.type) or cu_seqlens_q.is_meta:  # whose values are read
+            raise ValueError(f"cu_seqlens_q must be on the CPU or on the device of q, got {cu_seqlens_q.device}")
     if (k is None) != (v is None):
         raise ValueError(f"k and v must both be given or neither, got {type(k).__name__} and {type(v).__name__}")
     if k is not None:
         _check_shape("k", k, (q.dtype,), (len(q), H_kv, D), q)
         _check_shape("v", v, (q.dtype,), (len(q), H_kv, v_pages.shape[3]), q)
     if tree is not None:
-        n = tree.shape[-1] if isinstance(tree, Tensor) and tree.dim() else "n"
-        shape = (B, n, n) if isinstance(tree, Tensor) and tree.dim() == 3 else (n, n)
+        dims = tree.dim() if isinstance(tree, Tensor) and is_dense(tree) else 0
+        n = tree.shape[-1] if dims else "n"
+        shape = (B, n, n) if dims == 3 else (n, n)
         _check_shape("tree", tree, (torch.bool,), shape, q)
     _check_learned("alibi_slopes", alibi_slopes, q.device, [(q.shape[1],), (B, q.shape[1])])
     _check_learned("sinks", sinks, q.device, [(q.shape[1],)])

@@ -24,6 +24,8 @@ namespace {
 // Keys that are read before their values are: long runs of memory, which the processor prefetches.
 constexpr int64_t kDecodeKeys = 256;
 
+constexpr int kRowsAtOnce = 4;  // for which a key is read once
+
 int64_t most_decode_rows(const Params& p) { return p.group() * p.n_q; }
 
 struct DecodeScratch {
@@ -94,23 +96,39 @@ struct Stream {
   Stream at_column(int64_t column) const { return {rows.at_column(column), ahead}; }
 };
 
-// s[row, i] = q[row] . k[i] for n keys, a multiple of kLanes: a transpose puts what has to be summed side by side.
-template <class Element>
-void dot_products(int64_t rows, const float* q, Stream<Element> k, int64_t n, int64_t d, float* s) {
+// Keys whose products with R rows the registers hold: a power of two, so that it divides the lanes.
+template <int R>
+constexpr int kKeysAtOnce = R == 1                                          ? kLanes
+                            : 8 * R <= FASTATTN_ACCUMULATORS && kLanes >= 8 ? 8
+                            : 4 * R <= FASTATTN_ACCUMULATORS                ? 4
+                                                                            : 2;
+
+// s[row, i] = q[row] . k[i] for R rows and n keys, a multiple of kLanes. What is read of a key serves all rows.
+template <int R, class Element>
+FASTATTN_INLINE void dot_products(const float* q, Stream<Element> k, int64_t n, int64_t d, float* s) {
+  constexpr int kKeys = kKeysAtOnce<R>;
   for (int64_t i = 0; i < n; i += kLanes) {
-    for (int64_t row = 0; row < rows; ++row) {
-      Floats products[kLanes] = {};
+    Floats of_keys[R][kLanes];
+    for (int first = 0; first < kLanes; first += kKeys) {
+      Floats products[R][kKeys] = {};
       for (int64_t vector = 0; vector < padded(d) / kLanes; ++vector) {
-        const Floats part_of_q = load(q + row * padded(d) + vector * kLanes);
+        Floats part_of_q[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) part_of_q[r] = load(q + r * padded(d) + vector * kLanes);
 #pragma GCC unroll 16
-        for (int key = 0; key < kLanes; ++key) products[key] += part_of_q * k(i + key, vector);
+        for (int key = 0; key < kKeys; ++key) {
+          const Floats part_of_k = k(i + first + key, vector);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) products[r][key] += part_of_q[r] * part_of_k;
+        }
       }
-      transpose(products);
-      Floats sum = {};
-#pragma GCC unroll 16
-      for (int lane = 0; lane < kLanes; ++lane) sum += products[lane];
-      store(s + row * kDecodeKeys + i, sum);
+      if constexpr (kKeys == kLanes && R == 1) {
+        store(s + i, sums_of_lanes(products[0]));
+      } else {
+        each_vector(products, [&](Floats& x, int r, int key) { of_keys[r][first + key] = x; });
+      }
     }
+    for (int r = 0; R > 1 && r < R; ++r) store(s + r * kDecodeKeys + i, sums_of_lanes(of_keys[r]));
   }
 }
 
@@ -167,8 +185,8 @@ void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, floa
 // memory where they can be read there, page by page, else as copied floats, with zeros up to a multiple of kLanes rows.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
-                                  int64_t d, bool widen_once, float* copy, Use use) {
-  const bool by_vectors = (x.dtype == DType::f32 || !widen_once) && n % kLanes == 0 && d % kLanes == 0;
+                                  int64_t d, float* copy, Use use) {
+  const bool by_vectors = n % kLanes == 0 && d % kLanes == 0;
   const bool pages_are_vectors = x.table && x.page_rows % kLanes == 0 && keys.at(first) % kLanes == 0;
   if (by_vectors && (x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n)))) {
     constexpr int64_t kBytesAhead = 8192;
@@ -226,9 +244,10 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     while (row_end > 0 && !sees_some(row_end - 1, block, first, n)) --row_end;
     while (row_begin < row_end && !sees_some(row_begin, block, first, n)) ++row_begin;
     if (row_begin == row_end) return;
-    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, rows > 1, w.k, [&](auto k, int64_t i, int64_t n_rows) {
-      dot_products(row_end - row_begin, w.q + row_begin * padded(p.d_qk), k, n_rows, p.d_qk,
-                   w.s + row_begin * kDecodeKeys + i);
+    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, [&](auto k, int64_t i, int64_t n_rows) {
+      each_tile<kRowsAtOnce>(row_begin, row_end, [&](auto tile, int64_t row) {
+        dot_products<tile>(w.q + row * padded(p.d_qk), k, n_rows, p.d_qk, w.s + row * kDecodeKeys + i);
+      });
     });
     for (int64_t row = row_begin; row < row_end; ++row) {
       float* s = w.s + row * kDecodeKeys;
@@ -246,7 +265,7 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
       softmax_step(p, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
     }
     const Target o{decode_part(p, parts, item, item.part, row_begin).o, row_of_part(p)};
-    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, rows > 1, w.v, [&](auto v, int64_t i, int64_t n_rows) {
+    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, [&](auto v, int64_t i, int64_t n_rows) {
       each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
         const Target to{o.data + column, o.stride};
         const Rows weights{w.s + row_begin * kDecodeKeys + i, kDecodeKeys};

@@ -199,7 +199,7 @@ struct DecodeItem {
   int64_t b, h_kv, first_part, part, n_parts;
   int64_t first_key, last_key;
 };
-constexpr int64_t kDecodeRows = 8;  // most rows, of all heads together: more are faster as lanes
+constexpr int64_t kDecodeRows = 128;  // most rows, of all heads together
 
 struct BackwardTensors {
   Input o, d_o;        // d_o.data may be null: zeros

@@ -39,7 +39,11 @@ inline std::vector<ForwardItem> forward_items(const Params& p, const Kernels& ke
 
 // Whether the kernels of decode.h take the call: with few queries each thread gets some of the keys, which are always
 // split at the same places.
-inline bool decodes(const Params& p) { return p.n_q * p.group() <= kDecodeRows && !p.dropout.drops; }
+inline bool decodes(const Params& p) {
+  constexpr int64_t kFewQueries = 4, kFewRows = 8;  // more are faster as lanes, where keys are few
+  const int64_t rows = p.n_q * p.group();
+  return !p.dropout.drops && rows <= (p.n_q <= kFewQueries ? kDecodeRows : kFewRows);
+}
 
 // The parts of a head follow each other. Their number is that of the keys of its own sample, so that the bits of a
 // sample do not depend on others.

@@ -181,6 +181,18 @@ FASTATTN_INLINE void transpose(Floats (&rows)[kLanes]) {
   if constexpr (2 * S < kLanes) transpose<2 * S>(rows);
 }
 
+// The sums of the lanes of each vector, that of vector i in lane i: a transpose that adds what would be added after it.
+template <int S = 1>
+FASTATTN_INLINE Floats sums_of_lanes(Floats (&rows)[kLanes]) {
+  using Lanes = std::make_integer_sequence<int, kLanes>;
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i += 2 * S) {
+    rows[i] = exchange<S, true>(rows[i], rows[i + S], Lanes{}) + exchange<S, false>(rows[i], rows[i + S], Lanes{});
+  }
+  if constexpr (2 * S < kLanes) return sums_of_lanes<2 * S>(rows);
+  return rows[0];
+}
+
 // put(j, i, vector along i) takes what get(i, j) gives as vectors along j; rows and columns are multiples of kLanes.
 template <class Get, class Put>
 FASTATTN_INLINE void transpose(int64_t rows, int64_t columns, Get get, Put put) {

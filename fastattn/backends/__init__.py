@@ -18,9 +18,12 @@ A backend is a module with these names, and nothing else is asked of it:
     weights(q, k, lse, spec, average_heads) -> weights
     received(q, k, spec) -> sums of the weights over the queries
     top_keys(q, k, spec, top_k) -> (weights, keys)
+    forward_paged(q, k, v, table, spec) -> (o, lse)
 
-as reference.py defines them. `lse` is that of `forward` for the same call, or None. The spec of the last two has no
-dropout. Their derivatives are those of derivatives.py on every backend. One more may be absent:
+as reference.py defines the first three. `lse` is that of `forward` for the same call, or None. The spec of `received`
+and `top_keys` has no dropout. Their derivatives are those of derivatives.py on every backend. The last is `forward`
+for keys and values [pages, H_kv, page_size, D or d_v], of which sample b has those in the pages table[b]: in any
+strides, and reading none but real ones. One more may be absent:
 
     short_way() -> the functions that `short_way` of fastattn/ops.py calls: its own, and its backward
 """
@@ -44,6 +47,7 @@ OPTIONAL = {
     "weights": "weights",
     "received": "the weights that keys receive",
     "top_keys": "the keys of the largest weights",
+    "forward_paged": "attention to pages where they lie",
 }
 """Functions that a backend may lack, and what they compute, for the objection."""
 
@@ -75,7 +79,7 @@ def objections(
 
     Args:
         function: which of its functions the call needs: "forward", which stands for "backward" too, or a name in
-            `OPTIONAL`, whose calls have a `v` of width 0.
+            `OPTIONAL`; those that return weights have a `v` of width 0.
         named: the user asked for this backend, so one that serves only by name, or that has failed its check here, has
             no objection.
         training: gradients are wanted.
@@ -220,9 +224,10 @@ def _warn_of_torch(reasons: str) -> None:
 
 @while_tracing
 def warn_of_copies(name: str) -> None:
-    """Warns that a backend has no kernel that reads keys in pages."""
+    """Warns that no backend with a kernel that reads keys in pages takes a call, which that one computes of copies."""
     warnings.warn(
-        f"keys and values in pages are copied for this attention, since the backend {name} reads none where they lie",
+        f"keys and values in pages are copied for this attention, which the backend {name} computes: none that reads "
+        "pages where they lie takes it",
         FallbackWarning,
         stacklevel=1,
     )

@@ -31,8 +31,8 @@ def features(device: torch.device) -> frozenset[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """Names of all functions that return weights, on every device."""
-    return frozenset({"weights", "received", "top_keys"})
+    """Names of all optional functions, on every device."""
+    return frozenset({"weights", "received", "top_keys", "forward_paged"})
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:

@@ -28,8 +28,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """Names of no functions: the reference has all of them, on every device."""
-    return frozenset()
+    """The function of pages: the reference has all others, on every device."""
+    return frozenset({"forward_paged"})
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -38,8 +38,8 @@ CALLS: dict[str, tuple[Callable[[], Callable], Callable[[], Callable] | None]] =
     **{
         name: (lambda name=name: getattr(fastattn, name), None)
         for name in (
-            "attention", "attention_varlen", "attention_weights", "attention_with_weights", "attention_received",
-            "top_keys", "merge", "explain", "swap", "unswap",
+            "attention", "attention_varlen", "attention_paged", "attention_weights", "attention_with_weights",
+            "attention_received", "top_keys", "merge", "explain", "swap", "unswap",
         )
     },
     **{
@@ -94,6 +94,12 @@ def right_arguments(name: str, function: Callable) -> dict[str, object]:
     if "varlen" in name:
         packed, cu_seqlens = torch.ones(6, 2, 8), torch.tensor([0, 2, 6])
         right |= {"q": packed, "k": packed, "v": packed, "cu_seqlens_q": cu_seqlens}
+    if name == "attention_paged":
+        right |= dict.fromkeys("qkv", torch.ones(4, 2, 8)) | dict.fromkeys(
+            ("k_pages", "v_pages"), x.new_ones(4, 2, 2, 8)
+        )
+        right |= {"block_table": torch.tensor([[0, 1], [0, 3]]), "lengths": ids[:, 0] + 1, "prefix": 2}
+        right |= {"cu_seqlens_q": torch.tensor([0, 2, 4]), "tree": torch.ones(2, 2).tril() > 0}
     if name == "flash_attn_varlen_func":
         right |= {"cu_seqlens_k": cu_seqlens, "max_seqlen_q": 4, "max_seqlen_k": 4}
     if name == "flash_attn_with_kvcache":

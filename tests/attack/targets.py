@@ -94,6 +94,52 @@ def varlen(draw: Draw) -> Errors:
     yield from of_attention(draw, replace(call, mask=mask), function)
 
 
+def paged(draw: Draw) -> Errors:
+    """`attention_paged` against attention to the keys of each request, of which pages have no more than it needs."""
+    call = drawn_call(draw, "causal window scale softcap alibi_slopes sinks", B=draw.randint(1, 3))
+    (B, H, n_q, _), n_k, size = call.q.shape, call.k.shape[2], draw.choice((1, 3, 16, 100))
+    with_tree = n_q <= n_k and draw.chance(0.3)
+    counts = torch.full((B,), n_q) if with_tree else draw.integers(0, min(n_q, n_k), B).cpu().long()
+    lengths = counts + (draw.table(B, p=0.8).cpu() * (n_k - counts) * torch.rand(B, generator=draw.of_numbers)).long()
+    slopes_of_each = call.options.get("alibi_slopes", torch.ones(H)).dim() == 2
+    prefix = 0 if slopes_of_each or draw.chance(0.7) else int((lengths - counts).min()) // size * size
+    k, v = (torch.cat([x[:1, :, :prefix].expand(B, -1, -1, -1), x[:, :, prefix:]], 2) for x in (call.k, call.v))
+    mask = call.mask | {"q_offset": lengths - counts, "real_keys": torch.arange(n_k) < lengths[:, None]}
+    mask |= {"real_queries": torch.arange(n_q) < counts[:, None]}
+    options, tree = dict(call.options), None
+    if with_tree:
+        tree = draw.table(*draw.choice(((n_q, n_q), (B, n_q, n_q))))
+        at = torch.arange(n_k) - (lengths - counts)[:, None, None]
+        inside = tree.expand(B, n_q, n_q).gather(2, at.clamp(0, max(n_q - 1, 0)).expand(B, n_q, n_k)) if n_q else at < 0
+        mask = {**mask, "dense": ((at < 0) | inside)[:, None], "causal": False}
+    used = -(-lengths // size)
+    of_prefix, places = prefix // size, torch.randperm(int(used.sum()) + 3, generator=draw.of_numbers)
+    table = torch.full((B, int(used.max()) + draw.randint(0, 2)), draw.choice((-1, 10**6)))
+    begin = of_prefix
+    for b, n in enumerate(used.tolist()):
+        table[b, :of_prefix] = places[:of_prefix]
+        table[b, of_prefix:n] = places[begin : begin + n - of_prefix]
+        begin += n - of_prefix
+    real, written = mask["real_queries"], draw.chance(0.5)
+    b, row = mask["real_keys"].nonzero(as_tuple=True)
+    new = row >= (lengths - counts)[b]
+    pages = [x.new_full((len(places), size, x.shape[1], x.shape[3]), math.nan) for x in (k, v)]
+    if draw.chance(0.5):
+        pages = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in pages]
+    for to, x in zip(pages, (k, v), strict=True):
+        to[table[b, row // size], row % size] = x[b, :, row].masked_fill((new & written)[:, None, None], math.nan)
+    tokens = [x[b[new], :, row[new]] for x in (k, v)] if written else (None, None)
+    cu_seqlens = None if (counts == 1).all() and draw.chance(0.5) else F.pad(counts.cumsum(0), (1, 0))
+    o, lse = fastattn.attention_paged(
+        call.q.transpose(1, 2)[real], *pages, table, lengths, cu_seqlens, k=tokens[0], v=tokens[1], tree=tree,
+        prefix=prefix, causal=call.mask.get("causal", False), window=call.mask.get("window", (None, None)),
+        return_lse=True, backend=draw.backend, **options,
+    )  # fmt: skip
+    actual = {"o": o.new_zeros(B, n_q, *o.shape[1:]), "lse": lse.new_full((B, n_q, H), -math.inf)}
+    actual["o"][real], actual["lse"][real] = o, lse.T
+    yield from errors_of(draw, replace(call, k=k, v=v, mask=mask), {n: x.transpose(1, 2) for n, x in actual.items()})
+
+
 def weights(draw: Draw) -> Errors:
     """The weights in every form, and the gradients of one of them."""
     call = drawn_call(draw)
@@ -368,6 +414,7 @@ TARGETS: dict[str, tuple[float, Callable[[Draw], Errors]]] = {  # how often, and
     "attention": (30, attention),
     "blind queries": (4, blind_queries),
     "varlen": (8, varlen),
+    "paged": (8, paged),
     "weights": (12, weights),
     "merge": (5, merge),
     "sdpa": (6, sdpa),

@@ -26,6 +26,7 @@ import fastattn
 from benchmarks.launches import handed_to
 from fastattn import Mask
 from fastattn.backends.triton import launches
+from fastattn.paged import prepared
 
 SERIES = 40
 LAYOUTS = ["BHND", "BNHD", "sliced", "columns", "shifted"]
@@ -39,6 +40,7 @@ CHOICES: dict[str, list] = {
     "dtype": [torch.float16, torch.float32],
     "layouts": list(itertools.product(LAYOUTS, repeat=4)),
     "one tensor for k and v": [False, False, False, True],
+    "pages": [None, None, None, (16, torch.int32, 0), (16, torch.int64, 0), (16, torch.int32, 1), (7, torch.int32, 0)],
     "causal": [False, True],
     "q_offset": [0, 1, 16, 300, "of samples", "of queries"],
     "window": [(None, None), (None, None), (1, None), (8, 8)],
@@ -103,6 +105,16 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
     for name in ("alibi_slopes", "sinks"):
         if (begin := chosen[name]) is not None:
             options[name] = torch.ones(H + 1)[begin:][:H]
+    if chosen["pages"] is not None and "bias" not in options and not options["dropout_p"]:
+        del options["dropout_p"]
+        size, of_table, begin = chosen["pages"]
+        n = n_k // size
+        table = torch.zeros(B * n + 1, dtype=of_table)[begin:][: B * n].view(B, n)
+        tensors[1:3] = (tensor(layout, 9, H_kv, size, D, dtype=dtype) for layout in chosen["layouts"][1:3])
+        for name in ("real_keys", "dense", "segment_ids"):  # of as many keys as are in the pages
+            if name in fields and n_k % size:
+                del fields[name]
+        return [*tensors, table], Mask(**fields), options
     learned = (*tensors[:3], *(options.get(name) for name in LEARNED))
     for wanted, x in zip(chosen["wanted"], learned, strict=True):
         if wanted and x is not None:
@@ -113,13 +125,16 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
 def launched(of_call: tuple, taken: list) -> list:
     """The kernels of a call and their arguments, of which a tensor is its metadata and which one it is."""
     taken.clear()
-    (q, k, v, do), mask, options = of_call
+    (q, k, v, do, *table), mask, options = of_call
     torch.manual_seed(0)
-    o = fastattn.attention(q, k, v, mask, **options, backend="triton")
+    if table:
+        prepared(q, k.transpose(1, 2), v.transpose(1, 2), *table, mask, **options, backend="triton")()
+    else:
+        o = fastattn.attention(q, k, v, mask, **options, backend="triton")
     leaves = [x for x in (q, k, v, *(options.get(name) for name in LEARNED)) if x is not None and x.requires_grad]
     if leaves:
         torch.autograd.grad(o, leaves, do)
-    inputs = (q, k, v, do, *mask.tensors().values(), *(x for x in options.values() if isinstance(x, Tensor)))
+    inputs = (q, k, v, do, *table, *mask.tensors().values(), *(x for x in options.values() if isinstance(x, Tensor)))
     known = {x.data_ptr(): f"input {i}" for i, x in enumerate(inputs)}
 
     def described(x: object) -> object:

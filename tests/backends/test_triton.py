@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from types import SimpleNamespace
 
 import pytest
+import test_paged
 import torch
 import triton
 import triton.language as tl
+from modelled_gpu import PTX_MACHINES
+from places import place_id
 from torch.utils import _pytree as pytree
 
 import fastattn
@@ -397,6 +401,28 @@ def test_keys_in_parts(case, dtype, launches, monkeypatch):
     assert "decoding_kernel" in computed
     assert ("combine_kernel" in computed) == (n_k >= 16)
     assert "forward_kernel" not in computed
+
+
+ON_MACHINES = [(machine, "cpu") for machine in PTX_MACHINES if machine.backend is backend]
+
+
+@pytest.mark.parametrize(("page_size", "dtype"), [(7, torch.float32), (16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
+@pytest.mark.parametrize("case", test_paged.CASES, ids=str)
+def test_keys_in_pages(case, backend, device, page_size, dtype):
+    inputs = make_inputs(case, dtype, device)
+    for layout in ("NHD", "HND"):
+        assert_right(inputs, test_paged.forward_paged(inputs, page_size, layout, backend))
+
+
+@pytest.mark.parametrize("n_q", [1, 20])
+def test_no_table_makes_a_kernel_read_outside_the_pages(n_q):
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=64, keys="right"), torch.float32, DEVICE)
+    around = inputs.k.new_full((6, inputs.k.shape[1], 16, inputs.k.shape[3]), math.nan)
+    pages = around[2:4].fill_(1.0)
+    table = torch.tensor([[-1, 2, 1, 0], [0, 2**31 - 1, -(2**31), 1]], dtype=torch.int32, device=DEVICE)
+    o, _ = backend.forward_paged(inputs.q, pages, pages, table, inputs.spec())
+    assert torch.equal(o.unique(), o.new_ones(1))
 
 
 def test_parts_fill_the_gpu_and_hold_enough_keys(monkeypatch):

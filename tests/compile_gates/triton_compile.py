@@ -45,6 +45,7 @@ CALLS = {  # name -> arguments of Spec
     "plain": {"mask": Mask()},
     "causal": {"mask": Mask(causal=True)},
     "keys": {"mask": Mask(real_keys=REAL)},
+    "pages": {"mask": Mask(causal=True, q_offset=torch.zeros(B, dtype=torch.int64), real_keys=REAL)},
     "worst": {"mask": WORST},
     "documents": {"mask": Mask(causal=True, segment_ids=(REAL.int(), REAL.int()))},
     "dense": {"mask": Mask(causal=True, dense=torch.ones(B, 1, N, N, dtype=torch.bool))},
@@ -133,20 +134,30 @@ def compiled(arch: int, calls: list[Call]) -> Iterator[Compiled]:
 
         q = torch.zeros(B, H, N, call.D, dtype=getattr(torch, call.dtype))
         lse, spec = torch.zeros(B, H, N), Spec(scale=call.D**-0.5, **CALLS[call.name])
-        wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
         with compile_only(take, is_wanted), contextlib.redirect_stdout(printed):
-            backend.forward(q, q, q, spec)
-            backend.forward(q[:, :, :1], q[:, :1], q[:, :1], spec)
-            backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
-            if call in WITH_WEIGHTS:
-                backend.weights(q, q, lse, spec, average_heads=True)
-            if call in WITH_WEIGHTS and spec.dropout_p == 0:
-                backend.received(q, q, spec)
-                backend.top_keys(q, q, spec, top_k=8)
+            compile_call(call, q, lse, spec)
         for name, taken in kernels:
             of = {"triton": triton.__version__, "arch": arch, "kernel": name, "D": call.D, "dtype": call.dtype}
             yield Compiled(**of, call=call.name, **taken)
         kernels.clear()
+
+
+def compile_call(call: Call, q: torch.Tensor, lse: torch.Tensor, spec: Spec) -> None:
+    """Makes all calls of the backend that `call` stands for."""
+    if call.name == "pages":
+        k, table = torch.zeros(B * N // 16, H, 16, call.D, dtype=q.dtype), torch.zeros(B, N // 16, dtype=torch.int32)
+        backend.forward_paged(q, k, k, table, spec)
+        backend.forward_paged(q[:, :, :1], k[:, :1], k[:, :1], table, spec)
+        return
+    wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
+    backend.forward(q, q, q, spec)
+    backend.forward(q[:, :, :1], q[:, :1], q[:, :1], spec)
+    backend.backward(q, lse, q, q, q, q, lse, spec, tuple(wanted))
+    if call in WITH_WEIGHTS:
+        backend.weights(q, q, lse, spec, average_heads=True)
+    if call in WITH_WEIGHTS and spec.dropout_p == 0:
+        backend.received(q, q, spec)
+        backend.top_keys(q, q, spec, top_k=8)
 
 
 def resources(kernel, arch: int, block: tuple[int, int], ptxas_says: str) -> dict[str, object]:

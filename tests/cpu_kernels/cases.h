@@ -52,7 +52,7 @@ inline const std::vector<Case> kCases = {
     {.name = "one-query", .why = "decoding",
      .n_q = 1, .n_k = 300, .causal = true, .q_offset = {299, 120}, .keys = Padding::right},
     {.name = "decode-parts", .why = "keys split in parts, a group of heads, some queries are padding",
-     .H = 4, .H_kv = 2, .n_q = 3, .n_k = 1300, .d_qk = 48, .d_v = 33, .q_offset = {1290, 700}, .left = 900,
+     .H = 22, .H_kv = 2, .n_q = 3, .n_k = 1300, .d_qk = 48, .d_v = 33, .q_offset = {1290, 700}, .left = 900,
      .keys = Padding::holes, .queries = Padding::holes},
     {.name = "one-key", .why = "weights of exactly 1", .n_q = 19, .n_k = 1},
     {.name = "tails-below", .why = "one less than blocks and tiles", .n_q = 63, .n_k = 95, .d_qk = 31, .d_v = 15},

@@ -43,8 +43,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """Names of all functions that return weights, on every device."""
-    return frozenset({"weights", "received", "top_keys"})
+    """Names of all optional functions, on every device."""
+    return frozenset({"weights", "received", "top_keys", "forward_paged"})
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -10,6 +10,7 @@ Only the functions that compute import Triton, so that importing fastattn needs 
 from __future__ import annotations
 
 import os
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -67,10 +68,24 @@ def by_name_only(device: torch.device) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
+    return _module_for(q).forward(q, k, v, spec)
+
+
+def forward_paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """As `forward`, for keys and values in pages [pages, H_kv, page_size, D or d_v].
+
+    Args:
+        table: int32 or int64 [B, pages of a sample], whose keys are those of its pages one after the other. No load
+            leaves the pages, whatever it says.
+    """
+    return _module_for(q).forward(q, k, v, spec, table)
+
+
+def _module_for(q: Tensor) -> ModuleType:
     from . import flash_decoding, flash_forward
     from .configs import FEW_QUERIES
 
-    return (flash_decoding if q.shape[2] <= FEW_QUERIES else flash_forward).forward(q, k, v, spec)
+    return flash_decoding if q.shape[2] <= FEW_QUERIES else flash_forward
 
 
 def backward(

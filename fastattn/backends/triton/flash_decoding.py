@@ -14,33 +14,33 @@ from torch import Tensor
 
 from ...spec import Spec, empty_output
 from .configs import FEW_QUERIES, config_for, multiprocessors, padded_head_dim
-from .flash_forward import attended, finished
+from .flash_forward import attended, finished, keys_of
 from .launches import Launches, kind_of, repeated
 from .rules import Rules, rules_of
 from .scores import measure, rescale
-from .tiles import Heads, dot_precision, heads, program_share, readable
+from .tiles import Heads, Pages, dot_precision, heads, program_share, readable
 from .visibility import key_range, part_of_range, position_of_first_query, queries_at, real_tokens
 
 FEWEST_KEYS = 128
 """Of a part: with less, adding the parts takes longer than what more programs gain."""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """o [B, H, n_q, d_v] in the dtype and memory order of q, and lse [B, H, n_q] in fp32; for at most FEW_QUERIES."""
-    (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As that of flash_forward, for at most FEW_QUERIES."""
+    (B, H, n_q, d_qk), (_, H_kv, _, d_v) = q.shape, v.shape
     o = empty_output(q, d_v)
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
-    q, k, v = readable(q), readable(k), readable(v)
+    q, (k, v, in_pages, n_k) = readable(q), keys_of(k, v, table)
     group = H // max(H_kv, 1)
     rows = max(16, min(triton.next_power_of_2(group * n_q), 16 if q.dtype == torch.float32 else 32))
     programs = B * H_kv * triton.cdiv(group * n_q, rows)
     n_parts = parts(programs, n_k, q)
-    tensors, of_part, sums, lse_of_part = (q, k, v, o, lse), o, (None, None), lse
+    tensors, of_part, sums, lse_of_part = (q, k, v, o, in_pages.table, lse), o, (None, None), lse
     if n_parts > 1:
         of_part = q.new_empty(n_parts * B, H, n_q, d_v, dtype=torch.float32)
         sums, lse_of_part = q.new_empty(2, n_parts, B, H, n_q, dtype=torch.float32).unbind(), None
         tensors = (*tensors, of_part, *sums)
-    kind = kind_of(decoding_kernel, tensors[:4], spec)
+    kind = kind_of(decoding_kernel, tensors[:5], spec)
     if repeated(kind, tensors, spec, n_q, n_k):
         return o, lse
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
@@ -57,6 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         heads(of_part),
         lse_of_part,
         *sums,
+        in_pages,
         rules,
         B,
         H_kv,
@@ -91,6 +92,7 @@ def decoding_kernel(
     lse,
     maxima,
     sums,
+    pages: Pages,
     rules: Rules,
     B,
     H_kv,
@@ -127,6 +129,7 @@ def decoding_kernel(
         b_q,
         k,
         v,
+        pages,
         queries,
         part_of_range(tile_range, i_part, n_parts),
         i_b,

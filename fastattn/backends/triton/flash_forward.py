@@ -16,11 +16,15 @@ from .scores import beside_sink, lse_log2, online_softmax, scores, sink_log2
 from .tiles import (
     LOG2E,
     Heads,
+    Pages,
     dot,
     dot_precision,
     head_of,
     heads,
+    load_from_pages,
     load_tile,
+    page_and_row,
+    pages,
     program_share,
     readable,
     store_tile,
@@ -40,14 +44,18 @@ from .visibility import (
 )
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """o [B, H, n_q, d_v] in the dtype and memory order of q, and lse [B, H, n_q] in fp32."""
-    (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """o [B, H, n_q, d_v] in the dtype and memory order of q, and lse [B, H, n_q] in fp32.
+
+    Args:
+        table: that of keys and values in pages; see `tiles.pages`.
+    """
+    (B, H, n_q, d_qk), (_, H_kv, _, d_v) = q.shape, v.shape
     o = empty_output(q, d_v)
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
-    q, k, v = readable(q), readable(k), readable(v)
-    tensors = (q, k, v, o, lse)
-    kind = kind_of(forward_kernel, tensors[:4], spec)
+    q, (k, v, in_pages, n_k) = readable(q), keys_of(k, v, table)
+    tensors = (q, k, v, o, in_pages.table, lse)
+    kind = kind_of(forward_kernel, tensors[:5], spec)
     if repeated(kind, tensors, spec, n_q, n_k):
         return o, lse
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
@@ -62,6 +70,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         heads(v),
         heads(o),
         lse,
+        in_pages,
         rules,
         H,
         n_q,
@@ -78,6 +87,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return o, lse
 
 
+def keys_of(k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor, Pages, int]:
+    """(k, v, their pages, n_k) as the kernels take them."""
+    if table is None:
+        return readable(k), readable(v), pages(None, k), k.shape[2]
+    return k, v, pages(table, k), table.shape[1] * k.shape[2]
+
+
 @triton.jit(do_not_specialize=["n_q", "n_k"])
 def forward_kernel(
     q: Heads,
@@ -85,6 +101,7 @@ def forward_kernel(
     v: Heads,
     o: Heads,
     lse,
+    pages: Pages,
     rules: Rules,
     H,
     n_q,
@@ -116,6 +133,7 @@ def forward_kernel(
         b_q,
         k,
         v,
+        pages,
         queries,
         tile_range,
         i_b,
@@ -142,6 +160,7 @@ def attended(
     b_q,
     k,
     v,
+    pages,
     queries,
     tile_range,
     i_b,
@@ -165,8 +184,6 @@ def attended(
     """
     visible, scoring, dropout = rules
     BLOCK_M: tl.constexpr = b_q.shape[0]
-    p_k = head_of(k, i_b, i_h_kv)
-    p_v = head_of(v, i_b, i_h_kv)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -179,7 +196,11 @@ def attended(
             m_dense = shown(queries, keys, i_b, i_h, visible, QUERIES_DOWN=True)
             if visible.dense.data is None or anything(m_dense):
                 # [N, D]
-                b_k = load_tile(p_k, k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                if pages.table is None:
+                    b_k = load_tile(head_of(k, i_b, i_h_kv), k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
+                else:
+                    places = page_and_row(pages, i_b, keys[0], m_k, n_k)
+                    b_k = load_from_pages(k, i_h_kv, places, m_k, D_QK, BLOCK_QK)
                 # [M, N]
                 b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
                 pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
@@ -190,7 +211,10 @@ def attended(
                 if scoring.on_weights is not None:
                     b_p *= scoring.on_weights
                 # [N, D]
-                b_v = load_tile(p_v, v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+                if pages.table is None:
+                    b_v = load_tile(head_of(v, i_b, i_h_kv), v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
+                else:
+                    b_v = load_from_pages(v, i_h_kv, places, m_k, D_V, BLOCK_V)
                 # [M, D]
                 b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
     return b_max, b_sum, b_o

@@ -46,6 +46,19 @@ class Table(NamedTuple):
     s_k: int | None
 
 
+class Pages(NamedTuple):
+    """Where keys lie that are in pages: tensors of them are [pages, H_kv, size, D] then, for `Heads` as any others.
+
+    Where they are not, table is None; see `Table`.
+
+    table: integer [B, n_k / size], the pages of each sample. number: of all pages, within which every load stays.
+    """
+
+    table: Tensor | None
+    size: int | None
+    number: int | None
+
+
 def heads(x: Tensor | None) -> Heads:
     """`x` [B, H, N, D] for a kernel, as it is."""
     if x is None:
@@ -57,6 +70,11 @@ def heads(x: Tensor | None) -> Heads:
 def readable(x: Tensor) -> Tensor:
     """`x` [B, H, N, D] for a kernel that reads it many times; copied where its rows are scattered."""
     return x if x.stride(3) == 1 or x.shape[3] <= 1 else x.contiguous()
+
+
+def pages(table: Tensor | None, k: Tensor) -> Pages:
+    """The pages of keys `k` [pages, H_kv, size, D], by a table [B, pages of a sample]; without one, of none."""
+    return Pages(None, None, None) if table is None else Pages(table.contiguous(), k.shape[2], k.shape[0])
 
 
 def table(x: Tensor | None) -> Table:
@@ -129,6 +147,27 @@ def load_tile(p_head, x, i_tile, m_row, D: tl.constexpr, BLOCK: tl.constexpr, BL
     p_rows = tile_pointers(p_head, x, i_tile, BLOCK, BLOCK_D)
     m_col = (tl.arange(0, BLOCK_D) < D)[None, :]
     return tl.load(p_rows, mask=m_row[:, None] & m_col, other=0.0)
+
+
+@triton.jit
+def page_and_row(pages, i_b, o_k, m_k, n_k):
+    """(page, row of it) of keys, each int64 [N]."""
+    p_page = pages.table + i_b * (n_k // pages.size) + o_k // pages.size
+    b_page = tl.load(p_page, mask=m_k, other=0).to(tl.int64)
+    # Whatever the table says, no load leaves the pages.
+    return tl.minimum(tl.maximum(b_page, 0), pages.number - 1), (o_k % pages.size).to(tl.int64)
+
+
+@triton.jit
+def load_from_pages(x, i_h, places, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`load_tile` for the rows of a head at these places of `page_and_row`."""
+    o_row = places[0] * x.s[0] + places[1] * x.s[2]
+    if x.aligned is not None:
+        IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
+        o_row = tl.multiple_of(o_row, IN_16_BYTES)
+    o_col = tl.arange(0, BLOCK_D)
+    p_rows = head_of(x, 0, i_h) + o_row[:, None] + o_col.to(tl.int64)[None, :] * x.s[3]
+    return tl.load(p_rows, mask=m_row[:, None] & (o_col < D)[None, :], other=0.0)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .plan import derivatives_wanted
 from .spec import Mask, accumulation_dtype, empty_output
 
 _AT_ONCE = 8  # documents, whose lists of keys are as long as the keys of all of them
@@ -23,7 +22,7 @@ def is_needed(tensors: tuple[Tensor | None, ...], cu_seqlens_q: Tensor, dropout_
         cu_seqlens_q.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and dropout_p == 0  # which draws by the place of a query
-        and not derivatives_wanted(*tensors)
+        and not (torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors))
         and bool((cu_seqlens_q.diff() == 1).any())
     )
 

@@ -40,6 +40,12 @@ def nvcc() -> Path | None:
     return next((Path(path).resolve() for path in found if path and Path(path).is_file()), None)
 
 
+def _headers(tool: Path) -> Path:
+    """The folder of CUDA's headers, by what nvcc says of itself: the file may be a script that calls another one."""
+    done = subprocess.run([tool, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True, check=True)
+    return Path(re.search(r"^#\$ TOP=(.*)$", done.stderr, re.MULTILINE)[1], "include")
+
+
 class Gpu(gpu.Gpu):
     """A GPU on which the CUDA backend runs."""
 
@@ -165,7 +171,7 @@ def _compiled() -> tuple[ModuleType, dict[int, dict[tuple[int, str], str]]]:
         module = cpp_extension.load(
             name,
             [str(source) for source in (*sources, _FOLDER / "cuda_runtime.cpp") if source.suffix == ".cpp"],
-            extra_include_paths=[str(_FOLDER), str(tool.parents[1] / "include")],
+            extra_include_paths=[str(_FOLDER), str(_headers(tool))],
             # Hidden, so that another library of CUDA's runtime in this process is not taken for this one.
             extra_cflags=["-std=c++20", "-O1", "-g0", "-fvisibility=hidden"],
             extra_ldflags=[str(path) for path in objects],

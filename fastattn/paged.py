@@ -136,7 +136,7 @@ def attention_paged(
     if unknown:
         refuse_unknown(attention_paged, unknown)
     blocks.refuse("attention to pages")
-    check_flags(causal=causal, return_lse=return_lse)
+    check_flags(return_lse=return_lse)
     check_paged(q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, tree, alibi_slopes, sinks, prefix)
     groups, page_size = _groups(len(lengths), cu_seqlens_q, q.device), k_pages.shape[1]
     if tree is not None and any(n != tree.shape[-1] for n, _, _ in groups):
@@ -144,7 +144,7 @@ def attention_paged(
         raise ValueError(f"tree must be of the {got} queries of a request, got {list(tree.shape)}")
     for n, requests, _ in groups:
         check_pages(block_table[requests], lengths[requests], n, k_pages, prefix)
-    causal = bool(causal) and tree is None
+    causal = Mask(causal, window=window).causal and tree is None  # a Mask says what is wrong with either
     terms = {"scale": scale, "softcap": softcap, "sinks": None if prefix else sinks, "backend": backend}
     slopes_of_all = alibi_slopes if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2 else None
 

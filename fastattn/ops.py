@@ -28,8 +28,8 @@ from .validation import EVERYTHING, check_fit
 
 _SPEC = (
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
-    "Tensor? dense, Tensor? seed, bool causal, SymInt q_offset, SymInt? window_left, SymInt? window_right, "
-    "float scale, float? softcap, float dropout_p, bool deterministic, str backend"
+    "Tensor? dense, Tensor? seed, Tensor? places, bool causal, SymInt q_offset, SymInt? window_left, "
+    "SymInt? window_right, float scale, float? softcap, float dropout_p, bool deterministic, str backend"
 )
 _LEARNED = "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks"
 _WANTED = ", ".join(f"bool {name}_wanted" for name in ("dq", "dk", "dv", "dbias", "dalibi", "dsinks"))
@@ -265,6 +265,7 @@ def _flatten(spec: Spec, backend: ModuleType) -> tuple:
         *(mask.segment_ids or (None, None)),
         mask.dense,
         spec.seed,
+        spec.places,
         mask.causal,
         0 if several else mask.q_offset,
         *mask.window,
@@ -278,7 +279,7 @@ def _flatten(spec: Spec, backend: ModuleType) -> tuple:
 
 def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
     """The spec and the backend that `_flatten` was given."""
-    q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense, seed, *flat = flat
+    q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense, seed, places, *flat = flat
     causal, q_offset, left, right, scale, softcap, dropout_p, deterministic, backend = flat
     mask = Mask(
         causal=causal,
@@ -290,9 +291,8 @@ def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, M
         dense=dense,
     )
     bias, alibi_slopes, sinks = learned
-    return Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic), backend_by_name(
-        backend
-    )
+    spec = Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic, places)
+    return spec, backend_by_name(backend)
 
 
 class _Attention(Function):
@@ -331,8 +331,8 @@ class _Attention(Function):
         return derivatives.forward_tangents(primals, tangents[:6], spec)
 
 
-_TENSORS = 13  # so many of the arguments of `fastattn::forward` are tensors or None, and come first
-_NO_GRADIENTS = (None,) * 17  # of its other arguments than the six that are differentiated, and of `direct`
+_TENSORS = 14  # so many of the arguments of `fastattn::forward` are tensors or None, and come first
+_NO_GRADIENTS = (None,) * 18  # of its other arguments than the six that are differentiated, and of `direct`
 _apply_directly, _apply_short = super(Function, _Attention).apply, super(Function, _ShortAttention).apply
 """Their `apply` for calls that nobody watches. Function.apply binds the arguments to the signature of `forward` in
 each call, which takes longer than all the rest of it."""

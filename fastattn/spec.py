@@ -583,6 +583,8 @@ class Spec:
         dropout_p: probability to drop a weight.
         seed: int64 scalar tensor on the device of q; None when dropout_p is 0.
         deterministic: same inputs give the same bits.
+        places: int32 [2 + n_q + ceil(n_k / 4)] on the device of q, where this call is a part of one that other
+            processes compute too: by which sample, head, queries and keys its dropout is drawn. See `dropout_keep`.
     """
 
     mask: Mask
@@ -594,6 +596,7 @@ class Spec:
     dropout_p: float = 0.0
     seed: Tensor | None = None
     deterministic: bool = True
+    places: Tensor | None = None
 
     def features(self) -> frozenset[str]:
         """The names of everything in use, the mask's fields among them: what a backend must list to take this call."""
@@ -615,13 +618,17 @@ class Spec:
 
         Element (b, h, i, j) takes word j % 4 of Philox4x32-10 with key `seed` and counter (j // 4, i, h, b), and is
         kept when that word is at least floor(dropout_p * 2^32). `first_query` is the index of the first of the n_q
-        rows.
+        rows. Where there are `places`, the counter is that of the whole call: `places` has its sample of b = 0, its
+        head of h = 0, then its row of each i, and its j // 4 of each four keys, which stand together in both.
         """
-        device = self.seed.device
-        index = [torch.arange(n, device=device) for n in (B, H, n_q, (n_k + 3) // 4)]
-        b, h, i, j4 = torch.meshgrid(*index, indexing="ij")
-        words = torch.stack(philox(self.seed, (j4, i + first_query, h, b)), dim=-1)
-        return words.flatten(-2)[..., :n_k] >= math.floor(self.dropout_p * 2**32)
+        device, fours = self.seed.device, (n_k + 3) // 4
+        b, h, i, j4 = (torch.arange(n, device=device) for n in (B, H, n_q, fours))
+        i += first_query
+        if self.places is not None:
+            sample, head, rows, j4 = self.places.long().split([1, 1, len(self.places) - 2 - fours, fours])
+            b, h, i = b + sample, h + head, rows[i]
+        words = torch.stack(philox(self.seed, torch.meshgrid(j4, i, h, b, indexing="ij")), dim=-1)
+        return words.permute(3, 2, 1, 0, 4).flatten(-2)[..., :n_k] >= math.floor(self.dropout_p * 2**32)
 
 
 FEATURES = frozenset({f.name for f in fields(Mask)} | {"bias", "softcap", "alibi_slopes", "sinks", "dropout"})

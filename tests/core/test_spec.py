@@ -316,6 +316,16 @@ def test_dropout_of_a_block_of_rows_is_a_part_of_the_whole():
     assert torch.equal(spec.dropout_keep(2, 2, 3, 9, first_query=4), spec.dropout_keep(2, 2, 8, 9)[:, :, 4:7])
 
 
+def test_dropout_of_a_part_is_that_of_the_whole():
+    whole = Spec(Mask(), 1.0, dropout_p=0.5, seed=torch.tensor(12345))
+    rows, fours = torch.tensor([7, 2, 9]), torch.tensor([1, 3, 5])
+    part = dataclasses.replace(whole, places=torch.cat([torch.tensor([1, 2]), rows, fours]).int())
+    keys = torch.tensor([4, 5, 6, 7, 12, 13, 14, 15, 20, 21])
+    expected = whole.dropout_keep(3, 4, 10, 22)[1:, 2:][:, :, rows][..., keys]
+    assert torch.equal(part.dropout_keep(2, 2, 3, 10), expected)
+    assert torch.equal(part.dropout_keep(2, 2, 2, 10, first_query=1), expected[:, :, 1:])
+
+
 def test_output_keeps_the_memory_order_of_q():
     assert empty_output(torch.empty(2, 3, 5, 8), 4).stride() == (60, 20, 4, 1)
     assert empty_output(torch.empty(2, 5, 3, 8).transpose(1, 2), 4).stride() == (60, 4, 12, 1)

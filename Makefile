@@ -20,7 +20,7 @@ SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 QEMU := qemu-aarch64
 
-.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions scaling ptx wheel wheel-test sdist sdist-test check-dist sbom workflows clean
+.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions scaling ptx ptx-tritons wheel wheel-test sdist sdist-test check-dist sbom workflows clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -180,6 +180,14 @@ ptx: $(INSTALLED) $(NVCC)
 	    tests/backends/test_conformance.py tests/backends/test_hopper_*.py tests/gpu_models/test_cuda_kernels.py \
 	    tests/backends/test_triton.py tests/core/test_pytorch.py tests/core/test_varlen.py -k "(ptx_ or test_hopper)$(if $(CASES), and ($(CASES)))"
 	@$(if $(CASES),,$(PYTHON) .ci/passed.py --record $@)
+
+# A few cases of Triton's and Hopper's kernels as the other Tritons compile them.
+ptx-tritons: $(INSTALLED) $(TRITONS)
+	set -e; for triton in $(TRITONS); do echo $$triton; \
+	    TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton OMP_NUM_THREADS=1 PYTHONPATH=$$triton \
+	    $(BIN)/python -m pytest --quiet --timeout=1800 --numprocesses=auto --dist=worksteal tests/backends/test_conformance.py \
+	    -k "(ptx_triton or ptx_hopper) and (plain or one-query or tail-above or pad-queries-causal or everything or head-dim-256)"; done
+	@$(PYTHON) .ci/passed.py --record $@
 
 # The wheel for every Linux with glibc 2.28 or newer, in dist: by zig's clang, which has that glibc and its own C++ library.
 ZIG := build/zig/0.17.1

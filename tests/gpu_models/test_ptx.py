@@ -116,6 +116,24 @@ def test_what_is_wrong_is_a_fault(body, change, fault):
             run(body.replace(*change), seed=seed)
 
 
+@pytest.mark.parametrize(("select", "fault"), [("0x3120", None), ("0x3124", "%r7 is undefined")])
+def test_permuted_bytes_are_undefined_where_they_are_of_an_undefined_register(select, fault):
+    body = f"ld.global.b32 %r6, [%rd4]; prmt.b32 %r7, %r6, %r0, {select}U; st.global.b32 [%rd5], %r7;"
+    if fault:
+        with pytest.raises(PtxError, match=fault):
+            run(body)
+    else:
+        x, y = run(body)
+        assert torch.equal(y.view(torch.uint8).view(-1, 4), x.view(torch.uint8).view(-1, 4)[:, [0, 2, 1, 3]])
+
+
+def test_an_approximate_quotient_is_zero_where_the_divisor_is_very_large():
+    body = "ld.global.b32 %r6, [%rd4]; mov.b32 %r0, {}; div.approx.f32 %r7, %r6, %r0; st.global.b32 [%rd5], %r7;"
+    x, y = run(body.format("0f40400000"))
+    assert torch.allclose(y, x / 3, rtol=2.0**-22)
+    assert (run(body.format("0f7F000000"))[1] == 0).all()  # 2^127
+
+
 VOTED = """bar.red.or.pred %p3, 0, %p1; vote.sync.ballot.b32 %r6, %p2, -1; mov.b32 %r7, 0;
   @%p3 mov.b32 %r7, %r6; st.global.b32 [%rd5], %r7;"""
 

@@ -66,6 +66,26 @@ inline float larger(float a, float b) {
 }
 inline float smaller(float a, float b) { return std::isnan(a) && std::isnan(b) ? larger(a, b) : -larger(-a, -b); }
 
+// 9.7.9.7 prmt: a source of which no byte is taken may be undefined, as where LLVM permutes one alone.
+inline bool permute_bytes(Warp& warp, const Instruction& x, Lanes lanes) {
+  const u32* sources[3];
+  for (int k = 0; k < 3; k++) sources[k] = warp.at(x.operands[k + 1].at).lanes<const u32>();
+  u32 result[kLanes]{};
+  Lanes takes[2]{};
+  for (int i = 0; i < kLanes; i++) {
+    const u64 both = u64(lane_of(sources[1], i)) << 32 | lane_of(sources[0], i);
+    for (int k = 0; k < 4; k++) {
+      const u32 select = lane_of(sources[2], i) >> 4 * k & 15, byte = u32(both >> 8 * (select & 7)) & 255;
+      result[i] |= (select & 8 ? (byte & 128 ? 255u : 0) : byte) << 8 * k;
+      takes[select >> 2 & 1] |= Lanes(1) << i;
+    }
+  }
+  Lanes defined = warp.defined(x.operands[3], lanes);
+  for (int k = 0; k < 2; k++) defined &= warp.defined(x.operands[k + 1], lanes) | ~takes[k];
+  warp.write(x.operands[0], lanes, result, defined);
+  return true;
+}
+
 template <class T>
 void add_integers(Rules& rules) {
   using U = std::make_unsigned_t<T>;
@@ -213,6 +233,10 @@ inline void add_arithmetic(Rules& rules) {
   add_floats<float>(rules), add_floats<double>(rules);
   // 9.7.3 floating point. What is "approx" or "full" is computed to the nearest here.
   add<float, float, float>(rules, "div.full.f32", [](float a, float b) { return a / b; });
+  // 9.7.3.8 div.approx is a * (1 / b), whose second factor is 0 above 2^126.
+  add<float, float, float>(rules, "div.approx.f32", [](float a, float b) {
+    return a * (std::fabs(b) > 0x1p126f ? std::copysign(0.f, b) : 1 / b);
+  });
   add<float, float, float, float>(
       rules, "fma.rn.ftz.f32", [](float a, float b, float c) { return flush(std::fma(flush(a), flush(b), flush(c))); });
   add<float, float, float>(rules, "max.f32", [](float a, float b) { return larger(a, b); });
@@ -254,7 +278,7 @@ inline void add_arithmetic(Rules& rules) {
     for (int i = 0; i < 32; i++) result |= (a >> i & 1) << (31 - i);
     return result;
   });
-  // 9.7.1.20 bfe, 9.7.1.21 bfi, 9.7.9.7 prmt.
+  // 9.7.1.20 bfe, 9.7.1.21 bfi.
   add<u32, u32, u32, u32>(rules, "bfe.u32", [](u32 a, u32 b, u32 c) {
     b &= 255, c &= 255;
     return b > 31 ? 0 : u32(a >> b & ((1ull << std::min(c, 32u)) - 1));
@@ -270,14 +294,7 @@ inline void add_arithmetic(Rules& rules) {
     const u64 field = c > 31 ? 0 : ((1ull << std::min(d, 32u)) - 1) << c;
     return u32((b & ~field) | (c > 31 ? 0 : (u64(a) << c & field)));
   });
-  add<u32, u32, u32, u32>(rules, "prmt.b32", [](u32 a, u32 b, u32 c) {
-    u32 result = 0;
-    for (int i = 0; i < 4; i++) {
-      const u32 select = c >> 4 * i & 15, byte = u32((u64(b) << 32 | a) >> 8 * (select & 7)) & 255;
-      result |= (select & 8 ? (byte & 128 ? 255u : 0) : byte) << 8 * i;
-    }
-    return result;
-  });
+  rules["prmt.b32"] = {"d32 s32 s32 s32", permute_bytes};
   // 9.7.9.20 cvta: generic addresses of global memory are those that it has.
   add<u64, u64>(rules, "cvta.to.global.u64 cvta.global.u64", [](u64 a) { return a; });
   add<u64, u64>(rules, "cvta.param.u64", [](u64 a) { return a | kParameterSpace; });

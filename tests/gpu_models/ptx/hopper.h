@@ -393,14 +393,17 @@ inline bool set_registers(Warp& warp, const Instruction& x, Lanes lanes) {
 
 inline void add_hopper(Rules& rules) {
   rules["fence.proxy.async.shared::cta"] = {"", fence_for_async_proxy};
-  rules["mbarrier.init.shared::cta.b64"] = {"a s32", init_barrier};
-  rules["mbarrier.arrive.shared::cta.b64"] = {"_ a", arrive_at_barrier, 0};
-  rules["mbarrier.arrive.expect_tx.shared::cta.b64"] = {"_ a s32", arrive_at_barrier, 1};
-  rules["mbarrier.try_wait.parity.shared::cta.b64"] = {"d1 a s32", wait_at_barrier};
+  for (const std::string space : {"shared", "shared::cta"}) {
+    rules["mbarrier.init." + space + ".b64"] = {"a s32", init_barrier};
+    rules["mbarrier.arrive." + space + ".b64"] = {"_ a", arrive_at_barrier, 0};
+    rules["mbarrier.arrive.expect_tx." + space + ".b64"] = {"_ a s32", arrive_at_barrier, 1};
+    rules["mbarrier.try_wait.parity." + space + ".b64"] = {"d1 a s32", wait_at_barrier};
+  }
   for (const int rank : {1, 2, 3, 4, 5}) {
     const std::string d = "." + std::to_string(rank) + "d.", map = std::to_string(rank) + "m";
-    rules["cp.async.bulk.tensor" + d + "shared::cta.global.mbarrier::complete_tx::bytes"] = {"a " + map + " a",
-                                                                                             load_tensor, rank};
+    for (const std::string space : {"shared::cta", "shared::cluster"})  // of one block
+      rules["cp.async.bulk.tensor" + d + space + ".global.mbarrier::complete_tx::bytes"] = {"a " + map + " a",
+                                                                                            load_tensor, rank};
     rules["cp.async.bulk.tensor" + d + "global.shared::cta.bulk_group"] = {map + " a", store_tensor, rank, 0};
     rules["cp.reduce.async.bulk.tensor" + d + "global.shared::cta.add.bulk_group"] = {map + " a", store_tensor, rank,
                                                                                       1};

@@ -7,6 +7,7 @@ driver, stand those of `_Utils`; and a kernel ends as PTX, in the place of ptxas
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from fastattn.backends.triton import launches
 
 from . import gpu
 
+_IS_3_6 = hasattr(nvidia, "make_launcher")  # or older
 _FORMATS = {"fp32": "f", "f32": "f", "fp64": "d", "i64": "q", "u64": "Q"}
 
 
@@ -52,7 +54,10 @@ class Gpu(gpu.Gpu):
         self.multiprocessors = 3
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple:
-        return None, (name, binary.decode()), 0, 0, 1024
+        text = binary.decode()
+        if _IS_3_6 and self.arch == 90:  # it leaves out a fence that 3.7 has, which Hopper GPUs do without
+            text = re.sub(r"(cp\.async\.wait_group\s+\d+;)", r"\1 fence.proxy.async.shared::cta;", text)
+        return None, (name, text), 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": gpu.SHARED_BYTES[self.arch]}
@@ -79,6 +84,8 @@ class Gpu(gpu.Gpu):
         sizes = *shape, *none, *box, *none, *in_bytes, *none
         words = struct.pack("<Q10I4Q4I", address, *sizes, rank, element, swizzle, kind)
         return TensorMap(gpu.pieces(address, shape, [element, *in_bytes], element), words)
+
+    fill_tma_descriptor = fill_tma_descriptor_tiled  # as Triton 3.6 calls it
 
     @staticmethod
     def launch(*arguments: object) -> None:
@@ -110,7 +117,10 @@ class Gpu(gpu.Gpu):
 
         Memory that they allocate is full of NaN.
         """
-        parts = {"PyKernelArg": _Argument, "ARG_CONSTEXPR": _CONSTEXPR, "ARG_KERNEL": _KERNEL, "ARG_TUPLE": _TUPLE}
+        if _IS_3_6:
+            parts = {"make_launcher": _types_in_launcher, "compile_module_from_src": _Launcher, "library_dirs": list}
+        else:
+            parts = {"PyKernelArg": _Argument, "ARG_CONSTEXPR": _CONSTEXPR, "ARG_KERNEL": _KERNEL, "ARG_TUPLE": _TUPLE}
         runtime = triton.knobs.runtime
         with (
             mock.patch.multiple(nvidia, **parts),
@@ -146,6 +156,38 @@ class TensorMap(NamedTuple):
 
     ranges: np.ndarray
     words: bytes
+
+
+class _Launcher:
+    """In the place of what Triton 3.6 compiles for each signature: `src` are the types of the arguments."""
+
+    def __init__(self, src: list, **options: object) -> None:
+        self._annotations, self._types = _annotated(src), [*_flat(_annotated(src), src)]
+
+    def launch(
+        self, x, y, z, stream, function, cooperative, pdl, scratch, profile, packed, metadata, enter, leave, *arguments
+    ) -> None:  # fmt: skip
+        driver.active.utils.run(
+            x, y, z, stream, function, cooperative, pdl, packed, metadata, enter, leave, scratch, profile,
+            self._annotations, self._types, arguments,
+        )  # fmt: skip
+
+
+def _types_in_launcher(constants: dict, signature: dict[int, object], tensordesc_meta: list | None) -> list:
+    """The types of all arguments, where each descriptor is followed by its shape and strides."""
+    types = []
+    for of in signature.values():
+        is_descriptor = isinstance(of, str) and of.startswith("tensordesc")
+        assert not is_descriptor or tensordesc_meta, "descriptors are only modelled for TMA"
+        n = of[: of.index("]")].count(",") + 1 if is_descriptor else 0
+        types += ["nvTmaDesc", *["i32"] * n, *["i64"] * n] if is_descriptor else [of]
+    return types
+
+
+def _annotated(types: tuple | list) -> list[_Argument]:
+    nested = [_annotated(of) if isinstance(of, tuple) else None for of in types]
+    kinds = [_TUPLE if isinstance(of, tuple) else _CONSTEXPR if of == "constexpr" else _KERNEL for of in types]
+    return [*map(_Argument, nested, kinds)]
 
 
 def _ends_as_ptx(*arguments: object) -> tuple[str, str] | None:

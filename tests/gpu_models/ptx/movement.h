@@ -298,7 +298,7 @@ inline bool leave(Warp& warp, const Instruction&, Lanes lanes) { return warp.lea
 
 inline void add_movement(Rules& rules) {
   const std::pair<const char*, Space> spaces[] = {
-      {"global.", kGlobal}, {"shared.", kShared}, {"param.", kParameters}, {"", kGeneric}};
+      {"global.", kGlobal}, {"shared.", kShared}, {"shared::cta.", kShared}, {"param.", kParameters}, {"", kGeneric}};
   for (const auto& [space, a] : spaces) {
     for (const char* type : {"b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64"}) {
       for (const int n : {1, 2, 4}) {

@@ -18,7 +18,7 @@ from .flash_forward import attended, finished, keys_of
 from .launches import Launches, kind_of, repeated
 from .rules import Rules, rules_of
 from .scores import measure, rescale
-from .tiles import Heads, Pages, dot_precision, heads, program_share, readable
+from .tiles import Heads, Pages, dot_precision, heads, program_share, readable, real_columns, rows_of_heads
 from .visibility import key_range, part_of_range, position_of_first_query, queries_at, real_tokens
 
 FEWEST_KEYS = 128
@@ -201,19 +201,3 @@ def combine_kernel(
     p_o = rows_of_heads(o, i_b, o_h, o_q, BLOCK_V)
     tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=real_columns(o_q < n_q, D_V, BLOCK_V))
     tl.store(lse + (i_b * H + o_h) * n_q + o_q, b_lse)
-
-
-@triton.jit
-def rows_of_heads(x, i_b, i_h, i_row, BLOCK_D: tl.constexpr):
-    """Pointers [M, BLOCK_D] to rows of `x`; each index is one for all, or a vector of M of them."""
-    o_row = tl.cast(i_b, tl.int64) * x.s[0] + tl.cast(i_h, tl.int64) * x.s[1] + tl.cast(i_row, tl.int64) * x.s[2]
-    if x.aligned is not None:
-        IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
-        o_row = tl.multiple_of(o_row, IN_16_BYTES)
-    return x.data + o_row[:, None] + tl.arange(0, BLOCK_D).to(tl.int64)[None, :] * x.s[3]
-
-
-@triton.jit
-def real_columns(m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """bool [M, BLOCK_D]: the columns up to D of the rows that `m_row` names."""
-    return m_row[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]

@@ -150,14 +150,13 @@ def load_tile(p_head, x, i_tile, m_row, D: tl.constexpr, BLOCK: tl.constexpr, BL
 
 
 @triton.jit
-def rows_of_heads(x, i_b, i_h, i_row, BLOCK_D: tl.constexpr):
-    """Pointers [M, BLOCK_D] to rows of `x`; each index is one for all, or a vector of M of them."""
-    o_row = tl.cast(i_b, tl.int64) * x.s[0] + tl.cast(i_row, tl.int64) * x.s[2]
+def rows_of_heads(p_x, x, i_b, i_h, i_row, BLOCK_D: tl.constexpr):
+    """Pointers [M, BLOCK_D] to rows of `x`, counted from `p_x`; each index is one for all, or a vector of M of them."""
+    o_row = tl.cast(i_b, tl.int64) * x.s[0] + tl.cast(i_h, tl.int64) * x.s[1] + tl.cast(i_row, tl.int64) * x.s[2]
     if x.aligned is not None:
         IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
         o_row = tl.multiple_of(o_row, IN_16_BYTES)
-    p_row = head_of(x, 0, tl.cast(i_h, tl.int64)) + o_row
-    return p_row[:, None] + tl.arange(0, BLOCK_D).to(tl.int64)[None, :] * x.s[3]
+    return p_x + o_row[:, None] + tl.arange(0, BLOCK_D).to(tl.int64)[None, :] * x.s[3]
 
 
 @triton.jit
@@ -178,7 +177,7 @@ def page_and_row(pages, i_b, o_k, m_k, n_k):
 @triton.jit
 def load_from_pages(x, i_h, places, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """`load_tile` for the rows of a head at these places of `page_and_row`."""
-    p_rows = rows_of_heads(x, places[0], i_h, places[1], BLOCK_D)
+    p_rows = rows_of_heads(head_of(x, 0, i_h), x, places[0], 0, places[1], BLOCK_D)
     return tl.load(p_rows, mask=real_columns(m_row, D, BLOCK_D), other=0.0)
 
 

@@ -39,13 +39,28 @@ FASTATTN_HD PhiloxWords philox(PhiloxKey key, PhiloxWords x) {
   return x;
 }
 
+// `Spec.places`, where a call is a part of one that other processes compute too.
+struct Places {
+  const int32_t* data = nullptr;  // null: it is a call by itself
+  int64_t n_q = 0;
+
+  FASTATTN_HD uint32_t row(uint32_t i) const { return data ? data[2 + i] : i; }
+
+  // That of the words of query i of head h, for the keys 4 j4, ..., 4 j4 + 3.
+  FASTATTN_HD PhiloxWords counter(uint32_t b, uint32_t h, uint32_t i, uint32_t j4) const {
+    if (!data) return {j4, i, h, b};
+    return {static_cast<uint32_t>(data[2 + n_q + j4]), row(i), h + data[1], b + data[0]};
+  }
+};
+
 // A weight is multiplied by 0 if its word is below `threshold`, else by `on_kept`. The word of query i and key j of
-// query head h is number j % 4 of those of the counter (j / 4, i, h, b).
+// query head h is number j % 4 of those of the counter (j / 4, i, h, b), or of that which `places` has instead.
 struct Dropout {
   bool drops;  // false: the words need not be drawn
   PhiloxKey key;
   uint32_t threshold;
   float on_kept;
+  Places places = {};
 };
 
 // p is a probability. For p = 1 the threshold 2^32 would not fit: every weight is kept then, times 0.

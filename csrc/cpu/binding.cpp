@@ -28,7 +28,8 @@ struct Names {
   PyObject *mask = of("mask"), *causal = of("causal"), *q_offset = of("q_offset"), *window = of("window"),
            *real_queries = of("real_queries"), *real_keys = of("real_keys"), *segment_ids = of("segment_ids"),
            *dense = of("dense"), *scale = of("scale"), *softcap = of("softcap"), *bias = of("bias"),
-           *alibi_slopes = of("alibi_slopes"), *sinks = of("sinks"), *dropout_p = of("dropout_p"), *seed = of("seed");
+           *alibi_slopes = of("alibi_slopes"), *sinks = of("sinks"), *dropout_p = of("dropout_p"), *seed = of("seed"),
+           *places = of("places");
 
   static PyObject* of(const char* name) { return PyUnicode_InternFromString(name); }
 };
@@ -83,7 +84,7 @@ struct Spec {
   std::optional<double> softcap;
   MaybeTensor bias, alibi_slopes, sinks;
   double dropout_p = 0;
-  MaybeTensor seed;
+  MaybeTensor seed, places;
 };
 
 Spec spec_of(PyObject* pointer) {
@@ -96,7 +97,8 @@ Spec spec_of(PyObject* pointer) {
           maybe_tensor(from.attribute(names().alibi_slopes), "alibi_slopes"),
           maybe_tensor(from.attribute(names().sinks), "sinks"),
           number(from.attribute(names().dropout_p).get()),
-          maybe_tensor(from.attribute(names().seed), "seed")};
+          maybe_tensor(from.attribute(names().seed), "seed"),
+          maybe_tensor(from.attribute(names().places), "places")};
 }
 
 // A call in the form that the kernels take; it keeps the tensors and the tables that `params` points to.
@@ -131,11 +133,7 @@ class Call {
     p.scale = spec.scale;
     if (spec.softcap) p.softcap = std::clamp(*spec.softcap, kLeastSoftcap, kMostSoftcap);
     add_terms(spec);
-    if (spec.dropout_p > 0) {
-      FASTATTN_CHECK(spec.seed && spec.seed->is(kDLInt, 64) && spec.seed->numel() == 1,
-                     "seed must be one int64 where dropout_p is above 0");
-      p.dropout = make_dropout(spec.dropout_p, *reinterpret_cast<const int64_t*>(spec.seed->data()));
-    }
+    if (spec.dropout_p > 0) add_dropout(spec);
   }
 
   const Params& params() const { return params_; }
@@ -253,6 +251,17 @@ class Call {
       sinks->check_sizes({p.H});
       p.sinks = reinterpret_cast<const float*>(hold(sinks->as_float().contiguous()).data());
     }
+  }
+
+  void add_dropout(const Spec& spec) {
+    Params& p = params_;
+    FASTATTN_CHECK(spec.seed && spec.seed->is(kDLInt, 64) && spec.seed->numel() == 1,
+                   "seed must be one int64 where dropout_p is above 0");
+    p.dropout = make_dropout(spec.dropout_p, *reinterpret_cast<const int64_t*>(spec.seed->data()));
+    if (!spec.places) return;
+    spec.places->check_sizes({2 + p.n_q + (p.n_k + 3) / 4});
+    FASTATTN_CHECK(spec.places->is(kDLInt, 32), "places must be int32, got ", spec.places->dtype_name());
+    p.dropout.places = {reinterpret_cast<const int32_t*>(hold(spec.places->contiguous()).data()), p.n_q};
   }
 
   std::vector<Tensor> held_ = reserved();  // q, k, v, and what else is read

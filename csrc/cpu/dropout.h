@@ -38,10 +38,17 @@ FASTATTN_INLINE void philox(PhiloxKey key, uint64_t x0, Bits x1, uint64_t x2, ui
 FASTATTN_ONCE void dropout_factors(int C, const Dropout& dropout, int64_t b, int64_t h, const QueryBlock& queries,
                                    const KeyBlock& keys, Part part, float* z_t) {
   const int64_t end = lesser(part.begin + part.n, keys.n);
+  Bits rows[kColumns];
+  for (int c = 0; c < C; ++c) {
+    rows[c] = queries.index[c];
+    if (!dropout.places.data) continue;
+    for (int lane = 0; lane < kLanes; ++lane) rows[c][lane] = dropout.places.row(rows[c][lane]);
+  }
   for (int64_t i = part.begin; i < end;) {
     const int64_t four_keys = keys.key(i) / 4;  // they share their counters
+    const PhiloxWords counter = dropout.places.counter(b, h, 0, four_keys);
     Bits words[kColumns][4];
-    for (int c = 0; c < C; ++c) philox(dropout.key, four_keys, queries.index[c], h, b, words[c]);
+    for (int c = 0; c < C; ++c) philox(dropout.key, counter.x0, rows[c], counter.x2, counter.x3, words[c]);
     for (; i < end && keys.key(i) / 4 == four_keys; ++i) {
       for (int c = 0; c < C; ++c) {
         const Bits word = words[c][keys.key(i) % 4];

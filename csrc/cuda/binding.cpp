@@ -62,7 +62,8 @@ struct Scores {
   MaybeTensor alibi_slopes;  // float [B, H]
   MaybeTensor sinks;         // float [H]
   double dropout_p;
-  MaybeTensor seed;  // int64 scalar
+  MaybeTensor seed;    // int64 scalar
+  MaybeTensor places;  // int32 [2 + n_q + ceil(n_k / 4)]
 };
 
 // Params, and the memory that they point to.
@@ -95,6 +96,7 @@ class CallParams {
     p.alibi_slopes = data_or_null<float>(scores.alibi_slopes);
     p.sinks = data_or_null<float>(scores.sinks);
     p.dropout = make_dropout(scores.dropout_p, 0);
+    p.dropout.places = {data_or_null<int32_t>(scores.places), p.queries.n};
     p.seed = data_or_null<int64_t>(scores.seed);
     p.score_scale = p.is_general() ? ScoreScale{p.scale, float(kLog2E)} : split_scale(scores.scale);
   }
@@ -169,11 +171,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Scores>(m, "Scores")
       .def(py::init([](double scale, std::optional<double> softcap, const MaybeTensor& bias,
                        const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, double dropout_p,
-                       const MaybeTensor& seed) {
-             return Scores{scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed};
+                       const MaybeTensor& seed, const MaybeTensor& places) {
+             return Scores{scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, places};
            }),
            py::kw_only(), py::arg("scale"), py::arg("softcap"), py::arg("bias"), py::arg("alibi_slopes"),
-           py::arg("sinks"), py::arg("dropout_p"), py::arg("seed"));
+           py::arg("sinks"), py::arg("dropout_p"), py::arg("seed"), py::arg("places"));
   py::class_<Gradients>(m, "Gradients")
       .def(py::init([](const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
                        const MaybeTensor& ds_of_keys, const MaybeTensor& ds_of_queries,

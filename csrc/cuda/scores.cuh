@@ -142,7 +142,10 @@ FASTATTN_DEVICE void hide(Sums (&scores)[kRowBlocks][kColumnBlocks], const Param
 template <bool kRowsAreQueries>
 FASTATTN_DEVICE bool survives_dropout(const Params& p, Place<kRowsAreQueries> place, int row, int column) {
   const uint32_t query = place.query(row, column), key = place.key(row, column);
-  const PhiloxWords words = philox(philox_key(*p.seed), {key / 4, query, uint32_t(place.h), uint32_t(place.b)});
+  // Those beyond the ends have no places, and need no words.
+  const bool exists = query < uint32_t(p.queries.n) && key < uint32_t(p.keys.n);
+  const Places places = exists ? p.dropout.places : Places{};
+  const PhiloxWords words = philox(philox_key(*p.seed), places.counter(place.b, place.h, query, key / 4));
   const uint32_t word = key % 4 == 0 ? words.x0 : key % 4 == 1 ? words.x1 : key % 4 == 2 ? words.x2 : words.x3;
   return word >= p.dropout.threshold;
 }

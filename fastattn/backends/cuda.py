@@ -187,6 +187,7 @@ def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[ob
         sinks=None if sinks is None else sinks.float().contiguous(),
         dropout_p=spec.dropout_p,
         seed=spec.seed,
+        places=None if spec.places is None else spec.places.contiguous(),
     )
     return described_mask, scores
 

@@ -8,11 +8,12 @@ import re
 import pytest
 import torch
 from modelled_gpu import CUDA_MACHINES, PTX_MACHINES
+from parts import drawn_at, places_of_a_part
 from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
 
 import fastattn
 from fastattn.backends import aten, cpu, hopper, objections, selfcheck, triton
-from fastattn.testing import CASES, DTYPES, OUTPUTS, assert_right, exact, formula, make_inputs, run
+from fastattn.testing import CASES, DTYPES, OUTPUTS, Case, Inputs, assert_right, exact, formula, make_inputs, run
 
 TESTED = [case for case in CASES if not case.timed]
 ON_MODELS = [(machine, "cpu") for machine in PTX_MACHINES]
@@ -266,6 +267,48 @@ def test_sinks_far_from_the_scores(backend, device, above):
     inputs = make_inputs(case, torch.float32, device)
     inputs.options["sinks"] = torch.tensor([above, -above], device=device)
     assert_right(inputs, run(inputs, backend.NAME))
+
+
+PARTS = (
+    Case("few-queries", "a tile has rows of several heads", H=4, H_kv=2, n_q=3, n_k=70, dropout_p=0.3),
+    Case("few-keys", "a single block of keys", n_q=37, n_k=11, dropout_p=0.3),
+    Case("bias", "in its gradient too", B=1, H=4, H_kv=2, n_q=20, n_k=50, keys="holes", bias=(20, 50), dropout_p=0.3),
+)
+
+
+@on_each
+@pytest.mark.parametrize("case", PARTS, ids=str)
+def test_dropout_of_a_part_is_right(backend, device, case):
+    inputs = make_inputs(case, most_precise_dtype(backend), device)
+    if not objections(backend, inputs.q, inputs.k, inputs.v, inputs.spec()):
+        with drawn_at(places_of_a_part(case.n_q, case.n_k, device)):
+            assert_right(inputs, run(inputs, backend.NAME))
+
+
+@on_each
+@pytest.mark.parametrize(("n_q", "n_k"), [(3, 70), (37, 51)])
+def test_dropout_of_a_part_keeps_what_the_definition_keeps(backend, device, n_q, n_k):
+    """With equal scores and values of 0 and 1 the output, and then dv, shows each weight by itself."""
+    B, H, p, dtype = 2, 2, 0.4, most_precise_dtype(backend)
+    q, k = (torch.zeros(B, H, n, 8, dtype=dtype, device=device) for n in (n_q, n_k))
+    v, do = (torch.eye(n, max(n_q, n_k), dtype=dtype, device=device).expand(B, H, -1, -1) for n in (n_k, n_q))
+    generator = torch.Generator(device).manual_seed(1)
+    options = {"scale": 1.0, "dropout_p": p, "generator": generator}
+    inputs = Inputs(q, k, v, do, torch.zeros(B, H, n_q, device=device), fastattn.Mask(), options)
+    if objections(backend, q, k, v, inputs.spec()):
+        return
+    with drawn_at(places_of_a_part(n_q, n_k, device)):
+        spec, outputs = inputs.spec(), run(inputs, backend.NAME)
+        expected = spec.dropout_keep(B, H, n_q, n_k).to(dtype) / ((1 - p) * n_k)
+        shown = [(outputs["o"][..., :n_k], expected), (outputs["dv"].mT[:, :, :n_q], expected)]
+        if not objections(backend, q, k, k[..., :0], spec, function="weights"):
+            for average_heads, each in ((False, expected), (True, expected.mean(1))):
+                again = options | {"generator": generator.clone_state(), "backend": backend.NAME}
+                weights = fastattn.attention_with_weights(q, k, v, average_heads=average_heads, **again)[1]
+                shown.append((weights, each))
+    for actual, each in shown:
+        assert torch.equal(actual != 0, each != 0)
+        torch.testing.assert_close(actual, each)
 
 
 @on_each

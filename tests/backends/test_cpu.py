@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parts import places_of_a_part
 from places import CAPABILITIES
 from test_spec import PHILOX_ANSWERS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,6 +149,7 @@ def test_the_module_takes_of_torch_what_every_torch_has():
 X, SPEC = torch.zeros(2, 4, 5, 8), Spec(Mask(), 1.0)
 LSE = torch.zeros(2, 4, 5)
 WITHOUT_SUMS = (None, None, None, None)
+DROPPING, PLACES = replace(SPEC, dropout_p=0.5, seed=torch.tensor(0)), torch.zeros(9, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +172,14 @@ WITHOUT_SUMS = (None, None, None, None)
         ("forward", (X, X, torch._efficientzerotensor(X.shape), SPEC), ValueError, "v must be a Tensor with memory of"),
         ("forward", (X, X, X, None), AttributeError, "no attribute 'softcap'"),
         ("forward", (X, X, X, replace(SPEC, dropout_p=0.5)), ValueError, "seed must be one int64 where dropout_p is"),
+        ("forward", (X, X, X, replace(DROPPING, places=PLACES[1:])), ValueError, "places must be [9], got [8]"),
+        ("forward", (X, X, X, replace(DROPPING, places=PLACES[None])), ValueError, "places must be [9], got [1, 9]"),
+        (
+            "weights",
+            (X, X, None, replace(DROPPING, places=PLACES.long()), X),
+            ValueError,
+            "places must be int32, got int64",
+        ),
         (
             "forward",
             (X, X, X, replace(SPEC, bias=torch.zeros(3, 5))),
@@ -664,10 +674,12 @@ def holes(n: int, seed: int) -> torch.Tensor:
     return torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < 0.5
 
 
-@pytest.mark.parametrize("seed", [0, 7 << 32, -1, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize(
+    ("seed", "part"), [(0, False), (7 << 32, False), (-1, False), (-(2**63), False), (2**63 - 1, False), (1, True)]
+)
 @pytest.mark.parametrize(("n_q", "n_k"), [(37, 131), (70, 33), (1, 3)])
 @pytest.mark.parametrize("masked", ["nothing", "causal", "window", "holes", "everything"])
-def test_dropout_keeps_what_the_definition_keeps(masked, n_q, n_k, seed, capability):
+def test_dropout_keeps_what_the_definition_keeps(masked, n_q, n_k, seed, part, capability):
     """With equal scores and values of 0 and 1 the output, and then dv, shows each weight by itself."""
     p, B, H, H_kv, group = 0.4, 2, 6, 2, 3
     padding = {"real_keys": holes(n_k, 1), "real_queries": holes(n_q, 2)}
@@ -678,7 +690,8 @@ def test_dropout_keeps_what_the_definition_keeps(masked, n_q, n_k, seed, capabil
         "holes": Mask(**padding),
         "everything": Mask(causal=True, q_offset=9, window=(50, None), **padding),
     }[masked]
-    spec = Spec(mask, 1.0, dropout_p=p, seed=torch.tensor(seed))
+    places = places_of_a_part(n_q, n_k) if part else None
+    spec = Spec(mask, 1.0, dropout_p=p, seed=torch.tensor(seed), places=places)
     visible = mask.keep(n_q, n_k).expand(B, H, n_q, n_k)
     kept = visible & spec.dropout_keep(B, H, n_q, n_k)
     expected = kept / ((1 - p) * visible.sum(-1, keepdim=True).clamp(min=1))

@@ -28,6 +28,7 @@ struct Case {
   Padding keys = Padding::none, queries = Padding::none;
   std::vector<int64_t> documents_q = {}, documents_k = {};  // their lengths, in every sample; none: one document
   double dropout_p = 0, scale = 0.2;
+  bool is_part = false;            // of another call, by whose counters dropout is drawn
   double softcap = 0;              // 0: none
   double sink = -HUGE_VAL;         // of head 0, one more for each head after it; -HUGE_VAL: none
   std::vector<int64_t> bias = {};  // its shape, [B or 1, H or 1, n_q or 1, n_k or 1]; empty: there is none
@@ -124,6 +125,8 @@ inline const std::vector<Case> kCases = {
      .n_q = 90, .n_k = 90, .left = 13, .right = 6, .keys = Padding::holes, .dropout_p = 0.5},
     {.name = "dropout-grouped", .why = "words by query head",
      .H = 4, .causal = true, .queries = Padding::holes, .dropout_p = 0.1},
+    {.name = "dropout-part", .why = "words of another call",
+     .H = 4, .H_kv = 2, .n_q = 39, .n_k = 101, .keys = Padding::holes, .dropout_p = 0.3, .is_part = true},
     {.name = "dropout-all", .why = "every weight dropped", .n_q = 20, .n_k = 20, .dropout_p = 1},
     {.name = "large-scores", .why = "an lse of thousands", .causal = true, .scale = 50},
     {.name = "zero-scale", .why = "all keys weigh the same", .keys = Padding::right, .scale = 0},
@@ -167,6 +170,7 @@ class Inputs {
   const Case& about;
   std::vector<std::vector<char>> real_queries, real_keys;  // [B][N], 0 or 1
   Array q, k, v, d_o, d_lse, bias;
+  std::vector<int32_t> places;  // as Spec.places
 
   Inputs(const Case& c, DType dtype)
       : about(c),
@@ -177,7 +181,10 @@ class Inputs {
         v(normal(c.H_kv, c.d_v, dtype, real_keys)),
         d_o(normal(c.H, c.d_v, dtype, real_queries)),
         d_lse(normal(c.H, 1, DType::f32, seeing_queries())),
-        bias(normal(c.bias, dtype)) {}
+        bias(normal(c.bias, dtype)),
+        places(2 + c.n_q + (c.n_k + 3) / 4) {
+    for (int32_t& place : places) place = random_() % 100;
+  }
 
   double sink(int64_t h) const { return about.sink + h; }
   double slope(int64_t b, int64_t h) const { return std::ldexp(1.0, -1 - int(b + h)); }

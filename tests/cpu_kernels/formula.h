@@ -87,7 +87,12 @@ Results formula(const Inputs& in, DType dtype) {
   const auto far = [&](int64_t b, int64_t i, int64_t j) { return round(Real(std::abs(in.distance(b, i, j)))); };
   const Dropout dropout = make_dropout(c.dropout_p, kSeed);
   const auto dropout_factor = [&](int64_t b, int64_t h, int64_t i, int64_t j) -> Real {
-    const PhiloxWords words = philox(dropout.key, {uint32_t(j / 4), uint32_t(i), uint32_t(h), uint32_t(b)});
+    PhiloxWords counter{uint32_t(j / 4), uint32_t(i), uint32_t(h), uint32_t(b)};
+    if (c.is_part) {
+      const auto place = [&](int64_t n) { return uint32_t(in.places[n]); };
+      counter = {place(2 + c.n_q + j / 4), place(2 + i), uint32_t(h) + place(1), uint32_t(b) + place(0)};
+    }
+    const PhiloxWords words = philox(dropout.key, counter);
     const uint32_t word = j % 4 == 0 ? words.x0 : j % 4 == 1 ? words.x1 : j % 4 == 2 ? words.x2 : words.x3;
     if (c.dropout_p == 0) return 1;
     return c.dropout_p == 1 || word < c.dropout_p * 0x1p32 ? 0 : 1 / Real(1 - c.dropout_p);

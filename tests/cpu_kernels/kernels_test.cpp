@@ -177,6 +177,8 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   for (int64_t i = 0; i < c.B * c.H; ++i) slopes.data<float>()[i] = static_cast<float>(in.slope(i / c.H, i % c.H));
   const Buffer q_offset(placement, c.B * int64_t(sizeof(int64_t)), alignof(int64_t));
   std::copy(c.q_offset.begin(), c.q_offset.end(), q_offset.data<int64_t>());
+  const Buffer places(placement, in.places.size() * sizeof(int32_t), alignof(int32_t));
+  std::copy(in.places.begin(), in.places.end(), places.data<int32_t>());
 
   Params p{};
   p.B = c.B, p.H = c.H, p.H_kv = c.H_kv, p.n_q = c.n_q, p.n_k = c.n_k, p.d_qk = c.d_qk, p.d_v = c.d_v;
@@ -190,6 +192,7 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   const Ranges ranges(in, p);
   p.q = q.input(), p.k = k.input(), p.v = v.input();
   p.dropout = make_dropout(c.dropout_p, kSeed);
+  if (c.is_part) p.dropout.places = {places.data<int32_t>(), c.n_q};
   ForEach for_each(placement);
   {
     Params of_forward = p;
@@ -330,7 +333,7 @@ const std::vector<Case> kMoreCases = {
 const std::set<std::string> kFewCases = {
     "smallest", "no-keys", "no-queries", "one-query", "decode-parts", "tails-below", "tails-above", "head-dim-200",
     "chunks", "causal-before", "window", "pad-keys-only", "strided", "token-by-token-strided", "documents-causal",
-    "documents-of-other-lengths", "documents-holes", "documents-long", "dropout-window", "dropout-grouped",
+    "documents-of-other-lengths", "documents-holes", "documents-long", "dropout-window", "dropout-grouped", "dropout-part",
     "negative-scale", "softcap", "softcap-scale", "softcap-narrow", "softcap-decode", "sinks-decode", "sinks-far-above",
     "sinks-large-scores", "only-lse", "bias", "bias-shared", "bias-of-keys", "alibi", "alibi-documents",
 };

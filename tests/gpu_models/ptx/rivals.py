@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -106,11 +107,9 @@ def _generated(traced: torch.fx.GraphModule, inputs: list) -> str:
     for here, instead in (
         ("from torch._C import _cuda_getCurrentRawStream as get_raw_stream", "get_raw_stream = int"),
         ("torch._C._dynamo.guards._empty_strided_cuda", "lambda *of, empty=torch.empty_strided: empty(*of[:2], dtype=of[2])"),
-        (", eviction_policy='evict_last'", ""),  # a hint for a cache, which the machine has not
-        (", eviction_policy='evict_first'", ""),
     ):
         source = source.replace(here, instead)
-    return source
+    return re.sub(r""", eviction_policy=["']\w+["']""", "", source)  # hints for a cache, which the machine has not
 
 
 class _Written(BaseException):

@@ -12,7 +12,6 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -630,18 +629,6 @@ class Spec:
             b, h, i = b + sample, h + head, rows[i]
         words = torch.stack(philox(self.seed, torch.meshgrid(j4, i, h, b, indexing="ij")), dim=-1)
         return words.permute(3, 2, 1, 0, 4).flatten(-2)[..., :n_k] >= math.floor(self.dropout_p * 2**32)
-
-
-class Drawn(NamedTuple):
-    """In place of a generator: the seed that a call's dropout has, where that is one of several that are one call.
-
-    corner: of a call with a plan, the sample and the head of the whole one that are its first.
-    places: of a call of this process alone, what `Spec` has by that name.
-    """
-
-    seed: Tensor
-    corner: tuple[int, int] = (0, 0)
-    places: Tensor | None = None
 
 
 FEATURES = frozenset({f.name for f in fields(Mask)} | {"bias", "softcap", "alibi_slopes", "sinks", "dropout"})

@@ -12,7 +12,7 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[3] / "build
 
 import torch
 
-from fastattn.testing import CASES
+from fastattn.testing import CASES, Inputs, run
 
 from . import count, cuda, launch, mutate
 from .gpu import Gpu
@@ -31,7 +31,8 @@ def main() -> None:
     mutating.add_argument("--kind", nargs="+", choices=mutate.KINDS, default=list(mutate.KINDS))
     for command in (counting, mutating):
         command.add_argument("--arch", type=int, choices=(75, 80, 90), default=80)
-        command.add_argument("--backend", choices=("triton", "hopper", "cuda"), default="triton")
+        rivals = ("flex",) if command is counting else ()
+        command.add_argument("--backend", choices=("triton", "hopper", "cuda", *rivals), default="triton")
         command.add_argument("--dtype", default="bfloat16")
         command.add_argument("--in-any-order", action="store_true", help="the gradients of Hopper's fused kernel")
     options = parser.parse_args()
@@ -52,15 +53,24 @@ def main() -> None:
 def print_counts(gpu: Gpu, cases: list, dtype: torch.dtype, options: argparse.Namespace) -> None:
     names = ("global_bytes", "sectors", "fewest_sectors", "wavefronts", "fewest_wavefronts")
     print(
-        f"{'case':22} {'kernel':16} {'matrix':>10} {'needed':>10} {'ratio':>6} " + " ".join(f"{x:>17}" for x in names)
+        f"{'case':22} {'kernel':44} {'matrix':>10} {'needed':>10} {'ratio':>6} " + " ".join(f"{x:>17}" for x in names)
     )
+
+    def computes(gpu: Gpu, inputs: Inputs) -> object:
+        if options.backend == "flex":
+            from . import rivals  # which imports Inductor
+
+            return rivals.flex(gpu, inputs)
+        inputs.options["deterministic"] = not options.in_any_order
+        return run(inputs, options.backend)
+
     lanes, seconds = 0, gpu.seconds
     for case in cases:
-        for kernel in count.counted(gpu, case, dtype, options.backend, not options.in_any_order):
+        for kernel in count.counted(gpu, case, dtype, computes):
             ratio = f"{kernel.macs / kernel.needed:.3f}" if kernel.needed else ""
             lanes += kernel.counts.lanes
             print(
-                f"{case.name:22} {kernel.name:16} {kernel.macs:10} {kernel.needed:10} {ratio:>6} "
+                f"{case.name:22} {kernel.name:44} {kernel.macs:10} {kernel.needed:10} {ratio:>6} "
                 + " ".join(f"{getattr(kernel.counts, name):17}" for name in names),
                 *(f"{name} {n}" for name, n in kernel.by_class.items()),
                 flush=True,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from fastattn.testing import CASES, Case, Inputs, make_inputs, run
+from fastattn.testing import CASES, Case, Inputs, make_inputs
 
 from .gpu import Gpu
 from .machine import Counts, Program, program
@@ -72,7 +72,9 @@ def needed_of_pair(kernel: str, D: int, d_v: int) -> int:
         "fused_kernel": D + d_v + d_v + D + D,
         "dbias_kernel": D + d_v,
         "bias_gradient_kernel": D + d_v,
-    }.get(kernel, 0)
+        "flex_attention": D + d_v,
+        "flex_attention_backward": 2 * (D + d_v) + d_v + D + D,  # for dQ scores and dP anew
+    }.get(re.sub(r"triton_tem_fused_|_\d+$", "", kernel), 0)
 
 
 def visible_pairs(inputs: Inputs) -> int:
@@ -81,13 +83,12 @@ def visible_pairs(inputs: Inputs) -> int:
     return int(inputs.mask.keep(n_q, inputs.k.shape[2], inputs.q.device).expand(B, H, -1, -1).sum())
 
 
-def counted(gpu: Gpu, case: Case, dtype: torch.dtype, backend: str, deterministic: bool = True) -> Iterator[Kernel]:
+def counted(gpu: Gpu, case: Case, dtype: torch.dtype, computes: Callable[[Gpu, Inputs], object]) -> Iterator[Kernel]:
     """What each kernel of the forward and the backward of one head of that case executes."""
     inputs = make_inputs(replace(case, B=1, H=1, H_kv=1), dtype)
-    inputs.options["deterministic"] = deterministic
     gpu.programs.clear()
     program.cache_clear()  # a program counts from when it was parsed
-    run(inputs, backend)
+    computes(gpu, inputs)
     pairs = visible_pairs(inputs)
     for name, programs in gpu.programs.items():
         for counts, by_class, macs in map(_totals, programs):

@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -29,7 +30,7 @@ from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_map_only
 
 from fastattn.spec import Mask
-from fastattn.testing import Inputs
+from fastattn.testing import Inputs, run
 
 from . import gpu
 from .launch import Gpu
@@ -38,8 +39,14 @@ _ROWS = 8  # of the sum of dO * O, in a block
 
 
 def flex(on: Gpu, inputs: Inputs) -> tuple[Tensor, ...]:
-    """o and the gradients of q, k and v, by FlexAttention on that GPU; of the mask what it has words for."""
-    q, k, v = (x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    """o and the gradients of q, k and v, by FlexAttention on that GPU; of the mask what it has words for.
+
+    Raises:
+        AssertionError: they are not those of the formula.
+    """
+    # Padding is NaN in these tests, which FlexAttention multiplies by 0.
+    q, k, v, do = (x.nan_to_num() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     mask, sizes = inputs.mask, (q.shape[0], None, q.shape[2], k.shape[2])
     shown = None if not mask.features() else flex_attention.create_block_mask(_shown(mask), *sizes, device="cpu")
     compiler = aot_autograd(
@@ -48,16 +55,24 @@ def flex(on: Gpu, inputs: Inputs) -> tuple[Tensor, ...]:
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()
-    with mock.patch.object(flex_attention, "_validate_device", lambda *x: None):  # that CPUs compute no gradients
+    with mock.patch.object(flex_attention, "_validate_device", _allowed):  # that CPUs compute no gradients
         call = torch.compile(flex_attention.flex_attention, fullgraph=True, backend=compiler)
         o = call(q, k, v, block_mask=shown)
-        return o.detach(), *torch.autograd.grad(o, (q, k, v), inputs.do)
+        result = o.detach(), *torch.autograd.grad(o, (q, k, v), do)
+    expected = run(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), "reference")
+    for actual, name in zip(result, ("o", "dq", "dk", "dv"), strict=True):
+        torch.testing.assert_close(actual, expected[name], rtol=0.05, atol=0.05 * expected[name].abs().max().item())
+    return result
+
+
+def _allowed(*tensors: Tensor) -> None:
+    """In the place of a check; a mock would end Dynamo's trace."""
 
 
 def _shown(mask: Mask) -> Callable:
     """The mask as a function of indices, in FlexAttention's words."""
-    (left, right), real, documents = mask.window, mask.real_keys, mask.segment_ids
-    assert mask.features() <= {"causal", "window", "real_keys", "segment_ids"}
+    (left, right), documents = mask.window, mask.segment_ids
+    assert mask.features() <= {"causal", "window", "real_queries", "real_keys", "segment_ids"}
 
     def shows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         result = j >= 0
@@ -67,10 +82,12 @@ def _shown(mask: Mask) -> Callable:
             result = result & (i - j <= left)
         if right is not None:
             result = result & (j - i <= right)
-        if real is not None:
-            result = result & (real[b, j])
+        if mask.real_queries is not None:
+            result = result & mask.real_queries[b, i]
+        if mask.real_keys is not None:
+            result = result & mask.real_keys[b, j]
         if documents is not None:
-            result = result & (documents[0][b, i] == documents[1][b, j])
+            result = result & (documents[0][b, i] == documents[1][b, j]) & (documents[0][b, i] >= 0)
         return result
 
     return shows
@@ -79,19 +96,17 @@ def _shown(mask: Mask) -> Callable:
 class _Generated:
     """A graph in code for CUDA, which is generated in its first call, and runs on tensors of the CPU."""
 
-    _boxed_call = True
-
     def __init__(self, on: Gpu, traced: torch.fx.GraphModule) -> None:
         self._on, self._traced, self._run = on, traced, None
 
-    def __call__(self, inputs: list) -> object:
+    def __call__(self, *inputs: object) -> object:
         with _looks_like_cuda(self._on):
             if self._run is None:
                 self._run = _imported(_generated(self._traced, inputs)).call
-            return self._run(inputs)
+            return self._run([*inputs])
 
 
-def _generated(traced: torch.fx.GraphModule, inputs: list) -> str:
+def _generated(traced: torch.fx.GraphModule, inputs: tuple) -> str:
     """The module that Inductor writes for a GPU."""
 
     def stop(of_graph: graph.GraphLowering) -> None:
@@ -100,13 +115,18 @@ def _generated(traced: torch.fx.GraphModule, inputs: list) -> str:
     with FakeTensorMode(), torch.no_grad(), mock.patch.object(graph.GraphLowering, "compile_to_module", stop):
         for node in traced.graph.nodes:
             node.meta["val"] = tree_map_only(Tensor, _elsewhere, node.meta.get("val"))
+            if node.target is torch.ops.higher_order.flex_attention:  # which leaves it out on CPUs
+                node.update_arg(6, node.args[6] | {"OUTPUT_LOGSUMEXP": True})
         try:
             compile_fx.compile_fx_inner(traced, tree_map_only(Tensor, _elsewhere, inputs))
         except _Written as written:
             source = written.args[0]
     for here, instead in (
         ("from torch._C import _cuda_getCurrentRawStream as get_raw_stream", "get_raw_stream = int"),
-        ("torch._C._dynamo.guards._empty_strided_cuda", "lambda *of, empty=torch.empty_strided: empty(*of[:2], dtype=of[2])"),
+        (
+            "torch._C._dynamo.guards._empty_strided_cuda",
+            "lambda *of, empty=torch.empty_strided: empty(*of[:2], dtype=of[2])",
+        ),
     ):
         source = source.replace(here, instead)
     return re.sub(r""", eviction_policy=["']\w+["']""", "", source)  # hints for a cache, which the machine has not
@@ -132,7 +152,7 @@ def _imported(source: str) -> ModuleType:
 
 
 class _Template:
-    """In the place of Inductor's launcher of a kernel whose tiles are constants: its last three arguments are the grid."""
+    """In the place of Inductor's launcher of a kernel with constant tiles: its last three arguments are the grid."""
 
     def __init__(self, num_warps: int, num_stages: int, **of_inductor: object) -> None:
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -187,7 +207,11 @@ def _looks_like_cuda(on: Gpu) -> Iterator[None]:
             (device_interface.CudaInterface.Worker, "get_device_properties", staticmethod(here)),
             (device_interface.CudaInterface, "get_compute_capability", staticmethod(lambda *device: on.arch)),
             (device_interface.CudaInterface, "is_available", staticmethod(lambda: True)),
-            (sys.modules["torch._higher_order_ops.flex_attention"], "_permute_strides", lambda x, strides: x),  # copies; as it is, it is contiguous
+            (
+                sys.modules["torch._higher_order_ops.flex_attention"],
+                "_permute_strides",
+                lambda x, strides: x,
+            ),  # copies; as it is, it is contiguous
             (scheduler, "has_triton", lambda: True),
             (triton_helpers, "set_driver_to_gpu", lambda: None),
             (triton_heuristics, "template", _Template),

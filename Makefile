@@ -5,6 +5,7 @@
 # make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make aarch64-conformance | aarch64-instructions: the cpu backend on an Arm processor, by qemu; what its kernels execute
 # make ptx: tests of the kernels of the GPU backends as they are compiled, on a machine that executes PTX
+# make ptx-tritons: a few of them with other Tritons
 # make wheel | wheel-test: the compiled wheel for Linux; PYTHONS="python3.10 python3.12" are those that test it
 # make sdist | sdist-test | check-dist | sbom | workflows: what is published, and what publishes it
 PYTHON ?= python3

@@ -586,6 +586,12 @@ def test_compiled_kernels_are_right(chosen):
     assert " passed" in printed
 
 
+def test_flex_attention_is_counted_beside_ours():
+    printed = compiled("-m", "tests.gpu_models.ptx", "count", "--backend", "flex", "--case", "L2048-window")
+    ratios = {line.split()[1]: line.split()[4] for line in printed.splitlines() if "tem_fused" in line}
+    assert ratios == {f"triton_tem_fused_flex_attention{which}": "1.500" for which in ("_0", "_backward_1")}
+
+
 FOUND = {  # kinds of edits of which each that was drawn is found, or all but one
     ("triton", 80): ["bar.sync removed", "cp.async.wait_group removed", "predicate of a global access dropped"],
     ("cuda", 80): ["bar.sync removed", "cp.async.wait_group removed", "zero fill of cp.async dropped"],

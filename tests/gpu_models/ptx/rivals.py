@@ -47,8 +47,9 @@ def flex(on: Gpu, inputs: Inputs) -> tuple[Tensor, ...]:
     # Padding is NaN in these tests, which FlexAttention multiplies by 0.
     q, k, v, do = (x.nan_to_num() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    mask, sizes = inputs.mask, (q.shape[0], None, q.shape[2], k.shape[2])
-    shown = None if not mask.features() else flex_attention.create_block_mask(_shown(mask), *sizes, device="cpu")
+    mask, lengths, shown = inputs.mask, (q.shape[2], k.shape[2]), None
+    if mask.features():
+        shown = flex_attention.create_block_mask(_shown(mask, *lengths), q.shape[0], None, *lengths, device="cpu")
     compiler = aot_autograd(
         fw_compiler=lambda traced, _: _Generated(on, traced),
         bw_compiler=lambda traced, _: _Generated(on, traced),
@@ -69,25 +70,28 @@ def _allowed(*tensors: Tensor) -> None:
     """In the place of a check; a mock would end Dynamo's trace."""
 
 
-def _shown(mask: Mask) -> Callable:
+def _shown(mask: Mask, n_q: int, n_k: int) -> Callable:
     """The mask as a function of indices, in FlexAttention's words."""
     (left, right), documents = mask.window, mask.segment_ids
     assert mask.features() <= {"causal", "window", "real_queries", "real_keys", "segment_ids"}
+    of_q, of_k = mask.positions(n_q, n_k, torch.device("cpu")) if documents else (None, None)
 
     def shows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         result = j >= 0
+        if documents is not None:
+            result = result & (documents[0][b, i] == documents[1][b, j]) & (documents[0][b, i] >= 0)
+        if mask.real_queries is not None:
+            result = result & mask.real_queries[b, i]
+        if mask.real_keys is not None:
+            result = result & mask.real_keys[b, j]
+        if documents is not None:  # in which causality goes by the place in a document
+            i, j = of_q[b, i], of_k[b, j]
         if mask.causal:
             result = result & (i >= j)
         if left is not None:
             result = result & (i - j <= left)
         if right is not None:
             result = result & (j - i <= right)
-        if mask.real_queries is not None:
-            result = result & mask.real_queries[b, i]
-        if mask.real_keys is not None:
-            result = result & mask.real_keys[b, j]
-        if documents is not None:
-            result = result & (documents[0][b, i] == documents[1][b, j]) & (documents[0][b, i] >= 0)
         return result
 
     return shows

@@ -23,13 +23,6 @@ class Within(NamedTuple):
     objection: str | None = None
 
 
-class Drawn(NamedTuple):
-    """The seed of a call's dropout in place of a generator, and its places as `Spec` has them."""
-
-    seed: Tensor
-    places: Tensor | None
-
-
 HERE = Within(None)
 """In place of a plan: the call is one of this process alone, in a block as outside of it."""
 

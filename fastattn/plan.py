@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import backends
 from .backends.choice import default_is_best
 from .backends.selfcheck import serves_whole
-from .blocks import Drawn
-from .spec import Mask, Spec
+from .spec import Drawn, Mask, Spec
 from .validation import EVERYTHING, validated
 
 MOST_PLANS = 4096

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .blocks import Drawn
-from .spec import Mask, Spec, is_dense, is_int, is_jagged
+from .spec import Drawn, Mask, Spec, is_dense, is_int, is_jagged
 
 EVERYTHING = Mask()
 """The mask of a call without one."""

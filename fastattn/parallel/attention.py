@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..blocks import Drawn, Within
+from ..blocks import Within
 from ..plan import after_autocast, draw_seed
-from ..spec import Mask, Spec
+from ..spec import Drawn, Mask, Spec
 from ..validation import validated
 from . import gather, heads, ring
 from .context import combined

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import ops
-from ..blocks import Drawn, Within
+from ..blocks import Within
 from ..plan import after_autocast, draw_seed
-from ..spec import Mask, accumulation_dtype, empty_output
+from ..spec import Drawn, Mask, accumulation_dtype, empty_output
 from .attention import attention as over_ranks
 from .plans import Plan, plan_of_key
 
@@ -24,7 +24,8 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor plan, "
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
     "Tensor? dense, Tensor? seed, bool masked, bool causal, SymInt q_offset, SymInt? window_left, "
-    "SymInt? window_right, bool within, str? objection, float? scale, float? softcap, float dropout_p, bool deterministic, str? backend"
+    "SymInt? window_right, bool within, str? objection, float? scale, float? softcap, float dropout_p, "
+    "bool deterministic, str? backend"
 )
 torch.library.define("fastattn::over_ranks", f"({_ARGUMENTS}) -> (Tensor o, Tensor lse)")
 torch.library.define(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import api
-from ..blocks import HERE, Drawn
-from ..spec import Mask
+from ..blocks import HERE
+from ..spec import Drawn, Mask
 from .masks import Visibility, at, on, part_of
 
 if TYPE_CHECKING:

@@ -125,8 +125,8 @@ def attention(
         plan: made by `fastattn.parallel.plan` where the tokens of each sample are on several ranks. q, k and v are then
             those of this rank, and so are o and lse; `mask` (None for that of the plan) and the other tensors are those
             of all tokens, on every rank. Every rank makes the same call. Gradients of bias, alibi_slopes and sinks are
-            to be summed over the ranks, like those of the parameters of a model, or by `plan.replicated`. `dropout_p`
-            must be 0.
+            to be summed over the ranks, like those of the parameters of a model, or by `plan.replicated`. Dropout
+            is that of one process with the generator of the first rank.
 
     Returns:
         o [B, H, n_q, d_v] in the dtype of q, or (o, lse).

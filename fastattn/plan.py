@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import backends
 from .backends.choice import default_is_best
 from .backends.selfcheck import serves_whole
-from .spec import Mask, Spec
+from .spec import Drawn, Mask, Spec
 from .validation import EVERYTHING, validated
 
 MOST_PLANS = 4096
@@ -66,7 +66,7 @@ def prepare(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     dropout_p: float,
-    generator: torch.Generator | None,
+    generator: torch.Generator | Drawn | None,
     deterministic: bool,
     backend: str | None,
     function: str = "forward",
@@ -113,10 +113,12 @@ def prepare(
             may_be_short = backend is None and hasattr(chosen, "short_way")
             if may_be_short and default_is_best(q.device) and serves_whole(chosen, q.device):
                 short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
-    seed = draw_seed(q.device, generator) if plan.dropout_p > 0 else None
+    seed = places = None
+    if plan.dropout_p > 0:
+        seed, places = generator if isinstance(generator, Drawn) else (draw_seed(q.device, generator), None)
     spec = Spec(
         EVERYTHING if mask is None else mask, plan.scale, bias, plan.softcap, alibi_slopes, sinks, plan.dropout_p, seed,
-        plan.deterministic,
+        plan.deterministic, places,
     )  # fmt: skip
     return q, k, v, spec, plan
 

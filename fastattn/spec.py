@@ -12,6 +12,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -629,6 +630,13 @@ class Spec:
             b, h, i = b + sample, h + head, rows[i]
         words = torch.stack(philox(self.seed, torch.meshgrid(j4, i, h, b, indexing="ij")), dim=-1)
         return words.permute(3, 2, 1, 0, 4).flatten(-2)[..., :n_k] >= math.floor(self.dropout_p * 2**32)
+
+
+class Drawn(NamedTuple):
+    """The seed of a call's dropout in place of a generator, and its places as `Spec` has them."""
+
+    seed: Tensor
+    places: Tensor | None
 
 
 FEATURES = frozenset({f.name for f in fields(Mask)} | {"bias", "softcap", "alibi_slopes", "sinks", "dropout"})

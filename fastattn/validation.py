@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .spec import Mask, Spec, is_dense, is_int, is_jagged
+from .spec import Drawn, Mask, Spec, is_dense, is_int, is_jagged
 
 EVERYTHING = Mask()
 """The mask of a call without one."""
@@ -28,7 +28,7 @@ def validated(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     dropout_p: float,
-    generator: torch.Generator | None,
+    generator: torch.Generator | Drawn | None,
     deterministic: bool,
 ) -> Spec:
     """The spec of these arguments of `attention`, without a seed.
@@ -75,7 +75,7 @@ def validated(
     _check_learned("bias", bias, q.device, [(B, H, n_q, n_k)], broadcast=True)
     _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
     _check_learned("sinks", sinks, q.device, [(H,)])
-    if generator is not None and not isinstance(generator, torch.Generator):
+    if generator is not None and not isinstance(generator, (torch.Generator, Drawn)):
         raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     check_flags(deterministic=deterministic)
     softcap = None if softcap is None else float(softcap)

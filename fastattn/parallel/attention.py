@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..blocks import Within
-from ..plan import after_autocast
-from ..spec import Mask, Spec
+from ..plan import after_autocast, draw_seed
+from ..spec import Drawn, Mask, Spec
 from ..validation import validated
 from . import gather, heads, ring
 from .context import combined
@@ -34,7 +34,7 @@ def attention(
     plan = plan if within is None else within.plan
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by fastattn.parallel.plan, got {type(plan).__name__}")
-    groups, error, number, schedule = plan._groups(), None, 0, None
+    groups, error, number, schedule, seed = plan._groups(), None, 0, None, None
     learned = Learned(terms["bias"], terms["alibi_slopes"], terms["sinks"])
     algorithm = _ALGORITHMS[plan.algorithm if plan.across is None else "heads"]
     try:
@@ -44,17 +44,22 @@ def attention(
         mask = plan.mask if mask is None else mask
         spec = _validated(q, k, v, mask, plan, terms)
         options = Options(
-            scale=spec.scale, softcap=spec.softcap, deterministic=spec.deterministic, backend=terms["backend"]
-        )
-        call = Call(*q.shape[:2], k.shape[1], is_positional(mask, spec.alibi_slopes), q.device)
+            scale=spec.scale, softcap=spec.softcap, dropout_p=spec.dropout_p, deterministic=spec.deterministic,
+            backend=terms["backend"],
+        )  # fmt: skip
+        if spec.dropout_p > 0:
+            generator = terms["generator"]
+            seed = generator.seed if isinstance(generator, Drawn) else draw_seed(q.device, generator)
+        head = None if seed is None else 0
+        call = Call(*q.shape[:2], k.shape[1], is_positional(mask, spec.alibi_slopes), q.device, head)
         number, schedule = plan._schedule(mask, call, lambda visibility: algorithm.schedule(plan, visibility, call))
         alike = [(x.shape[:2], x.shape[3], x.dtype, x.requires_grad) for x in (q, k, v)]
         of_terms = [None if x is None else (x.shape, x.dtype, x.requires_grad) for x in learned]
         number = digest(number, *alike, *of_terms, *options.values(), torch.is_grad_enabled())
-    except (ValueError, TypeError, NotImplementedError) as refusal:
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as refusal:
         error = refusal
-    agree(number, error, q.device if isinstance(q, Tensor) else torch.device("cpu"), groups)
-    return algorithm.attend(q, k, v, schedule, learned, options, plan)
+    agreed = agree(number, error, seed, q.device if isinstance(q, Tensor) else torch.device("cpu"), groups)
+    return algorithm.attend(q, k, v, schedule, learned, options, plan, None if seed is None else agreed)
 
 
 def _validated(q: Tensor, k: Tensor, v: Tensor, mask: Mask, plan: Plan, terms: Terms) -> Spec:
@@ -67,6 +72,4 @@ def _validated(q: Tensor, k: Tensor, v: Tensor, mask: Mask, plan: Plan, terms: T
                 raise ValueError(f"{name} must have the {mine} tokens of rank {plan.rank}, got {list(x.shape)}")
             x = x.new_empty((*x.shape[:2], 1, x.shape[3])).expand(-1, -1, n, -1)
         whole.append(x)
-    if terms["dropout_p"] != 0:
-        raise ValueError(f"dropout_p must be 0 where a plan is given, got {terms['dropout_p']!r}")
     return validated(*whole, mask, **{name: x for name, x in terms.items() if name != "backend"})

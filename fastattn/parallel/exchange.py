@@ -136,25 +136,34 @@ def digest(*values: object) -> int:
     return int.from_bytes(result.digest(), "little", signed=True) or 1
 
 
-def agree(mine: int, error: Exception | None, device: torch.device, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raises on every rank where one of them has another call than the others, or has refused it.
+def agree(
+    mine: int,
+    error: Exception | None,
+    seed: Tensor | None,
+    device: torch.device,
+    groups: Sequence[dist.ProcessGroup],
+) -> Tensor:
+    """The seed of the first rank, or an error on every rank where one has another call than others, or has refused it.
 
-    Costs one all_gather of 8 bytes for each dimension of the ranks, and waiting for it.
+    Costs one all_gather of 16 bytes for each dimension of the ranks, and waiting for it.
 
     Args:
         mine: `digest` of what all ranks must have alike.
         error: why this rank refuses its call; it is raised here, after the others know.
+        seed: int64 scalar, of dropout; None where the call has none, and the result is 0.
         groups: those of this rank, one for each dimension of the ranks.
 
     Raises:
         ValueError: other ranks have other calls, or have refused theirs; the message names them.
     """
-    known = torch.tensor([0 if error else mine], dtype=torch.int64, device=device)
+    known = torch.tensor([0 if error else mine, 0], dtype=torch.int64, device=device)
+    if seed is not None:
+        known[1] = seed
     for group in reversed(groups):
         mine_and_others = known.new_empty(dist.get_world_size(group) * len(known))
         _all_gather(mine_and_others, known, group=group)
         known = mine_and_others
-    numbers = known.tolist()
+    numbers = known[::2].tolist()
     if error is not None:
         raise error
     if refusing := [rank for rank, number in enumerate(numbers) if number == 0]:
@@ -165,6 +174,7 @@ def agree(mine: int, error: Exception | None, device: torch.device, groups: Sequ
             "mask, plan, options, and the shapes and dtypes of q, k and v must be the same on every rank, "
             f"got others on {_named(others)} than on rank {numbers.index(common)}"
         )
+    return known[1]
 
 
 def _named(ranks: list[int]) -> str:

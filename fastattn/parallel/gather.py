@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .exchange import Route, exchange
-from .masks import Visibility, with_gaps_filled
+from .masks import Visibility, in_fours, with_gaps_filled
 from .parts import Call, Learned, Options, Part, as_keys, as_rows, attention_here
 from .plans import Plan
 
@@ -26,8 +26,13 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> Gathering:
     need = visibility.needed(plan._layout.owner_q, plan.ranks).expand(-1, call.B, -1)
     rows, mine = plan._rows("queries"), plan._rows("keys")
     keys = need[me].any(0).nonzero()[:, 0]
-    if call.positional and len(keys):
-        keys = with_gaps_filled(keys, visibility.mask, plan.n_k)
+    given = -1
+    while len(keys) > max(given, 0):  # either may undo the other
+        given = len(keys)
+        if call.positional:
+            keys = with_gaps_filled(keys, visibility.mask, plan.n_k)
+        if call.head is not None:
+            keys = in_fours(keys, plan.n_k)
     slot = torch.zeros(plan.n_k, dtype=torch.int64).index_copy_(0, keys, torch.arange(len(keys)))
     sent, placed = [], []
     for rank in range(plan.ranks):
@@ -47,12 +52,13 @@ def attend(
     learned: Learned,
     options: Options,
     plan: Plan,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of the queries of this rank."""
     k, v = as_keys(exchange(as_rows(k, v), schedule.route, plan.group), len(q), k, v)
     part = schedule.part
     terms = learned._replace(bias=part.bias(learned.bias))._asdict()
-    return attention_here(q, k, v, part.mask, **terms, **options)
+    return attention_here(q, k, v, part.mask, seed, part.places, **terms, **options)
 
 
 def places(plan: Plan) -> Tensor:

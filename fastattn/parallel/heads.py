@@ -24,6 +24,7 @@ class _Heads(NamedTuple):
     of_q, of_k: routes of rows (sample, head, token) of q and of k. n_q, n_k: the tokens that arrive.
     heads: the first of its query heads, and the next rank's. of_each: for each of them the place of its key head among
     those that arrive, or None where they are shared evenly.
+    places: as `Spec` has them.
     mask: of these heads. across: in place of that, the algorithm among other ranks and its schedule.
     unread: bool [B or 1, 1, n], True for a query of this rank that is padding.
     """
@@ -35,6 +36,7 @@ class _Heads(NamedTuple):
     heads: tuple[int, int]
     heads_k: int
     of_each: Tensor | None
+    places: Tensor | None
     mask: Mask
     across: tuple[ModuleType, object] | None
     unread: Tensor
@@ -42,7 +44,7 @@ class _Heads(NamedTuple):
 
 def schedule(plan: Plan, visibility: Visibility, call: Call) -> _Heads:
     """What `attend` does under a mask."""
-    B, H, H_kv, _, device = call
+    B, H, H_kv, _, device, head = call
     (part_q, places_q), (part_k, places_k) = plan._part("queries"), plan._part("keys")
     ranks, me = len(places_q), plan.rank if plan.across is None else plan.rank // plan.across.ranks
     if ranks > H:
@@ -57,7 +59,7 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> _Heads:
     of_each = None if even else torch.tensor([h // shared - heads_k[me].start for h in mine], device=device)
     mask = visibility.mask
     mask = replace(mask, dense=None if mask.dense is None else at(mask.dense, -3, torch.tensor(list(mine))))
-    across = None
+    across, call = None, call._replace(head=None if head is None else head + mine.start)
     if plan.across is None:
         there = need.expand(B, -1)
         mask = on(replace(mask, real_keys=None if there.all() else there), device)
@@ -73,6 +75,7 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> _Heads:
         heads=(mine.start, mine.stop),
         heads_k=len(heads_k[me]),
         of_each=of_each,
+        places=call.places(torch.arange(plan.n_q), torch.arange(plan.n_k)),
         mask=mask,
         across=across,
         unread=~real[:, plan._rows("queries")].to(device),
@@ -97,7 +100,14 @@ def _to_heads(real: Tensor, H: int, heads: list[range], places: list[Tensor], me
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, schedule: _Heads, learned: Learned, options: Options, plan: Plan
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: _Heads,
+    learned: Learned,
+    options: Options,
+    plan: Plan,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of the queries of this rank."""
     B, (first, stop), bias, D, group = len(q), schedule.heads, learned.bias, k.shape[3], plan.group
@@ -112,10 +122,10 @@ def attend(
     )
     some = some_q, both[..., :D], both[..., D:]
     if schedule.across is None:
-        o, lse = attention_here(*some, schedule.mask, **terms._asdict(), **options)
+        o, lse = attention_here(*some, schedule.mask, seed, schedule.places, **terms._asdict(), **options)
     else:
         algorithm, of_algorithm = schedule.across
-        o, lse = algorithm.attend(*some, of_algorithm, terms, options, plan.across)
+        o, lse = algorithm.attend(*some, of_algorithm, terms, options, plan.across, seed)
     back = schedule.of_q.back()
     o = exchange(o.flatten(0, 2), back, group).view(*q.shape[:3], v.shape[3])
     lse = exchange(lse.flatten()[:, None], back, group).view(q.shape[:3])

@@ -160,6 +160,12 @@ def with_gaps_filled(keys: Tensor, mask: Mask, n_k: int) -> Tensor:
         chosen = filled
 
 
+def in_fours(keys: Tensor, n_k: int) -> Tensor:
+    """`keys` [m], ascending, and all of each four neighbours 4j, ..., 4j + 3 of which one is there."""
+    keys = ((keys // 4).unique_consecutive()[:, None] * 4 + torch.arange(4)).flatten()
+    return keys[keys < n_k]
+
+
 def runs_of(keys: Tensor) -> list[Tensor]:
     """Ascending indices, cut where so many are missing that filling the gap would take a quarter more memory."""
     wide = keys.diff() > max(1, len(keys) // 4)

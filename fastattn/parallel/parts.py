@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from .. import api
 from ..blocks import HERE
-from ..spec import Mask
+from ..spec import Drawn, Mask
 from .masks import Visibility, at, on, part_of
 
-attention_here = functools.partial(api.attention, plan=HERE, return_lse=True)
-"""(o, lse) of a call of this process alone."""
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def attention_here(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    seed: Tensor | None,
+    places: Tensor | None,
+    **terms: Unpack[api.Terms],
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of a call of this process alone, with the seed of the whole call and its places in that."""
+    drawn = None if seed is None else Drawn(seed, places)
+    return api.attention(q, k, v, mask, **terms, generator=drawn, plan=HERE, return_lse=True)
 
 
 class Call(NamedTuple):
-    """What a schedule depends on besides the plan and the mask. positional: what a query sees depends on its place."""
+    """What a schedule depends on besides the plan and the mask.
+
+    positional: what a query sees depends on its place. head: of all, the first here, where there is dropout.
+    """
 
     B: int
     H: int
     H_kv: int
     positional: bool
     device: torch.device
+    head: int | None
+
+    def places(self, rows: Tensor, keys: Tensor) -> Tensor | None:
+        """`Spec.places` of queries and of keys that are ascending and in whole fours; None without dropout."""
+        if self.head is None:
+            return None
+        return torch.cat([torch.tensor([0, self.head]), rows, keys[::4] // 4]).int().to(self.device)
 
 
 class Options(TypedDict):
@@ -32,6 +55,7 @@ class Options(TypedDict):
 
     scale: float
     softcap: float | None
+    dropout_p: float
     deterministic: bool
     backend: str | None
 
@@ -58,18 +82,19 @@ def as_keys(rows: Tensor, B: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 class Part(NamedTuple):
     """Some keys, as a call sees them: the first step of a ring, or all that a rank gathers.
 
-    mask: of the local queries and these keys. rows, keys: their indices among all tokens.
+    mask: of the local queries and these keys. rows, keys: their indices among all tokens. places: as `Spec` has them.
     """
 
     mask: Mask
     rows: Tensor
     keys: Tensor
+    places: Tensor | None
 
     @classmethod
     def of(cls, visibility: Visibility, rows: Tensor, keys: Tensor, need: Tensor, call: Call) -> Part:
         """The part of the keys `keys`, of which those are there that `need` [B, n_k] has."""
         mask = part_of(visibility.mask, visibility.n_q, visibility.n_k, rows, keys, need[:, keys], call.positional)
-        return cls(on(mask, call.device), rows.to(call.device), keys.to(call.device))
+        return cls(on(mask, call.device), rows.to(call.device), keys.to(call.device), call.places(rows, keys))
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
         """What of a bias for all pairs these have."""

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from .. import api
 from ..spec import accumulation_dtype, as_output
 from .exchange import Route, Transfer
-from .masks import Visibility, runs_of
+from .masks import Visibility, in_fours, runs_of
 from .parts import Call, Learned, Options, Part, as_keys, as_rows, attention_here
 from .plans import Plan
 
@@ -69,6 +69,8 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> list[_Step]:
         here, passed, coming = travelling(of, step), travelling(of, step + 1), travelling((of - 1) % ranks, step + 1)
         mine = need[me] & (owner == of)
         keys, blocks = mine.any(0).nonzero()[:, 0], []
+        if call.head is not None:
+            keys = in_fours(keys, plan.n_k)
         if len(keys) == 0:
             runs = []
         else:
@@ -105,9 +107,10 @@ def attend(
     learned: Learned,
     options: Options,
     plan: Plan,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of the queries of this rank; with first derivatives only."""
-    return _Ring.apply(q, k, v, *learned, schedule, options, plan.group)
+    return _Ring.apply(q, k, v, *learned, seed, schedule, options, plan.group)
 
 
 class _Ring(Function):
@@ -118,7 +121,7 @@ class _Ring(Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, alibi_slopes, sinks, steps, options, group):
+    def forward(ctx, q, k, v, bias, alibi_slopes, sinks, seed, steps, options, group):
         dtype = accumulation_dtype(q.dtype)
         o = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
         lse_of_keys = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
@@ -126,12 +129,12 @@ class _Ring(Function):
             for block in step.blocks:
                 terms = {"bias": block.part.bias(bias), "alibi_slopes": alibi_slopes}
                 keys = block.keys(rows, len(q), k, v)
-                o_b, lse_b = attention_here(q, *keys, block.part.mask, **terms, **options)
+                o_b, lse_b = attention_here(q, *keys, block.part.mask, seed, block.part.places, **terms, **options)
                 o, lse_of_keys = api.merge(o, lse_of_keys, o_b.to(dtype), lse_b)
         lse = lse_of_keys
         if sinks is not None:
             o, lse = api.merge(o, lse, torch.zeros_like(o), torch.full_like(lse, -math.inf), sinks=sinks)
-        ctx.save_for_backward(q, k, v, bias, alibi_slopes, sinks, o, lse_of_keys)
+        ctx.save_for_backward(q, k, v, bias, alibi_slopes, sinks, seed, o, lse_of_keys)
         ctx.constants = steps, options, group
         ctx.set_materialize_grads(False)
         return as_output(o.to(q.dtype), q), lse
@@ -139,7 +142,7 @@ class _Ring(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, bias, alibi_slopes, sinks, o, lse_of_keys = ctx.saved_tensors
+        q, k, v, bias, alibi_slopes, sinks, seed, o, lse_of_keys = ctx.saved_tensors
         (steps, options, group), wanted = ctx.constants, ctx.needs_input_grad[:6]
         sees = lse_of_keys != -math.inf
         do = torch.zeros_like(o) if do is None else do.to(o.dtype).masked_fill(~sees[..., None], 0)
@@ -159,7 +162,7 @@ class _Ring(Function):
                         "bias": block.part.bias(bias if leaves[3] is None else leaves[3]),
                         "alibi_slopes": alibi_slopes if leaves[4] is None else leaves[4],
                     }
-                    of_block = attention_here(*leaves[:3], block.part.mask, **terms, **options)
+                    of_block = attention_here(*leaves[:3], block.part.mask, seed, block.part.places, **terms, **options)
                 o_b, lse_b = (x.detach().to(o.dtype) for x in of_block)
                 share = torch.sigmoid(over_sinks) * torch.exp(lse_b - lse_of_keys.masked_fill(~sees, 0))
                 arriving = (share[..., None] * do).to(q.dtype), share * ((do * o_b).sum(-1) - delta)
@@ -183,7 +186,7 @@ class _Ring(Function):
             None if sinks is None else -(torch.sigmoid(-over_sinks) * sees * delta).sum((0, 2), dtype=torch.float64)
         )
         pairs = zip((q, k, v, bias, alibi_slopes, sinks), (totals[0], dk, dv, *totals[1:], dsinks), wanted, strict=True)
-        return *(g.to(x.dtype) if w else None for x, g, w in pairs), None, None, None
+        return *(g.to(x.dtype) if w else None for x, g, w in pairs), None, None, None, None
 
 
 def _travel(steps: list[_Step], rows: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[_Step, Tensor]]:

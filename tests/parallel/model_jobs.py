@@ -301,8 +301,6 @@ def refused(group: dist.ProcessGroup, what: str) -> str:
             cache = fastattn.nn.KVCache(2, N)
             cache.extend(x.shape[1])
             attention(x, x, x, need_weights=False, attn_mask=Mask(True), cache=cache.layer(0))
-        elif what == "dropout":
-            fastattn.nn.TransformerEncoderLayer(16, 4, batch_first=True)(x)
         elif what == "classifier":
             config = fastattn.nn.TransformerConfig(30, 16, 4, 1)
             fastattn.nn.SequenceClassifier(config, 2)(torch.ones(2, x.shape[1], dtype=torch.int64))
@@ -312,6 +310,31 @@ def refused(group: dist.ProcessGroup, what: str) -> str:
                 F.scaled_dot_product_attention(q, q, q)
     assert fastattn.blocks.ENTERED == []
     return messages[0]
+
+
+def dropped(group: dist.ProcessGroup, how: str) -> float:
+    """The largest error of output and gradient of a module that drops weights in a block, to those of one process."""
+    torch.manual_seed(0)
+    layer, x = fastattn.nn.MultiHeadAttention(16, 4, dropout=0.5, batch_first=True), torch.randn(2, N, 16)
+    mask = Mask(True, real_keys=torch.arange(N) < torch.tensor([[N], [N - 7]]))
+
+    def results(x: Tensor, padding: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        def attend(x: Tensor) -> Tensor:
+            return layer(x, x, x, need_weights=False, key_padding_mask=padding, is_causal=True, attn_mask=Mask(True))[0]
+
+        torch.manual_seed(seed)
+        x = x.detach().requires_grad_()
+        of_graph = torch.compile(attend, backend="aot_eager", fullgraph=True) if how == "compiled" else attend
+        o = checkpoint(attend, x, use_reentrant=False) if how == "checkpointed" else of_graph(x)
+        torch.manual_seed(seed + 1)  # which a checkpoint undoes
+        return o.detach(), torch.autograd.grad(o.square().sum(), x)[0]
+
+    plan = make_plan(mask, N, group)
+    whole = results(x, ~mask.real_keys, 5)
+    with context_parallel(plan):
+        mine = results(plan.shard(x, 1), ~plan.shard(mask.real_keys, 1), 5 + dist.get_rank(group))
+        both = [plan.unshard(part, 1) for part in mine]
+    return max((a - b).abs().max().item() for a, b in zip(both, whole, strict=True))
 
 
 def _refused_hugging_face(plan: Plan, what: str) -> None:

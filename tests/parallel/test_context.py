@@ -73,7 +73,6 @@ REFUSED = {
     "local documents": f"mask.segment_ids[0] {PADDING}",
     "offset": "mask.q_offset must be 0 in a context_parallel block",
     "cache": "cache must be None in a context_parallel block",
-    "dropout": "dropout_p must be 0 where a plan is given, got 0.1",
     "classifier": "the first token of each sample, which SequenceClassifier reads, cannot be computed",
     "sdpa": "a call of scaled_dot_product_attention that fastattn leaves to torch (",
     "hf encoder and decoder": "t5 attends to an encoder's tokens, which no context_parallel block does for it",
@@ -82,6 +81,12 @@ REFUSED = {
     "hf cache": "past_key_values must be None in a context_parallel block",
     "hf positions again": "documents must be in the plan's mask as segment_ids, got position_ids that begin again",
 }
+
+
+@pytest.mark.parametrize("how", ["as it is", "checkpointed", "compiled"])
+def test_a_module_drops_the_weights_that_one_process_drops(ranks, how):
+    for error in ranks.run("model_jobs.dropped", 3, how=how):
+        assert error < 1e-5
 
 
 @pytest.mark.parametrize("what", REFUSED)

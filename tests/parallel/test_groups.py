@@ -89,7 +89,7 @@ def test_unequal_calls_on_two_dimensions_are_refused_on_every_rank_by_name(ranks
 
 def test_a_refusal_on_two_dimensions_reaches_all(ranks):
     *others, mine = ranks.run("attend_differently", 4, what="an error", algorithm=("heads", "ring"))
-    assert mine == "dropout_p must be 0 where a plan is given, got 0.1"
+    assert mine == "dropout_p must be between 0 and 1, got 1.5"
     assert others == 3 * ["the call must be valid on every rank; rank 3 refused it and says why"]
 
 
@@ -99,7 +99,7 @@ def test_of_two_ranks_none_is_right(ranks):
 
 
 REFUSED = {
-    "an error": "dropout_p must be 0 where a plan is given, got 0.1",
+    "an error": "dropout_p must be between 0 and 1, got 1.5",
     "length": "q must have the 8 tokens of rank 2, got [1, 6, 7, 8]",
 }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -24,6 +24,9 @@ def places_of_a_part(n_q: int, n_k: int, device: torch.device | str = "cpu") -> 
 @contextlib.contextmanager
 def drawn_at(places: Tensor | None) -> Iterator[None]:
     """Calls in this block, and the spec of `Inputs`, have these `Spec.places`, which no public function takes."""
-    with_places = functools.partial(Spec, places=places)
+
+    def with_places(*arguments: object, **terms: object) -> Spec:
+        return replace(Spec(*arguments, **terms), places=places)
+
     with mock.patch.object(plan, "Spec", with_places), mock.patch.object(testing, "Spec", with_places):
         yield

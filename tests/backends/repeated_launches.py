@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import triton
-from parts import drawn_at, places_of_a_part
 from torch import Tensor
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -54,7 +53,6 @@ CHOICES: dict[str, list] = {
     "sinks": [None, None, 0, 1],
     "softcap": [None, None, 2.0, 3.0],
     "dropout_p": [0.0, 0.0, 0.1, 0.25, 0.75],
-    "places": [None, None, 0, 1],
     "wanted": list(itertools.product([False, True], repeat=6)),
 }
 LEARNED = ("bias", "alibi_slopes", "sinks")
@@ -117,9 +115,6 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
             if name in fields and n_k % size:
                 del fields[name]
         return [*tensors, table], Mask(**fields), options
-    if (begin := chosen["places"]) is not None and options["dropout_p"]:
-        places = places_of_a_part(n_q, n_k)
-        options["places"] = torch.cat([places.new_zeros(begin), places])[begin:]
     learned = (*tensors[:3], *(options.get(name) for name in LEARNED))
     for wanted, x in zip(chosen["wanted"], learned, strict=True):
         if wanted and x is not None:
@@ -131,14 +126,11 @@ def launched(of_call: tuple, taken: list) -> list:
     """The kernels of a call and their arguments, of which a tensor is its metadata and which one it is."""
     taken.clear()
     (q, k, v, do, *table), mask, options = of_call
-    places = options.get("places")
-    terms = {name: x for name, x in options.items() if name != "places"}
     torch.manual_seed(0)
     if table:
-        prepared(q, k.transpose(1, 2), v.transpose(1, 2), *table, mask, **terms, backend="triton")()
+        prepared(q, k.transpose(1, 2), v.transpose(1, 2), *table, mask, **options, backend="triton")()
     else:
-        with drawn_at(places):
-            o = fastattn.attention(q, k, v, mask, **terms, backend="triton")
+        o = fastattn.attention(q, k, v, mask, **options, backend="triton")
     leaves = [x for x in (q, k, v, *(options.get(name) for name in LEARNED)) if x is not None and x.requires_grad]
     if leaves:
         torch.autograd.grad(o, leaves, do)

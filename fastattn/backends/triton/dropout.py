@@ -30,14 +30,9 @@ def dropout(spec: Spec) -> Dropout | None:
 
 
 @triton.jit
-def kept(o_q, i_n, i_b, i_h, n_q, n_k, rules, BLOCK_N: tl.constexpr):
+def kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N: tl.constexpr):
     """bool [M, N], which weights of the queries `o_q` and the key tile `i_n` stay. One Philox call is four keys."""
-    dropout, places = rules.dropout, rules.places
     o_k4 = i_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
-    if places is not None:
-        i_b, i_h = i_b + tl.load(places), i_h + tl.load(places + 1)
-        o_k4 = tl.load(places + 2 + n_q + o_k4, mask=o_k4 < tl.cdiv(n_k, 4), other=0)
-        o_q = tl.load(places + 2 + o_q, mask=o_q < n_q, other=0)
     seed, threshold = tl.load(dropout.seed), tl.cast(dropout.threshold, tl.uint32)
     # [M, N / 4]; the words and the counter of tl.philox are those of spec.philox
     b_0, b_1, b_2, b_3 = tl.philox(seed, o_k4[None, :], o_q[:, None], i_h.to(tl.int32), i_b.to(tl.int32))

@@ -303,7 +303,7 @@ def dk_dv_kernel(
                     # [N, M]
                     m_kept = None
                     if dropout is not None:
-                        m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, n_q, n_k, rules, BLOCK_N))
+                        m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
                     pairs = as_row(queries), as_column(keys), i_b, i_hq, n_q, n_k
                     _, b_left, b_ds, b_dqk = tile_gradients(
                         b_k, b_q, b_v, b_do, as_row(b_rows), m_dense, m_kept, pairs, rules, PARTIAL, PRECISION
@@ -393,7 +393,7 @@ def dq_kernel(
                 # [M, N]
                 m_kept = None
                 if dropout is not None:
-                    m_kept = kept(o_q, i_n, i_b, i_h, n_q, n_k, rules, BLOCK_N)
+                    m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
                 pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_p, _, b_ds, b_dqk = tile_gradients(
                     b_q, b_k, b_do, b_v, as_column(b_rows), m_dense, m_kept, pairs, rules, PARTIAL, PRECISION

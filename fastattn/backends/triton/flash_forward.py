@@ -182,7 +182,7 @@ def attended(
 
     i_h: the head of the rows, or a column [M, 1] of theirs; i_h_kv: the head of the keys, one for all.
     """
-    visible, scoring, dropout = rules.visible, rules.scoring, rules.dropout
+    visible, scoring, dropout = rules
     BLOCK_M: tl.constexpr = b_q.shape[0]
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -207,7 +207,7 @@ def attended(
                 b_s = hide(scores(b_qk, pairs, scoring)[0], float("-inf"), m_dense, pairs, visible, PARTIAL)
                 b_max, b_sum, b_p, b_rescale = online_softmax(b_s, scoring, b_max, b_sum)
                 if dropout is not None:
-                    b_p = tl.where(kept(queries[0], i_n, i_b, i_h, n_q, n_k, rules, BLOCK_N), b_p, 0.0)
+                    b_p = tl.where(kept(queries[0], i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
                 if scoring.on_weights is not None:
                     b_p *= scoring.on_weights
                 # [N, D]

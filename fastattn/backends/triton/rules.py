@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...spec import Spec
 from .dropout import Dropout, dropout
@@ -15,16 +14,11 @@ from .visibility import Visibility
 
 
 class Rules(NamedTuple):
-    """Rules of a call: which pairs are seen, what their scores are, which weights stay.
-
-    places: those of `Spec`. They are not in `dropout`, since Triton 3.6 cannot compare a tuple that holds a None with
-        None.
-    """
+    """Rules of a call: which pairs are seen, what their scores are, which weights stay."""
 
     visible: Visibility
     scoring: Scoring
     dropout: Dropout | None
-    places: Tensor | None
 
     @property
     def heavy_terms(self) -> int:
@@ -41,5 +35,4 @@ class Rules(NamedTuple):
 
 def rules_of(spec: Spec, n_q: int, n_k: int, dtype: torch.dtype, of_padding: torch.dtype = torch.int32) -> Rules:
     """`spec` as the kernels take it, for n_q queries, n_k keys, and values of `dtype`; see `visibility`."""
-    places = None if spec.dropout_p == 0 or spec.places is None else spec.places.contiguous()
-    return Rules(visibility(spec.mask, n_q, n_k, of_padding), scoring(spec, n_k, dtype), dropout(spec), places)
+    return Rules(visibility(spec.mask, n_q, n_k, of_padding), scoring(spec, n_k, dtype), dropout(spec))

@@ -292,6 +292,11 @@ def test_backend_lists_only_known_features(backend):
         assert backend.features(torch.device(device)) <= fastattn.spec.FEATURES | {fastattn.spec.OVER_PROCESSES}
 
 
+def test_who_computes_dropout_over_processes():
+    name, device = fastattn.spec.OVER_PROCESSES, torch.device("cpu")
+    assert {b.NAME for b in BACKENDS if name in b.features(device)} == {"cpu", "cuda", "reference"}
+
+
 def test_weights_are_the_softmax_and_sum_to_one():
     mask = Mask(causal=True, q_offset=2)
     weights = fastattn.attention_weights(Q, K, mask, average_heads=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..spec import FEATURES, LOG2E, OVER_PROCESSES, Spec, shared_along
+from ..spec import FEATURES, LOG2E, Spec, shared_along
 from . import build
 from .gradients import RowStats, Sums, learned_gradients, wanted_sums
 
@@ -21,7 +21,7 @@ _MOST_KEYS = 2**31 - 1  # keys are numbered by 32-bit integers inside the kernel
 
 def features(device: torch.device) -> frozenset[str]:
     """Every feature, on every device."""
-    return FEATURES | {OVER_PROCESSES}
+    return FEATURES
 
 
 def lacks(device: torch.device) -> frozenset[str]:

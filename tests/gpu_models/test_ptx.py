@@ -592,6 +592,24 @@ def test_flex_attention_is_counted_beside_ours():
     assert ratios == {f"triton_tem_fused_flex_attention{which}": "1.500" for which in ("_0", "_backward_1")}
 
 
+def test_a_tutorial_is_counted_where_it_is_right(tmp_path):
+    call = "fastattn.attention(q, k, v, fastattn.Mask(causal=causal), scale=scale, backend='triton')"
+    command = "-m", "tests.gpu_models.ptx", "count", "--backend", "tutorial", "--dtype", "float16"
+    command = *command, "--case", "L2048-none", "--tutorial", str(tmp_path / "tutorial.py")
+
+    def write(result: str) -> None:
+        (tmp_path / "tutorial.py").write_text(
+            f"import fastattn\n\ndef attention(q, k, v, causal, scale, _): return {result}"
+        )
+
+    write(call)
+    ratios = {line.split()[1]: line.split()[4] for line in compiled(*command).splitlines() if " 1." in line}
+    assert ratios == {f"{kernel}_kernel": "1.000" for kernel in ("forward", "dk_dv", "dq")}
+    write(f"1.1 * {call}")
+    with pytest.raises(AssertionError, match="not close"):
+        compiled(*command)
+
+
 FOUND = {  # kinds of edits of which each that was drawn is found, or all but one
     ("triton", 80): ["bar.sync removed", "cp.async.wait_group removed", "predicate of a global access dropped"],
     ("cuda", 80): ["bar.sync removed", "cp.async.wait_group removed", "zero fill of cp.async dropped"],

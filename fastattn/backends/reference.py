@@ -28,8 +28,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """The function of pages: the reference has all others, on every device."""
-    return frozenset({"forward_paged"})
+    """The functions of pages: the reference has all others, on every device."""
+    return frozenset({"forward_paged", "forward_quantized"})
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--prefix]
 
-Requests of 128 to 8192 tokens, 32 heads of 128 that share 8 of keys, pages of 64. "pages" is attention_paged, "int8" the
-same with pages of int8, "rows" attention over the same keys, padded to one length. PyTorch's function is called for
+Requests of 128 to 8192 tokens, 32 heads of 128 that share 8 of keys, pages of 64. "pages" is attention_paged, "int8"
+the same with pages of int8, "rows" attention over the same keys, padded to one length. PyTorch's function is called for
 each request alone, for all of them padded, and with the pages copied together. The last row reads the keys and values
 of the requests and does nothing else. With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of their
 own.

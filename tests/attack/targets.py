@@ -15,6 +15,7 @@ from hostile import refused_by_name
 from torch import Tensor, nn
 
 import fastattn
+from fastattn.paged import quantized
 
 
 def attention(draw: Draw) -> Errors:
@@ -104,6 +105,11 @@ def paged(draw: Draw) -> Errors:
     slopes_of_each = call.options.get("alibi_slopes", torch.ones(H)).dim() == 2
     prefix = 0 if slopes_of_each or draw.chance(0.7) else int((lengths - counts).min()) // size * size
     k, v = (torch.cat([x[:1, :, :prefix].expand(B, -1, -1, -1), x[:, :, prefix:]], 2) for x in (call.k, call.v))
+    stored = k, v
+    if k.dtype in (torch.float32, torch.float64) and draw.chance(0.3):
+        (k8, k_scales), (v8, v_scales) = quantized(k), quantized(v)
+        stored = k8, v8, k_scales[..., None], v_scales[..., None]
+        k, v = (x * scales.to(k.dtype) for x, scales in zip(stored[:2], stored[2:], strict=True))
     mask = call.mask | {"q_offset": lengths - counts, "real_keys": torch.arange(n_k) < lengths[:, None]}
     mask |= {"real_queries": torch.arange(n_q) < counts[:, None]}
     options, tree = dict(call.options), None
@@ -123,17 +129,19 @@ def paged(draw: Draw) -> Errors:
     real, written = mask["real_queries"], draw.chance(0.5)
     b, row = mask["real_keys"].nonzero(as_tuple=True)
     new = row >= (lengths - counts)[b]
-    pages = [x.new_full((len(places), size, x.shape[1], x.shape[3]), math.nan) for x in (k, v)]
+    nothing = [math.nan if x.is_floating_point() else 99 for x in stored]
+    pages = [x.new_full((len(places), size, x.shape[1], x.shape[3]), n) for x, n in zip(stored, nothing, strict=True)]
     if draw.chance(0.5):
         pages = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in pages]
-    for to, x in zip(pages, (k, v), strict=True):
-        to[table[b, row // size], row % size] = x[b, :, row].masked_fill((new & written)[:, None, None], math.nan)
+    for to, x, n in zip(pages, stored, nothing, strict=True):
+        to[table[b, row // size], row % size] = x[b, :, row].masked_fill((new & written)[:, None, None], n)
+    scales = {name: x[..., 0] for name, x in zip(("k_scales", "v_scales"), pages[2:], strict=False)}
     tokens = [x[b[new], :, row[new]] for x in (k, v)] if written else (None, None)
     cu_seqlens = None if (counts == 1).all() and draw.chance(0.5) else F.pad(counts.cumsum(0), (1, 0))
     o, lse = fastattn.attention_paged(
-        call.q.transpose(1, 2)[real], *pages, table, lengths, cu_seqlens, k=tokens[0], v=tokens[1], tree=tree,
+        call.q.transpose(1, 2)[real], *pages[:2], table, lengths, cu_seqlens, k=tokens[0], v=tokens[1], tree=tree,
         prefix=prefix, causal=call.mask.get("causal", False), window=call.mask.get("window", (None, None)),
-        return_lse=True, backend=draw.backend, **options,
+        return_lse=True, backend=draw.backend, **options, **scales,
     )  # fmt: skip
     actual = {"o": o.new_zeros(B, n_q, *o.shape[1:]), "lse": lse.new_full((B, n_q, H), -math.inf)}
     actual["o"][real], actual["lse"][real] = o, lse.T

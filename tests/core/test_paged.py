@@ -3,11 +3,13 @@
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import Mask
@@ -473,3 +475,35 @@ def test_what_does_not_fit_pages_of_int8_is_a_sentence():
         vars(wrong).update(changed)
         with pytest.raises(ValueError, match=re.escape(sentence)):
             wrong.attend()
+
+
+class Made(TorchDispatchMode):
+    """The most elements of a tensor that an operator makes in this block."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func._schema.is_mutable and result._base is None:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latent_attention_has_values_in_its_keys(dtype):
+    """DeepSeek's: 128 heads share keys of 576, of which the first 512 are the values; they are copied nowhere."""
+    torch.manual_seed(0)
+    table, lengths = torch.randperm(30).view(2, 15), torch.tensor([900, 333])
+    latent, q = torch.randn(30, 64, 1, 576).to(dtype), torch.randn(2, 128, 576).to(dtype)
+    with Made() as made:
+        o = fastattn.attention_paged(q, latent, latent[..., :512], table, lengths, scale=192**-0.5)
+    assert made.most < latent.numel() / 4
+    for i, n in enumerate(lengths.tolist()):
+        k = latent[table[i]].flatten(0, 1)[:n].transpose(0, 1)[None]
+        with Made() as made:
+            of_rows = fastattn.attention(q[i, None, :, None], k, k[..., :512], scale=192**-0.5)
+        assert made.most < k.numel() / 4
+        expected = fastattn.attention(q[i, None, :, None].double(), k.double(), k[..., :512].double(), scale=192**-0.5)
+        tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+        for actual in (o[i], of_rows[0, :, 0]):
+            torch.testing.assert_close(actual.double(), expected[0, :, 0], rtol=tolerance, atol=tolerance)

@@ -484,7 +484,8 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not func._schema.is_mutable and result._base is None:
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
             self.most = max(self.most, result.numel())
         return result
 

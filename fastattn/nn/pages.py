@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..paged import attention_paged
 from ..spec import Mask
@@ -70,7 +69,7 @@ class PagedCache:
         if (count := self.pages_of(max_length)) > self.free:
             most = self.free * self.page_size
             raise ValueError(f"max_length must be at most {most}, for which there are free pages, got {max_length}")
-        pages = torch.tensor(self._free[-count:], dtype=torch.int32)
+        pages = self._free[-count:]
         del self._free[-count:]
         return PagedSequence(self, max_length, pages)
 
@@ -87,7 +86,7 @@ class PagedCache:
             if not isinstance(sequence, PagedSequence):
                 raise TypeError(f"counts must have a PagedSequence for each number, got {type(sequence).__name__}")
             check_ints(1, **{"each number in counts": n})
-            if sequence.cache is not self or not len(sequence.pages):
+            if sequence.cache is not self or not sequence.pages:
                 raise ValueError("counts must have sequences that are open in this cache, got another one")
             if sequence.length + n > sequence.max_length:
                 raise ValueError(
@@ -127,16 +126,16 @@ class PagedSequence:
         cache: the cache.
         max_length: the largest number of tokens.
         length: the number of tokens.
-        pages: int32 [pages], on the CPU, the pages that are its own; none once it is closed.
+        pages: the pages that are its own; none once it is closed.
     """
 
-    def __init__(self, cache: PagedCache, max_length: int, pages: Tensor) -> None:
+    def __init__(self, cache: PagedCache, max_length: int, pages: list[int]) -> None:
         self.cache, self.max_length, self.length, self.pages = cache, max_length, 0, pages
 
     def close(self) -> None:
         """Forgets the tokens, and gives the pages back. A closed sequence stays closed."""
-        self.cache._free += self.pages.tolist()
-        self.pages, self.length = self.pages[:0], 0
+        self.cache._free += self.pages
+        self.pages, self.length = [], 0
 
 
 class PagedStep:
@@ -144,7 +143,7 @@ class PagedStep:
 
     Attributes:
         positions: int64 [1, n], the positions of the tokens in their sequences.
-        table: int32 [B, most pages of a sequence], the pages of each sequence.
+        table: int32 [B, most pages of a sequence], the pages of each sequence, and then anything.
         lengths: int64 [B], the tokens of each sequence, the new ones included.
         cu_seqlens: int64 [B + 1], on the CPU: 0, and then where the new tokens of each sequence end.
     """
@@ -156,8 +155,9 @@ class PagedStep:
         self.cu_seqlens = torch.nn.functional.pad(n.cumsum(0), (1, 0))
         self.lengths = before + n
         self.positions = (torch.arange(int(n.sum())) + (before - self.cu_seqlens[:-1]).repeat_interleave(n))[None]
-        # Entries beyond the pages of a sequence are not read.
-        self.table = pad_sequence([sequence.pages for sequence in counts], batch_first=True) if counts else n[:, None]
+        most = max((len(sequence.pages) for sequence in counts), default=0)
+        rows = [sequence.pages + [0] * (most - len(sequence.pages)) for sequence in counts]
+        self.table = torch.tensor(rows, dtype=torch.int32).view(len(counts), most)
         for sequence, more in counts.items():
             sequence.length += more
 

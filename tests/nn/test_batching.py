@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import test_generation
 import torch
-from test_generation import CONFIG, CONFIGS, made
+from test_generation import CONFIG, made
 from torch import Tensor
 
 import fastattn
@@ -17,23 +18,33 @@ from fastattn import Mask
 from fastattn.nn import ContinuousBatch, KVCache, LanguageModel, PagedCache, Request, Seq2SeqModel, TransformerEncoder
 
 LENGTHS = (6, 1, 23, 4, 9, 17, 2)
-EOS = 2
+SIZES = {"vocab_size": 97, "d_model": 32, "max_length": 64, "tie_embeddings": False}  # for answers that differ
+CONFIGS = {name: replace(config, **SIZES) for name, config in test_generation.CONFIGS.items()}
 
 
 @pytest.fixture(params=CONFIGS, ids=str)
 def config(request) -> fastattn.nn.TransformerConfig:
-    return replace(CONFIGS[request.param], max_length=64)
+    return CONFIGS[request.param]
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
     """Token ids of these lengths; the id of padding is one like any other."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(11, (n,), generator=generator) for n in lengths]
+    return [torch.randint(97, (n,), generator=generator) for n in lengths]
 
 
 def alone(model: LanguageModel, prompt: Tensor, **options: object) -> list[int]:
     """What `LanguageModel.generate` returns for a prompt without padding."""
     return model.generate(prompt[None], torch.ones_like(prompt)[None], **options)[0].tolist()
+
+
+def test_tokens_of_a_prompt_matter(config):
+    """Or the tests below would not see the keys of another request."""
+    model, prompt = made(LanguageModel, config), prompts()[5]
+    expected = alone(model, prompt, max_new_tokens=12)
+    changed = [prompt.index_fill(0, torch.tensor(i), 1) for i in range(len(prompt))]
+    assert len({*expected}) > 3
+    assert sum(alone(model, other, max_new_tokens=12) != expected for other in changed) > 8
 
 
 def run(batch: ContinuousBatch, most: int = 1000) -> int:
@@ -47,7 +58,7 @@ def run(batch: ContinuousBatch, most: int = 1000) -> int:
 
 def live_pages(batch: ContinuousBatch) -> Iterator[tuple[Request, list[int]]]:
     for request in batch._running:
-        yield request, request._sequence.pages.tolist()
+        yield request, request._sequence.pages
 
 
 def check_pages(batch: ContinuousBatch) -> None:
@@ -90,7 +101,7 @@ def test_no_page_is_lost_shared_or_overwritten(seed):
         match draw.choice(["add", "step", "step", "step", "cancel"]):
             case "add":
                 n = draw.randint(1, 14)
-                prompt, options = torch.randint(11, (n,)), {"max_new_tokens": draw.randint(1, 24 - n)}
+                prompt, options = torch.randint(97, (n,)), {"max_new_tokens": draw.randint(1, 24 - n)}
                 if draw.random() < 0.5:
                     options["eos_token_id"] = alone(model, prompt, **options)[0]
                 made_requests.append((batch.add(prompt, **options), prompt, options))
@@ -177,7 +188,7 @@ def test_cancelled_requests_free_their_pages_at_once():
 
 
 def test_what_a_request_draws_depends_on_its_own_generator_alone():
-    model = made(LanguageModel, CONFIG)
+    model = made(LanguageModel, CONFIGS["sinusoidal"])
     ways = [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.8, "temperature": 1.5}]
 
     def options(i: int) -> dict[str, object]:
@@ -195,7 +206,7 @@ def test_what_a_request_draws_depends_on_its_own_generator_alone():
 
 
 def test_after_an_error_the_same_step_can_be_made_again(monkeypatch):
-    model = made(LanguageModel, CONFIG)
+    model = made(LanguageModel, CONFIGS["sinusoidal"])
     batch = ContinuousBatch(model, PagedCache(20, 4), max_tokens_per_step=8)
     requests = [batch.add(prompt, max_new_tokens=6) for prompt in prompts((6, 5))]
     for fails_at in range(20):
@@ -216,14 +227,14 @@ def test_after_an_error_the_same_step_can_be_made_again(monkeypatch):
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_generate_over_pages_is_generate(config, do_sample):
     model = made(LanguageModel, config)
-    ids, real = torch.randint(3, 11, (4, 7)), torch.arange(7) >= torch.tensor([[0], [5], [2], [0]])
+    ids, real = torch.randint(3, 97, (4, 7)), torch.arange(7) >= torch.tensor([[0], [5], [2], [0]])
     cache = PagedCache(pages=7, page_size=4)  # for two of them
-    options = {"max_new_tokens": 9, "eos_token_id": [EOS, 4]}
+    options = {"max_new_tokens": 9, "eos_token_id": [2, 4]}
     if do_sample:  # with one generator the draws would be in another order
         options |= {"do_sample": True, "top_k": 1}
     assert torch.equal(model.generate(ids, real, cache=cache, **options), model.generate(ids, real, **options))
     assert cache.free == 7
-    masked = ids.masked_fill(~real, CONFIG.padding_idx)
+    masked = ids.masked_fill(~real, config.padding_idx)
     assert torch.equal(model.generate(masked, cache=cache, **options), model.generate(masked, **options))
     with pytest.raises(ValueError, match="must be at most the 29 tokens of all pages, got 33"):
         model.generate(ids, real, cache=cache, max_new_tokens=26)
@@ -262,7 +273,7 @@ def test_layers_attend_to_pages_under_windows(window, batch_first):
 @pytest.mark.filterwarnings("error::fastattn.FallbackWarning")
 @torch.no_grad()
 def test_a_compiled_stack_gives_the_same_tokens():
-    model = made(LanguageModel, CONFIG)
+    model = made(LanguageModel, CONFIGS["sinusoidal"])
     expected = [alone(model, prompt, max_new_tokens=4) for prompt in prompts((6, 3))]
     model.decoder.compile(backend="eager")
     batch = ContinuousBatch(model, PagedCache(20, 4), max_tokens_per_step=8)

@@ -18,7 +18,13 @@ from fastattn import Mask
 from fastattn.nn import ContinuousBatch, KVCache, LanguageModel, PagedCache, Request, Seq2SeqModel, TransformerEncoder
 
 LENGTHS = (6, 1, 23, 4, 9, 17, 2)
-SIZES = {"vocab_size": 97, "d_model": 32, "max_length": 64, "tie_embeddings": False}  # for answers that differ
+SIZES = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "dim_feedforward": 128,
+    "max_length": 64,
+    "tie_embeddings": False,
+}  # for answers that differ
 CONFIGS = {name: replace(config, **SIZES) for name, config in test_generation.CONFIGS.items()}
 
 
@@ -43,7 +49,7 @@ def test_tokens_of_a_prompt_matter(config):
     model, prompt = made(LanguageModel, config), prompts()[5]
     expected = alone(model, prompt, max_new_tokens=12)
     changed = [prompt.index_fill(0, torch.tensor(i), 1) for i in range(len(prompt))]
-    assert len({*expected}) > 3
+    assert len({*expected}) > 2
     assert sum(alone(model, other, max_new_tokens=12) != expected for other in changed) > 8
 
 

@@ -77,7 +77,7 @@ class ContinuousBatch:
     Args:
         model: the model; in eval mode, unless it has no dropout.
         cache: the cache, which is to have no other user.
-        max_tokens_per_step: the largest number of tokens that a step reads, and of requests that run.
+        max_tokens_per_step: the largest number of tokens that a step reads.
 
     Raises:
         TypeError, ValueError: an argument of the constructor or of a method is not what is said there.
@@ -130,6 +130,8 @@ class ContinuousBatch:
             raise ValueError(f"num_beams must be 1 for requests that come and go, got {given.num_beams}")
         if isinstance(input_ids, Tensor):
             check_tensor("input_ids", input_ids, "integer", ("n",))
+            if input_ids.is_meta:
+                raise ValueError("input_ids must hold numbers, got a meta tensor")
             input_ids = input_ids.tolist()
         elif not isinstance(input_ids, (list, tuple)):
             raise TypeError(f"input_ids must be a list of ints or a Tensor, got {type(input_ids).__name__}")
@@ -173,7 +175,7 @@ class ContinuousBatch:
         """
         self._admit()
         left, counts = self.max_tokens_per_step, {}
-        for request in sorted(self._running, key=lambda request: not request.tokens):  # those that generate come first
+        for request in self._running:  # by admission, so those that generate stand before those that read their prompts
             if n := min(left, len(request.ids) - request._sequence.length):
                 counts[request] = n
                 left -= n
@@ -194,9 +196,7 @@ class ContinuousBatch:
 
     def _admit(self) -> None:
         """Lets waiting requests run, as long as there are pages for the whole of the next one."""
-        while self._waiting and len(self._running) < self.max_tokens_per_step:
-            if self.cache.pages_of(self._waiting[0].max_length) > self.cache.free:
-                break
+        while self._waiting and self.cache.pages_of(self._waiting[0].max_length) <= self.cache.free:
             request = self._waiting.popleft()
             request._sequence = self.cache.open(request.max_length)
             self._running.append(request)

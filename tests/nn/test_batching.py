@@ -18,13 +18,8 @@ from fastattn import Mask
 from fastattn.nn import ContinuousBatch, KVCache, LanguageModel, PagedCache, Request, Seq2SeqModel, TransformerEncoder
 
 LENGTHS = (6, 1, 23, 4, 9, 17, 2)
-SIZES = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "dim_feedforward": 128,
-    "max_length": 64,
-    "tie_embeddings": False,
-}  # for answers that differ
+# Sizes of models whose answers depend on every token.
+SIZES = {"vocab_size": 97, "d_model": 32, "dim_feedforward": 128, "max_length": 64, "tie_embeddings": False}
 CONFIGS = {name: replace(config, **SIZES) for name, config in test_generation.CONFIGS.items()}
 
 
@@ -100,7 +95,7 @@ def test_no_page_is_lost_shared_or_overwritten(seed):
     """Random calls in random order: pages, the keys in those of others, order of admission and tokens stay right."""
     draw = random.Random(seed)
     model = made(LanguageModel, CONFIGS[draw.choice([*CONFIGS])])
-    pages, page_size = draw.choice([(3, 8), (9, 3), (24, 1)])
+    pages, page_size = draw.choice([(3, 8), (9, 3), (80, 1)])
     batch = ContinuousBatch(model, PagedCache(pages, page_size), max_tokens_per_step=draw.randint(1, 20))
     made_requests, admitted = [], []
     for _ in range(150):
@@ -114,9 +109,10 @@ def test_no_page_is_lost_shared_or_overwritten(seed):
             case "cancel" if made_requests:
                 batch.cancel(draw.choice(made_requests)[0])
             case "step":
-                before = rows_of_live_requests(batch)
-                for request in batch.step():
-                    assert request.tokens
+                before, generating = rows_of_live_requests(batch), [r for r in batch._running if r.tokens]
+                advanced = batch.step()
+                assert advanced[: len(generating)] == generating
+                assert all(request.tokens for request in advanced)
                 admitted += [request for request in batch._running if request not in admitted]
                 for pages_of_layer, at, rows in before:
                     assert torch.equal(pages_of_layer[at], rows)
@@ -231,7 +227,7 @@ def test_after_an_error_the_same_step_can_be_made_again(monkeypatch):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_generate_over_pages_is_generate(config, do_sample):
+def test_generate_over_pages_is_generate(config, do_sample, monkeypatch):
     model = made(LanguageModel, config)
     ids, real = torch.randint(3, 97, (4, 7)), torch.arange(7) >= torch.tensor([[0], [5], [2], [0]])
     cache = PagedCache(pages=7, page_size=4)  # for two of them
@@ -244,6 +240,9 @@ def test_generate_over_pages_is_generate(config, do_sample):
     assert torch.equal(model.generate(masked, cache=cache, **options), model.generate(masked, **options))
     with pytest.raises(ValueError, match="must be at most the 29 tokens of all pages, got 33"):
         model.generate(ids, real, cache=cache, max_new_tokens=26)
+    monkeypatch.setattr(model.head, "forward", lambda x: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        model.generate(ids, real, cache=cache, **options)
     assert cache.free == 7
 
 
@@ -307,6 +306,7 @@ ADD = {"input_ids": [3, 4], "max_new_tokens": 2}
         ({"input_ids": [-1]}, "each of input_ids must be at least 0, got -1"),
         ({"input_ids": torch.ones(2)}, "input_ids must be int32 or int64, got torch.float32"),
         ({"input_ids": torch.ones(1, 2).long()}, "input_ids must be [n], got [1, 2]"),
+        ({"input_ids": torch.ones(2, device="meta").long()}, "input_ids must hold numbers, got a meta tensor"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"max_new_tokens": 31}, "and max_new_tokens together must be at most max_length = 32 tokens, got 33"),
         ({"max_new_tokens": 12}, "and max_new_tokens together must be at most the 13 tokens of all pages, got 14"),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from .checks import check_ids, check_ints, check_tensor
 from .generation import GenerationOptions, choose
@@ -137,8 +136,7 @@ class ContinuousBatch:
             raise TypeError(f"input_ids must be a list of ints or a Tensor, got {type(input_ids).__name__}")
         for i in input_ids:
             check_ids(model.config.vocab_size, **{"each of input_ids": i})
-        for i in given.eos_ids:
-            check_ids(model.config.vocab_size, eos_token_id=i)
+        given.check_vocabulary(model.config.vocab_size)
         if not len(input_ids):
             raise ValueError("input_ids must have at least 1 token, got none")
         request = Request(list(input_ids), given)
@@ -230,7 +228,7 @@ def generate_in_pages(model: LanguageModel, prompts: list[Tensor], cache: PagedC
     finally:  # after an error, the cache is the caller's again
         for request in requests:
             batch.cancel(request)
-    device = model.embedding.weight.device
     padding = GenerationOptions(**options).padding(model.config.padding_idx)
-    tokens = [torch.tensor(request.tokens, device=device) for request in requests]
-    return pad_sequence(tokens, batch_first=True, padding_value=padding)
+    longest = max((len(request.tokens) for request in requests), default=1)
+    rows = [request.tokens + [padding] * (longest - len(request.tokens)) for request in requests]
+    return torch.tensor(rows, dtype=torch.int64, device=model.embedding.weight.device).view(len(rows), longest)

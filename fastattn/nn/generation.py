@@ -96,6 +96,13 @@ class GenerationOptions:
             ids = ids.tolist()
         return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
+    def check_vocabulary(self, size: int) -> None:
+        """Raises where a token is not one of a vocabulary of this size."""
+        if self.pad_token_id is not None:
+            check_ids(size, pad_token_id=self.pad_token_id)
+        for i in self.eos_ids:
+            check_ids(size, eos_token_id=i)
+
     def padding(self, padding_idx: int | None) -> int:
         """The token after the end of a sequence, for a model with this `padding_idx`."""
         return next((x for x in (self.pad_token_id, padding_idx, *self.eos_ids) if x is not None), 0)
@@ -119,10 +126,7 @@ def generate(begin: Callable[[int], Generation], padding_idx: int | None, **opti
     options = GenerationOptions(**options)
     padding = options.padding(padding_idx)
     generation = begin(options.max_new_tokens)
-    vocab_size = generation.logits.shape[-1]
-    check_ids(vocab_size, pad_token_id=padding)
-    for i in options.eos_ids:
-        check_ids(vocab_size, eos_token_id=i)
+    options.check_vocabulary(generation.logits.shape[-1])
     search = _beam_search if options.num_beams > 1 else _one_by_one
     return search(generation, options, padding)
 

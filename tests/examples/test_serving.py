@@ -62,10 +62,17 @@ def either(request) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def _served() -> Iterator[Served]:
     served = Served()
     yield served
     served.close()
+
+
+@pytest.fixture
+def served(_served) -> Iterator[Served]:
+    yield _served
+    wait_for(lambda: not _served.batch)
+    assert _served.batch.cache.free == PAGES
 
 
 def events(response: httpx.Response) -> list[dict[str, object]]:
@@ -230,6 +237,33 @@ def test_bodies_that_are_no_request(served, body, status, sentence):
     response = served.client.post("/generate", content=body)
     assert (response.status_code, sentence in response.json()["error"]) == (status, True), response.text
     assert served.client.get("/generate").status_code == 405
+
+
+def test_requests_come_and_go_between_steps_only(monkeypatch):
+    served = Served()
+    inside, overlaps = [], []
+
+    def alone(name: str) -> None:
+        real = getattr(served.batch, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            overlaps.extend(inside)
+            inside.append(name)
+            time.sleep(0.002)
+            result = real(*args, **kwargs)
+            inside.remove(name)
+            return result
+
+        monkeypatch.setattr(served.batch, name, call)
+
+    for name in ("add", "cancel", "step"):
+        alone(name)
+    asyncio.run(ask_all(served.url, [Question((3, 4), 2 + i) for i in range(20)]))
+    with served.client.stream("POST", "/generate", json={"input_ids": [3], "max_new_tokens": 900}) as response:
+        next(response.iter_lines())
+    wait_for(lambda: not served.batch)
+    assert overlaps == []
+    served.close()
 
 
 def test_a_step_that_fails_ends_its_requests_and_not_the_server(monkeypatch):

@@ -238,6 +238,7 @@ def test_generate_over_pages_is_generate(config, do_sample, monkeypatch):
     assert cache.free == 7
     masked = ids.masked_fill(~real, config.padding_idx)
     assert torch.equal(model.generate(masked, cache=cache, **options), model.generate(masked, **options))
+    assert model.generate(ids[:0], cache=cache, **options).shape == (0, 1)
     with pytest.raises(ValueError, match="must be at most the 29 tokens of all pages, got 33"):
         model.generate(ids, real, cache=cache, max_new_tokens=26)
     monkeypatch.setattr(model.head, "forward", lambda x: (_ for _ in ()).throw(MemoryError))

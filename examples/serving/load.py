@@ -51,6 +51,20 @@ class Answer:
         return (self.seconds[-1] - self.seconds[0]) / (len(self.seconds) - 1)
 
 
+@dataclass(frozen=True)
+class Round:
+    """The answers to questions that were asked at once, the seconds until all had come, and those of the processor."""
+
+    answers: list[Answer]
+    seconds: float
+    processor_seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all answers."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+
 def questions(count: int) -> list[Question]:
     """The same ones in every run: prompts of few tokens are as frequent as those of many, on a logarithmic scale."""
     generator = torch.Generator().manual_seed(1)
@@ -61,13 +75,15 @@ def questions(count: int) -> list[Question]:
     return [Question(tuple(prompt), n) for prompt, n in zip(prompts, new, strict=True)]
 
 
-async def ask_all(url: str, asked: Sequence[Question]) -> tuple[list[Answer], float]:
-    """The answers to all questions, which are sent at once, and the seconds until all had come."""
+async def ask_all(url: str, asked: Sequence[Question]) -> Round:
+    """Sends all questions at once, and waits for the answers."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client:
-        begin = time.perf_counter()
+        before, begin = await client.get("/health"), time.perf_counter()
         answers = await asyncio.gather(*(_ask(client, question) for question in asked))
-        return answers, time.perf_counter() - begin
+        seconds, after = time.perf_counter() - begin, await client.get("/health")
+        worked = after.json()["processor_seconds"] - before.json()["processor_seconds"]
+        return Round(answers, seconds, worked)
 
 
 async def _ask(client: httpx.AsyncClient, question: Question) -> Answer:
@@ -141,29 +157,31 @@ def run_load(args: argparse.Namespace) -> None:
         else:
             chosen = [args.attention] if args.attention else ATTENTIONS
             urls = {name: servers.enter_context(server(args, name)) for name in chosen}
-        runs: dict[str, list[tuple[list[Answer], float]]] = {name: [] for name in urls}
+        runs: dict[str, list[Round]] = {name: [] for name in urls}
         for url in urls.values():
             _run(url, asked[:2])  # the first calls of a process are slow
         for _ in range(args.rounds):
             for name, url in urls.items():
                 runs[name].append(_run(url, asked))
-    of_all = [pair for rounds in runs.values() for answers, _ in rounds for pair in zip(asked, answers, strict=True)]
+    of_all = [pair for rounds in runs.values() for x in rounds for pair in zip(asked, x.answers, strict=True)]
     distinct = {(question, answer.tokens): answer for question, answer in of_all}
     check(model, [question for question, _ in distinct], [*distinct.values()])
     print(f"{args.requests} requests at once, {args.rounds} rounds, every answer is the model's own")
-    print(f"{'':10}{'':>9}   first token, s: 50, 95, 99 %   each further one, ms: 50, 95, 99 %")
+    print("tokens/s by the clock and by the processor; of requests 50, 95 and 99 % had, seconds and milliseconds:")
+    print(f"{'':10}{'clock':>8}{'processor':>11}{'first token':>21}{'each further one':>25}")
     for name, rounds in runs.items():
-        speed = statistics.median(sum(len(a.tokens) for a in answers) / seconds for answers, seconds in rounds)
+        clock = statistics.median(x.tokens / x.seconds for x in rounds)
+        processor = statistics.median(x.tokens / x.processor_seconds for x in rounds)
         firsts, betweens = (
-            percentiles([getattr(answer, what) for answers, _ in rounds for answer in answers])
+            percentiles([getattr(answer, what) for x in rounds for answer in x.answers])
             for what in ("first", "between")
         )
         first = "".join(f"{x:8.2f}" for x in firsts)
         between = "".join(f"{1e3 * x:8.1f}" for x in betweens)
-        print(f"{name:10}{speed:5.0f} tokens/s{first}{'':8}{between}")
+        print(f"{name:10}{clock:8.0f}{processor:11.0f}{first} {between}")
 
 
-def _run(url: str, asked: Sequence[Question]) -> tuple[list[Answer], float]:
+def _run(url: str, asked: Sequence[Question]) -> Round:
     try:
         return asyncio.run(ask_all(url, asked))
     except httpx.HTTPError as error:

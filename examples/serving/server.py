@@ -1,4 +1,4 @@
-"""The server: POST /generate streams the tokens of a request as they come, GET /health says what is free.
+"""The server: POST /generate streams the tokens of a request as they come, GET /health says how much is to be done.
 
 A request is a JSON object with `input_ids`, `max_new_tokens`, and what else `fastattn.nn.GenerationOptions` has; `seed`
 stands for its generator. The answer is a stream of server-sent events, {"token": 5, "finish_reason": null}, of which
@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -104,7 +105,8 @@ def application(batch: ContinuousBatch) -> Starlette:
         return StreamingResponse(events, media_type="text/event-stream", background=leave)
 
     async def health(http: HttpRequest) -> Response:
-        return JSONResponse({"requests": len(batch), "pages": batch.cache.pages, "free": batch.cache.free})
+        state = {"requests": len(batch), "pages": batch.cache.pages, "free": batch.cache.free}
+        return JSONResponse(state | {"processor_seconds": time.process_time()})
 
     @contextlib.asynccontextmanager
     async def running(app: Starlette) -> AsyncIterator[None]:

@@ -15,6 +15,7 @@ from ..spec import Mask, explaining, is_jagged, refuse_unknown
 from .cache import AttentionCache
 from .checks import check_heads, check_ints, check_probability
 from .masks import canonical_mask
+from .pages import PagedLayer
 from .positions import Rotation
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
         *,
         rotation: Rotation | None = None,
-        cache: AttentionCache | None = None,
+        cache: AttentionCache | PagedLayer | None = None,
         **unknown: NoReturn,  # type checkers allow none
     ) -> tuple[Tensor, Tensor | None]:
         """(output, weights after dropout or None), laid out as torch.nn.MultiheadAttention does.
@@ -178,7 +179,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             is_causal: hint that `attn_mask` hides the keys after each query's own position, and nothing else.
             rotation: turns queries and keys by their positions (`RotaryPositions`).
             cache: the keys and values of earlier calls, to which this call adds its own. `attn_mask` is then a `Mask`
-                over all keys.
+                over all keys. With those of a `PagedCache` it is a causal one, there are neither weights nor gradients.
 
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
@@ -202,6 +203,14 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self._check_inputs(query, key, value)
         if rotation is not None and not isinstance(rotation, Rotation):
             raise TypeError(f"rotation must be a Rotation or None, got {type(rotation).__name__}")
+        if isinstance(cache, PagedLayer):
+            self._check_cached(key_padding_mask, attn_mask, cache)
+            self._check_paged(need_weights)
+            attend = cache.attend
+            if torch.compiler.is_compiling():
+                attend = torch.compiler.disable(attend)  # a graph ends before it: it depends on the values of lengths
+            o = attend(*self.project(query, key, value, rotation), attn_mask)
+            return self._project_output(self._merge_heads(o, batched)), None
         if cache is None:
             q, k, v = self.project(query, key, value, rotation)
             appended, mask, bias = self._appended_keys(), None, None
@@ -244,7 +253,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             is_causal: bool = ...,
             *,
             rotation: Rotation | None = ...,
-            cache: AttentionCache | None = ...,
+            cache: AttentionCache | PagedLayer | None = ...,
         ) -> tuple[Tensor, Tensor]: ...
         @overload
         @called_as(forward)
@@ -391,13 +400,20 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise RuntimeError(f"key must have a batch of {query.shape[batch]} like query, got {key.shape[batch]}")
 
     def _check_cached(self, key_padding_mask: Tensor | None, attn_mask: Tensor | Mask | None, cache: object) -> None:
-        if not hasattr(cache, "complete"):
-            raise TypeError(f"cache must be an AttentionCache or None, got {type(cache).__name__}")
+        if not hasattr(cache, "complete") and not isinstance(cache, PagedLayer):
+            raise TypeError(f"cache must be an AttentionCache, a PagedLayer or None, got {type(cache).__name__}")
         if key_padding_mask is not None or not isinstance(attn_mask, Mask):
             got = type(attn_mask).__name__ if key_padding_mask is None else "a key_padding_mask"
             raise ValueError(f"attn_mask must be a fastattn.Mask over all keys with a cache, got {got}")
         if self._appended_keys():
             raise ValueError("cache must be None with add_bias_kv or add_zero_attn, got one")
+
+    def _check_paged(self, need_weights: bool) -> None:
+        """Refuses what attention to pages does not have."""
+        if need_weights:
+            raise ValueError("need_weights must be False with pages, got True")
+        if self.training and self.dropout:
+            raise ValueError(f"dropout must be 0 with pages in training mode, got {self.dropout}")
 
     def _check_jagged(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Mask | None, need_weights: bool

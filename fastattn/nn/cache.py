@@ -101,8 +101,7 @@ class KVCache:
         Raises:
             ValueError: `mask` is not causal, or has fields other than `causal` and `window`.
         """
-        if not mask.causal or mask.features() - {"causal", "window"}:
-            raise ValueError(f"mask must be causal, with a window at most, with a cache, got {sorted(mask.features())}")
+        check_causal(mask)
         n = self.positions.shape[1]
         if isinstance(self._length, int):
             return replace(mask, q_offset=self._length - n)
@@ -149,10 +148,10 @@ class KVCache:
             part.select(samples)
 
 
-def check_cache(cache: object) -> None:
-    """Raises where `cache` is neither a `KVCache` nor None."""
-    if cache is not None and not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache or None, got {type(cache).__name__}")
+def check_causal(mask: Mask) -> None:
+    """Raises where a mask is not causal, or has fields other than `causal` and `window`."""
+    if not mask.causal or mask.features() - {"causal", "window"}:
+        raise ValueError(f"mask must be causal, with a window at most, with a cache, got {sorted(mask.features())}")
 
 
 class _KeysAndValues:

@@ -96,6 +96,17 @@ class GenerationOptions:
             ids = ids.tolist()
         return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
+    def check_vocabulary(self, size: int) -> None:
+        """Raises where a token is not one of a vocabulary of this size."""
+        if self.pad_token_id is not None:
+            check_ids(size, pad_token_id=self.pad_token_id)
+        for i in self.eos_ids:
+            check_ids(size, eos_token_id=i)
+
+    def padding(self, padding_idx: int | None) -> int:
+        """The token after the end of a sequence, for a model with this `padding_idx`."""
+        return next((x for x in (self.pad_token_id, padding_idx, *self.eos_ids) if x is not None), 0)
+
     def ends(self, tokens: Tensor) -> Tensor:
         """bool, which of the tokens end a sequence."""
         return torch.isin(tokens, torch.tensor(self.eos_ids, dtype=torch.int64, device=tokens.device))
@@ -113,14 +124,11 @@ def generate(begin: Callable[[int], Generation], padding_idx: int | None, **opti
         The new tokens, int64 [B, n]; n is `max_new_tokens`, or less if every sequence has ended before.
     """
     options = GenerationOptions(**options)
-    padding = next((x for x in (options.pad_token_id, padding_idx, *options.eos_ids) if x is not None), 0)
+    padding = options.padding(padding_idx)
     generation = begin(options.max_new_tokens)
-    vocab_size = generation.logits.shape[-1]
-    check_ids(vocab_size, pad_token_id=padding)
-    for i in options.eos_ids:
-        check_ids(vocab_size, eos_token_id=i)
-    choose = _beam_search if options.num_beams > 1 else _one_by_one
-    return choose(generation, options, padding)
+    options.check_vocabulary(generation.logits.shape[-1])
+    search = _beam_search if options.num_beams > 1 else _one_by_one
+    return search(generation, options, padding)
 
 
 def _one_by_one(generation: Generation, options: GenerationOptions, padding: int) -> Tensor:
@@ -129,7 +137,7 @@ def _one_by_one(generation: Generation, options: GenerationOptions, padding: int
     ended = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     tokens: list[Tensor] = []
     while True:
-        chosen = _drawn(logits, options) if options.do_sample else logits.argmax(dim=-1)
+        chosen = choose(logits, options)
         tokens.append(chosen.masked_fill(ended, padding))
         if options.eos_ids:
             ended = ended | options.ends(chosen)
@@ -138,7 +146,10 @@ def _one_by_one(generation: Generation, options: GenerationOptions, padding: int
         logits = generation.step(tokens[-1])
 
 
-def _drawn(logits: Tensor, options: GenerationOptions) -> Tensor:
+def choose(logits: Tensor, options: GenerationOptions) -> Tensor:
+    """The next token of each sequence, int64 [B], from logits [B, vocab_size]: the likeliest one, or a drawn one."""
+    if not options.do_sample:
+        return logits.argmax(dim=-1)
     probabilities = filtered(logits / options.temperature, options.top_k, options.top_p).softmax(dim=-1)
     return torch.multinomial(probabilities, 1, generator=options.generator).squeeze(1)
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .. import blocks
 from ..spec import Mask
 from .attention import MultiHeadAttention
-from .cache import KVCache, check_cache
+from .batching import generate_in_pages
+from .cache import KVCache
 from .checks import (
     check_bools,
     check_heads,
@@ -23,6 +24,7 @@ from .checks import (
     checked_index,
 )
 from .generation import Generation, generate
+from .pages import PagedCache, PagedStep, check_cache
 from .positions import LearnedPositions, RotaryPositions, SinusoidalPositions, TokenEmbedding, positions_of
 from .transformer import (
     ACTIVATIONS,
@@ -183,6 +185,11 @@ class Model(nn.Module):
             return attention_mask.bool()
         return None if self.config.padding_idx is None else ids != self.config.padding_idx
 
+    def check_length(self, what: str, length: int) -> None:
+        """Raises a ValueError where a length is beyond the table of positions; `what` is that which has it."""
+        if self.positions is not None and length > self.config.max_length:
+            raise ValueError(f"{what} must be at most max_length = {self.config.max_length} tokens, got {length}")
+
     def _embed(self, ids: Tensor, positions: Tensor, embedding: TokenEmbedding) -> Tensor:
         x = embedding(ids)
         if self.positions is not None:
@@ -280,13 +287,16 @@ class LanguageModel(Model):
         self.decoder = self._stack(TransformerEncoder, TransformerEncoderLayer, config.num_layers)
         self.head = self._head(self.embedding)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | PagedStep | None = None
+    ) -> Tensor:
         """Logits [B, L, vocab_size].
 
         Args:
             input_ids: integer [B, L]; with a cache, the tokens after those in it.
             attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
-            cache: the cache of the tokens before, to which this call adds its own.
+            cache: the cache of the tokens before, to which this call adds its own. With a step of a `PagedCache`, B is
+                1, and the tokens are those of its sequences one after the other.
         """
         return self.head(self.hidden(input_ids, attention_mask, cache))
 
@@ -295,7 +305,9 @@ class LanguageModel(Model):
         @called_as(forward)
         def __call__(self) -> None: ...
 
-    def hidden(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | PagedStep | None = None
+    ) -> Tensor:
         """The input of `head`, [B, L, d_model], which without a cache is 0 at padding; arguments as in `forward`."""
         real = self._real(input_ids, attention_mask)
         check_cache(cache)
@@ -309,7 +321,14 @@ class LanguageModel(Model):
         return self.decoder(x, Mask(causal=True), _hidden(real), positions=positions)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: object) -> Tensor:
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        cache: PagedCache | None = None,
+        **options: object,
+    ) -> Tensor:
         """The tokens that follow each prompt, int64 [B, at most max_new_tokens]; the prompt is not among them.
 
         In eval mode the same prompts give the same tokens, however they are padded.
@@ -317,6 +336,8 @@ class LanguageModel(Model):
         Args:
             input_ids: prompts, integer [B, L], padded left or right.
             attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
+            cache: pages for the keys and values, which sequences that have ended leave to those that have yet to begin;
+                not for beam search. None is room for all of them at once.
             options: the fields of `GenerationOptions`.
         """
         real = self._real(input_ids, attention_mask)
@@ -324,10 +345,13 @@ class LanguageModel(Model):
         if real is not None and not real.any(1).all():
             row = int(real.any(1).int().argmin())
             raise ValueError(f"input_ids must have a real token in each sample, got only padding in sample {row}")
+        if cache is not None:
+            prompts = input_ids if real is None else map(torch.masked_select, input_ids, real)
+            return generate_in_pages(self, list(prompts), cache, **options)
 
         def begin(max_new_tokens: int) -> Generation:
             length = input_ids.shape[1] + max_new_tokens
-            _check_length(self, "input_ids and max_new_tokens together", length)
+            self.check_length("input_ids and max_new_tokens together", length)
             cache = KVCache(len(input_ids), length)
             x = self.hidden(input_ids, real, cache)
             last = x[:, -1] if real is None else _last_real(x, real)
@@ -445,7 +469,7 @@ class Seq2SeqModel(Model):
         check_ids(self.head.out_features, decoder_start_token_id=decoder_start_token_id)
 
         def begin(max_new_tokens: int) -> Generation:
-            _check_length(self, "max_new_tokens", max_new_tokens)
+            self.check_length("max_new_tokens", max_new_tokens)
             cache = KVCache(len(input_ids), 1 + max_new_tokens)
             source = _Source(self.encode(input_ids, attention_mask), _hidden(real))
 
@@ -487,9 +511,3 @@ def _last_real(x: Tensor, real: Tensor) -> Tensor:
 def _check_not_empty(ids: Tensor) -> None:
     if ids.shape[1] == 0:
         raise ValueError(f"input_ids must have at least 1 token in each sample, got {list(ids.shape)}")
-
-
-def _check_length(model: Model, what: str, length: int) -> None:
-    """Refuses lengths beyond the table of positions."""
-    if model.positions is not None and length > model.config.max_length:
-        raise ValueError(f"{what} must be at most max_length = {model.config.max_length} tokens, got {length}")

@@ -25,6 +25,7 @@ from .cache import AttentionCache, KVCache
 from .checks import check_bools, check_heads, check_ints, check_numbers, check_probability
 from .masks import canonical_mask
 from .packing import Packing, worth_packing
+from .pages import PagedLayer, PagedStep
 from .positions import RotaryPositions, Rotation
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
         *,
         rotation: Rotation | None = None,
-        cache: AttentionCache | None = None,
+        cache: AttentionCache | PagedLayer | None = None,
     ) -> Tensor:
         """The tokens after this layer, laid out as `src`; arguments as `MultiHeadAttention.forward` has them."""
 
@@ -259,7 +260,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
         *,
         rotation: Rotation | None = None,
-        cache: AttentionCache | None = None,
+        cache: AttentionCache | PagedLayer | None = None,
         memory_cache: AttentionCache | None = None,
     ) -> Tensor:
         """The target's tokens after this layer, laid out as `tgt`; arguments as `MultiHeadAttention.forward` has them.
@@ -296,7 +297,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 class _Stack(nn.Module):
     """Base class of encoder and decoder: when a batch is packed, and the rotation and the norm around the layers."""
 
-    def _may_pack(self, x: Tensor, cache: KVCache | None) -> bool:
+    def _may_pack(self, x: Tensor, cache: KVCache | PagedStep | None) -> bool:
         """Whether x may be packed: a batch without a cache, for layers without hooks, which might expect padding."""
         hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
         return x.dim() == 3 and cache is None and not hooked and blocks.current() is None
@@ -368,7 +369,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         is_causal: bool | None = None,
         *,
         positions: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | PagedStep | None = None,
     ) -> Tensor:
         """The tokens after all layers, laid out as `src`, 0 at padding with `enable_nested_tensor`.
 
@@ -378,8 +379,8 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             src_key_padding_mask: [N, L] or [L], bool (True hides) or float (added).
             is_causal: hint that `mask` is causal; None lets its values decide.
             positions: positions of the tokens for `rotary`, int64 [N, L] or [L]; None is 0, 1, 2, ...
-            cache: the cache of the tokens before, in which `KVCache.extend` has made room for these. `mask` is then a
-                causal `Mask`, and the cache knows the padding.
+            cache: the cache of the tokens before, in which `KVCache.extend` has made room for these, or a `PagedStep`
+                for them. `mask` is then a causal `Mask`, and the cache knows the padding.
 
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
@@ -500,6 +501,8 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
                 tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal,
                 memory_is_causal,
             )  # fmt: skip
+        if isinstance(cache, PagedStep):
+            raise TypeError("cache must be a KVCache or None in a decoder, got a PagedStep")
         attention = self.layers[0].self_attn
         x, keys = _batch_first(tgt, attention), _batch_first(memory, attention)
         if x.dim() == 3 and keys.shape[0] != x.shape[0]:

@@ -13,7 +13,7 @@ from draws import Draw, Errors, holds
 from torch import Tensor, nn
 
 import fastattn
-from fastattn.nn import KVCache, LanguageModel, Packing, TransformerConfig
+from fastattn.nn import ContinuousBatch, KVCache, LanguageModel, Packing, PagedCache, TransformerConfig
 
 NAMED = (ValueError, TypeError, NotImplementedError)
 AS_TORCH = (*NAMED, RuntimeError, AssertionError, IndexError)  # what torch refuses has torch's class
@@ -71,6 +71,10 @@ CALLS: dict[str, tuple[Callable[[], Callable], Callable[[], Callable] | None]] =
     "KVCache": (lambda: KVCache, None),
     "KVCache.extend": (lambda: KVCache(2, 8).extend, None),
     "KVCache.select": (lambda: KVCache(2, 8).select, None),
+    "PagedCache": (lambda: PagedCache, None),
+    "PagedCache.open": (lambda: PagedCache(4).open, None),
+    "ContinuousBatch": (lambda: ContinuousBatch, None),
+    "ContinuousBatch.add": (lambda: ContinuousBatch(LanguageModel(CONFIG), PagedCache(4)).add, None),
     "Packing": (lambda: Packing, None),
     "Packing.pack": (lambda: Packing(REAL).pack, None),
     "RotaryPositions": (lambda: fastattn.nn.RotaryPositions, None),
@@ -89,7 +93,7 @@ def right_arguments(name: str, function: Callable) -> dict[str, object]:
         "d_model": 8, "nhead": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 8,
         "config": CONFIG, "model": nn.MultiheadAttention(8, 2), "src": x[:, 0], "tgt": x[:, 0],
         "path": "model.safetensors", "num_layers": 1, "lengths": torch.tensor([1, 3]), "B": 2, "H": 2, "Q_LEN": 3,
-        "KV_LEN": 3, "mask_mod": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, "n_q": 3, "n_k": 3,
+        "pages": 4, "KV_LEN": 3, "mask_mod": lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, "n_q": 3, "n_k": 3,
     }  # fmt: skip
     if "varlen" in name:
         packed, cu_seqlens = torch.ones(6, 2, 8), torch.tensor([0, 2, 6])
@@ -106,6 +110,10 @@ def right_arguments(name: str, function: Callable) -> dict[str, object]:
         right |= dict.fromkeys(("k_cache", "v_cache"), x.repeat(1, 3, 1, 1)) | {"cache_seqlens": ids[:, 0]}
         right |= dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(6, 4)) | {"cache_leftpad": ids[:, 0]}
         right |= {"cache_batch_idx": ids[:, 0] - 2}
+    if name == "ContinuousBatch":
+        right |= {"model": LanguageModel(CONFIG), "cache": PagedCache(4)}
+    if name == "ContinuousBatch.add":
+        right |= {"input_ids": ids[0]}
     if name == "MultiHeadAttention.forward":
         right |= dict.fromkeys(("query", "key", "value"), x[:, 0])
     parameters = inspect.signature(function).parameters.values()
@@ -113,7 +121,7 @@ def right_arguments(name: str, function: Callable) -> dict[str, object]:
     if name in ("Mask", "Mask &"):
         given = {p: right.get(p) for p in inspect.signature(fastattn.Mask).parameters}
         given |= {"causal": False, "q_offset": 0, "window": (None, None)}
-    if name in ("explain", "LanguageModel.generate"):
+    if name in ("explain", "LanguageModel.generate", "ContinuousBatch.add"):
         like = fastattn.attention if name == "explain" else fastattn.nn.GenerationOptions
         options = {p.name: right.get(p.name, p.default) for p in inspect.signature(like).parameters.values()}
         given = options | given

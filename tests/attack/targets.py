@@ -386,7 +386,7 @@ def packed(draw: Draw) -> Errors:
 
 @torch.no_grad()
 def generation(draw: Draw) -> Errors:
-    """Logits step by step from a `KVCache`, and `generate`, against passes over the whole prompt in fp64."""
+    """Logits step by step from a `KVCache`, and `generate`, over pages too, against passes over the prompt in fp64."""
     draw.dtype = torch.float32
     H, E, vocab = draw.randint(1, 3), 2 * draw.randint(1, 4), draw.randint(2, 30)
     choices = {"positions": ("sinusoidal", "learned", "rotary"), "norm": ("layer", "rms"), "num_kv_heads": (None, 1)}
@@ -413,6 +413,10 @@ def generation(draw: Draw) -> Errors:
             best = int(in64(prompt[None])[0, -1].argmax())
             yield holds("token of generate()", token == (0 if ended else best))
             prompt, ended = torch.cat([prompt, torch.tensor([token])]), ended or token == eos
+    page_size = draw.randint(1, 5)
+    cache = fastattn.nn.PagedCache(-(-(L + n) // page_size) * draw.randint(1, B), page_size)
+    in_pages = in64.generate(ids, real, cache=cache, max_new_tokens=n, eos_token_id=eos, pad_token_id=0)
+    yield holds("tokens of generate() over pages", torch.equal(in_pages, tokens) and cache.free == cache.pages)
     kind = {"num_beams": draw.randint(2, 4)} if draw.chance(0.5) else {"do_sample": True, "top_p": draw.uniform(0.1, 1)}
     tokens = model.generate(ids, real, max_new_tokens=n, eos_token_id=eos, **kind)
     yield holds(f"tokens of generate({kind})", tokens.shape[1] <= n and (tokens >= 0).all() and (tokens < vocab).all())

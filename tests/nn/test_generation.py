@@ -465,7 +465,7 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"input_ids": IDS[0]}, "input_ids must be [B, L], got [2]"),
         ({"input_ids": -IDS}, "input_ids must be at least 0, got -4"),
         ({"input_ids": IDS + 7}, "input_ids must be below the vocabulary's size 11, got 11"),
-        ({"cache": 3}, "cache must be a KVCache or None, got int"),
+        ({"cache": 3}, "cache must be a KVCache, a PagedStep or None, got int"),
         ({"attention_mask": REAL.float()}, "attention_mask must be bool or integer, True or 1 for real tokens"),
         ({"attention_mask": REAL[:1]}, "attention_mask must be [2, 2] like the ids, got [1, 2]"),
     ],

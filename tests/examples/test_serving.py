@@ -1,0 +1,317 @@
+"""The server: answers to many at once are the model's own, those who leave free their pages, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from examples.serving.__main__ import main
+from examples.serving.load import Answer, Question, ask_all, check, percentiles, questions
+from examples.serving.model import ATTENTIONS, MAX_LENGTH, make_cache, make_model
+from examples.serving.server import MOST_BYTES, application
+from examples.training import InputError
+from fastattn.nn import ContinuousBatch
+
+MODEL = make_model(64, 2)
+PAGES = 512  # of which the questions below need more, so that some wait
+
+
+class Served:
+    """A batch behind HTTP, in a thread of this process."""
+
+    def __init__(self, attention: str = "fastattn") -> None:
+        self.batch = ContinuousBatch(MODEL, make_cache(attention, PAGES))
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.server = uvicorn.Server(uvicorn.Config(application(self.batch), log_level="critical"))
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
+        self.thread.start()
+        self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def ask(self, **fields: object) -> httpx.Response:
+        return self.client.post("/generate", json={"input_ids": [3, 4, 5], "max_new_tokens": 6} | fields)
+
+    def tokens(self, **fields: object) -> list[int]:
+        return [event["token"] for event in events(self.ask(**fields))]
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join()
+        self.socket.close()
+
+
+@pytest.fixture(scope="module", params=ATTENTIONS)
+def either(request) -> Iterator[Served]:
+    served = Served(request.param)
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def _served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def served(_served) -> Iterator[Served]:
+    yield _served
+    wait_for(lambda: not _served.batch)
+    assert _served.batch.cache.free == PAGES
+
+
+def events(response: httpx.Response) -> list[dict[str, object]]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_many_requests_at_once_have_the_answers_of_the_model(either):
+    asked = [replace(question, max_new_tokens=1 + i % 30) for i, question in enumerate(questions(60))]
+    begin = time.process_time()
+    answered = asyncio.run(ask_all(either.url, asked))
+    answers = answered.answers
+    check(MODEL, asked, answers)
+    assert answered.tokens == sum(question.max_new_tokens for question in asked)
+    assert 0 < answered.processor_seconds < time.process_time() - begin
+    assert max(answer.seconds[-1] for answer in answers) < answered.seconds
+    assert all(sorted(answer.seconds) == list(answer.seconds) for answer in answers)
+    wait_for(lambda: not either.batch)
+    assert either.batch.cache.free == either.batch.cache.pages
+
+
+@torch.no_grad()
+def test_every_token_of_a_prompt_matters_to_the_answer():
+    """Or the checks above would not see a page of another request."""
+    prompt = torch.randint(1000, (1, 40))
+    answer = MODEL.generate(prompt, max_new_tokens=20)
+    assert len({*answer[0].tolist()}) > 10
+    for i in range(0, 40, 3):
+        changed = prompt.clone()
+        changed[0, i] ^= 1
+        assert not torch.equal(MODEL.generate(changed, max_new_tokens=20), answer)
+
+
+@pytest.mark.parametrize("spoil", ["swapped", "lost", "cut off", "other token"])
+@torch.no_grad()
+def test_the_check_finds_answers_that_are_lost_or_mixed_up(spoil):
+    asked = [Question(q.input_ids, 8) for q in questions(3)]
+    answers = []
+    for question in asked:
+        tokens = MODEL.generate(torch.tensor([question.input_ids]), max_new_tokens=8)[0].tolist()
+        answers.append(Answer(tuple(tokens), (0.0,) * 8))
+    check(MODEL, asked, answers)
+    if spoil == "swapped":
+        answers[:2] = answers[1::-1]
+    else:
+        tokens = {"lost": (), "cut off": tokens[:7], "other token": (*tokens[:5], tokens[5] ^ 1, *tokens[6:])}[spoil]
+        answers[2] = Answer(tuple(tokens), ())
+    sentence = {"swapped": "token 1 of the answer to request 1 must be", "other token": "token 6 of the answer to"}
+    with pytest.raises(InputError, match=sentence.get(spoil, "the answer to request 3 must have 8 tokens, got")):
+        check(MODEL, asked, answers)
+
+
+def test_tokens_stream_as_they_come(served):
+    with served.client.stream(
+        "POST", "/generate", json={"input_ids": [7], "max_new_tokens": MAX_LENGTH - 1}
+    ) as response:
+        lines = (line for line in response.iter_lines() if line)
+        first = json.loads(next(lines).removeprefix("data: "))
+        (request,) = served.batch._running
+        assert first == {"token": request.tokens[0], "finish_reason": None}
+        assert request.finish_reason is None  # hundreds of steps before the last
+
+
+def test_a_client_that_leaves_frees_its_pages(served):
+    left = []
+    with httpx.Client(base_url=served.url, trust_env=False) as client:
+        body = {"input_ids": [7] * 50, "max_new_tokens": MAX_LENGTH - 50}
+        with client.stream("POST", "/generate", json=body) as response:
+            next(response.iter_lines())
+            left += served.batch._running
+            health = served.client.get("/health").json()
+            assert health.pop("processor_seconds") > 0
+            assert health == {"requests": 1, "pages": PAGES, "free": PAGES - MAX_LENGTH // 16}
+    wait_for(lambda: served.batch.cache.free == PAGES)
+    (request,) = left
+    assert request.finish_reason == "cancelled"
+    assert len(request.tokens) < MAX_LENGTH - 50
+    assert len(served.tokens()) == 6
+
+
+def test_a_client_that_leaves_while_it_waits_for_pages(served):
+    body = {"input_ids": [7], "max_new_tokens": MAX_LENGTH - 1}  # of which four run
+    raw = [socket.create_connection(served.socket.getsockname()) for _ in range(6)]
+    content = json.dumps(body).encode()
+    for connection in raw:
+        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+        connection.sendall(head + content)
+    wait_for(lambda: len(served.batch) == 6 and len(served.batch._running) == 4)
+    for connection in raw:
+        connection.close()
+    wait_for(lambda: not served.batch)
+    assert served.batch.cache.free == PAGES
+
+
+def test_draws_depend_on_the_seed_alone(served):
+    drawing = {"do_sample": True, "temperature": 2.0, "top_k": 50, "max_new_tokens": 20}
+    expected = [served.tokens(seed=seed, **drawing) for seed in (1, 2)]
+    assert expected[0] != expected[1]
+    found = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: served.tokens(seed=i % 4, **drawing)})) for i in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, tokens in found.items():
+        assert i % 4 in (0, 3) or tokens == expected[i % 4 - 1]
+
+
+def test_the_end_of_a_stream_says_why(served):
+    whole = events(served.ask(max_new_tokens=9))
+    assert [event["finish_reason"] for event in whole] == [None] * 8 + ["length"]
+    token = whole[2]["token"]
+    n = [event["token"] for event in whole].index(token) + 1
+    ended = events(served.ask(max_new_tokens=9, eos_token_id=token))
+    assert ended == [*whole[: n - 1], {"token": token, "finish_reason": "stop"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"input_ids": [3] * MAX_LENGTH}, "input_ids and max_new_tokens together must be at most max_length = 2048"),
+        ({"max_new_tokens": 10**9}, "input_ids and max_new_tokens together must be at most max_length = 2048"),
+        ({"input_ids": "hello"}, "input_ids must be a list of ints or a Tensor, got str"),
+        ({"input_ids": [3, 1.5]}, "each of input_ids must be an int, got 1.5"),
+        ({"input_ids": [1000]}, "each of input_ids must be below the vocabulary's size 1000, got 1000"),
+        ({"input_ids": []}, "input_ids must have at least 1 token, got none"),
+        ({"max_new_tokens": None}, "max_new_tokens must be an int, got None"),
+        ({"num_beams": 4}, "num_beams must be 1 for requests that come and go, got 4"),
+        ({"seed": "x"}, "seed must be an int from 0 to 2**63 - 1, got 'x'"),
+        ({"seed": -1}, "seed must be an int from 0 to 2**63 - 1, got -1"),
+        ({"generator": 3}, "generator must be a torch.Generator or None, got 3"),
+        ({"color": 3}, "unexpected keyword argument 'color'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_sentence(served, fields, sentence):
+    response = served.ask(**fields)
+    assert response.status_code == 400
+    assert sentence in response.json()["error"]
+    assert len(served.batch) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        ("", 400, "the body must be JSON, got Expecting value"),
+        ('{"input_ids": [3', 400, "the body must be JSON, got"),
+        ("[" * 100_000, 400, "the body must be JSON, got"),
+        (b"\xff", 400, "the body must be JSON, got"),
+        ("[3]", 400, "the body must be a JSON object, got list"),
+        ("{}", 400, "missing 1 required positional argument: 'input_ids'"),
+        ('{"input_ids": [3]}', 400, "missing 1 required positional argument: 'max_new_tokens'"),
+        (b"[" + b"3," * MOST_BYTES + b"3]", 413, f"the body must have at most {MOST_BYTES} bytes, got more"),
+    ],
+    ids=["empty", "malformed", "deep", "no text", "no object", "no prompt", "no end", "huge"],
+)
+def test_bodies_that_are_no_request(served, body, status, sentence):
+    response = served.client.post("/generate", content=body)
+    assert (response.status_code, sentence in response.json()["error"]) == (status, True), response.text
+    assert served.client.get("/generate").status_code == 405
+
+
+def test_requests_come_and_go_between_steps_only(monkeypatch):
+    served = Served()
+    inside, overlaps = [], []
+
+    def alone(name: str) -> None:
+        real = getattr(served.batch, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            overlaps.extend(inside)
+            inside.append(name)
+            time.sleep(0.002)
+            result = real(*args, **kwargs)
+            inside.remove(name)
+            return result
+
+        monkeypatch.setattr(served.batch, name, call)
+
+    for name in ("add", "cancel", "step"):
+        alone(name)
+    asyncio.run(ask_all(served.url, [Question((3, 4), 2 + i) for i in range(20)]))
+    with served.client.stream("POST", "/generate", json={"input_ids": [3], "max_new_tokens": 900}) as response:
+        next(response.iter_lines())
+    wait_for(lambda: not served.batch)
+    assert overlaps == []
+    served.close()
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_server(monkeypatch):
+    served = Served()
+    with monkeypatch.context() as patch:
+        patch.setattr(served.batch, "_next", lambda *_: (_ for _ in ()).throw(MemoryError))
+        assert events(served.ask()) == [{"token": None, "finish_reason": "cancelled"}]
+    assert len(served.tokens()) == 6
+    assert served.batch.cache.free == PAGES
+    served.close()
+
+
+def test_the_load_test_starts_a_server_checks_and_prints(capsys):
+    small = ["--d-model", "64", "--layers", "1", "--requests", "8", "--rounds", "2", "--attention", "fastattn"]
+    assert main(["load", *small]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "8 requests at once, 2 rounds, every answer is the model's own"
+    number = r"\s+\d+\.\d+"
+    assert re.fullmatch(rf"fastattn\s+\d+\s+\d+{number * 6}", said[3])
+
+
+def test_a_server_of_another_model_is_found_out(served, capsys):
+    address = ["--url", served.url, "--requests", "4", "--rounds", "1"]
+    assert main(["load", "--d-model", "64", "--layers", "2", *address]) == 0
+    assert main(["load", "--d-model", "64", "--layers", "3", *address]) == 1
+    assert re.search(r"error: token \d+ of the answer to request \d+ must be \d+, which is", capsys.readouterr().err)
+
+
+def test_mistakes_on_the_command_line_are_one_sentence(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))  # a server that ends at once
+    for arguments, sentence in [
+        (["serve", "--d-model", "65"], "--d-model must be a multiple of 64, got 65"),
+        (["serve", "--pages", "1", "--attention", "sdpa"], "--pages must be at least 128 with sdpa, got 1"),
+        (["serve", "--port", "99999"], "--host and --port must be an address to listen at, got"),
+        (["load", "--url", "http://127.0.0.1:9", "--d-model", "64"], "--url must be of a server that answers, got"),
+        (["load", "--d-model", "64"], "the server must start, got an end"),
+    ]:
+        assert main(arguments) == 1
+        said = capsys.readouterr().err.strip()
+        assert said.startswith(f"error: {sentence}")
+        assert "\n" not in said
+
+
+def test_percentiles():
+    assert percentiles(range(1, 101)) == (51, 96, 100)
+    assert percentiles([3.0]) == (3.0, 3.0, 3.0)

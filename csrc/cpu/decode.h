@@ -199,7 +199,10 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
         const int64_t key = keys.at(first + i);
         end = x.table ? lesser(n, i + x.page_rows - key % x.page_rows) : n;
         const auto rows = reinterpret_cast<const Element*>(x.row(b, h, key));
-        for (int64_t j = 0; kIsScaled<Element> && j < end - i; ++j) scales[j] = x.scale(b, h, key + j);
+        if constexpr (kIsScaled<Element>) {
+          const float* const of_rows = x.scale(b, h, key);
+          for (int64_t j = 0; j < end - i; ++j) scales[j] = of_rows[j * x.row_stride_of_scales];
+        }
         use(Stream<Element>{{rows, x.row_stride}, rows_ahead * x.row_stride}, i, end - i,
             kIsScaled<Element> ? scales : nullptr);
       }

@@ -24,9 +24,9 @@ struct RowsOf {
   const float* scales = nullptr;  // of rows of int8, which are to be multiplied by them: [B or pages, H, N]
   int64_t batch_stride_of_scales = 0, head_stride_of_scales = 0, row_stride_of_scales = 0;
 
-  float scale(int64_t b, int64_t h, int64_t i) const {
+  const float* scale(int64_t b, int64_t h, int64_t i) const {
     if (table) b = table[b * pages_of_sample + i / page_rows], i %= page_rows;
-    return scales[b * batch_stride_of_scales + h * head_stride_of_scales + i * row_stride_of_scales];
+    return scales + b * batch_stride_of_scales + h * head_stride_of_scales + i * row_stride_of_scales;
   }
 
   Byte* row(int64_t b, int64_t h, int64_t i) const {

@@ -188,7 +188,7 @@ constexpr bool kIsScaled = std::is_same<std::remove_const_t<Element>, Int8>::val
       float* const row = to + j * padded(d);
       widen_row(reinterpret_cast<decltype(data)>(x.row(b, h, list.at(i + j))), d, row);
       if constexpr (kIsScaled<std::remove_pointer_t<decltype(data)>>) {
-        const float scale = x.scale(b, h, list.at(i + j));
+        const float scale = *x.scale(b, h, list.at(i + j));
         for (int64_t column = 0; column < d; column += kLanes) store(row + column, load(row + column) * scale);
       }
     }

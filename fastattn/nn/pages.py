@@ -108,8 +108,9 @@ class PagedCache:
 
         A subclass may attend in another way, over pages [pages, page_size, H_kv, D] that nothing else reads.
         """
+        ends = None if len(q) == len(step.lengths) else step.cu_seqlens  # one token of each is the cheaper call
         options = {"k": k, "v": v, "window": window}
-        return attention_paged(q, k_pages, v_pages, step.table, step.lengths, step.cu_seqlens, **options)
+        return attention_paged(q, k_pages, v_pages, step.table, step.lengths, ends, **options)
 
     def _pages_in_layer(self, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The pages of layer i, in which the rows of a head lie side by side, for keys and values like k and v."""

@@ -112,10 +112,9 @@ class PagedCache:
         A subclass may attend in another way, over `pages` that nothing else reads: the arguments k_pages and v_pages of
         `attention_paged`, and with int8 k_scales and v_scales.
         """
-        options = {"k": k, "v": v, "window": window}
-        return attention_paged(
-            q, block_table=step.table, lengths=step.lengths, cu_seqlens_q=step.cu_seqlens, **pages, **options
-        )
+        ends = None if len(q) == len(step.lengths) else step.cu_seqlens  # one token of each is the cheaper call
+        options = {**pages, "k": k, "v": v, "window": window}
+        return attention_paged(q, block_table=step.table, lengths=step.lengths, cu_seqlens_q=ends, **options)
 
     def _pages_in_layer(self, i: int, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """The pages of layer i, in which the rows of a head lie side by side, for keys and values like k and v."""

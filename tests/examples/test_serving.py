@@ -75,6 +75,14 @@ def served(_served) -> Iterator[Served]:
     assert _served.batch.cache.free == PAGES
 
 
+@pytest.fixture
+def slow(served, monkeypatch) -> Served:
+    """The server with steps of 10 ms at least, so that requests for hundreds of tokens do not end by themselves."""
+    step = served.batch.step
+    monkeypatch.setattr(served.batch, "step", lambda: time.sleep(0.01) or step())
+    return served
+
+
 def events(response: httpx.Response) -> list[dict[str, object]]:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -133,46 +141,44 @@ def test_the_check_finds_answers_that_are_lost_or_mixed_up(spoil):
         check(MODEL, asked, answers)
 
 
-def test_tokens_stream_as_they_come(served):
-    with served.client.stream(
-        "POST", "/generate", json={"input_ids": [7], "max_new_tokens": MAX_LENGTH - 1}
-    ) as response:
+def test_tokens_stream_as_they_come(slow):
+    with slow.client.stream("POST", "/generate", json={"input_ids": [7], "max_new_tokens": MAX_LENGTH - 1}) as response:
         lines = (line for line in response.iter_lines() if line)
         first = json.loads(next(lines).removeprefix("data: "))
-        (request,) = served.batch._running
+        (request,) = slow.batch._running
         assert first == {"token": request.tokens[0], "finish_reason": None}
         assert request.finish_reason is None  # hundreds of steps before the last
 
 
-def test_a_client_that_leaves_frees_its_pages(served):
+def test_a_client_that_leaves_frees_its_pages(slow):
     left = []
-    with httpx.Client(base_url=served.url, trust_env=False) as client:
+    with httpx.Client(base_url=slow.url, trust_env=False) as client:
         body = {"input_ids": [7] * 50, "max_new_tokens": MAX_LENGTH - 50}
         with client.stream("POST", "/generate", json=body) as response:
             next(response.iter_lines())
-            left += served.batch._running
-            health = served.client.get("/health").json()
+            left += slow.batch._running
+            health = slow.client.get("/health").json()
             assert health.pop("processor_seconds") > 0
             assert health == {"requests": 1, "pages": PAGES, "free": PAGES - MAX_LENGTH // 16}
-    wait_for(lambda: served.batch.cache.free == PAGES)
+    wait_for(lambda: slow.batch.cache.free == PAGES)
     (request,) = left
     assert request.finish_reason == "cancelled"
     assert len(request.tokens) < MAX_LENGTH - 50
-    assert len(served.tokens()) == 6
+    assert len(slow.tokens()) == 6
 
 
-def test_a_client_that_leaves_while_it_waits_for_pages(served):
+def test_a_client_that_leaves_while_it_waits_for_pages(slow):
     body = {"input_ids": [7], "max_new_tokens": MAX_LENGTH - 1}  # of which four run
-    raw = [socket.create_connection(served.socket.getsockname()) for _ in range(6)]
+    raw = [socket.create_connection(slow.socket.getsockname()) for _ in range(6)]
     content = json.dumps(body).encode()
     for connection in raw:
         head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
         connection.sendall(head + content)
-    wait_for(lambda: len(served.batch) == 6 and len(served.batch._running) == 4)
+    wait_for(lambda: len(slow.batch) == 6 and len(slow.batch._running) == 4)
     for connection in raw:
         connection.close()
-    wait_for(lambda: not served.batch)
-    assert served.batch.cache.free == PAGES
+    wait_for(lambda: not slow.batch)
+    assert slow.batch.cache.free == PAGES
 
 
 def test_draws_depend_on_the_seed_alone(served):

@@ -305,7 +305,8 @@ def test_layers_attend_to_pages_under_windows(window, batch_first):
 
 @pytest.mark.filterwarnings("error::fastattn.FallbackWarning")
 @torch.no_grad()
-def test_a_compiled_stack_gives_the_same_tokens():
+def test_a_compiled_stack_gives_the_same_tokens(request):
+    request.addfinalizer(torch._dynamo.reset)  # what other tests compile of the same functions counts with this
     model = made(LanguageModel, CONFIGS["sinusoidal"])
     expected = [alone(model, prompt, max_new_tokens=4) for prompt in prompts((6, 3))]
     model.decoder.compile(backend="eager")

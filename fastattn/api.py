@@ -157,7 +157,7 @@ def attention(
     if of_dtensors or (plan is not None and plan is not blocks.HERE):
         terms: Terms = {
             "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,
-            "sinks": sinks, "dropout_p": dropout_p, "generator": generator, "deterministic": deterministic,
+            "sinks": sinks, "dropout_p": as_number(dropout_p), "generator": generator, "deterministic": deterministic,
             "backend": backend,
         }  # fmt: skip
         if of_dtensors:

@@ -118,7 +118,7 @@ def prepare(
                 short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
     seed = places = None
     if plan.dropout_p > 0:
-        seed, places = generator if isinstance(generator, Drawn) else (draw_seed(q.device, generator), None)
+        seed, places, _ = drawn(q.device, generator)
     spec = Spec(
         EVERYTHING if mask is None else mask, plan.scale, bias, plan.softcap, alibi_slopes, sinks, plan.dropout_p, seed,
         plan.deterministic, places,
@@ -126,9 +126,11 @@ def prepare(
     return q, k, v, spec, plan
 
 
-def draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """The seed of one call's dropout, an int64 scalar on `device`: drawing it there needs no synchronisation."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+def drawn(device: torch.device, generator: torch.Generator | Drawn | None) -> Drawn:
+    """What the dropout of one call is drawn by, with a seed from the generator: on `device`, which needs no waiting."""
+    if isinstance(generator, Drawn):
+        return generator
+    return Drawn(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator))
 
 
 def derivatives_wanted(*tensors: Tensor | None) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import api
 from ..blocks import HERE, Within
-from ..spec import Mask
+from ..plan import drawn
+from ..spec import Drawn, Mask
 from ..validation import EVERYTHING, validated
 from .masks import with_tensors
 from .plans import Plan, plan
@@ -35,12 +38,11 @@ def attention(
 
     Each dimension of the mesh may have samples, heads or tokens sharded, tokens at most one of them. A plain tensor
     among the other arguments is that of the whole call, and gets the gradient of what this rank computes. With a plan
-    of the tokens, which the DTensors then have some of, heads alone may be sharded.
+    of the tokens, which the DTensors then have some of, heads alone may be sharded. Dropout is that of one process with
+    the generator of the first rank.
     """
     _check_placements(q, k, v, (0, 1, 2) if of_tokens is None or of_tokens is HERE else (1,))
     mesh, placements = q.device_mesh, q.placements
-    if terms["dropout_p"] != 0:
-        raise ValueError(f"dropout_p must be 0 where q is a DTensor, got {terms['dropout_p']!r}")
     learned = {name: terms[name] for name in ("bias", "alibi_slopes", "sinks")}
     partial = [Replicate() if p.is_replicate() else Partial() for p in placements]
     for name, x in learned.items():
@@ -62,7 +64,12 @@ def attention(
         terms["alibi_slopes"] = _cut(terms["alibi_slopes"][..., heads], -2, samples)
     if terms["sinks"] is not None:
         terms["sinks"] = terms["sinks"][heads]
-    local = (x.to_local(grad_placements=placements) for x in (q, k, v))
+    local = [x.to_local(grad_placements=placements) for x in (q, k, v)]
+    if terms["dropout_p"]:
+        seed = _of_first_rank(drawn(local[0].device, terms["generator"]).seed, mesh)
+        rows, fours = (torch.arange(n, device=seed.device) for n in (q.shape[2], -(-k.shape[2] // 4)))
+        first = samples.start, heads.start
+        terms["generator"] = Drawn(seed, torch.cat([rows.new_tensor(first), rows, fours]).int(), first)
     results = api.attention(*local, mask, **terms, return_lse=True, plan=of_tokens)
     shapes = (*q.shape[:3], v.shape[3]), q.shape[:3]
     return tuple(
@@ -88,6 +95,13 @@ def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -
     for dim in (1, 2):
         if sum(placement.is_shard(dim) for placement in q.placements) > 1:
             raise ValueError(f"q must have its {_SHARDED[dim]} on one dimension of the mesh, got {q.placements}")
+
+
+def _of_first_rank(seed: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The seed that the first rank of the mesh has drawn; every rank draws one, so that generators stay in step."""
+    for dim in range(mesh.ndim):
+        seed = collectives.wait_tensor(collectives.broadcast(seed, 0, (mesh, dim)))
+    return seed
 
 
 def _part(x: DTensor, dim: int) -> slice:

@@ -69,7 +69,7 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> list[_Step]:
         here, passed, coming = travelling(of, step), travelling(of, step + 1), travelling((of - 1) % ranks, step + 1)
         mine = need[me] & (owner == of)
         keys, blocks = mine.any(0).nonzero()[:, 0], []
-        if call.head is not None:
+        if call.first is not None:
             keys = in_fours(keys, plan.n_k)
         if len(keys) == 0:
             runs = []

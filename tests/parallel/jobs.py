@@ -255,7 +255,13 @@ def attend_dtensors(
             x = inputs.options[name]
             leaves[name] = (distributed(x, replicated) if terms else x).detach().requires_grad_()
     options = inputs.options | {name: x for name, x in leaves.items() if name in LEARNED}
+    if case.dropout_p and dist.get_rank(group) > 0:  # the first rank's counts
+        options["generator"] = torch.Generator().manual_seed(dist.get_rank(group))
     o, lse = fastattn.attention(*(leaves[name] for name in "qkv"), inputs.mask, **options, return_lse=True)
+    if case.dropout_p:  # of which every rank has drawn one number
+        other = torch.Generator().manual_seed(dist.get_rank(group))
+        torch.randint(2**62, (), generator=other)
+        assert torch.equal(options["generator"].get_state(), other.get_state())
     assert o.placements == lse.placements == tuple(placements)
     arriving = distributed(inputs.do, placements), distributed(inputs.dlse, placements)
     gradients = torch.autograd.grad((o, lse), list(leaves.values()), arriving)
@@ -273,7 +279,8 @@ def attend_dtensors(
 
 def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
     """The error of a call with DTensors."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh, x, options = DeviceMesh.from_group(group, "cpu"), torch.ones(2, 6, 8, 4), {}
     q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for _ in "qkv")
@@ -286,7 +293,12 @@ def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
     if what == "heads":
         k = v = distribute_tensor(x[:, :1], mesh, [Shard(1)])
     if what == "dropout":
-        options["dropout_p"] = 0.1
+        options["dropout_p"] = 1.5
+    if what == "generator":
+        options |= {"dropout_p": 0.1, "generator": 5}
+    if what in ("partial", "strided"):
+        placement = Partial() if what == "partial" else _StridedShard(1, split_factor=2)
+        q = k = v = DTensor.from_local(x, mesh, [placement], run_check=False)
     if what == "mask":
         options["mask"] = fastattn.Mask(real_keys=torch.ones(1, 8, dtype=torch.bool))
     try:
@@ -395,7 +407,7 @@ def compiled_block(group: dist.ProcessGroup) -> bool:
     return all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def compiled_dtensors(group: dist.ProcessGroup, shard: int) -> bool:
+def compiled_dtensors(group: dist.ProcessGroup, shard: int, dropout_p: float) -> bool:
     """Whether a compiled function of DTensors gives what it gives as it is; of samples and heads, in one graph."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -405,8 +417,10 @@ def compiled_dtensors(group: dist.ProcessGroup, shard: int) -> bool:
     mask = fastattn.Mask(True) & fastattn.Mask.from_lengths([16, 9], 16)
 
     def function(x: Tensor) -> Tensor:
-        return fastattn.attention(x * 2, x, x, mask)
+        return fastattn.attention(x * 2, x, x, mask, dropout_p=dropout_p)
 
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=shard != 2)
-    results = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (function, compiled)]
+    compiled, results = torch.compile(function, backend="aot_eager", fullgraph=shard != 2), []
+    for f in (function, compiled):
+        torch.manual_seed(dist.get_rank(group))
+        results.append(torch.autograd.grad(f(x).square().sum(), x)[0])
     return torch.equal(*(g.full_tensor() for g in results))

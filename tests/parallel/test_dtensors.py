@@ -12,9 +12,10 @@ PLACED = [
 ]  # fmt: skip
 CASES = [
     Case("everything", "", B=3, H=4, H_kv=2, n_q=40, n_k=50, causal=True, q_offset=10, window=(30, None), keys="holes",
-         queries=True, dense=True, bias=(3, 1, 40, 50), softcap=5.0, alibi=True, sinks=True),
+         queries=True, dense=True, bias=(3, 1, 40, 50), softcap=5.0, alibi=True, sinks=True, dropout_p=0.2),
     Case("documents", "", B=3, H=4, n_q=37, causal=True, segment_ids=True, bias=(4, 37, 37)),
     Case("dense-by-head", "", B=3, H=4, n_q=40, dense=True, causal=True),
+    Case("dropout", "", B=3, H=4, H_kv=2, n_q=37, n_k=43, keys="right", dropout_p=0.5),
 ]  # fmt: skip
 
 
@@ -32,8 +33,11 @@ REFUSED = {
     "no DTensor": "k must be a DTensor, (Shard(dim=1),) on ",
     "placed otherwise": "v must be a DTensor, (Shard(dim=1),) on ",
     "head dim": "q must be replicated, or sharded along dim 0, 1 or 2, got (Shard(dim=3),)",
+    "partial": "q must be replicated, or sharded along dim 0, 1 or 2, got (Partial(sum),)",
+    "strided": "q must be replicated, or sharded along dim 0, 1 or 2, got (_StridedShard(dim=1, sf=2),)",
     "heads": "the heads of q and k must be multiples of the 2 ranks that share them, got 6 and 1",
-    "dropout": "dropout_p must be 0 where q is a DTensor, got 0.1",
+    "dropout": "dropout_p must be between 0 and 1, got 1.5",
+    "generator": "generator must be a torch.Generator or None, got int",
     "mask": "mask.real_keys must be [2, 8], got [1, 8]",
 }
 

@@ -64,9 +64,10 @@ def test_a_compiled_model_in_a_block(ranks):
     assert ranks.run("compiled_block", 2) == [True, True]
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("shard", [0, 1, 2])
-def test_compiled_dtensors(ranks, shard):
-    assert ranks.run("compiled_dtensors", 2, shard=shard) == [True, True]
+def test_compiled_dtensors(ranks, shard, dropout_p):
+    assert ranks.run("compiled_dtensors", 2, shard=shard, dropout_p=dropout_p) == [True, True]
 
 
 DIFFERENT = ("values of a mask", "a field of a mask", "layout", "heads", "dtype", "gradients", "options")

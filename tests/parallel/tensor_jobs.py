@@ -166,6 +166,20 @@ def refused(group: dist.ProcessGroup, what: str) -> str:
     return "none"
 
 
+def second_derivatives(group: dist.ProcessGroup) -> Tensor:
+    """Second derivatives by the inputs of an attention whose heads are shared, and those of one process."""
+    torch.manual_seed(0)
+    alone, x = _Attention(2).double(), torch.randn(2, N, 16, dtype=torch.float64)
+    model = copy.deepcopy(alone)
+    parallelize_module(model, DeviceMesh.from_group(group, "cpu"), {"attention": HeadwiseParallel()})
+    results = []
+    for each in (model, alone):
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(each(leaf, Mask(True)).square().sum(), leaf, create_graph=True)
+        results += torch.autograd.grad(first.square().sum() + leaf.sum(), leaf)
+    return torch.stack(results)
+
+
 def compiled(group: dist.ProcessGroup, kind: str, context: bool) -> Tensor:
     """The output of a layer whose heads are shared, in one graph, and on one process; `context` as in `heads`."""
     torch._dynamo.reset()

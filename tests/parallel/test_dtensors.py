@@ -37,6 +37,7 @@ REFUSED = {
     "strided": "q must be replicated, or sharded along dim 0, 1 or 2, got (_StridedShard(dim=1, sf=2),)",
     "heads": "the heads of q and k must be multiples of the 2 ranks that share them, got 6 and 1",
     "dropout": "dropout_p must be between 0 and 1, got 1.5",
+    "another mesh": "sinks must be a Tensor, or a DTensor on DeviceMesh(",
     "generator": "generator must be a torch.Generator or None, got int",
     "mask": "mask.real_keys must be [2, 8], got [1, 8]",
 }
@@ -44,5 +45,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_placed_is_refused_in_a_sentence(ranks, what):
-    for message in ranks.run("refused_dtensors", 2, what=what):
+    for message in ranks.run("refused_dtensors", 4 if what == "another mesh" else 2, what=what):
         assert message.startswith(REFUSED[what])

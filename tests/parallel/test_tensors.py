@@ -42,3 +42,8 @@ def test_what_has_no_heads_to_share_is_refused(ranks, what):
 def test_compiled(ranks, kind, context):
     for actual, expected in ranks.run("tensor_jobs.compiled", 4 if context else 2, kind=kind, context=context):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives(ranks):
+    for actual, expected in ranks.run("tensor_jobs.second_derivatives", 2):
+        torch.testing.assert_close(actual, expected)

@@ -81,8 +81,7 @@ def prepare(
         ValueError: the call is malformed.
         NotImplementedError: no backend, or not the named one, computes it.
     """
-    if torch._C._is_any_autocast_enabled():  # quicker to ask than what it guards, and mostly not so
-        q, k, v = after_autocast(q, k, v)
+    q, k, v = after_autocast(q, k, v)
     kind, training = None, derivatives_wanted(q, k, v, bias)
     if not is_compiling():
         try:
@@ -183,6 +182,8 @@ def _keys_of_plain_tensors(device_type: str) -> int:
 
 def after_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the arguments of scaled_dot_product_attention: all but fp64 in the autocast dtype."""
+    if not torch._C._is_any_autocast_enabled():  # quicker to ask than the rest, and mostly not so
+        return tensors
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         return tensors
     device = tensors[0].device.type

@@ -10,7 +10,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import api
 from ..blocks import HERE, Within
@@ -73,7 +73,7 @@ def attention(
         seed = _of_first_rank(drawn(local[0].device, terms["generator"]).seed, mesh)
         rows, fours = (torch.arange(n, device=seed.device) for n in (q.shape[2], -(-k.shape[2] // 4)))
         first = samples.start, heads.start
-        terms["generator"] = Drawn(seed, torch.cat([rows.new_tensor(first), rows, fours]).int(), first)
+        terms["generator"] = Drawn(seed, torch.cat([*(rows.new_zeros(1) + i for i in first), rows, fours]).int(), first)
     results = api.attention(*local, mask, **terms, return_lse=True, plan=of_tokens)
     shapes = torch.Size([*q.shape[:3], v.shape[3]]), q.shape[:3]
     return tuple(Whole.apply(x, mesh, placements, shape) for x, shape in zip(results, shapes, strict=True))
@@ -147,7 +147,8 @@ def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -
             raise ValueError(f"{name} must be a DTensor, {q.placements} on {q.device_mesh} like q, got {got}")
     for i, placement in enumerate(q.placements):
         ranks = q.device_mesh.size(i)
-        if not (placement.is_replicate() or (type(placement) is Shard and placement.dim in dims)):
+        plain = not hasattr(placement, "split_factor")  # of a _StridedShard
+        if not (placement.is_replicate() or (plain and any(map(placement.is_shard, dims)))):
             which = "1 where there is a plan" if dims == (1,) else "0, 1 or 2"
             raise ValueError(f"q must be replicated, or sharded along dim {which}, got {q.placements}")
         if placement.is_shard(1) and k.dim() == 4 and (k.shape[1] % ranks or q.shape[1] % ranks):

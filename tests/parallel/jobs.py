@@ -150,7 +150,7 @@ def second_order(loss: Tensor, leaves: list[Tensor], weights: tuple[float, ...] 
 
 
 def second_derivatives(group: dist.ProcessGroup, algorithm: str | tuple[str, str], linear: bool) -> dict[str, Tensor]:
-    """Second derivatives as far as this rank has them, or why there are none; `linear`: those that arrive are constants.
+    """Second derivatives as far as this rank has them, or why there are none; `linear`: the arriving ones are constants.
 
     The losses of all ranks are one in sum, so each has its share of the gradients of terms, which are on every rank.
     """
@@ -349,6 +349,16 @@ def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
     except ValueError as error:
         return str(error)
     return "none"
+
+
+def order_of_dtensors(group: dist.ProcessGroup) -> bool:
+    """Whether an output lies in memory as q, so that merging its heads again needs no copy."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    q = distribute_tensor(torch.randn(2, 8, 6, 4), DeviceMesh.from_group(group, "cpu"), [Shard(2)]).transpose(1, 2)
+    o = fastattn.attention(q, q, q)
+    merged = o.transpose(1, 2).flatten(2)
+    return o.stride() == q.stride() and merged.to_local().data_ptr() == o.to_local().data_ptr()
 
 
 class _Layer(nn.Module):

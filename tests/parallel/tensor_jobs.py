@@ -109,7 +109,8 @@ def heads(group: dist.ProcessGroup, kind: str, context: bool) -> dict[str, Tenso
     else:
         mask = Mask(kind != "torch") & Mask.from_lengths([N, 7], N, of="both")
         mask = Mask() if kind == "dropout" else mask
-        plan = make_plan(mask, N, mesh.get_group(0), layout="zigzag")
+        how = {"algorithm": "heads"} if kind == "dropout" else {"layout": "zigzag"}
+        plan = make_plan(mask, N, mesh.get_group(0), **how)
         local = {name: plan.shard(x, 1) for name, x in batch.items() if isinstance(x, Tensor)}
         if "attn_mask" in batch:
             local["attn_mask"] = Mask(True)

@@ -29,6 +29,10 @@ def test_same_as_one_process(ranks, mesh, shards, terms, case):
         assert_right(inputs, result, slack=2)  # sums over ranks have the roundings of each
 
 
+def test_heads_are_merged_without_a_copy(ranks):
+    assert ranks.run("order_of_dtensors", 2) == [True, True]
+
+
 REFUSED = {
     "no DTensor": "k must be a DTensor, (Shard(dim=1),) on ",
     "placed otherwise": "v must be a DTensor, (Shard(dim=1),) on ",

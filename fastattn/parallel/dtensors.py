@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from .. import api
-from ..blocks import HERE, Within
+from ..blocks import Within, is_here
 from ..plan import drawn
 from ..spec import Drawn, Mask
 from ..validation import EVERYTHING, validated
@@ -43,7 +44,8 @@ def attention(
     of the tokens, which the DTensors then have some of, heads alone may be sharded. Dropout is that of one process with
     the generator of the first rank.
     """
-    _check_placements(q, k, v, (0, 1, 2) if of_tokens is None or of_tokens is HERE else (1,))
+    alone = of_tokens is None or is_here(of_tokens)
+    _check_placements(q, k, v, (0, 1, 2) if alone else (1,))
     mesh, placements = q.device_mesh, q.placements
     learned = {name: terms[name] for name in ("bias", "alibi_slopes", "sinks")}
     partial = tuple(Replicate() if p.is_replicate() else Partial() for p in placements)
@@ -54,7 +56,7 @@ def attention(
             learned[name] = Local.apply(_Placed.apply(x, (Replicate(),) * mesh.ndim), partial)
     terms = terms | learned
     samples, heads = (_part(q, dim) for dim in (0, 1))
-    if of_tokens is None or of_tokens is HERE:
+    if alone:
         mask = _of_plain_tensors(EVERYTHING if mask is None else mask)
         whole = (x.to_local().new_empty(1).expand(x.shape) for x in (q, k, v))
         validated(*whole, mask, **{name: x for name, x in terms.items() if name != "backend"})
@@ -147,8 +149,8 @@ def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -
             raise ValueError(f"{name} must be a DTensor, {q.placements} on {q.device_mesh} like q, got {got}")
     for i, placement in enumerate(q.placements):
         ranks = q.device_mesh.size(i)
-        plain = not hasattr(placement, "split_factor")  # of a _StridedShard
-        if not (placement.is_replicate() or (plain and any(map(placement.is_shard, dims)))):
+        in_runs = not isinstance(placement, _StridedShard)  # a kind of Shard in some versions of PyTorch
+        if not (placement.is_replicate() or (in_runs and any(map(placement.is_shard, dims)))):
             which = "1 where there is a plan" if dims == (1,) else "0, 1 or 2"
             raise ValueError(f"q must be replicated, or sharded along dim {which}, got {q.placements}")
         if placement.is_shard(1) and k.dim() == 4 and (k.shape[1] % ranks or q.shape[1] % ranks):

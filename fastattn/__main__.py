@@ -331,7 +331,7 @@ def _promises() -> str:
         cells = (
             f"`{backend.NAME}`",
             backend.WHERE,
-            "all" if features >= FEATURES else ", ".join(sorted(features)),
+            "all" if features == FEATURES else ", ".join(sorted(features)),
             "all" if len(taken) == len(dtypes) else ", ".join(taken),
             _multiples(head_dims, many),
         )

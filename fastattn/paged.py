@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         alibi_slopes: Tensor | None
         sinks: Tensor | None
         backend: str | None
+        k_scales: Tensor | None
+        v_scales: Tensor | None
 
 
 @overload
@@ -79,6 +81,8 @@ def attention_paged(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of requests to all of theirs, in pages, as [total_q, H, d_v]; or (o, lse).
@@ -107,6 +111,9 @@ def attention_paged(
         prefix: how many tokens at their beginning all requests have in the same pages, whole ones, and no queries among
             them: a prompt that they share. Their keys are read once for all requests, and not once for each.
         scale, softcap, alibi_slopes ([H] or [B, H]), sinks, return_lse, backend: as in `attention`.
+        k_scales, v_scales: fp32 [pages, page_size, H_kv] where k_pages and v_pages are of int8: what each row is to be
+            multiplied by. Rows of k and v are written as whole numbers from -127 to 127, rounded to nearest, with the
+            scale that gives the largest of them 127. The CPU reads such pages where they lie.
 
     Returns:
         o [total_q, H, d_v] in the dtype of q, or (o, lse) with lse [H, total_q].
@@ -137,7 +144,10 @@ def attention_paged(
         refuse_unknown(attention_paged, unknown)
     blocks.refuse("attention to pages")
     check_flags(return_lse=return_lse)
-    check_paged(q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, tree, alibi_slopes, sinks, prefix)
+    check_paged(
+        q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, tree, alibi_slopes, sinks, prefix, k_scales,
+        v_scales,
+    )  # fmt: skip
     groups, page_size = _groups(len(lengths), cu_seqlens_q, q.device), k_pages.shape[1]
     if tree is not None and any(n != tree.shape[-1] for n, _, _ in groups):
         got = sorted({n for n, _, _ in groups})
@@ -146,10 +156,12 @@ def attention_paged(
         check_pages(block_table[requests], lengths[requests], n, k_pages, prefix)
     causal = Mask(causal, window=window).causal and tree is None  # a Mask says what is wrong with either
     terms = {"scale": scale, "softcap": softcap, "sinks": None if prefix else sinks, "backend": backend}
+    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     slopes_of_all = alibi_slopes if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2 else None
 
     def prepare(queries: Tensor, table: Tensor, mask: Mask, slopes: Tensor | None) -> Callable:
-        return prepared(queries.transpose(1, 2), k_pages, v_pages, table, mask, alibi_slopes=slopes, **terms)
+        q = queries.transpose(1, 2)
+        return prepared(q, k_pages, v_pages, table, mask, alibi_slopes=slopes, scales=scales, **terms)
 
     calls, places = [], []
     for n, requests, tokens in groups:
@@ -172,7 +184,10 @@ def attention_paged(
     if k is not None and v is not None:  # only now, when nothing more can be refused
         for (_, requests, tokens), place in zip(groups, places, strict=True):
             at = block_table[requests].gather(1, place // page_size).flatten().long(), (place % page_size).flatten()
-            k_pages[at], v_pages[at] = k[tokens], v[tokens]
+            if scales is None:
+                k_pages[at], v_pages[at] = k[tokens], v[tokens]
+            else:
+                (k_pages[at], k_scales[at]), (v_pages[at], v_scales[at]) = quantized(k[tokens]), quantized(v[tokens])
     o = q.new_zeros(*q.shape[:2], v_pages.shape[3])
     lse = q.new_full((len(q), q.shape[1]), -math.inf, dtype=accumulation_dtype(q.dtype))
     if prefix and groups:
@@ -185,6 +200,12 @@ def attention_paged(
             of_tokens = merge(*before, *of_tokens, sinks=sinks)
         o[tokens], lse[tokens] = (x.transpose(1, 2).flatten(0, 1) for x in of_tokens)
     return (o, lse.T) if return_lse else o
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., D] as int8 [..., D] and the fp32 scales [...] that give them back, nearly: the largest is 127."""
+    scales = x.abs().amax(-1).float() / 127
+    return (x / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().to(torch.int8), scales
 
 
 def _groups(
@@ -226,6 +247,7 @@ def prepared(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     backend: str | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """A call of `attention` without gradients, as (o, lse), where sample b has its keys in the pages table[b].
 
@@ -235,20 +257,23 @@ def prepared(
         table: int32 or int64 [B, pages of a sample].
         mask: of these queries and the page_size * (pages of a sample) keys.
         scale, softcap, alibi_slopes, sinks, backend: as in `attention`.
+        scales: of the rows of k_pages and v_pages where those are of int8, fp32 [pages, page_size, H_kv].
 
     Raises:
         ValueError, NotImplementedError: as in `attention`. The call itself raises neither.
     """
     (_, page_size, H_kv, _), (B, pages) = k_pages.shape, table.shape
-    k, v = (x.new_empty(()).expand(B, H_kv, pages * page_size, x.shape[3]) for x in (k_pages, v_pages))
+    k, v = (q.new_empty(()).expand(B, H_kv, pages * page_size, x.shape[3]) for x in (k_pages, v_pages))
     scale, softcap = as_number(scale), as_number(softcap)
     arguments = (mask, scale, None, softcap, alibi_slopes, sinks, 0.0, None, True, backend)
     k_pages, v_pages = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
+    of_rows = () if scales is None else tuple(x.transpose(1, 2) for x in scales)
+    function = "forward_quantized" if of_rows else "forward_paged"
     with torch.autocast(q.device.type, enabled=False):  # which would have the pages in another dtype
         try:
-            q, _, _, spec, decided = plan.prepare(q, k, v, *arguments, "forward_paged")
-            if decided.plain and plan.is_plain(k_pages) and plan.is_plain(v_pages):
-                return lambda: decided.backend.forward_paged(q, k_pages, v_pages, table, spec)
+            q, _, _, spec, decided = plan.prepare(q, k, v, *arguments, function)
+            if decided.plain and all(map(plan.is_plain, (k_pages, v_pages, *of_rows))):
+                return lambda: getattr(decided.backend, function)(q, k_pages, v_pages, *of_rows, table, spec)
         except NoBackendError:
             _, _, _, _, decided = plan.prepare(q, k, v, *arguments)
     if backend is None:
@@ -258,7 +283,11 @@ def prepared(
         in_use = table.long()
         if mask.real_keys is not None:  # what else the table has need be no page
             in_use = in_use.masked_fill(~mask.real_keys.unflatten(1, (pages, page_size)).any(-1), 0)
-        k, v = (x[in_use].transpose(1, 2).flatten(2, 3) for x in (k_pages, v_pages))
+        k, v = (x[in_use] for x in (k_pages, v_pages))
+        if of_rows:
+            factors = (x[in_use, ..., None].to(accumulation_dtype(q.dtype)) for x in of_rows)
+            k, v = ((x * factor).to(q.dtype) for x, factor in zip((k, v), factors, strict=True))
+        k, v = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))
         with torch.autocast(q.device.type, enabled=False):
             return ops.attention(*plan.prepare(q, k, v, *arguments))
 

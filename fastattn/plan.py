@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -99,8 +98,6 @@ def prepare(
         if backend is not None and not isinstance(backend, str):
             raise ValueError(f"backend must be a str or None, got {type(backend).__name__}")
         spec = validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic)
-        if isinstance(generator, Drawn):
-            spec = replace(spec, places=generator.places)
         two = function == "with weights"
         of_values = "forward" if two else function
         chosen = by_weights = backends.select(q, k, v, spec, backend, function=of_values, training=training)

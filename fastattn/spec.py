@@ -607,7 +607,6 @@ class Spec:
             "alibi_slopes": self.alibi_slopes is not None,
             "sinks": self.sinks is not None,
             "dropout": self.dropout_p > 0.0,
-            OVER_PROCESSES: self.places is not None,
         }
         return self.mask.features() | frozenset(name for name, used in in_use.items() if used)
 
@@ -633,10 +632,6 @@ class Spec:
         return words.permute(3, 2, 1, 0, 4).flatten(-2)[..., :n_k] >= math.floor(self.dropout_p * 2**32)
 
 
-OVER_PROCESSES = "dropout over processes"
-"""The feature of a call with `places`, which no single process asks for: not every backend has it that has dropout."""
-
-
 class Drawn(NamedTuple):
     """What a call's dropout is drawn by, in place of a generator.
 
@@ -650,7 +645,7 @@ class Drawn(NamedTuple):
 
 
 FEATURES = frozenset({f.name for f in fields(Mask)} | {"bias", "softcap", "alibi_slopes", "sinks", "dropout"})
-"""Every feature a call of a single process can use; a backend's `features()` is a subset of it."""
+"""Every feature a call can use; a backend's `features()` is a subset of it."""
 
 
 def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -156,13 +156,20 @@ def check_paged(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     prefix: int,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
 ) -> None:
     """Raises ValueError where these arguments of `attention_paged` do not fit each other in type or shape."""
     _check_shape("q", q, _DTYPES, ("total_q", "H", "D"))
     D = q.shape[2]
-    _check_shape("k_pages", k_pages, (q.dtype,), ("pages", "page_size", "H_kv", D), q)
+    _check_shape("k_pages", k_pages, (q.dtype, torch.int8), ("pages", "page_size", "H_kv", D), q)
     pages, page_size, H_kv, _ = k_pages.shape
-    _check_shape("v_pages", v_pages, (q.dtype,), (pages, page_size, H_kv, "d_v"), q)
+    _check_shape("v_pages", v_pages, (k_pages.dtype,), (pages, page_size, H_kv, "d_v"), q)
+    for name, x in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if k_pages.dtype == torch.int8:
+            _check_shape(name, x, (torch.float32,), (pages, page_size, H_kv), q)
+        elif x is not None:
+            raise ValueError(f"{name} must be None where k_pages is of {k_pages.dtype}, got {_kind(x)}")
     if page_size == 0:
         raise ValueError(f"k_pages must have pages of at least one token, got {list(k_pages.shape)}")
     _check_shape("lengths", lengths, _INDICES, ("B",), q)

@@ -109,9 +109,11 @@ class Call {
   Call(PyObject* q, PyObject* k, PyObject* v, const Spec& spec)
       : Call({Object::borrowed(q), "q"}, {Object::borrowed(k), "k"}, {Object::borrowed(v), "v"}, spec) {}
 
-  // block_table: int32 [B, pages of a sample], where k and v are pages [pages, H_kv, keys of a page, D].
-  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec, const MaybeTensor& block_table = {}) {
-    const Input rows_of_q = input(q), rows_of_k = input(k), rows_of_v = input(v);
+  // block_table: int32 [B, pages of a sample], where k and v are pages [pages, H_kv, keys of a page, D]. scales: of k
+  // and v where those are of int8, fp32 [pages, H_kv, keys of a page].
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec, const MaybeTensor& block_table = {},
+       const std::array<MaybeTensor, 2>& scales = {}) {
+    const Input rows_of_q = input(q), rows_of_k = input(k, scales[0]), rows_of_v = input(v, scales[1]);
     const Tensor &q_ = held_[0], &k_ = held_[1], &v_ = held_[2];
     Params& p = params_;
     p.q = rows_of_q, p.k = rows_of_k, p.v = rows_of_v;
@@ -122,8 +124,8 @@ class Call {
                    k_.sizes_text());
     v_.check_sizes({k_.size(0), p.H_kv, p.n_k, p.d_v});
     if (block_table) add_pages(*block_table);
-    FASTATTN_CHECK(k_.same_dtype(q_) && v_.same_dtype(q_), "k and v must be ", q_.dtype_name(), " like q, got ",
-                   k_.dtype_name(), " and ", v_.dtype_name());
+    FASTATTN_CHECK((scales[0] || k_.same_dtype(q_)) && (scales[1] || v_.same_dtype(q_)), "k and v must be ",
+                   q_.dtype_name(), " like q, got ", k_.dtype_name(), " and ", v_.dtype_name());
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     FASTATTN_CHECK(p.n_q <= kMost && p.n_k <= kMost, "n_q and n_k must be at most ", kMost, ", got ", p.n_q, " and ",
                    p.n_k);
@@ -146,9 +148,18 @@ class Call {
   }
 
  private:
-  Input input(const Tensor& x) {
+  Input input(const Tensor& x, const MaybeTensor& scales = {}) {
     FASTATTN_CHECK(x.dim() == 4, x.name(), " must be [B, H, N, D], got ", x.sizes_text());
-    return rows_of<Input>(hold(x.in_rows()));
+    const Tensor& rows = hold(x.in_rows());
+    if (!scales) return rows_of<Input>(rows);
+    FASTATTN_CHECK(rows.is(kDLInt, 8), rows.name(), " must be int8 with scales, got ", rows.dtype_name());
+    scales->check_sizes({rows.size(0), rows.size(1), rows.size(2)});
+    FASTATTN_CHECK(scales->is(kDLFloat, 32), scales->name(), " must be float32, got ", scales->dtype_name());
+    Input result{rows.data(), DType::i8, rows.stride(0), rows.stride(1), rows.stride(2)};
+    result.scales = reinterpret_cast<const float*>(scales->data());
+    result.batch_stride_of_scales = scales->stride(0), result.head_stride_of_scales = scales->stride(1);
+    result.row_stride_of_scales = scales->stride(2);
+    return result;
   }
 
   const Tensor& hold(Tensor x) { return held_.emplace_back(std::move(x)); }
@@ -381,10 +392,12 @@ PyObject* forward(Arguments in) {
 }
 
 // The same for keys and values in pages [pages, H_kv, keys of a page, D]. Arguments: q, k, v, int32 [B, pages of a
-// sample], spec.
+// sample], spec, and the scales of k and v, fp32 [pages, H_kv, keys of a page], or None twice.
 PyObject* forward_paged(Arguments in) {
   const Tensor q(Object::borrowed(in[0]), "q"), k(Object::borrowed(in[1]), "k"), v(Object::borrowed(in[2]), "v");
-  const Call call(q, k, v, spec_of(in[4]), Tensor(Object::borrowed(in[3]), "block_table"));
+  const std::array<MaybeTensor, 2> scales{maybe_tensor(Object::borrowed(in[5]), "k_scales"),
+                                          maybe_tensor(Object::borrowed(in[6]), "v_scales")};
+  const Call call(q, k, v, spec_of(in[4]), Tensor(Object::borrowed(in[3]), "block_table"), scales);
   const auto [o, lse, _] = outputs_of(call, q, v, true);
   return PyTuple_Pack(2, o.get(), lse.get());
 }
@@ -677,7 +690,7 @@ PyMethodDef method(const char* name) {
 
 PyMethodDef methods[] = {
     method<forward, 4>("forward"),
-    method<forward_paged, 5>("forward_paged"),
+    method<forward_paged, 7>("forward_paged"),
     method<backward, 13>("backward"),
     method<weights, 5>("weights"),
     method<received, 4>("received"),

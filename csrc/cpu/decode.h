@@ -181,8 +181,9 @@ void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, floa
   l += sum_of_lanes(sum);
 }
 
-// use(some rows by whole vectors, the first of them, their number), for all rows of n keys: in the dtype they have in
-// memory where they can be read there, page by page, else as copied floats, with zeros up to a multiple of kLanes rows.
+// use(some rows by whole vectors, the first of them, their number, their scales), for all rows of n keys: in the dtype
+// they have in memory where they can be read there, page by page, else as copied floats, with zeros up to a multiple of
+// kLanes rows. Scales are null where the rows are what they should be.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
                                   int64_t d, float* copy, Use use) {
@@ -191,19 +192,28 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
   if (by_vectors && (x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n)))) {
     constexpr int64_t kBytesAhead = 8192;
     const int64_t rows_ahead = greater(kBytesAhead / greater(d * bytes_of(x.dtype), 1), 1);
-    with_elements(x.data, x.dtype, [&](auto* data) {
+    with_rows(x, [&](auto* data) {
+      using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+      alignas(64) float scales[kDecodeKeys];
       for (int64_t i = 0, end; i < n; i = end) {
         const int64_t key = keys.at(first + i);
         end = x.table ? lesser(n, i + x.page_rows - key % x.page_rows) : n;
-        const auto rows = reinterpret_cast<decltype(data)>(x.row(b, h, key));
-        use(Stream<std::remove_const_t<std::remove_pointer_t<decltype(data)>>>{{rows, x.row_stride},
-                                                                               rows_ahead * x.row_stride},
-            i, end - i);
+        const auto rows = reinterpret_cast<const Element*>(x.row(b, h, key));
+        for (int64_t j = 0; kIsScaled<Element> && j < end - i; ++j) scales[j] = x.scale(b, h, key + j);
+        use(Stream<Element>{{rows, x.row_stride}, rows_ahead * x.row_stride}, i, end - i,
+            kIsScaled<Element> ? scales : nullptr);
       }
     });
   } else {
     const Rows rows = rows_of(x, b, h, keys, first, n, padded(n), d, true, copy);
-    use(Stream<float>{{rows.data, rows.stride}, 0}, 0, padded(n));
+    use(Stream<float>{{rows.data, rows.stride}, 0}, 0, padded(n), nullptr);
+  }
+}
+
+// s[row, i] *= scales[i] for n keys, a multiple of kLanes; nothing where there are no scales.
+void multiply_columns(float* s, int64_t rows, int64_t n, const float* scales) {
+  for (int64_t row = 0; scales && row < rows; ++row, s += kDecodeKeys) {
+    for (int64_t i = 0; i < n; i += kLanes) store(s + i, load(s + i) * load(scales + i));
   }
 }
 
@@ -244,10 +254,11 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     while (row_end > 0 && !sees_some(row_end - 1, block, first, n)) --row_end;
     while (row_begin < row_end && !sees_some(row_begin, block, first, n)) ++row_begin;
     if (row_begin == row_end) return;
-    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, [&](auto k, int64_t i, int64_t n_rows) {
+    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, [&](auto k, int64_t i, int64_t n_rows, const float* scales) {
       each_tile<kRowsAtOnce>(row_begin, row_end, [&](auto tile, int64_t row) {
         dot_products<tile>(w.q + row * padded(p.d_qk), k, n_rows, p.d_qk, w.s + row * kDecodeKeys + i);
       });
+      multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
     });
     for (int64_t row = row_begin; row < row_end; ++row) {
       float* s = w.s + row * kDecodeKeys;
@@ -265,7 +276,8 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
       softmax_step(p, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
     }
     const Target o{decode_part(p, parts, item, item.part, row_begin).o, row_of_part(p)};
-    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, [&](auto v, int64_t i, int64_t n_rows) {
+    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, [&](auto v, int64_t i, int64_t n_rows, const float* scales) {
+      multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
       each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
         const Target to{o.data + column, o.stride};
         const Rows weights{w.s + row_begin * kDecodeKeys + i, kDecodeKeys};

@@ -21,6 +21,13 @@ struct RowsOf {
   int64_t batch_stride, head_stride, row_stride;  // in elements
   const int32_t* table = nullptr;                 // [B, pages_of_sample], or null: samples are not made of pages
   int64_t pages_of_sample = 0, page_rows = 0;
+  const float* scales = nullptr;  // of rows of int8, which are to be multiplied by them: [B or pages, H, N]
+  int64_t batch_stride_of_scales = 0, head_stride_of_scales = 0, row_stride_of_scales = 0;
+
+  float scale(int64_t b, int64_t h, int64_t i) const {
+    if (table) b = table[b * pages_of_sample + i / page_rows], i %= page_rows;
+    return scales[b * batch_stride_of_scales + h * head_stride_of_scales + i * row_stride_of_scales];
+  }
 
   Byte* row(int64_t b, int64_t h, int64_t i) const {
     if (table) b = table[b * pages_of_sample + i / page_rows], i %= page_rows;

@@ -16,6 +16,7 @@
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
+typedef int8_t BytesInMemory __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef uint16_t HalvesInMemory __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 
 struct BFloat16 {
@@ -23,6 +24,9 @@ struct BFloat16 {
 };
 struct Float16 {
   uint16_t bits;
+};
+struct Int8 {
+  int8_t value;
 };
 
 FASTATTN_INLINE Bits load_bits(const uint16_t* p) {
@@ -37,6 +41,16 @@ FASTATTN_INLINE Floats widen(const float* p) { return load(p); }
 FASTATTN_INLINE Floats widen(const BFloat16* p) { return (Floats)(load_bits(&p->bits) << 16); }
 
 FASTATTN_INLINE void narrow(float* p, Floats x) { store(p, x); }
+
+FASTATTN_INLINE Floats widen(const Int8* p) {
+#if FASTATTN_LANES == 16
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif FASTATTN_LANES == 8
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const BytesInMemory*>(p), Floats);
+#endif
+}
 
 // Both round to nearest even; every NaN becomes the quiet one.
 FASTATTN_INLINE void narrow(BFloat16* p, Floats x) {
@@ -152,15 +166,31 @@ FASTATTN_INLINE void with_elements(Row row, DType dtype, Use use) {
       return use(reinterpret_cast<std::conditional_t<kConst, const BFloat16, BFloat16>*>(row));
     case DType::f16:
       return use(reinterpret_cast<std::conditional_t<kConst, const Float16, Float16>*>(row));
+    case DType::i8:
+      return;  // only keys and values are of int8, see with_rows
   }
 }
 
-// Rows i, ..., i + n - 1 of a list, [n, padded d].
+// use(the first element of x), whose dtype may be int8 too.
+template <class Use>
+FASTATTN_INLINE void with_rows(const Input& x, Use use) {
+  if (x.dtype == DType::i8) return use(reinterpret_cast<const Int8*>(x.data));
+  with_elements(x.data, x.dtype, use);
+}
+template <class Element>
+constexpr bool kIsScaled = std::is_same<std::remove_const_t<Element>, Int8>::value;
+
+// Rows i, ..., i + n - 1 of a list, [n, padded d], those of int8 times their scales.
 [[maybe_unused]] void read_rows(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,
                                 int64_t d, float* to) {
-  with_elements(x.data, x.dtype, [&](auto* data) {
+  with_rows(x, [&](auto* data) {
     for (int64_t j = 0; j < n; ++j) {
-      widen_row(reinterpret_cast<decltype(data)>(x.row(b, h, list.at(i + j))), d, to + j * padded(d));
+      float* const row = to + j * padded(d);
+      widen_row(reinterpret_cast<decltype(data)>(x.row(b, h, list.at(i + j))), d, row);
+      if constexpr (kIsScaled<std::remove_pointer_t<decltype(data)>>) {
+        const float scale = x.scale(b, h, list.at(i + j));
+        for (int64_t column = 0; column < d; column += kLanes) store(row + column, load(row + column) * scale);
+      }
     }
   });
 }

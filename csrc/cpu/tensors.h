@@ -252,7 +252,7 @@ Rows rows_of(const Tensor& x) {
 // Of a tensor that the kernels write.
 Output output_rows(const Tensor& x, DType dtype) {
   const Output result = rows_of<Output>(x);
-  constexpr const char* kNames[] = {"float32", "bfloat16", "float16"};  // as DType numbers them
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int8"};  // as DType numbers them
   FASTATTN_CHECK(result.dtype == dtype, x.name(), " must be ", kNames[int(dtype)], ", got ", x.dtype_name());
   return result;
 }

@@ -41,8 +41,8 @@ def features(device: torch.device) -> frozenset[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """The functions of the weights, which PyTorch's kernels never have in memory, and that of pages."""
-    return frozenset({"weights", "received", "top_keys", "forward_paged"})
+    """The functions of the weights, which PyTorch's kernels never have in memory, and those of pages."""
+    return frozenset({"weights", "received", "top_keys", "forward_paged", "forward_quantized"})
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:

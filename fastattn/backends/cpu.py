@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..spec import FEATURES, LOG2E, OVER_PROCESSES, Spec, shared_along
+from ..spec import FEATURES, LOG2E, Spec, shared_along
 from . import build
 from .gradients import RowStats, Sums, learned_gradients, wanted_sums
 
@@ -21,7 +21,7 @@ _MOST_KEYS = 2**31 - 1  # keys are numbered by 32-bit integers inside the kernel
 
 def features(device: torch.device) -> frozenset[str]:
     """Every feature, on every device."""
-    return FEATURES | {OVER_PROCESSES}
+    return FEATURES
 
 
 def lacks(device: torch.device) -> frozenset[str]:
@@ -71,7 +71,14 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, spec: Spec) ->
     Args:
         table: int32 or int64 [B, pages of a sample], whose keys are those of its pages one after the other.
     """
-    return build.CPU.load().forward_paged(q, k, v, table.int(), spec)
+    return build.CPU.load().forward_paged(q, k, v, table.int(), spec, None, None)
+
+
+def forward_quantized(
+    q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor, v_scales: Tensor, table: Tensor, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """As `forward_paged`, for keys and values of int8, each row times its scale: fp32 [pages, H_kv, page_size]."""
+    return build.CPU.load().forward_paged(q, k, v, table.int(), spec, k_scales, v_scales)
 
 
 def short_way() -> tuple[Callable, Callable]:

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..spec import FEATURES, LOG2E, OVER_PROCESSES, Spec, empty_output
+from ..spec import FEATURES, LOG2E, Spec, empty_output
 from . import build
 from .gradients import RowStats, Sums, learned_gradients, wanted_sums
 
@@ -27,12 +27,12 @@ _MOST_TOKENS = 2**30  # tokens are numbered by 32-bit integers inside the kernel
 
 def features(device: torch.device) -> frozenset[str]:
     """Every feature, on every device."""
-    return FEATURES | {OVER_PROCESSES}
+    return FEATURES
 
 
 def lacks(device: torch.device) -> frozenset[str]:
     """Names of all optional functions, on every device."""
-    return frozenset({"weights", "received", "top_keys", "forward_paged"})
+    return frozenset({"weights", "received", "top_keys", "forward_paged", "forward_quantized"})
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import FEATURES, OVER_PROCESSES, Spec, accumulation_dtype, empty_output
+from ..spec import FEATURES, Spec, accumulation_dtype, empty_output
 
 NAME = "reference"
 WHERE = "everywhere, in O(n_q n_k) memory"
@@ -19,7 +19,7 @@ WHERE = "everywhere, in O(n_q n_k) memory"
 
 def features(device: torch.device) -> frozenset[str]:
     """Every feature, on every device."""
-    return FEATURES | {OVER_PROCESSES}
+    return FEATURES
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
@@ -28,8 +28,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """The function of pages: the reference has all others, on every device."""
-    return frozenset({"forward_paged"})
+    """The functions of pages: the reference has all others, on every device."""
+    return frozenset({"forward_paged", "forward_quantized"})
 
 
 def unavailable(device: torch.device) -> str | None:

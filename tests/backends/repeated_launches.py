@@ -3,7 +3,7 @@
 Calls that differ in one thing each are made one after the other, and a twin of the first with other tensors, whose
 launches are all to be repeated; and each again when all that was remembered of launches is forgotten: the same compiled
 kernels must be launched with the same arguments. Nothing is compiled, and no GPU is needed: a kernel is what Triton
-would compile. Prints how many launches were repeated.
+would compile. No argument is one that Triton 3.6 would compile wrongly. Prints how many launches were repeated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import triton
+from parts import drawn_at, places_of_a_part
 from torch import Tensor
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -53,6 +54,7 @@ CHOICES: dict[str, list] = {
     "sinks": [None, None, 0, 1],
     "softcap": [None, None, 2.0, 3.0],
     "dropout_p": [0.0, 0.0, 0.1, 0.25, 0.75],
+    "places": [None, None, 0, 1],
     "wanted": list(itertools.product([False, True], repeat=6)),
 }
 LEARNED = ("bias", "alibi_slopes", "sinks")
@@ -115,6 +117,9 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
             if name in fields and n_k % size:
                 del fields[name]
         return [*tensors, table], Mask(**fields), options
+    if (begin := chosen["places"]) is not None and options["dropout_p"]:
+        places = places_of_a_part(n_q, n_k)
+        options["places"] = torch.cat([places.new_zeros(begin), places])[begin:]
     learned = (*tensors[:3], *(options.get(name) for name in LEARNED))
     for wanted, x in zip(chosen["wanted"], learned, strict=True):
         if wanted and x is not None:
@@ -126,11 +131,14 @@ def launched(of_call: tuple, taken: list) -> list:
     """The kernels of a call and their arguments, of which a tensor is its metadata and which one it is."""
     taken.clear()
     (q, k, v, do, *table), mask, options = of_call
+    places = options.get("places")
+    terms = {name: x for name, x in options.items() if name != "places"}
     torch.manual_seed(0)
     if table:
-        prepared(q, k.transpose(1, 2), v.transpose(1, 2), *table, mask, **options, backend="triton")()
+        prepared(q, k.transpose(1, 2), v.transpose(1, 2), *table, mask, **terms, backend="triton")()
     else:
-        o = fastattn.attention(q, k, v, mask, **options, backend="triton")
+        with drawn_at(places):
+            o = fastattn.attention(q, k, v, mask, **terms, backend="triton")
     leaves = [x for x in (q, k, v, *(options.get(name) for name in LEARNED)) if x is not None and x.requires_grad]
     if leaves:
         torch.autograd.grad(o, leaves, do)
@@ -146,11 +154,29 @@ def launched(of_call: tuple, taken: list) -> list:
     return [(id(kernel), grid, described(arguments)) for kernel, grid, arguments in taken]
 
 
+def has_one(x: object) -> bool:
+    """Whether a 1, which Triton compiles into the kernel, stands in an argument."""
+    return any(map(has_one, x)) if isinstance(x, tuple) else type(x) is int and x == 1
+
+
+def is_safe(x: object) -> bool:
+    """Whether Triton 3.6 knows every 1 in an argument for what it is also in loops; see `Rules`."""
+    if not isinstance(x, tuple):
+        return True
+    tuples = [member for member in x if isinstance(member, tuple)]
+    behind = x[
+        max((i for i, member in enumerate(x) if isinstance(member, tuple) and has_one(member)), default=len(x)) :
+    ]
+    constant = any(member is None or has_one(member) for member in behind if not isinstance(member, tuple))
+    return all(map(is_safe, tuples)) and (constant or not behind or len(tuples) == len(x))
+
+
 def main() -> None:
-    """Raises AssertionError where a call is not launched as Triton launches it."""
+    """Raises AssertionError where a call is not launched as Triton launches it, or not as Triton 3.6 compiles it."""
     taken: list = []
 
     def take(kernel: CompiledKernel, *launch: object) -> None:
+        assert all(map(is_safe, launch[9:])), (kernel.name, launch[9:])
         if kernel.name not in PREPARATION:
             taken.append((kernel, launch[:3], launch[9:]))
 

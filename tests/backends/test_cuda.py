@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn.backends import OPTIONAL, aten, build, cpu, cuda, objections, select
-from fastattn.spec import FEATURES, OVER_PROCESSES, Mask, Spec
+from fastattn.spec import FEATURES, Mask, Spec
 
 SPEC = Spec(Mask(), 1.0)
 
@@ -47,7 +47,7 @@ def test_dtypes_and_head_dims_that_are_taken(gpu, dtype):
 
 
 def test_every_feature_is_computed():
-    assert cuda.features(torch.device("cuda")) == FEATURES | {OVER_PROCESSES}
+    assert cuda.features(torch.device("cuda")) == FEATURES
 
 
 def test_what_is_refused_is_a_sentence(gpu):

@@ -12,6 +12,7 @@ from torch import Tensor
 import fastattn
 from fastattn import Mask
 from fastattn.backends import cpu
+from fastattn.paged import quantized
 from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs, run
 
 CASES = [
@@ -36,7 +37,7 @@ def in_pages(x: Tensor, page_size: int, layout: str = "NHD") -> tuple[Tensor, Te
     B, H, n, D = x.shape
     most = -(-n // page_size)
     table = torch.randperm(B * most + 2, generator=torch.Generator().manual_seed(n))[: B * most].view(B, most)
-    pages = x.new_full((B * most + 2, page_size, H, D), math.nan)
+    pages = x.new_full((B * most + 2, page_size, H, D), math.nan if x.is_floating_point() else 99)
     if layout == "HND":
         pages = pages.transpose(1, 2).contiguous().transpose(1, 2)
     rows = torch.arange(n)
@@ -249,7 +250,7 @@ def test_one_query_each_and_nothing_at_all():
 WRONG = [
     ({"q": torch.zeros(2, 3)}, "q must be [total_q, H, D], got [2, 3]"),
     ({"k_pages": torch.zeros(3, 16, 2, 8)}, "k_pages must be [pages, page_size, H_kv, 32], got [3, 16, 2, 8]"),
-    ({"k_pages": torch.zeros(3, 16, 2, 32).half()}, "k_pages must be a Tensor of float32, got torch.float16"),
+    ({"k_pages": torch.zeros(3, 16, 2, 32).half()}, "k_pages must be a Tensor of float32 or int8, got torch.float16"),
     ({"v_pages": torch.zeros(3, 16, 2, 32)}, "v_pages must be [63, 16, 2, d_v], got [3, 16, 2, 32]"),
     ({"k_pages": torch.zeros(3, 0, 2, 32), "v_pages": torch.zeros(3, 0, 2, 32)}, "pages of at least one token"),
     ({"q": torch.zeros(75, 3, 32)}, "the heads of k must divide the 3 heads of q, got 2"),
@@ -367,3 +368,108 @@ def test_what_is_no_prefix_is_a_sentence():
     requests.table[2, 0] = 1
     with pytest.raises(ValueError, match="must begin with the same 1 pages in each row"):
         requests.attend(prefix=16)
+
+
+QUANTIZED = [case for case in CASES if case.name in ("plain", "wide-heads", "odd-heads", "grouped", "window", "terms")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("case", QUANTIZED, ids=str)
+def test_the_cpu_kernels_read_pages_of_int8(case, page_size, dtype):
+    inputs = make_inputs(case, torch.float32)
+    (k8, k_scales), (v8, v_scales) = quantized(inputs.k), quantized(inputs.v)
+    (k, table), (v, _) = (in_pages(x, page_size, "HND") for x in (k8, v8))
+    scales = [in_pages(x[..., None], page_size, "HND")[0][..., 0] for x in (k_scales, v_scales)]
+    n_k = table.shape[1] * page_size
+    real = torch.arange(n_k) < torch.full((len(table), 1), inputs.k.shape[2])
+    spec = inputs.spec()
+    spec = dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, real_keys=real))
+
+    def of(q: Tensor) -> tuple[Tensor, Tensor]:
+        return cpu.forward_quantized(q, *(x.transpose(1, 2) for x in (k, v, *scales)), table, spec)
+
+    inputs.q = inputs.q.to(dtype).float()
+    o, lse = of(inputs.q)
+    inputs.k, inputs.v = k8 * k_scales[..., None], v8 * v_scales[..., None]
+    assert_right(inputs, {"o": o, "lse": lse})
+    o_in_dtype, lse_in_dtype = of(inputs.q.to(dtype))  # all arithmetic is that of fp32
+    assert torch.equal(o_in_dtype, o.to(dtype))
+    assert torch.equal(lse_in_dtype, lse)
+
+
+class OfInt8(Requests):
+    """The same with pages of int8, and the keys and values that are in them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, page_size: int = 16, order: list[int] | None = None) -> None:
+        super().__init__(dtype, page_size, order)
+        (self.k_pages, self.k_scales), (self.v_pages, self.v_scales) = map(quantized, (self.k_pages, self.v_pages))
+        for of_requests in (self.k, self.v):
+            for i, x in enumerate(of_requests):
+                x8, scales = quantized(x)
+                of_requests[i] = x8 * (scales.double() if dtype == torch.float64 else scales)[..., None]
+
+    def attend(self, **options: object) -> Tensor:
+        return super().attend(k_scales=self.k_scales, v_scales=self.v_scales, **options)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+def test_each_request_has_what_its_keys_of_int8_give(words, dtype):
+    mask, options = WORDS[words]
+    requests = OfInt8(dtype)
+    requests.check(requests.attend(**{"causal": False} | mask | options, return_lse=True), mask, **options)
+
+
+def test_pages_of_int8_are_copied_where_they_cannot_be_read():
+    requests = OfInt8()
+    with pytest.warns(fastattn.FallbackWarning, match="are copied"):
+        fastattn.attention_paged(
+            requests.q.double(), requests.k_pages, requests.v_pages, requests.table, requests.lengths,
+            requests.cu_seqlens_q, k_scales=requests.k_scales, v_scales=requests.v_scales,
+        )  # fmt: skip
+    requests.check(requests.attend(return_lse=True, backend="reference"), {"causal": True})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_new_tokens_are_written_in_int8(dtype):
+    full, empty, k, v = OfInt8(dtype), OfInt8(dtype), [], []
+    new = Requests(dtype)
+    for i, n in enumerate(QUERIES):
+        k.append(new.k[i][-n:]), v.append(new.v[i][-n:])
+        rows = torch.arange(LENGTHS[i] - n, LENGTHS[i])
+        for x in (empty.k_pages, empty.v_pages, empty.k_scales, empty.v_scales):
+            x[empty.table[i, rows // 16], rows % 16] = 99
+    assert torch.equal(empty.attend(k=torch.cat(k), v=torch.cat(v)), full.attend())
+    for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
+        torch.testing.assert_close(getattr(empty, name), getattr(full, name), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_are_rounded_to_a_127th_of_their_largest():
+    torch.manual_seed(0)
+    x = torch.randn(50, 3, 40) * torch.logspace(-30, 30, 50)[:, None, None]
+    x[7, 1] = 0
+    x8, scales = quantized(x)
+    assert x8.abs().amax(-1).unique().tolist() == [0, 127]
+    assert scales[7, 1] == 0
+    assert ((x8 * scales[..., None] - x).abs() <= 0.5001 * scales[..., None]).all()
+    assert torch.equal(quantized(x.bfloat16())[0], quantized(x.bfloat16().float())[0])
+
+
+def test_what_does_not_fit_pages_of_int8_is_a_sentence():
+    requests, of_floats = OfInt8(), Requests()
+    scales = requests.k_scales
+    for changed, sentence in [
+        ({"k_scales": None}, "k_scales must be a Tensor of float32, got NoneType"),
+        ({"v_scales": None}, "v_scales must be a Tensor of float32, got NoneType"),
+        ({"k_scales": scales[:-1]}, f"k_scales must be {list(scales.shape)}, got {list(scales[:-1].shape)}"),
+        ({"k_scales": scales.double()}, "k_scales must be a Tensor of float32, got torch.float64"),
+        ({"v_pages": of_floats.v_pages}, "v_pages must be a Tensor of int8, got torch.float32"),
+        ({"k_pages": requests.k_pages.to(torch.uint8)}, "k_pages must be a Tensor of float32 or int8, got torch.uint8"),
+        (vars(of_floats), "k_scales must be None where k_pages is of torch.float32, got torch.float32"),
+    ]:
+        wrong = OfInt8()
+        vars(wrong).update(changed)
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            wrong.attend()

@@ -134,6 +134,15 @@ def test_an_approximate_quotient_is_zero_where_the_divisor_is_very_large():
     assert (run(body.format("0f7F000000"))[1] == 0).all()  # 2^127
 
 
+@pytest.mark.parametrize(("at", "n"), [(6, 26), (50, 26), (3, 0), (0, 64), (64, 1)])
+def test_a_field_of_64_bits(at, n):
+    x, field = 0xFEDCBA9876543210, f"mov.b64 %rd6, 0xFEDCBA9876543210; bfe.u64 %rd7, %rd6, {at}, {n};"
+    expected = (x >> at) & ((1 << n) - 1)
+    for shift in (0, 32):
+        _, y = run(f"{field} shr.u64 %rd8, %rd7, {shift}; cvt.u32.u64 %r7, %rd8; st.global.b32 [%rd5], %r7;")
+        assert y.view(torch.int32)[0].item() & 0xFFFFFFFF == expected >> shift & 0xFFFFFFFF
+
+
 VOTED = """bar.red.or.pred %p3, 0, %p1; vote.sync.ballot.b32 %r6, %p2, -1; mov.b32 %r7, 0;
   @%p3 mov.b32 %r7, %r6; st.global.b32 [%rd5], %r7;"""
 
@@ -590,6 +599,24 @@ def test_flex_attention_is_counted_beside_ours():
     printed = compiled("-m", "tests.gpu_models.ptx", "count", "--backend", "flex", "--case", "L2048-window")
     ratios = {line.split()[1]: line.split()[4] for line in printed.splitlines() if "tem_fused" in line}
     assert ratios == {f"triton_tem_fused_flex_attention{which}": "1.500" for which in ("_0", "_backward_1")}
+
+
+def test_a_tutorial_is_counted_where_it_is_right(tmp_path):
+    call = "fastattn.attention(q, k, v, fastattn.Mask(causal=causal), scale=scale, backend='triton')"
+    command = "-m", "tests.gpu_models.ptx", "count", "--backend", "tutorial", "--dtype", "float16"
+    command = *command, "--case", "L2048-none", "--tutorial", str(tmp_path / "tutorial.py")
+
+    def write(result: str) -> None:
+        (tmp_path / "tutorial.py").write_text(
+            f"import fastattn\n\ndef attention(q, k, v, causal, scale, _): return {result}"
+        )
+
+    write(call)
+    ratios = {line.split()[1]: line.split()[4] for line in compiled(*command).splitlines() if " 1." in line}
+    assert ratios == {f"{kernel}_kernel": "1.000" for kernel in ("forward", "dk_dv", "dq")}
+    write(f"1.1 * {call}")
+    with pytest.raises(AssertionError, match="not close"):
+        compiled(*command)
 
 
 FOUND = {  # kinds of edits of which each that was drawn is found, or all but one

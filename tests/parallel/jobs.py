@@ -150,7 +150,7 @@ def second_order(loss: Tensor, leaves: list[Tensor], weights: tuple[float, ...] 
 
 
 def second_derivatives(group: dist.ProcessGroup, algorithm: str | tuple[str, str], linear: bool) -> dict[str, Tensor]:
-    """Second derivatives as far as this rank has them, or why there are none; `linear`: the arriving ones are constants.
+    """Second derivatives as far as this rank has them, or why there are none; `linear`: what arrives has no graph.
 
     The losses of all ranks are one in sum, so each has its share of the gradients of terms, which are on every rank.
     """

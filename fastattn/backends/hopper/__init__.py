@@ -44,7 +44,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 def lacks(device: torch.device) -> frozenset[str]:
     """Names of all optional functions, on every device."""
-    return frozenset({"weights", "received", "top_keys", "forward_paged"})
+    return frozenset({"weights", "received", "top_keys", "forward_paged", "forward_quantized"})
 
 
 def unavailable(device: torch.device) -> str | None:

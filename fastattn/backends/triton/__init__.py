@@ -48,8 +48,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """Names of no functions: this backend has all of them, on every device."""
-    return frozenset()
+    """The function of pages of int8: this backend has all others, on every device."""
+    return frozenset({"forward_quantized"})
 
 
 def unavailable(device: torch.device) -> str | None:

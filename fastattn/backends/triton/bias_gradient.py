@@ -91,8 +91,8 @@ def dbias_kernel(
                 b_k = load_tile(head_of(k, i_b, i_h // GROUP), k, i_n, m_k, D_QK, BLOCK_N, BLOCK_QK)
                 b_v = load_tile(head_of(v, i_b, i_h // GROUP), v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
                 m_kept = None
-                if dropout is not None:
-                    m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
+                if dropout.seed is not None:
+                    m_kept = kept(o_q, i_n, i_b, i_h, n_q, n_k, dropout, BLOCK_N)
                 b_rows = load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q)
                 pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_ds = tile_gradients(

@@ -302,8 +302,8 @@ def dk_dv_kernel(
                     b_rows = load_rows(rows, i_row, o_q, m_q)
                     # [N, M]
                     m_kept = None
-                    if dropout is not None:
-                        m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, dropout, BLOCK_N))
+                    if dropout.seed is not None:
+                        m_kept = tl.trans(kept(o_q, i_n, i_b, i_hq, n_q, n_k, dropout, BLOCK_N))
                     pairs = as_row(queries), as_column(keys), i_b, i_hq, n_q, n_k
                     _, b_left, b_ds, b_dqk = tile_gradients(
                         b_k, b_q, b_v, b_do, as_row(b_rows), m_dense, m_kept, pairs, rules, PARTIAL, PRECISION
@@ -325,7 +325,7 @@ def dk_dv_kernel(
         b_dk = tl.where(m_k[:, None], b_dk * scale, 0.0)
         store_tile(head_of(dk, i_b, i_h), dk, i_n, m_row, b_dk, D_QK, BLOCK_N, BLOCK_QK)
     if dv.data is not None:
-        if dropout is not None:
+        if dropout.seed is not None:
             b_dv *= dropout.factor
         b_dv = tl.where(m_k[:, None], b_dv, 0.0)
         store_tile(head_of(dv, i_b, i_h), dv, i_n, m_row, b_dv, D_V, BLOCK_N, BLOCK_V)
@@ -392,8 +392,8 @@ def dq_kernel(
                 b_v = load_tile(p_v, v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
                 # [M, N]
                 m_kept = None
-                if dropout is not None:
-                    m_kept = kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N)
+                if dropout.seed is not None:
+                    m_kept = kept(o_q, i_n, i_b, i_h, n_q, n_k, dropout, BLOCK_N)
                 pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_p, _, b_ds, b_dqk = tile_gradients(
                     b_q, b_k, b_do, b_v, as_column(b_rows), m_dense, m_kept, pairs, rules, PARTIAL, PRECISION

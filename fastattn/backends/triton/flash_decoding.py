@@ -18,7 +18,7 @@ from .flash_forward import attended, finished, keys_of
 from .launches import Launches, kind_of, repeated
 from .rules import Rules, rules_of
 from .scores import measure, rescale
-from .tiles import Heads, Pages, dot_precision, heads, program_share, readable
+from .tiles import Heads, Pages, dot_precision, heads, program_share, readable, real_columns, rows_of_heads
 from .visibility import key_range, part_of_range, position_of_first_query, queries_at, real_tokens
 
 FEWEST_KEYS = 128
@@ -124,7 +124,7 @@ def decoding_kernel(
     queries = queries_at(o_q, i_b, n_q, q_offset, visible)
     m_q, m_row = queries[1], o_q < n_q
     # [M, D]
-    b_q = tl.load(rows_of_heads(q, i_b, o_h, o_q, BLOCK_QK), mask=real_columns(m_q, D_QK, BLOCK_QK), other=0.0)
+    b_q = tl.load(rows_of_heads(q.data, q, i_b, o_h, o_q, BLOCK_QK), mask=real_columns(m_q, D_QK, BLOCK_QK), other=0.0)
     b_max, b_sum, b_o = attended(
         b_q,
         k,
@@ -153,7 +153,7 @@ def decoding_kernel(
     else:
         tl.store(maxima + o_stat, b_max, mask=m_row)
         tl.store(sums + o_stat, b_sum, mask=m_row)
-    p_o = rows_of_heads(o, i_entry, o_h, o_q, BLOCK_V)
+    p_o = rows_of_heads(o.data, o, i_entry, o_h, o_q, BLOCK_V)
     tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=real_columns(m_row, D_V, BLOCK_V))
 
 
@@ -191,29 +191,13 @@ def combine_kernel(
         b_rescale = rescale(b_max, b_factor, b_base_log2, scoring)
         b_rescale_part = rescale(b_max_of_part, b_factor[:, None], b_base_log2[:, None], scoring)
         # [parts, D]
-        p_part = rows_of_heads(parts, o_entry, i_h, i_q, BLOCK_V)
+        p_part = rows_of_heads(parts.data, parts, o_entry, i_h, i_q, BLOCK_V)
         b_part = tl.load(p_part, mask=real_columns(m_part, D_V, BLOCK_V), other=0.0)
         b_o = b_o * b_rescale[:, None] + tl.sum(b_part * tl.trans(b_rescale_part), 0)[None, :]
         b_sum = b_sum * b_rescale + tl.sum(b_sum_of_part * b_rescale_part, 1)
         b_max = b_new_max
     m_q = real_tokens(o_q, n_q, rules.visible.real_queries, i_b)
     b_o, b_lse = finished(b_o, b_max, b_sum, m_q, o_h, rules)
-    p_o = rows_of_heads(o, i_b, o_h, o_q, BLOCK_V)
+    p_o = rows_of_heads(o.data, o, i_b, o_h, o_q, BLOCK_V)
     tl.store(p_o, b_o.to(p_o.dtype.element_ty), mask=real_columns(o_q < n_q, D_V, BLOCK_V))
     tl.store(lse + (i_b * H + o_h) * n_q + o_q, b_lse)
-
-
-@triton.jit
-def rows_of_heads(x, i_b, i_h, i_row, BLOCK_D: tl.constexpr):
-    """Pointers [M, BLOCK_D] to rows of `x`; each index is one for all, or a vector of M of them."""
-    o_row = tl.cast(i_b, tl.int64) * x.s[0] + tl.cast(i_h, tl.int64) * x.s[1] + tl.cast(i_row, tl.int64) * x.s[2]
-    if x.aligned is not None:
-        IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
-        o_row = tl.multiple_of(o_row, IN_16_BYTES)
-    return x.data + o_row[:, None] + tl.arange(0, BLOCK_D).to(tl.int64)[None, :] * x.s[3]
-
-
-@triton.jit
-def real_columns(m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """bool [M, BLOCK_D]: the columns up to D of the rows that `m_row` names."""
-    return m_row[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]

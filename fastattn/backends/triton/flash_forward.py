@@ -206,8 +206,8 @@ def attended(
                 pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_s = hide(scores(b_qk, pairs, scoring)[0], float("-inf"), m_dense, pairs, visible, PARTIAL)
                 b_max, b_sum, b_p, b_rescale = online_softmax(b_s, scoring, b_max, b_sum)
-                if dropout is not None:
-                    b_p = tl.where(kept(queries[0], i_n, i_b, i_h, dropout, BLOCK_N), b_p, 0.0)
+                if dropout.seed is not None:
+                    b_p = tl.where(kept(queries[0], i_n, i_b, i_h, n_q, n_k, dropout, BLOCK_N), b_p, 0.0)
                 if scoring.on_weights is not None:
                     b_p *= scoring.on_weights
                 # [N, D]
@@ -229,7 +229,7 @@ def finished(b_o, b_max, b_sum, m_q, i_h, rules):
     if scoring.sinks is not None:
         b_max, b_sum, b_rescale = beside_sink(sink_log2(scoring, i_h), b_max, b_sum)
         b_o *= b_rescale[:, None]
-    if dropout is not None:
+    if dropout.seed is not None:
         b_o *= dropout.factor
     b_sum = tl.where(m_nothing_seen, 1.0, b_sum)
     b_on_o = b_sum if scoring.on_weights is None else b_sum * scoring.on_weights

@@ -145,8 +145,8 @@ def weights_kernel(
         b_reference, b_rest_log2, _ = as_column(load_rows(rows, (i_b * H + i_h) * n_q, o_q, m_q))
         # [M, N]
         b_p = weights_of_tile(b_q, b_k, b_reference, b_rest_log2, m_dense, pairs, rules, True, PRECISION)[0]
-        if dropout is not None:
-            b_p = tl.where(kept(o_q, i_n, i_b, i_h, dropout, BLOCK_N), b_p * dropout.factor, 0.0)
+        if dropout.seed is not None:
+            b_p = tl.where(kept(o_q, i_n, i_b, i_h, n_q, n_k, dropout, BLOCK_N), b_p * dropout.factor, 0.0)
         b_sum += b_p
 
     # A full tile is full for the real queries and keys only.

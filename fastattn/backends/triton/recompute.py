@@ -56,10 +56,10 @@ def tile_gradients(
     b_reference, b_rest_log2, b_delta = rows
     b_p, b_slope = weights(b_x, b_y, b_reference, b_rest_log2, m_dense, pairs, rules, PARTIAL, PRECISION)
     b_dp = dot(b_dx, tl.trans(b_dy), None, PRECISION)
-    if rules.dropout is not None:
+    if rules.dropout.seed is not None:
         b_dp = tl.where(m_kept, b_dp * rules.dropout.factor, 0.0)
     b_ds = b_p * (b_dp - b_delta)
     b_left = b_p
-    if rules.dropout is not None:
+    if rules.dropout.seed is not None:
         b_left = tl.where(m_kept, b_p, 0.0)
     return b_p, b_left, b_ds, b_ds * b_slope

@@ -14,18 +14,22 @@ from .visibility import Visibility
 
 
 class Rules(NamedTuple):
-    """Rules of a call: which pairs are seen, what their scores are, which weights stay."""
+    """Rules of a call: which pairs are seen, what their scores are, which weights stay.
+
+    Triton 3.6 can take a constant, such as a stride of 1, for None in a loop where it stands in a tuple that stands in
+    another one, unless that one holds tuples alone, as this one does, or has a constant of its own further behind.
+    """
 
     visible: Visibility
     scoring: Scoring
-    dropout: Dropout | None
+    dropout: Dropout
 
     @property
     def heavy_terms(self) -> int:
         """Number of terms that make a tile need more registers than limits and padding do."""
         visible, scoring = self.visible, self.scoring
         tables = (visible.dense, scoring.bias, scoring.slopes)
-        terms = (visible.documents_q, scoring.softcap_log2, self.dropout, *(table.data for table in tables))
+        terms = (visible.documents_q, scoring.softcap_log2, self.dropout.seed, *(table.data for table in tables))
         return sum(term is not None for term in terms)
 
     def in_tiles(self, block_m: int) -> Rules:

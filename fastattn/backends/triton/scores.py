@@ -17,11 +17,11 @@ class Scoring(NamedTuple):
     """Terms that make scores of products; None where the call has no such term.
 
     scale_log2: factor on q k^T, for scores in base 2.
-    factor_log2: the same where it is positive and nothing else makes a score, not even a sink: the largest product is
-        then the largest score, and is multiplied after the maximum.
     softcap_log2: bound on the scores so far, in base 2.
     bias: added after that; in base e.
     slopes: [B, H, 1, 1], subtracted for each position that a key is away from the query; in base e.
+    factor_log2: scale_log2 where it is positive and nothing else makes a score, not even a sink: the largest product is
+        then the largest score, and is multiplied after the maximum. Else None, behind the tables: see `Rules`.
     sinks: float [H], in base e.
     headroom_log2: what is subtracted from the exponents of weights, see the function of that name; 0 where on_weights
         is given, and for fp16.
@@ -30,10 +30,10 @@ class Scoring(NamedTuple):
     """
 
     scale_log2: float
-    factor_log2: float | None
     softcap_log2: float | None
     bias: Table
     slopes: Table
+    factor_log2: float | None
     sinks: Tensor | None
     headroom_log2: float
     on_weights: float | None
@@ -56,10 +56,10 @@ def scoring(spec: Spec, n_k: int, dtype: torch.dtype) -> Scoring:
     headroom, in_exponent = headroom_log2(n_k, dtype), plain and dtype == torch.bfloat16
     return Scoring(
         scale_log2=scale_log2,
-        factor_log2=scale_log2 if plain else None,
         softcap_log2=None if spec.softcap is None else spec.softcap * LOG2E.value,
         bias=table(spec.bias),
         slopes=table(None if spec.alibi_slopes is None else spec.alibi_slopes[..., None, None]),
+        factor_log2=scale_log2 if plain else None,
         sinks=None if spec.sinks is None else spec.sinks.contiguous(),
         headroom_log2=float(headroom) if in_exponent else 0.0,
         on_weights=None if in_exponent or headroom == 0 else 2.0**-headroom,

@@ -150,6 +150,22 @@ def load_tile(p_head, x, i_tile, m_row, D: tl.constexpr, BLOCK: tl.constexpr, BL
 
 
 @triton.jit
+def rows_of_heads(p_x, x, i_b, i_h, i_row, BLOCK_D: tl.constexpr):
+    """Pointers [M, BLOCK_D] to rows of `x`, counted from `p_x`; each index is one for all, or a vector of M of them."""
+    o_row = tl.cast(i_b, tl.int64) * x.s[0] + tl.cast(i_h, tl.int64) * x.s[1] + tl.cast(i_row, tl.int64) * x.s[2]
+    if x.aligned is not None:
+        IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
+        o_row = tl.multiple_of(o_row, IN_16_BYTES)
+    return p_x + o_row[:, None] + tl.arange(0, BLOCK_D).to(tl.int64)[None, :] * x.s[3]
+
+
+@triton.jit
+def real_columns(m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """bool [M, BLOCK_D]: the columns up to D of the rows that `m_row` names."""
+    return m_row[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
+
+
+@triton.jit
 def page_and_row(pages, i_b, o_k, m_k, n_k):
     """(page, row of it) of keys, each int64 [N]."""
     p_page = pages.table + i_b * (n_k // pages.size) + o_k // pages.size
@@ -161,13 +177,8 @@ def page_and_row(pages, i_b, o_k, m_k, n_k):
 @triton.jit
 def load_from_pages(x, i_h, places, m_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """`load_tile` for the rows of a head at these places of `page_and_row`."""
-    o_row = places[0] * x.s[0] + places[1] * x.s[2]
-    if x.aligned is not None:
-        IN_16_BYTES: tl.constexpr = 128 // x.data.dtype.element_ty.primitive_bitwidth
-        o_row = tl.multiple_of(o_row, IN_16_BYTES)
-    o_col = tl.arange(0, BLOCK_D)
-    p_rows = head_of(x, 0, i_h) + o_row[:, None] + o_col.to(tl.int64)[None, :] * x.s[3]
-    return tl.load(p_rows, mask=m_row[:, None] & (o_col < D)[None, :], other=0.0)
+    p_rows = rows_of_heads(head_of(x, 0, i_h), x, places[0], 0, places[1], BLOCK_D)
+    return tl.load(p_rows, mask=real_columns(m_row, D, BLOCK_D), other=0.0)
 
 
 @triton.jit

@@ -42,7 +42,7 @@ class Visibility(NamedTuple):
     positions_k: Tensor | None  # int32 [B, n_k]
     dense: Table  # bool
     key_ranges: Tensor | None  # int32 [B, query tiles, 5], see `preparation.KeyBlocks`
-    key_blocks: KeyBlocks | None  # what `in_tiles` makes the ranges of
+    key_blocks: KeyBlocks | None  # what `in_tiles` makes the ranges of; None in kernels, behind the table: see `Rules`
 
     def in_tiles(self, block_m: int) -> Visibility:
         """Copy of this visibility for a kernel that takes `block_m` queries a tile."""

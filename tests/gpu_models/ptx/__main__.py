@@ -25,17 +25,20 @@ def main() -> None:
         "count", help="what the kernels of one head of a case execute, and the least they need"
     )
     counting.add_argument("--case", nargs="+", default=[case.name for case in count.LONG])
+    counting.add_argument("--tutorial", type=Path, help="06-fused-attention.py of Triton's, for --backend tutorial")
     mutating = commands.add_parser("mutate", help="how many faults put into compiled kernels are found, by kind")
     mutating.add_argument("--case", nargs="+", default=["pad-queries-causal"])
     mutating.add_argument("--most", type=int, default=4, help="edits of a kind in a kernel, drawn at random")
     mutating.add_argument("--kind", nargs="+", choices=mutate.KINDS, default=list(mutate.KINDS))
     for command in (counting, mutating):
         command.add_argument("--arch", type=int, choices=(75, 80, 90), default=80)
-        rivals = ("flex",) if command is counting else ()
+        rivals = ("flex", "tutorial") if command is counting else ()
         command.add_argument("--backend", choices=("triton", "hopper", "cuda", *rivals), default="triton")
         command.add_argument("--dtype", default="bfloat16")
         command.add_argument("--in-any-order", action="store_true", help="the gradients of Hopper's fused kernel")
     options = parser.parse_args()
+    if options.backend == "tutorial" and options.tutorial is None:
+        parser.error("--backend tutorial needs --tutorial FILE")
     torch.set_num_threads(1)
     cases = [next(case for case in (*CASES, *count.LONG) if case.name == name) for name in options.case]
     dtype = getattr(torch, options.dtype)
@@ -57,10 +60,10 @@ def print_counts(gpu: Gpu, cases: list, dtype: torch.dtype, options: argparse.Na
     )
 
     def computes(gpu: Gpu, inputs: Inputs) -> object:
-        if options.backend == "flex":
+        if options.backend in ("flex", "tutorial"):
             from . import rivals  # which imports Inductor
 
-            return rivals.flex(gpu, inputs)
+            return rivals.flex(gpu, inputs) if options.backend == "flex" else rivals.tutorial(options.tutorial, inputs)
         inputs.options["deterministic"] = not options.in_any_order
         return run(inputs, options.backend)
 

@@ -283,6 +283,10 @@ inline void add_arithmetic(Rules& rules) {
     b &= 255, c &= 255;
     return b > 31 ? 0 : u32(a >> b & ((1ull << std::min(c, 32u)) - 1));
   });
+  add<u64, u64, u32, u32>(rules, "bfe.u64", [](u64 a, u32 b, u32 c) {
+    b &= 255, c &= 255;
+    return b > 63 ? 0 : a >> b & (c > 63 ? ~0ull : (1ull << c) - 1);
+  });
   add<s32, s32, u32, u32>(rules, "bfe.s32", [](s32 a, u32 b, u32 c) {
     b &= 255, c &= 255;
     if (c == 0) return 0;

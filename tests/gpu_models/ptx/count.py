@@ -74,6 +74,8 @@ def needed_of_pair(kernel: str, D: int, d_v: int) -> int:
         "bias_gradient_kernel": D + d_v,
         "flex_attention": D + d_v,
         "flex_attention_backward": 2 * (D + d_v) + d_v + D + D,  # for dQ scores and dP anew
+        "_attn_fwd": D + d_v,  # of Triton's tutorial
+        "_attn_bwd": 2 * (D + d_v) + d_v + D + D,
     }.get(re.sub(r"triton_tem_fused_|_\d+$", "", kernel), 0)
 
 

@@ -150,6 +150,9 @@ class _Driver(NoGPU):
     def get_current_device(self) -> int:
         return self.utils.arch
 
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
 
 class TensorMap(NamedTuple):
     """A descriptor of a tensor for TMA, in the place of a CUtensorMap."""

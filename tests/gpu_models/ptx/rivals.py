@@ -1,12 +1,13 @@
-"""FlexAttention's kernels as PyTorch generates them, in the place of a backend of ours, on the machine.
+"""Rivals' kernels on the machine, in the place of a backend of ours: FlexAttention's, and those of Triton's tutorial.
 
-PyTorch without CUDA can generate code for CUDA where nothing asks for a GPU: what does is replaced here.
+PyTorch without CUDA can generate FlexAttention's for CUDA where nothing asks for a GPU: what does is replaced here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 import sys
 import tempfile
@@ -44,12 +45,9 @@ def flex(on: Gpu, inputs: Inputs) -> tuple[Tensor, ...]:
     Raises:
         AssertionError: they are not those of the formula.
     """
-    # Padding is NaN in these tests, which FlexAttention multiplies by 0.
-    q, k, v, do = (x.nan_to_num() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    mask, lengths, shown = inputs.mask, (q.shape[2], k.shape[2]), None
-    if mask.features():
-        shown = flex_attention.create_block_mask(_shown(mask, *lengths), q.shape[0], None, *lengths, device="cpu")
+    (B, _, n_q, _), n_k, shown = inputs.q.shape, inputs.k.shape[2], None
+    if inputs.mask.features():
+        shown = flex_attention.create_block_mask(_shown(inputs.mask, n_q, n_k), B, None, n_q, n_k, device="cpu")
     compiler = aot_autograd(
         fw_compiler=lambda traced, _: _Generated(on, traced),
         bw_compiler=lambda traced, _: _Generated(on, traced),
@@ -58,8 +56,33 @@ def flex(on: Gpu, inputs: Inputs) -> tuple[Tensor, ...]:
     torch._dynamo.reset()
     with mock.patch.object(flex_attention, "_validate_device", _allowed):  # that CPUs compute no gradients
         call = torch.compile(flex_attention.flex_attention, fullgraph=True, backend=compiler)
-        o = call(q, k, v, block_mask=shown)
-        result = o.detach(), *torch.autograd.grad(o, (q, k, v), do)
+        return _right(inputs, lambda q, k, v: call(q, k, v, block_mask=shown))
+
+
+def tutorial(path: Path, inputs: Inputs) -> tuple[Tensor, ...]:
+    """o and the gradients of q, k and v, by 06-fused-attention.py of Triton's tutorials, on the GPU of Triton's driver.
+
+    Args:
+        path: of that file, https://github.com/triton-lang/triton/tree/main/python/tutorials.
+        inputs: fp16, without padding, as many queries as keys; of masks causality.
+
+    Raises:
+        AssertionError: they are not those of the formula, or the tutorial has no word for the inputs.
+    """
+    assert inputs.q.dtype == torch.float16, "the tutorial computes in float16"
+    assert inputs.mask.features() <= {"causal"}, "the tutorial has no mask but a causal one"
+    with mock.patch.dict(os.environ, {"PYTEST_VERSION": "any"}):  # one configuration, in the place of tuning
+        module = _imported(path.read_text())
+    return _right(inputs, lambda q, k, v: module.attention(q, k, v, inputs.mask.causal, q.shape[3] ** -0.5, False))
+
+
+def _right(inputs: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """o and the gradients of q, k and v by a rival's call, where they are those of the formula."""
+    # Padding is NaN in these tests, which FlexAttention multiplies by 0.
+    q, k, v, do = (x.nan_to_num() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    o = call(q, k, v)
+    result = o.detach(), *torch.autograd.grad(o, (q, k, v), do)
     expected = run(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), "reference")
     for actual, name in zip(result, ("o", "dq", "dk", "dv"), strict=True):
         torch.testing.assert_close(actual, expected[name], rtol=0.05, atol=0.05 * expected[name].abs().max().item())

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import inputs_of
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+import fastattn
 from fastattn.testing import Case, assert_right
 
 PLACED = [
@@ -31,6 +35,35 @@ def test_same_as_one_process(ranks, mesh, shards, terms, case):
 
 def test_heads_are_merged_without_a_copy(ranks):
     assert ranks.run("order_of_dtensors", 2) == [True, True]
+
+
+@pytest.mark.parametrize("shards", [(0, 1), (1, 0), (0, 0), (None, 1)])
+def test_eight_ranks_in_one_process(shards):
+    """LocalTensorMode plays them where all do the same: not with a plan, of which each sends what it alone knows."""
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    q, k, v = torch.randn(3, 8, 8, 12, 4, generator=torch.Generator().manual_seed(0))
+
+    def results(*leaves: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        generator = torch.Generator().manual_seed(3)
+        o = fastattn.attention(*leaves, fastattn.Mask(True), dropout_p=0.5, generator=generator)
+        return [o, *torch.autograd.grad(o.square().sum(), leaves)]
+
+    exact = results(q, k, v)
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 4))
+        placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
+        with LocalTensorMode(8):
+            actual = results(*(distribute_tensor(x, mesh, placements) for x in (q, k, v)))
+            whole = [x.full_tensor().reconcile() for x in actual]
+    finally:
+        dist.destroy_process_group()
+    for x, y in zip(whole, exact, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 REFUSED = {

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from .. import api
 from ..blocks import Within, is_here
@@ -149,8 +148,7 @@ def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -
             raise ValueError(f"{name} must be a DTensor, {q.placements} on {q.device_mesh} like q, got {got}")
     for i, placement in enumerate(q.placements):
         ranks = q.device_mesh.size(i)
-        in_runs = not isinstance(placement, _StridedShard)  # a kind of Shard in some versions of PyTorch
-        if not (placement.is_replicate() or (in_runs and any(map(placement.is_shard, dims)))):
+        if not (placement.is_replicate() or any(map(placement.is_shard, dims))):
             which = "1 where there is a plan" if dims == (1,) else "0, 1 or 2"
             raise ValueError(f"q must be replicated, or sharded along dim {which}, got {q.placements}")
         if placement.is_shard(1) and k.dim() == 4 and (k.shape[1] % ranks or q.shape[1] % ranks):

@@ -301,6 +301,8 @@ def attend_dtensors(
         torch.randint(2**62, (), generator=other)
         assert torch.equal(options["generator"].get_state(), other.get_state())
     assert o.placements == lse.placements == tuple(placements)
+    with torch.no_grad():  # the parts of the leaves are as they were
+        assert all(leaves[name].to_local().grad_fn is None for name in "qkv")
     arriving = distributed(inputs.do, placements), distributed(inputs.dlse, placements)
     gradients = torch.autograd.grad((o, lse), list(leaves.values()), arriving)
     placed = [(x, g) for x, g in zip(leaves.values(), gradients, strict=True) if isinstance(x, DTensor)]

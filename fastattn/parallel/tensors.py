@@ -24,11 +24,11 @@ class HeadwiseParallel(ParallelStyle):
     a state_dict before.
 
     Inputs and output are those of all ranks, and so are masks. Each call costs one all-reduce in the forward, and one
-    in the backward.
+    in the backward. The weights that dropout removes are those of one process with the generator of the first rank.
 
     Raises:
         ValueError: from `parallelize_module`, the module is no such attention, appends keys, or its heads are no
-            multiple of the ranks. From a call: it asks for weights, has a cache or a dropout of weights.
+            multiple of the ranks. From a call: it asks for weights, or has a cache.
 
     Example:
         >>> import torch, fastattn, torch.distributed as dist

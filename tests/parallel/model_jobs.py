@@ -318,7 +318,7 @@ def in_torchs_block(group: dist.ProcessGroup) -> str:
 
     messages, model, ids = [], _hugging_face("llama"), torch.ones(2, 16, dtype=torch.int64)
     block = torchs_context_parallel(DeviceMesh.from_group(group, "cpu"), buffers=[ids], buffer_seq_dims=[1])
-    with _said(group, messages), block:
+    with block, _said(group, messages):  # an error that leaves the block would leave PyTorch's function replaced
         model(input_ids=ids)
     return messages[0]
 

@@ -154,10 +154,10 @@ def attention(
     if plan is None and (blocks.ENTERED or blocks.LEFT):
         plan = blocks.of_call(q)
     of_dtensors = type(q).__name__ == "DTensor"
-    if of_dtensors or (plan is not None and plan is not blocks.HERE):
+    if of_dtensors or not (plan is None or blocks.is_here(plan)):
         terms: Terms = {
             "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,
-            "sinks": sinks, "dropout_p": dropout_p, "generator": generator, "deterministic": deterministic,
+            "sinks": sinks, "dropout_p": as_number(dropout_p), "generator": generator, "deterministic": deterministic,
             "backend": backend,
         }  # fmt: skip
         if of_dtensors:

@@ -80,8 +80,7 @@ def prepare(
         ValueError: the call is malformed.
         NotImplementedError: no backend, or not the named one, computes it.
     """
-    if torch._C._is_any_autocast_enabled():  # quicker to ask than what it guards, and mostly not so
-        q, k, v = after_autocast(q, k, v)
+    q, k, v = after_autocast(q, k, v)
     kind, training = None, derivatives_wanted(q, k, v, bias)
     if not is_compiling():
         try:
@@ -115,7 +114,7 @@ def prepare(
                 short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
     seed = places = None
     if plan.dropout_p > 0:
-        seed, places = generator if isinstance(generator, Drawn) else (draw_seed(q.device, generator), None)
+        seed, places, _ = drawn(q.device, generator)
     spec = Spec(
         EVERYTHING if mask is None else mask, plan.scale, bias, plan.softcap, alibi_slopes, sinks, plan.dropout_p, seed,
         plan.deterministic, places,
@@ -123,9 +122,11 @@ def prepare(
     return q, k, v, spec, plan
 
 
-def draw_seed(device: torch.device, generator: torch.Generator | None) -> Tensor:
-    """The seed of one call's dropout, an int64 scalar on `device`: drawing it there needs no synchronisation."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
+def drawn(device: torch.device, generator: torch.Generator | Drawn | None) -> Drawn:
+    """What the dropout of one call is drawn by, with a seed from the generator: on `device`, which needs no waiting."""
+    if isinstance(generator, Drawn):
+        return generator
+    return Drawn(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator))
 
 
 def derivatives_wanted(*tensors: Tensor | None) -> bool:
@@ -178,6 +179,8 @@ def _keys_of_plain_tensors(device_type: str) -> int:
 
 def after_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the arguments of scaled_dot_product_attention: all but fp64 in the autocast dtype."""
+    if not torch._C._is_any_autocast_enabled():  # quicker to ask than the rest, and mostly not so
+        return tensors
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         return tensors
     device = tensors[0].device.type

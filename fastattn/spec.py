@@ -633,10 +633,15 @@ class Spec:
 
 
 class Drawn(NamedTuple):
-    """The seed of a call's dropout in place of a generator, and its places as `Spec` has them."""
+    """What a call's dropout is drawn by, in place of a generator.
+
+    seed, places: as `Spec` has them. first: the first sample and head here of the whole call, where the call has a plan
+    of parallel/, from which it has the places.
+    """
 
     seed: Tensor
-    places: Tensor | None
+    places: Tensor | None = None
+    first: tuple[int, int] = (0, 0)
 
 
 FEATURES = frozenset({f.name for f in fields(Mask)} | {"bias", "softcap", "alibi_slopes", "sinks", "dropout"})

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .api import attention
 from .backends import reference
-from .plan import draw_seed
+from .plan import drawn
 from .spec import Mask, Spec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -277,7 +277,7 @@ class Inputs:
         generator = options.pop("generator", None)
         seed = None
         if generator is not None:
-            seed = draw_seed(self.q.device, generator.clone_state())
+            seed = drawn(self.q.device, generator.clone_state()).seed
         return Spec(self.mask, scale, seed=seed, **options)
 
     def learned(self) -> dict[str, Tensor]:

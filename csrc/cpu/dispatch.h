@@ -137,7 +137,8 @@ inline std::vector<Capability> find_capabilities() {
 #else
   all.push_back({&portable::kernels, &portable::kernels, true});
 #endif
-  std::erase_if(all, [](const Capability& each) { return !each.bf16 || !each.others; });
+  const auto lacking = [](const Capability& each) { return !each.bf16 || !each.others; };
+  all.erase(std::remove_if(all.begin(), all.end(), lacking), all.end());
   return all;
 }
 

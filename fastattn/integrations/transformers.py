@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils.output_capturing import _active_collector
@@ -613,7 +615,8 @@ def attention_forward(
         options: `_WITHOUT_EFFECT`, or None.
 
     Raises:
-        NotImplementedError: an option that would change the result is not known here.
+        NotImplementedError: an option that would change the result is not known here, or tokens are on several ranks
+            without a plan of ours.
     """
     paged = isinstance(cache, PagedAttentionCache)
     if paged:
@@ -624,6 +627,9 @@ def attention_forward(
     unknown = [name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT]
     if unknown:
         raise _refusal(module, f"the option {', '.join(sorted(unknown))} is not supported")
+    if not is_compiling() and "_context_parallel" in str(F.scaled_dot_product_attention.__module__):
+        why = "context_parallel of torch, as of accelerate's cp_size, exchanges keys in torch's attention alone"
+        raise _refusal(module, f"{why}; fastattn.parallel.context_parallel has a block for this one")
     if paged:
         terms = sliding_window, scaling, softcap, s_aux
         return attention_paged(module, query, key, value, cache, cu_seq_lens_q, *terms, where), None

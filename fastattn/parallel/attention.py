@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..blocks import Within
-from ..plan import after_autocast, draw_seed
-from ..spec import Drawn, Mask, Spec
+from ..plan import after_autocast, drawn
+from ..spec import Mask, Spec
 from ..validation import validated
 from . import gather, heads, ring
 from .context import combined
@@ -34,7 +34,7 @@ def attention(
     plan = plan if within is None else within.plan
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by fastattn.parallel.plan, got {type(plan).__name__}")
-    groups, error, number, schedule, seed = plan._groups(), None, 0, None, None
+    groups, error, number, schedule, seed, first = plan._groups(), None, 0, None, None, None
     learned = Learned(terms["bias"], terms["alibi_slopes"], terms["sinks"])
     algorithm = _ALGORITHMS[plan.algorithm if plan.across is None else "heads"]
     try:
@@ -48,10 +48,8 @@ def attention(
             backend=terms["backend"],
         )  # fmt: skip
         if spec.dropout_p > 0:
-            generator = terms["generator"]
-            seed = generator.seed if isinstance(generator, Drawn) else draw_seed(q.device, generator)
-        head = None if seed is None else 0
-        call = Call(*q.shape[:2], k.shape[1], is_positional(mask, spec.alibi_slopes), q.device, head)
+            seed, _, first = drawn(q.device, terms["generator"])
+        call = Call(*q.shape[:2], k.shape[1], is_positional(mask, spec.alibi_slopes), q.device, first)
         number, schedule = plan._schedule(mask, call, lambda visibility: algorithm.schedule(plan, visibility, call))
         alike = [(x.shape[:2], x.shape[3], x.dtype, x.requires_grad) for x in (q, k, v)]
         of_terms = [None if x is None else (x.shape, x.dtype, x.requires_grad) for x in learned]

@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from .. import ops
 from ..blocks import Within
-from ..plan import after_autocast, draw_seed
+from ..plan import after_autocast, drawn
 from ..spec import Drawn, Mask, accumulation_dtype, empty_output
 from .attention import attention as over_ranks
 from .plans import Plan, plan_of_key
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor plan, "
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
-    "Tensor? dense, Tensor? seed, bool masked, bool causal, SymInt q_offset, SymInt? window_left, "
+    "Tensor? dense, Tensor? seed, SymInt[] first, bool masked, bool causal, SymInt q_offset, SymInt? window_left, "
     "SymInt? window_right, bool within, str? objection, float? scale, float? softcap, float dropout_p, "
     "bool deterministic, str? backend"
 )
@@ -46,11 +46,11 @@ def attention(
     within = plan if isinstance(plan, Within) else Within(plan)
     given = Mask() if mask is None else mask
     several = isinstance(given.q_offset, Tensor)
-    seed = draw_seed(q.device, terms["generator"]) if terms["dropout_p"] else None
+    seed, _, first = drawn(q.device, terms["generator"]) if terms["dropout_p"] else (None, None, ())
     arguments = (
         q, k, v, terms["bias"], terms["alibi_slopes"], terms["sinks"], within.plan._key,
         given.q_offset if several else None, given.real_keys, given.real_queries,
-        *(given.segment_ids or (None, None)), given.dense, seed, mask is not None, given.causal,
+        *(given.segment_ids or (None, None)), given.dense, seed, first, mask is not None, given.causal,
         0 if several else given.q_offset, *given.window, plan is within, within.objection, terms["scale"],
         terms["softcap"], terms["dropout_p"], terms["deterministic"], terms["backend"],
     )  # fmt: skip
@@ -74,15 +74,15 @@ class _OverRanks(Function):
 
 def _call(q, k, v, bias, alibi_slopes, sinks, key, *rest) -> tuple[Tensor, Tensor]:
     """The call that the arguments of the op describe."""
-    q_offsets, real_keys, real_queries, ids_q, ids_k, dense, seed, masked, causal, q_offset, left, right, *rest = rest
-    within, objection, scale, softcap, dropout_p, deterministic, backend = rest
+    q_offsets, real_keys, real_queries, ids_q, ids_k, dense, seed, first, masked, causal, q_offset, left, *rest = rest
+    right, within, objection, scale, softcap, dropout_p, deterministic, backend = rest
     mask = None
     if masked:
         mask = Mask(
             causal, q_offset=q_offset if q_offsets is None else q_offsets, window=(left, right), real_keys=real_keys,
             real_queries=real_queries, segment_ids=None if ids_q is None else (ids_q, ids_k), dense=dense,
         )  # fmt: skip
-    plan, drawn = plan_of_key(key), None if seed is None else Drawn(seed, None)
+    plan, drawn = plan_of_key(key), None if seed is None else Drawn(seed, first=tuple(first))
     return over_ranks(
         q, k, v, mask, Within(plan, objection) if within else plan, scale=scale, bias=bias, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, generator=drawn, deterministic=deterministic,

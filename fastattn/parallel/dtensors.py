@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import api
-from ..blocks import HERE, Within
-from ..spec import Mask
+from ..blocks import Within, is_here
+from ..plan import drawn
+from ..spec import Drawn, Mask
 from ..validation import EVERYTHING, validated
 from .masks import with_tensors
 from .plans import Plan, plan
@@ -35,20 +40,22 @@ def attention(
 
     Each dimension of the mesh may have samples, heads or tokens sharded, tokens at most one of them. A plain tensor
     among the other arguments is that of the whole call, and gets the gradient of what this rank computes. With a plan
-    of the tokens, which the DTensors then have some of, heads alone may be sharded.
+    of the tokens, which the DTensors then have some of, heads alone may be sharded. Dropout is that of one process with
+    the generator of the first rank.
     """
-    _check_placements(q, k, v, (0, 1, 2) if of_tokens is None or of_tokens is HERE else (1,))
+    alone = of_tokens is None or is_here(of_tokens)
+    _check_placements(q, k, v, (0, 1, 2) if alone else (1,))
     mesh, placements = q.device_mesh, q.placements
-    if terms["dropout_p"] != 0:
-        raise ValueError(f"dropout_p must be 0 where q is a DTensor, got {terms['dropout_p']!r}")
     learned = {name: terms[name] for name in ("bias", "alibi_slopes", "sinks")}
-    partial = [Replicate() if p.is_replicate() else Partial() for p in placements]
+    partial = tuple(Replicate() if p.is_replicate() else Partial() for p in placements)
     for name, x in learned.items():
         if isinstance(x, DTensor):
-            learned[name] = x.redistribute(mesh, [Replicate()] * mesh.ndim).to_local(grad_placements=partial)
+            if x.device_mesh != mesh:
+                raise ValueError(f"{name} must be a Tensor, or a DTensor on {mesh} like q, got one on {x.device_mesh}")
+            learned[name] = Local.apply(_Placed.apply(x, (Replicate(),) * mesh.ndim), partial)
     terms = terms | learned
     samples, heads = (_part(q, dim) for dim in (0, 1))
-    if of_tokens is None or of_tokens is HERE:
+    if alone:
         mask = _of_plain_tensors(EVERYTHING if mask is None else mask)
         whole = (x.to_local().new_empty(1).expand(x.shape) for x in (q, k, v))
         validated(*whole, mask, **{name: x for name, x in terms.items() if name != "backend"})
@@ -62,13 +69,75 @@ def attention(
         terms["alibi_slopes"] = _cut(terms["alibi_slopes"][..., heads], -2, samples)
     if terms["sinks"] is not None:
         terms["sinks"] = terms["sinks"][heads]
-    local = (x.to_local(grad_placements=placements) for x in (q, k, v))
+    local = [Local.apply(x, placements) for x in (q, k, v)]
+    if terms["dropout_p"]:
+        seed = _of_first_rank(drawn(local[0].device, terms["generator"]).seed, mesh)
+        rows, fours = (torch.arange(n, device=seed.device) for n in (q.shape[2], -(-k.shape[2] // 4)))
+        first = samples.start, heads.start
+        terms["generator"] = Drawn(seed, torch.cat([*(rows.new_zeros(1) + i for i in first), rows, fours]).int(), first)
     results = api.attention(*local, mask, **terms, return_lse=True, plan=of_tokens)
-    shapes = (*q.shape[:3], v.shape[3]), q.shape[:3]
-    return tuple(
-        DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(shape))
-        for x, shape in zip(results, shapes, strict=True)
-    )
+    shapes = torch.Size([*q.shape[:3], v.shape[3]]), q.shape[:3]
+    return tuple(Whole.apply(x, mesh, placements, shape) for x, shape in zip(results, shapes, strict=True))
+
+
+# PyTorch has all three, but loses second derivatives there: in 2.10 always, later where a gradient is placed otherwise
+# than its tensor.
+
+
+def placed(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """A DTensor placed in this way; its gradient is placed as it was, if it was in another way."""
+    return x if x.placements == placements else _Placed.apply(x, placements)
+
+
+class _Placed(Function):
+    @staticmethod
+    def forward(ctx, x, placements):
+        ctx.placements = _of_gradient(x.placements)
+        return x.redistribute(x.device_mesh, placements)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return placed(gradient, ctx.placements), None
+
+
+class Local(Function):
+    """The part of a DTensor here, whose gradient is a DTensor with the given placements."""
+
+    @staticmethod
+    def forward(ctx, x, placements):
+        ctx.whole = x.device_mesh, placements, x.shape
+        local = x.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Whole.apply(gradient, *ctx.whole), None
+
+
+class Whole(Function):
+    """The DTensor of the parts of all ranks."""
+
+    @staticmethod
+    def forward(ctx, x, mesh, placements, shape):
+        ctx.placements = placements
+        x = x.view_as(x) if x.stride() == _dense_strides(x, x.shape) else x.contiguous()
+        stride = _dense_strides(x, shape)
+        return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Local.apply(placed(gradient, _of_gradient(ctx.placements)), ctx.placements), None, None, None
+
+
+def _of_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """How the gradient is placed of a DTensor that is placed so: that of a sum is the same for every part."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def _dense_strides(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor of that shape without gaps, whose dimensions lie in memory in the order of those of x."""
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    return torch.empty_permuted(shape, order, device="meta").stride()
 
 
 def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -> None:
@@ -79,7 +148,7 @@ def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -
             raise ValueError(f"{name} must be a DTensor, {q.placements} on {q.device_mesh} like q, got {got}")
     for i, placement in enumerate(q.placements):
         ranks = q.device_mesh.size(i)
-        if not (placement.is_replicate() or (type(placement) is Shard and placement.dim in dims)):
+        if not (placement.is_replicate() or any(map(placement.is_shard, dims))):
             which = "1 where there is a plan" if dims == (1,) else "0, 1 or 2"
             raise ValueError(f"q must be replicated, or sharded along dim {which}, got {q.placements}")
         if placement.is_shard(1) and k.dim() == 4 and (k.shape[1] % ranks or q.shape[1] % ranks):
@@ -88,6 +157,13 @@ def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -
     for dim in (1, 2):
         if sum(placement.is_shard(dim) for placement in q.placements) > 1:
             raise ValueError(f"q must have its {_SHARDED[dim]} on one dimension of the mesh, got {q.placements}")
+
+
+def _of_first_rank(seed: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The seed that the first rank of the mesh has drawn; every rank draws one, so that generators stay in step."""
+    for dim in range(mesh.ndim):
+        seed = collectives.wait_tensor(collectives.broadcast(seed, 0, (mesh, dim)))
+    return seed
 
 
 def _part(x: DTensor, dim: int) -> slice:
@@ -120,7 +196,3 @@ def _some(mask: Mask, samples: slice, heads: slice) -> Mask:
     if mask.dense is not None:
         part["dense"] = _cut(_cut(mask.dense, -4, samples), -3, heads)
     return with_tensors(mask, part)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

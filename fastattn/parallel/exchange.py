@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ..spec import accumulation_dtype
@@ -101,13 +100,23 @@ class _Replicated(Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
-        return summed(gradient, ctx.group), None
+        return _Summed.apply(gradient, ctx.group), None
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):  # each rank's loss counts
+        return _Summed.apply(gradient, ctx.group), None
 
 
 def replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x`, whose gradient will be the sum over the ranks of the gradients that each of them has."""
+    """`x`, whose gradient is the sum over the ranks of the gradients that each has; differentiable to any order."""
     return _Replicated.apply(x, group)
 
 

@@ -31,7 +31,7 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> Gathering:
         given = len(keys)
         if call.positional:
             keys = with_gaps_filled(keys, visibility.mask, plan.n_k)
-        if call.head is not None:
+        if call.first is not None:
             keys = in_fours(keys, plan.n_k)
     slot = torch.zeros(plan.n_k, dtype=torch.int64).index_copy_(0, keys, torch.arange(len(keys)))
     sent, placed = [], []

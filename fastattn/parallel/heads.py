@@ -44,7 +44,7 @@ class _Heads(NamedTuple):
 
 def schedule(plan: Plan, visibility: Visibility, call: Call) -> _Heads:
     """What `attend` does under a mask."""
-    B, H, H_kv, _, device, head = call
+    B, H, H_kv, _, device, first = call
     (part_q, places_q), (part_k, places_k) = plan._part("queries"), plan._part("keys")
     ranks, me = len(places_q), plan.rank if plan.across is None else plan.rank // plan.across.ranks
     if ranks > H:
@@ -59,7 +59,7 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> _Heads:
     of_each = None if even else torch.tensor([h // shared - heads_k[me].start for h in mine], device=device)
     mask = visibility.mask
     mask = replace(mask, dense=None if mask.dense is None else at(mask.dense, -3, torch.tensor(list(mine))))
-    across, call = None, call._replace(head=None if head is None else head + mine.start)
+    across, call = None, call._replace(first=None if first is None else (first[0], first[1] + mine.start))
     if plan.across is None:
         there = need.expand(B, -1)
         mask = on(replace(mask, real_keys=None if there.all() else there), device)

@@ -33,7 +33,8 @@ def attention_here(
 class Call(NamedTuple):
     """What a schedule depends on besides the plan and the mask.
 
-    positional: what a query sees depends on its place. head: of all, the first here, where there is dropout.
+    positional: what a query sees depends on its place. first: of all, the first sample and the first head here, where
+    there is dropout.
     """
 
     B: int
@@ -41,13 +42,13 @@ class Call(NamedTuple):
     H_kv: int
     positional: bool
     device: torch.device
-    head: int | None
+    first: tuple[int, int] | None
 
     def places(self, rows: Tensor, keys: Tensor) -> Tensor | None:
         """`Spec.places` of queries and of keys that are ascending and in whole fours; None without dropout."""
-        if self.head is None:
+        if self.first is None:
             return None
-        return torch.cat([torch.tensor([0, self.head]), rows, keys[::4] // 4]).int().to(self.device)
+        return torch.cat([torch.tensor(self.first), rows, keys[::4] // 4]).int().to(self.device)
 
 
 class Options(TypedDict):

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from .. import api
 from ..spec import accumulation_dtype, as_output
@@ -69,7 +68,7 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> list[_Step]:
         here, passed, coming = travelling(of, step), travelling(of, step + 1), travelling((of - 1) % ranks, step + 1)
         mine = need[me] & (owner == of)
         keys, blocks = mine.any(0).nonzero()[:, 0], []
-        if call.head is not None:
+        if call.first is not None:
             keys = in_fours(keys, plan.n_k)
         if len(keys) == 0:
             runs = []
@@ -140,10 +139,17 @@ class _Ring(Function):
         return as_output(o.to(q.dtype), q), lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, bias, alibi_slopes, sinks, seed, o, lse_of_keys = ctx.saved_tensors
-        (steps, options, group), wanted = ctx.constants, ctx.needs_input_grad[:6]
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = _Ring.gradients(do, dlse, saved, ctx.constants, ctx.needs_input_grad[:6])
+        return *_First.apply(gradients, do, dlse, *saved), None, None, None, None
+
+    @staticmethod
+    def gradients(do, dlse, saved, constants, wanted):
+        """The gradients of the first six inputs, None where one is not wanted."""
+        q, k, v, bias, alibi_slopes, sinks, seed, o, lse_of_keys = saved
+        steps, options, group = constants
         sees = lse_of_keys != -math.inf
         do = torch.zeros_like(o) if do is None else do.to(o.dtype).masked_fill(~sees[..., None], 0)
         delta = (do * o).sum(-1) - (0 if dlse is None else dlse.masked_fill(~sees, 0))
@@ -186,7 +192,24 @@ class _Ring(Function):
             None if sinks is None else -(torch.sigmoid(-over_sinks) * sees * delta).sum((0, 2), dtype=torch.float64)
         )
         pairs = zip((q, k, v, bias, alibi_slopes, sinks), (totals[0], dk, dv, *totals[1:], dsinks), wanted, strict=True)
-        return *(g.to(x.dtype) if w else None for x, g, w in pairs), None, None, None, None
+        return tuple(g.to(x.dtype) if w else None for x, g, w in pairs)
+
+
+class _First(Function):
+    """Gradients that are functions of the inputs, and whose own gradients are refused.
+
+    With `once_differentiable` they would be constants wherever torch.autograd.grad looks for derivatives by the inputs.
+    """
+
+    @staticmethod
+    def forward(ctx, gradients, *inputs):
+        return gradients
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "a ring has first derivatives only: make the plan with algorithm='gather' or 'heads' for second ones"
+        )
 
 
 def _travel(steps: list[_Step], rows: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[_Step, Tensor]]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ..nn import MultiHeadAttention, TransformerDecoderLayer, TransformerEncoderLayer, swiglu
+from .dtensors import Local, Whole, placed
 
 
 class HeadwiseParallel(ParallelStyle):
@@ -23,11 +24,11 @@ class HeadwiseParallel(ParallelStyle):
     a state_dict before.
 
     Inputs and output are those of all ranks, and so are masks. Each call costs one all-reduce in the forward, and one
-    in the backward.
+    in the backward. The weights that dropout removes are those of one process with the generator of the first rank.
 
     Raises:
         ValueError: from `parallelize_module`, the module is no such attention, appends keys, or its heads are no
-            multiple of the ranks. From a call: it asks for weights, has a cache or a dropout of weights.
+            multiple of the ranks. From a call: it asks for weights, or has a cache.
 
     Example:
         >>> import torch, fastattn, torch.distributed as dist
@@ -72,7 +73,9 @@ class HeadwiseParallel(ParallelStyle):
             def of_all(x: object) -> Any:
                 if not isinstance(x, Tensor) or isinstance(x, DTensor):
                     return x
-                return done.setdefault(id(x), DTensor.from_local(x, device_mesh, [Replicate()], run_check=False))
+                if id(x) not in done:
+                    done[id(x)] = Whole.apply(x, device_mesh, (Replicate(),), x.shape)
+                return done[id(x)]
 
             kwargs = {name: of_all(x) if name in ("query", "key", "value") else x for name, x in kwargs.items()}
             if (rotation := kwargs.get("rotation")) is not None:
@@ -80,7 +83,7 @@ class HeadwiseParallel(ParallelStyle):
             return (*map(of_all, args[:3]), *args[3:]), kwargs
 
         def of_rank(_: nn.Module, args: tuple, output: tuple) -> tuple:
-            return output[0].redistribute(placements=[Replicate()]).to_local(), output[1]
+            return Local.apply(placed(output[0], (Replicate(),)), (Replicate(),)), output[1]
 
         module.register_forward_pre_hook(as_dtensors, with_kwargs=True, prepend=True)
         module.register_forward_hook(of_rank)

@@ -132,16 +132,54 @@ def small_beside_large(group: dist.ProcessGroup) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [mine, alike]))
 
 
-def second_derivatives(group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Gradients of the squares of gradients, of gathered keys."""
+def of_second_order() -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Leaves of a call in fp64, and its other arguments."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 12, 4, generator=generator, dtype=torch.float64) for _ in "qkv")
-    plan = make_plan(fastattn.Mask(True), 12, group, layout="zigzag")
-    leaves = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
-    o = fastattn.attention(*leaves, plan=plan)
-    first = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
-    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-    return {"rows": plan.positions()} | dict(zip("qkv", second, strict=True))
+    shapes = {"q": (2, 4, 12, 4), "k": (2, 2, 12, 4), "v": (2, 2, 12, 4)}
+    shapes |= {"bias": (4, 12, 12), "alibi_slopes": (4,), "sinks": (4,)}
+    leaves = {name: torch.randn(s, generator=generator, dtype=torch.float64) for name, s in shapes.items()}
+    options = {"mask": fastattn.Mask(True), "dropout_p": 0.2, "backend": "reference"}
+    return leaves, options | {"generator": torch.Generator().manual_seed(0), "return_lse": True}
+
+
+def second_order(loss: Tensor, leaves: list[Tensor], weights: tuple[float, ...] = 6 * (1.0,)) -> tuple[Tensor, ...]:
+    """Gradients of the squares of gradients, and of the leaves themselves, which stand in for a loss without them."""
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    squares = sum(weight * g.square().sum() for weight, g in zip(weights, first, strict=True))
+    return torch.autograd.grad(squares + sum(x.sum() for x in leaves[:3]), leaves)
+
+
+def second_derivatives(group: dist.ProcessGroup, algorithm: str | tuple[str, str], linear: bool) -> dict[str, Tensor]:
+    """Second derivatives as far as this rank has them, or why there are none; `linear`: what arrives has no graph.
+
+    The losses of all ranks are one in sum, so each has its share of the gradients of terms, which are on every rank.
+    """
+    leaves, options = of_second_order()
+    plan = make_plan(options["mask"], 12, group if isinstance(algorithm, str) else mesh_of((2, 2)), algorithm=algorithm)
+    mine = {name: (plan.shard(x, 2) if name in "qkv" else x).requires_grad_() for name, x in leaves.items()}
+    terms = {name: plan.replicated(x) for name, x in mine.items() if name not in "qkv"}
+    outputs = fastattn.attention(*(mine[name] for name in "qkv"), **terms, **options, plan=plan)
+    loss = sum(x.sum() if linear else x.square().sum() for x in outputs)
+    try:
+        second = second_order(loss, list(mine.values()), (1, 1, 1, *3 * (1 / plan.ranks,)))
+    except NotImplementedError as error:
+        return {"refused": str(error)}
+    return {"rows": plan.positions()} | dict(zip(mine, second, strict=True))
+
+
+def second_derivatives_of_dtensors(group: dist.ProcessGroup, shard: int | None, dim: int) -> list[Tensor]:
+    """Whole second derivatives of DTensors; the mean along `dim` may place gradients in another way than tensors."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    leaves, options = of_second_order()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    placements = 3 * [Replicate() if shard is None else Shard(shard)] + [Replicate(), Shard(0), Replicate()]
+    leaves = {
+        name: distribute_tensor(x, mesh, [p]).detach().requires_grad_()
+        for (name, x), p in zip(leaves.items(), placements, strict=True)
+    }
+    loss = sum(x.mean(dim).square().sum() for x in fastattn.attention(**leaves, **options))
+    return [x.full_tensor() for x in second_order(loss, list(leaves.values()))]
 
 
 def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tuple[str, str]) -> str:
@@ -255,10 +293,20 @@ def attend_dtensors(
             x = inputs.options[name]
             leaves[name] = (distributed(x, replicated) if terms else x).detach().requires_grad_()
     options = inputs.options | {name: x for name, x in leaves.items() if name in LEARNED}
+    if case.dropout_p and dist.get_rank(group) > 0:  # the first rank's counts
+        options["generator"] = torch.Generator().manual_seed(dist.get_rank(group))
     o, lse = fastattn.attention(*(leaves[name] for name in "qkv"), inputs.mask, **options, return_lse=True)
+    if case.dropout_p:  # of which every rank has drawn one number
+        other = torch.Generator().manual_seed(dist.get_rank(group))
+        torch.randint(2**62, (), generator=other)
+        assert torch.equal(options["generator"].get_state(), other.get_state())
     assert o.placements == lse.placements == tuple(placements)
+    with torch.no_grad():  # the parts of the leaves are as they were
+        assert all(leaves[name].to_local().grad_fn is None for name in "qkv")
     arriving = distributed(inputs.do, placements), distributed(inputs.dlse, placements)
     gradients = torch.autograd.grad((o, lse), list(leaves.values()), arriving)
+    placed = [(x, g) for x, g in zip(leaves.values(), gradients, strict=True) if isinstance(x, DTensor)]
+    assert all(x.placements == g.placements for x, g in placed)
     results = {"o": o, "lse": lse} | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
     if (
         not terms
@@ -273,7 +321,8 @@ def attend_dtensors(
 
 def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
     """The error of a call with DTensors."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh, x, options = DeviceMesh.from_group(group, "cpu"), torch.ones(2, 6, 8, 4), {}
     q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for _ in "qkv")
@@ -286,7 +335,15 @@ def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
     if what == "heads":
         k = v = distribute_tensor(x[:, :1], mesh, [Shard(1)])
     if what == "dropout":
-        options["dropout_p"] = 0.1
+        options["dropout_p"] = 1.5
+    if what == "generator":
+        options |= {"dropout_p": 0.1, "generator": 5}
+    if what in ("partial", "strided"):
+        placement = Partial() if what == "partial" else _StridedShard(1, split_factor=2)
+        q = k = v = DTensor.from_local(x, mesh, [placement], run_check=False)
+    if what == "another mesh":
+        q = k = v = distribute_tensor(x, mesh, [Shard(0)])
+        options["sinks"] = distribute_tensor(torch.ones(6), mesh_of((2, 2)), [Replicate(), Replicate()])
     if what == "mask":
         options["mask"] = fastattn.Mask(real_keys=torch.ones(1, 8, dtype=torch.bool))
     try:
@@ -294,6 +351,16 @@ def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
     except ValueError as error:
         return str(error)
     return "none"
+
+
+def order_of_dtensors(group: dist.ProcessGroup) -> bool:
+    """Whether an output lies in memory as q, so that merging its heads again needs no copy."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    q = distribute_tensor(torch.randn(2, 8, 6, 4), DeviceMesh.from_group(group, "cpu"), [Shard(2)]).transpose(1, 2)
+    o = fastattn.attention(q, q, q)
+    merged = o.transpose(1, 2).flatten(2)
+    return o.stride() == q.stride() and merged.to_local().data_ptr() == o.to_local().data_ptr()
 
 
 class _Layer(nn.Module):
@@ -379,6 +446,20 @@ def compiled(group: dist.ProcessGroup, algorithm: str) -> list[bool]:
     return same
 
 
+def second_derivatives_of_a_graph(group: dist.ProcessGroup) -> str:
+    """The error of a second derivative of a compiled function."""
+    torch._dynamo.reset()
+    plan = make_plan(fastattn.Mask(True), 24, group)
+    x = torch.randn(2, 4, len(plan.positions()), 8, requires_grad=True)
+    compiled = torch.compile(lambda x: fastattn.attention(x, x, x, plan=plan), backend="aot_eager", fullgraph=True)
+    (first,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
+    try:
+        torch.autograd.grad(first.square().sum(), x)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
 def compiled_block(group: dist.ProcessGroup) -> bool:
     """Whether one whole graph of a model in a block gives what the model gives."""
     torch._dynamo.reset()
@@ -395,7 +476,7 @@ def compiled_block(group: dist.ProcessGroup) -> bool:
     return all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def compiled_dtensors(group: dist.ProcessGroup, shard: int) -> bool:
+def compiled_dtensors(group: dist.ProcessGroup, shard: int, dropout_p: float) -> bool:
     """Whether a compiled function of DTensors gives what it gives as it is; of samples and heads, in one graph."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -405,8 +486,10 @@ def compiled_dtensors(group: dist.ProcessGroup, shard: int) -> bool:
     mask = fastattn.Mask(True) & fastattn.Mask.from_lengths([16, 9], 16)
 
     def function(x: Tensor) -> Tensor:
-        return fastattn.attention(x * 2, x, x, mask)
+        return fastattn.attention(x * 2, x, x, mask, dropout_p=dropout_p)
 
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=shard != 2)
-    results = [torch.autograd.grad(f(x).square().sum(), x)[0] for f in (function, compiled)]
+    compiled, results = torch.compile(function, backend="aot_eager", fullgraph=shard != 2), []
+    for f in (function, compiled):
+        torch.manual_seed(dist.get_rank(group))
+        results.append(torch.autograd.grad(f(x).square().sum(), x)[0])
     return torch.equal(*(g.full_tensor() for g in results))

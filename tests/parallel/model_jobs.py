@@ -312,6 +312,17 @@ def refused(group: dist.ProcessGroup, what: str) -> str:
     return messages[0]
 
 
+def in_torchs_block(group: dist.ProcessGroup) -> str:
+    """The error of a model of transformers in PyTorch's own context_parallel, which accelerate enters for cp_size."""
+    from torch.distributed.tensor.experimental import context_parallel as torchs_context_parallel
+
+    messages, model, ids = [], _hugging_face("llama"), torch.ones(2, 16, dtype=torch.int64)
+    block = torchs_context_parallel(DeviceMesh.from_group(group, "cpu"), buffers=[ids], buffer_seq_dims=[1])
+    with block, _said(group, messages):  # an error that leaves the block would leave PyTorch's function replaced
+        model(input_ids=ids)
+    return messages[0]
+
+
 def dropped(group: dist.ProcessGroup, how: str) -> float:
     """The largest error of output and gradient of a module that drops weights in a block, to those of one process."""
     torch.manual_seed(0)

@@ -33,9 +33,12 @@ def _model(kind: str) -> tuple[nn.Module, dict]:
         return _Attention(2), {"x": x, "attn_mask": mask}
     if kind == "mask of each head":
         return _Attention(None), {"x": x, "attn_mask": torch.randn(8, N, N)}
-    if kind == "torch":
+    if kind in ("torch", "dropout"):
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, **sizes), 1)
         fastattn.swap(model)
+        model.layers[0].self_attn.dropout = 0.5 if kind == "dropout" else 0.0
+        if kind == "dropout":  # without padding, which one process packs: other weights are dropped then
+            return model, {"src": x}
         return model, {"src": x, "src_key_padding_mask": ~mask.real_keys}
     if kind == "decoder":
         model = fastattn.Transformer(16, 4, 1, 1, **sizes, rotary=fastattn.nn.RotaryPositions(4))
@@ -97,13 +100,17 @@ def heads(group: dist.ProcessGroup, kind: str, context: bool) -> dict[str, Tenso
     for name, x in model.named_parameters():
         if name.endswith("proj_weight") or name.endswith("out_proj.weight"):
             assert x.placements == (Shard(1 if "out" in name else 0),)
+    torch.manual_seed(0)
     expected = _weighted(alone(**batch))
+    torch.manual_seed(dist.get_rank())  # the first rank's counts
     if not context:
         loss = _weighted(model(**batch))
         summed = []
     else:
         mask = Mask(kind != "torch") & Mask.from_lengths([N, 7], N, of="both")
-        plan = make_plan(mask, N, mesh.get_group(0), layout="zigzag")
+        mask = Mask() if kind == "dropout" else mask
+        how = {"algorithm": "heads"} if kind == "dropout" else {"layout": "zigzag"}
+        plan = make_plan(mask, N, mesh.get_group(0), **how)
         local = {name: plan.shard(x, 1) for name, x in batch.items() if isinstance(x, Tensor)}
         if "attn_mask" in batch:
             local["attn_mask"] = Mask(True)
@@ -148,7 +155,7 @@ def hugging_face(group: dist.ProcessGroup, kind: str, context: bool) -> dict[str
 def refused(group: dist.ProcessGroup, what: str) -> str:
     """The error of a module that has no heads to share, or of a call."""
     mesh, x = DeviceMesh.from_group(group, "cpu"), torch.randn(2, N, 16)
-    options = {"zero": {"add_zero_attn": True}, "heads": {"num_kv_heads": 1}, "dropout": {"dropout": 0.1}}.get(what, {})
+    options = {"zero": {"add_zero_attn": True}, "heads": {"num_kv_heads": 1}}.get(what, {})
     module = nn.Linear(2, 2) if what == "linear" else fastattn.MultiHeadAttention(16, 4, batch_first=True, **options)
     try:
         if what == "nothing":
@@ -160,10 +167,34 @@ def refused(group: dist.ProcessGroup, what: str) -> str:
     return "none"
 
 
-def compiled(group: dist.ProcessGroup) -> Tensor:
-    """The output of a layer whose heads are shared, in one graph, and on one process."""
+def second_derivatives(group: dist.ProcessGroup) -> Tensor:
+    """Second derivatives by the inputs of an attention whose heads are shared, and those of one process."""
     torch.manual_seed(0)
-    alone, batch = _model("torch")
-    model = parallelize_module(copy.deepcopy(alone), DeviceMesh.from_group(group, "cpu"), tensor_parallel_plan(alone))
+    alone, x = _Attention(2).double(), torch.randn(2, N, 16, dtype=torch.float64)
+    model = copy.deepcopy(alone)
+    parallelize_module(model, DeviceMesh.from_group(group, "cpu"), {"attention": HeadwiseParallel()})
+    results = []
+    for each in (model, alone):
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(each(leaf, Mask(True)).square().sum(), leaf, create_graph=True)
+        results += torch.autograd.grad(first.square().sum() + leaf.sum(), leaf)
+    return torch.stack(results)
+
+
+def compiled(group: dist.ProcessGroup, kind: str, context: bool) -> Tensor:
+    """The output of a layer whose heads are shared, in one graph, and on one process; `context` as in `heads`."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone, batch = _model(kind)
+    mesh, x = mesh_of((2, 2)) if context else DeviceMesh.from_group(group, "cpu"), batch["src"]
+    of_heads = DeviceMesh.from_group(mesh.get_group(1), "cpu") if context else mesh
+    model = parallelize_module(copy.deepcopy(alone), of_heads, tensor_parallel_plan(alone))
     of_graph = torch.compile(model, backend="aot_eager", fullgraph=True)
-    return torch.stack([of_graph(batch["src"]), alone(batch["src"])]).detach()
+    torch.manual_seed(0)
+    expected = alone(x)
+    torch.manual_seed(dist.get_rank())
+    if not context:
+        return torch.stack([of_graph(x), expected]).detach()
+    plan = make_plan(None, N, mesh.get_group(0))
+    with context_parallel(plan):
+        return torch.stack([plan.unshard(of_graph(plan.shard(x, 1)), 1), expected]).detach()

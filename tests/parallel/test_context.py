@@ -95,6 +95,12 @@ def test_what_a_block_does_not_say_is_refused_on_every_rank(ranks, what):
         assert message.startswith(REFUSED[what])
 
 
+def test_torchs_own_block_is_refused(ranks):
+    """It would leave each rank to attend to its own tokens."""
+    for message in ranks.run("model_jobs.in_torchs_block", 2):
+        assert message.startswith("fastattn in LlamaAttention: context_parallel of torch, as of accelerate's cp_size")
+
+
 def test_a_refusal_of_one_rank_reaches_all(ranks):
     first, last = ranks.run("model_jobs.refused", 2, what="local padding")
     assert PADDING in last

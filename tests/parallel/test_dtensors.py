@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import inputs_of
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+import fastattn
 from fastattn.testing import Case, assert_right
 
 PLACED = [
@@ -12,9 +16,10 @@ PLACED = [
 ]  # fmt: skip
 CASES = [
     Case("everything", "", B=3, H=4, H_kv=2, n_q=40, n_k=50, causal=True, q_offset=10, window=(30, None), keys="holes",
-         queries=True, dense=True, bias=(3, 1, 40, 50), softcap=5.0, alibi=True, sinks=True),
+         queries=True, dense=True, bias=(3, 1, 40, 50), softcap=5.0, alibi=True, sinks=True, dropout_p=0.2),
     Case("documents", "", B=3, H=4, n_q=37, causal=True, segment_ids=True, bias=(4, 37, 37)),
     Case("dense-by-head", "", B=3, H=4, n_q=40, dense=True, causal=True),
+    Case("dropout", "", B=3, H=4, H_kv=2, n_q=37, n_k=43, keys="right", dropout_p=0.5),
 ]  # fmt: skip
 
 
@@ -28,17 +33,54 @@ def test_same_as_one_process(ranks, mesh, shards, terms, case):
         assert_right(inputs, result, slack=2)  # sums over ranks have the roundings of each
 
 
+def test_heads_are_merged_without_a_copy(ranks):
+    assert ranks.run("order_of_dtensors", 2) == [True, True]
+
+
+@pytest.mark.parametrize("shards", [(0, 1), (1, 0), (0, 0), (None, 1)])
+def test_eight_ranks_in_one_process(shards):
+    """LocalTensorMode plays them where all do the same: not with a plan, of which each sends what it alone knows."""
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    q, k, v = torch.randn(3, 8, 8, 12, 4, generator=torch.Generator().manual_seed(0))
+
+    def results(*leaves: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        generator = torch.Generator().manual_seed(3)
+        o = fastattn.attention(*leaves, fastattn.Mask(True), dropout_p=0.5, generator=generator)
+        return [o, *torch.autograd.grad(o.square().sum(), leaves)]
+
+    exact = results(q, k, v)
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 4))
+        placements = [Replicate() if dim is None else Shard(dim) for dim in shards]
+        with LocalTensorMode(8):
+            actual = results(*(distribute_tensor(x, mesh, placements) for x in (q, k, v)))
+            whole = [x.full_tensor().reconcile() for x in actual]
+    finally:
+        dist.destroy_process_group()
+    for x, y in zip(whole, exact, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 REFUSED = {
     "no DTensor": "k must be a DTensor, (Shard(dim=1),) on ",
     "placed otherwise": "v must be a DTensor, (Shard(dim=1),) on ",
     "head dim": "q must be replicated, or sharded along dim 0, 1 or 2, got (Shard(dim=3),)",
+    "partial": "q must be replicated, or sharded along dim 0, 1 or 2, got (Partial(sum),)",
+    "strided": "q must be replicated, or sharded along dim 0, 1 or 2, got (_StridedShard(dim=1, sf=2),)",
     "heads": "the heads of q and k must be multiples of the 2 ranks that share them, got 6 and 1",
-    "dropout": "dropout_p must be 0 where q is a DTensor, got 0.1",
+    "dropout": "dropout_p must be between 0 and 1, got 1.5",
+    "another mesh": "sinks must be a Tensor, or a DTensor on DeviceMesh(",
+    "generator": "generator must be a torch.Generator or None, got int",
     "mask": "mask.real_keys must be [2, 8], got [1, 8]",
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_placed_is_refused_in_a_sentence(ranks, what):
-    for message in ranks.run("refused_dtensors", 2, what=what):
+    for message in ranks.run("refused_dtensors", 4 if what == "another mesh" else 2, what=what):
         assert message.startswith(REFUSED[what])

@@ -2,14 +2,16 @@
 
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
+from jobs import of_second_order, second_order
 from ranks import Ranks, _receive, _send
+from torch import Tensor
 
 import fastattn
-from fastattn import Mask
 from fastattn.parallel.plans import ALGORITHMS
 
 
@@ -30,16 +32,44 @@ def test_sums_are_made_in_fp32(ranks):
         assert all(torch.equal(x, torch.full_like(x, 260)) for x in gradients)  # 259, rounded once
 
 
-def test_second_derivatives_of_gathered_keys(ranks):
-    answers = ranks.run("second_derivatives", 3)
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 2, 12, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in "qkv"]
-    o = fastattn.attention(*leaves, Mask(True))
-    first = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
-    second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+def exact_second_order(loss: Callable[[tuple[Tensor, Tensor]], Tensor]) -> dict[str, Tensor]:
+    leaves, options = of_second_order()
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    outputs = fastattn.attention(**leaves, **options)
+    return dict(zip(leaves, second_order(loss(outputs), list(leaves.values())), strict=True))
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("algorithm", ["gather", "heads", ("heads", "gather")], ids=str)
+def test_second_derivatives(ranks, algorithm, linear):
+    answers = ranks.run(
+        "second_derivatives", 3 if isinstance(algorithm, str) else 4, algorithm=algorithm, linear=linear
+    )
+    exact = exact_second_order(lambda outputs: sum(x.sum() if linear else x.square().sum() for x in outputs))
     for answer in answers:
-        for name, exact in zip("qkv", second, strict=True):
-            torch.testing.assert_close(answer[name], exact[:, :, answer["rows"]])
+        for name, x in exact.items():
+            torch.testing.assert_close(answer[name], x[:, :, answer["rows"]] if name in "qkv" else x)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("algorithm", ["ring", ("heads", "ring")], ids=str)
+def test_second_derivatives_of_a_ring_are_refused(ranks, algorithm, linear):
+    for answer in ranks.run("second_derivatives", 4, algorithm=algorithm, linear=linear):
+        assert answer["refused"].startswith("a ring has first derivatives only: make the plan with algorithm='gather'")
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("shard", [0, 1, 2, None])
+def test_second_derivatives_of_dtensors(ranks, shard, dim):
+    exact = exact_second_order(lambda outputs: sum(x.mean(dim).square().sum() for x in outputs))
+    for answer in ranks.run("second_derivatives_of_dtensors", 2, shard=shard, dim=dim):
+        for actual, (name, x) in zip(answer, exact.items(), strict=True):
+            torch.testing.assert_close(actual, x, msg=name)
+
+
+def test_second_derivatives_of_graphs_are_refused_by_torch(ranks):
+    for message in ranks.run("second_derivatives_of_a_graph", 2):
+        assert message == "torch.compile with aot_autograd does not currently support double backward"
 
 
 def test_masks_of_several_layers_on_one_plan(ranks):
@@ -64,9 +94,10 @@ def test_a_compiled_model_in_a_block(ranks):
     assert ranks.run("compiled_block", 2) == [True, True]
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("shard", [0, 1, 2])
-def test_compiled_dtensors(ranks, shard):
-    assert ranks.run("compiled_dtensors", 2, shard=shard) == [True, True]
+def test_compiled_dtensors(ranks, shard, dropout_p):
+    assert ranks.run("compiled_dtensors", 2, shard=shard, dropout_p=dropout_p) == [True, True]
 
 
 DIFFERENT = ("values of a mask", "a field of a mask", "layout", "heads", "dtype", "gradients", "options")

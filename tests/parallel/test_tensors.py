@@ -9,7 +9,8 @@ from test_context import check
     ("kind", "context"),
     [
         ("attention", False), ("grouped heads", False), ("mask of each head", False), ("torch", False),
-        ("decoder", False), ("language", False), ("grouped heads", True), ("torch", True), ("language", True),
+        ("decoder", False), ("language", False), ("dropout", False), ("grouped heads", True), ("torch", True),
+        ("language", True), ("dropout", True),
     ],
 )  # fmt: skip
 def test_modules(ranks, kind, context):
@@ -25,7 +26,6 @@ REFUSED = {
     "linear": "module must be a MultiHeadAttention of fastattn, got Linear",
     "zero": "module must have neither add_bias_kv nor add_zero_attn",
     "heads": "num_heads and num_kv_heads must be multiples of the 2 ranks, got (4, 1)",
-    "dropout": "dropout_p must be 0 where q is a DTensor, got 0.1",
     "weights": "need_weights must be False, and cache None, where heads are on several ranks",
     "nothing": "module must have an attention or a Transformer layer of fastattn, got Linear",
 }
@@ -37,6 +37,13 @@ def test_what_has_no_heads_to_share_is_refused(ranks, what):
         assert message.startswith(REFUSED[what])
 
 
-def test_compiled(ranks):
-    for actual, expected in ranks.run("tensor_jobs.compiled", 2):
+@pytest.mark.parametrize("kind", ["torch", "dropout"])
+@pytest.mark.parametrize("context", [False, True])
+def test_compiled(ranks, kind, context):
+    for actual, expected in ranks.run("tensor_jobs.compiled", 4 if context else 2, kind=kind, context=context):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives(ranks):
+    for actual, expected in ranks.run("tensor_jobs.second_derivatives", 2):
+        torch.testing.assert_close(actual, expected)

@@ -257,12 +257,13 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     while (row_end > 0 && !sees_some(row_end - 1, block, first, n)) --row_end;
     while (row_begin < row_end && !sees_some(row_begin, block, first, n)) ++row_begin;
     if (row_begin == row_end) return;
-    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, [&](auto k, int64_t i, int64_t n_rows, const float* scales) {
-      each_tile<kRowsAtOnce>(row_begin, row_end, [&](auto tile, int64_t row) {
-        dot_products<tile>(w.q + row * padded(p.d_qk), k, n_rows, p.d_qk, w.s + row * kDecodeKeys + i);
-      });
-      multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
-    });
+    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k,
+                 [&](auto k, int64_t i, int64_t n_rows, const float* scales) {
+                   each_tile<kRowsAtOnce>(row_begin, row_end, [&](auto tile, int64_t row) {
+                     dot_products<tile>(w.q + row * padded(p.d_qk), k, n_rows, p.d_qk, w.s + row * kDecodeKeys + i);
+                   });
+                   multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
+                 });
     for (int64_t row = row_begin; row < row_end; ++row) {
       float* s = w.s + row * kDecodeKeys;
       if (p.finishes_scores()) {
@@ -279,14 +280,15 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
       softmax_step(p, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
     }
     const Target o{decode_part(p, parts, item, item.part, row_begin).o, row_of_part(p)};
-    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, [&](auto v, int64_t i, int64_t n_rows, const float* scales) {
-      multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
-      each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
-        const Target to{o.data + column, o.stride};
-        const Rows weights{w.s + row_begin * kDecodeKeys + i, kDecodeKeys};
-        add_product<vectors>(to, row_end - row_begin, n_rows, weights, v.at_column(column));
-      });
-    });
+    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v,
+                 [&](auto v, int64_t i, int64_t n_rows, const float* scales) {
+                   multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
+                   each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
+                     const Target to{o.data + column, o.stride};
+                     const Rows weights{w.s + row_begin * kDecodeKeys + i, kDecodeKeys};
+                     add_product<vectors>(to, row_end - row_begin, n_rows, weights, v.at_column(column));
+                   });
+                 });
   };
   each_key_block(key_list, seen, 0, item.first_key, item.last_key, kDecodeKeys, [&](int64_t first, int64_t n) {
     const int64_t rest = n % kLanes;  // these few have to be copied

@@ -22,7 +22,7 @@ from .integrations.torch_sdpa import SDPAPatch, patch_sdpa, register_flash_imple
 from .nn import MultiHeadAttention, Transformer
 from .paged import attention_paged
 from .sdpa import scaled_dot_product_attention
-from .spec import Mask
+from .spec import DropoutSeed, Mask
 from .swap import SwapReport, swap, unswap
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "DropoutSeed",
     "Explanation",
     "FallbackWarning",
     "Mask",

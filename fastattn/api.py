@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from . import blocks, decoding, ops, plan
 from .backends import objections, order_of
-from .spec import Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
+from .spec import DropoutSeed, Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
 from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, validated
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class _TermsOfAll(TypedDict, total=False):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     dropout_p: float
-    generator: torch.Generator | None
+    generator: torch.Generator | DropoutSeed | None
     deterministic: bool
     backend: str | None
 
@@ -87,7 +87,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | DropoutSeed | None = None,
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
@@ -115,7 +115,7 @@ def attention(
         sinks: float [H], one more logit in each softmax, without a value.
         dropout_p: probability to drop a weight; the others are divided by 1 - dropout_p. Applied whenever it is above
             0, as in PyTorch's scaled_dot_product_attention.
-        generator: where the dropout seed is drawn from; None is PyTorch's default generator.
+        generator: where the dropout seed is drawn from; None is PyTorch's default generator. Or a `DropoutSeed`.
         deterministic: the same inputs give the same bits.
         return_lse: also return log(sum(exp(score))) over the visible keys (and the sink), in nats, fp32 (fp64 for
             fp64 q); it is differentiable and ignores dropout.
@@ -239,7 +239,7 @@ def attention_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | DropoutSeed | None = None,
     deterministic: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
@@ -321,7 +321,7 @@ def attention_weights(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | DropoutSeed | None = None,
     average_heads: bool = True,
     backend: str | None = None,
 ) -> Tensor:
@@ -370,7 +370,7 @@ def attention_with_weights(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | DropoutSeed | None = None,
     average_heads: bool = True,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:

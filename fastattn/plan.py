@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import backends
 from .backends.choice import default_is_best
 from .backends.selfcheck import serves_whole
-from .spec import Drawn, Mask, Spec
-from .validation import EVERYTHING, validated
+from .spec import DropoutSeed, Mask, Spec
+from .validation import EVERYTHING, check_seed, validated
 
 MOST_PLANS = 4096
 """How many kinds are remembered; the next one forgets them all. A model has a few for each length of its batches."""
@@ -66,7 +66,7 @@ def prepare(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     dropout_p: float,
-    generator: torch.Generator | Drawn | None,
+    generator: torch.Generator | DropoutSeed | None,
     deterministic: bool,
     backend: str | None,
     function: str = "forward",
@@ -114,7 +114,9 @@ def prepare(
                 short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
     seed = places = None
     if plan.dropout_p > 0:
-        seed, places, _ = drawn(q.device, generator)
+        seed, places, first = drawn(q.device, generator)
+        if places is None and first != (0, 0):
+            places = places_from(first, q.shape[2], k.shape[2], q.device)
     spec = Spec(
         EVERYTHING if mask is None else mask, plan.scale, bias, plan.softcap, alibi_slopes, sinks, plan.dropout_p, seed,
         plan.deterministic, places,
@@ -122,11 +124,19 @@ def prepare(
     return q, k, v, spec, plan
 
 
-def drawn(device: torch.device, generator: torch.Generator | Drawn | None) -> Drawn:
+def drawn(device: torch.device, generator: torch.Generator | DropoutSeed | None) -> DropoutSeed:
     """What the dropout of one call is drawn by, with a seed from the generator: on `device`, which needs no waiting."""
-    if isinstance(generator, Drawn):
-        return generator
-    return Drawn(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator))
+    if isinstance(generator, DropoutSeed):
+        check_seed(generator, device)
+        seed = generator.seed
+        return generator._replace(seed=torch.as_tensor(seed, dtype=torch.int64, device=device))
+    return DropoutSeed(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator))
+
+
+def places_from(first: tuple[int, int], n_q: int, n_k: int, device: torch.device) -> Tensor:
+    """`Spec.places` of all queries and keys of some samples and heads, of which these are the first."""
+    rows, fours = (torch.arange(n, dtype=torch.int32, device=device) for n in (n_q, -(-n_k // 4)))
+    return torch.cat([*(rows.new_full((1,), i) for i in first), rows, fours])
 
 
 def derivatives_wanted(*tensors: Tensor | None) -> bool:

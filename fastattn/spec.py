@@ -632,14 +632,25 @@ class Spec:
         return words.permute(3, 2, 1, 0, 4).flatten(-2)[..., :n_k] >= math.floor(self.dropout_p * 2**32)
 
 
-class Drawn(NamedTuple):
-    """What a call's dropout is drawn by, in place of a generator.
+class DropoutSeed(NamedTuple):
+    """What the dropout of a call is drawn by, in place of a generator: parts of a batch then drop what it does whole.
 
-    seed, places: as `Spec` has them. first: the first sample and head here of the whole call, where the call has a plan
-    of parallel/, from which it has the places.
+    Args:
+        seed: an int from -2^63 to 2^63 - 1, or an int64 scalar on the device of q.
+        places: those of `Spec`, which say more than `first`; set by calls that are shared out among processes.
+        first: which sample and which head of the whole call the first ones of this call are.
+
+    Example:
+        >>> import torch, fastattn
+        >>> x = torch.randn(6, 2, 16, 8)
+        >>> whole = fastattn.attention(x, x, x, dropout_p=0.5, generator=fastattn.DropoutSeed(7))
+        >>> seed = fastattn.DropoutSeed(7, first=(4, 0))
+        >>> microbatch = fastattn.attention(x[4:], x[4:], x[4:], dropout_p=0.5, generator=seed)
+        >>> torch.equal(microbatch, whole[4:])
+        True
     """
 
-    seed: Tensor
+    seed: int | Tensor
     places: Tensor | None = None
     first: tuple[int, int] = (0, 0)
 

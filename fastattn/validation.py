@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .spec import Drawn, Mask, Spec, is_dense, is_int, is_jagged
+from .spec import DropoutSeed, Mask, Spec, is_dense, is_int, is_jagged
 
 EVERYTHING = Mask()
 """The mask of a call without one."""
@@ -28,7 +28,7 @@ def validated(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     dropout_p: float,
-    generator: torch.Generator | Drawn | None,
+    generator: torch.Generator | DropoutSeed | None,
     deterministic: bool,
 ) -> Spec:
     """The spec of these arguments of `attention`, without a seed.
@@ -75,8 +75,8 @@ def validated(
     _check_learned("bias", bias, q.device, [(B, H, n_q, n_k)], broadcast=True)
     _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
     _check_learned("sinks", sinks, q.device, [(H,)])
-    if generator is not None and not isinstance(generator, (torch.Generator, Drawn)):
-        raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    if generator is not None and not isinstance(generator, (torch.Generator, DropoutSeed)):
+        raise ValueError(f"generator must be a torch.Generator, a DropoutSeed or None, got {type(generator).__name__}")
     check_flags(deterministic=deterministic)
     softcap = None if softcap is None else float(softcap)
     return Spec(mask, float(scale), bias, softcap, alibi_slopes, sinks, float(dropout_p), None, bool(deterministic))
@@ -203,6 +203,19 @@ def check_paged(
         )
     if prefix and alibi_slopes is not None and alibi_slopes.dim() == 2:
         raise ValueError(f"alibi_slopes must be [{q.shape[1]}] with a prefix, got {list(alibi_slopes.shape)}")
+
+
+def check_seed(given: DropoutSeed, device: torch.device) -> None:
+    """Raises ValueError where a seed for the dropout of a call on this device is none."""
+    seed, _, first = given
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.dim() != 0 or seed.device != device:
+            got = f"{list(seed.shape)} of {seed.dtype} on {seed.device}"
+            raise ValueError(f"generator.seed must be an int64 scalar on {device} like q, got {got}")
+    elif not is_int(seed) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"generator.seed must be an int from -2^63 to 2^63 - 1, or a Tensor, got {seed!r}")
+    if not isinstance(first, tuple) or len(first) != 2 or not all(is_int(i) and 0 <= i < 2**31 for i in first):
+        raise ValueError(f"generator.first must be a pair (sample, head) of ints from 0, got {first!r}")
 
 
 def check_pages(block_table: Tensor, lengths: Tensor, n: int, k_pages: Tensor, prefix: int) -> None:

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from .. import ops
 from ..blocks import Within
 from ..plan import after_autocast, drawn
-from ..spec import Drawn, Mask, accumulation_dtype, empty_output
+from ..spec import DropoutSeed, Mask, accumulation_dtype, empty_output
 from .attention import attention as over_ranks
 from .plans import Plan, plan_of_key
 
@@ -82,7 +82,7 @@ def _call(q, k, v, bias, alibi_slopes, sinks, key, *rest) -> tuple[Tensor, Tenso
             causal, q_offset=q_offset if q_offsets is None else q_offsets, window=(left, right), real_keys=real_keys,
             real_queries=real_queries, segment_ids=None if ids_q is None else (ids_q, ids_k), dense=dense,
         )  # fmt: skip
-    plan, drawn = plan_of_key(key), None if seed is None else Drawn(seed, first=tuple(first))
+    plan, drawn = plan_of_key(key), None if seed is None else DropoutSeed(seed, first=tuple(first))
     return over_ranks(
         q, k, v, mask, Within(plan, objection) if within else plan, scale=scale, bias=bias, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, generator=drawn, deterministic=deterministic,

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import api
 from ..blocks import Within, is_here
-from ..plan import drawn
-from ..spec import Drawn, Mask
+from ..plan import drawn, places_from
+from ..spec import DropoutSeed, Mask
 from ..validation import EVERYTHING, validated
 from .masks import with_tensors
 from .plans import Plan, plan
@@ -71,10 +71,10 @@ def attention(
         terms["sinks"] = terms["sinks"][heads]
     local = [Local.apply(x, placements) for x in (q, k, v)]
     if terms["dropout_p"]:
-        seed = _of_first_rank(drawn(local[0].device, terms["generator"]).seed, mesh)
-        rows, fours = (torch.arange(n, device=seed.device) for n in (q.shape[2], -(-k.shape[2] // 4)))
-        first = samples.start, heads.start
-        terms["generator"] = Drawn(seed, torch.cat([*(rows.new_zeros(1) + i for i in first), rows, fours]).int(), first)
+        seed, _, first = drawn(local[0].device, terms["generator"])
+        first = first[0] + samples.start, first[1] + heads.start
+        places = places_from(first, q.shape[2], k.shape[2], seed.device)
+        terms["generator"] = DropoutSeed(_of_first_rank(seed, mesh), places, first)
     results = api.attention(*local, mask, **terms, return_lse=True, plan=of_tokens)
     shapes = torch.Size([*q.shape[:3], v.shape[3]]), q.shape[:3]
     return tuple(Whole.apply(x, mesh, placements, shape) for x, shape in zip(results, shapes, strict=True))

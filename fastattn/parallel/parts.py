@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import api
 from ..blocks import HERE
-from ..spec import Drawn, Mask
+from ..spec import DropoutSeed, Mask
 from .masks import Visibility, at, on, part_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def attention_here(
     **terms: Unpack[api.Terms],
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of a call of this process alone, with the seed of the whole call and its places in that."""
-    drawn = None if seed is None else Drawn(seed, places)
+    drawn = None if seed is None else DropoutSeed(seed, places)
     return api.attention(q, k, v, mask, **terms, generator=drawn, plan=HERE, return_lse=True)
 
 

@@ -37,7 +37,7 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "softcap": ({"softcap": 0.0}, "softcap must be a positive number that fp32 can hold, or None, got 0.0"),
     "dropout": ({"dropout_p": 1.5}, "dropout_p must be between 0 and 1, got 1.5"),
     "nan dropout": ({"dropout_p": math.nan}, "dropout_p must be between 0 and 1, got nan"),
-    "generator": ({"dropout_p": 0.5, "generator": 3}, "generator must be a torch.Generator or None, got int"),
+    "generator": ({"dropout_p": 0.5, "generator": 3}, "generator must be a torch.Generator, a DropoutSeed"),
     "mask": ({"mask": ONES}, "mask must be a fastattn.Mask or None, got Tensor; write Mask(dense=...) for [..., n_q"),
     "mask in place of causal": ({"mask": made_of(ONES)}, "mask.causal must be a bool, got Tensor; write real_keys=..."),
     "ints": ({"mask": made_of(real_keys=ONES.long())}, "got torch.int64; .bool() makes it so where 1 is real"),
@@ -307,6 +307,53 @@ def test_output_and_weights_share_one_dropout():
     )
     assert (weights == 0).any()
     torch.testing.assert_close(o, weights @ K.repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_microbatches_drop_what_the_batch_does(backend, dtype):
+    torch.manual_seed(0)
+    x = [torch.randn(6, 4, n, 16).to(dtype).requires_grad_() for n in (20, 33, 33)]
+    do, mask = torch.randn(6, 4, 20, 16).to(dtype), fastattn.Mask.from_lengths([33, 5, 20, 33, 1, 30], 33)
+    options = {"dropout_p": 0.4, "backend": backend}
+    o = fastattn.attention(*x, mask, **options, generator=fastattn.DropoutSeed(-7))
+    expected = o.detach(), *torch.autograd.grad(o, x, do)
+    for seed in (-7, torch.tensor(-7)):
+        for samples, heads in ((slice(0, 2), slice(0, 4)), (slice(2, 6), slice(1, 3))):
+            part = [y[samples, heads].detach().requires_grad_() for y in x]
+            generator = fastattn.DropoutSeed(seed, first=(samples.start, heads.start))
+            of_samples = fastattn.Mask(real_keys=mask.real_keys[samples])
+            o = fastattn.attention(*part, of_samples, **options, generator=generator)
+            actual = o.detach(), *torch.autograd.grad(o, part, do[samples, heads])
+            for name, y, whole in zip(("o", "dq", "dk", "dv"), actual, expected, strict=True):
+                torch.testing.assert_close(y, whole[samples, heads], msg=lambda text, name=name: f"{name}: {text}")
+    other = fastattn.attention(*x, mask, **options, generator=fastattn.DropoutSeed(-6))
+    assert not torch.allclose(other, expected[0], atol=0.1)
+
+
+def test_weights_and_documents_take_a_seed():
+    q = torch.randn(3, 2, 8, 16)
+    seeds = {first: fastattn.DropoutSeed(3, first=first) for first in ((0, 0), (2, 0))}
+    whole = fastattn.attention_weights(q, q, dropout_p=0.5, generator=seeds[0, 0])
+    assert torch.equal(fastattn.attention_weights(q[2:], q[2:], dropout_p=0.5, generator=seeds[2, 0]), whole[2:])
+    packed, ends = q[0].transpose(0, 1), torch.tensor([0, 8])
+    of_documents = fastattn.attention_varlen(packed, packed, packed, ends, dropout_p=0.5, generator=seeds[0, 0])
+    of_rows = fastattn.attention(*[q[:1]] * 3, dropout_p=0.5, generator=seeds[0, 0])
+    torch.testing.assert_close(of_documents.transpose(0, 1)[None], of_rows)
+
+
+def test_a_wrong_seed_is_a_sentence():
+    for given, sentence in [
+        ((2**63,), "generator.seed must be an int from -2^63 to 2^63 - 1, or a Tensor, got 9223372036854775808"),
+        (("x",), "generator.seed must be an int from -2^63 to 2^63 - 1, or a Tensor, got 'x'"),
+        ((torch.tensor(1.0),), "generator.seed must be an int64 scalar on cpu like q, got [] of torch.float32 on cpu"),
+        ((torch.ones(2, dtype=torch.int64),), "generator.seed must be an int64 scalar on cpu like q, got [2]"),
+        ((1, None, (-1, 0)), "generator.first must be a pair (sample, head) of ints from 0, got (-1, 0)"),
+        ((1, None, 3), "generator.first must be a pair (sample, head) of ints from 0, got 3"),
+    ]:
+        for _ in range(2):  # the second call of its kind
+            with pytest.raises(ValueError, match=re.escape(sentence)):
+                fastattn.attention(Q, K, K, dropout_p=0.5, generator=fastattn.DropoutSeed(*given))
 
 
 def test_dropout_follows_the_seed():

@@ -75,7 +75,7 @@ REFUSED = {
     "heads": "the heads of q and k must be multiples of the 2 ranks that share them, got 6 and 1",
     "dropout": "dropout_p must be between 0 and 1, got 1.5",
     "another mesh": "sinks must be a Tensor, or a DTensor on DeviceMesh(",
-    "generator": "generator must be a torch.Generator or None, got int",
+    "generator": "generator must be a torch.Generator, a DropoutSeed or None, got int",
     "mask": "mask.real_keys must be [2, 8], got [1, 8]",
 }
 

@@ -22,7 +22,7 @@ import fastattn
 from fastattn.backends import triton as backend
 from fastattn.backends.triton import flash_backward, flash_decoding, preparation
 from fastattn.backends.triton.configs import Apart, config_for
-from fastattn.backends.triton.dropout import kept
+from fastattn.backends.triton.dropout import dropout, kept
 from fastattn.backends.triton.preparation import real_spans, visibility
 from fastattn.backends.triton.rules import rules_of
 from fastattn.backends.triton.scores import tanh
@@ -438,13 +438,13 @@ def test_parts_fill_the_gpu_and_hold_enough_keys(monkeypatch):
 
 
 @triton.jit
-def kept_kernel(result, rules, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: tl.constexpr):
+def kept_kernel(result, dropout, n_q: tl.constexpr, n_k: tl.constexpr, BLOCK_N: tl.constexpr):
     """Writes what `kept` says of one head."""
     i_b, i_h, o_q = tl.program_id(0), tl.program_id(1), tl.arange(0, n_q)
     for i_n in tl.range(0, n_k // BLOCK_N):
         p_row = result + ((i_b * tl.num_programs(1) + i_h) * n_q + o_q[:, None]) * n_k
         o_k = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        tl.store(p_row + o_k[None, :], kept(o_q, i_n, i_b, i_h, n_q, n_k, rules, BLOCK_N))
+        tl.store(p_row + o_k[None, :], kept(o_q, i_n, i_b, i_h, n_q, n_k, dropout, BLOCK_N))
 
 
 @pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 0.8])
@@ -454,7 +454,7 @@ def test_dropout_keeps_what_the_spec_says(p, seed, places):
     shape = (2, 3, 16, 64)
     spec = Spec(Mask(), 1.0, dropout_p=p, seed=torch.tensor(seed, device=DEVICE), places=places)
     actual = torch.empty(shape, dtype=torch.bool, device=DEVICE)
-    kept_kernel[shape[:2]](actual, rules_of(spec, *shape[2:], torch.float32), n_q=shape[2], n_k=shape[3], BLOCK_N=16)
+    kept_kernel[shape[:2]](actual, dropout(spec), n_q=shape[2], n_k=shape[3], BLOCK_N=16)
     assert torch.equal(actual, spec.dropout_keep(*shape))
 
 

@@ -190,6 +190,5 @@ def _run(url: str, asked: Sequence[Question]) -> Round:
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     """The values that 50, 95 and 99 % of them do not exceed."""
-    ordered = sorted(values)
-    p50, p95, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.95, 0.99))
+    p50, p95, p99 = torch.tensor(values).double().quantile(torch.tensor([0.5, 0.95, 0.99]).double()).tolist()
     return p50, p95, p99

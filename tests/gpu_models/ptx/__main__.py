@@ -12,6 +12,7 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[3] / "build
 
 import torch
 
+from fastattn.backends.triton import configs
 from fastattn.testing import CASES, Inputs, run
 
 from . import count, cuda, launch, mutate
@@ -25,6 +26,9 @@ def main() -> None:
         "count", help="what the kernels of one head of a case execute, and the least they need"
     )
     counting.add_argument("--case", nargs="+", default=[case.name for case in count.LONG])
+    counting.add_argument(
+        "--tile", type=int, nargs=2, metavar=("M", "N"), help="queries and keys, for --backend triton"
+    )
     counting.add_argument("--tutorial", type=Path, help="06-fused-attention.py of Triton's, for --backend tutorial")
     mutating = commands.add_parser("mutate", help="how many faults put into compiled kernels are found, by kind")
     mutating.add_argument("--case", nargs="+", default=["pad-queries-causal"])
@@ -37,8 +41,16 @@ def main() -> None:
         command.add_argument("--dtype", default="bfloat16")
         command.add_argument("--in-any-order", action="store_true", help="the gradients of Hopper's fused kernel")
     options = parser.parse_args()
-    if options.backend == "tutorial" and options.tutorial is None:
-        parser.error("--backend tutorial needs --tutorial FILE")
+    if options.backend == "tutorial":
+        if options.tutorial is None or not options.tutorial.is_file():
+            parser.error(f"--tutorial must be a file with --backend tutorial, got {options.tutorial}")
+        if options.dtype != "float16":
+            parser.error(f"--dtype must be float16 with --backend tutorial, got {options.dtype}")
+    if options.command == "count" and options.tile:
+        tiles = dict(zip(("BLOCK_M", "BLOCK_N"), options.tile, strict=True))
+        for table in (configs._TABLE, configs._HEAVY, configs._HEAVIEST):
+            of_one_kernel = {key: config for key, config in table.items() if isinstance(config, configs.Config)}
+            table.update({key: config._replace(**tiles) for key, config in of_one_kernel.items()})
     torch.set_num_threads(1)
     cases = [next(case for case in (*CASES, *count.LONG) if case.name == name) for name in options.case]
     dtype = getattr(torch, options.dtype)

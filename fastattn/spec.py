@@ -399,6 +399,7 @@ class Mask:
 
 
 _PAIRS_AT_ONCE = 2**22  # that `Mask.from_flex` evaluates: 32 MiB for each int64 that is computed of them
+_COUNTERS_IN_CACHE = 2**14  # that dropout draws by at a time on CPUs: 128 KiB for each int64 that is computed of them
 _SIDES, _PADDED = ("right", "left"), ("keys", "queries", "both")
 _BOOL, _INTEGERS = (torch.bool,), (torch.int32, torch.int64)
 
@@ -614,22 +615,28 @@ class Spec:
         """The bias of these query rows."""
         return None if self.bias is None else _rows_of(self.bias, rows)
 
-    def dropout_keep(self, B: int, H: int, n_q: int, n_k: int, first_query: int = 0) -> Tensor:
+    def dropout_keep(self, B: int, H: int, n_q: int, n_k: int, first: tuple[int, int, int] = (0, 0, 0)) -> Tensor:
         """bool [B, H, n_q, n_k], False where dropout removes a weight. THE definition, the same bits on every device.
 
         Element (b, h, i, j) takes word j % 4 of Philox4x32-10 with key `seed` and counter (j // 4, i, h, b), and is
-        kept when that word is at least floor(dropout_p * 2^32). `first_query` is the index of the first of the n_q
-        rows. Where there are `places`, the counter is that of the whole call: `places` has its sample of b = 0, its
+        kept when that word is at least floor(dropout_p * 2^32). `first` are the sample, head and query that come first
+        here. Where there are `places`, the counter is that of the whole call: `places` has its sample of b = 0, its
         head of h = 0, then its row of each i, and its j // 4 of each four keys, which stand together in both.
         """
         device, fours = self.seed.device, (n_k + 3) // 4
-        b, h, i, j4 = (torch.arange(n, device=device) for n in (B, H, n_q, fours))
-        i += first_query
+        b, h, i = (torch.arange(start, start + n, device=device) for start, n in zip(first, (B, H, n_q), strict=True))
+        j4 = torch.arange(fours, device=device)
         if self.places is not None:
             sample, head, rows, j4 = self.places.long().split([1, 1, len(self.places) - 2 - fours, fours])
             b, h, i = b + sample, h + head, rows[i]
-        words = torch.stack(philox(self.seed, torch.meshgrid(j4, i, h, b, indexing="ij")), dim=-1)
-        return words.permute(3, 2, 1, 0, 4).flatten(-2)[..., :n_k] >= math.floor(self.dropout_p * 2**32)
+        rows = torch.cartesian_prod(b, h, i)[:, :, None]
+        keep = torch.empty(len(rows), fours, 4, dtype=torch.bool, device=device)
+        of_block = max(1, (_COUNTERS_IN_CACHE if device.type == "cpu" else _PAIRS_AT_ONCE) // max(1, fours))
+        for block, out in zip(rows.split(of_block), keep.split(of_block), strict=True):
+            b, h, i = block.unbind(1)
+            for word, bits in enumerate(philox(self.seed, (j4, i, h, b))):
+                out[..., word] = bits >= math.floor(self.dropout_p * 2**32)
+        return keep.view(B, H, n_q, 4 * fours)[..., :n_k]
 
 
 class DropoutSeed(NamedTuple):
@@ -665,14 +672,18 @@ def philox(seed: Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tupl
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011), and its Random123 known answers.
     """
     low32 = 0xFFFFFFFF
-    x0, x1, x2, x3 = counter
+    x0, x1, x2, x3 = (x.clone(memory_format=torch.contiguous_format) for x in torch.broadcast_tensors(*counter))
+    product0, product1 = torch.empty_like(x0), torch.empty_like(x0)
     key0, key1 = seed & low32, (seed >> 32) & low32
-    for _ in range(10):
-        product0, product1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57  # int64 wraps, which keeps all 64 bits of the product
-        high0, high1 = (product0 >> 32) & low32, (product1 >> 32) & low32
-        x0, x1, x2, x3 = high1 ^ x1 ^ key0, product1 & low32, high0 ^ x3 ^ key1, product0 & low32
+    for _ in range(10):  # in place: a new tensor for each step would take several times as long
+        torch.mul(x0, 0xD2511F53, out=product0)  # int64 wraps, which keeps all 64 bits of the product
+        torch.mul(x2, 0xCD9E8D57, out=product1)
+        # The high words with the others: what stands above 32 bits goes away at the end of each.
+        torch.bitwise_right_shift(product1, 32, out=x0).bitwise_xor_(x1).bitwise_xor_(key0).bitwise_and_(low32)
+        torch.bitwise_right_shift(product0, 32, out=x2).bitwise_xor_(x3).bitwise_xor_(key1).bitwise_and_(low32)
+        x1, x3, product0, product1 = product1, product0, x1, x3
         key0, key1 = (key0 + 0x9E3779B9) & low32, (key1 + 0xBB67AE85) & low32
-    return x0, x1, x2, x3
+    return x0, x1.bitwise_and_(low32), x2, x3.bitwise_and_(low32)
 
 
 def _register_as_pytree(cls: type) -> None:

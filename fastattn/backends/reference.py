@@ -105,7 +105,7 @@ def softmax(q: Tensor, k: Tensor, spec: Spec, rows: slice = slice(None)) -> Soft
     kept = None
     if spec.dropout_p > 0:
         first, stop, _ = rows.indices(n_q)
-        keep = spec.dropout_keep(B, H, stop - first, n_k, first)
+        keep = spec.dropout_keep(B, H, stop - first, n_k, (0, 0, first))
         kept = keep.to(p.dtype) / (1 - spec.dropout_p) if spec.dropout_p < 1 else torch.zeros_like(p)
     return Softmax(p / total, None if p_sink is None else p_sink / total, lse, d_score, distance, kept)
 

@@ -6,13 +6,15 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
 
 import fastattn
 from fastattn import Mask
-from fastattn.backends import aten, cpu, objections
+from fastattn.backends import aten, blocked, cpu, kept_results, objections
 from fastattn.spec import Spec
-from fastattn.testing import CASES, make_inputs, run
+from fastattn.testing import CASES, assert_right, make_inputs, run
 
+table, keep = aten._table, Spec.dropout_keep
 NAMED = {case.name: case for case in CASES}
 
 
@@ -98,3 +100,62 @@ def test_it_serves_fp64_in_silence_and_warns_where_it_stands_in(monkeypatch):
     monkeypatch.setattr(cpu, "unavailable", lambda device: "needs a compiler")
     with pytest.warns(fastattn.FallbackWarning, match="skips padding is missing here: cpu: needs a compiler"):
         fastattn.attention(x, x, x)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5], ids=["fused", "in blocks"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+def test_what_is_no_number_in_the_padding_of_one_head_changes_nothing(name, dropout_p):
+    """Only the first head is looked at before the kernels run: they must show what stands in the others."""
+    torch.manual_seed(0)
+    tensors = {x: torch.randn(2, 3, 40, 16) for x in ("q", "k", "v", "do")}
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[1, 30:] = False
+
+    def results(**tensors):
+        do = tensors.pop("do")
+        leaves = [x.clone().requires_grad_() for x in tensors.values()]
+        o, lse = fastattn.attention(
+            *leaves, Mask(real_keys=real, real_queries=real), backend="torch", return_lse=True, dropout_p=dropout_p,
+            generator=torch.Generator().manual_seed(1),
+        )  # fmt: skip
+        lse = lse.masked_fill(~real[:, None], 0)
+        return o, lse, *torch.autograd.grad((o, lse), leaves, (do, lse.detach()))
+
+    expected = results(**tensors)
+    for number in (float("nan"), float("inf")):
+        tensors[name][1, 2, 30:] = number
+        for x, y in zip(results(**tensors), expected, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_a_table_is_made_once_for_all_layers_and_passes():
+    real, made = torch.arange(40) < torch.tensor([[40], [30]]), []
+    with mock.patch.object(aten, "_table", side_effect=lambda *args: made.append(args) or table(*args)):
+        for _ in range(3):
+            x = torch.randn(2, 3, 40, 16, requires_grad=True)
+            fastattn.attention(x, x, x, Mask(causal=True, real_keys=real), backend="torch").sum().backward()
+        assert len(made) == 1
+        real[0, 39] = False
+        y = fastattn.attention(x, x, x, Mask(causal=True, real_keys=real), backend="torch")
+        assert len(made) == 2
+    assert_close(y, fastattn.attention(x, x, x, Mask(causal=True, real_keys=real), backend="reference"))
+
+
+def test_what_dropout_keeps_is_drawn_once_and_gone_with_the_graph(monkeypatch):
+    x, drawn = torch.randn(2, 3, 40, 16, requires_grad=True), []
+    monkeypatch.setattr(Spec, "dropout_keep", lambda *args: drawn.append(1) or keep(*args))
+    before = len(kept_results._known)
+    o = fastattn.attention(x, x, x, dropout_p=0.5, backend="torch")
+    o.sum().backward(retain_graph=True)
+    assert len(drawn) == 1
+    assert len(kept_results._known) == before + 1
+    del o
+    assert len(kept_results._known) == before
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.dropout_p or case.softcap], ids=str)
+def test_blocks_of_any_size_mean_the_same(case, monkeypatch):
+    monkeypatch.setattr(blocked, "_PAIRS", 1)  # one head and 16 queries
+    monkeypatch.setattr(blocked, "_LARGEST_KEPT", 0)
+    inputs = make_inputs(case, torch.float32)
+    assert_right(inputs, run(inputs, "torch"), 1.5)

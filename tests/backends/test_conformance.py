@@ -51,7 +51,7 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
         "head_dims": range(1, 257),
     },
     "torch": {
-        "features": POSITIONS | {"segment_ids", "dense", "bias", "alibi_slopes"},
+        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
         "dtypes": {*DTYPES, torch.float64},
         "head_dims": range(1, 513),
     },

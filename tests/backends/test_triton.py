@@ -19,6 +19,7 @@ from places import place_id
 from torch.utils import _pytree as pytree
 
 import fastattn
+from fastattn.backends import kept_results
 from fastattn.backends import triton as backend
 from fastattn.backends.triton import flash_backward, flash_decoding, preparation
 from fastattn.backends.triton.configs import Apart, config_for
@@ -332,11 +333,11 @@ ALONE = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_what_is_prepared_dies_with_the_mask(name):
-    known, mask = len(preparation._known), Mask(**ALONE[name]())
+    known, mask = len(kept_results._known), Mask(**ALONE[name]())
     visibility(mask, N_Q, N_Q).in_tiles(BLOCK_M)
-    assert len(preparation._known) == known + 1
+    assert len(kept_results._known) == known + 1
     del mask
-    assert len(preparation._known) == known
+    assert len(kept_results._known) == known
 
 
 class OnGPU(torch.Tensor):

@@ -16,7 +16,9 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "spec": {"picture"},
     "machine": {""},
     "backends.reference": {"spec"},
-    "backends.aten": {"spec", "backends.reference"},
+    "backends.aten": {"spec", "backends.blocked", "backends.kept_results", "backends.reference"},
+    "backends.blocked": {"spec", "backends.kept_results"},
+    "backends.kept_results": set(),
     "backends.gradients": {"spec"},
     "backends.build": set(),
     "backends.record": {"machine", "backends.build"},
@@ -24,7 +26,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "backends.selfcheck": {"spec", "backends.cpu", "backends.record", "backends.reference"},
     "backends.cpu": {"spec", "backends.gradients", "backends.build"},
     "backends.cuda": {"spec", "backends.gradients", "backends.build"},
-    "backends.triton": {"spec", "backends.gradients"},
+    "backends.triton": {"spec", "backends.gradients", "backends.kept_results"},
     "backends.hopper": {
         "spec",
         *(

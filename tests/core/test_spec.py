@@ -313,7 +313,7 @@ def test_dropout_keeps_the_right_share_independently():
 
 def test_dropout_of_a_block_of_rows_is_a_part_of_the_whole():
     spec = Spec(Mask(), 1.0, dropout_p=0.5, seed=torch.tensor(-7))
-    assert torch.equal(spec.dropout_keep(2, 2, 3, 9, first_query=4), spec.dropout_keep(2, 2, 8, 9)[:, :, 4:7])
+    assert torch.equal(spec.dropout_keep(2, 2, 3, 9, (0, 0, 4)), spec.dropout_keep(2, 2, 8, 9)[:, :, 4:7])
 
 
 def test_dropout_of_a_part_is_that_of_the_whole():
@@ -323,7 +323,7 @@ def test_dropout_of_a_part_is_that_of_the_whole():
     keys = torch.tensor([4, 5, 6, 7, 12, 13, 14, 15, 20, 21])
     expected = whole.dropout_keep(3, 4, 10, 22)[1:, 2:][:, :, rows][..., keys]
     assert torch.equal(part.dropout_keep(2, 2, 3, 10), expected)
-    assert torch.equal(part.dropout_keep(2, 2, 2, 10, first_query=1), expected[:, :, 1:])
+    assert torch.equal(part.dropout_keep(2, 2, 2, 10, (0, 0, 1)), expected[:, :, 1:])
 
 
 def test_output_keeps_the_memory_order_of_q():

@@ -6,8 +6,6 @@ They are kept with the tensors that they were computed from, for the other layer
 from __future__ import annotations
 
 import functools
-import weakref
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Mask
+from ..kept_results import kept
 from . import FAR
 from .tiles import launch, table
 from .visibility import (
@@ -36,8 +35,7 @@ BLOCK = 64
 def visibility(mask: Mask, n_q: int, n_k: int, of_padding: torch.dtype = torch.int32) -> Visibility:
     """`mask` as the kernels take it, for n_q queries and n_k keys.
 
-    What is computed from tensors is kept until one of them dies or is changed. It is computed anew while a CUDA graph
-    is captured, which would keep what it says, and from inference tensors, which do not tell that they are changed.
+    What is computed from tensors is `kept`.
 
     Args:
         of_padding: dtype of what tells real tokens from padding. Where a load is masked by something of 8 bits, Triton
@@ -46,44 +44,7 @@ def visibility(mask: Mask, n_q: int, n_k: int, of_padding: torch.dtype = torch.i
     limits_of_mask = limits(mask)
     starts = mask.q_offset if isinstance(mask.q_offset, Tensor) else None
     tensors = (starts, mask.real_queries, mask.real_keys, *(mask.segment_ids or (None, None)), mask.dense)
-    constants = (*limits_of_mask, n_q, n_k, of_padding)
-    return _kept(tensors, constants) or _computed(*tensors, *constants)
-
-
-class _Known(NamedTuple):
-    """What was computed from some tensors: by the constants of `visibility`, as long as they are of these versions."""
-
-    tensors: list[weakref.ref]
-    versions: list[int]
-    results: dict[tuple, Visibility]
-
-
-_MOST_RESULTS = 8  # of the same tensors: a tensor of starts that is never replaced meets ever more keys
-_known: dict[tuple[int, ...], _Known] = {}
-
-
-def _kept(tensors: tuple[Tensor | None, ...], constants: tuple) -> Visibility | None:
-    """The result for these tensors, kept or to be kept; None where it may not be."""
-    given = [x for x in tensors if x is not None]
-    if not given or any([x.is_inference() for x in given]):  # noqa: C419  a generator takes longer
-        return None
-    stream = 0
-    if given[0].is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        stream = torch.cuda.current_stream(given[0].device).cuda_stream
-    key, versions = tuple(map(id, tensors)), [x._version for x in given]
-    known, of_call = _known.get(key), (stream, constants)
-    if known is None or known.versions != versions or any([ref() is None for ref in known.tensors]):  # noqa: C419
-        refs = [weakref.ref(x, lambda _: _known.pop(key, None)) for x in given]
-        known = _known[key] = _Known(refs, versions, {})
-    result = known.results.get(of_call)
-    if result is None:
-        result = _computed(*tensors, *constants)
-        if len(known.results) >= _MOST_RESULTS:
-            known.results.clear()
-        known.results[of_call] = result
-    return result
+    return kept(_computed, tensors, *limits_of_mask, n_q, n_k, of_padding)
 
 
 def _computed(

@@ -200,7 +200,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     if not call.looks_readable():
         call = call.readable()
     o, lse = call.attend()
-    if q.device.type == "cpu" and not _is_finite(o, lse):
+    if q.device.type == "cpu" and not _is_finite(o, *([] if call.table is None else [lse])):
         # What stands in padding took part as 0 times something, and that was no number.
         o, lse = call.readable().attend()
         if not _is_finite(o, lse):  # sums of values may have overflowed before they were divided
@@ -304,8 +304,8 @@ def _table(
 
 
 def _is_finite(*tensors: Tensor) -> bool:
-    """Whether all are numbers; False as well where their sum would overflow."""
-    return math.isfinite(sum(x.sum(dtype=accumulation_dtype(x.dtype)) for x in tensors))
+    """Whether all are numbers; False as well where a sum of them overflows."""
+    return all(math.isfinite(x.sum(dtype=accumulation_dtype(x.dtype))) for x in tensors)
 
 
 def _looks_readable(x: Tensor, rows: Tensor | None) -> bool:

@@ -153,7 +153,7 @@ def test_what_dropout_keeps_is_drawn_once_and_gone_with_the_graph(monkeypatch):
     assert len(kept_results._known) == before
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.dropout_p or case.softcap], ids=str)
+@pytest.mark.parametrize("case", [x for x in CASES if not x.timed and (x.dropout_p or x.softcap)], ids=str)
 def test_blocks_of_any_size_mean_the_same(case, monkeypatch):
     monkeypatch.setattr(blocked, "_PAIRS", 1)  # one head and 16 queries
     monkeypatch.setattr(blocked, "_LARGEST_KEPT", 0)

@@ -13,7 +13,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import fastattn
 from fastattn import FallbackWarning, Mask
-from fastattn.backends import BACKENDS, cpu
+from fastattn.backends import BACKENDS, aten, cpu
 from fastattn.testing import compare
 
 Q = torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -216,8 +216,11 @@ def test_nothing_is_drawn_for_a_refused_call():
 @pytest.fixture
 def lacking(monkeypatch):
     """No fused backend computes softcap and sinks."""
-    features = cpu.features
-    monkeypatch.setattr(cpu, "features", lambda device: features(device) - {"softcap", "sinks"})
+    for backend in (cpu, aten):
+        features = backend.features
+        monkeypatch.setattr(
+            backend, "features", lambda device, features=features: features(device) - {"softcap", "sinks"}
+        )
 
 
 def test_first_willing_backend_is_chosen_and_explained():

@@ -89,8 +89,9 @@ struct Stream {
 
   FASTATTN_INLINE Floats operator()(int64_t row, int64_t vector) const {
     constexpr int kIntoL2 = 2;
+    constexpr int64_t kBytes = kLanes * sizeof(Element), kVectorsOfLine = kBytes < 64 ? 64 / kBytes : 1;
     const Element* at = rows.data + row * rows.stride + vector * kLanes;
-    __builtin_prefetch(at + ahead, 0, kIntoL2);
+    if (vector % kVectorsOfLine == 0) __builtin_prefetch(at + ahead, 0, kIntoL2);
     return widen(at);
   }
   Stream at_column(int64_t column) const { return {rows.at_column(column), ahead}; }
@@ -191,20 +192,30 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
   const bool pages_are_vectors = x.table && x.page_rows % kLanes == 0 && keys.at(first) % kLanes == 0;
   if (by_vectors && (x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n)))) {
     constexpr int64_t kBytesAhead = 8192;
-    const int64_t rows_ahead = greater(kBytesAhead / greater(d * bytes_of(x.dtype), 1), 1);
+    const int64_t rows_ahead = padded(greater(kBytesAhead / greater(d * bytes_of(x.dtype), 1), 1));
     with_rows(x, [&](auto* data) {
       using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
       alignas(64) float scales[kDecodeKeys];
       for (int64_t i = 0, end; i < n; i = end) {
         const int64_t key = keys.at(first + i);
-        end = x.table ? lesser(n, i + x.page_rows - key % x.page_rows) : n;
-        const auto rows = reinterpret_cast<const Element*>(x.row(b, h, key));
+        const auto row = [&](int64_t key) { return reinterpret_cast<const Element*>(x.row(b, h, key)); };
+        const auto rows = row(key);
+        int64_t ahead = rows_ahead * x.row_stride;
+        end = n;
+        if (x.table) {
+          const int64_t left = x.page_rows - key % x.page_rows;
+          end = lesser(n, i + left);
+          if (left > rows_ahead) {
+            end = lesser(end, i + left - rows_ahead);
+          } else {
+            ahead = row(keys.at(lesser(first + i + rows_ahead, keys.count - 1))) - rows;
+          }
+        }
         if constexpr (kIsScaled<Element>) {
           const float* const of_rows = x.scale(b, h, key);
           for (int64_t j = 0; j < end - i; ++j) scales[j] = of_rows[j * x.row_stride_of_scales];
         }
-        use(Stream<Element>{{rows, x.row_stride}, rows_ahead * x.row_stride}, i, end - i,
-            kIsScaled<Element> ? scales : nullptr);
+        use(Stream<Element>{{rows, x.row_stride}, ahead}, i, end - i, kIsScaled<Element> ? scales : nullptr);
       }
     });
   } else {

@@ -1,11 +1,12 @@
 """Prints how long a step of decoding takes with keys and values in pages, beside PyTorch's attention, on the CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--prefix]
+    OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--prefix] [--rivals]
 
 Requests of 128 to 8192 tokens, 32 heads of 128 that share 8 of keys, pages of 64. "pages" is attention_paged, "int8"
 the same with pages of int8, "rows" attention over the same keys, padded to one length. PyTorch's function is called for
 each request alone, for all of them padded, and with the pages copied together. The last row reads the keys and values
-of the requests and does nothing else. With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of their
+of the requests and does nothing else. --rivals adds onnxruntime's GroupQueryAttention over the padded rows in fp32, and
+needs onnxruntime and onnx. With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of their
 own.
 """
 
@@ -19,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fastattn
 from fastattn import Mask
+from fastattn.bench import third_party
 from fastattn.bench.timing import Call, interleave
 from fastattn.paged import quantized
 
@@ -33,7 +35,7 @@ def in_pages(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(count, H_KV, PAGE, D, dtype=torch.float32).to(dtype).transpose(1, 2)
 
 
-def decoding(batch: int, dtype: torch.dtype) -> dict[str, Call]:
+def decoding(batch: int, dtype: torch.dtype, rivals: bool) -> dict[str, Call]:
     """Each way to attend for one query of each request, whose outputs have been compared."""
     lengths = torch.linspace(128, 8192, batch).long() if batch > 1 else torch.tensor([8192])
     counts = -(-lengths // PAGE)
@@ -59,6 +61,8 @@ def decoding(batch: int, dtype: torch.dtype) -> dict[str, Call]:
         "sdpa, padded": lambda: sdpa(q4, k, v, mask, enable_gqa=True)[:, :, 0],
         "sdpa, copied": lambda: sdpa(q4, together(k_pages), together(v_pages), mask, enable_gqa=True)[:, :, 0],
     }
+    if rivals and dtype == torch.float32:
+        ways["onnxruntime, rows"] = third_party.onnx_decoding(q4, k, v, lengths)
     expected = torch.cat([sdpa(*(x.float() for x in inputs), enable_gqa=True) for inputs in alone])[:, :, 0]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for way in ways.values():
@@ -110,11 +114,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for each number of requests")
     parser.add_argument("--only", choices=DTYPES)
     parser.add_argument("--prefix", action="store_true")
+    parser.add_argument("--rivals", action="store_true", help="onnxruntime's operator too")
     options = parser.parse_args()
     torch.manual_seed(0)
     for name in [options.only] if options.only else DTYPES:
         for batch in ("shared",) if options.prefix else BATCHES:
-            calls = sharing(DTYPES[name]) if batch == "shared" else decoding(batch, DTYPES[name])
+            calls = sharing(DTYPES[name]) if batch == "shared" else decoding(batch, DTYPES[name], options.rivals)
             timings = interleave(calls, options.seconds, "cpu")
             first = next(iter(timings.values()))
             title = f"{SHARING} requests, prompt of {PREFIX}" if batch == "shared" else f"{batch} requests"

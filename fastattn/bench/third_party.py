@@ -166,6 +166,37 @@ def _onnx_grouped(inputs: Inputs) -> Compute:
     return lambda: _heads(call(), inputs)
 
 
+def onnx_decoding(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Compute:
+    """A call of onnxruntime's GroupQueryAttention for the newest token of each request, with its cache where it lies.
+
+    Args:
+        q: fp32 [B, H, 1, D], k, v: fp32 [B, H_kv, n, D], contiguous. lengths: int64 [B], the newest token included.
+    """
+    import onnx.helper as make
+    import onnxruntime
+
+    B, H, _, D = q.shape
+    newest_k, newest_v = (x[torch.arange(B), :, lengths - 1].flatten(1)[:, None] for x in (k, v))
+    fed = {"q": q.view(B, 1, H * D), "k": newest_k, "v": newest_v, "past_k": k, "past_v": v}
+    fed |= {"last": (lengths - 1).int(), "total": lengths.max().int()}
+    outputs = {"o": torch.empty(B, 1, H * D), "all_k": k, "all_v": v}  # in place of the past
+    node = make.make_node(
+        "GroupQueryAttention", list(fed), list(outputs), domain="com.microsoft", num_heads=H, kv_num_heads=k.shape[1]
+    )
+    session = _session(node, *([_onnx_value(*x) for x in tensors.items()] for tensors in (fed, outputs)), 20)
+    binding = session.io_binding()
+    for name, x in fed.items():
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(x.numpy()))
+    for name, x in outputs.items():
+        binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(x.numpy()))
+
+    def compute() -> Tensor:
+        session.run_with_iobinding(binding)
+        return outputs["o"].view(B, H, D)
+
+    return compute
+
+
 def _zentorch(inputs: Inputs) -> Compute:
     import zentorch  # noqa: F401  it adds the op
 

@@ -6,13 +6,13 @@ than a short call on a GPU, and what it finds depends on metadata alone.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from ...spec import Spec
 from .rules import Rules, rules_of
@@ -25,60 +25,96 @@ MOST_KINDS = 4096
 class _Launch(NamedTuple):
     """A launch, to be repeated.
 
-    run: the compiled kernel with its grid. arguments: those that are the same in each call, and None for others.
-    others: (position, function of the tensors of a call) of those. rules: position of the rules, and the queries of
-    their tiles; None where they are the same in each call.
+    run: what Triton compiled, to be called with the grid, the stream, `kernel` and the arguments; it leaves out what
+    Triton does for those who watch launches, for whom `watched` is.
+    arguments: those that are the same in each call, and None for others.
+    others: (position, which of the values of a call) of those. rules: position of the rules, and the queries of their
+    tiles; None where they are the same in each call.
     """
 
     run: Callable
+    programs: int
+    kernel: tuple
+    watched: Callable
     arguments: list
-    others: list[tuple[int, Callable]]
+    others: list[tuple[int, int]]
     rules: tuple[int, int] | None
 
 
-_known: dict[tuple, list[_Launch]] = {}
+class _Call(NamedTuple):
+    """All launches of a call; its values are its inputs, its outputs, and what is made of `parts`.
+
+    copied: which inputs are read as contiguous copies. outputs: tensors like them, without memory.
+    parts: arguments that begin with neighbours among the tensors: which ones, and what follows.
+    lengths: n_q, n_k and the dtype of v, for rules that are made in each call; None where they are the same.
+    """
+
+    copied: list[int]
+    outputs: list[Tensor | None]
+    parts: list[tuple[slice, tuple]]
+    lengths: tuple[int, int, torch.dtype] | None
+    launches: list[_Launch]
 
 
-def kind_of(what: object, tensors: tuple[Tensor | None, ...], spec: Spec) -> tuple:
+_known: dict[tuple, _Call] = {}
+
+
+def kind_of(what: object, inputs: tuple[Tensor | None, ...], spec: Spec) -> tuple:
     """All that the launches of a call depend on, but for the memory of its tensors."""
     mask, (queries, keys) = spec.mask, spec.mask.segment_ids or (None, None)
-    q_offset = mask.q_offset
+    tensors = (
+        *inputs, mask.real_keys, mask.real_queries, queries, keys, mask.dense, spec.bias, spec.alibi_slopes, spec.sinks,
+        spec.seed, spec.places,
+    )  # fmt: skip
     return (
         what,
-        tuple([_metadata(x) for x in tensors]),
+        *[None if x is None else _metadata(x) for x in tensors],
         mask.causal,
-        q_offset if isinstance(q_offset, int) else _metadata(q_offset),
+        mask.q_offset if isinstance(mask.q_offset, int) else _metadata(mask.q_offset),
         mask.window,
-        tuple([_metadata(x) for x in (mask.real_keys, mask.real_queries, queries, keys, mask.dense)]),
         spec.scale,
         spec.softcap,
         spec.dropout_p,
-        tuple([_metadata(x) for x in (spec.bias, spec.alibi_slopes, spec.sinks, spec.seed, spec.places)]),
         dot_precision(),
     )
 
 
-def _metadata(x: Tensor | None) -> tuple | None:
+def _metadata(x: Tensor) -> tuple:
     """All of a tensor that the compiled kernels depend on: also whether it begins at a multiple of 16 bytes."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() % 16)
+    return x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() % 16
 
 
-def repeated(kind: tuple, tensors: tuple[Tensor | None, ...], spec: Spec, n_q: int, n_k: int) -> bool:
-    """Whether the launches of such a call are known; they are repeated then, with these tensors."""
-    launches = _known.get(kind)
-    if launches is None:
-        return False
-    rules = rules_of(spec, n_q, n_k, tensors[0].dtype) if any(launch.rules for launch in launches) else None
-    with torch.cuda.device_of(tensors[0]):
-        for known in launches:
-            arguments = known.arguments.copy()
-            for position, argument in known.others:
-                arguments[position] = argument(tensors)
-            if known.rules is not None:
-                position, block_m = known.rules
-                arguments[position] = rules.in_tiles(block_m)
-            known.run(*arguments)
-    return True
+def repeated(kind: tuple, inputs: tuple[Tensor | None, ...], spec: Spec) -> list[Tensor | None] | None:
+    """The outputs of a call whose launches are known, which are repeated for these inputs; None for any other."""
+    known = _known.get(kind)
+    if known is None:
+        return None
+    if known.copied:
+        inputs = tuple(x.contiguous() if i in known.copied else x for i, x in enumerate(inputs))
+    outputs = [None if x is None else torch.empty_like(x) for x in known.outputs]
+    tensors = (*inputs, *outputs)
+    values = [*tensors, *[tensors[which] + rest for which, rest in known.parts]]
+    rules = None if known.lengths is None else rules_of(spec, *known.lengths)
+    active, runtime = driver.active, triton.knobs.runtime
+    watched = _any_of(runtime.launch_enter_hook) or _any_of(runtime.launch_exit_hook)
+    with torch.cuda.device_of(inputs[0]):
+        stream = active.get_current_stream(active.get_current_device())
+        for run, programs, kernel, run_watched, constants, others, of_rules in known.launches:
+            arguments = constants.copy()
+            for position, which in others:
+                arguments[position] = values[which]
+            if of_rules is not None:
+                arguments[of_rules[0]] = rules.in_tiles(of_rules[1])
+            if watched:
+                run_watched(*arguments)
+            else:
+                run(programs, 1, 1, stream, *kernel, None, None, None, *arguments)
+    return outputs
+
+
+def _any_of(hook: object) -> bool:
+    """Whether anything is called by a hook of Triton, which is a chain of functions, or None."""
+    return bool(getattr(hook, "calls", hook))
 
 
 class Launches:
@@ -86,15 +122,26 @@ class Launches:
 
     Args:
         rules: of the call.
-        tensors: that differ from call to call. Nothing is remembered where a launch takes another one but those of the
-            rules, or where one stands here twice: others of the kind may have two there.
+        given: its inputs, as `repeated` gets them. read: the same, as the kernels read them: contiguous where not given
+            so.
+        outputs: that the launches write. Nothing is remembered where a launch takes another tensor than these and those
+            of the rules, or where one stands here twice: others of the kind may have two there.
     """
 
-    def __init__(self, rules: Rules, tensors: tuple[Tensor | None, ...] = ()) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        given: tuple[Tensor | None, ...] = (),
+        read: tuple[Tensor | None, ...] = (),
+        outputs: tuple[Tensor | None, ...] = (),
+    ) -> None:
         self.rules = rules
-        self._tensors = tensors
-        objects = [id(x) for x in tensors if x is not None]
+        self._copied = [i for i, (x, y) in enumerate(zip(given, read, strict=True)) if x is not y]
+        self._outputs = outputs
+        self._tensors = [None if x is None else id(x) for x in (*read, *outputs)]
+        objects = [x for x in self._tensors if x is not None]
         self._launches: list[_Launch] | None = [] if len(set(objects)) == len(objects) else None
+        self._parts: list[tuple[slice, tuple]] = []
         self._constant_rules = not _has_tensors(rules)
 
     def launch(
@@ -107,41 +154,52 @@ class Launches:
         compiled = launch(kernel, programs, *args, **options)
         if programs == 0 or self._launches is None:
             return
-        others = [(i, self._reader(x)) for i, x in enumerate(args) if i != position and _has_tensors(x)]
+        others = [(i, self._value(x)) for i, x in enumerate(args) if i != position and _has_tensors(x)]
         # The interpreter compiles nothing; and where kernels are compiled alone, no launch is to be repeated.
-        if not hasattr(compiled, "packed_metadata") or any(reader is None for _, reader in others):
+        if not hasattr(compiled, "packed_metadata") or any(which is None for _, which in others):
             self._launches = None
             return
         in_order = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
         of_rules = None if self._constant_rules else (position, block_m)
         for i in [i for i, _ in others] + ([] if of_rules is None else [position]):
             in_order[i] = None
-        self._launches.append(_Launch(compiled[programs, 1, 1], in_order, others, of_rules))
+        of_kernel = compiled.function, compiled.packed_metadata
+        repeatable = compiled.run, programs, of_kernel, compiled[programs, 1, 1], in_order, others, of_rules
+        self._launches.append(_Launch(*repeatable))
 
-    def keep(self, kind: tuple) -> None:
-        """Remembers the launches so far as all that a call of this kind needs."""
+    def keep(self, kind: tuple, n_q: int, n_k: int, dtype: torch.dtype) -> None:
+        """Remembers the launches so far as all that a call of this kind needs; the rest is that of `rules_of`."""
         if self._launches is not None:
             if len(_known) >= MOST_KINDS:
                 _known.clear()
-            _known[kind] = self._launches
+            lengths = None if self._constant_rules else (n_q, n_k, dtype)
+            outputs = [None if x is None else _without_memory(x) for x in self._outputs]
+            _known[kind] = _Call(self._copied, outputs, self._parts, lengths, self._launches)
 
-    def _reader(self, x: Tensor | tuple) -> Callable | None:
-        """A function that makes such an argument of the tensors of a call; None where it holds any other tensor.
+    def _value(self, x: Tensor | tuple) -> int | None:
+        """Which of the values of a call such an argument is; None where it holds any other tensor.
 
         Tuples begin with all the tensors that they hold.
         """
-        of_argument = [x] if isinstance(x, Tensor) else [part for part in x if isinstance(part, Tensor)]
-        given = [id(y) for y in self._tensors]
-        if not all(id(y) in given for y in of_argument):
+        held = [id(x)] if isinstance(x, Tensor) else [id(part) for part in x if isinstance(part, Tensor)]
+        first = self._tensors.index(held[0]) if held[0] in self._tensors else 0
+        which = slice(first, first + len(held))
+        if self._tensors[which] != held:
             return None
-        get = operator.itemgetter(*(given.index(id(y)) for y in of_argument))
         if isinstance(x, Tensor):
-            return get
-        tail = x[len(of_argument) :]
-        if len(of_argument) == 1:
-            return lambda tensors: (get(tensors), *tail)
-        return lambda tensors: (*get(tensors), *tail)
+            return first
+        part = which, tuple(x[len(held) :])
+        if part not in self._parts:
+            self._parts.append(part)
+        return len(self._tensors) + self._parts.index(part)
 
 
 def _has_tensors(x: object) -> bool:
     return isinstance(x, Tensor) or (isinstance(x, tuple) and any(_has_tensors(part) for part in x))
+
+
+def _without_memory(x: Tensor) -> Tensor:
+    """A tensor of this form, for `empty_like`, which takes half as long as any other way to allocate one."""
+    result = torch.empty_like(x)
+    result.untyped_storage().resize_(0)
+    return result

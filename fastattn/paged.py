@@ -12,7 +12,7 @@ from torch import Tensor
 from . import blocks, ops, plan
 from .api import merge
 from .backends import NoBackendError, warn_of_copies
-from .spec import Mask, accumulation_dtype, as_number, refuse_unknown
+from .spec import Mask, accumulation_dtype, refuse_unknown
 from .validation import check_flags, check_paged, check_pages
 
 if TYPE_CHECKING:
@@ -264,7 +264,6 @@ def prepared(
     """
     (_, page_size, H_kv, _), (B, pages) = k_pages.shape, table.shape
     k, v = (q.new_empty(()).expand(B, H_kv, pages * page_size, x.shape[3]) for x in (k_pages, v_pages))
-    scale, softcap = as_number(scale), as_number(softcap)
     arguments = (mask, scale, None, softcap, alibi_slopes, sinks, 0.0, None, True, backend)
     k_pages, v_pages = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
     of_rows = () if scales is None else tuple(x.transpose(1, 2) for x in scales)

@@ -586,6 +586,8 @@ class Spec:
         deterministic: same inputs give the same bits.
         places: int32 [2 + n_q + ceil(n_k / 4)] on the device of q, where this call is a part of one that other
             processes compute too: by which sample, head, queries and keys its dropout is drawn. See `dropout_keep`.
+        shared: this very object is the spec of every call with such q, k and v, as it has no tensors: a key for what a
+            backend remembers.
     """
 
     mask: Mask
@@ -598,6 +600,7 @@ class Spec:
     seed: Tensor | None = None
     deterministic: bool = True
     places: Tensor | None = None
+    shared: bool = False
 
     def features(self) -> frozenset[str]:
         """The names of everything in use, the mask's fields among them: what a backend must list to take this call."""
@@ -609,6 +612,11 @@ class Spec:
             "dropout": self.dropout_p > 0.0,
         }
         return self.mask.features() | frozenset(name for name, used in in_use.items() if used)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of it, the mask's among them."""
+        given = (self.bias, self.alibi_slopes, self.sinks, self.seed, self.places)
+        return [*self.mask.tensors().values(), *[x for x in given if x is not None]]
 
     def bias_rows(self, rows: slice) -> Tensor | None:
         """The bias of these query rows."""

@@ -70,7 +70,7 @@ def backward(
     """(dq, dk, dv, dbias, dalibi_slopes, dsinks); None, and not computed, where `output_mask` does not ask for it."""
     do = torch.zeros_like(o) if do is None else do
     given = q, k, v, o, do, lse, constant_where_nothing_is_seen(dlse, lse)
-    kind = kind_of((dq_kernel, output_mask), given, spec)
+    kind = kind_of((backward, output_mask), given, spec)
     outputs = repeated(kind, given, spec) or _launched(kind, given, spec, output_mask)
     dq, dk, dv, dbias, ds_of_keys, ds_of_queries, *rows, ds_by_distance, p_by_distance = outputs
     if not any(output_mask[3:]):

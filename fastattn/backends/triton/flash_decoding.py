@@ -28,7 +28,7 @@ FEWEST_KEYS = 128
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As that of flash_forward, for at most FEW_QUERIES."""
     given = q, k, v, table
-    kind = kind_of(decoding_kernel, given, spec)
+    kind = kind_of(forward, given, spec)
     if outputs := repeated(kind, given, spec):
         return tuple(outputs[:2])
     (B, H, n_q, d_qk), (_, H_kv, _, d_v) = q.shape, v.shape

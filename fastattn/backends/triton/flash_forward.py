@@ -51,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = 
         table: that of keys and values in pages; see `tiles.pages`.
     """
     given = q, k, v, table
-    kind = kind_of(forward_kernel, given, spec)
+    kind = kind_of(forward, given, spec)
     if outputs := repeated(kind, given, spec):
         return tuple(outputs)
     (B, H, n_q, d_qk), (_, H_kv, _, d_v) = q.shape, v.shape

@@ -22,19 +22,20 @@ MOST_KINDS = 4096
 """How many kinds of calls are remembered; the next one forgets them all."""
 
 
+_STREAM, _OF_TRITON = 3, 9
+"""Before the arguments of a kernel stand its grid, the stream, two handles, and three things for those who watch."""
+
+
 class _Launch(NamedTuple):
     """A launch, to be repeated.
 
-    run: what Triton compiled, to be called with the grid, the stream, `kernel` and the arguments; it leaves out what
-    Triton does for those who watch launches, for whom `watched` is.
-    arguments: those that are the same in each call, and None for others.
-    others: (position, which of the values of a call) of those. rules: position of the rules, and the queries of their
-    tiles; None where they are the same in each call.
+    run: of what Triton compiled, without what it does for those who watch launches, for whom `watched` is.
+    arguments: first `_OF_TRITON` of Triton, then those of the kernel, if they are the same in each call; None for
+    others. others: (position, which of the values of a call) of those. rules: position of the rules, and the queries of
+    their tiles; None where they are the same in each call.
     """
 
     run: Callable
-    programs: int
-    kernel: tuple
     watched: Callable
     arguments: list
     others: list[tuple[int, int]]
@@ -61,6 +62,9 @@ _known: dict[tuple, _Call] = {}
 
 def kind_of(what: object, inputs: tuple[Tensor | None, ...], spec: Spec) -> tuple:
     """All that the launches of a call depend on, but for the memory of its tensors."""
+    layouts = [None if x is None else _layout(x) for x in inputs]
+    if spec.shared:
+        return spec, what, dot_precision(), *layouts
     mask, (queries, keys) = spec.mask, spec.mask.segment_ids or (None, None)
     tensors = (
         *inputs, mask.real_keys, mask.real_queries, queries, keys, mask.dense, spec.bias, spec.alibi_slopes, spec.sinks,
@@ -68,6 +72,7 @@ def kind_of(what: object, inputs: tuple[Tensor | None, ...], spec: Spec) -> tupl
     )  # fmt: skip
     return (
         what,
+        dot_precision(),
         *[None if x is None else _metadata(x) for x in tensors],
         mask.causal,
         mask.q_offset if isinstance(mask.q_offset, int) else _metadata(mask.q_offset),
@@ -75,13 +80,16 @@ def kind_of(what: object, inputs: tuple[Tensor | None, ...], spec: Spec) -> tupl
         spec.scale,
         spec.softcap,
         spec.dropout_p,
-        dot_precision(),
     )
 
 
 def _metadata(x: Tensor) -> tuple:
     """All of a tensor that the compiled kernels depend on: also whether it begins at a multiple of 16 bytes."""
-    return x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() % 16
+    return x.dtype, x.shape, x.get_device(), *_layout(x)
+
+
+def _layout(x: Tensor) -> tuple:
+    return x.stride(), x.data_ptr() % 16
 
 
 def repeated(kind: tuple, inputs: tuple[Tensor | None, ...], spec: Spec) -> list[Tensor | None] | None:
@@ -99,16 +107,17 @@ def repeated(kind: tuple, inputs: tuple[Tensor | None, ...], spec: Spec) -> list
     watched = _any_of(runtime.launch_enter_hook) or _any_of(runtime.launch_exit_hook)
     with torch.cuda.device_of(inputs[0]):
         stream = active.get_current_stream(active.get_current_device())
-        for run, programs, kernel, run_watched, constants, others, of_rules in known.launches:
+        for run, run_watched, constants, others, of_rules in known.launches:
             arguments = constants.copy()
+            arguments[_STREAM] = stream
             for position, which in others:
                 arguments[position] = values[which]
             if of_rules is not None:
                 arguments[of_rules[0]] = rules.in_tiles(of_rules[1])
             if watched:
-                run_watched(*arguments)
+                run_watched(*arguments[_OF_TRITON:])
             else:
-                run(programs, 1, 1, stream, *kernel, None, None, None, *arguments)
+                run(*arguments)
     return outputs
 
 
@@ -154,18 +163,17 @@ class Launches:
         compiled = launch(kernel, programs, *args, **options)
         if programs == 0 or self._launches is None:
             return
-        others = [(i, self._value(x)) for i, x in enumerate(args) if i != position and _has_tensors(x)]
+        others = [(_OF_TRITON + i, self._value(x)) for i, x in enumerate(args) if i != position and _has_tensors(x)]
         # The interpreter compiles nothing; and where kernels are compiled alone, no launch is to be repeated.
         if not hasattr(compiled, "packed_metadata") or any(which is None for _, which in others):
             self._launches = None
             return
-        in_order = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
-        of_rules = None if self._constant_rules else (position, block_m)
-        for i in [i for i, _ in others] + ([] if of_rules is None else [position]):
+        of_triton = [programs, 1, 1, None, compiled.function, compiled.packed_metadata, None, None, None]
+        in_order = [*of_triton, *args, *(options[name] for name in kernel.arg_names[len(args) :])]
+        of_rules = None if self._constant_rules else (_OF_TRITON + position, block_m)
+        for i, _ in others if of_rules is None else [*others, of_rules]:
             in_order[i] = None
-        of_kernel = compiled.function, compiled.packed_metadata
-        repeatable = compiled.run, programs, of_kernel, compiled[programs, 1, 1], in_order, others, of_rules
-        self._launches.append(_Launch(*repeatable))
+        self._launches.append(_Launch(compiled.run, compiled[programs, 1, 1], in_order, others, of_rules))
 
     def keep(self, kind: tuple, n_q: int, n_k: int, dtype: torch.dtype) -> None:
         """Remembers the launches so far as all that a call of this kind needs; the rest is that of `rules_of`."""

@@ -108,9 +108,11 @@ def prepare(
         if two:
             by_weights = backends.select(q, k, v[..., :0], spec, backend, function="weights")
         plain = kind is not None and _is_plain(q, k, v, spec)
-        alone = kind is not None and spec.dropout_p == 0 and not spec.tensors()
-        bare = {"shared": True} if alone else dict.fromkeys(("bias", "alibi_slopes", "sinks")) | {"mask": EVERYTHING}
-        plan = Plan(replace(spec, **bare), chosen, by_weights, plain, not nothing_to_see(q, k), training)
+        if spec.tensors() or spec.dropout_p > 0:
+            spec = replace(spec, mask=EVERYTHING, bias=None, alibi_slopes=None, sinks=None)
+        elif kind is not None:
+            spec.kind = spec
+        plan = Plan(spec, chosen, by_weights, plain, not nothing_to_see(q, k), training)
         if kind is not None and not (backend is None and backends.reference in (chosen, by_weights)):  # it warns
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
@@ -118,18 +120,20 @@ def prepare(
             may_be_short = backend is None and hasattr(chosen, "short_way")
             if may_be_short and default_is_best(q.device) and serves_whole(chosen, q.device):
                 short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
-    spec = plan.spec
-    if spec.shared:
-        return q, k, v, spec, plan
+    of_kind = plan.spec
+    if of_kind.kind is of_kind:
+        return q, k, v, of_kind, plan
     seed = places = None
-    if spec.dropout_p > 0:
+    if of_kind.dropout_p > 0:
         seed, places, first = drawn(q.device, generator)
         if places is None and first != (0, 0):
             places = places_from(first, q.shape[2], k.shape[2], q.device)
     spec = Spec(
-        EVERYTHING if mask is None else mask, spec.scale, bias, spec.softcap, alibi_slopes, sinks, spec.dropout_p, seed,
-        spec.deterministic, places,
+        EVERYTHING if mask is None else mask, of_kind.scale, bias, of_kind.softcap, alibi_slopes, sinks,
+        of_kind.dropout_p, seed, of_kind.deterministic, places,
     )  # fmt: skip
+    if kind is not None and places is None:  # of which the kind knows nothing
+        spec.kind = of_kind
     return q, k, v, spec, plan
 
 

@@ -174,13 +174,15 @@ def is_safe(x: object) -> bool:
 def main() -> None:
     """Raises AssertionError where a call is not launched as Triton launches it, or not as Triton 3.6 compiles it."""
     taken: list = []
+    watched: list = []
 
     def take(kernel: CompiledKernel, *launch: object) -> None:
         assert all(map(is_safe, launch[9:])), (kernel.name, launch[9:])
         if kernel.name not in PREPARATION:
             taken.append((kernel, launch[:3], launch[9:]))
+            watched.append(launch[6:9])
 
-    draw, repeated = random.Random(0), 0
+    draw, repeated, hooks = random.Random(0), 0, triton.knobs.runtime
     with mock.patch.object(triton.compiler, "compile", compiled), handed_to(take):
         for _ in range(SERIES):
             chosen = {name: draw.choice(choices) for name, choices in CHOICES.items()}
@@ -194,6 +196,11 @@ def main() -> None:
                 again = launched(twin, taken)
             assert all(kernel.args[0].__name__ in PREPARATION for kernel in by_triton.call_args_list), chosen
             assert again == forgotten(twin, taken), chosen
+            watched.clear()
+            with mock.patch.object(hooks.launch_exit_hook, "calls", [print]):
+                assert again == launched(twin, taken), chosen
+            assert [seen[1:] for seen in watched] == [(hooks.launch_enter_hook, hooks.launch_exit_hook)] * len(again)
+            assert [seen[0].get()["name"] for seen in watched] == [kernel.name for kernel, *_ in taken], chosen
             repeated += len(again)
         every_term = {name: choices[0] for name, choices in CHOICES.items()} | {"alibi_slopes": 0, "sinks": 0}
         for bias, wanted in itertools.product((None, "BHND"), CHOICES["wanted"]):  # which sums there are differs too

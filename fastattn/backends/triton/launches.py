@@ -6,6 +6,7 @@ than a short call on a GPU, and what it finds depends on metadata alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -47,13 +48,13 @@ class _Call(NamedTuple):
 
     copied: which inputs are read as contiguous copies. outputs: tensors like them, without memory.
     parts: arguments that begin with neighbours among the tensors: which ones, and what follows.
-    lengths: n_q, n_k and the dtype of v, for rules that are made in each call; None where they are the same.
+    rules: makes those of a call of its spec; None where they are the same in each.
     """
 
     copied: list[int]
     outputs: list[Tensor | None]
     parts: list[tuple[slice, tuple]]
-    lengths: tuple[int, int, torch.dtype] | None
+    rules: Callable[[Spec], Rules] | None
     launches: list[_Launch]
 
 
@@ -62,17 +63,18 @@ _known: dict[tuple, _Call] = {}
 
 def kind_of(what: object, inputs: tuple[Tensor | None, ...], spec: Spec) -> tuple:
     """All that the launches of a call depend on, but for the memory of its tensors."""
-    layouts = [None if x is None else _layout(x) for x in inputs]
-    if spec.shared:
-        return spec, what, dot_precision(), *layouts
+    of_inputs = what, dot_precision(), *[None if x is None else _metadata(x) for x in inputs]
+    if spec.kind is spec:
+        return spec, *of_inputs
+    if spec.kind is not None:
+        return spec.kind, *of_inputs, *map(_layout, spec.tensors())
     mask, (queries, keys) = spec.mask, spec.mask.segment_ids or (None, None)
     tensors = (
-        *inputs, mask.real_keys, mask.real_queries, queries, keys, mask.dense, spec.bias, spec.alibi_slopes, spec.sinks,
+        mask.real_keys, mask.real_queries, queries, keys, mask.dense, spec.bias, spec.alibi_slopes, spec.sinks,
         spec.seed, spec.places,
     )  # fmt: skip
     return (
-        what,
-        dot_precision(),
+        *of_inputs,
         *[None if x is None else _metadata(x) for x in tensors],
         mask.causal,
         mask.q_offset if isinstance(mask.q_offset, int) else _metadata(mask.q_offset),
@@ -84,11 +86,12 @@ def kind_of(what: object, inputs: tuple[Tensor | None, ...], spec: Spec) -> tupl
 
 
 def _metadata(x: Tensor) -> tuple:
-    """All of a tensor that the compiled kernels depend on: also whether it begins at a multiple of 16 bytes."""
-    return x.dtype, x.shape, x.get_device(), *_layout(x)
+    """All of a tensor that the compiled kernels depend on."""
+    return x.dtype, x.shape, x.get_device(), x.stride(), x.data_ptr() % 16
 
 
 def _layout(x: Tensor) -> tuple:
+    """How a tensor lies in memory: also whether it begins at a multiple of 16 bytes."""
     return x.stride(), x.data_ptr() % 16
 
 
@@ -97,27 +100,29 @@ def repeated(kind: tuple, inputs: tuple[Tensor | None, ...], spec: Spec) -> list
     known = _known.get(kind)
     if known is None:
         return None
+    active, of_inputs = driver.active, inputs[0].get_device()
+    if of_inputs not in (-1, device := active.get_current_device()):
+        with torch.cuda.device(of_inputs):
+            return repeated(kind, inputs, spec)
     if known.copied:
         inputs = tuple(x.contiguous() if i in known.copied else x for i, x in enumerate(inputs))
     outputs = [None if x is None else torch.empty_like(x) for x in known.outputs]
     tensors = (*inputs, *outputs)
     values = [*tensors, *[tensors[which] + rest for which, rest in known.parts]]
-    rules = None if known.lengths is None else rules_of(spec, *known.lengths)
-    active, runtime = driver.active, triton.knobs.runtime
+    rules = None if known.rules is None else known.rules(spec)
+    stream, runtime = active.get_current_stream(device), triton.knobs.runtime
     watched = _any_of(runtime.launch_enter_hook) or _any_of(runtime.launch_exit_hook)
-    with torch.cuda.device_of(inputs[0]):
-        stream = active.get_current_stream(active.get_current_device())
-        for run, run_watched, constants, others, of_rules in known.launches:
-            arguments = constants.copy()
-            arguments[_STREAM] = stream
-            for position, which in others:
-                arguments[position] = values[which]
-            if of_rules is not None:
-                arguments[of_rules[0]] = rules.in_tiles(of_rules[1])
-            if watched:
-                run_watched(*arguments[_OF_TRITON:])
-            else:
-                run(*arguments)
+    for run, run_watched, constants, others, of_rules in known.launches:
+        arguments = constants.copy()
+        arguments[_STREAM] = stream
+        for position, which in others:
+            arguments[position] = values[which]
+        if of_rules is not None:
+            arguments[of_rules[0]] = rules.in_tiles(of_rules[1])
+        if watched:
+            run_watched(*arguments[_OF_TRITON:])
+        else:
+            run(*arguments)
     return outputs
 
 
@@ -180,9 +185,10 @@ class Launches:
         if self._launches is not None:
             if len(_known) >= MOST_KINDS:
                 _known.clear()
-            lengths = None if self._constant_rules else (n_q, n_k, dtype)
+            constant = tuple(None if _has_tensors(member) else member for member in self.rules)
+            rules = functools.partial(rules_of, n_q=n_q, n_k=n_k, dtype=dtype, known=constant)
             outputs = [None if x is None else _without_memory(x) for x in self._outputs]
-            _known[kind] = _Call(self._copied, outputs, self._parts, lengths, self._launches)
+            _known[kind] = _Call(self._copied, outputs, self._parts, None if all(constant) else rules, self._launches)
 
     def _value(self, x: Tensor | tuple) -> int | None:
         """Which of the values of a call such an argument is; None where it holds any other tensor.

@@ -227,14 +227,14 @@ def check_seed(given: DropoutSeed, device: torch.device) -> None:
         raise ValueError(f"generator.first must be a pair (sample, head) of ints from 0, got {first!r}")
 
 
-def check_pages(block_table: Tensor, lengths: Tensor, n: int, k_pages: Tensor, prefix: int) -> None:
+def check_pages(block_table: Tensor, lengths: Tensor, n: int, pages: int, page_size: int, prefix: int) -> None:
     """Raises ValueError where requests with n queries have too few or too many tokens, or no pages for them.
 
     Only on the CPU: elsewhere the check would have to wait for the device.
     """
     if lengths.device.type != "cpu":
         return
-    (pages, page_size), most = k_pages.shape[:2], block_table.shape[1] * k_pages.shape[1]
+    most = block_table.shape[1] * page_size
     if (lengths < prefix + n).any() or (lengths > most).any():
         raise ValueError(
             f"lengths must be from {prefix + n}, the queries of these requests{' after the prefix' * bool(prefix)}, to "
@@ -255,7 +255,8 @@ def _check_shape(
     if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be a Tensor of {allowed}, got {_kind(x)}")
-    if x.dim() != len(shape) or any(n != m for n, m in zip(x.shape, shape, strict=True) if not isinstance(m, str)):
+    fits = [n == m or type(m) is str for n, m in zip(x.shape, shape, strict=False)]
+    if x.dim() != len(shape) or not all(fits):
         raise ValueError(f"{name} must be [{', '.join(map(str, shape))}], got {list(x.shape)}")
     if like is not None and x.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like q, got {x.device}")

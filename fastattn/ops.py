@@ -125,16 +125,23 @@ class _DirectAttention(Function):
     def forward(ctx, q, k, v, bias, alibi_slopes, sinks, spec, backend):
         o, lse = backend.forward(q, k, v, spec)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.forms = (spec, backend), _forms(q, k, v, o, lse)
-        ctx.save_for_backward(q, k, v, o, lse, *spec.tensors())
+        ctx.kind, ctx.backend, of_spec = spec.kind, backend, ()
+        if spec.kind is not spec:  # it has tensors, which autograd keeps, or computes again
+            flat = _flatten(spec, backend)
+            of_spec, ctx.constants = (bias, alibi_slopes, sinks, *flat[: _TENSORS - 6]), flat[_TENSORS - 6 :]
+        ctx.save_for_backward(q, k, v, o, lse, *of_spec)
+        ctx.forms = _forms(q, k, v, o, lse, *of_spec)
         return o, lse
 
     @staticmethod
     def backward(ctx, do, dlse):
-        q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
-        (spec, backend), wanted = ctx.call, ctx.needs_input_grad[:6]
-        # Nobody but an assignment to q.data, or a call of this very function, gives a tensor another form.
-        as_known = _forms(q, k, v, o if do is None else do, lse if dlse is None else dlse) == ctx.forms
+        q, k, v, o, lse, *of_spec = ctx.saved_tensors  # which refuses those that were changed since
+        spec, backend, wanted = ctx.kind, ctx.backend, ctx.needs_input_grad[:6]
+        if of_spec:
+            spec, _ = _unflatten(of_spec[:3], (*of_spec[3:], *ctx.constants))
+            spec.kind = ctx.kind
+        # An assignment to q.data, a hook, or a call of this very function may give a tensor another form.
+        as_known = _forms(q, k, v, o if do is None else do, lse if dlse is None else dlse, *of_spec) == ctx.forms
         plain = as_known and (do is None or is_plain(do)) and (dlse is None or is_plain(dlse))
         if not plain or _grad_enabled() or is_compiling() or _in_forward_mode() or _watched():
             result = _gradients_of_call(do, dlse, q, k, v, o, lse, spec, backend, wanted)
@@ -143,8 +150,8 @@ class _DirectAttention(Function):
         return *result, None, None
 
 
-def _forms(*tensors: Tensor) -> list[tuple]:
-    return [(x.shape, x.dtype, x.get_device()) for x in tensors]
+def _forms(*tensors: Tensor | None) -> list[tuple | None]:
+    return [None if x is None else (x.shape, x.dtype, x.get_device()) for x in tensors]
 
 
 def _gradients_of_call(do, dlse, q, k, v, o, lse, spec, backend, wanted) -> list[Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -336,6 +337,22 @@ def test_a_checkpoint_around_it():
     assert all(map(torch.equal, gradients(checkpointed=True), gradients(checkpointed=False)))
 
 
+@pytest.mark.parametrize("name", ["bias", "dense"])
+def test_what_a_backward_needs_is_kept_by_autograd_alone(name):
+    """Which may give it away, as a checkpoint does and those who save memory on GPUs, and get it again."""
+    x, packed = leaves(), []
+    table = torch.zeros(3, 7, dtype=torch.bool if name == "dense" else torch.float32)
+    call = {"mask": Mask(dense=~table)} if name == "dense" else {"bias": table + 1}
+    given = weakref.ref(call["mask"].dense if name == "dense" else call["bias"])
+    expected = torch.autograd.grad(fastattn.attention(*x, **call, backend="cpu").sum(), x)
+    pack = lambda y: packed.append(y.clone()) or len(packed) - 1  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
+        o = fastattn.attention(*x, **call, backend="cpu")
+    call.clear()
+    assert given() is None
+    assert all(map(torch.equal, torch.autograd.grad(o.sum(), x), expected))
+
+
 def forward_over_backward(o: Tensor, x: list[Tensor]) -> tuple[Tensor, ...]:
     with forward_ad.dual_level():
         do = forward_ad.make_dual(o.detach(), o.detach().cos())
@@ -422,13 +439,18 @@ def test_lse_is_in_the_graph_of_a_short_call_only_where_it_is_asked_for():
     assert [len(y.grad_fn._input_metadata) for y in (o, fastattn.attention(*leaves()))] == [2, 1]
 
 
-def test_what_no_longer_fits_in_the_backward_of_a_short_call_is_refused():
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+def test_what_no_longer_fits_in_the_backward_is_refused(backend):
+    """Of a short call, and of any other that nobody watches."""
     fastattn.attention(Q, K, V)
-    x = leaves()
-    o = fastattn.attention(*x)
-    x[0].data = torch.ones(3)
-    with pytest.raises(ValueError, match="q must be"):
-        o.sum().backward()
+    for i, other, sentence in ((0, torch.ones(3), "q must be"), (2, V[:, :, :5], "v must be")):
+        x = leaves()
+        o = fastattn.attention(*x, backend=backend)
+        with pytest.raises(ValueError, match="do must be"):
+            o.grad_fn.apply(o[:, :, :2].detach(), *[None] * (backend is not None))
+        x[i].data = other
+        with pytest.raises(ValueError, match=sentence):
+            o.sum().backward()
 
 
 @pytest.mark.parametrize("average_heads", [True, False])

@@ -46,13 +46,13 @@ class _Launch(NamedTuple):
 class _Call(NamedTuple):
     """All launches of a call; its values are its inputs, its outputs, and what is made of `parts`.
 
-    copied: which inputs are read as contiguous copies. outputs: tensors like them, without memory.
+    copied: which inputs are read as contiguous copies. outputs: what allocates them.
     parts: arguments that begin with neighbours among the tensors: which ones, and what follows.
     rules: makes those of a call of its spec; None where they are the same in each.
     """
 
     copied: list[int]
-    outputs: list[Tensor | None]
+    outputs: list[Callable[[], Tensor] | None]
     parts: list[tuple[slice, tuple]]
     rules: Callable[[Spec], Rules] | None
     launches: list[_Launch]
@@ -106,7 +106,7 @@ def repeated(kind: tuple, inputs: tuple[Tensor | None, ...], spec: Spec) -> list
             return repeated(kind, inputs, spec)
     if known.copied:
         inputs = tuple(x.contiguous() if i in known.copied else x for i, x in enumerate(inputs))
-    outputs = [None if x is None else torch.empty_like(x) for x in known.outputs]
+    outputs = [allocate and allocate() for allocate in known.outputs]
     tensors = (*inputs, *outputs)
     values = [*tensors, *[tensors[which] + rest for which, rest in known.parts]]
     rules = None if known.rules is None else known.rules(spec)
@@ -187,7 +187,7 @@ class Launches:
                 _known.clear()
             constant = tuple(None if _has_tensors(member) else member for member in self.rules)
             rules = functools.partial(rules_of, n_q=n_q, n_k=n_k, dtype=dtype, known=constant)
-            outputs = [None if x is None else _without_memory(x) for x in self._outputs]
+            outputs = [None if x is None else _allocator(x) for x in self._outputs]
             _known[kind] = _Call(self._copied, outputs, self._parts, None if all(constant) else rules, self._launches)
 
     def _value(self, x: Tensor | tuple) -> int | None:
@@ -212,8 +212,6 @@ def _has_tensors(x: object) -> bool:
     return isinstance(x, Tensor) or (isinstance(x, tuple) and any(_has_tensors(part) for part in x))
 
 
-def _without_memory(x: Tensor) -> Tensor:
-    """A tensor of this form, for `empty_like`, which takes half as long as any other way to allocate one."""
-    result = torch.empty_like(x)
-    result.untyped_storage().resize_(0)
-    return result
+def _allocator(x: Tensor) -> Callable[[], Tensor]:
+    form = {"dtype": x.dtype, "device": x.device}
+    return functools.partial(torch.empty_strided, x.shape, x.stride(), **form)

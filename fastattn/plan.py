@@ -107,12 +107,12 @@ def prepare(
         chosen = by_weights = backends.select(q, k, v, spec, backend, function=of_values, training=training)
         if two:
             by_weights = backends.select(q, k, v[..., :0], spec, backend, function="weights")
-        plain = kind is not None and _is_plain(q, k, v, spec)
+        plain, pairs = kind is not None and _is_plain(q, k, v, spec), kind is not None and not nothing_to_see(q, k)
         if spec.tensors() or spec.dropout_p > 0:
             spec = replace(spec, mask=EVERYTHING, bias=None, alibi_slopes=None, sinks=None)
         elif kind is not None:
             spec.kind = spec
-        plan = Plan(spec, chosen, by_weights, plain, not nothing_to_see(q, k), training)
+        plan = Plan(spec, chosen, by_weights, plain, pairs, training)
         if kind is not None and not (backend is None and backends.reference in (chosen, by_weights)):  # it warns
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
@@ -181,7 +181,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
 
 
 def nothing_to_see(q: Tensor, k: Tensor) -> bool:
-    """Whether there is no pair of query and key: no backend is asked. Inside the op, so lengths choose no graph."""
+    """Whether there is no pair of query and key: no backend is asked. In a graph the op asks, not a guard."""
     B, H, n_q, _ = q.shape
     return B == 0 or H == 0 or n_q == 0 or k.shape[2] == 0
 

@@ -125,10 +125,11 @@ class _DirectAttention(Function):
     def forward(ctx, q, k, v, bias, alibi_slopes, sinks, spec, backend):
         o, lse = backend.forward(q, k, v, spec)
         ctx.set_materialize_grads(False)
-        ctx.kind, ctx.backend, of_spec = spec.kind, backend, ()
-        if spec.kind is not spec:  # it has tensors, which autograd keeps, or computes again
+        ctx.spec, ctx.backend, ctx.constants, of_spec = spec, backend, None, () if spec.kind is spec else spec.tensors()
+        if not (spec.bias is spec.mask.dense is None):  # large tables, which autograd may give away, and get again
             flat = _flatten(spec, backend)
             of_spec, ctx.constants = (bias, alibi_slopes, sinks, *flat[: _TENSORS - 6]), flat[_TENSORS - 6 :]
+            ctx.spec = spec.kind
         ctx.save_for_backward(q, k, v, o, lse, *of_spec)
         ctx.forms = _forms(q, k, v, o, lse, *of_spec)
         return o, lse
@@ -136,10 +137,10 @@ class _DirectAttention(Function):
     @staticmethod
     def backward(ctx, do, dlse):
         q, k, v, o, lse, *of_spec = ctx.saved_tensors  # which refuses those that were changed since
-        spec, backend, wanted = ctx.kind, ctx.backend, ctx.needs_input_grad[:6]
-        if of_spec:
+        spec, backend, wanted = ctx.spec, ctx.backend, ctx.needs_input_grad[:6]
+        if ctx.constants is not None:
             spec, _ = _unflatten(of_spec[:3], (*of_spec[3:], *ctx.constants))
-            spec.kind = ctx.kind
+            spec.kind = ctx.spec
         # An assignment to q.data, a hook, or a call of this very function may give a tensor another form.
         as_known = _forms(q, k, v, o if do is None else do, lse if dlse is None else dlse, *of_spec) == ctx.forms
         plain = as_known and (do is None or is_plain(do)) and (dlse is None or is_plain(dlse))

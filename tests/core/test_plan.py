@@ -6,6 +6,7 @@ import copy
 import functools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from fastattn import FallbackWarning, Mask, backends, ops, plan
 from fastattn.backends import cpu, reference
+from fastattn.spec import Spec
 from fastattn.testing import CASES, make_inputs
 
 Q, K, V = (torch.randn(2, H, n, 8, generator=torch.Generator().manual_seed(n)) for H, n in ((4, 3), (2, 7), (2, 7)))
@@ -144,6 +146,23 @@ def test_nested_tensors_are_refused_by_name():
     nested = torch.nested.nested_tensor([torch.ones(2, 3, 8), torch.ones(2, 5, 8)])
     with pytest.raises(ValueError, match="q must be a dense Tensor, got a nested tensor"):
         fastattn.attention(nested, nested, nested)
+
+
+def test_a_spec_stands_for_calls_of_its_kind_until_it_is_another():
+    def spec_of(**terms: object) -> Spec:
+        arguments = {"mask": None, "bias": None, "dropout_p": 0.0, "generator": None} | terms
+        mask, bias, *dropout = arguments.values()
+        return plan.prepare(Q, K, V, mask, None, bias, None, None, None, *dropout, True, "cpu")[3]
+
+    bare = spec_of()
+    assert bare.kind is bare is spec_of()
+    assert replace(bare, dropout_p=0.5).kind is None
+    with_tensors = [spec_of(mask=Mask(real_keys=REAL), bias=torch.zeros(7)) for _ in range(2)]
+    assert with_tensors[0].kind is with_tensors[1].kind not in (None, bare, *with_tensors)
+    assert with_tensors[0].kind.tensors() == []
+    places = fastattn.DropoutSeed(0, places=plan.places_from((0, 0), 3, 7, Q.device))
+    assert spec_of(dropout_p=0.5).kind is spec_of(dropout_p=0.5).kind is not None
+    assert spec_of(dropout_p=0.5, generator=places).kind is None
 
 
 def test_plans_are_bounded(monkeypatch, judged):

@@ -83,15 +83,15 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, spec: Spec) ->
 
 
 def _module_for(q: Tensor) -> ModuleType:
-    flash_forward, flash_decoding, few_queries, _ = _modules()
-    return flash_decoding if q.shape[2] <= few_queries else flash_forward
+    flash_forward, flash_decoding, _ = _modules()
+    return flash_decoding if q.shape[2] <= flash_decoding.FEW_QUERIES.value else flash_forward
 
 
-@functools.cache  # an import in each call would take longer than the call
-def _modules() -> tuple[ModuleType, ModuleType, int, ModuleType]:
-    from . import configs, flash_backward, flash_decoding, flash_forward
+@functools.cache  # an import in each call would take as long as a launch
+def _modules() -> tuple[ModuleType, ModuleType, ModuleType]:
+    from . import flash_backward, flash_decoding, flash_forward
 
-    return flash_forward, flash_decoding, configs.FEW_QUERIES.value, flash_backward
+    return flash_forward, flash_decoding, flash_backward
 
 
 def backward(
@@ -106,7 +106,7 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """The six gradients, each where `output_mask` asks for it."""
-    return _modules()[3].backward(do, dlse, q, k, v, o, lse, spec, output_mask)
+    return _modules()[2].backward(do, dlse, q, k, v, o, lse, spec, output_mask)
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:

@@ -154,7 +154,7 @@ def attention(
     result = None
     if plan is None and (blocks.ENTERED or blocks.LEFT):
         plan = blocks.of_call(q)
-    of_dtensors = type(q).__name__ == "DTensor"
+    of_dtensors = type(q) is not Tensor and type(q).__name__ == "DTensor"
     if of_dtensors or not (plan is None or blocks.is_here(plan)):
         terms: Terms = {
             "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,

@@ -59,7 +59,7 @@ _TENSOR = "a tensor stood here"
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] and lse [B, H, n_q] of a prepared call."""
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-    if plan.plain and plan.pairs and not (_watched() or _in_forward_mode()):  # never, while a call is compiled
+    if plan.plain and plan.pairs and not _watched():  # never, while a call is compiled
         if plan.training:
             return _apply_directly(q, k, v, *learned, spec, plan.backend)
         return plan.backend.forward(q, k, v, spec)
@@ -94,7 +94,7 @@ def short_way(
         with_lse: lse is not None.
         average_heads: the second is the weights instead, as `attention_with_weights` has them.
     """
-    if is_compiling() or _in_forward_mode() or _any_autocast() or _watched():
+    if is_compiling() or _any_autocast() or _watched():
         return None
     known = short_ways.get(backends.BACKENDS)
     if known is None or not (mask is None or isinstance(mask, Mask)):
@@ -144,7 +144,7 @@ class _DirectAttention(Function):
         # An assignment to q.data, a hook, or a call of this very function may give a tensor another form.
         as_known = _forms(q, k, v, o if do is None else do, lse if dlse is None else dlse, *of_spec) == ctx.forms
         plain = as_known and (do is None or is_plain(do)) and (dlse is None or is_plain(dlse))
-        if not plain or _grad_enabled() or is_compiling() or _in_forward_mode() or _watched():
+        if not plain or _grad_enabled() or is_compiling() or _watched():
             result = _gradients_of_call(do, dlse, q, k, v, o, lse, spec, backend, wanted)
         else:
             result = backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
@@ -192,7 +192,7 @@ class _ShortAttention(Function):
         result, of_weights = None, (None, None, None)
         if do is dlse is None:
             result = of_weights
-        elif not (_grad_enabled() or _in_forward_mode() or _watched()):
+        elif not (_grad_enabled() or _watched()):
             result = backward(do, dlse, q, k, v, o, lse, *terms, wanted)
         if result is None:
             of_six = *wanted, False, False, False
@@ -271,8 +271,9 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _watched() -> bool | int:
-    """Whether a mode, a transform, a trace or the profiler looks on, so that the dispatcher has to see each op."""
-    return _bits_of(_keys_of_modes()) & _MODES or _any_function_mode() or profiler._is_profiler_enabled
+    """Whether forward mode, another mode, a transform, a trace or the profiler has to see each op in the dispatcher."""
+    modes = _bits_of(_keys_of_modes()) & _MODES
+    return modes or _any_function_mode() or profiler._is_profiler_enabled or forward_ad._current_level >= 0
 
 
 # By names of their own, since torch's are in large dictionaries, which a short call would look up in no cache.

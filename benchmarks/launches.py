@@ -6,7 +6,8 @@ A short call on a GPU takes as long as its launches, unless they are captured in
 compiles for one that need not be there, and the launch ends where it would hand the kernel to the driver. So what the
 driver takes is in none of these times, nor is PyTorch's allocation of memory on a GPU: tensors are on the CPU. Each
 sample is the CPU time of one thread; the calls take turns, and a row is the median over the rounds. "The backend alone"
-is without what `attention` and autograd do around it. Needs Triton.
+is without what `attention` and autograd do around it; "a Function alone" is what autograd takes for a Function that
+saves as much and computes nothing, which no call can be below that has a gradient. Needs Triton.
 """
 
 from __future__ import annotations
@@ -44,6 +45,21 @@ def nothing_kernel(x, n):
     tl.static_assert(True)
 
 
+class Nothing(torch.autograd.Function):
+    """Saves what attention saves, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, lse):
+        o = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
 @contextlib.contextmanager
 def handed_to(take: Callable[..., None]) -> Iterator[None]:
     """In this block launches on tensors in the CPU's memory, as for sm_80, end at the driver.
@@ -68,7 +84,7 @@ def handed_to(take: Callable[..., None]) -> Iterator[None]:
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """What is timed, by name: "training" is a forward that gradients are wanted of."""
     q, k, v = (torch.randn(B, H, N, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     do = torch.randn(B, H, N, D, dtype=torch.bfloat16)
     real = torch.ones(B, N, dtype=torch.bool)
@@ -80,25 +96,20 @@ def calls() -> dict[str, Callable[[], object]]:
         "documents": Mask(causal=True, segment_ids=(documents, documents)),
     }
 
-    def forward(mask: Mask | None) -> Tensor:
-        with torch.no_grad():
-            return fastattn.attention(q, k, v, mask, backend="triton")
-
-    def backward(mask: Mask | None) -> Callable[[], tuple[Tensor, ...]]:
-        o = fastattn.attention(q, k, v, mask, backend="triton")
+    def backward(o: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
     named: dict[str, Callable[[], object]] = {}
     for name, mask in masks.items():
-        named[f"forward, {name}"] = lambda mask=mask: forward(mask)
-        named[f"backward, {name}"] = backward(mask)
-    spec = Spec(Mask(), D**-0.5)
+        attend = functools.partial(fastattn.attention, q, k, v, mask, backend="triton")
+        named |= {f"forward, {name}": attend, f"training, {name}": attend, f"backward, {name}": backward(attend())}
+    spec, wanted = Spec(Mask(), D**-0.5), (True, True, True, False, False, False)
     inputs = tuple(x.detach() for x in (q, k, v))
     o, lse = backend.forward(*inputs, spec)
-    wanted = (True, True, True, False, False, False)
     named["forward, the backend alone"] = lambda: backend.forward(*inputs, spec)
     named["backward, the backend alone"] = lambda: backend.backward(do, None, *inputs, o, lse, spec, wanted)
-    return named
+    nothing = functools.partial(Nothing.apply, q, k, v, lse)
+    return named | {"training, a Function alone": nothing, "backward, a Function alone": backward(nothing())}
 
 
 def main() -> None:
@@ -122,11 +133,12 @@ def main() -> None:
         for name, call in calls().items():
             if options.filter not in name:
                 continue
-            call()
-            before = launched
-            call()
-            launches = launched - before
-            time, _, ratio = in_turns(call, bare, options.rounds, options.calls)
+            with torch.set_grad_enabled(name.startswith("training")):
+                call()
+                before = launched
+                call()
+                launches = launched - before
+                time, _, ratio = in_turns(call, bare, options.rounds, options.calls)
             print(f"{name:28} {launches:8} {time * 1e6:7.1f}u {ratio:6.1f}", flush=True)
 
 

@@ -93,6 +93,29 @@ def module_pair(padding: bool, need_weights: bool, backward: bool) -> Pair:
     return Pair(name, 1.0, call(ours), call(torchs))
 
 
+def paged_pair() -> Pair:
+    """A layer of a step of generation for four requests: pages, beside a row of memory for each request."""
+    requests, page, pages = 4, 16, 8
+    lengths = torch.tensor([20, 60, 128, 7])
+    table = torch.arange(requests * pages, dtype=torch.int32).view(requests, pages)
+    q, k, v = (torch.randn(requests, H, D) for _ in range(3))
+    k_rows, v_rows = (torch.randn(requests, H, pages * page, D) for _ in range(2))
+    k_pages, v_pages = (
+        x.unflatten(2, (pages, page)).transpose(1, 2).flatten(0, 1).transpose(1, 2).clone() for x in (k_rows, v_rows)
+    )
+    newest = torch.arange(requests), slice(None), lengths - 1
+    seen = (torch.arange(pages * page) < lengths[:, None])[:, None, None]
+
+    def ours() -> Tensor:
+        return fastattn.attention_paged(q, k_pages, v_pages, table, lengths, k=k, v=v)
+
+    def torchs() -> Tensor:
+        k_rows[newest], v_rows[newest] = k, v
+        return F.scaled_dot_product_attention(q[:, :, None], k_rows, v_rows, seen)[:, :, 0]
+
+    return Pair(f"attention_paged, {requests} requests with new tokens, forward", 2.0, ours, torchs)
+
+
 def pairs() -> list[Pair]:
     """Every pair, without gradients wherever the name does not have them."""
     lengths = [(1, 16, False), (1, 512, False), (16, 16, True)]
@@ -104,7 +127,7 @@ def pairs() -> list[Pair]:
         (False, False, True),
         (True, False, True),
     ]
-    return [*calls, *(module_pair(*of_module) for of_module in modules)]
+    return [*calls, *(module_pair(*of_module) for of_module in modules), paged_pair()]
 
 
 def check(pair: Pair) -> None:

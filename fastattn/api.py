@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import blocks, decoding, ops, plan
+from . import blocks, decoding, ops
 from .backends import objections, order_of
-from .spec import DropoutSeed, Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
+from .plan import after_autocast, derivatives_wanted, prepare
+from .spec import DropoutSeed, Mask, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
 from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, validated
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def attention(
     result = None
     if plan is None and (blocks.ENTERED or blocks.LEFT):
         plan = blocks.of_call(q)
-    of_dtensors = type(q).__name__ == "DTensor"
+    of_dtensors = type(q) is not Tensor and type(q).__name__ == "DTensor"
     if of_dtensors or not (plan is None or blocks.is_here(plan)):
         terms: Terms = {
             "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,
@@ -184,7 +185,7 @@ def attention(
         result = nested(o, q.offsets()).transpose(1, 2), nested(lse.T, q.offsets()).transpose(1, 2)
     elif result is None:
         result = ops.attention(
-            *_prepared(
+            *prepare(
                 q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
             )
         )
@@ -351,7 +352,7 @@ def attention_weights(
     """
     blocks.refuse("attention weights")
     check_flags(average_heads=average_heads)
-    q, k, _, spec, decided = _prepared(
+    q, k, _, spec, decided = prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend,
         "weights",
     )  # fmt: skip
@@ -409,7 +410,7 @@ def attention_with_weights(
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, False, average_heads)
         if result is not None:
             return result
-    q, k, v, spec, decided = _prepared(
+    q, k, v, spec, decided = prepare(
         q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend, "with weights"
     )
     o, lse = ops.attention(q, k, v, spec, decided)
@@ -455,7 +456,7 @@ def attention_received(
         tensor([[[1.5000, 0.5000]]])
     """
     blocks.refuse("attention weights")
-    q, k, _, spec, decided = _prepared(
+    q, k, _, spec, decided = prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "received"
     )
     return ops.received(q, k, spec, decided)
@@ -506,28 +507,10 @@ def top_keys(
     blocks.refuse("attention weights")
     top_k = as_int(top_k)
     check_top_k(top_k)
-    q, k, _, spec, decided = _prepared(
+    q, k, _, spec, decided = prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "top_keys"
     )
     return ops.top_keys(q, k, spec, top_k, decided)
-
-
-def _prepared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    scale: float | None,
-    bias: Tensor | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    dropout_p: float,
-    *rest: object,
-) -> tuple[Tensor, Tensor, Tensor, Spec, plan.Plan]:
-    """`plan.prepare`, with numbers of Python's."""
-    scale, softcap, dropout_p = as_number(scale), as_number(softcap), as_number(dropout_p)
-    return plan.prepare(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, *rest)
 
 
 def _no_values(k: Tensor) -> Tensor:
@@ -640,10 +623,10 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     defaults = dict.fromkeys(("scale", "bias", "softcap", "alibi_slopes", "sinks", "generator"))
     defaults |= {"dropout_p": 0.0, "deterministic": True}
     refuse_unknown(explain, sorted(options.keys() - defaults.keys()))
-    q, k, v = plan.after_autocast(q, k, v)
+    q, k, v = after_autocast(q, k, v)
     numbers = {name: as_number(options.get(name, defaults[name])) for name in ("scale", "softcap", "dropout_p")}
     spec = validated(q, k, v, mask, **(defaults | options | numbers))
-    training = plan.derivatives_wanted(q, k, v, spec.bias)
+    training = derivatives_wanted(q, k, v, spec.bias, spec.alibi_slopes, spec.sinks)
     candidates, order = order_of(q, k, v, spec, training)
     trusted = order.backends if order.trusted else ()
     refusals = {b.NAME: objections(b, q, k, v, spec, named=b.NAME in trusted, training=training) for b in candidates}

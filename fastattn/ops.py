@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 
 from . import backends, derivatives
 from .backends import backend_by_name
-from .plan import Plan, is_plain, short_ways
+from .plan import Plan, is_plain, nothing_to_see, short_ways
 from .spec import Mask, Spec, accumulation_dtype, empty_output
 from .validation import EVERYTHING, check_fit
 
@@ -59,16 +59,15 @@ _TENSOR = "a tensor stood here"
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] and lse [B, H, n_q] of a prepared call."""
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-    if is_compiling():
-        arguments = (q, k, v, *learned, *_flatten(spec, plan.backend))
-        return _forward(*arguments) if _onnx_exports() else _CompiledAttention.apply(*_distinct(arguments))
-    direct = plan.plain and not _watched() and not _in_forward_mode()
-    if _derivative_wanted((q, k, v, *learned)):
-        apply = _apply_directly if direct else _Attention.apply
-        return apply(q, k, v, *learned, *_flatten(spec, plan.backend), direct)
-    if direct:
-        return _computed(q, k, v, spec, plan.backend)
+    if plan.plain and plan.pairs and not _watched():  # never, while a call is compiled
+        if plan.training:
+            return _apply_directly(q, k, v, *learned, spec, plan.backend)
+        return plan.backend.forward(q, k, v, spec)
     arguments = (q, k, v, *learned, *_flatten(spec, plan.backend))
+    if is_compiling():
+        return _forward(*arguments) if _onnx_exports() else _CompiledAttention.apply(*_distinct(arguments))
+    if _derivative_wanted(arguments[:6]):
+        return _Attention.apply(*arguments)
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
 
 
@@ -95,7 +94,7 @@ def short_way(
         with_lse: lse is not None.
         average_heads: the second is the weights instead, as `attention_with_weights` has them.
     """
-    if is_compiling() or _in_forward_mode() or _any_autocast() or _watched():
+    if is_compiling() or _any_autocast() or _watched():
         return None
     known = short_ways.get(backends.BACKENDS)
     if known is None or not (mask is None or isinstance(mask, Mask)):
@@ -117,6 +116,52 @@ def _spec(q: Tensor, mask: Mask | None, scale: float | None, *terms) -> Spec:
     return Spec(EVERYTHING if mask is None else mask, q.shape[-1] ** -0.5 if scale is None else scale, *terms)
 
 
+class _DirectAttention(Function):
+    """Attention in a call that nobody watches: the backend is called without the dispatcher."""
+
+    boxed_grads_call = False  # PyTorch asks for it in each call, and takes longer where a class does not have it
+
+    @staticmethod
+    def forward(ctx, q, k, v, bias, alibi_slopes, sinks, spec, backend):
+        o, lse = backend.forward(q, k, v, spec)
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.backend, ctx.constants, of_spec = spec, backend, None, () if spec.kind is spec else spec.tensors()
+        if not (spec.bias is spec.mask.dense is None):  # large tables, which autograd may give away, and get again
+            flat = _flatten(spec, backend)
+            of_spec, ctx.constants = (bias, alibi_slopes, sinks, *flat[: _TENSORS - 6]), flat[_TENSORS - 6 :]
+            ctx.spec = spec.kind
+        ctx.save_for_backward(q, k, v, o, lse, *of_spec)
+        ctx.forms = _forms(q, k, v, o, lse, *of_spec)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, k, v, o, lse, *of_spec = ctx.saved_tensors  # which refuses those that were changed since
+        spec, backend, wanted = ctx.spec, ctx.backend, ctx.needs_input_grad[:6]
+        if ctx.constants is not None:
+            spec, _ = _unflatten(of_spec[:3], (*of_spec[3:], *ctx.constants))
+            spec.kind = ctx.spec
+        # An assignment to q.data, a hook, or a call of this very function may give a tensor another form.
+        as_known = _forms(q, k, v, o if do is None else do, lse if dlse is None else dlse, *of_spec) == ctx.forms
+        plain = as_known and (do is None or is_plain(do)) and (dlse is None or is_plain(dlse))
+        if not plain or _grad_enabled() or is_compiling() or _watched():
+            result = _gradients_of_call(do, dlse, q, k, v, o, lse, spec, backend, wanted)
+        else:
+            result = backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
+        return *result, None, None
+
+
+def _forms(*tensors: Tensor | None) -> list[tuple | None]:
+    return [None if x is None else (x.shape, x.dtype, x.get_device()) for x in tensors]
+
+
+def _gradients_of_call(do, dlse, q, k, v, o, lse, spec, backend, wanted) -> list[Tensor | None]:
+    """The gradients that are wanted, as functions of all these where derivatives of them are."""
+    of_call = (spec.bias, spec.alibi_slopes, spec.sinks, *wanted, *_flatten(spec, backend))
+    result = gradients((do, dlse, q, k, v, o, lse, *of_call))
+    return [g if w else None for g, w in zip(result, wanted, strict=True)]
+
+
 class _ShortAttention(Function):
     """Attention whose gradients are wanted, of q, k and v and of nothing else, in a call that nobody watches.
 
@@ -124,7 +169,7 @@ class _ShortAttention(Function):
     None.
     """
 
-    boxed_grads_call = False  # PyTorch asks for it in each call, and takes longer where a class does not have it
+    boxed_grads_call = False
 
     @staticmethod
     def forward(ctx, q, k, v, call):
@@ -147,13 +192,11 @@ class _ShortAttention(Function):
         result, of_weights = None, (None, None, None)
         if do is dlse is None:
             result = of_weights
-        elif not (_grad_enabled() or _in_forward_mode() or _watched()):
+        elif not (_grad_enabled() or _watched()):
             result = backward(do, dlse, q, k, v, o, lse, *terms, wanted)
         if result is None:
-            spec = _spec(q, *terms)
-            of_call = (spec.bias, spec.alibi_slopes, spec.sinks, *wanted, False, False, False)
-            result = gradients((do, dlse, q, k, v, o, lse, *of_call, *_flatten(spec, backend)))[:3]
-            result = [g if w else None for g, w in zip(result, wanted, strict=True)]
+            of_six = *wanted, False, False, False
+            result = _gradients_of_call(do, dlse, q, k, v, o, lse, _spec(q, *terms), backend, of_six)[:3]
         if d_weights is not None:
             spec = _spec(q, *terms)
             primals = (q, k, None, spec.bias, spec.alibi_slopes, spec.sinks)
@@ -228,8 +271,9 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _watched() -> bool | int:
-    """Whether a mode, a transform, a trace or the profiler looks on, so that the dispatcher has to see each op."""
-    return _bits_of(_keys_of_modes()) & _MODES or _any_function_mode() or profiler._is_profiler_enabled
+    """Whether forward mode, another mode, a transform, a trace or the profiler has to see each op in the dispatcher."""
+    modes = _bits_of(_keys_of_modes()) & _MODES
+    return modes or _any_function_mode() or profiler._is_profiler_enabled or forward_ad._current_level >= 0
 
 
 # By names of their own, since torch's are in large dictionaries, which a short call would look up in no cache.
@@ -296,59 +340,45 @@ def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, M
 
 
 class _Attention(Function):
-    """Attention with derivatives of every order; its backward is itself a Function.
-
-    The arguments are those of `fastattn::forward`, and whether the backend is called directly, not by the dispatcher.
-    """
+    """Attention with derivatives of every order; its backward is itself a Function."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*arguments):
-        *arguments, direct = arguments
-        return _forward(*arguments) if direct else torch.ops.fastattn.forward(*arguments)
+        return torch.ops.fastattn.forward(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
         tensors, ctx.constants = inputs[:_TENSORS], inputs[_TENSORS:]
         ctx.save_for_backward(*tensors, *output)
-        if not inputs[-1]:
-            ctx.save_for_forward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx, do, dlse):
         q, k, v, *others, o, lse = ctx.saved_tensors  # which refuses those that were changed since
-        *constants, direct = ctx.constants
         wanted = ctx.needs_input_grad[:6]
-        arguments = (do, dlse, q, k, v, o, lse, *others[:3], *wanted, *others[3:], *constants)
-        result = gradients(arguments, direct and all(x is None or is_plain(x) for x in (do, dlse)))
+        result = gradients((do, dlse, q, k, v, o, lse, *others[:3], *wanted, *others[3:], *ctx.constants))
         return *(g if w else None for g, w in zip(result, wanted, strict=True)), *_NO_GRADIENTS
 
     @staticmethod
     def jvp(ctx, *tangents):
-        primals, spec = _primals((*ctx.saved_tensors[:_TENSORS], *ctx.constants[:-1]))
+        primals, spec = _primals((*ctx.saved_tensors[:_TENSORS], *ctx.constants))
         return derivatives.forward_tangents(primals, tangents[:6], spec)
 
 
 _TENSORS = 14  # so many of the arguments of `fastattn::forward` are tensors or None, and come first
-_NO_GRADIENTS = (None,) * 18  # of its other arguments than the six that are differentiated, and of `direct`
-_apply_directly, _apply_short = super(Function, _Attention).apply, super(Function, _ShortAttention).apply
+_NO_GRADIENTS = (None,) * 17  # of its other arguments than the six that are differentiated
+_apply_directly, _apply_short = (super(Function, function).apply for function in (_DirectAttention, _ShortAttention))
 """Their `apply` for calls that nobody watches. Function.apply binds the arguments to the signature of `forward` in
 each call, which takes longer than all the rest of it."""
 
 
-def gradients(arguments: tuple, direct: bool = False) -> tuple[Tensor | None, ...]:
-    """The outputs of `fastattn::backward`, as functions of its inputs where derivatives of them are wanted.
-
-    Args:
-        arguments: those of `fastattn::backward`.
-        direct: every tensor among them is plain, so that the backend may be called without the dispatcher.
-    """
+def gradients(arguments: tuple) -> tuple[Tensor | None, ...]:
+    """The outputs of `fastattn::backward`, as functions of its arguments where derivatives of them are wanted."""
     if _derivative_wanted((*arguments[:5], *arguments[7:10])):
         return _AttentionBackward.apply(*arguments)
-    if direct and not is_compiling() and not _watched():
-        return _gradients(*arguments)
     return torch.ops.fastattn.backward(*arguments)
 
 
@@ -496,14 +526,14 @@ def _forward(q, k, v, bias, alibi_slopes, sinks, *flat):
 
 
 def _computed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: ModuleType) -> tuple[Tensor, Tensor]:
-    if _nothing_to_see(q, k):
+    if nothing_to_see(q, k):
         return empty_output(q, v.shape[3]).zero_(), _empty_lse(q).fill_(-math.inf)
     return backend.forward(q, k, v, spec)
 
 
 def _backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest):
-    inputs = (q, k, v, bias, alibi_slopes, sinks)
-    gradients = _gradients(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest)
+    inputs, learned = (q, k, v, bias, alibi_slopes, sinks), (bias, alibi_slopes, sinks)
+    gradients = _computed_gradients(do, dlse, q, k, v, o, lse, *_unflatten(learned, rest[6:]), rest[:6])
     return tuple(q.new_empty(0) if g is None else _as_promised(g, x) for g, x in zip(gradients, inputs, strict=True))
 
 
@@ -513,13 +543,11 @@ def _as_promised(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)
 
 
-def _gradients(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest) -> list[Tensor | None]:
-    wanted, flat = rest[:6], rest[6:]
+def _computed_gradients(do, dlse, q, k, v, o, lse, spec, backend, wanted) -> list[Tensor | None]:
     check_fit(q, k, v, o=o, lse=lse, do=do, dlse=dlse)  # also because v.data may be another one since forward
-    if _nothing_to_see(q, k):
-        inputs = (q, k, v, bias, alibi_slopes, sinks)
+    if nothing_to_see(q, k):
+        inputs = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks)
         return [torch.zeros_like(x) if w else None for x, w in zip(inputs, wanted, strict=True)]
-    spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
     gradients = backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
     return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
 
@@ -532,7 +560,7 @@ def _weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k, *flat):
 def _weights_in_form(
     q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, backend: ModuleType, form: str, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    if _nothing_to_see(q, k):
+    if nothing_to_see(q, k):
         weights, keys = _fake_weights(q, k, lse, None, None, None, form, top_k)
         return weights.zero_(), keys.fill_(-1)
     if form == "top_keys":
@@ -556,12 +584,6 @@ def _weights_backward(d_weights, keys, q, k, bias, alibi_slopes, sinks, form, *f
 def _weights_dtype(q: Tensor, form: str) -> torch.dtype:
     """That of q where a weight stands for each pair; sums, and weights in an order, are not rounded to it."""
     return q.dtype if form in ("averaged", "each head") else accumulation_dtype(q.dtype)
-
-
-def _nothing_to_see(q: Tensor, k: Tensor) -> bool:
-    """Whether there is no pair of query and key: no backend is asked. Inside the op, so lengths choose no graph."""
-    B, H, n_q, _ = q.shape
-    return B == 0 or H == 0 or n_q == 0 or k.shape[2] == 0
 
 
 def _empty_lse(q: Tensor) -> Tensor:

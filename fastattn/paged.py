@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import blocks, ops, plan
 from .api import merge
 from .backends import NoBackendError, warn_of_copies
-from .spec import Mask, accumulation_dtype, as_number, refuse_unknown
+from .spec import Mask, accumulation_dtype, refuse_unknown
 from .validation import check_flags, check_paged, check_pages
 
 if TYPE_CHECKING:
@@ -148,13 +152,7 @@ def attention_paged(
         q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, tree, alibi_slopes, sinks, prefix, k_scales,
         v_scales,
     )  # fmt: skip
-    groups, page_size = _groups(len(lengths), cu_seqlens_q, q.device), k_pages.shape[1]
-    if tree is not None and any(n != tree.shape[-1] for n, _, _ in groups):
-        got = sorted({n for n, _, _ in groups})
-        raise ValueError(f"tree must be of the {got} queries of a request, got {list(tree.shape)}")
-    for n, requests, _ in groups:
-        check_pages(block_table[requests], lengths[requests], n, k_pages, prefix)
-    causal = Mask(causal, window=window).causal and tree is None  # a Mask says what is wrong with either
+    groups = _groups(block_table, lengths, cu_seqlens_q, tree, (*k_pages.shape[:2], prefix, causal, window, q.device))
     terms = {"scale": scale, "softcap": softcap, "sinks": None if prefix else sinks, "backend": backend}
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     slopes_of_all = alibi_slopes if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2 else None
@@ -163,42 +161,38 @@ def attention_paged(
         q = queries.transpose(1, 2)
         return prepared(q, k_pages, v_pages, table, mask, alibi_slopes=slopes, scales=scales, **terms)
 
-    calls, places = [], []
-    for n, requests, tokens in groups:
-        table, after = block_table[requests, prefix // page_size :], lengths[requests] - prefix
-        if q.device.type == "cpu":
-            table = table[:, : -(-int(after.max()) // page_size)]
-        from_end = torch.arange(table.shape[1] * page_size, device=q.device) - after[:, None]
-        dense = None if tree is None else _seen(tree.expand(len(lengths), n, n)[requests], from_end + n)
-        mask = Mask(causal, q_offset=after - n, window=window, real_keys=from_end < 0, dense=dense)
-        slopes = alibi_slopes if slopes_of_all is None else slopes_of_all[requests]
-        calls.append(prepare(q[tokens].unflatten(0, (-1, n)), table, mask, slopes))
-        places.append(lengths[requests][:, None].long() - n + torch.arange(n, device=q.device))
+    calls = []
+    for group in groups:
+        slopes = alibi_slopes if slopes_of_all is None else slopes_of_all[group.requests]
+        calls.append(prepare(q[group.tokens].unflatten(0, (-1, group.n)), group.table, group.mask, slopes))
     if prefix and groups:
-        every = torch.cat([torch.arange(len(q), device=q.device)[tokens] for _, _, tokens in groups])[None]
-        group = 1 if alibi_slopes is not None else q.shape[1] // k_pages.shape[2]  # heads as more queries of one
-        positions = torch.cat([place.flatten() for place in places]).repeat_interleave(group)
+        every = torch.cat([torch.arange(len(q), device=q.device)[group.tokens] for group in groups])[None]
+        shared = 1 if alibi_slopes is not None else q.shape[1] // k_pages.shape[2]  # heads as more queries of one
+        positions = prefix + torch.cat([group.places.flatten() for group in groups]).repeat_interleave(shared)
         mask = Mask(q_offset=(positions - torch.arange(len(positions), device=q.device))[None], window=window)
-        queries = q[every].unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)
-        of_prefix = prepare(queries, block_table[:1, : prefix // page_size], mask, alibi_slopes)
+        queries = q[every].unflatten(2, (-1, shared)).transpose(2, 3).flatten(1, 2)
+        of_prefix = prepare(queries, block_table[:1, : prefix // k_pages.shape[1]], mask, alibi_slopes)
     if k is not None and v is not None:  # only now, when nothing more can be refused
-        for (_, requests, tokens), place in zip(groups, places, strict=True):
-            at = block_table[requests].gather(1, place // page_size).flatten().long(), (place % page_size).flatten()
+        for group in groups:
+            at, (of_k, of_v) = group.at, (x[group.tokens] for x in (k, v))
             if scales is None:
-                k_pages[at], v_pages[at] = k[tokens], v[tokens]
+                k_pages[at], v_pages[at] = of_k, of_v
             else:
-                (k_pages[at], k_scales[at]), (v_pages[at], v_scales[at]) = quantized(k[tokens]), quantized(v[tokens])
+                (k_pages[at], k_scales[at]), (v_pages[at], v_scales[at]) = quantized(of_k), quantized(of_v)
+    if len(groups) == 1 and groups[0].n * len(lengths) == len(q) and not prefix:  # nothing to gather, as mostly
+        o, lse = (x.transpose(1, 2).flatten(0, 1) for x in calls[0]())
+        return (o, lse.T) if return_lse else o
     o = q.new_zeros(*q.shape[:2], v_pages.shape[3])
     lse = q.new_full((len(q), q.shape[1]), -math.inf, dtype=accumulation_dtype(q.dtype))
     if prefix and groups:
-        of_queries = (x.transpose(1, 2).unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3) for x in of_prefix())
+        of_queries = (x.transpose(1, 2).unflatten(1, (-1, shared)).transpose(2, 3).flatten(2, 3) for x in of_prefix())
         o[every], lse[every] = of_queries
-    for (n, _, tokens), call in zip(groups, calls, strict=True):
+    for group, call in zip(groups, calls, strict=True):
         of_tokens = call()
         if prefix:
-            before = (x[tokens].unflatten(0, (-1, n)).transpose(1, 2) for x in (o, lse))
+            before = (x[group.tokens].unflatten(0, (-1, group.n)).transpose(1, 2) for x in (o, lse))
             of_tokens = merge(*before, *of_tokens, sinks=sinks)
-        o[tokens], lse[tokens] = (x.transpose(1, 2).flatten(0, 1) for x in of_tokens)
+        o[group.tokens], lse[group.tokens] = (x.transpose(1, 2).flatten(0, 1) for x in of_tokens)
     return (o, lse.T) if return_lse else o
 
 
@@ -208,24 +202,93 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().to(torch.int8), scales
 
 
-def _groups(
-    requests: int, cu_seqlens_q: Tensor | None, device: torch.device
-) -> list[tuple[int, Tensor | slice, Tensor | slice]]:
-    """(n, [b] requests with n queries, [b * n] places of these among all), for each n but 0.
+@dataclass(frozen=True)
+class _Group:
+    """Requests with as many queries each.
 
-    Slices stand for all requests, which is the most frequent case: nothing is gathered for it.
+    n: queries of a request. requests: [b], which of all; tokens: [b * n], their queries among all. Slices stand for all
+        of them, which is the most frequent case: nothing is gathered for it.
+    table: [b, pages], without those of the prefix. page_size: of these.
+    places: int64 [b, n], of the queries among the tokens of their request after the prefix.
+    mask: of the queries and the keys in the table.
     """
+
+    n: int
+    requests: Tensor | slice
+    tokens: Tensor | slice
+    table: Tensor
+    page_size: int
+    places: Tensor
+    mask: Mask
+
+    @cached_property
+    def at(self) -> tuple[Tensor, Tensor]:
+        """int64 [b * n] each: the pages of the tokens, and their rows there."""
+        pages = self.table.gather(1, self.places // self.page_size)
+        return pages.flatten().long(), (self.places % self.page_size).flatten()
+
+
+_Options = tuple[int, int, int, bool, tuple[int | None, int | None], torch.device]
+_last_step: tuple[str, list[Tensor | None], list[_Group]] | None = None
+
+
+def _groups(
+    block_table: Tensor, lengths: Tensor, cu_seqlens_q: Tensor | None, tree: Tensor | None, options: _Options
+) -> list[_Group]:
+    """The requests of a step of generation, which are checked.
+
+    Every layer of a model asks for the same ones, so those of the last step are kept, and known by what its tensors
+    hold: where that is to be read, on the CPU.
+
+    Args:
+        options: pages, page_size, prefix, causal, window, and the device.
+    """
+    global _last_step
+    if options[-1].type != "cpu" or tree is not None or is_compiling():
+        return _grouped(block_table, lengths, cu_seqlens_q, tree, options)
+    given, written = (block_table, lengths, cu_seqlens_q), repr(options)  # in which True is not 1
+    step = _last_step
+    if step is None or step[0] != written or not all(map(_are_equal, given, step[1])):
+        copies = [None if x is None else x.clone() for x in given]  # nothing that is kept follows the tensors given
+        step = _last_step = written, copies, _grouped(*copies, tree, options)
+    return step[2]
+
+
+def _are_equal(x: Tensor | None, y: Tensor | None) -> bool:
+    return x is y if x is None or y is None else x.dtype == y.dtype and torch.equal(x, y)
+
+
+def _grouped(
+    block_table: Tensor, lengths: Tensor, cu_seqlens_q: Tensor | None, tree: Tensor | None, options: _Options
+) -> list[_Group]:
+    pages, page_size, prefix, causal, window, device = options
     if cu_seqlens_q is None:
-        return [(1, slice(None), slice(None))] if requests else []
-    begin = cu_seqlens_q.long().cpu()
-    counts, result = begin.diff(), []
-    for n in counts.unique().tolist():
-        of_n = (counts == n).nonzero()[:, 0]
-        if n and len(of_n) == requests:
-            result.append((n, slice(None), slice(0, n * requests)))
-        elif n:
-            result.append((n, of_n.to(device), (begin[of_n, None] + torch.arange(n)).flatten().to(device)))
-    return result
+        parts = [(1, slice(None), slice(None))] if len(lengths) else []
+    else:
+        begin = cu_seqlens_q.long().cpu()
+        counts, parts = begin.diff(), []
+        for n in counts.unique().tolist():
+            of_n = (counts == n).nonzero()[:, 0]
+            if n and len(of_n) == len(lengths):
+                parts.append((n, slice(None), slice(0, n * len(lengths))))
+            elif n:
+                parts.append((n, of_n.to(device), (begin[of_n, None] + torch.arange(n)).flatten().to(device)))
+    if tree is not None and any(n != tree.shape[-1] for n, _, _ in parts):
+        got = sorted({n for n, _, _ in parts})
+        raise ValueError(f"tree must be of the {got} queries of a request, got {list(tree.shape)}")
+    causal = Mask(causal, window=window).causal and tree is None  # a Mask says what is wrong with either
+    groups = []
+    for n, requests, tokens in parts:
+        check_pages(block_table[requests], lengths[requests], n, pages, page_size, prefix)
+        table, after = block_table[requests, prefix // page_size :], lengths[requests] - prefix
+        if device.type == "cpu":
+            table = table[:, : -(-int(after.max()) // page_size)]
+        from_end = torch.arange(table.shape[1] * page_size, device=device) - after[:, None]
+        dense = None if tree is None else _seen(tree.expand(len(lengths), n, n)[requests], from_end + n)
+        mask = Mask(causal, q_offset=after - n, window=window, real_keys=from_end < 0, dense=dense)
+        places = after[:, None].long() - n + torch.arange(n, device=device)
+        groups.append(_Group(n, requests, tokens, table, page_size, places, mask))
+    return groups
 
 
 def _seen(tree: Tensor, place: Tensor) -> Tensor:
@@ -264,12 +327,11 @@ def prepared(
     """
     (_, page_size, H_kv, _), (B, pages) = k_pages.shape, table.shape
     k, v = (q.new_empty(()).expand(B, H_kv, pages * page_size, x.shape[3]) for x in (k_pages, v_pages))
-    scale, softcap = as_number(scale), as_number(softcap)
     arguments = (mask, scale, None, softcap, alibi_slopes, sinks, 0.0, None, True, backend)
     k_pages, v_pages = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
     of_rows = () if scales is None else tuple(x.transpose(1, 2) for x in scales)
     function = "forward_quantized" if of_rows else "forward_paged"
-    with torch.autocast(q.device.type, enabled=False):  # which would have the pages in another dtype
+    with _without_autocast(q.device):  # which would have the pages in another dtype
         try:
             q, _, _, spec, decided = plan.prepare(q, k, v, *arguments, function)
             if decided.plain and all(map(plan.is_plain, (k_pages, v_pages, *of_rows))):
@@ -288,7 +350,11 @@ def prepared(
             factors = (x[in_use, ..., None].to(accumulation_dtype(q.dtype)) for x in of_rows)
             k, v = ((x * factor).to(q.dtype) for x, factor in zip((k, v), factors, strict=True))
         k, v = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))
-        with torch.autocast(q.device.type, enabled=False):
+        with _without_autocast(q.device):
             return ops.attention(*plan.prepare(q, k, v, *arguments))
 
     return of_copies
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager:
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

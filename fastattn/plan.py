@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import backends
 from .backends.choice import default_is_best
 from .backends.selfcheck import serves_whole
-from .spec import DropoutSeed, Mask, Spec
+from .spec import DropoutSeed, Mask, Spec, as_number
 from .validation import EVERYTHING, check_seed, validated
 
 MOST_PLANS = 4096
@@ -30,18 +31,19 @@ MOST_PLANS = 4096
 class Plan(NamedTuple):
     """The decision about one kind of call.
 
-    scale, softcap, dropout_p, deterministic: as `Spec` has them.
+    spec: of its calls, as far as it is no tensors; the mask only where all of it is none.
     backend: the backend that computes it. by_weights: the one that computes its weights.
     plain: every tensor is nothing but its memory, so that PyTorch has nothing to do with the call but autograd.
+    pairs: there are queries and keys.
+    training: autograd will ask for a gradient.
     """
 
-    scale: float
-    softcap: float | None
-    dropout_p: float
-    deterministic: bool
+    spec: Spec
     backend: ModuleType
     by_weights: ModuleType
     plain: bool
+    pairs: bool
+    training: bool
 
 
 _plans: dict[tuple, Plan] = {}
@@ -80,8 +82,10 @@ def prepare(
         ValueError: the call is malformed.
         NotImplementedError: no backend, or not the named one, computes it.
     """
-    q, k, v = after_autocast(q, k, v)
-    kind, training = None, derivatives_wanted(q, k, v, bias)
+    if _any_autocast():
+        q, k, v = after_autocast(q, k, v)
+    scale, softcap, dropout_p = as_number(scale), as_number(softcap), as_number(dropout_p)
+    kind, training = None, derivatives_wanted(q, k, v, bias, alibi_slopes, sinks)
     if not is_compiling():
         try:
             kind = (
@@ -103,8 +107,12 @@ def prepare(
         chosen = by_weights = backends.select(q, k, v, spec, backend, function=of_values, training=training)
         if two:
             by_weights = backends.select(q, k, v[..., :0], spec, backend, function="weights")
-        plain = kind is not None and _is_plain(q, k, v, spec)
-        plan = Plan(spec.scale, spec.softcap, spec.dropout_p, spec.deterministic, chosen, by_weights, plain)
+        plain, pairs = kind is not None and _is_plain(q, k, v, spec), kind is not None and not nothing_to_see(q, k)
+        if spec.tensors() or spec.dropout_p > 0:
+            spec = replace(spec, mask=EVERYTHING, bias=None, alibi_slopes=None, sinks=None)
+        elif kind is not None:
+            spec.kind = spec
+        plan = Plan(spec, chosen, by_weights, plain, pairs, training)
         if kind is not None and not (backend is None and backends.reference in (chosen, by_weights)):  # it warns
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()
@@ -112,15 +120,20 @@ def prepare(
             may_be_short = backend is None and hasattr(chosen, "short_way")
             if may_be_short and default_is_best(q.device) and serves_whole(chosen, q.device):
                 short_ways[backends.BACKENDS] = *chosen.short_way(), chosen
+    of_kind = plan.spec
+    if of_kind.kind is of_kind:
+        return q, k, v, of_kind, plan
     seed = places = None
-    if plan.dropout_p > 0:
+    if of_kind.dropout_p > 0:
         seed, places, first = drawn(q.device, generator)
         if places is None and first != (0, 0):
             places = places_from(first, q.shape[2], k.shape[2], q.device)
     spec = Spec(
-        EVERYTHING if mask is None else mask, plan.scale, bias, plan.softcap, alibi_slopes, sinks, plan.dropout_p, seed,
-        plan.deterministic, places,
+        EVERYTHING if mask is None else mask, of_kind.scale, bias, of_kind.softcap, alibi_slopes, sinks,
+        of_kind.dropout_p, seed, of_kind.deterministic, places,
     )  # fmt: skip
+    if kind is not None and places is None:  # of which the kind knows nothing
+        spec.kind = of_kind
     return q, k, v, spec, plan
 
 
@@ -164,8 +177,13 @@ def _kind_of_mask(mask: Mask) -> tuple:
 
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> bool:
-    tensors = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks, *spec.mask.tensors().values())
-    return all(is_plain(x) for x in tensors if x is not None)
+    return all(is_plain(x) for x in (q, k, v, *spec.tensors()))
+
+
+def nothing_to_see(q: Tensor, k: Tensor) -> bool:
+    """Whether there is no pair of query and key: no backend is asked. In a graph the op asks, not a guard."""
+    B, H, n_q, _ = q.shape
+    return B == 0 or H == 0 or n_q == 0 or k.shape[2] == 0
 
 
 def is_plain(x: Tensor) -> bool:
@@ -178,7 +196,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_keys_of = torch._C._dispatch_keys
+_keys_of, _any_autocast = torch._C._dispatch_keys, torch._C._is_any_autocast_enabled
 
 
 @functools.cache
@@ -189,8 +207,6 @@ def _keys_of_plain_tensors(device_type: str) -> int:
 
 def after_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the arguments of scaled_dot_product_attention: all but fp64 in the autocast dtype."""
-    if not torch._C._is_any_autocast_enabled():  # quicker to ask than the rest, and mostly not so
-        return tensors
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         return tensors
     device = tensors[0].device.type

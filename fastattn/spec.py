@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -587,6 +587,9 @@ class Spec:
         deterministic: same inputs give the same bits.
         places: int32 [2 + n_q + ceil(n_k / 4)] on the device of q, where this call is a part of one that other
             processes compute too: by which sample, head, queries and keys its dropout is drawn. See `dropout_keep`.
+        kind: stands for the spec, but for how its tensors lie in memory, as a key for what a backend remembers: one
+            object for all calls of a kind, the spec itself where it has no tensors; None where plan.py has not set it,
+            as in what `dataclasses.replace` makes.
     """
 
     mask: Mask
@@ -599,6 +602,7 @@ class Spec:
     seed: Tensor | None = None
     deterministic: bool = True
     places: Tensor | None = None
+    kind: Spec | None = field(init=False, default=None)
 
     def features(self) -> frozenset[str]:
         """The names of everything in use, the mask's fields among them: what a backend must list to take this call."""
@@ -610,6 +614,11 @@ class Spec:
             "dropout": self.dropout_p > 0.0,
         }
         return self.mask.features() | frozenset(name for name, used in in_use.items() if used)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of it, the mask's among them."""
+        given = (self.bias, self.alibi_slopes, self.sinks, self.seed, self.places)
+        return [*self.mask.tensors().values(), *[x for x in given if x is not None]]
 
     def bias_rows(self, rows: slice) -> Tensor | None:
         """The bias of these query rows."""

@@ -82,20 +82,29 @@ def validated(
     return Spec(mask, float(scale), bias, softcap, alibi_slopes, sinks, float(dropout_p), None, bool(deterministic))
 
 
-def check_fit(q: Tensor, k: Tensor, v: Tensor, **of_queries: Tensor | None) -> None:
+def check_fit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor | None = None,
+    lse: Tensor | None = None,
+    do: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> None:
     """Raises ValueError where the arguments of an op, which anyone may call, do not fit each other in size or device.
 
     Args:
-        of_queries: o and do [B, H, n_q, d_v], and lse and dlse [B, H, n_q], as far as there are any.
+        o, do: [B, H, n_q, d_v]. lse, dlse: [B, H, n_q].
     """
     (B, H, n_q, D), (_, H_kv, n_k, _), d_v = _sizes("q", q), _sizes("k", k), _sizes("v", v)[3]
     if H_kv == 0 or H % H_kv:
         raise ValueError(f"the heads of k must divide the {H} heads of q, got {H_kv}")
-    sizes = {"k": (B, H_kv, n_k, D), "v": (B, H_kv, n_k, d_v), "o": (B, H, n_q, d_v), "do": (B, H, n_q, d_v)}
-    for name, x in (("k", k), ("v", v), *of_queries.items()):
-        if x is not None and (x.shape != sizes.get(name, (B, H, n_q)) or x.device != q.device):
-            wanted = list(sizes.get(name, (B, H, n_q)))
-            raise ValueError(f"{name} must be {wanted} on {q.device}, got {list(x.shape)} on {x.device}")
+    of_k, of_v, of_o, of_lse = (B, H_kv, n_k, D), (B, H_kv, n_k, d_v), (B, H, n_q, d_v), (B, H, n_q)
+    for name, x, size in (
+        ("k", k, of_k), ("v", v, of_v), ("o", o, of_o), ("lse", lse, of_lse), ("do", do, of_o), ("dlse", dlse, of_lse),
+    ):  # fmt: skip
+        if x is not None and (x.shape != size or x.device != q.device):
+            raise ValueError(f"{name} must be {list(size)} on {q.device}, got {list(x.shape)} on {x.device}")
 
 
 def _sizes(name: str, x: Tensor) -> torch.Size:
@@ -218,14 +227,14 @@ def check_seed(given: DropoutSeed, device: torch.device) -> None:
         raise ValueError(f"generator.first must be a pair (sample, head) of ints from 0, got {first!r}")
 
 
-def check_pages(block_table: Tensor, lengths: Tensor, n: int, k_pages: Tensor, prefix: int) -> None:
+def check_pages(block_table: Tensor, lengths: Tensor, n: int, pages: int, page_size: int, prefix: int) -> None:
     """Raises ValueError where requests with n queries have too few or too many tokens, or no pages for them.
 
     Only on the CPU: elsewhere the check would have to wait for the device.
     """
     if lengths.device.type != "cpu":
         return
-    (pages, page_size), most = k_pages.shape[:2], block_table.shape[1] * k_pages.shape[1]
+    most = block_table.shape[1] * page_size
     if (lengths < prefix + n).any() or (lengths > most).any():
         raise ValueError(
             f"lengths must be from {prefix + n}, the queries of these requests{' after the prefix' * bool(prefix)}, to "
@@ -246,7 +255,8 @@ def _check_shape(
     if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be a Tensor of {allowed}, got {_kind(x)}")
-    if x.dim() != len(shape) or any(n != m for n, m in zip(x.shape, shape, strict=True) if not isinstance(m, str)):
+    fits = [n == m or type(m) is str for n, m in zip(x.shape, shape, strict=False)]
+    if x.dim() != len(shape) or not all(fits):
         raise ValueError(f"{name} must be [{', '.join(map(str, shape))}], got {list(x.shape)}")
     if like is not None and x.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like q, got {x.device}")

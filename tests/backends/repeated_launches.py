@@ -42,6 +42,8 @@ CHOICES: dict[str, list] = {
     "layouts": list(itertools.product(LAYOUTS, repeat=4)),
     "one tensor for k and v": [False, False, False, True],
     "pages": [None, None, None, (16, torch.int32, 0), (16, torch.int64, 0), (16, torch.int32, 1), (7, torch.int32, 0)],
+    "pool": [9, 12],  # pages in all
+    "precision": ["highest", "high"],
     "causal": [False, True],
     "q_offset": [0, 1, 16, 300, "of samples", "of queries"],
     "window": [(None, None), (None, None), (1, None), (8, 8)],
@@ -101,7 +103,7 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
         fields["segment_ids"] = tuple(torch.zeros(B, n, dtype=of_ids) for n in (n_q, n_k))
     if (begin := chosen["dense"]) is not None:
         fields["dense"] = torch.ones(n_q * n_k + 1, dtype=torch.bool)[begin:][: n_q * n_k].view(n_q, n_k)
-    options = {name: chosen[name] for name in ("scale", "softcap", "dropout_p")}
+    options = {name: chosen[name] for name in ("scale", "softcap", "dropout_p", "precision")}
     if (layout := chosen["bias"]) is not None:
         options["bias"] = tensor(layout, 1, H, n_q, n_k)
     for name in ("alibi_slopes", "sinks"):
@@ -112,7 +114,7 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
         size, of_table, begin = chosen["pages"]
         n = n_k // size
         table = torch.zeros(B * n + 1, dtype=of_table)[begin:][: B * n].view(B, n)
-        tensors[1:3] = (tensor(layout, 9, H_kv, size, D, dtype=dtype) for layout in chosen["layouts"][1:3])
+        tensors[1:3] = (tensor(layout, chosen["pool"], H_kv, size, D, dtype=dtype) for layout in chosen["layouts"][1:3])
         for name in ("real_keys", "dense", "segment_ids"):  # of as many keys as are in the pages
             if name in fields and n_k % size:
                 del fields[name]
@@ -132,7 +134,8 @@ def launched(of_call: tuple, taken: list) -> list:
     taken.clear()
     (q, k, v, do, *table), mask, options = of_call
     places = options.get("places")
-    terms = {name: x for name, x in options.items() if name != "places"}
+    terms = {name: x for name, x in options.items() if name not in ("places", "precision")}
+    torch.set_float32_matmul_precision(options["precision"])
     torch.manual_seed(0)
     if table:
         prepared(q, k.transpose(1, 2), v.transpose(1, 2), *table, mask, **terms, backend="triton")()
@@ -174,13 +177,15 @@ def is_safe(x: object) -> bool:
 def main() -> None:
     """Raises AssertionError where a call is not launched as Triton launches it, or not as Triton 3.6 compiles it."""
     taken: list = []
+    watched: list = []
 
     def take(kernel: CompiledKernel, *launch: object) -> None:
         assert all(map(is_safe, launch[9:])), (kernel.name, launch[9:])
         if kernel.name not in PREPARATION:
             taken.append((kernel, launch[:3], launch[9:]))
+            watched.append(launch[6:9])
 
-    draw, repeated = random.Random(0), 0
+    draw, repeated, hooks = random.Random(0), 0, triton.knobs.runtime
     with mock.patch.object(triton.compiler, "compile", compiled), handed_to(take):
         for _ in range(SERIES):
             chosen = {name: draw.choice(choices) for name, choices in CHOICES.items()}
@@ -194,6 +199,11 @@ def main() -> None:
                 again = launched(twin, taken)
             assert all(kernel.args[0].__name__ in PREPARATION for kernel in by_triton.call_args_list), chosen
             assert again == forgotten(twin, taken), chosen
+            watched.clear()
+            with mock.patch.object(hooks.launch_exit_hook, "calls", [print]):
+                assert again == launched(twin, taken), chosen
+            assert [seen[1:] for seen in watched] == [(hooks.launch_enter_hook, hooks.launch_exit_hook)] * len(again)
+            assert [seen[0].get()["name"] for seen in watched] == [kernel.name for kernel, *_ in taken], chosen
             repeated += len(again)
         every_term = {name: choices[0] for name, choices in CHOICES.items()} | {"alibi_slopes": 0, "sinks": 0}
         for bias, wanted in itertools.product((None, "BHND"), CHOICES["wanted"]):  # which sums there are differs too

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn import Mask
+from fastattn import Mask, paged
 from fastattn.backends import cpu
 from fastattn.paged import quantized
 from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs, run
@@ -247,6 +247,40 @@ def test_one_query_each_and_nothing_at_all():
     assert fastattn.attention_paged(
         requests.q[:0], requests.k_pages, requests.v_pages, requests.table[:0], requests.lengths[:0]
     ).shape == (0, H, D)  # fmt: skip
+
+
+def test_a_step_is_checked_once_for_all_layers_and_again_where_anything_changes(monkeypatch):
+    """Tensors that are changed in a way of which PyTorch knows nothing, too, and those of a step that is over."""
+    requests, checks, check = Requests(), [], paged.check_pages
+    monkeypatch.setattr(paged, "check_pages", lambda *arguments: checks.append(1) or check(*arguments))
+    table, lengths = requests.table.clone(), requests.lengths.clone()
+
+    def attend(**options: object) -> tuple[int, Tensor]:
+        checks.clear()
+        attended = requests.attend(**options)
+        return len(checks), attended
+
+    first, expected = attend()
+    requests.table, requests.lengths = table.clone(), lengths.clone()
+    assert first == len({*QUERIES})
+    assert attend()[0] == 0
+    assert attend(causal=False)[0] == attend(window=(3, None))[0] == attend()[0] == first
+    with pytest.raises(ValueError, match="causal must be a bool"):
+        attend(causal=1)
+    newest = requests.q[requests.cu_seqlens_q[1:] - 1]
+    over = table.clone()
+    of_newest = fastattn.attention_paged(newest, requests.k_pages, requests.v_pages, over, lengths)
+    over.numpy()[:] = 0
+    assert torch.equal(fastattn.attention_paged(newest, requests.k_pages, requests.v_pages, table, lengths), of_newest)
+    assert torch.equal(attend()[1], expected)
+    requests.lengths.numpy()[2] -= 1
+    shorter = attend()[1]
+    requests.lengths = requests.lengths.int()
+    assert attend()[0] == first
+    assert not torch.equal(shorter, expected)
+    requests.lengths = lengths + 1000
+    with pytest.raises(ValueError, match="lengths must be from"):
+        attend()
 
 
 WRONG = [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from fastattn import FallbackWarning, Mask, backends, ops, plan
 from fastattn.backends import aten, cpu, reference
+from fastattn.spec import Spec
 from fastattn.testing import CASES, make_inputs
 
 Q, K, V = (torch.randn(2, H, n, 8, generator=torch.Generator().manual_seed(n)) for H, n in ((4, 3), (2, 7), (2, 7)))
@@ -143,6 +146,23 @@ def test_nested_tensors_are_refused_by_name():
     nested = torch.nested.nested_tensor([torch.ones(2, 3, 8), torch.ones(2, 5, 8)])
     with pytest.raises(ValueError, match="q must be a dense Tensor, got a nested tensor"):
         fastattn.attention(nested, nested, nested)
+
+
+def test_a_spec_stands_for_calls_of_its_kind_until_it_is_another():
+    def spec_of(**terms: object) -> Spec:
+        arguments = {"mask": None, "bias": None, "dropout_p": 0.0, "generator": None} | terms
+        mask, bias, *dropout = arguments.values()
+        return plan.prepare(Q, K, V, mask, None, bias, None, None, None, *dropout, True, "cpu")[3]
+
+    bare = spec_of()
+    assert bare.kind is bare is spec_of()
+    assert replace(bare, dropout_p=0.5).kind is None
+    with_tensors = [spec_of(mask=Mask(real_keys=REAL), bias=torch.zeros(7)) for _ in range(2)]
+    assert with_tensors[0].kind is with_tensors[1].kind not in (None, bare, *with_tensors)
+    assert with_tensors[0].kind.tensors() == []
+    places = fastattn.DropoutSeed(0, places=plan.places_from((0, 0), 3, 7, Q.device))
+    assert spec_of(dropout_p=0.5).kind is spec_of(dropout_p=0.5).kind is not None
+    assert spec_of(dropout_p=0.5, generator=places).kind is None
 
 
 def test_plans_are_bounded(monkeypatch, judged):
@@ -336,6 +356,22 @@ def test_a_checkpoint_around_it():
     assert all(map(torch.equal, gradients(checkpointed=True), gradients(checkpointed=False)))
 
 
+@pytest.mark.parametrize("name", ["bias", "dense"])
+def test_what_a_backward_needs_is_kept_by_autograd_alone(name):
+    """Which may give it away, as a checkpoint does and those who save memory on GPUs, and get it again."""
+    x, packed = leaves(), []
+    table = torch.zeros(3, 7, dtype=torch.bool if name == "dense" else torch.float32)
+    call = {"mask": Mask(dense=~table)} if name == "dense" else {"bias": table + 1}
+    given = weakref.ref(call["mask"].dense if name == "dense" else call["bias"])
+    expected = torch.autograd.grad(fastattn.attention(*x, **call, backend="cpu").sum(), x)
+    pack = lambda y: packed.append(y.clone()) or len(packed) - 1  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
+        o = fastattn.attention(*x, **call, backend="cpu")
+    call.clear()
+    assert given() is None
+    assert all(map(torch.equal, torch.autograd.grad(o.sum(), x), expected))
+
+
 def forward_over_backward(o: Tensor, x: list[Tensor]) -> tuple[Tensor, ...]:
     with forward_ad.dual_level():
         do = forward_ad.make_dual(o.detach(), o.detach().cos())
@@ -422,13 +458,18 @@ def test_lse_is_in_the_graph_of_a_short_call_only_where_it_is_asked_for():
     assert [len(y.grad_fn._input_metadata) for y in (o, fastattn.attention(*leaves()))] == [2, 1]
 
 
-def test_what_no_longer_fits_in_the_backward_of_a_short_call_is_refused():
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+def test_what_no_longer_fits_in_the_backward_is_refused(backend):
+    """Of a short call, and of any other that nobody watches."""
     fastattn.attention(Q, K, V)
-    x = leaves()
-    o = fastattn.attention(*x)
-    x[0].data = torch.ones(3)
-    with pytest.raises(ValueError, match="q must be"):
-        o.sum().backward()
+    for i, other, sentence in ((0, torch.ones(3), "q must be"), (2, V[:, :, :5], "v must be")):
+        x = leaves()
+        o = fastattn.attention(*x, backend=backend)
+        with pytest.raises(ValueError, match="do must be"):
+            o.grad_fn.apply(o[:, :, :2].detach(), *[None] * (backend is not None))
+        x[i].data = other
+        with pytest.raises(ValueError, match=sentence):
+            o.sum().backward()
 
 
 @pytest.mark.parametrize("average_heads", [True, False])

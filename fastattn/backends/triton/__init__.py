@@ -9,6 +9,7 @@ Only the functions that compute import Triton, so that importing fastattn needs 
 
 from __future__ import annotations
 
+import functools
 import os
 from types import ModuleType
 
@@ -82,10 +83,15 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, spec: Spec) ->
 
 
 def _module_for(q: Tensor) -> ModuleType:
-    from . import flash_decoding, flash_forward
-    from .configs import FEW_QUERIES
+    flash_forward, flash_decoding, _ = _modules()
+    return flash_decoding if q.shape[2] <= flash_decoding.FEW_QUERIES.value else flash_forward
 
-    return flash_decoding if q.shape[2] <= FEW_QUERIES else flash_forward
+
+@functools.cache  # an import in each call would take as long as a launch
+def _modules() -> tuple[ModuleType, ModuleType, ModuleType]:
+    from . import flash_backward, flash_decoding, flash_forward
+
+    return flash_forward, flash_decoding, flash_backward
 
 
 def backward(
@@ -100,9 +106,7 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """The six gradients, each where `output_mask` asks for it."""
-    from .flash_backward import backward
-
-    return backward(do, dlse, q, k, v, o, lse, spec, output_mask)
+    return _modules()[2].backward(do, dlse, q, k, v, o, lse, spec, output_mask)
 
 
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:

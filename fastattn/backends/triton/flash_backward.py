@@ -68,12 +68,27 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, dbias, dalibi_slopes, dsinks); None, and not computed, where `output_mask` does not ask for it."""
+    do = torch.zeros_like(o) if do is None else do
+    given = q, k, v, o, do, lse, constant_where_nothing_is_seen(dlse, lse)
+    kind = kind_of((backward, output_mask), given, spec)
+    outputs = repeated(kind, given, spec) or _launched(kind, given, spec, output_mask)
+    dq, dk, dv, dbias, ds_of_keys, ds_of_queries, *rows, ds_by_distance, p_by_distance = outputs
+    if not any(output_mask[3:]):
+        return dq, dk, dv, None, None, None
+    sums = Sums(None if dbias is None else dbias.view(spec.bias.shape), ds_of_keys, ds_of_queries, ds_by_distance)
+    stats = RowStats(*rows, given[6], spec.sinks, ds_of_queries)
+    return dq, dk, dv, *learned_gradients(spec, output_mask, sums, stats, p_by_distance)
+
+
+def _launched(
+    kind: tuple, given: tuple[Tensor | None, ...], spec: Spec, output_mask: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """What the kernels write: dq, dk, dv, dbias in four dimensions, sums of dS, `Rows`, and sums by distance."""
+    q, k, v, _, _, lse, dlse = given
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     wanted = wanted_sums(spec, output_mask, rounded=True)
     dq, dk, dv = (torch.empty_like(x) if w else None for x, w in zip((q, k, v), output_mask, strict=False))
-    do = torch.zeros_like(o) if do is None else do
-    q, k, v, o, do = (readable(x) for x in (q, k, v, o, do))
-    lse, dlse = lse.contiguous(), constant_where_nothing_is_seen(dlse, lse)
+    lse = lse.contiguous()
 
     def per_query(is_wanted: bool) -> Tensor | None:
         return torch.empty_like(lse) if is_wanted else None
@@ -83,48 +98,43 @@ def backward(
     ds_of_queries = per_query(wanted.of_queries)
     ds_by_distance, p_by_distance = per_query(wanted.by_distance), per_query(wanted.by_distance)
     dbias = torch.empty_like(spec.bias)[(None,) * (4 - spec.bias.dim())] if wanted.of_pairs else None
+    results = dq, dk, dv, dbias, ds_of_keys, ds_of_queries, *rows, ds_by_distance, p_by_distance
 
-    inputs, outputs = (q, k, v, o, do, lse, dlse), (dq, dk, dv, ds_of_keys, ds_of_queries, dbias)
-    tensors = (*inputs, *outputs, *rows, ds_by_distance, p_by_distance)
-    kind = kind_of(dq_kernel, (*inputs, *outputs, ds_by_distance), spec)
-    if not repeated(kind, tensors, spec, n_q, n_k):
-        block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-        shape = {
-            "GROUP": H // max(H_kv, 1),
-            "D_QK": d_qk,
-            "D_V": d_v,
-            "BLOCK_QK": block_qk,
-            "BLOCK_V": block_v,
-            "PRECISION": dot_precision(),
-        }
-        rules = rules_of(spec, n_q, n_k, v.dtype)
-        launches = Launches(rules, tensors)
-        compute_rows(launches, rows, heads(q), heads(k), heads(o), heads(do), lse, dlse)
-        inputs, scalars = (heads(q), heads(k), heads(v), heads(do), rows), (rules, spec.scale, H, n_q, n_k)
+    q, k, v, o, do = (readable(x) for x in given[:5])
+    block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
+    shape = {
+        "GROUP": H // max(H_kv, 1),
+        "D_QK": d_qk,
+        "D_V": d_v,
+        "BLOCK_QK": block_qk,
+        "BLOCK_V": block_v,
+        "PRECISION": dot_precision(),
+    }
+    rules = rules_of(spec, n_q, n_k, v.dtype)
+    launches = Launches(rules, given, (q, k, v, o, do, lse, dlse), results)
+    compute_rows(launches, rows, heads(q), heads(k), heads(o), heads(do), lse, dlse)
+    inputs, scalars = (heads(q), heads(k), heads(v), heads(do), rows), (rules, spec.scale, H, n_q, n_k)
 
-        config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy_terms)
-        if isinstance(config, Apart):
-            passes = [(config.dk, (dk, None, ds_of_keys)), (config.dv, (None, dv, None))]
-        else:
-            passes = [(config, (dk, dv, ds_of_keys))]
-        for config, outputs in passes:
-            if any(output is not None for output in outputs):
-                programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
-                outputs = (*map(heads, outputs[:2]), outputs[2])
-                launches.launch(dk_dv_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
+    config = config_for("dk_dv", q, max(block_qk, block_v), rules.heavy_terms)
+    if isinstance(config, Apart):
+        passes = [(config.dk, (dk, None, ds_of_keys)), (config.dv, (None, dv, None))]
+    else:
+        passes = [(config, (dk, dv, ds_of_keys))]
+    for config, outputs in passes:
+        if any(output is not None for output in outputs):
+            programs = B * H_kv * triton.cdiv(n_k, config.BLOCK_N)
+            outputs = (*map(heads, outputs[:2]), outputs[2])
+            launches.launch(dk_dv_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
 
-        if dq is not None or wanted.of_queries:
-            config = config_for("dq", q, max(block_qk, block_v), rules.heavy_terms)
-            programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-            outputs = (heads(dq), ds_of_queries, ds_by_distance, p_by_distance)
-            launches.launch(dq_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
-        if dbias is not None:
-            compute_gradient_of_table(launches, dbias, inputs, (B, H, n_q, n_k), shape)
-        launches.keep(kind)
-
-    sums = Sums(None if dbias is None else dbias.view(spec.bias.shape), ds_of_keys, ds_of_queries, ds_by_distance)
-    stats = RowStats(*rows, dlse, spec.sinks, ds_of_queries)
-    return dq, dk, dv, *learned_gradients(spec, output_mask, sums, stats, p_by_distance)
+    if dq is not None or wanted.of_queries:
+        config = config_for("dq", q, max(block_qk, block_v), rules.heavy_terms)
+        programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
+        outputs = (heads(dq), ds_of_queries, ds_by_distance, p_by_distance)
+        launches.launch(dq_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
+    if dbias is not None:
+        compute_gradient_of_table(launches, dbias, inputs, (B, H, n_q, n_k), shape)
+    launches.keep(kind, n_q, n_k, v.dtype)
+    return results
 
 
 def constant_where_nothing_is_seen(dlse: Tensor | None, lse: Tensor) -> Tensor | None:

@@ -6,13 +6,14 @@ than a short call on a GPU, and what it finds depends on metadata alone.
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from ...spec import Spec
 from .rules import Rules, rules_of
@@ -22,63 +23,112 @@ MOST_KINDS = 4096
 """How many kinds of calls are remembered; the next one forgets them all."""
 
 
+_STREAM, _OF_TRITON = 3, 9
+"""Before the arguments of a kernel stand its grid, the stream, two handles, and three things for those who watch."""
+
+
 class _Launch(NamedTuple):
     """A launch, to be repeated.
 
-    run: the compiled kernel with its grid. arguments: those that are the same in each call, and None for others.
-    others: (position, function of the tensors of a call) of those. rules: position of the rules, and the queries of
+    run: of what Triton compiled, without what it does for those who watch launches, for whom `watched` is.
+    arguments: first `_OF_TRITON` of Triton, then those of the kernel, if they are the same in each call; None for
+    others. others: (position, which of the values of a call) of those. rules: position of the rules, and the queries of
     their tiles; None where they are the same in each call.
     """
 
     run: Callable
+    watched: Callable
     arguments: list
-    others: list[tuple[int, Callable]]
+    others: list[tuple[int, int]]
     rules: tuple[int, int] | None
 
 
-_known: dict[tuple, list[_Launch]] = {}
+class _Call(NamedTuple):
+    """All launches of a call; its values are its inputs, its outputs, and what is made of `parts`.
+
+    copied: which inputs are read as contiguous copies. outputs: what allocates them.
+    parts: arguments that begin with neighbours among the tensors: which ones, and what follows.
+    rules: makes those of a call of its spec; None where they are the same in each.
+    """
+
+    copied: list[int]
+    outputs: list[Callable[[], Tensor] | None]
+    parts: list[tuple[slice, tuple]]
+    rules: Callable[[Spec], Rules] | None
+    launches: list[_Launch]
 
 
-def kind_of(what: object, tensors: tuple[Tensor | None, ...], spec: Spec) -> tuple:
+_known: dict[tuple, _Call] = {}
+
+
+def kind_of(what: object, inputs: tuple[Tensor | None, ...], spec: Spec) -> tuple:
     """All that the launches of a call depend on, but for the memory of its tensors."""
+    of_inputs = what, dot_precision(), *[None if x is None else _metadata(x) for x in inputs]
+    if spec.kind is spec:
+        return spec, *of_inputs
+    if spec.kind is not None:
+        return spec.kind, *of_inputs, *map(_layout, spec.tensors())
     mask, (queries, keys) = spec.mask, spec.mask.segment_ids or (None, None)
-    q_offset = mask.q_offset
+    tensors = (
+        mask.real_keys, mask.real_queries, queries, keys, mask.dense, spec.bias, spec.alibi_slopes, spec.sinks,
+        spec.seed, spec.places,
+    )  # fmt: skip
     return (
-        what,
-        tuple([_metadata(x) for x in tensors]),
+        *of_inputs,
+        *[None if x is None else _metadata(x) for x in tensors],
         mask.causal,
-        q_offset if isinstance(q_offset, int) else _metadata(q_offset),
+        mask.q_offset if isinstance(mask.q_offset, int) else _metadata(mask.q_offset),
         mask.window,
-        tuple([_metadata(x) for x in (mask.real_keys, mask.real_queries, queries, keys, mask.dense)]),
         spec.scale,
         spec.softcap,
         spec.dropout_p,
-        tuple([_metadata(x) for x in (spec.bias, spec.alibi_slopes, spec.sinks, spec.seed, spec.places)]),
-        dot_precision(),
     )
 
 
-def _metadata(x: Tensor | None) -> tuple | None:
-    """All of a tensor that the compiled kernels depend on: also whether it begins at a multiple of 16 bytes."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() % 16)
+def _metadata(x: Tensor) -> tuple:
+    """All of a tensor that the compiled kernels depend on."""
+    return x.dtype, x.shape, x.get_device(), x.stride(), x.data_ptr() % 16
 
 
-def repeated(kind: tuple, tensors: tuple[Tensor | None, ...], spec: Spec, n_q: int, n_k: int) -> bool:
-    """Whether the launches of such a call are known; they are repeated then, with these tensors."""
-    launches = _known.get(kind)
-    if launches is None:
-        return False
-    rules = rules_of(spec, n_q, n_k, tensors[0].dtype) if any(launch.rules for launch in launches) else None
-    with torch.cuda.device_of(tensors[0]):
-        for known in launches:
-            arguments = known.arguments.copy()
-            for position, argument in known.others:
-                arguments[position] = argument(tensors)
-            if known.rules is not None:
-                position, block_m = known.rules
-                arguments[position] = rules.in_tiles(block_m)
-            known.run(*arguments)
-    return True
+def _layout(x: Tensor) -> tuple:
+    """How a tensor lies in memory: also whether it begins at a multiple of 16 bytes."""
+    return x.stride(), x.data_ptr() % 16
+
+
+def repeated(kind: tuple, inputs: tuple[Tensor | None, ...], spec: Spec) -> list[Tensor | None] | None:
+    """The outputs of a call whose launches are known, which are repeated for these inputs; None for any other."""
+    known = _known.get(kind)
+    if known is None:
+        return None
+    active, of_inputs = driver.active, inputs[0].get_device()
+    if of_inputs not in (-1, device := active.get_current_device()):
+        with torch.cuda.device(of_inputs):
+            return repeated(kind, inputs, spec)
+    if known.copied:
+        inputs = tuple(x.contiguous() if i in known.copied else x for i, x in enumerate(inputs))
+    outputs = [allocate and allocate() for allocate in known.outputs]
+    tensors = (*inputs, *outputs)
+    values = [*tensors, *[tensors[which] + rest for which, rest in known.parts]]
+    rules = None if known.rules is None else known.rules(spec)
+    stream, runtime = active.get_current_stream(device), triton.knobs.runtime
+    watched = _any_of(runtime.launch_enter_hook) or _any_of(runtime.launch_exit_hook)
+    for run, run_watched, constants, others, of_rules in known.launches:
+        arguments = constants.copy()
+        arguments[_STREAM] = stream
+        for position, which in others:
+            arguments[position] = values[which]
+        if of_rules is not None:
+            arguments[of_rules[0]] = rules.in_tiles(of_rules[1])
+        if watched:
+            run_watched(*arguments[_OF_TRITON:])
+        else:
+            run(*arguments)
+    return outputs
+
+
+def _any_of(hook: object) -> bool:
+    """Whether anything is called by a hook of Triton, which is a chain of functions, or None."""
+    return bool(getattr(hook, "calls", hook))
 
 
 class Launches:
@@ -86,15 +136,26 @@ class Launches:
 
     Args:
         rules: of the call.
-        tensors: that differ from call to call. Nothing is remembered where a launch takes another one but those of the
-            rules, or where one stands here twice: others of the kind may have two there.
+        given: its inputs, as `repeated` gets them. read: the same, as the kernels read them: contiguous where not given
+            so.
+        outputs: that the launches write. Nothing is remembered where a launch takes another tensor than these and those
+            of the rules, or where one stands here twice: others of the kind may have two there.
     """
 
-    def __init__(self, rules: Rules, tensors: tuple[Tensor | None, ...] = ()) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        given: tuple[Tensor | None, ...] = (),
+        read: tuple[Tensor | None, ...] = (),
+        outputs: tuple[Tensor | None, ...] = (),
+    ) -> None:
         self.rules = rules
-        self._tensors = tensors
-        objects = [id(x) for x in tensors if x is not None]
+        self._copied = [i for i, (x, y) in enumerate(zip(given, read, strict=True)) if x is not y]
+        self._outputs = outputs
+        self._tensors = [None if x is None else id(x) for x in (*read, *outputs)]
+        objects = [x for x in self._tensors if x is not None]
         self._launches: list[_Launch] | None = [] if len(set(objects)) == len(objects) else None
+        self._parts: list[tuple[slice, tuple]] = []
         self._constant_rules = not _has_tensors(rules)
 
     def launch(
@@ -107,41 +168,50 @@ class Launches:
         compiled = launch(kernel, programs, *args, **options)
         if programs == 0 or self._launches is None:
             return
-        others = [(i, self._reader(x)) for i, x in enumerate(args) if i != position and _has_tensors(x)]
+        others = [(_OF_TRITON + i, self._value(x)) for i, x in enumerate(args) if i != position and _has_tensors(x)]
         # The interpreter compiles nothing; and where kernels are compiled alone, no launch is to be repeated.
-        if not hasattr(compiled, "packed_metadata") or any(reader is None for _, reader in others):
+        if not hasattr(compiled, "packed_metadata") or any(which is None for _, which in others):
             self._launches = None
             return
-        in_order = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
-        of_rules = None if self._constant_rules else (position, block_m)
-        for i in [i for i, _ in others] + ([] if of_rules is None else [position]):
+        of_triton = [programs, 1, 1, None, compiled.function, compiled.packed_metadata, None, None, None]
+        in_order = [*of_triton, *args, *(options[name] for name in kernel.arg_names[len(args) :])]
+        of_rules = None if self._constant_rules else (_OF_TRITON + position, block_m)
+        for i, _ in others if of_rules is None else [*others, of_rules]:
             in_order[i] = None
-        self._launches.append(_Launch(compiled[programs, 1, 1], in_order, others, of_rules))
+        self._launches.append(_Launch(compiled.run, compiled[programs, 1, 1], in_order, others, of_rules))
 
-    def keep(self, kind: tuple) -> None:
-        """Remembers the launches so far as all that a call of this kind needs."""
+    def keep(self, kind: tuple, n_q: int, n_k: int, dtype: torch.dtype) -> None:
+        """Remembers the launches so far as all that a call of this kind needs; the rest is that of `rules_of`."""
         if self._launches is not None:
             if len(_known) >= MOST_KINDS:
                 _known.clear()
-            _known[kind] = self._launches
+            constant = tuple(None if _has_tensors(member) else member for member in self.rules)
+            rules = functools.partial(rules_of, n_q=n_q, n_k=n_k, dtype=dtype, known=constant)
+            outputs = [None if x is None else _allocator(x) for x in self._outputs]
+            _known[kind] = _Call(self._copied, outputs, self._parts, None if all(constant) else rules, self._launches)
 
-    def _reader(self, x: Tensor | tuple) -> Callable | None:
-        """A function that makes such an argument of the tensors of a call; None where it holds any other tensor.
+    def _value(self, x: Tensor | tuple) -> int | None:
+        """Which of the values of a call such an argument is; None where it holds any other tensor.
 
         Tuples begin with all the tensors that they hold.
         """
-        of_argument = [x] if isinstance(x, Tensor) else [part for part in x if isinstance(part, Tensor)]
-        given = [id(y) for y in self._tensors]
-        if not all(id(y) in given for y in of_argument):
+        held = [id(x)] if isinstance(x, Tensor) else [id(part) for part in x if isinstance(part, Tensor)]
+        first = self._tensors.index(held[0]) if held[0] in self._tensors else 0
+        which = slice(first, first + len(held))
+        if self._tensors[which] != held:
             return None
-        get = operator.itemgetter(*(given.index(id(y)) for y in of_argument))
         if isinstance(x, Tensor):
-            return get
-        tail = x[len(of_argument) :]
-        if len(of_argument) == 1:
-            return lambda tensors: (get(tensors), *tail)
-        return lambda tensors: (*get(tensors), *tail)
+            return first
+        part = which, tuple(x[len(held) :])
+        if part not in self._parts:
+            self._parts.append(part)
+        return len(self._tensors) + self._parts.index(part)
 
 
 def _has_tensors(x: object) -> bool:
     return isinstance(x, Tensor) or (isinstance(x, tuple) and any(_has_tensors(part) for part in x))
+
+
+def _allocator(x: Tensor) -> Callable[[], Tensor]:
+    form = {"dtype": x.dtype, "device": x.device}
+    return functools.partial(torch.empty_strided, x.shape, x.stride(), **form)

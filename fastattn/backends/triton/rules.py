@@ -34,9 +34,25 @@ class Rules(NamedTuple):
 
     def in_tiles(self, block_m: int) -> Rules:
         """Copy of these rules for a kernel that takes `block_m` queries a tile."""
-        return self._replace(visible=self.visible.in_tiles(block_m))
+        return self if self.visible.key_blocks is None else Rules(self.visible.in_tiles(block_m), *self[1:])
 
 
-def rules_of(spec: Spec, n_q: int, n_k: int, dtype: torch.dtype, of_padding: torch.dtype = torch.int32) -> Rules:
-    """`spec` as the kernels take it, for n_q queries, n_k keys, and values of `dtype`; see `visibility`."""
-    return Rules(visibility(spec.mask, n_q, n_k, of_padding), scoring(spec, n_k, dtype), dropout(spec))
+def rules_of(
+    spec: Spec,
+    n_q: int,
+    n_k: int,
+    dtype: torch.dtype,
+    of_padding: torch.dtype = torch.int32,
+    known: tuple[tuple | None, ...] = (None, None, None),
+) -> Rules:
+    """`spec` as the kernels take it, for n_q queries, n_k keys, and values of `dtype`; see `visibility`.
+
+    Args:
+        known: those members of the result that need not be made.
+    """
+    visible, scored, dropped = known
+    return Rules(
+        visibility(spec.mask, n_q, n_k, of_padding) if visible is None else visible,
+        scoring(spec, n_k, dtype) if scored is None else scored,
+        dropout(spec) if dropped is None else dropped,
+    )

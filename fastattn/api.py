@@ -13,8 +13,19 @@ from torch.compiler import is_compiling
 
 from . import blocks, decoding, ops, plan
 from .backends import objections, order_of
-from .spec import DropoutSeed, Mask, Spec, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
-from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, validated
+from .spec import (
+    DropoutSeed,
+    Mask,
+    RelativeBias,
+    Spec,
+    accumulation_dtype,
+    as_int,
+    as_number,
+    is_dense,
+    is_jagged,
+    refuse_unknown,
+)
+from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, in_spec, validated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,7 +49,7 @@ class _TermsOfAll(TypedDict, total=False):
 class Terms(_TermsOfAll, total=False):
     """Keyword arguments of `attention` alone, without the plan."""
 
-    bias: Tensor | None
+    bias: Tensor | RelativeBias | None
 
 
 class _TermsAndPlan(Terms, total=False):
@@ -82,7 +93,7 @@ def attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -109,7 +120,8 @@ def attention(
         v: values [B, H_kv, n_k, d_v].
         mask: which keys each query may see; None is all of them.
         scale: factor on q k^T; None is 1 / sqrt(D).
-        bias: float, broadcastable to [B, H, n_q, n_k], added to the scores; it gets a gradient. -inf hides a key.
+        bias: float, broadcastable to [B, H, n_q, n_k], added to the scores; it gets a gradient. -inf hides a key. Or a
+            `RelativeBias`, a table by distance, as in T5.
         softcap: bound on |scale * q k^T|.
         alibi_slopes: float [H] or [B, H].
         sinks: float [H], one more logit in each softmax, without a value.
@@ -155,6 +167,8 @@ def attention(
         plan = blocks.of_call(q)
     of_dtensors = type(q).__name__ == "DTensor"
     if of_dtensors or not (plan is None or blocks.is_here(plan)):
+        if isinstance(bias, RelativeBias):
+            raise NotImplementedError("bias must be a Tensor where tokens are on several ranks, got a RelativeBias")
         terms: Terms = {
             "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": as_number(dropout_p), "generator": generator, "deterministic": deterministic,
@@ -316,7 +330,7 @@ def attention_weights(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -365,7 +379,7 @@ def attention_with_weights(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -422,7 +436,7 @@ def attention_received(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -468,7 +482,7 @@ def top_keys(
     *,
     top_k: int,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -518,7 +532,7 @@ def _prepared(
     v: Tensor,
     mask: Mask | None,
     scale: float | None,
-    bias: Tensor | None,
+    bias: Tensor | RelativeBias | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
@@ -642,7 +656,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     refuse_unknown(explain, sorted(options.keys() - defaults.keys()))
     q, k, v = plan.after_autocast(q, k, v)
     numbers = {name: as_number(options.get(name, defaults[name])) for name in ("scale", "softcap", "dropout_p")}
-    spec = validated(q, k, v, mask, **(defaults | options | numbers))
+    bias, by_distance = in_spec(options.get("bias"), q, k, mask)
+    options = defaults | options | numbers | {"bias": bias}
+    spec = validated(q, k, v, mask, **options, bias_by_distance=by_distance)
     training = plan.derivatives_wanted(q, k, v, spec.bias)
     candidates, order = order_of(q, k, v, spec, training)
     trusted = order.backends if order.trusted else ()

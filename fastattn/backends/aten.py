@@ -105,7 +105,7 @@ class _Call(NamedTuple):
             return cls(q, k, v, mask.causal, None, None, spec.scale)
         of_keys = features == {"real_keys"}
         keep = keys[:, None, None] if of_keys else mask.keep(q.shape[2], k.shape[2], q.device)
-        bias = 0.0 if spec.bias is None else spec.bias.to(q.dtype)
+        bias = 0.0 if spec.bias is None else spec.bias_rows(k.shape[2]).to(q.dtype)
         if spec.alibi_slopes is not None:
             position_q, position_k = mask.positions(q.shape[2], k.shape[2], q.device)
             distance = (position_q[:, None, :, None] - position_k[:, None, None]).abs().to(q.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...spec import Spec
 from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
-from .bias_gradient import compute_gradient_of_table
+from .bias_gradient import by_distance, compute_gradient_of_table, config_by_distance, empty_table
 from .configs import Apart, config_for, padded_head_dim
 from .dropout import kept
 from .launches import Launches, kind_of, repeated
@@ -82,7 +82,8 @@ def backward(
     ds_of_keys = lse.new_empty(B, H, n_k) if wanted.of_keys else None
     ds_of_queries = per_query(wanted.of_queries)
     ds_by_distance, p_by_distance = per_query(wanted.by_distance), per_query(wanted.by_distance)
-    dbias = torch.empty_like(spec.bias)[(None,) * (4 - spec.bias.dim())] if wanted.of_pairs else None
+    dbias = empty_table(q, v, spec) if wanted.of_pairs else None
+    tiles = config_by_distance(q, v) if wanted.of_pairs and spec.bias_by_distance else None
 
     inputs, outputs = (q, k, v, o, do, lse, dlse), (dq, dk, dv, ds_of_keys, ds_of_queries, dbias)
     tensors = (*inputs, *outputs, *rows, ds_by_distance, p_by_distance)
@@ -119,10 +120,12 @@ def backward(
             outputs = (heads(dq), ds_of_queries, ds_by_distance, p_by_distance)
             launches.launch(dq_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
         if dbias is not None:
-            compute_gradient_of_table(launches, dbias, inputs, (B, H, n_q, n_k), shape)
+            compute_gradient_of_table(launches, dbias, inputs, (B, H, n_q, n_k), shape, tiles)
         launches.keep(kind)
 
-    sums = Sums(None if dbias is None else dbias.view(spec.bias.shape), ds_of_keys, ds_of_queries, ds_by_distance)
+    if dbias is not None:
+        dbias = dbias.view(spec.bias.shape) if tiles is None else by_distance(dbias, n_q, n_k, tiles)
+    sums = Sums(dbias, ds_of_keys, ds_of_queries, ds_by_distance)
     stats = RowStats(*rows, dlse, spec.sinks, ds_of_queries)
     return dq, dk, dv, *learned_gradients(spec, output_mask, sums, stats, p_by_distance)
 

@@ -53,6 +53,7 @@ def kind_of(what: object, tensors: tuple[Tensor | None, ...], spec: Spec) -> tup
         spec.scale,
         spec.softcap,
         spec.dropout_p,
+        spec.bias_by_distance,
         tuple([_metadata(x) for x in (spec.bias, spec.alibi_slopes, spec.sinks, spec.seed, spec.places)]),
         dot_precision(),
     )

@@ -39,4 +39,4 @@ class Rules(NamedTuple):
 
 def rules_of(spec: Spec, n_q: int, n_k: int, dtype: torch.dtype, of_padding: torch.dtype = torch.int32) -> Rules:
     """`spec` as the kernels take it, for n_q queries, n_k keys, and values of `dtype`; see `visibility`."""
-    return Rules(visibility(spec.mask, n_q, n_k, of_padding), scoring(spec, n_k, dtype), dropout(spec))
+    return Rules(visibility(spec.mask, n_q, n_k, of_padding), scoring(spec, n_q, n_k, dtype), dropout(spec))

@@ -86,6 +86,12 @@ def table(x: Tensor | None) -> Table:
     return Table(x, *strides[:2], *(s or None for s in strides[2:]))
 
 
+def by_distance(x: Tensor, n_q: int) -> Table:
+    """`x` [H or 1, 1, n_q + n_k - 1] for a kernel, of which each query's row begins an entry before the last one's."""
+    s_h, _, s_k = x.stride()
+    return Table(x[..., n_q - 1 :], 0, 0 if len(x) == 1 else s_h, -s_k, s_k)
+
+
 def dot_precision() -> str:
     """Precision of products of fp32: exact, unless torch is told that less will do for matrix products."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

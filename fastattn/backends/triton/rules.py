@@ -30,6 +30,7 @@ class Rules(NamedTuple):
         visible, scoring = self.visible, self.scoring
         tables = (visible.dense, scoring.bias, scoring.slopes)
         terms = (visible.documents_q, scoring.softcap_log2, self.dropout.seed, *(table.data for table in tables))
+        terms = (*terms, scoring.bias.by_distance)  # of which more is loaded one by one than of any other
         return sum(term is not None for term in terms)
 
     def in_tiles(self, block_m: int) -> Rules:

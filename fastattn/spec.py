@@ -684,11 +684,7 @@ class Spec:
         """The bias of these query rows, broadcastable to [B, H, rows, n_k]."""
         if self.bias is None or not self.bias_by_distance:
             return None if self.bias is None else _rows_of(self.bias, rows)
-        n_q = self.bias.shape[-1] - n_k + 1
-        first, stop, _ = rows.indices(n_q)
-        if first >= stop or n_k == 0:
-            return self.bias.new_zeros(len(self.bias), max(stop - first, 0), n_k)
-        return self.bias[:, 0, n_q - stop : n_q - first + n_k - 1].unfold(-1, n_k, 1).flip(-2)
+        return rows_by_distance(self.bias, n_k, rows)
 
     def summed_like_bias(self, ds: Tensor, rows: slice = slice(None)) -> Tensor:
         """dS [B, H, rows, n_k] of these query rows, summed over whatever shares an entry of their bias.
@@ -697,10 +693,10 @@ class Spec:
         """
         if not self.bias_by_distance:
             return ds.sum_to_size(_rows_of(self.bias, rows).shape)
-        n_k, ds = ds.shape[-1], ds.sum(0)
-        n_q = self.bias.shape[-1] - n_k + 1
+        n_q = self.bias.shape[-1] - ds.shape[-1] + 1
         first, stop, _ = rows.indices(n_q)
-        return pad(sums_by_distance(ds), (n_q - stop, first)).sum_to_size(self.bias.shape)
+        sums = pad(sums_by_distance(ds.sum(0)), (n_q - stop, first))
+        return sums[..., : self.bias.shape[-1]].sum_to_size(self.bias.shape)  # one more where there are no tokens
 
     def bias_shared_along(self) -> str:
         """Whether the "keys" of a query share an entry of the bias, or else the "queries" of a key, or "neither" do."""
@@ -809,6 +805,15 @@ def explaining(cls: type, instead: Mapping[str, str] = {}) -> Callable:
 
 _FIELDS = frozenset(f.name for f in fields(Mask))
 Mask.__init__ = explaining(Mask)
+
+
+def rows_by_distance(x: Tensor, n_k: int, rows: slice = slice(None)) -> Tensor:
+    """[H or 1, rows, n_k], what `x` [H or 1, 1, n_q + n_k - 1] has for these query rows and each key."""
+    n_q = x.shape[-1] - n_k + 1
+    first, stop, _ = rows.indices(n_q)
+    if first >= stop or n_k == 0:
+        return x.new_zeros(len(x), max(stop - first, 0), n_k)
+    return x[:, 0, n_q - stop : n_q - first + n_k - 1].unfold(-1, n_k, 1).flip(-2)
 
 
 def sums_by_distance(x: Tensor) -> Tensor:

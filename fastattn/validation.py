@@ -73,7 +73,7 @@ def validated(
             f"mask must be a fastattn.Mask or None, got {type(mask).__name__}{how * isinstance(mask, Tensor)}"
         )
     _check_mask(mask, q.device, B, H, n_q, n_k)
-    shape = (1, H, 1, n_q + n_k - 1) if bias_by_distance else (B, H, n_q, n_k)
+    shape = (1, H, 1, max(n_q + n_k - 1, 0)) if bias_by_distance else (B, H, n_q, n_k)
     _check_learned("bias", bias, q.device, [shape], broadcast=True)
     _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
     _check_learned("sinks", sinks, q.device, [(H,)])

@@ -671,7 +671,7 @@ class Spec:
     def features(self) -> frozenset[str]:
         """The names of everything in use, the mask's fields among them: what a backend must list to take this call."""
         in_use = {
-            "bias": self.bias is not None,
+            "bias": self.bias is not None and not self.bias_by_distance,
             "relative_bias": self.bias_by_distance,
             "softcap": self.softcap is not None,
             "alibi_slopes": self.alibi_slopes is not None,

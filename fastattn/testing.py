@@ -19,7 +19,6 @@ from .api import attention
 from .backends import reference
 from .plan import drawn
 from .spec import Mask, RelativeBias, Spec
-from .validation import in_spec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks")
@@ -285,7 +284,9 @@ class Inputs:
         """Spec that a backend is given for these inputs."""
         options = dict(self.options)
         scale = options.pop("scale")
-        options["bias"], by_distance = in_spec(options.get("bias"), self.q, self.k, self.mask)
+        by_distance = isinstance(bias := options.get("bias"), RelativeBias)
+        if by_distance:
+            options["bias"] = bias.by_distance(self.q.shape[2], self.k.shape[2], self.mask.q_offset)
         generator = options.pop("generator", None)
         seed = None
         if generator is not None:

@@ -194,7 +194,7 @@ REFUSED = {
     "heads": (RelativeBias(TABLE[:3], bucket), Mask(), "bias.table must be .buckets. or .4 or 1, buckets., got"),
     "device": (RelativeBias(TABLE.to("meta"), bucket), Mask(), "bias.table must be on cpu like q, got meta"),
     "width": (RelativeBias(TABLE), Mask(), "bias.table must have n_q . n_k - 1 = 17 columns without a bucket, got"),
-    "no index": (RelativeBias(TABLE, lambda d: d.float()), Mask(), "bias.bucket must return int64 .17. .*torch.float32"),
+    "no index": (RelativeBias(TABLE, lambda d: d.float()), Mask(), "bias.bucket must return int64 .*torch.float32"),
     "too few": (RelativeBias(TABLE, lambda d: bucket(d[1:])), Mask(), "bias.bucket must return int64 .17. .*got .16."),
     "too large": (RelativeBias(TABLE, lambda d: d.clamp(0, 6)), Mask(), "bias.bucket must return from 0 to 5"),
     "negative": (RelativeBias(TABLE, lambda d: d.clamp(-1, 5)), Mask(), "bias.bucket must return from 0 to 5"),

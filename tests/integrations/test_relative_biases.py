@@ -20,7 +20,7 @@ BATCH = {"input_ids": IDS, "attention_mask": REAL, "labels": LABELS}
 def made(family: str, kind: str = "ForConditionalGeneration") -> tuple[torch.nn.Module, torch.nn.Module]:
     """The model with attention of transformers, and a swapped copy."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**T5, dropout_rate=0.0, decoder_start_token_id=0)
+    config = getattr(transformers, f"{family}Config")(**T5 | {"dropout_rate": 0.0, "decoder_start_token_id": 0})
     model = getattr(transformers, family + kind)(config).train()
     swapped = copy.deepcopy(model)
     fastattn.swap(swapped)

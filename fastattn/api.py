@@ -57,6 +57,7 @@ class _TermsAndPlan(Terms, total=False):
 
 
 class _TermsOfDocuments(_TermsOfAll, total=False):
+    bias: RelativeBias | None
     causal: bool
     align: str
     window: tuple[int | None, int | None]
@@ -249,6 +250,7 @@ def attention_varlen(
     align: str = "start",
     window: tuple[int | None, int | None] = (None, None),
     scale: float | None = None,
+    bias: RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -275,7 +277,9 @@ def attention_varlen(
         align: where the queries of a document stand if it has another number of keys: at "start", its first query at
             its first key; or at "end", its last query at its last key (as in FlashAttention).
         scale, softcap, alibi_slopes ([H]), sinks, dropout_p, generator, deterministic, return_lse, backend: as in
-            `attention`. There is no bias: one over all pairs of tokens would be larger than all the rest.
+            `attention`.
+        bias: a `RelativeBias`, by the distance in the document, where `cu_seqlens_k` is None. One for all pairs of
+            tokens would be larger than all the rest.
 
     Returns:
         o [total_q, H, d_v] in the dtype of q, or (o, lse) with lse [H, total_q], in the order that FlashAttention's
@@ -296,17 +300,20 @@ def attention_varlen(
         refuse_unknown(attention_varlen, unknown)
     check_flags(return_lse=return_lse)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, align)
-    documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))
+    if bias is not None and (cu_seqlens_k is not None or not isinstance(bias, RelativeBias)):
+        how = "None where cu_seqlens_k is given" if isinstance(bias, RelativeBias) else "a RelativeBias or None"
+        raise ValueError(f"bias must be {how}, got a {type(bias).__name__}")
+    documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))[None]
     q_offset: int | Tensor = 0
     if cu_seqlens_k is not None:
-        documents_k = _document_of_tokens(cu_seqlens_k, len(k))
+        documents_k = _document_of_tokens(cu_seqlens_k, len(k))[None]
         more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
         if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
-            q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
-    mask = Mask(causal, q_offset=q_offset, window=window, segment_ids=(documents_q[None], documents_k[None]))
+            q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q]  # padding, -1, takes the last one
+    mask = Mask(causal, q_offset=q_offset, window=window, segment_ids=(documents_q, documents_k))
     attend = functools.partial(
-        attention, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
-        generator=generator, deterministic=deterministic, return_lse=True, backend=backend,
+        attention, scale=scale, bias=bias, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=True, backend=backend,
     )  # fmt: skip
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if cu_seqlens_k is not None and decoding.is_needed((q, k, v, alibi_slopes, sinks), cu_seqlens_q, dropout_p):

@@ -141,6 +141,22 @@ def test_documents_are_what_they_are_alone(causal):
     torch.testing.assert_close(*gradients)
 
 
+def test_packed_documents():
+    table = TABLE.float().requires_grad_()
+    q, k, v = torch.randn(3, 40, 4, 8)
+    ends, bias = torch.tensor([0, 11, 12, 38]), RelativeBias(table, bucket)
+    packed = fastattn.attention_varlen(q, k, v, ends, causal=True, bias=bias)
+    alone = []
+    for first, end in ((0, 11), (11, 12), (12, 38)):
+        one = (x[None, first:end].transpose(1, 2) for x in (q, k, v))
+        alone.append(fastattn.attention(*one, Mask(causal=True), bias=bias)[0].transpose(0, 1))
+    torch.testing.assert_close(packed, torch.cat([*alone, torch.zeros(2, 4, 8)]))
+    with pytest.raises(ValueError, match="bias must be None where cu_seqlens_k is given, got a RelativeBias"):
+        fastattn.attention_varlen(q, k, v, ends, ends, bias=bias)
+    with pytest.raises(ValueError, match="bias must be a RelativeBias or None, got a Tensor"):
+        fastattn.attention_varlen(q, k, v, ends, bias=torch.zeros(40, 40))
+
+
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_same_bits_on_any_number_of_threads(documents):
     case = Case("", "", B=2, H=4, H_kv=2, n_q=700, D=16, causal=True, keys=None if documents else "holes")

@@ -373,7 +373,6 @@ CASES = (
     decoder("gpt-oss", "GptOss", "window", "sinks", sliding_window=5, num_local_experts=2, **EXPERTS),
     seq2seq("T5", "T5ForConditionalGeneration", T5, "relative_bias"),
     seq2seq("mT5", "MT5ForConditionalGeneration", T5, "relative_bias"),
-    seq2seq("UMT5", "UMT5ForConditionalGeneration", T5, "relative_bias"),
     transformers_case(
         "T5Gemma",
         "T5GemmaForConditionalGeneration",

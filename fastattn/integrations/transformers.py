@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -249,8 +250,9 @@ NO_BIAS = object()
 
 def _let_biases_be_relative(cls: type[PreTrainedModel]) -> None:
     """Makes the attention modules of T5 and the like hand on a `RelativeBias` while they compute by fastattn."""
-    for name in _WITH_RELATIVE_BIASES:
-        if (attention := getattr(sys.modules[cls.__module__], name, None)) is not None:
+    modules = [sys.modules.get(base.__module__) for base in cls.__mro__]
+    for name, module in itertools.product(_WITH_RELATIVE_BIASES, modules):
+        if (attention := getattr(module, name, None)) is not None:
             _put_around(attention, "compute_bias", _by_distance)
             _put_around(attention, "forward", _without_zeros)
 
@@ -272,17 +274,14 @@ def _by_distance(compute_bias: Callable) -> Callable:
         device: torch.device | None = None,
         past_seen_tokens: int | Tensor = 0,
     ) -> Tensor | RelativeBias:
-        checkpoint = getattr(attention, "_gradient_checkpointing_func", None)
+        checkpoint = getattr(attention, "_gradient_checkpointing_func", None)  # of no UMT5, which hands on no bias
+        in_checkpoint = attention.training and getattr(attention, "gradient_checkpointing", False)
         reentrant = getattr(checkpoint, "keywords", {}).get("use_reentrant", True)
-        reentrant &= attention.training and getattr(
-            attention, "gradient_checkpointing", False
-        )  # no attribute of UMT5's
-        if reentrant or not _computes_here(attention):
+        if (in_checkpoint and reentrant) or not _computes_here(attention):
             return compute_bias(attention, query_length, key_length, device, past_seen_tokens)
         before = query_length - 1
-        return RelativeBias(
-            compute_bias(attention, 1, before + key_length, device, past_seen_tokens + before)[0, :, 0].contiguous()
-        )
+        row = compute_bias(attention, 1, before + key_length, device, past_seen_tokens + before)
+        return RelativeBias(row[0, :, 0].contiguous())
 
     return compute
 
@@ -680,10 +679,8 @@ def attention_forward(
         NotImplementedError: an option that would change the result is not known here, or tokens are on several ranks
             without a plan of ours.
     """
-    if position_bias is NO_BIAS or (
-        type(module).__name__ == "UMT5Attention" and not module.has_relative_attention_bias
-    ):
-        position_bias = None  # of UMT5's cross-attention, zeros for each pair
+    zeros = type(module).__name__ == "UMT5Attention" and not module.has_relative_attention_bias  # for each pair
+    position_bias = None if zeros or position_bias is NO_BIAS else position_bias
     paged = isinstance(cache, PagedAttentionCache)
     if paged:
         where = {"cu_seq_lens_k": cu_seq_lens_k} | {name: options.pop(name, None) for name in _OF_PAGES}
@@ -742,12 +739,15 @@ def attention_forward(
 
 
 def _fitting(relative: RelativeBias, query: Tensor, bias: Tensor | None, packed: int | None) -> Tensor | RelativeBias:
-    """The bias of T5 for these queries: written out beside another one, and for so many tokens if they are packed."""
+    """The bias of T5 for these queries: written out beside another one, and for so many tokens if they are packed.
+
+    For one query it is a row, which needs none of the checks of a `RelativeBias`: most of a short call.
+    """
     table = relative.table.to(query.device)  # that of the first layer
     if packed is not None:
         missing = packed - (table.shape[1] + 1) // 2  # for distances that no two tokens of a sample have
         return RelativeBias(F.pad(table, (missing, missing)))
-    if bias is not None:
+    if bias is not None or query.shape[2] == 1:
         return rows_by_distance(table[:, None], table.shape[1] - query.shape[2] + 1)
     return RelativeBias(table)
 

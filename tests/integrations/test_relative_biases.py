@@ -76,7 +76,7 @@ def test_generation(family, cache, biases):
     options = {"attention_mask": REAL, "max_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
     expected, actual = (each.eval().generate(IDS, **options) for each in (model, swapped))
     assert torch.equal(actual, expected)
-    assert {kind for kind, _, _ in biases} == {"RelativeBias", "NoneType"}
+    assert {(kind, n_q) for kind, n_q, _ in biases} == {("RelativeBias", 40), ("Tensor", 1), ("NoneType", 1)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,11 +18,13 @@ _MEANINGS = {
     "segment_ids": "several documents in a row, in any order",
     "dense": "any boolean mask",
     "bias": "any float added to the scores, with its gradient",
+    "relative_bias": "a small table by the distance from query to key, with its gradient",
     "softcap": "bounded scores: softcap * tanh(score / softcap)",
     "alibi_slopes": "a penalty by distance, with its gradient",
     "sinks": "one more logit for each head, with its gradient",
     "dropout": "weights dropped at random, the same ones on every backend",
 }
+_ARGUMENTS = {"dropout": "dropout_p=...", "relative_bias": "bias=RelativeBias(...)"}
 _FUNCTIONS = {
     "forward": "`attention` and what is built on it, forward",
     "backward": "the same, backward",
@@ -39,7 +41,7 @@ def main() -> None:
     of_mask = [field.name for field in fields(Mask)]
     rows = []
     for name in [*of_mask, *sorted(FEATURES - set(of_mask))]:
-        argument = f"`Mask({name}=...)`" if name in of_mask else f"`{'dropout_p' if name == 'dropout' else name}=...`"
+        argument = f"`Mask({name}=...)`" if name in of_mask else f"`{_ARGUMENTS.get(name, f'{name}=...')}`"
         rows.append((argument, _MEANINGS[name], *(_answer(name in b.features(device)) for b in BACKENDS)))
     _print_table(("argument", "what it is", *names), rows)
     print()

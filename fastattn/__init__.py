@@ -22,7 +22,7 @@ from .integrations.torch_sdpa import SDPAPatch, patch_sdpa, register_flash_imple
 from .nn import MultiHeadAttention, Transformer
 from .paged import attention_paged
 from .sdpa import scaled_dot_product_attention
-from .spec import DropoutSeed, Mask
+from .spec import DropoutSeed, Mask, RelativeBias
 from .swap import SwapReport, swap, unswap
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = [
     "Mask",
     "MultiHeadAttention",
     "NoBackendError",
+    "RelativeBias",
     "SDPAPatch",
     "SwapReport",
     "Transformer",

@@ -14,8 +14,18 @@ from torch.compiler import is_compiling
 from . import blocks, decoding, ops
 from .backends import objections, order_of
 from .plan import after_autocast, derivatives_wanted, prepare
-from .spec import DropoutSeed, Mask, accumulation_dtype, as_int, as_number, is_dense, is_jagged, refuse_unknown
-from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, validated
+from .spec import (
+    DropoutSeed,
+    Mask,
+    RelativeBias,
+    accumulation_dtype,
+    as_int,
+    as_number,
+    is_dense,
+    is_jagged,
+    refuse_unknown,
+)
+from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, in_spec, validated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,7 +49,7 @@ class _TermsOfAll(TypedDict, total=False):
 class Terms(_TermsOfAll, total=False):
     """Keyword arguments of `attention` alone, without the plan."""
 
-    bias: Tensor | None
+    bias: Tensor | RelativeBias | None
 
 
 class _TermsAndPlan(Terms, total=False):
@@ -47,6 +57,7 @@ class _TermsAndPlan(Terms, total=False):
 
 
 class _TermsOfDocuments(_TermsOfAll, total=False):
+    bias: RelativeBias | None
     causal: bool
     align: str
     window: tuple[int | None, int | None]
@@ -83,7 +94,7 @@ def attention(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -110,7 +121,8 @@ def attention(
         v: values [B, H_kv, n_k, d_v].
         mask: which keys each query may see; None is all of them.
         scale: factor on q k^T; None is 1 / sqrt(D).
-        bias: float, broadcastable to [B, H, n_q, n_k], added to the scores; it gets a gradient. -inf hides a key.
+        bias: float, broadcastable to [B, H, n_q, n_k], added to the scores; it gets a gradient. -inf hides a key. Or a
+            `RelativeBias`, a table by distance, as in T5.
         softcap: bound on |scale * q k^T|.
         alibi_slopes: float [H] or [B, H].
         sinks: float [H], one more logit in each softmax, without a value.
@@ -156,6 +168,8 @@ def attention(
         plan = blocks.of_call(q)
     of_dtensors = type(q) is not Tensor and type(q).__name__ == "DTensor"
     if of_dtensors or not (plan is None or blocks.is_here(plan)):
+        if isinstance(bias, RelativeBias):
+            raise NotImplementedError("bias must be a Tensor where tokens are on several ranks, got a RelativeBias")
         terms: Terms = {
             "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": as_number(dropout_p), "generator": generator, "deterministic": deterministic,
@@ -236,6 +250,7 @@ def attention_varlen(
     align: str = "start",
     window: tuple[int | None, int | None] = (None, None),
     scale: float | None = None,
+    bias: RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -262,7 +277,9 @@ def attention_varlen(
         align: where the queries of a document stand if it has another number of keys: at "start", its first query at
             its first key; or at "end", its last query at its last key (as in FlashAttention).
         scale, softcap, alibi_slopes ([H]), sinks, dropout_p, generator, deterministic, return_lse, backend: as in
-            `attention`. There is no bias: one over all pairs of tokens would be larger than all the rest.
+            `attention`.
+        bias: a `RelativeBias`, by the distance in the document, where `cu_seqlens_k` is None. One for all pairs of
+            tokens would be larger than all the rest.
 
     Returns:
         o [total_q, H, d_v] in the dtype of q, or (o, lse) with lse [H, total_q], in the order that FlashAttention's
@@ -283,17 +300,20 @@ def attention_varlen(
         refuse_unknown(attention_varlen, unknown)
     check_flags(return_lse=return_lse)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, align)
-    documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))
+    if bias is not None and (cu_seqlens_k is not None or not isinstance(bias, RelativeBias)):
+        how = "None where cu_seqlens_k is given" if isinstance(bias, RelativeBias) else "a RelativeBias or None"
+        raise ValueError(f"bias must be {how}, got a {type(bias).__name__}")
+    documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))[None]
     q_offset: int | Tensor = 0
     if cu_seqlens_k is not None:
-        documents_k = _document_of_tokens(cu_seqlens_k, len(k))
+        documents_k = _document_of_tokens(cu_seqlens_k, len(k))[None]
         more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
         if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
-            q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q][None]  # padding, -1, takes the last one
-    mask = Mask(causal, q_offset=q_offset, window=window, segment_ids=(documents_q[None], documents_k[None]))
+            q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q]  # padding, -1, takes the last one
+    mask = Mask(causal, q_offset=q_offset, window=window, segment_ids=(documents_q, documents_k))
     attend = functools.partial(
-        attention, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
-        generator=generator, deterministic=deterministic, return_lse=True, backend=backend,
+        attention, scale=scale, bias=bias, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=True, backend=backend,
     )  # fmt: skip
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if cu_seqlens_k is not None and decoding.is_needed((q, k, v, alibi_slopes, sinks), cu_seqlens_q, dropout_p):
@@ -317,7 +337,7 @@ def attention_weights(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -366,7 +386,7 @@ def attention_with_weights(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -423,7 +443,7 @@ def attention_received(
     mask: Mask | None = None,
     *,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -469,7 +489,7 @@ def top_keys(
     *,
     top_k: int,
     scale: float | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -625,7 +645,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     refuse_unknown(explain, sorted(options.keys() - defaults.keys()))
     q, k, v = after_autocast(q, k, v)
     numbers = {name: as_number(options.get(name, defaults[name])) for name in ("scale", "softcap", "dropout_p")}
-    spec = validated(q, k, v, mask, **(defaults | options | numbers))
+    bias, by_distance = in_spec(options.get("bias"), q, k, mask)
+    spec = validated(q, k, v, mask, **(defaults | options | numbers | {"bias": bias}), bias_by_distance=by_distance)
     training = derivatives_wanted(q, k, v, spec.bias, spec.alibi_slopes, spec.sinks)
     candidates, order = order_of(q, k, v, spec, training)
     trusted = order.backends if order.trusted else ()

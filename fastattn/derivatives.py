@@ -105,7 +105,7 @@ def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec,
         dq.append(dqk @ k)
         dk = dk + (dqk.mT @ q[:, :, rows]).unflatten(1, (H_kv, H // H_kv)).sum(2)
         if spec.bias is not None:
-            dbias.append(ds.sum_to_size(spec.bias_rows(rows).shape))
+            dbias.append(spec.summed_like_bias(ds, rows))
         if spec.alibi_slopes is not None:
             # Distances from their mean: what a row of dS sums up to, 0 but for rounding and the sink, does not matter.
             mean = (s.p * s.distance).sum(-1, keepdim=True)
@@ -170,7 +170,7 @@ def _softmax_tangents(primals: Six, tangents: Six, spec: Spec, rows: slice) -> t
     if s.d_score is not None:
         s_t = s_t * s.d_score
     if tangents[3] is not None:
-        s_t = s_t + direction.bias_rows(rows)
+        s_t = s_t + direction.bias_rows(k.shape[2], rows)
     if tangents[4] is not None:
         s_t = s_t - tangents[4][..., None, None] * s.distance
 

@@ -23,13 +23,14 @@ from torch.compiler import is_compiling
 from . import backends, derivatives
 from .backends import backend_by_name
 from .plan import Plan, is_plain, nothing_to_see, short_ways
-from .spec import Mask, Spec, accumulation_dtype, empty_output
+from .spec import Mask, RelativeBias, Spec, accumulation_dtype, empty_output
 from .validation import EVERYTHING, check_fit
 
 _SPEC = (
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
     "Tensor? dense, Tensor? seed, Tensor? places, bool causal, SymInt q_offset, SymInt? window_left, "
-    "SymInt? window_right, float scale, float? softcap, float dropout_p, bool deterministic, str backend"
+    "SymInt? window_right, float scale, float? softcap, float dropout_p, bool deterministic, "
+    "bool bias_by_distance, str backend"
 )
 _LEARNED = "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks"
 _WANTED = ", ".join(f"bool {name}_wanted" for name in ("dq", "dk", "dv", "dbias", "dalibi", "dsinks"))
@@ -77,7 +78,7 @@ def short_way(
     v: Tensor,
     mask: Mask | None,
     scale: float | None,
-    bias: Tensor | None,
+    bias: Tensor | RelativeBias | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
@@ -317,6 +318,7 @@ def _flatten(spec: Spec, backend: ModuleType) -> tuple:
         spec.softcap,
         spec.dropout_p,
         spec.deterministic,
+        spec.bias_by_distance,
         "reference" if _onnx_exports() else backend.NAME,
     )
 
@@ -324,7 +326,7 @@ def _flatten(spec: Spec, backend: ModuleType) -> tuple:
 def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
     """The spec and the backend that `_flatten` was given."""
     q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense, seed, places, *flat = flat
-    causal, q_offset, left, right, scale, softcap, dropout_p, deterministic, backend = flat
+    causal, q_offset, left, right, scale, softcap, dropout_p, deterministic, by_distance, backend = flat
     mask = Mask(
         causal=causal,
         q_offset=q_offset if q_offsets is None else q_offsets,
@@ -335,7 +337,7 @@ def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, M
         dense=dense,
     )
     bias, alibi_slopes, sinks = learned
-    spec = Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic, places)
+    spec = Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic, places, by_distance)
     return spec, backend_by_name(backend)
 
 
@@ -369,7 +371,7 @@ class _Attention(Function):
 
 
 _TENSORS = 14  # so many of the arguments of `fastattn::forward` are tensors or None, and come first
-_NO_GRADIENTS = (None,) * 17  # of its other arguments than the six that are differentiated
+_NO_GRADIENTS = (None,) * 18  # of its other arguments than the six that are differentiated
 _apply_directly, _apply_short = (super(Function, function).apply for function in (_DirectAttention, _ShortAttention))
 """Their `apply` for calls that nobody watches. Function.apply binds the arguments to the signature of `forward` in
 each call, which takes longer than all the rest of it."""

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import backends
 from .backends.choice import default_is_best
 from .backends.selfcheck import serves_whole
-from .spec import DropoutSeed, Mask, Spec, as_number
-from .validation import EVERYTHING, check_seed, validated
+from .spec import DropoutSeed, Mask, RelativeBias, Spec, as_number
+from .validation import EVERYTHING, check_seed, in_spec, validated
 
 MOST_PLANS = 4096
 """How many kinds are remembered; the next one forgets them all. A model has a few for each length of its batches."""
@@ -63,7 +63,7 @@ def prepare(
     v: Tensor,
     mask: Mask | None,
     scale: float | None,
-    bias: Tensor | None,
+    bias: Tensor | RelativeBias | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
@@ -85,12 +85,13 @@ def prepare(
     if _any_autocast():
         q, k, v = after_autocast(q, k, v)
     scale, softcap, dropout_p = as_number(scale), as_number(softcap), as_number(dropout_p)
+    bias, by_distance = in_spec(bias, q, k, mask)
     kind, training = None, derivatives_wanted(q, k, v, bias, alibi_slopes, sinks)
     if not is_compiling():
         try:
             kind = (
                 _metadata(q), _metadata(k), _metadata(v), None if mask is None else _kind_of_mask(mask),
-                type(scale), scale, None if bias is None else _metadata(bias), type(softcap), softcap,
+                type(scale), scale, None if bias is None else _metadata(bias), by_distance, type(softcap), softcap,
                 None if alibi_slopes is None else _metadata(alibi_slopes), None if sinks is None else _metadata(sinks),
                 type(dropout_p), dropout_p, type(generator), deterministic, backend, function, training,
                 backends.BACKENDS,
@@ -101,7 +102,9 @@ def prepare(
     if kind is None or plan is None:
         if backend is not None and not isinstance(backend, str):
             raise ValueError(f"backend must be a str or None, got {type(backend).__name__}")
-        spec = validated(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic)
+        spec = validated(
+            q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, by_distance
+        )  # fmt: skip
         two = function == "with weights"
         of_values = "forward" if two else function
         chosen = by_weights = backends.select(q, k, v, spec, backend, function=of_values, training=training)
@@ -130,7 +133,7 @@ def prepare(
             places = places_from(first, q.shape[2], k.shape[2], q.device)
     spec = Spec(
         EVERYTHING if mask is None else mask, of_kind.scale, bias, of_kind.softcap, alibi_slopes, sinks,
-        of_kind.dropout_p, seed, of_kind.deterministic, places,
+        of_kind.dropout_p, seed, of_kind.deterministic, places, by_distance,
     )  # fmt: skip
     if kind is not None and places is None:  # of which the kind knows nothing
         spec.kind = of_kind

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding, pad
 from torch.utils import _pytree as pytree
 
 from .picture import MaskPicture, picture_of
@@ -398,6 +399,71 @@ class Mask:
         return tensors
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RelativeBias:
+    """A bias that depends on the head and on how far a key is from a query alone, as a small table that may be learned.
+
+    To the score of query i and key j it adds table[h, bucket(d)], with d = j - (i + mask.q_offset), the position of the
+    key minus that of the query. Nothing of size n_q * n_k is made of it, and its gradient takes O(n_q + n_k) memory
+    too. Where documents are packed, each has to lie in one piece: d counts all tokens in between.
+
+    Args:
+        table: floating [H, buckets], or [1, buckets] or [buckets], the same for all heads.
+        bucket: a function of int64 distances [n] that returns the index in the table of each, int64 [n]: T5's
+            `_relative_position_bucket`, for instance. None where the table has an entry for each distance in turn,
+            n_q + n_k - 1 of them: that of the last query and the first key stands first.
+
+    Raises:
+        ValueError: an argument is not what is said here.
+
+    Sources:
+        Raffel et al., Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer (2020).
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = k = v = torch.ones(1, 2, 6, 8)
+        >>> table = torch.zeros(2, 5, requires_grad=True)
+        >>> bias = fastattn.RelativeBias(table, lambda distance: distance.clamp(-2, 2) + 2)
+        >>> fastattn.attention(q, k, v, bias=bias).sum().backward()
+        >>> table.grad.shape
+        torch.Size([2, 5])
+    """
+
+    table: Tensor
+    bucket: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        x = self.table
+        if not isinstance(x, Tensor) or not is_dense(x) or not x.is_floating_point() or x.dim() not in (1, 2):
+            got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) and is_dense(x) else type(x).__name__
+            raise ValueError(f"table must be a floating Tensor, [buckets] or [H, buckets], got {got}")
+        if self.bucket is not None and not callable(self.bucket):
+            raise ValueError(f"bucket must be a function of distances, or None, got {_shown(self.bucket)}")
+
+    def by_distance(self, n_q: int, n_k: int, q_offset: int = 0) -> Tensor:
+        """[H or 1, 1, n_q + n_k - 1]: what it adds at each distance, from the least one on; differentiable.
+
+        Raises:
+            ValueError: the table has another width, or `bucket` returns something else than is said above.
+        """
+        table, width = self.table.view(-1, self.table.shape[-1]), max(n_q + n_k - 1, 0)
+        if self.bucket is None:
+            if table.shape[1] != width:
+                got = list(self.table.shape)
+                raise ValueError(f"bias.table must have n_q + n_k - 1 = {width} columns without a bucket, got {got}")
+            return table[:, None]
+        index = self.bucket(torch.arange(width, device=table.device) + (1 - n_q - q_offset))
+        if not isinstance(index, Tensor) or index.shape != (width,) or index.dtype not in _INTEGERS:
+            got = f"{list(index.shape)} of {index.dtype}" if isinstance(index, Tensor) else type(index).__name__
+            raise ValueError(f"bias.bucket must return int64 [{width}] for as many distances, got {got}")
+        in_view = index.device.type == "cpu" and not torch.compiler.is_compiling()
+        if in_view and ((index < 0) | (index >= table.shape[1])).any():
+            raise ValueError(f"bias.bucket must return from 0 to {table.shape[1] - 1}, as its table has, got others")
+        # An embedding, whose gradient is added up in a fixed order, and in fp32: many distances share a bucket.
+        values = embedding(index, table.mT.to(accumulation_dtype(table.dtype)))
+        return values.mT.to(table.dtype).contiguous()[:, None]
+
+
 _PAIRS_AT_ONCE = 2**22  # that `Mask.from_flex` evaluates: 32 MiB for each int64 that is computed of them
 _COUNTERS_IN_CACHE = 2**14  # that dropout draws by at a time on CPUs: 128 KiB for each int64 that is computed of them
 _SIDES, _PADDED = ("right", "left"), ("keys", "queries", "both")
@@ -587,6 +653,8 @@ class Spec:
         deterministic: same inputs give the same bits.
         places: int32 [2 + n_q + ceil(n_k / 4)] on the device of q, where this call is a part of one that other
             processes compute too: by which sample, head, queries and keys its dropout is drawn. See `dropout_keep`.
+        bias_by_distance: bias is that of `RelativeBias.by_distance`, [H or 1, 1, n_q + n_k - 1]: query i and key j have
+            its entry n_q - 1 - i + j. It is read where it lies, as if each row began an entry before the last one.
         kind: stands for the spec, but for how its tensors lie in memory, as a key for what a backend remembers: one
             object for all calls of a kind, the spec itself where it has no tensors; None where plan.py has not set it,
             as in what `dataclasses.replace` makes.
@@ -602,12 +670,14 @@ class Spec:
     seed: Tensor | None = None
     deterministic: bool = True
     places: Tensor | None = None
+    bias_by_distance: bool = False
     kind: Spec | None = field(init=False, default=None)
 
     def features(self) -> frozenset[str]:
         """The names of everything in use, the mask's fields among them: what a backend must list to take this call."""
         in_use = {
-            "bias": self.bias is not None,
+            "bias": self.bias is not None and not self.bias_by_distance,
+            "relative_bias": self.bias_by_distance,
             "softcap": self.softcap is not None,
             "alibi_slopes": self.alibi_slopes is not None,
             "sinks": self.sinks is not None,
@@ -620,9 +690,28 @@ class Spec:
         given = (self.bias, self.alibi_slopes, self.sinks, self.seed, self.places)
         return [*self.mask.tensors().values(), *[x for x in given if x is not None]]
 
-    def bias_rows(self, rows: slice) -> Tensor | None:
-        """The bias of these query rows."""
-        return None if self.bias is None else _rows_of(self.bias, rows)
+    def bias_rows(self, n_k: int, rows: slice = slice(None)) -> Tensor | None:
+        """The bias of these query rows, broadcastable to [B, H, rows, n_k]."""
+        if self.bias is None or not self.bias_by_distance:
+            return None if self.bias is None else _rows_of(self.bias, rows)
+        return rows_by_distance(self.bias, n_k, rows)
+
+    def summed_like_bias(self, ds: Tensor, rows: slice = slice(None)) -> Tensor:
+        """dS [B, H, rows, n_k] of these query rows, summed over whatever shares an entry of their bias.
+
+        In the shape of `bias_rows`, and in that of the whole bias where that is by distance.
+        """
+        if not self.bias_by_distance:
+            return ds.sum_to_size(_rows_of(self.bias, rows).shape)
+        n_q = self.bias.shape[-1] - ds.shape[-1] + 1
+        first, stop, _ = rows.indices(n_q)
+        sums = pad(sums_by_distance(ds.sum(0)), (n_q - stop, first))
+        return sums[..., : self.bias.shape[-1]].sum_to_size(self.bias.shape)  # one more where there are no tokens
+
+    def bias_shared_along(self) -> str:
+        """Whether the "keys" of a query share an entry of the bias, or else the "queries" of a key, or "neither" do."""
+        rows, columns = (1, 1, *self.bias.shape)[-2:]
+        return "neither" if self.bias_by_distance else "keys" if columns == 1 else "queries" if rows == 1 else "neither"
 
     def dropout_keep(self, B: int, H: int, n_q: int, n_k: int, first: tuple[int, int, int] = (0, 0, 0)) -> Tensor:
         """bool [B, H, n_q, n_k], False where dropout removes a weight. THE definition, the same bits on every device.
@@ -671,7 +760,9 @@ class DropoutSeed(NamedTuple):
     first: tuple[int, int] = (0, 0)
 
 
-FEATURES = frozenset({f.name for f in fields(Mask)} | {"bias", "softcap", "alibi_slopes", "sinks", "dropout"})
+FEATURES = frozenset(
+    {f.name for f in fields(Mask)} | {"bias", "relative_bias", "softcap", "alibi_slopes", "sinks", "dropout"}
+)
 """Every feature a call can use; a backend's `features()` is a subset of it."""
 
 
@@ -736,10 +827,22 @@ _FIELDS = frozenset(f.name for f in fields(Mask))
 Mask.__init__ = explaining(Mask)
 
 
-def shared_along(bias: Tensor) -> str:
-    """Whether the "keys" of a query share an entry of the bias, or else the "queries" of a key, or "neither" do."""
-    rows, columns = (1, 1, *bias.shape)[-2:]
-    return "keys" if columns == 1 else "queries" if rows == 1 else "neither"
+def rows_by_distance(x: Tensor, n_k: int, rows: slice = slice(None)) -> Tensor:
+    """[H or 1, rows, n_k], what `x` [H or 1, 1, n_q + n_k - 1] has for these query rows and each key."""
+    n_q = x.shape[-1] - n_k + 1
+    first, stop, _ = rows.indices(n_q)
+    if first >= stop or n_k == 0:
+        return x.new_zeros(len(x), max(stop - first, 0), n_k)
+    return x[:, 0, n_q - stop : n_q - first + n_k - 1].unfold(-1, n_k, 1).flip(-2)
+
+
+def sums_by_distance(x: Tensor) -> Tensor:
+    """`x` [..., rows, columns] summed along its diagonals, [..., 1, rows + columns - 1]: the lower left one first."""
+    rows, columns = x.shape[-2:]
+    width = max(rows + columns - 1, 0)
+    # Each row of the last one first, and an element further to the right than the row above it.
+    skewed = pad(x.flip(-2), (0, rows)).flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
+    return skewed.sum(-2, keepdim=True)
 
 
 def summed_like(x: Tensor, gradient: Tensor) -> Tensor:

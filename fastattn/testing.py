@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from .api import attention
 from .backends import reference
 from .plan import drawn
-from .spec import Mask, Spec
+from .spec import Mask, RelativeBias, Spec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dalibi_slopes", "dsinks")
@@ -38,6 +38,7 @@ class Case:
     huge_values: the values reach up to that power of the largest number; do is so small that no gradient overflows.
     layout: memory order of q, k and v: "BHND" as [B, H, N, D]; "BNHD" as a projection leaves them; "sliced" as parts
         of one wider tensor, with a stride between tokens that is no multiple of D; "columns" as such parts, transposed.
+    relative_bias: heads of the table of a bias by distance, H or 1.
     timed: the suite of the benchmarks that it is for, "standard" (part of "limit" too), "limit" or "gpu"; such a case
         is too large for the tests. None elsewhere.
     """
@@ -59,6 +60,7 @@ class Case:
     segment_ids: bool = False
     dense: bool | str = False
     bias: tuple[int, ...] | None = None
+    relative_bias: int | None = None
     softcap: float | None = None
     alibi: bool = False
     sinks: bool = False
@@ -204,6 +206,14 @@ CASES: tuple[Case, ...] = (
         "one bias for all samples and heads",
         H=4, H_kv=2, n_q=40, n_k=36, keys="right", bias=(40, 36), dropout_p=0.2,
     ),
+    Case("relative-bias", "a table by distance, as in T5", n_q=50, n_k=70, relative_bias=2, keys="right"),
+    Case(
+        "relative-bias-causal", "one table for all heads, and queries that stand after some keys", H=4, H_kv=2, n_q=70,
+        n_k=100, causal=True, q_offset=30, window=(40, None), relative_bias=1, keys="left", queries=True,
+    ),
+    Case("relative-bias-cross", "more queries than keys", n_q=100, n_k=33, relative_bias=2, softcap=3.0, sinks=True),
+    Case("relative-bias-decode", "one query", n_q=1, n_k=200, q_offset=199, relative_bias=2, keys="holes"),
+    Case("relative-bias-long", "several tiles on each diagonal", n_q=200, n_k=150, relative_bias=2, dropout_p=0.2),
     Case("softcap", "bounded scores", n_q=40, softcap=2.0, causal=True),
     Case("alibi", "linear distance bias", n_q=40, alibi=True, causal=True),
     Case("alibi-segments", "distances count in the document", n_q=40, segment_ids=True, alibi=True),
@@ -274,16 +284,29 @@ class Inputs:
         """Spec that a backend is given for these inputs."""
         options = dict(self.options)
         scale = options.pop("scale")
+        by_distance = isinstance(bias := options.get("bias"), RelativeBias)
+        if by_distance:
+            options["bias"] = bias.by_distance(self.q.shape[2], self.k.shape[2], self.mask.q_offset)
         generator = options.pop("generator", None)
         seed = None
         if generator is not None:
             seed = drawn(self.q.device, generator.clone_state()).seed
-        return Spec(self.mask, scale, seed=seed, **options)
+        return Spec(self.mask, scale, seed=seed, bias_by_distance=by_distance, **options)
 
     def learned(self) -> dict[str, Tensor]:
         """The tensors that get a gradient, by name."""
         names = ("bias", "alibi_slopes", "sinks")
-        return {"q": self.q, "k": self.k, "v": self.v} | {n: self.options[n] for n in names if n in self.options}
+        terms = {n: self.options[n] for n in names if n in self.options}
+        if isinstance(bias := terms.get("bias"), RelativeBias):
+            terms["bias"] = bias.table
+        return {"q": self.q, "k": self.k, "v": self.v} | terms
+
+    def with_terms(self, learned: dict[str, Tensor]) -> dict[str, object]:
+        """The options with these tensors of `learned` in them."""
+        options = self.options | {name: x for name, x in learned.items() if name in self.options}
+        if isinstance(bias := self.options.get("bias"), RelativeBias):
+            options["bias"] = replace(bias, table=learned["bias"])
+        return options
 
 
 def make_inputs(
@@ -341,6 +364,8 @@ def make_inputs(
     options: dict[str, object] = {"scale": D**-0.5 if case.scale is None else case.scale}
     if case.bias is not None:
         options["bias"] = normal(*case.bias).to(device, dtype)
+    if case.relative_bias is not None:
+        options["bias"] = RelativeBias(normal(case.relative_bias, 12).to(device, dtype), _bucket)
     if case.softcap is not None:
         options["softcap"] = case.softcap
     if case.alibi:
@@ -366,6 +391,11 @@ def make_inputs(
         if rows is not None:
             x.masked_fill_(~rows[:, None, :, None], math.nan)
     return Inputs(q, k, v, do, dlse, mask, options)
+
+
+def _bucket(distance: Tensor) -> Tensor:
+    """A number from 0 to 11 for each distance: those that are far share one."""
+    return distance.clamp(-7, 4) + 7
 
 
 def _largest_log2(dtype: torch.dtype) -> float:
@@ -434,10 +464,9 @@ def run(
     learned = {
         name: x.detach().requires_grad_(wanted is None or name in wanted) for name, x in inputs.learned().items()
     }
-    options = dict(inputs.options)
+    options = inputs.with_terms(learned)
     if "generator" in options:
         options["generator"] = options["generator"].clone_state()
-    options |= {name: x for name, x in learned.items() if name in options}
     o, lse = attention(
         learned["q"], learned["k"], learned["v"], inputs.mask, **options, return_lse=True, backend=backend
     )
@@ -452,7 +481,8 @@ def exact(inputs: Inputs) -> dict[str, Tensor]:
     def double(x: object) -> object:
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    options = {name: double(x) for name, x in inputs.options.items()}
+    learned = {name: double(x) for name, x in inputs.learned().items()}
+    options = {name: double(x) for name, x in inputs.with_terms(learned).items()}
     tensors = (double(x) for x in (inputs.q, inputs.k, inputs.v, inputs.do, inputs.dlse))
     return run(Inputs(*tensors, inputs.mask, options), reference.NAME)
 
@@ -478,11 +508,15 @@ def formula(inputs: Inputs, learned: dict[str, Tensor]) -> tuple[Tensor, Tensor,
     q, k, v = readable(q, queries), readable(k, keys), readable(v, keys)
     k, v = k.repeat_interleave(H // H_kv, 1), v.repeat_interleave(H // H_kv, 1)
     scores, capped = q @ k.mT * spec.scale, None
+    relative, buckets = inputs.options.get("bias"), None
+    if isinstance(relative, RelativeBias):
+        distance = torch.arange(n_k, device=q.device) - torch.arange(n_q, device=q.device)[:, None]
+        buckets = relative.bucket(distance - mask.q_offset)
     if spec.softcap is not None:
         capped = torch.tanh(scores / spec.softcap)
         scores = spec.softcap * capped
     if "bias" in learned:
-        scores = scores + learned["bias"]
+        scores = scores + (learned["bias"] if buckets is None else learned["bias"][:, buckets])
     position_q, position_k = mask.positions(n_q, n_k, q.device)
     distance = (position_q[:, :, None] - position_k[:, None, :]).abs()[:, None].to(q.dtype)
     if "alibi_slopes" in learned:
@@ -510,7 +544,11 @@ def formula(inputs: Inputs, learned: dict[str, Tensor]) -> tuple[Tensor, Tensor,
             "v": by_head[1].unflatten(1, (H_kv, -1)).sum(2),
         }
         if "bias" in learned:
-            by_name["bias"] = ds.sum_to_size(learned["bias"].shape)
+            by_entry = ds
+            if buckets is not None:
+                of_each = torch.nn.functional.one_hot(buckets.flatten(), learned["bias"].shape[1])
+                by_entry = ds.sum(0).flatten(1) @ of_each.to(ds.dtype)
+            by_name["bias"] = by_entry.sum_to_size(learned["bias"].shape)
         if "alibi_slopes" in learned:
             by_name["alibi_slopes"] = -(ds * distance).sum((0, 2, 3))
         if "sinks" in learned:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .spec import DropoutSeed, Mask, Spec, is_dense, is_int, is_jagged
+from .spec import DropoutSeed, Mask, RelativeBias, Spec, is_dense, is_int, is_jagged
 
 EVERYTHING = Mask()
 """The mask of a call without one."""
@@ -30,8 +30,9 @@ def validated(
     dropout_p: float,
     generator: torch.Generator | DropoutSeed | None,
     deterministic: bool,
+    bias_by_distance: bool = False,
 ) -> Spec:
-    """The spec of these arguments of `attention`, without a seed.
+    """The spec of these arguments of `attention`, without a seed; of a bias, what `in_spec` makes of it.
 
     Raises:
         ValueError: the call is malformed. The message names the argument, what it must be and what it was.
@@ -72,14 +73,39 @@ def validated(
             f"mask must be a fastattn.Mask or None, got {type(mask).__name__}{how * isinstance(mask, Tensor)}"
         )
     _check_mask(mask, q.device, B, H, n_q, n_k)
-    _check_learned("bias", bias, q.device, [(B, H, n_q, n_k)], broadcast=True)
+    shape = (1, H, 1, max(n_q + n_k - 1, 0)) if bias_by_distance else (B, H, n_q, n_k)
+    _check_learned("bias", bias, q.device, [shape], broadcast=True)
     _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
     _check_learned("sinks", sinks, q.device, [(H,)])
     if generator is not None and not isinstance(generator, (torch.Generator, DropoutSeed)):
         raise ValueError(f"generator must be a torch.Generator, a DropoutSeed or None, got {type(generator).__name__}")
     check_flags(deterministic=deterministic)
     softcap = None if softcap is None else float(softcap)
-    return Spec(mask, float(scale), bias, softcap, alibi_slopes, sinks, float(dropout_p), None, bool(deterministic))
+    terms = bias, softcap, alibi_slopes, sinks, float(dropout_p), None, bool(deterministic)
+    return Spec(mask, float(scale), *terms, bias_by_distance=bias_by_distance)
+
+
+def in_spec(bias: Tensor | RelativeBias | None, q: Tensor, k: Tensor, mask: Mask | None) -> tuple[Tensor | None, bool]:
+    """(bias, bias_by_distance) of a spec, for q and k that `validated` has still to see.
+
+    Raises:
+        ValueError: a relative bias does not fit the other arguments.
+    """
+    if not isinstance(bias, RelativeBias):
+        return bias, False
+    table, mask = bias.table, EVERYTHING if mask is None else mask
+    well_formed = all(isinstance(x, Tensor) and is_dense(x) and x.dim() == 4 for x in (q, k))
+    if not (well_formed and isinstance(mask, Mask)):
+        return table, True  # `validated` says what is wrong
+    if table.device != q.device:
+        raise ValueError(f"bias.table must be on {q.device} like q, got {table.device}")
+    if table.dim() == 2 and table.shape[0] not in (1, q.shape[1]):
+        raise ValueError(f"bias.table must be [buckets] or [{q.shape[1]} or 1, buckets], got {list(table.shape)}")
+    if bias.bucket is not None and not is_int(mask.q_offset):
+        raise ValueError("mask.q_offset must be an int beside a RelativeBias with a bucket, got a Tensor")
+    if mask.segment_ids is not None and mask.segment_ids[0] is not mask.segment_ids[1]:
+        raise ValueError("mask.segment_ids must be one Tensor for queries and keys beside a RelativeBias, got two")
+    return bias.by_distance(q.shape[2], k.shape[2], mask.q_offset if bias.bucket else 0), True
 
 
 def check_fit(

@@ -295,7 +295,7 @@ void add_gradients(const Params& p, const BackwardTensors& t, const BackwardItem
   if (item.wanted.by_query && t.d_row) add_d_row(C, part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
   const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
-  if (item.wanted.by_query && t.d_bias) add_d_bias(C, p, t, item.b, h, queries, keys, part, ds);
+  if (item.wanted.by_query && t.d_bias.data) add_d_bias(C, t, item.b, h, queries, keys, part, ds);
   if (item.wanted.by_query && t.d_slope) add_d_slope(C, p, item.b, queries, keys, part, ds, block.d_slope + first);
   if (item.wanted.by_key) add_d_column(C, queries, keys, part, ds, t.d_column + (item.b * p.H + h) * p.n_k);
   if (p.softcap > 0) times_d_score<C>(part.n, w.d_score, w.ds, w.ds_t);

@@ -188,9 +188,8 @@ FASTATTN_INLINE void finish_scores(int C, const Params& p, int64_t b, int64_t h,
 }
 
 // Adds dS, given as a left factor [part.n, C * kLanes], to the rows of the gradient of the bias.
-FASTATTN_ONCE void add_d_bias(int C, const Params& p, const BackwardTensors& t, int64_t b, int64_t h,
-                              const QueryBlock& queries, const KeyBlock& keys, Part part, const LeftElement* ds) {
-  float* const of_head = t.d_bias + b * t.d_bias_batch_stride + h % t.d_bias_heads * p.n_q * p.n_k;
+FASTATTN_ONCE void add_d_bias(int C, const BackwardTensors& t, int64_t b, int64_t h, const QueryBlock& queries,
+                              const KeyBlock& keys, Part part, const LeftElement* ds) {
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); i += kLanes) {
     const FewKeys few(keys, part, i);
     for (int c = 0; c < C; ++c) {
@@ -199,7 +198,7 @@ FASTATTN_ONCE void add_d_bias(int C, const Params& p, const BackwardTensors& t, 
       for (int j = 0; j < kLanes; ++j) tile[j] = widen(ds + (lesser(i + j, part.n - 1) * C + c) * kLanes);
       transpose(tile);
       const int64_t n_queries = lesser(kLanes, queries.n - c * kLanes);
-      const auto row = [&](int64_t lane) { return of_head + queries.index[c][lane] * p.n_k; };
+      const auto row = [&](int64_t lane) { return t.d_bias.row(b, h, queries.index[c][lane]); };
       if (few.side_by_side && n_queries == kLanes) {
 #pragma GCC unroll 16
         for (int lane = 0; lane < kLanes; ++lane) {

@@ -29,7 +29,7 @@ struct Names {
            *real_queries = of("real_queries"), *real_keys = of("real_keys"), *segment_ids = of("segment_ids"),
            *dense = of("dense"), *scale = of("scale"), *softcap = of("softcap"), *bias = of("bias"),
            *alibi_slopes = of("alibi_slopes"), *sinks = of("sinks"), *dropout_p = of("dropout_p"), *seed = of("seed"),
-           *places = of("places");
+           *places = of("places"), *bias_by_distance = of("bias_by_distance");
 
   static PyObject* of(const char* name) { return PyUnicode_InternFromString(name); }
 };
@@ -85,6 +85,7 @@ struct Spec {
   MaybeTensor bias, alibi_slopes, sinks;
   double dropout_p = 0;
   MaybeTensor seed, places;
+  bool bias_by_distance = false;
 };
 
 Spec spec_of(PyObject* pointer) {
@@ -98,7 +99,8 @@ Spec spec_of(PyObject* pointer) {
           maybe_tensor(from.attribute(names().sinks), "sinks"),
           number(from.attribute(names().dropout_p).get()),
           maybe_tensor(from.attribute(names().seed), "seed"),
-          maybe_tensor(from.attribute(names().places), "places")};
+          maybe_tensor(from.attribute(names().places), "places"),
+          truth(from.attribute(names().bias_by_distance).get())};
 }
 
 // A call in the form that the kernels take; it keeps the tensors and the tables that `params` points to.
@@ -246,7 +248,10 @@ class Call {
     }
     if (spec.bias) {
       const Tensor in_dtype = spec.bias->dtype() ? *spec.bias : spec.bias->as_float();
-      p.bias = table(in_dtype, {p.B, p.H, p.n_q, p.n_k}), p.bias_dtype = *in_dtype.dtype();
+      const bool by_distance = spec.bias_by_distance;
+      p.bias = table(in_dtype, by_distance ? Sizes{p.B, p.H, 1, p.n_q + p.n_k - 1} : Sizes{p.B, p.H, p.n_q, p.n_k});
+      p.bias_dtype = *in_dtype.dtype();
+      if (by_distance) p.bias = p.bias.by_distance(p.n_q, bytes_of(p.bias_dtype));
     }
     if (const auto& slopes = spec.alibi_slopes) {
       slopes->check_sizes(slopes->dim() == 1 ? Sizes{p.H} : Sizes{p.B, p.H});
@@ -447,9 +452,13 @@ PyObject* gradients_of(const Call& call, Arguments in, PyObject* of_inputs, Argu
     const int64_t samples = tables->size(0), heads = tables->size(1);
     FASTATTN_CHECK((samples == p.B || samples == 1) && heads > 0 && p.H >= heads, "the sums of dS must be for ", p.B,
                    " samples or one, and at most ", p.H, " heads, got ", tables->sizes_text());
-    t.d_bias = tables->output({samples, heads, p.n_q, p.n_k});
-    t.d_bias_batch_stride = samples < p.B ? 0 : tables->stride(0);
-    t.d_bias_heads = heads;
+    const bool by_distance = p.bias.is_by_distance();
+    FASTATTN_CHECK(!by_distance || (samples == p.B && heads == p.H),
+                   "the sums of dS by distance must be for each head");
+    t.d_bias = {
+        tables->output(by_distance ? Sizes{samples, heads, 1, p.n_q + p.n_k - 1} : Sizes{samples, heads, p.n_q, p.n_k}),
+        samples < p.B ? 0 : tables->stride(0), heads, by_distance ? p.n_q + p.n_k - 1 : p.n_q * p.n_k, p.n_k};
+    if (by_distance) t.d_bias = t.d_bias.by_distance(p.n_q);
   }
   t.d_column = sums(of_sums[1], "the sums of dS over the queries", {p.B, p.H, p.n_k});
   t.d_row = sums(of_sums[2], "the sums of dS over the keys", of_queries);

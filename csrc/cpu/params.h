@@ -94,6 +94,13 @@ struct Table {
   int64_t batch_stride, head_stride, query_stride;
   bool one_for_all_keys;  // else the entries of a row lie side by side
 
+  // The same for n_q queries that share one row, of entries by the distance from query to key: that of the last query
+  // begins where the row does, and that of each other one an entry after that of the next.
+  Table by_distance(int64_t n_q, int64_t bytes) const {
+    return {data + (n_q - 1) * bytes, batch_stride, head_stride, -bytes, false};
+  }
+  bool is_by_distance() const { return query_stride < 0; }
+
   const char* row(int64_t b, int64_t h, int64_t query) const {
     return data + b * batch_stride + h * head_stride + query * query_stride;
   }
@@ -208,15 +215,26 @@ struct DecodeItem {
 };
 constexpr int64_t kDecodeRows = 128;  // most rows, of all heads together
 
+// [B or 1, heads, n_q, n_k]: over all samples or none, whose stride is then 0, and over the heads with the same
+// remainder by `heads`. Or [B, H, n_q + n_k - 1], as a Table by distance.
+struct BiasSums {
+  float* data;
+  int64_t batch_stride, heads, head_stride, query_stride;
+
+  float* row(int64_t b, int64_t h, int64_t query) const {
+    return data + b * batch_stride + h % heads * head_stride + query * query_stride;
+  }
+  BiasSums by_distance(int64_t n_q) const { return {data + n_q - 1, batch_stride, heads, head_stride, -1}; }
+  bool is_by_distance() const { return query_stride < 0; }
+};
+
 struct BackwardTensors {
   Input o, d_o;        // d_o.data may be null: zeros
   const float* lse;    // [B, H, n_q]
   const float* d_lse;  // [B, H, n_q], or null: zeros
   Output dq, dk, dv;   // dq is fp32: it is summed in place over the chunks of keys
   // Sums of dS, for what is added to the scores. The kernels add to them; they are null where they are not wanted.
-  float* d_bias;  // [B or 1, d_bias_heads, n_q, n_k]: over all samples or none, whose stride is then 0, and over the
-                  // heads with the same remainder by d_bias_heads
-  int64_t d_bias_batch_stride, d_bias_heads;
+  BiasSums d_bias;
   float* d_column;  // [B, H, n_k]: over the queries
   float* d_row;     // [B, H, n_q]: over the keys
   float* d_slope;   // [B, H, n_q]: over the keys, times their distances
@@ -231,7 +249,7 @@ struct Wanted {
   bool rows_of_keys() const { return dkv || by_key; }
 
   static Wanted in(const BackwardTensors& t) {
-    return {t.dq.data != nullptr, t.dk.data || t.dv.data, t.d_bias || t.d_row || t.d_slope, t.d_column != nullptr};
+    return {t.dq.data != nullptr, t.dk.data || t.dv.data, t.d_bias.data || t.d_row || t.d_slope, t.d_column != nullptr};
   }
 };
 

@@ -94,19 +94,21 @@ using Step = std::vector<BackwardItem>;
 // An item for all heads that share keys and values, and for whole isolated runs, computes S and dP once for all
 // gradients: 5 products. Where that leaves threads without work, gradients with rows of queries and gradients with rows
 // of keys have items of their own, which can be smaller: 7 products. Samples and heads that share entries of a bias add
-// to its gradient in steps, one after the other.
+// to its gradient in steps, one after the other, and all queries of a head to one by distance in one item.
 inline std::vector<Step> backward_steps(const Params& p, const Kernels& kernels, const BackwardTensors& t,
                                         int64_t threads) {
   const Wanted wanted = Wanted::in(t);
-  const bool samples_share = t.d_bias && t.d_bias_batch_stride == 0;
-  const int64_t heads = std::max<int64_t>(t.d_bias ? std::min(t.d_bias_heads, p.H) : p.H, 1);  // of a step
+  const bool whole = t.d_bias.data && t.d_bias.is_by_distance();
+  const bool samples_share = t.d_bias.data && t.d_bias.batch_stride == 0;
+  const int64_t heads = std::max<int64_t>(t.d_bias.data ? std::min(t.d_bias.heads, p.H) : p.H, 1);  // of a step
   const int64_t steps_of_samples = samples_share ? p.B : 1, steps_of_heads = (p.H + heads - 1) / heads;
   const bool groups_together = heads == p.H || p.group() == 1;
   const bool by_query = wanted.rows_of_queries(), by_key = wanted.rows_of_keys();
   std::vector<std::vector<Piece>> pieces;
   int64_t n_pieces = 0, work = 0, most_work = 0;
   for (int64_t b = 0; b < p.B; ++b) {
-    pieces.push_back(pieces_of(p, b, kernels.block_queries));
+    pieces.push_back(whole ? std::vector<Piece>{{0, p.n_q, 0, p.keys[b].count}}
+                           : pieces_of(p, b, kernels.block_queries));
     n_pieces += int64_t(pieces.back().size());
     for (const Piece& piece : pieces.back()) work += piece.work(), most_work = std::max(most_work, piece.work());
   }
@@ -115,7 +117,8 @@ inline std::vector<Step> backward_steps(const Params& p, const Kernels& kernels,
   const int64_t rounds = (joint_items + threads - 1) / threads;
   const bool joint = by_query && by_key && groups_together && 5 * rounds * threads <= 7 * joint_items &&
                      5 * most_work * threads * steps_of_samples <= 7 * work * groups;
-  const int64_t queries = 4 * kernels.block_queries, keys = 4 * kernels.block_keys;  // of a smaller item
+  const int64_t queries = whole ? std::max<int64_t>(p.n_q, 1) : 4 * kernels.block_queries,
+                keys = 4 * kernels.block_keys;  // of a smaller item
 
   std::vector<Step> steps(steps_of_samples * steps_of_heads);
   const auto step_of = [&](int64_t b, int64_t h) -> Step& {

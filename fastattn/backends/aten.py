@@ -104,7 +104,7 @@ class _Call(NamedTuple):
         mask, slopes, (B, H, n_q, _), n_k = spec.mask, spec.alibi_slopes, q.shape, k.shape[2]
         offsets, q_offset = (mask.q_offset, 0) if isinstance(mask.q_offset, Tensor) else (None, mask.q_offset)
         documents = mask.segment_ids or (None, None)
-        tensors = (mask.real_queries, mask.real_keys, *documents, offsets, mask.dense, slopes, spec.bias)
+        tensors = (mask.real_queries, mask.real_keys, *documents, offsets, mask.dense, slopes, spec.bias_rows(n_k))
         constants = (mask.causal, q_offset, mask.window, n_q, n_k, q.dtype, q.device)
         is_kept = spec.bias is None and B * (1 if slopes is None else H) * n_q * n_k <= _LARGEST_KEPT
         table, unseeing = kept(_table, tensors, *constants) if is_kept else _table(*tensors, *constants)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..spec import FEATURES, LOG2E, Spec, shared_along
+from ..spec import FEATURES, LOG2E, Spec
 from . import build
 from .gradients import RowStats, Sums, learned_gradients, wanted_sums
 
@@ -110,7 +110,7 @@ def backward(
     if sums is _NO_SUMS:
         return *gradients, None, None, None
     stats = None
-    if wants_dsinks or (wants_dbias and shared_along(spec.bias) == "keys"):
+    if wants_dsinks or (wants_dbias and spec.bias_shared_along() == "keys"):
         stats = _row_stats(do, dlse, o, lse, spec.sinks, sums.of_queries, rounded)
     return *gradients, *learned_gradients(spec, output_mask, sums, stats, p_by_distance=None)
 
@@ -143,7 +143,9 @@ bits would depend."""
 
 
 def _zero_tables(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
-    """fp32 [B or 1, tables, n_q, n_k]: the gradient of the bias is the sum over the tables."""
+    """fp32 [B or 1, tables, n_q, n_k], or by distance [B, H, 1, n_q + n_k - 1]: their sum is the bias's gradient."""
+    if spec.bias_by_distance:
+        return q.new_zeros(*q.shape[:2], *spec.bias.shape[1:], dtype=torch.float32)
     B, H = (1, 1, 1, 1, *spec.bias.shape)[-4:-2]
     tables = min(q.shape[1], _TABLES_OF_SHARED_BIAS) if H == 1 else H
     return q.new_zeros(B, tables, q.shape[2], k.shape[2], dtype=torch.float32)

@@ -27,7 +27,7 @@ _MOST_TOKENS = 2**30  # tokens are numbered by 32-bit integers inside the kernel
 
 def features(device: torch.device) -> frozenset[str]:
     """Every feature, on every device."""
-    return FEATURES
+    return FEATURES - {"relative_bias"}
 
 
 def lacks(device: torch.device) -> frozenset[str]:

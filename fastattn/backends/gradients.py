@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import LOG2E, Spec, shared_along, summed_like
+from ..spec import LOG2E, Spec, summed_like
 
 
 class Sums(NamedTuple):
     """Sums of dS, each fp32 or None; or which of them are wanted, each a bool.
 
-    of_pairs: over whatever shares an entry of a bias that has one for each pair, as a table that `summed_like` can sum.
+    of_pairs: over whatever shares an entry of a bias that has one for each pair or each distance, as a table that
+        `summed_like` can sum.
     of_keys: over the queries, [B, H, n_k].
     of_queries: over the keys, [B, H, n_q].
     by_distance: over the keys, times the distance of the pair, [B, H, n_q].
@@ -37,7 +38,7 @@ def wanted_sums(spec: Spec, output_mask: tuple[bool, ...], rounded: bool) -> Sum
         rounded: whether what the rounding of O takes from delta is to be made good.
     """
     *_, bias_wanted, slopes_wanted, sinks_wanted = output_mask
-    along = shared_along(spec.bias) if bias_wanted else None
+    along = spec.bias_shared_along() if bias_wanted else None
     of_queries = (along == "keys" and spec.sinks is not None) or (rounded and (slopes_wanted or sinks_wanted))
     return Sums(along == "neither", along == "queries", of_queries, slopes_wanted)
 
@@ -56,7 +57,7 @@ def learned_gradients(
     *_, bias_wanted, slopes_wanted, sinks_wanted = output_mask
     dbias = dslopes = dsinks = None
     if bias_wanted:
-        along = shared_along(spec.bias)
+        along = spec.bias_shared_along()
         ds = sums.of_pairs if along == "neither" else sums.of_keys[:, :, None] if along == "queries" else None
         dbias = summed_like(spec.bias, stats.ds_of_keys()[..., None] if ds is None else ds)
     if slopes_wanted:

@@ -83,7 +83,7 @@ def softmax(q: Tensor, k: Tensor, spec: Spec, rows: slice = slice(None)) -> Soft
         capped = torch.tanh(scores / spec.softcap)
         scores, d_score = spec.softcap * capped, 1 - capped**2
     if spec.bias is not None:
-        scores = scores + spec.bias_rows(rows).to(scores.dtype)
+        scores = scores + spec.bias_rows(n_k, rows).to(scores.dtype)
     position_q, position_k = mask.positions(n_q, n_k, q.device)
     distance = (position_q[:, rows, None] - position_k[:, None, :]).abs()[:, None]
     if spec.alibi_slopes is not None:
@@ -162,7 +162,7 @@ def backward(
         grad = grad.unflatten(1, (like.shape[1], -1)).sum(2)
         return torch.empty_like(like).copy_(grad if keys is None else grad.masked_fill(~keys[:, None, :, None], 0))
 
-    dbias = ds.sum_to_size(spec.bias.shape).to(spec.bias.dtype) if output_mask[3] else None
+    dbias = spec.summed_like_bias(ds).to(spec.bias.dtype) if output_mask[3] else None
     dalibi_slopes = dsinks = None
     if output_mask[4]:
         dalibi_slopes = (
@@ -205,7 +205,7 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tens
     n_k = k.shape[2]
     visible = spec.mask.keep(q.shape[2], n_k, q.device)
     if spec.bias is not None:
-        visible = visible & (spec.bias != -math.inf)
+        visible = visible & (spec.bias_rows(n_k) != -math.inf)
     p = _softmax(q, k, spec).p.masked_fill(~visible, -1)
     p = torch.nn.functional.pad(p, (0, max(top_k - n_k, 0)), value=-1)
     largest, keys = (x[..., :top_k] for x in p.sort(dim=-1, descending=True, stable=True))

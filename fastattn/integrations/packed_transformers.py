@@ -21,6 +21,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from .. import blocks
 from ..nn.packing import Packing, worth_packing
+from ..spec import RelativeBias
 from .transformers import PackedMask, PreparedMask, attention_modules
 
 MODEL_TYPES = frozenset(
@@ -252,11 +253,10 @@ def _packed(x: Tensor, packing: Packing) -> Tensor:
     return packing.pack(x.expand(*packing.real.shape, *x.shape[2:]))[None]
 
 
-def _biases_of_places(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The biases that T5's first layer would make for a padded batch x: [1, H, L, L], and 0 for cross-attention."""
+def _biases_of_places(layer: nn.Module, x: Tensor) -> dict[str, Tensor | RelativeBias]:
+    """The bias that T5's first layer would make for a padded batch x."""
     attention, L = layer.layer[0].SelfAttention, x.shape[1]
-    none = {"encoder_decoder_position_bias": x.new_zeros(1, 1, 1, 1)} if layer.is_decoder else {}
-    return {"position_bias": attention.compute_bias(L, L, device=x.device)} | none
+    return {"position_bias": attention.compute_bias(L, L, device=x.device)}
 
 
 def _positional(function: Callable) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from transformers.utils.output_capturing import _active_collector
 from .. import blocks
 from ..api import attention, attention_with_weights
 from ..nn.packing import Packing
-from ..spec import Mask
+from ..spec import Mask, RelativeBias, rows_by_distance
 from .continuous_batching import ContinuousBatchingManager, PagedAttentionCache, attention_paged, keeping
 
 IMPLEMENTATION = "fastattn"
@@ -153,9 +154,12 @@ class PackedMask(PreparedMask):
             object.__setattr__(packed, name, value)  # a Mask is frozen
         return packed
 
-    def needs_places(self, position_bias: Tensor | None) -> bool:
+    def needs_places(self, position_bias: Tensor | RelativeBias | None) -> bool:
         """Whether the attention depends on places in the padded batch, so that it has to be computed unpacked."""
-        if position_bias is not None and position_bias.shape[-2:].numel() > 1:
+        if isinstance(position_bias, RelativeBias):
+            if not self.queries.contiguous:
+                return True
+        elif position_bias is not None and position_bias.shape[-2:].numel() > 1:
             return True
         asked = self.padded.features() - {"causal", "real_keys", "real_queries"}
         return bool(asked - {"window"}) or (bool(asked) and not self.queries.contiguous)
@@ -199,6 +203,8 @@ def _checking(correct: Callable) -> Callable:
                 "which its attention does not ask the AttentionInterface of transformers"
             )
         implementation = correct(model, requested, is_init_check)
+        if implementation in (IMPLEMENTATION, PACKED):
+            _let_biases_be_relative(type(model))
         if not is_init_check:
             from . import packed_transformers
 
@@ -235,6 +241,61 @@ def _obeys(cls: type[PreTrainedModel]) -> bool:
         )  # a table of its own
     except (OSError, TypeError):  # there is no source to read
         return True
+
+
+_WITH_RELATIVE_BIASES = ("MT5Attention", "T5Attention", "UMT5Attention")
+NO_BIAS = object()
+"""The position bias of cross-attention in T5 and mT5, in place of a tensor of zeros for each pair."""
+
+
+def _let_biases_be_relative(cls: type[PreTrainedModel]) -> None:
+    """Makes the attention modules of T5 and the like hand on a `RelativeBias` while they compute by fastattn."""
+    modules = [sys.modules.get(base.__module__) for base in cls.__mro__]
+    for name, module in itertools.product(_WITH_RELATIVE_BIASES, modules):
+        if (attention := getattr(module, name, None)) is not None:
+            _put_around(attention, "compute_bias", _by_distance)
+            _put_around(attention, "forward", _without_zeros)
+
+
+def _computes_here(attention: nn.Module) -> bool:
+    return attention.config._attn_implementation in (IMPLEMENTATION, PACKED)
+
+
+def _by_distance(compute_bias: Callable) -> Callable:
+    """T5's function that makes [1, H, n_q, n_k] of its table: a row for a query that sees each distance once will do.
+
+    Not under reentrant checkpoints, through which gradients of what is in no tensor are lost.
+    """
+
+    def compute(
+        attention: nn.Module,
+        query_length: int,
+        key_length: int,
+        device: torch.device | None = None,
+        past_seen_tokens: int | Tensor = 0,
+    ) -> Tensor | RelativeBias:
+        checkpoint = getattr(attention, "_gradient_checkpointing_func", None)  # of no UMT5, which hands on no bias
+        in_checkpoint = attention.training and getattr(attention, "gradient_checkpointing", False)
+        reentrant = getattr(checkpoint, "keywords", {}).get("use_reentrant", True)
+        if (in_checkpoint and reentrant) or not _computes_here(attention):
+            return compute_bias(attention, query_length, key_length, device, past_seen_tokens)
+        before = query_length - 1
+        row = compute_bias(attention, 1, before + key_length, device, past_seen_tokens + before)
+        return RelativeBias(row[0, :, 0].contiguous())
+
+    return compute
+
+
+def _without_zeros(forward: Callable) -> Callable:
+    """T5's attention, which without a position bias and a table would make zeros for each pair."""
+
+    def attend(attention: nn.Module, *args: object, **kwargs: object) -> tuple:
+        takes_bias = "position_bias" in kwargs and kwargs["position_bias"] is None
+        if takes_bias and not attention.has_relative_attention_bias and _computes_here(attention):
+            kwargs["position_bias"] = NO_BIAS
+        return forward(attention, *args, **kwargs)
+
+    return attend
 
 
 @dataclass(frozen=True)
@@ -582,7 +643,7 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | RelativeBias | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
@@ -604,7 +665,7 @@ def attention_forward(
         dropout: probability to drop a weight; without effect unless the module is in training.
         scaling: factor on query key^T; None is 1 / sqrt(D).
         is_causal: overrides `module.is_causal`, when there is no mask.
-        position_bias: added to the scores.
+        position_bias: added to the scores; `NO_BIAS` is none.
         softcap: bound on the scores.
         s_aux: [H], attention sinks.
         sliding_window: the window that the mask has already.
@@ -618,6 +679,8 @@ def attention_forward(
         NotImplementedError: an option that would change the result is not known here, or tokens are on several ranks
             without a plan of ours.
     """
+    zeros = type(module).__name__ == "UMT5Attention" and not module.has_relative_attention_bias  # for each pair
+    position_bias = None if zeros or position_bias is NO_BIAS else position_bias
     paged = isinstance(cache, PagedAttentionCache)
     if paged:
         where = {"cu_seq_lens_k": cu_seq_lens_k} | {name: options.pop(name, None) for name in _OF_PAGES}
@@ -661,6 +724,8 @@ def attention_forward(
         chosen = torch.zeros(query.shape[0], 1, n_q, n_k, dtype=torch.bool, device=query.device)
         chosen.scatter_(-1, indices[:, None].long(), True)
         mask = replace(mask, dense=chosen if mask.dense is None else chosen & mask.dense)
+    if isinstance(position_bias, RelativeBias):
+        position_bias = _fitting(position_bias, query, bias, n_k if isinstance(attention_mask, PackedMask) else None)
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
 
@@ -671,6 +736,20 @@ def attention_forward(
     else:
         o, weights = attention(query, key, value, mask, **terms, plan=_plan_of(attention_mask, options)), None
     return o.transpose(1, 2).contiguous(), weights
+
+
+def _fitting(relative: RelativeBias, query: Tensor, bias: Tensor | None, packed: int | None) -> Tensor | RelativeBias:
+    """The bias of T5 for these queries: written out beside another one, and for so many tokens if they are packed.
+
+    For one query it is a row, which needs none of the checks of a `RelativeBias`: most of a short call.
+    """
+    table = relative.table.to(query.device)  # that of the first layer
+    if packed is not None:
+        missing = packed - (table.shape[1] + 1) // 2  # for distances that no two tokens of a sample have
+        return RelativeBias(F.pad(table, (missing, missing)))
+    if bias is not None or query.shape[2] == 1:
+        return rows_by_distance(table[:, None], table.shape[1] - query.shape[2] + 1)
+    return RelativeBias(table)
 
 
 def _plan_of(attention_mask: object, options: dict[str, object]) -> blocks.Within | None:

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import fastattn
 from benchmarks.launches import handed_to
-from fastattn import Mask
+from fastattn import Mask, RelativeBias
 from fastattn.backends.triton import launches
 from fastattn.paged import prepared
 
@@ -51,7 +51,7 @@ CHOICES: dict[str, list] = {
     "segment_ids": [None, None, None, torch.int32, torch.int64],
     "dense": [None, None, None, 0, 1],
     "scale": [None, 1.0, 0.5, -0.5],
-    "bias": [None, None, "BHND", "shifted", "sliced"],
+    "bias": [None, None, "BHND", "shifted", "sliced", "by distance", "by distance, shifted"],
     "alibi_slopes": [None, None, 0, 1],
     "sinks": [None, None, 0, 1],
     "softcap": [None, None, 2.0, 3.0],
@@ -106,6 +106,9 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
     options = {name: chosen[name] for name in ("scale", "softcap", "dropout_p", "precision")}
     if (layout := chosen["bias"]) is not None:
         options["bias"] = tensor(layout, 1, H, n_q, n_k)
+        if "distance" in layout:
+            fields.pop("segment_ids", None)  # of queries and keys each their own
+            options["bias"] = RelativeBias(tensor(layout.removeprefix("by distance, "), 1, 1, H, n_q + n_k - 1)[0, 0])
     for name in ("alibi_slopes", "sinks"):
         if (begin := chosen[name]) is not None:
             options[name] = torch.ones(H + 1)[begin:][:H]
@@ -122,11 +125,16 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
     if (begin := chosen["places"]) is not None and options["dropout_p"]:
         places = places_of_a_part(n_q, n_k)
         options["places"] = torch.cat([places.new_zeros(begin), places])[begin:]
-    learned = (*tensors[:3], *(options.get(name) for name in LEARNED))
+    learned = (*tensors[:3], *learned_of(options))
     for wanted, x in zip(chosen["wanted"], learned, strict=True):
         if wanted and x is not None:
             x.requires_grad_()
     return tensors, Mask(**fields), options
+
+
+def learned_of(options: dict[str, object]) -> list[Tensor | None]:
+    terms = [options.get(name) for name in LEARNED]
+    return [x.table if isinstance(x, RelativeBias) else x for x in terms]
 
 
 def launched(of_call: tuple, taken: list) -> list:
@@ -142,10 +150,11 @@ def launched(of_call: tuple, taken: list) -> list:
     else:
         with drawn_at(places):
             o = fastattn.attention(q, k, v, mask, **terms, backend="triton")
-    leaves = [x for x in (q, k, v, *(options.get(name) for name in LEARNED)) if x is not None and x.requires_grad]
+    leaves = [x for x in (q, k, v, *learned_of(options)) if x is not None and x.requires_grad]
     if leaves:
         torch.autograd.grad(o, leaves, do)
-    inputs = (q, k, v, do, *table, *mask.tensors().values(), *(x for x in options.values() if isinstance(x, Tensor)))
+    terms = (*learned_of(options), *options.values())
+    inputs = (q, k, v, do, *table, *mask.tensors().values(), *(x for x in terms if isinstance(x, Tensor)))
     known = {x.data_ptr(): f"input {i}" for i, x in enumerate(inputs)}
 
     def described(x: object) -> object:
@@ -206,7 +215,9 @@ def main() -> None:
             assert [seen[0].get()["name"] for seen in watched] == [kernel.name for kernel, *_ in taken], chosen
             repeated += len(again)
         every_term = {name: choices[0] for name, choices in CHOICES.items()} | {"alibi_slopes": 0, "sinks": 0}
-        for bias, wanted in itertools.product((None, "BHND"), CHOICES["wanted"]):  # which sums there are differs too
+        for bias, wanted in itertools.product(
+            (None, "BHND", "by distance"), CHOICES["wanted"]
+        ):  # which sums there are differs too
             of_call = call(every_term | {"bias": bias, "wanted": wanted, "n_q": 128, "n_k": 128})
             assert launched(of_call, taken) == forgotten(of_call, taken), (bias, wanted)
     print(f"{repeated} launches of {SERIES} calls were repeated as Triton makes them")

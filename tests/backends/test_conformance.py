@@ -27,6 +27,7 @@ on_each, on_each_with_bias, on_each_with_sinks = (
 )
 
 POSITIONS = {"causal", "q_offset", "window", "real_keys", "real_queries"}
+TERMS = {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"}
 
 
 PROMISES = {  # what each backend must take, so that none gets greener by refusing more
@@ -36,27 +37,27 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
         "head_dims": range(8, 257, 8),
     },
     "triton": {
-        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | TERMS | {"relative_bias"},
         "dtypes": set(DTYPES),
         "head_dims": range(1, 257),
     },
     "cpu": {
-        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | TERMS | {"relative_bias"},
         "dtypes": set(DTYPES),
         "head_dims": range(1, 513),
     },
     "cuda": {
-        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | TERMS,
         "dtypes": {*DTYPES} if CUDA_TAKES_BF16 else {*DTYPES} - {torch.bfloat16},
         "head_dims": range(1, 257),
     },
     "torch": {
-        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | TERMS | {"relative_bias"},
         "dtypes": {*DTYPES, torch.float64},
         "head_dims": range(1, 513),
     },
     "reference": {
-        "features": POSITIONS | {"segment_ids", "dense", "bias", "softcap", "alibi_slopes", "sinks", "dropout"},
+        "features": POSITIONS | TERMS | {"relative_bias"},
         "dtypes": {*DTYPES, torch.float64},
         "head_dims": range(1, 513),
     },

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 import fastattn
 from fastattn.backends import kept_results
 from fastattn.backends import triton as backend
-from fastattn.backends.triton import flash_backward, flash_decoding, preparation
-from fastattn.backends.triton.configs import Apart, config_for
+from fastattn.backends.triton import configs, flash_backward, flash_decoding, preparation
+from fastattn.backends.triton.configs import Apart, Config, config_for
 from fastattn.backends.triton.dropout import dropout, kept
 from fastattn.backends.triton.preparation import real_spans, visibility
 from fastattn.backends.triton.rules import rules_of
@@ -582,3 +582,11 @@ def test_each_heavy_term_takes_from_the_tiles(capability, dtype, monkeypatch):
         smaller = [n + (tiles[i] != tiles[i + 1]) for i, n in enumerate(smaller)]
     assert smaller[0] > 0 or dtype == torch.float32
     assert smaller[1] > 0
+
+
+@pytest.mark.parametrize("tile", [(32, 16), (64, 16), (16, 32)], ids=str)
+def test_diagonals_of_tiles_that_are_no_squares(tile, monkeypatch):
+    monkeypatch.setattr(configs, "_INTERPRETED", Config(*tile, num_warps=4, num_stages=1))
+    for n_q, n_k in ((70, 90), (90, 33), (64, 1), (17, 200)):
+        inputs = make_inputs(Case("", "", n_q=n_q, n_k=n_k, causal=True, q_offset=9, relative_bias=2), torch.float32)
+        assert_right(inputs, run(inputs, "triton"))

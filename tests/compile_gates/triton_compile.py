@@ -52,6 +52,11 @@ CALLS = {  # name -> arguments of Spec
     "softcap": {"mask": Mask(causal=True), "softcap": 50.0},
     "alibi": {"mask": Mask(causal=True), "alibi_slopes": torch.zeros(H)},
     "bias": {"mask": Mask(causal=True), "bias": torch.zeros(H, N, N, dtype=torch.bfloat16)},
+    "bias by distance": {
+        "mask": Mask(causal=True),
+        "bias": torch.zeros(H, 1, 2 * N - 1, dtype=torch.bfloat16),
+        "bias_by_distance": True,
+    },
     "bias of keys": {"mask": Mask(), "bias": torch.zeros(B, 1, 1, N, dtype=torch.bfloat16)},
     "sinks": {"mask": Mask(causal=True), "sinks": torch.zeros(H)},
     "dropout": {"mask": Mask(causal=True), "dropout_p": 0.1, "seed": torch.zeros((), dtype=torch.int64)},

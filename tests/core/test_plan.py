@@ -263,7 +263,7 @@ def test_the_dispatcher_changes_no_bit():
         outputs = []
         for watched in (False, True):
             learned = {name: x.detach().requires_grad_() for name, x in inputs.learned().items()}
-            terms = {n: x for n, x in inputs.options.items() if n != "dropout_p"} | learned
+            terms = {n: learned[n] for n in "qkv"} | inputs.with_terms(learned)
             if watched:
                 with Ops():
                     o, lse = fastattn.attention(mask=inputs.mask, return_lse=True, **terms)

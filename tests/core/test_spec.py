@@ -91,7 +91,8 @@ def test_features_names_exactly_the_fields_in_use():
     )
     learned = torch.zeros(3)
     spec = Spec(mask, 1.0, learned, 2.0, learned, learned, 0.1, torch.tensor(0))
-    assert spec.features() == FEATURES
+    assert spec.features() == FEATURES - {"relative_bias"}
+    assert Spec(Mask(), 1.0, learned, bias_by_distance=True).features() == {"relative_bias"}
     for name, value in (
         ("causal", True),
         ("q_offset", -1),

@@ -161,9 +161,7 @@ def test_weights_are_right_or_refused(case, dtype, form, backend):
             form(inputs, backend.NAME)
         return
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.learned().items() if name != "v"}
-    with_leaves = dataclasses.replace(inputs, q=leaves["q"], k=leaves["k"], options=inputs.options | {
-        name: x for name, x in leaves.items() if name not in "qk"
-    })  # fmt: skip
+    with_leaves = dataclasses.replace(inputs, q=leaves["q"], k=leaves["k"], options=inputs.with_terms(leaves))
     actual, keys = form(with_leaves, backend.NAME)
     (exact, exact_gradients), (naive, naive_gradients) = oracle(case, dtype, form.drops)
     assert actual.dtype == (dtype if form.function == "weights" else torch.float32)

@@ -32,6 +32,7 @@ struct Case {
   double softcap = 0;              // 0: none
   double sink = -HUGE_VAL;         // of head 0, one more for each head after it; -HUGE_VAL: none
   std::vector<int64_t> bias = {};  // its shape, [B or 1, H or 1, n_q or 1, n_k or 1]; empty: there is none
+  bool by_distance = false;        // whether the bias is so, [1, H or 1, 1, n_q + n_k - 1]
   bool alibi = false;
   Layout layout = {};
   bool with_d_o = true, with_d_lse = true;
@@ -39,8 +40,10 @@ struct Case {
   bool finishes_scores() const { return softcap > 0 || !bias.empty() || alibi; }  // as Params has it
 
   // The samples and the heads of d_bias, if there is one. Heads that share a bias add to two tables by turns.
-  int64_t d_bias_samples() const { return !finishes_scores() ? 0 : bias.empty() ? B : bias[0]; }
-  int64_t d_bias_heads() const { return bias.empty() || bias[1] == H ? H : std::min<int64_t>(H, 2); }
+  int64_t d_bias_samples() const { return !finishes_scores() ? 0 : bias.empty() || by_distance ? B : bias[0]; }
+  int64_t d_bias_heads() const { return bias.empty() || by_distance || bias[1] == H ? H : std::min<int64_t>(H, 2); }
+  int64_t d_bias_rows() const { return by_distance ? 1 : n_q; }
+  int64_t d_bias_columns() const { return by_distance ? n_q + n_k - 1 : n_k; }
 };
 
 // clang-format off

@@ -33,7 +33,7 @@ struct Results {
         dq(c.B, c.H, c.n_q, c.d_qk),
         dk(c.B, c.H_kv, c.n_k, c.d_qk),
         dv(c.B, c.H_kv, c.n_k, c.d_v),
-        d_bias(c.d_bias_samples(), c.d_bias_heads(), c.n_q, c.n_k),
+        d_bias(c.d_bias_samples(), c.d_bias_heads(), c.d_bias_rows(), c.d_bias_columns()),
         d_column(c.B, c.H, 1, c.n_k),
         d_row(c.B, c.H, c.n_q, 1),
         d_slope(c.B, c.H, c.n_q, 1),
@@ -115,7 +115,9 @@ Results formula(const Inputs& in, DType dtype) {
         d_score.push_back(round(1 - round(capped * capped)));
         score = round(capped * Real(c.softcap));
       }
-      if (!c.bias.empty()) {
+      if (c.by_distance) {
+        score = round(score + Real(in.bias.row(0, h % c.bias[1], 0)[c.n_q - 1 - i + j]));
+      } else if (!c.bias.empty()) {
         score = round(score + Real(in.bias.row(b % c.bias[0], h % c.bias[1], i % c.bias[2])[j % c.bias[3]]));
       }
       if (c.alibi) score = round(score - round(Real(in.slope(b, h)) * far(b, i, j)));
@@ -151,7 +153,8 @@ Results formula(const Inputs& in, DType dtype) {
       Real ds = round(p[n] * round(dp * factors[n] - delta));
       add(*r.d_row.row(b, h, i), ds);
       if (c.finishes_scores()) {
-        add(r.d_bias.row(b % r.d_bias.B, h % r.d_bias.H, i)[keys[n]], ds);
+        double* const d_bias = r.d_bias.row(b % r.d_bias.B, h % r.d_bias.H, c.by_distance ? 0 : i);
+        add(d_bias[(c.by_distance ? c.n_q - 1 - i : 0) + keys[n]], ds);
         add(r.d_column.row(b, h, 0)[keys[n]], ds);
         add(*r.d_slope.row(b, h, i), round(ds * far(b, i, keys[n])));
       }
@@ -166,7 +169,7 @@ Results formula(const Inputs& in, DType dtype) {
     round_row(r.dq.row(b, h, i), c.d_qk);
   });
   for (Array* x : {&r.averaged, &r.d_bias, &r.d_column}) {
-    each_row(*x, [&](int64_t b, int64_t h, int64_t i) { round_row(x->row(b, h, i), c.n_k); });
+    each_row(*x, [&](int64_t b, int64_t h, int64_t i) { round_row(x->row(b, h, i), x->D); });
   }
   each_row(r.dk, [&](int64_t b, int64_t h_kv, int64_t j) {
     round_row(r.dk.row(b, h_kv, j), c.d_qk);

@@ -184,6 +184,7 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   p.B = c.B, p.H = c.H, p.H_kv = c.H_kv, p.n_q = c.n_q, p.n_k = c.n_k, p.d_qk = c.d_qk, p.d_v = c.d_v;
   p.scale = c.scale, p.softcap = c.softcap;
   if (!c.bias.empty()) p.bias = bias.table(), p.bias_dtype = dtype;
+  if (c.by_distance) p.bias = p.bias.by_distance(c.n_q, bytes_of(dtype));
   if (c.alibi) p.alibi_slopes = slopes.data<float>();
   if (c.sink > -HUGE_VAL) p.sinks = sinks.data<float>();
   p.band = make_band(c.causal, c.left, c.right);
@@ -213,8 +214,9 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   if (request.dkv) t.dk = dk.output(), t.dv = dv.output();
   if (request.sums_of_ds) t.d_row = d_row.floats();
   if (request.sums_of_ds && p.finishes_scores()) {
-    t.d_bias = d_bias.floats(), t.d_bias_heads = d_bias.H;
-    t.d_bias_batch_stride = d_bias.B < c.B ? 0 : d_bias.output().batch_stride;
+    const Output tables = d_bias.output();
+    t.d_bias = {d_bias.floats(), d_bias.B < c.B ? 0 : tables.batch_stride, d_bias.H, tables.head_stride, c.n_k};
+    if (c.by_distance) t.d_bias = t.d_bias.by_distance(c.n_q);
     t.d_column = d_column.floats(), t.d_slope = d_slope.floats();
   }
   run_backward(choose_capability(), p, t, request.threads, std::ref(for_each));
@@ -320,6 +322,11 @@ const std::vector<Case> kMoreCases = {
      .n_q = 50, .n_k = 300, .dropout_p = 0.3, .bias = {2, 1, 1, 300}},
     {.name = "bias-of-queries", .why = "one entry for all keys, against a sink",
      .n_q = 33, .n_k = 97, .left = 40, .right = 20, .sink = 0.5, .bias = {1, 2, 33, 1}},
+    {.name = "bias-by-distance", .why = "one row for all queries, of which each begins elsewhere",
+     .H = 4, .n_q = 75, .n_k = 130, .left = 60, .keys = Padding::holes, .queries = Padding::right, .bias = {1, 4, 1, 204},
+     .by_distance = true},
+    {.name = "bias-by-distance-documents", .why = "runs of queries add to one row, which all heads share",
+     .n_q = 90, .n_k = 90, .documents_q = {40, 50}, .documents_k = {40, 50}, .bias = {1, 1, 1, 179}, .by_distance = true},
     {.name = "alibi", .why = "distances to both sides", .n_q = 90, .n_k = 130, .q_offset = {40, -7}, .alibi = true},
     {.name = "alibi-documents", .why = "distances in documents, beside all else",
      .B = 1, .H = 4, .H_kv = 2, .n_q = 90, .n_k = 90, .q_offset = {0}, .documents_q = {40, 50}, .documents_k = {40, 50},
@@ -335,7 +342,7 @@ const std::set<std::string> kFewCases = {
     "chunks", "causal-before", "window", "pad-keys-only", "strided", "token-by-token-strided", "documents-causal",
     "documents-of-other-lengths", "documents-holes", "documents-long", "dropout-window", "dropout-grouped", "dropout-part",
     "negative-scale", "softcap", "softcap-scale", "softcap-narrow", "softcap-decode", "sinks-decode", "sinks-far-above",
-    "sinks-large-scores", "only-lse", "bias", "bias-shared", "bias-of-keys", "alibi", "alibi-documents",
+    "sinks-large-scores", "only-lse", "bias", "bias-shared", "bias-of-keys", "bias-by-distance", "alibi", "alibi-documents",
 };
 // clang-format on
 

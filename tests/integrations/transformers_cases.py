@@ -371,8 +371,8 @@ CASES = (
     ),
     decoder("DeepSeek-V3", "DeepseekV3", **LATENT, **EXPERTS),
     decoder("gpt-oss", "GptOss", "window", "sinks", sliding_window=5, num_local_experts=2, **EXPERTS),
-    seq2seq("T5", "T5ForConditionalGeneration", T5, "bias"),
-    seq2seq("mT5", "MT5ForConditionalGeneration", T5, "bias"),
+    seq2seq("T5", "T5ForConditionalGeneration", T5, "relative_bias"),
+    seq2seq("mT5", "MT5ForConditionalGeneration", T5, "relative_bias"),
     transformers_case(
         "T5Gemma",
         "T5GemmaForConditionalGeneration",

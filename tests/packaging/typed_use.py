@@ -19,6 +19,8 @@ def on_tensors(q: Tensor, return_lse: bool) -> Tensor:
     either: Tensor | tuple[Tensor, Tensor] = fastattn.attention(q, q, q, return_lse=return_lse)
     assert isinstance(either, Tensor)
     merged, merged_lse = fastattn.merge(o, lse, o, lse)
+    relative = fastattn.RelativeBias(q[0, :, 0], lambda distance: distance.clamp(0, 7))
+    loss = loss + fastattn.attention(q, q, q, bias=relative).sum()
     weights, indices = fastattn.top_keys(q, q, Mask(window=(2, None)), top_k=2)
     o = fastattn.scaled_dot_product_attention(q, q, q, is_causal=True)
     keep: Tensor = Mask(real_keys=torch.ones(2, 5, dtype=torch.bool)).keep(5, 5)
@@ -32,7 +34,8 @@ def on_tensors(q: Tensor, return_lse: bool) -> Tensor:
 def on_documents(q: Tensor, cu_seqlens: Tensor) -> Tensor:
     o: Tensor = fastattn.attention_varlen(q, q, q, cu_seqlens, causal=True, window=(8, 0))
     o, lse = fastattn.attention_varlen(q, q, q, cu_seqlens, align="end", return_lse=True)
-    return o.sum() + lse.sum()
+    packed = fastattn.attention_varlen(q, q, q, cu_seqlens, bias=fastattn.RelativeBias(q[0]))
+    return o.sum() + lse.sum() + packed.sum()
 
 
 def on_models(x: Tensor, model: nn.Module) -> Tensor:

@@ -10,7 +10,7 @@ from fastattn.parallel.masks import Visibility
 from fastattn.parallel.plans import ALGORITHMS
 from fastattn.testing import CASES, Case, assert_right, make_inputs
 
-ALL = [case for case in CASES if case.timed is None]
+ALL = [case for case in CASES if case.timed is None and case.relative_bias is None]
 
 
 SUMS_OVER_RANKS = ("dbias", "dalibi_slopes", "dsinks")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .configs import config_for
+from ...spec import Spec, sums_by_distance
+from .configs import Config, config_for, padded_head_dim
 from .dropout import kept
 from .launches import Launches
 from .recompute import Rows, load_rows, tile_gradients
@@ -24,23 +27,67 @@ from .visibility import (
 )
 
 
+def empty_table(q: Tensor, v: Tensor, spec: Spec) -> Tensor:
+    """What `compute_gradient_of_table` writes: [B or 1, H or 1, n_q, n_k] in the dtype of the bias; or, for one by
+    distance, fp32 [1, H or 1, BLOCK_M for each diagonal of tiles, BLOCK_N]."""
+    if not spec.bias_by_distance:
+        return torch.empty_like(spec.bias)[(None,) * (4 - spec.bias.dim())]
+    config = config_by_distance(q, v)
+    rows = n_diagonals(q.shape[2], v.shape[2], config) * config.BLOCK_M
+    return q.new_empty(1, len(spec.bias), rows, config.BLOCK_N, dtype=torch.float32)
+
+
+def config_by_distance(q: Tensor, v: Tensor) -> Config:
+    """Tiles of BLOCK_M queries, a multiple of BLOCK_N, whatever else makes a score: `empty_table` cannot ask."""
+    config = config_for("dbias", q, max(padded_head_dim(q.shape[3], q), padded_head_dim(v.shape[3], q)), 2)
+    return config._replace(BLOCK_N=min(config.BLOCK_M, config.BLOCK_N))
+
+
+def n_diagonals(n_q: int, n_k: int, config: Config) -> int:
+    """Diagonals of tiles: on each, the first key of a tile is as far from its first query as in the others."""
+    return triton.cdiv(n_k, config.BLOCK_N) + (triton.cdiv(n_q, config.BLOCK_M) - 1) * config.BLOCK_M // config.BLOCK_N
+
+
+def by_distance(table: Tensor, n_q: int, n_k: int, config: Config) -> Tensor:
+    """The gradient of a bias by distance, fp32 [H or 1, 1, n_q + n_k - 1], from what the kernel wrote to the table."""
+    block_m, block_n = config.BLOCK_M, config.BLOCK_N
+    of_tiles = pad(sums_by_distance(table[0].unflatten(1, (-1, block_m)))[:, :, 0], (0, 1))
+    # The sums of a diagonal of tiles begin BLOCK_N distances after those of the one before, and are longer than that.
+    parts = of_tiles.unflatten(2, (-1, block_n)).permute(0, 3, 2, 1)
+    sums = sums_by_distance(parts.flip(2))[:, :, 0].mT.flatten(1)
+    first = triton.cdiv(n_q, block_m) * block_m - n_q
+    return sums[:, None, first : first + n_q + n_k - 1]
+
+
 def compute_gradient_of_table(
-    launches: Launches, dbias: Tensor, inputs: tuple, sizes: tuple[int, int, int, int], shape: dict[str, object]
+    launches: Launches,
+    dbias: Tensor,
+    inputs: tuple,
+    sizes: tuple[int, int, int, int],
+    shape: dict[str, object],
+    by_distance: Config | None,
 ) -> None:
-    """Writes the gradient of a bias with an entry for each pair of query and key.
+    """Writes the gradient of a bias with an entry for each pair of query and key, or for each distance.
 
     Args:
-        dbias: in four dimensions.
+        dbias: that of `empty_table`.
         inputs: the first arguments of `dbias_kernel`.
         sizes: B, H, n_q, n_k.
         shape: its constants.
+        by_distance: that of `config_by_distance`, or None.
     """
     (B, H, n_q, n_k), (B_bias, H_bias) = sizes, dbias.shape[:2]
-    block_d = max(shape["BLOCK_QK"], shape["BLOCK_V"])
-    config = config_for("dbias", inputs[0].data, block_d, launches.rules.heavy_terms)
-    programs = B_bias * H_bias * triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
+    config = by_distance
+    if config is None:
+        config = config_for(
+            "dbias", inputs[0].data, max(shape["BLOCK_QK"], shape["BLOCK_V"]), launches.rules.heavy_terms
+        )
+        tiles = triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
+    else:
+        tiles = n_diagonals(n_q, n_k, config)
+    shape = {**shape, "DIAGONALS": by_distance is not None, **config._asdict()}
     arguments = (*inputs, table(dbias), launches.rules, B // B_bias, H // H_bias, H, n_q, n_k)
-    launches.launch(dbias_kernel, programs, *arguments, **shape, **config._asdict())
+    launches.launch(dbias_kernel, B_bias * H_bias * tiles, *arguments, **shape)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -65,16 +112,32 @@ def dbias_kernel(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DIAGONALS: tl.constexpr,
 ):
-    """One program computes BLOCK_M by BLOCK_N entries of one dbias, over the samples and heads that share them."""
+    """One program computes BLOCK_M by BLOCK_N entries of one dbias, over the samples and heads that share them.
+
+    DIAGONALS: and over all tiles on a diagonal, whose entries have the same distance wherever they stand in a tile.
+    """
     visible, dropout = rules.visible, rules.dropout
-    n_tiles_k = tl.cdiv(n_k, BLOCK_N)
-    i_tile, i_h_bias, i_b_bias = program_share(tl.cdiv(n_q, BLOCK_M) * n_tiles_k, H // H_SHARING)
-    i_m, i_n = i_tile // n_tiles_k, i_tile % n_tiles_k
+    n_tiles_q, n_tiles_k = tl.cdiv(n_q, BLOCK_M), tl.cdiv(n_k, BLOCK_N)
+    WIDTHS: tl.constexpr = BLOCK_M // BLOCK_N  # by which a tile of the next queries stands further to the right
+    if DIAGONALS:
+        before = (n_tiles_q - 1) * WIDTHS  # diagonals below that of the first tile
+        i_tile, i_h_bias, i_b_bias = program_share(before + n_tiles_k, H // H_SHARING)
+        i_diagonal = i_tile - before
+        first_m = tl.maximum(WIDTHS - 1 - i_diagonal, 0) // WIDTHS
+        n_tiles = tl.minimum(n_tiles_q, tl.cdiv(n_tiles_k - i_diagonal, WIDTHS)) - first_m
+    else:
+        i_tile, i_h_bias, i_b_bias = program_share(n_tiles_q * n_tiles_k, H // H_SHARING)
+        first_m = i_tile // n_tiles_k
+        n_tiles: tl.constexpr = 1
+        i_diagonal = i_tile % n_tiles_k - first_m * WIDTHS
 
     # [M, N]
     b_dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i_sharing in tl.range(0, B_SHARING * H_SHARING):
+    for i in tl.range(0, B_SHARING * H_SHARING * n_tiles):
+        i_sharing, i_m = i // n_tiles, first_m + i % n_tiles
+        i_n = i_diagonal + i_m * WIDTHS
         i_b, i_h = i_b_bias + i_sharing // H_SHARING, i_h_bias + i_sharing % H_SHARING
         q_offset = position_of_first_query(visible, i_b)
         tile_range = key_range(i_m, i_b, q_offset, n_q, n_k, visible, BLOCK_M, BLOCK_N)
@@ -100,7 +163,11 @@ def dbias_kernel(
                 )[2]
                 b_dbias += tl.where(m_q[:, None], b_ds, 0.0)
 
-    o_q, o_k = i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if DIAGONALS:
+        o_q, o_k, end_q, end_k = i_tile * BLOCK_M, 0, (before + n_tiles_k) * BLOCK_M, BLOCK_N
+    else:
+        o_q, o_k, end_q, end_k = first_m * BLOCK_M, (i_tile % n_tiles_k) * BLOCK_N, n_q, n_k
+    o_q, o_k = o_q + tl.arange(0, BLOCK_M), o_k + tl.arange(0, BLOCK_N)
     p_rows = dbias.data + i_b_bias * dbias.s_b + i_h_bias * dbias.s_h + o_q.to(tl.int64)[:, None] * dbias.s_q
     p_pairs = p_rows + o_k.to(tl.int64)[None, :] * dbias.s_k
-    tl.store(p_pairs, b_dbias.to(dbias.data.dtype.element_ty), mask=(o_q < n_q)[:, None] & (o_k < n_k)[None, :])
+    tl.store(p_pairs, b_dbias.to(dbias.data.dtype.element_ty), mask=(o_q < end_q)[:, None] & (o_k < end_k)[None, :])

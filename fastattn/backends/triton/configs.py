@@ -125,8 +125,6 @@ _HEAVY: dict[tuple[str, str, int], Config | Apart] = {
 }
 # Instead of those, where a tile holds several such things.
 _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
-    ("dq", _HOPPER, 128): Config(128, 32, 8, 2),
-    ("forward", _HOPPER, 128): Config(64, 64, 8, 2),
     ("forward", _AMPERE, 64): Config(64, 32, 4, 3),
     ("dk_dv", _AMPERE, 64): Config(64, 32, 8, 2),
     ("dq", _AMPERE, 64): Config(64, 32, 8, 2),
@@ -134,6 +132,7 @@ _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
     ("dk_dv", _AMPERE, 128): Config(32, 32, 8, 2),
     ("dq", _AMPERE, 128): Config(32, 32, 8, 2),
     ("dbias", _AMPERE, 128): Config(64, 16, 8, 1),
+    ("top_keys", _AMPERE, 128): Config(16, 16, 4, 2),
     ("forward", _FP32, 64): Config(16, 16, 8, 1),
     ("rows", _FP32, 64): Config(16, 16, 8, 1),
     ("dq", _FP32, 64): Config(32, 16, 8, 1),

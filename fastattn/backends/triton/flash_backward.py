@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...spec import Spec
 from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
-from .bias_gradient import compute_gradient_of_table
+from .bias_gradient import by_distance, compute_gradient_of_table, config_by_distance, empty_table
 from .configs import Apart, config_for, padded_head_dim
 from .dropout import kept
 from .launches import Launches, kind_of, repeated
@@ -75,7 +75,11 @@ def backward(
     dq, dk, dv, dbias, ds_of_keys, ds_of_queries, *rows, ds_by_distance, p_by_distance = outputs
     if not any(output_mask[3:]):
         return dq, dk, dv, None, None, None
-    sums = Sums(None if dbias is None else dbias.view(spec.bias.shape), ds_of_keys, ds_of_queries, ds_by_distance)
+    if dbias is not None and spec.bias_by_distance:
+        dbias = by_distance(dbias, q.shape[2], k.shape[2], config_by_distance(q, v))
+    elif dbias is not None:
+        dbias = dbias.view(spec.bias.shape)
+    sums = Sums(dbias, ds_of_keys, ds_of_queries, ds_by_distance)
     stats = RowStats(*rows, given[6], spec.sinks, ds_of_queries)
     return dq, dk, dv, *learned_gradients(spec, output_mask, sums, stats, p_by_distance)
 
@@ -97,7 +101,7 @@ def _launched(
     ds_of_keys = lse.new_empty(B, H, n_k) if wanted.of_keys else None
     ds_of_queries = per_query(wanted.of_queries)
     ds_by_distance, p_by_distance = per_query(wanted.by_distance), per_query(wanted.by_distance)
-    dbias = torch.empty_like(spec.bias)[(None,) * (4 - spec.bias.dim())] if wanted.of_pairs else None
+    dbias = empty_table(q, v, spec) if wanted.of_pairs else None
     results = dq, dk, dv, dbias, ds_of_keys, ds_of_queries, *rows, ds_by_distance, p_by_distance
 
     q, k, v, o, do = (readable(x) for x in given[:5])
@@ -132,7 +136,8 @@ def _launched(
         outputs = (heads(dq), ds_of_queries, ds_by_distance, p_by_distance)
         launches.launch(dq_kernel, programs, *inputs, *outputs, *scalars, **shape, **config._asdict())
     if dbias is not None:
-        compute_gradient_of_table(launches, dbias, inputs, (B, H, n_q, n_k), shape)
+        tiles = config_by_distance(q, v) if spec.bias_by_distance else None
+        compute_gradient_of_table(launches, dbias, inputs, (B, H, n_q, n_k), shape, tiles)
     launches.keep(kind, n_q, n_k, v.dtype)
     return results
 

@@ -82,6 +82,7 @@ def kind_of(what: object, inputs: tuple[Tensor | None, ...], spec: Spec) -> tupl
         spec.scale,
         spec.softcap,
         spec.dropout_p,
+        spec.bias_by_distance,
     )
 
 

@@ -30,6 +30,7 @@ class Rules(NamedTuple):
         visible, scoring = self.visible, self.scoring
         tables = (visible.dense, scoring.bias, scoring.slopes)
         terms = (visible.documents_q, scoring.softcap_log2, self.dropout.seed, *(table.data for table in tables))
+        terms = (*terms, scoring.bias.by_distance)  # of which more is loaded one by one than of any other
         return sum(term is not None for term in terms)
 
     def in_tiles(self, block_m: int) -> Rules:
@@ -53,6 +54,6 @@ def rules_of(
     visible, scored, dropped = known
     return Rules(
         visibility(spec.mask, n_q, n_k, of_padding) if visible is None else visible,
-        scoring(spec, n_k, dtype) if scored is None else scored,
+        scoring(spec, n_q, n_k, dtype) if scored is None else scored,
         dropout(spec) if dropped is None else dropped,
     )

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec
-from .tiles import LOG2E, Table, entries, table
+from .tiles import LOG2E, Table, by_distance, entries, table
 
 
 class Scoring(NamedTuple):
@@ -48,8 +48,8 @@ def headroom_log2(n_k: int, dtype: torch.dtype) -> int:
     return 0 if dtype == torch.float16 else 16 + n_k.bit_length()
 
 
-def scoring(spec: Spec, n_k: int, dtype: torch.dtype) -> Scoring:
-    """The terms of `spec` as the kernels take them, for n_k keys and values of `dtype`."""
+def scoring(spec: Spec, n_q: int, n_k: int, dtype: torch.dtype) -> Scoring:
+    """The terms of `spec` as the kernels take them, for n_q queries, n_k keys and values of `dtype`."""
     scale_log2 = spec.scale * LOG2E.value
     plain = all(term is None for term in (spec.softcap, spec.bias, spec.alibi_slopes, spec.sinks))
     plain &= scale_log2 >= torch.finfo(torch.float32).tiny
@@ -57,7 +57,7 @@ def scoring(spec: Spec, n_k: int, dtype: torch.dtype) -> Scoring:
     return Scoring(
         scale_log2=scale_log2,
         softcap_log2=None if spec.softcap is None else spec.softcap * LOG2E.value,
-        bias=table(spec.bias),
+        bias=by_distance(spec.bias, n_q) if spec.bias_by_distance else table(spec.bias),
         slopes=table(None if spec.alibi_slopes is None else spec.alibi_slopes[..., None, None]),
         factor_log2=scale_log2 if plain else None,
         sinks=None if spec.sinks is None else spec.sinks.contiguous(),

@@ -37,6 +37,8 @@ class Table(NamedTuple):
     """Something broadcastable to [B, H, n_q, n_k], and its strides; s_q and s_k are None where one entry is for all.
 
     Where there is no such thing, data is None: Triton 3.6 cannot compare a tuple that holds a None with None.
+
+    by_distance: 1 where the entry of a pair is as far from data as the key is from the query, by index; else None.
     """
 
     data: Tensor | None
@@ -44,6 +46,7 @@ class Table(NamedTuple):
     s_h: int | None
     s_q: int | None
     s_k: int | None
+    by_distance: int | None = None
 
 
 class Pages(NamedTuple):
@@ -84,6 +87,12 @@ def table(x: Tensor | None) -> Table:
     x = x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
     strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
     return Table(x, *strides[:2], *(s or None for s in strides[2:]))
+
+
+def by_distance(x: Tensor, n_q: int) -> Table:
+    """`x` [H or 1, 1, n_q + n_k - 1] for a kernel, as an entry for each distance of a key from a query."""
+    x = x.contiguous()
+    return Table(x[..., n_q - 1 :], 0, 0 if len(x) == 1 else x.shape[2], None, None, 1)
 
 
 def dot_precision() -> str:
@@ -199,7 +208,9 @@ def entries(x, pairs):
     o_q, m_q, _ = pairs[0]
     o_k, m_k, _ = pairs[1]
     p_head = x.data + pairs[2] * x.s_b + pairs[3] * x.s_h
-    if x.s_q is not None and x.s_k is not None:
+    if x.by_distance is not None:
+        return tl.load(p_head + (o_k - o_q), mask=m_q & m_k, other=0.0)
+    elif x.s_q is not None and x.s_k is not None:
         return tl.load(p_head + o_q.to(tl.int64) * x.s_q + o_k.to(tl.int64) * x.s_k, mask=m_q & m_k, other=0.0)
     elif x.s_q is not None:
         return tl.load(p_head + o_q.to(tl.int64) * x.s_q, mask=m_q, other=0.0)

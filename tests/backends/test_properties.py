@@ -60,7 +60,9 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
 
     bias, alibi = maybe("bias", bias_shape(), None), maybe("alibi_slopes", st.just(True), False)
     softcap = maybe("softcap", st.floats(0.25, 64), None)
-    beside_products = bias is not None or alibi or softcap
+    relative = None if bias is not None else maybe("relative_bias", st.sampled_from((1, H)), None)
+    of_some = st.tuples(*[starts] * B) | st.just("scattered")  # and documents of queries, of which it has no distances
+    beside_products = bias is not None or relative or alibi or softcap
     huge_values = draw(st.just(0.0) | st.floats(0.85, 0.995))
     # Of one key the plain formula has a dS without any error, and that of two sums is one of |dO| |V|; times distances,
     # the sum of all dS overflows in the formula itself.
@@ -77,13 +79,14 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
         D=draw(head_dims),
         d_v=draw(st.none() | head_dims),
         causal=maybe("causal", st.just(True), False),
-        q_offset=maybe("q_offset", starts | st.tuples(*[starts] * B) | st.just("scattered"), 0),
+        q_offset=maybe("q_offset", starts if relative else starts | of_some, 0),
         window=maybe("window", st.tuples(limits, limits), (None, None)),
         keys=maybe("real_keys", st.sampled_from(("right", "left", "holes", "none")), None),
         queries=maybe("real_queries", st.just(True), False),
-        segment_ids=maybe("segment_ids", st.just(True), False),
+        segment_ids=maybe("segment_ids", st.just(relative is None), False),
         dense=maybe("dense", st.sampled_from((True, "blocks")), False),
         bias=bias,
+        relative_bias=relative,
         softcap=softcap,
         alibi=alibi,
         sinks=maybe("sinks", st.just(True), False),

@@ -635,5 +635,5 @@ def test_faults_put_into_compiled_kernels_are_found(backend, arch):
     rows = [line for line in table.splitlines() if line.startswith(tuple(FOUND[backend, arch]))]
     counts = [[int(n) for n in row[40:].split()] for row in rows]
     assert len(rows) == 3
-    assert all(fault + wrong > missed for fault, wrong, missed, _ in counts), table
+    assert all(fault + wrong >= max(missed, 1) for fault, wrong, missed, _ in counts), table
     assert all(row[3] == 0 for row in counts), table

@@ -25,6 +25,7 @@ from benchmarks.gpu.compiling import NoGPU
 from fastattn.backends import hopper
 from fastattn.backends import triton as backend
 from fastattn.backends.triton import launches
+from fastattn.backends.triton.tiles import Table
 
 from . import gpu
 
@@ -105,7 +106,9 @@ class Gpu(gpu.Gpu):
         types = [*signature, "*i8", "*i8"]
         if x * y * z:
             packed_values = [_packed(t, value) for t, value in zip(types, values, strict=True)]
-            ranges = np.concatenate([gpu.NOWHERE, *map(ranges_of, values)])
+            ranges = np.concatenate(
+                [gpu.NOWHERE, *map(ranges_of, values), *map(gpu.ranges_of, _by_distance(arguments))]
+            )
             self.runs(name, text, (x, y, z), 32 * packed[0], packed[2], lambda program: packed_values, ranges)
 
     def _properties(self, device: object) -> SimpleNamespace:
@@ -208,6 +211,17 @@ def _flat(annotations: list[_Argument], arguments: object) -> Iterator[object]:
             yield from _flat(annotation.nested_tuple, argument)
         elif annotation.type == _KERNEL:
             yield argument
+
+
+def _by_distance(arguments: object) -> Iterator[Tensor]:
+    """Each bias by distance from its first entry on: the kernels get it from that of query 0 and key 0 on."""
+    if isinstance(arguments, Table) and arguments.by_distance is not None:
+        x = arguments.data
+        before = x.stride(0) - x.shape[2] if len(x) > 1 else x.storage_offset()
+        yield x.as_strided((len(x), before + x.shape[2]), (x.stride(0), 1), x.storage_offset() - before)
+    elif isinstance(arguments, tuple):
+        for part in arguments:
+            yield from _by_distance(part)
 
 
 def _packed(of_type: str, value: object) -> bytes:

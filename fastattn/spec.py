@@ -705,8 +705,9 @@ class Spec:
             return ds.sum_to_size(_rows_of(self.bias, rows).shape)
         n_q = self.bias.shape[-1] - ds.shape[-1] + 1
         first, stop, _ = rows.indices(n_q)
-        sums = pad(sums_by_distance(ds.sum(0)), (n_q - stop, first))
-        return sums[..., : self.bias.shape[-1]].sum_to_size(self.bias.shape)  # one more where there are no tokens
+        sums = pad(sums_by_distance(ds.sum(0, dtype=torch.float64)), (n_q - stop, first))
+        sums = sums[..., : self.bias.shape[-1]]  # one more where there are no tokens
+        return sums.sum_to_size(self.bias.shape).to(ds.dtype)
 
     def bias_shared_along(self) -> str:
         """Whether the "keys" of a query share an entry of the bias, or else the "queries" of a key, or "neither" do."""

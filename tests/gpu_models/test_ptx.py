@@ -630,10 +630,11 @@ FOUND = {  # kinds of edits of which each that was drawn is found, or all but on
 def test_faults_put_into_compiled_kernels_are_found(backend, arch):
     if backend == "cuda" and nvcc() is None:
         pytest.skip("there is no nvcc: `make ptx` fetches it")
-    arguments = ("--backend", backend, "--arch", str(arch), "--case", "pad-queries-causal", "--most", "1")
+    most = "2" if backend == "cuda" else "1"  # whether a read outside of a tensor meets another one is by chance
+    arguments = ("--backend", backend, "--arch", str(arch), "--case", "pad-queries-causal", "--most", most)
     table = compiled("-m", "tests.gpu_models.ptx", "mutate", *arguments, "--kind", *FOUND[backend, arch])
     rows = [line for line in table.splitlines() if line.startswith(tuple(FOUND[backend, arch]))]
     counts = [[int(n) for n in row[40:].split()] for row in rows]
     assert len(rows) == 3
-    assert all(fault + wrong >= max(missed, 1) for fault, wrong, missed, _ in counts), table
+    assert all(fault + wrong > missed for fault, wrong, missed, _ in counts), table
     assert all(row[3] == 0 for row in counts), table

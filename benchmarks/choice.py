@@ -62,8 +62,10 @@ def main() -> None:
         cpu.unavailable = lambda device: "no compiler"
     timed = [case for case in fastattn.testing.CASES if case.timed in ("standard", "limit")]
     jobs = [Job("attention", case, dtype, p) for case in timed for dtype in args.dtype for p in cases.PASSES]
-    ratios = []
-    for job in [job for job in jobs if cases.has_words(job, args.filter)]:
+    ratios, jobs = [], [job for job in jobs if cases.has_words(job, args.filter)]
+    if not jobs:
+        parser.error(f"--filter must be words of a case, such as 'L128 backward', got {args.filter!r}")
+    for job in jobs:
         chosen, to_fastest, to_torch = measure(job, args.compile, args.seconds)
         print(f"{job}: {chosen}, chosen/fastest {to_fastest:.2f}, chosen/torch {to_torch:.2f}", flush=True)
         ratios.append((to_fastest, to_torch))

@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch._inductor.config
 from modelled_gpu import CUDA_MACHINES
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -283,7 +282,6 @@ def test_vmap_takes_a_mask_as_a_pytree():
 
 @pytest.mark.parametrize("backend", FUSED_ON_CPU)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@torch._inductor.config.patch({"cpp.vec_isa_ok": False})  # or it compiles and runs a program for each instruction set
 def test_compiles_whole_to_two_graphs_over_all_lengths(backend, compiler):
     torch._dynamo.reset()
     graphs = []

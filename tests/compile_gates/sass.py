@@ -12,20 +12,31 @@ from typing import NamedTuple
 
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_ENCODED = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/")  # the second half, in a line of its own
 _TARGET = re.compile(r"\.L_x_\d+")
 _ENDS = re.compile(r"(BRA|EXIT|RET|BRX|JMP)\b")  # without a predicate, nothing goes on after it
+
+
+class Instruction(str):
+    """An instruction, and what the compiler tells the scheduler about it.
+
+    control: bits 0 to 3 are the cycles until the next instruction of the warp, 5 to 7 and 8 to 10 the scoreboards that
+    are held until the result is written and until the operands are read, 7 for none, and 11 to 16 those to wait for.
+    """
+
+    control = 7 << 5 | 7 << 8
 
 
 class Loop(NamedTuple):
     """Instructions of a loop: all of them by their addresses, and those of the shortest way round it past that name."""
 
-    every: list[str]
-    shortest_way: list[str]
+    every: list[Instruction]
+    shortest_way: list[Instruction]
 
 
 def disassembled(cubin: bytes) -> str:
     """The machine code of what Triton has compiled."""
-    return _printed_of(cubin, "nvdisasm", "-c")
+    return _printed_of(cubin, "nvdisasm", "-c", "-hex")
 
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
@@ -35,14 +46,14 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
-def _printed_of(cubin: bytes, tool: str, option: str) -> str:
+def _printed_of(cubin: bytes, tool: str, *options: str) -> str:
     import triton
 
     path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def innermost_loops(sass: str, name: str) -> list[Loop]:
@@ -79,7 +90,7 @@ def innermost_loops(sass: str, name: str) -> list[Loop]:
     return loops
 
 
-def instructions(sass: str) -> list[str]:
+def instructions(sass: str) -> list[Instruction]:
     """All instructions, in the order of their addresses."""
     return [text for block in _blocks(sass)[0] for text in block]
 
@@ -109,27 +120,43 @@ def clocks(texts: list[str], warps: int, flops: int) -> Clocks:
     """
     products = moved = exponentials = 0
     for text in texts:
-        name = re.sub(r"^@!?U?P\w+ ", "", text).partition(" ")[0]
+        name = opcode(text)
         if match := re.match(r"HMMA\.(16816|1688)", name):
             products += {"16816": 4096, "1688": 2048}[match[1]] * warps
         elif match := re.match(r"HGMMA\.64x(\d+)x(\d+)", name):  # one for four warps
-            columns, depth = map(int, match.groups())
-            of_left = 0 if re.search(r"HGMMA\S* R\d+, R\d+", text) else 64
-            products += 2 * 64 * columns * depth * warps / 4
-            moved += 2 * depth * (columns + of_left) * warps / 4
+            products += 2 * 64 * int(match[1]) * int(match[2]) * warps / 4
         elif name.startswith("MUFU"):
             exponentials += 32 * warps
-        elif match := re.match(r"LDSM\S*\.MT?\d+(?:\.([24]))?", name):
-            moved += 128 * int(match[1] or 1) * warps
-        elif re.match(r"(LDS|STS|LDL|STL|LDGSTS)\b", name):
-            width = re.search(r"\.(8|16|64|128)\b", name.replace("U8", ".8").replace("U16", ".16"))
-            moved += 32 * (int(width[1]) if width else 32) // 8 * warps
+        if not re.match(r"(LDG|STG|SHFL)\b", name):
+            moved += bytes_of_shared_memory(text) * warps
     return Clocks(products / flops, moved / 128, exponentials / 16, len(texts) * warps / 4)
 
 
-def _blocks(sass: str) -> tuple[list[list[str]], list[set[int]]]:
+def opcode(text: str) -> str:
+    """The name of an instruction with its types and options, without the predicate before it."""
+    return re.sub(r"^@!?U?P\w+ ", "", text).partition(" ")[0]
+
+
+def bytes_of_shared_memory(text: str) -> float:
+    """What a warp's instruction moves to or from shared memory, or to or from global memory.
+
+    An operand of wgmma is read for four warps at once; 64 rows of its left one lie there or in registers.
+    """
+    name = opcode(text)
+    if match := re.match(r"HGMMA\.64x(\d+)x(\d+)", name):
+        of_left = 0 if re.search(r"HGMMA\S* R\d+, R\d+", text) else 64
+        return 2 * int(match[2]) * (int(match[1]) + of_left) / 4
+    if match := re.match(r"LDSM\S*\.MT?\d+(?:\.([24]))?", name):
+        return 128 * int(match[1] or 1)
+    if re.match(r"(LDS|STS|LDL|STL|LDGSTS|LDG|STG|RED|ATOM|SHFL)\b", name):
+        width = re.search(r"\.(8|16|64|128)\b", name.replace("U8", ".8").replace("U16", ".16"))
+        return 32 * (int(width[1]) if width else 32) // 8
+    return 0
+
+
+def _blocks(sass: str) -> tuple[list[list[Instruction]], list[set[int]]]:
     """Instructions that are run one after the other, and which of these blocks may follow each."""
-    blocks: list[list[str]] = [[]]
+    blocks: list[list[Instruction]] = [[]]
     begins: dict[str, int] = {}
     for line in sass.splitlines():
         if label := _LABEL.match(line):
@@ -137,9 +164,12 @@ def _blocks(sass: str) -> tuple[list[list[str]], list[set[int]]]:
                 blocks.append([])
             begins[label[1]] = len(blocks) - 1
         elif instruction := _INSTRUCTION.match(line):
-            blocks[-1].append(instruction[1])
-            if _ENDS.search(instruction[1]):
+            last = Instruction(instruction[1])
+            blocks[-1].append(last)
+            if _ENDS.search(last):
                 blocks.append([])
+        elif encoded := _ENCODED.match(line):
+            last.control = int(encoded[1], 16) >> 41
     successors = []
     for i, block in enumerate(blocks):
         last = block[-1] if block else ""
@@ -151,7 +181,7 @@ def _blocks(sass: str) -> tuple[list[list[str]], list[set[int]]]:
 
 
 def _shortest_way(
-    start: int, end: int, body: set[int], blocks: list[list[str]], successors: list[set[int]]
+    start: int, end: int, body: set[int], blocks: list[list[Instruction]], successors: list[set[int]]
 ) -> tuple[int, ...]:
     """The blocks with the fewest instructions from one to another of a loop, without the first."""
     waiting: list[tuple[int, tuple[int, ...]]] = [(0, (start,))]

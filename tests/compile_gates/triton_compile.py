@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # of which the record has th
 import torch
 import triton
 import triton_record
-from sass import clocks, count, disassembled, innermost_loops, registers_and_stack
+from cycles import RATES, cycles_of_step
+from sass import Instruction, clocks, count, disassembled, innermost_loops, registers_and_stack
 from triton.runtime import driver
-from triton_record import FLOPS, MOST_WARPS, PLAIN, SHARED_KIB, Compiled, Step
+from triton_record import FLOPS, MOST_WARPS, PLAIN, SHARED_KIB, TRAINING, Compiled, Step
 
 from benchmarks.gpu.compiling import NoGPU, compile_only
 from fastattn.backends import triton as backend
@@ -125,7 +126,8 @@ def compiled(arch: int, calls: list[Call]) -> Iterator[Compiled]:
         ptxas_says = printed.getvalue()
         printed.truncate(printed.seek(0))
         if not any(kernel is other for other in known):
-            taken = resources(kernel, arch, block, ptxas_says) | {"without_values": without_values}
+            timed = name in TRAINING and call.name in PLAIN and not without_values
+            taken = resources(kernel, arch, block, ptxas_says, timed) | {"without_values": without_values}
             kernels.append((name, taken))
             known.append(kernel)
 
@@ -165,13 +167,19 @@ def compile_call(call: Call, q: torch.Tensor, lse: torch.Tensor, spec: Spec) -> 
         backend.top_keys(q, q, spec, top_k=8)
 
 
-def resources(kernel, arch: int, block: tuple[int, int], ptxas_says: str) -> dict[str, object]:
-    """What a kernel that was just compiled takes, by the names of `Compiled`; `block` is its tile of pairs."""
+def resources(kernel, arch: int, block: tuple[int, int], ptxas_says: str, timed: bool) -> dict[str, object]:
+    """What a kernel that was just compiled takes, by the names of `Compiled`.
+
+    Args:
+        block: its tile of pairs.
+        timed: whether to predict its time, which takes seconds.
+    """
     ptx, code = kernel.asm["ptx"], disassembled(kernel.asm["cubin"])
     registers, stack = registers_and_stack(kernel.asm["cubin"])
     warps = kernel.metadata.num_warps
     ways = sorted((loop.shortest_way for loop in innermost_loops(code, MATRIX)), key=len)
     steps = [step_of(way, arch, block, warps) for way in ways]
+    programs = programs_at_once(arch, registers, kernel.metadata.shared, warps)
     of_warps = re.findall(r"warpsPerCTA = \[\d+, (\d+)\], instrShape", kernel.asm["ttgir"])
     columns = map(int, re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)", ptx))
     return {
@@ -179,14 +187,22 @@ def resources(kernel, arch: int, block: tuple[int, int], ptxas_says: str) -> dic
         "stack": stack,
         "shared": kernel.metadata.shared,
         "tile": (*block, warps),
-        "programs": programs_at_once(arch, registers, kernel.metadata.shared, warps),
+        "programs": programs,
         "matrix": "+".join(sorted(set(MATRIX_INSTRUCTION.findall(ptx)))),
         "columns": min(columns, default=0),
         "spread": any(int(n) > 1 for n in of_warps),
         "full": steps[0] if steps else None,
         "partial": steps[-1] if len(steps) > 1 else None,
+        "predicted": predicted(ways[0], arch, block, warps, programs) if timed and ways else None,
         "warnings": tuple(line.strip() for line in ptxas_says.splitlines() if "serialized" in line),
     }
+
+
+def predicted(loop: list[Instruction], arch: int, block: tuple[int, int], warps: int, programs: int) -> int | None:
+    """Clock cycles of a multiprocessor for 128 x 128 pairs by the model of cycles.py; None for a GPU that it lacks."""
+    if arch not in RATES or programs == 0:
+        return None
+    return round(cycles_of_step(loop, RATES[arch], warps, programs) * 128 * 128 / (block[0] * block[1] * programs))
 
 
 def step_of(texts: list[str], arch: int, block: tuple[int, int], warps: int) -> Step:

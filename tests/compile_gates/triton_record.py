@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import records
+from cycles import RATES, tflops
 
 FILE = Path(__file__).with_name("triton_compiled.json")
 CHOSEN = "3.7.1"
@@ -85,8 +86,9 @@ class Compiled:
     bytes. tile: queries, keys and warps. programs: how many of them run on a multiprocessor at once. matrix: the matrix
     instructions, in PTX. columns: those of the narrowest wgmma, 0 without one. spread: whether the scores of a row lie
     in several warps. full, partial: the steps over tiles of which every pair is seen and over the others; None where
-    there is no such loop. warnings: of ptxas, that matrix instructions wait for each other. without_values: whether it
-    computes the lse or rows of weights alone.
+    there is no such loop. predicted: clock cycles for 128 x 128 pairs that are all seen, by the model of cycles.py.
+    warnings: of ptxas, that matrix instructions wait for each other. without_values: whether it computes the lse or
+    rows of weights alone.
     """
 
     triton: str
@@ -105,6 +107,7 @@ class Compiled:
     spread: bool
     full: Step | None
     partial: Step | None
+    predicted: int | None = None
     warnings: tuple[str, ...] = ()
     without_values: bool = False
 
@@ -212,19 +215,39 @@ def record(kernels: list[Compiled]) -> None:
 
 
 def table(kernels: list[Compiled]) -> str:
-    """Markdown: the training kernels of causal and of padded calls, with the Triton that compiled for every GPU."""
-    every = (x for x in kernels if x.triton == CHOSEN and x.dtype == "bfloat16" and x.D in (64, 128, 256))
-    return markdown(x for x in every if x.kernel in TRAINING and x.call in ("causal", "keys") and not x.without_values)
+    """Markdown: the training kernels of causal and of padded calls, with the Triton that compiled for every GPU.
+
+    Before them the speed of both passes, where it was predicted.
+    """
+    every = [x for x in kernels if x.triton == CHOSEN and x.dtype == "bfloat16" and x.D in (64, 128, 256)]
+    shown = [x for x in every if x.kernel in TRAINING and not x.without_values]
+    return f"{speeds(shown)}\n\n{markdown(x for x in shown if x.call in ('causal', 'keys'))}"
+
+
+def speeds(kernels: list[Compiled]) -> str:
+    """Markdown: TFLOP/s of the passes of each call as predicted, of the pairs that are seen."""
+    lines: list[tuple[object, ...]] = [("GPU", "D", "mask", "forward", "backward"), ("---", "--:", "---", "--:", "--:")]
+    for arch, D, call in dict.fromkeys((x.arch, x.D, x.call) for x in kernels if x.predicted is not None):
+        same = [x for x in kernels if (x.arch, x.D, x.call) == (arch, D, call)]
+        forward, backward = (
+            sum(x.predicted for x in same if (x.kernel == "forward_kernel") is of_forward)
+            for of_forward in (True, False)
+        )
+        rates = (
+            tflops(cycles, 2 * D * n, RATES[arch], OWN_INSTRUCTION[arch]) for cycles, n in ((forward, 2), (backward, 5))
+        )
+        lines.append((f"sm_{arch}", D, call, *map(round, rates)))
+    return records.markdown(lines)
 
 
 def markdown(kernels: Iterable[Compiled]) -> str:
     """A line for each kernel whose steps are known, with the clock cycles of those over full tiles."""
-    lines = [("GPU", "kernel", "D", "mask", "tile, warps", "at once", "products", "shared", "exp2", "issue", "partial")]
-    lines.append(("---", "---", "--:", "---", "---", "--:", *["--:"] * 5))
+    names = ("GPU", "kernel", "D", "mask", "tile, warps", "at once", "products", "shared", "exp2", "issue", "partial")
+    lines = [(*names, "predicted"), ("---", "---", "--:", "---", "---", "--:", *["--:"] * 6)]
     for x in kernels:
         if x.full is not None and x.partial is not None:
             of = (f"sm_{x.arch}", f"`{x.kernel}`", x.D, x.call, f"{x.tile[0]} x {x.tile[1]}, {x.tile[2]}", x.programs)
-            lines.append((*of, *x.full.clocks, x.partial.clocks[-1]))
+            lines.append((*of, *x.full.clocks, x.partial.clocks[-1], "" if x.predicted is None else x.predicted))
     return records.markdown(lines)
 
 

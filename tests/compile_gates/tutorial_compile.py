@@ -70,7 +70,7 @@ def compiled(module: ModuleType, arch: int) -> Iterator[Compiled]:
             kernel = module._attn_fwd.fn.warmup(
                 D**-0.5, lse, B, H, *tensors, N, **options, num_warps=warps, num_stages=stages, grid=(1,)
             )
-            yield Compiled(kernel="forward", **of, **resources(kernel, arch, (block_m, block_n), ""))
+            yield Compiled(kernel="forward", **of, **resources(kernel, arch, (block_m, block_n), "", timed=True))
 
 
 def main() -> None:

@@ -1,9 +1,8 @@
 """Tile sizes and launch parameters: every number that depends on the hardware.
 
-None was measured on a GPU yet. Those of 16 bits were chosen by what the compiler makes of them: clock cycles that a
-multiprocessor needs at least for a tile of 128 x 128 pairs, in the matrix units, in shared memory and to issue the
-instructions. A comment says which of them is the largest with a causal mask: `make triton` counts them, with Triton
-3.7.1 and no GPU, and `python tests/compile_gates/triton_record.py` prints them. Those of fp32 were chosen to fit.
+None was measured on a GPU yet. Those of 16 bits were chosen by what the compiler makes of them, for A100 and H100 by
+the time that a model of a multiprocessor predicts from it, with Triton 3.7.1 and no GPU: `python
+tests/compile_gates/rank_tiles.py` ranks tiles. Those of fp32 were chosen to fit.
 """
 
 from __future__ import annotations
@@ -36,40 +35,42 @@ _HOPPER, _AMPERE, _ADA, _FP32 = "sm_90", "sm_80, and others with 16 bits", "sm_8
 """Those of _ADA have 99 KB of shared memory and half of the A100's matrix units: where it has no entry, _AMPERE's."""
 
 _TABLE: dict[tuple[str, str, int], Config | Apart] = {
-    # Hopper: wgmma wants 64 rows a warp group, and 64 columns at least (see padded_head_dim).
-    ("forward", _HOPPER, 64): Config(128, 64, 4, 3),  # issue 1118, products 1024; two programs at once
-    ("forward", _HOPPER, 128): Config(128, 128, 8, 2),  # products 2048
-    ("forward", _HOPPER, 256): Config(128, 64, 8, 2),  # shared memory 4208, products 4096
+    # Hopper: wgmma wants 64 rows a warp group, and 64 columns at least (see padded_head_dim). With two stages the loads
+    # of a step would be issued at the end of the one before, and waited for.
+    ("forward", _HOPPER, 64): Config(64, 64, 4, 4),
+    ("forward", _HOPPER, 128): Config(128, 128, 8, 3),
+    ("forward", _HOPPER, 256): Config(128, 64, 8, 2),
     ("rows", _HOPPER, 64): Config(32, 64, 4, 1),
     ("rows", _HOPPER, 128): Config(32, 64, 4, 1),
     ("rows", _HOPPER, 256): Config(32, 64, 4, 1),  # reads O and dO once
-    ("dk_dv", _HOPPER, 64): Config(64, 128, 8, 2),  # shared memory 2720
-    ("dk_dv", _HOPPER, 128): Config(64, 128, 8, 2),  # shared memory 5776, with spills; 64 keys take twice the products
-    ("dk_dv", _HOPPER, 256): Apart(Config(64, 64, 4, 2), Config(64, 128, 8, 1)),  # shared memory 10912, products 4096
-    ("dq", _HOPPER, 64): Config(64, 128, 4, 2),  # shared memory 1592; two programs at once
-    ("dq", _HOPPER, 128): Config(128, 64, 8, 2),  # shared memory 3184
-    ("dq", _HOPPER, 256): Config(128, 64, 8, 1),  # products 6144
+    ("dk_dv", _HOPPER, 64): Config(64, 128, 8, 3),
+    ("dk_dv", _HOPPER, 128): Config(64, 128, 8, 3),  # with spills; 64 keys take twice the products
+    ("dk_dv", _HOPPER, 256): Apart(Config(64, 64, 4, 2), Config(64, 128, 8, 1)),
+    ("dq", _HOPPER, 64): Config(128, 64, 8, 3),
+    ("dq", _HOPPER, 128): Config(128, 64, 8, 3),
+    ("dq", _HOPPER, 256): Config(128, 64, 8, 1),
     ("dbias", _HOPPER, 64): Config(64, 64, 4, 1),
     ("dbias", _HOPPER, 128): Config(64, 64, 4, 1),
     ("dbias", _HOPPER, 256): Config(128, 64, 8, 1),
     # At most 99 KB of shared memory, which is all that others but the A100 have.
-    ("forward", _AMPERE, 64): Config(128, 64, 4, 3),  # products 2048; two programs at once
-    ("forward", _AMPERE, 128): Config(128, 32, 4, 2),  # products 4096; two programs at once
+    ("forward", _AMPERE, 64): Config(128, 64, 4, 3),
+    ("forward", _AMPERE, 128): Config(128, 32, 4, 2),
     ("forward", _AMPERE, 256): Config(64, 32, 8, 2),
     ("rows", _AMPERE, 64): Config(32, 64, 4, 1),
     ("rows", _AMPERE, 128): Config(32, 64, 4, 1),
     ("rows", _AMPERE, 256): Config(32, 64, 4, 1),  # reads O and dO once
-    ("dk_dv", _AMPERE, 64): Config(32, 128, 4, 2),  # products 4096; two programs at once
-    ("dk_dv", _AMPERE, 128): Apart(Config(32, 128, 4, 2), Config(32, 128, 4, 2)),  # shared memory 6336, products 4096
+    ("dk_dv", _AMPERE, 64): Config(32, 128, 4, 3),
+    ("dk_dv", _AMPERE, 128): Apart(Config(32, 128, 4, 2), Config(32, 128, 4, 2)),
     ("dk_dv", _AMPERE, 256): Config(32, 32, 8, 1),
-    ("dq", _AMPERE, 64): Config(128, 32, 4, 2),  # products 3072; two programs at once
-    ("dq", _AMPERE, 128): Config(128, 16, 4, 2),  # shared memory 7776; two programs at once
+    ("dq", _AMPERE, 64): Config(128, 32, 4, 2),
+    ("dq", _AMPERE, 128): Config(128, 16, 4, 2),
     ("dq", _AMPERE, 256): Config(64, 32, 8, 1),
     ("dbias", _AMPERE, 64): Config(64, 32, 4, 1),
     ("dbias", _AMPERE, 128): Config(64, 32, 8, 1),
     ("dbias", _AMPERE, 256): Config(16, 32, 4, 1),
-    ("dk_dv", _ADA, 128): Config(32, 128, 8, 2),  # products 16384: apart they would be 20480
-    ("dq", _ADA, 128): Config(128, 32, 8, 2),  # products 12288
+    ("dk_dv", _ADA, 64): Config(32, 128, 4, 2),  # two programs at once
+    ("dk_dv", _ADA, 128): Config(32, 128, 8, 2),
+    ("dq", _ADA, 128): Config(128, 32, 8, 2),
     # Exact fp32 products hold whole rows of their operands in registers, so tiles are small.
     ("forward", _FP32, 64): Config(32, 32, 4, 1),
     ("forward", _FP32, 128): Config(32, 16, 4, 1),
@@ -111,9 +112,8 @@ _TABLE: dict[tuple[str, str, int], Config | Apart] = {
 # Instead of those, where a tile holds more than scores and weights: see Rules.heavy_terms.
 _HEAVY: dict[tuple[str, str, int], Config | Apart] = {
     ("forward", _HOPPER, 64): Config(64, 64, 4, 3),
-    ("forward", _HOPPER, 128): Config(128, 64, 8, 2),
-    ("dk_dv", _HOPPER, 128): Apart(Config(64, 128, 8, 2), Config(64, 128, 8, 2)),
-    ("dq", _HOPPER, 64): Config(128, 64, 8, 2),
+    ("forward", _HOPPER, 128): Config(128, 64, 8, 3),
+    ("dk_dv", _HOPPER, 128): Apart(Config(64, 128, 8, 3), Config(64, 128, 8, 3)),
     ("forward", _AMPERE, 64): Config(128, 32, 4, 2),
     ("forward", _AMPERE, 128): Config(128, 16, 4, 2),
     ("forward", _AMPERE, 256): Config(64, 32, 8, 1),  # two stages would not fit with a bias

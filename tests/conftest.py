@@ -8,8 +8,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported, so before any test is
-# Or inductor compiles and runs a program for each instruction set. For every test, since it keeps what it found for the whole
-# process, and graphs on disk for all of them.
+# Or inductor compiles and runs a program for each instruction set. For every test, since it keeps what it found for the
+# whole process, and graphs on disk for all of them.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 os.environ["FASTATTN_RECORD"] = "0"  # what `fastattn tune` found on this machine is nothing to a test
 

@@ -1,5 +1,6 @@
 // Forward: each block of threads computes some rows of a head's output, key tile by key tile. The keys of the next tile
-// are copied while the values of this one are multiplied, and its values while its keys are.
+// are copied while the values of this one are multiplied, and its values while its keys are. Those in pages are read
+// where they lie.
 #pragma once
 
 #include <cmath>
@@ -17,7 +18,7 @@
 
 namespace fastattn::cuda {
 
-template <class Tiling, bool kGeneral>
+template <class Tiling, bool kInPages, bool kGeneral>
 __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_constant__ ForwardParams f) {
   using Element = typename Tiling::Element;
   using Tile = SharedTile<Element, Tiling::kHeadDim>;
@@ -34,6 +35,14 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
     const Tile k{q.data + Tiling::kRows * Tiling::kHeadDim};
     const Tile v{k.data + kColumns * Tiling::kHeadDim};
     const int h_kv = h / p.group();
+    const auto copy_k = [&](int first) {
+      copy_rows<kColumns, kThreads>(k, f.keys<kInPages>(), h_kv, p.d_qk, p.keys, b, first);
+      commit_copies();
+    };
+    const auto copy_v = [&](int first) {
+      copy_rows<kColumns, kThreads>(v, f.values<kInPages>(), h_kv, p.d_v, p.keys, b, first);
+      commit_copies();
+    };
     VisibleTiles<true, kColumns> tiles(p, b, first_query, Tiling::kRows);
 
     const int first_row = 16 * kRowBlocks * warp();
@@ -43,14 +52,12 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
     bool more = tiles.next(tile);
     if (more) {
       copy_rows<Tiling::kRows, kThreads>(q, p.q, h, p.d_qk, p.queries, b, first_query);
-      copy_rows<kColumns, kThreads>(k, p.k, h_kv, p.d_qk, p.keys, b, tile.first);
-      commit_copies();
+      copy_k(tile.first);
     }
     while (more) {
       wait_for_copies<0>();
       __syncthreads();
-      copy_rows<kColumns, kThreads>(v, p.v, h_kv, p.d_v, p.keys, b, tile.first);
-      commit_copies();
+      copy_v(tile.first);
       more = tiles.next(next);  // now, while there are registers for it
 
       Sums s[kRowBlocks][kColumns / 8] = {};
@@ -71,10 +78,7 @@ __global__ void __launch_bounds__(Tiling::kThreads) forward_kernel(const __grid_
 
       wait_for_copies<0>();
       __syncthreads();
-      if (more) {
-        copy_rows<kColumns, kThreads>(k, p.k, h_kv, p.d_qk, p.keys, b, next.first);
-        commit_copies();
-      }
+      if (more) copy_k(next.first);
       add_weighted(o, s, v);
       tile = next;
     }

@@ -76,8 +76,15 @@ cudaError_t Kernels<Element>::forward(const ForwardParams& f, cudaStream_t strea
     const Params& p = f.params;
     Launches launches(stream);
     launches.add_token_groups(p);
-    launches.add(forward_kernel<Tiling, general>, tiles_of(p.queries.n, Tiling::kRows) * p.H * p.B, Tiling::kThreads,
-                 Tiling::shared_bytes(1, 2), f);
+    const auto add = [&](auto kernel) {
+      launches.add(kernel, tiles_of(p.queries.n, Tiling::kRows) * p.H * p.B, Tiling::kThreads,
+                   Tiling::shared_bytes(1, 2), f);
+    };
+    if (f.paged_k.table) {
+      add(forward_kernel<Tiling, true, general>);
+    } else {
+      add(forward_kernel<Tiling, false, general>);
+    }
     return launches.error;
   });
 }

@@ -7,9 +7,11 @@ import dataclasses
 import itertools
 import math
 import re
+import warnings
 from unittest import mock
 
 import pytest
+import test_paged
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from modelled_gpu import CUDA_MACHINES, PtxMachine
 from ptx import gpu
 from ptx.cuda import Gpu
 from ptx.machine import program
+from test_paged import WORDS, Requests, forward_paged
 from test_properties import FEATURES, cases, check, errors_of, profile
 
 import fastattn
@@ -158,6 +161,99 @@ def test_gradient_through_one_output_only(backend, name, output, dtype):
     through, arriving = (o, inputs.do) if output == "o" else (lse, inputs.dlse)
     gradients = torch.autograd.grad(through, list(leaves.values()), arriving)
     assert_right(inputs, {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
+
+
+OF_PAGES = [
+    (OLDEST, 1, torch.float32),
+    (OLDEST, 16, torch.float16),
+    (WITH_ALL, 7, torch.float32),
+    (WITH_ALL, 16, torch.bfloat16),
+    (WITH_ALL, 1000, torch.float16),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "page_size", "dtype"), OF_PAGES, ids=lambda x: getattr(x, "NAME", str(x)), indirect=["backend"]
+)
+@pytest.mark.parametrize("case", test_paged.CASES, ids=str)
+def test_keys_in_pages(backend, case, page_size, dtype):
+    inputs = make_inputs(case, dtype)
+    outputs = [forward_paged(inputs, page_size, layout, backend) for layout in ("NHD", "HND")]
+    for output in outputs:
+        assert_right(inputs, output)
+    assert torch.equal(outputs[0]["o"], outputs[1]["o"])
+
+
+@on_each
+@pytest.mark.parametrize("words", WORDS)
+def test_requests_in_pages(backend, words):
+    """Of one query, of a few and of whole prompts, in one call; beyond their lengths the table names no pages."""
+    mask, options = WORDS[words]
+    requests = Requests(torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fastattn.FallbackWarning)
+        actual = requests.attend(**{"causal": False} | mask | options, return_lse=True, backend=backend.NAME)
+    requests.check(actual, mask, **options)
+
+
+@on_one
+def test_a_tree_and_a_prefix_in_pages(backend, monkeypatch):
+    """As the copies that the reference computes of."""
+    requests, n = Requests(), 32
+    requests.table = torch.cat([requests.table[4, :2].expand(len(requests.lengths), 2), requests.table], 1)
+    requests.lengths = requests.lengths + n
+    tree = torch.ones(4, 4, dtype=torch.bool).tril() & ~torch.eye(4, dtype=torch.bool).roll(-2, 1)
+    newest = torch.tensor([4, 4]).cumsum(0)
+    calls = [
+        lambda name: requests.attend(prefix=n, return_lse=True, backend=name),
+        lambda name: fastattn.attention_paged(
+            requests.q[:8], requests.k_pages, requests.v_pages, requests.table[2:4], requests.lengths[2:4],
+            torch.nn.functional.pad(newest, (1, 0)), tree=tree, return_lse=True, backend=name,
+        ),
+    ]  # fmt: skip
+    for call in calls:
+        for actual, expected in zip(call(backend.NAME), call("reference"), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-5)
+
+
+@on_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_pages_of_any_strides(backend, dtype):
+    """Rows that begin anywhere, columns apart from each other, and keys in whole chunks beside values that are not."""
+    inputs = make_inputs(Case("strides", "", n_q=20, n_k=90, D=40, d_v=21, H=4, H_kv=2), dtype)
+    (k, table), (v, _) = (test_paged.in_pages(x, 16) for x in (inputs.k, inputs.v))
+    real = torch.arange(96).expand(len(table), 96) < 90
+    spec = dataclasses.replace(inputs.spec(), mask=Mask(real_keys=real))
+
+    def scattered(x: torch.Tensor, columns_apart: int) -> torch.Tensor:
+        wider = x.new_full((*x.shape[:3], x.shape[3] + 1, columns_apart), math.nan)
+        wider[..., :-1, 0] = x
+        return wider[..., :-1, 0].transpose(1, 2)
+
+    outputs = [
+        backend.forward_paged(inputs.q, *pages, table.long().T.contiguous().T, spec)
+        for pages in ((k.transpose(1, 2), scattered(v, 1)), (scattered(k, 1), scattered(v, 3)))
+    ]
+    for o, lse in outputs:
+        assert_right(inputs, {"o": o, "lse": lse})
+    assert torch.equal(outputs[0][0], outputs[1][0])
+
+
+@on_each
+@pytest.mark.parametrize("n_q", [1, 20])
+def test_no_table_makes_a_kernel_read_outside_the_pages(backend, n_q):
+    """Nor any position; and where there are no pages, there are no keys."""
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=64, keys="right"), torch.float32)
+    around = inputs.k.new_full((6, inputs.k.shape[1], 16, inputs.k.shape[3]), math.nan)
+    pages = around[2:4].fill_(1.0)
+    table = torch.tensor([[-1, 2, 1, 0], [0, 2**31 - 1, -(2**31), 1]], dtype=torch.int32)
+    far = dataclasses.replace(inputs.spec(), mask=Mask(causal=True, q_offset=torch.tensor([10**6, 2**40])))
+    for spec in (inputs.spec(), far):
+        o, _ = backend.forward_paged(inputs.q, pages, pages, table, spec)
+        assert torch.equal(o.unique(), o.new_ones(1))
+        o, lse = backend.forward_paged(inputs.q, pages[:0], pages[:0], table, spec)
+        assert o.eq(0).all()
+        assert lse.eq(-math.inf).all()
 
 
 @on_the_oldest

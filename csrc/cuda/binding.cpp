@@ -136,8 +136,20 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTenso
   const c10::cuda::CUDAGuard guard(q.device());
   const CallParams call(q, k, v, mask, scores, table);
   const Params& p = call.params;
-  ForwardParams f{p, Headroom::of(p.dtype, p.keys.n), rows_of(o), lse.data_ptr<float>()};
+  // The pages in a row of the table may be more because of another request, on which no bit is to depend.
+  const int most_keys = table ? INT32_MAX : p.keys.n;
+  ForwardParams f{p, Headroom::of(p.dtype, most_keys), rows_of(o), lse.data_ptr<float>()};
   if (table) f.paged_k = paged_rows_of(k, *table), f.paged_v = paged_rows_of(v, *table);
+  f.parts = parts_of(p);
+  Tensor rows_of_parts;
+  if (f.parts.count > 1) {
+    const int64_t rows = f.parts.count * lse.numel();
+    f.parts.row_stride = p.d_v + p.d_v % 2;  // of whole pairs
+    rows_of_parts = at::empty({rows * (f.parts.row_stride + 2)}, lse.options());
+    f.parts.o = rows_of_parts.data_ptr<float>();
+    f.parts.max = f.parts.o + rows * f.parts.row_stride;
+    f.parts.sum = f.parts.max + rows;
+  }
   C10_CUDA_CHECK(
       with_kernels_of(p.dtype, [&](auto kernels) { return kernels.forward(f, c10::cuda::getCurrentCUDAStream()); }));
 }

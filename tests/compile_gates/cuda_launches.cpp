@@ -109,6 +109,9 @@ void launch_all() {
           static int table;
           f.paged_k.table = f.paged_v.table = &table;
           expect(kernels.forward(f, nullptr) == cudaSuccess, "a forward of pages that can be launched");
+          f.params.queries.n = 1;
+          f.parts = {2, kLargestTile};
+          expect(kernels.forward(f, nullptr) == cudaSuccess, "a forward of few queries that can be launched");
           expect(kernels.backward(gradients, nullptr) == cudaSuccess, "a backward that can be launched");
           return cudaSuccess;
         });

@@ -295,11 +295,11 @@ def test_requests_in_pages(backend, words):
 
 @on_each
 @pytest.mark.parametrize("page_size", [1, 16, 100])
-@pytest.mark.parametrize("words", ["causal", "sinks"])
-def test_the_bits_of_a_request_in_pages_depend_on_no_other(backend, words, page_size):
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5}, WORDS["sinks"][1]], ids=lambda options: "".join(options))
+def test_the_bits_of_a_request_in_pages_depend_on_no_other(backend, options, page_size):
     dtypes = DTYPES if torch.cuda.get_device_capability() >= (8, 0) else (torch.float32, torch.float16)
     for dtype in dtypes:
-        test_paged.check_bits(page_size, dtype, backend=backend.NAME, **WORDS[words][1])
+        test_paged.check_bits(page_size, dtype, backend=backend.NAME, **options)
 
 
 @on_one

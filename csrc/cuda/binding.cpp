@@ -84,7 +84,7 @@ class CallParams {
  public:
   Params params{};
 
-  // With a table k and v are pages, and the params are without them.
+  // With a table k and v are pages, of which these params know only how many keys there are.
   CallParams(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores,
              const MaybeTensor& table = {}) {
     Params& p = params;
@@ -136,7 +136,7 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTenso
   const c10::cuda::CUDAGuard guard(q.device());
   const CallParams call(q, k, v, mask, scores, table);
   const Params& p = call.params;
-  // The pages in a row of the table may be more because of another request, on which no bit is to depend.
+  // A row of the table may be longer because of another request, on which no bit is to depend.
   const int most_keys = table ? INT32_MAX : p.keys.n;
   ForwardParams f{p, Headroom::of(p.dtype, most_keys), rows_of(o), lse.data_ptr<float>()};
   if (table) f.paged_k = paged_rows_of(k, *table), f.paged_v = paged_rows_of(v, *table);

@@ -32,6 +32,7 @@ FASTATTN_DEVICE int64_t index_in_parts(const Params& p, int part, int b, int h, 
   return ((int64_t(part) * p.B + b) * p.H + h) * p.queries.n + query;
 }
 
+// A block of threads takes a tile of the rows of a group of heads, and one of the parts.
 template <class Tiling, bool kGeneral>
 __global__ void __launch_bounds__(Tiling::kThreads) decoding_kernel(const __grid_constant__ ForwardParams f) {
   using Element = typename Tiling::Element;

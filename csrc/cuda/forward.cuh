@@ -18,8 +18,9 @@
 
 namespace fastattn::cuda {
 
-// Adds what a warp's rows of `q`, from first_row on, see of each tile: of the keys and values that copy_k(key) and
-// copy_v(key) bring from that key on, the warp takes those at `k` and `v`, whose sums are at place_of(key).
+// Computes the softmax and the weighted sums of a warp's rows, which are those of `q` from first_row on, tile by tile.
+// copy_q() begins to copy the queries, copy_k(key) and copy_v(key) the tile that begins with that key, of which the
+// warp takes what is at `k` and `v`: place_of(key) is the place of these scores. All warps of a block must call it.
 template <bool kGeneral, int kColumnBlocks, class Element, int kHeadDim, int kRowBlocks, class Tiles, class CopyQ,
           class CopyK, class CopyV, class PlaceOf>
 FASTATTN_DEVICE void attend(OnlineSoftmax<Element, kRowBlocks>& softmax, Sums (&o)[kRowBlocks][kHeadDim / 8],

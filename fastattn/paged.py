@@ -95,9 +95,9 @@ def attention_paged(
     Its queries are the last of them. Requests may share pages. What pages hold beyond the lengths, and entries of the
     table beyond them, are never read. There are no gradients.
 
-    The backends cpu and triton read pages where they lie, in fp32, fp16 and bf16; rows of a page that are side by side
-    for each head are read fastest, which k_pages has as the transpose of [pages, H_kv, page_size, D]. Others copy the
-    pages of each request first, of which a `FallbackWarning` tells.
+    The backends cpu, triton and cuda read pages where they lie, in fp32, fp16 and bf16; rows of a page that are side by
+    side for each head are read fastest, which k_pages has as the transpose of [pages, H_kv, page_size, D]. Others copy
+    the pages of each request first, of which a `FallbackWarning` tells. No GPU has run the kernels of cuda yet.
 
     Args:
         q: queries [total_q, H, D], those of a request one after the other.

@@ -20,13 +20,20 @@ namespace {
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-Rows rows_of(const Tensor& x) {
+// Whether the kernels can copy the rows of x [B, H, N, D] in chunks.
+bool is_in_chunks(const Tensor& x) {
   const auto whole = [&](int64_t elements) { return elements * x.element_size() % 16 == 0; };
-  TORCH_CHECK_VALUE(x.dim() == 4 && x.stride(3) == 1 && whole(x.size(3)) && whole(x.stride(0)) && whole(x.stride(1)) &&
-                        whole(x.stride(2)) && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
+  return x.stride(3) == 1 && whole(x.size(3)) && whole(x.stride(0)) && whole(x.stride(1)) && whole(x.stride(2)) &&
+         reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+}
+
+Rows rows_anywhere(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+
+Rows rows_of(const Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() == 4 && is_in_chunks(x),
                     "tensors must be [B, H, N, D] in rows of multiples of 16 bytes, got shape ", x.sizes(),
                     ", strides ", x.strides());
-  return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+  return rows_anywhere(x);
 }
 
 Rows rows_or_null(const MaybeTensor& x) { return x ? rows_of(*x) : Rows{}; }
@@ -35,6 +42,10 @@ template <class T>
 T* data_or_null(const MaybeTensor& x) {
   TORCH_CHECK_VALUE(!x || x->is_contiguous(), "tables must be contiguous, got strides ", x->strides());
   return x ? x->data_ptr<T>() : nullptr;
+}
+
+PagedRows paged_rows_of(const Tensor& x, const Tensor& table) {
+  return {rows_anywhere(x), x.stride(3), is_in_chunks(x), data_or_null<int>(table), int(x.size(2)), int(x.size(0))};
 }
 
 // A tensor that Python has expanded to [B, H, n_q, n_k].
@@ -73,15 +84,20 @@ class CallParams {
  public:
   Params params{};
 
-  CallParams(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores) {
+  // With a table k and v are pages, of which these params know only how many keys there are.
+  CallParams(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask, const Scores& scores,
+             const MaybeTensor& table = {}) {
     Params& p = params;
-    p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1), p.d_qk = q.size(3), p.d_v = v.size(3);
+    p.B = q.size(0), p.H = q.size(1), p.H_kv = k.size(1), p.d_qk = k.size(3), p.d_v = v.size(3);
     TORCH_CHECK_VALUE(std::max(p.d_qk, p.d_v) <= kMostColumns, "head dims must be at most ", kMostColumns, ", got ",
                       p.d_qk, " and ", p.d_v);
     p.dtype = dtype_of(q);
-    p.q = rows_of(q), p.k = rows_of(k), p.v = rows_of(v);
-    groups_of_queries_ = describe(p.queries, mask.queries, q);
-    groups_of_keys_ = describe(p.keys, mask.keys, k);
+    p.q = rows_of(q);
+    if (!table) p.k = rows_of(k), p.v = rows_of(v);
+    p.queries.n = q.size(2);
+    p.keys.n = !table ? k.size(2) : k.size(0) > 0 ? table->size(1) * k.size(2) : 0;  // where no page is, no key is
+    groups_of_queries_ = describe(p.queries, mask.queries, q.options());
+    groups_of_keys_ = describe(p.keys, mask.keys, q.options());
     if (const auto* same_for_all = std::get_if<int64_t>(&mask.q_offset)) {
       p.queries.offset = *same_for_all;
     } else {
@@ -102,25 +118,38 @@ class CallParams {
   }
 
  private:
-  Tensor describe(Side& side, const SideTensors& tensors, const Tensor& x) {
-    side.n = x.size(2);
+  Tensor describe(Side& side, const SideTensors& tensors, const at::TensorOptions& options) {
     side.real = data_or_null<bool>(tensors.real);
     side.document = data_or_null<int64_t>(tensors.documents);
     side.position = data_or_null<int64_t>(tensors.positions);
     if (!side.real && !side.document && !side.position) return {};
     const Tensor groups =
-        at::empty({params.B * side.group_count() * int64_t(sizeof(Tokens))}, x.options().dtype(at::kByte));
+        at::empty({params.B * side.group_count() * int64_t(sizeof(Tokens))}, options.dtype(at::kByte));
     side.groups = reinterpret_cast<Tokens*>(groups.data_ptr());
     return groups;
   }
 };
 
-void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, const Mask& mask,
-             const Scores& scores) {
+// With a table, int [B, pages of a sample], k and v are pages [pages, H_kv, page_size, D or d_v] of any strides.
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& table, const Tensor& o,
+             const Tensor& lse, const Mask& mask, const Scores& scores) {
   const c10::cuda::CUDAGuard guard(q.device());
-  const CallParams call(q, k, v, mask, scores);
+  const CallParams call(q, k, v, mask, scores, table);
   const Params& p = call.params;
-  const ForwardParams f{p, Headroom::of(p.dtype, p.keys.n), rows_of(o), lse.data_ptr<float>()};
+  // A row of the table may be longer because of another request, on which no bit is to depend.
+  const int most_keys = table ? INT32_MAX : p.keys.n;
+  ForwardParams f{p, Headroom::of(p.dtype, most_keys), rows_of(o), lse.data_ptr<float>()};
+  if (table) f.paged_k = paged_rows_of(k, *table), f.paged_v = paged_rows_of(v, *table);
+  f.parts = parts_of(p);
+  Tensor rows_of_parts;
+  if (f.parts.count > 1) {
+    const int64_t rows = f.parts.count * lse.numel();
+    f.parts.row_stride = p.d_v + p.d_v % 2;  // of whole pairs
+    rows_of_parts = at::empty({rows * (f.parts.row_stride + 2)}, lse.options());
+    f.parts.o = rows_of_parts.data_ptr<float>();
+    f.parts.max = f.parts.o + rows * f.parts.row_stride;
+    f.parts.sum = f.parts.max + rows;
+  }
   C10_CUDA_CHECK(
       with_kernels_of(p.dtype, [&](auto kernels) { return kernels.forward(f, c10::cuda::getCurrentCUDAStream()); }));
 }

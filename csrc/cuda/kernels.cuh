@@ -8,6 +8,7 @@
 
 #include "backward.cuh"
 #include "bias_gradient.cuh"
+#include "decoding.cuh"
 #include "forward.cuh"
 #include "kernels.h"
 #include "launch.cuh"
@@ -31,8 +32,6 @@ cudaError_t with_kernels_for(const Params& p, Run run) {
          : columns <= 128 ? of_head_dim(Constant<128>())
                           : of_head_dim(Constant<256>());
 }
-
-inline int64_t tiles_of(int64_t n, int rows) { return (n + rows - 1) / rows; }
 
 // Launches one after the other, up to the first that fails.
 class Launches {
@@ -63,6 +62,12 @@ constexpr auto forward_tiling() {
   return Tiling<Element, kHeadDim, shape.warps, shape.row_blocks, shape.columns>();
 }
 
+template <class Element, int kHeadDim>
+constexpr auto decoding_tiling() {
+  constexpr Shape shape = decoding_shape(sizeof(Element), kHeadDim);
+  return DecodingTiling<Element, kHeadDim, shape.warps, shape.columns>();
+}
+
 template <class Element, int kHeadDim, bool kGeneral, bool kRowsAreQueries>
 constexpr auto backward_tiling() {
   constexpr Shape shape = backward_shape(sizeof(Element), kHeadDim, kGeneral, kRowsAreQueries);
@@ -76,8 +81,25 @@ cudaError_t Kernels<Element>::forward(const ForwardParams& f, cudaStream_t strea
     const Params& p = f.params;
     Launches launches(stream);
     launches.add_token_groups(p);
-    launches.add(forward_kernel<Tiling, general>, tiles_of(p.queries.n, Tiling::kRows) * p.H * p.B, Tiling::kThreads,
-                 Tiling::shared_bytes(1, 2), f);
+    if (p.queries.n <= kFewQueries) {
+      using Decoding = decltype(decoding_tiling<Element, head_dim>());
+      const int64_t row_tiles = tiles_of(int64_t(p.queries.n) * p.group(), Decoding::kRows);
+      launches.add(decoding_kernel<Decoding, general>, row_tiles * p.H_kv * f.parts.count * p.B, Decoding::kThreads,
+                   Decoding::kSharedBytes, f);
+      if (f.parts.count > 1) {
+        launches.add(combining_kernel<Element>, int64_t(p.queries.n) * p.H * p.B, kThreadsOfCombining, 0, f);
+      }
+      return launches.error;
+    }
+    const auto add = [&](auto kernel) {
+      launches.add(kernel, tiles_of(p.queries.n, Tiling::kRows) * p.H * p.B, Tiling::kThreads,
+                   Tiling::shared_bytes(1, 2), f);
+    };
+    if (f.paged_k.table) {
+      add(forward_kernel<Tiling, true, general>);
+    } else {
+      add(forward_kernel<Tiling, false, general>);
+    }
     return launches.error;
   });
 }

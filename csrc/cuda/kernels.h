@@ -6,11 +6,22 @@
 #include "../dtype.h"
 #include "elements.h"
 #include "params.h"
+#include "tiling.h"
 
 namespace fastattn::cuda {
 
-// The caller allocates `groups` of both sides and `stats`. d_qk and d_v are at most kMostColumns.
+// The caller allocates `groups` of both sides, `stats`, and the rows of `parts`. d_qk and d_v are at most kMostColumns.
 constexpr int kMostColumns = 256;
+
+// How a call splits its keys, without the memory of the parts.
+inline KeyParts parts_of(const Params& p) {
+  KeyParts parts{1};
+  if (p.queries.n > kFewQueries) return parts;
+  const int64_t row_tiles = tiles_of(int64_t(p.queries.n) * p.group(), kRowsOfDecoding);
+  parts.keys = clamp(kKeysOfPart * row_tiles, kLargestTile, greater(kLargestTile, padded(p.keys.n)));
+  parts.count = greater(1, tiles_of(p.keys.n, parts.keys));
+  return parts;
+}
 
 // The kernels of one dtype, which are compiled in a file of its own.
 template <class Element>

@@ -52,6 +52,28 @@ struct RowSum {
   }
 };
 
+// The statistics of a row over several sets of keys, of which those of one after the other are added.
+struct JoinedSums {
+  float max = -kInfinity, sum = 0;
+
+  // What the sums of values so far, and those of the set that is added, are to be multiplied by.
+  struct Factors {
+    float on_old, on_added;
+
+    FASTATTN_DEVICE float2 joined(float2 old, float2 added) const {
+      return {old.x * on_old + added.x * on_added, old.y * on_old + added.y * on_added};
+    }
+  };
+
+  FASTATTN_DEVICE Factors add(float max_of_added, float sum_of_added, float on_score_log2) {
+    const float new_max = fmaxf(max, max_of_added), from = finite_max(new_max);
+    const Factors factors{exp2f((max - from) * on_score_log2), exp2f((max_of_added - from) * on_score_log2)};
+    max = new_max;
+    sum = sum * factors.on_old + sum_of_added * factors.on_added;
+    return factors;
+  }
+};
+
 // The running statistics of the rows of a warp: rows lane() / 4 and lane() / 4 + 8 of each block of 16.
 template <class Element, int kRowBlocks>
 struct OnlineSoftmax {

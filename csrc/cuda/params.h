@@ -25,6 +25,22 @@ struct Rows {
   }
 };
 
+// Rows of keys or values in pages, [pages, H_kv, page_size, D] of any strides: key i of sample b is row i % page_size
+// of page table[b, i / page_size].
+struct PagedRows {
+  Rows rows;  // the batch stride is that of pages
+  int64_t column_stride;
+  bool in_chunks;    // rows are of whole chunks of 16 bytes, as all others
+  const int* table;  // [B, n_k / page_size]; null: keys and values are not in pages
+  int page_size, pages;
+
+  // Row 0 of a page of a head. Whatever the table says, it is one of the pages.
+  template <class Element>
+  FASTATTN_HD const Element* page(int64_t in_table, int64_t h) const {
+    return rows.head<const Element>(clamp(table[in_table], 0, pages - 1), h);
+  }
+};
+
 // A table broadcast to [B, H, n_q, n_k]: strides in entries, 0 where one entry serves all.
 struct Table {
   const void* data;  // null: there is none
@@ -56,8 +72,10 @@ struct Tokens {
 constexpr int kTokenGroup = 32;    // tokens in a `Tokens` of `Side::groups`
 constexpr int kLargestTile = 128;  // of queries or of keys
 
+FASTATTN_HD int64_t tiles_of(int64_t n, int64_t rows) { return (n + rows - 1) / rows; }
+
 // A number of tokens that fills whole tiles.
-FASTATTN_HD int64_t padded(int n) { return (int64_t(n) + kLargestTile - 1) / kLargestTile * kLargestTile; }
+FASTATTN_HD int64_t padded(int n) { return tiles_of(n, kLargestTile) * kLargestTile; }
 
 // The queries or the keys, [B, n]. Null: all are real; all are of one document; token i has the position i + the
 // offset.
@@ -161,11 +179,40 @@ struct Headroom {
   }
 };
 
+// What the blocks of threads that take a part of the keys each leave of it, where there are several.
+struct KeyParts {
+  int count;         // 1: each block takes all keys
+  int keys;          // of a part; a multiple of kLargestTile
+  float *max, *sum;  // [count, B, H, n_q]; a sum of 0 where nothing of the part is seen: then o is not written
+  float* o;          // [count, B, H, n_q, row_stride], still to be divided by the sum
+  int64_t row_stride;
+};
+
 struct ForwardParams {
   Params params;
   Headroom headroom;
   Rows o;
-  float* lse;  // [B, H, n_q], in nats; -inf where nothing is seen
+  float* lse;                  // [B, H, n_q], in nats; -inf where nothing is seen
+  PagedRows paged_k, paged_v;  // in the place of params.k and params.v, if they have a table
+  KeyParts parts;              // of a call with few queries
+
+  template <bool kInPages>
+  FASTATTN_HD const auto& keys() const {
+    if constexpr (kInPages) {
+      return paged_k;
+    } else {
+      return params.k;
+    }
+  }
+
+  template <bool kInPages>
+  FASTATTN_HD const auto& values() const {
+    if constexpr (kInPages) {
+      return paged_v;
+    } else {
+      return params.v;
+    }
+  }
 };
 
 // What the backward kernels need of each query, in all of its pairs.

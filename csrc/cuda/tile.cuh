@@ -47,6 +47,34 @@ FASTATTN_DEVICE void copy_rows(Tile tile, const Rows& rows, int h, int columns, 
   }
 }
 
+// The same of rows in pages.
+template <int kRows, int kThreads, class Tile>
+FASTATTN_DEVICE void copy_rows(Tile tile, const PagedRows& paged, int h, int columns, const Side& side, int b,
+                               int first) {
+  using Element = typename Tile::Element;
+  const unsigned page_size = paged.page_size;
+  const int64_t first_in_table = int64_t(b) * (side.n / page_size);
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kRows * Tile::kChunks; i += kThreads) {
+    const int row = i / Tile::kChunks, chunk = i % Tile::kChunks, column = chunk * Tile::kInChunk;
+    const unsigned token = first + row;
+    const bool real = side.is_real(b, token);
+    const Element* from = nullptr;
+    if (real) {
+      from = paged.page<Element>(first_in_table + token / page_size, h) + token % page_size * paged.rows.row_stride;
+    }
+    Element* to = tile.chunk(row, chunk);
+    if (paged.in_chunks) {
+      copy_16_bytes(to, from + column, real && column < columns);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < Tile::kInChunk; ++e) {
+        to[e] = real && column + e < columns ? from[(column + e) * paged.column_stride] : Element{};
+      }
+    }
+  }
+}
+
 // Writes two elements to the columns `column` and `column` + 1 of a row.
 FASTATTN_DEVICE void store_pair(float* row, int column, float low, float high) {
   *reinterpret_cast<float2*>(row + column) = make_float2(low, high);

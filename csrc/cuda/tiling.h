@@ -21,6 +21,20 @@ constexpr Shape forward_shape(int bytes, int head_dim, bool general) {
   return {4, 1, 16};
 }
 
+// With few queries the heads that share keys share a tile of rows too, so that keys are read once, and the warps of a
+// block share the columns of a tile.
+constexpr int kFewQueries = 16, kRowsOfDecoding = 16;
+
+constexpr Shape decoding_shape(int bytes, int head_dim) {
+  if (bytes == 4) return head_dim == 64 ? Shape{4, 1, 64} : head_dim == 128 ? Shape{4, 1, 32} : Shape{2, 1, 16};
+  return head_dim == 64 ? Shape{4, 1, 128} : head_dim == 128 ? Shape{4, 1, 64} : Shape{2, 1, 32};
+}
+
+// Keys of a part, for each tile of rows: so few that one query and 8 heads of keys have a block for each of the 132
+// multiprocessors of an H100 from 4097 keys on, so many that what is written of a part is little beside them. It is the
+// same for any number of samples and keys, on which the bits of a sample are not to depend.
+constexpr int kKeysOfPart = 256;
+
 // The gradients of queries, or of keys and values.
 constexpr Shape backward_shape(int bytes, int head_dim, bool general, bool rows_are_queries) {
   if (bytes == 4) return head_dim == 64 ? Shape{4, 1, 16} : head_dim == 128 ? Shape{2, 1, 16} : Shape{1, 1, 8};
@@ -39,6 +53,18 @@ struct Tiling {
   static constexpr int shared_bytes(int of_rows, int of_columns) {
     return (of_rows * kRows + of_columns * kColumns) * kHeadDim * int(sizeof(Element));
   }
+};
+
+template <class Element_, int kHeadDim_, int kWarps_, int kColumns_>
+struct DecodingTiling {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kWarps = kWarps_, kColumns = kColumns_;
+  static constexpr int kThreads = kWarp * kWarps, kRows = kRowsOfDecoding, kColumnsOfWarp = kColumns / kWarps;
+
+  // Of the queries, keys and values; then of what the warps have summed, which takes their place.
+  static constexpr int kBytesOfTiles = (kRows + 2 * kColumns) * kHeadDim * int(sizeof(Element));
+  static constexpr int kBytesOfSums = kWarps * kRows * (kHeadDim + 2) * int(sizeof(float));
+  static constexpr int kSharedBytes = kBytesOfTiles > kBytesOfSums ? kBytesOfTiles : kBytesOfSums;
 };
 
 }  // namespace fastattn::cuda

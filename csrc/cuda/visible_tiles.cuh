@@ -42,6 +42,12 @@ class VisibleTiles {
     end_ = lesser(end_, (clamp(own.last_position + after + 1 - start, 0, others.n) + kOthers - 1) / kOthers);
   }
 
+  // Leaves only tiles among the `count` others from `first` on, which are whole tiles; before any is asked for.
+  FASTATTN_DEVICE void keep(int first, int count) {
+    next_tile_ = greater(next_tile_, first / kOthers);
+    end_ = lesser(end_, (first + count) / kOthers);
+  }
+
   // Stores the next tile; false where there is none. All threads of a warp must call it.
   FASTATTN_DEVICE bool next(VisibleTile& tile) {
     while (found_.visible == 0) {

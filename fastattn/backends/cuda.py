@@ -32,7 +32,7 @@ def features(device: torch.device) -> frozenset[str]:
 
 def lacks(device: torch.device) -> frozenset[str]:
     """Names of all optional functions, on every device."""
-    return frozenset({"weights", "received", "top_keys", "forward_paged", "forward_quantized"})
+    return frozenset({"weights", "received", "top_keys", "forward_quantized"})
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
@@ -71,11 +71,28 @@ def by_name_only(device: torch.device) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q] in fp32."""
+    return _forward(q, _readable(k), _readable(v), spec, v.shape[3], k.shape[2])
+
+
+def forward_paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """As `forward`, for keys and values in pages [pages, H_kv, page_size, D or d_v].
+
+    Args:
+        table: int32 or int64 [B, pages of a sample], whose keys are those of its pages one after the other. No load
+            leaves the pages, whatever it says.
+    """
+    table = table.int().contiguous()
+    return _forward(q, k, v, spec, v.shape[3], table.shape[1] * k.shape[2], table)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec, d_v: int, n_k: int, table: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     module = build.CUDA.load()
-    o = empty_output(q, v.shape[3])
+    o = empty_output(q, d_v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     written = _writable(o)
-    module.forward(*map(_readable, (q, k, v)), written, lse, *_described(module, q, k, spec))
+    module.forward(_readable(q), k, v, table, written, lse, *_described(module, q, n_k, spec))
     return _copied_back(o, written), lse
 
 
@@ -128,7 +145,7 @@ def backward(
             p_by_distance=p_by_distance,
             d_bias=sums.of_pairs,
         ),
-        *_described(module, q, k, spec),
+        *_described(module, q, n_k, spec),
     )
     dq, dk, dv = (x if x is None else _copied_back(x, y) for x, y in zip((dq, dk, dv), written, strict=True))
     reference, rest_log2, delta = stats.unbind(2)  # in nats where there are sinks, which alone read it
@@ -146,9 +163,9 @@ def _device_objections(device: torch.device) -> list[str]:
     return []
 
 
-def _described(module: ModuleType, q: Tensor, k: Tensor, spec: Spec) -> tuple[object, object]:
+def _described(module: ModuleType, q: Tensor, n_k: int, spec: Spec) -> tuple[object, object]:
     """The arguments that tell the module what to compute."""
-    mask, shape = spec.mask, (*q.shape[:3], k.shape[2])
+    mask, shape = spec.mask, (*q.shape[:3], n_k)
     documents, positions, q_offset = (None, None), (None, None), mask.q_offset
     if mask.segment_ids is not None or (isinstance(q_offset, Tensor) and q_offset.dim() == 2):
         near = q_offset.long().clamp(-_FAR, _FAR) if isinstance(q_offset, Tensor) else max(-_FAR, min(q_offset, _FAR))

@@ -104,7 +104,14 @@ void launch_all() {
         gradients.d_bias = static_cast<float*>(p.q.data);
         gradients.bias_B = gradients.bias_H = 1;
         with_kernels_of(dtype, [&](auto kernels) {
-          expect(kernels.forward(ForwardParams{p}, nullptr) == cudaSuccess, "a forward that can be launched");
+          ForwardParams f{p};
+          expect(kernels.forward(f, nullptr) == cudaSuccess, "a forward that can be launched");
+          static int table;
+          f.paged_k.table = f.paged_v.table = &table;
+          expect(kernels.forward(f, nullptr) == cudaSuccess, "a forward of pages that can be launched");
+          f.params.queries.n = 1;
+          f.parts = {2, kLargestTile};
+          expect(kernels.forward(f, nullptr) == cudaSuccess, "a forward of few queries that can be launched");
           expect(kernels.backward(gradients, nullptr) == cudaSuccess, "a backward that can be launched");
           return cudaSuccess;
         });

@@ -172,20 +172,28 @@ def test_copies_are_warned_of(monkeypatch):
     assert len(calls) == len(set(QUERIES))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("page_size", [1, 16, 100])
-def test_the_bits_of_a_request_depend_on_no_other(page_size, dtype):
+def check_bits(page_size: int, dtype: torch.dtype, **options: object) -> None:
+    """Each request has the same bits among others in any order, and alone."""
     order = [3, 0, 5, 4, 2, 1]
     together, others = Requests(dtype, page_size), Requests(dtype, page_size, order)
-    o, o_of_others = together.attend(), others.attend()
+    options["return_lse"] = True
+    (o, lse), (o_of_others, lse_of_others) = together.attend(**options), others.attend(**options)
     for i, request in enumerate(order):
         here, there = (slice(*x.cu_seqlens_q[j : j + 2]) for x, j in ((together, request), (others, i)))
         assert torch.equal(o[here], o_of_others[there])
-        alone = fastattn.attention_paged(
+        assert torch.equal(lse[:, here], lse_of_others[:, there])
+        o_alone, lse_alone = fastattn.attention_paged(
             together.queries[request], together.k_pages, together.v_pages, together.table[request, None],
-            together.lengths[request, None], torch.tensor([0, QUERIES[request]]),
+            together.lengths[request, None], torch.tensor([0, QUERIES[request]]), **options,
         )  # fmt: skip
-        assert torch.equal(o[here], alone)
+        assert torch.equal(o[here], o_alone)
+        assert torch.equal(lse[:, here], lse_alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+def test_the_bits_of_a_request_depend_on_no_other(page_size, dtype):
+    check_bits(page_size, dtype)
 
 
 def test_new_tokens_are_written_to_their_places_first():

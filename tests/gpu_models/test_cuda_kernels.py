@@ -7,9 +7,12 @@ import dataclasses
 import itertools
 import math
 import re
+import warnings
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
+import test_paged
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +20,7 @@ from modelled_gpu import CUDA_MACHINES, PtxMachine
 from ptx import gpu
 from ptx.cuda import Gpu
 from ptx.machine import program
+from test_paged import WORDS, Requests, forward_paged
 from test_properties import FEATURES, cases, check, errors_of, profile
 
 import fastattn
@@ -107,11 +111,107 @@ def test_sums_over_wide_heads_round_little(backend):
         assert all(error.right for error in errors), "; ".join(map(str, errors))
 
 
+def in_parts(case: Case) -> Case:
+    """The same with 5 queries near the end of so many keys that they are split."""
+    n_q, n_k, q_offset = 5, 700, case.q_offset
+    if isinstance(q_offset, int):
+        q_offset += n_k - n_q - 3
+    elif q_offset != "scattered":
+        q_offset = tuple(n_k - n_q + offset for offset in q_offset)
+    bias = case.bias
+    if bias is not None:
+        lengths = zip((n_q, n_k)[-len(bias) :], bias[-2:], strict=True)
+        bias = (*bias[:-2], *(1 if of_bias == 1 else n for n, of_bias in lengths))
+    return dataclasses.replace(case, n_q=n_q, n_k=n_k, q_offset=q_offset, bias=bias)
+
+
+def every_case_in_parts() -> list[tuple[PtxMachine, Case, torch.dtype]]:
+    """Those that the backend takes; dtypes and GPUs by turns."""
+    drawn, of_turns = [], [(WITH_ALL, dtype) for dtype in DTYPES]
+    of_turns += [(OLDEST, dtype) for dtype in DTYPES if dtype != torch.bfloat16]
+    for i, case in enumerate(NAMED.values()):
+        if 0 < case.D <= 256 and 0 < (case.d_v or case.D) <= 256 and case.relative_bias is None:
+            machine, dtype = of_turns[i % len(of_turns)]
+            drawn.append((machine, in_parts(case), dtype))
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "dtype"), every_case_in_parts(), ids=lambda x: getattr(x, "NAME", str(x)), indirect=["backend"]
+)
+def test_keys_in_parts(backend, case, dtype):
+    check(case, dtype, backend.NAME)
+
+
+GROUPS = [
+    Case("a-tile-of-rows", "as many as the tile has", H=16, H_kv=1, n_q=1, n_k=530, D=64),
+    Case("rows-of-a-query", "in two tiles", B=1, H=12, H_kv=1, n_q=3, n_k=1100, D=40, causal=True, q_offset=1090),
+    Case("tiles-of-rows", "the last has one row", B=1, H=11, H_kv=1, n_q=3, n_k=1300, D=64, dense=True),
+    Case("wide", "two warps share the columns", B=1, H=4, H_kv=2, n_q=2, n_k=520, D=256, d_v=200, keys="holes"),
+    Case("few-queries-at-most", "with one more the keys are not split", B=1, H=2, n_q=16, n_k=600, D=128),
+    Case("whole-part", "no key in the second one", B=1, H=4, H_kv=1, n_q=1, n_k=256, alibi=True, sinks=True),
+    Case("one-key-more", "in the second part", B=1, H=4, H_kv=1, n_q=1, n_k=257, alibi=True, dropout_p=0.3),
+    Case("many-parts", "of which each warp adds several", B=1, H=1, n_q=1, n_k=3000, window=(2000, 0), q_offset=2800),
+]  # fmt: skip
+
+
+@on_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", GROUPS, ids=str)
+def test_heads_that_share_keys(backend, case, dtype):
+    check(case, dtype, backend.NAME)
+
+
+def launches_of(call: Callable[[], object]) -> dict[str, int]:
+    """The blocks of threads of each kernel of a call, none of which runs."""
+    with mock.patch.object(gpu.Gpu, "runs", autospec=True) as runs:
+        call()
+    return {arguments.args[1]: arguments.args[3][0] for arguments in runs.call_args_list}
+
+
+@on_each
+def test_parts_fill_the_gpu(backend):
+    def blocks(n_q: int, n_k: int, H: int = 32, H_kv: int = 8) -> dict[str, int]:
+        q = torch.empty(1, H, n_q, 128, dtype=torch.float16)
+        k = torch.empty(1, H_kv, n_k, 128, dtype=torch.float16)
+        return launches_of(lambda: fastattn.attention(q, k, k, backend=backend.NAME))
+
+    assert blocks(1, 8192) == {"decoding_kernel": 256, "combining_kernel": 32}
+    assert blocks(1, 8193) == {"decoding_kernel": 264, "combining_kernel": 32}
+    assert blocks(1, 256) == {"decoding_kernel": 8}
+    assert blocks(5, 8192) == {"decoding_kernel": 256, "combining_kernel": 160}
+    assert blocks(16, 8192, H=8) == {"decoding_kernel": 256, "combining_kernel": 128}
+    assert list(blocks(17, 8192)) == ["forward_kernel"]
+
+
+@on_each
+@pytest.mark.parametrize(
+    ("dtype", "first", "n"),
+    [(torch.float32, 16, 20), (torch.float16, 64, 100), (torch.float32, 64, 256), (torch.float16, 64, 300)],
+    ids=str,
+)
+def test_where_nothing_is_seen_a_nan_is_not_either(backend, dtype, first, n):
+    """The second query sees key n; the first one nothing of the keys of that warp, or of that part."""
+    inputs = make_inputs(Case("nan", "", B=1, H=2, H_kv=1, n_q=2, n_k=600, D=64), dtype)
+    inputs.v[:, :, n] = math.nan
+    dense = torch.zeros(2, 600, dtype=torch.bool)
+    dense[0, :first], dense[1, : n + 1] = True, True
+    o, lse = fastattn.attention(inputs.q, inputs.k, inputs.v, Mask(dense=dense), return_lse=True, backend=backend.NAME)
+    assert o[:, :, 1].isnan().all()
+    assert lse.isfinite().all()
+    expected, _ = fastattn.attention(
+        inputs.q[:, :, :1].double(), *(x[:, :, :first].double() for x in (inputs.k, inputs.v)), return_lse=True,
+        backend="reference",
+    )  # fmt: skip
+    torch.testing.assert_close(o[:, :, :1].double(), expected, rtol=2e-3, atol=2e-3)
+
+
 @on_one
+@pytest.mark.parametrize("n_q", [40, 12])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_query_that_sees_nothing_gets_zeros_beside_a_nan(backend, dtype):
+def test_a_query_that_sees_nothing_gets_zeros_beside_a_nan(backend, dtype, n_q):
     """Its weights are 0, but 0 times what others see of the same tile is NaN."""
-    inputs = make_inputs(Case("before", "", n_q=40, n_k=33, causal=True, q_offset=-5), dtype)
+    inputs = make_inputs(Case("before", "", n_q=n_q, n_k=33, causal=True, q_offset=-5), dtype)
     inputs.v[:, :, 0] = math.nan
     o = run(inputs, backend.NAME)["o"]
     assert (o[:, :, :5] == 0).all()
@@ -158,6 +258,108 @@ def test_gradient_through_one_output_only(backend, name, output, dtype):
     through, arriving = (o, inputs.do) if output == "o" else (lse, inputs.dlse)
     gradients = torch.autograd.grad(through, list(leaves.values()), arriving)
     assert_right(inputs, {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
+
+
+OF_PAGES = [
+    (OLDEST, 1, torch.float32),
+    (OLDEST, 16, torch.float16),
+    (WITH_ALL, 7, torch.float32),
+    (WITH_ALL, 16, torch.bfloat16),
+    (WITH_ALL, 1000, torch.float16),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "page_size", "dtype"), OF_PAGES, ids=lambda x: getattr(x, "NAME", str(x)), indirect=["backend"]
+)
+@pytest.mark.parametrize("case", test_paged.CASES, ids=str)
+def test_keys_in_pages(backend, case, page_size, dtype):
+    inputs = make_inputs(case, dtype)
+    outputs = [forward_paged(inputs, page_size, layout, backend) for layout in ("NHD", "HND")]
+    for output in outputs:
+        assert_right(inputs, output)
+    assert torch.equal(outputs[0]["o"], outputs[1]["o"])
+
+
+@on_each
+@pytest.mark.parametrize("words", WORDS)
+def test_requests_in_pages(backend, words):
+    """Of one query, of a few and of whole prompts, in one call; beyond their lengths the table names no pages."""
+    mask, options = WORDS[words]
+    requests = Requests(torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fastattn.FallbackWarning)
+        actual = requests.attend(**{"causal": False} | mask | options, return_lse=True, backend=backend.NAME)
+    requests.check(actual, mask, **options)
+
+
+@on_each
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5}, WORDS["sinks"][1]], ids=lambda options: "".join(options))
+def test_the_bits_of_a_request_in_pages_depend_on_no_other(backend, options, page_size):
+    dtypes = DTYPES if torch.cuda.get_device_capability() >= (8, 0) else (torch.float32, torch.float16)
+    for dtype in dtypes:
+        test_paged.check_bits(page_size, dtype, backend=backend.NAME, **options)
+
+
+@on_one
+def test_a_tree_and_a_prefix_in_pages(backend):
+    """As the copies that the reference computes of."""
+    requests, n = Requests(), 32
+    requests.table = torch.cat([requests.table[4, :2].expand(len(requests.lengths), 2), requests.table], 1)
+    requests.lengths = requests.lengths + n
+    tree = torch.ones(4, 4, dtype=torch.bool).tril() & ~torch.eye(4, dtype=torch.bool).roll(-2, 1)
+    newest = torch.tensor([4, 4]).cumsum(0)
+    calls = [
+        lambda name: requests.attend(prefix=n, return_lse=True, backend=name),
+        lambda name: fastattn.attention_paged(
+            requests.q[:8], requests.k_pages, requests.v_pages, requests.table[2:4], requests.lengths[2:4],
+            torch.nn.functional.pad(newest, (1, 0)), tree=tree, return_lse=True, backend=name,
+        ),
+    ]  # fmt: skip
+    for call in calls:
+        for actual, expected in zip(call(backend.NAME), call("reference"), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-5)
+
+
+@on_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_pages_of_any_strides(backend, dtype):
+    """Rows that begin anywhere, columns apart from each other, and keys in whole chunks beside values that are not."""
+    inputs = make_inputs(Case("strides", "", n_q=20, n_k=90, D=40, d_v=21, H=4, H_kv=2), dtype)
+    (k, table), (v, _) = (test_paged.in_pages(x, 16) for x in (inputs.k, inputs.v))
+    real = torch.arange(96).expand(len(table), 96) < 90
+    spec = dataclasses.replace(inputs.spec(), mask=Mask(real_keys=real))
+
+    def scattered(x: torch.Tensor, columns_apart: int) -> torch.Tensor:
+        wider = x.new_full((*x.shape[:3], x.shape[3] + 1, columns_apart), math.nan)
+        wider[..., :-1, 0] = x
+        return wider[..., :-1, 0].transpose(1, 2)
+
+    outputs = [
+        backend.forward_paged(inputs.q, *pages, table.long().T.contiguous().T, spec)
+        for pages in ((k.transpose(1, 2), scattered(v, 1)), (scattered(k, 1), scattered(v, 3)))
+    ]
+    for o, lse in outputs:
+        assert_right(inputs, {"o": o, "lse": lse})
+    assert torch.equal(outputs[0][0], outputs[1][0])
+
+
+@on_each
+@pytest.mark.parametrize("n_q", [1, 20])
+def test_no_table_makes_a_kernel_read_outside_the_pages(backend, n_q):
+    """Nor any position; and where there are no pages, there are no keys."""
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=64, keys="right"), torch.float32)
+    around = inputs.k.new_full((6, inputs.k.shape[1], 16, inputs.k.shape[3]), math.nan)
+    pages = around[2:4].fill_(1.0)
+    table = torch.tensor([[-1, 2, 1, 0], [0, 2**31 - 1, -(2**31), 1]], dtype=torch.int32)
+    far = dataclasses.replace(inputs.spec(), mask=Mask(causal=True, q_offset=torch.tensor([10**6, 2**40])))
+    for spec in (inputs.spec(), far):
+        o, _ = backend.forward_paged(inputs.q, pages, pages, table, spec)
+        assert torch.equal(o.unique(), o.new_ones(1))
+        o, lse = backend.forward_paged(inputs.q, pages[:0], pages[:0], table, spec)
+        assert o.eq(0).all()
+        assert lse.eq(-math.inf).all()
 
 
 @on_the_oldest

@@ -210,6 +210,8 @@ def check_paged(
     _check_shape("lengths", lengths, _INDICES, ("B",), q)
     B = len(lengths)
     _check_shape("block_table", block_table, _INDICES, (B, "most pages"), q)
+    if pages == 0 and block_table.numel() > 0:  # of which none could be read without leaving the pages
+        raise ValueError(f"k_pages must have a page where block_table has entries, got {list(k_pages.shape)}")
     if cu_seqlens_q is None:
         if len(q) != B:
             raise ValueError(f"cu_seqlens_q must be given where there are not {B} queries, got {list(q.shape)}")

@@ -297,6 +297,10 @@ WRONG = [
     ({"k_pages": torch.zeros(3, 16, 2, 32).half()}, "k_pages must be a Tensor of float32 or int8, got torch.float16"),
     ({"v_pages": torch.zeros(3, 16, 2, 32)}, "v_pages must be [63, 16, 2, d_v], got [3, 16, 2, 32]"),
     ({"k_pages": torch.zeros(3, 0, 2, 32), "v_pages": torch.zeros(3, 0, 2, 32)}, "pages of at least one token"),
+    (
+        {"k_pages": torch.zeros(0, 16, 2, 32), "v_pages": torch.zeros(0, 16, 2, 32)},
+        "must have a page where block_table",
+    ),
     ({"q": torch.zeros(75, 3, 32)}, "the heads of k must divide the 3 heads of q, got 2"),
     ({"lengths": torch.tensor([1, 37])}, "block_table must be [2, most pages], got [6, 44]"),
     ({"lengths": [1, 37]}, "lengths must be a Tensor of int32 or int64, got list"),

@@ -57,9 +57,7 @@ template <class Use>
 FASTATTN_INLINE void with_rows_of_units(const Input& x, Use use) {
   use(reinterpret_cast<const BFloat16*>(x.data));
 }
-FASTATTN_INLINE Floats load_units(const BFloat16* p) {
-  return (Floats) * reinterpret_cast<const ElementsInMemory*>(p);
-}
+FASTATTN_INLINE Floats load_units(const BFloat16* p) { return (Floats) * reinterpret_cast<const ElementsInMemory*>(p); }
 
 // The elements of half of the lanes of two vectors, in pairs.
 template <int kHalf, int... J>

@@ -95,22 +95,25 @@ class NextRows {
     if (place >= keys.count || d == 0) return;
     const int64_t key = keys.at(place), bytes = bytes_of(x.dtype);
     row_ = x.row(b, h, key), stride_ = x.row_stride * bytes, lines_ = (d * bytes + kLine - 1) / kLine;
-    left_ = lesser(rows_of_chunk(x, d), keys.count - place);
-    if (x.table) left_ = lesser(left_, x.page_rows - key % x.page_rows);
+    rows_ = lesser(rows_of_chunk(x, d), keys.count - place);
+    if (x.table) rows_ = lesser(rows_, x.page_rows - key % x.page_rows);
+    int64_t vectors = units(d) / kLanes;
     if (0 < stride_ && stride_ < kLine) {  // several rows are in a line
-      rows_together_ = kLine / stride_, left_ = (left_ + rows_together_ - 1) / rows_together_;
-      stride_ *= rows_together_;
+      const int64_t together = kLine / stride_;
+      stride_ *= together, vectors *= together, rows_ = (rows_ + together - 1) / together;
     }
+    vectors_of_line_ = greater(vectors / lines_, 1);
   }
 
-  // This chunk is passed over so many times.
-  void spread(int64_t passes) { steps_ = passes * rows_together_; }
+  // This chunk, which is as large, is passed over so many times.
+  void spread(int64_t passes) { due_ = passes * vectors_of_line_; }
 
-  // For each row of this chunk, in each pass.
-  FASTATTN_INLINE void step(int64_t rows) {
+  // As so many vectors of this chunk are read.
+  FASTATTN_INLINE void step(int64_t vectors) {
     constexpr int kIntoL1 = 3;
-    for (done_ += rows; done_ >= steps_ && left_ > 0; done_ -= steps_, --left_, row_ += stride_) {
-      for (int64_t line = 0; line < lines_; ++line) __builtin_prefetch(row_ + line * kLine, 0, kIntoL1);
+    for (done_ += vectors; done_ >= due_ && rows_ > 0; done_ -= due_) {
+      __builtin_prefetch(row_ + line_ * kLine, 0, kIntoL1);
+      if (++line_ == lines_) line_ = 0, row_ += stride_, --rows_;
     }
   }
 
@@ -118,8 +121,9 @@ class NextRows {
   static constexpr int64_t kLine = 64;
 
   const char* row_ = nullptr;
-  int64_t stride_ = 0, lines_ = 0, left_ = 0;
-  int64_t rows_together_ = 1, steps_ = 1, done_ = 0;
+  int64_t stride_ = 0, lines_ = 0, rows_ = 0;
+  int64_t vectors_of_line_ = 1, line_ = 0;
+  int64_t due_ = 1, done_ = 0;
 };
 
 // Rows that are read by whole vectors of units, with what comes next.
@@ -134,7 +138,7 @@ struct Stream {
   }
   // As the right factor of a sum over the rows.
   FASTATTN_INLINE Floats operator()(int64_t step, int64_t vector) const {
-    if (vector == 0) next->step(kPerUnit);
+    if (vector == 0) next->step(kColumns);
     return across_rows([&](int64_t i, int64_t c) { return row(i, c); }, step, vector);
   }
   Stream at_column(int64_t column) const { return {data + column, stride, next}; }
@@ -153,8 +157,8 @@ FASTATTN_INLINE void dot_products(const float* q, Stream<Element> k, int64_t n, 
   constexpr int kKeys = kKeysAtOnce<R>, kRowsOfVector = kKeys < kLanes ? kLanes / kKeys : 1;
   for (int64_t i = 0; i < n; i += kKeys) {
     Floats products[R * kKeys / kLanes][kLanes] = {};  // those of a row side by side
-    k.next->step(kKeys);
     for (int64_t vector = 0; vector < units(d) / kLanes; ++vector) {
+      k.next->step(kKeys);
       Floats part_of_q[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) part_of_q[r] = load(q + r * units(d) + vector * kLanes);
@@ -172,9 +176,14 @@ FASTATTN_INLINE void dot_products(const float* q, Stream<Element> k, int64_t n, 
     for (int j = 0; j < R * kKeys / kLanes; ++j) {
       const Floats sums = sums_of_lanes(products[j]);
       float* const to = s + j * kLanes / kKeys * kDecodeKeys + i + j * kLanes % kKeys;
-      for (int r = 0; r < kRowsOfVector; ++r) {
-        __builtin_memcpy(to + r * kDecodeKeys, reinterpret_cast<const float*>(&sums) + r * kKeys,
-                         sizeof sums / kRowsOfVector);
+      if constexpr (kRowsOfVector == 1) {
+        store(to, sums);
+      } else {
+        alignas(64) float of_rows[kLanes];
+        store(of_rows, sums);
+        for (int r = 0; r < kRowsOfVector; ++r) {
+          __builtin_memcpy(to + r * kDecodeKeys, of_rows + r * kKeys, kKeys * sizeof(float));
+        }
       }
     }
   }
@@ -209,7 +218,7 @@ FASTATTN_ONCE void finish_scores_of_query(const Params& p, int64_t b, int64_t h,
 }
 
 // Turns a row of S into P, and updates its statistics and the output so far.
-void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, float* o) {
+void softmax_step(const Params& p, float headroom, int64_t n, float* s, float& m, float& l, float* o) {
   const float on_score_log2 = p.on_score_log2();
   Floats largest = splat(m);
   for (int64_t i = 0; i < n; i += kLanes) largest = larger(load(s + i), largest);
@@ -222,16 +231,27 @@ void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, floa
   }
   Floats sum = {};
   for (int64_t i = 0; i < n; i += kLanes) {
-    const Floats weights = weight(load(s + i), splat(reference), on_score_log2, headroom_log2(p));
+    const Floats weights = weight(load(s + i), splat(reference), on_score_log2, headroom);
     sum += weights;
     narrow(reinterpret_cast<LeftElement*>(s) + i, weights);
   }
   l += sum_of_lanes(sum);
 }
 
+// Has the processor look up where the memory of the page is that has this place of the list, which takes it as long as
+// reading it: pages lie in any order.
+inline void find_address(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t place) {
+  constexpr int64_t kPageOfMemory = 4096;
+  constexpr int kIntoL2 = 2;
+  if (place >= keys.count) return;
+  const char* const row = x.row(b, h, keys.at(place));
+  const int64_t of_row = x.row_stride * bytes_of(x.dtype), bytes = x.page_rows * of_row;
+  for (int64_t at = 0; at < bytes; at += greater(kPageOfMemory, of_row)) __builtin_prefetch(row + at, 0, kIntoL2);
+}
+
 // use(some rows by whole vectors, the first of them, their number, their scales), for all rows of n keys: in the dtype
-// they have in memory where they can be read there, chunk by chunk, else as copied units, with zeros up to a multiple of
-// kLanes rows. Scales are null where the rows are what they should be. Each chunk takes some passes; `then` is what
+// they have in memory where they can be read there, chunk by chunk, else as copied units, with zeros up to a multiple
+// of kLanes rows. Scales are null where the rows are what they should be. Each chunk takes some passes; `then` is what
 // follows the last one.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
@@ -242,19 +262,24 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
   if (by_vectors && (x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n)))) {
     with_rows_of_units(x, [&](auto* data) {
       using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-      alignas(64) float scales[kDecodeKeys];
+      [[maybe_unused]] float scales[kDecodeKeys];
       for (int64_t i = 0, end; i < n; i = end) {
         const int64_t key = keys.at(first + i);
         end = lesser(n, i + rows_of_chunk(x, d));
         if (x.table) end = lesser(end, i + x.page_rows - key % x.page_rows);
+        const float* of_rows = nullptr;
         if constexpr (kIsScaled<Element>) {
-          const float* const of_rows = x.scale(b, h, key);
-          for (int64_t j = 0; j < end - i; ++j) scales[j] = of_rows[j * x.row_stride_of_scales];
+          of_rows = x.scale(b, h, key);
+          if (x.row_stride_of_scales != 1) {
+            for (int64_t j = 0; j < end - i; ++j) scales[j] = of_rows[j * x.row_stride_of_scales];
+            of_rows = scales;
+          }
         }
         NextRows next = end < n ? NextRows(x, b, h, keys, first + end, d) : then;
         next.spread(passes);
+        if (x.table) find_address(x, b, h, keys, first + end + x.page_rows);
         const auto* rows = reinterpret_cast<const Element*>(x.row(b, h, key));
-        use(Stream<Element>{rows, x.row_stride, &next}, i, end - i, kIsScaled<Element> ? scales : nullptr);
+        use(Stream<Element>{rows, x.row_stride, &next}, i, end - i, of_rows);
       }
     });
   } else {
@@ -285,6 +310,7 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
   const DecodeScratch w(p, scratch);
   const int64_t b = item.b, h_kv = item.h_kv, rows = decode_rows(p, b);
   const IndexList &queries = p.queries[b], &key_list = p.keys[b];
+  const float headroom = headroom_log2(p);
   KeyRange visible[kDecodeRows], seen{p.n_k, 0};
   uint32_t gaps[kDecodeRows];
   for (int64_t row = 0; row < rows; ++row) {
@@ -342,11 +368,10 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     }
     for (int64_t row = row_begin; row < row_end; ++row) {
       const DecodePart part = decode_part(p, parts, item, item.part, row);
-      softmax_step(p, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
+      softmax_step(p, headroom, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
     }
     const Target o{decode_part(p, parts, item, item.part, row_begin).o, row_of_part(p)};
-    const int64_t tiles_of_values = (rows_seeing + kTileRows<kColumns> - 1) / kTileRows<kColumns> *
-                                    ((columns(p) + kColumns * kLanes - 1) / (kColumns * kLanes));
+    const int64_t tiles_of_values = (rows_seeing + kTileRows<kColumns> - 1) / kTileRows<kColumns>;
     with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, tiles_of_values, keys_then,
                  [&](auto v, int64_t i, int64_t n_rows, const float* scales) {
                    multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);

@@ -60,13 +60,12 @@ struct DecodePart {
   float *o, *m, *l;
 };
 
-constexpr int64_t columns(const Params& p) { return units(p.d_v) * kPerUnit; }
-constexpr int64_t row_of_part(const Params& p) { return columns(p) + kLanes; }
+constexpr int64_t row_of_part(const Params& p) { return padded(p.d_v) + kLanes; }
 int64_t parts_size(const Params& p) { return most_decode_rows(p) * row_of_part(p); }
 
 DecodePart decode_part(const Params& p, float* parts, const DecodeItem& item, int64_t part, int64_t row) {
   float* o = parts + (item.first_part + part) * parts_size(p) + row * row_of_part(p);
-  return {o, o + columns(p), o + columns(p) + 1};
+  return {o, o + padded(p.d_v), o + padded(p.d_v) + 1};
 }
 
 FASTATTN_INLINE float largest_lane(Floats x) {
@@ -324,7 +323,7 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     seen = hull(seen, visible[row]);
     DecodePart part = decode_part(p, parts, item, item.part, row);
     *part.m = -kInfinity, *part.l = 0;
-    __builtin_memset(part.o, 0, columns(p) * sizeof(float));
+    __builtin_memset(part.o, 0, padded(p.d_v) * sizeof(float));
   }
 
   const auto sees = [&](int64_t row, int64_t key) {
@@ -375,7 +374,7 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, tiles_of_values, keys_then,
                  [&](auto v, int64_t i, int64_t n_rows, const float* scales) {
                    multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
-                   each_column_tile(columns(p), [&](auto vectors, int64_t column) {
+                   each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
                      const Target to{o.data + column, o.stride};
                      const Rows weights{w.s + row_begin * kDecodeKeys + i / kPerUnit, kDecodeKeys};
                      add_values<vectors>(to, row_end - row_begin, n_rows, weights, v.at_column(column));

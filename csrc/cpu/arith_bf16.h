@@ -9,6 +9,7 @@
 #endif
 
 #include <cstdint>
+#include <utility>
 
 #include "matrix.h"
 #include "params.h"
@@ -33,11 +34,13 @@ constexpr int kFewestColumns = 1;
 constexpr int64_t units(int64_t d) { return (d + 2 * kLanes - 1) / (2 * kLanes) * kLanes; }
 constexpr int64_t steps_over(int64_t d) { return (d + kGrain - 1) / kGrain * (kGrain / 2); }
 
-#if !FASTATTN_TILES && !defined(__aarch64__)
 FASTATTN_INLINE Floats multiply_add(Floats x, Floats y, Floats sum) {
+#if defined(__aarch64__)
+  return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)x, (bfloat16x8_t)y);
+#else
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
-}
 #endif
+}
 
 FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,
                                 int64_t d, float* to) {
@@ -45,6 +48,34 @@ FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, const Inde
     __builtin_memset(to, 0, units(d) * sizeof(float));
     if (d > 0) __builtin_memcpy(to, x.row(b, h, list.at(i + j)), d * sizeof(BFloat16));  // a null pointer else
   }
+}
+
+typedef uint16_t Elements __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t ElementsInMemory __attribute__((vector_size(kLanes * 4), aligned(2), may_alias));
+
+template <class Use>
+FASTATTN_INLINE void with_rows_of_units(const Input& x, Use use) {
+  use(reinterpret_cast<const BFloat16*>(x.data));
+}
+FASTATTN_INLINE Floats load_units(const BFloat16* p) { return (Floats) * reinterpret_cast<const ElementsInMemory*>(p); }
+
+// The elements of half of the lanes of two vectors, in pairs.
+template <int kHalf, int... J>
+FASTATTN_INLINE Floats interleaved(Floats first, Floats second, std::integer_sequence<int, J...>) {
+#if defined(__clang__)
+  return (Floats)__builtin_shufflevector((Elements)first, (Elements)second,
+                                         (kHalf * kLanes + J / 2 + J % 2 * 2 * kLanes)...);
+#else
+  return (Floats)__builtin_shuffle((Elements)first, (Elements)second,
+                                   Elements{(kHalf * kLanes + J / 2 + J % 2 * 2 * kLanes)...});
+#endif
+}
+
+template <class Row>
+FASTATTN_INLINE Floats across_rows(Row row, int64_t k, int64_t c) {
+  using Places = std::make_integer_sequence<int, 2 * kLanes>;
+  const Floats first = row(2 * k, c / 2), second = row(2 * k + 1, c / 2);
+  return c % 2 == 0 ? interleaved<0>(first, second, Places{}) : interleaved<1>(first, second, Places{});
 }
 
 FASTATTN_INLINE Floats times_on_query(Floats units, float on_query) {

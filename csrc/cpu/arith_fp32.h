@@ -27,6 +27,22 @@ FASTATTN_INLINE void read_units(const Input& x, int64_t b, int64_t h, const Inde
   read_rows(x, b, h, list, i, n, d, to);
 }
 
+// use(the first element of x), of any dtype; and a vector of units in memory.
+template <class Use>
+FASTATTN_INLINE void with_rows_of_units(const Input& x, Use use) {
+  with_rows(x, use);
+}
+template <class Element>
+FASTATTN_INLINE Floats load_units(const Element* p) {
+  return widen(p);
+}
+
+// Vector `c` of the right factor of a sum over rows, at step k of it: row(i, j) is vector j of row i, of units.
+template <class Row>
+FASTATTN_INLINE Floats across_rows(Row row, int64_t k, int64_t c) {
+  return row(k, c);
+}
+
 // Units of a query, each element times on_query of ../softmax.h.
 FASTATTN_INLINE Floats times_on_query(Floats units, float on_query) { return units * on_query; }
 

@@ -8,37 +8,36 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "arith_fp32.h"
+#include "arith.h"
 #include "bias.h"
 #include "blocks.h"
 #include "forward.h"
 #include "matrix.h"
 #include "params.h"
-#include "product.h"
 #include "rows.h"
 #include "vector.h"
+#include "vector_product.h"
 
 namespace fastattn::FASTATTN_ISA {
 namespace {
 
-// Keys that are read before their values are: long runs of memory, which the processor prefetches.
-constexpr int64_t kDecodeKeys = 256;
+constexpr int64_t kDecodeKeys = 256;  // that are read before their values are
 
 constexpr int kRowsAtOnce = 4;  // for which a key is read once
 
 int64_t most_decode_rows(const Params& p) { return p.group() * p.n_q; }
 
 struct DecodeScratch {
-  float *q, *k, *v;  // rows; those of keys are copies, where they are needed
-  float* s;          // [rows, kDecodeKeys], S and then P
+  float *q, *k, *v;  // rows of units; those of keys are copies, where they are needed
+  float* s;          // [rows, kDecodeKeys], S and then P, of elements as the units have them
   int64_t size;
 
   DecodeScratch(const Params& p, float* base) {
     Arena arena(base);
     const int64_t rows = most_decode_rows(p), keys = lesser(kDecodeKeys, padded(p.n_k));
-    q = arena.take(rows * padded(p.d_qk));
-    k = arena.take(keys * padded(p.d_qk));
-    v = arena.take(keys * padded(p.d_v));
+    q = arena.take(rows * units(p.d_qk));
+    k = arena.take(keys * units(p.d_qk));
+    v = arena.take(keys * units(p.d_v));
     s = arena.take(rows * kDecodeKeys);
     size = arena.used();
   }
@@ -80,21 +79,68 @@ FASTATTN_INLINE float sum_of_lanes(Floats x) {
   return sum;
 }
 
-// Rows that are read in order, by whole vectors. What lies `ahead` elements further, in a row that is read later, is
-// prefetched into the L2 cache, since the processor's own prefetching stops at the end of a page of memory.
+// Rows in memory that are read together, several times: they stay in the L1 cache, and so do those that come next.
+inline int64_t rows_of_chunk(const Input& x, int64_t d) {
+  constexpr int64_t kChunkBytes = 16 << 10;
+  return greater(kChunkBytes / greater(d * bytes_of(x.dtype), 1) / kLanes, 1) * kLanes;
+}
+
+// The chunk of rows that comes next, from a place of the list on. It is prefetched while this one is multiplied, line
+// by line: the processor's own prefetching stops at the end of a page of memory, and takes in only what is read in
+// order.
+class NextRows {
+ public:
+  NextRows(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t place, int64_t d) {
+    if (place >= keys.count || d == 0) return;
+    const int64_t key = keys.at(place), bytes = bytes_of(x.dtype);
+    row_ = x.row(b, h, key), stride_ = x.row_stride * bytes, lines_ = (d * bytes + kLine - 1) / kLine;
+    rows_ = lesser(rows_of_chunk(x, d), keys.count - place);
+    if (x.table) rows_ = lesser(rows_, x.page_rows - key % x.page_rows);
+    int64_t vectors = units(d) / kLanes;
+    if (0 < stride_ && stride_ < kLine) {  // several rows are in a line
+      const int64_t together = kLine / stride_;
+      stride_ *= together, vectors *= together, rows_ = (rows_ + together - 1) / together;
+    }
+    vectors_of_line_ = greater(vectors / lines_, 1);
+  }
+
+  // This chunk, which is as large, is passed over so many times.
+  void spread(int64_t passes) { due_ = passes * vectors_of_line_; }
+
+  // As so many vectors of this chunk are read.
+  FASTATTN_INLINE void step(int64_t vectors) {
+    constexpr int kIntoL1 = 3;
+    for (done_ += vectors; done_ >= due_ && rows_ > 0; done_ -= due_) {
+      __builtin_prefetch(row_ + line_ * kLine, 0, kIntoL1);
+      if (++line_ == lines_) line_ = 0, row_ += stride_, --rows_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  const char* row_ = nullptr;
+  int64_t stride_ = 0, lines_ = 0, rows_ = 0;
+  int64_t vectors_of_line_ = 1, line_ = 0;
+  int64_t due_ = 1, done_ = 0;
+};
+
+// Rows that are read by whole vectors of units, with what comes next.
 template <class Element>
 struct Stream {
-  RightOf<Element> rows;
-  int64_t ahead;
+  const Element* data;
+  int64_t stride;
+  NextRows* next;
 
-  FASTATTN_INLINE Floats operator()(int64_t row, int64_t vector) const {
-    constexpr int kIntoL2 = 2;
-    constexpr int64_t kBytes = kLanes * sizeof(Element), kVectorsOfLine = kBytes < 64 ? 64 / kBytes : 1;
-    const Element* at = rows.data + row * rows.stride + vector * kLanes;
-    if (vector % kVectorsOfLine == 0) __builtin_prefetch(at + ahead, 0, kIntoL2);
-    return widen(at);
+  FASTATTN_INLINE Floats row(int64_t i, int64_t vector) const {
+    return load_units(data + i * stride + vector * kLanes * kPerUnit);
   }
-  Stream at_column(int64_t column) const { return {rows.at_column(column), ahead}; }
+  // As the right factor of a sum over the rows.
+  FASTATTN_INLINE Floats operator()(int64_t step, int64_t vector) const {
+    if (vector == 0) next->step(kColumns);
+    return across_rows([&](int64_t i, int64_t c) { return row(i, c); }, step, vector);
+  }
+  Stream at_column(int64_t column) const { return {data + column, stride, next}; }
 };
 
 // Keys whose products with R rows the registers hold: a power of two, so that it divides the lanes.
@@ -107,29 +153,38 @@ constexpr int kKeysAtOnce = R == 1                                          ? kL
 // s[row, i] = q[row] . k[i] for R rows and n keys, a multiple of kLanes. What is read of a key serves all rows.
 template <int R, class Element>
 FASTATTN_INLINE void dot_products(const float* q, Stream<Element> k, int64_t n, int64_t d, float* s) {
-  constexpr int kKeys = kKeysAtOnce<R>;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Floats of_keys[R][kLanes];
-    for (int first = 0; first < kLanes; first += kKeys) {
-      Floats products[R][kKeys] = {};
-      for (int64_t vector = 0; vector < padded(d) / kLanes; ++vector) {
-        Floats part_of_q[R];
+  constexpr int kKeys = kKeysAtOnce<R>, kRowsOfVector = kKeys < kLanes ? kLanes / kKeys : 1;
+  for (int64_t i = 0; i < n; i += kKeys) {
+    Floats products[R * kKeys / kLanes][kLanes] = {};  // those of a row side by side
+    for (int64_t vector = 0; vector < units(d) / kLanes; ++vector) {
+      k.next->step(kKeys);
+      Floats part_of_q[R];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) part_of_q[r] = load(q + r * padded(d) + vector * kLanes);
+      for (int r = 0; r < R; ++r) part_of_q[r] = load(q + r * units(d) + vector * kLanes);
 #pragma GCC unroll 16
-        for (int key = 0; key < kKeys; ++key) {
-          const Floats part_of_k = k(i + first + key, vector);
+      for (int key = 0; key < kKeys; ++key) {
+        const Floats part_of_k = k.row(i + key, vector);
 #pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) products[r][key] += part_of_q[r] * part_of_k;
+        for (int r = 0; r < R; ++r) {
+          Floats& sum = products[(r * kKeys + key) / kLanes][(r * kKeys + key) % kLanes];
+          sum = multiply_add(part_of_q[r], part_of_k, sum);
         }
       }
-      if constexpr (kKeys == kLanes && R == 1) {
-        store(s + i, sums_of_lanes(products[0]));
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < R * kKeys / kLanes; ++j) {
+      const Floats sums = sums_of_lanes(products[j]);
+      float* const to = s + j * kLanes / kKeys * kDecodeKeys + i + j * kLanes % kKeys;
+      if constexpr (kRowsOfVector == 1) {
+        store(to, sums);
       } else {
-        each_vector(products, [&](Floats& x, int r, int key) { of_keys[r][first + key] = x; });
+        alignas(64) float of_rows[kLanes];
+        store(of_rows, sums);
+        for (int r = 0; r < kRowsOfVector; ++r) {
+          __builtin_memcpy(to + r * kDecodeKeys, of_rows + r * kKeys, kKeys * sizeof(float));
+        }
       }
     }
-    for (int r = 0; R > 1 && r < R; ++r) store(s + r * kDecodeKeys + i, sums_of_lanes(of_keys[r]));
   }
 }
 
@@ -162,7 +217,7 @@ FASTATTN_ONCE void finish_scores_of_query(const Params& p, int64_t b, int64_t h,
 }
 
 // Turns a row of S into P, and updates its statistics and the output so far.
-void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, float* o) {
+void softmax_step(const Params& p, float headroom, int64_t n, float* s, float& m, float& l, float* o) {
   const float on_score_log2 = p.on_score_log2();
   Floats largest = splat(m);
   for (int64_t i = 0; i < n; i += kLanes) largest = larger(load(s + i), largest);
@@ -175,53 +230,72 @@ void softmax_step(const Params& p, int64_t n, float* s, float& m, float& l, floa
   }
   Floats sum = {};
   for (int64_t i = 0; i < n; i += kLanes) {
-    const Floats weights = weight(load(s + i), splat(reference), on_score_log2, headroom_log2(p));
+    const Floats weights = weight(load(s + i), splat(reference), on_score_log2, headroom);
     sum += weights;
-    store(s + i, weights);
+    narrow(reinterpret_cast<LeftElement*>(s) + i, weights);
   }
   l += sum_of_lanes(sum);
 }
 
+// Has the processor look up where the memory of the page is that has this place of the list, which takes it as long as
+// reading it: pages lie in any order.
+inline void find_address(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t place) {
+  constexpr int64_t kPageOfMemory = 4096;
+  constexpr int kIntoL2 = 2;
+  if (place >= keys.count) return;
+  const char* const row = x.row(b, h, keys.at(place));
+  const int64_t of_row = x.row_stride * bytes_of(x.dtype), bytes = x.page_rows * of_row;
+  for (int64_t at = 0; at < bytes; at += greater(kPageOfMemory, of_row)) __builtin_prefetch(row + at, 0, kIntoL2);
+}
+
 // use(some rows by whole vectors, the first of them, their number, their scales), for all rows of n keys: in the dtype
-// they have in memory where they can be read there, page by page, else as copied floats, with zeros up to a multiple of
-// kLanes rows. Scales are null where the rows are what they should be.
+// they have in memory where they can be read there, chunk by chunk, else as copied units, with zeros up to a multiple
+// of kLanes rows. Scales are null where the rows are what they should be. Each chunk takes some passes; `then` is what
+// follows the last one.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
-                                  int64_t d, float* copy, Use use) {
-  const bool by_vectors = n % kLanes == 0 && d % kLanes == 0;
+                                  int64_t d, float* copy, int64_t passes, NextRows then, Use use) {
+  const bool by_vectors = n % kLanes == 0 && d % (kLanes * kPerUnit) == 0;
   const bool pages_are_vectors = x.table && x.page_rows % kLanes == 0 && keys.at(first) % kLanes == 0;
+  then.spread(passes);
   if (by_vectors && (x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n)))) {
-    constexpr int64_t kBytesAhead = 8192;
-    const int64_t rows_ahead = padded(greater(kBytesAhead / greater(d * bytes_of(x.dtype), 1), 1));
-    with_rows(x, [&](auto* data) {
+    with_rows_of_units(x, [&](auto* data) {
       using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-      alignas(64) float scales[kDecodeKeys];
+      [[maybe_unused]] float scales[kDecodeKeys];
       for (int64_t i = 0, end; i < n; i = end) {
         const int64_t key = keys.at(first + i);
-        const auto row = [&](int64_t key) { return reinterpret_cast<const Element*>(x.row(b, h, key)); };
-        const auto rows = row(key);
-        int64_t ahead = rows_ahead * x.row_stride;
-        end = n;
-        if (x.table) {
-          const int64_t left = x.page_rows - key % x.page_rows;
-          end = lesser(n, i + left);
-          if (left > rows_ahead) {
-            end = lesser(end, i + left - rows_ahead);
-          } else {
-            ahead = row(keys.at(lesser(first + i + rows_ahead, keys.count - 1))) - rows;
+        end = lesser(n, i + rows_of_chunk(x, d));
+        if (x.table) end = lesser(end, i + x.page_rows - key % x.page_rows);
+        const float* of_rows = nullptr;
+        if constexpr (kIsScaled<Element>) {
+          of_rows = x.scale(b, h, key);
+          if (x.row_stride_of_scales != 1) {
+            for (int64_t j = 0; j < end - i; ++j) scales[j] = of_rows[j * x.row_stride_of_scales];
+            of_rows = scales;
           }
         }
-        if constexpr (kIsScaled<Element>) {
-          const float* const of_rows = x.scale(b, h, key);
-          for (int64_t j = 0; j < end - i; ++j) scales[j] = of_rows[j * x.row_stride_of_scales];
-        }
-        use(Stream<Element>{{rows, x.row_stride}, ahead}, i, end - i, kIsScaled<Element> ? scales : nullptr);
+        NextRows next = end < n ? NextRows(x, b, h, keys, first + end, d) : then;
+        next.spread(passes);
+        if (x.table) find_address(x, b, h, keys, first + end + x.page_rows);
+        const auto* rows = reinterpret_cast<const Element*>(x.row(b, h, key));
+        use(Stream<Element>{rows, x.row_stride, &next}, i, end - i, of_rows);
       }
     });
   } else {
     const Rows rows = rows_of(x, b, h, keys, first, n, padded(n), d, true, copy);
-    use(Stream<float>{{rows.data, rows.stride}, 0}, 0, padded(n), nullptr);
+    const auto* data = reinterpret_cast<const LeftElement*>(rows.data);
+    use(Stream<LeftElement>{data, rows.stride * kPerUnit, &then}, 0, padded(n), nullptr);
   }
+}
+
+// to += weights * v for some rows of weights and n keys, a multiple of kLanes, and C vectors of columns.
+template <int C, class Element>
+FASTATTN_ONCE void add_values(Target to, int64_t rows, int64_t n, Rows weights, Stream<Element> v) {
+  each_tile<kTileRows<C>>(0, rows, [&](auto tile_rows, int64_t i) {
+    Floats sums[decltype(tile_rows)::value][C];
+    vector_product(n / kPerUnit, weights.at_row(i), v, sums);
+    each_vector(sums, [&](Floats& x, int r, int c) { store(to.at(i + r, c), load(to.at(i + r, c)) + x); });
+  });
 }
 
 // s[row, i] *= scales[i] for n keys, a multiple of kLanes; nothing where there are no scales.
@@ -235,13 +309,16 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
   const DecodeScratch w(p, scratch);
   const int64_t b = item.b, h_kv = item.h_kv, rows = decode_rows(p, b);
   const IndexList &queries = p.queries[b], &key_list = p.keys[b];
+  const float headroom = headroom_log2(p);
   KeyRange visible[kDecodeRows], seen{p.n_k, 0};
   uint32_t gaps[kDecodeRows];
   for (int64_t row = 0; row < rows; ++row) {
     const auto [h, query] = head_and_query(p, b, h_kv, row);
-    float* q = w.q + row * padded(p.d_qk);
-    read_rows(p.q, b, h, queries, row / p.group(), 1, p.d_qk, q);
-    for (int64_t d = 0; d < p.d_qk; ++d) q[d] *= split_scale(p.scale).on_query;
+    float* q = w.q + row * units(p.d_qk);
+    read_units(p.q, b, h, queries, row / p.group(), 1, p.d_qk, q);
+    for (int64_t i = 0; i < units(p.d_qk); i += kLanes) {
+      store(q + i, times_on_query(load(q + i), split_scale(p.scale).on_query));
+    }
     visible[row] = p.visible(b, h, query), gaps[row] = p.gaps(b, h, query);
     seen = hull(seen, visible[row]);
     DecodePart part = decode_part(p, parts, item, item.part, row);
@@ -268,10 +345,12 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     while (row_end > 0 && !sees_some(row_end - 1, block, first, n)) --row_end;
     while (row_begin < row_end && !sees_some(row_begin, block, first, n)) ++row_begin;
     if (row_begin == row_end) return;
-    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k,
+    const int64_t rows_seeing = row_end - row_begin, tiles = (rows_seeing + kRowsAtOnce - 1) / kRowsAtOnce;
+    const NextRows values(p.v, b, h_kv, key_list, first, p.d_v), keys_then(p.k, b, h_kv, key_list, first + n, p.d_qk);
+    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, tiles, values,
                  [&](auto k, int64_t i, int64_t n_rows, const float* scales) {
                    each_tile<kRowsAtOnce>(row_begin, row_end, [&](auto tile, int64_t row) {
-                     dot_products<tile>(w.q + row * padded(p.d_qk), k, n_rows, p.d_qk, w.s + row * kDecodeKeys + i);
+                     dot_products<tile>(w.q + row * units(p.d_qk), k, n_rows, p.d_qk, w.s + row * kDecodeKeys + i);
                    });
                    multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
                  });
@@ -288,16 +367,17 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     }
     for (int64_t row = row_begin; row < row_end; ++row) {
       const DecodePart part = decode_part(p, parts, item, item.part, row);
-      softmax_step(p, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
+      softmax_step(p, headroom, n_padded, w.s + row * kDecodeKeys, *part.m, *part.l, part.o);
     }
     const Target o{decode_part(p, parts, item, item.part, row_begin).o, row_of_part(p)};
-    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v,
+    const int64_t tiles_of_values = (rows_seeing + kTileRows<kColumns> - 1) / kTileRows<kColumns>;
+    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, tiles_of_values, keys_then,
                  [&](auto v, int64_t i, int64_t n_rows, const float* scales) {
                    multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
                    each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
                      const Target to{o.data + column, o.stride};
-                     const Rows weights{w.s + row_begin * kDecodeKeys + i, kDecodeKeys};
-                     add_product<vectors>(to, row_end - row_begin, n_rows, weights, v.at_column(column));
+                     const Rows weights{w.s + row_begin * kDecodeKeys + i / kPerUnit, kDecodeKeys};
+                     add_values<vectors>(to, row_end - row_begin, n_rows, weights, v.at_column(column));
                    });
                  });
   };

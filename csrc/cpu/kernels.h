@@ -28,12 +28,12 @@ FASTATTN_PRAGMA(GCC target(FASTATTN_TARGET))
 
 #include "backward.h"
 #include "blocks.h"
+#include "decode.h"
 #include "forward.h"
 #include "params.h"
 #include "peak_fma.h"
 #include "weights.h"
 #if !FASTATTN_BF16
-#include "decode.h"
 #include "short_kv.h"
 #endif
 
@@ -52,11 +52,7 @@ const Kernels kernels = {
     fma_chains,
     kChainOperations,
     &weights_kernels,
-#if FASTATTN_BF16
-    nullptr,
-#else
     &decode_kernels,
-#endif
 };
 
 }  // namespace fastattn::FASTATTN_ISA

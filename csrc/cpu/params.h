@@ -311,7 +311,7 @@ struct Kernels {
   float (*fma_chains)(int64_t steps);
   int64_t chain_operations;  // of one step of fma_chains
   const WeightsKernels* weights;
-  const DecodeKernels* decode;  // null where those of another instruction set do it
+  const DecodeKernels* decode;
 };
 
 }  // namespace fastattn

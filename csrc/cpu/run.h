@@ -38,8 +38,8 @@ void run_decode(const DecodeKernels& kernels, const Params& p, const ForwardOutp
 template <class ForEach, class ForEachShare>
 void run_forward(const Capability& capability, const Params& p, const ForwardOutputs& out, int64_t threads,
                  ForEach for_each, ForEachShare for_each_share) {
-  if (decodes(p)) return run_decode(*capability.others->decode, p, out, for_each_share);
   const Kernels& kernels = capability.kernels_for(p.k.dtype == DType::i8 ? DType::f32 : p.q.dtype);
+  if (decodes(p)) return run_decode(*kernels.decode, p, out, for_each_share);
   const auto items = forward_items(p, kernels, threads);
   for_each(int64_t(items.size()), kernels.forward_scratch(p), [&](int64_t i, int64_t next, float* scratch) {
     kernels.forward(p, out, items[i], item_or_null(items, next), scratch);

@@ -338,11 +338,12 @@ const std::vector<Case> kMoreCases = {
 // takes long.
 // clang-format off
 const std::set<std::string> kFewCases = {
-    "smallest", "no-keys", "no-queries", "one-query", "decode-parts", "tails-below", "tails-above", "head-dim-200",
-    "chunks", "causal-before", "window", "pad-keys-only", "strided", "token-by-token-strided", "documents-causal",
-    "documents-of-other-lengths", "documents-holes", "documents-long", "dropout-window", "dropout-grouped", "dropout-part",
-    "negative-scale", "softcap", "softcap-scale", "softcap-narrow", "softcap-decode", "sinks-decode", "sinks-far-above",
-    "sinks-large-scores", "only-lse", "bias", "bias-shared", "bias-of-keys", "bias-by-distance", "alibi", "alibi-documents",
+    "smallest", "no-keys", "no-queries", "one-query", "decode-parts", "decode-in-place", "decode-half-vectors",
+    "tails-below", "tails-above", "head-dim-200", "chunks", "causal-before", "window", "pad-keys-only", "strided",
+    "token-by-token-strided", "documents-causal", "documents-of-other-lengths", "documents-holes", "documents-long",
+    "dropout-window", "dropout-grouped", "dropout-part", "negative-scale", "softcap", "softcap-scale", "softcap-narrow",
+    "softcap-decode", "sinks-decode", "sinks-far-above", "sinks-large-scores", "only-lse", "bias", "bias-shared",
+    "bias-of-keys", "bias-by-distance", "alibi", "alibi-documents",
 };
 // clang-format on
 

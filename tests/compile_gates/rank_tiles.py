@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("arch", type=int, choices=RATES)
     parser.add_argument("kernel", choices=PRODUCTS)
     parser.add_argument("call", type=Call.of, metavar="DIM-DTYPE-NAME")
+    parser.add_argument("--tile", type=int, nargs=4, action="append", metavar=tuple(Config._fields), help="these alone")
     parser.add_argument("--most", type=int, default=8, help="how many to print")
     options = parser.parse_args()
     driver.set_active(NoGPU(options.arch))
@@ -77,7 +78,8 @@ def main() -> None:
     triton.knobs.compilation.disable_line_info = True
     triton.knobs.compilation.always_compile = True  # what is cached says nothing of ptxas
     triton.knobs.nvidia.dump_ptxas_log = True
-    ranked, candidates = [], [*tiles(options.kernel, options.arch)]
+    candidates = [Config(*tile) for tile in options.tile or tiles(options.kernel, options.arch)]
+    ranked = []
     for i, config in enumerate(candidates, 1):
         print(f"{i} of {len(candidates)}: {config}", file=sys.stderr, flush=True)
         kernel = compiled(options.kernel, config, options.arch, options.call)

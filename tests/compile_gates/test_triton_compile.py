@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import rank_tiles
 import triton_record
-from triton_compile import CALLS, COMPILED, FEW, HOT, Call, compiled_with, programs_at_once
+from sass import Instruction
+from triton_compile import CALLS, COMPILED, FEW, HOT, Call, compiled_with, predicted, programs_at_once
 from triton_record import CHOSEN, TRAINING, TRITONS, Compiled, Step
 
 STEP = Step(
@@ -126,6 +131,38 @@ def test_other_tritons_may_spill_half_as_much_again():
     assert list(dataclasses.replace(some, triton="3.9.0").complaints()) == []
     more = dataclasses.replace(some, triton="3.9.0", full=dataclasses.replace(STEP, local=25))
     assert list(more.complaints()) == ["spills in a step, with 25 instructions"]
+
+
+def test_passes_add_up_what_is_predicted_for_their_kernels():
+    """A backward is counted with five products, in whatever kernels it is computed."""
+    kernels = [dataclasses.replace(RIGHT, predicted=2560)]
+    kernels += [
+        dataclasses.replace(RIGHT, kernel=name, predicted=n)
+        for name, n in (("dk_dv_kernel", 3840), ("dq_kernel", 2560))
+    ]
+    kernels.append(dataclasses.replace(RIGHT, call="dense"))
+    *_, line = triton_record.speeds(kernels).splitlines()
+    forward = 128 * 128 * 4 * 64 / 2560 * 108 * 1.25 / 1000
+    assert line == f"| sm_80 | 64 | causal | {round(forward)} | {round(forward)} |"
+
+
+def test_time_is_predicted_for_gpus_of_the_model_alone():
+    loop = [Instruction("MUFU.EX2 R4, R5")] * 64 + [Instruction("BAR.SYNC.DEFER_BLOCKING 0x0")]
+    assert predicted(loop, 80, (64, 64), warps=4, programs=1) == pytest.approx(16 * 64 * 8 / 4, rel=0.1)
+    assert predicted(loop, 80, (64, 128), warps=4, programs=1) == pytest.approx(8 * 64 * 8 / 4, rel=0.1)
+    assert predicted(loop, 120, (64, 64), warps=4, programs=1) is None
+    assert predicted(loop, 80, (64, 64), warps=4, programs=0) is None  # it does not fit
+
+
+def test_tiles_are_compiled_and_ranked():
+    tiles = ["--tile", "128", "64", "8", "2", "--tile", "128", "64", "8", "3", "--tile", "128", "128", "8", "4"]
+    command = [sys.executable, rank_tiles.__file__, "90", "forward", "64-bfloat16-alibi", *tiles]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    *_, first, second = printed.stdout.splitlines()
+    assert "| 128 x 64, 8, 3 |" in first  # loads of a second stage alone are waited for
+    assert "| 128 x 64, 8, 2 |" in second
+    assert printed.stderr.startswith("1 of 2: Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)")
 
 
 def test_the_chosen_triton_is_that_of_the_constraints():

@@ -155,7 +155,7 @@ def test_time_is_predicted_for_gpus_of_the_model_alone():
 
 
 def test_tiles_are_compiled_and_ranked():
-    tiles = ["--tile", "128", "64", "8", "2", "--tile", "128", "64", "8", "3", "--tile", "128", "128", "8", "4"]
+    tiles = ["--tile", "128", "64", "8", "2", "--tile", "128", "64", "8", "3"]
     command = [sys.executable, rank_tiles.__file__, "90", "forward", "64-bfloat16-alibi", *tiles]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -459,8 +459,9 @@ class RelativeBias:
         in_view = index.device.type == "cpu" and not torch.compiler.is_compiling()
         if in_view and ((index < 0) | (index >= table.shape[1])).any():
             raise ValueError(f"bias.bucket must return from 0 to {table.shape[1] - 1}, as its table has, got others")
-        # An embedding, whose gradient is added up in a fixed order, and in fp32: many distances share a bucket.
-        values = embedding(index, table.mT.to(accumulation_dtype(table.dtype)))
+        # An embedding, whose gradient is added up in a fixed order, and in fp64: many distances share a bucket.
+        has_fp64 = table.device.type != "mps"
+        values = embedding(index, table.mT.to(torch.float64 if has_fp64 else accumulation_dtype(table.dtype)))
         return values.mT.to(table.dtype).contiguous()[:, None]
 
 

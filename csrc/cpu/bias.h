@@ -187,6 +187,24 @@ FASTATTN_INLINE void finish_scores(int C, const Params& p, int64_t b, int64_t h,
   if (!queries.sees_all(keys, part.begin, part.n)) hide(C, queries, keys, part, s_t, -kInfinity);
 }
 
+// Adds numbers to sums, and what the rounding of these takes away to `lost` (Knuth's two-sum), if that is wanted.
+template <class Number>
+FASTATTN_INLINE Number added(Number sum, Number x, Number& lost) {
+  const Number result = sum + x, x_of_it = result - sum;
+  lost += (sum - (result - x_of_it)) + (x - x_of_it);
+  return result;
+}
+FASTATTN_INLINE void add_to_sums(float* sums, int64_t lost, Floats x) {
+  if (lost == 0) return store(sums, load(sums) + x);
+  Floats so_far = load(sums + lost);
+  store(sums, added(load(sums), x, so_far));
+  store(sums + lost, so_far);
+}
+FASTATTN_INLINE void add_to_sum(float* sum, int64_t lost, float x) {
+  float unused = 0;
+  *sum = added(*sum, x, lost == 0 ? unused : sum[lost]);
+}
+
 // Adds dS, given as a left factor [part.n, C * kLanes], to the rows of the gradient of the bias.
 FASTATTN_ONCE void add_d_bias(int C, const BackwardTensors& t, int64_t b, int64_t h, const QueryBlock& queries,
                               const KeyBlock& keys, Part part, const LeftElement* ds) {
@@ -202,12 +220,11 @@ FASTATTN_ONCE void add_d_bias(int C, const BackwardTensors& t, int64_t b, int64_
       if (few.side_by_side && n_queries == kLanes) {
 #pragma GCC unroll 16
         for (int lane = 0; lane < kLanes; ++lane) {
-          float* to = row(lane) + few.at(0);
-          store(to, load(to) + tile[lane]);
+          add_to_sums(row(lane) + few.at(0), t.d_bias.lost, tile[lane]);
         }
       } else {
         for (int64_t lane = 0; lane < n_queries; ++lane) {
-          for (int64_t j = 0; j < few.n; ++j) row(lane)[few.at(j)] += tile[lane][j];
+          for (int64_t j = 0; j < few.n; ++j) add_to_sum(row(lane) + few.at(j), t.d_bias.lost, tile[lane][j]);
         }
       }
     }

@@ -456,8 +456,8 @@ PyObject* gradients_of(const Call& call, Arguments in, PyObject* of_inputs, Argu
     FASTATTN_CHECK(!by_distance || (samples == p.B && heads == p.H),
                    "the sums of dS by distance must be for each head");
     t.d_bias = {
-        tables->output(by_distance ? Sizes{samples, heads, 1, p.n_q + p.n_k - 1} : Sizes{samples, heads, p.n_q, p.n_k}),
-        samples < p.B ? 0 : tables->stride(0), heads, by_distance ? p.n_q + p.n_k - 1 : p.n_q * p.n_k, p.n_k};
+        tables->output(by_distance ? Sizes{samples, heads, 2, p.n_q + p.n_k - 1} : Sizes{samples, heads, p.n_q, p.n_k}),
+        samples < p.B ? 0 : tables->stride(0), heads, by_distance ? 2 * (p.n_q + p.n_k - 1) : p.n_q * p.n_k, p.n_k};
     if (by_distance) t.d_bias = t.d_bias.by_distance(p.n_q);
   }
   t.d_column = sums(of_sums[1], "the sums of dS over the queries", {p.B, p.H, p.n_k});

@@ -216,15 +216,19 @@ struct DecodeItem {
 constexpr int64_t kDecodeRows = 128;  // most rows, of all heads together
 
 // [B or 1, heads, n_q, n_k]: over all samples or none, whose stride is then 0, and over the heads with the same
-// remainder by `heads`. Or [B, H, n_q + n_k - 1], as a Table by distance.
+// remainder by `heads`. Or [B, H, 2, n_q + n_k - 1], as a Table by distance: an entry gets a number from each query, so
+// what rounding takes from its sum is summed up too, `lost` elements further.
 struct BiasSums {
   float* data;
   int64_t batch_stride, heads, head_stride, query_stride;
+  int64_t lost = 0;
 
   float* row(int64_t b, int64_t h, int64_t query) const {
     return data + b * batch_stride + h % heads * head_stride + query * query_stride;
   }
-  BiasSums by_distance(int64_t n_q) const { return {data + n_q - 1, batch_stride, heads, head_stride, -1}; }
+  BiasSums by_distance(int64_t n_q) const {
+    return {data + n_q - 1, batch_stride, heads, head_stride, -1, head_stride / 2};
+  }
   bool is_by_distance() const { return query_stride < 0; }
 };
 

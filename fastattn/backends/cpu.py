@@ -109,6 +109,8 @@ def backward(
     gradients = build.CPU.load().backward(do, dlse, q, k, v, o, lse, spec, output_mask, *sums)
     if sums is _NO_SUMS:
         return *gradients, None, None, None
+    if sums.of_pairs is not None and spec.bias_by_distance:
+        sums = sums._replace(of_pairs=sums.of_pairs.double())  # what rounding has taken is added to the sums
     stats = None
     if wants_dsinks or (wants_dbias and spec.bias_shared_along() == "keys"):
         stats = _row_stats(do, dlse, o, lse, spec.sinks, sums.of_queries, rounded)
@@ -143,9 +145,9 @@ bits would depend."""
 
 
 def _zero_tables(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
-    """fp32 [B or 1, tables, n_q, n_k], or by distance [B, H, 1, n_q + n_k - 1]: their sum is the bias's gradient."""
+    """fp32 [B or 1, tables, n_q, n_k], or by distance [B, H, 2, n_q + n_k - 1]: their sum is the bias's gradient."""
     if spec.bias_by_distance:
-        return q.new_zeros(*q.shape[:2], *spec.bias.shape[1:], dtype=torch.float32)
+        return q.new_zeros(*q.shape[:2], 2, spec.bias.shape[-1], dtype=torch.float32)
     B, H = (1, 1, 1, 1, *spec.bias.shape)[-4:-2]
     tables = min(q.shape[1], _TABLES_OF_SHARED_BIAS) if H == 1 else H
     return q.new_zeros(B, tables, q.shape[2], k.shape[2], dtype=torch.float32)

@@ -144,8 +144,7 @@ FASTATTN_ONCE void scores(int C, const Params& p, int64_t b, int64_t h, const Ke
 }
 
 // An lse of 1000 is rounded by up to 3e-5, and every weight of its row is off by that factor; one of 1e9 says nothing
-// of the weights. The Measure is then found anew from the scores, by the online softmax of forward. So it is for sums
-// of many rows, those of a bias by distance.
+// of the weights. The Measure is then found anew from the scores, by the online softmax of forward.
 template <int C>
 void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* imprecise, BackwardBlock& block,
                   const BackwardScratch& w) {
@@ -217,13 +216,12 @@ void begin_block(int C, const Params& p, const BackwardTensors& t, const Backwar
 
   sum_delta(C, p, t, b, h, queries, block);
 
-  const bool of_many_rows = item.wanted.by_query && t.d_bias.data && t.d_bias.is_by_distance();
   bool imprecise[kBlockQueries], any_imprecise[kColumns] = {};  // query by query: the others in a block must not matter
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
     const Measure from = Measure::of(t.lse[query] * p.scores_per_nat(), 1, p.on_score_log2());
     imprecise[i] = std::fabs(t.lse[query]) > precise_lse(p.q.dtype) ||
-                   (p.q.dtype == DType::f32 && (of_many_rows || block.queries.length[c][lane] <= kFewKeys));
+                   (p.q.dtype == DType::f32 && block.queries.length[c][lane] <= kFewKeys);
     any_imprecise[c] |= imprecise[i];
     block.reference[c][lane] = from.reference, block.rest_log2[c][lane] = from.rest_log2;
     block.d_lse[c][lane] = t.d_lse ? t.d_lse[query] : 0.0f;

@@ -125,6 +125,7 @@ _HEAVY: dict[tuple[str, str, int], Config | Apart] = {
 }
 # Instead of those, where a tile holds several such things.
 _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
+    ("forward", _HOPPER, 128): Config(128, 64, 8, 2),
     ("forward", _AMPERE, 64): Config(64, 32, 4, 3),
     ("dk_dv", _AMPERE, 64): Config(64, 32, 8, 2),
     ("dq", _AMPERE, 64): Config(64, 32, 8, 2),

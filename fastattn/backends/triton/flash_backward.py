@@ -305,8 +305,9 @@ def dk_dv_kernel(
         b_ds_of_keys = tl.zeros([BLOCK_N], tl.float32)
         for PARTIAL in tl.static_range(2):
             first, end = loop_bounds(tile_range, PARTIAL)
-            # Where padding masks the loads of a third stage, ptxas has each wgmma wait for the last one (C7515).
-            for step in tl.range(first, end, num_stages=2 if PARTIAL and visible.real_queries is not None else None):
+            # More stages of the few partial tiles would spill with Triton 3.6, and where padding masks the loads of a
+            # third one, ptxas has each wgmma wait for the last (C7515).
+            for step in tl.range(first, end, num_stages=1 if PARTIAL else None):
                 i_m = tile_of_step(step, tile_range, PARTIAL)
                 queries = query_tokens(i_m, i_b, n_q, q_offset, visible, PARTIAL, BLOCK_M)
                 o_q, m_q = queries[0], queries[1]

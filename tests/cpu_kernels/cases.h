@@ -42,7 +42,7 @@ struct Case {
   // The samples and the heads of d_bias, if there is one. Heads that share a bias add to two tables by turns.
   int64_t d_bias_samples() const { return !finishes_scores() ? 0 : bias.empty() || by_distance ? B : bias[0]; }
   int64_t d_bias_heads() const { return bias.empty() || by_distance || bias[1] == H ? H : std::min<int64_t>(H, 2); }
-  int64_t d_bias_rows() const { return by_distance ? 1 : n_q; }
+  int64_t d_bias_rows() const { return by_distance ? 2 : n_q; }  // sums, and what rounding takes from them
   int64_t d_bias_columns() const { return by_distance ? n_q + n_k - 1 : n_k; }
 };
 

@@ -227,6 +227,11 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   if (request.dq) r.dq = dq.read();
   if (request.dkv) r.dk = dk.read(), r.dv = dv.read();
   r.d_bias = d_bias.read(), r.d_column = d_column.read(), r.d_row = d_row.read(), r.d_slope = d_slope.read();
+  each_row(r.d_bias, [&](int64_t b, int64_t h, int64_t i) {
+    if (!c.by_distance || i == 0) return;
+    double* const lost = r.d_bias.row(b, h, i);
+    for (int64_t j = 0; j < r.d_bias.D; ++j) r.d_bias.row(b, h, 0)[j] += lost[j], lost[j] = 0;
+  });
   if (!request.weights) return r;
 
   const Tensor averaged(placement, dtype, c.B, 1, c.n_q, c.n_k), each_head(placement, dtype, c.B, c.H, c.n_q, c.n_k);

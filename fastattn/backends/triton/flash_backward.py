@@ -305,9 +305,9 @@ def dk_dv_kernel(
         b_ds_of_keys = tl.zeros([BLOCK_N], tl.float32)
         for PARTIAL in tl.static_range(2):
             first, end = loop_bounds(tile_range, PARTIAL)
-            # More stages of the few partial tiles would spill with Triton 3.6, and where padding masks the loads of a
+            # More stages of Hopper's few partial tiles would spill with Triton 3.6, and where padding masks loads of a
             # third one, ptxas has each wgmma wait for the last (C7515).
-            for step in tl.range(first, end, num_stages=1 if PARTIAL else None):
+            for step in tl.range(first, end, num_stages=1 if PARTIAL and BLOCK_M >= 64 else None):
                 i_m = tile_of_step(step, tile_range, PARTIAL)
                 queries = query_tokens(i_m, i_b, n_q, q_offset, visible, PARTIAL, BLOCK_M)
                 o_q, m_q = queries[0], queries[1]

@@ -41,7 +41,7 @@ class Rates(NamedTuple):
 
 
 _L2 = 0.75 * 5120
-"""Bytes in a cycle, of which microbenchmarks get three quarters."""
+"""Bytes in a cycle: of the 5120 of the whitepapers, three quarters are assumed to be had."""
 RATES = {
     80: Rates(product=8, fp32=2, l2=_L2 / 108, latency=220, multiprocessors=108, gigahertz={"mma.sync": 1.25}),
     90: Rates(
@@ -55,8 +55,9 @@ RATES = {
 }
 """Of an A100 and an H100, SXM.
 
-Source: the whitepapers of both; mma.sync on Hopper and latencies: Luo et al. 2024, Benchmarking and Dissecting the
-Nvidia Hopper GPU Architecture; Sun et al. 2022, Dissecting Tensor Cores via Microbenchmarks.
+Source: the whitepapers of both; for mma.sync on Hopper, which gets 63 % of the peak, Luo et al. 2024, Benchmarking and
+Dissecting the Nvidia Hopper GPU Architecture. Latencies, here and in `_decoded`, are round numbers of the size that
+microbenchmarks find; none was fitted.
 """
 
 
@@ -238,7 +239,7 @@ def _done_but(at_most: int, ends: list[float], now: float) -> float:
 
 
 def _decoded(text: Instruction, rates: Rates) -> _Decoded:
-    """What an instruction does; latencies are those of the papers in RATES."""
+    """What an instruction does."""
     name, control = opcode(text), text.control
     pending = re.search(r"DEPBAR\.LE \w+, (0x\w+)", text)
     of_all = {

@@ -1,7 +1,7 @@
 """Tile sizes and launch parameters: every number that depends on the hardware.
 
-None was measured on a GPU yet. Those of 16 bits were chosen by what the compiler makes of them, with Triton 3.7.1 and no
-GPU: for Hopper up to a head dim of 128 by the time that a model of a multiprocessor predicts (`python
+None was measured on a GPU yet. Those of 16 bits were chosen by what the compiler makes of them, with Triton 3.7.1 and
+no GPU: for Hopper up to a head dim of 128 by the time that a model of a multiprocessor predicts (`python
 tests/compile_gates/rank_tiles.py` ranks tiles), the others by the clock cycles that its parts need at least (`python
 tests/compile_gates/triton_record.py` prints both). Those of fp32 were chosen to fit.
 """

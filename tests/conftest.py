@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,3 +37,11 @@ if not CUDA_MACHINES:
 def _no_plans_of_other_tests() -> None:
     """Tests replace what plans depend on."""
     plan.forget_plans()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_other_tests() -> Iterator[None]:
+    """A test may set PyTorch's number of threads; bits of MKL's products depend on it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -125,13 +125,6 @@ def capability(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def test_environment_lowers_the_instruction_set(capability):
     info = build.CPU.load().build_info()
     below = info["compiled_for"][info["compiled_for"].index(capability) :]
@@ -490,14 +483,14 @@ ALONE = (
 
 
 @pytest.mark.parametrize("case", [case for case in ADDED if case.name in ALONE], ids=str)
-def test_gradients_of_what_is_added_come_alone_too(case, threads):
+def test_gradients_of_what_is_added_come_alone_too(case):
     inputs = make_inputs(case, torch.float32)
     q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
     o, lse = cpu.forward(q, k, v, spec)
     learned = tuple(x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks))
     every = cpu.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, (True,) * 3 + learned)
     for number in (1, 2, 7):
-        threads(number)
+        torch.set_num_threads(number)
         for wanted in ((False,) * 3, (True, False, False), (False, True, True)):
             output_mask = wanted + learned
             some = cpu.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, output_mask)
@@ -557,13 +550,13 @@ def test_a_sink_of_minus_infinity_is_none(n_q, capability):
 
 
 @pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED, *ADDED, *MASKED], ids=str)
-def test_bits_do_not_depend_on_the_number_of_threads(case, threads, capability):
+def test_bits_do_not_depend_on_the_number_of_threads(case, capability):
     """One thread takes all gradients of a head together; more threads may take dq apart from dk and dv."""
     inputs = make_inputs(case, torch.float32)
-    threads(1)
+    torch.set_num_threads(1)
     alone = run(inputs, "cpu")
     for number in (2, 3, 7):
-        threads(number)
+        torch.set_num_threads(number)
         for name, value in run(inputs, "cpu").items():
             assert torch.equal(alone[name], value), f"{name} with {number} threads"
 
@@ -575,9 +568,9 @@ def results(inputs: Inputs, spec: Spec, wanted: tuple[bool, ...] = (True,) * 3) 
     return o, lse, *cpu.backward(inputs.do, inputs.dlse, q, k, v, o, lse, spec, wanted + (False,) * 3)[:3]
 
 
-def test_subset_of_gradients_has_the_same_bits(threads):
+def test_subset_of_gradients_has_the_same_bits():
     """What is not wanted is not computed, and the rest is unchanged."""
-    threads(1)
+    torch.set_num_threads(1)
     inputs = make_inputs(CHUNKED[2], torch.float32)
     every = results(inputs, inputs.spec())[2:]
     for wanted in ((True, False, False), (False, True, True)):
@@ -599,8 +592,8 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 300, 340), (1, 12, 1, 340), (3, 1, 300, 1), (340,), (3, 1, 1, 1)], ids=str)
-def test_gradient_of_a_bias_is_summed_in_its_own_size(shape, threads):
-    threads(1)  # each has scratch memory of its own
+def test_gradient_of_a_bias_is_summed_in_its_own_size(shape):
+    torch.set_num_threads(1)  # each has scratch memory of its own
     inputs = make_inputs(Case("", "", B=3, H=12, n_q=300, n_k=340, sinks=True, bias=shape), torch.float32)
     q, k, v, spec = inputs.q, inputs.k, inputs.v, inputs.spec()
     o, lse = cpu.forward(q, k, v, spec)
@@ -823,16 +816,16 @@ def runs_of_documents(number: int, length: int, heads: int, packed: bool, causal
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_documents_take_as_long_as_a_batch_of_them(causal, threads):
-    threads(1)
+def test_packed_documents_take_as_long_as_a_batch_of_them(causal):
+    torch.set_num_threads(1)
     runs = zip(*(runs_of_documents(64, 64, 8, packed, causal) for packed in (False, True)), strict=True)
     for name, of_function in zip(("forward", "backward"), runs, strict=True):
         alone, together = thread_times(*of_function)
         assert together < 1.5 * alone, f"{name}: {together:.4f} s packed, {alone:.4f} s as a batch"
 
 
-def test_work_grows_with_the_documents_not_with_their_pairs(threads):
-    threads(1)
+def test_work_grows_with_the_documents_not_with_their_pairs():
+    torch.set_num_threads(1)
     runs = zip(*(runs_of_documents(number, 64, 1, packed=True, causal=True) for number in (64, 512)), strict=True)
     for name, of_function in zip(("forward", "backward"), runs, strict=True):
         short, long = thread_times(*of_function)
@@ -862,13 +855,13 @@ def scattered_documents(case: Case, dtype: torch.dtype) -> Inputs:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", PACKED, ids=str)
-def test_packed_documents_are_right_on_any_number_of_threads(case, dtype, threads, capability):
+def test_packed_documents_are_right_on_any_number_of_threads(case, dtype, capability):
     inputs = scattered_documents(case, dtype)
-    threads(1)
+    torch.set_num_threads(1)
     alone = run(inputs, "cpu")
     assert_right(inputs, alone)
     for number in (2, 3, 7):
-        threads(number)
+        torch.set_num_threads(number)
         for name, value in run(inputs, "cpu").items():
             assert torch.equal(alone[name], value), f"{name} with {number} threads"
 

@@ -244,7 +244,6 @@ def test_the_ceiling_is_work_that_was_done(monkeypatch, level):
     start = time.perf_counter()
     operations = build.CPU.load().fma_ceiling(steps)
     elapsed = time.perf_counter() - start
-    torch.set_num_threads(threads - 1)
     assert operations == threads * steps * 2 * chains * lanes
     assert operations / elapsed < threads * 2 * 2 * lanes * 8e9  # two FMAs a cycle, at a clock that no machine has
 

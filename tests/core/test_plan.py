@@ -301,13 +301,12 @@ def test_the_mode_of_gradients_decides_between_calls():
 
 def test_default_dtype_and_threads_decide_nothing():
     expected = fastattn.attention(Q, K, V)
-    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    dtype = torch.get_default_dtype()
+    torch.set_num_threads(5)
     try:
-        torch.set_num_threads(5)
         torch.set_default_dtype(torch.float64)
         assert torch.equal(fastattn.attention(Q, K, V), expected)
     finally:
-        torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
 
 

@@ -28,14 +28,11 @@ def tiny_jobs(monkeypatch):
 
 @pytest.fixture
 def tiny_duel(monkeypatch):
-    """`fastattn bench --suite limit` has one small line instead of its own; what it changes in torch is undone."""
+    """`fastattn bench --suite limit` has one small line instead of its own."""
     duel = limit.Duel(cases.Job("attention", TINY, "fp32", "forward"), target=2.0)
     monkeypatch.setattr(timing, "SAMPLE_S", 1e-5)
     monkeypatch.setattr(limit, "jobs", lambda dtypes, words: [duel] if words in str(duel) else [])
-    threads = torch.get_num_threads()
     torch.set_num_threads(limit.THREADS + 1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def refused(capsys, *argv):

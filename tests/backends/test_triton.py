@@ -389,19 +389,22 @@ def with_few_queries(case: Case) -> Case:
 SHORT = [with_few_queries(case) for case in CASES if case.timed is None and 0 < case.D <= 256]
 
 
+@pytest.mark.parametrize("most", [3, 128])
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [pytest.param(case, (torch.float32, torch.float16)[i % 2], id=str(case)) for i, case in enumerate(SHORT)],
 )
-def test_keys_in_parts(case, dtype, launches, monkeypatch):
-    """Of one tile each, of which there are more than parts that are added at once."""
-    monkeypatch.setattr(flash_decoding, "FEWEST_KEYS", 8)
-    monkeypatch.setattr(flash_decoding, "multiprocessors", lambda q: 100)
+def test_keys_in_parts(case, dtype, most, launches, monkeypatch):
+    """Of one tile each, of which there are more than parts that are added at once; or of several tiles."""
+    monkeypatch.setattr(flash_decoding, "keys_of_part", lambda programs: 1)
+    monkeypatch.setattr(flash_decoding, "MOST_PARTS", tl.constexpr(most))
     inputs = make_inputs(case, dtype, DEVICE)
     assert_right(inputs, run(inputs, backend.NAME))
-    (n_k, _), computed = inputs.k.shape[2:], launches[: launches.index("rows_kernel")]
+    computed = launches[: launches.index("rows_kernel")]
+    padded_head_dim = configs.padded_head_dim(max(inputs.q.shape[3], inputs.v.shape[3]), inputs.q)
+    tile = config_for("decoding", inputs.q, padded_head_dim, heavy_terms=0).BLOCK_N
     assert "decoding_kernel" in computed
-    assert ("combine_kernel" in computed) == (n_k >= 16)
+    assert ("combine_kernel" in computed) == (inputs.k.shape[2] > tile)
     assert "forward_kernel" not in computed
 
 
@@ -427,15 +430,34 @@ def test_no_table_makes_a_kernel_read_outside_the_pages(n_q):
     assert torch.equal(o.unique(), o.new_ones(1))
 
 
-def test_parts_fill_the_gpu_and_hold_enough_keys(monkeypatch):
-    monkeypatch.setattr(flash_decoding, "multiprocessors", lambda q: 132)
-    q = torch.empty(0)
-    assert flash_decoding.parts(32, 8192, q) == 8  # one query of 32 heads: 256 programs
-    assert flash_decoding.parts(8, 8192, q) == 33
-    assert flash_decoding.parts(8, 300, q) == 2
-    assert flash_decoding.parts(8, 100, q) == 1
-    assert flash_decoding.parts(512, 8192, q) == 1
-    assert flash_decoding.parts(0, 0, q) == 1
+@pytest.mark.parametrize(("page_size", "dtype"), [(7, torch.float32), (16, torch.float16)], ids=str)
+@pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
+@pytest.mark.parametrize(
+    "options", [{}, test_paged.WORDS["sinks"][1], {"window": (150, None)}], ids=lambda x: "".join(x)
+)
+def test_the_bits_of_a_request_in_pages_depend_on_no_other(options, backend, device, page_size, dtype):
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    test_paged.check_bits(page_size, dtype, device, backend=backend.NAME, **options)
+
+
+def test_the_bits_of_a_sample_in_parts_do_not_depend_on_its_neighbours():
+    """Nor on how many keys there is room for, be it for more parts than a sample has at most."""
+    inputs = make_inputs(Case("", "", B=2, H=2, n_q=1, n_k=300, D=16), torch.float32, DEVICE)
+    alone = {}
+    for room in (300, 5000):
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, room - 300), value=math.nan) for x in (inputs.k, inputs.v))
+        real = torch.arange(room, device=DEVICE) < torch.tensor([[300], [100]], device=DEVICE)
+        o = fastattn.attention(inputs.q, k, v, Mask(real_keys=real), backend=backend.NAME)
+        for i in range(2):
+            of_sample = [x[i : i + 1] for x in (inputs.q, k, v)]
+            again = fastattn.attention(*of_sample, Mask(real_keys=real[i : i + 1]), backend=backend.NAME)
+            assert torch.equal(o[i : i + 1], again)
+            assert torch.equal(alone.setdefault(i, again), again)
+
+
+def test_parts_fill_the_gpu_and_hold_enough_keys():
+    """One query of 32 heads with 8 or 32 heads of keys: 256 programs for 8192 keys."""
+    assert [flash_decoding.keys_of_part(programs) for programs in (0, 1, 8, 32, 100)] == [128, 128, 256, 1024, 1024]
 
 
 @triton.jit

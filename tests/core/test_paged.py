@@ -172,10 +172,11 @@ def test_copies_are_warned_of(monkeypatch):
     assert len(calls) == len(set(QUERIES))
 
 
-def check_bits(page_size: int, dtype: torch.dtype, **options: object) -> None:
+def check_bits(page_size: int, dtype: torch.dtype, device: str = "cpu", **options: object) -> None:
     """Each request has the same bits among others in any order, and alone."""
     order = [3, 0, 5, 4, 2, 1]
-    together, others = Requests(dtype, page_size), Requests(dtype, page_size, order)
+    with torch.device(device):
+        together, others = Requests(dtype, page_size), Requests(dtype, page_size, order)
     options["return_lse"] = True
     (o, lse), (o_of_others, lse_of_others) = together.attend(**options), others.attend(**options)
     for i, request in enumerate(order):

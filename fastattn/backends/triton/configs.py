@@ -171,11 +171,6 @@ def padded_head_dim(dim: int, q: Tensor) -> int:
     return max(smallest, triton.next_power_of_2(dim))
 
 
-def multiprocessors(q: Tensor) -> int:
-    """Of the GPU that q is on; a few in the interpreter, where short test cases are to fill none."""
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 8
-
-
 def _families(q: Tensor) -> tuple[str, ...]:
     """Whose entries count for the GPU and the dtype of q, the first ones first."""
     if q.dtype == torch.float32:

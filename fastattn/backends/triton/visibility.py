@@ -309,17 +309,6 @@ def tiles_of(first, full_first, full_end, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def part_of_range(tile_range, i_part, n_parts):
-    """One of `n_parts` parts of a `key_range`, in the same form; all but the last ones have the same length."""
-    begin, full_begin, full_end, end = tile_range
-    length = tl.cdiv(end - begin, n_parts)
-    first = tl.minimum(begin + i_part * length, end)
-    last = tl.minimum(first + length, end)
-    full_begin = tl.minimum(tl.maximum(full_begin, first), last)
-    return first, full_begin, tl.minimum(tl.maximum(full_end, full_begin), last), last
-
-
-@triton.jit
 def loop_bounds(tile_range, PARTIAL: tl.constexpr):
     """The (begin, end) of a loop over the full tiles of a `key_range` or `query_range`, or over the partial ones.
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -211,13 +212,17 @@ def _tune(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         args.usage_error("--device must be cpu here, since torch sees no CUDA device, got cuda")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    findings = tune.tune(tune.classes_of(device, args.quick))
+    if not args.quick:
+        times = tune.times_of_all_tiles(device)
+        print(*map(tune.tiles_as_text, times, times.values()), sep="\n", end="\n" if times else "")
+        record.update(device, lambda old: replace(old, tiles=tune.faster_tiles(times)))
+    findings = tune.tune(tune.classes_of(device, args.quick))  # in processes that read the record
     print(findings)
-    record.update(device, lambda _: findings.record)
+    found = record.update(device, lambda old: replace(findings.record, tiles=old.tiles))
     print(f"kept in {record.path(device)}; remove it to choose by the default table again")
     if args.share:
         try:
-            writing.write(args.share, record.as_json(device, findings.record))
+            writing.write(args.share, record.as_json(device, found))
         except OSError as error:
             raise CommandError(str(error)) from error
     return 0

@@ -79,6 +79,8 @@ def parts(stage: str, device: str) -> dict[str, Part]:
         launching = " or ".join(f"{name}-{device}" for name in serving(device, only))
         compiled = to_compile("--compile-only", *_TESTS, "-k", f"{chosen} and ({launching})")
         result["tests"] = Part(tests, compiled, share=0.7 if only else 1.0)
+    if stage == "bench":
+        result["tiles"] = Part([suite("benchmarks/gpu/tiles.py", limit_s=600.0)], share=0.4)
     if stage != "truth":
         speed = "benchmarks/gpu/speed.py"  # whose largest shapes take fp64 and the plain formula some seconds
         result["times"] = Part([suite(speed, "-k", "not compile", limit_s=90.0)], to_compile(speed, "-k", "compile"))

@@ -23,7 +23,7 @@ import torch
 from .. import machine
 from .build import cache_dir, only_holder_of
 
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,12 @@ class Record:
     families: by the name of a family of kernels, "" where it passed its check, or the sentence why it did not.
     classes: by class of calls (`CallClass` of choice.py, as a tuple), milliseconds by name of a backend, the one that
         serves by default first.
+    tiles: by the name of a Triton kernel, that which is faster than its default tile, as configs.py writes them.
     """
 
     families: dict[str, str] = field(default_factory=dict)
     classes: dict[tuple, dict[str, float]] = field(default_factory=dict)
+    tiles: dict[str, str] = field(default_factory=dict)
 
 
 def while_tracing(function: Callable) -> Callable:
@@ -116,9 +118,8 @@ def exclusively(device: torch.device) -> Iterator[None]:
 def as_json(device: torch.device, record: Record) -> str:
     """The file of a record."""
     classes = [{"class": list(call_class), "ms": ms} for call_class, ms in record.classes.items()]
-    return json.dumps(
-        {"schema": _SCHEMA, "key": key(device), "families": record.families, "classes": classes}, indent=1
-    )
+    found = {"families": record.families, "classes": classes, "tiles": record.tiles}
+    return json.dumps({"schema": _SCHEMA, "key": key(device)} | found, indent=1)
 
 
 def _read(device: torch.device) -> Record:
@@ -149,7 +150,7 @@ def _parsed(text: str) -> Record:
     classes = {tuple(x["class"]): {str(name): _time(ms) for name, ms in x["ms"].items()} for x in written["classes"]}
     if not all(classes.values()):
         raise ValueError("a class without a time")
-    return Record(families, classes)
+    return Record(families, classes, {str(name): str(tile) for name, tile in written["tiles"].items()})
 
 
 def _time(ms: object) -> float:

@@ -22,7 +22,7 @@ from types import ModuleType
 
 import torch
 
-from fastattn.backends import BACKENDS, reference
+from fastattn.backends import BACKENDS, reference, triton
 from fastattn.backends.choice import HEAD_DIMS, MASKS, CallClass, default_order, ranked
 from fastattn.backends.record import Record
 from fastattn.backends.selfcheck import family
@@ -32,6 +32,8 @@ from .run import progress
 from .tune_child import SHAPES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SHAPES_OF_TILES = {"cuda": (4, 16, 4096, 4096), "cpu": (1, 2, 64, 64)}
+"""B, H, n_q and n_k of the calls that tiles are timed in: many programs for a GPU, few for Triton's interpreter."""
 _SAMPLE_S, _CLASS_S = 0.02, 2.0
 _MOST_ROUNDS = 5
 _HOPELESS = 1.5
@@ -125,6 +127,59 @@ def _forward(lines: Iterator[str], answers: queue.Queue[str]) -> None:
     answers.put("")
 
 
+def tiles_to_try(device: torch.device) -> dict[str, tuple[str, ...]]:
+    """The tiles of each Triton kernel of 16 bits of which several might be the fastest on a GPU, the default first."""
+    if triton.unavailable(device) or triton.unsupported(
+        *[torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)] * 3, Spec(Mask(), 1.0)
+    ):
+        return {}
+    from fastattn.backends.triton import configs
+
+    return configs.tiles_to_try(torch.empty(0, dtype=torch.bfloat16, device=device))
+
+
+def time_tiles(
+    device: torch.device, kernel: str, tiles: Sequence[str], limits: Limits = Limits()
+) -> dict[str, float | str]:
+    """Milliseconds of a causal call in bf16 with each tile of a kernel, or what is wrong with it, in a sentence."""
+    name, _, head_dim = kernel.partition(" ")
+    problem = CallClass(device.type, "bfloat16", int(head_dim), 0, "causal", name != "forward")
+    child, wrong = _Child(limits), {}
+    while True:
+        runs = {tile: {"module": triton.__name__, "tile": (kernel, tile)} for tile in tiles if tile not in wrong}
+        try:
+            child.ask("problem", **problem._asdict(), shape=_SHAPES_OF_TILES[device.type])
+            ms = _times(child, runs)
+            break
+        except _CandidateError as error:
+            wrong[error.name] = str(error)
+    child.close()
+    return {tile: wrong.get(tile) or ms[tile] for tile in tiles}
+
+
+def times_of_all_tiles(device: torch.device, limits: Limits = Limits()) -> dict[str, dict[str, float | str]]:
+    """`time_tiles` of all `tiles_to_try`."""
+    kernels, times = tiles_to_try(device), {}
+    with progress(len(kernels)) as show:
+        for done, (kernel, tiles) in enumerate(kernels.items()):
+            show(done, f"tiles of {kernel}")
+            times[kernel] = time_tiles(device, kernel, tiles, limits)
+    return times
+
+
+def faster_tiles(times: dict[str, dict[str, float | str]]) -> dict[str, str]:
+    """By the name of a kernel the tile that `time_tiles` found to be faster than the default one, where one is."""
+    right = {kernel: {x: ms for x, ms in of.items() if not isinstance(ms, str)} for kernel, of in times.items()}
+    best = {kernel: ranked(ms)[0] for kernel, ms in right.items() if next(iter(times[kernel])) in ms}
+    return {kernel: tile for kernel, tile in best.items() if tile != next(iter(times[kernel]))}
+
+
+def tiles_as_text(kernel: str, times: dict[str, float | str]) -> str:
+    """What `time_tiles` found, in a line."""
+    shown = [f"{x} NOT USED: {ms}" if isinstance(ms, str) else f"{x} {ms:.3g} ms" for x, ms in times.items()]
+    return f"tiles of {kernel}: " + ", ".join(shown)
+
+
 def tune(
     classes: Sequence[CallClass], backends: tuple[ModuleType, ...] = BACKENDS, limits: Limits = Limits()
 ) -> Findings:
@@ -155,7 +210,7 @@ def tune(
             while True:
                 right = [x for x in candidates if families.get(_family_in(x, call_class)) == ""]
                 try:
-                    measured[call_class] = _times(child, call_class, right, candidates)
+                    measured[call_class] = _times_of_backends(child, call_class, right, candidates)
                     break
                 except _CandidateError as error:
                     families[_family_in(error.name, call_class)] = f"in {call_class}: {error}"
@@ -174,7 +229,9 @@ class _CandidateError(FaultError):
         self.name = name
 
 
-def _times(child: _Child, call_class: CallClass, names: list[str], backends: dict[str, ModuleType]) -> dict[str, float]:
+def _times_of_backends(
+    child: _Child, call_class: CallClass, names: list[str], backends: dict[str, ModuleType]
+) -> dict[str, float]:
     """Milliseconds of each of these backends that takes such calls and is not hopeless, the default one first.
 
     Raises:
@@ -184,27 +241,43 @@ def _times(child: _Child, call_class: CallClass, names: list[str], backends: dic
     names = sorted(names, key=lambda name: name not in first)  # which is stable
     if len(names) < 2:
         return {}
+    child.ask("problem", **call_class._asdict())
+    runs = {name: {"module": backends[name].__name__} for name in names}
+    runs = {name: run for name, run in runs.items() if _ask(child, name, "takes", **run)["takes"]}
+    return _times(child, runs) if len(runs) > 1 else {}
 
-    def ask(name: str, request: str, **arguments: object) -> dict:
-        try:
-            return child.ask(request, **arguments)
-        except FaultError as fault:
-            raise _CandidateError(name, str(fault)) from None
+
+def _ask(child: _Child, name: str, request: str, **arguments: object) -> dict:
+    """The answer about a candidate.
+
+    Raises:
+        _CandidateError: there is none.
+    """
+    try:
+        return child.ask(request, **arguments)
+    except FaultError as fault:
+        raise _CandidateError(name, str(fault)) from None
+
+
+def _times(child: _Child, runs: dict[str, dict[str, object]]) -> dict[str, float]:
+    """Milliseconds of the problem by each candidate, whose arguments of `run` these are.
+
+    Raises:
+        _CandidateError: one of them failed.
+    """
 
     def seconds(name: str, times: int) -> float:
         start = time.perf_counter()
-        ask(name, "run", module=backends[name].__name__, times=times)
+        _ask(child, name, "run", times=times, **runs[name])
         return (time.perf_counter() - start) / times
 
-    child.ask("problem", **call_class._asdict())
-    names = [name for name in names if ask(name, "takes", module=backends[name].__name__)["takes"]]
-    if len(names) < 2:
+    if not runs:
         return {}
     once = {}
-    for name in names:
+    for name in runs:
         seconds(name, 1)  # which may compile
         once[name] = seconds(name, 1)
-    near = [name for name in names if once[name] <= _HOPELESS * min(once.values())]
+    near = [name for name in runs if once[name] <= _HOPELESS * min(once.values())]
     times = {name: max(1, round(_SAMPLE_S / once[name])) for name in near}
     round_s = sum(once[name] * times[name] for name in near)
     samples: dict[str, list[float]] = {name: [] for name in near}
@@ -212,11 +285,11 @@ def _times(child: _Child, call_class: CallClass, names: list[str], backends: dic
         for name in near:
             samples[name].append(seconds(name, times[name]))
         near.reverse()
-    for name in names:
+    for name in runs:
         seconds(name, 1)
-        if fault := ask(name, "compare")["fault"]:
+        if fault := _ask(child, name, "compare")["fault"]:
             raise _CandidateError(name, fault)
-    return {name: 1e3 * statistics.median(samples.get(name) or [once[name]]) for name in names}
+    return {name: 1e3 * statistics.median(samples.get(name) or [once[name]]) for name in runs}
 
 
 def classes_of(device: torch.device, quick: bool) -> list[CallClass]:

@@ -21,7 +21,8 @@ from fastattn.backends import reference, selfcheck
 from fastattn.spec import Spec
 
 _LEAK_BYTES, _CALLS_FOR_A_LEAK = 2**25, 24
-SHAPES = {1: (8, 8, 1, 1024), 128: (8, 8, 128, 128), 1024: (2, 8, 512, 512), 0: (1, 8, 1536, 1536)}
+Shape = tuple[int, int, int, int]
+SHAPES: dict[int, Shape] = {1: (8, 8, 1, 1024), 128: (8, 8, 128, 128), 1024: (2, 8, 512, 512), 0: (1, 8, 1536, 1536)}
 """B, H, n_q and n_k of the calls that stand for a length of `CallClass`."""
 
 
@@ -36,9 +37,11 @@ class Child:
         fault = selfcheck.find_fault(backend, place, getattr(torch, dtype), training)
         return {"fault": fault or self._leak(module, device, dtype, training)}
 
-    def problem(self, device: str, dtype: str, head_dim: int, length: int, mask: str, training: bool) -> dict:
-        """Draws the tensors of a class of calls."""
-        (B, H, n_q, n_k), D = SHAPES[length], head_dim
+    def problem(
+        self, device: str, dtype: str, head_dim: int, length: int, mask: str, training: bool, shape: Shape | None = None
+    ) -> dict:
+        """Draws the tensors of a class of calls, of that shape or that which stands for its length."""
+        (B, H, n_q, n_k), D = shape or SHAPES[length], head_dim
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -63,9 +66,15 @@ class Child:
         known = self.spec.features() <= backend.features(self.device)
         return {"takes": known and not backend.unsupported(*self.inputs, self.spec)}
 
-    def run(self, module: str, times: int) -> dict:
-        """Computes the problem so many times, and waits for the device."""
+    def run(self, module: str, times: int, tile: tuple[str, str] | None = None) -> dict:
+        """Computes the problem so many times, and waits for the device.
+
+        Args:
+            tile: the name of a Triton kernel and a tile of `tiles_to_try`, which it has from now on.
+        """
         backend = importlib.import_module(module)
+        if tile is not None:
+            self._use(*tile)
         for _ in range(times):
             self.results = self._compute(backend, self.inputs, self.do, self.spec)
         self._wait()
@@ -94,6 +103,15 @@ class Child:
             return [o, lse]
         wanted = (True, True, True, False, False, False)
         return [o, lse, *backend.backward(do, None, *inputs, o, lse, spec, wanted)[:3]]
+
+    def _use(self, kernel: str, tile: str) -> None:
+        from fastattn.backends.triton import configs, launches
+
+        if configs.in_place_of.get(kernel) != tile:
+            if tile not in (known := configs.tiles_to_try(self.inputs[0]).get(kernel, ())):
+                raise ValueError(f"{kernel} has the tiles {known}, not {tile}")
+            configs.in_place_of[kernel] = tile
+            launches.forget()
 
     def _leak(self, module: str, device: str, dtype: str, training: bool) -> str | None:
         """A sentence that says how memory grows from call to call, if it does."""

@@ -3,15 +3,19 @@
 import json
 import sys
 import textwrap
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fastattn.__main__ import main
 from fastattn.backends import aten, choice, record
+from fastattn.backends.triton import configs
 from fastattn.bench import tune
 from fastattn.bench.tune import CallClass, Limits
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLASS = CallClass("cpu", "float32", 64, 128, "padding", training=False)
 FAULTS = {  # what stands before `return o, lse` of a backend that is otherwise right, and what is said of it
     "wrong_numbers": ("o.view(-1)[::1000] += 0.2", "is off by"),
@@ -87,6 +91,84 @@ def test_what_is_not_there_is_told_and_not_timed(faulty):
     assert findings.missing == {"not_there": "needs a compiler"}
     assert findings.record.classes == {}
     assert "not_there cannot be had here: needs a compiler" in str(findings)
+
+
+@pytest.fixture
+def some_tiles_wrong(tmp_path, monkeypatch):
+    """Triton's backend, which crashes with the second tile of the forward and computes nonsense with the third."""
+    default, crashes, is_wrong = tune.tiles_to_try(DEVICE)["forward 64"]
+    text = f"""\
+        import os, signal
+        from fastattn.backends import triton
+        from fastattn.backends.triton import *
+        from fastattn.backends.triton import configs
+
+        def forward(q, k, v, spec):
+            o, lse = triton.forward(q, k, v, spec)
+            tile = configs.in_place_of["forward 64"]
+            if tile == {crashes!r}:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return o + (tile == {is_wrong!r}), lse
+        """
+    (tmp_path / "some_tiles_wrong.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tune, "triton", SimpleNamespace(__name__="some_tiles_wrong"))
+    return default, crashes, is_wrong
+
+
+@pytest.fixture
+def quick_calls(monkeypatch):
+    monkeypatch.setattr(tune, "_SHAPES_OF_TILES", {DEVICE.type: (1, 1, 20, 20)})
+    monkeypatch.setattr(tune, "_MOST_ROUNDS", 1)
+
+
+def test_each_tile_is_timed_in_training_too(quick_calls):
+    tiles = tune.tiles_to_try(DEVICE)["dk_dv 64"]
+    times = tune.time_tiles(DEVICE, "dk_dv 64", tiles)
+    assert [*times] == [*tiles]
+    assert all(ms > 0 for ms in times.values())
+    of_none = tune.time_tiles(DEVICE, "dk_dv 64", ["another"])
+    assert of_none["another"].startswith("ends its process: exit code 1, ValueError: dk_dv 64 has the tiles")
+
+
+def test_a_tile_that_crashes_or_is_wrong_costs_itself_alone(quick_calls, some_tiles_wrong):
+    default, crashes, is_wrong = some_tiles_wrong
+    times = tune.time_tiles(DEVICE, "forward 64", some_tiles_wrong)
+    assert times[default] > 0
+    assert times[crashes] == "ends its process: SIGSEGV"
+    assert times[is_wrong].startswith("o of a timed call is off by")
+    assert f"{crashes} NOT USED: ends its process" in tune.tiles_as_text("forward 64", times)
+
+
+def test_a_tile_serves_where_it_is_right_and_gains_enough():
+    times = {
+        "gains": {"default": 1.0, "a": 0.9, "b": 0.95},
+        "too little": {"default": 1.0, "a": 0.98},
+        "is wrong": {"default": 1.0, "a": "is off", "b": 0.9},
+        "default is wrong": {"default": "is off", "a": 0.5},
+    }
+    assert tune.faster_tiles(times) == {"gains": "a", "is wrong": "b"}
+
+
+def test_the_command_keeps_the_fastest_tiles(cache, monkeypatch, capsys):
+    kernel, (default, other, _) = next(iter(tune.tiles_to_try(DEVICE).items()))
+    name, _, head_dim = kernel.partition(" ")
+    q = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
+
+    def tile() -> str:
+        return str(configs.config_for(name, q, int(head_dim), heavy_terms=0))
+
+    monkeypatch.setattr(tune, "tune", lambda classes: tune.Findings(record.Record()))
+    for times, expected in (({default: 2.0, other: 1.0}, other), ({default: 1.0, other: "is off"}, default)):
+        monkeypatch.setattr(tune, "times_of_all_tiles", lambda device, times=times: {kernel: times})
+        assert main(["tune", "--device", DEVICE.type]) == 0
+        assert f"tiles of {kernel}: {default}" in capsys.readouterr().out
+        record.read_again(DEVICE)
+        assert tile() == expected
+        assert main(["tune", "--quick", "--device", DEVICE.type]) == 0  # times none, and keeps them
+        assert tile() == expected
+    record.update(DEVICE, lambda old: replace(old, tiles={kernel: "of another version"}))
+    assert tile() == default
 
 
 @pytest.fixture

@@ -117,7 +117,7 @@ def tflops(cycles: float, flops_of_pair: float, rates: Rates, matrix: str) -> fl
 
 class _Multiprocessor:
     _ROUNDS, _FIRST = 16, 6  # how often each warp runs the loop at least, and from which round on it counts
-    _MOST = 1_000_000  # cycles
+    _MOST = 1000  # cycles for an instruction in a round
 
     def __init__(self, loop: list[Instruction], rates: Rates, warps: int, programs: int, apart: int) -> None:
         self.rates, self.loop = rates, [_decoded(text, rates) for text in loop]
@@ -132,7 +132,7 @@ class _Multiprocessor:
     def run(self) -> float:
         of_scheduler = [self.warps[i::_SCHEDULERS] for i in range(_SCHEDULERS)]
         while any(len(warp.ends) < self._ROUNDS for warp in self.warps):
-            if self.now > self._MOST:
+            if self.now > self._MOST * self._ROUNDS * len(self.loop):
                 raise RuntimeError(f"a loop of {len(self.loop)} instructions does not end")
             earliest = min(self._issue(i, of_scheduler[i]) for i in range(_SCHEDULERS))
             self.now = max(self.now + 1, float(int(earliest)))

@@ -150,7 +150,7 @@ class TestRecord:
         [
             lambda text: text[: len(text) // 2],
             lambda text: "",
-            lambda text: text.replace('"schema": 1', '"schema": 2'),
+            lambda text: text.replace('"schema": 2', '"schema": 1'),
             lambda text: text.replace("2.0", '"fast"'),
             lambda text: text.replace("2.0", "NaN"),
             lambda text: text.replace('"ms": {', '"ns": {'),

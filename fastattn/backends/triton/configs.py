@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import record
+
 
 class Config(NamedTuple):
     """M queries by N keys a tile, and how a program is compiled; the names are those the kernels and Triton use."""
@@ -33,6 +35,7 @@ class Apart(NamedTuple):
 
 
 _HOPPER, _AMPERE, _ADA, _FP32 = "sm_90", "sm_80, and others with 16 bits", "sm_86, sm_89, sm_120", "fp32 on every GPU"
+_INTERPRETER = "Triton's interpreter"
 """Those of _ADA have 99 KB of shared memory and half of the A100's matrix units: where it has no entry, _AMPERE's."""
 
 _TABLE: dict[tuple[str, str, int], Config | Apart] = {
@@ -143,10 +146,19 @@ _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
     ("dq", _FP32, 128): Config(32, 16, 8, 1),
 }
 
+# The next best by the model, which `fastattn tune` tries beside those of _TABLE.
+_TO_TRY: dict[tuple[str, str, int], tuple[Config | Apart, ...]] = {
+    ("forward", _INTERPRETER, 64): (Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    ("dk_dv", _INTERPRETER, 64): (Config(16, 32, 4, 1), Apart(Config(16, 32, 4, 1), Config(32, 32, 4, 1))),
+}
+
 FEW_QUERIES: tl.constexpr = tl.constexpr(16)
 """Of up to so many the forward is that of flash_decoding.py."""
 
 _INTERPRETED = Config(32, 32, num_warps=4, num_stages=1)  # small, so that short test cases have several tiles
+
+in_place_of: dict[str, str] = {}
+"""Tiles that this process uses, by the names of `tiles_to_try`, whatever the record of the machine says."""
 
 
 def config_for(kernel: str, q: Tensor, padded_head_dim: int, heavy_terms: int) -> Config | Apart:
@@ -155,11 +167,39 @@ def config_for(kernel: str, q: Tensor, padded_head_dim: int, heavy_terms: int) -
     Args:
         heavy_terms: see `Rules.heavy_terms`.
     """
-    if triton.knobs.runtime.interpret:
-        return _INTERPRETED
-    keys = [(kernel, family, max(padded_head_dim, 64)) for family in _families(q)]
+    default, others = _entry(kernel, q, padded_head_dim, heavy_terms)
+    if not others:
+        return default
+    name = _name(kernel, padded_head_dim)
+    wanted = in_place_of.get(name) or record.of(q.device).tiles.get(name)
+    return next((other for other in others if str(other) == wanted), default)
+
+
+def tiles_to_try(q: Tensor) -> dict[str, tuple[str, ...]]:
+    """The tiles of each kernel that has several for the GPU and the dtype of q, those of the table first."""
+    entries = {
+        _name(kernel, dim): _entry(kernel, q, dim, 0) for kernel in ("forward", "dk_dv", "dq") for dim in (64, 128)
+    }
+    return {name: tuple(map(str, (default, *others))) for name, (default, others) in entries.items() if others}
+
+
+def _name(kernel: str, padded_head_dim: int) -> str:
+    return f"{kernel} {max(padded_head_dim, 64)}"
+
+
+def _entry(
+    kernel: str, q: Tensor, padded_head_dim: int, heavy_terms: int
+) -> tuple[Config | Apart, tuple[Config | Apart, ...]]:
+    """What the tables say, and what can be tried instead."""
+    is_interpreted = triton.knobs.runtime.interpret
+    keys = [
+        (kernel, family, max(padded_head_dim, 64)) for family in ((_INTERPRETER,) if is_interpreted else _families(q))
+    ]
+    others = () if heavy_terms else next((_TO_TRY[key] for key in keys if key in _TO_TRY), ())
+    if is_interpreted:
+        return _INTERPRETED, others
     tables = reversed((_TABLE, _HEAVY, _HEAVIEST)[: heavy_terms + 1])
-    return next(table[key] for table in tables for key in keys if key in table)
+    return next(table[key] for table in tables for key in keys if key in table), others
 
 
 def padded_head_dim(dim: int, q: Tensor) -> int:

@@ -127,6 +127,11 @@ def repeated(kind: tuple, inputs: tuple[Tensor | None, ...], spec: Spec) -> list
     return outputs
 
 
+def forget() -> None:
+    """Forgets all launches, as is due where kernels get other tiles."""
+    _known.clear()
+
+
 def _any_of(hook: object) -> bool:
     """Whether anything is called by a hook of Triton, which is a chain of functions, or None."""
     return bool(getattr(hook, "calls", hook))
@@ -185,7 +190,7 @@ class Launches:
         """Remembers the launches so far as all that a call of this kind needs; the rest is that of `rules_of`."""
         if self._launches is not None:
             if len(_known) >= MOST_KINDS:
-                _known.clear()
+                forget()
             constant = tuple(None if _has_tensors(member) else member for member in self.rules)
             rules = functools.partial(rules_of, n_q=n_q, n_k=n_k, dtype=dtype, known=constant)
             outputs = [None if x is None else _allocator(x) for x in self._outputs]

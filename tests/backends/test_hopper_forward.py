@@ -13,7 +13,7 @@ import torch
 from fastattn import Mask
 from fastattn.backends import hopper, reference
 from fastattn.backends.hopper import flash_forward, order
-from fastattn.backends.hopper.configs import FORWARD_ALTERNATIVES, ForwardConfig
+from fastattn.backends.hopper.configs import FORWARD_ALTERNATIVES, ForwardConfig, forward_config
 from fastattn.backends.hopper.gluon import gl, jit
 from fastattn.spec import Spec
 from fastattn.testing import Case, Inputs, assert_right, make_inputs, run
@@ -174,7 +174,7 @@ def test_tiles_on_both_sides_of_full_ones_are_masked(hopper_gpu, window):
 def test_documents_in_tiles_of_three_warp_groups(hopper_gpu):
     """192 queries a tile, which is no power of two."""
     inputs = make_inputs(Case("documents", "", n_q=400, D=64, segment_ids=True, causal=True), torch.float16)
-    config = FORWARD_ALTERNATIVES[64][0]
+    config = forward_config(64)
     assert config.block_m == 192
     with mock.patch.object(flash_forward, "forward_config", return_value=config):
         assert_right(inputs, forward(inputs))

@@ -85,8 +85,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
         return o.zero_(), lse.fill_(-math.inf)
     q, k, v = loadable(q), loadable(k), loadable(v)
     block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
-    config = forward_config(max(block_qk, block_v))
-    visible = visibility(spec.mask, n_q, n_k, torch.bool).in_tiles(config.block_m)
+    mask = spec.mask
+    padding = any(x is not None for x in (mask.real_queries, mask.real_keys, mask.segment_ids))
+    config = forward_config(max(block_qk, block_v), padding)
+    visible = visibility(mask, n_q, n_k, torch.bool).in_tiles(config.block_m)
     scale_log2 = spec.scale * what.LOG2E
     n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
     l2_group = l2_group_of(n_heads, H // H_kv, n_k * (d_qk + d_v) * k.element_size(), visible)

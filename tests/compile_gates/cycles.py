@@ -106,6 +106,14 @@ def cycles_of_step(loop: list[Instruction], rates: Rates, warps: int, programs: 
     return sum(_Multiprocessor(loop, rates, warps, programs, cycles).run() for cycles in apart) / len(apart)
 
 
+def cycles_of_groups(loop: list[Instruction], groups: int, columns: int) -> float:
+    """Clock cycles of a multiprocessor of an H100 for 128 x 128 pairs, by warp groups of 64 x `columns` pairs a step.
+
+    Loads and sums that other warps copy are not waited for.
+    """
+    return cycles_of_step(loop, RATES[90], 4, groups) * 128 * 128 / (64 * columns * groups)
+
+
 def tflops(cycles: float, flops_of_pair: float, rates: Rates, matrix: str) -> float:
     """TFLOP/s of the whole GPU, whose multiprocessors compute 128 x 128 pairs of query and key in these cycles.
 

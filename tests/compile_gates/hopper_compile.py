@@ -28,6 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import hopper_record
+from cycles import cycles_of_groups
 from hopper_record import Compiled
 from sass import count, disassembled, innermost_loops, instructions
 
@@ -69,10 +70,14 @@ def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
             known.append(kernel)
             same_name = sum(row["kernel"].startswith(name) for row in rows)  # with other constants
             kernel_name = f"{name}, {same_name + 1}" if same_name else name
-            rows.append(_resources(kernel, ptxas_says) | {"kernel": kernel_name})
+            rows.append(_resources(kernel, ptxas_says, tile if call == "full" else None) | {"kernel": kernel_name})
+
+    tile = 0, 0
 
     def is_of_warp_groups(options: dict[str, object]) -> bool:
         """Not the kernels of the Triton backend, which prepare rows and masks."""
+        nonlocal tile
+        tile = options.get("GROUPS", 2), options.get("BLOCK_N") or options.get("BLOCK_M")
         return "maxnreg" in options
 
     for D, call in calls:
@@ -90,8 +95,12 @@ def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
         rows.clear()
 
 
-def _resources(kernel, ptxas_says: str) -> dict[str, object]:
-    """Of a kernel that was just compiled, from what ptxas said of it and from its instructions."""
+def _resources(kernel, ptxas_says: str, tile: tuple[int, int] | None) -> dict[str, object]:
+    """Of a kernel that was just compiled, from what ptxas said of it and from its instructions.
+
+    Args:
+        tile: its warp groups, and the columns of what each of them computes in a step; None for no prediction.
+    """
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas_says)
     warnings = [line.strip() for line in ptxas_says.splitlines() if "C75" in line or "serializ" in line]
     if not _fenced(kernel.asm["ptx"]):
@@ -111,6 +120,7 @@ def _resources(kernel, ptxas_says: str) -> dict[str, object]:
         "loop": len(shortest),
         "loop_hgmma": count("HGMMA", shortest),
         "loop_exposed": _exposed(shortest),
+        "predicted": round(cycles_of_groups(shortest, *tile)) if tile and shortest else None,
         "warnings": tuple(warnings),
     }
 

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import records
+from cycles import RATES, tflops
 
 FILE = Path(__file__).with_name("hopper_compiled.json")
-TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+CHOSEN = "3.7.1"
+"""The Triton of constraints.txt."""
+TRITONS = ("3.6.0", CHOSEN, "3.8.0", "3.9.0")
 _PRODUCTS = {  # of a step with the head dim, in units of 16 that are summed over: the matrix instructions of the loop
     "forward_kernel": {64: 12, 128: 16, 256: 20},
     "dk_dv_kernel": {64: 16, 128: 24, 256: 36},
@@ -42,7 +45,8 @@ class Compiled:
     instructions (HGMMA, UTMALDG, USETMAXREG). loop, loop_hgmma: all instructions, and the matrix instructions, of the
     shortest way round a loop with such: it waits for nothing, and applies no mask where there are tiles without.
     loop_exposed: its exponentials that run while no matrix product is under way. loop_local: how many of `local` are
-    on such a way. warnings: of ptxas about performance.
+    on such a way. predicted: clock cycles for 128 x 128 pairs by the model of cycles.py, where there is no mask.
+    warnings: of ptxas about performance.
     """
 
     triton: str
@@ -60,6 +64,7 @@ class Compiled:
     loop_hgmma: int
     loop_exposed: int
     loop_local: int
+    predicted: int | None = None
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -119,6 +124,26 @@ def record(kernels: list[Compiled]) -> None:
 
 
 def table(kernels: list[Compiled]) -> str:
+    """Markdown: the speeds that are predicted, then what each kernel takes."""
+    return f"{speeds(kernels)}\n\n{resources(kernels)}"
+
+
+def speeds(kernels: list[Compiled]) -> str:
+    """Markdown: TFLOP/s of an H100 by the model of cycles.py, without a mask: of the forward, and of both backwards."""
+    lines: list[tuple[object, ...]] = [("D", "forward", "dK with dV, and dQ", "all three at once")]
+    lines.append(("--:", "--:", "--:", "--:"))
+    for D in dict.fromkeys(x.D for x in kernels):
+        cycles = {x.kernel: x.predicted for x in kernels if (x.D, x.triton) == (D, CHOSEN) and x.predicted is not None}
+        apart = sum(n for name, n in cycles.items() if name.startswith(("dk_dv", "dq")))
+        rates = [
+            round(tflops(n, 2 * D * products, RATES[90], "wgmma.mma_async")) if n else ""
+            for n, products in ((cycles.get("forward_kernel"), 2), (apart, 5), (cycles.get("fused_kernel"), 5))
+        ]
+        lines.append((D, *rates))
+    return records.markdown(lines)
+
+
+def resources(kernels: list[Compiled]) -> str:
     """Markdown: a line for each kernel and call, with the figures of each Triton."""
     versions = sorted({kernel.triton for kernel in kernels})
     by_key = {(x.kernel, x.D, x.call, x.triton): x for x in kernels}

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # of which the record has the digest, whatever is installed
 
@@ -37,6 +38,7 @@ from triton_record import FLOPS, MOST_WARPS, PLAIN, SHARED_KIB, TRAINING, Compil
 
 from benchmarks.gpu.compiling import NoGPU, compile_only
 from fastattn.backends import triton as backend
+from fastattn.backends.triton import configs
 from fastattn.spec import Mask, Spec
 
 B, H, N = 2, 2, 256
@@ -141,12 +143,25 @@ def compiled(arch: int, calls: list[Call]) -> Iterator[Compiled]:
 
         q = torch.zeros(B, H, N, call.D, dtype=getattr(torch, call.dtype))
         lse, spec = torch.zeros(B, H, N), Spec(scale=call.D**-0.5, **CALLS[call.name])
-        with compile_only(take, is_wanted), contextlib.redirect_stdout(printed):
-            compile_call(call, q, lse, spec)
-        for name, taken in kernels:
-            of = {"triton": triton.__version__, "arch": arch, "kernel": name, "D": call.D, "dtype": call.dtype}
-            yield Compiled(**of, call=call.name, **taken)
-        kernels.clear()
+        for tiles in [{}, *tiles_to_try(call, q)]:
+            with (
+                mock.patch.dict(configs.in_place_of, tiles),
+                compile_only(take, is_wanted),
+                contextlib.redirect_stdout(printed),
+            ):
+                compile_call(call, q, lse, spec)
+            for name, taken in kernels:
+                of = {"triton": triton.__version__, "arch": arch, "kernel": name, "D": call.D, "dtype": call.dtype}
+                yield Compiled(**of, call=call.name, **taken, is_to_try=bool(tiles))
+            kernels.clear()
+
+
+def tiles_to_try(call: Call, q: torch.Tensor) -> list[dict[str, str]]:
+    """What `configs.in_place_of` is to be for each tile that `fastattn tune` tries, in a causal call."""
+    if (call.name, call.dtype) != ("causal", "bfloat16"):
+        return []
+    tiles = configs.tiles_to_try(q).items()
+    return [{name: other} for name, (_, *others) in tiles for other in others if name.endswith(f" {call.D}")]
 
 
 def compile_call(call: Call, q: torch.Tensor, lse: torch.Tensor, spec: Spec) -> None:

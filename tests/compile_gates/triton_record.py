@@ -88,7 +88,7 @@ class Compiled:
     in several warps. full, partial: the steps over tiles of which every pair is seen and over the others; None where
     there is no such loop. predicted: clock cycles for 128 x 128 pairs that are all seen, by the model of cycles.py.
     warnings: of ptxas, that matrix instructions wait for each other. without_values: whether it computes the lse or
-    rows of weights alone.
+    rows of weights alone. is_to_try: whether its tile is one that `fastattn tune` tries in place of the default.
     """
 
     triton: str
@@ -110,9 +110,11 @@ class Compiled:
     predicted: int | None = None
     warnings: tuple[str, ...] = ()
     without_values: bool = False
+    is_to_try: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kernel} D{self.D} {self.dtype} {self.call} on sm_{self.arch}, Triton {self.triton}"
+        tile = f" in tiles of {self.tile}" if self.is_to_try else ""
+        return f"{self.kernel} D{self.D} {self.dtype} {self.call}{tile} on sm_{self.arch}, Triton {self.triton}"
 
     @property
     def most_local(self) -> int:
@@ -220,7 +222,7 @@ def table(kernels: list[Compiled]) -> str:
     Before them the speed of both passes, where it was predicted.
     """
     every = [x for x in kernels if x.triton == CHOSEN and x.dtype == "bfloat16" and x.D in (64, 128, 256)]
-    shown = [x for x in every if x.kernel in TRAINING and not x.without_values]
+    shown = [x for x in every if x.kernel in TRAINING and not x.without_values and not x.is_to_try]
     return f"{speeds(shown)}\n\n{markdown(x for x in shown if x.call in ('causal', 'keys'))}"
 
 

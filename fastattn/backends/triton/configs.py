@@ -148,6 +148,12 @@ _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
 
 # The next best by the model, which `fastattn tune` tries beside those of _TABLE.
 _TO_TRY: dict[tuple[str, str, int], tuple[Config | Apart, ...]] = {
+    ("forward", _HOPPER, 64): (Config(128, 64, 8, 2), Config(64, 128, 4, 3)),
+    ("forward", _HOPPER, 128): (Config(128, 64, 8, 4), Config(64, 64, 4, 3)),
+    ("dk_dv", _HOPPER, 64): (Config(64, 64, 4, 3), Config(64, 128, 8, 4)),
+    ("dk_dv", _HOPPER, 128): (Config(64, 128, 8, 2), Config(64, 128, 8, 4)),
+    ("dq", _HOPPER, 64): (Config(128, 128, 8, 3), Config(64, 64, 4, 4)),
+    ("dq", _HOPPER, 128): (Config(128, 64, 8, 4), Config(64, 64, 4, 2)),
     ("forward", _INTERPRETER, 64): (Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
     ("dk_dv", _INTERPRETER, 64): (Config(16, 32, 4, 1), Apart(Config(16, 32, 4, 1), Config(32, 32, 4, 1))),
 }

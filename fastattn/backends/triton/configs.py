@@ -154,6 +154,9 @@ _TO_TRY: dict[tuple[str, str, int], tuple[Config | Apart, ...]] = {
     ("dk_dv", _HOPPER, 128): (Config(64, 128, 8, 2), Config(64, 128, 8, 4)),
     ("dq", _HOPPER, 64): (Config(128, 128, 8, 3), Config(64, 64, 4, 4)),
     ("dq", _HOPPER, 128): (Config(128, 64, 8, 4), Config(64, 64, 4, 2)),
+    ("forward", _AMPERE, 128): (Config(128, 64, 8, 3), Config(128, 128, 8, 3)),
+    ("dk_dv", _AMPERE, 128): (Config(64, 64, 4, 2), Apart(Config(32, 128, 4, 3), Config(32, 128, 4, 3))),
+    ("dq", _AMPERE, 128): (Config(128, 16, 4, 3), Config(128, 64, 8, 2)),
     ("forward", _INTERPRETER, 64): (Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
     ("dk_dv", _INTERPRETER, 64): (Config(16, 32, 4, 1), Apart(Config(16, 32, 4, 1), Config(32, 32, 4, 1))),
 }

@@ -70,6 +70,7 @@ _WITHOUT_EFFECT = frozenset(
         "position_ids",
         "return_dict",
         "shift_labels",
+        "tokenizer",
         "use_cache",
     }
 )

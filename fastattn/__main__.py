@@ -1,4 +1,7 @@
-"""The command line: `fastattn info | bench | demo | build | tune`. Each command imports what it needs when it runs."""
+"""The command line: `fastattn info | bench | demo | serve | build | tune`.
+
+Each command imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo_module.add_arguments(demo)
     demo.set_defaults(run=demo_module.run)
+
+    serve = commands.add_parser(
+        "serve",
+        help="run `transformers serve` with attention by fastattn",
+        add_help=False,
+        prefix_chars="\0",  # everything after the command is for transformers, --help too
+    )
+    serve.add_argument("arguments", nargs="*")
+    serve.set_defaults(run=_serve)
 
     bench = commands.add_parser(
         "bench",
@@ -225,6 +237,16 @@ def _tune(args: argparse.Namespace) -> int:
             writing.write(args.share, record.as_json(device, found))
         except OSError as error:
             raise CommandError(str(error)) from error
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from fastattn.integrations.serving import serve
+
+        serve(args.arguments)
+    except ImportError as error:
+        raise CommandError(str(error)) from error
     return 0
 
 

@@ -4,34 +4,53 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_MODULE = "transformers.modeling_utils"  # without which transformers makes no model
-
 
 def register_with_transformers() -> None:
-    """Makes `attn_implementation="fastattn"` known to transformers: now, or as soon as it is imported."""
-    if _MODULE in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _AtImport())
+    """Makes `attn_implementation="fastattn"` known to transformers and its server: now, or when they are imported."""
+    for name, register in _REGISTER_AFTER.items():
+        if name in sys.modules:
+            _register(register)
+        else:
+            sys.meta_path.insert(0, _AtImport(name, register))
 
 
-def _register() -> None:
+def _implementations() -> None:
+    from .transformers import register
+
+    register()
+
+
+def _server() -> None:
+    from .serving import register
+
+    register()
+
+
+_REGISTER_AFTER = {
+    "transformers.modeling_utils": _implementations,  # without which transformers makes no model
+    "transformers.cli.serving.model_manager": _server,  # without which its server loads none
+}
+
+
+def _register(register: Callable[[], None]) -> None:
     with suppress(ImportError):  # a transformers before version 5 goes on without
-        from .transformers import register
-
         register()
 
 
 class _AtImport(MetaPathFinder):
-    """Finds the module as others do, once, and registers when it has been executed."""
+    """Finds a module as others do, once, and registers when it has been executed."""
+
+    def __init__(self, name: str, register: Callable[[], None]) -> None:
+        self.name, self.register = name, register
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _MODULE:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -40,7 +59,7 @@ class _AtImport(MetaPathFinder):
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
-                _register()
+                _register(self.register)
 
             spec.loader.exec_module = execute_and_register
         return spec

@@ -70,6 +70,7 @@ _WITHOUT_EFFECT = frozenset(
         "position_ids",
         "return_dict",
         "shift_labels",
+        "tokenizer",
         "use_cache",
     }
 )
@@ -174,14 +175,14 @@ def register() -> None:
         AttentionInterface.register(implementation, attention_forward)
         AttentionMaskInterface.register(implementation, attention_mask)
     for maker in _MAKERS:
-        _put_around(masking_utils, maker, _telling)
-    _put_around(masking_utils, "_preprocess_mask_arguments", _checking_positions)
-    _put_around(PreTrainedModel, "get_correct_attn_implementation", _checking)
-    _put_around(PreTrainedModel, "post_init", _packing)
-    _put_around(ContinuousBatchingManager, "switch_to_cb_friendly_attn", keeping(IMPLEMENTATION, PACKED))
+        put_around(masking_utils, maker, _telling)
+    put_around(masking_utils, "_preprocess_mask_arguments", _checking_positions)
+    put_around(PreTrainedModel, "get_correct_attn_implementation", _checking)
+    put_around(PreTrainedModel, "post_init", _packing)
+    put_around(ContinuousBatchingManager, "switch_to_cb_friendly_attn", keeping(IMPLEMENTATION, PACKED))
 
 
-def _put_around(owner: object, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+def put_around(owner: object, name: str, wrapper: Callable[[Callable], Callable]) -> None:
     """Puts a function in the place of one of transformers that it calls, once."""
     function = getattr(owner, name, None)
     if function is not None and not hasattr(function, _AROUND):
@@ -253,8 +254,8 @@ def _let_biases_be_relative(cls: type[PreTrainedModel]) -> None:
     modules = [sys.modules.get(base.__module__) for base in cls.__mro__]
     for name, module in itertools.product(_WITH_RELATIVE_BIASES, modules):
         if (attention := getattr(module, name, None)) is not None:
-            _put_around(attention, "compute_bias", _by_distance)
-            _put_around(attention, "forward", _without_zeros)
+            put_around(attention, "compute_bias", _by_distance)
+            put_around(attention, "forward", _without_zeros)
 
 
 def _computes_here(attention: nn.Module) -> bool:

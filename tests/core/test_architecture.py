@@ -92,6 +92,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
         "spec",
         "bench",
         "demo",
+        "integrations",
         *(f"backends{module}" for module in ("", ".build", ".cpu", ".cuda", ".record")),
     },
 }

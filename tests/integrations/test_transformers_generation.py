@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
+from decoder_cases import text_of, tokenizer_of_letters
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
@@ -201,6 +202,16 @@ def test_sampling_with_a_seed(name):
     assert torch.equal(eager, right), "rounding decides"
     assert torch.equal(actual, eager)
     assert not torch.equal(actual, expected(name)[0].sequences)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_stop_strings(name):
+    """generate hands the tokenizer that finds them on to every layer."""
+    whole = generate(eager_model(name), one_sample(name)).sequences[0]
+    options = {"tokenizer": tokenizer_of_letters(), "stop_strings": [text_of(whole[-9:-7].tolist())]}
+    expected = generate(eager_model(name), one_sample(name), **options).sequences
+    assert expected.shape[1] < len(whole)
+    assert torch.equal(generate(swapped_model(name), one_sample(name), **options).sequences, expected)
 
 
 @pytest.mark.parametrize("length", [3, 4 * NEW])

@@ -52,10 +52,10 @@ def test_runs_as_a_module_and_imports_nothing_for_help():
     )
     done = fresh_python.run(code)
     assert done.stdout.endswith("[]\n")
-    assert all(command in done.stdout for command in ("info", "build", "demo", "bench"))
+    assert all(command in done.stdout for command in ("info", "build", "demo", "serve", "bench"))
 
 
-@pytest.mark.parametrize("command", ["info", "build", "demo", "bench"])
+@pytest.mark.parametrize("command", ["info", "build", "demo", "serve", "bench"])
 def test_every_command_explains_itself(command, capsys):
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])

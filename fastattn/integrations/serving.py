@@ -1,0 +1,45 @@
+"""`transformers serve`: the server takes fastattn's names for `--attn-implementation`, and `fastattn serve` starts it.
+
+What is read of transformers' internals was tried with the versions in constraints.txt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .transformers import IMPLEMENTATION, PACKED, put_around
+from .transformers import register as register_names
+
+
+def register() -> None:
+    """Lets the names of fastattn pass the server's check of its options, which knows those of transformers alone."""
+    from transformers.cli.serving.model_manager import ModelManager
+
+    register_names()
+    put_around(ModelManager, "_validate_args", _knowing_ours)
+
+
+def _knowing_ours(validate: Callable) -> Callable:
+    def check(manager: object) -> None:
+        asked = manager.attn_implementation
+        if asked in (IMPLEMENTATION, PACKED):
+            manager.attn_implementation = None  # the rest is checked
+        try:
+            validate(manager)
+        finally:
+            manager.attn_implementation = asked
+
+    return check
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Runs `transformers serve` with these arguments, and attention by fastattn unless they name another one.
+
+    Raises:
+        ImportError: transformers, or a package that its server needs, is not installed.
+        SystemExit: at the end, since the command line of transformers ends so.
+    """
+    from transformers.cli.transformers import app
+
+    # Of an option that is given twice the last one counts.
+    app(["serve", "--attn-implementation", IMPLEMENTATION, *arguments], prog_name="fastattn")

@@ -133,10 +133,12 @@ class Compiled:
             yield f"has {'' if self.matrix else 'no '}matrix instructions"
         if self.dtype == "float32" or self.kernel in _WITHOUT_PRODUCTS:
             return
-        if self.call != "documents":  # of which Triton does not pipeline all loads on Hopper, for no known reason
-            yield from self.warnings
         if 0 < self.columns < 64:
             yield f"has a wgmma of {self.columns} columns, which Triton 3.7 gets wrong (triton#11366)"
+        if self.is_to_try:  # which is timed before it serves
+            return
+        if self.call != "documents":  # of which Triton does not pipeline all loads on Hopper, for no known reason
+            yield from self.warnings
         if self.call in ("dense", "everything") or self.D > 128:
             return
         slack = 1.0 if self.triton == CHOSEN else _OTHER_TRITONS

@@ -146,17 +146,21 @@ _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
     ("dq", _FP32, 128): Config(32, 16, 8, 1),
 }
 
-# The next best by the model, which `fastattn tune` tries beside those of _TABLE.
+# What `fastattn tune` times beside those of _TABLE: the next best by the model, or better ones that spill a little or
+# have little shared memory to spare.
 _TO_TRY: dict[tuple[str, str, int], tuple[Config | Apart, ...]] = {
     ("forward", _HOPPER, 64): (Config(128, 64, 8, 2), Config(64, 128, 4, 3)),
     ("forward", _HOPPER, 128): (Config(128, 64, 8, 4), Config(64, 64, 4, 3)),
     ("dk_dv", _HOPPER, 64): (Config(64, 64, 4, 3), Config(64, 128, 8, 4)),
-    ("dk_dv", _HOPPER, 128): (Config(64, 128, 8, 2), Config(64, 128, 8, 4)),
+    ("dk_dv", _HOPPER, 128): (Config(64, 128, 8, 4), Config(64, 64, 4, 2)),
     ("dq", _HOPPER, 64): (Config(128, 128, 8, 3), Config(64, 64, 4, 4)),
     ("dq", _HOPPER, 128): (Config(128, 64, 8, 4), Config(64, 64, 4, 2)),
-    ("forward", _AMPERE, 128): (Config(128, 64, 8, 3), Config(128, 128, 8, 3)),
-    ("dk_dv", _AMPERE, 128): (Config(64, 64, 4, 2), Apart(Config(32, 128, 4, 3), Config(32, 128, 4, 3))),
-    ("dq", _AMPERE, 128): (Config(128, 16, 4, 3), Config(128, 64, 8, 2)),
+    ("forward", _AMPERE, 64): (Config(128, 128, 8, 3), Config(64, 128, 4, 3)),
+    ("forward", _AMPERE, 128): (Config(128, 32, 4, 3), Config(128, 64, 8, 3)),
+    ("dk_dv", _AMPERE, 64): (Config(64, 64, 4, 3), Config(64, 128, 8, 3)),
+    ("dk_dv", _AMPERE, 128): (Config(32, 128, 8, 3), Config(64, 64, 4, 2)),
+    ("dq", _AMPERE, 64): (Config(128, 32, 4, 3), Config(128, 128, 8, 3)),
+    ("dq", _AMPERE, 128): (Config(128, 32, 4, 2), Config(128, 64, 8, 3)),
     ("forward", _INTERPRETER, 64): (Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
     ("dk_dv", _INTERPRETER, 64): (Config(16, 32, 4, 1), Apart(Config(16, 32, 4, 1), Config(32, 32, 4, 1))),
 }
@@ -200,15 +204,13 @@ def _entry(
     kernel: str, q: Tensor, padded_head_dim: int, heavy_terms: int
 ) -> tuple[Config | Apart, tuple[Config | Apart, ...]]:
     """What the tables say, and what can be tried instead."""
-    is_interpreted = triton.knobs.runtime.interpret
-    keys = [
-        (kernel, family, max(padded_head_dim, 64)) for family in ((_INTERPRETER,) if is_interpreted else _families(q))
-    ]
-    others = () if heavy_terms else next((_TO_TRY[key] for key in keys if key in _TO_TRY), ())
-    if is_interpreted:
-        return _INTERPRETED, others
-    tables = reversed((_TABLE, _HEAVY, _HEAVIEST)[: heavy_terms + 1])
-    return next(table[key] for table in tables for key in keys if key in table), others
+    dim, tables = max(padded_head_dim, 64), (_TABLE, _HEAVY, _HEAVIEST)[: heavy_terms + 1]
+    if triton.knobs.runtime.interpret:
+        default, key = _INTERPRETED, (kernel, _INTERPRETER, dim)
+    else:
+        keys = [(kernel, family, dim) for family in _families(q)]
+        default, key = next((table[key], key) for table in reversed(tables) for key in keys if key in table)
+    return default, () if heavy_terms else _TO_TRY.get(key, ())
 
 
 def padded_head_dim(dim: int, q: Tensor) -> int:

@@ -1,6 +1,6 @@
 """Prints how long a step of decoding takes with keys and values in pages, beside PyTorch's attention, on the CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--prefix] [--rivals]
+    OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--filter fastattn] [--prefix] [--rivals]
 
 Requests of 128 to 8192 tokens, 32 heads of 128 that share 8 of keys, pages of 64. "pages" is attention_paged, "int8"
 and "float8" the same with pages of these, "rows" attention over the same keys, padded to one length. PyTorch's function
@@ -116,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="for each number of requests")
     parser.add_argument("--only", choices=DTYPES)
+    parser.add_argument("--filter", default="", help="time only ways with this in their names")
     parser.add_argument("--prefix", action="store_true")
     parser.add_argument("--rivals", action="store_true", help="onnxruntime's operator too")
     options = parser.parse_args()
@@ -123,7 +124,8 @@ def main() -> None:
     for name in [options.only] if options.only else DTYPES:
         for batch in ("shared",) if options.prefix else BATCHES:
             calls = sharing(DTYPES[name]) if batch == "shared" else decoding(batch, DTYPES[name], options.rivals)
-            timings = interleave(calls, options.seconds, "cpu")
+            chosen = {way: call for way, call in calls.items() if options.filter in way}
+            timings = interleave(chosen, options.seconds, "cpu")
             first = next(iter(timings.values()))
             title = f"{SHARING} requests, prompt of {PREFIX}" if batch == "shared" else f"{batch} requests"
             print(f"{name}, {title}, {torch.get_num_threads()} threads")

@@ -1,18 +1,19 @@
 """Prints how long a step of decoding takes with keys and values in pages, beside PyTorch's attention, on the CPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--prefix] [--rivals]
+    OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--filter fastattn] [--prefix] [--rivals]
 
 Requests of 128 to 8192 tokens, 32 heads of 128 that share 8 of keys, pages of 64. "pages" is attention_paged, "int8"
-the same with pages of int8, "rows" attention over the same keys, padded to one length. PyTorch's function is called for
-each request alone, for all of them padded, and with the pages copied together. The last row reads the keys and values
-of the requests and does nothing else. --rivals adds onnxruntime's GroupQueryAttention over the padded rows in fp32, and
-needs onnxruntime and onnx. With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of their
-own.
+and "float8" the same with pages of these, "rows" attention over the same keys, padded to one length. PyTorch's function
+is called for each request alone, for all of them padded, and with the pages copied together. The last row reads the
+keys and values of the requests and does nothing else. --rivals adds onnxruntime's GroupQueryAttention over the padded
+rows in fp32, and needs onnxruntime and onnx. With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of
+their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 
 import torch
@@ -26,6 +27,7 @@ from fastattn.paged import quantized
 
 H, H_KV, D, PAGE = 32, 8, 128, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+QUANTIZED = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 BATCHES = (1, 8, 64)
 PREFIX, OWN, SHARING = 4096, 128, 32
 
@@ -67,14 +69,15 @@ def decoding(batch: int, dtype: torch.dtype, rivals: bool) -> dict[str, Call]:
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for way in ways.values():
         torch.testing.assert_close(way().float(), expected, rtol=tolerance, atol=tolerance)
-    (k8, k_scales), (v8, v_scales) = quantized(k_pages), quantized(v_pages)
-    k8, v8 = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k8, v8))
-    ways["fastattn, int8"] = lambda: fastattn.attention_paged(
-        q, k8, v8, table, lengths, k_scales=k_scales, v_scales=v_scales
-    )
-    exact = ((x.float() * scales[..., None]).to(dtype) for x, scales in ((k8, k_scales), (v8, v_scales)))
-    expected = fastattn.attention_paged(q, *exact, table, lengths)
-    torch.testing.assert_close(ways["fastattn, int8"](), expected, rtol=tolerance, atol=tolerance)
+    for name, stored in QUANTIZED.items():
+        (k8, k_scales), (v8, v_scales) = quantized(k_pages, stored), quantized(v_pages, stored)
+        k8, v8 = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k8, v8))
+        scales = {"k_scales": k_scales, "v_scales": v_scales}
+        way = functools.partial(fastattn.attention_paged, q, k8, v8, table, lengths, **scales)
+        exact = ((x.float() * scales[..., None]).to(dtype) for x, scales in ((k8, k_scales), (v8, v_scales)))
+        expected = fastattn.attention_paged(q, *exact, table, lengths)
+        torch.testing.assert_close(way(), expected, rtol=tolerance, atol=tolerance)
+        ways[f"fastattn, {name}"] = way
     reads = [x for _, *both in alone for x in both]
     return {name: Call(way) for name, way in ways.items()} | {
         "bare reads": Call(lambda: [x.sum() for x in in_fp32(reads)])
@@ -113,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="for each number of requests")
     parser.add_argument("--only", choices=DTYPES)
+    parser.add_argument("--filter", default="", help="time only ways with this in their names")
     parser.add_argument("--prefix", action="store_true")
     parser.add_argument("--rivals", action="store_true", help="onnxruntime's operator too")
     options = parser.parse_args()
@@ -120,7 +124,8 @@ def main() -> None:
     for name in [options.only] if options.only else DTYPES:
         for batch in ("shared",) if options.prefix else BATCHES:
             calls = sharing(DTYPES[name]) if batch == "shared" else decoding(batch, DTYPES[name], options.rivals)
-            timings = interleave(calls, options.seconds, "cpu")
+            chosen = {way: call for way, call in calls.items() if options.filter in way}
+            timings = interleave(chosen, options.seconds, "cpu")
             first = next(iter(timings.values()))
             title = f"{SHARING} requests, prompt of {PREFIX}" if batch == "shared" else f"{batch} requests"
             print(f"{name}, {title}, {torch.get_num_threads()} threads")

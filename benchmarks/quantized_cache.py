@@ -1,10 +1,10 @@
-"""Prints what a cache of int8 changes: the loss of a small decoder, which is trained here, and its tokens a second.
+"""Prints what a quantized cache changes: the loss of a small decoder, which is trained here, and its tokens a second.
 
     python benchmarks/quantized_cache.py [--steps 150] [--requests 8] [--threads 2]
 
 The decoder has the sizes of MiniLM: 6 layers of 384, 12 heads of 32, fp32. It learns the bytes of this repository's
 files, but for every twentieth block of them, on which its loss is measured: each token then reads those before it from
-the cache. For the tokens a second every request has 8192 tokens in the cache, and the two caches take turns.
+the cache. For the tokens a second every request has 8192 tokens in the cache, and the caches take turns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ CONFIG = TransformerConfig(
 )  # fmt: skip
 BLOCK, BATCH, HELD_OUT = 512, 16, 20
 PAGE, CHUNK, CACHED = 64, 64, 8192
-DTYPES = {"fp32": None, "int8": torch.int8}
+QUANTIZED = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+DTYPES = {"fp32": None, **QUANTIZED}
 
 
 def blocks() -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,21 +109,24 @@ def main() -> None:
         model = trained(to_learn, options.steps)
     ids = held_out[:64].long()
     of_each = {name: logits(model, ids[:, :-1], PagedCache(64 * BLOCK // PAGE, PAGE, d)) for name, d in DTYPES.items()}
-    same = (of_each["fp32"].argmax(-1) == of_each["int8"].argmax(-1)).double().mean()
     for name, x in of_each.items():
         bits = cross_entropy(x.double().flatten(0, 1), ids[:, 1:].flatten()) / torch.log(torch.tensor(2.0))
         print(f"{name}: {bits:.5f} bits a byte of {ids[:, 1:].numel()} that were held out")
-    print(f"the likeliest byte is the same in {100 * same:.2f} % of all places")
+    for name in QUANTIZED:
+        same = (of_each["fp32"].argmax(-1) == of_each[name].argmax(-1)).double().mean()
+        print(f"{name}: the likeliest byte is that of fp32 in {100 * same:.2f} % of all places")
     calls = {name: decoding(model, held_out, options.requests, dtype) for name, dtype in DTYPES.items()}
-    exact, rounded = (call.run() for call in calls.values())
-    assert ((rounded - exact).norm() / exact.norm()).item() < 0.05
+    exact, *of_quantized = (call.run() for call in calls.values())
+    for rounded in of_quantized:
+        assert ((rounded - exact).norm() / exact.norm()).item() < 0.05
     timings = interleave(calls, options.seconds, "cpu")
     for name, timing in timings.items():
         print(
             f"{name}: {options.requests / timing.median:.1f} tokens a second, {options.requests} requests of {CACHED}"
         )
-    ratio = statistics.median(a / b for a, b in zip(timings["fp32"].seconds, timings["int8"].seconds, strict=True))
-    print(f"int8 / fp32: {ratio:.2f}")
+    for name in QUANTIZED:
+        ratio = statistics.median(a / b for a, b in zip(timings["fp32"].seconds, timings[name].seconds, strict=True))
+        print(f"{name} / fp32: {ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from . import blocks, ops, plan
 from .api import merge
 from .backends import NoBackendError, warn_of_copies
 from .spec import Mask, accumulation_dtype, refuse_unknown
-from .validation import check_flags, check_paged, check_pages
+from .validation import QUANTIZED, check_flags, check_paged, check_pages
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -115,9 +115,9 @@ def attention_paged(
         prefix: how many tokens at their beginning all requests have in the same pages, whole ones, and no queries among
             them: a prompt that they share. Their keys are read once for all requests, and not once for each.
         scale, softcap, alibi_slopes ([H] or [B, H]), sinks, return_lse, backend: as in `attention`.
-        k_scales, v_scales: fp32 [pages, page_size, H_kv] where k_pages and v_pages are of int8: what each row is to be
-            multiplied by. Rows of k and v are written as whole numbers from -127 to 127, rounded to nearest, with the
-            scale that gives the largest of them 127. The CPU reads such pages where they lie.
+        k_scales, v_scales: fp32 [pages, page_size, H_kv] where k_pages and v_pages are of int8 or float8_e4m3fn: what
+            each row is to be multiplied by. Rows of k and v are written rounded to nearest, with the scale that gives
+            the largest of them 127 in int8 or 448 in float8_e4m3fn. The CPU reads such pages where they lie.
 
     Returns:
         o [total_q, H, d_v] in the dtype of q, or (o, lse) with lse [H, total_q].
@@ -178,7 +178,8 @@ def attention_paged(
             if scales is None:
                 k_pages[at], v_pages[at] = of_k, of_v
             else:
-                (k_pages[at], k_scales[at]), (v_pages[at], v_scales[at]) = quantized(of_k), quantized(of_v)
+                k_pages[at], k_scales[at] = quantized(of_k, k_pages.dtype)
+                v_pages[at], v_scales[at] = quantized(of_v, v_pages.dtype)
     if len(groups) == 1 and groups[0].n * len(lengths) == len(q) and not prefix:  # nothing to gather, as mostly
         o, lse = (x.transpose(1, 2).flatten(0, 1) for x in calls[0]())
         return (o, lse.T) if return_lse else o
@@ -196,10 +197,14 @@ def attention_paged(
     return (o, lse.T) if return_lse else o
 
 
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [..., D] as int8 [..., D] and the fp32 scales [...] that give them back, nearly: the largest is 127."""
-    scales = (x.abs().amax(-1) if x.shape[-1] else x.sum(-1)).float() / 127
-    return (x / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round().to(torch.int8), scales
+def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows [..., D] as int8 or float8_e4m3fn [..., D] and the fp32 scales [...] that give them back, nearly.
+
+    The largest element of a row becomes the largest number of the dtype, so that no conversion overflows.
+    """
+    scales = (x.abs().amax(-1) if x.shape[-1] else x.sum(-1)).float() / QUANTIZED[dtype]
+    x = x / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    return (x if dtype.is_floating_point else x.round()).to(dtype), scales
 
 
 @dataclass(frozen=True)
@@ -320,7 +325,7 @@ def prepared(
         table: int32 or int64 [B, pages of a sample].
         mask: of these queries and the page_size * (pages of a sample) keys.
         scale, softcap, alibi_slopes, sinks, backend: as in `attention`.
-        scales: of the rows of k_pages and v_pages where those are of int8, fp32 [pages, page_size, H_kv].
+        scales: of the rows of k_pages and v_pages where those are quantized, fp32 [pages, page_size, H_kv].
 
     Raises:
         ValueError, NotImplementedError: as in `attention`. The call itself raises neither.
@@ -348,7 +353,7 @@ def prepared(
         k, v = (x[in_use] for x in (k_pages, v_pages))
         if of_rows:
             factors = (x[in_use, ..., None].to(accumulation_dtype(q.dtype)) for x in of_rows)
-            k, v = ((x * factor).to(q.dtype) for x, factor in zip((k, v), factors, strict=True))
+            k, v = ((x.to(factor.dtype) * factor).to(q.dtype) for x, factor in zip((k, v), factors, strict=True))
         k, v = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))
         with _without_autocast(q.device):
             return ops.attention(*plan.prepare(q, k, v, *arguments))

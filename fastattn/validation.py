@@ -16,6 +16,9 @@ from .spec import DropoutSeed, Mask, RelativeBias, Spec, is_dense, is_int, is_ja
 EVERYTHING = Mask()
 """The mask of a call without one."""
 
+QUANTIZED = {torch.int8: 127, torch.float8_e4m3fn: 448}
+"""Dtypes of pages whose rows have scales, and the largest number of each."""
+
 
 def validated(
     q: Tensor,
@@ -197,11 +200,11 @@ def check_paged(
     """Raises ValueError where these arguments of `attention_paged` do not fit each other in type or shape."""
     _check_shape("q", q, _DTYPES, ("total_q", "H", "D"))
     D = q.shape[2]
-    _check_shape("k_pages", k_pages, (q.dtype, torch.int8), ("pages", "page_size", "H_kv", D), q)
+    _check_shape("k_pages", k_pages, (q.dtype, *QUANTIZED), ("pages", "page_size", "H_kv", D), q)
     pages, page_size, H_kv, _ = k_pages.shape
     _check_shape("v_pages", v_pages, (k_pages.dtype,), (pages, page_size, H_kv, "d_v"), q)
     for name, x in (("k_scales", k_scales), ("v_scales", v_scales)):
-        if k_pages.dtype == torch.int8:
+        if k_pages.dtype in QUANTIZED:
             _check_shape(name, x, (torch.float32,), (pages, page_size, H_kv), q)
         elif x is not None:
             raise ValueError(f"{name} must be None where k_pages is of {k_pages.dtype}, got {_kind(x)}")

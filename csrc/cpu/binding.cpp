@@ -112,7 +112,7 @@ class Call {
       : Call({Object::borrowed(q), "q"}, {Object::borrowed(k), "k"}, {Object::borrowed(v), "v"}, spec) {}
 
   // block_table: int32 [B, pages of a sample], where k and v are pages [pages, H_kv, keys of a page, D]. scales: of k
-  // and v where those are of int8, fp32 [pages, H_kv, keys of a page].
+  // and v where those are of int8 or float8_e4m3fn, fp32 [pages, H_kv, keys of a page].
   Call(const Tensor& q, const Tensor& k, const Tensor& v, const Spec& spec, const MaybeTensor& block_table = {},
        const std::array<MaybeTensor, 2>& scales = {}) {
     const Input rows_of_q = input(q), rows_of_k = input(k, scales[0]), rows_of_v = input(v, scales[1]);
@@ -154,11 +154,13 @@ class Call {
     FASTATTN_CHECK(x.dim() == 4, x.name(), " must be [B, H, N, D], got ", x.sizes_text());
     const Tensor& rows = hold(x.in_rows());
     if (!scales) return rows_of<Input>(rows);
-    FASTATTN_CHECK(rows.is(kDLInt, 8), rows.name(), " must be int8 with scales, got ", rows.dtype_name());
+    const bool is_float8 = rows.is(kDLFloat8_e4m3fn, 8);
+    FASTATTN_CHECK(is_float8 || rows.is(kDLInt, 8), rows.name(), " must be int8 or float8_e4m3fn with scales, got ",
+                   rows.dtype_name());
     scales->check_sizes({rows.size(0), rows.size(1), rows.size(2)});
     FASTATTN_CHECK(scales->is(kDLFloat, 32), scales->name(), " must be float32, got ", scales->dtype_name());
     Input result{rows.data(), DType::i8, rows.stride(0), rows.stride(1), rows.stride(2)};
-    result.scales = reinterpret_cast<const float*>(scales->data());
+    result.is_float8 = is_float8, result.scales = reinterpret_cast<const float*>(scales->data());
     result.batch_stride_of_scales = scales->stride(0), result.head_stride_of_scales = scales->stride(1);
     result.row_stride_of_scales = scales->stride(2);
     return result;

@@ -21,7 +21,8 @@ struct RowsOf {
   int64_t batch_stride, head_stride, row_stride;  // in elements
   const int32_t* table = nullptr;                 // [B, pages_of_sample], or null: samples are not made of pages
   int64_t pages_of_sample = 0, page_rows = 0;
-  const float* scales = nullptr;  // of rows of int8, which are to be multiplied by them: [B or pages, H, N]
+  bool is_float8 = false;         // whether rows of 8 bits, DType::i8, are of float8_e4m3fn
+  const float* scales = nullptr;  // of rows of 8 bits, which are to be multiplied by them: [B or pages, H, N]
   int64_t batch_stride_of_scales = 0, head_stride_of_scales = 0, row_stride_of_scales = 0;
 
   const float* scale(int64_t b, int64_t h, int64_t i) const {

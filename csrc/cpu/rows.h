@@ -17,6 +17,7 @@ namespace fastattn::FASTATTN_ISA {
 namespace {
 
 typedef int8_t BytesInMemory __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 typedef uint16_t HalvesInMemory __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 
 struct BFloat16 {
@@ -27,6 +28,9 @@ struct Float16 {
 };
 struct Int8 {
   int8_t value;
+};
+struct Float8 {  // e4m3fn: no Inf, and NaN where all bits but the sign are ones
+  int8_t bits;
 };
 
 FASTATTN_INLINE Bits load_bits(const uint16_t* p) {
@@ -66,40 +70,36 @@ FASTATTN_INLINE void narrow(BFloat16* p, Floats x) {
 // fp16 has instructions of its own where there are AVX-512, F16C or NEON.
 #if FASTATTN_LANES == 16
 
-FASTATTN_INLINE Floats widen(const Float16* p) {
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
+FASTATTN_INLINE Floats widen_halves(Halves x) { return (Floats)_mm512_cvtph_ps((__m256i)x); }
 FASTATTN_INLINE void narrow(Float16* p, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
 #elif FASTATTN_LANES == 8
 
-FASTATTN_INLINE Floats widen(const Float16* p) {
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
+FASTATTN_INLINE Floats widen_halves(Halves x) { return (Floats)_mm256_cvtph_ps((__m128i)x); }
 FASTATTN_INLINE void narrow(Float16* p, Floats x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
 #elif defined(__aarch64__)
 
-FASTATTN_INLINE Floats widen(const Float16* p) {
-  return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
-}
+FASTATTN_INLINE Floats widen_halves(Halves x) { return (Floats)vcvt_f32_f16((float16x4_t)x); }
 FASTATTN_INLINE void narrow(Float16* p, Floats x) {
   vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
 }
 
 #else
 
-FASTATTN_INLINE Floats widen(const Float16* p) {
-  const Bits half = load_bits(&p->bits);
+FASTATTN_INLINE Floats widen_halves(Halves x) {
+  const Bits half = __builtin_convertvector(x, Bits);
   const Bits magnitude = half & 0x7fff;
-  // The shifted bits are the number times 2^-112, also where it is subnormal; the largest exponent is Inf or NaN.
-  const Floats finite = (Floats)(magnitude << 13) * 0x1p112f;
-  const Bits special = (magnitude << 13) | 0x7f800000;
-  return (Floats)(((magnitude >= 0x7c00) ? special : (Bits)finite) | (half & 0x8000) << 16);
+  // Subnormal numbers are multiples of 2^-24, and the largest exponent is Inf or NaN. None is made of a subnormal fp32
+  // number, which PyTorch may have been told to take for 0.
+  const Floats subnormal = __builtin_convertvector((Ints)magnitude, Floats) * 0x1p-24f;
+  const Bits normal = (magnitude << 13) + (112 << 23), special = (magnitude << 13) | 0x7f800000;
+  const Bits finite = magnitude < 0x400 ? (Bits)subnormal : normal;
+  return (Floats)((magnitude >= 0x7c00 ? special : finite) | (half & 0x8000) << 16);
 }
 
 FASTATTN_INLINE void narrow(Float16* p, Floats x) {
@@ -115,6 +115,22 @@ FASTATTN_INLINE void narrow(Float16* p, Floats x) {
 }
 
 #endif
+
+FASTATTN_INLINE Floats widen(const Float16* p) { return widen_halves(*reinterpret_cast<const HalvesInMemory*>(p)); }
+
+// The bits are those of an fp16 number that is 2^8 times smaller. As those of an fp32 number, 2^120 times smaller, they
+// would be slow where that is subnormal, and 0 where PyTorch has been told to take such numbers for 0.
+FASTATTN_INLINE Floats widen(const Float8* p) {
+#if FASTATTN_LANES == 16
+  const Halves x = (Halves)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif FASTATTN_LANES == 8
+  const Halves x = (Halves)_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  const Halves x = __builtin_convertvector(*reinterpret_cast<const BytesInMemory*>(p), Halves);
+#endif
+  const Halves nan = (Halves)((x | 0xff80) == 0xffff);  // all bits of such an element
+  return widen_halves((x << 7 & 0xbf80) | nan) * 0x1p8f;
+}
 
 // The floats from[0..n) in the first lanes, zeros in the others.
 template <class Element>
@@ -167,20 +183,21 @@ FASTATTN_INLINE void with_elements(Row row, DType dtype, Use use) {
     case DType::f16:
       return use(reinterpret_cast<std::conditional_t<kConst, const Float16, Float16>*>(row));
     case DType::i8:
-      return;  // only keys and values are of int8, see with_rows
+      return;  // only keys and values are of 8 bits, see with_rows
   }
 }
 
-// use(the first element of x), whose dtype may be int8 too.
+// use(the first element of x), which may be of 8 bits too.
 template <class Use>
 FASTATTN_INLINE void with_rows(const Input& x, Use use) {
+  if (x.dtype == DType::i8 && x.is_float8) return use(reinterpret_cast<const Float8*>(x.data));
   if (x.dtype == DType::i8) return use(reinterpret_cast<const Int8*>(x.data));
   with_elements(x.data, x.dtype, use);
 }
 template <class Element>
-constexpr bool kIsScaled = std::is_same<std::remove_const_t<Element>, Int8>::value;
+constexpr bool kIsScaled = sizeof(Element) == 1;
 
-// Rows i, ..., i + n - 1 of a list, [n, padded d], those of int8 times their scales.
+// Rows i, ..., i + n - 1 of a list, [n, padded d], those of 8 bits times their scales.
 [[maybe_unused]] void read_rows(const Input& x, int64_t b, int64_t h, const IndexList& list, int64_t i, int64_t n,
                                 int64_t d, float* to) {
   with_rows(x, [&](auto* data) {

@@ -24,8 +24,8 @@ A backend is a module with these names, and nothing else is asked of it:
 as reference.py defines the first three. `lse` is that of `forward` for the same call, or None. The spec of `received`
 and `top_keys` has no dropout. Their derivatives are those of derivatives.py on every backend. The last two are
 `forward` for keys and values [pages, H_kv, page_size, D or d_v], of which sample b has those in the pages table[b]: in
-any strides, and reading none but real ones; of int8 each row is to be multiplied by its scale, fp32 [pages, H_kv,
-page_size]. One more may be absent:
+any strides, and reading none but real ones; of int8 or float8_e4m3fn each row is to be multiplied by its scale, fp32
+[pages, H_kv, page_size]. One more may be absent:
 
     short_way() -> the functions that `short_way` of fastattn/ops.py calls: its own, and its backward
 """
@@ -50,7 +50,7 @@ OPTIONAL = {
     "received": "the weights that keys receive",
     "top_keys": "the keys of the largest weights",
     "forward_paged": "attention to pages where they lie",
-    "forward_quantized": "attention to pages of int8 where they lie",
+    "forward_quantized": "attention to pages of int8 or float8_e4m3fn where they lie",
 }
 """Functions that a backend may lack, and what they compute, for the objection."""
 

@@ -77,7 +77,11 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, spec: Spec) ->
 def forward_quantized(
     q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor, v_scales: Tensor, table: Tensor, spec: Spec
 ) -> tuple[Tensor, Tensor]:
-    """As `forward_paged`, for keys and values of int8, each row times its scale: fp32 [pages, H_kv, page_size]."""
+    """As `forward_paged`, for keys and values of int8 or float8_e4m3fn, each row times its scale.
+
+    Args:
+        k_scales, v_scales: fp32 [pages, H_kv, page_size].
+    """
     return build.CPU.load().forward_paged(q, k, v, table.int(), spec, k_scales, v_scales)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..paged import attention_paged
+from ..paged import QUANTIZED, attention_paged
 from ..spec import Mask
 from .cache import KVCache, check_causal
 from .checks import check_ints
@@ -23,8 +23,8 @@ class PagedCache:
     Args:
         pages: number of pages of each layer.
         page_size: tokens of a page.
-        dtype: torch.int8 keeps keys and values in a quarter of the memory of fp32, each row with a scale of its own,
-            and rounded; see `attention_paged`. None keeps them as they are.
+        dtype: torch.int8 and torch.float8_e4m3fn keep keys and values in a quarter of the memory of fp32, each row with
+            a scale of its own, and rounded; see `attention_paged`. None keeps them as they are.
 
     Raises:
         TypeError, ValueError: an argument of the constructor or of a method is not what is said there.
@@ -48,8 +48,8 @@ class PagedCache:
 
     def __init__(self, pages: int, page_size: int = 16, dtype: torch.dtype | None = None) -> None:
         check_ints(1, pages=pages, page_size=page_size)
-        if dtype not in (None, torch.int8):
-            raise ValueError(f"dtype must be torch.int8 or None, got {dtype!r}")
+        if dtype not in (None, *QUANTIZED):
+            raise ValueError(f"dtype must be torch.int8, torch.float8_e4m3fn or None, got {dtype!r}")
         self.pages, self.page_size, self.dtype = pages, page_size, dtype
         self._free = list(range(pages))
         self._layers: dict[int, dict[str, Tensor]] = {}
@@ -110,7 +110,7 @@ class PagedCache:
         """o [n, H, D] of the tokens of a step in one layer, whose k and v [n, H_kv, D] are written to the pages first.
 
         A subclass may attend in another way, over `pages` that nothing else reads: the arguments k_pages and v_pages of
-        `attention_paged`, and with int8 k_scales and v_scales.
+        `attention_paged`, and with a dtype of the cache k_scales and v_scales.
         """
         ends = None if len(q) == len(step.lengths) else step.cu_seqlens  # one token of each is the cheaper call
         options = {**pages, "k": k, "v": v, "window": window}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn.paged import quantized
+from fastattn.validation import QUANTIZED
 
 
 def attention(draw: Draw) -> Errors:
@@ -107,9 +108,10 @@ def paged(draw: Draw) -> Errors:
     k, v = (torch.cat([x[:1, :, :prefix].expand(B, -1, -1, -1), x[:, :, prefix:]], 2) for x in (call.k, call.v))
     stored = k, v
     if k.dtype in (torch.float32, torch.float64) and draw.chance(0.3):
-        (k8, k_scales), (v8, v_scales) = quantized(k), quantized(v)
+        of_pages = draw.choice((*QUANTIZED,))
+        (k8, k_scales), (v8, v_scales) = quantized(k, of_pages), quantized(v, of_pages)
         stored = k8, v8, k_scales[..., None], v_scales[..., None]
-        k, v = (x * scales.to(k.dtype) for x, scales in zip(stored[:2], stored[2:], strict=True))
+        k, v = (x.to(k.dtype) * scales.to(k.dtype) for x, scales in zip(stored[:2], stored[2:], strict=True))
     mask = call.mask | {"q_offset": lengths - counts, "real_keys": torch.arange(n_k) < lengths[:, None]}
     mask |= {"real_queries": torch.arange(n_q) < counts[:, None]}
     options, tree = dict(call.options), None

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from parts import places_of_a_part
 from places import CAPABILITIES
 from test_spec import PHILOX_ANSWERS
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
@@ -235,6 +236,48 @@ def test_the_binding_keeps_no_reference_to_what_it_reads_and_returns():
         assert all(x is None or sys.getrefcount(x) == 3 for x in results)  # of the tuple, the loop and the call
     del results
     assert all(abs(sys.getrefcount(x) - n) < 50 for x, n in zip((*tensors, None), before, strict=True))
+
+
+def of_float8(k: Tensor, v: Tensor, decodes: bool) -> Tensor:
+    """o [256, D] of keys that are uint8 [256, 256] in the bits of float8_e4m3fn, and of values [256, D], of which each
+    query gives all of its weight to one: in a step of decoding, or in a prompt."""
+    k_pages, v_pages = (x.view(torch.float8_e4m3fn).view(16, 16, 1, -1) for x in (k, v))
+    table, lengths = torch.arange(16).expand(256 if decodes else 1, 16), torch.tensor([256])
+    return fastattn.attention_paged(
+        100 * torch.eye(256)[:, None], k_pages, v_pages, table, lengths.expand(len(table)),
+        None if decodes else torch.tensor([0, 256]), causal=False, scale=1.0,
+        k_scales=torch.full((16, 16, 1), 4.0), v_scales=torch.full((16, 16, 1), 0.25),
+    )[:, 0]  # fmt: skip
+
+
+KEYS_OF_FLOAT8 = torch.eye(256).to(torch.float8_e4m3fn).view(torch.uint8)
+IN_BOTH_WAYS = pytest.mark.parametrize("decodes", [True, False], ids=["decoding", "prompt"])
+
+
+@IN_BOTH_WAYS
+@pytest.mark.parametrize("D", [1, 19, 64])
+def test_every_number_of_float8_is_read_as_torch_reads_it(D, decodes, capability):
+    numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    v = numbers[(torch.arange(256)[:, None] + torch.arange(D)) % len(numbers)]
+    for flush in (False, True):  # subnormal numbers of fp32
+        torch.set_flush_denormal(flush)
+        try:
+            o = of_float8(KEYS_OF_FLOAT8, v, decodes)
+        finally:
+            torch.set_flush_denormal(False)
+        assert torch.equal(o, 0.25 * v.view(torch.float8_e4m3fn).float())
+
+
+@IN_BOTH_WAYS
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_what_is_no_number_of_float8_is_read_as_nan(code, decodes, capability):
+    k, v = KEYS_OF_FLOAT8, torch.zeros(256, 48, dtype=torch.uint8)
+    v[100, 7] = code
+    assert of_float8(k, v, decodes).isnan().nonzero()[:, 1].unique().tolist() == [7]
+    assert of_float8(k, v, decodes)[:, 7].isnan().all()
+    k = k.clone()
+    k[100, 7] = code
+    assert of_float8(k, torch.zeros_like(v), decodes).isnan().all()
 
 
 @pytest.mark.parametrize("wrong", ["avx", "AVX2", "1"])

@@ -16,6 +16,7 @@ from fastattn import Mask, paged
 from fastattn.backends import cpu
 from fastattn.paged import quantized
 from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs, run
+from fastattn.validation import QUANTIZED
 
 CASES = [
     Case("plain", ""),
@@ -292,10 +293,11 @@ def test_a_step_is_checked_once_for_all_layers_and_again_where_anything_changes(
         attend()
 
 
+STORED = "k_pages must be a Tensor of float32 or int8 or float8_e4m3fn, "
 WRONG = [
     ({"q": torch.zeros(2, 3)}, "q must be [total_q, H, D], got [2, 3]"),
     ({"k_pages": torch.zeros(3, 16, 2, 8)}, "k_pages must be [pages, page_size, H_kv, 32], got [3, 16, 2, 8]"),
-    ({"k_pages": torch.zeros(3, 16, 2, 32).half()}, "k_pages must be a Tensor of float32 or int8, got torch.float16"),
+    ({"k_pages": torch.zeros(3, 16, 2, 32).half()}, STORED + "got torch.float16"),
     ({"v_pages": torch.zeros(3, 16, 2, 32)}, "v_pages must be [63, 16, 2, d_v], got [3, 16, 2, 32]"),
     ({"k_pages": torch.zeros(3, 0, 2, 32), "v_pages": torch.zeros(3, 0, 2, 32)}, "pages of at least one token"),
     (
@@ -419,15 +421,19 @@ def test_what_is_no_prefix_is_a_sentence():
         requests.attend(prefix=16)
 
 
-QUANTIZED = [case for case in CASES if case.name in ("plain", "wide-heads", "odd-heads", "grouped", "window", "terms")]
+OF_QUANTIZED = [
+    case for case in CASES if case.name in ("plain", "wide-heads", "odd-heads", "grouped", "window", "terms")
+]
+each_stored_dtype = pytest.mark.parametrize("stored", QUANTIZED, ids=str)
 
 
+@each_stored_dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("case", QUANTIZED, ids=str)
-def test_the_cpu_kernels_read_pages_of_int8(case, page_size, dtype):
+@pytest.mark.parametrize("case", OF_QUANTIZED, ids=str)
+def test_the_cpu_kernels_read_quantized_pages(case, page_size, dtype, stored):
     inputs = make_inputs(case, torch.float32)
-    (k8, k_scales), (v8, v_scales) = quantized(inputs.k), quantized(inputs.v)
+    (k8, k_scales), (v8, v_scales) = quantized(inputs.k, stored), quantized(inputs.v, stored)
     (k, table), (v, _) = (in_pages(x, page_size, "HND") for x in (k8, v8))
     scales = [in_pages(x[..., None], page_size, "HND")[0][..., 0] for x in (k_scales, v_scales)]
     n_k = table.shape[1] * page_size
@@ -440,39 +446,43 @@ def test_the_cpu_kernels_read_pages_of_int8(case, page_size, dtype):
 
     inputs.q = inputs.q.to(dtype).float()
     o, lse = of(inputs.q)
-    inputs.k, inputs.v = k8 * k_scales[..., None], v8 * v_scales[..., None]
+    inputs.k, inputs.v = k8.float() * k_scales[..., None], v8.float() * v_scales[..., None]
     assert_right(inputs, {"o": o, "lse": lse})
     o_in_dtype, lse_in_dtype = of(inputs.q.to(dtype))  # all arithmetic is that of fp32
     assert torch.equal(o_in_dtype, o.to(dtype))
     assert torch.equal(lse_in_dtype, lse)
 
 
-class OfInt8(Requests):
-    """The same with pages of int8, and the keys and values that are in them."""
+class OfQuantized(Requests):
+    """The same with quantized pages, and the keys and values that are in them."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, page_size: int = 16, order: list[int] | None = None) -> None:
-        super().__init__(dtype, page_size, order)
-        (self.k_pages, self.k_scales), (self.v_pages, self.v_scales) = map(quantized, (self.k_pages, self.v_pages))
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.k_pages, self.k_scales = quantized(self.k_pages, stored)
+        self.v_pages, self.v_scales = quantized(self.v_pages, stored)
         for of_requests in (self.k, self.v):
             for i, x in enumerate(of_requests):
-                x8, scales = quantized(x)
-                of_requests[i] = x8 * (scales.double() if dtype == torch.float64 else scales)[..., None]
+                x8, scales = quantized(x, stored)
+                scales = scales.double() if dtype == torch.float64 else scales
+                of_requests[i] = x8.to(scales.dtype) * scales[..., None]
 
     def attend(self, **options: object) -> Tensor:
         return super().attend(k_scales=self.k_scales, v_scales=self.v_scales, **options)
 
 
+@each_stored_dtype
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
-def test_each_request_has_what_its_keys_of_int8_give(words, dtype):
+def test_each_request_has_what_its_quantized_keys_give(words, dtype, stored):
     mask, options = WORDS[words]
-    requests = OfInt8(dtype)
+    requests = OfQuantized(dtype, stored)
     requests.check(requests.attend(**{"causal": False} | mask | options, return_lse=True), mask, **options)
 
 
-def test_pages_of_int8_are_copied_where_they_cannot_be_read():
-    requests = OfInt8()
+@each_stored_dtype
+def test_quantized_pages_are_copied_where_they_cannot_be_read(stored):
+    requests = OfQuantized(torch.float32, stored)
     with pytest.warns(fastattn.FallbackWarning, match="are copied"):
         fastattn.attention_paged(
             requests.q.double(), requests.k_pages, requests.v_pages, requests.table, requests.lengths,
@@ -481,9 +491,10 @@ def test_pages_of_int8_are_copied_where_they_cannot_be_read():
     requests.check(requests.attend(return_lse=True, backend="reference"), {"causal": True})
 
 
+@each_stored_dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_new_tokens_are_written_in_int8(dtype):
-    full, empty, k, v = OfInt8(dtype), OfInt8(dtype), [], []
+def test_new_tokens_are_quantized(dtype, stored):
+    full, empty, k, v = OfQuantized(dtype, stored), OfQuantized(dtype, stored), [], []
     new = Requests(dtype)
     for i, n in enumerate(QUERIES):
         k.append(new.k[i][-n:]), v.append(new.v[i][-n:])
@@ -491,34 +502,62 @@ def test_new_tokens_are_written_in_int8(dtype):
         for x in (empty.k_pages, empty.v_pages, empty.k_scales, empty.v_scales):
             x[empty.table[i, rows // 16], rows % 16] = 99
     assert torch.equal(empty.attend(k=torch.cat(k), v=torch.cat(v)), full.attend())
-    for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
+    for name in ("k_pages", "v_pages"):
+        assert torch.equal(getattr(empty, name).view(torch.uint8), getattr(full, name).view(torch.uint8))
+    for name in ("k_scales", "v_scales"):
         torch.testing.assert_close(getattr(empty, name), getattr(full, name), rtol=0, atol=0, equal_nan=True)
 
 
-def test_rows_are_rounded_to_a_127th_of_their_largest():
+@each_stored_dtype
+def test_rows_are_rounded_to_nearest_with_the_largest_in_range(stored):
     torch.manual_seed(0)
     x = torch.randn(50, 3, 40) * torch.logspace(-30, 30, 50)[:, None, None]
     x[7, 1] = 0
-    x8, scales = quantized(x)
-    assert x8.abs().amax(-1).unique().tolist() == [0, 127]
+    x8, scales = quantized(x, stored)
+    largest = (torch.finfo if stored.is_floating_point else torch.iinfo)(stored).max
+    assert x8.float().abs().amax(-1).unique().tolist() == [0, largest]
     assert scales[7, 1] == 0
-    assert ((x8 * scales[..., None] - x).abs() <= 0.5001 * scales[..., None]).all()
-    assert torch.equal(quantized(x.bfloat16())[0], quantized(x.bfloat16().float())[0])
+    numbers = torch.arange(256, dtype=torch.uint8).view(stored).float()
+    numbers = numbers[numbers.isfinite()] * scales[..., None, None]
+    least = (numbers - x[..., None]).abs().amin(-1)
+    assert ((x8.float() * scales[..., None] - x).abs() <= 1.0001 * least).all()
+    of_bfloat16, of_float = (quantized(y, stored)[0].view(torch.uint8) for y in (x.bfloat16(), x.bfloat16().float()))
+    assert torch.equal(of_bfloat16, of_float)
+    if stored.is_floating_point:
+        by_torch = (x / scales[..., None]).nan_to_num().to(stored)
+        assert torch.equal(x8.view(torch.uint8), by_torch.view(torch.uint8))
 
 
-def test_what_does_not_fit_pages_of_int8_is_a_sentence():
-    requests, of_floats = OfInt8(), Requests()
-    scales = requests.k_scales
+@each_stored_dtype
+def test_rows_that_are_not_finite_are_read_as_nan(stored):
+    ones, table, length = torch.ones(1, 1, 32), torch.tensor([[0]]), torch.tensor([1])
+    for element in (math.nan, math.inf, -math.inf):
+        row = ones.index_fill(2, torch.tensor(5), element)
+        for k, v in ((row, ones), (ones, row)):
+            pages, scales = torch.zeros(2, 1, 1, 1, 32).to(stored), torch.zeros(2, 1, 1, 1)
+            o = fastattn.attention_paged(
+                ones, *pages, table, length, k=k, v=v, k_scales=scales[0], v_scales=scales[1]
+            )  # fmt: skip
+            assert o.isnan().all()
+
+
+@each_stored_dtype
+def test_what_does_not_fit_quantized_pages_is_a_sentence(stored):
+    requests, of_floats = OfQuantized(torch.float32, stored), Requests()
+    scales, name = requests.k_scales, str(stored).removeprefix("torch.")
+    (other,) = {*QUANTIZED} - {stored}
     for changed, sentence in [
         ({"k_scales": None}, "k_scales must be a Tensor of float32, got NoneType"),
         ({"v_scales": None}, "v_scales must be a Tensor of float32, got NoneType"),
         ({"k_scales": scales[:-1]}, f"k_scales must be {list(scales.shape)}, got {list(scales[:-1].shape)}"),
         ({"k_scales": scales.double()}, "k_scales must be a Tensor of float32, got torch.float64"),
-        ({"v_pages": of_floats.v_pages}, "v_pages must be a Tensor of int8, got torch.float32"),
-        ({"k_pages": requests.k_pages.to(torch.uint8)}, "k_pages must be a Tensor of float32 or int8, got torch.uint8"),
+        ({"v_pages": of_floats.v_pages}, f"v_pages must be a Tensor of {name}, got torch.float32"),
+        ({"v_pages": requests.v_pages.view(other)}, f"v_pages must be a Tensor of {name}, got {other}"),
+        ({"k_pages": requests.k_pages.view(torch.uint8)}, STORED + "got torch.uint8"),
+        ({"k_pages": requests.k_pages.view(torch.float8_e5m2)}, STORED + "got torch.float8_e5m2"),
         (vars(of_floats), "k_scales must be None where k_pages is of torch.float32, got torch.float32"),
     ]:
-        wrong = OfInt8()
+        wrong = OfQuantized(torch.float32, stored)
         vars(wrong).update(changed)
         with pytest.raises(ValueError, match=re.escape(sentence)):
             wrong.attend()

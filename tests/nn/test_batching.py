@@ -16,6 +16,7 @@ from torch import Tensor
 import fastattn
 from fastattn import Mask
 from fastattn.nn import ContinuousBatch, KVCache, LanguageModel, PagedCache, Request, Seq2SeqModel, TransformerEncoder
+from fastattn.validation import QUANTIZED
 
 LENGTHS = (6, 1, 23, 4, 9, 17, 2)
 # Sizes of models whose answers depend on every token.
@@ -68,30 +69,34 @@ def check_pages(batch: ContinuousBatch) -> None:
     assert sorted(owned + batch.cache._free) == list(range(batch.cache.pages))
 
 
-def test_pages_of_int8_give_a_request_what_they_give_it_alone(config):
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
+def test_quantized_pages_give_a_request_what_they_give_it_alone(config, dtype):
     model = made(LanguageModel, config)
-    batch = ContinuousBatch(model, PagedCache(40, 4, torch.int8), max_tokens_per_step=7)
+    batch = ContinuousBatch(model, PagedCache(40, 4, dtype), max_tokens_per_step=7)
     requests = [batch.add(prompt, max_new_tokens=9) for prompt in prompts()]
     run(batch)
     for request, prompt in zip(requests, prompts(), strict=True):
-        cache = PagedCache(20, 16, torch.int8)
+        cache = PagedCache(20, 16, dtype)
         assert (
             request.tokens
             == model.generate(prompt[None], torch.ones_like(prompt)[None], max_new_tokens=9, cache=cache)[0].tolist()
         )
-        assert {x.dtype for x in cache._layers[0].values()} == {torch.int8, torch.float32}
+        assert {x.dtype for x in cache._layers[0].values()} == {dtype, torch.float32}
 
 
-def test_pages_of_int8_change_the_logits_a_little():
+@pytest.mark.parametrize("stored", QUANTIZED, ids=str)
+def test_quantized_pages_change_the_logits_a_little(stored):
     model, ids = made(LanguageModel, next(iter(CONFIGS.values()))), torch.cat(prompts())[None, :60]
     with torch.no_grad():
         exact = model(ids, torch.ones_like(ids))
-        caches = [PagedCache(4, dtype=dtype) for dtype in (None, torch.int8)]
+        caches = [PagedCache(4, dtype=dtype) for dtype in (None, stored)]
         same, rounded = (model(ids, torch.ones_like(ids), cache.step({cache.open(60): 60})) for cache in caches)
     error = ((rounded - exact).norm() / exact.norm()).item()
     torch.testing.assert_close(same, exact, rtol=1e-4, atol=1e-4)
     assert 1e-4 < error < 0.03
-    with pytest.raises(ValueError, match=re.escape("dtype must be torch.int8 or None, got torch.float16")):
+    with pytest.raises(
+        ValueError, match=re.escape("dtype must be torch.int8, torch.float8_e4m3fn or None, got torch.float16")
+    ):
         PagedCache(4, dtype=torch.float16)
 
 

@@ -49,7 +49,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """The function of pages of int8: this backend has all others, on every device."""
+    """The function of quantized pages: this backend has all others, on every device."""
     return frozenset({"forward_quantized"})
 
 

@@ -130,15 +130,15 @@ def decoding_kernel(
     i_part, i_m = i_program % n_parts, i_program // n_parts
     q_offset = position_of_first_query(visible, i_b)
     tile_range = key_range(0, i_b, q_offset, n_q, n_k, visible, FEW_QUERIES, BLOCK_N)
+    n_rows = n_q
     if lse is None:
-        if i_part >= parts(tile_range, part):
-            return
+        n_rows = tl.where(i_part < parts(tile_range, part), n_q, 0)  # of a part that there is not nothing is written
         tile_range = part_of_range(tile_range, i_part, part)
 
     o_row = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_q, o_h = o_row // GROUP, i_h_kv * GROUP + o_row % GROUP
-    queries = queries_at(o_q, i_b, n_q, q_offset, visible)
-    m_q, m_row = queries[1], o_q < n_q
+    queries = queries_at(o_q, i_b, n_rows, q_offset, visible)
+    m_q, m_row = queries[1], o_q < n_rows
     # [M, D]
     b_q = tl.load(rows_of_heads(q.data, q, i_b, o_h, o_q, BLOCK_QK), mask=real_columns(m_q, D_QK, BLOCK_QK), other=0.0)
     b_max, b_sum, b_o = attended(

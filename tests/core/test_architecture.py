@@ -26,7 +26,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "backends.selfcheck": {"spec", "backends.cpu", "backends.record", "backends.reference"},
     "backends.cpu": {"spec", "backends.gradients", "backends.build"},
     "backends.cuda": {"spec", "backends.gradients", "backends.build"},
-    "backends.triton": {"spec", "backends.gradients", "backends.kept_results"},
+    "backends.triton": {"spec", "backends.gradients", "backends.kept_results", "backends.record"},
     "backends.hopper": {
         "spec",
         *(
@@ -84,6 +84,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
         "spec",
         "testing",
         *(f"backends{module}" for module in ("", ".build", ".choice", ".cpu", ".record", ".reference", ".selfcheck")),
+        *(f"backends.triton{module}" for module in ("", ".configs", ".launches")),  # whose tiles are tried
     },
     "demo": {"", "bench"},
     "__main__": {

@@ -114,7 +114,7 @@ def test_what_never_runs_takes_its_issue_alone():
 
 
 def test_a_loop_that_cannot_go_on_is_an_error(monkeypatch):
-    monkeypatch.setattr("cycles._Multiprocessor._MOST", 20_000)
+    monkeypatch.setattr("cycles._Multiprocessor._MOST", 12)
     with pytest.raises(RuntimeError, match="a loop of 100 instructions does not end"):
         cycles_of_step(times(100, "MUFU.EX2 R4, R5"), AMPERE, 8, 1)
 

@@ -227,7 +227,7 @@ def _tune(args: argparse.Namespace) -> int:
     if not args.quick:
         times = tune.times_of_all_tiles(device)
         print(*map(tune.tiles_as_text, times, times.values()), sep="\n", end="\n" if times else "")
-        record.update(device, lambda old: replace(old, tiles=tune.faster_tiles(times)))
+        tune.keep_faster_tiles(device, times)
     findings = tune.tune(tune.classes_of(device, args.quick))  # in processes that read the record
     print(findings)
     found = record.update(device, lambda old: replace(findings.record, tiles=old.tiles))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
-from fastattn.backends import record
 from fastattn.bench import tune
 
 
@@ -24,9 +22,6 @@ def test_tiles(
     """Records the times, and keeps the fastest tile as `fastattn tune` does."""
     device = torch.device(pytestconfig.option.device)
     times = tune.time_tiles(device, kernel, tiles)
-    faster = tune.faster_tiles({kernel: times})
-    record.update(
-        device, lambda old: replace(old, tiles={x: tile for x, tile in old.tiles.items() if x != kernel} | faster)
-    )
+    tune.keep_faster_tiles(device, {kernel: times})
     verdict = "wrong" if isinstance(times[tiles[0]], str) else "right"
     record_property("row", {"verdict": verdict, "note": tune.tiles_as_text(kernel, times)})

@@ -17,12 +17,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
 
-from fastattn.backends import BACKENDS, reference, triton
+from fastattn.backends import BACKENDS, record, reference, triton
 from fastattn.backends.choice import HEAD_DIMS, MASKS, CallClass, default_order, ranked
 from fastattn.backends.record import Record
 from fastattn.backends.selfcheck import family
@@ -169,9 +169,23 @@ def times_of_all_tiles(device: torch.device, limits: Limits = Limits()) -> dict[
 
 def faster_tiles(times: dict[str, dict[str, float | str]]) -> dict[str, str]:
     """By the name of a kernel the tile that `time_tiles` found to be faster than the default one, where one is."""
-    right = {kernel: {x: ms for x, ms in of.items() if not isinstance(ms, str)} for kernel, of in times.items()}
-    best = {kernel: ranked(ms)[0] for kernel, ms in right.items() if next(iter(times[kernel])) in ms}
-    return {kernel: tile for kernel, tile in best.items() if tile != next(iter(times[kernel]))}
+    faster = {}
+    for kernel, of_tiles in times.items():
+        default = next(iter(of_tiles))
+        right = {tile: ms for tile, ms in of_tiles.items() if not isinstance(ms, str)}
+        if default in right and (best := ranked(right)[0]) != default:
+            faster[kernel] = best
+    return faster
+
+
+def keep_faster_tiles(device: torch.device, times: dict[str, dict[str, float | str]]) -> None:
+    """Has each kernel of `times` use the fastest right tile on this machine, which its record says from now on."""
+
+    def change(old: Record) -> Record:
+        others = {kernel: tile for kernel, tile in old.tiles.items() if kernel not in times}
+        return replace(old, tiles=others | faster_tiles(times))
+
+    record.update(device, change)
 
 
 def tiles_as_text(kernel: str, times: dict[str, float | str]) -> str:

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import records
 from cycles import RATES, tflops
+from records import CHOSEN, TRITONS
 
 FILE = Path(__file__).with_name("hopper_compiled.json")
-CHOSEN = "3.7.1"
-"""The Triton of constraints.txt."""
-TRITONS = ("3.6.0", CHOSEN, "3.8.0", "3.9.0")
 _PRODUCTS = {  # of a step with the head dim, in units of 16 that are summed over: the matrix instructions of the loop
     "forward_kernel": {64: 12, 128: 16, 256: 20},
     "dk_dv_kernel": {64: 16, 128: 24, 256: 36},

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+CHOSEN = "3.7.1"
+"""The Triton of constraints.txt."""
+TRITONS = ("3.6.0", CHOSEN, "3.8.0", "3.9.0")
 _BACKENDS = Path(__file__).parents[2] / "fastattn" / "backends"
 
 
@@ -25,11 +28,14 @@ def digest(backend: str) -> str:
 
 
 def sources(backend: str) -> list[Path]:
-    """The files of a backend, and those of other backends that they import, whatever the depth."""
+    """The files of a backend, and those of other backends that they import, whatever the depth.
+
+    Not the record of a machine and what that imports: it chooses among tiles that are all in the files of a backend.
+    """
     result, waiting = set(), sorted((_BACKENDS / backend).glob("*.py"))
     while waiting:
         path = waiting.pop()
-        if path in result:
+        if path in result or path == _BACKENDS / "record.py":
             continue
         result.add(path)
         for node in ast.walk(ast.parse(path.read_text())):

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import records
 from cycles import RATES, tflops
+from records import CHOSEN, TRITONS
 
 FILE = Path(__file__).with_name("triton_compiled.json")
-CHOSEN = "3.7.1"
-"""The Triton of constraints.txt."""
-TRITONS = ("3.6.0", CHOSEN, "3.8.0", "3.9.0")
 TRAINING = ("forward_kernel", "dk_dv_kernel", "dq_kernel")
 """Kernels whose loops take the time of a training step."""
 PLAIN = ("plain", "causal", "keys")

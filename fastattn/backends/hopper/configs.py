@@ -38,7 +38,7 @@ class ForwardConfig(NamedTuple):
 
 # What each of these kernels takes is printed by `python tests/compile_gates/hopper_record.py`.
 _FORWARD = {  # larger head dim -> configuration
-    64: ForwardConfig(3, 128, 3, 2, False, 160, 32, 128, True),  # with two groups a sixth longer, by cycles.py
+    64: ForwardConfig(3, 128, 3, 2, False, 160, 32, 128, True),  # two take a fifth longer, by cycles.py
     128: ForwardConfig(2, 128, 2, 2, False, 240, 24, 168, True),  # untuned
     256: ForwardConfig(2, 64, 2, 1, False, 240, 24, 168, True),  # untuned
 }

@@ -35,8 +35,8 @@ class Apart(NamedTuple):
 
 
 _HOPPER, _AMPERE, _ADA, _FP32 = "sm_90", "sm_80, and others with 16 bits", "sm_86, sm_89, sm_120", "fp32 on every GPU"
-_INTERPRETER = "Triton's interpreter"
 """Those of _ADA have 99 KB of shared memory and half of the A100's matrix units: where it has no entry, _AMPERE's."""
+_INTERPRETER = "Triton's interpreter"
 
 _TABLE: dict[tuple[str, str, int], Config | Apart] = {
     # Hopper: wgmma wants 64 rows a warp group, and 64 columns at least (see padded_head_dim). With two stages the loads
@@ -146,8 +146,8 @@ _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
     ("dq", _FP32, 128): Config(32, 16, 8, 1),
 }
 
-# What `fastattn tune` times beside those of _TABLE: the next best by the model, or better ones that spill a little or
-# have little shared memory to spare.
+# What `fastattn tune` times beside those of _TABLE: the next best by the model of rank_tiles.py, or better ones that
+# break a gate of triton_record.py, by spilling or by what they read from shared memory.
 _TO_TRY: dict[tuple[str, str, int], tuple[Config | Apart, ...]] = {
     ("forward", _HOPPER, 64): (Config(128, 64, 8, 2), Config(64, 128, 4, 3)),
     ("forward", _HOPPER, 128): (Config(128, 64, 8, 4), Config(64, 64, 4, 3)),
@@ -203,7 +203,7 @@ def _name(kernel: str, padded_head_dim: int) -> str:
 def _entry(
     kernel: str, q: Tensor, padded_head_dim: int, heavy_terms: int
 ) -> tuple[Config | Apart, tuple[Config | Apart, ...]]:
-    """What the tables say, and what can be tried instead."""
+    """The tile of the tables, and those that can be tried instead of it."""
     dim, tables = max(padded_head_dim, 64), (_TABLE, _HEAVY, _HEAVIEST)[: heavy_terms + 1]
     if triton.knobs.runtime.interpret:
         default, key = _INTERPRETED, (kernel, _INTERPRETER, dim)

@@ -245,7 +245,7 @@ def _serve(args: argparse.Namespace) -> int:
         from fastattn.integrations.serving import serve
 
         serve(args.arguments)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: there is no such model
         raise CommandError(str(error)) from error
     return 0
 

@@ -37,6 +37,7 @@ def serve(arguments: Sequence[str]) -> None:
 
     Raises:
         ImportError: transformers, or a package that its server needs, is not installed.
+        OSError: there is no such model.
         SystemExit: at the end, since the command line of transformers ends so.
     """
     from transformers.cli.transformers import app

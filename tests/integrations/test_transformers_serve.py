@@ -184,3 +184,11 @@ def test_missing_packages_are_told_in_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr("transformers.cli.serve.is_serve_available", lambda: False)
     assert main(["serve"]) == 1
     assert capsys.readouterr().err.startswith("fastattn: Missing dependencies for serving. Install with `pip install")
+
+
+@needs_packages
+def test_a_model_that_is_not_there_is_told_in_a_sentence(tmp_path, capsys):
+    assert main(["serve", str(tmp_path / "none"), "--host", "127.0.0.1", "--port", "0"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("fastattn: ")
+    assert str(tmp_path / "none") in error

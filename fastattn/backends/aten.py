@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..spec import FEATURES, Mask, Spec, empty_output
+from ..spec import FEATURES, Mask, Spec, as_output
 from . import blocked, reference
 from .kept_results import kept
 
@@ -119,9 +119,9 @@ class _Call(NamedTuple):
         return self.table is None and self.spec.mask.causal
 
     def looks_readable(self) -> bool:
-        """Whether there are numbers in the padding of the first head, where there usually are if there are any."""
+        """Whether the first head has numbers, also in its padding: others usually have them too, then."""
         keys = self.spec.mask.readable_keys()
-        return _looks_readable(self.k, keys) and _looks_readable(self.v, keys)
+        return keys is None or _is_finite(self.k[:, 0], self.v[:, 0])
 
     def readable(self) -> _Call:
         """This call with zeros in all that nobody may read."""
@@ -210,8 +210,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         o, lse = o.mul_(torch.exp(lse - with_sinks)[..., None]), with_sinks
     if call.unseeing is not None:
         lse = lse.masked_fill(call.unseeing, -math.inf)
-    empty = empty_output(q, v.shape[3])
-    return o if o.stride() == empty.stride() else empty.copy_(o), lse.contiguous()
+    return as_output(o, q), lse.contiguous()
 
 
 def backward(
@@ -234,7 +233,7 @@ def backward(
     do = torch.zeros_like(o) if do is None else do
     dlse = None if dlse is None else dlse.masked_fill(unseeing, 0)
     queries, keys = spec.mask.readable_queries(), spec.mask.readable_keys()
-    if not (call.looks_readable() and _looks_readable(do, queries)):
+    if not (call.looks_readable() and (queries is None or _is_finite(do[:, 0]))):
         call, do = call.readable(), _readable(do, queries)
     gradients = _gradients(call, do, dlse, o, lse, output_mask[5])
     if not ((queries is None and keys is None) or _is_finite(*gradients[:3])):
@@ -306,10 +305,6 @@ def _table(
 def _is_finite(*tensors: Tensor) -> bool:
     """Whether all are numbers; False as well where a sum of them overflows, which those of fp16 would soon."""
     return all(math.isfinite(x.amax() if x.dtype == torch.float16 and x.numel() else x.sum()) for x in tensors)
-
-
-def _looks_readable(x: Tensor, rows: Tensor | None) -> bool:
-    return rows is None or _is_finite(x[:, 0][~rows])
 
 
 def _readable(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -231,6 +231,11 @@ CASES: tuple[Case, ...] = (
         H=4, H_kv=2, n_q=40, n_k=50, causal=True, q_offset=10, window=(30, None), keys="holes", queries=True,
         dense=True, bias=(2, 1, 40, 50), softcap=5.0, alibi=True, sinks=True, dropout_p=0.2,
     ),
+    Case(
+        "everything-wide", "the same in tiles of wide heads, which are other ones",
+        H=4, H_kv=2, D=96, n_q=40, n_k=50, causal=True, q_offset=10, window=(30, None), keys="holes", queries=True,
+        dense=True, bias=(2, 1, 40, 50), softcap=5.0, alibi=True, sinks=True, dropout_p=0.2,
+    ),
     *_timed("L128", B=8, H=12, L=128, D=64),
     *_timed("L512", B=4, H=12, L=512, D=64),
     *_timed("L2048", B=1, H=16, L=2048, D=64),

@@ -94,6 +94,7 @@ def test_a_kernel_as_it_should_be(kernel):
         (RIGHT, {"kernel": "weights_kernel", "matrix": ""}, "has no matrix instructions"),
         (RIGHT, {"full": None}, "has no loop with matrix instructions"),
         (RIGHT, {"matrix": "wgmma.mma_async"}, "multiplies by wgmma.mma_async instead of mma.sync"),
+        (RIGHT, {"cramped": True}, "multiplies tiles that are narrower than their layout, which Triton gets wrong"),
         (RIGHT, {"spread": True}, "spreads the scores of a row over several warps"),
         (RIGHT, {"kernel": "weights_kernel", "stack": 24}, "spills 24 bytes"),
         (ON_HOPPER, {"columns": 32}, "has a wgmma of 32 columns, which Triton 3.7 gets wrong (triton#11366)"),

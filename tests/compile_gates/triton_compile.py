@@ -113,6 +113,8 @@ FEW = [Call(128, "bfloat16", "keys"), Call(72, "bfloat16", "causal"), Call(256, 
 WITH_WEIGHTS = {*HOT, *_TERMS} - {Call(D, "bfloat16", "sinks") for D in (64, 128)}
 """Whose kernels of weights are compiled too; those know sinks from the lse alone."""
 MATRIX = r"(?:HMMA|HGMMA|UTC\w*MMA)"
+OPERAND = re.compile(r"tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = #\w+, kWidth = (\d+)\}>> \*")
+"""The left side of a product on mma.sync: its columns, and how many of them lie side by side in each of four threads."""
 MATRIX_INSTRUCTION = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
 
@@ -206,6 +208,7 @@ def resources(kernel, arch: int, block: tuple[int, int], ptxas_says: str, timed:
         "matrix": "+".join(sorted(set(MATRIX_INSTRUCTION.findall(ptx)))),
         "columns": min(columns, default=0),
         "spread": any(int(n) > 1 for n in of_warps),
+        "cramped": any(4 * int(width) > int(columns) for columns, width in OPERAND.findall(kernel.asm["ttgir"])),
         "full": steps[0] if steps else None,
         "partial": steps[-1] if len(steps) > 1 else None,
         "predicted": predicted(ways[0], arch, block, warps, programs) if timed and ways else None,

@@ -83,7 +83,8 @@ class Compiled:
     triton: its version. call: the mask and terms it was compiled for. registers, stack: of a thread; bytes. shared:
     bytes. tile: queries, keys and warps. programs: how many of them run on a multiprocessor at once. matrix: the matrix
     instructions, in PTX. columns: those of the narrowest wgmma, 0 without one. spread: whether the scores of a row lie
-    in several warps. full, partial: the steps over tiles of which every pair is seen and over the others; None where
+    in several warps. cramped: whether a product has fewer columns than the layout of its left side, which Triton
+    multiplies wrongly. full, partial: the steps over tiles of which every pair is seen and over the others; None where
     there is no such loop. predicted: clock cycles for 128 x 128 pairs that are all seen, by the model of cycles.py.
     warnings: of ptxas, that matrix instructions wait for each other. without_values: whether it computes the lse or
     rows of weights alone. is_to_try: whether its tile is one that `fastattn tune` tries in place of the default.
@@ -109,6 +110,7 @@ class Compiled:
     warnings: tuple[str, ...] = ()
     without_values: bool = False
     is_to_try: bool = False
+    cramped: bool = False
 
     def __str__(self) -> str:
         tile = f" in tiles of {self.tile}" if self.is_to_try else ""
@@ -133,6 +135,8 @@ class Compiled:
             return
         if 0 < self.columns < 64:
             yield f"has a wgmma of {self.columns} columns, which Triton 3.7 gets wrong (triton#11366)"
+        if self.cramped:
+            yield "multiplies tiles that are narrower than their layout, which Triton gets wrong"
         if self.is_to_try:  # which is timed before it serves
             return
         if self.call != "documents":  # of which Triton does not pipeline all loads on Hopper, for no known reason

@@ -26,6 +26,7 @@ from .scores import beside_sink, distances, online_softmax, rest_log2, scores, s
 from .tiles import (
     LOG2E,
     Heads,
+    as_operand,
     dot,
     dot_precision,
     head_of,
@@ -329,9 +330,9 @@ def dk_dv_kernel(
                         b_ds_of_keys += tl.sum(b_ds, 1)
                     # [N, D]
                     if dv.data is not None:
-                        b_dv = dot(b_left.to(b_do.dtype), b_do, b_dv, PRECISION)
+                        b_dv = dot(as_operand(b_left, b_do.dtype, rules), b_do, b_dv, PRECISION)
                     if dk.data is not None:
-                        b_dk = dot(b_dqk.to(b_q.dtype), b_q, b_dk, PRECISION)
+                        b_dk = dot(as_operand(b_dqk, b_q.dtype, rules), b_q, b_dk, PRECISION)
 
             # A full tile is full for the real keys only: what was summed up for the others is thrown away.
         if ds_of_keys is not None:
@@ -417,7 +418,7 @@ def dq_kernel(
                 )
                 # [M, D]
                 if dq.data is not None:
-                    b_dq = dot(b_dqk.to(b_k.dtype), b_k, b_dq, PRECISION)
+                    b_dq = dot(as_operand(b_dqk, b_k.dtype, rules), b_k, b_dq, PRECISION)
                 if ds_of_rows is not None:
                     b_ds_of_rows += tl.sum(b_ds, 1)
                 if ds_by_distance is not None:

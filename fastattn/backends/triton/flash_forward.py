@@ -17,6 +17,7 @@ from .tiles import (
     LOG2E,
     Heads,
     Pages,
+    as_operand,
     dot,
     dot_precision,
     head_of,
@@ -216,7 +217,7 @@ def attended(
                 else:
                     b_v = load_from_pages(v, i_h_kv, places, m_k, D_V, BLOCK_V)
                 # [M, D]
-                b_o = dot(b_p.to(b_v.dtype), b_v, b_o * b_rescale[:, None], PRECISION)
+                b_o = dot(as_operand(b_p, b_v.dtype, rules), b_v, b_o * b_rescale[:, None], PRECISION)
     return b_max, b_sum, b_o
 
 

@@ -221,6 +221,19 @@ def entries(x, pairs):
 
 
 @triton.jit
+def as_operand(b_x, dtype, rules):
+    """A tile of weights, or of gradients of scores, in `dtype`, for the left side of `dot`.
+
+    Triton chooses its layout by the narrowest type that anything in it was loaded in, or joined from: a mask counts.
+    For 8 bits a tile that lies in registers as it is needed would go through shared memory, and for 4, with 16 keys,
+    the product is wrong (Triton 3.6 to 3.9). It does not look behind assembly, which ptxas removes.
+    """
+    if not INTERPRETED and (rules.visible.dense.data is not None or rules.dropout.seed is not None):
+        b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=False, pack=1)
+    return b_x.to(dtype)
+
+
+@triton.jit
 def dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     """b_sum + b_x @ b_y with fp32 accumulation; b_sum may be None."""
     if INTERPRETED:  # where bf16 is kept as bare integers, which must not be multiplied

@@ -22,12 +22,12 @@ import fastattn
 from fastattn.backends import kept_results
 from fastattn.backends import triton as backend
 from fastattn.backends.triton import configs, flash_backward, flash_decoding, preparation
-from fastattn.backends.triton.configs import Apart, Config, config_for
+from fastattn.backends.triton.configs import Apart, Config, config_for, dot_precision
 from fastattn.backends.triton.dropout import dropout, kept
 from fastattn.backends.triton.preparation import real_spans, visibility
 from fastattn.backends.triton.rules import rules_of
 from fastattn.backends.triton.scores import tanh
-from fastattn.backends.triton.tiles import dot_precision, heads
+from fastattn.backends.triton.tiles import heads
 from fastattn.backends.triton.visibility import (
     as_column,
     as_row,
@@ -40,7 +40,7 @@ from fastattn.backends.triton.visibility import (
     shown,
 )
 from fastattn.spec import Mask, Spec
-from fastattn.testing import CASES, Case, assert_right, make_inputs, run
+from fastattn.testing import CASES, Case, assert_right, errors, make_inputs, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, N_Q, N_K, BLOCK_M, BLOCK_N = 2, 20, 30, 8, 8
@@ -545,14 +545,54 @@ def test_rows_that_begin_at_multiples_of_16_bytes_are_known(shape, dtype, aligne
     assert heads(x.transpose(1, 2)).aligned == aligned
 
 
-def test_fp32_is_multiplied_exactly_unless_torch_is_told_otherwise():
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((8, 0), torch.float32, "bf16x6"),
+        ((9, 0), torch.float32, "bf16x6"),
+        ((8, 9), torch.float32, "ieee"),
+        ((12, 0), torch.float32, "ieee"),
+        ((9, 0), torch.float16, "ieee"),
+    ],
+    ids=str,
+)
+def test_fp32_is_multiplied_exactly_unless_torch_is_told_otherwise(capability, dtype, expected, monkeypatch):
+    q = torch.empty(1, dtype=dtype)
     assert torch.get_float32_matmul_precision() == "highest"
-    assert dot_precision() == "ieee"
+    assert dot_precision(q) == "ieee"  # where kernels are interpreted
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert dot_precision(q) == expected
     torch.set_float32_matmul_precision("high")
     try:
-        assert dot_precision() == "tf32"
+        assert dot_precision(q) == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize(("machine", "device"), ON_MACHINES, ids=place_id)
+def test_scores_are_computed_again_bit_by_bit(machine, device, seed):
+    """By dK and dV from the other side: the last bit of a score of thousands is a large part of a weight."""
+    (case,) = (case for case in CASES if case.name == "large-scores")
+    inputs = make_inputs(case, torch.float32, device, seed=seed)
+    with machine.computes_for_the_cpu():
+        assert_right(inputs, run(inputs, "triton"))
+
+
+@pytest.mark.parametrize(("machine", "device"), ON_MACHINES, ids=place_id)
+def test_torch_may_be_told_that_tf32_will_do(machine, device):
+    """Then an error is one of 11 bits, and no longer one of 24."""
+    inputs = make_inputs(Case("", "", n_q=70, n_k=90, causal=True, q_offset=20), torch.float32, device)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with machine.computes_for_the_cpu():
+            errors_found = errors(inputs, run(inputs, "triton"))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    largest = {error.output: error.largest / error.budget for error in errors_found}
+    for output in ("o", "dq", "dk", "dv"):
+        assert 10 < largest[output] < 2**13, largest
 
 
 def objections(shape=(1, 1, 4, 16), d_v=16, dtype=torch.float32, mask=None, **terms) -> list[str]:

@@ -114,7 +114,7 @@ WITH_WEIGHTS = {*HOT, *_TERMS} - {Call(D, "bfloat16", "sinks") for D in (64, 128
 """Whose kernels of weights are compiled too; those know sinks from the lse alone."""
 MATRIX = r"(?:HMMA|HGMMA|UTC\w*MMA)"
 OPERAND = re.compile(r"tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = #\w+, kWidth = (\d+)\}>> \*")
-"""The left side of a product on mma.sync: its columns, and how many of them lie side by side in each of four threads."""
+"""The left side of a product on mma.sync: its columns, and how many lie side by side in each of four threads."""
 MATRIX_INSTRUCTION = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 
 

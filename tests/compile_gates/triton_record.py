@@ -129,14 +129,15 @@ class Compiled:
         """What is wrong with it, in sentences."""
         if self.shared > (most := SHARED_KIB[self.arch][0] * 1024):
             yield f"takes {self.shared} bytes of shared memory, of {most}"
-        if bool(self.matrix) != (self.dtype != "float32" and self.kernel not in _WITHOUT_PRODUCTS):
+        multiplies = self.kernel not in _WITHOUT_PRODUCTS
+        if bool(self.matrix) != (multiplies and (self.dtype != "float32" or self.arch in _FP32_BY_MATRICES)):
             yield f"has {'' if self.matrix else 'no '}matrix instructions"
-        if self.dtype == "float32" or self.kernel in _WITHOUT_PRODUCTS:
-            return
         if 0 < self.columns < 64:
             yield f"has a wgmma of {self.columns} columns, which Triton 3.7 gets wrong (triton#11366)"
         if self.cramped:
             yield "multiplies tiles that are narrower than their layout, which Triton gets wrong"
+        if self.dtype == "float32" or not multiplies:
+            return
         if self.is_to_try:  # which is timed before it serves
             return
         if self.call != "documents":  # of which Triton does not pipeline all loads on Hopper, for no known reason
@@ -174,6 +175,8 @@ class Compiled:
             yield f"loads {self.full.fragments} matrices from shared memory for {self.full.matrix} products"
 
 
+_FP32_BY_MATRICES = (80, 90)
+"""Whose tensor cores multiply fp32, as configs.dot_precision says."""
 _OTHER_TRITONS = 1.5
 """How many times as much may be waited and spilled with another Triton than that of constraints.txt."""
 _WITHOUT_PRODUCTS = {

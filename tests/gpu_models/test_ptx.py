@@ -291,12 +291,18 @@ def test_a_wrong_call_is_a_fault(change, fault):
 @pytest.mark.parametrize(
     ("K", "dtype"), [(16, torch.float16), (16, torch.bfloat16), (8, torch.float16), (8, torch.float32)], ids=str
 )
-def test_products_are_those_of_the_manual(K, dtype):
-    """By its figures: lane 4 g + t holds the rows g and g + 8, in each word of A and B one or two elements."""
+@pytest.mark.parametrize(("arch", "at_once", "spare"), [(75, 4, 0), (80, 8, 1), (90, 16, 2)])
+def test_products_are_those_of_the_manual(arch, at_once, spare, K, dtype):
+    """By its figures: lane 4 g + t holds the rows g and g + 8, in each word of A and B one or two elements.
+
+    The products of so many elements of 16 bits, or of half as many in TF32, are added at once, each cut off after so
+    many bits more than a sum has.
+    """
     name = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "tf32"}[dtype]
     in_word = 4 // dtype.itemsize
     words = K // (4 * in_word)  # of B; A has twice as many
     A, B, C = (torch.randint(-8, 9, shape).float() for shape in ((16, K), (K, 8), (16, 8)))
+    C *= 1 + 2**-20 + 2**-23
     given = torch.empty(32, 3 * words + 4, dtype=torch.int32)
     for lane, (g, t) in enumerate((g, t) for g in range(8) for t in range(4)):
         parts = []
@@ -315,7 +321,7 @@ def test_products_are_those_of_the_manual(K, dtype):
         f"mma.sync.aligned.m16n8k{K}.row.col.f32.{name}.{name}.f32 {{%r3, %r4, %r5, %r6}}, {{{a}}}, {{{b}}}, {{{c}}};"
     )
     text = f""".version 8.7
-.target sm_80
+.target sm_{arch}
 .address_size 64
 .visible .entry kernel(.param .u64 x, .param .u64 y)
 {{
@@ -327,7 +333,16 @@ def test_products_are_those_of_the_manual(K, dtype):
     D = torch.empty(32, 4)
     ranges = [(x.data_ptr(), x.data_ptr() + 4 * x.numel()) for x in (given, D)]
     Program(text).launch((1, 1, 1), 32, 0, [struct.pack("Q", begin) for begin, _ in ranges], ranges, 1)
-    expected = A @ B + C
+    expected, at_once = C.double(), min(at_once // (2 if dtype == torch.float32 else 1), K)
+    for first in range(0, K, at_once):
+        left, right = A[:, first : first + at_once, None].double(), B[first : first + at_once].double()
+        addends = torch.cat([expected[:, None], left * right], dim=1)
+        exponents = torch.cat([expected[:, None].frexp()[1], left.frexp()[1] + right.frexp()[1] - 1], dim=1)
+        largest = exponents.masked_fill(addends == 0, -100).amax(1, keepdim=True)  # of numbers from 0.5 on
+        last_bit = 2.0 ** (largest.double() - 24 - spare)
+        exact = ((addends / last_bit).trunc() * last_bit).sum(1)
+        nearest = exact.float()
+        expected = torch.where(nearest.abs() > exact.abs(), nearest.nextafter(torch.tensor(0.0)), nearest).double()
     for lane, (g, t) in enumerate((g, t) for g in range(8) for t in range(4)):
         assert D[lane].tolist() == [float(expected[g + 8 * (i // 2), 2 * t + i % 2]) for i in range(4)]
 

@@ -1,9 +1,9 @@
 """Tile sizes and launch parameters: every number that depends on the hardware.
 
-None was measured on a GPU yet. Those of 16 bits were chosen by what the compiler makes of them, with Triton 3.7.1 and
-no GPU: for Hopper up to a head dim of 128 by the time that a model of a multiprocessor predicts (`python
-tests/compile_gates/rank_tiles.py` ranks tiles), the others by the clock cycles that its parts need at least (`python
-tests/compile_gates/triton_record.py` prints both). Those of fp32 were chosen to fit.
+None was measured on a GPU yet. They were chosen by what the compiler makes of them, with Triton 3.7.1 and no GPU: for
+Hopper up to a head dim of 128, and where tensor cores multiply fp32, by the time that a model of a multiprocessor
+predicts (`python tests/compile_gates/rank_tiles.py` ranks tiles), the others by the clock cycles that its parts need at
+least (`python tests/compile_gates/triton_record.py` prints both). Those of other fp32 were chosen to fit.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Apart(NamedTuple):
 
 _HOPPER, _AMPERE, _ADA, _FP32 = "sm_90", "sm_80, and others with 16 bits", "sm_86, sm_89, sm_120", "fp32 on every GPU"
 """Those of _ADA have 99 KB of shared memory and half of the A100's matrix units: where it has no entry, _AMPERE's."""
+_FP32_HOPPER, _FP32_A100 = "fp32 on sm_90", "fp32 on sm_80"
+"""Where tensor cores multiply fp32: see dot_precision. Where they have no entry, _FP32's."""
 _INTERPRETER = "Triton's interpreter"
 
 _TABLE: dict[tuple[str, str, int], Config | Apart] = {
@@ -75,7 +77,19 @@ _TABLE: dict[tuple[str, str, int], Config | Apart] = {
     ("dk_dv", _ADA, 64): Config(32, 128, 4, 2),  # two programs at once
     ("dk_dv", _ADA, 128): Config(32, 128, 8, 2),
     ("dq", _ADA, 128): Config(128, 32, 8, 2),
-    # Exact fp32 products hold whole rows of their operands in registers, so tiles are small.
+    ("forward", _FP32_HOPPER, 64): Config(128, 64, 8, 1),
+    ("forward", _FP32_HOPPER, 128): Config(128, 64, 8, 1),
+    ("rows", _FP32_HOPPER, 128): Config(32, 32, 4, 1),
+    ("dk_dv", _FP32_HOPPER, 64): Config(64, 128, 8, 1),
+    ("dk_dv", _FP32_HOPPER, 128): Config(64, 64, 4, 1),
+    ("dq", _FP32_HOPPER, 64): Config(128, 64, 8, 1),
+    ("dq", _FP32_HOPPER, 128): Config(64, 64, 4, 1),
+    ("forward", _FP32_A100, 64): Config(128, 16, 4, 2),
+    ("forward", _FP32_A100, 128): Config(32, 32, 4, 1),
+    ("rows", _FP32_A100, 128): Config(32, 32, 4, 1),
+    ("dk_dv", _FP32_A100, 128): Config(32, 32, 4, 1),
+    ("dq", _FP32_A100, 128): Config(32, 32, 4, 1),
+    # Products on other than tensor cores hold whole rows of their operands in registers, so tiles are small.
     ("forward", _FP32, 64): Config(32, 32, 4, 1),
     ("forward", _FP32, 128): Config(32, 16, 4, 1),
     ("rows", _FP32, 64): Config(32, 32, 4, 1),
@@ -138,6 +152,18 @@ _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
     ("dq", _AMPERE, 128): Config(32, 32, 8, 2),
     ("dbias", _AMPERE, 128): Config(64, 16, 8, 1),
     ("top_keys", _AMPERE, 128): Config(16, 16, 4, 2),
+    ("forward", _FP32_HOPPER, 64): Config(64, 64, 4, 1),
+    ("rows", _FP32_HOPPER, 64): Config(32, 32, 4, 1),
+    ("dq", _FP32_HOPPER, 64): Config(128, 64, 8, 1),
+    ("forward", _FP32_HOPPER, 128): Config(64, 64, 4, 1),
+    ("rows", _FP32_HOPPER, 128): Config(32, 32, 4, 1),
+    ("dq", _FP32_HOPPER, 128): Config(64, 64, 4, 1),
+    ("forward", _FP32_A100, 64): Config(128, 16, 4, 1),
+    ("rows", _FP32_A100, 64): Config(32, 32, 4, 1),
+    ("dq", _FP32_A100, 64): Config(32, 32, 4, 1),
+    ("forward", _FP32_A100, 128): Config(32, 32, 4, 1),
+    ("rows", _FP32_A100, 128): Config(32, 32, 4, 1),
+    ("dq", _FP32_A100, 128): Config(32, 32, 4, 1),
     ("forward", _FP32, 64): Config(16, 16, 8, 1),
     ("rows", _FP32, 64): Config(16, 16, 8, 1),
     ("dq", _FP32, 64): Config(32, 16, 8, 1),
@@ -196,6 +222,20 @@ def tiles_to_try(q: Tensor) -> dict[str, tuple[str, ...]]:
     return {name: tuple(map(str, (default, *others))) for name, (default, others) in entries.items() if others}
 
 
+def dot_precision(q: Tensor) -> str:
+    """How `tiles.dot` multiplies fp32: exactly, unless torch is told that less will do for matrix products.
+
+    "bf16x6": by tensor cores, each number as the sum of three of bf16, of whose products the six largest count. That is
+    as exact as fp32; three products of two numbers of TF32 are not, since tensor cores cut off their sums, more often
+    then. On sm_86, sm_89 and sm_120 they would be no faster than the other units; on sm_100 nothing was tried.
+    """
+    if torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    if triton.knobs.runtime.interpret or q.dtype != torch.float32 or _families(q) == (_FP32,):
+        return "ieee"
+    return "bf16x6"
+
+
 def _name(kernel: str, padded_head_dim: int) -> str:
     return f"{kernel} {max(padded_head_dim, 64)}"
 
@@ -218,15 +258,16 @@ def padded_head_dim(dim: int, q: Tensor) -> int:
 
     A wgmma of 32 columns reads beyond its shared memory with Triton 3.7 (triton#11366).
     """
-    smallest = 64 if not triton.knobs.runtime.interpret and _families(q)[0] in (_HOPPER, _FP32) else 16
+    is_wide = not triton.knobs.runtime.interpret and (_HOPPER in _families(q) or _FP32 in _families(q))
+    smallest = 64 if is_wide else 16
     return max(smallest, triton.next_power_of_2(dim))
 
 
 def _families(q: Tensor) -> tuple[str, ...]:
     """Whose entries count for the GPU and the dtype of q, the first ones first."""
-    if q.dtype == torch.float32:
-        return (_FP32,)
     capability = torch.cuda.get_device_capability(q.device)
+    if q.dtype == torch.float32:
+        return {(8, 0): (_FP32_A100, _FP32), (9, 0): (_FP32_HOPPER, _FP32)}.get(capability, (_FP32,))
     if capability[0] == 9:
         return (_HOPPER,)
     return (_ADA, _AMPERE) if capability in ((8, 6), (8, 9)) or capability[0] == 12 else (_AMPERE,)

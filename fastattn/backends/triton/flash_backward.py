@@ -17,7 +17,7 @@ from torch import Tensor
 from ...spec import Spec
 from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
 from .bias_gradient import by_distance, compute_gradient_of_table, config_by_distance, empty_table
-from .configs import Apart, config_for, padded_head_dim
+from .configs import Apart, config_for, dot_precision, padded_head_dim
 from .dropout import kept
 from .launches import Launches, kind_of, repeated
 from .recompute import Rows, load_rows, tile_gradients
@@ -28,7 +28,6 @@ from .tiles import (
     Heads,
     as_operand,
     dot,
-    dot_precision,
     head_of,
     heads,
     load_tile,
@@ -113,7 +112,7 @@ def _launched(
         "D_V": d_v,
         "BLOCK_QK": block_qk,
         "BLOCK_V": block_v,
-        "PRECISION": dot_precision(),
+        "PRECISION": dot_precision(q),
     }
     rules = rules_of(spec, n_q, n_k, v.dtype)
     launches = Launches(rules, given, (q, k, v, o, do, lse, dlse), results)
@@ -180,7 +179,7 @@ def compute_rows(
         D_V=d_v,
         BLOCK_QK=block_qk,
         BLOCK_V=block_v,
-        PRECISION=dot_precision(),
+        PRECISION=dot_precision(q.data),
         **config._asdict(),
     )
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec, empty_output
-from .configs import config_for, padded_head_dim
+from .configs import config_for, dot_precision, padded_head_dim
 from .dropout import kept
 from .launches import Launches, kind_of, repeated
 from .rules import Rules, rules_of
@@ -19,7 +19,6 @@ from .tiles import (
     Pages,
     as_operand,
     dot,
-    dot_precision,
     head_of,
     heads,
     load_from_pages,
@@ -81,7 +80,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = 
         D_V=d_v,
         BLOCK_QK=block_qk,
         BLOCK_V=block_v,
-        PRECISION=dot_precision(),
+        PRECISION=dot_precision(q),
         **config._asdict(),
     )
     launches.keep(kind, n_q, n_k, v.dtype)

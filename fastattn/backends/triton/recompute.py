@@ -40,7 +40,8 @@ def load_rows(rows, i_row, o_q, m_q):
 @triton.jit
 def weights(b_x, b_y, b_reference, b_rest_log2, m_dense, pairs, rules, PARTIAL: tl.constexpr, PRECISION: tl.constexpr):
     """P of a tile, and the derivative of its scores: [M, N] where x is Q and y is K, [N, M] the other way round."""
-    b_s, factor, b_slope = scores(dot(b_x, tl.trans(b_y), None, PRECISION), pairs, rules.scoring)
+    X_IS_K: tl.constexpr = b_reference.shape[0] == 1
+    b_s, factor, b_slope = scores(dot(b_x, tl.trans(b_y), None, PRECISION, X_IS_K), pairs, rules.scoring)
     b_p = tl.exp2((b_s - b_reference) * factor - b_rest_log2)
     return hide(b_p, 0.0, m_dense, pairs, rules.visible, PARTIAL), b_slope
 

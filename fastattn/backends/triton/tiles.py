@@ -95,11 +95,6 @@ def by_distance(x: Tensor, n_q: int) -> Table:
     return Table(x[..., n_q - 1 :], 0, 0 if len(x) == 1 else x.shape[2], None, None, 1)
 
 
-def dot_precision() -> str:
-    """Precision of products of fp32: exact, unless torch is told that less will do for matrix products."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
 def launch(
     kernel: triton.JITFunction, programs: int, x: Heads | Tensor | object, *args: object, **options: object
 ) -> triton.compiler.CompiledKernel | None:
@@ -234,9 +229,36 @@ def as_operand(b_x, dtype, rules):
 
 
 @triton.jit
-def dot(b_x, b_y, b_sum, PRECISION: tl.constexpr):
-    """b_sum + b_x @ b_y with fp32 accumulation; b_sum may be None."""
+def dot(b_x, b_y, b_sum, PRECISION: tl.constexpr, SWAPPED: tl.constexpr = False):
+    """b_sum + b_x @ b_y with fp32 accumulation; b_sum may be None.
+
+    Args:
+        PRECISION: of fp32; see `dot_precision`.
+        SWAPPED: whether to round as (b_y^T @ b_x^T)^T does: other kernels recompute scores bit by bit.
+    """
     if INTERPRETED:  # where bf16 is kept as bare integers, which must not be multiplied
-        b_x = b_x.to(tl.float32)
-        b_y = b_y.to(tl.float32)
-    return tl.dot(b_x, b_y, b_sum, input_precision=PRECISION)
+        return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_sum, input_precision=PRECISION)
+    elif PRECISION == "bf16x6" and b_x.dtype == tl.float32:
+        b_x_0, b_x_1, b_x_2 = _in_bf16(b_x)
+        b_y_0, b_y_1, b_y_2 = _in_bf16(b_y)
+        b_rest = tl.dot(b_x_1, b_y_1)
+        if SWAPPED:
+            b_rest = tl.dot(b_x_2, b_y_0, tl.dot(b_x_0, b_y_2, b_rest))
+            b_rest = tl.dot(b_x_1, b_y_0, tl.dot(b_x_0, b_y_1, b_rest))
+        else:
+            b_rest = tl.dot(b_x_0, b_y_2, tl.dot(b_x_2, b_y_0, b_rest))
+            b_rest = tl.dot(b_x_0, b_y_1, tl.dot(b_x_1, b_y_0, b_rest))
+        # What is left of an infinity is NaN, and its product is in the last one.
+        b_product = tl.dot(b_x_0, b_y_0, tl.where(b_rest == b_rest, b_rest, 0.0))
+        return b_product if b_sum is None else b_sum + b_product
+    else:
+        return tl.dot(b_x, b_y, b_sum, input_precision=PRECISION)
+
+
+@triton.jit
+def _in_bf16(b_x):
+    """Three tiles of bf16 whose sum is the tile `b_x` of fp32."""
+    b_0 = b_x.to(tl.bfloat16)
+    b_rest = b_x - b_0.to(tl.float32)
+    b_1 = b_rest.to(tl.bfloat16)
+    return b_0, b_1, (b_rest - b_1.to(tl.float32)).to(tl.bfloat16)

@@ -265,6 +265,11 @@ inline void add_arithmetic(Rules& rules) {
   add<u32, float, float>(rules, "cvt.rn.f16x2.f32", [](float a, float b) { return u32(f16_of(a)) << 16 | f16_of(b); });
   add<u32, float, float>(rules, "cvt.rn.bf16x2.f32",
                          [](float a, float b) { return u32(bf16_of(a)) << 16 | bf16_of(b); });
+  // To the nearest number of 10 bits after the point, of two that are as near to the one further from 0.
+  add<u32, float>(rules, "cvt.rna.tf32.f32", [](float a) {
+    const u32 bits = std::bit_cast<u32>(a);
+    return std::isfinite(a) ? (bits + 0x1000) & ~0x1fffu : bits;
+  });
   add<float, float>(rules, "cvt.rmi.f32.f32", [](float a) { return std::floor(a); });
   add<float, float>(rules, "cvt.rzi.f32.f32", [](float a) { return std::trunc(a); });
   add<float, float>(rules, "cvt.rni.f32.f32", [](float a) { return std::nearbyint(a); });

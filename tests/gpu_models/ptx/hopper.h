@@ -228,8 +228,9 @@ inline bool wait_for_bulk(Warp& warp, const Instruction& x, Lanes) {
   return true;
 }
 
-// 9.7.15.5.1.2 A matrix in shared memory, by its descriptor: rows of M or N, and 16 columns of K, of 16 bits.
-// `mn_major`: M or N lies contiguous, else K. CUTLASS's include/cute/arch/mma_sm90_desc.hpp draws these layouts.
+// 9.7.15.5.1.2 A matrix in shared memory, by its descriptor: rows of M or N, and 32 bytes of K. Here `k` counts pairs
+// of bytes, which are columns of 16 bits. `mn_major`: M or N lies contiguous, else K. CUTLASS's
+// include/cute/arch/mma_sm90_desc.hpp draws these layouts.
 struct Descriptor {
   uint64_t start, leading, stride;
   uint32_t swizzle;
@@ -242,7 +243,7 @@ struct Descriptor {
     if (x >> 49 & 7) fault("a base offset");
     if (x & 0x3ffc0000c000c000) fault("bits of a descriptor that mean nothing: " + hex(x));
   }
-  // Address of the 8 elements from there on, which lie side by side: along K, or along M or N.
+  // Address of the 16 bytes from there on, which lie side by side: along K, or along M or N.
   uint64_t at(uint32_t mn, uint32_t k, bool mn_major) const {
     const uint32_t span = 16u << swizzle;  // bytes of a row of the swizzle
     uint64_t at = start;
@@ -258,8 +259,8 @@ struct Descriptor {
 };
 
 // 9.7.15.5.2 wgmma.mma_async: 64 rows of A, 16 of them of each warp, times N columns of B. a: N, b: the Element, c:
-// whether A is in registers. Until it is waited for, its registers may not be touched, nor its shared memory be
-// written.
+// whether A is in registers. TF32 is never transposed. Until it is waited for, its registers may not be touched, nor
+// its shared memory be written.
 inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
   warp.wants_whole(lanes);
   Block& block = warp.block;
@@ -278,9 +279,13 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
   const Lanes adds = *reinterpret_cast<const Lanes*>(warp.read<bool>(rest[1], lanes));
   if (adds != 0 && adds != kAllLanes) fault("lanes disagree whether to add");
   if (rest[2].value != 1 || rest[3].value != 1) fault("negated operands are not modelled");
-  const bool a_transposed = !x.rule->c && rest[4].value, b_transposed = rest[x.rule->c ? 4 : 5].value;
+  const bool is_tf32 = element == kTF32;
+  const int K = is_tf32 ? 8 : 16;
+  const bool a_transposed = !is_tf32 && !x.rule->c && rest[4].value;
+  const bool b_transposed = !is_tf32 && rest[x.rule->c ? 4 : 5].value;
 
   const uint32_t clock = warp.product_clock();
+  const uint32_t bytes = is_tf32 ? 4 : 2;  // of an element
   const auto fetch = [&](const Descriptor& d, uint32_t first, uint32_t rows, bool transposed, auto put) {
     by_async_proxy(warp, [&](const Clock& visible) {
       for (uint32_t mn = 0; mn < rows; mn += transposed ? 8 : 1) {
@@ -288,10 +293,12 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
           const uint64_t at = d.at(first + mn, k, transposed);
           block.shared.check_bounds(at, 16, 16);
           block.shared.reads(visible, at, 16, epoch(kProducts + warp.index, clock));
-          uint16_t data[8];
-          std::memcpy(data, block.shared.data(at), 16);
-          for (uint32_t e = 0; e < 8; e++)
-            put(transposed ? mn + e : mn, transposed ? k : k + e, value_of(element, data[e]));
+          const uint8_t* data = block.shared.data(at);
+          for (uint32_t e = 0; e < 16 / bytes; e++) {
+            uint32_t bits = 0;
+            std::memcpy(&bits, data + bytes * e, bytes);
+            put(transposed ? mn + e : mn, transposed ? k : k * 2 / bytes + e, value_of(element, bits));
+          }
         }
       }
     });
@@ -311,9 +318,10 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
       Register& from = warp.at(of_a[r].at);
       if (from.written != kAllLanes) warp.fault_of_register(of_a[r].at, from, ~from.written);
       lend(of_a[r], true);
-      for (int i = 0; i < 2 * kLanes; i++) {
+      for (int i = 0; is_tf32 && i < kLanes; i++)
+        a[i / 4 + 8 * (r % 2)][i % 4 + 4 * (r / 2)] = value_of(element, from.lanes<uint32_t>()[i]);
+      for (int i = 0; !is_tf32 && i < 2 * kLanes; i++)
         a[i / 8 + 8 * (r % 2)][2 * (i / 2 % 4) + 8 * (r / 2) + i % 2] = value_of(element, from.lanes<uint16_t>()[i]);
-      }
     }
   } else {
     fetch(Descriptor(same(of_a[0])), 16 * (warp.index % 4), 16, a_transposed,
@@ -329,11 +337,8 @@ inline bool multiply_async(Warp& warp, const Instruction& x, Lanes lanes) {
     for (int i = 0; adds && i < kLanes; i++)
       c[i / 4 + 8 * (r / 2 % 2)][8 * (r / 4) + 2 * (i % 4) + r % 2] = sum.lanes<float>()[i];
   }
-  for (int i = 0; i < 16; i++) {
-    for (int k = 0; k < 16; k++) {
-      for (int n = 0; n < N; n++) c[i][n] += a[i][k] * b[k][n];
-    }
-  }
+  const Adder adder(block.program.arch, element);
+  for (int i = 0; i < 16; i++) add_products(a[i], b, c[i], N, K, adder);
   for (int r = 0; r < N / 2; r++) {
     Register& sum = warp.at(sums[r].at);
     sum.written = kAllLanes;
@@ -411,11 +416,12 @@ inline void add_hopper(Rules& rules) {
   rules["cp.async.bulk.commit_group"] = {"", commit_bulk};
   rules["cp.async.bulk.wait_group.read"] = rules["cp.async.bulk.wait_group"] = {"i", wait_for_bulk};
   for (int n = 8; n <= 256; n += 8) {
-    for (const auto& [type, element] : {std::pair{"f16", kF16}, {"bf16", kBF16}}) {
-      const std::string name = "wgmma.mma_async.sync.aligned.m64n" + std::to_string(n) + "k16.f32." + type + "." + type;
-      const std::string d = std::to_string(n / 2) + "d32 ";
-      rules[name + " 8"] = {d + "s64 s64 s1 i i i i", multiply_async, n, element, 0};
-      rules[name + " 7"] = {d + "4s32 s64 s1 i i i", multiply_async, n, element, 1};
+    for (const auto& [types, element] :
+         {std::pair{"k16.f32.f16.f16", kF16}, {"k16.f32.bf16.bf16", kBF16}, {"k8.f32.tf32.tf32", kTF32}}) {
+      const std::string name = "wgmma.mma_async.sync.aligned.m64n" + std::to_string(n) + types;
+      const std::string d = std::to_string(n / 2) + "d32 ", end = element == kTF32 ? "" : " i";  // which is transposed
+      rules[name] = {d + "s64 s64 s1 i i" + end + end, multiply_async, n, element, 0};
+      rules[name + " of registers"] = {d + "4s32 s64 s1 i i" + end, multiply_async, n, element, 1};
     }
   }
   rules["wgmma.fence.sync.aligned"] = {"", fence_products};

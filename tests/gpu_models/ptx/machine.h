@@ -72,6 +72,7 @@ struct Program {
   std::vector<std::pair<std::string, int>> special;  // registers, and their offsets
   std::vector<Variable> parameters;
   std::vector<std::unique_ptr<std::vector<char>>> globals;
+  int arch = 0;  // as in sm_80
   int parameter_bytes = 0, static_shared = 0, threads = 0, most_threads = 1024, registers_of_thread = 0;
   std::vector<Counts> counts;
 };

@@ -120,7 +120,7 @@ def program(text: str, kernel: str = "") -> Program:
 @functools.cache
 def _library() -> ctypes.CDLL:
     sources = sorted([*_FOLDER.glob("*.h"), _FOLDER / "machine.cpp"])
-    flags = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-shared", "-fPIC")
+    flags = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-shared", "-fPIC")
     contents = [repr(flags).encode(), *(source.read_bytes() for source in sources)]
     digest = hashlib.sha256(b"".join(contents)).hexdigest()[:16]
     target = BUILDS / f"machine-{digest}.so"

@@ -13,6 +13,56 @@ inline float value_of(Element element, uint32_t bits) {
   return element == kF16 ? float_of_f16(uint16_t(bits)) : float_of_bf16(uint16_t(bits));
 }
 
+// How tensor cores add: the sum before and the products of `at_once` elements together, each cut off below the last of
+// 24 bits and `spare` more of the largest; and the result cut off after 24 bits. Source: Khattak and Mikaitis, Accurate
+// Models of NVIDIA Tensor Cores, 2025.
+struct Adder {
+  int at_once, spare;
+
+  Adder(int arch, Element element)
+      : at_once(arch < 80   ? 4
+                : arch < 90 ? 8
+                            : 16),
+        spare(arch < 80   ? 0
+              : arch < 90 ? 1
+                          : 2) {
+    if (element == kTF32) at_once /= 2;
+  }
+};
+
+// Exponent of a float; of 0 a very small one, of what is not finite 128.
+inline int exponent_of(float x) {
+  const int bits = std::bit_cast<int>(x) >> 23 & 0xff;
+  return x == 0 ? -1000 : bits - 127;
+}
+
+// Adds a row of A times K rows of B, of which the first n columns count.
+template <int kColumns>
+void add_products(const float* a, const float (*b)[kColumns], float* c, int n, int K, Adder adder) {
+  double sums[kColumns], unit[kColumns];
+  int largest[kColumns];
+  for (int first = 0; first < K; first += adder.at_once) {
+    const int end = std::min(first + adder.at_once, K);
+    for (int i = 0; i < n; i++) largest[i] = exponent_of(c[i]);
+    for (int k = first; k < end; k++) {
+      const int of_a = exponent_of(a[k]);
+      for (int i = 0; i < n; i++) largest[i] = std::max(largest[i], of_a + exponent_of(b[k][i]));
+    }
+    for (int i = 0; i < n; i++) {
+      const int exponent = std::max(largest[i], -300) - 23 - adder.spare;
+      unit[i] = std::bit_cast<double>(uint64_t(1023 - exponent) << 52);  // one over the last bit that counts
+      sums[i] = std::trunc(c[i] * unit[i]);
+    }
+    for (int k = first; k < end; k++) {
+      for (int i = 0; i < n; i++) sums[i] += std::trunc(double(a[k]) * double(b[k][i]) * unit[i]);
+    }
+    for (int i = 0; i < n; i++) {
+      const uint64_t bits = std::bit_cast<uint64_t>(sums[i] / unit[i]) & ~((1ull << 29) - 1);  // those of a float
+      c[i] = float(std::bit_cast<double>(bits));
+    }
+  }
+}
+
 // 9.7.14.5.8 mma.m16n8k16 with 16 bits, 9.7.14.5.7 mma.m16n8k8 with these and TF32: D = A B + C, summed in fp32 in the
 // order of k. a: the Element, b: k. Lane 4 g + t holds of A and C the rows g and g + 8, of B and C the columns g, and
 // 2 t, 2 t + 1.
@@ -43,11 +93,8 @@ inline bool multiply(Warp& warp, const Instruction& x, Lanes lanes) {
     const float* values = warp.read<float>(operands[4 + words_of_a + words_of_b + r], lanes);
     for (int i = 0; i < kLanes; i++) c[i / 4 + 8 * (r / 2)][2 * (i % 4) + r % 2] = values[i];
   }
-  for (auto i = 0; i < 16; i++) {
-    for (int k = 0; k < K; k++) {
-      for (int n = 0; n < 8; n++) c[i][n] += a[i][k] * b[k][n];
-    }
-  }
+  const Adder adder(warp.block.program.arch, element);
+  for (int i = 0; i < 16; i++) add_products(a[i], b, c[i], 8, K, adder);
   for (int r = 0; r < 4; r++) {
     float values[kLanes];
     for (int i = 0; i < kLanes; i++) values[i] = c[i / 4 + 8 * (r / 2)][2 * (i % 4) + r % 2];

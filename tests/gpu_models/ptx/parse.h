@@ -130,7 +130,8 @@ class Parser {
   void module_statement(std::string_view kernel) {
     const std::string first = word();
     if (first == ".version" || first == ".target" || first == ".address_size") {
-      until("\n");
+      const std::string given = until("\n");
+      if (first == ".target") program_->arch = std::atoi(given.substr(std::min(given.size(), 3zu)).c_str());
     } else if (first == ".extern" || first == ".global" || first == ".shared") {
       variable(first + " " + until(";"));
     } else if (first == ".visible" || first == ".entry") {
@@ -536,10 +537,10 @@ class Parser {
     if (pass(opcode, parts, result)) return program_->instructions.push_back(std::move(result));
     if (opcode == "ret" && std::any_of(scopes_.begin(), scopes_.end(), [](const Scope& y) { return y.is_function; }))
       opcode = "bra", parts.push_back(kReturn);
-    std::string key = opcode;
-    auto rule = rules_.find(key);
+    if (starts_with(opcode, "wgmma.mma_async") && parts.size() > 1 && parts[1][0] == '{') opcode += " of registers";
+    auto rule = rules_.find(opcode);
     if (rule == rules_.end())
-      rule = rules_.find(key + " " + std::to_string(parts.size()));  // by the number of operands
+      rule = rules_.find(opcode + " " + std::to_string(parts.size()));  // by the number of operands
     if (rule == rules_.end()) fail("unknown instruction " + std::string(text));
     result.rule = &rule->second;
     const std::vector<std::string_view> forms = split(rule->second.operands, ' ');

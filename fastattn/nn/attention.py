@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import blocks
 from ..api import attention, attention_with_weights
-from ..spec import Mask, explaining, is_jagged, refuse_unknown
+from ..spec import Mask, RelativeBias, explaining, is_jagged, refuse_unknown
 from .cache import AttentionCache
 from .checks import check_heads, check_ints, check_probability
 from .masks import canonical_mask
@@ -33,7 +33,7 @@ _IN_CALLS = {
     "mask": "attn_mask=..., bool, True hides a key, or a fastattn.Mask",
     "attention_mask": "key_padding_mask=attention_mask == 0, where 1 is a real token",
     "src_key_padding_mask": "key_padding_mask=...",
-    **dict.fromkeys(("bias", "attn_bias", "position_bias"), "attn_mask=..., float, which is added to the scores"),
+    **dict.fromkeys(("bias", "attn_bias"), "attn_mask=..., float, which is added to the scores"),
     **dict.fromkeys(("output_attentions", "return_attention_scores"), "need_weights=..."),
 }
 
@@ -156,6 +156,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
         *,
         rotation: Rotation | None = None,
+        position_bias: RelativeBias | None = None,
         cache: AttentionCache | PagedLayer | None = None,
         **unknown: NoReturn,  # type checkers allow none
     ) -> tuple[Tensor, Tensor | None]:
@@ -178,14 +179,18 @@ class MultiHeadAttention(nn.MultiheadAttention):
             average_attn_weights: average the weights over the heads; otherwise they are [N, H, L, S].
             is_causal: hint that `attn_mask` hides the keys after each query's own position, and nothing else.
             rotation: turns queries and keys by their positions (`RotaryPositions`).
+            position_bias: added to the scores by the distance from query to key, beside masks that add nothing.
             cache: the keys and values of earlier calls, to which this call adds its own. `attn_mask` is then a `Mask`
                 over all keys. With those of a `PagedCache` it is a causal one, there are neither weights nor gradients.
 
         Raises:
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
+            TypeError, ValueError: an argument that torch does not have is malformed.
         """
         if unknown:
             refuse_unknown(MultiHeadAttention.forward, unknown, _IN_CALLS)
+        if position_bias is not None:
+            self._check_position_bias(query, position_bias, cache)
         alike = query is key and key is value
         if query.is_nested or (not alike and (key.is_nested or value.is_nested)):
             if is_jagged(query):
@@ -229,6 +234,10 @@ class MultiHeadAttention(nn.MultiheadAttention):
             else:
                 q, (k, v) = self._project_query(query), complete
             mask, bias = attn_mask, None
+        if position_bias is not None:
+            if bias is not None:
+                raise ValueError("position_bias must be None beside a mask that is added to the scores, got both")
+            bias = position_bias
         plan = None
         if (block := blocks.current()) is not None:
             objection = None if cache is None else "cache must be None in a context_parallel block, got one"
@@ -253,6 +262,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             is_causal: bool = ...,
             *,
             rotation: Rotation | None = ...,
+            position_bias: RelativeBias | None = ...,
             cache: AttentionCache | PagedLayer | None = ...,
         ) -> tuple[Tensor, Tensor]: ...
         @overload
@@ -333,7 +343,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         k: Tensor,
         v: Tensor,
         mask: Mask,
-        bias: Tensor | None,
+        bias: Tensor | RelativeBias | None,
         need_weights: bool,
         average_heads: bool,
         plan: blocks.Within | None = None,
@@ -398,6 +408,15 @@ class MultiHeadAttention(nn.MultiheadAttention):
         batch = 0 if self.batch_first else 1
         if query.dim() == 3 and key.shape[batch] != query.shape[batch]:
             raise RuntimeError(f"key must have a batch of {query.shape[batch]} like query, got {key.shape[batch]}")
+
+    def _check_position_bias(self, query: Tensor, position_bias: object, cache: object) -> None:
+        if not isinstance(position_bias, RelativeBias):
+            got = f"{type(position_bias).__name__}; a Tensor is attn_mask=..."
+            raise TypeError(f"position_bias must be a RelativeBias or None, got {got}")
+        if query.is_nested or isinstance(cache, PagedLayer) or self._appended_keys():
+            raise ValueError(
+                "position_bias must be None with nested tensors, pages or appended keys, got a RelativeBias"
+            )
 
     def _check_cached(self, key_padding_mask: Tensor | None, attn_mask: Tensor | Mask | None, cache: object) -> None:
         if not hasattr(cache, "complete") and not isinstance(cache, PagedLayer):

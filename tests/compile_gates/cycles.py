@@ -264,12 +264,10 @@ def _decoded(text: Instruction, rates: Rates) -> _Decoded:
         return _Decoded(kind, pipe, cycles, data, latency, **of_all)
 
     if match := re.match(r"HMMA\.(16816|1688)", name):
-        is_half = match[1] == "1688" and "TF32" not in name  # of 16 bits
-        return decoded("product", "tensor", rates.product / (2 if is_half else 1), 33)
+        return decoded("product", "tensor", rates.product / (1 if match[1] == "16816" else 2), 33)
     if match := re.match(r"HGMMA\.64x(\d+)x(\d+)", name):
         operands = 4 * data / _SHARED  # of four warps, while the tensor cores multiply those of the last one
-        products = int(match[1]) * int(match[2]) / (16 if "TF32" in name else 32)
-        return decoded("wgmma", cycles=max(products, operands, 8), latency=24)
+        return decoded("wgmma", cycles=max(int(match[1]) * int(match[2]) / 32, operands, 8), latency=24)
     if name.startswith("WARPGROUP.DEPBAR"):
         return decoded("wait for wgmma")
     if name.startswith("DEPBAR"):

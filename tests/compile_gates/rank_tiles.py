@@ -74,8 +74,10 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=8, help="how many to print")
     options = parser.parse_args()
     call = options.call
-    if call.name not in CALLS or call.dtype not in ("bfloat16", "float16") or not 0 < call.D <= 256:
-        parser.error(f"DIM-DTYPE-NAME must be up to 256, of 16 bits, and one of {', '.join(CALLS)}, got {call}")
+    if call.name not in CALLS or call.dtype not in ("bfloat16", "float16", "float32") or not 0 < call.D <= 256:
+        parser.error(
+            f"DIM-DTYPE-NAME must be up to 256, bfloat16, float16 or float32, and one of {', '.join(CALLS)}, got {call}"
+        )
     for tile in options.tile or []:
         if any(n < 1 or n & n - 1 for n in tile[:3]) or min(tile[:2]) < 16 or tile[3] < 1:
             parser.error(f"--tile must be powers of two, from 16 rows and columns on, and stages, got {tile}")

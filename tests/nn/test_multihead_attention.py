@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.testing._internal.common_modules import module_db
 from torch.utils.checkpoint import checkpoint
 
-from fastattn import Mask, MultiHeadAttention
+from fastattn import Mask, MultiHeadAttention, RelativeBias
 from fastattn.nn import TransformerEncoder, TransformerEncoderLayer, masks
 from fastattn.nn import attention as module_file
 from fastattn.nn.masks import from_torch
@@ -333,6 +333,59 @@ def test_a_learned_mask_gets_its_gradient():
         return torch.autograd.grad((output * normal(2, 4, 8, seed=1)).sum(), list(leaves.values()))
 
     assert_same(gradients(ours), gradients(theirs))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("attn_mask", [None, torch.ones(5, 7, dtype=torch.bool).triu(3), Mask(causal=True, q_offset=2)])
+def test_a_bias_by_distance_is_a_float_mask(attn_mask, need_weights, batch_first):
+    module = MultiHeadAttention(8, 2, batch_first=batch_first)
+    table = torch.randn(2, 5, requires_grad=True)
+    query, memory = (
+        torch.randn(*((3, 5) if batch_first else (5, 3)), 8),
+        torch.randn(*((3, 7) if batch_first else (7, 3)), 8),
+    )
+    offset = attn_mask.q_offset if isinstance(attn_mask, Mask) else 0
+
+    def bucket(distance: Tensor) -> Tensor:
+        return distance.clamp(-2, 2) + 2
+
+    distance = torch.arange(7) - torch.arange(5)[:, None] - offset
+    dense = table[:, bucket(distance)].repeat(3, 1, 1)
+    hidden = None if attn_mask is None else attn_mask
+    if isinstance(attn_mask, Mask):
+        hidden = distance > 0
+    expected = module(
+        query, memory, memory, attn_mask=dense if hidden is None else dense.masked_fill(hidden, -math.inf),
+        need_weights=need_weights,
+    )  # fmt: skip
+    actual = module(
+        query, memory, memory, attn_mask=attn_mask, need_weights=need_weights,
+        position_bias=RelativeBias(table, bucket),
+    )  # fmt: skip
+    torch.testing.assert_close(actual, expected)
+    cotangent = torch.randn_like(actual[0])
+    gradients = [torch.autograd.grad((x[0] * cotangent).sum(), table)[0] for x in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "error", "why"),
+    [
+        (
+            {},
+            {"position_bias": torch.ones(5, 5)},
+            TypeError,
+            "a RelativeBias or None, got Tensor; a Tensor is attn_mask",
+        ),
+        ({}, {"attn_mask": torch.ones(5, 5)}, ValueError, "beside a mask that is added to the scores"),
+        ({"add_zero_attn": True}, {}, ValueError, "nested tensors, pages or appended keys"),
+    ],
+)
+def test_what_a_bias_by_distance_cannot_be(options, given, error, why):
+    module, x = MultiHeadAttention(8, 2, **options), torch.randn(5, 3, 8)
+    with pytest.raises(error, match=why):
+        module(x, x, x, **{"position_bias": RelativeBias(torch.zeros(2, 9)), **given})
 
 
 def test_a_mask_has_its_tangent():

@@ -136,7 +136,7 @@ _HEAVY: dict[tuple[str, str, int], Config | Apart] = {
     ("forward", _AMPERE, 128): Config(128, 16, 4, 2),
     ("forward", _AMPERE, 256): Config(64, 32, 8, 1),  # two stages would not fit with a bias
     ("dk_dv", _AMPERE, 64): Config(16, 128, 4, 2),
-    ("dk_dv", _AMPERE, 128): Apart(Config(16, 128, 4, 2), Config(16, 128, 4, 2)),
+    ("dk_dv", _AMPERE, 128): Apart(Config(16, 128, 4, 1), Config(16, 128, 4, 2)),  # more stages spill
     ("dq", _AMPERE, 64): Config(128, 16, 4, 2),
     ("dq", _AMPERE, 128): Config(128, 16, 8, 2),
     ("dq", _AMPERE, 256): Config(32, 32, 8, 1),  # 64 queries would not fit with a bias

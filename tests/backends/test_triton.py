@@ -571,13 +571,12 @@ def test_fp32_is_multiplied_exactly_unless_torch_is_told_otherwise(capability, d
 
 
 @pytest.mark.parametrize("seed", [1, 3])
-@pytest.mark.parametrize(("machine", "device"), ON_MACHINES, ids=place_id)
-def test_scores_are_computed_again_bit_by_bit(machine, device, seed):
+@pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
+def test_scores_are_computed_again_bit_by_bit(backend, device, seed):
     """By dK and dV from the other side: the last bit of a score of thousands is a large part of a weight."""
     (case,) = (case for case in CASES if case.name == "large-scores")
     inputs = make_inputs(case, torch.float32, device, seed=seed)
-    with machine.computes_for_the_cpu():
-        assert_right(inputs, run(inputs, "triton"))
+    assert_right(inputs, run(inputs, backend.NAME))
 
 
 @pytest.mark.parametrize(("machine", "device"), ON_MACHINES, ids=place_id)

@@ -26,6 +26,7 @@ DTYPES = {**cases.DTYPES, "fp64": torch.float64}
 
 def measure(job: Job, compiled: bool, budget_s: float) -> tuple[str, float, float]:
     """The chosen backend, and the ratios of its time to the fastest one's and to PyTorch's."""
+    torch.compiler.reset()  # after eight kinds of calls it would compile no more
     problem = cases.make_problem(job, "cpu")
     problem = replace(problem, inputs=rivals.without_nan(problem.inputs))  # PyTorch's function would answer with NaN
     if job.dtype == "fp64":  # in which the right answer was computed as well

@@ -7,10 +7,13 @@ none is read or written.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import json
 import math
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,8 +59,19 @@ def key(device: torch.device) -> dict[str, str]:
     return found | {
         "gpu": properties.name,
         "compute capability": f"{properties.major}.{properties.minor}",
-        "driver": str(torch._C._cuda_getDriverVersion()),  # the CUDA that it serves: PyTorch has no public way to ask
+        "driver": _driver(),
     }
+
+
+@functools.cache
+def _driver() -> str:
+    """The CUDA that the driver serves, such as 13000; "" where there is no driver. PyTorch has no public way to ask."""
+    version, library = ctypes.c_int(), "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return ""
+    return str(version.value)
 
 
 def path(device: torch.device) -> Path:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,13 @@ class TestRecord:
         path.write_text(damage(path.read_text()))
         with pytest.warns(UserWarning, match="is not a record that `fastattn tune` wrote, and is ignored"):
             assert record.read_again(CPU) == Record()
+
+    def test_of_a_gpu_asks_nothing_of_torch_that_a_version_lacks(self, monkeypatch):
+        gpu = SimpleNamespace(name="a GPU", major=9, minor=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        found = record.key(torch.device("cuda"))
+        assert (found["gpu"], found["compute capability"]) == ("a GPU", "9.0")
+        assert found["driver"].isdigit() or not torch.cuda.is_available()
 
     @pytest.mark.parametrize("name", ["fastattn", "torch", "triton", "cpu", "capability"])
     def test_of_anything_else_is_another_file(self, name, monkeypatch):

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).parent.parent
 PACKAGE = PurePosixPath("fastattn")
 _SPEAKS_FOR_FOLDER = ("__init__.py", "README.md")
-_DATA = (".json", ".neg", ".png", ".pos", ".svg", ".txt")  # most of these formats have no comments
+_DATA = (".json", ".jsonl", ".neg", ".png", ".pos", ".svg", ".txt")  # most of these formats have no comments
 _END_OF_SENTENCE = re.compile(r"[.?!](?=\s+[A-Z*`]|$)")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _CODE = re.compile(r"(`[^`]*`)")

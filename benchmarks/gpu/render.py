@@ -200,7 +200,7 @@ def _readme_table(path: Path, document: dict) -> str:
     about = (
         f"On an {_machine(document)}, bf16, useful TFLOP/s forward / backward, medians of interleaved runs "
         f"(fastattn {', '.join(commits)}); `-` is refused, wrong or not run. Every row, with its spread, memory and "
-        f"error: [{path.stem}](benchmarks/results/{path.stem}.md)."
+        f"error: [{path.stem}](../benchmarks/results/{path.stem}.md)."
     )
     return f"{about}\n\n{_table(('case', 'fastattn', *_RIVALS_IN_README), lines)}"
 

@@ -1,9 +1,10 @@
 """Tile sizes and launch parameters: every number that depends on the hardware.
 
-None was measured on a GPU yet. They were chosen by what the compiler makes of them, with Triton 3.7.1 and no GPU: for
-Hopper up to a head dim of 128, and where tensor cores multiply fp32, by the time that a model of a multiprocessor
-predicts (`python tests/compile_gates/rank_tiles.py` ranks tiles), the others by the clock cycles that its parts need at
-least (`python tests/compile_gates/triton_record.py` prints both). Those of other fp32 were chosen to fit.
+An H100 has timed those of bf16 up to a head dim of 128 (docs/performance.md), no GPU the others yet. They were chosen
+by what the compiler makes of them, with Triton 3.7.1 and no GPU: for Hopper up to a head dim of 128, and where tensor
+cores multiply fp32, by the time that a model of a multiprocessor predicts (`python tests/compile_gates/rank_tiles.py`
+ranks tiles), the others by the clock cycles that its parts need at least (`python tests/compile_gates/triton_record.py`
+prints both). Those of other fp32 were chosen to fit.
 """
 
 from __future__ import annotations

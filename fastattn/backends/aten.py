@@ -1,6 +1,7 @@
 """PyTorch's own fused kernels as a backend, called "torch": where they mean the same as the definition in spec.py.
 
-They serve where no kernel of this package can be had, or is faster. A mask that is more than `causal` becomes a table
+They serve where no kernel of this package can be had, or is faster. On a GPU the kernel is cuDNN's where PyTorch's own
+function would take that, and else FlashAttention's or the memory-efficient one. A mask that is more than `causal` becomes a table
 of numbers, in O(n_q n_k) memory for a sample, as in PyTorch's own function, and ALiBi one for each head. On the CPU,
 `blocked` computes softcap and dropout, which its kernels lack, and the reference gradients of a bias and of slopes, and
 scores and values so large that they lose the answer.
@@ -8,7 +9,9 @@ scores and values so large that they lose the answer.
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -16,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+from torch.utils import deterministic
 
 from ..spec import FEATURES, Mask, Spec, as_output
 from . import blocked, reference
@@ -30,6 +35,8 @@ _LSE_ALIGNMENT = 32  # of the lengths that the memory-efficient kernel has in it
 _LARGEST_LSE = 256.0
 """The kernels recompute weights as exp(score - lse), of which rounding takes eps * lse; from 1 / eps on, lse does not
 tell how many keys share the largest score."""
+_CUDNN_QUERIES = 128
+"""From so many queries on cuDNN may compute the gradients; of one query those are NaN (cudnn-frontend issue 1072)."""
 _LARGEST_KEPT = 2**22
 """Pairs of a table that is kept for other layers and the backward: making it takes a few percent of a short call, and
 of a long one too little to keep so much memory for."""
@@ -144,6 +151,11 @@ class _Call(NamedTuple):
             o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, attn_mask=self.table, scale=scale
             )
+        elif _has_cudnn(q, k, v, causal, scale):
+            o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, causal, False, scale=scale
+            )
+            lse = lse.reshape(q.shape[:3])
         elif _has_flash(q):
             o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         else:
@@ -178,6 +190,11 @@ class _Call(NamedTuple):
         if q.device.type == "cpu":
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 do, q, k, v, o, lse, 0.0, causal, attn_mask=self.table, scale=scale
+            )
+        elif not self.spec.deterministic and q.shape[2] >= _CUDNN_QUERIES and _has_cudnn(q, k, v, causal, scale):
+            lse = lse.reshape(*lse.shape, *(1,) * (_dims_of_cudnn_lse() - 3))
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                do, q, k, v, o, lse, none, none, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
             )
         elif _has_flash(q):
             lengths = (None, None, q.shape[2], k.shape[2])
@@ -337,15 +354,40 @@ def _has_flash(q: Tensor) -> bool:
     return q.dtype in _16_BITS and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
+def _has_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
+    """Whether PyTorch's own function would take cuDNN's kernel, as versions, GPUs and its users' settings have it."""
+    taken = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+    return taken == SDPBackend.CUDNN_ATTENTION.value
+
+
+@functools.cache
+def _dims_of_cudnn_lse() -> int:
+    """The number of dims of the lse that cuDNN's kernel returns, and wants back: three or four, by PyTorch's version."""
+    q = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="meta")
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[1].dim()
+
+
+_one_at_a_time = threading.RLock()
+
+
 @contextmanager
 def _deterministic(device: torch.device, wanted: bool) -> Iterator[None]:
-    """PyTorch's deterministic mode, in which its kernels for GPUs add up in a fixed order; on CPUs they always do."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if device.type == "cpu" or not wanted or before[0]:
+    """PyTorch's deterministic mode, in which its kernels for GPUs add up in a fixed order; on CPUs they always do.
+
+    The strict one: with `warn_only` those of attention add up in any order. The mode is one of the whole process, so
+    that of two threads that compute gradients each waits until the other has launched its kernels.
+    """
+    if device.type == "cpu" or not wanted:
         yield
         return
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    with _one_at_a_time:
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        fills = deterministic.fill_uninitialized_memory
+        # Not torch.use_deterministic_algorithms, which imports the compiler, and changes its mode as well.
+        torch._C._set_deterministic_algorithms(True, warn_only=False)
+        deterministic.fill_uninitialized_memory = False  # which would write all gradients twice
+        try:
+            yield
+        finally:
+            torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+            deterministic.fill_uninitialized_memory = fills

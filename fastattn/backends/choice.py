@@ -5,6 +5,8 @@ Whatever was measured on this machine by `fastattn tune` comes first, then `DEFA
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -58,28 +60,61 @@ _OF_PADDING = frozenset({"causal", "q_offset", "real_keys", "real_queries", "seg
 class Preference(NamedTuple):
     """An entry of the default table: the backends that are asked first for some classes of calls, and why.
 
-    masks: of `CallClass`.
+    device: type of the device.
     measured: whether the reason is a measurement.
+    calls: by fields of `CallClass`, the values that they have in these classes; a field that is left out has any.
+    capability: the compute capability of the GPU, or None for every device of the type.
+    deterministic: whether the same inputs are to give the same bits, or None for both.
     """
 
     device: str
-    masks: tuple[str, ...]
     backends: tuple[str, ...]
     why: str
     measured: bool
+    calls: Mapping[str, tuple] = MappingProxyType({})
+    capability: tuple[int, int] | None = None
+    deterministic: bool | None = None
 
+    def holds_for(self, call_class: CallClass, capability: tuple[int, int] | None, deterministic: bool) -> bool:
+        """Whether this is an entry for such calls on such a GPU."""
+        of_device = self.capability in (None, capability) and self.deterministic in (None, deterministic)
+        return of_device and all(getattr(call_class, name) in values for name, values in self.calls.items())
+
+
+_PLAIN = {"mask": ("none", "causal")}
+_LONG_16_BITS = {"dtype": ("float16", "bfloat16"), "head_dim": HEAD_DIMS, "length": (0,)}
+_LONG_FLOAT32 = {"dtype": ("float32",), "length": (0,)}
+_HOPPER = (9, 0)
 
 DEFAULT = (
+    Preference("cpu", ("cpu",), "ahead of PyTorch's kernels in benchmarks/results, on AVX-512 and AMX", measured=True),
     Preference(
-        "cpu", MASKS, ("cpu",), "ahead of PyTorch's kernels in benchmarks/results, on AVX-512 and AMX", measured=True
+        "cuda", ("hopper", "triton"), "ahead of PyTorch's deterministic kernels on an H100, in benchmarks/results",
+        measured=True, calls=_PLAIN | _LONG_16_BITS | {"training": (True,)}, capability=_HOPPER, deterministic=True,
     ),
     Preference(
-        "cuda", ("none", "causal"), ("torch",),
+        "cuda", ("torch",), "PyTorch takes cuDNN's kernels, the fastest on an H100 in benchmarks/results",
+        measured=True, calls=_PLAIN | _LONG_16_BITS, capability=_HOPPER,
+    ),
+    Preference(
+        "cuda", ("triton",), "ahead of PyTorch's kernels on an H100, since it multiplies fp32 on tensor cores",
+        measured=True, calls=_PLAIN | _LONG_FLOAT32 | {"head_dim": HEAD_DIMS, "training": (False,)}, capability=_HOPPER,
+    ),
+    Preference(
+        "cuda", ("triton",), "ahead of PyTorch's kernels on an H100, since it multiplies fp32 on tensor cores",
+        measured=True, calls=_PLAIN | _LONG_FLOAT32 | {"head_dim": HEAD_DIMS[:1]}, capability=_HOPPER,
+    ),
+    Preference(
+        "cuda", ("torch",),
         "PyTorch's kernels are proven, and estimated to be faster where no mask can be profited from", measured=False,
+        calls=_PLAIN,
     ),
     Preference(
-        "cuda", ("padding", "other"), ("hopper", "triton"), "computes no hidden tiles, and builds no table of the mask",
-        measured=False,
+        "cuda", ("hopper", "triton"), "ahead of all that PyTorch has on an H100, in benchmarks/results: it computes no "
+        "hidden tiles", measured=True, calls=_LONG_16_BITS | {"mask": ("padding",)}, capability=_HOPPER,
+    ),
+    Preference(
+        "cuda", ("hopper", "triton"), "computes no hidden tiles, and builds no table of the mask", measured=False,
     ),
 )  # fmt: skip
 
@@ -97,20 +132,29 @@ class Order(NamedTuple):
 
 def order(q: Tensor, k: Tensor, v: Tensor, spec: Spec, training: bool) -> Order:
     """The order for this call."""
-    if record.is_tuned(q.device):
-        call_class = CallClass.of(q, k, v, spec, training)
+    device, call_class = q.device, None
+    if record.is_tuned(device) or any(entry.calls for entry in DEFAULT if entry.device == device.type):
+        call_class = CallClass.of(q, k, v, spec, training)  # only here: lengths are guards of torch.compile
+    if record.is_tuned(device):
         measured = _measured_order(*call_class)
         if measured is not None:
             return Order(measured, f"measured here by `fastattn tune` for {call_class}: {_shown(call_class)}", True)
-    return default_order(q.device.type, _mask_of(spec))
+    return default_order(device.type, call_class, capability_of(device.type), spec.deterministic)
 
 
-def default_order(device: str, mask: str) -> Order:
-    """The order of the default table for calls with such a mask, as in `CallClass`."""
+def default_order(
+    device: str, call_class: CallClass | None, capability: tuple[int, int] | None, deterministic: bool = True
+) -> Order:
+    """The order of the default table for such calls; without a class, of a device where all are treated alike."""
     for entry in DEFAULT:
-        if entry.device == device and mask in entry.masks:
+        if entry.device == device and (call_class is None or entry.holds_for(call_class, capability, deterministic)):
             return Order(entry.backends, f"{entry.why} ({'measured' if entry.measured else 'not measured'})")
     return Order((), "the first that takes it")
+
+
+@record.while_tracing
+def capability_of(device: str) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else None
 
 
 def default_is_best(device: torch.device) -> bool:

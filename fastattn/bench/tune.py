@@ -22,8 +22,8 @@ from types import ModuleType
 
 import torch
 
-from fastattn.backends import BACKENDS, record, reference, triton
-from fastattn.backends.choice import HEAD_DIMS, MASKS, CallClass, default_order, ranked
+from fastattn.backends import BACKENDS, choice, record, reference, triton
+from fastattn.backends.choice import HEAD_DIMS, MASKS, CallClass, ranked
 from fastattn.backends.record import Record
 from fastattn.backends.selfcheck import family
 from fastattn.spec import Mask, Spec
@@ -251,8 +251,8 @@ def _times_of_backends(
     Raises:
         _CandidateError: one of them failed.
     """
-    first = default_order(call_class.device, call_class.mask).backends
-    names = sorted(names, key=lambda name: name not in first)  # which is stable
+    first = choice.default_order(call_class.device, call_class, choice.capability_of(call_class.device)).backends
+    names = sorted(names, key=lambda name: first.index(name) if name in first else len(first))  # which is stable
     if len(names) < 2:
         return {}
     child.ask("problem", **call_class._asdict())

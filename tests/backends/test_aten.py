@@ -1,11 +1,13 @@
 """PyTorch's kernels as a backend: what it asks of them where no test can run them, and what it does for them."""
 
+import threading
 import warnings
 from unittest import mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 from torch.testing import assert_close
 
 import fastattn
@@ -18,34 +20,49 @@ table, keep = aten._table, Spec.dropout_keep
 NAMED = {case.name: case for case in CASES}
 
 
+FLASH, EFFICIENT, CUDNN = (f"aten::_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn"))
+
+
 @pytest.mark.parametrize(
-    ("capability", "dtype", "H_kv", "kernel"),
+    ("capability", "dtype", "H_kv", "taken", "forward", "backward"),
     [
-        ((9, 0), torch.bfloat16, 2, "_scaled_dot_product_flash_attention"),
-        ((8, 0), torch.float32, 2, "_scaled_dot_product_efficient_attention"),
-        ((7, 5), torch.float16, 4, "_scaled_dot_product_efficient_attention"),
+        ((9, 0), torch.bfloat16, 2, SDPBackend.FLASH_ATTENTION, FLASH, FLASH),
+        ((9, 0), torch.bfloat16, 2, SDPBackend.CUDNN_ATTENTION, CUDNN, FLASH),
+        ((9, 0), torch.bfloat16, 2, SDPBackend.CUDNN_ATTENTION, CUDNN, CUDNN),
+        ((8, 0), torch.float32, 2, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
+        ((7, 5), torch.float16, 4, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
     ],
     ids=str,
 )
-def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, kernel):
+def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, taken, forward, backward):
     """On tensors without memory: PyTorch's own shape functions accept every argument, and say what shapes come out."""
-    called = []
+    called = {}
 
     class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            called.append(func.name())
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            called[func.name()] = args, result
+            return result
 
-    spec = Spec(Mask(causal=True), 0.125)
-    with mock.patch("torch.cuda.get_device_capability", return_value=capability), Calls():
-        q, do = (torch.empty(2, 4, 50, 64, dtype=dtype, device="meta") for _ in range(2))
-        k, v = (torch.empty(2, H_kv, 50, 64, dtype=dtype, device="meta") for _ in range(2))
+    spec = Spec(Mask(causal=True), 0.125, deterministic=backward is not CUDNN)
+    choice = mock.patch("torch._fused_sdp_choice", return_value=taken.value)
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability), choice as asked, Calls():
+        q, do = (torch.empty(2, 4, 150, 64, dtype=dtype, device="meta") for _ in range(2))
+        k, v = (torch.empty(2, H_kv, 150, 64, dtype=dtype, device="meta") for _ in range(2))
         o, lse = aten.forward(q, k, v, spec)
-        assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, dtype, (2, 4, 50), torch.float32)
+        assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, dtype, (2, 4, 150), torch.float32)
         gradients = aten.backward(do, lse, q, k, v, o, lse, spec, (True, True, True, False, False, False))
         assert [(x.shape, x.dtype) for x in gradients[:3]] == [(x.shape, dtype) for x in (q, k, v)]
-    assert f"aten::{kernel}" in called
-    assert f"aten::{kernel}_backward" in called
+    assert forward in called
+    assert f"{backward}_backward" in called
+    assert (f"{CUDNN}_backward" in called) == (backward is CUDNN)
+    if backward is CUDNN:  # which PyTorch's shape functions do not look at
+        assert called[f"{CUDNN}_backward"][0][5].shape == called[CUDNN][1][1].shape == (2, 4, 150, 1)
+    if taken is SDPBackend.CUDNN_ATTENTION:  # of grouped heads, causal
+        (arguments, options) = asked.call_args
+        asked.temporary_original(*arguments, **options)
+        assert arguments[3:] == (None, 0.0, True)
+        assert options == {"scale": 0.125, "enable_gqa": True}
 
 
 @pytest.mark.parametrize(
@@ -66,10 +83,50 @@ def test_what_its_kernels_for_gpus_do_not_mean_is_refused(change, why):
 
 def test_deterministic_mode_is_what_it_was_before():
     with aten._deterministic(torch.device("cuda"), wanted=True):
-        assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.are_deterministic_algorithms_enabled()
+        assert _mode() == (True, False, False), "kernels that only warn add up in any order"
+    assert _mode() == (False, False, True)
     with aten._deterministic(torch.device("cuda"), wanted=False):
-        assert not torch.are_deterministic_algorithms_enabled()
+        assert _mode() == (False, False, True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with aten._deterministic(torch.device("cuda"), wanted=True):
+            assert _mode() == (True, False, False)
+        assert _mode() == (True, True, True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_mode_is_what_it_was_before_several_threads():
+    """The first to come is the first to go, and the second would have put back what the first had set."""
+    inside, may_go = threading.Event(), threading.Event()
+
+    def first():
+        with aten._deterministic(torch.device("cuda"), wanted=True):
+            inside.set()
+            may_go.wait(60)
+
+    def second():
+        inside.wait(60)
+        threading.Timer(0.2, may_go.set).start()
+        with aten._deterministic(torch.device("cuda"), wanted=True):
+            assert may_go.is_set()
+            modes.append(_mode())
+
+    modes, threads = [], [threading.Thread(target=function) for function in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert modes == [(True, False, False)]
+    assert _mode() == (False, False, True)
+
+
+def _mode() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
 
 
 @pytest.mark.parametrize("case", ["plain", "causal", "wide-values", "grouped-heads"])

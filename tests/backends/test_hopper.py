@@ -55,7 +55,8 @@ def test_it_serves_by_name_until_a_gpu_has_run_its_tests(on_hopper):
 
 
 def test_it_is_asked_first_where_it_serves(on_hopper, monkeypatch):
-    assert choice.default_order("cuda", "padding").backends == ("hopper", "triton")
+    usual = choice.CallClass("cuda", "float16", 128, 0, "padding", training=False)
+    assert choice.default_order("cuda", usual, (9, 0)).backends == ("hopper", "triton")
     monkeypatch.setattr(choice, "DEFAULT", [entry._replace(device="cpu") for entry in choice.DEFAULT[1:]])
     monkeypatch.setattr(hopper, "by_name_only", lambda device: None)
     assert select(*call(mask=Mask(causal=True, q_offset=1))) is hopper

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastattn.__main__ import main
-from fastattn.backends import aten, choice, record
+from fastattn.backends import aten, choice, cpu, record
 from fastattn.backends.triton import configs
 from fastattn.bench import tune
 from fastattn.bench.tune import CallClass, Limits
@@ -92,6 +92,14 @@ def test_what_is_not_there_is_told_and_not_timed(faulty):
     assert findings.missing == {"not_there": "needs a compiler"}
     assert findings.record.classes == {}
     assert "not_there cannot be had here: needs a compiler" in str(findings)
+
+
+@pytest.mark.parametrize("backends", [("torch", "cpu"), ("cpu", "torch")], ids=str)
+def test_the_default_one_is_that_of_the_table(backends, monkeypatch):
+    """The first of these times is what another one has to gain upon."""
+    monkeypatch.setattr(choice, "DEFAULT", (choice.Preference("cpu", backends, "so it is", measured=True),))
+    monkeypatch.setattr(tune, "_times", lambda child, runs: dict.fromkeys(runs, 1.0))
+    assert tuple(tune.tune([CLASS], (cpu, aten)).record.classes[CLASS]) == backends
 
 
 @pytest.fixture

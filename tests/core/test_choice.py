@@ -1,6 +1,7 @@
 """The choice among backends: the default table, what was measured on this machine, and checks of unknown machines."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -8,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
 from fastattn import Mask
@@ -45,16 +48,45 @@ def know(families: dict[str, str] | None = None, **ms: float) -> None:
 
 class TestDefaultTable:
     @pytest.mark.parametrize(
-        ("device", "mask", "first"),
-        [("cpu", "none", "cpu"), ("cpu", "other", "cpu"), ("cuda", "causal", "torch"), ("cuda", "padding", "hopper")],
+        ("call", "capability", "first"),
+        [
+            ({"device": "cpu"}, None, "cpu"),
+            ({"device": "cpu", "mask": "other"}, None, "cpu"),
+            ({}, (8, 0), "torch"),
+            ({"mask": "padding"}, (8, 0), "hopper"),
+            ({}, (9, 0), "torch"),
+            ({"training": True}, (9, 0), "hopper"),
+            ({"training": True, "deterministic": False}, (9, 0), "torch"),
+            ({"training": True, "length": 1024}, (9, 0), "torch"),
+            ({"training": True, "head_dim": 0}, (9, 0), "torch"),
+            ({"dtype": "float32"}, (8, 0), "torch"),
+            ({"dtype": "float32"}, (9, 0), "triton"),
+            ({"dtype": "float32", "training": True}, (9, 0), "torch"),
+            ({"dtype": "float32", "training": True, "head_dim": 64}, (9, 0), "triton"),
+        ],
+        ids=str,
     )
-    def test_says_who_is_first(self, device, mask, first):
-        assert choice.default_order(device, mask).backends[0] == first
+    def test_says_who_is_first(self, call, capability, first):
+        usual = CallClass("cuda", "float16", 128, 0, "causal", training=False)
+        deterministic = call.pop("deterministic", True)
+        call_class = usual._replace(**call)
+        assert choice.default_order(call_class.device, call_class, capability, deterministic).backends[0] == first
 
-    def test_names_backends_and_says_of_each_entry_whether_it_was_measured(self):
+    def test_is_asked_about_the_call(self, monkeypatch):
+        """Tensors of a GPU without memory: what stands in the call, in the device and in the wish for the same bits."""
+        monkeypatch.setattr(choice, "capability_of", lambda device: (9, 0) if device == "cuda" else None)
+        with FakeTensorMode():
+            x = torch.empty(1, 2, 2048, 64, dtype=torch.bfloat16, device="cuda")
+            for training, deterministic, first in ((True, True, "hopper"), (True, False, "torch"), (False, True, "torch")):
+                spec = Spec(Mask(causal=True), 1.0, deterministic=deterministic)
+                assert choice.order(x, x, x, spec, training).backends[0] == first
+
+    def test_names_backends_and_fields_and_says_of_each_entry_whether_it_was_measured(self, monkeypatch):
         for entry in choice.DEFAULT:
             assert all(backend_by_name(name) in BACKENDS for name in entry.backends)
-            why = choice.default_order(entry.device, entry.masks[0]).why
+            assert set(entry.calls) <= set(CallClass._fields)
+            monkeypatch.setattr(choice, "DEFAULT", (entry,))
+            why = choice.default_order(entry.device, None, None).why
             assert why.endswith("(measured)" if entry.measured else "(not measured)")
 
     def test_devices_without_an_entry_have_the_order_of_the_registry(self):
@@ -255,6 +287,22 @@ class TestSelfCheck:
         with pytest.warns(fastattn.FallbackWarning, match=why.removeprefix("torch's?.*")):
             o = fastattn.attention(X, X, X)
         assert torch.equal(o, fastattn.attention(X, X, X, backend="torch"))
+
+    @pytest.mark.parametrize(
+        ("fault", "why"),
+        [
+            (lambda dq, lse: dq + (0 * (-lse).exp())[..., None], "dq of .* is off by nan"),
+            (lambda dq, lse: dq * (1 + 1e-6 * torch.rand(())), "dq of .* has other bits in the second call"),
+        ],
+        ids=["a key beyond the end overflows", "sums in another order"],
+    )
+    def test_finds_what_only_other_scores_and_many_tiles_show(self, fault, why, monkeypatch):
+        def backward(*args, right=cpu.backward):
+            dq, *others = right(*args)
+            return fault(dq, args[6]) if args[3].shape[2] > 256 else dq, *others
+
+        monkeypatch.setattr(cpu, "backward", backward)
+        assert re.match(why, selfcheck.find_fault(cpu, CPU, torch.float32, training=True))
 
     def test_refuses_a_wrong_gradient_for_training_alone(self, monkeypatch):
         def backward(*args, right=cpu.backward):

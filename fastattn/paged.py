@@ -117,7 +117,8 @@ def attention_paged(
         scale, softcap, alibi_slopes ([H] or [B, H]), sinks, return_lse, backend: as in `attention`.
         k_scales, v_scales: fp32 [pages, page_size, H_kv] where k_pages and v_pages are of int8 or float8_e4m3fn: what
             each row is to be multiplied by. Rows of k and v are written rounded to nearest, with the scale that gives
-            the largest of them 127 in int8 or 448 in float8_e4m3fn. The CPU reads such pages where they lie.
+            the largest of them 127 in int8 or 448 in float8_e4m3fn. The backends cpu and triton read such pages where
+            they lie.
 
     Returns:
         o [total_q, H, d_v] in the dtype of q, or (o, lse) with lse [H, total_q].

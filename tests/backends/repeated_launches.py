@@ -43,6 +43,7 @@ CHOICES: dict[str, list] = {
     "one tensor for k and v": [False, False, False, True],
     "pages": [None, None, None, (16, torch.int32, 0), (16, torch.int64, 0), (16, torch.int32, 1), (7, torch.int32, 0)],
     "pool": [9, 12],  # pages in all
+    "stored": [None, None, torch.int8, torch.float8_e4m3fn],  # of pages
     "precision": ["highest", "high"],
     "causal": [False, True],
     "q_offset": [0, 1, 16, 300, "of samples", "of queries"],
@@ -117,7 +118,14 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
         size, of_table, begin = chosen["pages"]
         n = n_k // size
         table = torch.zeros(B * n + 1, dtype=of_table)[begin:][: B * n].view(B, n)
-        tensors[1:3] = (tensor(layout, chosen["pool"], H_kv, size, D, dtype=dtype) for layout in chosen["layouts"][1:3])
+        stored = chosen["stored"]
+        tensors[1:3] = (
+            tensor(layout, chosen["pool"], H_kv, size, D, dtype=torch.int8 if stored else dtype).view(stored or dtype)
+            for layout in chosen["layouts"][1:3]
+        )
+        if stored is not None:
+            scales = torch.ones(2, chosen["pool"], size, H_kv)
+            options["scales"] = scales[0], scales[1]
         for name in ("real_keys", "dense", "segment_ids"):  # of as many keys as are in the pages
             if name in fields and n_k % size:
                 del fields[name]
@@ -153,7 +161,7 @@ def launched(of_call: tuple, taken: list) -> list:
     leaves = [x for x in (q, k, v, *learned_of(options)) if x is not None and x.requires_grad]
     if leaves:
         torch.autograd.grad(o, leaves, do)
-    terms = (*learned_of(options), *options.values())
+    terms = (*learned_of(options), *options.values(), *options.get("scales", ()))
     inputs = (q, k, v, do, *table, *mask.tensors().values(), *(x for x in terms if isinstance(x, Tensor)))
     known = {x.data_ptr(): f"input {i}" for i, x in enumerate(inputs)}
 
@@ -220,6 +228,9 @@ def main() -> None:
         ):  # which sums there are differs too
             of_call = call(every_term | {"bias": bias, "wanted": wanted, "n_q": 128, "n_k": 128})
             assert launched(of_call, taken) == forgotten(of_call, taken), (bias, wanted)
+        for n_q, stored in itertools.product(CHOICES["n_q"], CHOICES["stored"]):  # all of which the kernels read as int8
+            of_call = call(every_term | {"pages": (16, torch.int32, 0), "n_q": n_q, "stored": stored})
+            assert launched(of_call, taken) == forgotten(of_call, taken), (n_q, stored)
     print(f"{repeated} launches of {SERIES} calls were repeated as Triton makes them")
 
 

@@ -420,6 +420,36 @@ def test_keys_in_pages(case, backend, device, page_size, dtype):
         assert_right(inputs, test_paged.forward_paged(inputs, page_size, layout, backend))
 
 
+@test_paged.each_stored_dtype
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
+@pytest.mark.parametrize("case", test_paged.OF_QUANTIZED, ids=str)
+def test_quantized_keys_in_pages(case, backend, device, dtype, stored):
+    inputs = make_inputs(case, dtype, device)
+    assert_right(inputs, test_paged.forward_quantized(inputs, 16, stored, backend))
+
+
+@test_paged.each_stored_dtype
+@pytest.mark.parametrize("words", test_paged.WORDS)
+def test_requests_in_quantized_pages(words, stored):
+    mask, options = test_paged.WORDS[words]
+    requests = test_paged.OfQuantized(torch.float32, stored)
+    o_and_lse = requests.attend(**{"causal": False} | mask | options, return_lse=True, backend=backend.NAME)
+    requests.check(o_and_lse, mask, **options)
+
+
+@pytest.mark.parametrize("n_q", [1, 20])
+@pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
+def test_all_codes_of_float8_are_numbers_or_none(backend, device, n_q):
+    """The numbers of all 256 codes, each the value of the only key of a sample, and the score of it."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).view(256, 1, 1, 1)
+    table, ones = torch.arange(256, device=device)[:, None], torch.ones(256, 1, 1, device=device)
+    q = torch.ones(256, 1, n_q, 1, device=device)
+    results = backend.forward_quantized(q, codes, codes, ones, ones, table, Spec(Mask(), 1.0))
+    for x in results:
+        torch.testing.assert_close(x.view(256, n_q), codes.float().view(256, 1).expand(-1, n_q), equal_nan=True)
+
+
 @pytest.mark.parametrize("n_q", [1, 20])
 def test_no_table_makes_a_kernel_read_outside_the_pages(n_q):
     inputs = make_inputs(Case("", "", n_q=n_q, n_k=64, keys="right"), torch.float32, DEVICE)

@@ -49,6 +49,8 @@ CALLS = {  # name -> arguments of Spec
     "causal": {"mask": Mask(causal=True)},
     "keys": {"mask": Mask(real_keys=REAL)},
     "pages": {"mask": Mask(causal=True, q_offset=torch.zeros(B, dtype=torch.int64), real_keys=REAL)},
+    "pages of int8": {"mask": Mask(causal=True, q_offset=torch.zeros(B, dtype=torch.int64), real_keys=REAL)},
+    "pages of float8": {"mask": Mask(causal=True, q_offset=torch.zeros(B, dtype=torch.int64), real_keys=REAL)},
     "worst": {"mask": WORST},
     "documents": {"mask": Mask(causal=True, segment_ids=(REAL.int(), REAL.int()))},
     "dense": {"mask": Mask(causal=True, dense=torch.ones(B, 1, N, N, dtype=torch.bool))},
@@ -168,10 +170,16 @@ def tiles_to_try(call: Call, q: torch.Tensor) -> list[dict[str, str]]:
 
 def compile_call(call: Call, q: torch.Tensor, lse: torch.Tensor, spec: Spec) -> None:
     """Makes all calls of the backend that `call` stands for."""
-    if call.name == "pages":
-        k, table = torch.zeros(B * N // 16, H, 16, call.D, dtype=q.dtype), torch.zeros(B, N // 16, dtype=torch.int32)
-        backend.forward_paged(q, k, k, table, spec)
-        backend.forward_paged(q[:, :, :1], k[:, :1], k[:, :1], table, spec)
+    if call.name.startswith("pages"):
+        stored = {"pages of int8": torch.int8, "pages of float8": torch.float8_e4m3fn}.get(call.name)
+        k = torch.zeros(B * N // 16, H, 16, call.D, dtype=stored or q.dtype)
+        table, scales = torch.zeros(B, N // 16, dtype=torch.int32), torch.zeros(B * N // 16, H, 16)
+        for queries, heads in ((q, slice(None)), (q[:, :, :1], slice(1))):
+            if stored is None:
+                backend.forward_paged(queries, k[:, heads], k[:, heads], table, spec)
+            else:
+                rows = scales[:, heads]
+                backend.forward_quantized(queries, k[:, heads], k[:, heads], rows, rows, table, spec)
         return
     wanted = [True] * 3 + [x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)]
     backend.forward(q, q, q, spec)

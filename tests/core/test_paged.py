@@ -470,6 +470,21 @@ class OfQuantized(Requests):
         return super().attend(k_scales=self.k_scales, v_scales=self.v_scales, **options)
 
 
+def forward_quantized(inputs: Inputs, page_size: int, stored: torch.dtype, backend: ModuleType) -> dict[str, Tensor]:
+    """The same for keys and values of a quantized dtype with powers of two as scales, which those of `inputs` become."""
+    (k8, scales), (v8, _) = quantized(inputs.k, stored), quantized(inputs.v, stored)
+    scales = torch.exp2(torch.arange(scales.numel(), device=scales.device) % 8 - 10.0).view(scales.shape)
+    inputs.k, inputs.v = ((x.float() * scales[..., None]).to(inputs.q.dtype) for x in (k8, v8))
+    (k, table), (v, _) = (in_pages(x, page_size, "HND") for x in (k8, v8))
+    rows = in_pages(scales[..., None], page_size, "HND")[0][..., 0].transpose(1, 2)
+    n_k = table.shape[1] * page_size
+    real = torch.arange(n_k, device=table.device) < torch.full_like(table[:, :1], inputs.k.shape[2])
+    spec = inputs.spec()
+    spec = dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, real_keys=real))
+    o, lse = backend.forward_quantized(inputs.q, k.transpose(1, 2), v.transpose(1, 2), rows, rows, table, spec)
+    return {"o": o, "lse": lse}
+
+
 @each_stored_dtype
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("words", WORDS)

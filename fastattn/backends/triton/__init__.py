@@ -49,8 +49,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """The function of quantized pages: this backend has all others, on every device."""
-    return frozenset({"forward_quantized"})
+    """None, on every device."""
+    return frozenset()
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -80,6 +80,20 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, spec: Spec) ->
             leaves the pages, whatever it says.
     """
     return _module_for(q).forward(q, k, v, spec, table)
+
+
+def forward_quantized(
+    q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor, v_scales: Tensor, table: Tensor, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """As `forward_paged`, for keys and values of int8 or float8_e4m3fn, each row times its scale.
+
+    Args:
+        k_scales, v_scales: fp32 [pages, H_kv, page_size].
+    """
+    from .configs import stored_as
+
+    scales, bits = (k_scales[..., None], v_scales[..., None]), (k.view(torch.int8), v.view(torch.int8))
+    return _module_for(q).forward(q, *bits, spec, table, scales, stored_as(k.dtype, q))
 
 
 def _module_for(q: Tensor) -> ModuleType:

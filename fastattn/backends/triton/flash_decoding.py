@@ -30,10 +30,18 @@ MOST_PARTS = tl.constexpr(128)
 """Of a sample; where it sees more keys its parts are longer."""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    table: Tensor | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    stored: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """As that of flash_forward, for at most FEW_QUERIES."""
-    given = q, k, v, table
-    kind = kind_of(forward, given, spec)
+    given = q, k, v, table, *scales
+    kind = kind_of((forward, stored), given, spec)
     if outputs := repeated(kind, given, spec):
         return tuple(outputs[:2])
     (B, H, n_q, d_qk), (_, H_kv, _, d_v) = q.shape, v.shape
@@ -43,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = 
     group = H // max(H_kv, 1)
     rows = max(16, min(triton.next_power_of_2(group * n_q), 16 if q.dtype == torch.float32 else 32))
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    rules = rules_of(spec, n_q, n_k, v.dtype)
+    rules = rules_of(spec, n_q, n_k, q.dtype)
     config = config_for("decoding", q, max(block_qk, block_v), rules.heavy_terms)
     programs = H_kv * triton.cdiv(group * n_q, rows)
     part = triton.cdiv(keys_of_part(programs), config.BLOCK_N)  # in tiles
@@ -54,13 +62,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = 
         sums, lse_of_part = [lse.new_empty(n_parts, B, H, n_q) for _ in range(2)], None
         outputs = o, lse, of_part, *sums
     values = {"D_V": d_v, "BLOCK_V": block_v, "BLOCK_N": config.BLOCK_N, "block_m": FEW_QUERIES.value}
-    launches = Launches(rules, given, (q, k, v, in_pages.table), outputs)
+    launches = Launches(rules, given, (q, k, v, in_pages.table, *scales), outputs)
     launches.launch(
         decoding_kernel,
         B * programs * n_parts,
         heads(q),
         heads(k),
         heads(v),
+        heads(scales[0]),
+        heads(scales[1]),
         heads(of_part),
         lse_of_part,
         *sums,
@@ -76,6 +86,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = 
         D_QK=d_qk,
         BLOCK_QK=block_qk,
         PRECISION=dot_precision(q),
+        STORED=stored,
         BLOCK_M=rows,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -84,7 +95,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = 
     if n_parts > 1:
         arguments = (heads(of_part), *sums, heads(o), lse, rules, B, H, part, n_q, n_k)
         launches.launch(combine_kernel, B * H * n_q, *arguments, **values, BLOCK=16)
-    launches.keep(kind, n_q, n_k, v.dtype)
+    launches.keep(kind, n_q, n_k, q.dtype)
     return o, lse
 
 
@@ -98,6 +109,8 @@ def decoding_kernel(
     q: Heads,
     k: Heads,
     v: Heads,
+    k_scales: Heads,
+    v_scales: Heads,
     o: Heads,
     lse,
     maxima,
@@ -118,6 +131,7 @@ def decoding_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    STORED: tl.constexpr,
 ):
     """One program computes BLOCK_M rows for a key head: row r is query r // GROUP of its head r % GROUP.
 
@@ -145,6 +159,8 @@ def decoding_kernel(
         b_q,
         k,
         v,
+        k_scales,
+        v_scales,
         pages,
         queries,
         tile_range,
@@ -160,6 +176,7 @@ def decoding_kernel(
         BLOCK_QK,
         BLOCK_V,
         PRECISION,
+        STORED,
     )
     i_entry = i_part * B + i_b
     o_stat = (i_entry * H_kv * GROUP + o_h) * n_q + o_q

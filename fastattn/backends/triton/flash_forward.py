@@ -23,10 +23,12 @@ from .tiles import (
     heads,
     load_from_pages,
     load_tile,
+    numbers,
     page_and_row,
     pages,
     program_share,
     readable,
+    scale_of_stored,
     store_tile,
 )
 from .visibility import (
@@ -44,14 +46,24 @@ from .visibility import (
 )
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    table: Tensor | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    stored: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype and memory order of q, and lse [B, H, n_q] in fp32.
 
     Args:
         table: that of keys and values in pages; see `tiles.pages`.
+        scales: fp32 [pages, H_kv, page_size, 1], of the rows of keys and of values in pages of int8.
+        stored: what the bits in those pages are, as `stored_as` says.
     """
-    given = q, k, v, table
-    kind = kind_of(forward, given, spec)
+    given = q, k, v, table, *scales
+    kind = kind_of((forward, stored), given, spec)
     if outputs := repeated(kind, given, spec):
         return tuple(outputs)
     (B, H, n_q, d_qk), (_, H_kv, _, d_v) = q.shape, v.shape
@@ -59,15 +71,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = 
     lse = q.new_empty(B, H, n_q, dtype=torch.float32)
     q, (k, v, in_pages, n_k) = readable(q), keys_of(k, v, table)
     block_qk, block_v = padded_head_dim(d_qk, q), padded_head_dim(d_v, q)
-    rules = rules_of(spec, n_q, n_k, v.dtype)
-    config = config_for("forward", q, max(block_qk, block_v), rules.heavy_terms)
-    launches = Launches(rules, given, (q, k, v, in_pages.table), (o, lse))
+    rules = rules_of(spec, n_q, n_k, q.dtype)
+    heavy_terms = rules.heavy_terms if stored is None else max(rules.heavy_terms, 1)
+    config = config_for("forward", q, max(block_qk, block_v), heavy_terms)
+    launches = Launches(rules, given, (q, k, v, in_pages.table, *scales), (o, lse))
     launches.launch(
         forward_kernel,
         B * H * triton.cdiv(n_q, config.BLOCK_M),
         heads(q),
         heads(k),
         heads(v),
+        heads(scales[0]),
+        heads(scales[1]),
         heads(o),
         lse,
         in_pages,
@@ -81,9 +96,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec, table: Tensor | None = 
         BLOCK_QK=block_qk,
         BLOCK_V=block_v,
         PRECISION=dot_precision(q),
+        STORED=stored,
         **config._asdict(),
     )
-    launches.keep(kind, n_q, n_k, v.dtype)
+    launches.keep(kind, n_q, n_k, q.dtype)
     return o, lse
 
 
@@ -99,6 +115,8 @@ def forward_kernel(
     q: Heads,
     k: Heads,
     v: Heads,
+    k_scales: Heads,
+    v_scales: Heads,
     o: Heads,
     lse,
     pages: Pages,
@@ -114,6 +132,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    STORED: tl.constexpr,
 ):
     """One program computes BLOCK_M rows of a head's output: first over the full key tiles, then over the edge tiles."""
     visible = rules.visible
@@ -133,6 +152,8 @@ def forward_kernel(
         b_q,
         k,
         v,
+        k_scales,
+        v_scales,
         pages,
         queries,
         tile_range,
@@ -148,6 +169,7 @@ def forward_kernel(
         BLOCK_QK,
         BLOCK_V,
         PRECISION,
+        STORED,
     )
     b_o, b_lse = finished(b_o, b_max, b_sum, m_q, i_h, rules)
     m_row = o_q < n_q
@@ -160,6 +182,8 @@ def attended(
     b_q,
     k,
     v,
+    k_scales,
+    v_scales,
     pages,
     queries,
     tile_range,
@@ -175,6 +199,7 @@ def attended(
     BLOCK_QK: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
+    STORED: tl.constexpr,
 ):
     """(maximum, sum, output) of the online softmax of rows over a `key_range`: nothing is divided by the sum yet.
 
@@ -201,8 +226,13 @@ def attended(
                 else:
                     places = page_and_row(pages, i_b, keys[0], m_k, n_k)
                     b_k = load_from_pages(k, i_h_kv, places, m_k, D_QK, BLOCK_QK)
+                if k_scales.data is not None:
+                    b_k = numbers(b_k, STORED).to(b_q.dtype)  # exact in 16 bits
                 # [M, N]
                 b_qk = dot(b_q, tl.trans(b_k), None, PRECISION)
+                if k_scales.data is not None:
+                    b_scale = load_from_pages(k_scales, i_h_kv, places, m_k, 1, 1) * scale_of_stored(STORED)
+                    b_qk *= tl.trans(b_scale)
                 pairs = as_column(queries), as_row(keys), i_b, i_h, n_q, n_k
                 b_s = hide(scores(b_qk, pairs, scoring)[0], float("-inf"), m_dense, pairs, visible, PARTIAL)
                 b_max, b_sum, b_p, b_rescale = online_softmax(b_s, scoring, b_max, b_sum)
@@ -215,6 +245,9 @@ def attended(
                     b_v = load_tile(head_of(v, i_b, i_h_kv), v, i_n, m_k, D_V, BLOCK_N, BLOCK_V)
                 else:
                     b_v = load_from_pages(v, i_h_kv, places, m_k, D_V, BLOCK_V)
+                if v_scales.data is not None:
+                    b_scale = load_from_pages(v_scales, i_h_kv, places, m_k, 1, 1) * scale_of_stored(STORED)
+                    b_v = (numbers(b_v, STORED) * b_scale).to(b_q.dtype)
                 # [M, D]
                 b_o = dot(as_operand(b_p, b_v.dtype, rules), b_v, b_o * b_rescale[:, None], PRECISION)
     return b_max, b_sum, b_o

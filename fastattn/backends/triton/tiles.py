@@ -186,6 +186,26 @@ def load_from_pages(x, i_h, places, m_row, D: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
+def numbers(b_x, STORED: tl.constexpr):
+    """A tile of stored numbers, as `stored_as` says, in fp32: times `scale_of_stored`."""
+    if STORED == "float8 as bits":
+        b_bits = b_x.to(tl.int16)
+        b_half = ((b_bits & 0x7F) << 7) | (b_bits & -0x8000)
+        b_numbers = tl.where((b_bits & 0x7F) == 0x7F, float("nan"), b_half.to(tl.float16, bitcast=True).to(tl.float32))
+    elif STORED == "float8":
+        b_numbers = b_x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        b_numbers = b_x.to(tl.float32)
+    return _of_32_bits(b_numbers)
+
+
+@triton.jit
+def scale_of_stored(STORED: tl.constexpr):
+    """With one bit more in the exponent float8_e4m3fn is fp16, whose numbers are so many times as small."""
+    return 256.0 if STORED == "float8 as bits" else 1.0
+
+
+@triton.jit
 def store_tile(p_head, x, i_tile, m_row, b_rows, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes the rows [BLOCK, BLOCK_D] of a head of `x` that `m_row` names, up to column D."""
     p_rows = tile_pointers(p_head, x, i_tile, BLOCK, BLOCK_D)
@@ -219,13 +239,24 @@ def entries(x, pairs):
 def as_operand(b_x, dtype, rules):
     """A tile of weights, or of gradients of scores, in `dtype`, for the left side of `dot`.
 
-    Triton chooses its layout by the narrowest type that anything in it was loaded in, or joined from: a mask counts.
-    For 8 bits a tile that lies in registers as it is needed would go through shared memory, and for 4, with 16 keys,
-    the product is wrong (Triton 3.6 to 3.9). It does not look behind assembly, which ptxas removes.
+    A mask of `rules`, which is loaded in 8 bits, would count for its layout.
     """
-    if not INTERPRETED and (rules.visible.dense.data is not None or rules.dropout.seed is not None):
-        b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=False, pack=1)
+    if rules.visible.dense.data is not None or rules.dropout.seed is not None:
+        b_x = _of_32_bits(b_x)
     return b_x.to(dtype)
+
+
+@triton.jit
+def _of_32_bits(b_x):
+    """A tile of fp32, in a product of which Triton does not ask for narrower types that it was made of.
+
+    It chooses the layout of operands by the narrowest type that anything in them was loaded in, or joined from. For 8
+    bits a tile that lies in registers as it is needed would go through shared memory, and for 4, or 8 with 16 keys, the
+    product is wrong (Triton 3.6 to 3.9). It does not look behind assembly, which ptxas removes.
+    """
+    if INTERPRETED:
+        return b_x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit

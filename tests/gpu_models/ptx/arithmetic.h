@@ -270,6 +270,13 @@ inline void add_arithmetic(Rules& rules) {
     const u32 bits = std::bit_cast<u32>(a);
     return std::isfinite(a) ? (bits + 0x1000) & ~0x1fffu : bits;
   });
+  add<u32, u16>(rules, "cvt.rn.f16x2.e4m3x2", [](u16 a) {
+    const auto converted = [](u32 x) {  // with one bit more in the exponent it is a number of f16, 2^8 times as small
+      const u16 size = (x & 0x7f) == 0x7f ? kNaN16 : f16_of(256 * float_of_f16(u16((x & 0x7f) << 7)));
+      return size | (x & 0x80) << 8;
+    };
+    return converted(a >> 8) << 16 | converted(a & 0xff);
+  });
   add<float, float>(rules, "cvt.rmi.f32.f32", [](float a) { return std::floor(a); });
   add<float, float>(rules, "cvt.rzi.f32.f32", [](float a) { return std::trunc(a); });
   add<float, float>(rules, "cvt.rni.f32.f32", [](float a) { return std::nearbyint(a); });

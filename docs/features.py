@@ -32,6 +32,7 @@ _FUNCTIONS = {
     "received": "`attention_received`",
     "top_keys": "`top_keys`",
     "forward_paged": "`attention_paged`, without copies",
+    "forward_quantized": "the same with pages of int8 and float8_e4m3fn",
 }
 
 

@@ -470,6 +470,15 @@ def test_the_bits_of_a_request_in_pages_depend_on_no_other(options, backend, dev
     test_paged.check_bits(page_size, dtype, device, backend=backend.NAME, **options)
 
 
+@pytest.mark.parametrize("words", sorted(test_paged.OF_CHUNKS.keys() - {"window"}))  # whose partial tiles come last
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("backend", "device"), ON_MACHINES, ids=place_id, indirect=["backend"])
+def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks(backend, device, dtype, D, words):
+    """Of any length from 17 on: products on tensor cores round each row by itself, those of the interpreter do not."""
+    test_paged.check_chunks([17, 100, 137, 170], dtype, D, device, backend=backend.NAME, **test_paged.OF_CHUNKS[words])
+
+
 def test_the_bits_of_a_sample_in_parts_do_not_depend_on_its_neighbours():
     """Nor on how many keys there is room for, be it for more parts than a sample has at most."""
     inputs = make_inputs(Case("", "", B=2, H=2, n_q=1, n_k=300, D=16), torch.float32, DEVICE)

@@ -198,6 +198,49 @@ def test_the_bits_of_a_request_depend_on_no_other(page_size, dtype):
     check_bits(page_size, dtype)
 
 
+OF_CHUNKS = {
+    "causal": {},
+    "window": {"window": (150, None)},
+    "softcap": {"softcap": 3.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
+    "sinks": {"sinks": torch.tensor([1.0, -1.0, 0.0, 3.0])},
+}
+
+
+def check_chunks(ends: list[int], dtype: torch.dtype, D: int, device: str = "cpu", **options: object) -> None:
+    """A prompt has the same bits in chunks that end there, each with its keys and values, as in one."""
+    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    torch.manual_seed(0)
+    n = ends[-1]
+    q, k, v = (torch.randn(n, heads, D).to(device, dtype) for heads in (H, H_KV, H_KV))
+
+    def read(ends: list[int]) -> tuple[Tensor, Tensor]:
+        k_pages, v_pages = (torch.full((-(-n // 16), 16, H_KV, D), math.nan, dtype=dtype, device=device) for _ in "kv")
+        table = torch.arange(len(k_pages), device=device)[None].flip(1)
+        results = []
+        for begin, end in zip([0, *ends], ends, strict=False):
+            rows, lengths, cu_seqlens = slice(begin, end), torch.tensor([end]), torch.tensor([0, end - begin])
+            new = {"k": k[rows], "v": v[rows], "return_lse": True}
+            results.append(
+                fastattn.attention_paged(
+                    q[rows], k_pages, v_pages, table, lengths.to(device), cu_seqlens, **new, **options
+                )
+            )
+        return torch.cat([o for o, _ in results]), torch.cat([lse for _, lse in results], 1)
+
+    for in_chunks, in_one in zip(read(ends), read([n]), strict=True):
+        assert torch.equal(in_chunks, in_one)
+
+
+@pytest.mark.parametrize("words", OF_CHUNKS)
+@pytest.mark.parametrize("D", [32, 80])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ends", [[192, 256, 576, 700], [256, 700]], ids=str)
+def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks(ends, dtype, D, words):
+    """Of multiples of 64 tokens, the first of more than 128, and the last of more than 4."""
+    check_chunks(ends, dtype, D, **OF_CHUNKS[words])
+
+
 def test_new_tokens_are_written_to_their_places_first():
     full = Requests()
     expected = full.attend()

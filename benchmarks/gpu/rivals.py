@@ -93,6 +93,7 @@ def _flex(inputs: Inputs) -> Contender:
     attention: Callable[..., Tensor] = flex_attention
     if inputs.q.is_cuda:
         torch.compiler.reset()  # else dynamo stops compiling at the eighth shape, and runs the plain formula
+        torch._functorch.config.donated_buffer = False  # else its backward, which is timed, can be called once
         attention = torch.compile(flex_attention, dynamic=False)
     options: dict[str, object] = {"enable_gqa": leaves["k"].shape[1] != H}
     if mask.features() and not refusal:

@@ -1,9 +1,9 @@
 """PyTorch's own fused kernels as a backend, called "torch": where they mean the same as the definition in spec.py.
 
 They serve where no kernel of this package can be had, or is faster. On a GPU the kernel is cuDNN's where PyTorch's own
-function would take that, and else FlashAttention's or the memory-efficient one. A mask that is more than `causal` becomes a table
-of numbers, in O(n_q n_k) memory for a sample, as in PyTorch's own function, and ALiBi one for each head. On the CPU,
-`blocked` computes softcap and dropout, which its kernels lack, and the reference gradients of a bias and of slopes, and
+function would take that, and else FlashAttention's or the memory-efficient one. A mask that is more than `causal`
+becomes a table of numbers, in O(n_q n_k) memory for a sample, as in PyTorch's own function, and ALiBi one for each
+head. On the CPU, `blocked` computes softcap and dropout, which its kernels lack, and the reference gradients of a bias and of slopes, and
 scores and values so large that they lose the answer.
 """
 
@@ -362,7 +362,7 @@ def _has_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> b
 
 @functools.cache
 def _dims_of_cudnn_lse() -> int:
-    """The number of dims of the lse that cuDNN's kernel returns, and wants back: three or four, by PyTorch's version."""
+    """The number of dims of the lse that cuDNN's kernel returns, and wants back: 3 or 4, by PyTorch's version."""
     q = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="meta")
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[1].dim()
 

@@ -152,7 +152,7 @@ def _results(
 
 
 def difference(x: Tensor, exact: Tensor, dtype: torch.dtype, slack: int = 1) -> str | None:
-    """How a result differs from the exact one, in words; None where it is near enough, to `slack` times the tolerance."""
+    """How a result differs from the exact one, in words; None within `slack` times the tolerance."""
     x, exact = x.double(), exact.double()
     empty = exact == -math.inf
     if not torch.equal(x == -math.inf, empty):

@@ -228,7 +228,7 @@ def main() -> None:
         ):  # which sums there are differs too
             of_call = call(every_term | {"bias": bias, "wanted": wanted, "n_q": 128, "n_k": 128})
             assert launched(of_call, taken) == forgotten(of_call, taken), (bias, wanted)
-        for n_q, stored in itertools.product(CHOICES["n_q"], CHOICES["stored"]):  # all of which the kernels read as int8
+        for n_q, stored in itertools.product(CHOICES["n_q"], CHOICES["stored"]):  # which kernels read as int8
             of_call = call(every_term | {"pages": (16, torch.int32, 0), "n_q": n_q, "stored": stored})
             assert launched(of_call, taken) == forgotten(of_call, taken), (n_q, stored)
     print(f"{repeated} launches of {SERIES} calls were repeated as Triton makes them")

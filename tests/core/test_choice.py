@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
@@ -77,7 +76,8 @@ class TestDefaultTable:
         monkeypatch.setattr(choice, "capability_of", lambda device: (9, 0) if device == "cuda" else None)
         with FakeTensorMode():
             x = torch.empty(1, 2, 2048, 64, dtype=torch.bfloat16, device="cuda")
-            for training, deterministic, first in ((True, True, "hopper"), (True, False, "torch"), (False, True, "torch")):
+            expected = ((True, True, "hopper"), (True, False, "torch"), (False, True, "torch"))
+            for training, deterministic, first in expected:
                 spec = Spec(Mask(causal=True), 1.0, deterministic=deterministic)
                 assert choice.order(x, x, x, spec, training).backends[0] == first
 

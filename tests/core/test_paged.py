@@ -514,7 +514,7 @@ class OfQuantized(Requests):
 
 
 def forward_quantized(inputs: Inputs, page_size: int, stored: torch.dtype, backend: ModuleType) -> dict[str, Tensor]:
-    """The same for keys and values of a quantized dtype with powers of two as scales, which those of `inputs` become."""
+    """The same for keys and values of a quantized dtype, times powers of two, which those of `inputs` become."""
     (k8, scales), (v8, _) = quantized(inputs.k, stored), quantized(inputs.v, stored)
     scales = torch.exp2(torch.arange(scales.numel(), device=scales.device) % 8 - 10.0).view(scales.shape)
     inputs.k, inputs.v = ((x.float() * scales[..., None]).to(inputs.q.dtype) for x in (k8, v8))

@@ -58,7 +58,7 @@ def unavailable(device: torch.device) -> str | None:
 
 def by_name_only(device: torch.device) -> str | None:
     """One sentence, on every device."""
-    return "serves by name only, since no GPU has run all of its tests yet"
+    return "serves by name, or where `fastattn tune` found it faster, since no GPU has run all of its tests yet"
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 They serve where no kernel of this package can be had, or is faster. On a GPU the kernel is cuDNN's where PyTorch's own
 function would take that, and else FlashAttention's or the memory-efficient one. A mask that is more than `causal`
 becomes a table of numbers, in O(n_q n_k) memory for a sample, as in PyTorch's own function, and ALiBi one for each
-head. On the CPU, `blocked` computes softcap and dropout, which its kernels lack, and the reference gradients of a bias and of slopes, and
-scores and values so large that they lose the answer.
+head. On the CPU, `blocked` computes softcap and dropout, which its kernels lack, and the reference gradients of a bias
+and of slopes, and scores and values so large that they lose the answer.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ _LARGEST_LSE = 256.0
 """The kernels recompute weights as exp(score - lse), of which rounding takes eps * lse; from 1 / eps on, lse does not
 tell how many keys share the largest score."""
 _CUDNN_QUERIES = 128
-"""From so many queries on cuDNN may compute the gradients; of one query those are NaN (cudnn-frontend issue 1072)."""
+"""Of fewer queries cuDNN has kernels for decoding, of which versions were wrong: PyTorch issue 193893, cudnn-frontend
+issue 1072."""
 _LARGEST_KEPT = 2**22
 """Pairs of a table that is kept for other layers and the backward: making it takes a few percent of a short call, and
 of a long one too little to keep so much memory for."""
@@ -191,7 +192,7 @@ class _Call(NamedTuple):
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 do, q, k, v, o, lse, 0.0, causal, attn_mask=self.table, scale=scale
             )
-        elif not self.spec.deterministic and q.shape[2] >= _CUDNN_QUERIES and _has_cudnn(q, k, v, causal, scale):
+        elif not self.spec.deterministic and _has_cudnn(q, k, v, causal, scale):
             lse = lse.reshape(*lse.shape, *(1,) * (_dims_of_cudnn_lse() - 3))
             dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                 do, q, k, v, o, lse, none, none, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
@@ -356,6 +357,8 @@ def _has_flash(q: Tensor) -> bool:
 
 def _has_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
     """Whether PyTorch's own function would take cuDNN's kernel, as versions, GPUs and its users' settings have it."""
+    if q.shape[2] < _CUDNN_QUERIES:
+        return False
     taken = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     return taken == SDPBackend.CUDNN_ATTENTION.value
 

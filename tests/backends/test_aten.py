@@ -24,17 +24,18 @@ FLASH, EFFICIENT, CUDNN = (f"aten::_scaled_dot_product_{name}_attention" for nam
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "H_kv", "taken", "forward", "backward"),
+    ("capability", "dtype", "H_kv", "n", "taken", "forward", "backward"),
     [
-        ((9, 0), torch.bfloat16, 2, SDPBackend.FLASH_ATTENTION, FLASH, FLASH),
-        ((9, 0), torch.bfloat16, 2, SDPBackend.CUDNN_ATTENTION, CUDNN, FLASH),
-        ((9, 0), torch.bfloat16, 2, SDPBackend.CUDNN_ATTENTION, CUDNN, CUDNN),
-        ((8, 0), torch.float32, 2, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
-        ((7, 5), torch.float16, 4, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
+        ((9, 0), torch.bfloat16, 2, 150, SDPBackend.FLASH_ATTENTION, FLASH, FLASH),
+        ((9, 0), torch.bfloat16, 2, 150, SDPBackend.CUDNN_ATTENTION, CUDNN, FLASH),
+        ((9, 0), torch.bfloat16, 2, 150, SDPBackend.CUDNN_ATTENTION, CUDNN, CUDNN),
+        ((9, 0), torch.bfloat16, 2, 127, SDPBackend.CUDNN_ATTENTION, FLASH, FLASH),
+        ((8, 0), torch.float32, 2, 150, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
+        ((7, 5), torch.float16, 4, 150, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
     ],
     ids=str,
 )
-def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, taken, forward, backward):
+def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, n, taken, forward, backward):
     """On tensors without memory: PyTorch's own shape functions accept every argument, and say what shapes come out."""
     called = {}
 
@@ -44,13 +45,13 @@ def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, ta
             called[func.name()] = args, result
             return result
 
-    spec = Spec(Mask(causal=True), 0.125, deterministic=backward is not CUDNN)
+    spec = Spec(Mask(causal=True), 0.125, deterministic=forward is CUDNN and backward is not CUDNN)
     choice = mock.patch("torch._fused_sdp_choice", return_value=taken.value)
     with mock.patch("torch.cuda.get_device_capability", return_value=capability), choice as asked, Calls():
-        q, do = (torch.empty(2, 4, 150, 64, dtype=dtype, device="meta") for _ in range(2))
-        k, v = (torch.empty(2, H_kv, 150, 64, dtype=dtype, device="meta") for _ in range(2))
+        q, do = (torch.empty(2, 4, n, 64, dtype=dtype, device="meta") for _ in range(2))
+        k, v = (torch.empty(2, H_kv, n, 64, dtype=dtype, device="meta") for _ in range(2))
         o, lse = aten.forward(q, k, v, spec)
-        assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, dtype, (2, 4, 150), torch.float32)
+        assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, dtype, (2, 4, n), torch.float32)
         gradients = aten.backward(do, lse, q, k, v, o, lse, spec, (True, True, True, False, False, False))
         assert [(x.shape, x.dtype) for x in gradients[:3]] == [(x.shape, dtype) for x in (q, k, v)]
     assert forward in called
@@ -58,7 +59,7 @@ def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, ta
     assert (f"{CUDNN}_backward" in called) == (backward is CUDNN)
     if backward is CUDNN:  # which PyTorch's shape functions do not look at
         assert called[f"{CUDNN}_backward"][0][5].shape == called[CUDNN][1][1].shape == (2, 4, 150, 1)
-    if taken is SDPBackend.CUDNN_ATTENTION:  # of grouped heads, causal
+    if forward is CUDNN:  # of grouped heads, causal
         (arguments, options) = asked.call_args
         asked.temporary_original(*arguments, **options)
         assert arguments[3:] == (None, 0.0, True)

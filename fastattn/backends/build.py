@@ -649,7 +649,7 @@ def _run_showing_progress(
     """The exit code and all that was said by a command in which ninja compiles sources that take so many seconds."""
     said = []
     with (
-        _progress_shown(sum(seconds.values())) as show_more,
+        progress_shown("the compilation", sum(seconds.values())) as show_more,
         subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -666,7 +666,7 @@ _SECONDS_BETWEEN_LINES = 20
 
 
 @contextmanager
-def _progress_shown(total: int) -> Iterator[Callable[[int], None]]:
+def progress_shown(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A function to call with how much of `total` has been done since: a bar, or else a line now and then."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
@@ -684,7 +684,7 @@ def _progress_shown(total: int) -> Iterator[Callable[[int], None]]:
         done += more
         if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
-            print(f"fastattn: {100 * done // total} % of the compilation is done", file=sys.stderr, flush=True)
+            print(f"fastattn: {100 * done // total} % of {what} is done", file=sys.stderr, flush=True)
 
     yield show_more
 

@@ -7,11 +7,11 @@ verdict is kept in the record of the machine. FASTATTN_SELF_CHECK=0 turns it off
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
 
@@ -20,15 +20,17 @@ from torch import Tensor
 
 from ..spec import Mask, Spec
 from . import cpu, record, reference
+from .build import progress_shown
 from .record import while_tracing
 
 _ADDRESS = "https://github.com/fastattn/fastattn/issues"
 _KNOWN_INSTRUCTION_SETS = frozenset({"amx", "avx512_bf16", "avx512", "avx2"})  # on which the tests have run
 _TOLERANCE = {torch.float64: 2**8, torch.float32: 2**7, torch.float16: 2**3, torch.bfloat16: 2**3}
 """How many eps of the dtype, times the largest number of the result, an error may have."""
-_SHAPES = ((2, 4, 2, 80, 80, 64), (1, 2, 2, 130, 33, 64), (2, 4, 1, 1, 200, 64), (1, 2, 2, 65, 65, 128))
-"""B, H, H_kv, n_q, n_k and D: grouped heads, edges of tiles, a query that decodes, a wide head."""
-_FAR_BELOW_ZERO = (1, 2, 2, 320, 320, 64)
+_SHAPES = ((2, 4, 2, 80, 80, 64), (1, 4, 2, 130, 33, 64), (2, 4, 2, 1, 200, 64), (1, 2, 2, 65, 65, 128))
+"""B, H, H_kv, n_q, n_k and D: edges of tiles, a query that decodes, a wide head. As few groups of heads and head dims
+as can be, for each of which GPU kernels are compiled."""
+_FAR_BELOW_ZERO = (1, 4, 2, 320, 320, 64)
 """A call with all scores near -120, where exp(-lse) is above the largest float, as a key beyond the end would make it;
 in which the sums of several tiles of keys meet, in some order; and of enough queries for every kernel of PyTorch."""
 
@@ -50,7 +52,7 @@ def objection(
         with record.exclusively(device):
             why = record.read_again(device).families.get(name)  # another process may have been first
             if why is None:
-                why = find_fault(backend, device, dtype, training) or ""
+                why = _found(backend, device, dtype, training) or ""
                 record.update(device, lambda old: replace(old, families=old.families | {name: why}))
     return f"failed its check on this machine ({name}: {why}); please report it at {_ADDRESS}" if why else None
 
@@ -91,39 +93,63 @@ def _warn_unchecked(name: str) -> None:
     )
 
 
-def find_fault(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> str | None:
+def _found(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> str | None:
+    """`find_fault`, which shows progress on a GPU, where it may have to compile kernels."""
+    if device.type != "cuda":
+        return find_fault(backend, device, dtype, training)
+    name = family(backend.NAME, dtype, training)
+    print(f"fastattn: checking {name} on this GPU, once; it may compile kernels", file=sys.stderr, flush=True)
+    with progress_shown("the check", len(_calls(device, training))) as show_more:
+        return find_fault(backend, device, dtype, training, after_each=lambda: show_more(1))
+
+
+def _calls(device: torch.device, training: bool) -> list[tuple[tuple[int, ...], Mask, bool]]:
+    """The calls of a check: shape, mask, and whether the same inputs are to give the same bits."""
+    calls = []
+    for shape in (*_SHAPES, _FAR_BELOW_ZERO):
+        # GPUs may have other kernels for sums in any order.
+        orders = (True, False) if shape is _FAR_BELOW_ZERO and training and device.type == "cuda" else (True,)
+        B, _, _, n_q, n_k, _ = shape
+        calls += [(shape, mask, in_order) for mask in _masks(B, n_q, n_k, device) for in_order in orders]
+    return calls
+
+
+def find_fault(
+    backend: ModuleType,
+    device: torch.device,
+    dtype: torch.dtype,
+    training: bool,
+    after_each: Callable[[], None] = lambda: None,
+) -> str | None:
     """The first fault that a family shows in a few small calls, in one sentence; None where there is none."""
     generator = torch.Generator().manual_seed(0)
-    for shape in (*_SHAPES, _FAR_BELOW_ZERO):
-        B, H, H_kv, n_q, n_k, D = shape
-        low = shape is _FAR_BELOW_ZERO
-        # GPUs may have other kernels for sums in any order.
-        orders = (True, False) if low and training and device.type == "cuda" else (True,)
-        for mask, deterministic in itertools.product(_masks(B, n_q, n_k, device), orders):
-            spec = Spec(mask, D**-0.5, deterministic=deterministic)
-            shapes = ((B, H, n_q, D), (B, H_kv, n_k, D), (B, H_kv, n_k, D), (B, H, n_q, D), (B, H, n_q))
-            tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-            if low:
-                tensors[0] += 4
-                tensors[1] -= 4
-            q, k, v, do, dlse = (x.to(device, dtype) for x in tensors)
-            if mask.real_keys is not None:  # which no kernel may read
-                k, v = (x.masked_fill(~mask.real_keys[:, None, :, None], math.nan) for x in (k, v))
-            if not mask.features() <= backend.features(device) or backend.unsupported(q, k, v, spec):
-                continue
-            arriving = (do, dlse.to(torch.promote_types(dtype, torch.float32)))
-            try:
-                results, again = (_results(backend, (q, k, v), arriving, spec, training) for _ in range(2))
-            except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
-                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            right = _results(
-                reference, tuple(x.double() for x in (q, k, v)), [x.double() for x in arriving], spec, training
-            )
-            for output, x, repeated, exact in zip(OUTPUTS, results, again, right, strict=False):
-                if why := difference(x, exact, dtype, slack=8 if low else 1):  # scores are rounded by their size
-                    return f"{output} of [{B}, {H}, {n_q}, {D}] with {n_k} keys and {_in_words(mask)} {why}"
-                if deterministic and not torch.equal(x, repeated):
-                    return f"{output} of [{B}, {H}, {n_q}, {D}] has other bits in the second call"
+    for (B, H, H_kv, n_q, n_k, D), mask, deterministic in _calls(device, training):
+        low = (B, H, H_kv, n_q, n_k, D) == _FAR_BELOW_ZERO
+        spec = Spec(mask, D**-0.5, deterministic=deterministic)
+        shapes = ((B, H, n_q, D), (B, H_kv, n_k, D), (B, H_kv, n_k, D), (B, H, n_q, D), (B, H, n_q))
+        tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        if low:
+            tensors[0] += 4
+            tensors[1] -= 4
+        q, k, v, do, dlse = (x.to(device, dtype) for x in tensors)
+        if mask.real_keys is not None:  # which no kernel may read
+            k, v = (x.masked_fill(~mask.real_keys[:, None, :, None], math.nan) for x in (k, v))
+        if not mask.features() <= backend.features(device) or backend.unsupported(q, k, v, spec):
+            continue
+        arriving = (do, dlse.to(torch.promote_types(dtype, torch.float32)))
+        try:
+            results, again = (_results(backend, (q, k, v), arriving, spec, training) for _ in range(2))
+        except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        right = _results(
+            reference, tuple(x.double() for x in (q, k, v)), [x.double() for x in arriving], spec, training
+        )
+        for output, x, repeated, exact in zip(OUTPUTS, results, again, right, strict=False):
+            if why := difference(x, exact, dtype, slack=8 if low else 1):  # scores are rounded by their size
+                return f"{output} of [{B}, {H}, {n_q}, {D}] with {n_k} keys and {_in_words(mask)} {why}"
+            if deterministic and not torch.equal(x, repeated):
+                return f"{output} of [{B}, {H}, {n_q}, {D}] has other bits in the second call"
+        after_each()
     return None
 
 

@@ -23,7 +23,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "backends.build": set(),
     "backends.record": {"machine", "backends.build"},
     "backends.choice": {"spec", "backends.record"},
-    "backends.selfcheck": {"spec", "backends.cpu", "backends.record", "backends.reference"},
+    "backends.selfcheck": {"spec", "backends.build", "backends.cpu", "backends.record", "backends.reference"},
     "backends.cpu": {"spec", "backends.gradients", "backends.build"},
     "backends.cuda": {"spec", "backends.gradients", "backends.build"},
     "backends.triton": {"spec", "backends.gradients", "backends.kept_results", "backends.record"},

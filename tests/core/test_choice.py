@@ -316,6 +316,17 @@ class TestSelfCheck:
         with pytest.warns(fastattn.FallbackWarning, match="dq of"):
             fastattn.attention(leaf, leaf, leaf)
 
+    def test_shows_on_a_gpu_what_it_does(self, monkeypatch, capsys):
+        monkeypatch.setattr(selfcheck, "_calls", lambda *_: [None] * 2)
+        monkeypatch.setattr(selfcheck, "find_fault", lambda *of, after_each: (after_each(), after_each(), "is off")[2])
+        monkeypatch.setattr(build, "_SECONDS_BETWEEN_LINES", 0)
+        assert selfcheck._found(cpu, torch.device("cuda"), torch.float16, training=True) == "is off"
+        assert capsys.readouterr().err.splitlines() == [
+            "fastattn: checking cpu float16 training on this GPU, once; it may compile kernels",
+            "fastattn: 50 % of the check is done",
+            "fastattn: 100 % of the check is done",
+        ]
+
     def test_can_be_switched_off(self, monkeypatch):
         monkeypatch.setenv("FASTATTN_SELF_CHECK", "0")
         monkeypatch.setattr(selfcheck, "find_fault", lambda *_: pytest.fail("checked"))

@@ -13,6 +13,9 @@ _ON_HOPPER = "cuda" in DEVICES and torch.cuda.get_device_capability()[0] == 9
 _DEVICES_OF = {cpu: ("cpu",), cuda: DEVICES[1:], hopper: DEVICES[1:] if _ON_HOPPER else ()}
 PLACES = [(backend, device) for backend in BACKENDS for device in _DEVICES_OF.get(backend, DEVICES[-1:])]
 
+# PyTorch's kernels take no mask but a causal one on a GPU.
+WITH_ANY_MASK = [place for place in PLACES if "real_keys" in place[0].features(torch.device(place[1]))]
+
 # With one, the CPU kernels compute all gradients of a head together; with more than there are heads in any case, apart.
 THREADS = (1, 64)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from modelled_gpu import CUDA_MACHINES, PTX_MACHINES
 from parts import drawn_at, places_of_a_part
-from places import CUDA_TAKES_BF16, PLACES, THREADS, most_precise_dtype, place_id
+from places import CUDA_TAKES_BF16, PLACES, THREADS, WITH_ANY_MASK, most_precise_dtype, place_id
 
 import fastattn
 from fastattn.backends import aten, cpu, hopper, objections, selfcheck, triton
@@ -17,7 +17,7 @@ from fastattn.testing import CASES, DTYPES, OUTPUTS, Case, Inputs, assert_right,
 
 TESTED = [case for case in CASES if not case.timed]
 ON_MODELS = [(machine, "cpu") for machine in PTX_MACHINES]
-COMPUTING = [*PLACES, *ON_MODELS]
+COMPUTING = [*WITH_ANY_MASK, *ON_MODELS]
 OF_HOPPER = [hopper, *(machine for machine in PTX_MACHINES if machine.backend is hopper)]
 WITH_BIAS = [place for place in COMPUTING if place[0] not in OF_HOPPER]
 WITH_SINKS = [place for place in WITH_BIAS if place[0] is not aten]
@@ -56,6 +56,11 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
         "dtypes": {*DTYPES, torch.float64},
         "head_dims": range(1, 513),
     },
+    "torch on a GPU": {
+        "features": {"causal"},
+        "dtypes": {*DTYPES} if CUDA_TAKES_BF16 else {*DTYPES} - {torch.bfloat16},
+        "head_dims": range(8, 257, 8),
+    },
     "reference": {
         "features": POSITIONS | TERMS | {"relative_bias"},
         "dtypes": {*DTYPES, torch.float64},
@@ -80,7 +85,7 @@ def every_call() -> list[tuple]:
         places += [machine for machine in PTX_MACHINES if machine not in CUDA_MACHINES]
     return [
         (backend, device, case, dtype)
-        for backend, device in COMPUTING
+        for backend, device in [*PLACES, *ON_MODELS]
         for i, case in enumerate(TESTED)
         for dtype in DTYPES
         if backend not in places or dtype is not turns[i % 2]
@@ -131,8 +136,8 @@ def every_call_in_any_order() -> list[tuple]:
     dtypes = (torch.float16, torch.bfloat16)
     return [
         (backend, device, case, dtype)
-        for backend, device in COMPUTING
-        if backend in OF_HOPPER
+        for backend, device in [*PLACES, *ON_MODELS]
+        if backend in OF_HOPPER or (backend is aten and device == "cuda")
         for i, case in enumerate(TESTED)
         for dtype in (dtypes if backend is hopper else dtypes[i % 2 :][:1])
     ]
@@ -155,7 +160,8 @@ def test_case_is_right_or_refused_in_any_order(backend, device, case, dtype):
     ("backend", "device"), [*PLACES, *((gpu, "cpu") for gpu in PTX_MACHINES)], ids=place_id, indirect=["backend"]
 )
 def test_backend_keeps_its_promises(backend, device):
-    promise, device = PROMISES[backend.NAME], torch.device(device)
+    promise = PROMISES["torch on a GPU" if backend is aten and device == "cuda" else backend.NAME]
+    device = torch.device(device)
     assert backend.unavailable(device) is None
     assert backend.features(device) == promise["features"]
     for dtype in promise["dtypes"]:

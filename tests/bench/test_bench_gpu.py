@@ -118,7 +118,7 @@ def test_flex_attention_is_given_the_same_scores():
 
 
 def test_the_gpu_clock_starts_with_a_cold_cache_and_a_busy_gpu(monkeypatch):
-    happened, now = [], [0.0]
+    happened, now, waited = [], [0.0], []
 
     class Event:
         def __init__(self, enable_timing):
@@ -127,6 +127,9 @@ def test_the_gpu_clock_starts_with_a_cold_cache_and_a_busy_gpu(monkeypatch):
         def record(self):
             self.at = now[0]
             happened.append("event")
+
+        def query(self):
+            return waited.pop() if waited else False
 
         def elapsed_time(self, end):
             return 1e3 * (end.at - self.at)
@@ -150,6 +153,14 @@ def test_the_gpu_clock_starts_with_a_cold_cache_and_a_busy_gpu(monkeypatch):
     # The host took 3 ms to queue the call, and one overwriting takes 1 ms: 1 + 1.5 * 3 of them keep the GPU busy.
     assert happened[-10:] == ["wait", *["flush"] * 6, "event", "call", "event", "wait"][-10:]
     assert "".join(x[0] for x in happened).endswith("w" + "f" * 6 + "ecew")
+
+    happened.clear()
+    waited[:] = [True, True]
+    assert timing._GPUWatch.sample(SimpleNamespace(scratch=Scratch()), timing.Call(call), 6) == pytest.approx(0.003)
+    assert "".join(x[0] for x in happened) == "".join("w" + "f" * n + "ecew" for n in (6, 12, 24))
+    waited[:] = [True] * 9
+    assert timing._GPUWatch.sample(SimpleNamespace(scratch=Scratch()), timing.Call(call), 6) == pytest.approx(0.003)
+    assert len(waited) == 9 - 5, "it may be the call that waits"
 
 
 def row(case, timed, contender, median, tflops=1.0, level="attention", **more):

@@ -5,8 +5,6 @@ Whatever was measured on this machine by `fastattn tune` comes first, then `DEFA
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -62,7 +60,8 @@ class Preference(NamedTuple):
 
     device: type of the device.
     measured: whether the reason is a measurement.
-    calls: by fields of `CallClass`, the values that they have in these classes; a field that is left out has any.
+    calls: by fields of `CallClass`, the values that they have in these classes; a field that is left out has any. None
+        is for all classes of the device.
     capability: the compute capability of the GPU, or None for every device of the type.
     deterministic: whether the same inputs are to give the same bits, or None for both.
     """
@@ -71,14 +70,14 @@ class Preference(NamedTuple):
     backends: tuple[str, ...]
     why: str
     measured: bool
-    calls: Mapping[str, tuple] = MappingProxyType({})
+    calls: dict[str, tuple] | None = None
     capability: tuple[int, int] | None = None
     deterministic: bool | None = None
 
     def holds_for(self, call_class: CallClass, capability: tuple[int, int] | None, deterministic: bool) -> bool:
         """Whether this is an entry for such calls on such a GPU."""
         of_device = self.capability in (None, capability) and self.deterministic in (None, deterministic)
-        return of_device and all(getattr(call_class, name) in values for name, values in self.calls.items())
+        return of_device and all(getattr(call_class, name) in values for name, values in (self.calls or {}).items())
 
 
 _PLAIN = {"mask": ("none", "causal")}
@@ -89,19 +88,20 @@ _HOPPER = (9, 0)
 DEFAULT = (
     Preference("cpu", ("cpu",), "ahead of PyTorch's kernels in benchmarks/results, on AVX-512 and AMX", measured=True),
     Preference(
-        "cuda", ("hopper", "triton"), "ahead of PyTorch's deterministic kernels on an H100, in benchmarks/results",
-        measured=True, calls=_PLAIN | _LONG_16_BITS | {"training": (True,)}, capability=_HOPPER, deterministic=True,
+        "cuda", ("hopper", "triton", "torch"),
+        "ahead of PyTorch's deterministic kernels on an H100, in benchmarks/results", measured=True,
+        calls=_PLAIN | _LONG_16_BITS | {"training": (True,)}, capability=_HOPPER, deterministic=True,
     ),
     Preference(
         "cuda", ("torch",), "PyTorch takes cuDNN's kernels, the fastest on an H100 in benchmarks/results",
         measured=True, calls=_PLAIN | _LONG_16_BITS, capability=_HOPPER,
     ),
     Preference(
-        "cuda", ("triton",), "ahead of PyTorch's kernels on an H100, since it multiplies fp32 on tensor cores",
+        "cuda", ("triton", "torch"), "ahead of PyTorch's kernels on an H100, since it multiplies fp32 on tensor cores",
         measured=True, calls=_PLAIN | _LONG_FLOAT32 | {"head_dim": HEAD_DIMS, "training": (False,)}, capability=_HOPPER,
     ),
     Preference(
-        "cuda", ("triton",), "ahead of PyTorch's kernels on an H100, since it multiplies fp32 on tensor cores",
+        "cuda", ("triton", "torch"), "ahead of PyTorch's kernels on an H100, since it multiplies fp32 on tensor cores",
         measured=True, calls=_PLAIN | _LONG_FLOAT32 | {"head_dim": HEAD_DIMS[:1]}, capability=_HOPPER,
     ),
     Preference(
@@ -133,7 +133,7 @@ class Order(NamedTuple):
 def order(q: Tensor, k: Tensor, v: Tensor, spec: Spec, training: bool) -> Order:
     """The order for this call."""
     device, call_class = q.device, None
-    if record.is_tuned(device) or any(entry.calls for entry in DEFAULT if entry.device == device.type):
+    if record.is_tuned(device) or any(entry.calls is not None for entry in DEFAULT if entry.device == device.type):
         call_class = CallClass.of(q, k, v, spec, training)  # only here: lengths are guards of torch.compile
     if record.is_tuned(device):
         measured = _measured_order(*call_class)

@@ -84,7 +84,7 @@ class TestDefaultTable:
     def test_names_backends_and_fields_and_says_of_each_entry_whether_it_was_measured(self, monkeypatch):
         for entry in choice.DEFAULT:
             assert all(backend_by_name(name) in BACKENDS for name in entry.backends)
-            assert set(entry.calls) <= set(CallClass._fields)
+            assert set(entry.calls or {}) <= set(CallClass._fields)
             monkeypatch.setattr(choice, "DEFAULT", (entry,))
             why = choice.default_order(entry.device, None, None).why
             assert why.endswith("(measured)" if entry.measured else "(not measured)")

@@ -104,7 +104,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: what.Spec) -> tuple[Tensor, T
         lse,
         visible,
         scale_log2,
-        float(headroom_log2(n_k, v.dtype)),
+        float(headroom_log2(v.dtype)),
         n_q,
         n_k,
         n_tiles * n_heads,

@@ -54,6 +54,6 @@ def rules_of(
     visible, scored, dropped = known
     return Rules(
         visibility(spec.mask, n_q, n_k, of_padding) if visible is None else visible,
-        scoring(spec, n_q, n_k, dtype) if scored is None else scored,
+        scoring(spec, n_q, dtype) if scored is None else scored,
         dropout(spec) if dropped is None else dropped,
     )

@@ -39,21 +39,23 @@ class Scoring(NamedTuple):
     on_weights: float | None
 
 
-def headroom_log2(n_k: int, dtype: torch.dtype) -> int:
+def headroom_log2(dtype: torch.dtype) -> int:
     """By which power of two weights are lowered, so that no sum of values of `dtype` overflows before it is divided.
 
-    The sum of n_k weights is then below 1, though each may be 2^16 times what it should be in rows of huge scores, see
-    `measure`. Sums of values of fp16 do not overflow, and its weights have no exponents to spare.
+    The sum of the weights, of fewer than 2^31 keys, is then below 1, though each may be 2^16 times what it should be in
+    rows of huge scores, see `measure`. It is the same for any number of keys: what is rounded with it would otherwise
+    depend on that, and so on the longest request of a batch. Sums of values of fp16 do not overflow, and its weights
+    have no exponents to spare.
     """
-    return 0 if dtype == torch.float16 else 16 + n_k.bit_length()
+    return 0 if dtype == torch.float16 else 16 + 31
 
 
-def scoring(spec: Spec, n_q: int, n_k: int, dtype: torch.dtype) -> Scoring:
-    """The terms of `spec` as the kernels take them, for n_q queries, n_k keys and values of `dtype`."""
+def scoring(spec: Spec, n_q: int, dtype: torch.dtype) -> Scoring:
+    """The terms of `spec` as the kernels take them, for n_q queries and values of `dtype`."""
     scale_log2 = spec.scale * LOG2E.value
     plain = all(term is None for term in (spec.softcap, spec.bias, spec.alibi_slopes, spec.sinks))
     plain &= scale_log2 >= torch.finfo(torch.float32).tiny
-    headroom, in_exponent = headroom_log2(n_k, dtype), plain and dtype == torch.bfloat16
+    headroom, in_exponent = headroom_log2(dtype), plain and dtype == torch.bfloat16
     return Scoring(
         scale_log2=scale_log2,
         softcap_log2=None if spec.softcap is None else spec.softcap * LOG2E.value,

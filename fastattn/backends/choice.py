@@ -63,7 +63,6 @@ class Preference(NamedTuple):
     calls: by fields of `CallClass`, the values that they have in these classes; a field that is left out has any. None
         is for all classes of the device.
     capability: the compute capability of the GPU, or None for every device of the type.
-    deterministic: whether the same inputs are to give the same bits, or None for both.
     """
 
     device: str
@@ -72,12 +71,12 @@ class Preference(NamedTuple):
     measured: bool
     calls: dict[str, tuple] | None = None
     capability: tuple[int, int] | None = None
-    deterministic: bool | None = None
 
-    def holds_for(self, call_class: CallClass, capability: tuple[int, int] | None, deterministic: bool) -> bool:
+    def holds_for(self, call_class: CallClass, capability: tuple[int, int] | None) -> bool:
         """Whether this is an entry for such calls on such a GPU."""
-        of_device = self.capability in (None, capability) and self.deterministic in (None, deterministic)
-        return of_device and all(getattr(call_class, name) in values for name, values in (self.calls or {}).items())
+        return self.capability in (None, capability) and all(
+            getattr(call_class, name) in values for name, values in (self.calls or {}).items()
+        )
 
 
 _PLAIN = {"mask": ("none", "causal")}
@@ -90,10 +89,10 @@ DEFAULT = (
     Preference(
         "cuda", ("hopper", "triton", "torch"),
         "ahead of PyTorch's deterministic kernels on an H100, in benchmarks/results", measured=True,
-        calls=_PLAIN | _LONG_16_BITS | {"training": (True,)}, capability=_HOPPER, deterministic=True,
+        calls=_PLAIN | _LONG_16_BITS | {"training": (True,)}, capability=_HOPPER,
     ),
     Preference(
-        "cuda", ("torch",), "PyTorch takes cuDNN's kernels, the fastest on an H100 in benchmarks/results",
+        "cuda", ("torch",), "PyTorch takes cuDNN's kernel, the fastest on an H100 in benchmarks/results",
         measured=True, calls=_PLAIN | _LONG_16_BITS, capability=_HOPPER,
     ),
     Preference(
@@ -139,15 +138,13 @@ def order(q: Tensor, k: Tensor, v: Tensor, spec: Spec, training: bool) -> Order:
         measured = _measured_order(*call_class)
         if measured is not None:
             return Order(measured, f"measured here by `fastattn tune` for {call_class}: {_shown(call_class)}", True)
-    return default_order(device.type, call_class, capability_of(device.type), spec.deterministic)
+    return default_order(device.type, call_class, capability_of(device.type))
 
 
-def default_order(
-    device: str, call_class: CallClass | None, capability: tuple[int, int] | None, deterministic: bool = True
-) -> Order:
+def default_order(device: str, call_class: CallClass | None, capability: tuple[int, int] | None) -> Order:
     """The order of the default table for such calls; without a class, of a device where all are treated alike."""
     for entry in DEFAULT:
-        if entry.device == device and (call_class is None or entry.holds_for(call_class, capability, deterministic)):
+        if entry.device == device and (call_class is None or entry.holds_for(call_class, capability)):
             return Order(entry.backends, f"{entry.why} ({'measured' if entry.measured else 'not measured'})")
     return Order((), "the first that takes it")
 

@@ -28,7 +28,6 @@ FLASH, EFFICIENT, CUDNN = (f"aten::_scaled_dot_product_{name}_attention" for nam
     [
         ((9, 0), torch.bfloat16, 2, 150, SDPBackend.FLASH_ATTENTION, FLASH, FLASH),
         ((9, 0), torch.bfloat16, 2, 150, SDPBackend.CUDNN_ATTENTION, CUDNN, FLASH),
-        ((9, 0), torch.bfloat16, 2, 150, SDPBackend.CUDNN_ATTENTION, CUDNN, CUDNN),
         ((9, 0), torch.bfloat16, 2, 127, SDPBackend.CUDNN_ATTENTION, FLASH, FLASH),
         ((8, 0), torch.float32, 2, 150, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
         ((7, 5), torch.float16, 4, 150, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
@@ -45,7 +44,7 @@ def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, n,
             called[func.name()] = args, result
             return result
 
-    spec = Spec(Mask(causal=True), 0.125, deterministic=forward is CUDNN and backward is not CUDNN)
+    spec = Spec(Mask(causal=True), 0.125, deterministic=False)
     choice = mock.patch("torch._fused_sdp_choice", return_value=taken.value)
     with mock.patch("torch.cuda.get_device_capability", return_value=capability), choice as asked, Calls():
         q, do = (torch.empty(2, 4, n, 64, dtype=dtype, device="meta") for _ in range(2))
@@ -56,9 +55,7 @@ def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, n,
         assert [(x.shape, x.dtype) for x in gradients[:3]] == [(x.shape, dtype) for x in (q, k, v)]
     assert forward in called
     assert f"{backward}_backward" in called
-    assert (f"{CUDNN}_backward" in called) == (backward is CUDNN)
-    if backward is CUDNN:  # which PyTorch's shape functions do not look at
-        assert called[f"{CUDNN}_backward"][0][5].shape == called[CUDNN][1][1].shape == (2, 4, 150, 1)
+    assert f"{CUDNN}_backward" not in called
     if forward is CUDNN:  # of grouped heads, causal
         (arguments, options) = asked.call_args
         asked.temporary_original(*arguments, **options)

@@ -55,7 +55,6 @@ class TestDefaultTable:
             ({"mask": "padding"}, (8, 0), "hopper"),
             ({}, (9, 0), "torch"),
             ({"training": True}, (9, 0), "hopper"),
-            ({"training": True, "deterministic": False}, (9, 0), "torch"),
             ({"training": True, "length": 1024}, (9, 0), "torch"),
             ({"training": True, "head_dim": 0}, (9, 0), "torch"),
             ({"dtype": "float32"}, (8, 0), "torch"),
@@ -67,19 +66,16 @@ class TestDefaultTable:
     )
     def test_says_who_is_first(self, call, capability, first):
         usual = CallClass("cuda", "float16", 128, 0, "causal", training=False)
-        deterministic = call.pop("deterministic", True)
         call_class = usual._replace(**call)
-        assert choice.default_order(call_class.device, call_class, capability, deterministic).backends[0] == first
+        assert choice.default_order(call_class.device, call_class, capability).backends[0] == first
 
     def test_is_asked_about_the_call(self, monkeypatch):
-        """Tensors of a GPU without memory: what stands in the call, in the device and in the wish for the same bits."""
+        """Tensors of a GPU without memory: what stands in the call and in the device."""
         monkeypatch.setattr(choice, "capability_of", lambda device: (9, 0) if device == "cuda" else None)
         with FakeTensorMode():
             x = torch.empty(1, 2, 2048, 64, dtype=torch.bfloat16, device="cuda")
-            expected = ((True, True, "hopper"), (True, False, "torch"), (False, True, "torch"))
-            for training, deterministic, first in expected:
-                spec = Spec(Mask(causal=True), 1.0, deterministic=deterministic)
-                assert choice.order(x, x, x, spec, training).backends[0] == first
+            for training, first in ((True, "hopper"), (False, "torch")):
+                assert choice.order(x, x, x, Spec(Mask(causal=True), 1.0), training).backends[0] == first
 
     def test_names_backends_and_fields_and_says_of_each_entry_whether_it_was_measured(self, monkeypatch):
         for entry in choice.DEFAULT:

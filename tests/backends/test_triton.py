@@ -433,7 +433,9 @@ def test_quantized_keys_in_pages(case, backend, device, dtype, stored):
 @pytest.mark.parametrize("words", test_paged.WORDS)
 def test_requests_in_quantized_pages(words, stored):
     mask, options = test_paged.WORDS[words]
-    requests = test_paged.OfQuantized(torch.float32, stored)
+    options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    with torch.device(DEVICE):
+        requests = test_paged.OfQuantized(torch.float32, stored)
     o_and_lse = requests.attend(**{"causal": False} | mask | options, return_lse=True, backend=backend.NAME)
     requests.check(o_and_lse, mask, **options)
 

@@ -219,7 +219,7 @@ def _warn_of_fallback(reasons: str) -> None:
 @while_tracing
 def _warn_of_torch(reasons: str) -> None:
     warnings.warn(
-        f"PyTorch's own kernels compute this attention, since what skips padding is missing here: {reasons}",
+        f"PyTorch's own kernels compute this attention, since no kernel of this package can run here: {reasons}",
         FallbackWarning,
         stacklevel=1,
     )

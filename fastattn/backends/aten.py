@@ -2,10 +2,11 @@
 
 They serve where no kernel of this package can be had, or is faster. On a GPU the forward is cuDNN's where PyTorch's own
 function would take that, and else FlashAttention's or the memory-efficient one; gradients are never cuDNN's: on an H200
-with PyTorch 2.11 dq of 320 rows with an lse near -120 was NaN (PyTorch issue 196678). A mask that is more than `causal`
-becomes a table of numbers, in O(n_q n_k) memory for a sample, as in PyTorch's own function, and ALiBi one for each
-head. On the CPU, `blocked` computes softcap and dropout, which its kernels lack, and the reference gradients of a bias
-and of slopes, and scores and values so large that they lose the answer.
+with PyTorch 2.11 dq of 320 rows with an lse near -120 was NaN (PyTorch issue 196678). On the CPU, padding and documents
+are left out where that is quicker, by a call of the kernel for each of the `rectangles` of what is seen. Any other mask
+that is more than `causal` becomes a table of numbers, in O(n_q n_k) memory for a sample, as in PyTorch's own function,
+and ALiBi one for each head. `blocked` computes softcap and dropout, which its kernels lack, and the reference gradients
+of a bias and of slopes, and scores and values so large that they lose the answer.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from torch.utils import deterministic
 
-from ..spec import FEATURES, Mask, Spec, as_output
-from . import blocked, reference
+from ..spec import FEATURES, Mask, Spec, accumulation_dtype, as_output, empty_output
+from . import blocked, rectangles, reference
 from .kept_results import kept
+from .rectangles import Rectangle
 
 NAME = "torch"
 WHERE = "CPU and NVIDIA GPUs: PyTorch's own kernels"
@@ -41,6 +43,12 @@ issue 1072."""
 _LARGEST_KEPT = 2**22
 """Pairs of a table that is kept for other layers and the backward: making it takes a few percent of a short call, and
 of a long one too little to keep so much memory for."""
+_OF_DOCUMENTS = frozenset({"causal", "q_offset", "segment_ids"})
+_OF_REAL_TOKENS = frozenset({"causal", "q_offset", "real_keys", "real_queries"})
+_OF_A_CALL = 2**21
+"""Multiply-adds of a thread in the time that it takes to call a kernel once more."""
+_ROWS = 32
+"""Queries that a thread of PyTorch's kernel for CPUs takes at once, of short calls."""
 
 
 def features(device: torch.device) -> frozenset[str]:
@@ -92,27 +100,40 @@ class _Call(NamedTuple):
 
     table: float in the dtype of q, broadcastable to [B, H, n_q, n_k], added to the scores; or None.
     unseeing: bool, broadcastable to [B, H, n_q], True where a query sees no key or is padding; None
-        where each sees one.
+        where each sees one, or there are parts.
+    causal: whether the kernels hide what comes later, without a table.
+    parts: the rectangles that are computed one by one; None where all is computed at once.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    table: Tensor | None
-    unseeing: Tensor | None
     spec: Spec
+    table: Tensor | None = None
+    unseeing: Tensor | None = None
+    causal: bool = False
+    parts: list[Rectangle] | None = None
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> _Call:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # which the kernels do not ask
-        call = cls(q, k, v, None, None, spec)
+        call = cls(q, k, v, spec)
         masked = spec.features() - {"sinks", "softcap", "dropout"}
         if not masked or (masked == {"causal"} and not call.is_blocked()):
-            return call
+            return call._replace(causal=spec.mask.causal)
         mask, slopes, (B, H, n_q, _), n_k = spec.mask, spec.alibi_slopes, q.shape, k.shape[2]
         offsets, q_offset = (mask.q_offset, 0) if isinstance(mask.q_offset, Tensor) else (None, mask.q_offset)
         documents = mask.segment_ids or (None, None)
-        tensors = (mask.real_queries, mask.real_keys, *documents, offsets, mask.dense, slopes, spec.bias_rows(n_k))
+        tensors = (mask.real_queries, mask.real_keys, *documents, offsets)
+        in_rectangles = masked <= _OF_REAL_TOKENS or masked <= _OF_DOCUMENTS
+        if q.device.type == "cpu" and in_rectangles and not call.is_blocked():
+            parts = kept(rectangles.of_mask, tensors, mask.causal, q_offset, B, n_q, n_k)
+            if parts is not None and _is_quicker(parts, q, n_k):
+                whole = slice(0, B), slice(0, n_q), slice(0, n_k)
+                if len(parts) == 1 and parts[0][:3] == whole:
+                    return call._replace(causal=parts[0].causal)
+                return call._replace(parts=parts)
+        tensors = (*tensors, mask.dense, slopes, spec.bias_rows(n_k))
         constants = (mask.causal, q_offset, mask.window, n_q, n_k, q.dtype, q.device)
         is_kept = spec.bias is None and B * (1 if slopes is None else H) * n_q * n_k <= _LARGEST_KEPT
         table, unseeing = kept(_table, tensors, *constants) if is_kept else _table(*tensors, *constants)
@@ -122,13 +143,18 @@ class _Call(NamedTuple):
         """Whether PyTorch's kernels lack something of the call."""
         return self.spec.softcap is not None or self.spec.dropout_p > 0
 
-    def is_causal(self) -> bool:
-        """Whether the kernels hide what comes later, without a table."""
-        return self.table is None and self.spec.mask.causal
+    def part(self, part: Rectangle) -> tuple[_Call, tuple[slice, ...], tuple[slice, ...]]:
+        """The call of a rectangle, and where its queries and its keys lie in [B, H, n, ...]."""
+        queries, keys = (part.samples, slice(None), part.queries), (part.samples, slice(None), part.keys)
+        call = self._replace(q=self.q[queries], k=self.k[keys], v=self.v[keys], causal=part.causal, parts=None)
+        return call, queries, keys
 
     def looks_readable(self) -> bool:
-        """Whether the first head has numbers, also in its padding: others usually have them too, then."""
-        keys = self.spec.mask.readable_keys()
+        """Whether the first head has numbers, also in its padding: others usually have them too, then.
+
+        In parts no padding is read.
+        """
+        keys = self.spec.mask.readable_keys() if self.table is not None else None
         return keys is None or _is_finite(self.k[:, 0], self.v[:, 0])
 
     def readable(self) -> _Call:
@@ -146,12 +172,25 @@ class _Call(NamedTuple):
         if self.is_blocked():
             k, v = (_for_each_head(x, self.q.shape[1]) for x in (self.k, v))
             return blocked.forward(self.q, k, v, self.table, self.spec)
-        D, d_v, causal, scale = self.q.shape[3], v.shape[3], self.is_causal(), self.spec.scale
-        q, k, v = (_widened(x, max(D, d_v)) for x in (self.q, self.k, v))
-        if self.q.device.type == "cpu":
+        if self.parts is not None:
+            all_seen = _size(self.parts, "queries") == len(self.q) * self.q.shape[2]
+            o = empty_output(self.q, v.shape[3]) if all_seen else empty_output(self.q, v.shape[3]).zero_()
+            lse = o.new_full(self.q.shape[:3], -math.inf, dtype=accumulation_dtype(o.dtype))
+            for part in self.parts:
+                call, queries, keys = self.part(part)
+                o[queries], lse[queries] = call.forward(v[keys])
+            return o, lse
+        D, d_v, causal, scale = self.q.shape[3], v.shape[3], self.causal, self.spec.scale
+        q, k = self.q, self.k
+        if d_v != D:
+            q, k, v = (_widened(x, max(D, d_v)) for x in (q, k, v))
+        if q.device.type == "cpu":
+            folded = self._folded(q, k, v)
             o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, attn_mask=self.table, scale=scale
+                *(folded or (q, k, v)), 0.0, causal, attn_mask=self.table, scale=scale
             )
+            if folded:
+                o, lse = o.view(*q.shape[:3], -1), lse.view(q.shape[:3])
         elif _has_cudnn(q, k, v, causal, scale):
             o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -164,7 +203,8 @@ class _Call(NamedTuple):
             o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
                 q, k, v, None, True, 0.0, causal, scale=scale
             )
-        return o[..., :d_v], lse[..., : q.shape[2]]
+            lse = lse[..., : q.shape[2]]
+        return o if o.shape[3] == d_v else o[..., :d_v], lse
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """o and lse as `forward` has them, but 0 where a query sees nothing."""
@@ -185,13 +225,22 @@ class _Call(NamedTuple):
             k, v = (_for_each_head(x, self.q.shape[1]) for x in (self.k, v))
             dq, dk, dv = blocked.backward(do, delta, self.q, k, v, lse, self.table, self.spec)
             return dq, *_sum_of_groups(dk, dv, H_kv=H_kv)
+        if self.parts is not None:
+            dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(v)
+            for part in self.parts:
+                call, queries, keys = self.part(part)
+                results = do[queries], v[keys], o[queries], lse[queries]
+                dq[queries], dk[keys], dv[keys] = call.backward(*results)
+            return dq, dk, dv
         D, d_v, none = self.q.shape[3], v.shape[3], self.q.new_empty(0, dtype=torch.int64)
-        causal, scale = self.is_causal(), self.spec.scale
+        causal, scale = self.causal, self.spec.scale
         do, q, k, v, o = (_widened(x, max(D, d_v)) for x in (do, self.q, self.k, v, o))
         if q.device.type == "cpu":
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                do, q, k, v, o, lse, 0.0, causal, attn_mask=self.table, scale=scale
+            folded = self._folded(do, q, k, v, o, lse)
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(folded or (do, q, k, v, o, lse)), 0.0, causal, attn_mask=self.table, scale=scale
             )
+            dq, dk, dv = (g.view(x.shape) for g, x in zip(gradients, (q, k, v), strict=True)) if folded else gradients
         elif _has_flash(q):
             lengths = (None, None, q.shape[2], k.shape[2])
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -206,6 +255,19 @@ class _Call(NamedTuple):
             dk, dv = _sum_of_groups(dk, dv, H_kv=H_kv)
         return dq[..., :D], dk[..., :D], dv[..., :d_v]
 
+    def _folded(self, *tensors: Tensor) -> list[Tensor] | None:
+        """These tensors [B, H, n, ...] as [B * H, 1, n, ...]; None where those would be copies, or would have to be.
+
+        PyTorch's kernel for CPUs writes the heads of a token side by side, which is to be copied where those of q are
+        not; and its gradients begin with a copy of do into that order.
+        """
+        B, H = self.q.shape[:2]
+        if self.table is not None or self.k.shape[1] != H or self.q.stride(1) < self.q.stride(2):
+            return None
+        if B > 1 and any([x.stride(0) != H * x.stride(1) for x in tensors]):  # noqa: C419  a generator takes longer
+            return None
+        return [x.view(B * H, 1, *x.shape[2:]) for x in tensors]
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q]."""
@@ -218,11 +280,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         o, lse = call.readable().attend()
         if not _is_finite(o, lse):  # sums of values may have overflowed before they were divided
             return reference.forward(q, k, v, spec)
+    unseeing = call.unseeing if call.parts is None or spec.sinks is None else lse == -math.inf
     if spec.sinks is not None:
         with_sinks = torch.logaddexp(lse, spec.sinks.to(lse.dtype)[:, None])
         o, lse = o.mul_(torch.exp(lse - with_sinks)[..., None]), with_sinks
-    if call.unseeing is not None:
-        lse = lse.masked_fill(call.unseeing, -math.inf)
+    if unseeing is not None:
+        lse = lse.masked_fill(unseeing, -math.inf)
     return as_output(o, q), lse.contiguous()
 
 
@@ -246,10 +309,10 @@ def backward(
     do = torch.zeros_like(o) if do is None else do
     dlse = None if dlse is None else dlse.masked_fill(unseeing, 0)
     queries, keys = spec.mask.readable_queries(), spec.mask.readable_keys()
-    if not (call.looks_readable() and (queries is None or _is_finite(do[:, 0]))):
+    if call.table is not None and not (call.looks_readable() and (queries is None or _is_finite(do[:, 0]))):
         call, do = call.readable(), _readable(do, queries)
     gradients = _gradients(call, do, dlse, o, lse, output_mask[5])
-    if not ((queries is None and keys is None) or _is_finite(*gradients[:3])):
+    if call.table is not None and not ((queries is None and keys is None) or _is_finite(*gradients[:3])):
         call = call.readable()
         dq, dk, dv, *others = _gradients(call, _readable(do, queries), dlse, o, lse, output_mask[5])
         gradients = dq, _readable(dk, keys), _readable(dv, keys), *others  # 0 times a NaN that queries see
@@ -313,6 +376,21 @@ def _table(
     if real_queries is not None:
         unseeing = unseeing | ~real_queries[:, None]
     return table, unseeing if unseeing.any() else None
+
+
+def _is_quicker(parts: list[Rectangle], q: Tensor, n_k: int) -> bool:
+    """Whether to call the kernel for each rectangle is quicker than to call it once with a table of the mask."""
+    B, H, n_q, D = q.shape
+    threads, of_parts = torch.get_num_threads(), 0
+    for samples, queries, keys, causal in parts:
+        tasks = H * (samples.stop - samples.start) * -(-(queries.stop - queries.start) // _ROWS)
+        of_parts += -(-tasks // threads) * _ROWS * (keys.stop - keys.start) // (2 if causal else 1) * D + _OF_A_CALL
+    return of_parts <= B * H * n_q * n_k * D // threads + _OF_A_CALL
+
+
+def _size(parts: list[Rectangle], name: str) -> int:
+    """How many queries or keys there are in all rectangles."""
+    return sum((x.samples.stop - x.samples.start) * (getattr(x, name).stop - getattr(x, name).start) for x in parts)
 
 
 def _is_finite(*tensors: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import fastattn
 from fastattn import Mask
-from fastattn.backends import aten, blocked, cpu, kept_results, objections
+from fastattn.backends import aten, blocked, cpu, kept_results, objections, rectangles
 from fastattn.spec import Spec
 from fastattn.testing import CASES, assert_right, make_inputs, run
 
@@ -139,6 +139,17 @@ def test_output_has_the_bits_of_torchs_own_function(case):
     assert torch.equal(o, theirs[..., : o.shape[3]])
 
 
+def test_heads_of_a_wider_tensor_give_the_same_bits():
+    """Which lie in memory as [B, H, n, D], but for what stands between the samples."""
+    apart = [x[:, :3] for x in torch.randn(4, 2, 5, 40, 16)]
+    results = []
+    for q, k, v, do in (apart, [x.clone() for x in apart]):
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        o = fastattn.attention(*leaves, Mask(causal=True), backend="torch")
+        results.append((o, *torch.autograd.grad(o, leaves, do)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
 def test_a_bias_is_not_rounded():
     x, bias = torch.ones(1, 1, 4, 8, dtype=torch.bfloat16), torch.zeros(4, 4)
     assert objections(aten, x, x, x, Spec(Mask(), 1.0, bias=bias)) == [
@@ -153,15 +164,94 @@ def test_it_serves_fp64_in_silence_and_warns_where_it_stands_in(monkeypatch):
         assert fastattn.explain(x.double(), x.double(), x.double()).backend == "torch"
         fastattn.attention(x.double(), x.double(), x.double())
     monkeypatch.setattr(cpu, "unavailable", lambda device: "needs a compiler")
-    with pytest.warns(fastattn.FallbackWarning, match="skips padding is missing here: cpu: needs a compiler"):
+    with pytest.warns(fastattn.FallbackWarning, match="no kernel of this package can run here: cpu: needs a compiler"):
         fastattn.attention(x, x, x)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.5], ids=["fused", "in blocks"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rectangles_hold_what_a_mask_shows_and_nothing_else(seed):
+    """Random masks of neighbours: padding at both ends, documents, diagonals from anywhere, samples that differ."""
+    torch.manual_seed(seed)
+    found = 0
+    for _ in range(300):
+        B, n_q, n_k, rare = *torch.randint(1, 9, (3,)).tolist(), torch.rand(6) < 0.3
+        offset = torch.randint(-3, 6, (B,)) if rare[0] else [0, n_k - n_q, 1, -2][torch.randint(4, ()).item()]
+        if rare[1]:
+            ids = [torch.randint(0, 3, (B, n)).cumsum(1) // 2 - int(rare[2]) for n in (n_q, n_k)]
+            fields = {"segment_ids": (ids[0], ids[0] if n_q == n_k else ids[1])}
+        else:
+            real_keys, real_queries = _neighbours(B, n_k), None if rare[3] else _neighbours(B, n_q)
+            fields = {"real_keys": torch.rand(B, n_k) < 0.7 if rare[4] else real_keys, "real_queries": real_queries}
+        mask = Mask(not rare[5], q_offset=offset, **fields)
+        of_tensor = (offset, 0) if isinstance(offset, torch.Tensor) else (None, offset)
+        tensors = (mask.real_queries, mask.real_keys, *(mask.segment_ids or (None, None)), of_tensor[0])
+        parts = rectangles.of_mask(*tensors, mask.causal, of_tensor[1], B, n_q, n_k)
+        if parts is None:
+            continue
+        found += len(parts) > 0
+        seen = torch.zeros(B, n_q, n_k, dtype=torch.int64)
+        for samples, queries, keys, causal in parts:
+            pairs = torch.ones(queries.stop - queries.start, keys.stop - keys.start, dtype=torch.int64)
+            seen[samples, queries, keys] += pairs.tril() if causal else pairs
+        assert torch.equal(seen, mask.keep(n_q, n_k)[:, 0].long().expand(B, -1, -1)), (mask, parts)
+    assert found > 100
+
+
+def _neighbours(B: int, n: int) -> torch.Tensor:
+    """bool [B, n], True in one run of each sample, or nowhere."""
+    first, last = torch.randint(0, n + 1, (2, B, 1))
+    return (torch.arange(n) >= first) & (torch.arange(n) < last)
+
+
+_IN_RECTANGLES = [
+    case
+    for case in CASES
+    if (case.causal or case.q_offset or case.keys or case.queries or case.segment_ids)
+    and not (case.timed or case.window != (None, None) or case.dense or case.bias or case.relative_bias or case.alibi)
+    and not (case.softcap or case.dropout_p)
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", _IN_RECTANGLES, ids=str)
+def test_rectangle_by_rectangle_means_the_same(case, dtype, monkeypatch):
+    monkeypatch.setattr(aten, "_is_quicker", lambda *_: True)
+    inputs = make_inputs(case, dtype)
+    assert_right(inputs, run(inputs, "torch"), 1.5)
+
+
+@pytest.mark.parametrize(
+    ("of_mask", "n", "table", "parts"),
+    [
+        ({"real_keys": [512, 512]}, 512, False, None),
+        ({"real_keys": [300, 512]}, 512, False, 2),
+        ({"real_keys": [300, 300], "causal": True}, 512, False, 1),
+        ({"real_keys": [30, 32]}, 32, True, None),
+        ({"segment_ids": [200, 512]}, 512, False, 3),
+        ({"real_keys": [300, 512], "window": (9, 0)}, 512, True, None),
+    ],
+    ids=["nothing hidden", "padding", "the same in both", "short", "documents", "window"],
+)  # fmt: skip
+def test_padding_and_documents_are_left_out_where_that_is_quicker(of_mask, n, table, parts):
+    ends = torch.tensor(of_mask.pop("real_keys", None) or of_mask["segment_ids"])[:, None]
+    before = torch.arange(n) < ends
+    if "segment_ids" in of_mask:
+        fields = of_mask | {"segment_ids": (before.long(),) * 2}
+    else:
+        fields = of_mask | {"real_keys": before}
+    x = torch.randn(2, 4, n, 64)
+    call = aten._Call.of(x, x, x, Spec(Mask(**fields), 0.125))
+    assert (call.table is not None) is table
+    assert (call.parts and len(call.parts)) == parts
+
+
+@pytest.mark.parametrize("way", ["fused", "in blocks", "in rectangles"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
-def test_what_is_no_number_in_the_padding_of_one_head_changes_nothing(name, dropout_p):
+def test_what_is_no_number_in_the_padding_of_one_head_changes_nothing(name, way, monkeypatch):
     """Only the first head is looked at before the kernels run: they must show what stands in the others."""
     torch.manual_seed(0)
+    dropout_p = 0.5 if way == "in blocks" else 0.0
+    monkeypatch.setattr(aten, "_is_quicker", lambda *_: way == "in rectangles")
     tensors = {x: torch.randn(2, 3, 40, 16) for x in ("q", "k", "v", "do")}
     real = torch.ones(2, 40, dtype=torch.bool)
     real[1, 30:] = False

@@ -16,7 +16,10 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "spec": {"picture"},
     "machine": {""},
     "backends.reference": {"spec"},
-    "backends.aten": {"spec", "backends.blocked", "backends.kept_results", "backends.reference"},
+    "backends.aten": {
+        "spec", "backends.blocked", "backends.kept_results", "backends.rectangles", "backends.reference",
+    },  # fmt: skip
+    "backends.rectangles": set(),
     "backends.blocked": {"spec", "backends.kept_results"},
     "backends.kept_results": set(),
     "backends.gradients": {"spec"},

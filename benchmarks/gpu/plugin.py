@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from fastattn.backends.compiling import compile_only
+
 from . import record
-from .compiling import compile_only
 from .supervisor import ALL_ENDED, GPU_IS_LOST
 
 _NOTE_LENGTH = 3000

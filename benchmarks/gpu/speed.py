@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fastattn.backends.compiling import compile_only
 from fastattn.bench.cases import DTYPES, PASSES, Job, Problem, inputs_of, make_problem
 from fastattn.bench.report import rounded, row_as_dict, timing_as_dict
 from fastattn.bench.rivals import Contender, RefusalError, sdpa_by_itself
@@ -16,7 +17,6 @@ from fastattn.bench.run import Row, measure_problem, try_out
 from fastattn.bench.timing import Call, interleave, matmul
 from fastattn.testing import CASES, Case
 
-from .compiling import compile_only
 from .record import Rows
 from .rivals import gpu_contenders
 

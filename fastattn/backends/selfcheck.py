@@ -11,9 +11,11 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +23,13 @@ from torch import Tensor
 from ..spec import Mask, Spec
 from . import cpu, record, reference
 from .build import progress_shown
+from .compiling import compiled_at_once
 from .record import while_tracing
 
 _ADDRESS = "https://github.com/fastattn/fastattn/issues"
 _KNOWN_INSTRUCTION_SETS = frozenset({"amx", "avx512_bf16", "avx512", "avx2"})  # on which the tests have run
+_OF_TRITON = frozenset({"triton", "hopper"})  # whose kernels Triton compiles when they are launched
+_FAULTS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 _TOLERANCE = {torch.float64: 2**8, torch.float32: 2**7, torch.float16: 2**3, torch.bfloat16: 2**3}
 """How many eps of the dtype, times the largest number of the result, an error may have."""
 _SHAPES = ((2, 4, 2, 80, 80, 64), (1, 4, 2, 130, 33, 64), (2, 4, 2, 1, 200, 64), (1, 2, 2, 65, 65, 128))
@@ -114,14 +119,38 @@ def _calls(device: torch.device, training: bool) -> list[tuple[tuple[int, ...], 
     return calls
 
 
-def find_fault(
-    backend: ModuleType,
-    device: torch.device,
-    dtype: torch.dtype,
-    training: bool,
-    after_each: Callable[[], None] = lambda: None,
-) -> str | None:
-    """The first fault that a family shows in a few small calls, in one sentence; None where there is none."""
+class _Problem(NamedTuple):
+    """A small call of a check.
+
+    low: all scores are near -120.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    dlse: Tensor
+    spec: Spec
+    low: bool
+
+    def results(self, backend: ModuleType, training: bool) -> list[Tensor]:
+        """o and lse of a backend, and in training the gradients of q, k and v."""
+        inputs, spec, wanted = (self.q, self.k, self.v), self.spec, (True, True, True, False, False, False)
+        o, lse = backend.forward(*inputs, spec)
+        if not training:
+            return [o, lse]
+        return [o, lse, *backend.backward(self.do, self.dlse, *inputs, o, lse, spec, wanted)[:3]]
+
+    def exactly(self) -> _Problem:
+        """The same in fp64."""
+        return self._replace(**{name: getattr(self, name).double() for name in ("q", "k", "v", "do", "dlse")})
+
+    def __str__(self) -> str:
+        return f"{list(self.q.shape)} with {self.k.shape[2]} keys and {_in_words(self.spec.mask)}"
+
+
+def _problems(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> Iterator[_Problem]:
+    """The calls of a check that the backend takes."""
     generator = torch.Generator().manual_seed(0)
     for (B, H, H_kv, n_q, n_k, D), mask, deterministic in _calls(device, training):
         low = (B, H, H_kv, n_q, n_k, D) == _FAR_BELOW_ZERO
@@ -134,23 +163,40 @@ def find_fault(
         q, k, v, do, dlse = (x.to(device, dtype) for x in tensors)
         if mask.real_keys is not None:  # which no kernel may read
             k, v = (x.masked_fill(~mask.real_keys[:, None, :, None], math.nan) for x in (k, v))
-        if not mask.features() <= backend.features(device) or backend.unsupported(q, k, v, spec):
-            continue
-        arriving = (do, dlse.to(torch.promote_types(dtype, torch.float32)))
+        if mask.features() <= backend.features(device) and not backend.unsupported(q, k, v, spec):
+            yield _Problem(q, k, v, do, dlse.to(torch.promote_types(dtype, torch.float32)), spec, low)
+
+
+def find_fault(
+    backend: ModuleType,
+    device: torch.device,
+    dtype: torch.dtype,
+    training: bool,
+    after_each: Callable[[], None] = lambda: None,
+) -> str | None:
+    """The first fault that a family shows in a few small calls, in one sentence; None where there is none."""
+    if device.type == "cuda" and backend.NAME in _OF_TRITON:
+        _compile(backend, device, dtype, training)
+    for problem in _problems(backend, device, dtype, training):
         try:
-            results, again = (_results(backend, (q, k, v), arriving, spec, training) for _ in range(2))
-        except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
+            results, again = (problem.results(backend, training) for _ in range(2))
+        except _FAULTS as error:
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        right = _results(
-            reference, tuple(x.double() for x in (q, k, v)), [x.double() for x in arriving], spec, training
-        )
+        right = problem.exactly().results(reference, training)
         for output, x, repeated, exact in zip(OUTPUTS, results, again, right, strict=False):
-            if why := difference(x, exact, dtype, slack=8 if low else 1):  # scores are rounded by their size
-                return f"{output} of [{B}, {H}, {n_q}, {D}] with {n_k} keys and {_in_words(mask)} {why}"
-            if deterministic and not torch.equal(x, repeated):
-                return f"{output} of [{B}, {H}, {n_q}, {D}] has other bits in the second call"
+            if why := difference(x, exact, dtype, slack=8 if problem.low else 1):  # scores are rounded by their size
+                return f"{output} of {problem} {why}"
+            if problem.spec.deterministic and not torch.equal(x, repeated):
+                return f"{output} of {problem} has other bits in the second call"
         after_each()
     return None
+
+
+def _compile(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> None:
+    """Compiles the kernels of a check side by side; what goes wrong is left to the check, which says so."""
+    with suppress(*_FAULTS), compiled_at_once():
+        for problem in _problems(backend, device, dtype, training):
+            problem.results(backend, training)
 
 
 def _masks(B: int, n_q: int, n_k: int, device: torch.device) -> list[Mask]:
@@ -166,15 +212,6 @@ def _masks(B: int, n_q: int, n_k: int, device: torch.device) -> list[Mask]:
 
 def _in_words(mask: Mask) -> str:
     return " and ".join(sorted(mask.features())) or "no mask"
-
-
-def _results(
-    backend: ModuleType, inputs: Sequence[Tensor], arriving: Sequence[Tensor], spec: Spec, training: bool
-) -> list[Tensor]:
-    o, lse = backend.forward(*inputs, spec)
-    if not training:
-        return [o, lse]
-    return [o, lse, *backend.backward(*arriving, *inputs, o, lse, spec, (True, True, True, False, False, False))[:3]]
 
 
 def difference(x: Tensor, exact: Tensor, dtype: torch.dtype, slack: int = 1) -> str | None:

@@ -45,8 +45,9 @@ def compiled(calls: list[tuple[int, str]]) -> Iterator[Compiled]:
     import triton
 
     sys.path.insert(0, str(Path(__file__).parents[2]))  # of which the record has the digest, whatever is installed
-    from benchmarks.gpu.compiling import NoGPU, compile_only
+    from benchmarks.gpu.compiling import NoGPU
     from fastattn.backends import hopper
+    from fastattn.backends.compiling import compile_only
     from fastattn.spec import Mask, Spec
 
     triton.runtime.driver.set_active(NoGPU(90))

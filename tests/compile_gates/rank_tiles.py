@@ -20,8 +20,9 @@ from triton.runtime import driver
 from triton_compile import CALLS, Call, resources
 from triton_record import Compiled
 
-from benchmarks.gpu.compiling import NoGPU, compile_only
+from benchmarks.gpu.compiling import NoGPU
 from fastattn.backends import triton as backend
+from fastattn.backends.compiling import compile_only
 from fastattn.backends.triton import configs
 from fastattn.backends.triton.configs import Config
 from fastattn.spec import Spec

@@ -36,8 +36,9 @@ from sass import Instruction, clocks, count, disassembled, innermost_loops, regi
 from triton.runtime import driver
 from triton_record import FLOPS, MOST_WARPS, PLAIN, SHARED_KIB, TRAINING, Compiled, Step
 
-from benchmarks.gpu.compiling import NoGPU, compile_only
+from benchmarks.gpu.compiling import NoGPU
 from fastattn.backends import triton as backend
+from fastattn.backends.compiling import compile_only
 from fastattn.backends.triton import configs
 from fastattn.spec import Mask, Spec
 

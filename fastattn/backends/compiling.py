@@ -1,0 +1,82 @@
+"""Compiling Triton kernels without running them: ahead of their first calls, on every core.
+
+A kernel takes a second or so, and Triton compiles it when it is launched, one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import TYPE_CHECKING
+
+from .build import progress_shown
+
+if TYPE_CHECKING:
+    from triton import JITFunction
+
+
+@contextmanager
+def compile_only(
+    take: Callable[[str, object], None] = lambda name, kernel: None,
+    is_wanted: Callable[[dict[str, object]], bool] = lambda options: True,
+    of_every_thread: bool = True,
+) -> Iterator[set[JITFunction]]:
+    """In this block a launch compiles its kernel and ends there; what it should have written stays as allocated.
+
+    Args:
+        take: called with the name of each kernel and what Triton compiled.
+        is_wanted: whether to compile a launch with these keyword arguments at all.
+        of_every_thread: also those of autograd, and of whoever else is at work; others run, otherwise.
+
+    Yields:
+        The functions that have been launched so far.
+    """
+    from triton.runtime.jit import JITFunction
+
+    launch, this_thread, launched = JITFunction.run, get_ident(), set()
+
+    @functools.wraps(launch)
+    def compile_it(self, *args, grid, warmup, **options):
+        if not (of_every_thread or get_ident() == this_thread):
+            return launch(self, *args, grid=grid, warmup=warmup, **options)
+        launched.add(self)
+        if is_wanted(options):
+            take(self.__name__, launch(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_it
+    try:
+        yield launched
+    finally:
+        JITFunction.run = launch
+
+
+@contextmanager
+def compiled_at_once() -> Iterator[None]:
+    """In this block launches run nothing; at its end their kernels are compiled, side by side, with progress shown.
+
+    They lie in Triton's cache on disk then, where launches find them. What cannot be compiled is left to its first
+    launch, which says so.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ExitStack() as at_end, ThreadPoolExecutor(cores) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
+        try:
+            with compile_only(of_every_thread=False) as launched:
+                at_end.callback(_forget_kernels, launched)
+                yield
+            with progress_shown("the compilation", len(mode.raw_futures)) as show_more:
+                for _ in as_completed(mode.raw_futures):
+                    show_more(1)
+        finally:  # where something is raised, such as KeyboardInterrupt, none is to begin any more
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _forget_kernels(functions: Iterable[JITFunction]) -> None:
+    """Forgets what functions have in memory, where futures stand for kernels, of which some never came."""
+    for function in functions:
+        function.device_caches.clear()

@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--filter fastattn] [--prefix] [--rivals]
 
 Requests of 128 to 8192 tokens, 32 heads of 128 that share 8 of keys, pages of 64. "pages" is attention_paged, "int8"
-and "float8" the same with pages of these, "rows" attention over the same keys, padded to one length. PyTorch's function
-is called for each request alone, for all of them padded, and with the pages copied together. The last row reads the
-keys and values of the requests and does nothing else. --rivals adds onnxruntime's GroupQueryAttention over the padded
-rows in fp32, and needs onnxruntime and onnx. With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of
-their own.
+and "float8" the same with pages of these, "rows" attention over the same keys, padded to one length. PyTorch's
+function is called for each request alone, for all of them padded, and with the pages copied together. The last rows
+only read the keys and values of the requests: as one array, and the block of each head in each page, in the order of
+the table. --rivals adds onnxruntime's GroupQueryAttention over the padded rows in fp32, and needs onnxruntime and
+onnx. With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import statistics
 
 import torch
+from torch.nn.functional import embedding_bag
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fastattn
@@ -35,6 +36,11 @@ PREFIX, OWN, SHARING = 4096, 128, 32
 def in_pages(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Pages [count, PAGE, H_KV, D], in which the rows of a head lie side by side."""
     return torch.randn(count, H_KV, PAGE, D, dtype=torch.float32).to(dtype).transpose(1, 2)
+
+
+def as_in_a_cache(x: torch.Tensor) -> torch.Tensor:
+    """The same [pages, PAGE, H_KV, ...] with the rows of a head side by side, or their scales."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def decoding(batch: int, dtype: torch.dtype, rivals: bool) -> dict[str, Call]:
@@ -71,17 +77,20 @@ def decoding(batch: int, dtype: torch.dtype, rivals: bool) -> dict[str, Call]:
         torch.testing.assert_close(way().float(), expected, rtol=tolerance, atol=tolerance)
     for name, stored in QUANTIZED.items():
         (k8, k_scales), (v8, v_scales) = quantized(k_pages, stored), quantized(v_pages, stored)
-        k8, v8 = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k8, v8))
+        k8, k_scales, v8, v_scales = (as_in_a_cache(x) for x in (k8, k_scales, v8, v_scales))
         scales = {"k_scales": k_scales, "v_scales": v_scales}
         way = functools.partial(fastattn.attention_paged, q, k8, v8, table, lengths, **scales)
         exact = ((x.float() * scales[..., None]).to(dtype) for x, scales in ((k8, k_scales), (v8, v_scales)))
         expected = fastattn.attention_paged(q, *exact, table, lengths)
         torch.testing.assert_close(way(), expected, rtol=tolerance, atol=tolerance)
         ways[f"fastattn, {name}"] = way
-    reads = [x for _, *both in alone for x in both]
-    return {name: Call(way) for name, way in ways.items()} | {
-        "bare reads": Call(lambda: [x.sum() for x in in_fp32(reads)])
-    }
+    reads = in_fp32([x for _, *both in alone for x in both])
+    blocks = [x.transpose(1, 2).reshape(total * H_KV, -1) for x in in_fp32([k_pages, v_pages])]
+    in_order = (order[:, None] * H_KV + torch.arange(H_KV)).split(counts.tolist())
+    places, first = torch.cat([x.T.flatten() for x in in_order]), torch.zeros(1, dtype=torch.int64)
+    ways["bare reads"] = lambda: [x.sum() for x in reads]
+    ways["bare reads, pages"] = lambda: [embedding_bag(places, x, first, mode="sum") for x in blocks]
+    return {name: Call(way) for name, way in ways.items()}
 
 
 def in_fp32(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -200,9 +200,10 @@ def attention(
     elif result is None:
         result = ops.attention(
             *prepare(
-                q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend
+                q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend,
+                "forward" if return_lse else "output",
             )
-        )
+        )  # fmt: skip
     return result if return_lse else result[0]
 
 
@@ -650,5 +651,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     training = derivatives_wanted(q, k, v, spec.bias, spec.alibi_slopes, spec.sinks)
     candidates, order = order_of(q, k, v, spec, training)
     trusted = order.backends if order.trusted else ()
-    refusals = {b.NAME: objections(b, q, k, v, spec, named=b.NAME in trusted, training=training) for b in candidates}
+    about = {"function": "forward" if training else "output", "training": training}
+    refusals = {b.NAME: objections(b, q, k, v, spec, named=b.NAME in trusted, **about) for b in candidates}
     return Explanation(next((name for name, why in refusals.items() if not why), None), refusals, order.why)

@@ -57,8 +57,10 @@ torch.library.define(
 _TENSOR = "a tensor stood here"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[Tensor, Tensor]:
-    """o [B, H, n_q, d_v] and lse [B, H, n_q] of a prepared call."""
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """o [B, H, n_q, d_v] and lse [B, H, n_q] of a prepared call; None where that was prepared for its "output"."""
+    if plan.output_only:
+        return plan.backend.output(q, k, v, spec), None
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
     if plan.plain and plan.pairs and not _watched():  # never, while a call is compiled
         if plan.training:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -36,6 +37,7 @@ class Plan(NamedTuple):
     plain: every tensor is nothing but its memory, so that PyTorch has nothing to do with the call but autograd.
     pairs: there are queries and keys.
     training: autograd will ask for a gradient.
+    output_only: the backend has no lse and no backward, but an `output`.
     """
 
     spec: Spec
@@ -44,6 +46,7 @@ class Plan(NamedTuple):
     plain: bool
     pairs: bool
     training: bool
+    output_only: bool
 
 
 _plans: dict[tuple, Plan] = {}
@@ -76,7 +79,8 @@ def prepare(
     """q, k and v after autocast, the spec and the plan of a call with these arguments of `attention`.
 
     Args:
-        function: of the protocol of backends, which the call needs; or "with weights" for forward and weights.
+        function: of the protocol of backends, which the call needs, as `backends.objections` has it; or "with weights"
+            for forward and weights.
 
     Raises:
         ValueError: the call is malformed.
@@ -87,6 +91,8 @@ def prepare(
     scale, softcap, dropout_p = as_number(scale), as_number(softcap), as_number(dropout_p)
     bias, by_distance = in_spec(bias, q, k, mask)
     kind, training = None, derivatives_wanted(q, k, v, bias, alibi_slopes, sinks)
+    if function == "output" and (training or forward_ad._current_level >= 0):  # PyTorch has no public way to ask
+        function = "forward"
     if not is_compiling():
         try:
             kind = (
@@ -115,7 +121,8 @@ def prepare(
             spec = replace(spec, mask=EVERYTHING, bias=None, alibi_slopes=None, sinks=None)
         elif kind is not None:
             spec.kind = spec
-        plan = Plan(spec, chosen, by_weights, plain, pairs, training)
+        output_only = "forward" in chosen.lacks(q.device)
+        plan = Plan(spec, chosen, by_weights, plain, pairs, training, output_only)
         if kind is not None and not (backend is None and backends.reference in (chosen, by_weights)):  # it warns
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()

@@ -25,7 +25,12 @@ as reference.py defines the first three. `lse` is that of `forward` for the same
 and `top_keys` has no dropout. Their derivatives are those of derivatives.py on every backend. The last two are
 `forward` for keys and values [pages, H_kv, page_size, D or d_v], of which sample b has those in the pages table[b]: in
 any strides, and reading none but real ones; of int8 or float8_e4m3fn each row is to be multiplied by its scale, fp32
-[pages, H_kv, page_size]. One more may be absent:
+[pages, H_kv, page_size]. Where a backend lacks "forward", since it has no lse there, it has this in its place, for
+calls of which neither an lse nor a derivative is wanted:
+
+    output(q, k, v, spec) -> o
+
+One more may be absent:
 
     short_way() -> the functions that `short_way` of fastattn/ops.py calls: its own, and its backward
 """
@@ -46,6 +51,7 @@ from .record import while_tracing
 BACKENDS: tuple[ModuleType, ...] = (hopper, triton, cuda, cpu, aten, reference)
 
 OPTIONAL = {
+    "forward": "attention with its lse",
     "weights": "weights",
     "received": "the weights that keys receive",
     "top_keys": "the keys of the largest weights",
@@ -81,8 +87,8 @@ def objections(
     """Why `backend` does not compute this call, in sentences; an empty list means it does.
 
     Args:
-        function: which of its functions the call needs: "forward", which stands for "backward" too, or a name in
-            `OPTIONAL`; those that return weights have a `v` of width 0.
+        function: which of its functions the call needs: "forward", which stands for "backward" too, "output" for
+            either that or `output`, or another name in `OPTIONAL`; those that return weights have a `v` of width 0.
         named: the user asked for this backend, so one that serves only by name, or that has failed its check here, has
             no objection.
         training: gradients are wanted.

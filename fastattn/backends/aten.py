@@ -29,7 +29,7 @@ from .kept_results import kept
 from .rectangles import Rectangle
 
 NAME = "torch"
-WHERE = "CPU and NVIDIA GPUs: PyTorch's own kernels"
+WHERE = "every device: PyTorch's own kernels"
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _16_BITS = (torch.float16, torch.bfloat16)
@@ -52,19 +52,19 @@ _ROWS = 32
 
 
 def features(device: torch.device) -> frozenset[str]:
-    """Everything on the CPU; no mask or a causal one on a GPU, where no table has been tried."""
+    """Everything on the CPU; no mask or a causal one elsewhere, where no table has been tried."""
     return FEATURES if device.type == "cpu" else frozenset({"causal"})
 
 
 def lacks(device: torch.device) -> frozenset[str]:
-    """The functions of the weights, which PyTorch's kernels never have in memory, and those of pages."""
-    return frozenset({"weights", "received", "top_keys", "forward_paged", "forward_quantized"})
+    """The functions of the weights, which PyTorch's kernels never have in memory, those of pages, and, where no kernel
+    is known that returns it, the lse."""
+    of_all = frozenset({"weights", "received", "top_keys", "forward_paged", "forward_quantized"})
+    return of_all if device.type in ("cpu", "cuda") else of_all | {"forward"}
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
-    """Sentences about the device, the dtype, the head dims, the bias and, on a GPU, the lengths."""
-    if q.device.type not in ("cpu", "cuda"):
-        return [f"q must be on the CPU or an NVIDIA GPU, got {q.device.type}"]
+    """Sentences about the dtype, the head dims, the bias and, on a GPU, the lengths."""
     (n_q, D), (n_k, d_v), result = q.shape[2:], v.shape[2:], []
     if spec.bias is not None and torch.promote_types(spec.bias.dtype, q.dtype) != q.dtype:
         result.append(f"bias must not be rounded, got {spec.bias.dtype} beside {q.dtype}")
@@ -72,12 +72,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
         result.append(f"alibi_slopes must be beside float32 or float64, got {q.dtype}, to which distances would round")
     if q.device.type == "cpu":
         return [*result, "the head dim must be at least 1, got 0"] if D == 0 else result
+    if spec.mask.causal and n_q != n_k:
+        result.append(f"a causal mask must have as many queries as keys on a GPU, got {n_q} and {n_k}")
+    if q.device.type != "cuda":
+        return [*result, "no length and no dim may be 0"] if 0 in (*q.shape, *v.shape) else result
     if q.dtype == torch.float64:
         result.append("q must be float32, bfloat16 or float16 on a GPU, got torch.float64")
     if d_v != D or D % 8 or not 8 <= D <= 256:
         result.append(f"the head dims must be equal, multiples of 8 and at most 256, got {D} and {d_v}")
-    if spec.mask.causal and n_q != n_k:
-        result.append(f"a causal mask must have as many queries as keys on a GPU, got {n_q} and {n_k}")
     if q.dtype == torch.bfloat16 and not _has_flash(q):
         result.append("bfloat16 needs compute capability 8.0 or later")
     return result
@@ -127,7 +129,7 @@ class _Call(NamedTuple):
         tensors = (mask.real_queries, mask.real_keys, *documents, offsets)
         in_rectangles = masked <= _OF_REAL_TOKENS or masked <= _OF_DOCUMENTS
         if q.device.type == "cpu" and in_rectangles and not call.is_blocked():
-            parts = kept(rectangles.of_mask, tensors, mask.causal, q_offset, B, n_q, n_k)
+            (parts,) = kept(_rectangles, tensors, mask.causal, q_offset, B, n_q, n_k)
             if parts is not None and _is_quicker(parts, q, n_k):
                 whole = slice(0, B), slice(0, n_q), slice(0, n_k)
                 if len(parts) == 1 and parts[0][:3] == whole:
@@ -269,6 +271,12 @@ class _Call(NamedTuple):
         return [x.view(B * H, 1, *x.shape[2:]) for x in tensors]
 
 
+def output(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Tensor:
+    """o [B, H, n_q, d_v] on a device where PyTorch's own function chooses the kernel."""
+    k, v = (_for_each_head(x, q.shape[1]) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=spec.mask.causal, scale=spec.scale)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q]."""
     call = _Call.of(q, k, v, spec)
@@ -376,6 +384,11 @@ def _table(
     if real_queries is not None:
         unseeing = unseeing | ~real_queries[:, None]
     return table, unseeing if unseeing.any() else None
+
+
+def _rectangles(*of_mask: object) -> tuple[list[Rectangle] | None]:
+    """What `rectangles.of_mask` returns, as something that is kept also where it is None."""
+    return (rectangles.of_mask(*of_mask),)
 
 
 def _is_quicker(parts: list[Rectangle], q: Tensor, n_k: int) -> bool:

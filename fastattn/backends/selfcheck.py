@@ -44,7 +44,7 @@ def objection(
     backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool, may_check: bool = True
 ) -> str | None:
     """Why a family does not serve here, in one sentence, or None where it does; checks it if nobody has and it may."""
-    if backend is reference or os.environ.get("FASTATTN_SELF_CHECK") == "0":
+    if backend is reference or os.environ.get("FASTATTN_SELF_CHECK") == "0" or device.type not in ("cpu", "cuda"):
         return None
     name = family(backend.NAME, dtype, training)
     why = _verdict(device.type, name)

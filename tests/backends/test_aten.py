@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import fastattn
 from fastattn import Mask
 from fastattn.backends import aten, blocked, cpu, kept_results, objections, rectangles
+from fastattn.plan import forget_plans
 from fastattn.spec import Spec
 from fastattn.testing import CASES, assert_right, make_inputs, run
 
@@ -286,6 +287,18 @@ def test_a_table_is_made_once_for_all_layers_and_passes():
     assert_close(y, fastattn.attention(x, x, x, Mask(causal=True, real_keys=real), backend="reference"))
 
 
+@pytest.mark.parametrize("real", ["neighbours", "holes"])
+def test_rectangles_are_looked_for_once_for_all_layers_and_passes(real):
+    real_keys = torch.arange(40) < torch.tensor([[40], [30]])
+    if real == "holes":
+        real_keys[1, 7] = False
+    with mock.patch.object(rectangles, "of_mask", side_effect=rectangles.of_mask) as look:
+        for _ in range(3):
+            x = torch.randn(2, 3, 40, 16, requires_grad=True)
+            fastattn.attention(x, x, x, Mask(real_keys=real_keys), backend="torch").sum().backward()
+    assert look.call_count == 1
+
+
 def test_what_dropout_keeps_is_drawn_once_and_gone_with_the_graph(monkeypatch):
     x, drawn = torch.randn(2, 3, 40, 16, requires_grad=True), []
     monkeypatch.setattr(Spec, "dropout_keep", lambda *args: drawn.append(1) or keep(*args))
@@ -304,3 +317,70 @@ def test_blocks_of_any_size_mean_the_same(case, monkeypatch):
     monkeypatch.setattr(blocked, "_LARGEST_KEPT", 0)
     inputs = make_inputs(case, torch.float32)
     assert_right(inputs, run(inputs, "torch"), 1.5)
+
+
+class TestOtherDevices:
+    """Where PyTorch's own function chooses the kernel, of which no lse is known: such as Macs' GPUs and Intel's.
+
+    The CPU plays one, and devices without memory show what is refused.
+    """
+
+    @pytest.fixture
+    def _on_another_device(self, monkeypatch):
+        forget_plans()
+        monkeypatch.setattr(aten, "lacks", lambda device, of_all=aten.lacks: of_all(torch.device("xpu")))
+        monkeypatch.setattr(aten, "features", lambda device, of_all=aten.features: of_all(torch.device("xpu")))
+        monkeypatch.setattr(cpu, "unsupported", lambda *_: ["q must be on the CPU, got xpu"])
+        yield
+        forget_plans()
+
+    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    @pytest.mark.parametrize("case", ["plain", "causal", "wide-values", "grouped-heads"])
+    @pytest.mark.usefixtures("_on_another_device")
+    def test_right_without_a_warning(self, case, compiled):
+        inputs = make_inputs(NAMED[case], torch.float32)
+        attend = torch.compile(fastattn.attention, backend="eager", fullgraph=True) if compiled else fastattn.attention
+        terms = {"mask": Mask(inputs.mask.causal), "scale": inputs.options["scale"]}
+        assert fastattn.explain(inputs.q, inputs.k, inputs.v, **terms).backend == "torch"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", fastattn.FallbackWarning)
+            o = attend(inputs.q, inputs.k, inputs.v, **terms)
+        assert_close(
+            o, fastattn.attention(inputs.q, inputs.k, inputs.v, **terms, backend="reference"), rtol=1e-5, atol=1e-5
+        )
+
+    @pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+    @pytest.mark.usefixtures("_on_another_device")
+    def test_derivatives_are_left_to_the_reference(self):
+        x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+        attend = lambda x: fastattn.attention(x, x, x, Mask(causal=True))  # noqa: E731
+        assert torch.autograd.gradgradcheck(attend, x)
+        assert torch.autograd.gradcheck(attend, x, check_forward_ad=True)
+        leaf = x.detach()
+        _, tangent = torch.func.jvp(attend, (leaf,), (torch.ones_like(leaf),))
+        assert tangent.shape == leaf.shape
+
+    @pytest.mark.usefixtures("_on_another_device")
+    def test_lse_and_padding_are_left_to_the_reference(self):
+        x, real = torch.randn(1, 2, 9, 8), torch.arange(9)[None] < 5
+        with pytest.warns(fastattn.FallbackWarning, match="torch: does not compute attention with its lse on cpu"):
+            o, lse = fastattn.attention(x, x, x, return_lse=True)
+        assert_close(lse, (x @ x.mT / 8**0.5).logsumexp(-1))
+        assert_close(o, fastattn.attention(x, x, x))
+        with pytest.warns(fastattn.FallbackWarning, match="torch: does not support real_keys on cpu"):
+            fastattn.attention(x, x, x, Mask(real_keys=real))
+        with pytest.raises(NotImplementedError, match="torch: does not compute attention with its lse on cpu"):
+            fastattn.attention(x, x, x, return_lse=True, backend="torch")
+
+    def test_what_it_refuses_on_devices_without_memory(self):
+        q = torch.empty(2, 4, 5, 8, device="meta")
+        k = q[:, :2, :3]
+        assert fastattn.explain(q, k, k).backend == "torch"
+        assert fastattn.attention(q, k, k).shape == q.shape
+        causal, scale = Mask(causal=True), 1.0
+        assert objections(aten, q, k, k, Spec(causal, scale), function="output") == [
+            "a causal mask must have as many queries as keys on a GPU, got 5 and 3"
+        ]
+        assert objections(aten, q, k[:, :, :0], k[:, :, :0], Spec(Mask(), scale), function="output") == [
+            "no length and no dim may be 0"
+        ]

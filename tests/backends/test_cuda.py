@@ -60,7 +60,7 @@ def test_what_is_refused_is_a_sentence(gpu):
         "takes head dims from 1 to 256, got 257 for v",
     ]
     for function, what in OPTIONAL.items():
-        expected = [] if function == "forward_paged" else [f"does not compute {what} on cuda"]
+        expected = [] if function in ("forward", "forward_paged") else [f"does not compute {what} on cuda"]
         assert refusals(on_gpu(), function=function) == expected
     gpu(7, 0)
     assert refusals(on_gpu()) == ["needs compute capability 7.5 or later, got 7.0"]

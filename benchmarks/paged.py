@@ -4,10 +4,10 @@
 
 Requests of 128 to 8192 tokens, 32 heads of 128 that share 8 of keys, pages of 64. "pages" is attention_paged, "int8"
 and "float8" the same with pages of these, "rows" attention over the same keys, padded to one length. PyTorch's
-function is called for each request alone, for all of them padded, and with the pages copied together. The last rows
-only read the keys and values of the requests: as one array, and the block of each head in each page, in the order of
-the table. --rivals adds onnxruntime's GroupQueryAttention over the padded rows in fp32, and needs onnxruntime and
-onnx. With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of their own.
+function is called for each request alone, for all of them padded, and with the pages copied together. The last row
+reads the keys and values of the requests, as one array, and does nothing else. --rivals adds onnxruntime's
+GroupQueryAttention over the padded rows in fp32, and needs onnxruntime and onnx. With --prefix, 32 requests share a
+prompt of 4096 tokens and have 128 of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import functools
 import statistics
 
 import torch
-from torch.nn.functional import embedding_bag
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import fastattn
@@ -85,12 +84,7 @@ def decoding(batch: int, dtype: torch.dtype, rivals: bool) -> dict[str, Call]:
         torch.testing.assert_close(way(), expected, rtol=tolerance, atol=tolerance)
         ways[f"fastattn, {name}"] = way
     reads = in_fp32([x for _, *both in alone for x in both])
-    blocks = [x.transpose(1, 2).reshape(total * H_KV, -1) for x in in_fp32([k_pages, v_pages])]
-    in_order = (order[:, None] * H_KV + torch.arange(H_KV)).split(counts.tolist())
-    places, first = torch.cat([x.T.flatten() for x in in_order]), torch.zeros(1, dtype=torch.int64)
-    ways["bare reads"] = lambda: [x.sum() for x in reads]
-    ways["bare reads, pages"] = lambda: [embedding_bag(places, x, first, mode="sum") for x in blocks]
-    return {name: Call(way) for name, way in ways.items()}
+    return {name: Call(way) for name, way in ways.items()} | {"bare reads": Call(lambda: [x.sum() for x in reads])}
 
 
 def in_fp32(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -68,7 +68,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
         return plan.backend.forward(q, k, v, spec)
     arguments = (q, k, v, *learned, *_flatten(spec, plan.backend))
     if is_compiling():
-        return _forward(*arguments) if _onnx_exports() else _CompiledAttention.apply(*_distinct(arguments))
+        if _onnx_exports():
+            return _forward(*arguments)
+        return _CompiledAttention.apply(plan.lse_wanted, *_distinct(arguments))
     if _derivative_wanted(arguments[:6]):
         return _Attention.apply(*arguments)
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
@@ -465,13 +467,17 @@ for _function in (
 
 
 class _CompiledAttention(Function):
-    """Attention with a first derivative only, as torch.compile can trace it: no jvp, no Function in the backward."""
+    """Attention with a first derivative only, as torch.compile can trace it: no jvp, no Function in the backward.
+
+    A graph has zeros for what does not arrive at the lse; for a backend those would be a gradient like any other.
+    """
 
     @staticmethod
-    def forward(ctx, *arguments):
+    def forward(ctx, lse_wanted, *arguments):
         o, lse = torch.ops.fastattn.forward(*arguments)
         tensors, ctx.constants = _split(arguments)
         ctx.save_for_backward(*tensors, o, lse)
+        ctx.lse_wanted = lse_wanted
         return o, lse
 
     @staticmethod
@@ -479,10 +485,10 @@ class _CompiledAttention(Function):
         *tensors, o, lse = ctx.saved_tensors
         q, k, v, *others = _join(tensors, ctx.constants)
         learned, flat = others[:3], others[3:]
-        wanted = ctx.needs_input_grad[:6]
+        wanted, dlse = ctx.needs_input_grad[1:7], dlse if ctx.lse_wanted else None
         gradients = torch.ops.fastattn.backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
         gradients = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
-        return *gradients, *(None for _ in flat)
+        return None, *gradients, *(None for _ in flat)
 
 
 class _CompiledWeights(Function):

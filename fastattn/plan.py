@@ -37,6 +37,7 @@ class Plan(NamedTuple):
     plain: every tensor is nothing but its memory, so that PyTorch has nothing to do with the call but autograd.
     pairs: there are queries and keys.
     training: autograd will ask for a gradient.
+    lse_wanted: something is made of the lse.
     output_only: the backend has no lse and no backward, but an `output`.
     """
 
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     plain: bool
     pairs: bool
     training: bool
+    lse_wanted: bool
     output_only: bool
 
 
@@ -91,7 +93,8 @@ def prepare(
     scale, softcap, dropout_p = as_number(scale), as_number(softcap), as_number(dropout_p)
     bias, by_distance = in_spec(bias, q, k, mask)
     kind, training = None, derivatives_wanted(q, k, v, bias, alibi_slopes, sinks)
-    if function == "output" and (training or forward_ad._current_level >= 0):  # PyTorch has no public way to ask
+    lse_wanted = function != "output"
+    if not lse_wanted and (training or forward_ad._current_level >= 0):  # PyTorch has no public way to ask
         function = "forward"
     if not is_compiling():
         try:
@@ -100,7 +103,7 @@ def prepare(
                 type(scale), scale, None if bias is None else _metadata(bias), by_distance, type(softcap), softcap,
                 None if alibi_slopes is None else _metadata(alibi_slopes), None if sinks is None else _metadata(sinks),
                 type(dropout_p), dropout_p, type(generator), deterministic, backend, function, training,
-                backends.BACKENDS,
+                lse_wanted, backends.BACKENDS,
             )  # fmt: skip
             plan = _plans.get(kind)
         except (AttributeError, TypeError, RuntimeError):
@@ -122,7 +125,7 @@ def prepare(
         elif kind is not None:
             spec.kind = spec
         output_only = "forward" in chosen.lacks(q.device)
-        plan = Plan(spec, chosen, by_weights, plain, pairs, training, output_only)
+        plan = Plan(spec, chosen, by_weights, plain, pairs, training, lse_wanted, output_only)
         if kind is not None and not (backend is None and backends.reference in (chosen, by_weights)):  # it warns
             if len(_plans) >= MOST_PLANS:
                 _plans.clear()

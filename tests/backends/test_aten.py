@@ -319,6 +319,25 @@ def test_blocks_of_any_size_mean_the_same(case, monkeypatch):
     assert_right(inputs, run(inputs, "torch"), 1.5)
 
 
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_graph_has_no_gradient_of_an_lse_that_nobody_has(with_lse):
+    """Zeros in its place would have PyTorch's kernels compute a second forward and a second backward."""
+    leaf, calls = torch.randn(1, 2, 9, 8, requires_grad=True), []
+
+    def attend(x):
+        result = fastattn.attention(x, x, x, backend="torch", return_lse=with_lse)
+        return result[0].sum() + result[1].sum() if with_lse else result.sum()
+
+    with mock.patch.object(
+        aten, "backward", side_effect=lambda *args, of=aten.backward: calls.append(args) or of(*args)
+    ):
+        torch.compile(attend, backend="aot_eager", fullgraph=True)(leaf).backward()
+    assert [dlse is not None for _, dlse, *_ in calls] == [with_lse]
+    gradient, leaf.grad = leaf.grad, None
+    attend(leaf).backward()
+    assert_close(leaf.grad, gradient)
+
+
 class TestOtherDevices:
     """Where PyTorch's own function chooses the kernel, of which no lse is known: such as Macs' GPUs and Intel's.
 

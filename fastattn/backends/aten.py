@@ -130,10 +130,9 @@ class _Call(NamedTuple):
         in_rectangles = masked <= _OF_REAL_TOKENS or masked <= _OF_DOCUMENTS
         if q.device.type == "cpu" and in_rectangles and not call.is_blocked():
             (parts,) = kept(_rectangles, tensors, mask.causal, q_offset, B, n_q, n_k)
+            if parts is not None and [x[:3] for x in parts] == [(slice(0, B), slice(0, n_q), slice(0, n_k))]:
+                return call._replace(causal=parts[0].causal)
             if parts is not None and _is_quicker(parts, q, n_k):
-                whole = slice(0, B), slice(0, n_q), slice(0, n_k)
-                if len(parts) == 1 and parts[0][:3] == whole:
-                    return call._replace(causal=parts[0].causal)
                 return call._replace(parts=parts)
         tensors = (*tensors, mask.dense, slopes, spec.bias_rows(n_k))
         constants = (mask.causal, q_offset, mask.window, n_q, n_k, q.dtype, q.device)
@@ -392,7 +391,11 @@ def _rectangles(*of_mask: object) -> tuple[list[Rectangle] | None]:
 
 
 def _is_quicker(parts: list[Rectangle], q: Tensor, n_k: int) -> bool:
-    """Whether to call the kernel for each rectangle is quicker than to call it once with a table of the mask."""
+    """Whether to call the kernel for each rectangle is quicker than to call it once with a table of the mask.
+
+    The bits of a call depend on the number of threads by this: to call a kernel takes many as long as one, and of what
+    is saved each has its share.
+    """
     B, H, n_q, D = q.shape
     threads, of_parts = torch.get_num_threads(), 0
     for samples, queries, keys, causal in parts:

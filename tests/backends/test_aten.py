@@ -227,11 +227,12 @@ def test_rectangle_by_rectangle_means_the_same(case, dtype, monkeypatch):
         ({"real_keys": [512, 512]}, 512, False, None),
         ({"real_keys": [300, 512]}, 512, False, 2),
         ({"real_keys": [300, 300], "causal": True}, 512, False, 1),
+        ({"real_keys": [32, 32]}, 32, False, None),
         ({"real_keys": [30, 32]}, 32, True, None),
         ({"segment_ids": [200, 512]}, 512, False, 3),
         ({"real_keys": [300, 512], "window": (9, 0)}, 512, True, None),
     ],
-    ids=["nothing hidden", "padding", "the same in both", "short", "documents", "window"],
+    ids=["nothing hidden", "padding", "the same in both", "short, nothing hidden", "short", "documents", "window"],
 )  # fmt: skip
 def test_padding_and_documents_are_left_out_where_that_is_quicker(of_mask, n, table, parts):
     ends = torch.tensor(of_mask.pop("real_keys", None) or of_mask["segment_ids"])[:, None]

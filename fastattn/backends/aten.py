@@ -72,6 +72,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
         result.append(f"alibi_slopes must be beside float32 or float64, got {q.dtype}, to which distances would round")
     if q.device.type == "cpu":
         return [*result, "the head dim must be at least 1, got 0"] if D == 0 else result
+    if spec.mask.causal and not spec.scale > 0:  # what is hidden has -inf before it is scaled, in PyTorch's kernels
+        result.append(f"scale must be above 0 beside a causal mask on a GPU, got {spec.scale:g}")
     if spec.mask.causal and n_q != n_k:
         result.append(f"a causal mask must have as many queries as keys on a GPU, got {n_q} and {n_k}")
     if q.device.type != "cuda":
@@ -120,15 +122,18 @@ class _Call(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> _Call:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # which the kernels do not ask
         call = cls(q, k, v, spec)
-        masked = spec.features() - {"sinks", "softcap", "dropout"}
-        if not masked or (masked == {"causal"} and not call.is_blocked()):
+        masked, hides_later = (
+            spec.features() - {"sinks", "softcap", "dropout"},
+            spec.scale > 0 and not call.is_blocked(),
+        )
+        if not masked or (masked == {"causal"} and hides_later):
             return call._replace(causal=spec.mask.causal)
         mask, slopes, (B, H, n_q, _), n_k = spec.mask, spec.alibi_slopes, q.shape, k.shape[2]
         offsets, q_offset = (mask.q_offset, 0) if isinstance(mask.q_offset, Tensor) else (None, mask.q_offset)
         documents = mask.segment_ids or (None, None)
         tensors = (mask.real_queries, mask.real_keys, *documents, offsets)
         in_rectangles = masked <= _OF_REAL_TOKENS or masked <= _OF_DOCUMENTS
-        if q.device.type == "cpu" and in_rectangles and not call.is_blocked():
+        if q.device.type == "cpu" and in_rectangles and hides_later:
             (parts,) = kept(_rectangles, tensors, mask.causal, q_offset, B, n_q, n_k)
             if parts is not None and [x[:3] for x in parts] == [(slice(0, B), slice(0, n_q), slice(0, n_k))]:
                 return call._replace(causal=parts[0].causal)
@@ -333,6 +338,7 @@ def _gradients(
     q, spec, delta, dsinks = call.q, call.spec, None, None
     if call.is_blocked() or sinks_wanted:
         delta = (do.to(lse.dtype) * o).sum(-1)
+        delta = delta if call.parts is None else delta.masked_fill(lse == math.inf, 0)  # do may be NaN there
         delta = delta if dlse is None else delta - dlse
     with _deterministic(q.device, spec.deterministic):
         dq, dk, dv = call.backward(do, call.v, o, lse, delta)

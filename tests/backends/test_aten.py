@@ -64,11 +64,43 @@ def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, n,
         assert options == {"scale": 0.125, "enable_gqa": True}
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_causal_call_with_a_scale_that_is_not_above_0(mask, scale, monkeypatch):
+    """Their kernels for CPUs multiply the -inf of what is hidden by the scale, which makes NaN of it."""
+    monkeypatch.setattr(aten, "_is_quicker", lambda *_: True)
+    ids = torch.tensor([[0] * 9 + [-1] * 4 + [1] * 7])
+    fields = {} if mask == "causal" else {"segment_ids": (ids, ids)}
+    tensors, sinks = torch.randn(4, 1, 2, 20, 8, dtype=torch.float64), torch.randn(2, dtype=torch.float64)
+    if mask == "documents":
+        tensors[..., 9:13, :] = torch.nan
+    results = []
+    for backend in ("torch", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (*tensors[:3], sinks)]
+        terms = {"sinks": leaves[3], "scale": scale, "return_lse": True, "backend": backend}
+        o, lse = fastattn.attention(*leaves[:3], Mask(causal=True, **fields), **terms)
+        seen = lse.masked_fill(lse == -torch.inf, 0)
+        results.append((o, lse, *torch.autograd.grad((o, seen), leaves, (tensors[3], torch.ones_like(seen)))))
+    for x, y in zip(*results, strict=True):
+        assert_close(x, y)
+    assert aten._Call.of(*tensors[:3], Spec(Mask(causal=True, **fields), scale)).table is not None
+
+
+def test_gradient_of_sinks_beside_rectangles_reads_no_padding(monkeypatch):
+    monkeypatch.setattr(aten, "_is_quicker", lambda *_: True)
+    q, k, v, do = torch.randn(4, 1, 2, 20, 8)
+    sinks, real = torch.randn(2, requires_grad=True), torch.arange(20)[None] < 15
+    o = fastattn.attention(q, k, v, Mask(real_keys=real, real_queries=real), sinks=sinks, backend="torch")
+    expected = torch.autograd.grad(o, sinks, do.masked_fill(~real[:, None, :, None], 0), retain_graph=True)
+    assert_close(torch.autograd.grad(o, sinks, do.masked_fill(~real[:, None, :, None], torch.nan)), expected)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"dtype": torch.float64}, "q must be float32, bfloat16 or float16 on a GPU"),
         ({"D": 36}, "the head dims must be equal, multiples of 8 and at most 256, got 36 and 36"),
+        ({"scale": -1.0}, "scale must be above 0 beside a causal mask on a GPU, got -1"),
         ({"n_k": 60}, "a causal mask must have as many queries as keys on a GPU, got 50 and 60"),
     ],
     ids=lambda x: str(x),
@@ -77,7 +109,8 @@ def test_what_its_kernels_for_gpus_do_not_mean_is_refused(change, why):
     n_k, D, dtype = change.get("n_k", 50), change.get("D", 64), change.get("dtype", torch.float16)
     with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)), FakeTensorMode():
         q, k = (torch.empty(1, 2, n, D, dtype=dtype, device="cuda") for n in (50, n_k))
-        assert any(why in sentence for sentence in aten.unsupported(q, k, k, Spec(Mask(causal=True), 1.0)))
+        spec = Spec(Mask(causal=True), change.get("scale", 1.0))
+        assert any(why in sentence for sentence in aten.unsupported(q, k, k, spec))
 
 
 def test_deterministic_mode_is_what_it_was_before():

@@ -189,6 +189,8 @@ CASES: tuple[Case, ...] = (
     Case("huge-values-scores", "both, with a few queries", n_q=2, n_k=150, huge=0.4, huge_values=0.995),
     Case("zero-scale", "every visible key weighs the same", n_q=40, scale=0.0, keys="right"),
     Case("negative-scale", "the least similar key wins", n_q=40, scale=-0.5),
+    Case("zero-scale-causal", "what is hidden is not 0 times infinity", n_q=40, causal=True, scale=0.0),
+    Case("negative-scale-causal", "what is hidden is not minus infinity times less", n_q=40, causal=True, scale=-0.5),
     Case("segments", "packed documents with a padded tail", n_q=60, segment_ids=True),
     Case("segments-causal", "positions count in the document", n_q=60, segment_ids=True, causal=True, window=(8, None)),
     Case("scattered", "queries stand anywhere", n_q=40, n_k=60, q_offset="scattered", causal=True, keys="left"),

@@ -72,7 +72,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
         result.append(f"alibi_slopes must be beside float32 or float64, got {q.dtype}, to which distances would round")
     if q.device.type == "cpu":
         return [*result, "the head dim must be at least 1, got 0"] if D == 0 else result
-    if spec.mask.causal and not spec.scale > 0:  # what is hidden has -inf before it is scaled, in PyTorch's kernels
+    if spec.mask.causal and not spec.scale > 0:
         result.append(f"scale must be above 0 beside a causal mask on a GPU, got {spec.scale:g}")
     if spec.mask.causal and n_q != n_k:
         result.append(f"a causal mask must have as many queries as keys on a GPU, got {n_q} and {n_k}")
@@ -122,10 +122,9 @@ class _Call(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> _Call:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # which the kernels do not ask
         call = cls(q, k, v, spec)
-        masked, hides_later = (
-            spec.features() - {"sinks", "softcap", "dropout"},
-            spec.scale > 0 and not call.is_blocked(),
-        )
+        masked = spec.features() - {"sinks", "softcap", "dropout"}
+        # What is hidden has -inf before it is scaled, in these kernels.
+        hides_later = spec.scale > 0 and not call.is_blocked()
         if not masked or (masked == {"causal"} and hides_later):
             return call._replace(causal=spec.mask.causal)
         mask, slopes, (B, H, n_q, _), n_k = spec.mask, spec.alibi_slopes, q.shape, k.shape[2]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 class Rectangle(NamedTuple):
     """Pairs of queries and keys of neighbouring samples, all of which are seen.
 
-    causal: but those of keys above the diagonal from the first query and the first key.
+    causal: those above the diagonal from the first query and the first key are not.
     """
 
     samples: slice

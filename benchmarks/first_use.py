@@ -21,7 +21,6 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-
 DTYPES = ["bfloat16", "float16", "float32"]
 
 
@@ -49,22 +48,30 @@ def compile_check(backend: str, capability: tuple[int, int], dtype: str, side_by
         return time.monotonic() - start
 
 
+def capability(text: str) -> tuple[int, int]:
+    """(9, 0) for 9.0."""
+    major, minor = map(int, text.split("."))
+    return major, minor
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", default="9.0", help="of the GPU")
+    parser.add_argument("--capability", type=capability, default=(9, 0), help="of the GPU, such as 9.0")
     parser.add_argument("--dtype", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--backend", default="triton", choices=["triton", "hopper"])
     args = parser.parse_args()
-    capability, cores = tuple(map(int, args.capability.split("."))), len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     for dtype in args.dtype:
         took = []
         for side_by_side in (True, False):
             with tempfile.TemporaryDirectory() as cache:
                 os.environ |= {"TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                    took.append(process.submit(compile_check, args.backend, capability, dtype, side_by_side).result())
+                    took.append(
+                        process.submit(compile_check, args.backend, args.capability, dtype, side_by_side).result()
+                    )
         together, alone = took
-        of = f"{args.backend} {dtype} for {args.capability}"
+        of = f"{args.backend} {dtype} for {'.'.join(map(str, args.capability))}"
         print(f"{of}: {together:.1f} s side by side on {cores} cores, {alone:.1f} s one after the other", flush=True)
 
 

@@ -73,11 +73,12 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
     if q.device.type == "cpu":
         return [*result, "the head dim must be at least 1, got 0"] if D == 0 else result
     if spec.mask.causal and not spec.scale > 0:
-        result.append(f"scale must be above 0 beside a causal mask on a GPU, got {spec.scale:g}")
+        result.append(f"scale must be above 0 beside a causal mask on {q.device.type}, got {spec.scale:g}")
     if spec.mask.causal and n_q != n_k:
-        result.append(f"a causal mask must have as many queries as keys on a GPU, got {n_q} and {n_k}")
+        result.append(f"a causal mask must have as many queries as keys on {q.device.type}, got {n_q} and {n_k}")
     if q.device.type != "cuda":
-        return [*result, "no length and no dim may be 0"] if 0 in (*q.shape, *v.shape) else result
+        empty = [f"{name} must have elements, got {list(x.shape)}" for name, x in (("q", q), ("v", v)) if not x.numel()]
+        return [*result, *empty]
     if q.dtype == torch.float64:
         result.append("q must be float32, bfloat16 or float16 on a GPU, got torch.float64")
     if d_v != D or D % 8 or not 8 <= D <= 256:

@@ -21,6 +21,8 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fastattn.backends import build
+
 DTYPES = ["bfloat16", "float16", "float32"]
 
 
@@ -60,7 +62,6 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--backend", default="triton", choices=["triton", "hopper"])
     args = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
     for dtype in args.dtype:
         took = []
         for side_by_side in (True, False):
@@ -72,7 +73,10 @@ def main() -> None:
                     )
         together, alone = took
         of = f"{args.backend} {dtype} for {'.'.join(map(str, args.capability))}"
-        print(f"{of}: {together:.1f} s side by side on {cores} cores, {alone:.1f} s one after the other", flush=True)
+        print(
+            f"{of}: {together:.1f} s side by side on {build.processors()} cores, {alone:.1f} s one after the other",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

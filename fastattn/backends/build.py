@@ -98,9 +98,8 @@ class CompiledModule:
 
     def about_seconds(self) -> int:
         """About how long this machine takes to compile it: what its processors share, or the longest source."""
-        processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         seconds = self.sources.values()
-        return max(*seconds, round(sum(seconds) / processors))
+        return max(*seconds, round(sum(seconds) / processors()))
 
     def for_this_machine(self) -> CompiledModule:
         """What the first use compiles: the module, or one with less in it that serves this machine as well."""
@@ -663,6 +662,11 @@ def _run_showing_progress(
 
 
 _SECONDS_BETWEEN_LINES = 20
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -6,14 +6,13 @@ A kernel takes a second or so, and Triton compiles it when it is launched, one a
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING
 
-from .build import progress_shown
+from .build import processors, progress_shown
 
 if TYPE_CHECKING:
     from triton import JITFunction
@@ -63,8 +62,11 @@ def compiled_at_once() -> Iterator[None]:
     """
     from triton.runtime._async_compile import AsyncCompileMode
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with ExitStack() as at_end, ThreadPoolExecutor(cores) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
+    with (
+        ExitStack() as at_end,
+        ThreadPoolExecutor(processors()) as pool,
+        AsyncCompileMode(pool, ignore_errors=True) as mode,
+    ):
         try:
             with compile_only(of_every_thread=False) as launched:
                 at_end.callback(_forget_kernels, launched)

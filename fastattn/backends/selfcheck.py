@@ -28,7 +28,7 @@ from .record import while_tracing
 
 _ADDRESS = "https://github.com/fastattn/fastattn/issues"
 _KNOWN_INSTRUCTION_SETS = frozenset({"amx", "avx512_bf16", "avx512", "avx2"})  # on which the tests have run
-_OF_TRITON = frozenset({"triton", "hopper"})  # whose kernels Triton compiles when they are launched
+OF_TRITON = frozenset({"triton", "hopper"})  # whose kernels Triton compiles when they are launched
 _FAULTS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 _TOLERANCE = {torch.float64: 2**8, torch.float32: 2**7, torch.float16: 2**3, torch.bfloat16: 2**3}
 """How many eps of the dtype, times the largest number of the result, an error may have."""
@@ -175,7 +175,7 @@ def find_fault(
     after_each: Callable[[], None] = lambda: None,
 ) -> str | None:
     """The first fault that a family shows in a few small calls, in one sentence; None where there is none."""
-    if device.type == "cuda" and backend.NAME in _OF_TRITON:
+    if device.type == "cuda" and backend.NAME in OF_TRITON:
         _compile(backend, device, dtype, training)
     for problem in _problems(backend, device, dtype, training):
         try:

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 
@@ -25,7 +26,7 @@ import torch
 from fastattn.backends import BACKENDS, choice, record, reference, triton
 from fastattn.backends.choice import HEAD_DIMS, MASKS, CallClass, ranked
 from fastattn.backends.record import Record
-from fastattn.backends.selfcheck import family
+from fastattn.backends.selfcheck import OF_TRITON, family
 from fastattn.spec import Mask, Spec
 
 from .run import progress
@@ -219,6 +220,11 @@ def tune(
                     missing[name] = answer["missing"]
                 else:
                     families[family(name, dtype, training)] = answer["fault"] or ""
+        of_triton = [backend.__name__ for name, backend in candidates.items() if name in OF_TRITON - {*missing}]
+        if device.type == "cuda" and of_triton:
+            show(len(kinds), "compile")
+            with suppress(FaultError):  # which the first calls of its class show again
+                child.ask("compile", limits.check, modules=of_triton, problems=[x._asdict() for x in classes])
         for done, call_class in enumerate(classes, len(kinds)):
             show(done, str(call_class))
             while True:
@@ -314,7 +320,7 @@ def classes_of(device: torch.device, quick: bool) -> list[CallClass]:
 def _classes(device: torch.device, quick: bool) -> Iterator[CallClass]:
     for dtype in _DTYPES[:2] if quick else _DTYPES:
         for head_dim in HEAD_DIMS[:1] if quick else HEAD_DIMS:
-            for length in (128, 1024) if quick else SHAPES:
+            for length in (128, 1024) if quick else SHAPES[device.type]:
                 for mask in MASKS[:3] if quick else MASKS:
                     for training in (False, True):
                         if length > 1 or not (training or mask == "causal"):  # decoding

@@ -18,12 +18,17 @@ from torch import Tensor
 
 from fastattn import Mask
 from fastattn.backends import reference, selfcheck
+from fastattn.backends.compiling import compiled_at_once
 from fastattn.spec import Spec
 
 _LEAK_BYTES, _CALLS_FOR_A_LEAK = 2**25, 24
 Shape = tuple[int, int, int, int]
-SHAPES: dict[int, Shape] = {1: (8, 8, 1, 1024), 128: (8, 8, 128, 128), 1024: (2, 8, 512, 512), 0: (1, 8, 1536, 1536)}
-"""B, H, n_q and n_k of the calls that stand for a length of `CallClass`."""
+SHAPES: dict[str, dict[int, Shape]] = {
+    "cpu": {1: (8, 8, 1, 1024), 128: (8, 8, 128, 128), 1024: (2, 8, 512, 512), 0: (1, 8, 1536, 1536)},
+    "cuda": {1: (16, 16, 1, 4096), 128: (32, 16, 128, 128), 1024: (8, 16, 1024, 1024), 0: (4, 16, 4096, 4096)},
+}
+"""By type of the device, B, H, n_q and n_k of the calls that stand for a length of `CallClass`: of some milliseconds on
+a core, and of enough programs for a large GPU."""
 
 
 class Child:
@@ -41,11 +46,11 @@ class Child:
         self, device: str, dtype: str, head_dim: int, length: int, mask: str, training: bool, shape: Shape | None = None
     ) -> dict:
         """Draws the tensors of a class of calls, of that shape or that which stands for its length."""
-        (B, H, n_q, n_k), D = shape or SHAPES[length], head_dim
-        generator = torch.Generator().manual_seed(0)
+        (B, H, n_q, n_k), D = shape or SHAPES[torch.device(device).type][length], head_dim
+        generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, getattr(torch, dtype))
+            return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
 
         self.device, self.training = torch.device(device), training
         self.inputs = normal(B, H, n_q, D), normal(B, H, n_k, D), normal(B, H, n_k, D)
@@ -55,9 +60,19 @@ class Child:
             "none": Mask,
             "causal": lambda: Mask(causal=True),
             "padding": lambda: Mask(real_keys=(torch.arange(n_k) < lengths[:, None]).to(device)),
-            "other": lambda: Mask(dense=(torch.rand(B, 1, n_q, n_k, generator=generator) < 0.7).to(device)),
+            "other": lambda: Mask(dense=torch.rand(B, 1, n_q, n_k, generator=generator, device=device) < 0.7),
         }
         self.spec = Spec(masks[mask](), D**-0.5)
+        return {}
+
+    def compile(self, modules: list[str], problems: list[dict[str, object]]) -> dict:
+        """Compiles side by side what these backends of Triton's kernels run in these classes of calls."""
+        with compiled_at_once():
+            for problem in problems:
+                self.problem(**problem)
+                for module in modules:
+                    if self.takes(module)["takes"]:
+                        self._compute(importlib.import_module(module), self.inputs, self.do, self.spec)
         return {}
 
     def takes(self, module: str) -> dict[str, bool]:

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from triton import JITFunction
 
 
+_compiling_alone: list[int | None] = []
+"""The threads whose launches compile and run nothing; None is every thread."""
+
+
+def launches_run() -> bool:
+    """Whether launches of this thread run."""
+    return not _compiling_alone or not (None in _compiling_alone or get_ident() in _compiling_alone)
+
+
 @contextmanager
 def compile_only(
     take: Callable[[str, object], None] = lambda name, kernel: None,
@@ -25,6 +34,8 @@ def compile_only(
     of_every_thread: bool = True,
 ) -> Iterator[set[JITFunction]]:
     """In this block a launch compiles its kernel and ends there; what it should have written stays as allocated.
+
+    Launches that are repeated without Triton have to ask `launches_run`: they would read that.
 
     Args:
         take: called with the name of each kernel and what Triton compiled.
@@ -37,6 +48,7 @@ def compile_only(
     from triton.runtime.jit import JITFunction
 
     launch, this_thread, launched = JITFunction.run, get_ident(), set()
+    compiling_alone = None if of_every_thread else this_thread
 
     @functools.wraps(launch)
     def compile_it(self, *args, grid, warmup, **options):
@@ -47,9 +59,11 @@ def compile_only(
             take(self.__name__, launch(self, *args, grid=grid, warmup=True, **options))
 
     JITFunction.run = compile_it
+    _compiling_alone.append(compiling_alone)
     try:
         yield launched
     finally:
+        _compiling_alone.remove(compiling_alone)
         JITFunction.run = launch
 
 

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 import fastattn
 from benchmarks.launches import handed_to
 from fastattn import Mask, RelativeBias
+from fastattn.backends.compiling import compile_only
 from fastattn.backends.triton import launches
 from fastattn.paged import prepared
 
@@ -216,6 +217,8 @@ def main() -> None:
                 again = launched(twin, taken)
             assert all(kernel.args[0].__name__ in PREPARATION for kernel in by_triton.call_args_list), chosen
             assert again == forgotten(twin, taken), chosen
+            with compile_only():
+                assert launched(twin, taken) == [], chosen
             watched.clear()
             with mock.patch.object(hooks.launch_exit_hook, "calls", [print]):
                 assert again == launched(twin, taken), chosen

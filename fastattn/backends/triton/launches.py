@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ...spec import Spec
+from ..compiling import launches_run
 from .rules import Rules, rules_of
 from .tiles import launch
 
@@ -99,7 +100,7 @@ def _layout(x: Tensor) -> tuple:
 def repeated(kind: tuple, inputs: tuple[Tensor | None, ...], spec: Spec) -> list[Tensor | None] | None:
     """The outputs of a call whose launches are known, which are repeated for these inputs; None for any other."""
     known = _known.get(kind)
-    if known is None:
+    if known is None or not launches_run():
         return None
     active, of_inputs = driver.active, inputs[0].get_device()
     if of_inputs not in (-1, device := active.get_current_device()):

@@ -72,8 +72,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
         result.append(f"alibi_slopes must be beside float32 or float64, got {q.dtype}, to which distances would round")
     if q.device.type == "cpu":
         return [*result, "the head dim must be at least 1, got 0"] if D == 0 else result
-    if spec.mask.causal and not spec.scale > 0:
-        result.append(f"scale must be above 0 beside a causal mask on {q.device.type}, got {spec.scale:g}")
+    if not spec.scale > 0:
+        result.append(f"scale must be above 0 on {q.device.type}, got {spec.scale:g}")
     if spec.mask.causal and n_q != n_k:
         result.append(f"a causal mask must have as many queries as keys on {q.device.type}, got {n_q} and {n_k}")
     if q.device.type != "cuda":
@@ -121,8 +121,8 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> _Call:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # which the kernels do not ask
-        call = cls(q, k, v, spec)
+        call = cls(*map(_as_kernels_read, (q, k, v)), spec)
+        q, k, v = call[:3]
         masked = spec.features() - {"sinks", "softcap", "dropout"}
         # What is hidden has -inf before it is scaled, in these kernels.
         hides_later = spec.scale > 0 and not call.is_blocked()
@@ -240,7 +240,7 @@ class _Call(NamedTuple):
             return dq, dk, dv
         D, d_v, none = self.q.shape[3], v.shape[3], self.q.new_empty(0, dtype=torch.int64)
         causal, scale = self.causal, self.spec.scale
-        do, q, k, v, o = (_widened(x, max(D, d_v)) for x in (do, self.q, self.k, v, o))
+        do, q, k, v, o = (_widened(x, max(D, d_v)) for x in (_as_kernels_read(do), self.q, self.k, v, o))
         if q.device.type == "cpu":
             folded = self._folded(do, q, k, v, o, lse)
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -430,6 +430,18 @@ def _zeroed_(x: Tensor, rows: Tensor) -> Tensor:
     bits, rows = _INTEGERS[x.element_size()], rows.view(*rows.shape, *(1,) * (x.dim() - 3))
     x.view(bits).bitwise_and_(-rows.to(bits))
     return x
+
+
+def _as_kernels_read(x: Tensor) -> Tensor:
+    """`x`, or a copy where a row of it lies in a way that the kernels take without asking, and read wrongly."""
+    is_read = x.stride(-1) == 1 and (x.device.type == "cpu" or _rows_are_aligned(x))
+    return x if is_read else x.clone(memory_format=torch.contiguous_format)
+
+
+def _rows_are_aligned(x: Tensor) -> bool:
+    """Whether each row begins at a multiple of 16 bytes, which kernels for GPUs load at once."""
+    steps = x.data_ptr(), *[x.element_size() * step for step in x.stride()[:-1]]
+    return not any([step % 16 for step in steps])  # noqa: C419  a generator takes longer
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import Mask
@@ -24,6 +25,19 @@ NAMED = {case.name: case for case in CASES}
 FLASH, EFFICIENT, CUDNN = (f"aten::_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn"))
 
 
+class Calls(TorchDispatchMode):
+    """The arguments of each operator that is called in it, by name: the last ones."""
+
+    def __enter__(self):
+        self.arguments = {}
+        super().__enter__()
+        return self.arguments
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.arguments[func.name()] = args
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "H_kv", "n", "taken", "forward", "backward"),
     [
@@ -37,17 +51,9 @@ FLASH, EFFICIENT, CUDNN = (f"aten::_scaled_dot_product_{name}_attention" for nam
 )
 def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, n, taken, forward, backward):
     """On tensors without memory: PyTorch's own shape functions accept every argument, and say what shapes come out."""
-    called = {}
-
-    class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            called[func.name()] = args, result
-            return result
-
     spec = Spec(Mask(causal=True), 0.125, deterministic=False)
     choice = mock.patch("torch._fused_sdp_choice", return_value=taken.value)
-    with mock.patch("torch.cuda.get_device_capability", return_value=capability), choice as asked, Calls():
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability), choice as asked, Calls() as called:
         q, do = (torch.empty(2, 4, n, 64, dtype=dtype, device="meta") for _ in range(2))
         k, v = (torch.empty(2, H_kv, n, 64, dtype=dtype, device="meta") for _ in range(2))
         o, lse = aten.forward(q, k, v, spec)
@@ -62,6 +68,25 @@ def test_calls_of_kernels_for_gpus_fit_their_schemas(capability, dtype, H_kv, n,
         asked.temporary_original(*arguments, **options)
         assert arguments[3:] == (None, 0.0, True)
         assert options == {"scale": 0.125, "enable_gqa": True}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_kernels_for_gpus_get_rows_of_16_bytes_each(dtype):
+    """They load them at once: on an H100 others ended the process, "misaligned address"."""
+    spec = Spec(Mask(), 0.125, deterministic=False)
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)), Calls() as called:
+        q, k, v, do = (torch.empty(2, 4, 50, 65 + 2 * i, dtype=dtype, device="meta")[..., :64] for i in range(4))
+        choice = mock.patch("torch._fused_sdp_choice", return_value=SDPBackend.FLASH_ATTENTION.value)
+        with choice:
+            o, lse = aten.forward(q, k, v, spec)
+        aten.backward(do, None, q, k, v, o, lse, spec, (True, True, True, False, False, False))
+    kernel = FLASH if dtype == torch.float16 else EFFICIENT
+    for x in (*called[kernel][:3], *called[f"{kernel}_backward"][:4]):
+        assert x.stride()[1:] == (50 * 64, 64, 1)
+    aligned = torch.empty(2, 50, 4, 72, dtype=dtype, device="meta")[..., :64].transpose(1, 2)
+    assert aten._as_kernels_read(aligned) is aligned
+    of_cpu = torch.empty(65)[1:]
+    assert aten._as_kernels_read(of_cpu) is of_cpu
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
@@ -100,7 +125,8 @@ def test_gradient_of_sinks_beside_rectangles_reads_no_padding(monkeypatch):
     [
         ({"dtype": torch.float64}, "q must be float32, bfloat16 or float16 on a GPU"),
         ({"D": 36}, "the head dims must be equal, multiples of 8 and at most 256, got 36 and 36"),
-        ({"scale": -1.0}, "scale must be above 0 beside a causal mask on cuda, got -1"),
+        ({"scale": -1.0}, "scale must be above 0 on cuda, got -1"),
+        ({"scale": 0.0, "causal": False}, "scale must be above 0 on cuda, got 0"),
         ({"n_k": 60}, "a causal mask must have as many queries as keys on cuda, got 50 and 60"),
     ],
     ids=lambda x: str(x),
@@ -109,7 +135,7 @@ def test_what_its_kernels_for_gpus_do_not_mean_is_refused(change, why):
     n_k, D, dtype = change.get("n_k", 50), change.get("D", 64), change.get("dtype", torch.float16)
     with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)), FakeTensorMode():
         q, k = (torch.empty(1, 2, n, D, dtype=dtype, device="cuda") for n in (50, n_k))
-        spec = Spec(Mask(causal=True), change.get("scale", 1.0))
+        spec = Spec(Mask(causal=change.get("causal", True)), change.get("scale", 1.0))
         assert any(why in sentence for sentence in aten.unsupported(q, k, k, spec))
 
 

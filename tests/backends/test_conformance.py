@@ -69,7 +69,15 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
 }
 
 
-SLACK = {aten: 1.5}  # PyTorch's fp32 kernel has an exp of 20 units in the last place
+def slack_of(backend, device, dtype) -> float:
+    """How many times the budget a backend may be off: 1 for all but PyTorch's kernels.
+
+    That of fp32 for CPUs has an exp of 20 units in the last place. That for GPUs of compute capability 8.0 and later
+    multiplies in three products of TF32, for which it serves by default in no training.
+    """
+    if backend is not aten:
+        return 1.0
+    return 5.0 if device == "cuda" and dtype == torch.float32 else 1.5
 
 
 def every_call() -> list[tuple]:
@@ -88,7 +96,8 @@ def every_call() -> list[tuple]:
         for backend, device in [*PLACES, *ON_MODELS]
         for i, case in enumerate(TESTED)
         for dtype in DTYPES
-        if backend not in places or dtype is not turns[i % 2]
+        if (backend not in places or dtype is not turns[i % 2])
+        and not (backend is aten and device == "cuda" and (case.huge or case.huge_values))  # they overflow there
     ]
 
 
@@ -100,10 +109,11 @@ def test_case_is_right_or_refused(backend, device, case, dtype):
         with pytest.raises(NotImplementedError, match=re.escape("; ".join(why))):
             run(inputs, backend.NAME)
     else:
-        assert_right(inputs, run(inputs, backend.NAME), SLACK.get(backend, 1.0))
+        slack = slack_of(backend, device, dtype)
+        assert_right(inputs, run(inputs, backend.NAME), slack)
         if device == "cuda":  # where the launches of the second call of a kind are those of the first one
             others = make_inputs(case, dtype, device, seed=1)
-            assert_right(others, run(others, backend.NAME))
+            assert_right(others, run(others, backend.NAME), slack)
 
 
 ALONE = [case for case in TESTED if case.name in ("bias-of-queries", "far-keys", "bias-broadcast", "everything")]
@@ -351,7 +361,7 @@ def test_gradient_through_one_output_only(backend, device, output):
     arriving = (o, inputs.do) if output == "o" else (lse, inputs.dlse)
     gradients = torch.autograd.grad(*(arriving[0], list(leaves.values()), arriving[1]))
     results = {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
-    assert_right(inputs, results, SLACK.get(backend, 1.0))
+    assert_right(inputs, results, slack_of(backend, device, inputs.q.dtype))
 
 
 @on_each

@@ -18,6 +18,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -61,24 +62,26 @@ class Nothing(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def handed_to(take: Callable[..., None]) -> Iterator[None]:
-    """In this block launches on tensors in the CPU's memory, as for sm_80, end at the driver.
+def handed_to(take: Callable[..., None], module: ModuleType = backend, arch: int = 80) -> Iterator[None]:
+    """In this block launches of a backend on tensors in the CPU's memory, as for a GPU of that arch, end at the driver.
 
     Args:
         take: called instead with the compiled kernel and what Triton would hand over: three lengths of the grid, the
             stream, five things that are the kernel's, and its arguments.
     """
+    properties = SimpleNamespace(multi_processor_count=132)
 
     def no_handles(self: CompiledKernel) -> None:
         """Plain, since a mock would take as long as a launch."""
 
-    driver.set_active(NoGPU(80))
+    driver.set_active(NoGPU(arch))
     with (
         mock.patch.object(CompiledKernel, "_init_handles", no_handles),
         mock.patch.object(CompiledKernel, "run", property(lambda kernel: functools.partial(take, kernel))),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(arch, 10)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         mock.patch.object(torch.cuda, "device_of", contextlib.nullcontext),
-        mock.patch.object(backend, "_device_objections", return_value=[]),
+        mock.patch.object(module, "_device_objections", return_value=[]),
     ):
         yield
 

@@ -12,6 +12,7 @@ import itertools
 import random
 import sys
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -25,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 import fastattn
 from benchmarks.launches import handed_to
-from fastattn import Mask, RelativeBias
+from fastattn import Mask, RelativeBias, backends
 from fastattn.backends.compiling import compile_only
 from fastattn.backends.triton import launches
 from fastattn.paged import prepared
@@ -61,8 +62,15 @@ CHOICES: dict[str, list] = {
     "places": [None, None, 0, 1],
     "wanted": list(itertools.product([False, True], repeat=6)),
 }
+OF_HOPPER: dict[str, list] = {
+    "dtype": [torch.float16, torch.bfloat16],
+    "dropout_p": [0.0],
+    "deterministic": [True, False],
+    "D": [16, 40, 200],
+    **{name: [None] for name in ("pages", "dense", "bias", "alibi_slopes", "sinks", "softcap")},
+}
 LEARNED = ("bias", "alibi_slopes", "sinks")
-PREPARATION = {"spans_kernel", "documents_kernel", "positions_kernel", "ranges_kernel"}
+PREPARATION = {"spans_kernel", "documents_kernel", "positions_kernel", "ranges_kernel", "query_ranges_kernel"}
 
 
 def compiled(src: object, **_: object) -> CompiledKernel:
@@ -106,6 +114,8 @@ def call(chosen: dict[str, object]) -> tuple[list[Tensor], Mask, dict[str, objec
     if (begin := chosen["dense"]) is not None:
         fields["dense"] = torch.ones(n_q * n_k + 1, dtype=torch.bool)[begin:][: n_q * n_k].view(n_q, n_k)
     options = {name: chosen[name] for name in ("scale", "softcap", "dropout_p", "precision")}
+    if "deterministic" in chosen:
+        options["deterministic"] = chosen["deterministic"]
     if (layout := chosen["bias"]) is not None:
         options["bias"] = tensor(layout, 1, H, n_q, n_k)
         if "distance" in layout:
@@ -146,7 +156,7 @@ def learned_of(options: dict[str, object]) -> list[Tensor | None]:
     return [x.table if isinstance(x, RelativeBias) else x for x in terms]
 
 
-def launched(of_call: tuple, taken: list) -> list:
+def launched(of_call: tuple, taken: list, backend: str = "triton") -> list:
     """The kernels of a call and their arguments, of which a tensor is its metadata and which one it is."""
     taken.clear()
     (q, k, v, do, *table), mask, options = of_call
@@ -155,10 +165,10 @@ def launched(of_call: tuple, taken: list) -> list:
     torch.set_float32_matmul_precision(options["precision"])
     torch.manual_seed(0)
     if table:
-        prepared(q, k.transpose(1, 2), v.transpose(1, 2), *table, mask, **terms, backend="triton")()
+        prepared(q, k.transpose(1, 2), v.transpose(1, 2), *table, mask, **terms, backend=backend)()
     else:
         with drawn_at(places):
-            o = fastattn.attention(q, k, v, mask, **terms, backend="triton")
+            o = fastattn.attention(q, k, v, mask, **terms, backend=backend)
     leaves = [x for x in (q, k, v, *learned_of(options)) if x is not None and x.requires_grad]
     if leaves:
         torch.autograd.grad(o, leaves, do)
@@ -170,6 +180,8 @@ def launched(of_call: tuple, taken: list) -> list:
         if isinstance(x, Tensor):
             which = known.setdefault(x.data_ptr(), f"new {len(known)}")
             return x.dtype, tuple(x.shape), x.stride(), x.data_ptr() % 16, which
+        if hasattr(x, "base"):  # a descriptor
+            return {name: described(value) if name == "base" else value for name, value in vars(x).items()}
         return tuple(map(described, x)) if isinstance(x, tuple) else (type(x), x)
 
     return [(id(kernel), grid, described(arguments)) for kernel, grid, arguments in taken]
@@ -194,37 +206,46 @@ def is_safe(x: object) -> bool:
 
 def main() -> None:
     """Raises AssertionError where a call is not launched as Triton launches it, or not as Triton 3.6 compiles it."""
+    repeated = compared(backends.triton, 80, CHOICES) + compared(backends.hopper, 90, CHOICES | OF_HOPPER)
+    print(f"{repeated} launches of {2 * SERIES} calls were repeated as Triton makes them")
+
+
+def compared(backend: ModuleType, arch: int, choices_of: dict[str, list]) -> int:
+    """How many launches of a backend were repeated, all of them rightly."""
     taken: list = []
     watched: list = []
 
     def take(kernel: CompiledKernel, *launch: object) -> None:
-        assert all(map(is_safe, launch[9:])), (kernel.name, launch[9:])
+        assert backend is backends.hopper or all(map(is_safe, launch[9:])), (kernel.name, launch[9:])
         if kernel.name not in PREPARATION:
             taken.append((kernel, launch[:3], launch[9:]))
             watched.append(launch[6:9])
 
     draw, repeated, hooks = random.Random(0), 0, triton.knobs.runtime
-    with mock.patch.object(triton.compiler, "compile", compiled), handed_to(take):
+    with mock.patch.object(triton.compiler, "compile", compiled), handed_to(take, backend, arch):
         for _ in range(SERIES):
-            chosen = {name: draw.choice(choices) for name, choices in CHOICES.items()}
-            series = [chosen] + [chosen | {name: draw.choice(choices)} for name, choices in CHOICES.items()]
+            chosen = {name: draw.choice(choices) for name, choices in choices_of.items()}
+            series = [chosen] + [chosen | {name: draw.choice(choices)} for name, choices in choices_of.items()]
             for other in series:
                 of_call = call(other)
-                assert launched(of_call, taken) == forgotten(of_call, taken), (chosen, other)
+                again = forgotten(of_call, taken, backend.NAME)
+                assert launched(of_call, taken, backend.NAME) == again, (chosen, other)
             twin = call(chosen | {"one tensor for k and v": False})
-            launched(twin, taken)
+            launched(twin, taken, backend.NAME)
             with mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as by_triton:
-                again = launched(twin, taken)
+                again = launched(twin, taken, backend.NAME)
             assert all(kernel.args[0].__name__ in PREPARATION for kernel in by_triton.call_args_list), chosen
-            assert again == forgotten(twin, taken), chosen
+            assert again == forgotten(twin, taken, backend.NAME), chosen
             with compile_only():
-                assert launched(twin, taken) == [], chosen
+                assert launched(twin, taken, backend.NAME) == [], chosen
             watched.clear()
             with mock.patch.object(hooks.launch_exit_hook, "calls", [print]):
-                assert again == launched(twin, taken), chosen
+                assert again == launched(twin, taken, backend.NAME), chosen
             assert [seen[1:] for seen in watched] == [(hooks.launch_enter_hook, hooks.launch_exit_hook)] * len(again)
             assert [seen[0].get()["name"] for seen in watched] == [kernel.name for kernel, *_ in taken], chosen
             repeated += len(again)
+        if backend is backends.hopper:
+            return repeated
         every_term = {name: choices[0] for name, choices in CHOICES.items()} | {"alibi_slopes": 0, "sinks": 0}
         for bias, wanted in itertools.product(
             (None, "BHND", "by distance"), CHOICES["wanted"]
@@ -234,14 +255,14 @@ def main() -> None:
         for n_q, stored in itertools.product(CHOICES["n_q"], CHOICES["stored"]):  # which kernels read as int8
             of_call = call(every_term | {"pages": (16, torch.int32, 0), "n_q": n_q, "stored": stored})
             assert launched(of_call, taken) == forgotten(of_call, taken), (n_q, stored)
-    print(f"{repeated} launches of {SERIES} calls were repeated as Triton makes them")
+    return repeated
 
 
-def forgotten(of_call: tuple, taken: list) -> list:
+def forgotten(of_call: tuple, taken: list, backend: str = "triton") -> list:
     """What `launched` returns when nothing is remembered."""
     known = dict(launches._known)
     launches._known.clear()
-    result = launched(of_call, taken)
+    result = launched(of_call, taken, backend)
     launches._known.update(known)
     return result
 

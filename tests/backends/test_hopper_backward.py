@@ -14,6 +14,7 @@ import torch
 from fastattn.backends import hopper, reference
 from fastattn.backends.hopper import flash_backward
 from fastattn.backends.hopper.configs import DkDvConfig, DqConfig
+from fastattn.backends.triton.launches import Launches
 from fastattn.spec import Mask, Spec
 from fastattn.testing import Case, assert_right, make_inputs, run
 
@@ -111,3 +112,17 @@ def test_gradients_that_tma_cannot_read_are_copied():
     for other, same in ((expanded, ones), (hopper.backward(shifted, *others, wanted), plain)):
         for x, y in zip(other[:3], same[:3], strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(
+    "fields", [{}, {"causal": True}, {"keys": "holes", "queries": True}, {"segment_ids": True}], ids=str
+)
+def test_a_call_of_the_same_kind_repeats_its_launches_and_is_right(fields, deterministic):
+    case = Case("", "", B=2, H=2, H_kv=1, n_q=150, D=64, **fields)
+    for seed in (0, 1):
+        inputs = make_inputs(case, torch.float16, "cpu", seed=seed)
+        inputs.options["deterministic"] = deterministic
+        with mock.patch.object(Launches, "launch", autospec=True, side_effect=Launches.launch) as by_triton:
+            assert_right(inputs, run(inputs, "hopper"))
+        assert by_triton.called == (seed == 0)

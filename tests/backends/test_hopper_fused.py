@@ -18,8 +18,9 @@ from test_hopper_forward import SEVERAL_ITEMS, SIXTEEN_BITS, around_borders
 
 from fastattn import Mask
 from fastattn.backends import hopper, reference
-from fastattn.backends.hopper import flash_backward, fused_backward
+from fastattn.backends.hopper import fused_backward
 from fastattn.backends.hopper.configs import FusedConfig
+from fastattn.backends.triton.launches import Launches, forget
 from fastattn.spec import Spec
 from fastattn.testing import Case, Inputs, assert_right, make_inputs, run
 
@@ -30,20 +31,15 @@ ALL = (True,) * 3 + (False,) * 3
 
 @contextmanager
 def launches() -> Iterator[list[str]]:
-    """The names of the kernels that a backward launches in this block, but for those that prepare rows and masks."""
-    names = []
+    """The names of the kernels of a backward that are launched in this block by Triton, but for that of the rows."""
+    names, launch = [], Launches.launch
 
-    def noted(launch):
-        def launch_it(kernel, *args, **options):
+    def launch_it(self, kernel, *args, **options):
+        if kernel.__name__ in {*FUSED, *APART}:
             names.append(kernel.__name__)
-            launch(kernel, *args, **options)
+        launch(self, kernel, *args, **options)
 
-        return launch_it
-
-    with (
-        mock.patch.object(flash_backward, "launch", noted(flash_backward.launch)),
-        mock.patch.object(fused_backward, "launch", noted(fused_backward.launch)),
-    ):
+    with mock.patch.object(Launches, "launch", launch_it):
         yield names
 
 
@@ -55,6 +51,7 @@ def in_any_order(case: Case, dtype: torch.dtype) -> Inputs:
 
 def computed(inputs: Inputs) -> dict[str, torch.Tensor]:
     """What the fused kernel gives."""
+    forget()
     with launches() as names:
         outputs = run(inputs, "hopper")
     assert names == ["fused_kernel", "scaled_kernel"]
@@ -91,15 +88,16 @@ def test_right_in_any_order(hopper_gpu, D):
 def test_dq_is_summed_in_fp32_as_items_come(hopper_gpu):
     """Programs that run in another order give other sums, which are as close to each other as fp32 is."""
     inputs, sums = in_any_order(Case("many items", "", B=1, H=1, n_q=70, n_k=1300, D=64), torch.float16), []
-    before = fused_backward.launch
+    before = Launches.launch
 
-    def launch(kernel, programs, *args, **options):
-        before(kernel, programs, *args, **options)
+    def launch(self, kernel, programs, *args, **options):
+        before(self, kernel, programs, *args, **options)
         if kernel.__name__ == "scaled_kernel":
             sums.append(args[0].data.clone())
 
-    with mock.patch.object(fused_backward, "launch", launch):
+    with mock.patch.object(Launches, "launch", launch):
         for hopper_gpu.seed in (10, 20, 30):
+            forget()
             outputs = run(inputs, "hopper")
             assert_right(inputs, outputs)
             assert torch.equal(outputs["dq"], (sums[-1] * 64**-0.5).half())

@@ -7,6 +7,7 @@ with the first one of the next tile: the tensor cores have work while weights ar
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from ... import spec as what
 from ..triton.flash_backward import compute_rows, constant_where_nothing_is_seen
-from ..triton.launches import Launches
+from ..triton.launches import Launches, kind_of, repeated
 from ..triton.recompute import Rows
-from ..triton.rules import rules_of
-from ..triton.tiles import Heads, heads, launch, readable
+from ..triton.rules import Rules, rules_of
+from ..triton.tiles import Heads, heads, readable
 from ..triton.visibility import (
     Visibility,
     as_column,
@@ -54,6 +55,7 @@ from .rings import (
     BYTES_OF_CHUNK,
     Ring,
     accumulator,
+    described,
     descriptor,
     in_chunks,
     left_operand,
@@ -96,6 +98,9 @@ class Hidden(NamedTuple):
     dx: Heads | None  # dO, where x is Q
 
 
+_NONE_HIDDEN = Hidden(None, None, None, None)
+
+
 def backward(
     do: Tensor | None,
     dlse: Tensor | None,
@@ -108,68 +113,92 @@ def backward(
     output_mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv, None, None, None); None, and not computed, where `output_mask` does not ask for it."""
-    wanted = zip((q, k, v), output_mask[:3], strict=True)
+    do = torch.zeros_like(o, memory_format=torch.contiguous_format) if do is None else do
+    given = q, k, v, o, do, lse, constant_where_nothing_is_seen(dlse, lse)
+    kind = kind_of((backward, output_mask), given, spec)
+    outputs = repeated(kind, given, spec) or _launched(kind, given, spec, output_mask)
+    return *outputs[:3], None, None, None
+
+
+def _launched(
+    kind: tuple, given: tuple[Tensor | None, ...], spec: what.Spec, output_mask: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """What the kernels write: dq, dk, dv, and rows of every query."""
+    wanted = zip(given[:3], output_mask[:3], strict=True)
     dq, dk, dv = (loadable(torch.empty_like(x)) if is_wanted else None for x, is_wanted in wanted)
-    inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
+    rows = empty_rows(given[5])
+    launches, inputs = prepared(given, spec, (dq, dk, dv, rows))
     if dk is None or dv is None or dk_dv_config(larger_head_dim(inputs)).BOTH:
-        compute_dk_dv(dk, dv, inputs, visible, spec.scale)
+        compute_dk_dv(launches, dk, dv, inputs, spec.scale)
     else:
-        compute_dk_dv(dk, None, inputs, visible, spec.scale)
-        compute_dk_dv(None, dv, inputs, visible, spec.scale)
-    compute_dq(dq, inputs, visible, spec.scale)
-    return dq, dk, dv, None, None, None
+        compute_dk_dv(launches, dk, None, inputs, spec.scale)
+        compute_dk_dv(launches, None, dv, inputs, spec.scale)
+    compute_dq(launches, dq, inputs, spec.scale)
+    launches.keep(kind, *rules_arguments(inputs))
+    return dq, dk, dv, rows
+
+
+def empty_rows(lse: Tensor) -> Tensor:
+    """Memory for the `rows` of `Inputs`."""
+    B, H, n_q = lse.shape
+    per_chunk = BYTES_OF_CHUNK // lse.element_size()
+    return lse.new_empty(B, H, ROWS_OF_QUERY.value, triton.cdiv(n_q, per_chunk) * per_chunk)[..., :n_q]
 
 
 def prepared(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spec: what.Spec,
-) -> tuple[Inputs, Visibility]:
-    """Inputs of the kernels, and the pairs that they see."""
-    B, H, n_q, _ = q.shape
-    q, k, v = loadable(q), loadable(k), loadable(v)
-    do = torch.zeros_like(o, memory_format=torch.contiguous_format) if do is None else loadable(do)
-    rules, lse = rules_of(spec, n_q, k.shape[2], v.dtype, torch.bool), lse.contiguous()
-    per_chunk = BYTES_OF_CHUNK // lse.element_size()
-    rows = lse.new_empty(B, H, ROWS_OF_QUERY.value, triton.cdiv(n_q, per_chunk) * per_chunk)[..., :n_q]
-    dlse = constant_where_nothing_is_seen(dlse, lse)
-    of_rows, o = Rows(*rows.unbind(2)[:3]), readable(o)
-    compute_rows(Launches(rules), of_rows, heads(q), heads(k), heads(o), heads(do), lse, dlse)
-    return Inputs(q, k, v, do, rows), rules.visible
+    given: tuple[Tensor | None, ...], spec: what.Spec, outputs: tuple[Tensor | None, ...], *zeroed: Tensor
+) -> tuple[Launches, Inputs]:
+    """The launches of a call, of which the rows of every query are done, and the inputs of the others.
+
+    Args:
+        given: q, k, v, o, do, lse, dlse.
+        outputs: that the launches write; the fourth are the rows.
+        zeroed: those among them that are 0.
+    """
+    q, k, v, o, do, lse, dlse = given
+    q, k, v, o, do, lse = loadable(q), loadable(k), loadable(v), readable(o), loadable(do), lse.contiguous()
+    inputs = Inputs(q, k, v, do, outputs[3])
+    rules = rules_of(spec, *rules_arguments(inputs))
+    launches = Launches(rules, given, (q, k, v, o, do, lse, dlse), outputs, zeroed)
+    of_rows = launches.made(_rows_in, (inputs.rows,))
+    compute_rows(launches, of_rows, heads(q), heads(k), heads(o), heads(do), lse, dlse)
+    return launches, inputs
 
 
-def compute_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
+def rules_arguments(inputs: Inputs) -> tuple[int, int, torch.dtype, torch.dtype]:
+    """What `rules_of` is told of a call."""
+    return inputs.q.shape[2], inputs.k.shape[2], inputs.v.dtype, torch.bool
+
+
+def _rows_in(rows: Tensor) -> Rows:
+    return Rows(*rows.unbind(2)[:3])
+
+
+def compute_dk_dv(launches: Launches, dk: Tensor | None, dv: Tensor | None, inputs: Inputs, scale: float) -> None:
     """Computes dK and dV, each unless it is None."""
     if dk is None and dv is None:
         return
     q, k, v, do, rows = inputs
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
-    config = dk_dv_config(larger_head_dim(inputs))
-    real_queries, real_keys = visible.real_queries, visible.real_keys
-    hidden = hidden_by(real_queries, visible.spans()[0], q, do)
+    config, rules = dk_dv_config(larger_head_dim(inputs)), launches.rules
     # A hidden query adds nothing, since its lse is +inf; the gradient of a hidden key is thrown away.
-    visible = visible._replace(real_queries=None, real_keys=None).in_key_tiles(config.BLOCK_M, config.block_n)
+    visible = launches.made(visible_to_key_tiles, (rules,), config.BLOCK_M, config.block_n)
     n_tiles, n_heads = triton.cdiv(n_k, config.block_n), B * H_kv
     n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
-    launch(
+    launches.launch(
         dk_dv_kernel,
         n_programs,
-        descriptor(q, config.BLOCK_M, block_qk),
-        descriptor(k, ROWS_OF_GROUP, block_qk),
-        descriptor(v, ROWS_OF_GROUP, block_v),
-        descriptor(do, config.BLOCK_M, block_v),
-        descriptor_of_rows(rows, config.BLOCK_M),
-        None if dk is None else descriptor(dk, ROWS_OF_GROUP, block_qk),
-        None if dv is None else descriptor(dv, ROWS_OF_GROUP, block_v),
+        descriptor(launches, q, config.BLOCK_M, block_qk),
+        descriptor(launches, k, ROWS_OF_GROUP, block_qk),
+        descriptor(launches, v, ROWS_OF_GROUP, block_v),
+        descriptor(launches, do, config.BLOCK_M, block_v),
+        descriptor_of_rows(launches, rows, config.BLOCK_M),
+        None if dk is None else descriptor(launches, dk, ROWS_OF_GROUP, block_qk),
+        None if dv is None else descriptor(launches, dv, ROWS_OF_GROUP, block_v),
         visible,
-        hidden,
-        real_keys,
+        launches.made(hidden_queries, (rules, q, do)),
+        launches.made(real_keys_of, (rules,)),
         scale,
         scale * what.LOG2E,
         n_q,
@@ -187,33 +216,31 @@ def compute_dk_dv(dk: Tensor | None, dv: Tensor | None, inputs: Inputs, visible:
     )
 
 
-def compute_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: float) -> None:
+def compute_dq(launches: Launches, dq: Tensor | None, inputs: Inputs, scale: float) -> None:
     """Computes dQ, unless it is None."""
     if dq is None:
         return
     q, k, v, do, rows = inputs
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
     block_qk, block_v = padded_head_dim(d_qk), padded_head_dim(d_v)
-    config = dq_config(larger_head_dim(inputs))
-    real_queries, real_keys = visible.real_queries, visible.real_keys
-    hidden = hidden_by(real_keys, visible.spans()[1], k)
+    config, rules = dq_config(larger_head_dim(inputs)), launches.rules
     # The gradient of a hidden query is thrown away.
-    visible = visible._replace(real_queries=None).in_tiles(config.block_m)
+    visible = launches.made(_visible_to_query_tiles, (rules,), config.block_m)
     n_tiles, n_heads = triton.cdiv(n_q, config.block_m), B * H
     n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
-    launch(
+    launches.launch(
         dq_kernel,
         n_programs,
-        descriptor(q, ROWS_OF_GROUP, block_qk),
-        descriptor(k, config.BLOCK_N, block_qk),
-        descriptor(v, config.BLOCK_N, block_v),
-        descriptor(do, ROWS_OF_GROUP, block_v),
+        descriptor(launches, q, ROWS_OF_GROUP, block_qk),
+        descriptor(launches, k, config.BLOCK_N, block_qk),
+        descriptor(launches, v, config.BLOCK_N, block_v),
+        descriptor(launches, do, ROWS_OF_GROUP, block_v),
         rows,
         rows.stride(2),
-        descriptor(dq, ROWS_OF_GROUP, block_qk),
+        descriptor(launches, dq, ROWS_OF_GROUP, block_qk),
         visible,
-        hidden,
-        real_queries,
+        launches.made(hidden_keys, (rules, k)),
+        launches.made(real_queries_of, (rules,)),
         scale,
         scale * what.LOG2E,
         n_q,
@@ -230,11 +257,35 @@ def compute_dq(dq: Tensor | None, inputs: Inputs, visible: Visibility, scale: fl
     )
 
 
-def hidden_by(real: Tensor | None, spans: Tensor | None, x: Tensor, dx: Tensor | None = None) -> Hidden:
-    """`Hidden` for tokens of which `real` says what padding hides."""
-    if real is None:
-        return Hidden(None, None, None, None)
-    return Hidden(real, spans, in_chunks(x), None if dx is None else in_chunks(dx))
+def visible_to_key_tiles(rules: Rules, block_m: int, block_n: int) -> Visibility:
+    """What is seen, but for padding, by programs that take `block_n` keys each."""
+    return rules.visible._replace(real_queries=None, real_keys=None).in_key_tiles(block_m, block_n)
+
+
+def _visible_to_query_tiles(rules: Rules, block_m: int) -> Visibility:
+    return rules.visible._replace(real_queries=None).in_tiles(block_m)
+
+
+def real_queries_of(rules: Rules) -> Tensor | None:
+    """Bool [B, n_q], or None where padding hides no query."""
+    return rules.visible.real_queries
+
+
+def real_keys_of(rules: Rules) -> Tensor | None:
+    """Bool [B, n_k], or None where padding hides no key."""
+    return rules.visible.real_keys
+
+
+def hidden_queries(rules: Rules, q: Tensor, do: Tensor) -> Hidden:
+    """The queries that padding hides."""
+    real = rules.visible.real_queries
+    return _NONE_HIDDEN if real is None else Hidden(real, rules.visible.spans()[0], in_chunks(q), in_chunks(do))
+
+
+def hidden_keys(rules: Rules, k: Tensor) -> Hidden:
+    """The keys that padding hides."""
+    real = rules.visible.real_keys
+    return _NONE_HIDDEN if real is None else Hidden(real, rules.visible.spans()[1], in_chunks(k), None)
 
 
 def larger_head_dim(inputs: Inputs) -> int:
@@ -242,10 +293,16 @@ def larger_head_dim(inputs: Inputs) -> int:
     return padded_head_dim(max(inputs.q.shape[3], inputs.v.shape[3]))
 
 
-def descriptor_of_rows(rows: Tensor, block_m: int) -> TensorDescriptor:
+def descriptor_of_rows(launches: Launches, rows: Tensor, block_m: int) -> TensorDescriptor:
     """The rows of `block_m` queries at a time; 0 past the last one, where dO is 0 and nothing is added."""
+    return launches.made(described, (rows,), _form_of_rows(rows.shape, rows.stride(), rows.dtype, block_m))
+
+
+@functools.lru_cache(maxsize=4096)
+def _form_of_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block_m: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, rows.shape[2], block_m], layout)
+    empty = torch.empty(0, dtype=dtype)
+    return TensorDescriptor(empty, list(shape), list(strides), [1, 1, shape[2], block_m], layout)
 
 
 @jit

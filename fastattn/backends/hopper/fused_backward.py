@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import spec as what
-from ..triton.tiles import Heads, head_of, heads, launch, load_tile, program_share, store_tile
+from ..triton.flash_backward import constant_where_nothing_is_seen
+from ..triton.launches import Launches, kind_of, repeated
+from ..triton.tiles import Heads, head_of, heads, load_tile, program_share, store_tile
 from ..triton.visibility import Visibility, is_edge, keys_at, real_tokens
 from . import flash_backward
 from .configs import ROWS_OF_GROUP, fused_config, padded_head_dim
@@ -21,15 +23,20 @@ from .flash_backward import (
     Hidden,
     Inputs,
     descriptor_of_rows,
+    empty_rows,
     has_hidden,
-    hidden_by,
+    hidden_keys,
+    hidden_queries,
     key_item,
     larger_head_dim,
     of_real,
     prepared,
     produce_dk_dv,
+    real_queries_of,
     row_in,
+    rules_arguments,
     store_item,
+    visible_to_key_tiles,
     weights_of_keys,
 )
 from .flash_forward import ROWS, Call
@@ -84,42 +91,52 @@ def backward(
     config = fused_config(padded_head_dim(max(q.shape[3], v.shape[3])))
     if config is None or not dq_wanted or not (dk_wanted or dv_wanted):
         return flash_backward.backward(do, dlse, q, k, v, o, lse, spec, output_mask)
-    inputs, visible = prepared(do, dlse, q, k, v, o, lse, spec)
-    dq, dk, dv = torch.empty_like(q), loadable(torch.empty_like(k)), loadable(torch.empty_like(v))
-    compute_all(dq, dk, dv, inputs, visible, spec.scale)
+    do = torch.zeros_like(o, memory_format=torch.contiguous_format) if do is None else do
+    given = q, k, v, o, do, lse, constant_where_nothing_is_seen(dlse, lse)
+    kind = kind_of((backward, output_mask), given, spec)
+    dq, dk, dv, *_ = repeated(kind, given, spec) or _launched(kind, given, spec)
     return dq, dk if dk_wanted else None, dv if dv_wanted else None, None, None, None
 
 
-def compute_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Visibility, scale: float) -> None:
-    """Computes dQ, dK and dV in one launch."""
+def _launched(kind: tuple, given: tuple[Tensor | None, ...], spec: what.Spec) -> tuple[Tensor, ...]:
+    """What the kernels write: dq, dk, dv, rows of every query, and sums of dq."""
+    q, k, v = given[:3]
+    dq, dk, dv = torch.empty_like(q), loadable(torch.empty_like(k)), loadable(torch.empty_like(v))
+    rows, sums = empty_rows(given[5]), q.new_zeros(q.shape, dtype=torch.float32)
+    launches, inputs = prepared(given, spec, (dq, dk, dv, rows, sums), sums)
+    compute_all(launches, dq, dk, dv, sums, inputs, spec.scale)
+    launches.keep(kind, *rules_arguments(inputs))
+    return dq, dk, dv, rows, sums
+
+
+def compute_all(
+    launches: Launches, dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor, inputs: Inputs, scale: float
+) -> None:
+    """Computes dQ, dK and dV in one launch; `sums` are of dQ, without the scale."""
     q, k, v, do, rows = inputs
     (B, H, n_q, d_qk), (_, H_kv, n_k, d_v) = q.shape, v.shape
-    padding = visible.real_queries is not None or visible.real_keys is not None
+    rules = launches.rules
+    padding = rules.visible.real_queries is not None or rules.visible.real_keys is not None
     config = fused_config(larger_head_dim(inputs), padding)
     # Q and K are padded to the larger one, by which BLOCK_M goes: so dQ of a tile makes two parts of [64, 64].
     block_qk, block_v = larger_head_dim(inputs), padded_head_dim(d_v)
-    real_queries = visible.real_queries
-    query_spans, key_spans = visible.spans()
-    hidden = hidden_by(real_queries, query_spans, q, do)
-    hidden_keys = hidden_by(visible.real_keys, key_spans, k)
-    visible = visible._replace(real_queries=None, real_keys=None).in_key_tiles(config.BLOCK_M, config.block_n)
+    visible = launches.made(visible_to_key_tiles, (rules,), config.BLOCK_M, config.block_n)
     n_tiles, n_heads = triton.cdiv(n_k, config.block_n), B * H_kv
     n_programs = programs_for(n_tiles * n_heads, config.persistent, q.device)
-    sums = q.new_zeros(q.shape, dtype=torch.float32)  # of dQ, without the scale
-    launch(
+    launches.launch(
         fused_kernel,
         n_programs,
-        descriptor(q, config.BLOCK_M, block_qk),
-        descriptor(k, ROWS_OF_GROUP, block_qk),
-        descriptor(v, ROWS_OF_GROUP, block_v),
-        descriptor(do, config.BLOCK_M, block_v),
-        descriptor_of_rows(rows, config.BLOCK_M),
-        descriptor(sums, ROWS_OF_GROUP, 64),
-        descriptor(dk, ROWS_OF_GROUP, block_qk),
-        descriptor(dv, ROWS_OF_GROUP, block_v),
+        descriptor(launches, q, config.BLOCK_M, block_qk),
+        descriptor(launches, k, ROWS_OF_GROUP, block_qk),
+        descriptor(launches, v, ROWS_OF_GROUP, block_v),
+        descriptor(launches, do, config.BLOCK_M, block_v),
+        descriptor_of_rows(launches, rows, config.BLOCK_M),
+        descriptor(launches, sums, ROWS_OF_GROUP, 64),
+        descriptor(launches, dk, ROWS_OF_GROUP, block_qk),
+        descriptor(launches, dv, ROWS_OF_GROUP, block_v),
         visible,
-        hidden,
-        hidden_keys,
+        launches.made(hidden_queries, (rules, q, do)),
+        launches.made(hidden_keys, (rules, k)),
         scale,
         scale * what.LOG2E,
         n_q,
@@ -135,12 +152,12 @@ def compute_all(dq: Tensor, dk: Tensor, dv: Tensor, inputs: Inputs, visible: Vis
         D_V=d_v,
         **config.options(),
     )
-    launch(
+    launches.launch(
         scaled_kernel,
         B * H * triton.cdiv(n_q, ROWS_OF_GROUP),
         heads(sums),
         heads(dq),
-        real_queries,
+        launches.made(real_queries_of, (rules,)),
         scale,
         H,
         n_q,

@@ -7,13 +7,13 @@ the phase that its barriers are waited for with.
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..triton.launches import Launches
 from ..triton.tiles import Heads
 from ..triton.visibility import real_tokens
 from .gluon import (
@@ -55,18 +55,21 @@ def strides_of(x: Tensor) -> tuple[int, ...]:
     return (*outer, 1)
 
 
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(launches: Launches, x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A `loadable` tensor [B, H, N, D] as TMA reads it: `rows` of a head at a time, padded with 0 to `columns`."""
-    result = copy.copy(_descriptor_of(x.shape, strides_of(x), x.dtype, rows, columns))
-    result.base = x
+    return launches.made(described, (x,), _form(x.shape, strides_of(x), x.dtype, rows, columns))
+
+
+def described(x: Tensor, form: TensorDescriptor) -> TensorDescriptor:
+    """The descriptor of a tensor of that form, which was checked as it was made."""
+    result = object.__new__(TensorDescriptor)
+    result.__dict__ = form.__dict__ | {"base": x}
     return result
 
 
 @functools.lru_cache(maxsize=4096)  # making it takes twice as long as the launch of a kernel of three
-def _descriptor_of(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
-) -> TensorDescriptor:
-    """The `descriptor` of a tensor without memory."""
+def _form(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int) -> TensorDescriptor:
+    """The descriptor of a tensor without memory."""
     block = [1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, _GL_DTYPES[dtype])
     return TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), list(strides), block, layout)

@@ -244,6 +244,8 @@ def compared(backend: ModuleType, arch: int, choices_of: dict[str, list]) -> int
             assert [seen[1:] for seen in watched] == [(hooks.launch_enter_hook, hooks.launch_exit_hook)] * len(again)
             assert [seen[0].get()["name"] for seen in watched] == [kernel.name for kernel, *_ in taken], chosen
             repeated += len(again)
+            kept = [x for known in launches._known.values() for launch in known.launches for x in launch.arguments]
+            assert not any(map(launches._has_tensors, kept)), "the memory of a call is kept for good"
         if backend is backends.hopper:
             return repeated
         every_term = {name: choices[0] for name, choices in CHOICES.items()} | {"alibi_slopes": 0, "sinks": 0}

@@ -29,6 +29,14 @@ pytestmark = pytest.mark.usefixtures("hopper_gpu")
 ALL = (True,) * 3 + (False,) * 3
 
 
+WIDEST_CAUSAL = fused_backward.WIDEST_CAUSAL
+
+
+@pytest.fixture(autouse=True)
+def _also_of_wide_causal_calls(monkeypatch) -> None:
+    monkeypatch.setattr(fused_backward, "WIDEST_CAUSAL", 128)
+
+
 @contextmanager
 def launches() -> Iterator[list[str]]:
     """The names of the kernels of a backward that are launched in this block by Triton, but for that of the rows."""
@@ -143,6 +151,14 @@ def test_which_kernels_serve(D, wanted, expected):
     for x, right in zip(gradients, every, strict=True):
         if x is not None:
             torch.testing.assert_close(x.float(), right.float(), rtol=0, atol=4e-3 * float(right.abs().max()))
+
+
+@pytest.mark.parametrize(("D", "expected"), [(64, FUSED), (128, APART)])
+def test_wide_causal_calls_take_the_faster_kernels(D, expected, monkeypatch):
+    monkeypatch.setattr(fused_backward, "WIDEST_CAUSAL", WIDEST_CAUSAL)
+    with launches() as names:
+        hopper.backward(*call_of(D, causal=True), ALL)
+    assert names == expected
 
 
 def test_whoever_needs_the_same_bits_gets_the_kernels_that_give_them():

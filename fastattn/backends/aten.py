@@ -121,13 +121,16 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> _Call:
-        call = cls(*map(_as_kernels_read, (q, k, v)), spec)
+        call = cls(_as_kernels_read(q), _as_kernels_read(k), _as_kernels_read(v), spec, causal=spec.mask.causal)
+        if q.device.type != "cpu":  # where nothing else is taken
+            return call
         q, k, v = call[:3]
         masked = spec.features() - {"sinks", "softcap", "dropout"}
         # What is hidden has -inf before it is scaled, in these kernels.
         hides_later = spec.scale > 0 and not call.is_blocked()
         if not masked or (masked == {"causal"} and hides_later):
-            return call._replace(causal=spec.mask.causal)
+            return call
+        call = call._replace(causal=False)
         mask, slopes, (B, H, n_q, _), n_k = spec.mask, spec.alibi_slopes, q.shape, k.shape[2]
         offsets, q_offset = (mask.q_offset, 0) if isinstance(mask.q_offset, Tensor) else (None, mask.q_offset)
         documents = mask.segment_ids or (None, None)
@@ -440,8 +443,9 @@ def _as_kernels_read(x: Tensor) -> Tensor:
 
 def _rows_are_aligned(x: Tensor) -> bool:
     """Whether each row begins at a multiple of 16 bytes, which kernels for GPUs load at once."""
-    steps = x.data_ptr(), *[x.element_size() * step for step in x.stride()[:-1]]
-    return not any([step % 16 for step in steps])  # noqa: C419  a generator takes longer
+    if x.data_ptr() % 16:
+        return False
+    return x.is_contiguous() or not any([x.element_size() * step % 16 for step in x.stride()[:-1]])  # noqa: C419
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -71,8 +71,9 @@ def compile_only(
 def compiled_at_once() -> Iterator[None]:
     """In this block launches run nothing; at its end their kernels are compiled, side by side, with progress shown.
 
-    They lie in Triton's cache on disk then, where launches find them. What cannot be compiled is left to its first
-    launch, which says so.
+    They lie in Triton's cache on disk then, where launches find them, and beside them what hands their arguments to the
+    driver, which Triton 3.6 has the C compiler compile. What cannot be compiled is left to its first launch, which says
+    so.
     """
     from triton.runtime._async_compile import AsyncCompileMode
 
@@ -86,10 +87,20 @@ def compiled_at_once() -> Iterator[None]:
                 at_end.callback(_forget_kernels, launched)
                 yield
             with progress_shown("the compilation", len(mode.raw_futures)) as show_more:
-                for _ in as_completed(mode.raw_futures):
+                launchers = []
+                for compiled in as_completed(mode.raw_futures):
+                    launchers.append(pool.submit(_make_launcher, compiled))
                     show_more(1)
+                wait(launchers)
         finally:  # where something is raised, such as KeyboardInterrupt, none is to begin any more
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _make_launcher(compiled: Future) -> None:
+    from triton.runtime import driver
+
+    kernel = compiled.result()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def _forget_kernels(functions: Iterable[JITFunction]) -> None:

@@ -39,6 +39,8 @@ triton.knobs.compilation.listener = lambda **_: compiled.append(threading.get_id
 triton.JITFunction.run = lambda kernel, *args, warmup, **options: (
     run(kernel, *args, warmup=True, **options) if warmup else launched.append(kernel.__name__)
 )
+made = []
+NoGPU.launcher_cls = lambda self, src, metadata: made.append((src.fn.__name__, threading.get_ident()))
 driver.set_active(NoGPU(80))
 x = torch.zeros(1)
 with ThreadPoolExecutor(1) as another, compiled_at_once():
@@ -48,6 +50,8 @@ with ThreadPoolExecutor(1) as another, compiled_at_once():
     assert threading.get_ident() not in compiled, "this thread goes on"
     another.submit(lambda: bad_kernel[(1,)](x)).result()
 assert len(compiled) == 4
+assert [name for name, _ in made] == ["good_kernel"] * 4
+assert threading.get_ident() not in [thread for _, thread in made]
 try:
     with compiled_at_once():
         good_kernel[(1,)](x, 4)

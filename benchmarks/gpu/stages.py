@@ -16,7 +16,6 @@ from fastattn.machine import gpu_state, machine, now
 from fastattn.testing import CASES, make_inputs
 
 from .record import Row, append, finished, is_failure, load, sources
-from .rivals import serving
 from .supervisor import Suite, run
 
 STAGES = ("truth", "bench", "hopper", "cuda")
@@ -69,16 +68,17 @@ def parts(stage: str, device: str) -> dict[str, Part]:
         result["first calls"] = Part([suite(*calls, limit_s=30.0)], to_compile("--compile-only", *calls), share=0.4)
     if stage != "bench":
         # The CUDA backend is too much to compile and to run for a stage that is about all.
-        about = f"{only}-{device}" if only else "not cuda-cuda"
+        every = "not cuda-cuda" if is_dry else "cuda and not cuda-cuda and not reference"
+        about = f"{only}-{device}" if only else every
         chosen = f"{about} and {_DRY_TESTS if is_dry else f'not {_FOR_OTHER_GPUS}'}"
-        tests = [suite(*_TESTS, "-k", chosen, workers=2 if only and not is_dry else 1)]
+        # Each test compiles what it runs, for which there are cores: one goes on while others launch.
+        workers, of_older = (1, 1) if is_dry else (max(cores - 6, 2), 2)
+        tests = [suite(*_TESTS, "-k", chosen, limit_s=150.0, workers=workers)]
         if stage == "cuda":  # the first of these wait until the driver has compiled the code
-            tests.append(suite(f"--archs={OLDER}", *_TESTS, "-k", chosen, limit_s=240.0, workers=1 if is_dry else 2))
+            tests.append(suite(f"--archs={OLDER}", *_TESTS, "-k", chosen, limit_s=240.0, workers=of_older))
         if not is_dry:
             tests.append(suite("benchmarks/gpu/sanitizer.py", limit_s=240.0, workers=3))
-        launching = " or ".join(f"{name}-{device}" for name in serving(device, only))
-        compiled = to_compile("--compile-only", *_TESTS, "-k", f"{chosen} and ({launching})")
-        result["tests"] = Part(tests, compiled, share=0.7 if only else 1.0)
+        result["tests"] = Part(tests, to_compile() if stage == "cuda" else None, share=0.7 if only else 1.0)
     if stage == "bench":
         result["tiles"] = Part([suite("benchmarks/gpu/tiles.py", limit_s=600.0)], share=0.4)
     if stage != "truth":

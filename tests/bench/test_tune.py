@@ -4,17 +4,22 @@ import json
 import sys
 import textwrap
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fastattn import Mask
 from fastattn.__main__ import main
-from fastattn.backends import aten, choice, cpu, record
+from fastattn.backends import aten, choice, cpu, hopper, record, triton
 from fastattn.backends.triton import configs
-from fastattn.bench import tune
+from fastattn.bench import tune, tune_child
 from fastattn.bench.tune import CallClass, Limits
+from fastattn.bench.tune_child import SHAPES
+from fastattn.spec import Spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLASS = CallClass("cpu", "float32", 64, 128, "padding", training=False)
@@ -100,6 +105,65 @@ def test_the_default_one_is_that_of_the_table(backends, monkeypatch):
     monkeypatch.setattr(choice, "DEFAULT", (choice.Preference("cpu", backends, "so it is", measured=True),))
     monkeypatch.setattr(tune, "_times", lambda child, runs: dict.fromkeys(runs, 1.0))
     assert tuple(tune.tune([CLASS], (cpu, aten)).record.classes[CLASS]) == backends
+
+
+@pytest.mark.parametrize("device", SHAPES)
+def test_shapes_are_of_the_lengths_that_they_stand_for(device):
+    for length, (B, H, n_q, n_k) in SHAPES[device].items():
+        q, k = (torch.empty(B, H, n, 64, device="meta") for n in (n_q, n_k))
+        assert CallClass.of(q, k, k, Spec(Mask(), 1.0), training=False).length == length
+
+
+@pytest.mark.parametrize("has_hopper", [True, False])
+def test_kernels_for_a_gpu_are_compiled_ahead_of_all_classes(has_hopper, monkeypatch):
+    """In one request, of what Triton compiles; where that fails, the classes are timed nevertheless."""
+    asked = []
+
+    class Child:
+        def __init__(self, limits):
+            pass
+
+        def ask(self, request, limit=None, **arguments):
+            asked.append((request, arguments))
+            if request == "compile":
+                raise tune.FaultError("hangs")
+            if arguments.get("module") == hopper.__name__ and not has_hopper:
+                return {"missing": "no Gluon"}
+            return {"fault": None, "takes": False}
+
+        def close(self):
+            pass
+
+    classes = [CallClass("cuda", "bfloat16", 64, length, "none", training=False) for length in (128, 0)]
+    monkeypatch.setattr(tune, "_Child", Child)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    with FakeTensorMode():
+        tune.tune(classes, (hopper, triton, aten))
+    requests = [request for request, _ in asked]
+    assert requests[:5] == ["check"] * 3 + ["compile", "problem"]
+    assert requests.count("compile") == 1
+    modules = [hopper.__name__, triton.__name__][not has_hopper :]
+    assert sorted(asked[3][1]["modules"]) == modules
+    assert asked[3][1]["problems"] == [x._asdict() for x in classes]
+
+
+def test_the_child_compiles_what_each_backend_takes(monkeypatch):
+    stages, child = [], tune_child.Child()
+
+    @contextmanager
+    def compiled_at_once():
+        stages.append("compiles")
+        yield
+        stages.append("has compiled")
+
+    monkeypatch.setattr(tune_child, "compiled_at_once", compiled_at_once)
+    monkeypatch.setattr(
+        child, "_compute", lambda backend, inputs, *_: stages.append((backend.NAME, inputs[0].shape[2]))
+    )
+    problems = [CLASS._replace(length=length)._asdict() for length in (128, 1)]
+    assert child.compile([hopper.__name__, cpu.__name__], problems) == {}
+    assert stages == ["compiles", ("cpu", 128), ("cpu", 1), "has compiled"]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattn.backends import OPTIONAL, aten, build, cpu, cuda, objections, select
+from fastattn.backends import OPTIONAL, aten, build, cpu, cuda, hopper, objections, select
 from fastattn.spec import FEATURES, Mask, Spec
 
 SPEC = Spec(Mask(), 1.0)
@@ -100,6 +100,7 @@ def test_it_serves_where_triton_does_not(gpu, monkeypatch, capability, triton_is
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if not triton_is_there:
         monkeypatch.setitem(sys.modules, "triton", None)  # which makes its import fail
+        monkeypatch.setattr(hopper, "unavailable", lambda device: "needs Triton")  # which it would, if not imported yet
     cuda._triton_is_there.cache_clear()
     try:
         assert served_by == select(on_gpu(), on_gpu(), on_gpu(), SPEC).NAME

@@ -28,7 +28,7 @@ IS_RECORDED = hopper_record.is_current() and importlib.metadata.version("triton"
 def test_every_hot_kernel_compiles_and_is_as_it_should_be(head_dim, call):
     kernels = compiled_with(None, head_dim, call)
     assert not IS_RECORDED or set(kernels) <= set(hopper_record.recorded()[1])
-    expected = set(itertools.product(kernels_of(head_dim), (head_dim,), (call,)))
+    expected = set(itertools.product(kernels_of(head_dim, call), (head_dim,), (call,)))
     assert {(kernel.kernel.partition(",")[0], kernel.D, kernel.call) for kernel in kernels} == expected
     assert [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()] == []
 
@@ -38,7 +38,7 @@ def test_the_record_is_of_these_kernels():
     assert hopper_record.is_current(), "the kernels have changed: run make hopper, then python -m docs.render"
     kernels = hopper_record.recorded()[1]
     actual = {(kernel.triton, kernel.kernel.partition(",")[0], kernel.D, kernel.call) for kernel in kernels}
-    every = (itertools.product(TRITONS, kernels_of(D), (D,), CALLS) for D in HEAD_DIMS)
+    every = (itertools.product(TRITONS, kernels_of(D, call), (D,), (call,)) for D in HEAD_DIMS for call in CALLS)
     assert actual == set(itertools.chain.from_iterable(every))
     assert [f"{kernel} {complaint}" for kernel in kernels for complaint in kernel.complaints()] == []
 

@@ -41,7 +41,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     },
     "backends.cpu": {"spec", "backends.gradients", "backends.build"},
     "backends.cuda": {"spec", "backends.gradients", "backends.build"},
-    "backends.triton": {"spec", "backends.gradients", "backends.kept_results", "backends.record"},
+    "backends.triton": {"spec", "backends.compiling", "backends.gradients", "backends.kept_results", "backends.record"},
     "backends.hopper": {
         "spec",
         *(
@@ -51,7 +51,6 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
                 "flash_backward",
                 "flash_decoding",
                 "launches",
-                "preparation",
                 "recompute",
                 "rules",
                 "scores",
@@ -98,7 +97,11 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
         "machine",
         "spec",
         "testing",
-        *(f"backends{module}" for module in ("", ".build", ".choice", ".cpu", ".record", ".reference", ".selfcheck")),
+        "backends",
+        *(
+            f"backends.{module}"
+            for module in ("build", "choice", "compiling", "cpu", "record", "reference", "selfcheck")
+        ),
         *(f"backends.triton{module}" for module in ("", ".configs", ".launches")),  # whose tiles are tried
     },
     "demo": {"", "bench"},

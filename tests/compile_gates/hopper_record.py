@@ -95,7 +95,7 @@ class Compiled:
 
 
 def kernels_of(D: int, call: str) -> set[str]:
-    """The names of the kernels that serve such calls of a head dim; wide causal ones have none for sums in any order."""
+    """The names of the kernels for such calls of a head dim; wide causal ones have none for sums in any order."""
     names = {name.partition(",")[0] for name, products in _PRODUCTS.items() if D in products}
     return names - ({"fused_kernel"} if D > 64 and call in ("causal", "documents") else set())
 

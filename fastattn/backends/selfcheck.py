@@ -116,7 +116,7 @@ def _calls(device: torch.device, training: bool) -> list[tuple[tuple[int, ...], 
         orders = (True, False) if shape is _FAR_BELOW_ZERO and training and device.type == "cuda" else (True,)
         B, _, _, n_q, n_k, D = shape
         masks = _masks(B, n_q, n_k, device)
-        if D > _SHAPES[0][-1]:  # wide heads have kernels of their own: half of the masks, for the sake of who waits
+        if D == 128:  # wide heads have kernels of their own: half of the masks, for the sake of who waits
             masks = masks[1::2]
         calls += [(shape, mask, in_order) for mask in masks for in_order in orders]
     return calls

@@ -1,6 +1,6 @@
-"""Prints how long the CPU takes for a call of the Triton backend, in launches by Triton of a kernel that does nothing.
+"""Prints how long the CPU takes for a call of a backend of Triton's kernels, in launches of one that does nothing.
 
-    python benchmarks/launches.py [--rounds 50] [--filter "forward"]
+    python benchmarks/launches.py [--backend hopper] [--rounds 50] [--filter "forward"]
 
 A short call on a GPU takes as long as its launches, unless they are captured in a graph. No GPU is needed: Triton
 compiles for one that need not be there, and the launch ends where it would hand the kernel to the driver. So what the
@@ -34,10 +34,12 @@ import fastattn
 from benchmarks.gpu.compiling import NoGPU
 from benchmarks.short_calls import in_turns, positive
 from fastattn import Mask
-from fastattn.backends import triton as backend
+from fastattn.backends import backend_by_name
 from fastattn.spec import Spec
 
 B, H, N, D = 2, 8, 128, 64
+ARCHS = {"triton": 80, "hopper": 90}
+"""What the kernels of each backend are compiled for."""
 
 
 @triton.jit
@@ -62,7 +64,7 @@ class Nothing(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def handed_to(take: Callable[..., None], module: ModuleType = backend, arch: int = 80) -> Iterator[None]:
+def handed_to(take: Callable[..., None], module: ModuleType, arch: int) -> Iterator[None]:
     """In this block launches of a backend on tensors in the CPU's memory, as for a GPU of that arch, end at the driver.
 
     Args:
@@ -86,8 +88,8 @@ def handed_to(take: Callable[..., None], module: ModuleType = backend, arch: int
         yield
 
 
-def calls() -> dict[str, Callable[[], object]]:
-    """What is timed, by name: "training" is a forward that gradients are wanted of."""
+def calls(module: ModuleType) -> dict[str, Callable[[], object]]:
+    """What is timed of a backend, by name: "training" is a forward that gradients are wanted of."""
     q, k, v = (torch.randn(B, H, N, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     do = torch.randn(B, H, N, D, dtype=torch.bfloat16)
     real = torch.ones(B, N, dtype=torch.bool)
@@ -104,13 +106,13 @@ def calls() -> dict[str, Callable[[], object]]:
 
     named: dict[str, Callable[[], object]] = {}
     for name, mask in masks.items():
-        attend = functools.partial(fastattn.attention, q, k, v, mask, backend="triton")
+        attend = functools.partial(fastattn.attention, q, k, v, mask, backend=module.NAME)
         named |= {f"forward, {name}": attend, f"training, {name}": attend, f"backward, {name}": backward(attend())}
     spec, wanted = Spec(Mask(), D**-0.5), (True, True, True, False, False, False)
     inputs = tuple(x.detach() for x in (q, k, v))
-    o, lse = backend.forward(*inputs, spec)
-    named["forward, the backend alone"] = lambda: backend.forward(*inputs, spec)
-    named["backward, the backend alone"] = lambda: backend.backward(do, None, *inputs, o, lse, spec, wanted)
+    o, lse = module.forward(*inputs, spec)
+    named["forward, the backend alone"] = lambda: module.forward(*inputs, spec)
+    named["backward, the backend alone"] = lambda: module.backward(do, None, *inputs, o, lse, spec, wanted)
     nothing = functools.partial(Nothing.apply, q, k, v, lse)
     return named | {"training, a Function alone": nothing, "backward, a Function alone": backward(nothing())}
 
@@ -118,6 +120,7 @@ def calls() -> dict[str, Callable[[], object]]:
 def main() -> None:
     """Prints a row for each call: launches of Triton, microseconds, and the ratio to a launch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=ARCHS, default="triton")
     parser.add_argument("--rounds", type=positive, default=50)
     parser.add_argument("--calls", type=positive, default=50, help="calls in each sample")
     parser.add_argument("--filter", default="", metavar="WORDS", help="only rows with these words in their name")
@@ -129,11 +132,12 @@ def main() -> None:
         nonlocal launched
         launched += 1
 
-    with handed_to(count):
+    module = backend_by_name(options.backend)
+    with handed_to(count, module, ARCHS[options.backend]):
         x = torch.zeros(16)
         bare = lambda: nothing_kernel[(1,)](x, 7, num_warps=4)  # noqa: E731
         print(f"{'call':28} {'launches':>8} {'time':>8} {'ratio':>6}")
-        for name, call in calls().items():
+        for name, call in calls(module).items():
             if options.filter not in name:
                 continue
             with torch.set_grad_enabled(name.startswith("training")):

@@ -80,7 +80,8 @@ class Preference(NamedTuple):
 
 
 _PLAIN = {"mask": ("none", "causal")}
-_PLAIN_16_BITS = _PLAIN | {"dtype": ("float16", "bfloat16"), "head_dim": HEAD_DIMS}
+_16_BITS = {"dtype": ("float16", "bfloat16"), "head_dim": HEAD_DIMS}
+_PLAIN_16_BITS = _PLAIN | _16_BITS
 _PLAIN_FLOAT32 = _PLAIN | {"dtype": ("float32",)}
 _LONG = {"length": (0,)}
 _FORWARD, _TRAINING = {"training": (False,)}, {"training": (True,)}
@@ -125,7 +126,7 @@ DEFAULT = (
     ),
     Preference(
         "cuda", ("hopper", "triton"), "ahead of all that PyTorch has on an H100, in benchmarks/results: it computes no "
-        "hidden tiles", measured=True, calls=_PLAIN_16_BITS | {"mask": ("padding",)} | _LONG, capability=_HOPPER,
+        "hidden tiles", measured=True, calls=_16_BITS | {"mask": ("padding",)} | _LONG, capability=_HOPPER,
     ),
     Preference(
         "cuda", ("triton", "hopper"), "computes no hidden tiles, and builds no table of the mask", measured=False,

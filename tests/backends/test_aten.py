@@ -44,7 +44,7 @@ class Calls(TorchDispatchMode):
         ((9, 0), torch.bfloat16, 2, 150, SDPBackend.FLASH_ATTENTION, FLASH, FLASH),
         ((9, 0), torch.bfloat16, 2, 150, SDPBackend.CUDNN_ATTENTION, CUDNN, FLASH),
         ((9, 0), torch.bfloat16, 2, 127, SDPBackend.CUDNN_ATTENTION, FLASH, FLASH),
-        ((8, 0), torch.float32, 2, 150, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
+        ((7, 5), torch.float32, 2, 150, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
         ((7, 5), torch.float16, 4, 150, SDPBackend.EFFICIENT_ATTENTION, EFFICIENT, EFFICIENT),
     ],
     ids=str,
@@ -87,6 +87,19 @@ def test_kernels_for_gpus_get_rows_of_16_bytes_each(dtype):
     assert aten._as_kernels_read(aligned) is aligned
     of_cpu = torch.empty(65)[1:]
     assert aten._as_kernels_read(of_cpu) is of_cpu
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_gradients_that_tensor_cores_would_round_are_those_of_the_reference(capability, dtype, monkeypatch):
+    monkeypatch.setattr(aten.reference, "backward", lambda *_: "the reference's")
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability), FakeTensorMode():
+        q, lse = torch.empty(1, 2, 50, 64, dtype=dtype, device="cuda"), torch.empty(1, 2, 50, device="cuda")
+        is_rounded = aten._rounds_fp32(q)
+        if is_rounded:
+            call = (q, None, q, q, q, q, lse, Spec(Mask(), 0.125), (True,) * 3 + (False,) * 3)
+            assert aten.backward(*call) == "the reference's"
+    assert is_rounded == (capability >= (8, 0) and dtype == torch.float32)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])

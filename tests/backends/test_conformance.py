@@ -69,15 +69,8 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
 }
 
 
-def slack_of(backend, device, dtype) -> float:
-    """How many times the budget a backend may be off: 1 for all but PyTorch's kernels.
-
-    That of fp32 for CPUs has an exp of 20 units in the last place. That for GPUs of compute capability 8.0 and later
-    multiplies in three products of TF32, for which it serves by default in no training.
-    """
-    if backend is not aten:
-        return 1.0
-    return 5.0 if device == "cuda" and dtype == torch.float32 else 1.5
+SLACK = {aten: 1.5}  # PyTorch's fp32 kernel has an exp of 20 units in the last place
+OVERFLOWS = pytest.mark.xfail(strict=False, reason="PyTorch's kernels for GPUs have no headroom for the sum of values")
 
 
 def every_call() -> list[tuple]:
@@ -92,13 +85,17 @@ def every_call() -> list[tuple]:
     if os.environ.get("FASTATTN_PTX_BY_TURNS"):
         places += [machine for machine in PTX_MACHINES if machine not in CUDA_MACHINES]
     return [
-        (backend, device, case, dtype)
+        pytest.param(backend, device, case, dtype, marks=_overflows(backend, device, case, dtype))
         for backend, device in [*PLACES, *ON_MODELS]
         for i, case in enumerate(TESTED)
         for dtype in DTYPES
-        if (backend not in places or dtype is not turns[i % 2])
-        and not (backend is aten and device == "cuda" and (case.huge or case.huge_values))  # they overflow there
+        if backend not in places or dtype is not turns[i % 2]
     ]
+
+
+def _overflows(backend, device, case, dtype) -> tuple:
+    is_known = backend is aten and device == "cuda" and dtype is not torch.float16 and (case.huge or case.huge_values)
+    return (OVERFLOWS,) if is_known else ()
 
 
 @pytest.mark.parametrize(("backend", "device", "case", "dtype"), every_call(), ids=place_id, indirect=["backend"])
@@ -109,7 +106,7 @@ def test_case_is_right_or_refused(backend, device, case, dtype):
         with pytest.raises(NotImplementedError, match=re.escape("; ".join(why))):
             run(inputs, backend.NAME)
     else:
-        slack = slack_of(backend, device, dtype)
+        slack = SLACK.get(backend, 1.0)
         assert_right(inputs, run(inputs, backend.NAME), slack)
         if device == "cuda":  # where the launches of the second call of a kind are those of the first one
             others = make_inputs(case, dtype, device, seed=1)
@@ -361,7 +358,7 @@ def test_gradient_through_one_output_only(backend, device, output):
     arriving = (o, inputs.do) if output == "o" else (lse, inputs.dlse)
     gradients = torch.autograd.grad(*(arriving[0], list(leaves.values()), arriving[1]))
     results = {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
-    assert_right(inputs, results, slack_of(backend, device, inputs.q.dtype))
+    assert_right(inputs, results, SLACK.get(backend, 1.0))
 
 
 @on_each

@@ -18,7 +18,10 @@ the CPU, by a machine for PTX (`make ptx`); no GPU has executed them yet. `make 
 STAGE=bench` check and time them on a machine that has one, and `make gpu STAGE=hopper` those for Hopper alone, which
 have been compiled, and executed by that machine in what holds for every order of warps and loads."""
 # Colours of Okabe and Ito, which colour-blind readers tell apart.
-STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
+STYLES = (
+    *(("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D")),
+    *(("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"), ("#777777", "*")),
+)
 _TIMED = ("bench", "hopper", "cuda")
 _COMPARED = ("bench", "hopper")  # cuda is about a backend that others are faster than
 _OURS = "fastattn"
@@ -183,7 +186,11 @@ def _table(headings: tuple[str, ...], lines: list[tuple[object, ...]]) -> str:
 
 
 def _timed_rows(document: dict) -> Rows:
-    return [r for r in document["rows"] if r["stage"] in _COMPARED and r["verdict"] == "right" and r.get("case")]
+    """Right times of cases, of which those of the latest sources stand for what several stages have timed."""
+    age = {run["sources"]: i for i, run in enumerate(document["runs"])}
+    rows = [r for r in document["rows"] if r["stage"] in _COMPARED and r["verdict"] == "right" and r.get("case")]
+    rows.sort(key=lambda row: age[row["sources"]])
+    return list({tuple(map(row.get, ("level", "case", "dtype", "pass", "contender"))): row for row in rows}.values())
 
 
 def _readme_table(path: Path, document: dict) -> str:
@@ -230,11 +237,11 @@ def _draw_lengths(document: dict, path: Path) -> bool:
                 points = sorted(by_panel.get((timed, D, mask), {}).get(name, []))
                 axis.plot(*zip(*points, strict=True) if points else ([], []), color=colour, marker=marker, label=name)
             axis.set_xscale("log", base=2)
-            axis.set_ylim(bottom=0)
             axis.set_title(f"{timed}, D {D}, {mask}", fontsize=9)
             axis.tick_params(labelsize=7)
             axis.grid(axis="y", color="0.9", linewidth=0.6)
             axis.spines[["top", "right"]].set_visible(False)
+        line[0].set_ylim(bottom=0)  # of the whole line, once all is drawn: it ends the scaling of its top
     _finish(figure, panels[0, 0], "useful TFLOP/s by length, 16k tokens, bf16", document, path)
     return True
 

@@ -357,3 +357,14 @@ def test_the_command_needs_torch_alone_until_it_runs():
     code += "from benchmarks.gpu.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     done = fresh_python.run(code, cwd=ROOT)
     assert "truth" in done.stdout
+
+
+def test_of_what_two_stages_timed_the_latest_stands():
+    job = {"level": "attention", "case": "a", "dtype": "bf16", "pass": "forward", "verdict": "right"}
+    rows = [
+        job | {"stage": "bench", "contender": "fastattn hopper", "sources": "new", "tflops": 2.0},
+        job | {"stage": "hopper", "contender": "fastattn hopper", "sources": "old", "tflops": 1.0},
+        job | {"stage": "hopper", "contender": "SDPA", "sources": "old", "tflops": 3.0},
+    ]
+    document = {"runs": [{"sources": "old"}, {"sources": "new"}], "rows": rows}
+    assert sorted(row["tflops"] for row in render._timed_rows(document)) == [2.0, 3.0]

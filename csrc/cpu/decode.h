@@ -85,62 +85,95 @@ inline int64_t rows_of_chunk(const Input& x, int64_t d) {
   return greater(kChunkBytes / greater(d * bytes_of(x.dtype), 1) / kLanes, 1) * kLanes;
 }
 
-// The chunk of rows that comes next, from a place of the list on. It is prefetched while this one is multiplied, line
-// by line: the processor's own prefetching stops at the end of a page of memory, and takes in only what is read in
-// order.
-class NextRows {
+// The cache lines that a thread reads in items that follow each other, each of which is prefetched when so many bytes
+// are still to be read before it: the processor's own prefetching stops at the end of a page of memory, and takes in
+// only what is read in order.
+class LinesToCome {
  public:
-  NextRows(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t place, int64_t d) {
-    if (place >= keys.count || d == 0) return;
-    const int64_t key = keys.at(place), bytes = bytes_of(x.dtype);
-    row_ = x.row(b, h, key), stride_ = x.row_stride * bytes, lines_ = (d * bytes + kLine - 1) / kLine;
-    rows_ = lesser(rows_of_chunk(x, d), keys.count - place);
-    if (x.table) rows_ = lesser(rows_, x.page_rows - key % x.page_rows);
-    int64_t vectors = units(d) / kLanes;
-    if (0 < stride_ && stride_ < kLine) {  // several rows are in a line
-      const int64_t together = kLine / stride_;
-      stride_ *= together, vectors *= together, rows_ = (rows_ + together - 1) / together;
-    }
-    vectors_of_line_ = greater(vectors / lines_, 1);
+  // From the first key of an item on.
+  LinesToCome(const Params& p, const DecodeItem& item, const DecodeItem* next) : p_(p), item_(&item), next_(next) {
+    block_ = place_ = item.first_key;
+    step(kAhead);
   }
 
-  // This chunk, which is as large, is passed over so many times.
-  void spread(int64_t passes) { due_ = passes * vectors_of_line_; }
-
-  // As so many vectors of this chunk are read.
-  FASTATTN_INLINE void step(int64_t vectors) {
-    constexpr int kIntoL1 = 3;
-    for (done_ += vectors; done_ >= due_ && rows_ > 0; done_ -= due_) {
-      __builtin_prefetch(row_ + line_ * kLine, 0, kIntoL1);
-      if (++line_ == lines_) line_ = 0, row_ += stride_, --rows_;
+  // Follows as so many bytes are read.
+  FASTATTN_INLINE void step(int64_t bytes) {
+    for (due_ += bytes; due_ > 0; due_ -= kLine) {
+      if (line_ >= end_) next_row();
+      __builtin_prefetch(line_, 0, kIntoL1);
+      line_ += kLine;
     }
   }
 
  private:
-  static constexpr int64_t kLine = 64;
+  static constexpr int64_t kLine = 64, kAhead = 12 << 10;
+  static constexpr int kIntoL1 = 3;
 
-  const char* row_ = nullptr;
-  int64_t stride_ = 0, lines_ = 0, rows_ = 0;
-  int64_t vectors_of_line_ = 1, line_ = 0;
-  int64_t due_ = 1, done_ = 0;
+  FASTATTN_ONCE void next_row() {
+    if (rows_ == 0 && !next_rows()) {
+      due_ = INT64_MIN / 2;
+      return;
+    }
+    line_ = row_, end_ = row_ + bytes_of_row_;
+    row_ += stride_, --rows_;
+  }
+
+  // The rows that are read next: those on a page, or all keys of a block, and then its values.
+  bool next_rows() {
+    const int64_t last = lesser(block_ + kDecodeKeys, item_->last_key), d = of_values_ ? p_.d_v : p_.d_qk;
+    if (place_ >= last || d == 0) {
+      if (of_values_) block_ = last;
+      of_values_ = !of_values_, place_ = block_;
+      if (!of_values_ && block_ >= item_->last_key) {
+        if (!next_) return false;
+        item_ = next_, next_ = nullptr, block_ = place_ = item_->first_key;
+      }
+      return next_rows();
+    }
+    const Input& x = of_values_ ? p_.v : p_.k;
+    const IndexList& keys = p_.keys[item_->b];
+    const int64_t key = keys.at(place_), bytes = bytes_of(x.dtype);
+    rows_ = last - place_;
+    if (x.table) rows_ = lesser(rows_, x.page_rows - key % x.page_rows);
+    place_ += rows_;
+    row_ = x.row(item_->b, item_->h_kv, key), stride_ = x.row_stride * bytes, bytes_of_row_ = d * bytes;
+    if (x.scales) prefetch_scales(x.scale(item_->b, item_->h_kv, key), x.row_stride_of_scales * 4, rows_);
+    if (stride_ < bytes_of_row_ + kLine) bytes_of_row_ += (rows_ - 1) * stride_, rows_ = 1;
+    return true;
+  }
+
+  static void prefetch_scales(const float* scales, int64_t stride, int64_t rows) {
+    const auto* line = reinterpret_cast<const char*>(scales);
+    const int64_t together = stride < kLine ? kLine / greater(stride, 1) : 1;
+    for (int64_t i = 0; i < rows; i += together, line += together * stride) __builtin_prefetch(line, 0, kIntoL1);
+  }
+
+  const Params& p_;
+  const DecodeItem *item_, *next_;
+  int64_t block_, place_;
+  bool of_values_ = false;
+  const char *row_ = nullptr, *line_ = nullptr, *end_ = nullptr;
+  int64_t stride_ = 0, bytes_of_row_ = 0, rows_ = 0;
+  int64_t due_ = 0;
 };
 
-// Rows that are read by whole vectors of units, with what comes next.
+// Rows that are read by whole vectors of units, with what comes after them.
 template <class Element>
 struct Stream {
   const Element* data;
   int64_t stride;
-  NextRows* next;
+  LinesToCome* to_come;
+  int64_t bytes_of_row;  // that one pass over them counts as read
 
   FASTATTN_INLINE Floats row(int64_t i, int64_t vector) const {
     return load_units(data + i * stride + vector * kLanes * kPerUnit);
   }
   // As the right factor of a sum over the rows.
   FASTATTN_INLINE Floats operator()(int64_t step, int64_t vector) const {
-    if (vector == 0) next->step(kColumns);
+    if (vector == 0 && step % 4 == 0) to_come->step(4 * kPerUnit * bytes_of_row);
     return across_rows([&](int64_t i, int64_t c) { return row(i, c); }, step, vector);
   }
-  Stream at_column(int64_t column) const { return {data + column, stride, next}; }
+  Stream at_column(int64_t column, int64_t bytes) const { return {data + column, stride, to_come, bytes}; }
 };
 
 // Keys whose products with R rows the registers hold: a power of two, so that it divides the lanes.
@@ -154,10 +187,11 @@ constexpr int kKeysAtOnce = R == 1                                          ? kL
 template <int R, class Element>
 FASTATTN_INLINE void dot_products(const float* q, Stream<Element> k, int64_t n, int64_t d, float* s) {
   constexpr int kKeys = kKeysAtOnce<R>, kRowsOfVector = kKeys < kLanes ? kLanes / kKeys : 1;
+  const int64_t bytes_of_vector = k.bytes_of_row * kLanes / units(d);
   for (int64_t i = 0; i < n; i += kKeys) {
     Floats products[R * kKeys / kLanes][kLanes] = {};  // those of a row side by side
     for (int64_t vector = 0; vector < units(d) / kLanes; ++vector) {
-      k.next->step(kKeys);
+      k.to_come->step(kKeys * bytes_of_vector);
       Floats part_of_q[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) part_of_q[r] = load(q + r * units(d) + vector * kLanes);
@@ -237,27 +271,15 @@ void softmax_step(const Params& p, float headroom, int64_t n, float* s, float& m
   l += sum_of_lanes(sum);
 }
 
-// Has the processor look up where the memory of the page is that has this place of the list, which takes it as long as
-// reading it: pages lie in any order.
-inline void find_address(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t place) {
-  constexpr int64_t kPageOfMemory = 4096;
-  constexpr int kIntoL2 = 2;
-  if (place >= keys.count) return;
-  const char* const row = x.row(b, h, keys.at(place));
-  const int64_t of_row = x.row_stride * bytes_of(x.dtype), bytes = x.page_rows * of_row;
-  for (int64_t at = 0; at < bytes; at += greater(kPageOfMemory, of_row)) __builtin_prefetch(row + at, 0, kIntoL2);
-}
-
 // use(some rows by whole vectors, the first of them, their number, their scales), for all rows of n keys: in the dtype
 // they have in memory where they can be read there, chunk by chunk, else as copied units, with zeros up to a multiple
-// of kLanes rows. Scales are null where the rows are what they should be. Each chunk takes some passes; `then` is what
-// follows the last one.
+// of kLanes rows. Scales are null where the rows are what they should be. Each chunk takes some passes.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
-                                  int64_t d, float* copy, int64_t passes, NextRows then, Use use) {
+                                  int64_t d, float* copy, int64_t passes, LinesToCome& to_come, Use use) {
   const bool by_vectors = n % kLanes == 0 && d % (kLanes * kPerUnit) == 0;
   const bool pages_are_vectors = x.table && x.page_rows % kLanes == 0 && keys.at(first) % kLanes == 0;
-  then.spread(passes);
+  const int64_t bytes_of_row = (d * bytes_of(x.dtype) + passes - 1) / passes;
   if (by_vectors && (x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n)))) {
     with_rows_of_units(x, [&](auto* data) {
       using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
@@ -274,17 +296,14 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
             of_rows = scales;
           }
         }
-        NextRows next = end < n ? NextRows(x, b, h, keys, first + end, d) : then;
-        next.spread(passes);
-        if (x.table) find_address(x, b, h, keys, first + end + x.page_rows);
         const auto* rows = reinterpret_cast<const Element*>(x.row(b, h, key));
-        use(Stream<Element>{rows, x.row_stride, &next}, i, end - i, of_rows);
+        use(Stream<Element>{rows, x.row_stride, &to_come, bytes_of_row}, i, end - i, of_rows);
       }
     });
   } else {
     const Rows rows = rows_of(x, b, h, keys, first, n, padded(n), d, true, copy);
     const auto* data = reinterpret_cast<const LeftElement*>(rows.data);
-    use(Stream<LeftElement>{data, rows.stride * kPerUnit, &then}, 0, padded(n), nullptr);
+    use(Stream<LeftElement>{data, rows.stride * kPerUnit, &to_come, bytes_of_row}, 0, padded(n), nullptr);
   }
 }
 
@@ -305,8 +324,9 @@ void multiply_columns(float* s, int64_t rows, int64_t n, const float* scales) {
   }
 }
 
-void decode(const Params& p, const DecodeItem& item, float* parts, float* scratch) {
+void decode(const Params& p, const DecodeItem& item, const DecodeItem* next, float* parts, float* scratch) {
   const DecodeScratch w(p, scratch);
+  LinesToCome to_come(p, item, next);
   const int64_t b = item.b, h_kv = item.h_kv, rows = decode_rows(p, b);
   const IndexList &queries = p.queries[b], &key_list = p.keys[b];
   const float headroom = headroom_log2(p);
@@ -346,8 +366,7 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     while (row_begin < row_end && !sees_some(row_begin, block, first, n)) ++row_begin;
     if (row_begin == row_end) return;
     const int64_t rows_seeing = row_end - row_begin, tiles = (rows_seeing + kRowsAtOnce - 1) / kRowsAtOnce;
-    const NextRows values(p.v, b, h_kv, key_list, first, p.d_v), keys_then(p.k, b, h_kv, key_list, first + n, p.d_qk);
-    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, tiles, values,
+    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, tiles, to_come,
                  [&](auto k, int64_t i, int64_t n_rows, const float* scales) {
                    each_tile<kRowsAtOnce>(row_begin, row_end, [&](auto tile, int64_t row) {
                      dot_products<tile>(w.q + row * units(p.d_qk), k, n_rows, p.d_qk, w.s + row * kDecodeKeys + i);
@@ -371,13 +390,14 @@ void decode(const Params& p, const DecodeItem& item, float* parts, float* scratc
     }
     const Target o{decode_part(p, parts, item, item.part, row_begin).o, row_of_part(p)};
     const int64_t tiles_of_values = (rows_seeing + kTileRows<kColumns> - 1) / kTileRows<kColumns>;
-    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, tiles_of_values, keys_then,
+    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, tiles_of_values, to_come,
                  [&](auto v, int64_t i, int64_t n_rows, const float* scales) {
                    multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
                    each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
                      const Target to{o.data + column, o.stride};
                      const Rows weights{w.s + row_begin * kDecodeKeys + i / kPerUnit, kDecodeKeys};
-                     add_values<vectors>(to, row_end - row_begin, n_rows, weights, v.at_column(column));
+                     add_values<vectors>(to, row_end - row_begin, n_rows, weights,
+                                         v.at_column(column, v.bytes_of_row * vectors * kLanes / padded(p.d_v)));
                    });
                  });
   };

@@ -45,8 +45,8 @@ inline bool decodes(const Params& p) {
   return !p.dropout.drops && rows <= (p.n_q <= kFewQueries ? kDecodeRows : kFewRows);
 }
 
-// The parts of a head follow each other. Their number is that of the keys of its own sample, so that the bits of a
-// sample do not depend on others.
+// The parts of a head follow each other; on pages the heads of a part do, whose rows are nearer there. Their number is
+// that of the keys of its own sample, so that the bits of a sample do not depend on others.
 inline std::vector<DecodeItem> decode_items(const Params& p) {
   constexpr int64_t kKeysOfPart = 512;
   constexpr int64_t kWhole = 64;  // all parts but the last are whole vectors of keys, which are read where they lie
@@ -54,11 +54,11 @@ inline std::vector<DecodeItem> decode_items(const Params& p) {
   for (int64_t b = 0; b < p.B; ++b) {
     const int64_t keys = p.keys[b].count, n_parts = std::max<int64_t>((keys + kKeysOfPart - 1) / kKeysOfPart, 1);
     const auto begin = [&](int64_t part) { return part == n_parts ? keys : part * keys / n_parts / kWhole * kWhole; };
-    for (int64_t h_kv = 0; h_kv < p.H_kv; ++h_kv) {
-      const auto first_part = int64_t(items.size());
-      for (int64_t part = 0; part < n_parts; ++part) {
-        items.push_back({b, h_kv, first_part, part, n_parts, begin(part), begin(part + 1)});
-      }
+    const auto first_of_sample = int64_t(items.size());
+    const int64_t items_of_sample = p.H_kv * n_parts;
+    for (int64_t i = 0; i < items_of_sample; ++i) {
+      const int64_t h_kv = p.k.table ? i % p.H_kv : i / n_parts, part = p.k.table ? i / p.H_kv : i % n_parts;
+      items.push_back({b, h_kv, first_of_sample + h_kv * n_parts, part, n_parts, begin(part), begin(part + 1)});
     }
   }
   return items;

@@ -93,7 +93,7 @@ class LinesToCome {
   // From the first key of an item on.
   LinesToCome(const Params& p, const DecodeItem& item, const DecodeItem* next) : p_(p), item_(&item), next_(next) {
     block_ = place_ = item.first_key;
-    step(kAhead);
+    item.is_begun ? skip(kAhead) : step(kAhead);
   }
 
   // Follows as so many bytes are read.
@@ -108,6 +108,15 @@ class LinesToCome {
  private:
   static constexpr int64_t kLine = 64, kAhead = 12 << 10;
   static constexpr int kIntoL1 = 3;
+
+  // Those bytes have been prefetched.
+  void skip(int64_t bytes) {
+    for (due_ += bytes; due_ > 0;) {
+      if (line_ >= end_) next_row();
+      const int64_t lines = lesser((due_ + kLine - 1) / kLine, (end_ - line_ + kLine - 1) / kLine);
+      line_ += lines * kLine, due_ -= lines * kLine;
+    }
+  }
 
   FASTATTN_ONCE void next_row() {
     if (rows_ == 0 && !next_rows()) {
@@ -170,7 +179,7 @@ struct Stream {
   }
   // As the right factor of a sum over the rows.
   FASTATTN_INLINE Floats operator()(int64_t step, int64_t vector) const {
-    if (vector == 0 && step % 4 == 0) to_come->step(4 * kPerUnit * bytes_of_row);
+    if (vector == 0) to_come->step(kPerUnit * bytes_of_row);
     return across_rows([&](int64_t i, int64_t c) { return row(i, c); }, step, vector);
   }
   Stream at_column(int64_t column, int64_t bytes) const { return {data + column, stride, to_come, bytes}; }

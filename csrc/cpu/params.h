@@ -213,6 +213,7 @@ struct ForwardItem {
 struct DecodeItem {
   int64_t b, h_kv, first_part, part, n_parts;
   int64_t first_key, last_key;
+  bool is_begun = false;  // whether the thread has prefetched the first rows, as `next` of the item before
 };
 constexpr int64_t kDecodeRows = 128;  // most rows, of all heads together
 

@@ -22,12 +22,13 @@ const Item* item_or_null(const std::vector<Item>& items, int64_t i) {
 // The thread that ends the last part of a head joins all of them, in order: no thread works on the others then.
 template <class ForEach>
 void run_decode(const DecodeKernels& kernels, const Params& p, const ForwardOutputs& out, ForEach for_each) {
-  const auto items = decode_items(p);
+  auto items = decode_items(p);
   const std::unique_ptr<float[]> parts(new float[items.size() * kernels.parts_size(p)]);
   std::vector<std::atomic<int64_t>> ended(p.B * p.H_kv);  // parts of each head
   for_each(int64_t(items.size()), kernels.scratch(p), [&](int64_t i, int64_t next, float* scratch) {
     const DecodeItem& item = items[i];
     kernels.attend(p, item, item_or_null(items, next), parts.get(), scratch);
+    if (next < int64_t(items.size())) items[next].is_begun = true;
     if (ended[item.b * p.H_kv + item.h_kv].fetch_add(1) + 1 == item.n_parts) {
       kernels.combine(p, out, item, parts.get());
     }

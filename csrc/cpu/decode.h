@@ -92,8 +92,9 @@ class LinesToCome {
  public:
   // From the first key of an item on.
   LinesToCome(const Params& p, const DecodeItem& item, const DecodeItem* next) : p_(p), item_(&item), next_(next) {
+    const int64_t ahead = p.k.dtype == DType::i8 ? 8 << 10 : 12 << 10;  // more bytes where they take less time
     block_ = place_ = item.first_key;
-    item.is_begun ? skip(kAhead) : step(kAhead);
+    item.is_begun ? skip(ahead) : step(ahead);
   }
 
   // Follows as so many bytes are read.
@@ -106,15 +107,18 @@ class LinesToCome {
   }
 
  private:
-  static constexpr int64_t kLine = 64, kAhead = 12 << 10;
+  static constexpr int64_t kLine = 64;
   static constexpr int kIntoL1 = 3;
+
+  static constexpr int64_t up_to_line(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
   // Those bytes have been prefetched.
   void skip(int64_t bytes) {
     for (due_ += bytes; due_ > 0;) {
       if (line_ >= end_) next_row();
-      const int64_t lines = lesser((due_ + kLine - 1) / kLine, (end_ - line_ + kLine - 1) / kLine);
-      line_ += lines * kLine, due_ -= lines * kLine;
+      const int64_t bytes_of_lines = up_to_line(lesser(due_, end_ - line_));
+      if (bytes_of_lines <= 0) return;  // there are no more rows
+      line_ += bytes_of_lines, due_ -= bytes_of_lines;
     }
   }
 

@@ -1,6 +1,6 @@
 """Prints what a quantized cache changes: the loss of a small decoder, which is trained here, and its tokens a second.
 
-    python benchmarks/quantized_cache.py [--steps 150] [--requests 8] [--threads 2]
+    python benchmarks/quantized_cache.py [--steps 150] [--requests 32] [--threads 2]
 
 The decoder has the sizes of MiniLM: 6 layers of 384, 12 heads of 32, fp32. It learns the bytes of this repository's
 files, but for every twentieth block of them, on which its loss is measured: each token then reads those before it from
@@ -98,7 +98,7 @@ def main() -> None:
     """Prints the loss in bits a byte, how often the likeliest byte is the same, and the tokens a second."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150, help="of training")
-    parser.add_argument("--requests", type=int, default=8, help="that generate together")
+    parser.add_argument("--requests", type=int, default=32, help="that generate together")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the comparison of speeds")
     options = parser.parse_args()

@@ -200,7 +200,7 @@ constexpr int kKeysAtOnce = R == 1                                          ? kL
 template <int R, class Element>
 FASTATTN_INLINE void dot_products(const float* q, Stream<Element> k, int64_t n, int64_t d, float* s) {
   constexpr int kKeys = kKeysAtOnce<R>, kRowsOfVector = kKeys < kLanes ? kLanes / kKeys : 1;
-  const int64_t bytes_of_vector = k.bytes_of_row * kLanes / units(d);
+  const int64_t bytes_of_vector = k.bytes_of_row * kLanes / greater(units(d), 1);
   for (int64_t i = 0; i < n; i += kKeys) {
     Floats products[R * kKeys / kLanes][kLanes] = {};  // those of a row side by side
     for (int64_t vector = 0; vector < units(d) / kLanes; ++vector) {

@@ -42,6 +42,7 @@ CHUNKED = (
 ONE_HEAD = (
     Case("one-head", "fewer heads than threads: dq apart from dk and dv", B=1, H=1, n_q=300, n_k=700, causal=True),
     Case("one-group", "dk and dv of a group of heads", B=1, H=4, H_kv=1, n_q=200, n_k=500, keys="holes", queries=True),
+    Case("decode-no-head-dim", "one query whose scores are all 0", H=4, H_kv=2, n_q=1, n_k=300, D=0, d_v=8, scale=1.0),
     Case("three-heads", "one head more than two threads", B=3, H=1, n_q=130, n_k=500, window=(100, 40), keys="right"),
 )
 DROPPED = (

@@ -834,6 +834,7 @@ def test_what_is_not_taken_is_said():
 
 def thread_times(*runs: Callable[[], object], repeats: int = 7) -> list[float]:
     """Seconds that this thread computes in each run, the least of several: in turn, so that each has quiet moments."""
+    torch.empty(31 << 20, dtype=torch.uint8)  # glibc keeps what is smaller, so that no run has to get pages of memory
     times = [[] for _ in runs]
     for compute, of_run in [*zip(runs, times, strict=True)] * (repeats + 1):
         start = time.thread_time()

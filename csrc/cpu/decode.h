@@ -90,11 +90,11 @@ inline int64_t rows_of_chunk(const Input& x, int64_t d) {
 // only what is read in order.
 class LinesToCome {
  public:
-  // From the first key of an item on.
-  LinesToCome(const Params& p, const DecodeItem& item, const DecodeItem* next) : p_(p), item_(&item), next_(next) {
-    const int64_t ahead = p.k.dtype == DType::i8 ? 8 << 10 : 12 << 10;  // more bytes where they take less time
-    block_ = place_ = item.first_key;
-    item.is_begun ? skip(ahead) : step(ahead);
+  // Of an item whose blocks of keys begin at `begin` and end at `end` or after it, and then of the next one.
+  LinesToCome(const Params& p, const DecodeItem& item, int64_t begin, int64_t end, const DecodeItem* next)
+      : p_(p), item_(&item), next_(next), block_(begin), place_(begin), end_of_item_(end) {
+    const int64_t ahead = p.k.dtype == DType::i8 ? 8 << 10 : 12 << 10;  // rows of 8 bits take longer for each byte
+    item.is_begun&& begin == item.first_key ? skip(ahead) : step(ahead);
   }
 
   // Follows as so many bytes are read.
@@ -137,9 +137,9 @@ class LinesToCome {
     if (place_ >= last || d == 0) {
       if (of_values_) block_ = last;
       of_values_ = !of_values_, place_ = block_;
-      if (!of_values_ && block_ >= item_->last_key) {
+      if (!of_values_ && block_ >= end_of_item_) {
         if (!next_) return false;
-        item_ = next_, next_ = nullptr, block_ = place_ = item_->first_key;
+        item_ = next_, next_ = nullptr, block_ = place_ = item_->first_key, end_of_item_ = item_->last_key;
       }
       return next_rows();
     }
@@ -163,7 +163,7 @@ class LinesToCome {
 
   const Params& p_;
   const DecodeItem *item_, *next_;
-  int64_t block_, place_;
+  int64_t block_, place_, end_of_item_;
   bool of_values_ = false;
   const char *row_ = nullptr, *line_ = nullptr, *end_ = nullptr;
   int64_t stride_ = 0, bytes_of_row_ = 0, rows_ = 0;
@@ -337,9 +337,8 @@ void multiply_columns(float* s, int64_t rows, int64_t n, const float* scales) {
   }
 }
 
-void decode(const Params& p, const DecodeItem& item, const DecodeItem* next, float* parts, float* scratch) {
+void decode(const Params& p, const DecodeItem& item, DecodeItem* next, float* parts, float* scratch) {
   const DecodeScratch w(p, scratch);
-  LinesToCome to_come(p, item, next);
   const int64_t b = item.b, h_kv = item.h_kv, rows = decode_rows(p, b);
   const IndexList &queries = p.queries[b], &key_list = p.keys[b];
   const float headroom = headroom_log2(p);
@@ -359,6 +358,10 @@ void decode(const Params& p, const DecodeItem& item, const DecodeItem* next, flo
     __builtin_memset(part.o, 0, padded(p.d_v) * sizeof(float));
   }
 
+  const int64_t begin = greater(item.first_key, key_list.lower_bound(seen.begin) / kDecodeKeys * kDecodeKeys);
+  const int64_t end = lesser(item.last_key, key_list.lower_bound(seen.end));
+  if (begin >= end) return;
+  LinesToCome to_come(p, item, begin, end, next);
   const auto sees = [&](int64_t row, int64_t key) {
     const auto [h, query] = head_and_query(p, b, h_kv, row);
     return visible[row].contains(key) && !p.in_gap(gaps[row], b, h, query, key);
@@ -414,11 +417,12 @@ void decode(const Params& p, const DecodeItem& item, const DecodeItem* next, flo
                    });
                  });
   };
-  each_key_block(key_list, seen, 0, item.first_key, item.last_key, kDecodeKeys, [&](int64_t first, int64_t n) {
-    const int64_t rest = n % kLanes;  // these few have to be copied
+  for (int64_t first = begin; first < end; first += kDecodeKeys) {
+    const int64_t n = lesser(kDecodeKeys, item.last_key - first), rest = n % kLanes;  // these few have to be copied
     if (n > rest) attend(first, n - rest);
     if (rest > 0) attend(first + n - rest, rest);
-  });
+  }
+  if (next) next->is_begun = true;
 }
 
 // Joins the parts of the heads that share keys, and writes their outputs and lse. of_head: any item of theirs.

@@ -273,7 +273,7 @@ struct BackwardItem {
 struct DecodeKernels {
   int64_t (*parts_size)(const Params&);  // floats for each part of the heads that share keys
   int64_t (*scratch)(const Params&);
-  void (*attend)(const Params&, const DecodeItem&, const DecodeItem* next, float* parts, float* scratch);
+  void (*attend)(const Params&, const DecodeItem&, DecodeItem* next, float* parts, float* scratch);
   void (*combine)(const Params&, const ForwardOutputs&, const DecodeItem& of_head, float* parts);
 };
 

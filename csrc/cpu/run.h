@@ -27,8 +27,7 @@ void run_decode(const DecodeKernels& kernels, const Params& p, const ForwardOutp
   std::vector<std::atomic<int64_t>> ended(p.B * p.H_kv);  // parts of each head
   for_each(int64_t(items.size()), kernels.scratch(p), [&](int64_t i, int64_t next, float* scratch) {
     const DecodeItem& item = items[i];
-    kernels.attend(p, item, item_or_null(items, next), parts.get(), scratch);
-    if (next < int64_t(items.size())) items[next].is_begun = true;
+    kernels.attend(p, item, next < int64_t(items.size()) ? &items[next] : nullptr, parts.get(), scratch);
     if (ended[item.b * p.H_kv + item.h_kv].fetch_add(1) + 1 == item.n_parts) {
       kernels.combine(p, out, item, parts.get());
     }

@@ -101,14 +101,14 @@ class LinesToCome {
   FASTATTN_INLINE void step(int64_t bytes) {
     for (due_ += bytes; due_ > 0; due_ -= kLine) {
       if (line_ >= end_) next_row();
-      __builtin_prefetch(line_, 0, kIntoL1);
+      __builtin_prefetch(line_, 0, kIntoL2);
       line_ += kLine;
     }
   }
 
  private:
   static constexpr int64_t kLine = 64;
-  static constexpr int kIntoL1 = 3;
+  static constexpr int kIntoL2 = 2;
 
   static constexpr int64_t up_to_line(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
@@ -158,7 +158,7 @@ class LinesToCome {
   static void prefetch_scales(const float* scales, int64_t stride, int64_t rows) {
     const auto* line = reinterpret_cast<const char*>(scales);
     const int64_t together = stride < kLine ? kLine / greater(stride, 1) : 1;
-    for (int64_t i = 0; i < rows; i += together, line += together * stride) __builtin_prefetch(line, 0, kIntoL1);
+    for (int64_t i = 0; i < rows; i += together, line += together * stride) __builtin_prefetch(line, 0, kIntoL2);
   }
 
   const Params& p_;
@@ -396,9 +396,13 @@ void decode(const Params& p, const DecodeItem& item, DecodeItem* next, float* pa
         finish_scores_of_query(p, b, h, query, key_list, first, n, s);
       }
       if (n == n_padded && !gaps[row] && visible[row].begin <= block.begin && block.end <= visible[row].end) continue;
-      for (int64_t i = 0; i < n_padded; ++i) {
-        if (i >= n || !sees(row, key_list.at(first + i))) s[i] = -kInfinity;
+      const auto place = [&](int64_t key) { return lesser(greater(key_list.lower_bound(key) - first, 0), n); };
+      const int64_t seen_begin = place(visible[row].begin), seen_end = place(visible[row].end);
+      for (int64_t i = 0; i < seen_begin; ++i) s[i] = -kInfinity;
+      for (int64_t i = seen_begin; gaps[row] && i < seen_end; ++i) {
+        if (!sees(row, key_list.at(first + i))) s[i] = -kInfinity;
       }
+      for (int64_t i = seen_end; i < n_padded; ++i) s[i] = -kInfinity;
     }
     for (int64_t row = row_begin; row < row_end; ++row) {
       const DecodePart part = decode_part(p, parts, item, item.part, row);

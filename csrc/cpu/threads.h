@@ -94,7 +94,10 @@ void take_shares(int64_t n, int64_t scratch_floats, const Run& run) {
     float* const own = scratch.of_thread(thread, scratch_floats);
     for (int64_t turn = 0; turn < threads; ++turn) {
       const int64_t share = (thread + turn) % threads, end = (share + 1) * n / threads;
-      for (int64_t i; (i = next[share].fetch_add(1)) < end;) run(i, n, own);
+      for (int64_t i = next[share].fetch_add(1), after; i < end; i = after) {
+        after = next[share].fetch_add(1);
+        run(i, after < end ? after : n, own);
+      }
     }
   });
 }

@@ -159,13 +159,18 @@ constexpr int transposed_lane(int j) {
   return j & S ? kLanes + j : j + S;
 }
 
+template <int... I>
+FASTATTN_INLINE Floats lanes_of(Floats a, Floats b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, Ints{I...});
+#endif
+}
+
 template <int S, bool kUpper, int... J>
 FASTATTN_INLINE Floats exchange(Floats a, Floats b, std::integer_sequence<int, J...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, transposed_lane<S, kUpper>(J)...);
-#else
-  return __builtin_shuffle(a, b, Ints{transposed_lane<S, kUpper>(J)...});
-#endif
+  return lanes_of<transposed_lane<S, kUpper>(J)...>(a, b);
 }
 
 template <int S = 1>
@@ -181,13 +186,32 @@ FASTATTN_INLINE void transpose(Floats (&rows)[kLanes]) {
   if constexpr (2 * S < kLanes) transpose<2 * S>(rows);
 }
 
-// The sums of the lanes of each vector, that of vector i in lane i: a transpose that adds what would be added after it.
+// Half of the lanes of two vectors, each of which holds parts of S sums: those that meet the other half's in a step of
+// sums_of_lanes. No step takes a lane out of its four but those that move fours whole, which processors do fastest.
+template <int S, bool kFirst>
+constexpr int halved_lane(int j) {
+  const int four = j / 4, in_four = j % 4, other = kFirst ? 0 : 1;
+  if constexpr (S == 1) {
+    return in_four % 2 * kLanes + 4 * four + in_four / 2 + 2 * other;
+  } else if constexpr (S == 2) {
+    return in_four / 2 * kLanes + 4 * four + in_four % 2 + 2 * other;
+  } else {
+    constexpr int kFoursOfEach = kLanes / 8;
+    return four / kFoursOfEach * kLanes + 4 * (four % kFoursOfEach * 2 + other) + in_four;
+  }
+}
+
+template <int S, int... J>
+FASTATTN_INLINE Floats sum_of_halves(Floats a, Floats b, std::integer_sequence<int, J...>) {
+  return lanes_of<halved_lane<S, true>(J)...>(a, b) + lanes_of<halved_lane<S, false>(J)...>(a, b);
+}
+
+// The sums of the lanes of each vector, that of vector i in lane i.
 template <int S = 1>
 FASTATTN_INLINE Floats sums_of_lanes(Floats (&rows)[kLanes]) {
-  using Lanes = std::make_integer_sequence<int, kLanes>;
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; i += 2 * S) {
-    rows[i] = exchange<S, true>(rows[i], rows[i + S], Lanes{}) + exchange<S, false>(rows[i], rows[i + S], Lanes{});
+    rows[i] = sum_of_halves<S>(rows[i], rows[i + S], std::make_integer_sequence<int, kLanes>{});
   }
   if constexpr (2 * S < kLanes) return sums_of_lanes<2 * S>(rows);
   return rows[0];

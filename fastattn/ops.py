@@ -99,12 +99,10 @@ def short_way(
         with_lse: lse is not None.
         average_heads: the second is the weights instead, as `attention_with_weights` has them.
     """
-    if is_compiling() or _any_autocast() or _watched():
-        return None
-    known = short_ways.get(backends.BACKENDS)
+    known = short_functions()
     if known is None or not (mask is None or isinstance(mask, Mask)):
         return None
-    attend, backward, backend = known
+    attend, backward, _, backend = known
     outputs = attend(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, with_lse, average_heads)
     if outputs is None:
         return None
@@ -115,6 +113,11 @@ def short_way(
         result = _apply_short(q, k, v, (o, lse, other, average_heads, terms, backward, backend))
         return (result, None) if other is None else result
     return o, other
+
+
+def short_functions() -> tuple | None:
+    """An entry of `plan.short_ways`; None where there is none yet, or where PyTorch has to do with every call."""
+    return None if is_compiling() or _any_autocast() or _watched() else short_ways.get(backends.BACKENDS)
 
 
 def _spec(q: Tensor, mask: Mask | None, scale: float | None, *terms) -> Spec:

@@ -52,8 +52,8 @@ class Plan(NamedTuple):
 
 
 _plans: dict[tuple, Plan] = {}
-short_ways: dict[tuple[ModuleType, ...], tuple[Callable, Callable, ModuleType]] = {}
-"""What `short_way` of fastattn/ops.py calls, its backward, and the backend they are of, by the backends there were."""
+short_ways: dict[tuple[ModuleType, ...], tuple[Callable, Callable, Callable, ModuleType]] = {}
+"""What `short_way` of a backend gives, and the backend, by the backends there were."""
 
 
 def forget_plans() -> None:

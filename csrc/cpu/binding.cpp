@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -589,6 +590,88 @@ PyObject* attend(Arguments in) {
   Py_RETURN_NONE;
 }
 
+// Pages [pages, keys of a page, H_kv, D], or their scales without the last, with the heads before the keys.
+Tensor heads_first(const Tensor& pages) {
+  Sizes sizes, strides;
+  for (int64_t i = 0; i < pages.dim(); ++i) {
+    const int64_t from = i == 1 ? 2 : i == 2 ? 1 : i;
+    sizes.push_back(pages.size(from)), strides.push_back(pages.stride(from));
+  }
+  return pages.viewed(sizes, strides);
+}
+
+// Whether rows of new tokens [n, H_kv, D] can be copied into pages [pages, keys of a page, H_kv, D].
+bool fit_in_pages(const Tensor& rows, const Tensor& pages) {
+  bool fits = rows.dim() == 3 && rows.size(1) == pages.size(2) && rows.size(2) == pages.size(3) &&
+              rows.same_dtype(pages) && rows.has_rows() && pages.has_rows();
+  for (int64_t i = 0; i < 3; ++i) fits = fits && (pages.stride(i) != 0 || pages.size(i) == 1);
+  return fits;
+}
+
+// Copies row i to the row in_page[i] of the page page[i].
+void copy_to_pages(const Tensor& rows, const Tensor& pages, const int64_t* page, const int64_t* in_page) {
+  const int64_t size = rows.element_size();
+  for (int64_t i = 0; i < rows.size(0); ++i) {
+    for (int64_t h = 0; h < rows.size(1); ++h) {
+      char* const to =
+          pages.data() + (page[i] * pages.stride(0) + in_page[i] * pages.stride(1) + h * pages.stride(2)) * size;
+      std::memmove(to, rows.data() + (i * rows.stride(0) + h * rows.stride(1)) * size, rows.size(2) * size);
+    }
+  }
+}
+
+// Calls of fastattn.attention_paged with which PyTorch has nothing to do, whose requests have as many queries each.
+// Returns o [B * n, H, d_v]; None, as `attend` does, for any other call. Arguments: q [B * n, H, D], k and v in pages
+// [pages, keys of a page, H_kv, D], a Mask, scale, None, softcap, alibi_slopes, sinks; int32 [B, pages of a request];
+// the scales of k and v, or None; the keys and values of the tokens of q, which are written to pages first, or None;
+// and int64 [B * n] twice: their pages, and their rows there; n.
+PyObject* attend_paged(Arguments in) {
+  try {
+    std::array<MaybeTensor, 8> given;
+    constexpr const char* kNames[] = {"q", "k_pages", "v_pages", "block_table", "k_scales", "v_scales", "k", "v"};
+    constexpr int kPlaces[] = {0, 1, 2, 9, 10, 11, 12, 13};
+    for (int i = 0; i < 8; ++i) {
+      if (!read_constant(in[kPlaces[i]], kNames[i], given[i])) Py_RETURN_NONE;
+    }
+    const auto& [q, k, v, table, k_scales, v_scales, new_k, new_v] = given;
+    if (!q || !k || !v || !table || q->dim() != 3 || k->dim() != 4 || v->dim() != 4 || table->dim() != 2 ||
+        !q->has_rows() || !k->has_rows() || !v->has_rows() || q->numel() == 0 || v->numel() == 0) {
+      Py_RETURN_NONE;
+    }
+    const auto spec = read_spec(in + 3, q->size(2));
+    const int64_t tokens = q->size(0), B = table->size(0), H = q->size(1), n = integer(in[16]);
+    if (!spec || n * B != tokens || k->size(0) != v->size(0)) Py_RETURN_NONE;
+    std::array<MaybeTensor, 2> scales;
+    if (k_scales && k_scales->dim() == 3) scales[0] = heads_first(*k_scales);
+    if (v_scales && v_scales->dim() == 3) scales[1] = heads_first(*v_scales);
+    const int64_t stride = q->stride(0);
+    const Call call(q->viewed({B, H, n, q->size(2)}, {n * stride, q->stride(1), stride, q->stride(2)}), heads_first(*k),
+                    heads_first(*v), *spec, *table, scales);
+    if (new_k || new_v) {
+      const Tensor page(Object::borrowed(in[14]), "page"), in_page(Object::borrowed(in[15]), "in_page");
+      const bool fit = new_k && new_v && new_k->size(0) == tokens && new_v->size(0) == tokens &&
+                       fit_in_pages(*new_k, *k) && fit_in_pages(*new_v, *v);
+      if (!fit) Py_RETURN_NONE;
+      const auto *const to_page = page.output<const int64_t>({tokens}, kDLInt, 64), *const to_row =
+                                                                                        in_page.output<const int64_t>(
+                                                                                            {tokens}, kDLInt, 64);
+      copy_to_pages(*new_k, *k, to_page, to_row), copy_to_pages(*new_v, *v, to_page, to_row);
+    }
+    const Params& p = call.params();
+    const Object sizes = Object::result(Py_BuildValue("(LLL)", tokens, H, p.d_v));
+    const Tensor o(Object::result(PyObject_CallMethodObjArgs(q->object(), torch_.new_empty, sizes.get(), nullptr)),
+                   "o");
+    const std::unique_ptr<float[]> lse(new float[tokens * H]);
+    const ForwardOutputs out{{o.data(), p.q.dtype, n * H * p.d_v, p.d_v, H * p.d_v}, lse.get()};
+    const Capability& capability = choose_capability();
+    without_gil([&] { run_forward(capability, p, out, num_threads(), in_turn, in_shares); });
+    return Py_NewRef(o.object());
+  } catch (const NotImplemented&) {
+  } catch (const std::invalid_argument&) {
+  }
+  Py_RETURN_NONE;
+}
+
 // The backward of `attend`, as gradients_of; None where do or dlse is more than its memory, or what was given does not
 // fit any more: for the general road. Arguments: do, dlse, q, k, v, o, lse, the terms of `attend`, which are wanted.
 PyObject* attend_backward(Arguments in) {
@@ -708,6 +791,7 @@ PyMethodDef methods[] = {
     method<top_keys, 5>("top_keys"),
     method<attend, 11>("attend"),
     method<attend_backward, 14>("attend_backward"),
+    method<attend_paged, 17>("attend_paged"),
     method<keep, 5>("keep"),
     method<fma_ceiling, 1>("fma_ceiling"),
     method<philox_words, 5>("philox"),

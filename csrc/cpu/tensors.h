@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -196,6 +197,15 @@ class Tensor {
   Tensor as_float() const { return is(kDLFloat, 32) ? *this : after("float"); }
   Tensor as_long() const { return is(kDLInt, 64) ? *this : after("long"); }
 
+  // The same memory as a tensor of these sizes and strides, whose methods are still those of this one.
+  Tensor viewed(const Sizes& sizes, const Sizes& strides) const {
+    Tensor result(*this);
+    result.shape_ = std::make_shared<std::pair<Sizes, Sizes>>(sizes, strides);
+    result.view_.ndim = int32_t(sizes.size());
+    result.view_.shape = result.shape_->first.data(), result.view_.strides = result.shape_->second.data();
+    return result;
+  }
+
   // "float32", for messages.
   std::string dtype_name() const { return text_of_attribute("dtype").substr(sizeof("torch")); }
   std::string sizes_text() const { return text_of(view_.shape, dim()); }
@@ -237,6 +247,7 @@ class Tensor {
   Object object_;
   const char* name_;
   DLTensor view_{};
+  std::shared_ptr<std::pair<Sizes, Sizes>> shape_;  // of a view
 };
 using MaybeTensor = std::optional<Tensor>;
 

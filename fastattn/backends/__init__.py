@@ -32,7 +32,7 @@ calls of which neither an lse nor a derivative is wanted:
 
 One more may be absent:
 
-    short_way() -> the functions that `short_way` of fastattn/ops.py calls: its own, and its backward
+    short_way() -> what `short_way` of fastattn/ops.py calls, and its backward; and what `_short_way` of paged.py calls
 """
 
 from __future__ import annotations

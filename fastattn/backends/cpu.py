@@ -85,10 +85,10 @@ def forward_quantized(
     return build.CPU.load().forward_paged(q, k, v, table.int(), spec, k_scales, v_scales)
 
 
-def short_way() -> tuple[Callable, Callable]:
-    """The C++ functions that `short_way` of fastattn/ops.py calls: forward and backward."""
+def short_way() -> tuple[Callable, Callable, Callable]:
+    """The C++ functions that `short_way` of fastattn/ops.py calls, forward and backward, and `_short_way` of paged.py."""
     module = build.CPU.load()
-    return module.attend, module.attend_backward
+    return module.attend, module.attend_backward, module.attend_paged
 
 
 def backward(

@@ -336,6 +336,111 @@ def test_a_step_is_checked_once_for_all_layers_and_again_where_anything_changes(
         attend()
 
 
+class Layer:
+    """A layer of a step in which every request has n new tokens, which are given, and its keys on pages.
+
+    Layers of one step differ in what their tensors hold.
+    """
+
+    def __init__(self, n: int, dtype: torch.dtype, layer: int, stored: torch.dtype | None = None) -> None:
+        torch.manual_seed(layer)
+        self.lengths = torch.tensor([length for length in LENGTHS if length >= n])
+        B, most = len(self.lengths), max(LENGTHS)
+        (self.k_pages, self.table), (self.v_pages, _) = (
+            in_pages(torch.randn(B, H_KV, most, D).to(dtype), 16, "HND") for _ in "kv"
+        )
+        self.scales = {}
+        if stored is not None:
+            self.k_pages, self.scales["k_scales"] = quantized(self.k_pages.nan_to_num(), stored)
+            self.v_pages, self.scales["v_scales"] = quantized(self.v_pages.nan_to_num(), stored)
+        self.cu_seqlens_q = torch.arange(B + 1) * n
+        self.q = torch.randn(B * n, H, D).to(dtype)
+        self.k, self.v = torch.randn(2, B * n, H_KV, D).to(dtype)
+
+    def attend(self, **options: object) -> Tensor:
+        return fastattn.attention_paged(
+            self.q, self.k_pages, self.v_pages, self.table, self.lengths, self.cu_seqlens_q, **self.scales, **options
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("words", [*WORDS, "slopes of each", "pages of int8", "pages of float8", "new tokens"])
+def test_later_layers_of_a_step_give_the_same_by_the_short_way(words, n, dtype, monkeypatch):
+    stored = {"pages of int8": torch.int8, "pages of float8": torch.float8_e4m3fn}.get(words)
+    mask, options = WORDS.get(words, ({"causal": True}, {}))
+    options = {"causal": False, **mask, **options}
+    if words == "slopes of each":
+        options["alibi_slopes"] = torch.rand(len(Layer(n, dtype, 0).lengths), H)
+    general, short = ([Layer(n, dtype, layer, stored) for layer in range(3)] for _ in range(2))
+
+    def attend(layer: Layer) -> Tensor:
+        return layer.attend(**options, **({"k": layer.k, "v": layer.v} if words == "new tokens" else {}))
+
+    attended = [attend(short[0])]
+    with monkeypatch.context() as patch:
+        patch.setattr(paged, "_attention_paged", None)  # the general road
+        attended += map(attend, short[1:])
+    monkeypatch.setattr(paged, "_short_way", lambda *arguments: None)
+    for layer, o in enumerate(attended):
+        assert torch.equal(attend(general[layer]), o)
+        for name in ("k_pages", "v_pages"):
+            in_bytes = [getattr(layers[layer], name).contiguous().view(torch.uint8) for layers in (general, short)]
+            assert torch.equal(*in_bytes)
+
+
+def test_padding_after_the_tokens_of_a_later_layer():
+    layers = [Layer(1, torch.float32, i) for i in range(2)]
+    expected = [layer.attend() for layer in layers]
+    layers[1].q = layers[1].q.repeat(2, 1, 1)
+    o = layers[1].attend()
+    assert torch.equal(o[:6], expected[1])
+    assert o[6:].eq(0).all()
+
+
+def test_autograd_learns_of_new_tokens_in_pages_by_the_short_way():
+    layers = [Layer(1, torch.float32, i) for i in range(2)]
+    layers[0].attend()
+    factor = torch.ones(D, requires_grad=True)
+    product = (factor * layers[1].v_pages).sum()
+    layers[1].attend(k=layers[1].k, v=layers[1].v)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"q": torch.zeros(6, 2, 3)}, "k_pages must be [pages, page_size, H_kv, 3], got"),
+        ({"q": torch.zeros(5, H, D)}, "cu_seqlens_q must begin at 0, never fall, and end at 5"),
+        ({"q": [1.0]}, "q must be a Tensor of"),
+        ({"q": torch.zeros(6, 3, D)}, "the heads of k must divide the 3 heads of q, got 2"),
+        ({"k_pages": torch.zeros(3, 16, H_KV, D)}, "v_pages must be [3, 16, 2, d_v], got"),
+        ({"k_pages": torch.zeros(3, 16, H_KV, D), "v_pages": torch.zeros(3, 16, H_KV, D)}, "numbers of the 3 pages"),
+        ({"k_pages": torch.zeros(266, 8, H_KV, D), "v_pages": torch.zeros(266, 8, H_KV, D)}, "to 352, the tokens of"),
+        ({"v_pages": torch.zeros(266, 16, H_KV, D).half()}, "v_pages must be a Tensor of float32, got torch.float16"),
+        ({"k": torch.zeros(6, H_KV, D + 1)}, "k must be [6, 2, 32], got [6, 2, 33]"),
+        ({"v": torch.zeros(6, H_KV, D).half()}, "v must be a Tensor of float32, got torch.float16"),
+        ({"v": None}, "k and v must both be given or neither, got Tensor and NoneType"),
+        ({"lengths": torch.zeros(6)}, "lengths must be a Tensor of int32 or int64, got torch.float32"),
+        ({"table": None}, "block_table must be a Tensor of int32 or int64, got NoneType"),
+        ({"cu_seqlens_q": torch.arange(7).to("meta")}, "cu_seqlens_q must"),
+        ({"scales": {"k_scales": torch.zeros(266, 16, H_KV)}}, "k_scales must be None where k_pages is of"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_does_not_fit_in_a_later_layer_is_a_sentence_and_nothing_is_written(changed, sentence):
+    Layer(1, torch.float32, 0).attend()
+    layer = Layer(1, torch.float32, 1)
+    before = [x.clone() for x in (layer.k_pages, layer.v_pages)]
+    after = layer.k_pages, layer.v_pages
+    vars(layer).update(changed)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        layer.attend(k=layer.k, v=layer.v)
+    for x, y in zip(before, after, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
 STORED = "k_pages must be a Tensor of float32 or int8 or float8_e4m3fn, "
 WRONG = [
     ({"q": torch.zeros(2, 3)}, "q must be [total_q, H, D], got [2, 3]"),

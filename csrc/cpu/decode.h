@@ -177,17 +177,24 @@ struct Stream {
   const Element* data;
   int64_t stride;
   LinesToCome* to_come;
-  int64_t bytes_of_row;  // that one pass over them counts as read
+  int64_t bytes_of_row;       // that one pass over them counts as read
+  int64_t steps_at_once = 1;  // of a sum over the rows, a power of two
 
   FASTATTN_INLINE Floats row(int64_t i, int64_t vector) const {
     return load_units(data + i * stride + vector * kLanes * kPerUnit);
   }
   // As the right factor of a sum over the rows.
   FASTATTN_INLINE Floats operator()(int64_t step, int64_t vector) const {
-    if (vector == 0) to_come->step(kPerUnit * bytes_of_row);
+    if (vector == 0 && (step & (steps_at_once - 1)) == 0) to_come->step(steps_at_once * kPerUnit * bytes_of_row);
     return across_rows([&](int64_t i, int64_t c) { return row(i, c); }, step, vector);
   }
-  Stream at_column(int64_t column, int64_t bytes) const { return {data + column, stride, to_come, bytes}; }
+  // To count what is read takes longer than to read a short row, so that is done for several.
+  Stream at_column(int64_t column, int64_t bytes) const {
+    constexpr int64_t kCounted = 256;
+    int64_t steps = 1;
+    while (2 * steps <= kLanes / kPerUnit && 2 * steps * kPerUnit * bytes <= kCounted) steps *= 2;
+    return {data + column, stride, to_come, bytes, steps};
+  }
 };
 
 // Keys whose products with R rows the registers hold: a power of two, so that it divides the lanes.

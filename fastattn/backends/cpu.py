@@ -86,7 +86,7 @@ def forward_quantized(
 
 
 def short_way() -> tuple[Callable, Callable, Callable]:
-    """The C++ functions that `short_way` of ops.py calls, forward and backward, and that of `_short_way` of paged.py."""
+    """The C++ functions that `short_way` of ops.py calls, forward and backward, and `_short_way` of paged.py."""
     module = build.CPU.load()
     return module.attend, module.attend_backward, module.attend_paged
 

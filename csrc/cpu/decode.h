@@ -113,10 +113,12 @@ class LinesToCome {
 
   static constexpr int64_t up_to_line(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-  // Those bytes have been prefetched.
+  // Those bytes have been prefetched, as far as they are of this item.
   void skip(int64_t bytes) {
+    const DecodeItem* const item = item_;
     for (due_ += bytes; due_ > 0;) {
       if (line_ >= end_) next_row();
+      if (item_ != item) return;
       const int64_t bytes_of_lines = up_to_line(lesser(due_, end_ - line_));
       if (bytes_of_lines <= 0) return;  // there are no more rows
       line_ += bytes_of_lines, due_ -= bytes_of_lines;

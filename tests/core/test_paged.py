@@ -421,6 +421,7 @@ def test_autograd_learns_of_new_tokens_in_pages_by_the_short_way():
         ({"v_pages": torch.zeros(266, 16, H_KV, D).half()}, "v_pages must be a Tensor of float32, got torch.float16"),
         ({"k": torch.zeros(6, H_KV, D + 1)}, "k must be [6, 2, 32], got [6, 2, 33]"),
         ({"v": torch.zeros(6, H_KV, D).half()}, "v must be a Tensor of float32, got torch.float16"),
+        ({"k": torch.zeros(())}, "k must be [6, 2, 32], got []"),
         ({"v": None}, "k and v must both be given or neither, got Tensor and NoneType"),
         ({"lengths": torch.zeros(6)}, "lengths must be a Tensor of int32 or int64, got torch.float32"),
         ({"table": None}, "block_table must be a Tensor of int32 or int64, got NoneType"),

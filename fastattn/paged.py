@@ -182,7 +182,7 @@ def _short_way(
     step, known = _last_step, short_functions()
     if step is None or known is None or not step.is_of(of_step) or len(step.groups) != 1:
         return None
-    if causal is not step.causal or window is not step.window:
+    if step.prefix or causal is not step.causal or window is not step.window:
         return None
     (group,), (scale, softcap, alibi_slopes, sinks) = step.groups, terms
     writes = k is not None
@@ -317,6 +317,7 @@ class _Step:
 
     given: tuple[Tensor, Tensor, Tensor | None]
     options: str
+    prefix: int
     causal: bool
     window: tuple[int | None, int | None]
     groups: list[_Group]
@@ -348,7 +349,7 @@ def _groups(
     step = _last_step
     if step is None or step.options != written or not step.is_of(given):
         copies = tuple(None if x is None else x.clone() for x in given)
-        step = _last_step = _Step(copies, written, *options[3:5], _grouped(*copies, tree, options))
+        step = _last_step = _Step(copies, written, *options[2:5], _grouped(*copies, tree, options))
     return step.groups
 
 

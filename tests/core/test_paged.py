@@ -389,6 +389,20 @@ def test_later_layers_of_a_step_give_the_same_by_the_short_way(words, n, dtype, 
             assert torch.equal(*in_bytes)
 
 
+@pytest.mark.parametrize("other", [{"prefix": 16}, {"window": (3, 0)}, {"causal": False}, {"tree": torch.eye(1).bool()}])
+def test_a_call_with_other_words_than_the_one_before(other):
+    torch.manual_seed(0)
+    k_pages, v_pages = torch.randn(2, 4, 16, H_KV, D)
+    table, lengths, q = torch.tensor([[0, 1, 2], [0, 3, 2]]), torch.tensor([33, 40]), torch.randn(2, H, D)
+    ends = torch.tensor([0, 1, 2])
+    expected = fastattn.attention_paged(q, k_pages, v_pages, table, lengths, ends)
+    of_other = fastattn.attention_paged(q, k_pages, v_pages, table, lengths, ends, **other)
+    for _ in range(2):
+        assert torch.equal(fastattn.attention_paged(q, k_pages, v_pages, table, lengths, ends), expected)
+    for _ in range(2):
+        assert torch.equal(fastattn.attention_paged(q, k_pages, v_pages, table, lengths, ends, **other), of_other)
+
+
 def test_padding_after_the_tokens_of_a_later_layer():
     layers = [Layer(1, torch.float32, i) for i in range(2)]
     expected = [layer.attend() for layer in layers]

@@ -389,7 +389,9 @@ def test_later_layers_of_a_step_give_the_same_by_the_short_way(words, n, dtype, 
             assert torch.equal(*in_bytes)
 
 
-@pytest.mark.parametrize("other", [{"prefix": 16}, {"window": (3, 0)}, {"causal": False}, {"tree": torch.eye(1).bool()}])
+@pytest.mark.parametrize(
+    "other", [{"prefix": 16}, {"window": (3, 0)}, {"causal": False}, {"tree": torch.eye(1).bool()}]
+)
 def test_a_call_with_other_words_than_the_one_before(other):
     torch.manual_seed(0)
     k_pages, v_pages = torch.randn(2, 4, 16, H_KV, D)

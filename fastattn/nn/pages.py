@@ -22,7 +22,7 @@ class PagedCache:
 
     Args:
         pages: number of pages of each layer.
-        page_size: tokens of a page.
+        page_size: tokens of a page. Small ones leave fewer places empty, and are read slower.
         dtype: torch.int8 and torch.float8_e4m3fn keep keys and values in a quarter of the memory of fp32, each row with
             a scale of its own, and rounded; see `attention_paged`. None keeps them as they are.
 
@@ -46,7 +46,7 @@ class PagedCache:
         (0, 2, 6)
     """
 
-    def __init__(self, pages: int, page_size: int = 16, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, pages: int, page_size: int = 64, dtype: torch.dtype | None = None) -> None:
         check_ints(1, pages=pages, page_size=page_size)
         if dtype not in (None, *QUANTIZED):
             raise ValueError(f"dtype must be torch.int8, torch.float8_e4m3fn or None, got {dtype!r}")

@@ -72,7 +72,8 @@ def decoding(batch: int, dtype: torch.dtype, longest: int, rivals: bool) -> dict
     k, v = (together(x).contiguous() for x in (k_pages, v_pages))
     q4 = q[:, :, None]
     alone = [(q4[i, None], k[i, None, :, :n].clone(), v[i, None, :, :n].clone()) for i, n in enumerate(lengths)]
-    mask, small = real[:, None, None], in_small_pages(k_pages, v_pages, table)
+    mask = real[:, None, None]
+    small = in_small_pages(k_pages, v_pages, table)
     ways = {
         "fastattn, pages": lambda: fastattn.attention_paged(q, k_pages, v_pages, table, lengths),
         f"fastattn, pages of {SMALL_PAGE}": lambda: fastattn.attention_paged(q, *small, lengths),

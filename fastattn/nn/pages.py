@@ -22,7 +22,7 @@ class PagedCache:
 
     Args:
         pages: number of pages of each layer.
-        page_size: tokens of a page. Small ones leave fewer places empty, and are read slower.
+        page_size: tokens of a page. Small pages leave fewer places empty, and CPUs read them slower.
         dtype: torch.int8 and torch.float8_e4m3fn keep keys and values in a quarter of the memory of fp32, each row with
             a scale of its own, and rounded; see `attention_paged`. None keeps them as they are.
 

@@ -1,4 +1,4 @@
-// The gradient of a bias that has an entry for each pair: dS, summed over the samples and heads that share it.
+// The gradient of a bias that has an entry for each pair, or for each distance: dS, summed over what shares it.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@
 
 namespace fastattn::cuda {
 
-// Each block of threads takes a tile of entries, and adds what each sample and head that shares it gives, in order.
+// Each block of threads takes a tile of pairs, and adds what each sample and head gives that shares their entries, in
+// order. By distance, these are shared by all tiles on a diagonal, wherever they stand in a tile.
 template <class Tiling>
 __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const __grid_constant__ BackwardParams g) {
   using Element = typename Tiling::Element;
@@ -21,12 +22,18 @@ __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const _
   constexpr int kThreads = Tiling::kThreads, kRowBlocks = Tiling::kRowBlocks, kColumns = Tiling::kColumns;
   if constexpr (kHasTensorCores<Element>) {
     const Params& p = g.params;
-    const int query_tiles = (p.queries.n + Tiling::kRows - 1) / Tiling::kRows,
-              key_tiles = (p.keys.n + kColumns - 1) / kColumns;
-    const int first_key = blockIdx.x % key_tiles * kColumns;
-    const int first_query = blockIdx.x / key_tiles % query_tiles * Tiling::kRows;
-    const int bias_h = blockIdx.x / key_tiles / query_tiles % g.bias_H,
-              bias_b = blockIdx.x / key_tiles / query_tiles / g.bias_H;
+    const Diagonals diagonals = Tiling::diagonals(p.queries.n, p.keys.n);
+    const int n_tables = p.bias_by_distance ? diagonals.count() : diagonals.query_tiles * diagonals.key_tiles;
+    const int i_table = blockIdx.x % n_tables;
+    const int bias_h = blockIdx.x / n_tables % g.bias_H, bias_b = blockIdx.x / n_tables / g.bias_H;
+    // Of the tiles of the queries first_tile, ..., end_tile - 1: those on that diagonal.
+    int first_tile = i_table / diagonals.key_tiles, end_tile = first_tile + 1;
+    int diagonal = i_table % diagonals.key_tiles - first_tile * diagonals.widths;
+    if (p.bias_by_distance) {
+      diagonal = i_table - diagonals.below();
+      first_tile = diagonal < 0 ? (diagonals.widths - 1 - diagonal) / diagonals.widths : 0;
+      end_tile = lesser(diagonals.query_tiles, tiles_of(diagonals.key_tiles - diagonal, diagonals.widths));
+    }
 
     const Tile q{reinterpret_cast<Element*>(shared_memory())};
     const Tile d_o{q.data + Tiling::kRows * Tiling::kHeadDim};
@@ -34,7 +41,9 @@ __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const _
     const Tile v{k.data + kColumns * Tiling::kHeadDim};
     const int first_row = 16 * kRowBlocks * warp();
     Sums sums[kRowBlocks][kColumns / 8] = {};
-    for (int b = bias_b; b < p.B; b += g.bias_B) {
+    for (int i = first_tile * p.B + bias_b; i < end_tile * p.B; i += g.bias_B) {
+      const int b = i % p.B, tile = i / p.B;
+      const int first_query = tile * Tiling::kRows, first_key = (diagonal + tile * diagonals.widths) * kColumns;
       const Tokens queries = p.queries.tokens(b, first_query, Tiling::kRows),
                    keys = p.keys.tokens(b, first_key, kColumns);
       const TileKind kind = tile_kind(queries, keys, p.band);
@@ -64,10 +73,15 @@ __global__ void __launch_bounds__(Tiling::kThreads) bias_gradient_kernel(const _
     }
     each(
         [&](float& ds, int row, int column) {
-          const int query = first_query + first_row + row, key = first_key + column;
+          const int64_t bias = int64_t(bias_b) * g.bias_H + bias_h;
+          if (p.bias_by_distance) {
+            g.d_bias[((bias * n_tables + i_table) * Tiling::kRows + first_row + row) * kColumns + column] = ds;
+            return;
+          }
+          const int query = first_tile * Tiling::kRows + first_row + row,
+                    key = (diagonal + first_tile * diagonals.widths) * kColumns + column;
           if (query >= p.queries.n || key >= p.keys.n) return;
-          const int64_t table = int64_t(bias_b) * g.bias_H + bias_h;
-          g.d_bias[(table * p.queries.n + query) * p.keys.n + key] = ds;
+          g.d_bias[(bias * p.queries.n + query) * p.keys.n + key] = ds;
         },
         sums);
   }

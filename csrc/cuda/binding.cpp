@@ -20,11 +20,11 @@ namespace {
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// Whether the kernels can copy the rows of x [B, H, N, D] in chunks.
-bool is_in_chunks(const Tensor& x) {
-  const auto whole = [&](int64_t elements) { return elements * x.element_size() % 16 == 0; };
+// Whether the kernels can copy the rows of x [B, H, N, D] in chunks of so many bytes.
+bool is_in_chunks(const Tensor& x, int64_t bytes = 16) {
+  const auto whole = [&](int64_t elements) { return elements * x.element_size() % bytes == 0; };
   return x.stride(3) == 1 && whole(x.size(3)) && whole(x.stride(0)) && whole(x.stride(1)) && whole(x.stride(2)) &&
-         reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+         reinterpret_cast<uintptr_t>(x.data_ptr()) % bytes == 0;
 }
 
 Rows rows_anywhere(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
@@ -44,13 +44,28 @@ T* data_or_null(const MaybeTensor& x) {
   return x ? x->data_ptr<T>() : nullptr;
 }
 
-PagedRows paged_rows_of(const Tensor& x, const Tensor& table) {
-  return {rows_anywhere(x), x.stride(3), is_in_chunks(x), data_or_null<int>(table), int(x.size(2)), int(x.size(0))};
+// Pages of the dtype of q; or with scales, float [pages, H_kv, page_size], of int8 or float8_e4m3fn.
+PagedRows paged_rows_of(const Tensor& x, const Tensor& table, const MaybeTensor& scales, const Tensor& q) {
+  PagedRows result{rows_anywhere(x),         x.stride(3),    is_in_chunks(x, 16 / q.element_size() * x.element_size()),
+                   data_or_null<int>(table), int(x.size(2)), int(x.size(0))};
+  if (scales) {
+    result.stored = x.scalar_type() == at::kChar ? Stored::int8 : Stored::float8_e4m3fn;
+    result.scales = {scales->const_data_ptr<float>(), scales->stride(0), scales->stride(1), scales->stride(2)};
+  }
+  return result;
 }
 
 // A tensor that Python has expanded to [B, H, n_q, n_k].
 Table table_or_null(const MaybeTensor& x) {
   return x ? Table{x->const_data_ptr(), x->stride(0), x->stride(1), x->stride(2), x->stride(3)} : Table{};
+}
+
+// The same of entries by the distance from query to key, [B, H, 1, n_q + n_k - 1]: the row of a query begins an entry
+// before that of the query before, and that of the last one where the entries do.
+Table table_by_distance(const Tensor& x, int64_t n_q) {
+  const int64_t stride = x.stride(3);
+  const auto* first = static_cast<const char*>(x.const_data_ptr()) + (n_q - 1) * stride * x.element_size();
+  return {first, x.stride(0), x.stride(1), -stride, stride};
 }
 
 // The queries or the keys of a Mask of fastattn/spec.py: bool, int64 and int64 [B, n].
@@ -69,7 +84,8 @@ struct Mask {
 struct Scores {
   double scale;
   std::optional<double> softcap;
-  MaybeTensor bias;          // [B, H, n_q, n_k]
+  MaybeTensor bias;  // [B, H, n_q, n_k]; by distance [B, H, 1, n_q + n_k - 1]
+  bool bias_by_distance;
   MaybeTensor alibi_slopes;  // float [B, H]
   MaybeTensor sinks;         // float [H]
   double dropout_p;
@@ -105,7 +121,8 @@ class CallParams {
     }
     p.band = make_band(mask.causal, mask.left.value_or(kNoLimit), mask.right.value_or(kNoLimit));
     p.dense = table_or_null(mask.dense);
-    p.bias = table_or_null(scores.bias);
+    p.bias_by_distance = scores.bias_by_distance;
+    p.bias = p.bias_by_distance ? table_by_distance(*scores.bias, p.queries.n) : table_or_null(scores.bias);
     if (scores.bias) p.bias_dtype = dtype_of(*scores.bias);
     p.scale = static_cast<float>(scores.scale);
     if (scores.softcap) p.softcap = static_cast<float>(std::clamp(*scores.softcap, kLeastSoftcap, kMostSoftcap));
@@ -130,16 +147,17 @@ class CallParams {
   }
 };
 
-// With a table, int [B, pages of a sample], k and v are pages [pages, H_kv, page_size, D or d_v] of any strides.
-void forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& table, const Tensor& o,
-             const Tensor& lse, const Mask& mask, const Scores& scores) {
+// With a table, int [B, pages of a sample], k and v are pages [pages, H_kv, page_size, D or d_v] of any strides, and
+// with scales, float [pages, H_kv, page_size], of int8 or float8_e4m3fn.
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& table, const MaybeTensor& k_scales,
+             const MaybeTensor& v_scales, const Tensor& o, const Tensor& lse, const Mask& mask, const Scores& scores) {
   const c10::cuda::CUDAGuard guard(q.device());
   const CallParams call(q, k, v, mask, scores, table);
   const Params& p = call.params;
   // A row of the table may be longer because of another request, on which no bit is to depend.
   const int most_keys = table ? INT32_MAX : p.keys.n;
   ForwardParams f{p, Headroom::of(p.dtype, most_keys), rows_of(o), lse.data_ptr<float>()};
-  if (table) f.paged_k = paged_rows_of(k, *table), f.paged_v = paged_rows_of(v, *table);
+  if (table) f.paged_k = paged_rows_of(k, *table, k_scales, q), f.paged_v = paged_rows_of(v, *table, v_scales, q);
   f.parts = parts_of(p);
   Tensor rows_of_parts;
   if (f.parts.count > 1) {
@@ -158,8 +176,14 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTenso
 struct Gradients {
   MaybeTensor dq, dk, dv;
   MaybeTensor ds_of_keys, ds_of_queries, ds_by_distance, p_by_distance;
-  MaybeTensor d_bias;  // float [bias_B, bias_H, n_q, n_k]
+  MaybeTensor d_bias;  // float [bias_B, bias_H, n_q, n_k]; by distance as in BackwardParams
 };
+
+// Rows and columns of a tile of d_bias by distance.
+std::pair<int, int> bias_tile(const Tensor& q, const Tensor& v) {
+  const int columns = std::max(q.size(3), v.size(3));
+  return with_kernels_of(dtype_of(q), [&](auto kernels) { return kernels.bias_tile(columns); });
+}
 
 // Returns the stats of each query, float [B, H, kRowStats, n_q].
 Tensor backward(const Tensor& d_o, const MaybeTensor& d_lse, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -198,13 +222,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::kw_only(), py::arg("causal"), py::arg("left"), py::arg("right"), py::arg("q_offset"), py::arg("queries"),
       py::arg("keys"), py::arg("dense"));
   py::class_<Scores>(m, "Scores")
-      .def(py::init([](double scale, std::optional<double> softcap, const MaybeTensor& bias,
+      .def(py::init([](double scale, std::optional<double> softcap, const MaybeTensor& bias, bool bias_by_distance,
                        const MaybeTensor& alibi_slopes, const MaybeTensor& sinks, double dropout_p,
                        const MaybeTensor& seed, const MaybeTensor& places) {
-             return Scores{scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, places};
+             return Scores{scale, softcap, bias, bias_by_distance, alibi_slopes, sinks, dropout_p, seed, places};
            }),
-           py::kw_only(), py::arg("scale"), py::arg("softcap"), py::arg("bias"), py::arg("alibi_slopes"),
-           py::arg("sinks"), py::arg("dropout_p"), py::arg("seed"), py::arg("places"));
+           py::kw_only(), py::arg("scale"), py::arg("softcap"), py::arg("bias"), py::arg("bias_by_distance"),
+           py::arg("alibi_slopes"), py::arg("sinks"), py::arg("dropout_p"), py::arg("seed"), py::arg("places"));
   py::class_<Gradients>(m, "Gradients")
       .def(py::init([](const MaybeTensor& dq, const MaybeTensor& dk, const MaybeTensor& dv,
                        const MaybeTensor& ds_of_keys, const MaybeTensor& ds_of_queries,
@@ -213,6 +237,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            py::kw_only(), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("ds_of_keys"), py::arg("ds_of_queries"),
            py::arg("ds_by_distance"), py::arg("p_by_distance"), py::arg("d_bias"));
+  m.def("bias_tile", &bias_tile);
   m.def("forward", &forward, without_gil);
   m.def("backward", &backward, without_gil);
 }

@@ -24,13 +24,13 @@ using Constant = std::integral_constant<int, kValue>;
 // Calls run(head dim that the kernels are compiled for, whether they are those of general scores), both as constants.
 template <class Run>
 cudaError_t with_kernels_for(const Params& p, Run run) {
-  const int columns = p.d_qk > p.d_v ? p.d_qk : p.d_v;
   const auto of_head_dim = [&](auto head_dim) {
     return p.is_general() ? run(head_dim, std::true_type()) : run(head_dim, std::false_type());
   };
-  return columns <= 64    ? of_head_dim(Constant<64>())
-         : columns <= 128 ? of_head_dim(Constant<128>())
-                          : of_head_dim(Constant<256>());
+  const int head_dim = compiled_head_dim(p.d_qk > p.d_v ? p.d_qk : p.d_v);
+  return head_dim == 64    ? of_head_dim(Constant<64>())
+         : head_dim == 128 ? of_head_dim(Constant<128>())
+                           : of_head_dim(Constant<256>());
 }
 
 // Launches one after the other, up to the first that fails.
@@ -135,10 +135,11 @@ cudaError_t Kernels<Element>::backward(const BackwardParams& g, cudaStream_t str
     }
     if constexpr (general) {
       if (g.d_bias) {
-        launches.add(bias_gradient_kernel<OfQueries>,
-                     tiles_of(p.keys.n, OfQueries::kColumns) * tiles_of(p.queries.n, OfQueries::kRows) * g.bias_H *
-                         g.bias_B,
-                     OfQueries::kThreads, OfQueries::shared_bytes(2, 2), g);
+        const Diagonals diagonals = OfQueries::diagonals(p.queries.n, p.keys.n);
+        const int64_t tables =
+            p.bias_by_distance ? diagonals.count() : int64_t(diagonals.query_tiles) * diagonals.key_tiles;
+        launches.add(bias_gradient_kernel<OfQueries>, tables * g.bias_H * g.bias_B, OfQueries::kThreads,
+                     OfQueries::shared_bytes(2, 2), g);
       }
     }
     return launches.error;

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <utility>
+
 #include "../dtype.h"
 #include "elements.h"
 #include "params.h"
@@ -26,13 +28,19 @@ inline KeyParts parts_of(const Params& p) {
 // The kernels of one dtype, which are compiled in a file of its own.
 template <class Element>
 struct Kernels {
+  // Rows and columns of the tiles in which the gradient of a bias is computed, with head dims of at most so many.
+  static constexpr std::pair<int, int> bias_tile(int columns) {
+    const Shape shape = backward_shape(sizeof(Element), compiled_head_dim(columns), true, true);
+    return {16 * shape.row_blocks * shape.warps, shape.columns};
+  }
+
   static cudaError_t forward(const ForwardParams& f, cudaStream_t stream);
   static cudaError_t backward(const BackwardParams& g, cudaStream_t stream);
 };
 
 // Calls run with the Kernels of that dtype.
 template <class Run>
-cudaError_t with_kernels_of(DType dtype, Run run) {
+auto with_kernels_of(DType dtype, Run run) {
   return dtype == DType::f32    ? run(Kernels<float>())
          : dtype == DType::bf16 ? run(Kernels<bf16>())
                                 : run(Kernels<f16>());

@@ -25,19 +25,31 @@ struct Rows {
   }
 };
 
+// What rows in pages are of: elements as those of q, or the codes of numbers, a byte each.
+enum class Stored { elements, int8, float8_e4m3fn };
+
+// What the numbers of a row are to be multiplied by, [pages, H_kv, page_size].
+struct Scales {
+  const float* data;
+  int64_t page_stride, head_stride, row_stride;
+};
+
 // Rows of keys or values in pages, [pages, H_kv, page_size, D] of any strides: key i of sample b is row i % page_size
 // of page table[b, i / page_size].
 struct PagedRows {
   Rows rows;  // the batch stride is that of pages
   int64_t column_stride;
-  bool in_chunks;    // rows are of whole chunks of 16 bytes, as all others
+  bool in_chunks;    // rows are of whole chunks: of 16 bytes, as all others, or of as many codes as those have elements
   const int* table;  // [B, n_k / page_size]; null: keys and values are not in pages
   int page_size, pages;
+  Stored stored;
+  Scales scales;  // of codes
 
-  // Row 0 of a page of a head. Whatever the table says, it is one of the pages.
-  template <class Element>
-  FASTATTN_HD const Element* page(int64_t in_table, int64_t h) const {
-    return rows.head<const Element>(clamp(table[in_table], 0, pages - 1), h);
+  // Whatever the table says, it is one of the pages.
+  FASTATTN_HD int64_t page(int64_t in_table) const { return clamp(table[in_table], 0, pages - 1); }
+
+  FASTATTN_HD float scale(int64_t page, int64_t h, int64_t row) const {
+    return scales.data[page * scales.page_stride + h * scales.head_stride + row * scales.row_stride];
   }
 };
 
@@ -136,6 +148,7 @@ struct Params {
   Table dense;  // bool
   Table bias;
   DType bias_dtype;
+  bool bias_by_distance;  // its entries are by the distance from query to key: query_stride is -key_stride
   float scale;
   float softcap;              // 0: scores are not bounded
   ScoreScale score_scale;     // split_scale(scale) of plain scores; general ones are in nats: {scale, log2(e)}
@@ -244,7 +257,9 @@ struct BackwardParams {
   float* ds_of_keys;  // [B, H, n_k]: dS summed over the queries
   // [B, H, n_q], each where it is not null: dS summed over the keys, dS times the distance, and P times the distance.
   float *ds_of_queries, *ds_by_distance, *p_by_distance;
-  float* d_bias;  // [bias_B, bias_H, n_q, n_k], dense: dS summed over what shares an entry of the bias
+  // dS summed over what shares an entry of the bias, dense: [bias_B, bias_H, n_q, n_k]; or for one by distance
+  // [1, bias_H, diagonals of tiles, rows of a tile, columns of a tile], where the diagonals of tiles are summed up.
+  float* d_bias;
   int bias_B, bias_H;
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "instructions.cuh"
 #include "params.h"
@@ -47,7 +48,30 @@ FASTATTN_DEVICE void copy_rows(Tile tile, const Rows& rows, int h, int columns, 
   }
 }
 
-// The same of rows in pages.
+// The number of one of the codes, of which a chunk has 8 or 4.
+FASTATTN_DEVICE float number_of(uint64_t codes, int i, Stored stored) {
+  const uint32_t code = codes >> (8 * i) & 0xff;
+  if (stored == Stored::int8) return int8_t(code);
+  constexpr uint32_t kNaN = 0x7f;
+  constexpr float kOfExponents = 0x1p120f;  // those of float8_e4m3fn count from -7, those of fp32 from -127
+  const uint32_t magnitude = code & kNaN, sign = code >> 7;
+  return __uint_as_float(magnitude == kNaN ? 0x7fffffff : sign << 31 | magnitude << 20) * kOfExponents;
+}
+
+// Writes a chunk of elements: the numbers of as many codes, times their scale.
+FASTATTN_DEVICE void store_numbers(float* chunk, uint64_t codes, Stored stored, float scale) {
+  const auto number = [&](int i) { return number_of(codes, i, stored) * scale; };
+  *reinterpret_cast<float4*>(chunk) = make_float4(number(0), number(1), number(2), number(3));
+}
+template <class Element>
+FASTATTN_DEVICE void store_numbers(Element* chunk, uint64_t codes, Stored stored, float scale) {
+  const auto pair = [&](int i) {
+    return pack<Element>(number_of(codes, i, stored) * scale, number_of(codes, i + 1, stored) * scale);
+  };
+  *reinterpret_cast<uint4*>(chunk) = {pair(0), pair(2), pair(4), pair(6)};
+}
+
+// The same of rows in pages. Elements of codes are written at once, not by copies that run meanwhile.
 template <int kRows, int kThreads, class Tile>
 FASTATTN_DEVICE void copy_rows(Tile tile, const PagedRows& paged, int h, int columns, const Side& side, int b,
                                int first) {
@@ -59,18 +83,32 @@ FASTATTN_DEVICE void copy_rows(Tile tile, const PagedRows& paged, int h, int col
     const int row = i / Tile::kChunks, chunk = i % Tile::kChunks, column = chunk * Tile::kInChunk;
     const unsigned token = first + row;
     const bool real = side.is_real(b, token);
-    const Element* from = nullptr;
-    if (real) {
-      from = paged.page<Element>(first_in_table + token / page_size, h) + token % page_size * paged.rows.row_stride;
-    }
+    const int64_t page = real ? paged.page(first_in_table + token / page_size) : 0;
+    const int64_t in_head = token % page_size * paged.rows.row_stride + column * paged.column_stride;
     Element* to = tile.chunk(row, chunk);
-    if (paged.in_chunks) {
-      copy_16_bytes(to, from + column, real && column < columns);
-    } else {
+    const auto each_column = [&](auto visit) {
 #pragma unroll 1
-      for (int e = 0; e < Tile::kInChunk; ++e) {
-        to[e] = real && column + e < columns ? from[(column + e) * paged.column_stride] : Element{};
+      for (int e = 0; e < Tile::kInChunk; ++e) visit(e, real && column + e < columns);
+    };
+    if (paged.stored == Stored::elements) {
+      const Element* from = paged.rows.head<const Element>(page, h) + in_head;
+      if (paged.in_chunks) {
+        copy_16_bytes(to, from, real && column < columns);
+      } else {
+        each_column([&](int e, bool exists) { to[e] = exists ? from[e * paged.column_stride] : Element{}; });
       }
+    } else {
+      const uint8_t* from = paged.rows.head<const uint8_t>(page, h) + in_head;
+      uint64_t codes = 0;
+      if (!paged.in_chunks) {
+        each_column([&](int e, bool exists) {
+          if (exists) codes |= uint64_t(from[e * paged.column_stride]) << (8 * e);
+        });
+      } else if (real && column < columns) {
+        using Codes = std::conditional_t<Tile::kInChunk == 8, uint64_t, uint32_t>;
+        codes = *reinterpret_cast<const Codes*>(from);
+      }
+      store_numbers(to, codes, paged.stored, real ? paged.scale(page, h, token % page_size) : 0);
     }
   }
 }

@@ -1,6 +1,8 @@
 // Tile sizes: every number that depends on the hardware.
 #pragma once
 
+#include <cstdint>
+
 #include "fragments.h"
 
 namespace fastattn::cuda {
@@ -43,11 +45,28 @@ constexpr Shape backward_shape(int bytes, int head_dim, bool general, bool rows_
   return {2, 1, 16};
 }
 
+// The head dim that the kernels are compiled for which take rows of so many columns.
+constexpr int compiled_head_dim(int columns) { return columns <= 64 ? 64 : columns <= 128 ? 128 : 256; }
+
+// The tiles of a table of all pairs, of which those on a diagonal have the same distances from their queries to their
+// keys. A tile of the next queries is on the diagonal `widths` further down.
+struct Diagonals {
+  int query_tiles, key_tiles, widths;
+
+  constexpr int below() const { return query_tiles > 0 ? (query_tiles - 1) * widths : 0; }  // that of the first tile
+  constexpr int count() const { return below() + key_tiles; }
+};
+
 template <class Element_, int kHeadDim_, int kWarps_, int kRowBlocks_, int kColumns_>
 struct Tiling {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kWarps = kWarps_, kRowBlocks = kRowBlocks_, kColumns = kColumns_;
   static constexpr int kThreads = kWarp * kWarps, kRows = 16 * kRowBlocks * kWarps;
+  static_assert(kRows % kColumns == 0);
+
+  static constexpr Diagonals diagonals(int n_q, int n_k) {
+    return {(n_q + kRows - 1) / kRows, (n_k + kColumns - 1) / kColumns, kRows / kColumns};
+  }
 
   // Bytes of that many tiles of own rows, and of the other side's.
   static constexpr int shared_bytes(int of_rows, int of_columns) {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..spec import FEATURES, LOG2E, Spec, empty_output
 from . import build
-from .gradients import RowStats, Sums, learned_gradients, wanted_sums
+from .gradients import RowStats, Sums, learned_gradients, n_diagonals, sums_of_diagonals, wanted_sums
 
 NAME = "cuda"
 WHERE = "NVIDIA GPUs of compute capability 7.5 and newer"
@@ -27,12 +27,12 @@ _MOST_TOKENS = 2**30  # tokens are numbered by 32-bit integers inside the kernel
 
 def features(device: torch.device) -> frozenset[str]:
     """Every feature, on every device."""
-    return FEATURES - {"relative_bias"}
+    return FEATURES
 
 
 def lacks(device: torch.device) -> frozenset[str]:
     """Names of all optional functions, on every device."""
-    return frozenset({"weights", "received", "top_keys", "forward_quantized"})
+    return frozenset({"weights", "received", "top_keys"})
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> list[str]:
@@ -81,18 +81,40 @@ def forward_paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, spec: Spec) ->
         table: int32 or int64 [B, pages of a sample], whose keys are those of its pages one after the other. No load
             leaves the pages, whatever it says.
     """
-    table = table.int().contiguous()
-    return _forward(q, k, v, spec, v.shape[3], table.shape[1] * k.shape[2], table)
+    return _forward(q, k, v, spec, v.shape[3], table.shape[1] * k.shape[2], table.int().contiguous())
+
+
+def forward_quantized(
+    q: Tensor, k: Tensor, v: Tensor, k_scales: Tensor, v_scales: Tensor, table: Tensor, spec: Spec
+) -> tuple[Tensor, Tensor]:
+    """As `forward_paged`, for keys and values of int8 or float8_e4m3fn, each row times its scale.
+
+    They are rounded to the dtype of q, as copies would be.
+
+    Args:
+        k_scales, v_scales: fp32 [pages, H_kv, page_size].
+    """
+    n_k = table.shape[1] * k.shape[2]
+    return _forward(q, k, v, spec, v.shape[3], n_k, table.int().contiguous(), k_scales, v_scales)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec, d_v: int, n_k: int, table: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: Spec,
+    d_v: int,
+    n_k: int,
+    table: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     module = build.CUDA.load()
     o = empty_output(q, d_v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     written = _writable(o)
-    module.forward(_readable(q), k, v, table, written, lse, *_described(module, q, n_k, spec))
+    given = _readable(q), k, v, table, k_scales, v_scales
+    module.forward(*given, written, lse, *_described(module, q, n_k, spec))
     return _copied_back(o, written), lse
 
 
@@ -122,9 +144,14 @@ def backward(
     dk, dv = (torch.empty_like(x) if wants_dk or wants_dv or wanted.of_keys else None for x in (k, v))
     written = [None if x is None else _writable(x) for x in (dq, dk, dv)]
     n_q, n_k = q.shape[2], k.shape[2]
-    tables = (1, 1, *spec.bias.shape)[-4:-2] if wanted.of_pairs else ()
+    of_bias = ()
+    if wanted.of_pairs and spec.bias_by_distance:
+        tile = module.bias_tile(q, v)
+        of_bias = (1, len(spec.bias), n_diagonals(n_q, n_k, *tile), *tile)
+    elif wanted.of_pairs:
+        of_bias = (*(1, 1, *spec.bias.shape)[-4:-2], n_q, n_k)
     sums = Sums(
-        of_pairs=table_or_none(wanted.of_pairs, *tables, n_q, n_k),
+        of_pairs=table_or_none(wanted.of_pairs, *of_bias),
         of_keys=table_or_none(wanted.of_keys, *lse.shape[:2], n_k),
         of_queries=table_or_none(wanted.of_queries, *lse.shape),
         by_distance=table_or_none(wanted.by_distance, *lse.shape),
@@ -148,6 +175,8 @@ def backward(
         *_described(module, q, n_k, spec),
     )
     dq, dk, dv = (x if x is None else _copied_back(x, y) for x, y in zip((dq, dk, dv), written, strict=True))
+    if wanted.of_pairs and spec.bias_by_distance:
+        sums = sums._replace(of_pairs=sums_of_diagonals(sums.of_pairs[0], n_q, n_k))
     reference, rest_log2, delta = stats.unbind(2)  # in nats where there are sinks, which alone read it
     rows = RowStats(reference.double() * LOG2E, rest_log2, delta, dlse, spec.sinks, sums.of_queries)
     return dq, dk, dv, *learned_gradients(spec, output_mask, sums, rows, p_by_distance)
@@ -195,11 +224,13 @@ def _described(module: ModuleType, q: Tensor, n_k: int, spec: Spec) -> tuple[obj
     )
     bias, slopes, sinks = spec.bias, spec.alibi_slopes, spec.sinks
     if bias is not None:
-        bias = (bias if bias.dtype in _DTYPES else bias.float()).expand(shape)
+        bias = bias if bias.dtype in _DTYPES else bias.float()
+        bias = bias.expand(*shape[:2], 1, -1) if spec.bias_by_distance else bias.expand(shape)
     scores = module.Scores(
         scale=spec.scale,
         softcap=spec.softcap,
         bias=bias,
+        bias_by_distance=spec.bias_by_distance,
         alibi_slopes=None if slopes is None else slopes.float().expand(shape[:2]).contiguous(),
         sinks=None if sinks is None else sinks.float().contiguous(),
         dropout_p=spec.dropout_p,

@@ -47,7 +47,7 @@ PROMISES = {  # what each backend must take, so that none gets greener by refusi
         "head_dims": range(1, 513),
     },
     "cuda": {
-        "features": POSITIONS | TERMS,
+        "features": POSITIONS | TERMS | {"relative_bias"},
         "dtypes": {*DTYPES} if CUDA_TAKES_BF16 else {*DTYPES} - {torch.bfloat16},
         "head_dims": range(1, 257),
     },

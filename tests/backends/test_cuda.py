@@ -46,8 +46,8 @@ def test_dtypes_and_head_dims_that_are_taken(gpu, dtype):
         assert refusals(on_gpu(dtype, head_dim)) == []
 
 
-def test_every_feature_but_one_is_computed():
-    assert cuda.features(torch.device("cuda")) == FEATURES - {"relative_bias"}
+def test_every_feature_is_computed():
+    assert cuda.features(torch.device("cuda")) == FEATURES
 
 
 def test_what_is_refused_is_a_sentence(gpu):
@@ -60,7 +60,7 @@ def test_what_is_refused_is_a_sentence(gpu):
         "takes head dims from 1 to 256, got 257 for v",
     ]
     for function, what in OPTIONAL.items():
-        expected = [] if function in ("forward", "forward_paged") else [f"does not compute {what} on cuda"]
+        expected = [] if function.startswith("forward") else [f"does not compute {what} on cuda"]
         assert refusals(on_gpu(), function=function) == expected
     gpu(7, 0)
     assert refusals(on_gpu()) == ["needs compute capability 7.5 or later, got 7.0"]

@@ -440,16 +440,11 @@ def test_requests_in_quantized_pages(words, stored):
     requests.check(o_and_lse, mask, **options)
 
 
+@test_paged.each_stored_dtype
 @pytest.mark.parametrize("n_q", [1, 20])
 @pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
-def test_all_codes_of_float8_are_numbers_or_none(backend, device, n_q):
-    """The numbers of all 256 codes, each the value of the only key of a sample, and the score of it."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).view(256, 1, 1, 1)
-    table, ones = torch.arange(256, device=device)[:, None], torch.ones(256, 1, 1, device=device)
-    q = torch.ones(256, 1, n_q, 1, device=device)
-    results = backend.forward_quantized(q, codes, codes, ones, ones, table, Spec(Mask(), 1.0))
-    for x in results:
-        torch.testing.assert_close(x.view(256, n_q), codes.float().view(256, 1).expand(-1, n_q), equal_nan=True)
+def test_all_codes_are_numbers_or_none(backend, device, n_q, stored):
+    test_paged.check_codes(backend, torch.ones(256, 1, n_q, 1, device=device), stored)
 
 
 @pytest.mark.parametrize("n_q", [1, 20])

@@ -15,6 +15,7 @@ import fastattn
 from fastattn import Mask, paged
 from fastattn.backends import cpu
 from fastattn.paged import quantized
+from fastattn.spec import Spec
 from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs, run
 from fastattn.validation import QUANTIZED
 
@@ -649,6 +650,29 @@ def forward_quantized(inputs: Inputs, page_size: int, stored: torch.dtype, backe
     spec = dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, real_keys=real))
     o, lse = backend.forward_quantized(inputs.q, k.transpose(1, 2), v.transpose(1, 2), rows, rows, table, spec)
     return {"o": o, "lse": lse}
+
+
+def check_codes(backend: ModuleType, q: Tensor, stored: torch.dtype) -> None:
+    """The numbers of all 256 codes are each the score of the only key of a sample, and stand in its value.
+
+    Args:
+        q: [256, 1, n_q, D], of ones.
+    """
+    B, _, n_q, D = q.shape
+    codes = torch.arange(B, device=q.device)[:, None].expand(B, D)
+    k, v = (x.byte().view(stored).view(B, 1, 1, D) for x in (codes, codes + torch.arange(D, device=q.device)))
+    table, scales = codes[:, :1], torch.full((B, 1, 1), 0.5, device=q.device)
+    o, lse = backend.forward_quantized(q, k, v, scales, scales, table, Spec(Mask(), 2 / D))
+    torch.testing.assert_close(lse[:, 0], k[:, 0, 0, :1].float().expand(B, n_q), equal_nan=True)
+    expected = (v.float() / 2).expand(B, 1, n_q, D)
+    torch.testing.assert_close(o.float(), expected.where(lse.isfinite()[..., None], math.nan), equal_nan=True)
+
+
+@each_stored_dtype
+@pytest.mark.parametrize("n_q", [1, 20])
+@pytest.mark.parametrize("D", [1, 8, 37])
+def test_all_codes_are_numbers_or_none(n_q, D, stored):
+    check_codes(cpu, torch.ones(256, 1, n_q, D), stored)
 
 
 @each_stored_dtype

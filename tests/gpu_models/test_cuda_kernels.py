@@ -130,7 +130,7 @@ def every_case_in_parts() -> list[tuple[PtxMachine, Case, torch.dtype]]:
     drawn, of_turns = [], [(WITH_ALL, dtype) for dtype in DTYPES]
     of_turns += [(OLDEST, dtype) for dtype in DTYPES if dtype != torch.bfloat16]
     for i, case in enumerate(NAMED.values()):
-        if 0 < case.D <= 256 and 0 < (case.d_v or case.D) <= 256 and case.relative_bias is None:
+        if 0 < case.D <= 256 and 0 < (case.d_v or case.D) <= 256:
             machine, dtype = of_turns[i % len(of_turns)]
             drawn.append((machine, in_parts(case), dtype))
     return drawn
@@ -320,6 +320,39 @@ def test_a_tree_and_a_prefix_in_pages(backend):
     for call in calls:
         for actual, expected in zip(call(backend.NAME), call("reference"), strict=True):
             torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-5)
+
+
+@test_paged.each_stored_dtype
+@pytest.mark.parametrize(
+    ("backend", "page_size", "dtype"), OF_PAGES, ids=lambda x: getattr(x, "NAME", str(x)), indirect=["backend"]
+)
+@pytest.mark.parametrize("case", test_paged.OF_QUANTIZED, ids=str)
+def test_quantized_keys_in_pages(case, backend, page_size, dtype, stored):
+    """The bits that pages of the numbers themselves give."""
+    inputs = make_inputs(case, dtype)
+    output = test_paged.forward_quantized(inputs, page_size, stored, backend)
+    expected = forward_paged(inputs, page_size, "HND", backend)
+    assert all(torch.equal(output[name], x) for name, x in expected.items())
+
+
+@on_each
+@test_paged.each_stored_dtype
+@pytest.mark.parametrize("words", WORDS)
+def test_requests_in_quantized_pages(backend, words, stored):
+    mask, options = WORDS[words]
+    requests = test_paged.OfQuantized(torch.float16, stored)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fastattn.FallbackWarning)
+        actual = requests.attend(**{"causal": False} | mask | options, return_lse=True, backend=backend.NAME)
+    requests.check(actual, mask, **options)
+
+
+@on_each
+@test_paged.each_stored_dtype
+@pytest.mark.parametrize(("n_q", "D"), [(1, 3), (20, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_all_codes_are_numbers_or_none(backend, n_q, D, dtype, stored):
+    test_paged.check_codes(backend, torch.ones(256, 1, n_q, D, dtype=dtype), stored)
 
 
 @on_each

@@ -578,7 +578,9 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, *, sinks: Tensor |
     dtype = accumulation_dtype(torch.promote_types(lse1.dtype, lse2.dtype))
     lse1, lse2 = lse1.to(dtype), lse2.to(dtype)
     lse, weight1, weight2 = _together(lse1, lse2)
-    o = weight1[..., None] * o1.to(dtype) + weight2[..., None] * o2.to(dtype)
+    # What stands where a set shows nothing is not taken, NaN neither.
+    of1, of2 = (o.masked_fill((lse == -math.inf)[..., None], 0).to(dtype) for o, lse in ((o1, lse1), (o2, lse2)))
+    o = weight1[..., None] * of1 + weight2[..., None] * of2
     if sinks is not None:
         nothing = lse == -math.inf
         with_sinks, weight, _ = _together(lse, sinks.to(dtype)[:, None].expand_as(lse))

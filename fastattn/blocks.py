@@ -63,7 +63,8 @@ class Block:
             return None
         mask, n = self.own.mask, self.own.n_k
         real = mask.readable_keys()
-        counted = [torch.arange(n)[None], mask.positions(n, n)[1]]  # in all tokens, in the document, among real ones
+        token = torch.arange(n, device=positions.device)
+        counted = [token[None], mask.positions(n, n)[1]]  # in all tokens, in the document, among real ones
         counted += [] if real is None else [(real.cumsum(1) - 1).clamp(min=0)]
         if any((x.to(positions.device)[:, here] == default).all() for x in counted):
             return None

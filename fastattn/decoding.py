@@ -51,11 +51,11 @@ def attention(
         o, lse = attend(q, k, v, replace(mask, real_queries=torch.isin(documents, others)))
     else:
         o = empty_output(q, v.shape[3]).zero_()
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
     for some in alone.split(_AT_ONCE):
         rows, begin, end = cu_seqlens_q[some], cu_seqlens_k[some], cu_seqlens_k[some + 1]
         first, last = int(begin[0]), int(end[-1])
-        keys = torch.arange(first, last)
+        keys = torch.arange(first, last, device=q.device)
         own = Mask(
             mask.causal,
             q_offset=begin - first + q_offset[some],

@@ -20,6 +20,7 @@ from .api import attention, attention_varlen
 from .nn.checks import check_bools, check_dense, check_ints, check_numbers, check_range, check_tensor
 from .paged import prepared
 from .spec import Mask, accumulation_dtype, as_int, as_number
+from .validation import validated
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -298,11 +299,6 @@ def flash_attn_with_kvcache(
             )
         q = _rotated(q, start + torch.arange(steps, device=device)[None], cos, sin, rotary_interleaved)
         k = _rotated(k, start + torch.arange(n_new, device=device)[None], cos, sin, rotary_interleaved)
-    if k is not None and v is not None:
-        at = (start + torch.arange(n_new, device=device)).expand(B, n_new)
-        places = rows.gather(1, at // page_size), at % page_size
-        k_cache[places], v_cache[places] = k, v
-
     by_table = block_table is not None or cache_batch_idx is not None
     if by_table:
         n_k = rows.shape[1] * page_size
@@ -313,12 +309,19 @@ def flash_attn_with_kvcache(
         real_keys = real_keys.expand(B, n_k)
     mask = _mask(causal, window, alibi_slopes, end - n_q).with_padding(real_keys)
     q = q.transpose(1, 2)
+    scale, softcap = terms["scale"], terms["softcap"]
     if by_table:
-        terms = {name: terms[name] for name in ("scale", "softcap")}
-        o, lse = prepared(q, k_cache, v_cache, rows, mask, alibi_slopes=alibi_slopes, **terms)()
+        call = prepared(q, k_cache, v_cache, rows, mask, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes)
     else:
         keys, values = (x[:B, :n_k].transpose(1, 2) for x in (k_cache, v_cache))
-        o, lse = attention(q, keys, values, mask, alibi_slopes=alibi_slopes, return_lse=True, **terms)
+        call = functools.partial(attention, q, keys, values, mask, alibi_slopes=alibi_slopes, return_lse=True, **terms)
+    if k is not None and v is not None:  # only now, when nothing more can be refused
+        if not by_table:
+            validated(q, keys, values, mask, scale, None, softcap, alibi_slopes, None, 0.0, None, True)
+        at = (start + torch.arange(n_new, device=device)).expand(B, n_new)
+        places = rows.gather(1, at // page_size), at % page_size
+        k_cache[places], v_cache[places] = k, v
+    o, lse = call()
     return (o.transpose(1, 2), lse) if return_softmax_lse else o.transpose(1, 2)
 
 

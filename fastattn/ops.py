@@ -62,7 +62,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
     if plan.output_only:
         return plan.backend.output(q, k, v, spec), None
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-    if plan.plain and plan.pairs and not _watched():  # never, while a call is compiled
+    if plan.plain and plan.pairs and not is_watched():  # never, while a call is compiled
         if plan.training:
             return _apply_directly(q, k, v, *learned, spec, plan.backend)
         return plan.backend.forward(q, k, v, spec)
@@ -117,7 +117,7 @@ def short_way(
 
 def short_functions() -> tuple | None:
     """An entry of `plan.short_ways`; None where there is none yet, or where PyTorch has to do with every call."""
-    return None if is_compiling() or _any_autocast() or _watched() else short_ways.get(backends.BACKENDS)
+    return None if is_compiling() or _any_autocast() or is_watched() else short_ways.get(backends.BACKENDS)
 
 
 def _spec(q: Tensor, mask: Mask | None, scale: float | None, *terms) -> Spec:
@@ -152,7 +152,7 @@ class _DirectAttention(Function):
         # An assignment to q.data, a hook, or a call of this very function may give a tensor another form.
         as_known = _forms(q, k, v, o if do is None else do, lse if dlse is None else dlse, *of_spec) == ctx.forms
         plain = as_known and (do is None or is_plain(do)) and (dlse is None or is_plain(dlse))
-        if not plain or _grad_enabled() or is_compiling() or _watched():
+        if not plain or _grad_enabled() or is_compiling() or is_watched():
             result = _gradients_of_call(do, dlse, q, k, v, o, lse, spec, backend, wanted)
         else:
             result = backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
@@ -200,7 +200,7 @@ class _ShortAttention(Function):
         result, of_weights = None, (None, None, None)
         if do is dlse is None:
             result = of_weights
-        elif not (_grad_enabled() or _watched()):
+        elif not (_grad_enabled() or is_watched()):
             result = backward(do, dlse, q, k, v, o, lse, *terms, wanted)
         if result is None:
             of_six = *wanted, False, False, False
@@ -240,7 +240,7 @@ def _in_form(
 ) -> tuple[Tensor, Tensor]:
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
     derivative_wanted = not is_compiling() and _derivative_wanted((q, k, *learned))
-    if plan.plain and not (derivative_wanted or _watched()):  # no plan is, while a call is compiled
+    if plan.plain and not (derivative_wanted or is_watched()):  # no plan is, while a call is compiled
         return _weights_in_form(q, k, lse, spec, plan.by_weights, form, top_k)
     arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, plan.by_weights))
     if _onnx_exports():
@@ -278,7 +278,7 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
     return any([x is not None and x.requires_grad for x in tensors])  # noqa: C419  a generator takes longer
 
 
-def _watched() -> bool | int:
+def is_watched() -> bool | int:
     """Whether forward mode, another mode, a transform, a trace or the profiler has to see each op in the dispatcher."""
     modes = _bits_of(_keys_of_modes()) & _MODES
     return modes or _any_function_mode() or profiler._is_profiler_enabled or forward_ad._current_level >= 0

@@ -97,7 +97,7 @@ def attention_paged(
 
     The backends cpu, triton and cuda read pages where they lie, in fp32, fp16 and bf16; rows of a page that are side by
     side for each head are read fastest, which k_pages has as the transpose of [pages, H_kv, page_size, D]. Others copy
-    the pages of each request first, of which a `FallbackWarning` tells. No GPU has run the kernels of cuda yet.
+    the pages of each request first, of which a `FallbackWarning` tells.
 
     Args:
         q: queries [total_q, H, D], those of a request one after the other.
@@ -117,8 +117,8 @@ def attention_paged(
         scale, softcap, alibi_slopes ([H] or [B, H]), sinks, return_lse, backend: as in `attention`.
         k_scales, v_scales: fp32 [pages, page_size, H_kv] where k_pages and v_pages are of int8 or float8_e4m3fn: what
             each row is to be multiplied by. Rows of k and v are written rounded to nearest, with the scale that gives
-            the largest of them 127 in int8 or 448 in float8_e4m3fn. The backends cpu and triton read such pages where
-            they lie.
+            the largest of them 127 in int8 or 448 in float8_e4m3fn. The backends cpu, triton and cuda read such pages
+            where they lie; no GPU has run those of cuda on them yet.
 
     Returns:
         o [total_q, H, d_v] in the dtype of q, or (o, lse) with lse [H, total_q].
@@ -179,9 +179,11 @@ def _short_way(
     computes such a call, as in `short_way` of fastattn/ops.py.
     """
     step, known = _last_step, ops.short_functions()
-    if step is None or known is None or not step.is_of(of_step) or len(step.groups) != 1:
+    if step is None or known is None or not step.is_of(of_step):
         return None
-    if step.prefix or causal is not step.causal or window is not step.window:
+    if len(step.groups) != 1 or not isinstance(step.groups[0].requests, slice):  # of which some have no queries
+        return None
+    if step.prefix or causal is not step.causal or repr(window) != step.window:
         return None
     (group,), (scale, softcap, alibi_slopes, sinks), (_, _, attend_paged, _) = step.groups, terms, known
     writes = k is not None
@@ -191,7 +193,7 @@ def _short_way(
         group.n,
     )  # fmt: skip
     if writes and o is not None:
-        increment_version((k_pages, v_pages))
+        increment_version([x for x in (k_pages, v_pages, *scales) if x is not None])
     return o
 
 
@@ -311,14 +313,14 @@ class _Step:
     """What the calls of a step of generation have in common, one for each layer of a model.
 
     given: copies of block_table, lengths and cu_seqlens_q: nothing that is kept follows the tensors given.
-    options: of `_groups`, written out, where True is not 1.
+    options, window: of `_groups`, written out, where True is not 1 and what is changed in place is another.
     """
 
     given: tuple[Tensor, Tensor, Tensor | None]
     options: str
     prefix: int
     causal: bool
-    window: tuple[int | None, int | None]
+    window: str
     groups: list[_Group]
 
     def is_of(self, given: tuple[Tensor, Tensor, Tensor | None]) -> bool:
@@ -342,13 +344,14 @@ def _groups(
         options: pages, page_size, prefix, causal, window, and the device.
     """
     global _last_step
-    if options[-1].type != "cpu" or tree is not None or is_compiling():
+    if options[-1].type != "cpu" or tree is not None or is_compiling() or ops.is_watched():
         return _grouped(block_table, lengths, cu_seqlens_q, tree, options)
     given, written = (block_table, lengths, cu_seqlens_q), repr(options)
     step = _last_step
     if step is None or step.options != written or not step.is_of(given):
         copies = tuple(None if x is None else x.clone() for x in given)
-        step = _last_step = _Step(copies, written, *options[2:5], _grouped(*copies, tree, options))
+        prefix, causal, window = options[2:5]
+        step = _last_step = _Step(copies, written, prefix, causal, repr(window), _grouped(*copies, tree, options))
     return step.groups
 
 
@@ -373,7 +376,9 @@ def _grouped(
             if n and len(of_n) == len(lengths):
                 parts.append((n, slice(None), slice(0, n * len(lengths))))
             elif n:
-                parts.append((n, of_n.to(device), (begin[of_n, None] + torch.arange(n)).flatten().to(device)))
+                parts.append(
+                    (n, of_n.to(device), (begin[of_n, None] + torch.arange(n, device="cpu")).flatten().to(device))
+                )
     if tree is not None and any(n != tree.shape[-1] for n, _, _ in parts):
         got = sorted({n for n, _, _ in parts})
         raise ValueError(f"tree must be of the {got} queries of a request, got {list(tree.shape)}")
@@ -382,7 +387,7 @@ def _grouped(
     for n, requests, tokens in parts:
         check_pages(block_table[requests], lengths[requests], n, pages, page_size, prefix)
         table, after = block_table[requests, prefix // page_size :], lengths[requests] - prefix
-        if device.type == "cpu":
+        if device.type == "cpu" and not is_compiling():
             table = table[:, : -(-int(after.max()) // page_size)]
         from_end = torch.arange(table.shape[1] * page_size, device=device) - after[:, None]
         dense = None if tree is None else _seen(tree.expand(len(lengths), n, n)[requests], from_end + n)
@@ -458,4 +463,5 @@ def prepared(
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager:
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()

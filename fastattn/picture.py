@@ -174,7 +174,7 @@ def _of(table: Tensor, index: int) -> Tensor:
 
 def _padded_blocks(real: Tensor | None, n: int, step: int) -> Tensor:
     """bool [B or 1, blocks]: blocks of tokens that are all padding."""
-    real = torch.ones(1, n, dtype=torch.bool) if real is None else real
+    real = torch.ones(1, n, dtype=torch.bool, device="cpu") if real is None else real
     return torch.stack([~block.any(-1) for block in real.split(step, -1)], -1)
 
 

@@ -446,7 +446,7 @@ class RelativeBias:
         Raises:
             ValueError: the table has another width, or `bucket` returns something else than is said above.
         """
-        table, width = self.table.view(-1, self.table.shape[-1]), max(n_q + n_k - 1, 0)
+        table, width = self.table[(None,) * (2 - self.table.dim())], max(n_q + n_k - 1, 0)
         if self.bucket is None:
             if table.shape[1] != width:
                 got = list(self.table.shape)

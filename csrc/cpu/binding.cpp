@@ -328,23 +328,32 @@ Tensor heads_first(const Tensor& pages) {
   return pages.viewed(sizes, strides);
 }
 
-// Whether there are rows of so many new tokens, [tokens, H_kv, D], that can be copied into pages [pages, keys of a
-// page, H_kv, D].
-bool fit_in_pages(const MaybeTensor& rows, int64_t tokens, const Tensor& pages) {
-  bool fits = rows && rows->dim() == 3 && rows->has_sizes({tokens, pages.size(2), pages.size(3)}) &&
-              rows->same_dtype(pages) && rows->has_rows();
-  for (int64_t i = 0; i < 3; ++i) fits = fits && (pages.stride(i) != 0 || pages.size(i) == 1);
-  return fits;
+// Whether there are rows of so many new tokens in the dtype of q, [tokens, H_kv, D], that can be written to pages
+// [pages, keys of a page, H_kv, D], and their scales, if these have such.
+bool fit_in_pages(const MaybeTensor& rows, int64_t tokens, const Tensor& pages, const MaybeTensor& scales,
+                  const Tensor& q) {
+  return rows && rows->has_sizes({tokens, pages.size(2), pages.size(3)}) && rows->same_dtype(q) && rows->has_rows() &&
+         pages.is_writable() && (!scales || scales->is_writable());
 }
 
-// Copies row i to the row in_page[i] of the page page[i].
-void copy_to_pages(const Tensor& rows, const Tensor& pages, const int64_t* page, const int64_t* in_page) {
-  const int64_t size = rows.element_size();
+// Writes row i to the row in_page[i] of the page page[i].
+void write_to_pages(const Tensor& rows, const Tensor& pages, const MaybeTensor& scales, const DecodeKernels& kernels,
+                    const int64_t* page, const int64_t* in_page) {
+  const int64_t size = rows.element_size(), d = rows.size(2);
+  const auto place = [&](const Tensor& x, int64_t i, int64_t h) {
+    return x.data() + (page[i] * x.stride(0) + in_page[i] * x.stride(1) + h * x.stride(2)) * x.element_size();
+  };
   for (int64_t i = 0; i < rows.size(0); ++i) {
     for (int64_t h = 0; h < rows.size(1); ++h) {
-      char* const to =
-          pages.data() + (page[i] * pages.stride(0) + in_page[i] * pages.stride(1) + h * pages.stride(2)) * size;
-      std::memmove(to, rows.data() + (i * rows.stride(0) + h * rows.stride(1)) * size, rows.size(2) * size);
+      const char* const row = rows.data() + (i * rows.stride(0) + h * rows.stride(1)) * size;
+      char* const to = place(pages, i, h);
+      if (scales) {
+        const bool is_float8 = pages.is(kDLFloat8_e4m3fn, 8);
+        const float scale = kernels.quantize(*rows.dtype(), row, d, is_float8, reinterpret_cast<int8_t*>(to));
+        std::memcpy(place(*scales, i, h), &scale, sizeof(scale));
+      } else {
+        std::memcpy(to, row, d * size);
+      }
     }
   }
 }
@@ -369,19 +378,29 @@ PyObject* attend_paged(Arguments in) {
     }
     const auto spec = read_spec(in + 3, q->size(2));
     const int64_t tokens = q->size(0), B = table->size(0), H = q->size(1), n = integer(in[16]);
-    if (!spec || n * B != tokens || k->size(0) != v->size(0)) Py_RETURN_NONE;
+    if (!spec || n * B != tokens || !k->same_dtype(*v)) Py_RETURN_NONE;
     std::array<MaybeTensor, 2> scales;
-    if (k_scales && k_scales->dim() == 3) scales[0] = heads_first(*k_scales);
-    if (v_scales && v_scales->dim() == 3) scales[1] = heads_first(*v_scales);
+    if (k_scales || v_scales) {
+      if (!k_scales || !v_scales || k_scales->dim() != 3 || v_scales->dim() != 3) Py_RETURN_NONE;
+      scales = {heads_first(*k_scales), heads_first(*v_scales)};
+    }
     const int64_t stride = q->stride(0);
     const Call call(q->viewed({B, H, n, q->size(2)}, {n * stride, q->stride(1), stride, q->stride(2)}), heads_first(*k),
                     heads_first(*v), *spec, *table, scales);
+    const Capability& capability = choose_capability();
     if (new_k || new_v) {
-      if (!fit_in_pages(new_k, tokens, *k) || !fit_in_pages(new_v, tokens, *v)) Py_RETURN_NONE;
+      if (!fit_in_pages(new_k, tokens, *k, k_scales, *q) || !fit_in_pages(new_v, tokens, *v, v_scales, *q)) {
+        Py_RETURN_NONE;
+      }
+      for (const Tensor* rows : {&*new_k, &*new_v}) {
+        if (rows->may_overlap(*k) || rows->may_overlap(*v)) Py_RETURN_NONE;
+      }
       const Tensor pages(Object::borrowed(in[14]), "pages"), rows(Object::borrowed(in[15]), "rows");
       const auto* const to_page = pages.output<const int64_t>({tokens}, kDLInt, 64);
       const auto* const to_row = rows.output<const int64_t>({tokens}, kDLInt, 64);
-      copy_to_pages(*new_k, *k, to_page, to_row), copy_to_pages(*new_v, *v, to_page, to_row);
+      const DecodeKernels& kernels = *capability.kernels_for(DType::f32).decode;
+      write_to_pages(*new_k, *k, k_scales, kernels, to_page, to_row);
+      write_to_pages(*new_v, *v, v_scales, kernels, to_page, to_row);
     }
     const Params& p = call.params();
     const Object sizes = Object::result(Py_BuildValue("(LLL)", tokens, H, p.d_v));
@@ -389,7 +408,6 @@ PyObject* attend_paged(Arguments in) {
                    "o");
     const std::unique_ptr<float[]> lse(new float[tokens * H]);
     const ForwardOutputs out{{o.data(), p.q.dtype, n * H * p.d_v, p.d_v, H * p.d_v}, lse.get()};
-    const Capability& capability = choose_capability();
     without_gil([&] { run_forward(capability, p, out, num_threads(), in_turn, in_shares); });
     return Py_NewRef(o.object());
   } catch (const NotImplemented&) {

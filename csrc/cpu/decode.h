@@ -14,6 +14,7 @@
 #include "forward.h"
 #include "matrix.h"
 #include "params.h"
+#include "quantize.h"
 #include "rows.h"
 #include "vector.h"
 #include "vector_product.h"
@@ -68,11 +69,6 @@ DecodePart decode_part(const Params& p, float* parts, const DecodeItem& item, in
   return {o, o + padded(p.d_v), o + padded(p.d_v) + 1};
 }
 
-FASTATTN_INLINE float largest_lane(Floats x) {
-  float result = x[0];
-  for (int lane = 1; lane < kLanes; ++lane) result = x[lane] > result ? x[lane] : result;
-  return result;
-}
 FASTATTN_INLINE float sum_of_lanes(Floats x) {
   float sum = 0;
   for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
@@ -480,7 +476,7 @@ void combine(const Params& p, const ForwardOutputs& out, const DecodeItem& of_he
 
 int64_t decode_scratch(const Params& p) { return DecodeScratch(p, nullptr).size; }
 
-const DecodeKernels decode_kernels = {parts_size, decode_scratch, decode, combine};
+const DecodeKernels decode_kernels = {parts_size, decode_scratch, decode, combine, quantize};
 
 }  // namespace
 }  // namespace fastattn::FASTATTN_ISA

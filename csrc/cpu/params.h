@@ -275,6 +275,7 @@ struct DecodeKernels {
   int64_t (*scratch)(const Params&);
   void (*attend)(const Params&, const DecodeItem&, DecodeItem* next, float* parts, float* scratch);
   void (*combine)(const Params&, const ForwardOutputs&, const DecodeItem& of_head, float* parts);
+  float (*quantize)(DType dtype, const char* row, int64_t d, bool is_float8, int8_t* to);
 };
 
 // Queries at the places first_query, ... of the list of real ones, and the rows of padding with these numbers, of some

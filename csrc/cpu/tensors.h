@@ -168,6 +168,17 @@ class Tensor {
     return {};
   }
 
+  // Whether some memory may belong to both.
+  bool may_overlap(const Tensor& other) const { return data() < other.end() && other.data() < end(); }
+
+  // Whether each element has memory of its own, of those that differ in one index only.
+  bool is_writable() const {
+    for (int64_t i = 0; i < dim(); ++i) {
+      if (stride(i) == 0 && size(i) > 1) return false;
+    }
+    return true;
+  }
+
   // Whether the elements of a row lie side by side.
   bool has_rows() const { return stride(-1) == 1 || size(-1) <= 1; }
 
@@ -236,6 +247,12 @@ class Tensor {
   }
 
  private:
+  const char* end() const {
+    int64_t last = 0;
+    for (int64_t i = 0; i < dim(); ++i) last += (size(i) - 1) * stride(i);
+    return numel() == 0 ? data() : data() + (last + 1) * element_size();
+  }
+
   std::string text_of_attribute(const char* name) const {
     const Object attribute = Object::result(PyObject_GetAttrString(object_.get(), name));
     const Object as_text = Object::result(PyObject_Str(attribute.get()));

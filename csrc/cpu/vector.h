@@ -49,6 +49,12 @@ FASTATTN_INLINE Ints numbers_of_lanes() {
 FASTATTN_INLINE Floats larger(Floats x, Floats than) { return x > than ? x : than; }
 FASTATTN_INLINE Floats at_most(Floats x, float limit) { return x > limit ? splat(limit) : x; }
 
+FASTATTN_INLINE float largest_lane(Floats x) {
+  float result = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) result = x[lane] > result ? x[lane] : result;
+  return result;
+}
+
 FASTATTN_INLINE bool any(Ints x) {
 #if FASTATTN_LANES == 16
   return _mm512_movepi32_mask((__m512i)x) != 0;

@@ -159,7 +159,7 @@ def _problems(backend: ModuleType, device: torch.device, dtype: torch.dtype, tra
         low = (B, H, H_kv, n_q, n_k, D) == _FAR_BELOW_ZERO
         spec = Spec(mask, D**-0.5, deterministic=deterministic)
         shapes = ((B, H, n_q, D), (B, H_kv, n_k, D), (B, H_kv, n_k, D), (B, H, n_q, D), (B, H, n_q))
-        tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
         if low:
             tensors[0] += 4
             tensors[1] -= 4

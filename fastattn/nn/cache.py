@@ -55,7 +55,7 @@ class KVCache:
         self.batch_size, self.max_length = batch_size, max_length
         self._length: int | Tensor = 0  # of each sample, int64 [B, 1]; an int as long as it is the same for all
         self._end = 0  # an upper bound of the lengths
-        self.positions = torch.empty(1, 0, dtype=torch.int64)  # of the tokens that this pass adds
+        self.positions = torch.empty(1, 0, dtype=torch.int64, device="cpu")  # of the tokens that this pass adds
         self._real: Tensor | None = None  # which of them are not padding
         self._layers: dict[int, _Growing] = {}
         self._memories: dict[int, _Memory] = {}

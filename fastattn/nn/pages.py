@@ -119,12 +119,13 @@ class PagedCache:
     def _pages_in_layer(self, i: int, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """The pages of layer i, in which the rows of a head lie side by side, for keys and values like k and v."""
         if i not in self._layers:
-            self._layers[i] = pages = {}
+            pages = {}
             for name, x in (("k", k), ("v", v)):
                 rows = self.pages, x.shape[1], self.page_size
                 pages[f"{name}_pages"] = x.new_zeros(*rows, x.shape[2], dtype=self.dtype).transpose(1, 2)
                 if self.dtype is not None:
                     pages[f"{name}_scales"] = x.new_zeros(rows, dtype=torch.float32).transpose(1, 2)
+            self._layers[i] = pages
         return self._layers[i]
 
 
@@ -158,22 +159,25 @@ class PagedStep:
     """
 
     def __init__(self, cache: PagedCache, counts: Mapping[PagedSequence, int]) -> None:
-        self.cache, self.counts = cache, counts
-        before = torch.tensor([sequence.length for sequence in counts], dtype=torch.int64)
-        n = torch.tensor([*counts.values()], dtype=torch.int64)
+        self.cache, self._added = cache, dict(counts)
+        before = torch.tensor([sequence.length for sequence in counts], dtype=torch.int64, device="cpu")
+        n = torch.tensor([*counts.values()], dtype=torch.int64, device="cpu")
         self.cu_seqlens = torch.nn.functional.pad(n.cumsum(0), (1, 0))
         self.lengths = before + n
-        self.positions = (torch.arange(int(n.sum())) + (before - self.cu_seqlens[:-1]).repeat_interleave(n))[None]
+        token = torch.arange(int(n.sum()), device="cpu")
+        self.positions = (token + (before - self.cu_seqlens[:-1]).repeat_interleave(n))[None]
         most = max((len(sequence.pages) for sequence in counts), default=0)
         rows = [sequence.pages + [0] * (most - len(sequence.pages)) for sequence in counts]
-        self.table = torch.tensor(rows, dtype=torch.int32).view(len(counts), most)
-        for sequence, more in counts.items():
+        self.table = torch.tensor(rows, dtype=torch.int32, device="cpu").view(len(counts), most)
+        for sequence, more in self._added.items():
             sequence.length += more
 
     def undo(self) -> None:
-        """Takes the tokens back, which no pass has added, or none to its end."""
-        for sequence, n in self.counts.items():
-            sequence.length -= n
+        """Takes the tokens back, which no pass has added, or none to its end; those of closed sequences are gone."""
+        for sequence, n in self._added.items():
+            if sequence.pages:
+                sequence.length -= n
+        self._added = {}
 
     def extend(self, n: int, real: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
         """Begins a pass over the tokens: `positions`, on this device.

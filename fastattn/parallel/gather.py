@@ -33,7 +33,8 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> Gathering:
             keys = with_gaps_filled(keys, visibility.mask, plan.n_k)
         if call.first is not None:
             keys = in_fours(keys, plan.n_k)
-    slot = torch.zeros(plan.n_k, dtype=torch.int64).index_copy_(0, keys, torch.arange(len(keys)))
+    slot = torch.zeros(plan.n_k, dtype=torch.int64, device="cpu")
+    slot[keys] = torch.arange(len(keys), device="cpu")
     sent, placed = [], []
     for rank in range(plan.ranks):
         sample, key = (need[rank] & (owner == me)).nonzero().unbind(1)
@@ -63,7 +64,7 @@ def attend(
 
 def places(plan: Plan) -> Tensor:
     """int64 [n_k], the place of each key among those of its rank."""
-    place = torch.empty(plan.n_k, dtype=torch.int64)
+    place = torch.empty(plan.n_k, dtype=torch.int64, device="cpu")
     for keys in plan._rows_of_all("keys"):
-        place[keys] = torch.arange(len(keys))
+        place[keys] = torch.arange(len(keys), device="cpu")
     return place

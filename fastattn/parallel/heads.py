@@ -52,13 +52,16 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> _Heads:
     shared = H // H_kv
     heads = [range(r * H // ranks, (r + 1) * H // ranks) for r in range(ranks)]
     heads_k = [range(h.start // shared, -(-h.stop // shared)) for h in heads]
-    real = torch.ones(1, plan.n_q, dtype=torch.bool) if visibility.readable_q is None else visibility.readable_q
-    need = visibility.needed(torch.zeros(plan.n_q, dtype=torch.int64), 1)[0]
+    real = visibility.readable_q
+    if real is None:
+        real = torch.ones(1, plan.n_q, dtype=torch.bool, device="cpu")
+    need = visibility.needed(torch.zeros(plan.n_q, dtype=torch.int64, device="cpu"), 1)[0]
     mine = heads[me]
     even = len(heads_k[me]) == 1 or (mine.start % shared == 0 and mine.stop % shared == 0)
     of_each = None if even else torch.tensor([h // shared - heads_k[me].start for h in mine], device=device)
     mask = visibility.mask
-    mask = replace(mask, dense=None if mask.dense is None else at(mask.dense, -3, torch.tensor(list(mine))))
+    if mask.dense is not None:
+        mask = replace(mask, dense=at(mask.dense, -3, torch.tensor(list(mine), device="cpu")))
     across, call = None, call._replace(first=None if first is None else (first[0], first[1] + mine.start))
     if plan.across is None:
         there = need.expand(B, -1)
@@ -75,7 +78,7 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> _Heads:
         heads=(mine.start, mine.stop),
         heads_k=len(heads_k[me]),
         of_each=of_each,
-        places=call.places(torch.arange(plan.n_q), torch.arange(plan.n_k)),
+        places=call.places(torch.arange(plan.n_q, device="cpu"), torch.arange(plan.n_k, device="cpu")),
         mask=mask,
         across=across,
         unread=~real[:, plan._rows("queries")].to(device),
@@ -88,14 +91,14 @@ def _to_heads(real: Tensor, H: int, heads: list[range], places: list[Tensor], me
     Args:
         real: bool [B, n], the tokens that are sent. heads: those of each rank. places: the tokens of each rank.
     """
-    mine, n, here = len(heads[me]), real.shape[1], torch.arange(len(places[me]))
+    mine, n, here = len(heads[me]), real.shape[1], torch.arange(len(places[me]), device="cpu")
 
     def index(tokens: Tensor, of_heads: Tensor, H: int, places: Tensor, n: int) -> Tensor:
         sample, token = real[:, tokens].nonzero().unbind(1)
         return ((sample[:, None] * H + of_heads) * n + places[token][:, None]).flatten()
 
-    sent = [index(places[me], torch.arange(h.start, h.stop), H, here, len(here)) for h in heads]
-    placed = [index(tokens, torch.arange(mine), mine, tokens, n) for tokens in places]
+    sent = [index(places[me], torch.arange(h.start, h.stop, device="cpu"), H, here, len(here)) for h in heads]
+    placed = [index(tokens, torch.arange(mine, device="cpu"), mine, tokens, n) for tokens in places]
     return Route.of(sent, placed, len(real) * H * len(here), len(real) * mine * n, device)
 
 

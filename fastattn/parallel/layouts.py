@@ -37,7 +37,7 @@ class Layout:
     @classmethod
     def of(cls, name: str, visibility: Visibility, ranks: int, owner_q: Tensor, owner_k: Tensor) -> Layout:
         """The layout with what comes of it."""
-        work = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner_q, visibility.pairs)
+        work = torch.zeros(ranks, dtype=torch.float64, device="cpu").index_add_(0, owner_q, visibility.pairs)
         return cls(name, owner_q, owner_k, work, visibility.received(owner_q, owner_k, ranks))
 
 
@@ -70,12 +70,12 @@ def choose(visibility: Visibility, ranks: int, together: bool, names: Sequence[s
 
 def contiguous(n: int, ranks: int) -> Tensor:
     """int64 [n], ranks with runs of tokens, as long as in `torch.chunk` and in DTensor."""
-    return torch.arange(n) // max(1, -(-n // ranks))
+    return torch.arange(n, device="cpu") // max(1, -(-n // ranks))
 
 
 def zigzag(work: Tensor, ranks: int) -> Tensor:
     """int64 [blocks], ranks with a run of the first half and its mirror image: equal work under a causal mask."""
-    run = torch.arange(len(work)) * 2 * ranks // max(1, len(work))
+    run = torch.arange(len(work), device="cpu") * 2 * ranks // max(1, len(work))
     return torch.minimum(run, 2 * ranks - 1 - run)
 
 
@@ -89,14 +89,14 @@ def in_runs(work: Tensor, ranks: int) -> Tensor:
     blocks = len(work)
     falls = pad(work[1:] < work[:-1], (1, 0))[: max(blocks - 1, 0)]  # a block with two documents belongs to the first
     document = pad(falls.long().cumsum(0), (1, 0))[:blocks]
-    largest = torch.zeros(blocks, dtype=work.dtype).scatter_reduce_(0, document, work, "amax")
-    line = torch.arange(blocks).flip(0)
+    largest = torch.zeros(blocks, dtype=work.dtype, device="cpu").scatter_reduce_(0, document, work, "amax")
+    line = torch.arange(blocks, device="cpu").flip(0)
     line = line[largest[document[line]].argsort(descending=True, stable=True)]
     done = pad(work[line].cumsum(0), (1, 0))
-    first, stop, owner = 0, blocks, torch.zeros(blocks, dtype=torch.int64)
+    first, stop, owner = 0, blocks, torch.zeros(blocks, dtype=torch.int64, device="cpu")
     for rank in range(ranks):
         share = -(-(stop - first) // (ranks - rank))
-        heads = torch.arange(share + 1)  # so many from the beginning, and the others from the end
+        heads = torch.arange(share + 1, device="cpu")  # so many from the beginning, and the others from the end
         taken = done[first + heads] - done[first] + done[stop] - done[stop - share + heads]
         head = int((taken - (done[stop] - done[first]) / (ranks - rank)).abs().argmin())
         owner[line[first : first + head]] = owner[line[stop - share + head : stop]] = rank
@@ -106,7 +106,7 @@ def in_runs(work: Tensor, ranks: int) -> Tensor:
 
 def longest_first(work: Tensor, ranks: int) -> Tensor:
     """int64 [blocks], ranks with equal work in equal numbers of blocks: each goes to the rank with the least yet."""
-    most, owner = -(-len(work) // ranks), torch.zeros(len(work), dtype=torch.int64)
+    most, owner = -(-len(work) // ranks), torch.zeros(len(work), dtype=torch.int64, device="cpu")
     loads = [(0.0, rank, 0) for rank in range(ranks)]
     for block in work.argsort(descending=True, stable=True).tolist():
         load, rank, blocks = heapq.heappop(loads)

@@ -27,7 +27,7 @@ class Visibility:
         position, _ = mask.positions(n_q, n_k)
         position = position.clamp(-_FAR, _FAR)
         if mask.segment_ids is None:
-            self.order = torch.arange(n_k)[None]
+            self.order = torch.arange(n_k, device="cpu")[None]
             begin, end = torch.zeros_like(position), torch.full_like(position, n_k)
         else:
             ids_q, ids_k = (ids.contiguous() for ids in mask.segment_ids)
@@ -59,7 +59,7 @@ class Visibility:
         """float64 [n_q]: how many keys each query sees, summed over the samples (and averaged over heads)."""
         if self.mask.dense is not None:
             seen = [keep.double().mean(1).sum((0, 2)) for _, keep in self._dense_rows()]
-            return torch.cat(seen) if seen else torch.zeros(0, dtype=torch.float64)
+            return torch.cat(seen) if seen else torch.zeros(0, dtype=torch.float64, device="cpu")
         if self.readable is None:
             return (self.stop - self.first).sum(0).double() * (self.samples // len(self.stop))
         before = torch.nn.functional.pad(self.readable.gather(1, self._order()).cumsum(1), (1, 0))
@@ -73,15 +73,15 @@ class Visibility:
             group: int64 [n_q], the group of each query; a negative one is of none.
         """
         if self.mask.dense is not None:
-            need = torch.zeros(groups, self.samples, self.n_k, dtype=torch.bool)
+            need = torch.zeros(groups, self.samples, self.n_k, dtype=torch.bool, device="cpu")
             for rows, keep in self._dense_rows():
                 seen = keep.any(1)
                 for g in group[rows].clamp(min=0).unique().tolist():
                     need[g] |= seen[:, group[rows] == g].any(1)
             return need
         B, n_k = len(self.stop), self.n_k
-        changes = torch.zeros(groups * B * (n_k + 1), dtype=torch.int32)
-        place = (group * B + torch.arange(B)[:, None]) * (n_k + 1)
+        changes = torch.zeros(groups * B * (n_k + 1), dtype=torch.int32, device="cpu")
+        place = (group * B + torch.arange(B, device="cpu")[:, None]) * (n_k + 1)
         seeing = (self.stop > self.first) & (group >= 0)
         for slot, sign in ((self.first, 1), (self.stop, -1)):
             at = (place + slot)[seeing]
@@ -92,7 +92,7 @@ class Visibility:
             need = by_slot
         else:
             order = self._order().expand(groups, -1, -1)
-            need = torch.zeros(by_slot.shape, dtype=torch.bool).scatter_(2, order, by_slot)
+            need = torch.zeros(by_slot.shape, dtype=torch.bool, device="cpu").scatter_(2, order, by_slot)
         return need if self.readable is None else need & self.readable
 
     def received(self, owner_q: Tensor, owner_k: Tensor, ranks: int) -> Tensor:
@@ -101,8 +101,9 @@ class Visibility:
         As `needed` tells, but in O(samples * (n_q + n_k)) memory for any number of ranks.
         """
         if self.mask.dense is not None:
-            return (self.needed(owner_q, ranks) & (owner_k != torch.arange(ranks)[:, None])[:, None]).sum((1, 2))
-        total, width = torch.zeros(ranks, dtype=torch.int64), self.n_k + 1
+            elsewhere = owner_k != torch.arange(ranks, device="cpu")[:, None]
+            return (self.needed(owner_q, ranks) & elsewhere[:, None]).sum((1, 2))
+        total, width = torch.zeros(ranks, dtype=torch.int64, device="cpu"), self.n_k + 1
         of_runs = [len(self.stop), len(self.order), 1 if self.readable is None else len(self.readable)]
         for sample in range(max(of_runs)):
             runs, order, readable = (sample % n for n in of_runs)
@@ -116,7 +117,8 @@ class Visibility:
             new = torch.maximum(first, torch.nn.functional.pad(last[:-1], (1, 0))) if len(last) else first
             seen = before[torch.maximum(stop, new) - rank * width] - before[new - rank * width]
             total.index_add_(0, rank, seen)
-            slot = owner_k[self.order[order]] * width + torch.arange(self.n_k)  # a key where its own rank would see it
+            key = torch.arange(self.n_k, device="cpu")
+            slot = owner_k[self.order[order]] * width + key  # where its own rank would see it
             run = torch.searchsorted(first, slot, right=True) - 1
             own = (run >= 0) & (slot < last[run.clamp(min=0)]) if len(last) else run >= 0
             total.index_add_(0, owner_k[self.order[order]], -(own * real[self.order[order]]))
@@ -142,13 +144,13 @@ def at(table: Tensor, dim: int, index: Tensor) -> Tensor:
 
 def with_gaps_filled(keys: Tensor, mask: Mask, n_k: int) -> Tensor:
     """`keys` [m], ascending, and all keys between them, in each document: without a gap positions can be told."""
-    chosen = torch.zeros(n_k, dtype=torch.bool).index_fill_(0, keys, True)
+    chosen = torch.zeros(n_k, dtype=torch.bool, device="cpu").index_fill_(0, keys, True)
     if mask.segment_ids is None:
         chosen[keys.min() : keys.max() + 1] = True
         return chosen.nonzero()[:, 0]
     in_order, order = mask.segment_ids[1].sort(dim=-1, stable=True)
     document = torch.searchsorted(in_order, in_order)  # by the slot of its first key
-    slot = torch.arange(n_k).expand_as(order)
+    slot = torch.arange(n_k, device="cpu").expand_as(order)
     while True:
         taken = chosen[order]
         first = torch.full_like(slot, n_k).scatter_reduce_(1, document, slot.masked_fill(~taken, n_k), "amin")
@@ -162,7 +164,7 @@ def with_gaps_filled(keys: Tensor, mask: Mask, n_k: int) -> Tensor:
 
 def in_fours(keys: Tensor, n_k: int) -> Tensor:
     """`keys` [m], ascending, and all of each four neighbours 4j, ..., 4j + 3 of which one is there."""
-    keys = ((keys // 4).unique_consecutive()[:, None] * 4 + torch.arange(4)).flatten()
+    keys = ((keys // 4).unique_consecutive()[:, None] * 4 + torch.arange(4, device="cpu")).flatten()
     return keys[keys < n_k]
 
 

@@ -48,7 +48,7 @@ class Call(NamedTuple):
         """`Spec.places` of queries and of keys that are ascending and in whole fours; None without dropout."""
         if self.first is None:
             return None
-        return torch.cat([torch.tensor(self.first), rows, keys[::4] // 4]).int().to(self.device)
+        return torch.cat([torch.tensor(self.first, device="cpu"), rows, keys[::4] // 4]).int().to(self.device)
 
 
 class Options(TypedDict):

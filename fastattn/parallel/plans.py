@@ -151,7 +151,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         number = next(_NUMBERS)
-        object.__setattr__(self, "_key", torch.tensor(number))
+        object.__setattr__(self, "_key", torch.tensor(number, device="cpu"))
         _PLANS[number] = self
 
     @property
@@ -222,7 +222,7 @@ class Plan:
                 f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}"
             )
         part, places = self._part(of)
-        mine = [torch.arange(len(rows))] * len(places)
+        mine = [torch.arange(len(rows), device="cpu")] * len(places)
         route = Route.of(mine, places, len(rows), len(part), y.device)
         moved = y.movedim(dim, 0)
         whole = exchange(moved.reshape(len(rows), moved.shape[1:].numel()), route, group)
@@ -296,7 +296,7 @@ class Plan:
     def _part(self, of: str) -> tuple[Tensor, list[Tensor]]:
         """The tokens that the ranks of `group` have together, and the places among them of those of each."""
         if self.across is None:
-            return torch.arange(self._length(of)), self._rows_of_all(of)
+            return torch.arange(self._length(of), device="cpu"), self._rows_of_all(of)
         part = self.across._rows(of)
         rows = self._rows_of_all(of)[self.rank % self.across.ranks :: self.across.ranks]
         return part, [torch.searchsorted(part, tokens) for tokens in rows]

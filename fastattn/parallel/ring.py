@@ -51,12 +51,13 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> list[_Step]:
     B, positional, device = call.B, call.positional, call.device
     owner, me, ranks = plan._layout.owner_k, plan.rank, plan.ranks
     need = visibility.needed(plan._layout.owner_q, ranks).expand(-1, B, -1)
-    rows, nobody, n_mine = plan._rows("queries"), torch.empty(0, dtype=torch.int64), B * len(plan._rows("keys"))
+    rows, n_mine = plan._rows("queries"), B * len(plan._rows("keys"))
+    nobody = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def travelling(rank: int, step: int) -> Tensor:
         """The keys of a rank, as sample * n_k + key, ascending, that are somewhere needed in this step or later."""
         later = [(rank + further) % ranks for further in range(step, ranks)]
-        kept = need[later].any(0) if step else torch.ones(B, plan.n_k, dtype=torch.bool)
+        kept = need[later].any(0) if step else torch.ones(B, plan.n_k, dtype=torch.bool, device="cpu")
         return (kept & (owner == rank)).flatten().nonzero()[:, 0]
 
     def to(**rows: Tensor) -> list[Tensor]:
@@ -66,14 +67,13 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> list[_Step]:
     for step in range(ranks):
         of = (me - step) % ranks
         here, passed, coming = travelling(of, step), travelling(of, step + 1), travelling((of - 1) % ranks, step + 1)
-        mine = need[me] & (owner == of)
+        mine, arriving = need[me] & (owner == of), torch.arange(len(coming), device="cpu")
         keys, blocks = mine.any(0).nonzero()[:, 0], []
         if call.first is not None:
             keys = in_fours(keys, plan.n_k)
-        if len(keys) == 0:
-            runs = []
-        else:
-            runs = [torch.arange(int(run[0]), int(run[-1]) + 1) for run in runs_of(keys)] if positional else [keys]
+        runs = [keys] if len(keys) else []
+        if positional and runs:
+            runs = [torch.arange(int(run[0]), int(run[-1]) + 1, device="cpu") for run in runs_of(keys)]
         for run in runs:
             sample, slot = mine[:, run].nonzero().unbind(1)
             source = torch.searchsorted(here, sample * plan.n_k + run[slot])
@@ -82,9 +82,7 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> list[_Step]:
         onward = gradients = None
         if step + 1 < ranks:
             sent = torch.searchsorted(here, passed)
-            onward = Route.of(
-                to(**{after: sent}), to(**{before: torch.arange(len(coming))}), len(here), len(coming), device
-            )
+            onward = Route.of(to(**{after: sent}), to(**{before: arriving}), len(here), len(coming), device)
         if step:
             done = torch.isin(here, passed, invert=True).nonzero()[:, 0]
             of_mine, still = travelling(me, step), travelling(me, step + 1)
@@ -92,7 +90,7 @@ def schedule(plan: Plan, visibility: Visibility, call: Call) -> list[_Step]:
             home = len(coming) + torch.searchsorted(travelling(me, 0), home)
             # In the last step both are the same rank, and nothing goes on.
             sent = {after: torch.searchsorted(here, passed)} | {f"rank{of}": done}
-            placed = {before: torch.arange(len(coming))} | {f"rank{(me + step) % ranks}": home}
+            placed = {before: arriving} | {f"rank{(me + step) % ranks}": home}
             gradients = Route.of(to(**sent), to(**placed), len(here), len(coming) + n_mine, device)
         steps.append(_Step(blocks, onward, gradients))
     return steps

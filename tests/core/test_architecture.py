@@ -1,6 +1,7 @@
 """Layers of the package: which module may import which, read from the source."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "paged": {"spec", "validation", "backends", "plan", "ops", "blocks", "api"},
     "sdpa": {"spec", "api"},
     "nn": {"spec", "blocks", "api", "paged"},
-    "flash_attn": {"spec", "api", "paged", "nn.checks"},
+    "flash_attn": {"spec", "api", "paged", "nn.checks", "validation"},
     "integrations": {"spec", "blocks", "api", "sdpa", "nn", "backends"},
     "swap": {"backends", "nn", "integrations"},
     "testing": {"spec", "plan", "api", "backends.reference"},
@@ -181,6 +182,25 @@ def test_no_forbidden_names(path):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None
             assert not (isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"})
+
+
+MAKING = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"}
+ON_THE_DEFAULT_DEVICE = {  # modules, and what makes tensors for the caller
+    *("bench", "demo", "testing", "backends.hopper"),
+    *("nn.positions", "spec"),
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: ".".join(parts_of(p)) or "fastattn")
+def test_tensors_are_made_on_a_device_that_is_named(path):
+    """torch.set_default_device may have named another one than that of the arguments."""
+    module = ".".join(parts_of(path))
+    if any(f"{module}.".startswith(f"{name}.") for name in ON_THE_DEFAULT_DEVICE):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        made = isinstance(node, ast.Call) and re.fullmatch(r"torch\.(\w+)", ast.unparse(node.func))
+        if made and made[1] in MAKING:
+            assert "device" in {keyword.arg for keyword in node.keywords}, f"line {node.lineno}: {ast.unparse(node)}"
 
 
 def test_no_catch_all_modules():

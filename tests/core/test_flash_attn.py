@@ -311,6 +311,9 @@ REFUSED = [  # function, what is changed of a right call, exception, its message
     ("with_kvcache", ROTARY | {"k": None, "v": None}, ValueError, "k must be given where rotary_cos"),
     ("with_kvcache", ROTARY | {"rotary_sin": None}, TypeError, "rotary_sin must be a Tensor, got NoneType"),
     ("with_kvcache", ROTARY | {"rotary_cos": x[0, :2, :, 0], "rotary_sin": x[0, :2, :, 0]}, ValueError, "n at least 3"),
+    ("with_kvcache", NEW | {"alibi_slopes": x}, ValueError, r"alibi_slopes must be \[2\] or \[2, 2\], got"),
+    ("with_kvcache", NEW | {"alibi_slopes": x, "block_table": idx[:, None]}, ValueError, "alibi_slopes must be"),
+    ("with_kvcache", NEW | {"q": torch.ones(2, 3, 3, 8)}, ValueError, "heads of k must divide the 3 heads of q, got 2"),
     ("with_kvcache", {"num_splits": 1.5}, TypeError, "num_splits must be an int, got 1.5"),
     ("with_kvcache", {"page_table": idx}, TypeError, "'page_table': it has those of flash-attn 2.8, q, k_cache"),
 ]  # fmt: skip

@@ -64,6 +64,10 @@ def test_an_empty_side_leaves_the_other_to_the_bit():
     for actual in (fastattn.merge(o, lse, *nothing), fastattn.merge(*nothing, o, lse)):
         assert torch.equal(actual[0], o)
         assert torch.equal(actual[1], lse)
+    unwritten = torch.full_like(o, math.nan), nothing[1]
+    assert torch.equal(fastattn.merge(*unwritten, o, lse)[0], o)
+    assert torch.equal(fastattn.merge(o, lse, *unwritten)[0], o)
+    assert torch.equal(fastattn.merge(*unwritten, *unwritten)[0], nothing[0])
     actual = fastattn.merge(*nothing, *nothing)
     assert torch.equal(actual[0], nothing[0])
     assert torch.equal(actual[1], nothing[1])

@@ -354,21 +354,26 @@ class Layer:
         if stored is not None:
             self.k_pages, self.scales["k_scales"] = quantized(self.k_pages.nan_to_num(), stored)
             self.v_pages, self.scales["v_scales"] = quantized(self.v_pages.nan_to_num(), stored)
+        self.options = {}
         self.cu_seqlens_q = torch.arange(B + 1) * n
         self.q = torch.randn(B * n, H, D).to(dtype)
         self.k, self.v = torch.randn(2, B * n, H_KV, D).to(dtype)
 
     def attend(self, **options: object) -> Tensor:
         return fastattn.attention_paged(
-            self.q, self.k_pages, self.v_pages, self.table, self.lengths, self.cu_seqlens_q, **self.scales, **options
-        )
+            self.q, self.k_pages, self.v_pages, self.table, self.lengths, self.cu_seqlens_q,
+            **self.scales, **self.options, **options,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("words", [*WORDS, "slopes of each", "pages of int8", "pages of float8", "new tokens"])
+@pytest.mark.parametrize(
+    "words",
+    [*WORDS, "slopes of each", "pages of int8", "pages of float8", "new tokens", "new in int8", "new in float8"],
+)
 def test_later_layers_of_a_step_give_the_same_by_the_short_way(words, n, dtype, monkeypatch):
-    stored = {"pages of int8": torch.int8, "pages of float8": torch.float8_e4m3fn}.get(words)
+    stored = {"int8": torch.int8, "float8": torch.float8_e4m3fn}.get(words.split()[-1])
     mask, options = WORDS.get(words, ({"causal": True}, {}))
     options = {"causal": False, **mask, **options}
     if words == "slopes of each":
@@ -376,7 +381,7 @@ def test_later_layers_of_a_step_give_the_same_by_the_short_way(words, n, dtype, 
     general, short = ([Layer(n, dtype, layer, stored) for layer in range(3)] for _ in range(2))
 
     def attend(layer: Layer) -> Tensor:
-        return layer.attend(**options, **({"k": layer.k, "v": layer.v} if words == "new tokens" else {}))
+        return layer.attend(**options, **({"k": layer.k, "v": layer.v} if words.startswith("new") else {}))
 
     attended = [attend(short[0])]
     with monkeypatch.context() as patch:
@@ -388,6 +393,7 @@ def test_later_layers_of_a_step_give_the_same_by_the_short_way(words, n, dtype, 
         for name in ("k_pages", "v_pages"):
             in_bytes = [getattr(layers[layer], name).contiguous().view(torch.uint8) for layers in (general, short)]
             assert torch.equal(*in_bytes)
+        assert all(torch.equal(x, short[layer].scales[name]) for name, x in general[layer].scales.items())
 
 
 @pytest.mark.parametrize(
@@ -413,6 +419,69 @@ def test_padding_after_the_tokens_of_a_later_layer():
     o = layers[1].attend()
     assert torch.equal(o[:6], expected[1])
     assert o[6:].eq(0).all()
+
+
+@pytest.mark.parametrize("window", [[20, None], (torch.tensor(20), None)], ids=["list", "tensor"])
+def test_a_window_that_is_changed_in_place_counts(window):
+    layer = Layer(1, torch.float32, 0)
+    wide, narrow = (layer.attend(window=(left, None)) for left in (20, 3))
+    assert torch.equal(layer.attend(window=window), wide)
+    if isinstance(window, list):
+        window[0] = 3
+    else:
+        window[0].fill_(3)
+    assert torch.equal(layer.attend(window=window), narrow)
+
+
+def test_an_equal_window_is_the_same_step(monkeypatch):
+    layers, left = [Layer(1, torch.float32, i) for i in range(2)], 1
+    layers[0].attend(window=(left, None))
+    with pytest.raises(ValueError, match="left must be None or an int"):
+        layers[1].attend(window=(True, None))
+    monkeypatch.setattr(paged, "_attention_paged", None)  # the general road
+    layers[1].attend(window=(left, None))
+
+
+def test_no_step_is_remembered_of_what_a_transform_has_wrapped():
+    layer, other = Layer(1, torch.float32, 0), Layer(4, torch.float32, 1)
+    other.attend()
+    remembered = paged._last_step
+    torch.func.grad(lambda q: fastattn.attention_paged(q, *(vars(layer)[name] for name in OF_PAGES)).sum())(layer.q)
+    assert paged._last_step is remembered
+
+
+OF_PAGES = ("k_pages", "v_pages", "table", "lengths", "cu_seqlens_q")
+
+
+def test_new_tokens_that_lie_in_the_pages_are_refused_in_later_layers_too():
+    pages, table, lengths = torch.arange(8.0).view(1, 8, 1, 1), torch.tensor([[0]]), torch.tensor([4])
+    given = torch.zeros(3, 1, 1), pages, torch.ones_like(pages), table, lengths, torch.tensor([0, 3])
+    for new in (pages[0, :3], pages[0, 2:5]):
+        fastattn.attention_paged(*given)
+        with pytest.raises(RuntimeError, match="single memory location"):
+            fastattn.attention_paged(*given, k=new, v=torch.ones_like(new))
+    assert torch.equal(pages.flatten(), torch.arange(8.0))
+
+
+def test_requests_without_queries_have_slopes_too():
+    layer = Layer(1, torch.float32, 0)
+    layer.cu_seqlens_q, layer.q = torch.tensor([0, 1, 2, 2, 3, 4, 5]), layer.q[:5]
+    slopes = torch.rand(6, H)
+    expected = layer.attend(alibi_slopes=slopes)
+    assert torch.equal(layer.attend(alibi_slopes=slopes), expected)
+    with pytest.raises(ValueError, match=re.escape("alibi_slopes must be [4] or [6, 4], got [5, 4]")):
+        layer.attend(alibi_slopes=slopes[:5])
+
+
+def test_one_graph_of_a_call_with_a_query_of_each_request():
+    requests = Requests()
+    given = requests.k_pages, requests.v_pages, requests.table % 63, requests.lengths
+    q = requests.q[:6]
+    graph = torch.compile(
+        lambda q: fastattn.attention_paged(q, *given, backend="reference"), fullgraph=True, backend="eager"
+    )
+    expected = fastattn.attention_paged(q, *given, backend="reference")
+    torch.testing.assert_close(graph(q), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_autograd_learns_of_new_tokens_in_pages_by_the_short_way():
@@ -445,6 +514,12 @@ def test_autograd_learns_of_new_tokens_in_pages_by_the_short_way():
         ({"cu_seqlens_q": torch.arange(7).to("meta")}, "cu_seqlens_q must"),
         ({"scales": {"prefix": False}}, "prefix must be an int from 0"),
         ({"scales": {"k_scales": torch.zeros(266, 16, H_KV)}}, "k_scales must be None where k_pages is of"),
+        ({"scales": {"v_scales": torch.zeros(2, 2)}}, "v_scales must be None where k_pages is of"),
+        (
+            {"v_pages": torch.zeros(266, 16, H_KV, D).char(), "scales": {"v_scales": torch.ones(266, 16, H_KV)}},
+            "v_pages must be a Tensor of float32, got torch.int8",
+        ),
+        ({"options": {"alibi_slopes": torch.ones(5, H)}}, "alibi_slopes must be [4] or [6, 4], got [5, 4]"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -458,6 +533,26 @@ def test_what_does_not_fit_in_a_later_layer_is_a_sentence_and_nothing_is_written
         layer.attend(k=layer.k, v=layer.v)
     for x, y in zip(before, after, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"k": torch.zeros(6, H_KV, D).char()}, "k must be a Tensor of float32, got torch.int8"),
+        ({"v": torch.zeros(6, H_KV, D).char()}, "v must be a Tensor of float32, got torch.int8"),
+        ({"scales": {}}, "k_scales must be a Tensor of float32, got NoneType"),
+        ({"v_pages": torch.zeros(266, 16, H_KV, D).to(torch.float8_e4m3fn)}, "v_pages must be a Tensor of int8, got"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_does_not_fit_quantized_pages_in_a_later_layer_is_a_sentence(changed, sentence):
+    Layer(1, torch.float32, 0, torch.int8).attend()
+    layer = Layer(1, torch.float32, 1, torch.int8)
+    pages, before = layer.k_pages, layer.k_pages.clone()
+    vars(layer).update(changed)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        layer.attend(k=layer.k, v=layer.v)
+    assert torch.equal(pages, before)
 
 
 STORED = "k_pages must be a Tensor of float32 or int8 or float8_e4m3fn, "

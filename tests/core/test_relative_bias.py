@@ -189,6 +189,12 @@ def test_explained():
     assert explanation.objections["hopper"][0] == "does not support relative_bias on cpu"
 
 
+def test_a_table_without_entries_for_no_queries():
+    q, k = torch.zeros(1, 2, 0, 8), torch.zeros(1, 2, 1, 8)
+    for table in (torch.zeros(0), torch.zeros(2, 0)):
+        assert fastattn.attention(q, k, k, bias=RelativeBias(table)).shape == q.shape
+
+
 WRONG_TABLES = {
     "float": (1.0, "table must be a floating Tensor, [buckets] or [H, buckets], got float"),
     "integers": (torch.ones(2, 3).long(), "table must be .*, got [2, 3] of torch.int64"),

@@ -414,12 +414,36 @@ def test_sequences_have_the_room_that_they_have_reserved():
         assert sequence.length == 3
     step = cache.step({sequence: 2})
     assert step.positions.tolist() == [[3, 4]]
+    for _ in range(2):
+        step.undo()
+        assert sequence.length == 3
+    counts = {sequence: 2}
+    step = cache.step(counts)
+    counts[sequence] = 1
     step.undo()
     assert sequence.length == 3
+    step = cache.step({sequence: 2})
+    sequence.close()
+    step.undo()
+    assert sequence.length == 0
     with pytest.raises(ValueError, match="pages must be at least 1, got 0"):
         PagedCache(0)
     with pytest.raises(TypeError, match=r"page_size must be an int, got 1\.5"):
         PagedCache(3, 1.5)
+
+
+def test_pages_that_could_not_be_allocated_are_allocated_by_the_next_pass():
+    model, cache = made(LanguageModel, CONFIG), PagedCache(3, 4)
+    sequence, ids = cache.open(5), torch.tensor([[3, 4, 5]])
+    cache.pages = 2**50
+    with torch.no_grad():
+        step = cache.step({sequence: 3})
+        with pytest.raises(RuntimeError):
+            model(ids, cache=step)
+        step.undo()
+        cache.pages = 3
+        expected = model(ids)
+        torch.testing.assert_close(model(ids, cache=cache.step({sequence: 3})), expected)
 
 
 def test_calls_that_pages_cannot_serve_are_refused():

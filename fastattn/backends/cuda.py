@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..spec import FEATURES, LOG2E, Spec, empty_output
 from . import build
-from .gradients import RowStats, Sums, learned_gradients, n_diagonals, sums_of_diagonals, wanted_sums
+from .diagonals import n_diagonals, sums_of_diagonals
+from .gradients import RowStats, Sums, learned_gradients, wanted_sums
 
 NAME = "cuda"
 WHERE = "NVIDIA GPUs of compute capability 7.5 and newer"

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ..spec import LOG2E, Spec, summed_like, sums_by_distance
+from ..spec import LOG2E, Spec, summed_like
 
 
 class Sums(NamedTuple):
@@ -67,29 +66,6 @@ def learned_gradients(
     if sinks_wanted:
         dsinks = stats.ds_of_sinks().sum((0, 2)).to(spec.sinks.dtype)
     return dbias, dslopes, dsinks
-
-
-def n_diagonals(n_q: int, n_k: int, rows: int, columns: int) -> int:
-    """Diagonals of tiles of `rows` queries, a multiple of the `columns` keys.
-
-    On each, the first key of a tile is as far from its first query as in the others.
-    """
-    return -(-n_k // columns) + (-(-n_q // rows) - 1) * rows // columns
-
-
-def sums_of_diagonals(tiles: Tensor, n_q: int, n_k: int) -> Tensor:
-    """The gradient of a bias by distance, fp32 [H or 1, 1, n_q + n_k - 1].
-
-    Args:
-        tiles: dS summed over each diagonal of tiles, fp32 [H or 1, `n_diagonals`, rows, columns].
-    """
-    rows, columns = tiles.shape[2:]
-    of_tiles = pad(sums_by_distance(tiles)[:, :, 0], (0, 1))
-    # The sums of a diagonal of tiles begin `columns` distances after those of the one before, and are longer than that.
-    parts = of_tiles.unflatten(2, (-1, columns)).permute(0, 3, 2, 1)
-    sums = sums_by_distance(parts.flip(2))[:, :, 0].mT.flatten(1)
-    first = -n_q % rows
-    return sums[:, None, first : first + n_q + n_k - 1]
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ x, c, idx = torch.ones(2, 3, 2, 8), torch.ones(2, 6, 2, 8), torch.zeros(2, dtype
 VARLEN = {"q": x[0], "k": x[0], "v": x[0], "cu_seqlens_q": torch.tensor([0, 3]), "cu_seqlens_k": torch.tensor([0, 3])}
 VARLEN |= {"max_seqlen_q": 3, "max_seqlen_k": 3}
 CACHE = {"q": x, "k_cache": c, "v_cache": c}
-NEW = CACHE | {"k": x, "v": x, "cache_seqlens": idx}
+NEW = CACHE | {"k": 2 * x, "v": 2 * x, "cache_seqlens": idx}
 ROTARY = NEW | {"rotary_cos": torch.ones(6, 2), "rotary_sin": torch.ones(6, 2)}
 REFUSED = [  # function, what is changed of a right call, exception, its message
     ("func", {"qv": x}, TypeError, "argument 'qv': it has those of flash-attn 2.8, q, k, v, drop.*_probs$"),

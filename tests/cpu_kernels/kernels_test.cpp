@@ -20,6 +20,7 @@
 #include "complaints.h"
 #include "for_each.h"
 #include "formula.h"
+#include "quantized.h"
 
 namespace fastattn::test {
 namespace {
@@ -362,6 +363,7 @@ int test_all(const std::vector<Placement>& placements, const std::string& wish) 
       for (const DType dtype : kDTypes) test_case(c, dtype, placements);
     }
   }
+  for (const Placement placement : placements) test_quantized(placement);
   std::printf("%s: %d cases in fp32, bf16 and fp16, %d wrong\n", choose_capability().name(), cases, wrong);
   return wrong > 0 || cases == 0;
 }

@@ -88,7 +88,10 @@ inline void test_quantized(Placement placement) {
         Array k(B, H_kv, n_k, d), v(B, H_kv, n_k, d);
         for (Array* x : {&k, &v}) {
           int64_t i = 0;
-          for (double& element : x->values) element = std::sin(++i * (x == &k ? 1.7 : 2.3)) * std::exp2(i / d % 9 - 4);
+          for (double& element : x->values) {
+            element = std::sin(i * (x == &k ? 1.7 : 2.3)) * std::exp2(i / d % 9 - 4);
+            ++i;
+          }
           std::fill_n(x->row(1, 0, 3), d, 0.0);
         }
         const Quantized k8(placement, dtype, k, is_float8), v8(placement, dtype, v, is_float8);

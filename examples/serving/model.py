@@ -12,7 +12,7 @@ from fastattn.nn import LanguageModel, PagedCache, PagedStep, TransformerConfig
 
 from ..training import InputError, positive_int, seed_everything
 
-VOCABULARY, MAX_LENGTH, PAGE_SIZE = 1000, 2048, 16
+VOCABULARY, MAX_LENGTH, PAGE_SIZE = 1000, 2048, 64
 ATTENTIONS = ("fastattn", "sdpa")
 
 
@@ -20,7 +20,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the sizes of the model and of its cache to the parser."""
     parser.add_argument("--d-model", type=positive_int, default=256, metavar="N", help="in heads of 64; default: 256")
     parser.add_argument("--layers", type=positive_int, default=6, metavar="N", help="default: 6")
-    parser.add_argument("--pages", type=positive_int, default=4096, metavar="N", help="of 16 tokens; default: 4096")
+    parser.add_argument("--pages", type=positive_int, default=1024, metavar="N", help="of 64 tokens; default: 1024")
 
 
 def make_model(d_model: int, layers: int) -> LanguageModel:

@@ -20,13 +20,13 @@ import uvicorn
 
 from examples.serving.__main__ import main
 from examples.serving.load import Answer, Question, ask_all, check, percentiles, questions
-from examples.serving.model import ATTENTIONS, MAX_LENGTH, make_cache, make_model
+from examples.serving.model import ATTENTIONS, MAX_LENGTH, PAGE_SIZE, make_cache, make_model
 from examples.serving.server import MOST_BYTES, application
 from examples.training import InputError
 from fastattn.nn import ContinuousBatch
 
 MODEL = make_model(64, 2)
-PAGES = 512  # of which the questions below need more, so that some wait
+PAGES = 128  # of which the questions below need more, so that some wait
 
 
 class Served:
@@ -159,7 +159,7 @@ def test_a_client_that_leaves_frees_its_pages(slow):
             left += slow.batch._running
             health = slow.client.get("/health").json()
             assert health.pop("processor_seconds") > 0
-            assert health == {"requests": 1, "pages": PAGES, "free": PAGES - MAX_LENGTH // 16}
+            assert health == {"requests": 1, "pages": PAGES, "free": PAGES - MAX_LENGTH // PAGE_SIZE}
     wait_for(lambda: slow.batch.cache.free == PAGES)
     (request,) = left
     assert request.finish_reason == "cancelled"
@@ -307,7 +307,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(capsys, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("true"))  # a server that ends at once
     for arguments, sentence in [
         (["serve", "--d-model", "65"], "--d-model must be a multiple of 64, got 65"),
-        (["serve", "--pages", "1", "--attention", "sdpa"], "--pages must be at least 128 with sdpa, got 1"),
+        (["serve", "--pages", "1", "--attention", "sdpa"], "--pages must be at least 32 with sdpa, got 1"),
         (["serve", "--port", "99999"], "--host and --port must be an address to listen at, got"),
         (["load", "--url", "http://127.0.0.1:9", "--d-model", "64"], "--url must be of a server that answers, got"),
         (["load", "--d-model", "64"], "the server must start, got an end"),

@@ -57,8 +57,8 @@ def second_order(
         ddo.append(o_t)
         ddlse.append(lse_t)
         cotangents = (
-            torch.zeros_like(o_t) if do is None else do[:, :, rows].to(o_t.dtype),
-            torch.zeros_like(lse_t) if dlse is None else dlse[:, :, rows],
+            torch.zeros_like(o_t) if do is None else _rows(do, rows).to(o_t.dtype),
+            torch.zeros_like(lse_t) if dlse is None else _rows(dlse, rows),
         )
         for i, g in zip(present, pull_back(cotangents), strict=True):
             gradients[i] = gradients[i] + g
@@ -103,7 +103,7 @@ def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec,
         ds = s.p * (dp - delta)  # by the score after softcap and bias
         dqk = (ds if s.d_score is None else ds * s.d_score) * spec.scale
         dq.append(dqk @ k)
-        dk = dk + (dqk.mT @ q[:, :, rows]).unflatten(1, (H_kv, H // H_kv)).sum(2)
+        dk = dk + (dqk.mT @ _rows(q, rows)).unflatten(1, (H_kv, H // H_kv)).sum(2)
         if spec.bias is not None:
             dbias.append(spec.summed_like_bias(ds, rows))
         if spec.alibi_slopes is not None:
@@ -129,7 +129,7 @@ def _formed(p: Tensor, form: str, keys: Tensor, rows: slice) -> Tensor:
     if form == "received":
         return p.sum(2)
     if form == "top_keys":
-        return pad(p, (0, 1)).gather(-1, _places(keys[:, :, rows], p))
+        return pad(p, (0, 1)).gather(-1, _places(_rows(keys, rows), p))
     return p
 
 
@@ -141,9 +141,9 @@ def _of_each_pair(d_weights: Tensor, form: str, keys: Tensor, rows: slice, p: Te
     if form == "received":
         return d_weights[:, :, None].expand_as(p)
     if form == "top_keys":
-        places = _places(keys[:, :, rows], p)
-        return torch.zeros_like(pad(p, (0, 1))).scatter_add(-1, places, d_weights[:, :, rows])[..., :-1]
-    return d_weights[:, :, rows]
+        places = _places(_rows(keys, rows), p)
+        return torch.zeros_like(pad(p, (0, 1))).scatter_add(-1, places, _rows(d_weights, rows))[..., :-1]
+    return _rows(d_weights, rows)
 
 
 def _places(keys: Tensor, p: Tensor) -> Tensor:
@@ -159,6 +159,12 @@ def _tangents_of_rows(primals: Six, tangents: Six, spec: Spec, rows: slice) -> t
     return s.dropped(p_t) @ v + s.dropped(s.p) @ v_t, lse_t
 
 
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """These rows of x [B, H, n_q, ...]; by an operator that torch's vectorized derivatives have a rule for."""
+    first, stop, _ = rows.indices(x.shape[2])
+    return x.narrow(2, first, stop - first)
+
+
 def _softmax_tangents(primals: Six, tangents: Six, spec: Spec, rows: slice) -> tuple[Softmax, Tensor, Tensor]:
     """The softmax of these query rows, and the tangents of its weights before dropout and of lse."""
     spec = replace(spec, bias=primals[3], alibi_slopes=primals[4], sinks=primals[5])
@@ -166,7 +172,7 @@ def _softmax_tangents(primals: Six, tangents: Six, spec: Spec, rows: slice) -> t
     (q, k), (q_t, k_t) = _factors(primals, spec), _factors(tangents, spec)
 
     s = softmax(q, k, spec, rows)
-    s_t = (q_t[:, :, rows] @ k.mT + q[:, :, rows] @ k_t.mT) * spec.scale
+    s_t = (_rows(q_t, rows) @ k.mT + _rows(q, rows) @ k_t.mT) * spec.scale
     if s.d_score is not None:
         s_t = s_t * s.d_score
     if tangents[3] is not None:

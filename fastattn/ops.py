@@ -11,6 +11,7 @@ mode, transform, trace or profiler looks on, it would do nothing but call the ba
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from types import ModuleType
@@ -22,6 +23,7 @@ from torch.compiler import is_compiling
 
 from . import backends, derivatives
 from .backends import backend_by_name
+from .backends.record import while_tracing
 from .plan import Plan, is_plain, nothing_to_see, short_ways
 from .spec import Mask, RelativeBias, Spec, accumulation_dtype, empty_output
 from .validation import EVERYTHING, check_fit
@@ -70,6 +72,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
     if is_compiling():
         if _onnx_exports():
             return _forward(*arguments)
+        _refuse_transforms_in_graphs()
         return _CompiledAttention.apply(plan.lse_wanted, *_distinct(arguments))
     if _derivative_wanted(arguments[:6]):
         return _Attention.apply(*arguments)
@@ -246,6 +249,7 @@ def _in_form(
     if _onnx_exports():
         return _weights(*arguments)
     if torch.compiler.is_compiling():
+        _refuse_transforms_in_graphs()
         return _CompiledWeights.apply(*_distinct(arguments))
     if derivative_wanted:
         return _Weights.apply(*arguments)
@@ -275,7 +279,35 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
         )
     if forward_mode or not torch.is_grad_enabled():
         return forward_mode
+    if _innermost_transform() is not None:  # a tensor of torch.vmap does not say whether what it wraps requires grad
+        return True
     return any([x is not None and x.requires_grad for x in tensors])  # noqa: C419  a generator takes longer
+
+
+def _refuse_transforms_in_graphs() -> None:
+    if _differentiates():
+        raise NotImplementedError(
+            "torch.func.grad, vjp and jvp are not available inside torch.compile, whose graph would have zeros in the "
+            "place of their derivatives: compile what is inside of them, or what is around without fullgraph=True"
+        )
+
+
+@while_tracing
+def _differentiates() -> bool:
+    kinds = torch._C._functorch.TransformType
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    found = any(level.key() in (kinds.Grad, kinds.Jvp) for level in levels)
+    if found:
+        _keep_from_dynamo()
+    return found
+
+
+@functools.cache
+def _keep_from_dynamo() -> None:
+    """Has Dynamo leave alone what computes derivatives eagerly, whose saved tensors it cannot look at."""
+    for function in (_Attention, _AttentionBackward, _Weights):
+        for name in ("backward", "jvp"):
+            setattr(function, name, staticmethod(torch.compiler.disable(getattr(function, name))))
 
 
 def is_watched() -> bool | int:
@@ -287,7 +319,7 @@ def is_watched() -> bool | int:
 # By names of their own, since torch's are in large dictionaries, which a short call would look up in no cache.
 _keys_of_modes, _bits_of = torch._C._dispatch_tls_local_include_set, torch._C.DispatchKeySet.raw_repr
 _any_function_mode, _any_autocast = torch._C._is_torch_function_mode_enabled, torch._C._is_any_autocast_enabled
-_grad_enabled = torch.is_grad_enabled
+_grad_enabled, _innermost_transform = torch.is_grad_enabled, torch._C._functorch.peek_interpreter_stack
 _MODES = ~_bits_of(_keys_of_modes())
 
 
@@ -362,7 +394,7 @@ class _Attention(Function):
         ctx.set_materialize_grads(False)
         tensors, ctx.constants = inputs[:_TENSORS], inputs[_TENSORS:]
         ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors)
+        ctx.save_for_forward(*tensors, *output)  # the same: vmap remembers what was saved last
 
     @staticmethod
     def backward(ctx, do, dlse):
@@ -624,6 +656,19 @@ def _fake_weights_backward(d_weights, keys, q, k, bias, alibi_slopes, sinks, *_)
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, bias, alibi_slopes, sinks))
 
 
+def _with_derivative(op, function, keys, *arguments):
+    """An op outside of its Function, as graphs and exported programs call it: with derivatives too."""
+    if _grad_enabled() and torch._C._any_requires_grad(*arguments):
+        if function is None:
+            raise NotImplementedError(
+                "the second derivative of attention weights is not available in graphs: compute it without "
+                "torch.compile"
+            )
+        return function.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+
 def _over_samples(op, in_dims, arguments):
     """vmap of any of the ops: one call a sample.
 
@@ -639,16 +684,18 @@ def _over_samples(op, in_dims, arguments):
     return stacked, (0,) * len(stacked)
 
 
-for _name, _kernel, _fake in (
-    ("forward", _forward, _fake_forward),
-    ("backward", _backward, _fake_backward),
-    ("weights", _weights, _fake_weights),
-    ("weights_backward", _weights_backward, _fake_weights_backward),
+_LIBRARY = torch.library.Library("fastattn", "FRAGMENT")  # which takes its kernels back where it is forgotten
+for _name, _kernel, _fake, _function in (
+    ("forward", _forward, _fake_forward, _Attention),
+    ("backward", _backward, _fake_backward, _AttentionBackward),
+    ("weights", _weights, _fake_weights, _Weights),
+    ("weights_backward", _weights_backward, _fake_weights_backward, None),
 ):
     _qualified = f"fastattn::{_name}"
     torch.library.impl(_qualified, "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(_qualified, _fake)
     _op = getattr(torch.ops.fastattn, _name)
+    _LIBRARY.impl(_name, functools.partial(_with_derivative, _op.default, _function), "Autograd", with_keyset=True)
     torch.library.register_vmap(
         _qualified, lambda info, in_dims, *arguments, op=_op: _over_samples(op, in_dims, arguments)
     )

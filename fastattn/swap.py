@@ -280,7 +280,7 @@ def _adopt(module: nn.Module) -> bool:
     if vars(module).keys() & {"forward", "_sa_block", "_mha_block", "_ff_block"}:
         return False
     if type(module) in _LAYERS:
-        attentions = [part for part in module.children() if _is_torch_attention(part)]
+        attentions = (module.self_attn, getattr(module, "multihead_attn", module.self_attn))
         if all(isinstance(part, MultiHeadAttention) for part in attentions):
             _remember(module)
             module.__class__ = _LAYERS[type(module)]

@@ -135,6 +135,8 @@ class PackedStack:
         self.why = None
         if not layers or layers[0] is not self.first or layers[-1] is not self.last:
             self.why = "the stack of layers was changed after the swap"
+        elif not all(map(_is_as_transformers_has_it, layers)):
+            self.why = "a layer is not as transformers has it"
         elif parent.training and any(getattr(of, "layerdrop", 0.0) for of in (parent, getattr(parent, "config", None))):
             self.why = "layers are left out at random (layerdrop)"
 
@@ -246,6 +248,12 @@ def _stacks(model: nn.Module) -> dict[str, PreTrainedModel]:
         if stack is not None:
             stacks[stack] = owner
     return stacks
+
+
+def _is_as_transformers_has_it(layer: nn.Module) -> bool:
+    """Whether its class, or that of PyTorch's wrapper, and its forward are known; accelerate has one of its own."""
+    is_known = type(layer).__module__.partition(".")[0] in ("transformers", "torch")
+    return is_known and ("forward" not in vars(layer) or hasattr(layer, "_hf_hook"))
 
 
 def _packed(x: Tensor, packing: Packing) -> Tensor:

@@ -46,6 +46,9 @@ other code, and whether they do so where it is true or where it is not."""
 class SDPACaller(nn.Module):
     """The first base, before the original class, of the class that `adopt` gives to a module."""
 
+    def __init_subclass__(cls, **_: object) -> None:
+        """Nothing: what the original class does of its subclasses, such as noting them, is not for this one."""
+
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Copies and pickles by the original class, since the class of the module itself is in no file."""
         _, _, *state = super().__reduce_ex__(max(protocol, 2))

@@ -69,7 +69,10 @@ _WITHOUT_EFFECT = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
+        "return_loss",
         "shift_labels",
+        "special_tokens_mask",
+        "token_type_ids",
         "tokenizer",
         "use_cache",
     }

@@ -122,7 +122,7 @@ def _built(path: Path, description: str) -> Model:
         arguments = json.loads(description)
         cls = MODELS[arguments.pop("class")]
         return cls(**arguments | {"config": TransformerConfig(**arguments["config"])})
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} describes its model as {description}, which this version cannot build") from error
 
 
@@ -131,6 +131,11 @@ def _check_fit(path: Path, shapes: dict[str, list[int]], model: nn.Module) -> No
     expected = model.state_dict()
     for name in shapes.keys() - expected.keys():
         raise ValueError(f"model must have {name}, which {path} holds, got a {type(model).__name__} without it")
+    tied: dict[int, str] = {}
+    for name in sorted(shapes):
+        tensor = expected[name]
+        if tensor.numel() and (other := tied.setdefault(tensor.data_ptr(), name)) != name:
+            raise ValueError(f"{path} must hold one of {other} and {name}, which are one weight of the model, got both")
     for name, tensor in expected.items():
         if name in shapes:
             if list(tensor.shape) != shapes[name]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,9 +70,9 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         check_ints(1, max_new_tokens=self.max_new_tokens, num_beams=self.num_beams)
         check_ints(1, top_k=1 if self.top_k is None else self.top_k)
-        check_numbers("above 0 and finite", lambda x: 0 < x < math.inf, temperature=self.temperature)
+        check_numbers("from 1e-37 to 1e37", lambda x: 1e-37 <= x <= 1e37, temperature=self.temperature)
         check_numbers("above 0 and at most 1", lambda x: 0 < x <= 1, top_p=1 if self.top_p is None else self.top_p)
-        check_numbers("finite", math.isfinite, length_penalty=self.length_penalty)
+        check_numbers("from -32 to 32", lambda x: -32 <= x <= 32, length_penalty=self.length_penalty)
         check_bools(do_sample=self.do_sample, early_stopping=self.early_stopping)
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator or None, got {self.generator!r}")
@@ -150,7 +149,9 @@ def choose(logits: Tensor, options: GenerationOptions) -> Tensor:
     """The next token of each sequence, int64 [B], from logits [B, vocab_size]: the likeliest one, or a drawn one."""
     if not options.do_sample:
         return logits.argmax(dim=-1)
-    probabilities = filtered(logits / options.temperature, options.top_k, options.top_p).softmax(dim=-1)
+    logits = logits.float()
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / options.temperature  # which no temperature makes infinite
+    probabilities = filtered(scaled, options.top_k, options.top_p).softmax(dim=-1)
     return torch.multinomial(probabilities, 1, generator=options.generator).squeeze(1)
 
 
@@ -169,7 +170,7 @@ def filtered(logits: Tensor, top_k: int | None = None, top_p: float | None = Non
     if top_p is not None:
         probabilities = descending.masked_fill(drop, -torch.inf).softmax(dim=-1)
         likelier = probabilities.cumsum(dim=-1) - probabilities  # the sum over the likelier tokens
-        drop = drop | (likelier >= top_p)
+        drop = drop | ((likelier >= top_p) & (rank > 0))  # a top_p may be 0 in fp32
     drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, drop.expand_as(logits))
     return logits.masked_fill(drop, -torch.inf)
 
@@ -190,12 +191,13 @@ def _beam_search(generation: Generation, options: GenerationOptions, padding: in
     tokens = torch.empty(B, K, 0, dtype=torch.int64, device=device)
     ended = torch.full((B, K, n_max), padding, device=device)
     worth = torch.full((B, K), -torch.inf, device=device)
+    done = torch.zeros(B, 1, dtype=torch.bool, device=device)  # samples that would have stopped by themselves
 
     def keep_best(new: Tensor, new_worth: Tensor) -> None:
         """Puts new sequences [B, X, n] among the K ended ones."""
         nonlocal ended, worth
         new = torch.nn.functional.pad(new, (0, n_max - new.shape[2]), value=padding)
-        worth, best = torch.cat([worth, new_worth], dim=1).topk(K, dim=1)
+        worth, best = torch.cat([worth, new_worth.masked_fill(done, -torch.inf)], dim=1).topk(K, dim=1)
         ended = torch.cat([ended, new], dim=1)[sample, best]
 
     for n in range(1, n_max + 1):
@@ -212,7 +214,10 @@ def _beam_search(generation: Generation, options: GenerationOptions, padding: in
             candidates = candidates.masked_fill(ends, -torch.inf)
         scores, running = candidates.topk(K, dim=1)
         tokens, beam = sequences[sample, running], beam[sample, running]
-        if n == n_max or bool(_settled(scores, worth, n, options).all()):
+        if n == n_max:
+            break
+        done = done | _settled(scores, worth, n, options)[:, None]
+        if bool(done.all()):
             break
         generation.select((sample * K + beam).flatten())
         logits = generation.step(tokens[:, :, -1].flatten()).unflatten(0, (B, K))
@@ -222,7 +227,7 @@ def _beam_search(generation: Generation, options: GenerationOptions, padding: in
     if not options.eos_ids:
         return best
     length = 1 + (~options.ends(best)).int().cumprod(dim=1).sum(dim=1).clamp(max=n_max - 1)
-    return best[:, : int(length.max())]
+    return best[:, : int(length.max()) if B else 1]
 
 
 def _settled(scores: Tensor, worth: Tensor, n: int, options: GenerationOptions) -> Tensor:

@@ -204,5 +204,9 @@ def _check_kind(name: str, mask: Tensor | None, queries: Tensor) -> None:
             f"{name} must be bool or of a floating dtype, got {mask.dtype}; True hides, so `== 0` makes it of a mask "
             "in which 1 is seen, as transformers' attention_mask"
         )
-    if mask.dtype not in (queries.dtype, torch.float32):
-        raise RuntimeError(f"{name} must be bool, torch.float32 or {queries.dtype} like the queries, got {mask.dtype}")
+    dtypes, device = {torch.float32: "", queries.dtype: " like the queries"}, queries.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtypes.setdefault(torch.get_autocast_dtype(device), " of autocast")
+    if mask.dtype not in dtypes:
+        allowed = " or ".join(f"{dtype}{why}" for dtype, why in dtypes.items())
+        raise RuntimeError(f"{name} must be bool or {allowed}, got {mask.dtype}")

@@ -10,7 +10,7 @@ pack (`enable_nested_tensor=False`) returns there what torch's does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -298,9 +298,22 @@ class _Stack(nn.Module):
     """Base class of encoder and decoder: when a batch is packed, and the rotation and the norm around the layers."""
 
     def _may_pack(self, x: Tensor, cache: KVCache | PagedStep | None) -> bool:
-        """Whether x may be packed: a batch without a cache, for layers without hooks, which might expect padding."""
-        hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
-        return x.dim() == 3 and cache is None and not hooked and blocks.current() is None
+        """Whether x may be packed, if its layers take it: a batch without a cache."""
+        return x.dim() == 3 and cache is None and blocks.current() is None
+
+    def _is_by_token(self) -> bool:
+        """Whether the layers and the norm are made of modules that are known to compute each token by itself."""
+        return all("forward" not in vars(part) and _inherits_known_forward(type(part)) for part in self._parts())
+
+    def _is_hooked(self) -> bool:
+        """Whether there is a hook on a layer, which might expect padding."""
+        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
+
+    def _parts(self) -> Iterator[nn.Module]:
+        for layer in self.layers:
+            yield from layer.modules()
+        if self.norm is not None:
+            yield from self.norm.modules()
 
     def _rotation(self, x: Tensor, positions: Tensor | None, packing: Packing | None = None) -> Rotation | None:
         """The rotation of the tokens x [N, L, E] or [L, E], or of those that `packing` keeps."""
@@ -312,6 +325,11 @@ class _Stack(nn.Module):
         if length != x.shape[-2] or (batch and batch[0] != 1 and batch != [*x.shape[:-2]]):
             raise ValueError(f"positions must be {list(x.shape[:-1])} or [{x.shape[-2]}], got {list(positions.shape)}")
         return self.rotary(positions if packing is None else packing.pack(positions.expand(x.shape[:2])))
+
+    def _rotated(self, x: Tensor, positions: Tensor | None) -> dict[str, Rotation]:
+        """The argument `rotation` of the layers, where there is one: those of subclasses may have torch's alone."""
+        rotation = self._rotation(x, positions)
+        return {} if rotation is None else {"rotation": rotation}
 
     def _normed(self, x: Tensor) -> Tensor:
         return x if self.norm is None else self.norm(x)
@@ -400,7 +418,9 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         seen, bias = _canonical_mask(attention, x, x, mask, src_key_padding_mask, is_causal)
         real = seen.real_keys
         packs = self.enable_nested_tensor and self._may_pack(x, cache) and bias is None and seen.features() <= _PACKABLE
-        if packs and worth_packing(real):
+        if real is not None and not self._is_by_token():  # what stands at padding may count for other tokens
+            real = None
+        if packs and worth_packing(real) and not self._is_hooked():
             packing = Packing(real)
             options = {
                 "src_mask": Mask(causal=seen.causal, segment_ids=(packing.documents, packing.documents)),
@@ -414,12 +434,12 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         if cache is not None:
             seen, positions = cache.mask(seen), cache.positions
         real = real if self.enable_nested_tensor else None
-        options = {"src_mask": seen.with_padding(real_queries=real), "rotation": self._rotation(x, positions)}
+        options = {"src_mask": seen.with_padding(real_queries=real)} | self._rotated(x, positions)
         if bias is not None:
             options |= {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
         x = src
         for i, layer in enumerate(self.layers):
-            x = layer(x, **options, cache=None if cache is None else cache.layer(i))
+            x = layer(x, **options, **({} if cache is None else {"cache": cache.layer(i)}))
         return _zero_at_padding(self._normed(x), real, attention)
 
     if TYPE_CHECKING:
@@ -514,7 +534,9 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         real, real_memory = seen.real_keys, seen_of_memory.real_keys
         packs = self._may_pack(x, cache) and bias is None and memory_bias is None
         packs = packs and seen.features() <= _PACKABLE and seen_of_memory.features() <= {"real_keys"}
-        if packs and worth_packing(real, real_memory):
+        if (real is not None or real_memory is not None) and not self._is_by_token():
+            real, packs = None, False  # what stands at padding may count for other tokens
+        if packs and worth_packing(real, real_memory) and not self._is_hooked():
             packing, memory_packing = _packing(x, real), _packing(keys, real_memory)
             options = {
                 "tgt_mask": Mask(causal=seen.causal, segment_ids=(packing.documents, packing.documents)),
@@ -531,8 +553,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         options = {
             "tgt_mask": seen.with_padding(real_queries=real),
             "memory_mask": seen_of_memory.with_padding(real_queries=real),
-            "rotation": self._rotation(x, positions),
-        }
+        } | self._rotated(x, positions)
         if bias is not None:
             options |= {"tgt_mask": tgt_mask, "tgt_key_padding_mask": tgt_key_padding_mask}
             options |= {"tgt_is_causal": bool(tgt_is_causal)}
@@ -635,6 +656,19 @@ class Transformer(nn.Transformer):
 
 
 _PACKABLE = {"causal", "real_keys"}
+_OWN_LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
+_BY_TOKEN = (
+    *(MultiHeadAttention, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU),
+    *(nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.ReLU6, nn.Hardswish, nn.Softplus, nn.Sigmoid, nn.Tanh),
+)
+"""Modules whose output for a token depends on that token alone; of attention, which knows the documents, on those of
+its sample."""
+
+
+def _inherits_known_forward(cls: type[nn.Module]) -> bool:
+    return next(base for base in cls.__mro__ if "forward" in vars(base)) in (*_BY_TOKEN, *_OWN_LAYERS)
+
+
 """The fields of a mask that have the same meaning in a packed batch."""
 
 

@@ -1,0 +1,127 @@
+"""Derivatives through torch.func's transforms, nested in any order, and inside and around graphs of torch.compile."""
+
+import pytest
+import torch
+from torch.autograd.functional import hessian, jacobian
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+
+import fastattn
+from fastattn import RelativeBias
+
+torch.manual_seed(0)
+Q, K, V = (torch.randn(3, 1, 2, 5, 4, dtype=torch.float64) for _ in range(3))
+TABLE = torch.randn(2, 9, dtype=torch.float64)
+
+
+def naive(q, k, v, bias=None):
+    scores = q @ k.mT / 2
+    return (scores if bias is None else scores + bias).softmax(-1) @ v
+
+
+def loss(attention, *arguments):
+    return attention(*arguments).square().sum()
+
+
+NESTED = {
+    "grad of vmap": lambda f: grad(lambda q: vmap(f)(q, K, V).square().sum())(Q),
+    "grad of vmap over one": lambda f: grad(lambda q: vmap(f, (0, None, None))(q, K[0], V[0]).square().sum())(Q),
+    "grad of vmap of grad": lambda f: grad(lambda q: vmap(grad(lambda *qkv: loss(f, *qkv)))(q, K, V).square().sum())(Q),
+    "grad of vmap of jvp": lambda f: grad(
+        lambda q: vmap(lambda q, k, v: jvp(lambda x: f(x, k, v), (q,), (k,))[1])(q, K, V).square().sum()
+    )(Q),
+    "jvp of grad of vmap": lambda f: jvp(grad(lambda q: vmap(f)(q, K, V).square().sum()), (Q,), (K,))[1],
+    "jacrev of jacfwd": lambda f: jacrev(jacfwd(lambda q: loss(f, q, K[0], V[0])))(Q[0]),
+    "vectorized hessian": lambda f: hessian(lambda q: loss(f, q, K[0], V[0]), Q[0], vectorize=True),
+    "vectorized jacobian": lambda f: jacobian(
+        lambda q: f(q, K[0], V[0]), Q[0], vectorize=True, strategy="forward-mode"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_transforms(name):
+    torch.testing.assert_close(NESTED[name](fastattn.attention), NESTED[name](naive))
+
+
+def test_an_ensemble_of_models():
+    """By torch.vmap inside of what autograd differentiates: parameters, a bias, and twice."""
+    projection = torch.nn.Linear(4, 4).double()
+    bias = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
+    learned = [*projection.parameters(), bias]
+
+    def gradients(attention):
+        def model(x):
+            return attention(*[projection(x)] * 3, bias=bias)
+
+        first = torch.autograd.grad(vmap(model)(Q).square().sum(), learned, create_graph=True)
+        return first, torch.autograd.grad(sum(x.square().sum() for x in first), learned)
+
+    torch.testing.assert_close(gradients(fastattn.attention), gradients(naive))
+
+
+def test_a_table_of_distances_around_vmap():
+    table = TABLE.clone().requires_grad_()
+    place = 4 - torch.arange(5)[:, None] + torch.arange(5)
+    ours = vmap(lambda q, k, v: fastattn.attention(q, k, v, bias=RelativeBias(table)))(Q, K, V)
+    expected = vmap(lambda q, k, v: naive(q, k, v, table[:, place]))(Q, K, V)
+    torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), table) for o in (ours, expected)))
+
+
+def test_weights():
+    def of(weights):
+        return grad(lambda q: vmap(weights)(q, K).square().sum())(Q)
+
+    ours = of(lambda q, k: fastattn.attention_weights(q, k, average_heads=False, backend="reference"))
+    torch.testing.assert_close(ours, of(lambda q, k: (q @ k.mT / 2).softmax(-1)))
+    ours = of(lambda q, k: fastattn.attention_received(q, k, backend="reference"))
+    torch.testing.assert_close(ours, of(lambda q, k: (q @ k.mT / 2).softmax(-1).sum(-2)))
+
+
+IN_GRAPHS = {
+    "grad": lambda f: lambda q: grad(lambda q: loss(f, q, K[0], V[0]))(q[0]),
+    "jvp": lambda f: lambda q: jvp(lambda q: f(q, K[0], V[0]), (q[0],), (K[0],))[1],
+    "grad of vmap": lambda f: lambda q: grad(lambda q: vmap(f)(q, K, V).square().sum())(q),
+    "vmap": lambda f: lambda q: vmap(f)(q, K, V),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", IN_GRAPHS)
+@pytest.mark.parametrize("attention", [fastattn.attention, fastattn.scaled_dot_product_attention])
+def test_transforms_inside_of_graphs(name, backend, attention):
+    torch._dynamo.reset()
+    compiled = torch.compile(IN_GRAPHS[name](attention), backend=backend)
+    torch.testing.assert_close(compiled(Q), IN_GRAPHS[name](naive)(Q))
+
+
+def test_one_graph_of_a_transform_is_refused():
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"torch\.func\.grad, vjp and jvp are not available inside torch\.compile"):
+        torch.compile(IN_GRAPHS["grad"](fastattn.attention), backend="eager", fullgraph=True)(Q)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_autograd_around_a_graph_of_vmap(backend):
+    torch._dynamo.reset()
+    q = Q.clone().requires_grad_()
+    compiled = torch.compile(IN_GRAPHS["vmap"](fastattn.attention), backend=backend)
+    ours, expected = compiled(q), IN_GRAPHS["vmap"](naive)(q)
+    torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), q) for o in (ours, expected)))
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q, k, v):
+        return fastattn.attention(q, k, v), fastattn.attention_weights(q, k, average_heads=False, backend="reference")
+
+
+def test_exported_programs_have_derivatives():
+    q = Q[0].clone().requires_grad_()
+    exported = torch.export.export(Attention(), (Q[0], K[0], V[0])).module()
+    o, weights = exported(q, K[0], V[0])
+    ours = torch.autograd.grad(o.square().sum() + weights.square().sum(), q, create_graph=True)[0]
+    of_weights = (q @ K[0].mT / 2).softmax(-1)
+    expected = torch.autograd.grad(
+        (of_weights @ V[0]).square().sum() + of_weights.square().sum(), q, create_graph=True
+    )[0]
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q) for x in (ours, expected)))

@@ -324,7 +324,9 @@ def _told_by_record(name: str, device: str) -> str:
     from fastattn.backends import record
 
     found = record.of(torch.device(device))
-    verdicts = {family.partition(" ")[2]: why for family, why in found.families.items() if family.split()[0] == name}
+    verdicts = {
+        family.partition(" ")[2]: why for family, why in found.families.items() if family.startswith(f"{name} ")
+    }
     told = []
     if right := [family for family, why in verdicts.items() if not why]:
         told.append(f"checked on this machine: {', '.join(right)}")

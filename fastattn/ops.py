@@ -279,8 +279,8 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
         )
     if forward_mode or not torch.is_grad_enabled():
         return forward_mode
-    if _innermost_transform() is not None:  # a tensor of torch.vmap does not say whether what it wraps requires grad
-        return True
+    if _innermost_transform() is not None and not _functionalizes():
+        return True  # a tensor of torch.vmap does not say whether what it wraps requires grad
     return any([x is not None and x.requires_grad for x in tensors])  # noqa: C419  a generator takes longer
 
 
@@ -321,6 +321,12 @@ _keys_of_modes, _bits_of = torch._C._dispatch_tls_local_include_set, torch._C.Di
 _any_function_mode, _any_autocast = torch._C._is_torch_function_mode_enabled, torch._C._is_any_autocast_enabled
 _grad_enabled, _innermost_transform = torch.is_grad_enabled, torch._C._functorch.peek_interpreter_stack
 _MODES = ~_bits_of(_keys_of_modes())
+
+
+def _functionalizes() -> bool:
+    """Whether torch.func.functionalize is among the transforms, for which no Function has a rule."""
+    kind = torch._C._functorch.TransformType.Functionalize
+    return any(level.key() == kind for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def _nested_forward_mode() -> bool:

@@ -27,6 +27,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "backends.rectangles": set(),
     "backends.blocked": {"spec", "backends.kept_results"},
     "backends.kept_results": set(),
+    "backends.diagonals": {"spec"},
     "backends.gradients": {"spec"},
     "backends.build": set(),
     "backends.record": {"machine", "backends.build"},
@@ -41,7 +42,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
         "backends.reference",
     },
     "backends.cpu": {"spec", "backends.gradients", "backends.build"},
-    "backends.cuda": {"spec", "backends.gradients", "backends.build"},
+    "backends.cuda": {"spec", "backends.diagonals", "backends.gradients", "backends.build"},
     "backends.triton": {"spec", "backends.compiling", "backends.gradients", "backends.kept_results", "backends.record"},
     "backends.hopper": {
         "spec",
@@ -81,7 +82,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "derivatives": {"spec", "backends.reference"},
     "validation": {"spec"},
     "plan": {"spec", "validation", "backends", "backends.choice", "backends.selfcheck"},
-    "ops": {"spec", "validation", "backends", "derivatives", "plan"},
+    "ops": {"spec", "validation", "backends", "backends.record", "derivatives", "plan"},
     "decoding": {"spec"},
     "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "blocks", "parallel"},  # the last late
     "parallel": {"spec", "validation", "plan", "ops", "blocks", "api", "nn"},

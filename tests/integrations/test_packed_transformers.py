@@ -347,3 +347,35 @@ def test_twice_copies_and_back():
     assert_same(results(model, batch), expected)
     assert seen == {3 * L}
     assert not any("fastattn" in name for module in model.modules() for name in vars(module))
+
+
+class Centring(nn.Module):
+    """A layer of somebody else's around one of transformers', for which the tokens of a sample belong together."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return self.layer(hidden_states - hidden_states.mean(1, keepdim=True), *args, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["a module around it", "a method in place of its own"])
+def test_layers_that_somebody_changed_are_not_packed(how):
+    model, batch = model_of("llama").eval(), inputs("right")
+    if how == "a module around it":
+        model.layers[1] = Centring(model.layers[1])
+    else:
+        forward = model.layers[1].forward
+        model.layers[1].forward = lambda x, *args, **kwargs: forward(x - x.mean(1, keepdim=True), *args, **kwargs)
+    plain = copy.deepcopy(model) if how == "a module around it" else None
+    with torch.no_grad():
+        if plain is not None:
+            fastattn.swap(plain)
+            expected = plain(**batch, use_cache=False).last_hidden_state
+        report = fastattn.swap(model, packed=True)
+        actual = model(**batch, use_cache=False).last_hidden_state
+    if plain is not None:
+        assert_same(actual, expected)
+    assert report.calls.packed == 0
+    assert report.calls.unpacked == {"a layer is not as transformers has it": 1}

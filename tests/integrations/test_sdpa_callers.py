@@ -534,3 +534,22 @@ def test_a_model_without_known_attention_is_told_of_patch_sdpa():
     with fastattn.patch_sdpa() as patch:
         Model()(torch.randn(1, 1, 3, 4))
     assert patch.computed == 1
+
+
+def test_a_class_that_notes_its_subclasses_notes_none_of_ours():
+    noted = []
+
+    class Noting(nn.Module):
+        def __init_subclass__(cls, *, name: str, **kwargs: object) -> None:
+            super().__init_subclass__(**kwargs)
+            noted.append((name, cls))
+
+    class Attention(Noting, name="own"):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model, x = nn.Sequential(Attention()), torch.randn(1, 2, 5, 8)
+    expected = model(x)
+    assert str(fastattn.swap(model)).startswith("swapped: 1")
+    torch.testing.assert_close(model(x), expected)
+    assert noted == [("own", Attention)]

@@ -441,3 +441,87 @@ def test_a_model_that_may_move_to_a_gpu_with_kernels_is_swapped(monkeypatch):
         sys.modules["fastattn.swap"], "missing_kernels", lambda device: None if device.type == "cuda" else "no compiler"
     )
     assert fastattn.swap(nn.MultiheadAttention(8, 2)).swapped
+
+
+class MeanAttention(nn.Module):
+    batch_first = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, is_causal=False):
+        return self.linear(value.mean(1, keepdim=True).expand_as(query)), None
+
+
+@pytest.mark.parametrize("names", [("self_attn",), ("multihead_attn",), ("self_attn", "multihead_attn")], ids=str)
+def test_a_layer_with_an_attention_of_somebody_elses_stays(names):
+    layer = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True).eval()
+    for name in names:
+        setattr(layer, name, MeanAttention())
+    x = torch.randn(2, 6, 8)
+    expected = layer(x, x)
+    fastattn.swap(layer)
+    assert type(layer) is nn.TransformerDecoderLayer
+    torch.testing.assert_close(layer(x, x), expected)
+
+
+class Centred(nn.Module):
+    """What it gives for a token depends on the others of the sample, padding among them."""
+
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True)
+
+
+def centred(part: str, stack: nn.Module) -> nn.Module:
+    for layer in stack.layers if part != "norm" else [stack]:
+        setattr(layer, part, Centred())
+    return stack
+
+
+@may_fall_back
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("part", ["norm", "norm1", "dropout1", "activation"])
+@pytest.mark.parametrize("decodes", [False, True])
+def test_what_computes_tokens_together_gets_them_as_before(decodes, part):
+    padding, x = torch.zeros(2, 6, dtype=torch.bool), torch.randn(2, 6, 8)
+    padding[1, 2:] = True
+    if decodes:
+        stack = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+        arguments = {"memory": x, "tgt_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    else:
+        stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+        arguments = {"src_key_padding_mask": padding}
+    stack = centred(part, stack)
+    expected = stack(x, **arguments)
+    fastattn.swap(stack)
+    torch.testing.assert_close(stack(x, **arguments)[~padding], expected[~padding])
+
+
+class OfTorchsArguments(fastattn.nn.TransformerEncoderLayer):
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+
+
+def test_layers_may_take_the_arguments_of_torchs_alone():
+    stack = fastattn.nn.TransformerEncoder(OfTorchsArguments(8, 2, 16, batch_first=True), 2).eval()
+    own = fastattn.nn.TransformerEncoder(fastattn.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    own.load_state_dict(stack.state_dict())
+    x, padding = torch.randn(2, 6, 8), torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 2:] = True
+    mask = nn.Transformer.generate_square_subsequent_mask(6)
+    for arguments in ({"mask": mask}, {"src_key_padding_mask": padding}, {"mask": torch.randn(6, 6)}):
+        torch.testing.assert_close(stack(x, **arguments)[~padding], own(x, **arguments)[~padding])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masks_of_autocast(dtype):
+    model, x = nn.Transformer(8, 2, 1, 1, 16, batch_first=True).eval(), torch.randn(2, 6, 8)
+    padding = torch.zeros(2, 6, dtype=dtype)
+    padding[1, 3:] = -torch.inf
+    with torch.autocast("cpu", dtype=dtype):
+        mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=dtype)
+        arguments = {"tgt_mask": mask, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+        expected = model(x, x, **arguments)
+        fastattn.swap(model)
+        torch.testing.assert_close(model(x, x, **arguments), expected, rtol=0.05, atol=0.05)

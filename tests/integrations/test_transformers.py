@@ -578,3 +578,21 @@ def test_a_model_that_refuses_halfway_is_put_back(monkeypatch):
     assert str(report) == "swapped: nothing\nnot swapped: the model: the vision tower needs sdpa"
     pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     assert {module.config._attn_implementation for module in pretrained} == {"sdpa"}
+
+
+def test_columns_of_a_data_set_that_say_nothing_of_attention_are_left_alone():
+    config = transformers.LlamaConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.arange(6)[None]
+    columns = {name: torch.zeros_like(ids) for name in ("token_type_ids", "special_tokens_mask")} | {
+        "return_loss": True
+    }
+    expected = model(ids, **columns).logits
+    fastattn.swap(model)
+    torch.testing.assert_close(model(ids, **columns).logits, expected)

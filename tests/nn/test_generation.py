@@ -631,3 +631,46 @@ def test_positions_count_real_tokens():
     real = torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
     assert positions_of(real)[real].tolist() == [0, 1, 2, 0]
     assert positions_of(real).min() == 0
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_the_beams_of_a_sample_depend_on_no_other(early_stopping):
+    """Nor does one that has what it needs look for more while others run."""
+    options = {"max_new_tokens": 10, "num_beams": 2, "early_stopping": early_stopping, "eos_token_id": 9}
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = LanguageModel(replace(CONFIG, vocab_size=12, num_layers=1)).eval()
+        ids = torch.randint(1, 12, (4, 3))
+        for of_all, prompt in zip(model.generate(ids, **options), ids, strict=True):
+            alone = model.generate(prompt[None], **options)[0]
+            assert torch.equal(of_all[: len(alone)], alone)
+            assert (of_all[len(alone) :] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
+def test_no_prompts(options):
+    model = made(LanguageModel, CONFIG)
+    assert (
+        model.generate(torch.zeros(0, 3, dtype=torch.int64), max_new_tokens=4, eos_token_id=2, **options).shape[0] == 0
+    )
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-37}, {"top_p": 1e-300}, {"top_p": 5e-324, "top_k": 3}], ids=str)
+def test_the_likeliest_token_is_left_where_nothing_else_is(options):
+    model, ids = made(LanguageModel, CONFIG), torch.tensor([[3, 4, 5]])
+    drawn = model.generate(ids, max_new_tokens=4, do_sample=True, **options)
+    assert torch.equal(drawn, model.generate(ids, max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"do_sample": True, "temperature": 1e-40}, "temperature must be from 1e-37 to 1e37, got 1e-40"),
+        ({"do_sample": True, "temperature": 10**400}, "temperature must be from 1e-37 to 1e37, got 1000"),
+        ({"num_beams": 2, "length_penalty": 10**400}, "length_penalty must be from -32 to 32, got 1000"),
+    ],
+    ids=str,
+)
+def test_numbers_that_fp32_does_not_hold_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        made(LanguageModel, CONFIG).generate(torch.tensor([[3]]), max_new_tokens=2, **options)

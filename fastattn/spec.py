@@ -244,8 +244,7 @@ class Mask:
         for name, value, words in (("padding_side", padding_side, _SIDES), ("of", of, _PADDED)):
             if not isinstance(value, str) or value not in words:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, words))}, got {_shown(value)}")
-        in_view = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
-        if in_view and ((lengths < 0) | (lengths > n)).any():
+        if can_be_read(lengths) and ((lengths < 0) | (lengths > n)).any():
             raise ValueError(f"lengths must be from 0 to n = {n}, got {lengths.tolist()}")
         token = torch.arange(n, device=lengths.device)
         real = token < lengths[:, None] if padding_side == "right" else token >= n - lengths[:, None]
@@ -456,8 +455,7 @@ class RelativeBias:
         if not isinstance(index, Tensor) or index.shape != (width,) or index.dtype not in _INTEGERS:
             got = f"{list(index.shape)} of {index.dtype}" if isinstance(index, Tensor) else type(index).__name__
             raise ValueError(f"bias.bucket must return int64 [{width}] for as many distances, got {got}")
-        in_view = index.device.type == "cpu" and not torch.compiler.is_compiling()
-        if in_view and ((index < 0) | (index >= table.shape[1])).any():
+        if can_be_read(index) and ((index < 0) | (index >= table.shape[1])).any():
             raise ValueError(f"bias.bucket must return from 0 to {table.shape[1] - 1}, as its table has, got others")
         # An embedding, whose gradient is added up in a fixed order, and in fp64: many distances share a bucket.
         has_fp64 = table.device.type != "mps"
@@ -490,6 +488,14 @@ def _check_table(name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: tu
 def is_dense(x: Tensor) -> bool:
     """Whether a tensor is neither nested nor sparse."""
     return x.layout is torch.strided and not x.is_nested
+
+
+def can_be_read(x: Tensor) -> bool:
+    """Whether a check may look at the values: at once, as on the CPU alone, and not of what stands for others."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    dispatches = torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python)  # as fake tensors do, and distributed ones
+    return not dispatches and torch.func.debug_unwrap(x) is x
 
 
 def is_jagged(x: object) -> bool:
@@ -796,6 +802,7 @@ def _register_as_pytree(cls: type) -> None:
         lambda value: ([getattr(value, name) for name in names], None),
         lambda children, _: _of_fields(cls, names, children),
         serialized_type_name=f"fastattn.{cls.__name__}",
+        flatten_with_keys_fn=lambda value: ([(pytree.GetAttrKey(name), getattr(value, name)) for name in names], None),
     )
 
 

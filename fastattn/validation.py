@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .spec import DropoutSeed, Mask, RelativeBias, Spec, is_dense, is_int, is_jagged
+from .spec import DropoutSeed, Mask, RelativeBias, Spec, can_be_read, is_dense, is_int, is_jagged
 
 EVERYTHING = Mask()
 """The mask of a call without one."""
@@ -263,7 +263,7 @@ def check_pages(block_table: Tensor, lengths: Tensor, n: int, pages: int, page_s
 
     Only on the CPU, where nobody has to wait for the device, and never in a graph, which reads no values.
     """
-    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+    if not (can_be_read(lengths) and can_be_read(block_table)):
         return
     most = block_table.shape[1] * page_size
     if (lengths < prefix + n).any() or (lengths > most).any():
@@ -359,7 +359,7 @@ def _check_boundaries(name: str, x: Tensor, like: Tensor, total: int) -> None:
         raise ValueError(f"{name} must be on {like.device} like q, got {x.device}")
     if x.dim() != 1 or len(x) == 0:
         raise ValueError(f"{name} must be [documents + 1], got {list(x.shape)}")
-    readable = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    readable = can_be_read(x)
     if readable and (x[0] != 0 or (x[1:] < x[:-1]).any() or x[-1] > total):
         raise ValueError(f"{name} must begin at 0, never fall, and end at {total} at most, got {x.tolist()}")
 

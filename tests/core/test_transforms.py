@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.functional import hessian, jacobian
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
@@ -125,3 +126,35 @@ def test_exported_programs_have_derivatives():
     )[0]
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q) for x in (ours, expected)))
+
+
+class Masked(torch.nn.Module):
+    def forward(self, q, mask):
+        return fastattn.attention(q, q, q, mask)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_mask_is_an_input_of_an_exported_program(strict):
+    real = torch.tensor([[True, True, True, False, False]])
+    mask = fastattn.Mask(causal=True, real_keys=real)
+    exported = torch.export.export(Masked(), (Q[0], mask), strict=strict).module()
+    other = fastattn.Mask(causal=True, real_keys=~real)
+    torch.testing.assert_close(exported(Q[0], other), fastattn.attention(Q[0], Q[0], Q[0], other))
+
+
+def test_values_that_stand_for_others_are_not_looked_at():
+    """Those that torch.vmap maps over, and those of fake tensors."""
+    lengths, q = torch.tensor([[2], [5]]), Q[0]
+
+    def attend(lengths):
+        return fastattn.attention(q, q, q, fastattn.Mask.from_lengths(lengths, 5))
+
+    torch.testing.assert_close(vmap(attend)(lengths), torch.stack([attend(x) for x in lengths]))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake, ends = mode.from_tensor(q[0].transpose(0, 1)), mode.from_tensor(torch.tensor([0, 2, 5]))
+        assert fastattn.attention_varlen(fake, fake, fake, ends).shape == fake.shape
+        bias = RelativeBias(mode.from_tensor(TABLE), lambda distance: distance.clamp(0, 3))
+        assert (
+            fastattn.attention(mode.from_tensor(q), mode.from_tensor(q), mode.from_tensor(q), bias=bias).shape
+            == q.shape
+        )

@@ -185,7 +185,7 @@ def attention(
         else:
             from .parallel.attention import attention as over_ranks
         result = over_ranks(q, k, v, mask, plan, **terms)
-    elif backend is generator is None and type(dropout_p) is float and dropout_p == 0.0:
+    elif backend is generator is None and type(dropout_p) is float and dropout_p == 0.0 and type(deterministic) is bool:
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, return_lse)
     if result is None and is_jagged(q):
         check_jagged(q, k, v, mask, bias)

@@ -14,6 +14,7 @@ it was tried with the versions in constraints.txt.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -154,7 +155,8 @@ class PackedMask(PreparedMask):
         documents = queries.documents, keys.documents
         lengths = 1, documents[0].shape[1], documents[1].shape[1]
         packed = cls.for_lengths(lengths, causal=padded.causal, window=padded.window, segment_ids=documents)
-        for name, value in (("queries", queries), ("keys", keys), ("padded", padded)):
+        of_batch = copy.copy(padded)  # which does not know this one: nothing waits for the collector of cycles
+        for name, value in (("queries", queries), ("keys", keys), ("padded", of_batch)):
             object.__setattr__(packed, name, value)  # a Mask is frozen
         return packed
 

@@ -520,3 +520,11 @@ def test_plans_are_not_made_while_a_call_is_compiled(judged):
     with torch.no_grad():
         assert torch.equal(compiled(Q, K, V), attend(Q, K, V))
     assert len(plan._plans) == 1
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_flags_are_checked_in_every_call(dropout_p):
+    for _ in range(3):
+        fastattn.attention(Q, Q, Q, dropout_p=dropout_p)
+        with pytest.raises(ValueError, match="deterministic must be a bool, got 'x'"):
+            fastattn.attention(Q, Q, Q, dropout_p=dropout_p, deterministic="x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -379,3 +380,23 @@ def test_layers_that_somebody_changed_are_not_packed(how):
         assert_same(actual, expected)
     assert report.calls.packed == 0
     assert report.calls.unpacked == {"a layer is not as transformers has it": 1}
+
+
+def test_no_pass_waits_for_the_collector_of_cycles():
+    model, batch = model_of("bert").eval(), inputs("right")
+    report = fastattn.swap(model, packed=True)
+    with torch.no_grad():
+        model(**batch)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            model(**batch)
+            gc.collect()
+            left = [x for x in gc.garbage if isinstance(x, Tensor | PreparedMask)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert left == []
+    assert report.calls.packed == 2

@@ -38,6 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     except CommandError as failure:
         print(f"fastattn: {failure}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        if not str(error).startswith("FASTATTN_"):  # a variable of the environment, which many calls look at
+            raise
+        print(f"fastattn: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as shells have it
 
@@ -231,7 +236,11 @@ def _tune(args: argparse.Namespace) -> int:
     findings = tune.tune(tune.classes_of(device, args.quick))  # in processes that read the record
     print(findings)
     found = record.update(device, lambda old: replace(findings.record, tiles=old.tiles))
-    print(f"kept in {record.path(device)}; remove it to choose by the default table again")
+    path = record.path(device)
+    if path.is_file() and path.read_text() == record.as_json(device, found):
+        print(f"kept in {path}; remove it to choose by the default table again")
+    else:
+        print(f"not kept: {path} is not to be written, so other processes choose as before")
     if args.share:
         try:
             writing.write(args.share, record.as_json(device, found))

@@ -268,6 +268,16 @@ def cache(tmp_path, monkeypatch):
     record.read_again(torch.device("cpu"))
 
 
+def test_the_command_says_where_nothing_is_kept(cache, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "tune", lambda classes: tune.Findings(record.Record({}, {CLASS: {"cpu": 2.0}})))
+    assert main(["tune", "--quick", "--device", "cpu"]) == 0
+    assert f"kept in {record.path(torch.device('cpu'))}" in capsys.readouterr().out
+    monkeypatch.setenv("FASTATTN_RECORD", "0")
+    record.path(torch.device("cpu")).unlink()
+    assert main(["tune", "--quick", "--device", "cpu"]) == 0
+    assert "not kept: " in capsys.readouterr().out
+
+
 def test_the_command_keeps_shares_and_shows_what_it_found(cache, tmp_path, monkeypatch, capsys):
     found = record.Record(
         {"cpu float32 forward": "", "torch float32 forward": "is off"}, {CLASS: {"cpu": 2.0, "torch": 1.0}}

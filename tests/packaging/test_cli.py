@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import fresh_python
@@ -255,3 +257,13 @@ def test_the_limit_suite_is_of_the_cpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     message = refused(capsys, "bench", "--suite", "limit", "--device", "cuda")
     assert "--device must be cpu for --suite limit, got cuda" in message
+
+
+def test_a_wrong_variable_of_the_environment_is_a_sentence():
+    done = subprocess.run(
+        [sys.executable, "-m", "fastattn", "info"],
+        env=os.environ | {"FASTATTN_CPU_CAPABILITY": "bogus"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("fastattn: FASTATTN_CPU_CAPABILITY must be one of 'amx', ")
+    assert "Traceback" not in done.stderr

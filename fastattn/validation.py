@@ -359,8 +359,7 @@ def _check_boundaries(name: str, x: Tensor, like: Tensor, total: int) -> None:
         raise ValueError(f"{name} must be on {like.device} like q, got {x.device}")
     if x.dim() != 1 or len(x) == 0:
         raise ValueError(f"{name} must be [documents + 1], got {list(x.shape)}")
-    readable = can_be_read(x)
-    if readable and (x[0] != 0 or (x[1:] < x[:-1]).any() or x[-1] > total):
+    if can_be_read(x) and (x[0] != 0 or (x[1:] < x[:-1]).any() or x[-1] > total):
         raise ValueError(f"{name} must begin at 0, never fall, and end at {total} at most, got {x.tolist()}")
 
 

@@ -133,8 +133,5 @@ def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
 def test_both_names_of_a_tied_weight_are_refused(tmp_path):
     config = TransformerConfig(vocab_size=11, d_model=16, nhead=2, num_layers=1)
     save(LanguageModel(replace(config, tie_embeddings=False)), tmp_path / "untied.safetensors")
-    model = LanguageModel(config)
-    before = {name: x.clone() for name, x in model.state_dict().items()}
     sentence = "must hold one of embedding.weight and head.weight, which are one weight of the model, got both"
-    assert_refused(tmp_path / "untied.safetensors", sentence, model)
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert_refused(tmp_path / "untied.safetensors", sentence, LanguageModel(config))

@@ -149,7 +149,6 @@ def choose(logits: Tensor, options: GenerationOptions) -> Tensor:
     """The next token of each sequence, int64 [B], from logits [B, vocab_size]: the likeliest one, or a drawn one."""
     if not options.do_sample:
         return logits.argmax(dim=-1)
-    logits = logits.float()
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / options.temperature  # which no temperature makes infinite
     probabilities = filtered(scaled, options.top_k, options.top_p).softmax(dim=-1)
     return torch.multinomial(probabilities, 1, generator=options.generator).squeeze(1)

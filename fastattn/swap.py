@@ -23,6 +23,7 @@ from .nn import (
     TransformerEncoderLayer,
 )
 from .nn.checks import check_bools
+from .nn.transformer import BLOCKS_OF_TORCH
 
 if TYPE_CHECKING:
     from .integrations.packed_transformers import PackedCalls
@@ -277,7 +278,7 @@ _STACKS = {nn.TransformerEncoder: TransformerEncoder, nn.TransformerDecoder: Tra
 
 def _adopt(module: nn.Module) -> bool:
     """Makes a layer or a stack of torch's one of ours, unless somebody changed what it computes; whether it did."""
-    if vars(module).keys() & {"forward", "_sa_block", "_mha_block", "_ff_block"}:
+    if vars(module).keys() & {"forward", *BLOCKS_OF_TORCH}:
         return False
     if type(module) in _LAYERS:
         attentions = (module.self_attn, getattr(module, "multihead_attn", module.self_attn))

@@ -81,17 +81,18 @@ class KVCache:
                 raise ValueError(
                     f"real must be on {self._length.device} like that of the tokens before, got {real.device}"
                 )
-        if self._end + n > self.max_length:
-            raise ValueError(f"max_length of the cache must be at least {self._end + n}, got {self.max_length}")
+        length = self._length + (n if real is None else real.sum(-1, keepdim=True))
+        end = self._end + n
+        if end > self.max_length and isinstance(length, Tensor) and length.numel():
+            end = int(length.max())  # without padding, for which a GPU is waited for
+        if end > self.max_length:
+            raise ValueError(f"max_length of the cache must be at least {end}, got {self.max_length}")
         if real is None:
             device = self._length.device if isinstance(self._length, Tensor) else device
             positions = self._length + torch.arange(n, device=device)[None]
-            self._length = self._length + n
         else:
-            rank = real.cumsum(-1)
-            positions = self._length + (rank - 1).clamp(min=0)
-            self._length = self._length + real.sum(-1, keepdim=True)
-        self._end += n
+            positions = self._length + (real.cumsum(-1) - 1).clamp(min=0)
+        self._length, self._end = length, end
         self.positions, self._real = positions, real
         return positions
 
@@ -162,7 +163,8 @@ class _KeysAndValues:
         self.v: Tensor | None = None
 
     def select(self, samples: Tensor) -> None:
-        self.k, self.v = self.k[samples], self.v[samples]
+        if self.k is not None:
+            self.k, self.v = self.k[samples], self.v[samples]
 
 
 class _Growing(_KeysAndValues):

@@ -9,12 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, overload
 
+import torch
 from torch import nn
 
 from .models import LanguageModel, Model, Seq2SeqModel, SequenceClassifier, TransformerConfig
 
 MODELS: dict[str, type[Model]] = {cls.__name__: cls for cls in (LanguageModel, Seq2SeqModel, SequenceClassifier)}
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _KEY = "fastattn"  # the key of our entry in the metadata of a file
 
 
@@ -71,7 +73,8 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
         model: the model to fill; None builds the model of `fastattn.nn` that was saved.
 
     Returns:
-        `model`, or the new model, on the CPU and in training mode.
+        `model`, in its own dtypes; or the new model, on the CPU, in training mode and in the dtype of its weights in
+        the file, if that is the same for all.
 
     Raises:
         TypeError: `model` is no module, or `path` no path.
@@ -83,11 +86,13 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     path = _checked_path(path)
     if model is not None:
         _check_module(model)
-    shapes, metadata = _read_header(path)
+    shapes, dtypes, metadata = _read_header(path)
     if model is None:
         if _KEY not in metadata:
             raise ValueError(f"model must be given for {path}, which does not say what it holds the weights of")
         model = _built(path, metadata[_KEY])
+        if len(dtypes) == 1 and (dtype := _FLOATING.get(*dtypes)):
+            model.to(dtype)
     _check_fit(path, shapes, model)
     _safetensors().torch.load_model(model, str(path))
     return model
@@ -104,14 +109,16 @@ def _check_module(model: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _read_header(path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Shapes of the tensors in a file, by name, and its metadata."""
+def _read_header(path: Path) -> tuple[dict[str, list[int]], set[str], dict[str, str]]:
+    """Shapes of the tensors in a file, by name, the dtypes that they have there, and its metadata."""
     safetensors = _safetensors()
     if not path.is_file():
         raise FileNotFoundError(f"path must be a file, got {path}")
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: x.get_shape() for name, x in tensors.items()}
+            return shapes, {x.get_dtype() for x in tensors.values()}, file.metadata() or {}
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged, or no safetensors file ({error})") from error
 

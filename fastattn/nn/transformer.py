@@ -78,11 +78,19 @@ def _dropped(dropout: nn.Module, x: Tensor) -> Tensor:
     return dropout(x) if module._global_forward_hooks or module._global_forward_pre_hooks else x
 
 
+BLOCKS_OF_TORCH = frozenset({"_sa_block", "_mha_block", "_ff_block"})  # of its layers, which subclasses override
+
+
 class _Layer(nn.Module):
     """Base class of the layers: the feed-forward network and the residual.
 
     The residual is x + block(norm(x)) with `norm_first` (pre-norm), and norm(x + block(x)) without (post-norm).
     """
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if blocks := BLOCKS_OF_TORCH & vars(cls).keys():
+            raise TypeError(f"{cls.__name__} must override forward, got {min(blocks)}, which torch.nn's layers call")
 
     def _check_sizes(self, d_model: int, nhead: int, dim_feedforward: int, dropout: float) -> None:
         check_heads(d_model=d_model, nhead=nhead)

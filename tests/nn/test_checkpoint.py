@@ -59,6 +59,18 @@ def test_what_comes_back_is_what_was_saved(name, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_new_model_has_the_dtype_of_the_file(dtype, tmp_path):
+    model = LanguageModel(CONFIG).to(dtype)
+    save(model, tmp_path / "model.safetensors")
+    assert same(load(tmp_path / "model.safetensors"), model)
+    model = LanguageModel(CONFIG)  # in dtypes of its own, which filling it leaves
+    assert {x.dtype for x in load(tmp_path / "model.safetensors", model).state_dict().values()} == {torch.float32}
+    model.decoder.to(dtype)
+    save(model, tmp_path / "mixed.safetensors")
+    assert {x.dtype for x in load(tmp_path / "mixed.safetensors").state_dict().values()} == {torch.float32}
+
+
 @pytest.fixture
 def saved(tmp_path) -> Path:
     torch.manual_seed(0)

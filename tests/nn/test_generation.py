@@ -541,6 +541,27 @@ def test_more_tokens_than_there_is_room_for_are_refused():
         model(torch.full((1, 33), 3))
 
 
+def test_padding_takes_no_room():
+    """A cache has room for max_length tokens of each sample, however much padding it was given with them."""
+    model, cache = made(LanguageModel, CONFIG), KVCache(2, 4)
+    ids, real = torch.tensor([[0, 0, 3, 4], [5, 0, 0, 6]]), torch.tensor([[0, 0, 1, 1], [1, 0, 0, 1]]).bool()
+    model(ids, real, cache=cache)
+    more = torch.tensor([[7, 0, 8], [0, 9, 3]])
+    logits = model(more, more != 0, cache=cache)
+    alone = model(torch.tensor([[3, 4, 7, 8], [5, 6, 9, 3]]))
+    torch.testing.assert_close(logits[more != 0].view(2, 2, -1), alone[:, 2:])
+    with pytest.raises(ValueError, match="max_length of the cache must be at least 5, got 4"):
+        cache.extend(1)
+
+
+def test_samples_are_selected_before_the_first_pass():
+    cache = KVCache(3, 4)
+    layer = cache.layer(0)
+    cache.select(torch.tensor([2, 0]))
+    cache.extend(1)
+    assert layer.update(*torch.ones(2, 2, 1, 1, 8))[0].shape == (2, 1, 1, 8)
+
+
 def test_a_cache_takes_causal_masks_only():
     model = made(LanguageModel, CONFIG)
     cache = KVCache(1, 3)

@@ -397,3 +397,13 @@ def test_autocast_and_bf16():
     assert half.dtype == torch.bfloat16
     for actual in (cast, half):
         torch.testing.assert_close(actual.float(), expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("cls", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+@pytest.mark.parametrize("block", ["_sa_block", "_mha_block", "_ff_block"])
+def test_an_override_that_would_not_be_called_is_refused(cls, block):
+    """Layers of torch.nn call these methods, so that code written for them may override one."""
+    ours = getattr(fastattn.nn, cls.__name__)
+    assert issubclass(type("Changed", (ours,), {"forward": lambda self, x: x}), cls)
+    with pytest.raises(TypeError, match=f"Changed must override forward, got {block}, which torch.nn's layers"):
+        type("Changed", (ours,), {block: lambda self, x: x})

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .api import attention, attention_varlen
 from .nn.checks import check_bools, check_dense, check_ints, check_numbers, check_range, check_tensor
-from .paged import prepared
+from .paged import attention_paged, prepared
 from .spec import Mask, accumulation_dtype, as_int, as_number
 from .validation import validated
 
@@ -137,11 +137,13 @@ def flash_attn_varlen_func(
     """flash_attn.flash_attn_varlen_func: attention inside each of several sequences that lie one after the other.
 
     Args:
-        q: [total_q, H, D]; k: [total_k, H_kv, D]; v: [total_k, H_kv, d_v].
+        q: [total_q, H, D]; k: [total_k, H_kv, D]; v: [total_k, H_kv, d_v]; or, with a block_table, k: [pages,
+            page_size, H_kv, D], v: [pages, page_size, H_kv, d_v].
         cu_seqlens_q, cu_seqlens_k: int32 or int64 [B + 1]: 0, and where each sequence ends; see `attention_varlen`.
         max_seqlen_q, max_seqlen_k: ints, which nothing here needs.
-        alibi_slopes: [H]; [B, H] is refused.
-        block_table: None; keys in pages are refused, see `flash_attn_with_kvcache`.
+        alibi_slopes: [H]; [B, H] with a block_table only.
+        block_table: integer [B, pages of a sequence], the pages of each sequence in their order, which has at least as
+            many keys as queries; see `attention_paged`. Without gradients and dropout, as in flash-attn.
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: see `flash_attn_func`;
             n_q and n_k are those of the sequence.
 
@@ -153,8 +155,21 @@ def flash_attn_varlen_func(
     """
     check_ints(0, max_seqlen_q=as_int(max_seqlen_q), max_seqlen_k=as_int(max_seqlen_k))
     if block_table is not None:
-        raise NotImplementedError(
-            f"block_table must be None, since keys in pages are not computed here, got {type(block_table).__name__}"
+        return _varlen_of_pages(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            deterministic,
+            return_attn_probs,
+            block_table,
         )
     if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2:
         raise NotImplementedError(
@@ -166,6 +181,24 @@ def flash_attn_varlen_func(
         return_lse=True, **terms,
     )  # fmt: skip
     return (o, lse, o.new_empty(0)) if return_attn_probs else o
+
+
+def _varlen_of_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool, block_table: Tensor,
+) -> _Result:  # fmt: skip
+    window, terms = _terms(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    check_tensor("cu_seqlens_k", cu_seqlens_k, "integer", ("B + 1",))
+    if terms["dropout_p"]:
+        raise NotImplementedError(f"dropout_p must be 0 with a block_table, got {dropout_p}")
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
+        raise NotImplementedError("q, k and v must need no gradient with a block_table, of which there is none")
+    result = attention_paged(
+        q, k, v, block_table, cu_seqlens_k.diff(), cu_seqlens_q, causal=causal, window=window, scale=terms["scale"],
+        softcap=terms["softcap"], alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (*result, q.new_empty(0)) if isinstance(result, tuple) else result
 
 
 @_known_alone
@@ -216,7 +249,7 @@ def flash_attn_with_kvcache(
     Args:
         q: [B, n_q, H, D].
         k_cache: [B_cache, n_cache, H_kv, D], or [pages, page_size, H_kv, D] with a block_table; v_cache: the same with
-            d_v. Those that cache_batch_idx or block_table chooses are copied for backends other than cpu and triton.
+            d_v. Those that cache_batch_idx or block_table chooses are copied for backends other than cpu, triton and cuda.
         k, v: [B, n_new, H_kv, D or d_v], written to the positions from cache_seqlens on, for which there must be room.
         rotary_cos, rotary_sin: [n, D_rotary / 2] in the dtype of q, for all positions that are used. They rotate the
             first D_rotary dimensions of k, at cache_seqlens and the positions after it, and of q: at the same ones

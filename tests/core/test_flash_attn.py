@@ -141,6 +141,36 @@ def test_varlen(seed):
     compare_results(by_flash_attn, by_formula, (q, k, v), torch.float32)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_varlen_func_of_pages(seed):
+    """Against the formula; what the pages hold elsewhere is NaN."""
+    draw, _ = random.Random(seed), torch.manual_seed(seed)
+    H_kv, D, d_v, B, page = (draw.randint(*r) for r in ((1, 2), (1, 40), (1, 40), (1, 4), (1, 8)))
+    H = H_kv * draw.randint(1, 3)
+    n_k = [draw.randint(0, 30) for _ in range(B)]
+    n_q = [draw.randint(0, n) for n in n_k]
+    most = max(-(-n // page) for n in n_k)
+    table = torch.randperm(B * most + 1)[: B * most].view(B, most).int()
+    caches = [torch.full((B * most + 1, page, H_kv, d), math.nan) for d in (D, d_v)]
+    q, *kv = torch.randn(sum(n_q), H, D), *([torch.randn(n, H_kv, d) for n in n_k] for d in (D, d_v))
+    for cache, xs in zip(caches, kv, strict=True):
+        for b, x in enumerate(xs):
+            j = torch.arange(len(x))
+            cache[table[b, j // page].long(), j % page] = x
+    cu = [torch.tensor([0, *n]).cumsum(0).int() for n in (n_q, n_k)]
+    terms, slopes = drawn_terms(draw, 30), drawn_slopes(draw, B, H, both=True)
+
+    def by_formula(dtype: torch.dtype) -> dict[str, Tensor]:
+        parts = zip(q.to(dtype).split(n_q), *([x.to(dtype) for x in xs] for xs in kv), strict=True)
+        outs = [formula(*x, slopes=of_samples(slopes, B, H)[b], **terms) for b, x in enumerate(parts)]
+        return {"o": torch.cat([o for o, _ in outs]), "lse": torch.cat([lse for _, lse in outs], 1)}
+
+    options = terms | {"alibi_slopes": slopes, "block_table": table}
+    o, lse, _ = flash_attn.flash_attn_varlen_func(q, *caches, *cu, 30, 30, **options, return_attn_probs=True)
+    assert_right({"o": o, "lse": lse}, by_formula(torch.float32), by_formula(torch.float64))
+    assert torch.equal(flash_attn.flash_attn_varlen_func(q, *caches, *cu, 30, 30, **options), o)
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [n, H, D] by the angles [n, r / 2], by complex numbers."""
     r, angles = 2 * cos.shape[1], torch.complex(cos, sin)[:, None]
@@ -273,6 +303,7 @@ def test_compiles_without_a_break():
 x, c, idx = torch.ones(2, 3, 2, 8), torch.ones(2, 6, 2, 8), torch.zeros(2, dtype=torch.int32)
 VARLEN = {"q": x[0], "k": x[0], "v": x[0], "cu_seqlens_q": torch.tensor([0, 3]), "cu_seqlens_k": torch.tensor([0, 3])}
 VARLEN |= {"max_seqlen_q": 3, "max_seqlen_k": 3}
+PAGED = {"k": c, "v": c, "block_table": idx[:1, None]}
 CACHE = {"q": x, "k_cache": c, "v_cache": c}
 NEW = CACHE | {"k": 2 * x, "v": 2 * x, "cache_seqlens": idx}
 ROTARY = NEW | {"rotary_cos": torch.ones(6, 2), "rotary_sin": torch.ones(6, 2)}
@@ -294,7 +325,10 @@ REFUSED = [  # function, what is changed of a right call, exception, its message
     ("qkvpacked_func", {"qkv": x}, ValueError, r"qkv must be \[B, n, 3, H, D\], got \[2, 3, 2, 8\]"),
     ("qkvpacked_func", {"qkv": torch.ones(1, 2, 3, 1, 8).int()}, ValueError, "qkv must be float32, .* torch.int32"),
     ("varlen_func", {"max_seqlen_q": 3.0}, TypeError, "max_seqlen_q must be an int, got 3.0"),
-    ("varlen_func", {"block_table": idx}, NotImplementedError, "block_table must be None"),
+    ("varlen_func", {"block_table": idx}, ValueError, r"k_pages must be \[pages, page_size, H_kv, 8\]"),
+    ("varlen_func", PAGED | {"dropout_p": 0.5}, NotImplementedError, "dropout_p must be 0 with a block_table, got 0.5"),
+    ("varlen_func", PAGED | {"q": x[0].clone().requires_grad_()}, NotImplementedError, "q, k and v must need no grad"),
+    ("varlen_func", PAGED | {"cu_seqlens_k": None}, TypeError, "cu_seqlens_k must be a Tensor, got NoneType"),
     ("varlen_func", {"alibi_slopes": x[0, :2, :, 0]}, NotImplementedError, r"alibi_slopes must be \[H\], .* \[2, 2\]"),
     ("varlen_func", {"cu_seqlens_k": idx[:, None]}, ValueError, "cu_seqlens_k must be"),
     ("with_kvcache", NEW | {"k": x.half()}, ValueError, "k must be torch.float32 on cpu like q, got torch.float16"),

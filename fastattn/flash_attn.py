@@ -249,7 +249,7 @@ def flash_attn_with_kvcache(
     Args:
         q: [B, n_q, H, D].
         k_cache: [B_cache, n_cache, H_kv, D], or [pages, page_size, H_kv, D] with a block_table; v_cache: the same with
-            d_v. Those that cache_batch_idx or block_table chooses are copied for backends other than cpu, triton and cuda.
+            d_v. What cache_batch_idx or block_table chooses is copied for backends other than cpu, triton and cuda.
         k, v: [B, n_new, H_kv, D or d_v], written to the positions from cache_seqlens on, for which there must be room.
         rotary_cos, rotary_sin: [n, D_rotary / 2] in the dtype of q, for all positions that are used. They rotate the
             first D_rotary dimensions of k, at cache_seqlens and the positions after it, and of q: at the same ones

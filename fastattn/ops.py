@@ -368,19 +368,29 @@ def _flatten(spec: Spec, backend: ModuleType) -> tuple:
     )
 
 
+@functools.lru_cache(1024)
+def _mask_of_numbers(causal: bool, q_offset: int) -> Mask:
+    """Of calls of compiled graphs, for which to make a mask would take as long as a short call's kernel."""
+    return Mask(causal, q_offset=q_offset)
+
+
 def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
     """The spec and the backend that `_flatten` was given."""
-    q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense, seed, places, *flat = flat
-    causal, q_offset, left, right, scale, softcap, dropout_p, deterministic, by_distance, backend = flat
-    mask = Mask(
-        causal=causal,
-        q_offset=q_offset if q_offsets is None else q_offsets,
-        window=(left, right),
-        real_keys=real_keys,
-        real_queries=real_queries,
-        segment_ids=None if segment_ids_q is None else (segment_ids_q, segment_ids_k),
-        dense=dense,
-    )
+    *of_mask, seed, places = flat[:8]
+    q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense = of_mask
+    causal, q_offset, left, right, scale, softcap, dropout_p, deterministic, by_distance, backend = flat[8:]
+    if type(q_offset) is int and all([x is None for x in of_mask]) and left is right is None:  # noqa: C419
+        mask = _mask_of_numbers(causal, q_offset)
+    else:
+        mask = Mask(
+            causal=causal,
+            q_offset=q_offset if q_offsets is None else q_offsets,
+            window=(left, right),
+            real_keys=real_keys,
+            real_queries=real_queries,
+            segment_ids=None if segment_ids_q is None else (segment_ids_q, segment_ids_k),
+            dense=dense,
+        )
     bias, alibi_slopes, sinks = learned
     spec = Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic, places, by_distance)
     return spec, backend_by_name(backend)

@@ -319,10 +319,12 @@ class Plan:
         return self._queries if of == "queries" else self._keys
 
     @cached_property
+    @torch.inference_mode(False)  # a training step may be the next to use them
     def _queries(self) -> list[Tensor]:
         return [(self._layout.owner_q == r).nonzero()[:, 0] for r in range(self.ranks)]
 
     @cached_property
+    @torch.inference_mode(False)
     def _keys(self) -> list[Tensor]:
         if self._layout.owner_k is self._layout.owner_q:
             return self._queries
@@ -336,14 +338,15 @@ class Plan:
         """The digest of a mask, and what `make` makes of it for calls of that kind, once for each mask."""
         tensors = mask.tensors()
         offset = None if "q_offset" in tensors else mask.q_offset
-        key = (mask.causal, offset, mask.window, more, *((name, id(x), x._version) for name, x in tensors.items()))
+        key = (mask.causal, offset, mask.window, more, *((name, id(x), _state(x)) for name, x in tensors.items()))
         if key not in self._schedules:
             if len(self._schedules) >= _MOST_SCHEDULES:
                 self._schedules.clear()
             there = on(mask, "cpu")
             fields = there.tensors()
             number = digest(self._digest, mask.causal, offset, mask.window, list(fields), *fields.values())
-            made = make(Visibility(there, self.n_q, self.n_k))
+            with torch.inference_mode(False):  # a training step may be the next to use it
+                made = make(Visibility(there, self.n_q, self.n_k))
             self._schedules[key] = number, made, tensors  # which keeps their ids from being those of others
         return self._schedules[key][:2]
 
@@ -383,6 +386,11 @@ def _product(
     result = Layout.of(across.layout, visibility, ranks, owner_q, owner_k)
     rank = mine * across.ranks + across.rank
     return Plan(across.mask, across.n_q, across.n_k, rank, ranks, group, algorithm, result, across)
+
+
+def _state(x: Tensor) -> int:
+    """What changes with the values of a tensor: its version, or a digest of one of inference mode, which has none."""
+    return digest(x.cpu()) if x.is_inference() else x._version
 
 
 _NUMBERS = itertools.count()

@@ -265,6 +265,59 @@ def masks_of_layers(group: dist.ProcessGroup) -> list[float]:
     return errors
 
 
+MASKS_OF_MODES = (
+    fastattn.Mask(True, window=(7, None)) & fastattn.Mask.from_lengths([24, 15], 24, of="both"),
+    fastattn.Mask(dense=torch.ones(24, 24, dtype=torch.bool).tril(3)),
+)
+
+
+def error_under_another_default_device(group: dist.ProcessGroup, algorithm: str) -> float:
+    """The largest error of a gradient where new tensors are by default on another device than those of the call."""
+    x, errors = torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    for mask in MASKS_OF_MODES:
+        exact = _gradient(x, mask, None)
+        with torch.device("meta"):
+            plan = make_plan(mask, 24, group, algorithm=algorithm)
+            actual = _gradient(plan.shard(x, 2), mask, plan)
+        errors.append((actual - plan.shard(exact, 2)).abs().max().item())
+    return max(errors)
+
+
+def error_after_inference_mode(group: dist.ProcessGroup, algorithm: str) -> float:
+    """The largest error of a gradient by a plan that has served in inference mode, as for a validation before."""
+    x, errors = torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    for mask in MASKS_OF_MODES:
+        with torch.inference_mode():
+            plan = make_plan(mask, 24, group, algorithm=algorithm)
+            mine = plan.shard(x, 2)
+            fastattn.attention(mine, mine, mine, plan=plan)
+        whole = x.clone().requires_grad_()
+        (through_shard,) = torch.autograd.grad(plan.shard(whole, 2).sum(), whole)
+        assert torch.equal(through_shard, torch.zeros_like(x).index_fill(2, plan.positions(), 1))
+        actual = _gradient(plan.shard(x, 2), mask, plan)
+        errors.append((actual - plan.shard(_gradient(x, mask, None), 2)).abs().max().item())
+    return max(errors)
+
+
+def error_of_a_mask_of_inference_mode(group: dist.ProcessGroup, algorithm: str) -> float:
+    """The largest error with a mask whose tensor counts no changes, before and after one."""
+    x, errors = torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    with torch.inference_mode():
+        mask = fastattn.Mask(dense=torch.ones(24, 24, dtype=torch.bool).tril_())
+        plan = make_plan(mask, 24, group, algorithm=algorithm)
+        mine = plan.shard(x, 2)
+        for _ in range(2):
+            actual = plan.unshard(fastattn.attention(mine, mine, mine, mask, plan=plan), 2)
+            errors.append((actual - fastattn.attention(x, x, x, mask)).abs().max().item())
+            mask.dense.t_()
+    return max(errors)
+
+
+def _gradient(x: Tensor, mask: fastattn.Mask, plan: fastattn.parallel.Plan | None) -> Tensor:
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(fastattn.attention(x, x, x, mask, plan=plan).square().sum(), x)[0]
+
+
 def attend_dtensors(
     group: dist.ProcessGroup, case: Case, mesh: tuple[int, ...], shards: tuple[int | None, ...], terms: bool
 ) -> dict[str, Tensor]:

@@ -77,6 +77,14 @@ def test_masks_of_several_layers_on_one_plan(ranks):
         assert max(errors) < 1e-5
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "job", ["error_under_another_default_device", "error_after_inference_mode", "error_of_a_mask_of_inference_mode"]
+)
+def test_modes_of_torch(ranks, job, algorithm):
+    assert max(ranks.run(job, 3, algorithm=algorithm)) < 1e-5
+
+
 @pytest.mark.parametrize("how", ["DistributedDataParallel", "fully_shard", "checkpoint"])
 def test_training_as_on_one_process(ranks, how):
     for answer in ranks.run("train", 3, how=how):

@@ -18,6 +18,7 @@ from ..plan import drawn, places_from
 from ..spec import DropoutSeed, Mask
 from ..validation import EVERYTHING, validated
 from .masks import with_tensors
+from .parts import refuse_by_distance
 from .plans import Plan, plan
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def attention(
     of the tokens, which the DTensors then have some of, heads alone may be sharded. Dropout is that of one process with
     the generator of the first rank.
     """
+    refuse_by_distance(terms["bias"])
     alone = of_tokens is None or is_here(of_tokens)
     _check_placements(q, k, v, (0, 1, 2) if alone else (1,))
     mesh, placements = q.device_mesh, q.placements

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import api
 from ..blocks import HERE
-from ..spec import DropoutSeed, Mask
+from ..spec import DropoutSeed, Mask, RelativeBias
 from .masks import Visibility, at, on, part_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ def attention_here(
     """(o, lse) of a call of this process alone, with the seed of the whole call and its places in that."""
     drawn = None if seed is None else DropoutSeed(seed, places)
     return api.attention(q, k, v, mask, **terms, generator=drawn, plan=HERE, return_lse=True)
+
+
+def refuse_by_distance(bias: object) -> None:
+    """Raises NotImplementedError where a bias is a table by distance, of which no part of the keys has its own."""
+    if isinstance(bias, RelativeBias):
+        raise NotImplementedError("bias must be a Tensor where tokens are on several ranks, got a RelativeBias")
 
 
 class Call(NamedTuple):

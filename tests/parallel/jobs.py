@@ -187,6 +187,8 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tup
     other = dist.get_rank(group) == dist.get_world_size(group) - 1
     n, mask, options = 24, fastattn.Mask(True), {}
     real = torch.ones(1, n, dtype=torch.bool)
+    if what == "backend":  # which some ranks have no use for
+        mask = fastattn.Mask(dense=torch.eye(n, dtype=torch.bool) & (torch.arange(n) < 2))
     if what == "values of a mask":
         mask = fastattn.Mask(real_keys=torch.arange(n)[None] < n - other)
     if what == "a field of a mask" and other:
@@ -204,14 +206,20 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tup
         q = q.requires_grad_(not other)
     if what == "options" and other:
         options["softcap"] = 1.0
+    if what == "first of a seed":
+        options |= {"dropout_p": 0.5, "generator": fastattn.DropoutSeed(3, first=(int(other), 0))}
     if what == "an error" and other:
         options["dropout_p"] = 1.5
+    if what == "a bias by distance" and other:
+        options["bias"] = fastattn.RelativeBias(torch.zeros(8), None)
+    if what == "backend":
+        options["backend"] = "hopper"
     mine = plan.shard(q, 2)
     if what == "length" and other:
         mine = mine[:, :, 1:]
     try:
         fastattn.attention(mine, mine, mine, mask, plan=plan, **options)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         message = str(error)
     assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
     return message

@@ -108,7 +108,16 @@ def test_compiled_dtensors(ranks, shard, dropout_p):
     assert ranks.run("compiled_dtensors", 2, shard=shard, dropout_p=dropout_p) == [True, True]
 
 
-DIFFERENT = ("values of a mask", "a field of a mask", "layout", "heads", "dtype", "gradients", "options")
+DIFFERENT = (
+    "values of a mask",
+    "a field of a mask",
+    "layout",
+    "heads",
+    "dtype",
+    "gradients",
+    "options",
+    "first of a seed",
+)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -140,6 +149,7 @@ def test_of_two_ranks_none_is_right(ranks):
 REFUSED = {
     "an error": "dropout_p must be between 0 and 1, got 1.5",
     "length": "q must have the 8 tokens of rank 2, got [1, 6, 7, 8]",
+    "a bias by distance": "bias must be a Tensor where tokens are on several ranks, got a RelativeBias",
 }
 
 
@@ -148,6 +158,12 @@ def test_a_call_that_one_rank_refuses_is_refused_by_all(ranks, what):
     *others, mine = ranks.run("attend_differently", 3, what=what, algorithm="gather")
     assert mine == REFUSED[what]
     assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_backend_is_refused_also_by_ranks_that_have_no_use_for_it(ranks, algorithm):
+    for message in ranks.run("attend_differently", 3, what="backend", algorithm=algorithm):
+        assert message.startswith("backend 'hopper' does not compute this call")
 
 
 @pytest.mark.parametrize("how", ["dies", "does something else"])

@@ -68,7 +68,8 @@ def attention(
     if terms["bias"] is not None:
         terms["bias"] = _cut(_cut(terms["bias"], -4, samples), -3, heads)
     if terms["alibi_slopes"] is not None:
-        terms["alibi_slopes"] = _cut(terms["alibi_slopes"][..., heads], -2, samples)
+        slopes = terms["alibi_slopes"][..., heads]
+        terms["alibi_slopes"] = slopes[samples] if slopes.dim() == 2 else slopes  # never one row for all samples
     if terms["sinks"] is not None:
         terms["sinks"] = terms["sinks"][heads]
     local = [Local.apply(x, placements) for x in (q, k, v)]
@@ -194,6 +195,8 @@ def _of_plain_tensors(mask: Mask) -> Mask:
 
 def _some(mask: Mask, samples: slice, heads: slice) -> Mask:
     """The mask of some samples and heads."""
+    if samples.start == samples.stop:  # of which a plan knows no mask
+        return EVERYTHING
     part = {name: x[samples] for name, x in mask.tensors().items() if name != "dense"}
     if mask.dense is not None:
         part["dense"] = _cut(_cut(mask.dense, -4, samples), -3, heads)

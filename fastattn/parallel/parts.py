@@ -80,9 +80,9 @@ def as_rows(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k, v], -1).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def as_keys(rows: Tensor, B: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of such rows; of k and v the shape counts."""
-    both = rows.view(B, len(rows) // max(B, 1), k.shape[1], k.shape[3] + v.shape[3]).transpose(1, 2)
+def as_keys(rows: Tensor, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`n` keys and values of each sample, of such rows; all other sizes are those of k and v."""
+    both = rows.view(len(k), n, k.shape[1], k.shape[3] + v.shape[3]).transpose(1, 2)
     return both[..., : k.shape[3]], both[..., k.shape[3] :]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -98,12 +99,12 @@ def plan(
     if isinstance(algorithm, tuple):
         return _product(mask, n, mesh, algorithm, layout, most_keys, key_cost)
     for name, value, known in (("layout", layout, ALGORITHMS["gather"]), ("algorithm", algorithm, ALGORITHMS)):
-        if value is not None and value not in known:
+        if value is not None and (not isinstance(value, str) or value not in known):
             raise ValueError(f"{name} must be {', '.join(map(repr, known))} or None, got {value!r}")
     if most_keys is not None and not is_int(most_keys):
         raise ValueError(f"most_keys must be an int or None, got {most_keys!r}")
-    if isinstance(key_cost, bool) or not isinstance(key_cost, (int, float)) or not key_cost >= 0:
-        raise ValueError(f"key_cost must be a number, at least 0, got {key_cost!r}")
+    if isinstance(key_cost, bool) or not isinstance(key_cost, (int, float)) or not 0 <= key_cost < math.inf:
+        raise ValueError(f"key_cost must be a finite number, at least 0, got {key_cost!r}")
     group, rank, ranks = _group_of(mesh)
     mask = EVERYTHING if mask is None else mask
     _check_fit(mask, n_q, n_k)
@@ -243,6 +244,8 @@ class Plan:
         Raises:
             ValueError: the plans are of different ranks, or the mask is of other lengths.
         """
+        if not isinstance(source, Plan):
+            raise ValueError(f"source must be made by fastattn.parallel.plan, got {type(source).__name__}")
         if (self._groups(), self.rank) != (source._groups(), source.rank):
             raise ValueError(f"source must be of the same ranks as this plan, {self!r}, got {source!r}")
         if mask is None:

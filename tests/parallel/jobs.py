@@ -49,8 +49,14 @@ def watched(sent: list[int], group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def inputs_of(case: Case, dtype: torch.dtype) -> Inputs:
-    """The inputs of a case; in "dense-by-head" every second head sees what the others do not."""
+    """The inputs of a case.
+
+    In "dense-by-head" every second head sees what the others do not, and in "slopes-by-sample" samples have their own.
+    """
     inputs = make_inputs(case, dtype)
+    if case.name == "slopes-by-sample":
+        slopes = inputs.options["alibi_slopes"].expand(case.B, -1)
+        return replace(inputs, options=inputs.options | {"alibi_slopes": slopes})
     if case.name != "dense-by-head":
         return inputs
     dense = torch.cat([inputs.mask.dense ^ bool(head % 2) for head in range(case.H)], 1)

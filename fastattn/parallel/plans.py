@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..spec import Mask, as_int, is_int
 from ..validation import EVERYTHING, validated
-from .exchange import Route, digest, exchange, replicated
+from .exchange import Route, agree, digest, exchange, replicated
 from .layouts import LAYOUTS, Layout, choose
 from .masks import Visibility, on
 
@@ -215,13 +215,21 @@ class Plan:
             A tensor with n_q, or n_k, entries along `dim`.
 
         Raises:
-            ValueError: an argument is not what is said here, or this process is none of the ranks.
+            ValueError: an argument is not what is said here, on any rank, or this process is none of the ranks.
         """
-        rows, group = self._rows(of), self._known_group()
-        if y.shape[dim] != len(rows):
-            raise ValueError(
-                f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}"
-            )
+        group, error, number = self._known_group(), None, 0
+        try:
+            rows = self._rows(of)
+            if y.shape[dim] != len(rows):
+                raise ValueError(
+                    f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}"
+                )
+            sizes = y.movedim(dim, 0).shape[1:]
+            number = digest(self._digest, of, sizes, y.dtype, torch.is_grad_enabled() and y.requires_grad)
+        except Exception as refusal:  # whatever it is, the others wait for this rank
+            error = refusal
+        device = y.device if isinstance(y, Tensor) else torch.device("cpu")
+        agree(number, error, None, device, self._groups(), "plan, of, and the dtype, sizes and requires_grad of y")
         part, places = self._part(of)
         mine = [torch.arange(len(rows), device="cpu")] * len(places)
         route = Route.of(mine, places, len(rows), len(part), y.device)

@@ -231,6 +231,25 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tup
     return message
 
 
+def unshard_differently(group: dist.ProcessGroup, what: str) -> str:
+    """The error of `unshard` of a tensor in which the last rank differs in something."""
+    plan, other = make_plan(None, 24, group), dist.get_rank(group) == dist.get_world_size(group) - 1
+    y, message = torch.ones(2, len(plan.positions()), 6), "none"
+    if other:
+        y = {
+            "sizes": y.view(3, -1, 4),
+            "dtype": y.to(torch.int32),
+            "length": y[:, 1:],
+            "gradients": y.requires_grad_(),
+        }[what]
+    try:
+        plan.unshard(y, 1)
+    except ValueError as error:
+        message = str(error)
+    assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
+    return message
+
+
 def agreed(group: dist.ProcessGroup) -> list[int]:
     """The ranks, as all of them know."""
     ranks: list[int] = [0] * dist.get_world_size(group)

@@ -146,6 +146,21 @@ def test_of_two_ranks_none_is_right(ranks):
         assert answer.endswith("got others on rank 1 than on rank 0")
 
 
+@pytest.mark.parametrize("what", ["sizes", "dtype", "gradients"])
+def test_unequal_parts_are_refused_on_every_rank_by_name(ranks, what):
+    for message in ranks.run("unshard_differently", 3, what=what):
+        assert message == (
+            "plan, of, and the dtype, sizes and requires_grad of y must be the same on every rank, "
+            "got others on rank 2 than on rank 0"
+        )
+
+
+def test_a_part_that_one_rank_refuses_is_refused_by_all(ranks):
+    *others, mine = ranks.run("unshard_differently", 3, what="length")
+    assert mine == "y must have 8 entries along dim 1 on rank 2, got [2, 7, 6]"
+    assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]
+
+
 REFUSED = {
     "an error": "dropout_p must be between 0 and 1, got 1.5",
     "length": "q must have the 8 tokens of rank 2, got [1, 6, 7, 8]",

@@ -168,8 +168,6 @@ def attention(
         plan = blocks.of_call(q)
     of_dtensors = type(q) is not Tensor and type(q).__name__ == "DTensor"
     if of_dtensors or not (plan is None or blocks.is_here(plan)):
-        if isinstance(bias, RelativeBias) and getattr(plan, "objection", None) is None:  # which says more
-            raise NotImplementedError("bias must be a Tensor where tokens are on several ranks, got a RelativeBias")
         terms: Terms = {
             "scale": as_number(scale), "bias": bias, "softcap": as_number(softcap), "alibi_slopes": alibi_slopes,
             "sinks": sinks, "dropout_p": as_number(dropout_p), "generator": generator, "deterministic": deterministic,

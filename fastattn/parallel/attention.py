@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .. import backends
 from ..blocks import Within
-from ..plan import after_autocast, drawn
+from ..plan import after_autocast, derivatives_wanted, drawn
 from ..spec import Mask, Spec
-from ..validation import validated
+from ..validation import EVERYTHING, validated
 from . import gather, heads, ring
 from .context import combined
 from .exchange import agree, digest
 from .masks import is_positional
-from .parts import Call, Learned, Options
+from .parts import Call, Learned, Options, refuse_by_distance
 from .plans import Plan
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def attention(
     try:
         if within is not None:
             mask = combined(within, mask)
+        refuse_by_distance(terms["bias"])
         q, k, v = after_autocast(q, k, v)
         mask = plan.mask if mask is None else mask
         spec = _validated(q, k, v, mask, plan, terms)
@@ -53,8 +56,8 @@ def attention(
         number, schedule = plan._schedule(mask, call, lambda visibility: algorithm.schedule(plan, visibility, call))
         alike = [(x.shape[:2], x.shape[3], x.dtype, x.requires_grad) for x in (q, k, v)]
         of_terms = [None if x is None else (x.shape, x.dtype, x.requires_grad) for x in learned]
-        number = digest(number, *alike, *of_terms, *options.values(), torch.is_grad_enabled())
-    except (ValueError, TypeError, NotImplementedError, RuntimeError) as refusal:
+        number = digest(number, *alike, *of_terms, *options.values(), first, torch.is_grad_enabled())
+    except Exception as refusal:  # whatever it is, the others wait for this rank
         error = refusal
     agreed = agree(number, error, seed, q.device if isinstance(q, Tensor) else torch.device("cpu"), groups)
     return algorithm.attend(q, k, v, schedule, learned, options, plan, None if seed is None else agreed)
@@ -70,4 +73,10 @@ def _validated(q: Tensor, k: Tensor, v: Tensor, mask: Mask, plan: Plan, terms: T
                 raise ValueError(f"{name} must have the {mine} tokens of rank {plan.rank}, got {list(x.shape)}")
             x = x.new_empty((*x.shape[:2], 1, x.shape[3])).expand(-1, -1, n, -1)
         whole.append(x)
-    return validated(*whole, mask, **{name: x for name, x in terms.items() if name != "backend"})
+    spec = validated(*whole, mask, **{name: x for name, x in terms.items() if name != "backend"})
+    if terms["backend"] is not None:
+        # Whatever the parts of the mask are: a rank that computes none would wait for those that refuse theirs. A ring
+        # adds the sinks itself.
+        training = derivatives_wanted(q, k, v, *spec.tensors())
+        backends.select(*whole, replace(spec, mask=EVERYTHING, sinks=None), terms["backend"], training=training)
+    return spec

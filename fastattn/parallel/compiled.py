@@ -13,6 +13,7 @@ from ..blocks import Within
 from ..plan import after_autocast, drawn
 from ..spec import DropoutSeed, Mask, accumulation_dtype, empty_output
 from .attention import attention as over_ranks
+from .parts import refuse_by_distance
 from .plans import Plan, plan_of_key
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def attention(
 
     Its backward computes the forward again, so it keeps no keys of other ranks. The plan has to live until then.
     """
+    refuse_by_distance(terms["bias"])
     q, k, v = after_autocast(q, k, v)
     within = plan if isinstance(plan, Within) else Within(plan)
     given = Mask() if mask is None else mask

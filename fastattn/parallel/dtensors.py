@@ -18,6 +18,7 @@ from ..plan import drawn, places_from
 from ..spec import DropoutSeed, Mask
 from ..validation import EVERYTHING, validated
 from .masks import with_tensors
+from .parts import refuse_by_distance
 from .plans import Plan, plan
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def attention(
     of the tokens, which the DTensors then have some of, heads alone may be sharded. Dropout is that of one process with
     the generator of the first rank.
     """
+    refuse_by_distance(terms["bias"])
     alone = of_tokens is None or is_here(of_tokens)
     _check_placements(q, k, v, (0, 1, 2) if alone else (1,))
     mesh, placements = q.device_mesh, q.placements
@@ -66,7 +68,8 @@ def attention(
     if terms["bias"] is not None:
         terms["bias"] = _cut(_cut(terms["bias"], -4, samples), -3, heads)
     if terms["alibi_slopes"] is not None:
-        terms["alibi_slopes"] = _cut(terms["alibi_slopes"][..., heads], -2, samples)
+        slopes = terms["alibi_slopes"][..., heads]
+        terms["alibi_slopes"] = slopes[samples] if slopes.dim() == 2 else slopes  # never one row for all samples
     if terms["sinks"] is not None:
         terms["sinks"] = terms["sinks"][heads]
     local = [Local.apply(x, placements) for x in (q, k, v)]
@@ -192,6 +195,8 @@ def _of_plain_tensors(mask: Mask) -> Mask:
 
 def _some(mask: Mask, samples: slice, heads: slice) -> Mask:
     """The mask of some samples and heads."""
+    if samples.start == samples.stop:  # of which a plan knows no mask
+        return EVERYTHING
     part = {name: x[samples] for name, x in mask.tensors().items() if name != "dense"}
     if mask.dense is not None:
         part["dense"] = _cut(_cut(mask.dense, -4, samples), -3, heads)

@@ -151,6 +151,7 @@ def agree(
     seed: Tensor | None,
     device: torch.device,
     groups: Sequence[dist.ProcessGroup],
+    alike: str = "mask, plan, options, and the shapes and dtypes of q, k and v",
 ) -> Tensor:
     """The seed of the first rank, or an error on every rank where one has another call than others, or has refused it.
 
@@ -161,6 +162,7 @@ def agree(
         error: why this rank refuses its call; it is raised here, after the others know.
         seed: int64 scalar, of dropout; None where the call has none, and the result is 0.
         groups: those of this rank, one for each dimension of the ranks.
+        alike: what `mine` is of, in words.
 
     Raises:
         ValueError: other ranks have other calls, or have refused theirs; the message names them.
@@ -180,7 +182,7 @@ def agree(
     common = max(numbers, key=numbers.count)  # the first of those that most ranks have
     if others := [rank for rank, number in enumerate(numbers) if number != common]:
         raise ValueError(
-            "mask, plan, options, and the shapes and dtypes of q, k and v must be the same on every rank, "
+            f"{alike} must be the same on every rank, "
             f"got others on {_named(others)} than on rank {numbers.index(common)}"
         )
     return known[1]

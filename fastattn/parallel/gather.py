@@ -56,8 +56,8 @@ def attend(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of the queries of this rank."""
-    k, v = as_keys(exchange(as_rows(k, v), schedule.route, plan.group), len(q), k, v)
     part = schedule.part
+    k, v = as_keys(exchange(as_rows(k, v), schedule.route, plan.group), len(part.keys), k, v)
     terms = learned._replace(bias=part.bias(learned.bias))._asdict()
     return attention_here(q, k, v, part.mask, seed, part.places, **terms, **options)
 

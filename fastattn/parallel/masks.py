@@ -24,7 +24,7 @@ class Visibility:
 
     def __init__(self, mask: Mask, n_q: int, n_k: int) -> None:
         self.mask, self.n_q, self.n_k = mask, n_q, n_k
-        position, _ = mask.positions(n_q, n_k)
+        position, _ = mask.positions(n_q, n_k, "cpu")
         position = position.clamp(-_FAR, _FAR)
         if mask.segment_ids is None:
             self.order = torch.arange(n_k, device="cpu")[None]
@@ -133,7 +133,7 @@ class Visibility:
         size = max(1, _PAIRS_AT_ONCE // max(1, self.samples * heads * self.n_k))
         for start in range(0, self.n_q, size):
             rows = slice(start, min(start + size, self.n_q))
-            keep = self.mask.keep(self.n_q, self.n_k, rows=rows)
+            keep = self.mask.keep(self.n_q, self.n_k, "cpu", rows)
             yield rows, keep.expand(self.samples, -1, rows.stop - start, self.n_k)
 
 
@@ -185,8 +185,8 @@ def part_of(mask: Mask, n_q: int, n_k: int, rows: Tensor, keys: Tensor, there: T
     if segment_ids is not None:
         segment_ids = segment_ids[0][:, rows].contiguous(), segment_ids[1][:, keys].contiguous()
     if positional and len(rows) and len(keys):
-        position_q, position_k = mask.positions(n_q, n_k)
-        local_q, local_k = Mask(segment_ids=segment_ids).positions(len(rows), len(keys))
+        position_q, position_k = mask.positions(n_q, n_k, "cpu")
+        local_q, local_k = Mask(segment_ids=segment_ids).positions(len(rows), len(keys), "cpu")
         before = position_k[:, keys] - local_k  # the keys of its document that come before all of `keys`
         if segment_ids is None:
             before = before[:, :1]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import api
 from ..blocks import HERE
-from ..spec import DropoutSeed, Mask
+from ..spec import DropoutSeed, Mask, RelativeBias
 from .masks import Visibility, at, on, part_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ def attention_here(
     """(o, lse) of a call of this process alone, with the seed of the whole call and its places in that."""
     drawn = None if seed is None else DropoutSeed(seed, places)
     return api.attention(q, k, v, mask, **terms, generator=drawn, plan=HERE, return_lse=True)
+
+
+def refuse_by_distance(bias: object) -> None:
+    """Raises NotImplementedError where a bias is a table by distance, of which no part of the keys has its own."""
+    if isinstance(bias, RelativeBias):
+        raise NotImplementedError("bias must be a Tensor where tokens are on several ranks, got a RelativeBias")
 
 
 class Call(NamedTuple):
@@ -74,9 +80,9 @@ def as_rows(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k, v], -1).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def as_keys(rows: Tensor, B: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of such rows; of k and v the shape counts."""
-    both = rows.view(B, len(rows) // max(B, 1), k.shape[1], k.shape[3] + v.shape[3]).transpose(1, 2)
+def as_keys(rows: Tensor, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`n` keys and values of each sample, of such rows; all other sizes are those of k and v."""
+    both = rows.view(len(k), n, k.shape[1], k.shape[3] + v.shape[3]).transpose(1, 2)
     return both[..., : k.shape[3]], both[..., k.shape[3] :]
 
 

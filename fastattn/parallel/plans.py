@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..spec import Mask, as_int, is_int
 from ..validation import EVERYTHING, validated
-from .exchange import Route, digest, exchange, replicated
+from .exchange import Route, agree, digest, exchange, replicated
 from .layouts import LAYOUTS, Layout, choose
 from .masks import Visibility, on
 
@@ -98,12 +99,12 @@ def plan(
     if isinstance(algorithm, tuple):
         return _product(mask, n, mesh, algorithm, layout, most_keys, key_cost)
     for name, value, known in (("layout", layout, ALGORITHMS["gather"]), ("algorithm", algorithm, ALGORITHMS)):
-        if value is not None and value not in known:
+        if value is not None and (not isinstance(value, str) or value not in known):
             raise ValueError(f"{name} must be {', '.join(map(repr, known))} or None, got {value!r}")
     if most_keys is not None and not is_int(most_keys):
         raise ValueError(f"most_keys must be an int or None, got {most_keys!r}")
-    if isinstance(key_cost, bool) or not isinstance(key_cost, (int, float)) or not key_cost >= 0:
-        raise ValueError(f"key_cost must be a number, at least 0, got {key_cost!r}")
+    if isinstance(key_cost, bool) or not isinstance(key_cost, (int, float)) or not 0 <= key_cost < math.inf:
+        raise ValueError(f"key_cost must be a finite number, at least 0, got {key_cost!r}")
     group, rank, ranks = _group_of(mesh)
     mask = EVERYTHING if mask is None else mask
     _check_fit(mask, n_q, n_k)
@@ -214,13 +215,21 @@ class Plan:
             A tensor with n_q, or n_k, entries along `dim`.
 
         Raises:
-            ValueError: an argument is not what is said here, or this process is none of the ranks.
+            ValueError: an argument is not what is said here, on any rank, or this process is none of the ranks.
         """
-        rows, group = self._rows(of), self._known_group()
-        if y.shape[dim] != len(rows):
-            raise ValueError(
-                f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}"
-            )
+        group, error, number = self._known_group(), None, 0
+        try:
+            rows = self._rows(of)
+            if y.shape[dim] != len(rows):
+                raise ValueError(
+                    f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}"
+                )
+            sizes = y.movedim(dim, 0).shape[1:]
+            number = digest(self._digest, of, sizes, y.dtype, torch.is_grad_enabled() and y.requires_grad)
+        except Exception as refusal:  # whatever it is, the others wait for this rank
+            error = refusal
+        device = y.device if isinstance(y, Tensor) else torch.device("cpu")
+        agree(number, error, None, device, self._groups(), "plan, of, and the dtype, sizes and requires_grad of y")
         part, places = self._part(of)
         mine = [torch.arange(len(rows), device="cpu")] * len(places)
         route = Route.of(mine, places, len(rows), len(part), y.device)
@@ -243,6 +252,8 @@ class Plan:
         Raises:
             ValueError: the plans are of different ranks, or the mask is of other lengths.
         """
+        if not isinstance(source, Plan):
+            raise ValueError(f"source must be made by fastattn.parallel.plan, got {type(source).__name__}")
         if (self._groups(), self.rank) != (source._groups(), source.rank):
             raise ValueError(f"source must be of the same ranks as this plan, {self!r}, got {source!r}")
         if mask is None:
@@ -319,10 +330,12 @@ class Plan:
         return self._queries if of == "queries" else self._keys
 
     @cached_property
+    @torch.inference_mode(False)  # a training step may be the next to use them
     def _queries(self) -> list[Tensor]:
         return [(self._layout.owner_q == r).nonzero()[:, 0] for r in range(self.ranks)]
 
     @cached_property
+    @torch.inference_mode(False)
     def _keys(self) -> list[Tensor]:
         if self._layout.owner_k is self._layout.owner_q:
             return self._queries
@@ -336,14 +349,15 @@ class Plan:
         """The digest of a mask, and what `make` makes of it for calls of that kind, once for each mask."""
         tensors = mask.tensors()
         offset = None if "q_offset" in tensors else mask.q_offset
-        key = (mask.causal, offset, mask.window, more, *((name, id(x), x._version) for name, x in tensors.items()))
+        key = (mask.causal, offset, mask.window, more, *((name, id(x), _state(x)) for name, x in tensors.items()))
         if key not in self._schedules:
             if len(self._schedules) >= _MOST_SCHEDULES:
                 self._schedules.clear()
             there = on(mask, "cpu")
             fields = there.tensors()
             number = digest(self._digest, mask.causal, offset, mask.window, list(fields), *fields.values())
-            made = make(Visibility(there, self.n_q, self.n_k))
+            with torch.inference_mode(False):  # a training step may be the next to use it
+                made = make(Visibility(there, self.n_q, self.n_k))
             self._schedules[key] = number, made, tensors  # which keeps their ids from being those of others
         return self._schedules[key][:2]
 
@@ -383,6 +397,11 @@ def _product(
     result = Layout.of(across.layout, visibility, ranks, owner_q, owner_k)
     rank = mine * across.ranks + across.rank
     return Plan(across.mask, across.n_q, across.n_k, rank, ranks, group, algorithm, result, across)
+
+
+def _state(x: Tensor) -> int:
+    """What changes with the values of a tensor: its version, or a digest of one of inference mode, which has none."""
+    return digest(x.cpu()) if x.is_inference() else x._version
 
 
 _NUMBERS = itertools.count()

@@ -26,10 +26,11 @@ class _Block(NamedTuple):
     source: Tensor
     target: Tensor
 
-    def keys(self, rows: Tensor, B: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def keys(self, rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Its keys and values, of the rows that the step has."""
-        block = rows.new_zeros(B * len(self.part.keys), rows.shape[1])
-        return as_keys(block.index_copy_(0, self.target, rows[self.source]), B, k, v)
+        n = len(self.part.keys)
+        block = rows.new_zeros(len(k) * n, rows.shape[1])
+        return as_keys(block.index_copy_(0, self.target, rows[self.source]), n, k, v)
 
 
 class _Step(NamedTuple):
@@ -125,7 +126,7 @@ class _Ring(Function):
         for step, rows in _travel(steps, as_rows(k, v), group):
             for block in step.blocks:
                 terms = {"bias": block.part.bias(bias), "alibi_slopes": alibi_slopes}
-                keys = block.keys(rows, len(q), k, v)
+                keys = block.keys(rows, k, v)
                 o_b, lse_b = attention_here(q, *keys, block.part.mask, seed, block.part.places, **terms, **options)
                 o, lse_of_keys = api.merge(o, lse_of_keys, o_b.to(dtype), lse_b)
         lse = lse_of_keys
@@ -159,7 +160,7 @@ class _Ring(Function):
         for step, rows in _travel(steps, mine, group):
             gradient = torch.zeros_like(rows, dtype=o.dtype)
             for block in step.blocks:
-                leaves = [q, *block.keys(rows, len(q), k, v), *kept[1:]]
+                leaves = [q, *block.keys(rows, k, v), *kept[1:]]
                 leaves = [None if x is None else x.detach().requires_grad_() for x in leaves]
                 with torch.enable_grad():
                     terms = {
@@ -185,7 +186,7 @@ class _Ring(Function):
                 under_way = Transfer.start(gradient, step.gradients, group)
         if under_way is not None:
             home = home + under_way.wait()  # nothing goes on from the last step
-        dk, dv = as_keys(home, len(q), k, v)
+        dk, dv = as_keys(home, k.shape[2], k, v)
         dsinks = (
             None if sinks is None else -(torch.sigmoid(-over_sinks) * sees * delta).sum((0, 2), dtype=torch.float64)
         )

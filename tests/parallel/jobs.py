@@ -49,8 +49,14 @@ def watched(sent: list[int], group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def inputs_of(case: Case, dtype: torch.dtype) -> Inputs:
-    """The inputs of a case; in "dense-by-head" every second head sees what the others do not."""
+    """The inputs of a case.
+
+    In "dense-by-head" every second head sees what the others do not, and in "slopes-by-sample" samples have their own.
+    """
     inputs = make_inputs(case, dtype)
+    if case.name == "slopes-by-sample":
+        slopes = inputs.options["alibi_slopes"].expand(case.B, -1)
+        return replace(inputs, options=inputs.options | {"alibi_slopes": slopes})
     if case.name != "dense-by-head":
         return inputs
     dense = torch.cat([inputs.mask.dense ^ bool(head % 2) for head in range(case.H)], 1)
@@ -187,6 +193,8 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tup
     other = dist.get_rank(group) == dist.get_world_size(group) - 1
     n, mask, options = 24, fastattn.Mask(True), {}
     real = torch.ones(1, n, dtype=torch.bool)
+    if what == "backend":  # which some ranks have no use for
+        mask = fastattn.Mask(dense=torch.eye(n, dtype=torch.bool) & (torch.arange(n) < 2))
     if what == "values of a mask":
         mask = fastattn.Mask(real_keys=torch.arange(n)[None] < n - other)
     if what == "a field of a mask" and other:
@@ -204,13 +212,38 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tup
         q = q.requires_grad_(not other)
     if what == "options" and other:
         options["softcap"] = 1.0
+    if what == "first of a seed":
+        options |= {"dropout_p": 0.5, "generator": fastattn.DropoutSeed(3, first=(int(other), 0))}
     if what == "an error" and other:
         options["dropout_p"] = 1.5
+    if what == "a bias by distance" and other:
+        options["bias"] = fastattn.RelativeBias(torch.zeros(8), None)
+    if what == "backend":
+        options["backend"] = "hopper"
     mine = plan.shard(q, 2)
     if what == "length" and other:
         mine = mine[:, :, 1:]
     try:
         fastattn.attention(mine, mine, mine, mask, plan=plan, **options)
+    except (ValueError, NotImplementedError) as error:
+        message = str(error)
+    assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
+    return message
+
+
+def unshard_differently(group: dist.ProcessGroup, what: str) -> str:
+    """The error of `unshard` of a tensor in which the last rank differs in something."""
+    plan, other = make_plan(None, 24, group), dist.get_rank(group) == dist.get_world_size(group) - 1
+    y, message = torch.ones(2, len(plan.positions()), 6), "none"
+    if other:
+        y = {
+            "sizes": y.view(3, -1, 4),
+            "dtype": y.to(torch.int32),
+            "length": y[:, 1:],
+            "gradients": y.requires_grad_(),
+        }[what]
+    try:
+        plan.unshard(y, 1)
     except ValueError as error:
         message = str(error)
     assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
@@ -263,6 +296,59 @@ def masks_of_layers(group: dist.ProcessGroup) -> list[float]:
     errors.append((actual - fastattn.attention(q, k, v, fastattn.Mask(dense=dense))).abs().max().item())
     assert (kept, len(plan._schedules)) == (5, 6)
     return errors
+
+
+MASKS_OF_MODES = (
+    fastattn.Mask(True, window=(7, None)) & fastattn.Mask.from_lengths([24, 15], 24, of="both"),
+    fastattn.Mask(dense=torch.ones(24, 24, dtype=torch.bool).tril(3)),
+)
+
+
+def error_under_another_default_device(group: dist.ProcessGroup, algorithm: str) -> float:
+    """The largest error of a gradient where new tensors are by default on another device than those of the call."""
+    x, errors = torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    for mask in MASKS_OF_MODES:
+        exact = _gradient(x, mask, None)
+        with torch.device("meta"):
+            plan = make_plan(mask, 24, group, algorithm=algorithm)
+            actual = _gradient(plan.shard(x, 2), mask, plan)
+        errors.append((actual - plan.shard(exact, 2)).abs().max().item())
+    return max(errors)
+
+
+def error_after_inference_mode(group: dist.ProcessGroup, algorithm: str) -> float:
+    """The largest error of a gradient by a plan that has served in inference mode, as for a validation before."""
+    x, errors = torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    for mask in MASKS_OF_MODES:
+        with torch.inference_mode():
+            plan = make_plan(mask, 24, group, algorithm=algorithm)
+            mine = plan.shard(x, 2)
+            fastattn.attention(mine, mine, mine, plan=plan)
+        whole = x.clone().requires_grad_()
+        (through_shard,) = torch.autograd.grad(plan.shard(whole, 2).sum(), whole)
+        assert torch.equal(through_shard, torch.zeros_like(x).index_fill(2, plan.positions(), 1))
+        actual = _gradient(plan.shard(x, 2), mask, plan)
+        errors.append((actual - plan.shard(_gradient(x, mask, None), 2)).abs().max().item())
+    return max(errors)
+
+
+def error_of_a_mask_of_inference_mode(group: dist.ProcessGroup, algorithm: str) -> float:
+    """The largest error with a mask whose tensor counts no changes, before and after one."""
+    x, errors = torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    with torch.inference_mode():
+        mask = fastattn.Mask(dense=torch.ones(24, 24, dtype=torch.bool).tril_())
+        plan = make_plan(mask, 24, group, algorithm=algorithm)
+        mine = plan.shard(x, 2)
+        for _ in range(2):
+            actual = plan.unshard(fastattn.attention(mine, mine, mine, mask, plan=plan), 2)
+            errors.append((actual - fastattn.attention(x, x, x, mask)).abs().max().item())
+            mask.dense.t_()
+    return max(errors)
+
+
+def _gradient(x: Tensor, mask: fastattn.Mask, plan: fastattn.parallel.Plan | None) -> Tensor:
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(fastattn.attention(x, x, x, mask, plan=plan).square().sum(), x)[0]
 
 
 def attend_dtensors(

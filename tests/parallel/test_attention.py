@@ -145,6 +145,12 @@ def test_same_bits_on_every_run(ranks, name, algorithm):
         assert all(torch.equal(x, b["result"][output]) for output, x in a["result"].items())
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_samples(ranks, algorithm):
+    case = Case("no-samples", "", B=0, H=4, n_q=13, causal=True, bias=(4, 13, 13), sinks=True)
+    check(ranks, case, 3, torch.float32, algorithm=algorithm)
+
+
 COUNTED = [
     "plain",
     "causal",

@@ -20,6 +20,7 @@ CASES = [
     Case("documents", "", B=3, H=4, n_q=37, causal=True, segment_ids=True, bias=(4, 37, 37)),
     Case("dense-by-head", "", B=3, H=4, n_q=40, dense=True, causal=True),
     Case("dropout", "", B=3, H=4, H_kv=2, n_q=37, n_k=43, keys="right", dropout_p=0.5),
+    Case("slopes-by-sample", "", B=1, H=4, n_q=13, causal=True, keys="left", alibi=True),  # no sample on some ranks
 ]  # fmt: skip
 
 

@@ -77,6 +77,14 @@ def test_masks_of_several_layers_on_one_plan(ranks):
         assert max(errors) < 1e-5
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "job", ["error_under_another_default_device", "error_after_inference_mode", "error_of_a_mask_of_inference_mode"]
+)
+def test_modes_of_torch(ranks, job, algorithm):
+    assert max(ranks.run(job, 3, algorithm=algorithm)) < 1e-5
+
+
 @pytest.mark.parametrize("how", ["DistributedDataParallel", "fully_shard", "checkpoint"])
 def test_training_as_on_one_process(ranks, how):
     for answer in ranks.run("train", 3, how=how):
@@ -100,7 +108,16 @@ def test_compiled_dtensors(ranks, shard, dropout_p):
     assert ranks.run("compiled_dtensors", 2, shard=shard, dropout_p=dropout_p) == [True, True]
 
 
-DIFFERENT = ("values of a mask", "a field of a mask", "layout", "heads", "dtype", "gradients", "options")
+DIFFERENT = (
+    "values of a mask",
+    "a field of a mask",
+    "layout",
+    "heads",
+    "dtype",
+    "gradients",
+    "options",
+    "first of a seed",
+)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -129,9 +146,25 @@ def test_of_two_ranks_none_is_right(ranks):
         assert answer.endswith("got others on rank 1 than on rank 0")
 
 
+@pytest.mark.parametrize("what", ["sizes", "dtype", "gradients"])
+def test_unequal_parts_are_refused_on_every_rank_by_name(ranks, what):
+    for message in ranks.run("unshard_differently", 3, what=what):
+        assert message == (
+            "plan, of, and the dtype, sizes and requires_grad of y must be the same on every rank, "
+            "got others on rank 2 than on rank 0"
+        )
+
+
+def test_a_part_that_one_rank_refuses_is_refused_by_all(ranks):
+    *others, mine = ranks.run("unshard_differently", 3, what="length")
+    assert mine == "y must have 8 entries along dim 1 on rank 2, got [2, 7, 6]"
+    assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]
+
+
 REFUSED = {
     "an error": "dropout_p must be between 0 and 1, got 1.5",
     "length": "q must have the 8 tokens of rank 2, got [1, 6, 7, 8]",
+    "a bias by distance": "bias must be a Tensor where tokens are on several ranks, got a RelativeBias",
 }
 
 
@@ -140,6 +173,12 @@ def test_a_call_that_one_rank_refuses_is_refused_by_all(ranks, what):
     *others, mine = ranks.run("attend_differently", 3, what=what, algorithm="gather")
     assert mine == REFUSED[what]
     assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_backend_is_refused_also_by_ranks_that_have_no_use_for_it(ranks, algorithm):
+    for message in ranks.run("attend_differently", 3, what="backend", algorithm=algorithm):
+        assert message.startswith("backend 'hopper' does not compute this call")
 
 
 @pytest.mark.parametrize("how", ["dies", "does something else"])

@@ -1,5 +1,6 @@
 """Plans: who has which tokens, what the figures are, and what is refused."""
 
+import math
 import re
 import time
 
@@ -102,6 +103,10 @@ REFUSED = {
         "layout must be 'contiguous', 'zigzag', 'in runs', 'longest first' or None, got 'striped'",
     ),
     "algorithm": ({"algorithm": "ulysses"}, "algorithm must be 'gather', 'ring', 'heads' or None, got 'ulysses'"),
+    "list": (
+        {"algorithm": ["heads", "ring"]},
+        "algorithm must be 'gather', 'ring', 'heads' or None, got ['heads', 'ring']",
+    ),
     "two algorithms": (
         {"algorithm": ("ring", "heads")},
         "algorithm must be ('heads', 'gather') or ('heads', 'ring') where it is two, got ('ring', 'heads')",
@@ -111,7 +116,8 @@ REFUSED = {
         "mesh must be a DeviceMesh of two dimensions for two algorithms, got int",
     ),
     "most_keys": ({"most_keys": 1.5}, "most_keys must be an int or None, got 1.5"),
-    "key_cost": ({"key_cost": "much"}, "key_cost must be a number, at least 0, got 'much'"),
+    "key_cost": ({"key_cost": "much"}, "key_cost must be a finite number, at least 0, got 'much'"),
+    "infinite key_cost": ({"key_cost": math.inf}, "key_cost must be a finite number, at least 0, got inf"),
 }
 
 

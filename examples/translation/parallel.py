@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 import fastattn
 from fastattn import Mask
 
-from ..training import InputError, exit_code, inverse_sqrt, positive_int, seed_everything
+from ..training import InputError, exit_code, inverse_sqrt, positive_int, seed, seed_everything
 from .batches import Batch, bucketed, collate, encode
 from .text import PAD
 from .train import CLIP_NORM, add_model_arguments, make_model, make_optimizer, make_vocabularies, read_pairs
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--context", type=positive_int, default=1, metavar="N", help="processes that share a sentence")
     group.add_argument("--steps", type=positive_int, default=100, metavar="N", help="default: 100")
     group.add_argument("--warmup", type=positive_int, default=800, metavar="N", help="steps; default: 800")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    group.add_argument("--seed", type=seed, default=0, metavar="N", help="default: 0")
     return parser
 
 

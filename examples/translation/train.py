@@ -20,6 +20,7 @@ from ..training import (
     Run,
     add_arguments,
     inverse_sqrt,
+    non_negative,
     positive_int,
     probability,
     seed_everything,
@@ -68,7 +69,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("steps")
     _number(group, "--tokens", 1200, "of a batch on either side, padding included")
-    _number(group, "--learning-rate", 1.2e-3, "at the end of the warm-up; falls with 1 / sqrt(step) then", float)
+    _number(group, "--learning-rate", 1.2e-3, "at the end of the warm-up; falls with 1 / sqrt(step) then", non_negative)
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:

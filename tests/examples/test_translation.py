@@ -13,6 +13,7 @@ import torch
 
 import fastattn
 from examples.training import InputError
+from examples.translation import parallel
 from examples.translation.__main__ import main
 from examples.translation.batches import bucketed, collate, encode
 from examples.translation.speed import OnTorch, check
@@ -377,6 +378,24 @@ def test_options_that_cannot_be_are_one_sentence(options, wrong, tmp_path, capsy
     assert said.startswith("error: ")
     assert wrong in said
     assert "\n" not in said
+
+
+def test_speed_of_no_sentences_is_refused(capsys):
+    assert main(["speed", "--data", str(DATA), "--max-length", "1"]) == 1
+    assert "train.de.txt must have a sentence of 1 to 1 tokens, got none" in capsys.readouterr().err
+
+
+def test_parallel_training_of_no_sentences_is_refused_and_does_not_hang():
+    args = parallel.make_parser().parse_args(["--data", str(DATA), "--max-length", "1"])
+    with pytest.raises(InputError, match="must have a sentence of 1 to 1 tokens, got none"):
+        next(parallel.losses(args, None))
+
+
+def test_parallel_training_without_torchrun_is_refused(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        parallel.main(["--data", str(DATA)])
+    assert "must be started by torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("penalty", ["nan", "inf", "33", "x"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pickle
 import random
@@ -16,8 +17,8 @@ import shlex
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fastattn.machine import machine, now, versions
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 Batch = TypeVar("Batch")
 _Parts = dict[str, nn.Module | Optimizer | LRScheduler]
@@ -95,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, output: str, epochs: int) 
     group = parser.add_argument_group("the run", "the same command resumes a run that was stopped")
     group.add_argument("--output", default=output, metavar="FOLDER", help=f"files of the run; default: {output}")
     group.add_argument("--epochs", type=positive_int, default=epochs, metavar="N", help=f"default: {epochs}")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    group.add_argument("--seed", type=seed, default=0, metavar="N", help="default: 0")
     group.add_argument("--checkpoint-every", type=positive_int, default=200, metavar="STEPS", help="default: 200")
     group.add_argument("--device", type=device, default="cpu", help="default: cpu")
 
@@ -107,22 +113,34 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """A whole number that seeds every generator, also that of an epoch, for argparse."""
+    with suppress(ValueError):
+        if abs(value := int(text)) <= 2**32:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a whole number from -2**32 to 2**32, got {text}")
+
+
+def non_negative(text: str, below: float = math.inf) -> float:
+    """A number of at least 0 and below `below`, for argparse."""
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < below:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number of at least 0 and below {below:g}, got {text}")
+
+
 def probability(text: str) -> float:
     """A number of at least 0 and below 1, for argparse."""
-    try:
-        if 0 <= (value := float(text)) < 1:
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"must be a number of at least 0 and below 1, got {text}")
+    return non_negative(text, below=1)
 
 
 def device(text: str) -> str:
-    """A device that torch can use here, for argparse."""
+    """A device that torch can compute on here, for argparse."""
     try:
-        torch.empty(0, device=text)
+        torch.zeros(1, device=text).item()  # "meta" has tensors, but no numbers
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise argparse.ArgumentTypeError(f"must be one that torch can use here, got {text}: {error}") from error
+        why = _first_line(error)  # others are a list of all that torch has
+        raise argparse.ArgumentTypeError(f"must be one that torch can use here, got {text}: {why}") from error
     return text
 
 
@@ -178,26 +196,28 @@ def train(
 
     Raises:
         InputError: the checkpoint is damaged, or was made by other settings or for another model; or the folder cannot
-            be made.
-        FloatingPointError: the loss is no longer finite.
+            be made, or another process trains in it.
+        FloatingPointError: the loss or a weight is no longer finite; the last checkpoint is from before that.
     """
-    try:
-        run.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{run.folder} must be a folder, or a place for one, got {error}") from error
     parts: _Parts = {"model": model, "optimizer": optimizer}
     if schedule is not None:
         parts["schedule"] = schedule
     settings = {"seed": run.seed, **run.settings}
-    place = _restore(run.checkpoint, parts, settings) if run.checkpoint.exists() else _Place()
-    started, seconds_before = time.perf_counter(), place.seconds
     about = _about(run, model)
+    with _alone_in(run.folder), _Display(run.epochs) as display:
+        place = _restore(run.checkpoint, parts, settings) if run.checkpoint.exists() else _Place()
+        started, seconds_before = time.perf_counter(), place.seconds
 
-    def keep() -> None:
-        place.seconds = seconds_before + time.perf_counter() - started
-        _save(run.checkpoint, parts, settings, place)
+        def check_weights() -> None:
+            """Before they are kept or judged: a loss tells of the step before it, and a last step has none after it."""
+            if not all(bool(weight.isfinite().all()) for weight in model.parameters()):
+                raise FloatingPointError(f"the weights must be finite, got others at step {place.step}")
 
-    with _Display(run.epochs) as display:
+        def keep() -> None:
+            check_weights()
+            place.seconds = seconds_before + time.perf_counter() - started
+            _save(run.checkpoint, parts, settings, place)
+
         if place.step:
             display.say(f"resumed at step {place.step} (epoch {place.epoch}) from {run.checkpoint}")
         while place.epoch <= run.epochs:
@@ -220,14 +240,37 @@ def train(
                 display.show(place, len(epoch), seconds_before + time.perf_counter() - started)
                 if place.step % run.checkpoint_every == 0:
                     keep()
+            check_weights()
             model.eval()
             with torch.no_grad():
                 figures = evaluate(place.epoch)
             display.say(place.end_epoch(figures))
             keep()
             _write_metrics(run, about, place)
-    model.eval()
-    return _write_metrics(run, about, place)
+        model.eval()
+        return _write_metrics(run, about, place)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """The folder, made if missing, for no other process within this block: two would overwrite each other's files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} must be a folder, or a place for one, got {error}") from error
+    if fcntl is None:
+        yield
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # of a file system without locks
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(f"{folder} must be of one run at a time, got a second one") from error
+        yield
+    finally:
+        os.close(opened)
 
 
 @dataclass
@@ -269,8 +312,11 @@ def _save(path: Path, parts: _Parts, settings: dict[str, Any], place: _Place) ->
     state = {name: part.state_dict() for name, part in parts.items()}
     state |= {"settings": settings, "place": vars(place), "rng": _rng_state()}
     temporary = path.with_suffix(".partial")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # the latter where the disk is full
+        raise InputError(f"{path} must be a file that can be written, got {_first_line(error)}") from error
 
 
 def _restore(path: Path, parts: _Parts, settings: dict[str, Any]) -> _Place:
@@ -302,7 +348,7 @@ def _read(path: Path) -> dict[str, Any]:
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        _ = state["settings"], state["place"], state["rng"]
+        _ = {**state["settings"]}, {**state["place"]}, {**state["rng"]}  # which are dicts
     except (OSError, zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
         raise InputError(
             f"{path} must be a checkpoint of this program, got a file that is damaged or something else "
@@ -406,10 +452,18 @@ class _Display:
 
 
 def exit_code(program: Callable[[], None]) -> int:
-    """Runs a program, and returns 0, 1 with a sentence on stderr about a wrong input, or 130 if it was interrupted."""
+    """Runs a program, and returns its exit code.
+
+    It is 0; 1 with a sentence on stderr about a wrong input, or a file that cannot be read or written; 130 if it was
+    interrupted; or 141, without a word, if nobody reads its output any more.
+    """
     try:
         program()
-    except (InputError, FloatingPointError) as error:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+        return 141  # 128 + SIGPIPE, as shells have it
+    except (InputError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ Each command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fastattn.backends import build
 
 _DTYPES = ("fp32", "bf16", "fp16")  # the names in bench.cases.DTYPES, which parsing need not import
+_MOST_THREADS = 4096  # torch aborts, or counts below 0, where there are far more
 _A_NAME = "attention L512-pad fp32 backward"
 
 
@@ -34,7 +36,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # nobody reads the output any more, as of `fastattn info | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+        return 141  # 128 + SIGPIPE, as shells have it
     except CommandError as failure:
         print(f"fastattn: {failure}", file=sys.stderr)
         return 1
@@ -159,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    if int(text) > _MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"must be at most {_MOST_THREADS}, got {text}")
     return int(text)
 
 
@@ -264,6 +273,8 @@ def _bench(args: argparse.Namespace) -> int:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         args.usage_error("--device must be cpu here, since torch sees no CUDA device, got cuda")
+    if args.json and args.plot and args.json.resolve() == args.plot.resolve():
+        args.usage_error(f"--json and --plot must be two files, got {args.json} for both")
     is_limit = args.suite == "limit"
     device = args.device or ("cuda" if torch.cuda.is_available() and not is_limit else "cpu")
     if is_limit:

@@ -371,9 +371,10 @@ def _missing(package: str) -> DemoError:
 
 def _check_device(device: str) -> None:
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # "meta" has tensors, but no numbers
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise DemoError(f"--device must be one that torch can use here, got {device}: {error}") from error
+        why = str(error).partition("\n")[0]  # others are a list of all that torch has
+        raise DemoError(f"--device must be one that torch can use here, got {device}: {why}") from error
 
 
 def _positive(text: str) -> int:

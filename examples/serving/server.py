@@ -14,6 +14,7 @@ import json
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -74,19 +75,40 @@ class Engine:
                 async with self._between_steps:
                     while self._left:
                         self.batch.cancel(self._left.pop())
-                    try:
-                        advanced = await asyncio.get_running_loop().run_in_executor(thread, self.batch.step)
-                    except Exception:
-                        logging.getLogger("uvicorn.error").exception("a step failed, and all requests with it")
-                        advanced = [*self._events]
-                        for request in advanced:
-                            self.batch.cancel(request)
+                    advanced = await asyncio.get_running_loop().run_in_executor(thread, self._step)
                     if not self.batch:
                         self._awake.clear()
                 for request in advanced:
                     token = None if request.finish_reason == "cancelled" else request.ids[-1]
                     if request in self._events:
                         self._events[request].put_nowait({"token": token, "finish_reason": request.finish_reason})
+
+    def _step(self) -> list[Request]:
+        """The requests that have a token more, or that cannot go on.
+
+        After an error all requests of the batch are as before. So each of those that ran takes a step alone, and what
+        fails again is cancelled.
+        """
+        options = [request.options for request in (*self.batch._running, *self.batch._waiting)]
+        states = [(x.generator, x.generator.get_state()) for x in options if x.generator]
+        try:
+            return self.batch.step()
+        except Exception:
+            logging.getLogger("uvicorn.error").exception("a step failed; each of its requests is tried alone")
+        for generator, state in states:  # what they drew in vain they draw again
+            generator.set_state(state)
+        running, waiting = self.batch._running, self.batch._waiting
+        self.batch._waiting = deque()
+        advanced = []
+        for request in running:
+            self.batch._running = [request]
+            try:
+                advanced += self.batch.step()
+            except Exception:
+                self.batch.cancel(request)
+                advanced.append(request)
+        self.batch._running, self.batch._waiting = [x for x in running if x.running], waiting
+        return advanced
 
 
 def application(batch: ContinuousBatch) -> Starlette:
@@ -97,7 +119,8 @@ def application(batch: ContinuousBatch) -> Starlette:
         try:
             request = await engine.add(**await _fields(http))
         except (TypeError, ValueError) as error:
-            return JSONResponse({"error": str(error)}, status_code=400)
+            sentence = str(error).encode(errors="backslashreplace").decode()  # JSON may have halves of characters
+            return JSONResponse({"error": sentence}, status_code=400)
         except OverflowError as error:
             return JSONResponse({"error": str(error)}, status_code=413)
         events = (f"data: {json.dumps(event)}\n\n" async for event in engine.events(request))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fastattn.machine import machine, versions
+from fastattn.nn import GenerationOptions
 
 from ..training import InputError, device, exit_code, positive_int, write_json
 from .speed import add_speed_arguments, run_speed
@@ -47,8 +48,16 @@ def _add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     default = "runs/translation"
     parser.add_argument("--model", default=default, metavar="FOLDER", help=f"of a training run; default: {default}")
     parser.add_argument("--num-beams", type=positive_int, default=5, metavar="N", help="1 is greedy; default: 5")
-    parser.add_argument("--length-penalty", type=float, default=1.0, metavar="X", help="default: 1.0")
+    parser.add_argument("--length-penalty", type=length_penalty, default=1.0, metavar="X", help="default: 1.0")
     parser.add_argument("--device", type=device, default="cpu", help="default: cpu")
+
+
+def length_penalty(text: str) -> float:
+    """A number that `generate` takes, for argparse."""
+    try:
+        return GenerationOptions(1, length_penalty=float(text)).length_penalty
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _add_translate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, islice
@@ -25,10 +26,18 @@ from torch.distributed.fsdp import fully_shard
 import fastattn
 from fastattn import Mask
 
-from ..training import InputError, exit_code, inverse_sqrt, positive_int, seed_everything
-from .batches import Batch, bucketed, collate, encode
+from ..training import InputError, exit_code, inverse_sqrt, positive_int, seed, seed_everything
+from .batches import Batch, bucketed, collate
 from .text import PAD
-from .train import CLIP_NORM, add_model_arguments, make_model, make_optimizer, make_vocabularies, read_pairs
+from .train import (
+    CLIP_NORM,
+    add_model_arguments,
+    encode_some,
+    make_model,
+    make_optimizer,
+    make_vocabularies,
+    read_pairs,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--context", type=positive_int, default=1, metavar="N", help="processes that share a sentence")
     group.add_argument("--steps", type=positive_int, default=100, metavar="N", help="default: 100")
     group.add_argument("--warmup", type=positive_int, default=800, metavar="N", help="steps; default: 800")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    group.add_argument("--seed", type=seed, default=0, metavar="N", help="default: 0")
     return parser
 
 
@@ -57,7 +66,7 @@ def losses(args: argparse.Namespace, mesh: DeviceMesh | None) -> Iterator[float]
     seed_everything(args.seed)  # so that all processes begin with the same weights
     pairs = read_pairs(args.data, args.train)
     vocabularies = make_vocabularies(args, pairs)
-    data = encode(pairs, vocabularies, args.max_length)
+    data = encode_some(args.train, pairs, vocabularies, args.max_length)
     model = make_model(args, vocabularies)
     if mesh is not None:
         for layer in (*model.encoder.layers, *model.decoder.layers):
@@ -103,7 +112,10 @@ def _loss(model: fastattn.nn.Seq2SeqModel, batch: Batch, mesh: DeviceMesh | None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program on the processes that torchrun has started, and returns its exit code."""
-    args = make_parser().parse_args(arguments)
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        parser.error("it must be started by torchrun, got none of its variables, such as RANK")
     dist.init_process_group("gloo")
     world = dist.get_world_size()
 

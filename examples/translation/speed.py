@@ -13,10 +13,19 @@ from torch import Tensor, nn
 import fastattn.nn
 from fastattn.bench.timing import Call, interleave
 
-from ..training import InputError, positive_int, seed_everything
-from .batches import Batch, bucketed, collate, encode
+from ..training import InputError, positive_int, seed, seed_everything
+from .batches import Batch, bucketed, collate
 from .text import PAD
-from .train import CLIP_NORM, add_model_arguments, batch_loss, make_model, make_optimizer, make_vocabularies, read_pairs
+from .train import (
+    CLIP_NORM,
+    add_model_arguments,
+    batch_loss,
+    encode_some,
+    make_model,
+    make_optimizer,
+    make_vocabularies,
+    read_pairs,
+)
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +33,7 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--batches", type=positive_int, default=10, metavar="N", help="of each pass; default: 10")
     parser.add_argument("--seconds", type=positive_int, default=60, metavar="N", help="for all passes; default: 60")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="default: 0")
 
 
 class OnTorch(nn.Module):
@@ -72,7 +81,7 @@ def run_speed(args: argparse.Namespace) -> None:
     seed_everything(args.seed)
     pairs = read_pairs(args.data, args.train)
     vocabularies = make_vocabularies(args, pairs)
-    data = encode(pairs, vocabularies, args.max_length)
+    data = encode_some(args.train, pairs, vocabularies, args.max_length)
     order = bucketed(data, args.tokens, torch.Generator().manual_seed(args.seed))
     batches = [collate([data[i] for i in indices]) for indices in order[: args.batches]]
     ours = make_model(args, vocabularies)

@@ -179,7 +179,10 @@ class BytePairs:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> BytePairs:
-        return cls(Tokenizer.from_str(content["tokenizer"]))
+        try:
+            return cls(Tokenizer.from_str(content["tokenizer"]))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"no tokenizer of the tokenizers library: {error}") from error
 
 
 Vocabulary = Words | BytePairs

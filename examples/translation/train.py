@@ -20,6 +20,7 @@ from ..training import (
     Run,
     add_arguments,
     inverse_sqrt,
+    non_negative,
     positive_int,
     probability,
     seed_everything,
@@ -68,7 +69,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("steps")
     _number(group, "--tokens", 1200, "of a batch on either side, padding included")
-    _number(group, "--learning-rate", 1.2e-3, "at the end of the warm-up; falls with 1 / sqrt(step) then", float)
+    _number(group, "--learning-rate", 1.2e-3, "at the end of the warm-up; falls with 1 / sqrt(step) then", non_negative)
 
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
@@ -99,10 +100,8 @@ def run_train(args: argparse.Namespace) -> None:
     pairs, valid_pairs = (read_pairs(args.data, names) for names in (args.train, args.valid))
     seed_everything(args.seed)
     vocabularies = make_vocabularies(args, pairs)
-    data, valid = (encode(lines, vocabularies, args.max_length) for lines in (pairs, valid_pairs))
-    for names, loaded in ((args.train, data), (args.valid, valid)):
-        if not loaded:
-            raise InputError(f"{names[0]} must have a sentence of 1 to {args.max_length} tokens, got none")
+    data = encode_some(args.train, pairs, vocabularies, args.max_length)
+    valid = encode_some(args.valid, valid_pairs, vocabularies, args.max_length)
     print(f"{len(data)} of {len(pairs)} pairs; {vocabularies}", flush=True)
     model = make_model(args, vocabularies).to(args.device)
     optimizer = make_optimizer(model, args.learning_rate)
@@ -134,6 +133,19 @@ def run_train(args: argparse.Namespace) -> None:
 def read_pairs(folder: str, names: Sequence[str]) -> list[tuple[str, str]]:
     """The pairs of lines of the files with these two names; a name with a path of its own need not be in the folder."""
     return read_parallel(*(Path(folder) / name for name in names))
+
+
+def encode_some(
+    names: Sequence[str], pairs: list[tuple[str, str]], vocabularies: Vocabularies, max_length: int
+) -> list[Pair]:
+    """`encode` of the pairs in the files with these names.
+
+    Raises:
+        InputError: none is left.
+    """
+    if not (data := encode(pairs, vocabularies, max_length)):
+        raise InputError(f"{names[0]} must have a sentence of 1 to {max_length} tokens, got none")
+    return data
 
 
 def make_vocabularies(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> Vocabularies:

@@ -43,8 +43,11 @@ class Translator:
         try:
             vocabularies = Vocabularies.from_json(json.loads((folder / "vocabulary.json").read_text(encoding="utf-8")))
             model = load_model(folder / "model.safetensors")
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{folder} must hold a trained model, got {error}") from error
+        sizes = model.config.vocab_size, model.config.tgt_vocab_size or model.config.vocab_size
+        if (found := (len(vocabularies.source), len(vocabularies.target))) != sizes:
+            raise InputError(f"{folder} must hold vocabularies of {sizes} tokens like its model, got {found}")
         return cls(model.to(device).eval(), vocabularies)
 
     @torch.inference_mode()

@@ -225,6 +225,9 @@ BAD = {
     "another model": (lambda f: change_config(f, model_type="roberta"), "model_type .* must be 'bert', got 'roberta'"),
     "another activation": (lambda f: change_config(f, hidden_act="relu"), "hidden_act .* must be 'gelu', got 'relu'"),
     "no JSON": (lambda f: cut(f / "config.json"), "config.json must be the configuration of a BERT, got"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json must be the configuration of a BERT"),
+    "no width": (lambda f: change_config(f, hidden_size="x"), "config.json must have sizes that a BERT can have, got"),
+    "no divisor": (lambda f: change_config(f, num_attention_heads=7), "config.json must have sizes that a BERT can"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors must be a file of safetensors"),
     "damaged": (lambda f: cut(f / "model.safetensors"), "model.safetensors must be a file of safetensors, got"),
     "other sizes": (

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -229,17 +230,18 @@ def test_other_word_vectors_are_refused(tmp_path, content, said):
 def test_a_model_is_saved_whole_and_a_damaged_one_is_refused(tmp_path):
     classifier = small_model()
     tokenizer = tokens.train([" ".join(f"w{i}" for i in range(47))], "word", 50, 1)
-    model.save(classifier, tokenizer, tmp_path, {"corpus": "imdb", "epoch": 3})
+    said = {"corpus": "imdb", "seed": 0, "epoch": 3, "held_out_accuracy": 0.5}
+    model.save(classifier, tokenizer, tmp_path, said)
     again, same_tokenizer, about = model.load(tmp_path)
-    assert about == {"corpus": "imdb", "epoch": 3}
+    assert about == said
     assert same_tokenizer.get_vocab() == tokenizer.get_vocab()
     assert not again.training
     ids = torch.tensor([[tokens.CLASSIFY, 5, 6]])
     assert torch.equal(again(ids), classifier(ids))
-    for name, said in ((model.MODEL, "is damaged"), (model.TOKENIZER, "the tokenizer"), (model.ABOUT, "a file that")):
+    for name, why in ((model.MODEL, "is damaged"), (model.TOKENIZER, "the tokenizer"), (model.ABOUT, "a file that")):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=why):
             model.load(tmp_path)
         (tmp_path / name).write_bytes(whole)
     tokens.train(["a"], "word", 50, 1).save(str(tmp_path / model.TOKENIZER))
@@ -625,6 +627,11 @@ def test_a_run_with_other_settings_leaves_the_folder_as_it_was(trained, capsys):
 
 
 def test_mistakes_get_one_sentence(trained, tmp_path, capsys):
+    def damaged(folder: Path, about: str) -> Path:
+        copy = shutil.copytree(folder, tmp_path / "damaged", dirs_exist_ok=True)
+        (copy / "about.json").write_text(about)
+        return copy
+
     data = ("--data", DATA / "aclImdb")
     assert "does not exist" in error_of(capsys, "test", "--model", trained, "--data", tmp_path / "no")
     assert "must be the folder of a trained model" in error_of(capsys, "test", "--model", tmp_path, *data)
@@ -632,14 +639,22 @@ def test_mistakes_get_one_sentence(trained, tmp_path, capsys):
     assert "must be the name of one in the data" in error_of(capsys, *show, *data, "--review", "test/pos/9.txt")
     assert "must have a token to shade" in error_of(capsys, *show, "--text", " ")
     assert "must have fewer than 8192 tokens, got 9001" in error_of(capsys, *show, "--text", "good " * 9000)
+    assert "must be a file that training wrote" in error_of(capsys, "test", "--model", damaged(trained, "[]"), *data)
+    assert "must be a file that training wrote" in error_of(capsys, "test", "--model", damaged(trained, "{}"), *data)
+    assert "File exists" in error_of(capsys, "show", "--model", trained, "--text", "good", "--output", __file__)
     new = ("train", "imdb", *data, "--output", tmp_path)
+    assert "vocabulary must have room for" in error_of(capsys, *new, "--vocabulary=2")
+    assert "vocabulary must have room for" in error_of(capsys, *new, "--vocabulary=4", "--unit=subword")
     assert "nhead must divide d_model = 300, got 7" in error_of(capsys, *new, "--nhead=7")
     assert "max_tokens must be at most 8192, got 8193" in error_of(capsys, *new, "--max-tokens=8193")
     assert "vectors must be a text file" in error_of(capsys, *new, "--vectors", tmp_path / "no")
-    for wrong in ("--dropout=1", "--word-dropout=-0.1", "--epochs=0", "--d-model=x"):
+    for wrong in ("--dropout=1", "--word-dropout=-0.1", "--epochs=0", "--d-model=x", "--weight-decay=nan"):
         with pytest.raises(SystemExit):
             main([str(argument) for argument in (*new, wrong)])
         assert "must be a" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["test", "--model", str(trained), "--data", str(tmp_path), "--device", "nowhere"])
+    assert "argument --device: must be one that torch can use here" in capsys.readouterr().err
 
 
 def test_each_command_has_help(capsys):

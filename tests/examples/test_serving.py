@@ -238,11 +238,12 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(served, fields, sentence
         ("[" * 100_000, 400, "the body must be JSON, got"),
         (b"\xff", 400, "the body must be JSON, got"),
         ("[3]", 400, "the body must be a JSON object, got list"),
+        (r'{"input_ids": [3], "\ud800": 1}', 400, r"unexpected keyword argument '\ud800'"),
         ("{}", 400, "missing 1 required positional argument: 'input_ids'"),
         ('{"input_ids": [3]}', 400, "missing 1 required positional argument: 'max_new_tokens'"),
         (b"[" + b"3," * MOST_BYTES + b"3]", 413, f"the body must have at most {MOST_BYTES} bytes, got more"),
     ],
-    ids=["empty", "malformed", "deep", "no text", "no object", "no prompt", "no end", "huge"],
+    ids=["empty", "malformed", "deep", "no text", "no object", "half a character", "no prompt", "no end", "huge"],
 )
 def test_bodies_that_are_no_request(served, body, status, sentence):
     response = served.client.post("/generate", content=body)
@@ -287,6 +288,30 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(monkeypatch):
     served.close()
 
 
+def test_a_request_of_which_the_model_fails_ends_alone(slow, monkeypatch):
+    asked = [{"max_new_tokens": 60}, {"max_new_tokens": 60, "do_sample": True, "temperature": 2.0, "seed": 1}]
+    alone = [slow.tokens(**fields) for fields in asked]
+    read = slow.batch._next
+
+    def read_or_fail(ids: list[int], *rest: object) -> list[int]:
+        tokens = read(ids, *rest)  # so that the others have drawn
+        if 999 in ids:
+            raise MemoryError
+        return tokens
+
+    monkeypatch.setattr(slow.batch, "_next", read_or_fail)
+    found = {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: slow.tokens(**asked[i])})) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: sum(len(request.tokens) > 5 for request in slow.batch._running) == 2)
+    assert events(slow.ask(input_ids=[3, 999])) == [{"token": None, "finish_reason": "cancelled"}]
+    assert len(slow.batch) == 2
+    for thread in threads:
+        thread.join()
+    assert [found[0], found[1]] == alone
+
+
 def test_the_load_test_starts_a_server_checks_and_prints(capsys):
     small = ["--d-model", "64", "--layers", "1", "--requests", "8", "--rounds", "2", "--attention", "fastattn"]
     assert main(["load", *small]) == 0
@@ -310,6 +335,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(capsys, monkeypatch):
         (["serve", "--pages", "1", "--attention", "sdpa"], "--pages must be at least 32 with sdpa, got 1"),
         (["serve", "--port", "99999"], "--host and --port must be an address to listen at, got"),
         (["load", "--url", "http://127.0.0.1:9", "--d-model", "64"], "--url must be of a server that answers, got"),
+        (["load", "--url", "http://[::", "--d-model", "64"], "--url must be of a server that answers, got"),
         (["load", "--d-model", "64"], "the server must start, got an end"),
     ]:
         assert main(arguments) == 1

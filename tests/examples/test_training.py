@@ -1,9 +1,12 @@
 """The training loop of the examples: killed and resumed is the same run, and what is damaged is said in a sentence."""
 
+import argparse
 import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import fresh_python
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from examples import training
 from examples.training import InputError, Loss, Run, exit_code, inverse_sqrt, seed_everything, train
 
 EXAMPLES = 12
@@ -211,9 +215,10 @@ def test_a_damaged_checkpoint_is_refused_in_a_sentence_and_kept(tmp_path, damage
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
-    torch.save({"weights": torch.ones(3)}, tmp_path / "checkpoint.pt")
-    with pytest.raises(InputError, match="must be a checkpoint of this program"):
-        train_small(tmp_path)
+    for other in ({"weights": torch.ones(3)}, {"settings": 1, "place": 2, "rng": 3}):
+        torch.save(other, tmp_path / "checkpoint.pt")
+        with pytest.raises(InputError, match="must be a checkpoint of this program"):
+            train_small(tmp_path)
 
 
 def test_other_settings_or_another_model_do_not_resume(tmp_path):
@@ -231,6 +236,74 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
         train_one_weight(
             tmp_path, batches=lambda generator: [0], loss=lambda weight, batch: Loss(weight * float("nan"), 1, 1)
         )
+
+
+def test_weights_that_are_not_finite_are_neither_judged_nor_kept(tmp_path):
+    with pytest.raises(FloatingPointError, match="the weights must be finite, got others at step 1"):
+        train_one_weight(
+            tmp_path, batches=lambda generator: [0], loss=lambda weight, batch: Loss(weight, 1, 1), lr=float("inf")
+        )  # whose only loss is finite
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_second_run_in_the_folder_at_once_is_refused(tmp_path, whole):
+    def second():
+        with pytest.raises(InputError, match=f"{tmp_path} must be of one run at a time, got a second one"):
+            train_small(tmp_path)
+        raise Killed
+
+    with pytest.raises(Killed):
+        train_small(tmp_path, kill_at=4, before_kill=second)
+    assert same_weights(train_small(tmp_path)[0], whole[0])
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("[enforce fail] unexpected pos 64 vs 0\nframes")  # as torch says that a disk is full
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(InputError, match=r"checkpoint.pt must be a file that can be written, got \[enforce .* vs 0$"):
+        train_small(tmp_path)
+
+
+def test_numbers_that_no_run_can_have_are_refused():
+    for kind, wrong in [
+        (training.seed, ["1e3", "99999999999999999999", "nan"]),
+        (training.non_negative, ["nan", "inf", "-1", "x", ""]),
+        (training.probability, ["nan", "1", "-0.1", "x"]),
+        (training.device, ["meta", "nonsense", "cuda:77"]),
+    ]:
+        for text in wrong:
+            with pytest.raises(argparse.ArgumentTypeError, match="^must be .*got " + text) as refused:
+                kind(text)
+            assert "\n" not in str(refused.value)
+    assert (training.seed("-3"), training.non_negative("2.5"), training.probability("0")) == (-3, 2.5, 0)
+
+
+def test_why_a_device_cannot_be_used_is_one_line(monkeypatch):
+    def refuse(*_, **__):
+        raise NotImplementedError("Could not run 'aten::empty'\nCPU: registered at ...")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"got mps: Could not run 'aten::empty'$"):
+        training.device("mps")
+
+
+@pytest.mark.parametrize("output", ["closed", "full"])
+def test_an_output_that_takes_nothing_is_no_traceback(output):
+    program = "import sys; from examples.training import exit_code; sys.exit(exit_code(lambda: print('x' * 99)))"
+    if output == "closed":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
+    ended = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert "Traceback" not in ended.stderr
+    if output == "closed":
+        assert (ended.returncode, ended.stderr) == (141, "")
+    else:
+        assert ended.stderr.startswith("error: [Errno 28]")
 
 
 def test_inverse_sqrt_is_the_schedule_of_the_paper():

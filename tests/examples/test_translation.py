@@ -13,6 +13,7 @@ import torch
 
 import fastattn
 from examples.training import InputError
+from examples.translation import parallel
 from examples.translation.__main__ import main
 from examples.translation.batches import bucketed, collate, encode
 from examples.translation.speed import OnTorch, check
@@ -379,7 +380,41 @@ def test_options_that_cannot_be_are_one_sentence(options, wrong, tmp_path, capsy
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("option", [["--dropout", "1.5"], ["--device", "nowhere"], ["--epochs", "0"]])
+def test_speed_of_no_sentences_is_refused(capsys):
+    assert main(["speed", "--data", str(DATA), "--max-length", "1"]) == 1
+    assert "train.de.txt must have a sentence of 1 to 1 tokens, got none" in capsys.readouterr().err
+
+
+def test_parallel_training_of_no_sentences_is_refused_and_does_not_hang():
+    args = parallel.make_parser().parse_args(["--data", str(DATA), "--max-length", "1"])
+    with pytest.raises(InputError, match="must have a sentence of 1 to 1 tokens, got none"):
+        next(parallel.losses(args, None))
+
+
+def test_parallel_training_without_torchrun_is_refused(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        parallel.main(["--data", str(DATA)])
+    assert "must be started by torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("penalty", ["nan", "inf", "33", "x"])
+def test_a_length_penalty_that_cannot_be_is_refused_at_once(penalty, capsys):
+    with pytest.raises(SystemExit):
+        main(["translate", "--length-penalty", penalty])
+    assert "argument --length-penalty: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--dropout", "1.5"],
+        ["--device", "nowhere"],
+        ["--epochs", "0"],
+        ["--learning-rate", "nan"],
+        ["--seed", "9" * 20],
+    ],
+)
 def test_values_out_of_range_are_refused_at_once(option, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(train_command(tmp_path, 1, *option))
@@ -400,6 +435,13 @@ def test_a_damaged_model_is_one_sentence(trained, tmp_path, capsys):
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"error: {tmp_path} must hold a trained model, got ")
     assert "\n" not in said
+    (tmp_path / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes())
+    words = {"kind": "words", "tokens": ["a"], "lowercase": True}
+    for content in ([], {"source": 3}, {"source": words}, {"source": {"kind": "bpe", "tokenizer": "{}"}}):
+        (tmp_path / "vocabulary.json").write_text(json.dumps(content))
+        with pytest.raises(InputError, match=f"{tmp_path} must hold "):
+            Translator.load(tmp_path)
+    (tmp_path / "vocabulary.json").write_bytes((trained / "vocabulary.json").read_bytes())
     other = fastattn.nn.LanguageModel(fastattn.nn.TransformerConfig(9, d_model=8, nhead=2))
     fastattn.nn.save(other, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"model\.safetensors must be of a Seq2SeqModel, got a LanguageModel"):

@@ -235,6 +235,8 @@ def test_bench_takes_a_real_case():
         (["bench", "--suite", "limit", "--quick"], "--quick is for --suite standard"),
         (["bench", "--suite", "fastest"], "invalid choice: 'fastest'"),
         (["bench", "--threads", "0"], "must be at least 1, got 0"),
+        (["bench", "--threads", "9" * 20], "must be at most 4096, got 99999999999999999999"),
+        (["bench", "--json", "out.svg", "--plot", "./out.svg"], "--json and --plot must be two files, got out.svg"),
         (["bench", "--json", "/nowhere/out.json"], "must be in an existing folder, got /nowhere/out.json"),
         (["bench", "--json", "/"], "must be a file, got the folder /"),
         (["bench", "--json", "x" * 300], "xxx (File name too long)"),
@@ -257,6 +259,15 @@ def test_the_limit_suite_is_of_the_cpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     message = refused(capsys, "bench", "--suite", "limit", "--device", "cuda")
     assert "--device must be cpu for --suite limit, got cuda" in message
+
+
+def test_an_output_that_nobody_reads_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "fastattn", "info"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_a_wrong_variable_of_the_environment_is_a_sentence():

@@ -147,9 +147,14 @@ def test_a_model_whose_attention_stays(capsys, monkeypatch, text, tiny):
     assert "BloomModel does not use the AttentionInterface" in err
 
 
-def test_a_device_that_is_not_there(capsys):
-    assert run("--device", "cuda:77") == 1
-    assert "--device must be one that torch can use here, got cuda:77" in capsys.readouterr().err
+@pytest.mark.parametrize("device", ["cuda:77", "meta", "nowhere", "mps"])
+def test_a_device_that_is_not_there(capsys, device):
+    if device == "mps" and torch.backends.mps.is_available():
+        pytest.skip("there is one")
+    assert run("--device", device) == 1
+    err = capsys.readouterr().err
+    assert f"--device must be one that torch can use here, got {device}" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--batch-size", "--rounds"])

@@ -14,7 +14,6 @@ import json
 import logging
 import socket
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -84,30 +83,18 @@ class Engine:
                         self._events[request].put_nowait({"token": token, "finish_reason": request.finish_reason})
 
     def _step(self) -> list[Request]:
-        """The requests that have a token more, or that cannot go on.
-
-        After an error all requests of the batch are as before. So each of those that ran takes a step alone, and what
-        fails again is cancelled.
-        """
-        options = [request.options for request in (*self.batch._running, *self.batch._waiting)]
-        states = [(x.generator, x.generator.get_state()) for x in options if x.generator]
+        """The requests that have a token more, or that cannot go on: after an error each of them takes a step alone."""
         try:
             return self.batch.step()
         except Exception:
             logging.getLogger("uvicorn.error").exception("a step failed; each of its requests is tried alone")
-        for generator, state in states:  # what they drew in vain they draw again
-            generator.set_state(state)
-        running, waiting = self.batch._running, self.batch._waiting
-        self.batch._waiting = deque()
-        advanced = []
-        for request in running:
-            self.batch._running = [request]
+        advanced: list[Request] = []
+        for request in [request for request in [*self._events] if request.running]:
             try:
-                advanced += self.batch.step()
+                advanced += self.batch.step([request])
             except Exception:
                 self.batch.cancel(request)
                 advanced.append(request)
-        self.batch._running, self.batch._waiting = [x for x in running if x.running], waiting
         return advanced
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -163,17 +163,24 @@ class ContinuousBatch:
         request._finish("cancelled")
 
     @torch.no_grad()
-    def step(self) -> list[Request]:
+    def step(self, only: Collection[Request] | None = None) -> list[Request]:
         """Calls the model once, and returns the requests that have a token more: none where only prompts were read.
 
-        After an error all requests are as before.
+        After an error all requests are as before, and so are their generators.
+
+        Args:
+            only: which of the running requests take part, while no other is admitted, such as one alone to learn
+                whether it is the one that fails; None lets all take part.
 
         Raises:
             RuntimeError: nothing can run, as the pages are not the batch's own.
         """
-        self._admit()
+        if only is None:
+            self._admit()
         left, counts = self.max_tokens_per_step, {}
         for request in self._running:  # by admission, so those that generate stand before those that read their prompts
+            if only is not None and request not in only:
+                continue
             if n := min(left, len(request.ids) - request._sequence.length):
                 counts[request] = n
                 left -= n
@@ -212,9 +219,14 @@ class ContinuousBatch:
             return []
         logits = self.model.head(x[0, list(wanted.values())])
         tokens = logits.argmax(dim=-1).tolist()
-        for i, request in enumerate(wanted):
-            if request.options.do_sample:
+        with ExitStack() as after_errors:
+            for i, request in enumerate(wanted):
+                if not request.options.do_sample:
+                    continue
+                if (generator := request.options.generator) is not None:
+                    after_errors.callback(generator.set_state, generator.get_state())
                 tokens[i] = int(choose(logits[i : i + 1], request.options))
+            after_errors.pop_all()
         return tokens
 
 

@@ -79,7 +79,7 @@ def served(_served) -> Iterator[Served]:
 def slow(served, monkeypatch) -> Served:
     """The server with steps of 10 ms at least, so that requests for hundreds of tokens do not end by themselves."""
     step = served.batch.step
-    monkeypatch.setattr(served.batch, "step", lambda: time.sleep(0.01) or step())
+    monkeypatch.setattr(served.batch, "step", lambda *only: time.sleep(0.01) or step(*only))
     return served
 
 
@@ -294,10 +294,9 @@ def test_a_request_of_which_the_model_fails_ends_alone(slow, monkeypatch):
     read = slow.batch._next
 
     def read_or_fail(ids: list[int], *rest: object) -> list[int]:
-        tokens = read(ids, *rest)  # so that the others have drawn
         if 999 in ids:
             raise MemoryError
-        return tokens
+        return read(ids, *rest)
 
     monkeypatch.setattr(slow.batch, "_next", read_or_fail)
     found = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -15,7 +16,16 @@ from torch import Tensor
 
 import fastattn
 from fastattn import Mask
-from fastattn.nn import ContinuousBatch, KVCache, LanguageModel, PagedCache, Request, Seq2SeqModel, TransformerEncoder
+from fastattn.nn import (
+    ContinuousBatch,
+    KVCache,
+    LanguageModel,
+    PagedCache,
+    Request,
+    Seq2SeqModel,
+    TransformerEncoder,
+    batching,
+)
 from fastattn.validation import QUANTIZED
 
 LENGTHS = (6, 1, 23, 4, 9, 17, 2)
@@ -256,6 +266,31 @@ def test_after_an_error_the_same_step_can_be_made_again(monkeypatch):
         batch.step()
         check_pages(batch)
     assert [request.tokens for request in requests] == [alone(model, x, max_new_tokens=6) for x in prompts((6, 5))]
+
+
+def test_after_an_error_what_was_drawn_is_drawn_again(monkeypatch):
+    """Also where each request steps alone then, while nothing else is admitted."""
+    model = made(LanguageModel, CONFIGS["sinusoidal"])
+    first, second, third = prompts((6, 5, 4))
+
+    def seeded(seed: int) -> dict[str, object]:
+        return {"max_new_tokens": 6, "do_sample": True, "generator": torch.Generator().manual_seed(seed)}
+
+    batch = ContinuousBatch(model, PagedCache(6, 4))  # for two of them
+    requests = [batch.add(x, **seeded(i)) for i, x in enumerate((first, second, third))]
+    batch.step()
+    with monkeypatch.context() as patch:
+        choose, calls = batching.choose, itertools.count()
+        patch.setattr(batching, "choose", lambda *args: choose(*args) if next(calls) == 0 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batch.step()
+    for request in requests:
+        assert batch.step([request]) == [request] * request.running
+    assert [len(request.tokens) for request in requests] == [2, 2, 0]
+    assert batch.step([]) == []
+    run(batch)
+    expected = [alone(model, x, **seeded(i)) for i, x in enumerate((first, second, third))]
+    assert [request.tokens for request in requests] == expected
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

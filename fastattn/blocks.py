@@ -64,10 +64,8 @@ class Block:
         mask, n = self.own.mask, self.own.n_k
         real = mask.readable_keys()
         token = torch.arange(n, device=positions.device)
-        counted = [
-            token[None],
-            mask.positions(n, n, positions.device)[1],
-        ]  # in all tokens, in the document, among real ones
+        # In all tokens, in the document, among real ones.
+        counted = [token[None], mask.positions(n, n, positions.device)[1]]
         counted += [] if real is None else [(real.cumsum(1) - 1).clamp(min=0)]
         if any((x.to(positions.device)[:, here] == default).all() for x in counted):
             return None

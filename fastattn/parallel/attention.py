@@ -15,7 +15,7 @@ from ..spec import Mask, Spec
 from ..validation import EVERYTHING, validated
 from . import gather, heads, ring
 from .context import combined
-from .exchange import agree, digest
+from .exchange import REFUSALS, agree, digest
 from .masks import is_positional
 from .parts import Call, Learned, Options, refuse_by_distance
 from .plans import Plan
@@ -57,7 +57,7 @@ def attention(
         alike = [(x.shape[:2], x.shape[3], x.dtype, x.requires_grad) for x in (q, k, v)]
         of_terms = [None if x is None else (x.shape, x.dtype, x.requires_grad) for x in learned]
         number = digest(number, *alike, *of_terms, *options.values(), first, torch.is_grad_enabled())
-    except Exception as refusal:  # whatever it is, the others wait for this rank
+    except REFUSALS as refusal:
         error = refusal
     agreed = agree(number, error, seed, q.device if isinstance(q, Tensor) else torch.device("cpu"), groups)
     return algorithm.attend(q, k, v, schedule, learned, options, plan, None if seed is None else agreed)

@@ -15,6 +15,12 @@ from torch.nn.functional import pad
 
 from ..spec import accumulation_dtype
 
+REFUSALS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a rank may refuse its part of a call with, for which the others would wait: see `agree`."""
+
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..spec import Mask, as_int, is_int
 from ..validation import EVERYTHING, validated
-from .exchange import Route, agree, digest, exchange, replicated
+from .exchange import REFUSALS, Route, agree, digest, exchange, replicated
 from .layouts import LAYOUTS, Layout, choose
 from .masks import Visibility, on
 
@@ -226,7 +226,7 @@ class Plan:
                 )
             sizes = y.movedim(dim, 0).shape[1:]
             number = digest(self._digest, of, sizes, y.dtype, torch.is_grad_enabled() and y.requires_grad)
-        except Exception as refusal:  # whatever it is, the others wait for this rank
+        except REFUSALS as refusal:
             error = refusal
         device = y.device if isinstance(y, Tensor) else torch.device("cpu")
         agree(number, error, None, device, self._groups(), "plan, of, and the dtype, sizes and requires_grad of y")

@@ -85,7 +85,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "ops": {"spec", "validation", "backends", "backends.record", "derivatives", "plan"},
     "decoding": {"spec"},
     "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "blocks", "parallel"},  # the last late
-    "parallel": {"spec", "validation", "plan", "ops", "blocks", "api", "nn"},
+    "parallel": {"spec", "validation", "backends", "plan", "ops", "blocks", "api", "nn"},
     "paged": {"spec", "validation", "backends", "plan", "ops", "blocks", "api"},
     "sdpa": {"spec", "api"},
     "nn": {"spec", "blocks", "api", "paged"},

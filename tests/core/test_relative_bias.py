@@ -250,7 +250,7 @@ def test_other_arguments_are_refused_first():
         fastattn.attention(1.0, K, V, bias=RelativeBias(TABLE, bucket))
     with pytest.raises(ValueError, match=r"mask must be a fastattn\.Mask or None"):
         fastattn.attention(Q, K, V, torch.ones(7, 9), bias=RelativeBias(TABLE, bucket))
-    with pytest.raises(NotImplementedError, match="bias must be a Tensor where tokens are on several ranks, got a Rel"):
+    with pytest.raises(ValueError, match=r"plan must be made by fastattn\.parallel\.plan, got object"):
         fastattn.attention(Q, K, V, bias=RelativeBias(TABLE, bucket), plan=object())
     nested = torch.nested.nested_tensor([torch.randn(3, 2, 8)] * 2, layout=torch.jagged).transpose(1, 2)
     with pytest.raises(ValueError, match="bias must be None where q is nested, got RelativeBias"):

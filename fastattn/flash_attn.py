@@ -189,13 +189,26 @@ def _varlen_of_pages(
     alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool, block_table: Tensor,
 ) -> _Result:  # fmt: skip
     window, terms = _terms(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
-    check_tensor("cu_seqlens_k", cu_seqlens_k, "integer", ("B + 1",))
+    _check("q", q, ("total_q", "H", "D"))
+    _check_index("block_table", block_table, ("B", "pages of a sequence"), q)
+    _check("k", k, ("pages", "page_size", "H_kv", q.shape[2]), q)
+    _check("v", v, (*k.shape[:3], "d_v"), q)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_index(name, x, (len(block_table) + 1,), q)
     if terms["dropout_p"]:
         raise NotImplementedError(f"dropout_p must be 0 with a block_table, got {dropout_p}")
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
         raise NotImplementedError("q, k and v must need no gradient with a block_table, of which there is none")
+    lengths, room = cu_seqlens_k.diff(), block_table.shape[1] * k.shape[1]
+    if q.is_cpu and not torch.compiler.is_compiling():
+        n_q = cu_seqlens_q.diff()
+        if ((lengths < n_q) | (lengths > room)).any():
+            raise ValueError(
+                f"cu_seqlens_k must give each sequence at least as many keys as it has queries, {n_q.tolist()}, and at "
+                f"most the {room} of its pages, got {lengths.tolist()}"
+            )
     result = attention_paged(
-        q, k, v, block_table, cu_seqlens_k.diff(), cu_seqlens_q, causal=causal, window=window, scale=terms["scale"],
+        q, k, v, block_table, lengths, cu_seqlens_q, causal=causal, window=window, scale=terms["scale"],
         softcap=terms["softcap"], alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
     )  # fmt: skip
     return (*result, q.new_empty(0)) if isinstance(result, tuple) else result

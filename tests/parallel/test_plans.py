@@ -128,6 +128,11 @@ def test_malformed_plan_is_refused_in_a_sentence(name):
         plan(**({"mask": None, "n": 8, "mesh": 2} | arguments))
 
 
+def test_a_source_that_is_no_plan_is_refused():
+    with pytest.raises(ValueError, match=r"source must be made by fastattn\.parallel\.plan, got NoneType"):
+        plan(None, 8, 2).attending(None)
+
+
 def test_plan_of_ranks_that_are_not_there_computes_nothing():
     of_two, x = plan(None, 8, 2), torch.ones(1, 1, 8, 4)
     for call in (

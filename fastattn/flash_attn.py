@@ -19,7 +19,7 @@ from torch import Tensor
 from .api import attention, attention_varlen
 from .nn.checks import check_bools, check_dense, check_ints, check_numbers, check_range, check_tensor
 from .paged import attention_paged, prepared
-from .spec import Mask, accumulation_dtype, as_int, as_number
+from .spec import Mask, accumulation_dtype, as_int, as_number, can_be_read
 from .validation import validated
 
 __all__ = [
@@ -154,28 +154,16 @@ def flash_attn_varlen_func(
         ValueError, NotImplementedError, TypeError: see `flash_attn_func`.
     """
     check_ints(0, max_seqlen_q=as_int(max_seqlen_q), max_seqlen_k=as_int(max_seqlen_k))
+    window, terms = _terms(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     if block_table is not None:
+        pages = k, v, block_table
         return _varlen_of_pages(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-            alibi_slopes,
-            deterministic,
-            return_attn_probs,
-            block_table,
+            q, pages, cu_seqlens_q, cu_seqlens_k, causal, window, terms, alibi_slopes, return_attn_probs
         )
     if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2:
         raise NotImplementedError(
             f"alibi_slopes must be [H], since slopes of each sequence are not computed, got {list(alibi_slopes.shape)}"
         )
-    window, terms = _terms(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     o, lse = attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, align="end", window=window, alibi_slopes=alibi_slopes,
         return_lse=True, **terms,
@@ -184,11 +172,11 @@ def flash_attn_varlen_func(
 
 
 def _varlen_of_pages(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float,
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
-    alibi_slopes: Tensor | None, deterministic: bool, return_attn_probs: bool, block_table: Tensor,
+    q: Tensor, pages: tuple[Tensor, Tensor, Tensor], cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool,
+    window: Any, terms: dict[str, Any], alibi_slopes: Tensor | None, return_attn_probs: bool,
 ) -> _Result:  # fmt: skip
-    window, terms = _terms(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    """`flash_attn_varlen_func` of `pages`, its k, v and block_table."""
+    k, v, block_table = pages
     _check("q", q, ("total_q", "H", "D"))
     _check_index("block_table", block_table, ("B", "pages of a sequence"), q)
     _check("k", k, ("pages", "page_size", "H_kv", q.shape[2]), q)
@@ -196,17 +184,19 @@ def _varlen_of_pages(
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_index(name, x, (len(block_table) + 1,), q)
     if terms["dropout_p"]:
-        raise NotImplementedError(f"dropout_p must be 0 with a block_table, got {dropout_p}")
+        raise NotImplementedError(f"dropout_p must be 0 with a block_table, got {terms['dropout_p']}")
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
         raise NotImplementedError("q, k and v must need no gradient with a block_table, of which there is none")
     lengths, room = cu_seqlens_k.diff(), block_table.shape[1] * k.shape[1]
-    if q.is_cpu and not torch.compiler.is_compiling():
+    if can_be_read(cu_seqlens_q) and can_be_read(lengths):
         n_q = cu_seqlens_q.diff()
         if ((lengths < n_q) | (lengths > room)).any():
             raise ValueError(
                 f"cu_seqlens_k must give each sequence at least as many keys as it has queries, {n_q.tolist()}, and at "
                 f"most the {room} of its pages, got {lengths.tolist()}"
             )
+        in_use = torch.arange(block_table.shape[1], device=q.device) * k.shape[1] < lengths[:, None]
+        check_range("block_table", block_table.masked_fill(~in_use, 0), len(k), f"the {len(k)} pages of k")
     result = attention_paged(
         q, k, v, block_table, lengths, cu_seqlens_q, causal=causal, window=window, scale=terms["scale"],
         softcap=terms["softcap"], alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
@@ -315,8 +305,7 @@ def flash_attn_with_kvcache(
     start: Any = n_cache if cache_seqlens is None else as_int(cache_seqlens)
     if isinstance(start, Tensor):
         _check_index("cache_seqlens", start, (B,), q, room + 1)
-        in_view = device.type == "cpu" and not torch.compiler.is_compiling() and B
-        last = int(start.max()) if in_view else room
+        last = int(start.max()) if B and can_be_read(start) else room
         start = start.long()[:, None]
     else:
         check_ints(0, cache_seqlens=start)

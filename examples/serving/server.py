@@ -89,7 +89,12 @@ class Engine:
         except Exception:
             logging.getLogger("uvicorn.error").exception("a step failed; each of its requests is tried alone")
         advanced: list[Request] = []
-        for request in [request for request in [*self._events] if request.running]:
+        requests = [request for request in [*self._events] if request.finish_reason is None]
+        if not any(request.running for request in requests):  # nor can any: a step would fail for ever
+            for request in requests:
+                self.batch.cancel(request)
+            return requests
+        for request in [request for request in requests if request.running]:
             try:
                 advanced += self.batch.step([request])
             except Exception:

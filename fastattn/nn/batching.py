@@ -173,10 +173,13 @@ class ContinuousBatch:
                 whether it is the one that fails; None lets all take part.
 
         Raises:
+            TypeError: `only` is not what is said above.
             RuntimeError: nothing can run, as the pages are not the batch's own.
         """
         if only is None:
             self._admit()
+        elif not isinstance(only, Collection):
+            raise TypeError(f"only must be a list of requests or None, got {type(only).__name__}")
         left, counts = self.max_tokens_per_step, {}
         for request in self._running:  # by admission, so those that generate stand before those that read their prompts
             if only is not None and request not in only:

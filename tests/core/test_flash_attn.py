@@ -328,7 +328,7 @@ REFUSED = [  # function, what is changed of a right call, exception, its message
     ("varlen_func", {"block_table": idx[:1, None]}, ValueError, r"k must be \[pages, page_size, H_kv, 8\], got \[3, 2"),
     ("varlen_func", PAGED | {"block_table": (None, -1)}, TypeError, "block_table must be a Tensor, got tuple"),
     ("varlen_func", PAGED | {"block_table": idx[:, None]}, ValueError, r"cu_seqlens_q must be \[3\], got \[2\]"),
-    ("varlen_func", PAGED | {"block_table": idx[:1, None] + 2}, ValueError, "block_table must have numbers of the 2"),
+    ("varlen_func", PAGED | {"block_table": idx[:1, None] + 2}, ValueError, "table must be below the 2 pages of k"),
     ("varlen_func", PAGED | {"cu_seqlens_k": torch.tensor([0, 7])}, ValueError, r"at most the 6 of .*, got \[7\]"),
     ("varlen_func", PAGED | {"cu_seqlens_k": torch.tensor([0, 2])}, ValueError, r"queries, \[3\], .*, got \[2\]"),
     ("varlen_func", PAGED | {"dropout_p": 0.5}, NotImplementedError, "dropout_p must be 0 with a block_table, got 0.5"),

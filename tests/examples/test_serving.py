@@ -288,6 +288,13 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(monkeypatch):
     served.close()
 
 
+def test_requests_that_no_step_can_admit_end(served):
+    held = served.batch.cache.open(PAGES * served.batch.cache.page_size)
+    assert events(served.ask()) == [{"token": None, "finish_reason": "cancelled"}]
+    held.close()
+    assert len(served.tokens()) == 6
+
+
 def test_a_request_of_which_the_model_fails_ends_alone(slow, monkeypatch):
     asked = [{"max_new_tokens": 60}, {"max_new_tokens": 60, "do_sample": True, "temperature": 2.0, "seed": 1}]
     alone = [slow.tokens(**fields) for fields in asked]

@@ -288,6 +288,8 @@ def test_after_an_error_what_was_drawn_is_drawn_again(monkeypatch):
         assert batch.step([request]) == [request] * request.running
     assert [len(request.tokens) for request in requests] == [2, 2, 0]
     assert batch.step([]) == []
+    with pytest.raises(TypeError, match="only must be a list of requests or None, got Request"):
+        batch.step(requests[0])
     run(batch)
     expected = [alone(model, x, **seeded(i)) for i, x in enumerate((first, second, third))]
     assert [request.tokens for request in requests] == expected

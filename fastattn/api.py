@@ -195,7 +195,12 @@ def attention(
         )  # fmt: skip
         nested = torch.nested.nested_tensor_from_jagged
         result = nested(o, q.offsets()).transpose(1, 2), nested(lse.T, q.offsets()).transpose(1, 2)
-    elif result is None:
+    elif result is None and is_compiling():
+        result = ops.attention_in_graph(
+            q, k, v, mask, as_number(scale), bias, as_number(softcap), alibi_slopes, sinks, as_number(dropout_p),
+            generator, deterministic, backend, return_lse,
+        )  # fmt: skip
+    if result is None:
         result = ops.attention(
             *prepare(
                 q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, deterministic, backend,

@@ -1,9 +1,10 @@
 """The only place PyTorch is told about attention and its weights: op pairs, their fakes and vmap rule, the Functions.
 
 Eager calls go through `_Attention`, whose backward applies `_AttentionBackward` where it is to be differentiated, so
-that every derivative of every order exists (the second from `derivatives.py`). Under torch.compile, which cannot trace
-such a pair, `_CompiledAttention` has a first derivative only. The name of the backend is a constant string in the
-graph.
+that every derivative of every order exists (the second from `derivatives.py`). Dynamo takes a whole call for the op
+`fastattn::attention`, which later stages of torch.compile take apart as eager calls are; what it has to trace itself
+(see `attention_in_graph`) has a first derivative only, in `_CompiledAttention`. The name of the backend is a constant
+string in the graph then.
 
 The dispatcher, which takes as long as a short call itself, is left out of eager calls that nobody watches: where no
 mode, transform, trace or profiler looks on, it would do nothing but call the backend.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from types import ModuleType
+from types import ModuleType, NoneType
 
 import torch
 from torch import Tensor
@@ -23,20 +24,26 @@ from torch.compiler import is_compiling
 
 from . import backends, derivatives
 from .backends import backend_by_name
-from .backends.record import while_tracing
-from .plan import Plan, is_plain, nothing_to_see, short_ways
-from .spec import Mask, RelativeBias, Spec, accumulation_dtype, empty_output
-from .validation import EVERYTHING, check_fit
+from .backends.record import are_fake, while_tracing
+from .plan import Plan, drawn, is_plain, nothing_to_see, places_from, prepare, short_ways
+from .spec import DropoutSeed, Mask, RelativeBias, Spec, accumulation_dtype, empty_output
+from .validation import EVERYTHING, check_fit, in_spec
 
-_SPEC = (
+_MASK = (
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
     "Tensor? dense, Tensor? seed, Tensor? places, bool causal, SymInt q_offset, SymInt? window_left, "
-    "SymInt? window_right, float scale, float? softcap, float dropout_p, bool deterministic, "
-    "bool bias_by_distance, str backend"
+    "SymInt? window_right"
 )
+_NUMBERS = "float? softcap, float dropout_p, bool deterministic, bool bias_by_distance"
+_SPEC = f"{_MASK}, float scale, {_NUMBERS}, str backend"
 _LEARNED = "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks"
 _WANTED = ", ".join(f"bool {name}_wanted" for name in ("dq", "dk", "dv", "dbias", "dalibi", "dsinks"))
 
+torch.library.define(
+    "fastattn::attention",
+    f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_MASK}, float? scale, {_NUMBERS}, str? backend, bool lse_wanted) "
+    "-> (Tensor o, Tensor lse)",
+)
 torch.library.define(
     "fastattn::forward", f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_SPEC}) -> (Tensor o, Tensor lse)"
 )
@@ -77,6 +84,76 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
     if _derivative_wanted(arguments[:6]):
         return _Attention.apply(*arguments)
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
+
+
+def attention_in_graph(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    scale: float | None,
+    bias: Tensor | RelativeBias | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    generator: torch.Generator | DropoutSeed | None,
+    deterministic: bool,
+    backend: str | None,
+    lse_wanted: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """(o, lse) of a call that Dynamo traces, as one op: what Python does in a call takes 0.1 s to trace.
+
+    It stands for Python's checks and its choice too, which are made where the op is taken apart. None for what Dynamo
+    has to trace: a malformed call, one inside a transform, and one of "fused", whose caller computes what is refused.
+    """
+    well_formed = (  # in a form that is traced quickly
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and isinstance(mask, (Mask, NoneType))
+        and isinstance(scale, (float, int, NoneType))
+        and isinstance(bias, (Tensor, RelativeBias, NoneType))
+        and isinstance(softcap, (float, int, NoneType))
+        and isinstance(alibi_slopes, (Tensor, NoneType))
+        and isinstance(sinks, (Tensor, NoneType))
+        and isinstance(dropout_p, (float, int))
+        and isinstance(generator, (DropoutSeed, NoneType))
+        and isinstance(deterministic, bool)
+        and isinstance(backend, (str, NoneType))
+    )
+    if not well_formed or backend == "fused" or _is_transformed():
+        return None
+    bias, by_distance = in_spec(bias, q, k, mask)
+    seed = places = None
+    if dropout_p > 0:
+        seed, places, first = drawn(q.device, generator)
+        if places is None and first != (0, 0):
+            places = places_from(first, q.shape[2], k.shape[2], q.device)
+    of_mask = _flat_mask(EVERYTHING if mask is None else mask, seed, places)
+    numbers = (scale, softcap, dropout_p, deterministic, by_distance)
+    return torch.ops.fastattn.attention(q, k, v, bias, alibi_slopes, sinks, *of_mask, *numbers, backend, lse_wanted)
+
+
+@while_tracing
+def _is_transformed() -> bool:
+    return _innermost_transform() is not None
+
+
+def _attention(q, k, v, bias, alibi_slopes, sinks, *rest):
+    of_mask, (scale, softcap, dropout_p, deterministic, by_distance, backend, lse_wanted) = rest[:12], rest[12:]
+    mask, seed, places = _mask_of(of_mask)
+    bias = RelativeBias(bias[:, 0]) if by_distance else bias
+    drawn_by = None if seed is None else DropoutSeed(seed, places)
+    terms = (scale, bias, softcap, alibi_slopes, sinks, dropout_p, drawn_by, deterministic, backend)
+    try:
+        prepared = prepare(q, k, v, mask, *terms, "forward" if lse_wanted else "output")
+    except ValueError as error:
+        if are_fake():  # Dynamo then ends its graph before the call, which is refused where it runs
+            raise NotImplementedError(*error.args) from error
+        raise
+    o, lse = attention(*prepared)
+    return o, q.new_empty(0) if lse is None else lse
 
 
 def short_way(
@@ -346,19 +423,8 @@ def _onnx_exports() -> bool:
 
 def _flatten(spec: Spec, backend: ModuleType) -> tuple:
     """The arguments that `_SPEC` declares."""
-    mask = spec.mask
-    several = isinstance(mask.q_offset, Tensor)
     return (
-        mask.q_offset if several else None,
-        mask.real_keys,
-        mask.real_queries,
-        *(mask.segment_ids or (None, None)),
-        mask.dense,
-        spec.seed,
-        spec.places,
-        mask.causal,
-        0 if several else mask.q_offset,
-        *mask.window,
+        *_flat_mask(spec.mask, spec.seed, spec.places),
         spec.scale,
         spec.softcap,
         spec.dropout_p,
@@ -368,18 +434,35 @@ def _flatten(spec: Spec, backend: ModuleType) -> tuple:
     )
 
 
+def _flat_mask(mask: Mask, seed: Tensor | None, places: Tensor | None) -> tuple:
+    """The arguments that `_MASK` declares."""
+    several = isinstance(mask.q_offset, Tensor)
+    return (
+        mask.q_offset if several else None,
+        mask.real_keys,
+        mask.real_queries,
+        *(mask.segment_ids or (None, None)),
+        mask.dense,
+        seed,
+        places,
+        mask.causal,
+        0 if several else mask.q_offset,
+        *mask.window,
+    )
+
+
 @functools.lru_cache(1024)
 def _mask_of_numbers(causal: bool, q_offset: int) -> Mask:
     """Of calls of compiled graphs, for which to make a mask would take as long as a short call's kernel."""
     return Mask(causal, q_offset=q_offset)
 
 
-def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
-    """The spec and the backend that `_flatten` was given."""
+def _mask_of(flat: tuple) -> tuple[Mask, Tensor | None, Tensor | None]:
+    """What `_flat_mask` was given."""
     *of_mask, seed, places = flat[:8]
     q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense = of_mask
-    causal, q_offset, left, right, scale, softcap, dropout_p, deterministic, by_distance, backend = flat[8:]
-    if type(q_offset) is int and all([x is None for x in of_mask]) and left is right is None:  # noqa: C419
+    causal, q_offset, left, right = flat[8:]
+    if type(q_offset) is int and not is_compiling() and all([x is None for x in of_mask]) and left is right is None:  # noqa: C419
         mask = _mask_of_numbers(causal, q_offset)
     else:
         mask = Mask(
@@ -391,6 +474,13 @@ def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, M
             segment_ids=None if segment_ids_q is None else (segment_ids_q, segment_ids_k),
             dense=dense,
         )
+    return mask, seed, places
+
+
+def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
+    """The spec and the backend that `_flatten` was given."""
+    mask, seed, places = _mask_of(flat[:12])
+    scale, softcap, dropout_p, deterministic, by_distance, backend = flat[12:]
     bias, alibi_slopes, sinks = learned
     spec = Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic, places, by_distance)
     return spec, backend_by_name(backend)
@@ -700,6 +790,7 @@ def _over_samples(op, in_dims, arguments):
     return stacked, (0,) * len(stacked)
 
 
+torch.library.impl("fastattn::attention", "CompositeImplicitAutograd", _attention)
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")  # which takes its kernels back where it is forgotten
 for _name, _kernel, _fake, _function in (
     ("forward", _forward, _fake_forward, _Attention),

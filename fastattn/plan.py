@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import backends
 from .backends.choice import default_is_best
+from .backends.record import is_traced
 from .backends.selfcheck import serves_whole
 from .spec import DropoutSeed, Mask, RelativeBias, Spec, as_number
 from .validation import EVERYTHING, check_seed, in_spec, validated
@@ -96,7 +96,7 @@ def prepare(
     lse_wanted = function != "output"
     if not lse_wanted and (training or forward_ad._current_level >= 0):  # PyTorch has no public way to ask
         function = "forward"
-    if not is_compiling():
+    if not is_traced():
         try:
             kind = (
                 _metadata(q), _metadata(k), _metadata(v), None if mask is None else _kind_of_mask(mask),

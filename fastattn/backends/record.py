@@ -50,6 +50,20 @@ def while_tracing(function: Callable) -> Callable:
     return function
 
 
+def is_traced() -> bool:
+    """Whether a graph is made, or tensors stand for others: nothing that is computed means anything."""
+    return torch.compiler.is_compiling() or are_fake()
+
+
+@while_tracing
+def are_fake() -> bool:
+    """Whether tensors are FakeTensors, as where Dynamo asks an op for its outputs."""
+    return _mode(_FAKE) is not None
+
+
+_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+
+
 def key(device: torch.device) -> dict[str, str]:
     """Everything that a record depends on, by name."""
     found = {name: machine.versions()[name] for name in ("fastattn", "torch", "triton", "python")}

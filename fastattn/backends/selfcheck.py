@@ -51,7 +51,7 @@ def objection(
     if why is None:
         if not may_check or not _is_unknown(backend.NAME, device.type):
             return None
-        if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if record.is_traced() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             _warn_unchecked(name)
             return None
         with record.exclusively(device):

@@ -81,7 +81,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     },
     "derivatives": {"spec", "backends.reference"},
     "validation": {"spec"},
-    "plan": {"spec", "validation", "backends", "backends.choice", "backends.selfcheck"},
+    "plan": {"spec", "validation", "backends", "backends.choice", "backends.record", "backends.selfcheck"},
     "ops": {"spec", "validation", "backends", "backends.record", "derivatives", "plan"},
     "decoding": {"spec"},
     "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "blocks", "parallel"},  # the last late

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
@@ -152,7 +153,8 @@ class TestWhatWasMeasured:
             graphs.append([node.args[-1] for node in graph.graph.nodes if node.args])
             return graph
 
-        torch.compile(lambda x: fastattn.attention(x, x, x), backend=keep, fullgraph=True)(X)
+        with_ops = aot_autograd(fw_compiler=keep)
+        torch.compile(lambda x: fastattn.attention(x, x, x), backend=with_ops, fullgraph=True)(X)
         torch._dynamo.reset()
         assert "torch" in graphs[0]
 
@@ -339,8 +341,15 @@ class TestSelfCheck:
     def test_is_not_made_inside_a_graph(self, monkeypatch):
         monkeypatch.setattr(selfcheck, "find_fault", lambda *_: pytest.fail("checked"))
         with pytest.warns(UserWarning, match="cpu float32 forward has not been checked on this machine"):
-            torch.compile(lambda x: fastattn.attention(x, x, x), backend="eager", fullgraph=True)(X)
+            torch.compile(lambda x: fastattn.attention(x, x, x), backend="aot_eager", fullgraph=True)(X)
         torch._dynamo.reset()
+
+    def test_is_not_made_of_fake_tensors(self, monkeypatch):
+        monkeypatch.setattr(selfcheck, "find_fault", lambda *_: "is not what it should be")
+        with FakeTensorMode() as mode, pytest.warns(UserWarning, match="has not been checked on this machine"):
+            fastattn.attention(*[mode.from_tensor(X)] * 3)
+        with pytest.warns(fastattn.FallbackWarning, match="is not what it should be"):
+            fastattn.attention(X, X, X)
 
     def test_takes_less_than_two_seconds(self):
         import time

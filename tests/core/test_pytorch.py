@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from itertools import product
 
 import pytest
@@ -316,6 +317,51 @@ def test_compiles_where_one_tensor_is_several_arguments():
     eager, fast = attend(x, real), torch.compile(attend, fullgraph=True, backend="aot_eager")(x, real)
     assert torch.equal(eager, fast)
     torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), x)[0] for o in (eager, fast)))
+
+
+def test_dynamo_takes_a_call_for_one_op():
+    """What it traced of Python instead would cost 0.1 s a layer, and guards in each call."""
+    torch._dynamo.reset()
+    counted = []
+
+    def count(graph, example_inputs):
+        counted.append(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    def attend(q, k, v, slopes, sinks, table, real_keys):
+        mask = Mask(causal=True, q_offset=3, window=(4, None), real_keys=real_keys)
+        terms = {"scale": 0.3, "softcap": 2, "alibi_slopes": slopes, "sinks": sinks}
+        return fastattn.attention(q, k, v, mask, bias=fastattn.RelativeBias(table), return_lse=True, **terms)
+
+    learned = torch.rand(2), torch.rand(2), torch.rand(2, Q.shape[2] + K.shape[2] - 1)
+    inputs = leaves(*(x.float() for x in (Q, K, V, *learned)))
+    results = [f(*inputs, REAL_KEYS) for f in (attend, torch.compile(attend, fullgraph=True, backend=count))]
+    assert [name for name in counted[0] if "getitem" not in name] == ["fastattn.attention"]
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+    found = (torch.autograd.grad(o.sum() + lse.sum(), inputs) for o, lse in results)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v: fastattn.attention(q, k[:, :, :3], v),
+        lambda q, k, v: fastattn.attention(q, k, v, bias=torch.ones(3, 3)),
+        lambda q, k, v: fastattn.attention(q, k, v, "causal"),
+        lambda q, k, v: fastattn.attention(q, k, v, dropout_p=2.0),
+        lambda q, k, v: fastattn.attention(q, k, None),
+        lambda q, k, v: fastattn.attention(q, k, v, deterministic="yes"),
+        lambda q, k, v: fastattn.attention(q.double(), k.double(), v.double(), backend="cpu"),
+    ],
+)
+def test_compiled_calls_are_refused_in_the_same_words(call):
+    torch._dynamo.reset()
+    inputs = Q.float(), K.float(), V.float()
+    with pytest.raises((ValueError, NotImplementedError)) as eager:
+        call(*inputs)
+    with pytest.raises(eager.type, match=re.escape(str(eager.value))):
+        torch.compile(call, backend="aot_eager")(*inputs)
 
 
 def test_compiled_second_order_is_refused():

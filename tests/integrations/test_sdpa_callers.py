@@ -350,7 +350,7 @@ def test_it_compiles_and_exports():
     for strict in (False, True):
         exported = torch.export.export(model, (inputs(),), strict=strict)
         operators = {str(node.target) for part in exported.graph_module.modules() for node in part.graph.nodes}
-        assert "fastattn.forward.default" in operators
+        assert "fastattn.attention.default" in operators
         assert not any("scaled_dot_product" in operator for operator in operators)
         torch.testing.assert_close(exported.module()(inputs()), expected)
 

@@ -92,8 +92,19 @@ ENTERED: list[Block] = []
 """The blocks, the innermost last: those of the process, whose backward passes may run in other threads."""
 
 
-LEFT: deque[int] = deque(maxlen=64)
-"""The tokens that this rank had in blocks that are over: what a backward after one may compute again."""
+class Left(NamedTuple):
+    """A block that is over, of which a backward after it may compute calls again.
+
+    tokens: those that this rank had. begin, end: what autograd numbered the nodes by that it made in the block.
+    """
+
+    tokens: set[int]
+    begin: int
+    end: int
+
+
+LEFT: deque[Left] = deque(maxlen=64)
+"""The last blocks that are over."""
 
 
 def of_call(q: Tensor) -> Within | None:
@@ -104,12 +115,14 @@ def of_call(q: Tensor) -> Within | None:
     """
     if ENTERED:
         return ENTERED[-1].within()
-    in_backward = not is_compiling() and torch._C._current_graph_task_id() != -1
-    if in_backward and isinstance(q, Tensor) and q.dim() == 4 and q.shape[2] in LEFT:
-        raise RuntimeError(
-            "the backward of a context_parallel block with activation checkpointing must be called in the block, "
-            "got one after it"
-        )
+    node = None if is_compiling() else torch._C._current_autograd_node()
+    if node is not None and isinstance(q, Tensor) and q.dim() == 4:
+        number = node._sequence_nr()
+        if any(q.shape[2] in left.tokens and left.begin <= number < left.end for left in LEFT):
+            raise RuntimeError(
+                "the backward of a context_parallel block with activation checkpointing must be called in the block, "
+                "got one after it"
+            )
     return None
 
 

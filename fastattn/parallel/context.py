@@ -61,13 +61,13 @@ def context_parallel(plan: Plan, *, source: Plan | None = None) -> Iterator[None
             raise ValueError(f"{name} must be of self-attention, made for n tokens, got one for other queries and keys")
     block = blocks.Block(plan, source, None if source is None else plan.attending(source))
     blocks.ENTERED.append(block)
+    begin = torch.autograd._get_sequence_nr()
     try:
         yield
     finally:
         blocks.ENTERED.remove(block)
-        for given in (plan, source):
-            if given is not None and len(given.positions()) not in blocks.LEFT:
-                blocks.LEFT.append(len(given.positions()))
+        tokens = {len(given.positions()) for given in (plan, source) if given is not None}
+        blocks.LEFT.append(blocks.Left(tokens, begin, torch.autograd._get_sequence_nr()))
 
 
 def combined(within: Within, mask: Mask | None) -> Mask:

@@ -1,10 +1,9 @@
 """The only place PyTorch is told about attention and its weights: op pairs, their fakes and vmap rule, the Functions.
 
 Eager calls go through `_Attention`, whose backward applies `_AttentionBackward` where it is to be differentiated, so
-that every derivative of every order exists (the second from `derivatives.py`). Dynamo takes a whole call for the op
-`fastattn::attention`, which later stages of torch.compile take apart as eager calls are; what it has to trace itself
-(see `attention_in_graph`) has a first derivative only, in `_CompiledAttention`. The name of the backend is a constant
-string in the graph then.
+that every derivative of every order exists (the second from `derivatives.py`). Graphs of Dynamo and of torch.export,
+which cannot hold such a pair, hold `fastattn::attention` and `fastattn::attention_weights`: ops that later stages, and
+transforms, take apart as they do eager calls. In what they make of it the name of the backend is a constant string.
 
 The dispatcher, which takes as long as a short call itself, is left out of eager calls that nobody watches: where no
 mode, transform, trace or profiler looks on, it would do nothing but call the backend.
@@ -24,7 +23,7 @@ from torch.compiler import is_compiling
 
 from . import backends, derivatives
 from .backends import backend_by_name
-from .backends.record import are_fake, while_tracing
+from .backends.record import are_fake
 from .plan import Plan, drawn, is_plain, nothing_to_see, places_from, prepare, short_ways
 from .spec import DropoutSeed, Mask, RelativeBias, Spec, accumulation_dtype, empty_output
 from .validation import EVERYTHING, check_fit, in_spec
@@ -53,10 +52,12 @@ torch.library.define(
     f"{_LEARNED}, {_WANTED}, {_SPEC}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)",
 )
 
-torch.library.define(
-    "fastattn::weights",
-    f"(Tensor q, Tensor k, Tensor? lse, {_LEARNED}, str form, SymInt top_k, {_SPEC}) -> (Tensor weights, Tensor keys)",
-)
+for _name in ("attention_weights", "weights"):
+    torch.library.define(
+        f"fastattn::{_name}",
+        f"(Tensor q, Tensor k, Tensor? lse, {_LEARNED}, str form, SymInt top_k, {_SPEC}) "
+        "-> (Tensor weights, Tensor keys)",
+    )
 torch.library.define(
     "fastattn::weights_backward",
     f"(Tensor d_weights, Tensor keys, Tensor q, Tensor k, {_LEARNED}, str form, {_SPEC}) "
@@ -68,19 +69,21 @@ _TENSOR = "a tensor stood here"
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[Tensor, Tensor | None]:
     """o [B, H, n_q, d_v] and lse [B, H, n_q] of a prepared call; None where that was prepared for its "output"."""
+    if is_compiling():
+        arguments = (spec.bias, spec.alibi_slopes, spec.sinks, *_flatten(spec, plan.backend), plan.lse_wanted)
+        return torch.ops.fastattn.attention(q, k, v, *arguments)
+    return _of_plan(q, k, v, spec, plan)
+
+
+def _of_plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[Tensor, Tensor | None]:
     if plan.output_only:
         return plan.backend.output(q, k, v, spec), None
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-    if plan.plain and plan.pairs and not is_watched():  # never, while a call is compiled
+    if plan.plain and plan.pairs and not is_watched():
         if plan.training:
             return _apply_directly(q, k, v, *learned, spec, plan.backend)
         return plan.backend.forward(q, k, v, spec)
     arguments = (q, k, v, *learned, *_flatten(spec, plan.backend))
-    if is_compiling():
-        if _onnx_exports():
-            return _forward(*arguments)
-        _refuse_transforms_in_graphs()
-        return _CompiledAttention.apply(plan.lse_wanted, *_distinct(arguments))
     if _derivative_wanted(arguments[:6]):
         return _Attention.apply(*arguments)
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
@@ -104,8 +107,8 @@ def attention_in_graph(
 ) -> tuple[Tensor, Tensor] | None:
     """(o, lse) of a call that Dynamo traces, as one op: what Python does in a call takes 0.1 s to trace.
 
-    It stands for Python's checks and its choice too, which are made where the op is taken apart. None for what Dynamo
-    has to trace: a malformed call, one inside a transform, and one of "fused", whose caller computes what is refused.
+    It stands for Python's checks and its choice too, which are made where the op is taken apart. None for a call whose
+    checks are to be traced: a malformed one, and one of "fused", whose caller computes what is refused.
     """
     well_formed = (  # in a form that is traced quickly
         isinstance(q, Tensor)
@@ -122,7 +125,7 @@ def attention_in_graph(
         and isinstance(deterministic, bool)
         and isinstance(backend, (str, NoneType))
     )
-    if not well_formed or backend == "fused" or _is_transformed():
+    if not well_formed or backend == "fused":
         return None
     bias, by_distance = in_spec(bias, q, k, mask)
     seed = places = None
@@ -133,11 +136,6 @@ def attention_in_graph(
     of_mask = _flat_mask(EVERYTHING if mask is None else mask, seed, places)
     numbers = (scale, softcap, dropout_p, deterministic, by_distance)
     return torch.ops.fastattn.attention(q, k, v, bias, alibi_slopes, sinks, *of_mask, *numbers, backend, lse_wanted)
-
-
-@while_tracing
-def _is_transformed() -> bool:
-    return _innermost_transform() is not None
 
 
 def _attention(q, k, v, bias, alibi_slopes, sinks, *rest):
@@ -152,7 +150,7 @@ def _attention(q, k, v, bias, alibi_slopes, sinks, *rest):
         if are_fake():  # Dynamo then ends its graph before the call, which is refused where it runs
             raise NotImplementedError(*error.args) from error
         raise
-    o, lse = attention(*prepared)
+    o, lse = _of_plan(*prepared)
     return o, q.new_empty(0) if lse is None else lse
 
 
@@ -319,28 +317,16 @@ def _in_form(
     form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-    derivative_wanted = not is_compiling() and _derivative_wanted((q, k, *learned))
-    if plan.plain and not (derivative_wanted or is_watched()):  # no plan is, while a call is compiled
+    if plan.plain and not (_derivative_wanted((q, k, *learned)) or is_watched()):  # none is, while a call is compiled
         return _weights_in_form(q, k, lse, spec, plan.by_weights, form, top_k)
     arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, plan.by_weights))
-    if _onnx_exports():
-        return _weights(*arguments)
-    if torch.compiler.is_compiling():
-        _refuse_transforms_in_graphs()
-        return _CompiledWeights.apply(*_distinct(arguments))
-    if derivative_wanted:
+    return torch.ops.fastattn.attention_weights(*arguments) if is_compiling() else _attention_weights(*arguments)
+
+
+def _attention_weights(*arguments):
+    if _derivative_wanted((*arguments[:2], *arguments[3:6])):
         return _Weights.apply(*arguments)
-    return torch.ops.fastattn.weights(*arguments)
-
-
-def _distinct(arguments: tuple) -> tuple:
-    """The arguments with a view in place of every tensor that stands there twice, which Dynamo would refuse."""
-    seen, result = [], []
-    for x in arguments:
-        again = isinstance(x, Tensor) and any(x is other for other in seen)
-        result.append(x.view_as(x) if again else x)
-        seen.append(x)
-    return tuple(result)
+    return _weights(*arguments) if _onnx_exports() else torch.ops.fastattn.weights(*arguments)
 
 
 def _in_forward_mode() -> bool:
@@ -359,32 +345,6 @@ def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
     if _innermost_transform() is not None and not _functionalizes():
         return True  # a tensor of torch.vmap does not say whether what it wraps requires grad
     return any([x is not None and x.requires_grad for x in tensors])  # noqa: C419  a generator takes longer
-
-
-def _refuse_transforms_in_graphs() -> None:
-    if _differentiates():
-        raise NotImplementedError(
-            "torch.func.grad, vjp and jvp are not available inside torch.compile, whose graph would have zeros in the "
-            "place of their derivatives: compile what is inside of them, or what is around without fullgraph=True"
-        )
-
-
-@while_tracing
-def _differentiates() -> bool:
-    kinds = torch._C._functorch.TransformType
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    found = any(level.key() in (kinds.Grad, kinds.Jvp) for level in levels)
-    if found:
-        _keep_from_dynamo()
-    return found
-
-
-@functools.cache
-def _keep_from_dynamo() -> None:
-    """Has Dynamo leave alone what computes derivatives eagerly, whose saved tensors it cannot look at."""
-    for function in (_Attention, _AttentionBackward, _Weights):
-        for name in ("backward", "jvp"):
-            setattr(function, name, staticmethod(torch.compiler.disable(getattr(function, name))))
 
 
 def is_watched() -> bool | int:
@@ -585,8 +545,13 @@ class _Weights(Function):
     def backward(ctx, d_weights, _):
         *tensors, keys = ctx.saved_tensors
         q, k, _, bias, alibi_slopes, sinks, form, _, *flat = _join(tensors, ctx.constants)
-        primals, spec = _primals((q, k, None, bias, alibi_slopes, sinks, *flat))
-        dq, dk, _, *learned = derivatives.weights_gradients(d_weights, keys, primals, spec, form)
+        inputs = (q, k, bias, alibi_slopes, sinks)
+        if _derivative_wanted((d_weights, *inputs)):
+            primals, spec = _primals((q, k, None, bias, alibi_slopes, sinks, *flat))
+            dq, dk, _, *learned = derivatives.weights_gradients(d_weights, keys, primals, spec, form)
+        else:
+            gradients = torch.ops.fastattn.weights_backward(d_weights, keys, *inputs, form, *flat)
+            dq, dk, *learned = (None if x is None else g for x, g in zip(inputs, gradients, strict=True))
         return dq, dk, None, *learned, None, None, *(None for _ in flat)
 
     @staticmethod
@@ -605,52 +570,6 @@ for _function in (
     _Weights,
 ):  # apply() works it out anew in every call where it does not stand
     _function.forward.__signature__ = inspect.signature(_function.forward)
-
-
-class _CompiledAttention(Function):
-    """Attention with a first derivative only, as torch.compile can trace it: no jvp, no Function in the backward.
-
-    A graph has zeros for what does not arrive at the lse; for a backend those would be a gradient like any other.
-    """
-
-    @staticmethod
-    def forward(ctx, lse_wanted, *arguments):
-        o, lse = torch.ops.fastattn.forward(*arguments)
-        tensors, ctx.constants = _split(arguments)
-        ctx.save_for_backward(*tensors, o, lse)
-        ctx.lse_wanted = lse_wanted
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, dlse):
-        *tensors, o, lse = ctx.saved_tensors
-        q, k, v, *others = _join(tensors, ctx.constants)
-        learned, flat = others[:3], others[3:]
-        wanted, dlse = ctx.needs_input_grad[1:7], dlse if ctx.lse_wanted else None
-        gradients = torch.ops.fastattn.backward(do, dlse, q, k, v, o, lse, *learned, *wanted, *flat)
-        gradients = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
-        return None, *gradients, *(None for _ in flat)
-
-
-class _CompiledWeights(Function):
-    """The weights in any form with a first derivative only, as torch.compile can trace it."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        weights, keys = torch.ops.fastattn.weights(*arguments)
-        tensors, ctx.constants = _split(arguments)
-        ctx.save_for_backward(*tensors, keys)
-        ctx.mark_non_differentiable(keys)
-        return weights, keys
-
-    @staticmethod
-    def backward(ctx, d_weights, _):
-        *tensors, keys = ctx.saved_tensors
-        q, k, _, bias, alibi_slopes, sinks, form, _, *flat = _join(tensors, ctx.constants)
-        inputs = (q, k, bias, alibi_slopes, sinks)
-        gradients = torch.ops.fastattn.weights_backward(d_weights, keys, *inputs, form, *flat)
-        dq, dk, *learned = (None if x is None else g for x, g in zip(inputs, gradients, strict=True))
-        return dq, dk, None, *learned, None, None, *(None for _ in flat)
 
 
 def _split(arguments: tuple) -> tuple[list[Tensor], list]:
@@ -790,8 +709,10 @@ def _over_samples(op, in_dims, arguments):
     return stacked, (0,) * len(stacked)
 
 
-torch.library.impl("fastattn::attention", "CompositeImplicitAutograd", _attention)
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")  # which takes its kernels back where it is forgotten
+for _name, _kernel in (("attention", _attention), ("attention_weights", _attention_weights)):
+    for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):  # transforms see what is inside
+        _LIBRARY.impl(_name, _kernel, _key)
 for _name, _kernel, _fake, _function in (
     ("forward", _forward, _fake_forward, _Attention),
     ("backward", _backward, _fake_backward, _AttentionBackward),

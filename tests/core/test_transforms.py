@@ -83,6 +83,8 @@ IN_GRAPHS = {
     "jvp": lambda f: lambda q: jvp(lambda q: f(q, K[0], V[0]), (q[0],), (K[0],))[1],
     "grad of vmap": lambda f: lambda q: grad(lambda q: vmap(f)(q, K, V).square().sum())(q),
     "vmap": lambda f: lambda q: vmap(f)(q, K, V),
+    "vmap of grad": lambda f: lambda q: vmap(grad(lambda q: loss(f, q, K[0], V[0])))(q),
+    "jacrev of grad": lambda f: lambda q: jacrev(grad(lambda q: loss(f, q, K[0], V[0])))(q[0]),
 }
 
 
@@ -91,14 +93,8 @@ IN_GRAPHS = {
 @pytest.mark.parametrize("attention", [fastattn.attention, fastattn.scaled_dot_product_attention])
 def test_transforms_inside_of_graphs(name, backend, attention):
     torch._dynamo.reset()
-    compiled = torch.compile(IN_GRAPHS[name](attention), backend=backend)
+    compiled = torch.compile(IN_GRAPHS[name](attention), backend=backend, fullgraph=True)
     torch.testing.assert_close(compiled(Q), IN_GRAPHS[name](naive)(Q))
-
-
-def test_one_graph_of_a_transform_is_refused():
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"torch\.func\.grad, vjp and jvp are not available inside torch\.compile"):
-        torch.compile(IN_GRAPHS["grad"](fastattn.attention), backend="eager", fullgraph=True)(Q)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -108,6 +104,17 @@ def test_autograd_around_a_graph_of_vmap(backend):
     compiled = torch.compile(IN_GRAPHS["vmap"](fastattn.attention), backend=backend)
     ours, expected = compiled(q), IN_GRAPHS["vmap"](naive)(q)
     torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), q) for o in (ours, expected)))
+
+
+def test_weights_inside_of_graphs():
+    torch._dynamo.reset()
+
+    def of(weights):
+        return lambda q: grad(lambda q: vmap(weights)(q, K).square().sum())(q)
+
+    ours = of(lambda q, k: fastattn.attention_weights(q, k, average_heads=False, backend="reference"))
+    expected = of(lambda q, k: (q @ k.mT / 2).softmax(-1))(Q)
+    torch.testing.assert_close(torch.compile(ours, backend="aot_eager", fullgraph=True)(Q), expected)
 
 
 class Attention(torch.nn.Module):
@@ -126,6 +133,14 @@ def test_exported_programs_have_derivatives():
     )[0]
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q) for x in (ours, expected)))
+
+
+@pytest.mark.parametrize("name", IN_GRAPHS)
+def test_transforms_of_exported_programs(name):
+    exported = torch.export.export(Attention(), (Q[0], K[0], V[0])).module()
+    ours, weights = (IN_GRAPHS[name](lambda *qkv, i=i: exported(*qkv)[i])(Q) for i in (0, 1))
+    torch.testing.assert_close(ours, IN_GRAPHS[name](naive)(Q))
+    torch.testing.assert_close(weights, IN_GRAPHS[name](lambda q, k, v: (q @ k.mT / 2).softmax(-1))(Q))
 
 
 class Masked(torch.nn.Module):

@@ -250,7 +250,8 @@ def _attention_paged(
             else:
                 k_pages[at], k_scales[at] = quantized(of_k, k_pages.dtype)
                 v_pages[at], v_scales[at] = quantized(of_v, v_pages.dtype)
-    if len(groups) == 1 and groups[0].n * len(lengths) == len(q) and not prefix:  # nothing to gather, as mostly
+    all_alike = len(groups) == 1 and isinstance(groups[0].requests, slice)
+    if all_alike and groups[0].n * len(lengths) == len(q) and not prefix:  # nothing to gather, as mostly
         o, lse = (x.transpose(1, 2).flatten(0, 1) for x in calls[0]())
         return (o, lse.T) if return_lse else o
     o = q.new_zeros(*q.shape[:2], v_pages.shape[3])

@@ -112,8 +112,8 @@ def attention_paged(
         window: how many keys to the (left, right) of itself a query sees, as in `Mask`.
         tree: bool [n, n] or [B, n, n], in the place of `causal` where every request has n queries: which of these n
             tokens each of them sees, as in speculative decoding with a tree of drafts. All see those before.
-        prefix: how many tokens at their beginning all requests have in the same pages, whole ones, and no queries among
-            them: a prompt that they share. Their keys are read once for all requests, and not once for each.
+        prefix: how many tokens at their beginning all requests with queries have in the same pages, whole ones, and no
+            queries among them: a prompt that they share. Their keys are read once for all, and not once for each.
         scale, softcap, alibi_slopes ([H] or [B, H]), sinks, return_lse, backend: as in `attention`.
         k_scales, v_scales: fp32 [pages, page_size, H_kv] where k_pages and v_pages are of int8 or float8_e4m3fn: what
             each row is to be multiplied by. Rows of k and v are written rounded to nearest, with the scale that gives
@@ -241,7 +241,8 @@ def _attention_paged(
         positions = prefix + torch.cat([group.places.flatten() for group in groups]).repeat_interleave(shared)
         mask = Mask(q_offset=(positions - torch.arange(len(positions), device=q.device))[None], window=window)
         queries = q[every].unflatten(2, (-1, shared)).transpose(2, 3).flatten(1, 2)
-        of_prefix = prepare(queries, block_table[:1, : prefix // k_pages.shape[1]], mask, alibi_slopes)
+        table = block_table[groups[0].requests]  # of requests with queries: what others have is not checked
+        of_prefix = prepare(queries, table[:1, : prefix // k_pages.shape[1]], mask, alibi_slopes)
     if k is not None and v is not None:  # only now, when nothing more can be refused
         for group in groups:
             at, (of_k, of_v) = group.at, (x[group.tokens] for x in (k, v))
@@ -386,7 +387,8 @@ def _grouped(
     causal = Mask(causal, window=window).causal and tree is None  # a Mask says what is wrong with either
     groups = []
     for n, requests, tokens in parts:
-        check_pages(block_table[requests], lengths[requests], n, pages, page_size, prefix)
+        first = block_table[parts[0][1]][:1]
+        check_pages(block_table[requests], lengths[requests], n, pages, page_size, prefix, first)
         table, after = block_table[requests, prefix // page_size :], lengths[requests] - prefix
         if device.type == "cpu" and not is_compiling():
             table = table[:, : -(-int(after.max()) // page_size)]

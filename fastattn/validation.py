@@ -258,10 +258,13 @@ def check_seed(given: DropoutSeed, device: torch.device) -> None:
         raise ValueError(f"generator.first must be a pair (sample, head) of ints from 0, got {first!r}")
 
 
-def check_pages(block_table: Tensor, lengths: Tensor, n: int, pages: int, page_size: int, prefix: int) -> None:
+def check_pages(
+    block_table: Tensor, lengths: Tensor, n: int, pages: int, page_size: int, prefix: int, first: Tensor
+) -> None:
     """Raises ValueError where requests with n queries have too few or too many tokens, or no pages for them.
 
-    Only on the CPU, where nobody has to wait for the device, and never in a graph, which reads no values.
+    Only on the CPU, where nobody has to wait for the device, and never in a graph, which reads no values. `first`
+    [1, pages of a request] begins with the pages of the prefix.
     """
     if not (can_be_read(lengths) and can_be_read(block_table)):
         return
@@ -271,7 +274,7 @@ def check_pages(block_table: Tensor, lengths: Tensor, n: int, pages: int, page_s
             f"lengths must be from {prefix + n}, the queries of these requests{' after the prefix' * bool(prefix)}, to "
             f"{most}, the tokens of a row of block_table, got {lengths.tolist()}"
         )
-    if (block_table[:, : prefix // page_size] != block_table[:1, : prefix // page_size]).any():
+    if (block_table[:, : prefix // page_size] != first[:, : prefix // page_size]).any():
         raise ValueError(f"block_table must begin with the same {prefix // page_size} pages in each row with a prefix")
     in_use = torch.arange(block_table.shape[1], device="cpu") * page_size < lengths[:, None]
     wrong = block_table[in_use & ((block_table < 0) | (block_table >= pages))]

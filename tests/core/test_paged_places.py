@@ -18,6 +18,20 @@ def pages() -> tuple[Tensor, Tensor]:
     return drawn(PAGES, PAGE_SIZE, H_KV, D), drawn(PAGES, PAGE_SIZE + 1, H_KV, D)[:, 1:]
 
 
+@pytest.mark.parametrize("unused", [0, 99])
+def test_a_prefix_is_that_of_the_requests_with_queries(unused):
+    table = torch.tensor([[unused, unused], [1, 2], [1, 4]])
+    call = drawn(3, 4, D), *pages(), table, torch.tensor([0, 6, 7]), torch.tensor([0, 0, 1, 3])
+    torch.testing.assert_close(
+        fastattn.attention_paged(*call, prefix=PAGE_SIZE), fastattn.attention_paged(*call), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_requests_with_other_numbers_of_queries_have_the_same_prefix():
+    with pytest.raises(ValueError, match="block_table must begin with the same 1 pages in each row with a prefix"):
+        fastattn.attention_paged(drawn(3, 4, D), *pages(), TABLE, LENGTHS, torch.tensor([0, 1, 3]), prefix=PAGE_SIZE)
+
+
 @pytest.mark.parametrize("ends", [[0, 1, 1], [0, 0, 1]])
 def test_as_many_tokens_of_padding_as_requests_without_queries(ends):
     q, tensors = drawn(2, 4, D), pages()

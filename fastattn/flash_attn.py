@@ -20,7 +20,7 @@ from .api import attention, attention_varlen
 from .nn.checks import check_bools, check_dense, check_ints, check_numbers, check_range, check_tensor
 from .paged import attention_paged, prepared
 from .spec import Mask, accumulation_dtype, as_int, as_number, can_be_read
-from .validation import validated
+from .validation import check_places, validated
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -353,6 +353,7 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:  # only now, when nothing more can be refused
         if not by_table:
             validated(q, keys, values, mask, scale, None, softcap, alibi_slopes, None, 0.0, None, True)
+        check_places({"k_cache": k_cache, "v_cache": v_cache}, k=k, v=v)
         at = (start + torch.arange(n_new, device=device)).expand(B, n_new)
         places = rows.gather(1, at // page_size), at % page_size
         k_cache[places], v_cache[places] = k, v

@@ -18,7 +18,7 @@ from . import blocks, ops, plan
 from .api import merge
 from .backends import NoBackendError, warn_of_copies
 from .spec import Mask, accumulation_dtype, refuse_unknown
-from .validation import QUANTIZED, check_flags, check_paged, check_pages
+from .validation import QUANTIZED, check_flags, check_paged, check_pages, check_places
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -118,7 +118,7 @@ def attention_paged(
         k_scales, v_scales: fp32 [pages, page_size, H_kv] where k_pages and v_pages are of int8 or float8_e4m3fn: what
             each row is to be multiplied by. Rows of k and v are written rounded to nearest, with the scale that gives
             the largest of them 127 in int8 or 448 in float8_e4m3fn. The backends cpu, triton and cuda read such pages
-            where they lie; no GPU has run those of cuda on them yet.
+            where they lie; no GPU has run those of cuda on them yet. With k and v no row may be both a key and a value.
 
     Returns:
         o [total_q, H, d_v] in the dtype of q, or (o, lse) with lse [H, total_q].
@@ -126,6 +126,7 @@ def attention_paged(
     Raises:
         ValueError: the call is malformed; nothing has been written then. Values of block_table and lengths are checked
             on the CPU only.
+        RuntimeError: k or v lies in the pages that it is to be written to; nothing has been written then.
         NotImplementedError: the call is well formed, but no (or not the named) backend computes it.
         TypeError: an argument is not known here.
 
@@ -187,6 +188,8 @@ def _short_way(
         return None
     (group,), (scale, softcap, alibi_slopes, sinks), (_, _, attend_paged, _) = step.groups, terms, known
     writes = k is not None
+    if writes and not _are_places(k_pages, v_pages, scales[0]):
+        return None
     at = group.at if writes else (None, None)
     o = attend_paged(
         q, k_pages, v_pages, group.mask, scale, None, softcap, alibi_slopes, sinks, group.int_table, *scales, k, v, *at,
@@ -195,6 +198,15 @@ def _short_way(
     if writes and o is not None:
         increment_version([x for x in (k_pages, v_pages, *scales) if x is not None])
     return o
+
+
+def _are_places(k_pages: object, v_pages: object, k_scales: object) -> bool:
+    """Whether new tokens can be written to these pages, as far as the kernel does not look; see `check_places`."""
+    if not isinstance(k_pages, Tensor) or not isinstance(v_pages, Tensor):
+        return False
+    if k_scales is not None and torch._C._is_alias_of(k_pages, v_pages):
+        return False
+    return 0 not in k_pages.stride() and 0 not in v_pages.stride()
 
 
 def _attention_paged(
@@ -244,6 +256,7 @@ def _attention_paged(
         table = block_table[groups[0].requests]  # of requests with queries: what others have is not checked
         of_prefix = prepare(queries, table[:1, : prefix // k_pages.shape[1]], mask, alibi_slopes)
     if k is not None and v is not None:  # only now, when nothing more can be refused
+        check_places({"k_pages": k_pages, "v_pages": v_pages}, k=k, v=v)
         for group in groups:
             at, (of_k, of_v) = group.at, (x[group.tokens] for x in (k, v))
             if scales is None:

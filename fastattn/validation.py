@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .spec import DropoutSeed, Mask, RelativeBias, Spec, can_be_read, is_dense, is_int, is_jagged
 
@@ -229,6 +230,10 @@ def check_paged(
     if k is not None:
         _check_shape("k", k, (q.dtype,), (len(q), H_kv, D), q)
         _check_shape("v", v, (q.dtype,), (len(q), H_kv, v_pages.shape[3]), q)
+        if k_pages.dtype in QUANTIZED and _overlap(k_pages[:1, :1, :1], v_pages[:1, :1, :1]):  # one row has two scales
+            raise ValueError(
+                f"v_pages must have rows of its own to be quantized to {k_pages.dtype}, got those of k_pages"
+            )
     if tree is not None:
         dims = tree.dim() if isinstance(tree, Tensor) and is_dense(tree) else 0
         n = tree.shape[-1] if dims else "n"
@@ -243,6 +248,35 @@ def check_paged(
         )
     if prefix and alibi_slopes is not None and alibi_slopes.dim() == 2:
         raise ValueError(f"alibi_slopes must be [{q.shape[1]}] with a prefix, got {list(alibi_slopes.shape)}")
+
+
+def check_places(places: dict[str, Tensor], **read: Tensor) -> None:
+    """Raises where new tokens cannot be written to `places`, by name, without a change of what else is read."""
+    if is_compiling():  # where tensors have no places in memory yet
+        return
+    for name, place in places.items():
+        if any(n > 1 and step == 0 for n, step in zip(place.shape, place.stride(), strict=True)):
+            raise ValueError(f"{name} must not be expanded where new tokens are written to it, got {place.stride()}")
+        for other, x in read.items():
+            if _overlap(x, place):
+                raise RuntimeError(
+                    f"{other} must not lie in {name}, to which new tokens are written, got tensors with elements in a "
+                    "single memory location: clone() it"
+                )
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether the bytes from the first to the last one of x are some of those of y."""
+    if not torch._C._is_alias_of(x, y) or not x.numel() or not y.numel():
+        return False
+    (first, last), (first_of_y, last_of_y) = map(_bytes, (x, y))
+    return first <= last_of_y and first_of_y <= last
+
+
+def _bytes(x: Tensor) -> tuple[int, int]:
+    """Where the first and the last element of x begin in its storage."""
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.storage_offset() * x.itemsize, (x.storage_offset() + last) * x.itemsize
 
 
 def check_seed(given: DropoutSeed, device: torch.device) -> None:

@@ -57,6 +57,7 @@ class KVCache:
         self._end = 0  # an upper bound of the lengths
         self.positions = torch.empty(1, 0, dtype=torch.int64, device="cpu")  # of the tokens that this pass adds
         self._real: Tensor | None = None  # which of them are not padding
+        self._before: tuple[int | Tensor, int, Tensor, Tensor | None] | None = None  # the last `extend`
         self._layers: dict[int, _Growing] = {}
         self._memories: dict[int, _Memory] = {}
 
@@ -92,9 +93,16 @@ class KVCache:
             positions = self._length + torch.arange(n, device=device)[None]
         else:
             positions = self._length + (real.cumsum(-1) - 1).clamp(min=0)
+        self._before = self._length, self._end, self.positions, self._real
         self._length, self._end = length, end
         self.positions, self._real = positions, real
         return positions
+
+    def undo(self) -> None:
+        """Takes the tokens of the last `extend` back, which no pass has added, or none to its end."""
+        if self._before is not None:
+            self._length, self._end, self.positions, self._real = self._before
+            self._before = None
 
     def mask(self, mask: Mask) -> Mask:
         """The mask of the new tokens over all keys in the cache: `mask`, which must be causal, at their positions.
@@ -142,7 +150,7 @@ class KVCache:
         check_tensor("samples", samples, "integer", ("B'",))
         if samples.device.type == "cpu" and len(samples) and not 0 <= samples.min() <= samples.max() < self.batch_size:
             raise ValueError(f"samples must be from 0 to {self.batch_size - 1}, got {samples.tolist()}")
-        self.batch_size = len(samples)
+        self.batch_size, self._before = len(samples), None
         if isinstance(self._length, Tensor):
             self._length = self._length[samples]
         for part in (*self._layers.values(), *self._memories.values()):

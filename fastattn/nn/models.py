@@ -308,17 +308,26 @@ class LanguageModel(Model):
     def hidden(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: KVCache | PagedStep | None = None
     ) -> Tensor:
-        """The input of `head`, [B, L, d_model], which without a cache is 0 at padding; arguments as in `forward`."""
+        """The input of `head`, [B, L, d_model], which without a cache is 0 at padding; arguments as in `forward`.
+
+        After an error a `KVCache` is as before.
+        """
         real = self._real(input_ids, attention_mask)
         check_cache(cache)
         if cache is None:
             positions = _positions_in(input_ids, real)
-        else:
-            positions = cache.extend(input_ids.shape[1], real, input_ids.device)
-        x = self._embed(input_ids, positions, self.embedding)
-        if cache is not None:
-            return self.decoder(x, Mask(causal=True), cache=cache)
-        return self.decoder(x, Mask(causal=True), _hidden(real), positions=positions)
+            x = self._embed(input_ids, positions, self.embedding)
+            return self.decoder(x, Mask(causal=True), _hidden(real), positions=positions)
+        if isinstance(cache, KVCache) and len(input_ids) != cache.batch_size:
+            raise ValueError(f"input_ids must be [{cache.batch_size}, L] with this cache, got {list(input_ids.shape)}")
+        positions, done = cache.extend(input_ids.shape[1], real, input_ids.device), False
+        try:
+            x = self.decoder(self._embed(input_ids, positions, self.embedding), Mask(causal=True), cache=cache)
+            done = True
+        finally:
+            if not done and isinstance(cache, KVCache):  # a step in pages is that of its caller, who may repeat it
+                cache.undo()
+        return x
 
     @torch.no_grad()
     def generate(

@@ -554,6 +554,33 @@ def test_padding_takes_no_room():
         cache.extend(1)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("ids", [torch.full((3, 1), 5), torch.full((2, 40), 5)], ids=["other batch", "too many"])
+def test_after_an_error_a_cache_is_as_before(ids, padded):
+    model = made(LanguageModel, replace(CONFIGS["learned, post-norm"], padding_idx=None))
+    cache, expected = KVCache(2, 64), KVCache(2, 64)
+    prompts, more = torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[9, 10], [3, 4]])
+    real = torch.tensor([[1, 1, 1], [0, 1, 1]]).bool() if padded else None
+    model(prompts, real, cache=cache)
+    model(prompts, real, cache=expected)
+    with pytest.raises(ValueError, match=r"input_ids must be \[2, L\] with this cache, got|positions must be below"):
+        model(ids, cache=cache)
+    assert torch.equal(model(more, cache=cache), model(more, cache=expected))
+
+
+def test_tokens_are_taken_back_once_and_not_after_samples_are_selected():
+    cache = KVCache(2, 8)
+    cache.undo()
+    cache.extend(3)
+    cache.extend(2)
+    cache.undo()
+    cache.undo()
+    assert cache.extend(1).tolist() == [[3]]
+    cache.select(torch.tensor([1]))
+    cache.undo()
+    assert cache.extend(1).tolist() == [[4]]
+
+
 def test_samples_are_selected_before_the_first_pass():
     cache = KVCache(3, 4)
     layer = cache.layer(0)

@@ -187,7 +187,8 @@ class _Growing(_KeysAndValues):
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.k is None:
-            self.k, self.v = (x.new_zeros(*x.shape[:2], self.cache.max_length, x.shape[3]) for x in (k, v))
+            with torch.inference_mode(False):  # or nothing could be written outside of it
+                self.k, self.v = (x.new_zeros(*x.shape[:2], self.cache.max_length, x.shape[3]) for x in (k, v))
         return self.cache.write(self.k, k), self.cache.write(self.v, v)
 
 

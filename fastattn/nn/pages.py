@@ -120,11 +120,12 @@ class PagedCache:
         """The pages of layer i, in which the rows of a head lie side by side, for keys and values like k and v."""
         if i not in self._layers:
             pages = {}
-            for name, x in (("k", k), ("v", v)):
-                rows = self.pages, x.shape[1], self.page_size
-                pages[f"{name}_pages"] = x.new_zeros(*rows, x.shape[2], dtype=self.dtype).transpose(1, 2)
-                if self.dtype is not None:
-                    pages[f"{name}_scales"] = x.new_zeros(rows, dtype=torch.float32).transpose(1, 2)
+            with torch.inference_mode(False):  # or nothing could be written to them outside of it
+                for name, x in (("k", k), ("v", v)):
+                    rows = self.pages, x.shape[1], self.page_size
+                    pages[f"{name}_pages"] = x.new_zeros(*rows, x.shape[2], dtype=self.dtype).transpose(1, 2)
+                    if self.dtype is not None:
+                        pages[f"{name}_scales"] = x.new_zeros(rows, dtype=torch.float32).transpose(1, 2)
             self._layers[i] = pages
         return self._layers[i]
 

@@ -19,6 +19,7 @@ from fastattn.nn import (
     KVCache,
     LanguageModel,
     Packing,
+    PagedCache,
     RotaryPositions,
     Seq2SeqModel,
     SequenceClassifier,
@@ -566,6 +567,19 @@ def test_after_an_error_a_cache_is_as_before(ids, padded):
     with pytest.raises(ValueError, match=r"input_ids must be \[2, L\] with this cache, got|positions must be below"):
         model(ids, cache=cache)
     assert torch.equal(model(more, cache=cache), model(more, cache=expected))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_cache_that_was_first_used_in_inference_mode_is_used_outside_too(paged):
+    model, ids = made(LanguageModel, CONFIG), torch.tensor([[3, 4, 5, 6]])
+    cache = PagedCache(4, dtype=torch.int8) if paged else KVCache(1, 8)
+    sequence = cache.open(8) if paged else None
+    with torch.inference_mode():
+        model(ids[:, :2], cache=cache.step({sequence: 2}) if paged else cache)
+    with torch.no_grad():
+        logits = model(ids[:, 2:], cache=cache.step({sequence: 2}) if paged else cache)
+    tolerance = 0.1 if paged else 1e-5
+    torch.testing.assert_close(logits, model(ids)[:, 2:], rtol=tolerance, atol=tolerance)
 
 
 def test_tokens_are_taken_back_once_and_not_after_samples_are_selected():

@@ -9,6 +9,7 @@ pack (`enable_nested_tensor=False`) returns there what torch's does.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -311,7 +312,10 @@ class _Stack(nn.Module):
 
     def _is_by_token(self) -> bool:
         """Whether the layers and the norm are made of modules that are known to compute each token by itself."""
-        return all("forward" not in vars(part) and _inherits_known_forward(type(part)) for part in self._parts())
+        return all(_is_by_element(layer.activation) for layer in self.layers) and all(
+            "forward" not in vars(part) and _inherits_known_forward(type(part)) and _is_of_one_token(part)
+            for part in self._parts()
+        )
 
     def _is_hooked(self) -> bool:
         """Whether there is a hook on a layer, which might expect padding."""
@@ -351,8 +355,9 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         num_layers: number of layers.
         norm: applied after the last layer, or None.
         enable_nested_tensor: pack padded batches, where torch.nn makes nested tensors of them. A batch is packed if it
-            has enough padding, the layers are those of this module without hooks, the mask is padding or causal only,
-            and there is neither a cache nor torch.compile. With False, padding is computed as torch does, not 0.
+            has enough padding, the layers are those of this module without hooks and with an activation that is known
+            to be one of each element, the mask is padding or causal only, and there is neither a cache nor
+            torch.compile. With False, padding is computed as torch does, not 0.
         mask_check: without effect.
         rotary: rotary positions for the attention of every layer; or None.
 
@@ -664,6 +669,7 @@ class Transformer(nn.Transformer):
 
 
 _PACKABLE = {"causal", "real_keys"}
+"""The fields of a mask that have the same meaning in a packed batch."""
 _OWN_LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
 _BY_TOKEN = (
     *(MultiHeadAttention, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU),
@@ -673,11 +679,26 @@ _BY_TOKEN = (
 its sample."""
 
 
+_BY_ELEMENT = (
+    *(*ACTIVATIONS.values(), F.silu, F.mish, F.elu, F.selu, F.celu, F.leaky_relu, F.relu6, F.hardswish, F.softplus),
+    *(F.sigmoid, F.tanh, F.hardtanh, F.logsigmoid, torch.relu, torch.sigmoid, torch.tanh),
+)
+"""Functions of each element, in a tensor of any shape."""
+
+
+def _is_by_element(activation: Activation) -> bool:
+    """Whether an activation is a function that is known to be one of each element, or a module, which is judged so."""
+    function = activation.func if isinstance(activation, functools.partial) else activation
+    return isinstance(activation, nn.Module) or any(function is known for known in _BY_ELEMENT)
+
+
+def _is_of_one_token(part: nn.Module) -> bool:
+    """Whether a norm is over one dimension."""
+    return len(getattr(part, "normalized_shape", (1,))) == 1
+
+
 def _inherits_known_forward(cls: type[nn.Module]) -> bool:
     return next(base for base in cls.__mro__ if "forward" in vars(base)) in (*_BY_TOKEN, *_OWN_LAYERS)
-
-
-"""The fields of a mask that have the same meaning in a packed batch."""
 
 
 def _check_rotary(rotary: RotaryPositions | None, layer: nn.Module) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch_samples import TORCH_MODULES, assert_same, outputs_and_gradients, samples, without_fast_path, zero_at_padding
@@ -213,6 +215,40 @@ def test_what_is_more_than_padding_and_causality_is_not_packed():
     window = encoder(x, Mask(window=(1, 1)), padding)
     assert_same(window, encoder(x, ~Mask(window=(1, 1)).keep(L, L)[0, 0], padding))
     assert rows.seen == {B * L}
+
+
+@pytest.mark.parametrize(
+    ("activation", "norm"),
+    [
+        (lambda x: x.softmax(1), None),
+        (lambda x: x - x.mean(-2, keepdim=True), None),
+        (lambda x: F.normalize(x, dim=2), None),
+        (F.relu, nn.LayerNorm((L, E), dtype=torch.float64)),
+    ],
+    ids=["softmax", "mean", "dim 2", "norm"],
+)
+@pytest.mark.parametrize("name", ["Encoder", "Decoder"])
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_what_computes_tokens_together_gets_them_as_in_torch(name, activation, norm):
+    stacks = []
+    for package in (fastattn.nn, nn):
+        torch.manual_seed(0)
+        options = {"batch_first": True, "dtype": torch.float64, "activation": activation}
+        layer = getattr(package, f"Transformer{name}Layer")(E, H, 32, 0.0, **options)
+        stacks.append(getattr(package, f"Transformer{name}")(layer, 1, norm))
+    stacks[1].load_state_dict(stacks[0].state_dict())
+    x, padding = normal(B, L, E), PADDINGS["right"]
+    masks = {f"{of}_key_padding_mask": padding for of in (["src"] if name == "Encoder" else ["tgt", "memory"])}
+    ours, theirs = (stack(x, *[x][: len(masks) - 1], **masks) for stack in stacks)
+    assert_same(ours[~padding], theirs[~padding])
+
+
+@pytest.mark.parametrize("activation", [F.silu, functools.partial(F.gelu, approximate="tanh"), nn.Mish()])
+def test_activations_of_elements_are_packed(activation):
+    encoder = TransformerEncoder(layer_of(TransformerEncoderLayer, activation=activation), 1)
+    rows = Rows(encoder)
+    encoder(normal(B, L, E), src_key_padding_mask=PADDINGS["right"])
+    assert rows.seen == {int((~PADDINGS["right"]).sum())}
 
 
 def test_little_padding_is_not_packed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -110,16 +111,31 @@ class SinusoidalPositions(nn.Module):
     ) -> None:
         super().__init__()
         check_ints(1, d_model=d_model, max_length=max_length)
-        padding_idx = checked_index("padding_idx", padding_idx, max_length)
-        angles = torch.arange(max_length, dtype=torch.float64)[:, None] * _frequencies(d_model, 10000.0)
-        table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]
-        if padding_idx is not None:
-            table[padding_idx] = 0
-        self.register_buffer("table", table.to(device, dtype or torch.get_default_dtype()), persistent=False)
+        self.d_model, self.max_length = d_model, max_length
+        self.padding_idx = checked_index("padding_idx", padding_idx, max_length)
+        table = self._computed(device, dtype or torch.get_default_dtype())
+        self.register_buffer("table", table, persistent=False)
+
+    def _computed(self, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+        angles = torch.arange(self.max_length, dtype=torch.float64)[:, None] * _frequencies(self.d_model, 10000.0)
+        table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, : self.d_model]
+        if self.padding_idx is not None:
+            table[self.padding_idx] = 0
+        return table.to(device, dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SinusoidalPositions:
+        """As in nn.Module; a table that was on the meta device is computed, since no state_dict has it."""
+        on_meta = self.table.is_meta
+        super()._apply(fn, recurse)
+        if on_meta and not self.table.is_meta:
+            self.table = self._computed(self.table.device, self.table.dtype)
+        return self
 
     def forward(self, positions: Tensor) -> Tensor:
         """[..., d_model] for integer positions [...]."""
-        _check_positions(positions, len(self.table))
+        _check_positions(positions, self.max_length)
+        if self.table.is_meta and not positions.is_meta:  # the weights may have been assigned
+            self.table = self._computed(positions.device, self.table.dtype)
         return self.table[positions]
 
     if TYPE_CHECKING:

@@ -53,3 +53,14 @@ def test_embeddings_are_scaled_and_padding_stays_zero():
     scaled(ids).sum().backward()
     assert (scaled.weight.grad[0] == 0).all()
     assert (scaled.weight.grad[3] == 8).all()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_table_of_a_module_from_the_meta_device_is_computed(assign):
+    with torch.device("meta"):
+        module = SinusoidalPositions(6, 4, padding_idx=0, dtype=torch.float64)
+    if not assign:
+        module.to_empty(device="cpu")
+    module.load_state_dict({}, assign=assign)
+    expected = SinusoidalPositions(6, 4, padding_idx=0, dtype=torch.float64)
+    assert torch.equal(module(torch.arange(4)), expected(torch.arange(4)))

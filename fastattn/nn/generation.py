@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..spec import accumulation_dtype
 from .checks import check_bools, check_ids, check_ints, check_numbers
 
 
@@ -149,6 +150,7 @@ def choose(logits: Tensor, options: GenerationOptions) -> Tensor:
     """The next token of each sequence, int64 [B], from logits [B, vocab_size]: the likeliest one, or a drawn one."""
     if not options.do_sample:
         return logits.argmax(dim=-1)
+    logits = logits.to(accumulation_dtype(logits.dtype))  # or many ids would be equal, and sums of probabilities off
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / options.temperature  # which no temperature makes infinite
     probabilities = filtered(scaled, options.top_k, options.top_p).softmax(dim=-1)
     return torch.multinomial(probabilities, 1, generator=options.generator).squeeze(1)

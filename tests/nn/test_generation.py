@@ -26,7 +26,7 @@ from fastattn.nn import (
     TransformerConfig,
     positions_of,
 )
-from fastattn.nn.generation import filtered
+from fastattn.nn.generation import choose, filtered
 
 CONFIG = TransformerConfig(vocab_size=11, d_model=16, nhead=4, num_layers=2, dim_feedforward=32, padding_idx=0)
 CONFIGS = {
@@ -313,6 +313,14 @@ def test_what_may_be_drawn(top_k, top_p, kept):
     allowed = probabilities >= probabilities.sort(descending=True).values[kept - 1]
     expected = probabilities * allowed / (probabilities * allowed).sum()
     torch.testing.assert_close(actual, expected.expand(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_logits_in_16_bits_are_drawn_from_as_in_fp32(dtype, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "multinomial", lambda p, n, **_: given.append(p) or p.argmax(-1, keepdim=True))
+    choose(torch.zeros(1, 1000, dtype=dtype), GenerationOptions(1, do_sample=True, top_p=0.8985))
+    assert (given[0] > 0).sum() == 899
 
 
 def test_sampling_follows_the_probabilities():

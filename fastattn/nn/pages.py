@@ -86,6 +86,8 @@ class PagedCache:
             TypeError, ValueError: a number is no int of at least 1, or a sequence has no room for it or is not open in
                 this cache.
         """
+        if not isinstance(counts, Mapping):
+            raise TypeError(f"counts must be a mapping from sequences to numbers, got {type(counts).__name__}")
         for sequence, n in counts.items():
             if not isinstance(sequence, PagedSequence):
                 raise TypeError(f"counts must have a PagedSequence for each number, got {type(sequence).__name__}")

@@ -445,6 +445,7 @@ def test_sequences_have_the_room_that_they_have_reserved():
         ({closed: 1}, "counts must have sequences that are open in this cache, got another one"),
         ({PagedCache(1).open(3): 1}, "counts must have sequences that are open in this cache, got another one"),
         ({3: 1}, "counts must have a PagedSequence for each number, got int"),
+        ([sequence], "counts must be a mapping from sequences to numbers, got list"),
     ]:
         with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
             cache.step(counts)

@@ -76,7 +76,7 @@ def validated(
         raise ValueError(
             f"mask must be a fastattn.Mask or None, got {type(mask).__name__}{how * isinstance(mask, Tensor)}"
         )
-    _check_mask(mask, q.device, B, H, n_q, n_k)
+    check_mask(mask, q.device, B, H, n_q, n_k)
     shape = (1, H, 1, max(n_q + n_k - 1, 0)) if bias_by_distance else (B, H, n_q, n_k)
     _check_learned("bias", bias, q.device, [shape], broadcast=True)
     _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
@@ -370,7 +370,8 @@ def check_merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, sinks: Tenso
         raise ValueError(f"sinks must be [{lse1.shape[-2]}], one for each head of lse1, got {list(sinks.shape)}")
 
 
-def _check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k: int) -> None:
+def check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k: int) -> None:
+    """Raises ValueError where a mask is not of scores [B, H, n_q, n_k] on this device."""
     shapes = {
         "q_offset": ((B,), (B, n_q)),
         "real_keys": ((B, n_k),),

@@ -175,7 +175,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             key_padding_mask: [N, S] or [S]; bool (True hides the key) or float (added to the scores).
             need_weights: also return the weights.
             attn_mask: [L, S] or [N * H, L, S]; bool (True hides the key) or float (added to the scores). Or a
-                `fastattn.Mask`, where True means seen.
+                `fastattn.Mask`, where True means seen, over the S keys.
             average_attn_weights: average the weights over the heads; otherwise they are [N, H, L, S].
             is_causal: hint that `attn_mask` hides the keys after each query's own position, and nothing else.
             rotation: turns queries and keys by their positions (`RotaryPositions`).

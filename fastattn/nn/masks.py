@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..spec import Mask
+from ..validation import check_mask
 
 
 def canonical_mask(
@@ -43,9 +44,13 @@ def canonical_mask(
     B, H, L, S = shape
     if isinstance(attn_mask, Mask):
         _check_padding(key_padding_mask, (B, S) if batched else (S,), queries)
+        if appended and attn_mask.features():
+            check_mask(attn_mask, queries.device, *shape)
+            keep = _extended(attn_mask.keep(L, S, queries.device), S + appended, True)
+            attn_mask = Mask(dense=keep, real_queries=attn_mask.real_queries)
         if key_padding_mask is None:
             return attn_mask, None
-        padding, bias = from_torch(key_padding_mask.view(B, S), None, shape)
+        padding, bias = from_torch(key_padding_mask.view(B, S), None, (B, H, L, S + appended))
         return attn_mask.with_padding(padding.real_keys), bias
     hint_decides = is_causal and key_padding_mask is None and not need_weights
     _check_padding(key_padding_mask, (B, S) if batched else (S,), queries)

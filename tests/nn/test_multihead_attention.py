@@ -6,6 +6,7 @@ import inspect
 import io
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -320,6 +321,32 @@ def test_a_changed_mask_is_looked_at_again():
     assert from_torch(None, mask, shape)[1] is mask
     with torch.inference_mode():  # no version counter here
         assert from_torch(None, causal_mask(3), shape)[0].causal
+
+
+@pytest.mark.parametrize("appended", [{"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True}], ids=str)
+@pytest.mark.parametrize(
+    ("mask", "hidden"),
+    [
+        (Mask(causal=True), None),
+        (Mask(window=(1, 0)), None),
+        (Mask(real_keys=~padded(5, 2)), padded(5, 2).repeat_interleave(2, 0)[:, None].expand(4, 5, 5)),
+        (Mask(dense=torch.eye(5).bool()), None),
+        (Mask(causal=True), padded(5, 3)),
+    ],
+    ids=["causal", "window", "padding", "dense", "causal and padding"],
+)
+def test_every_query_sees_the_keys_that_are_appended(appended, mask, hidden):
+    theirs, ours = pair(8, 2, batch_first=True, **appended)
+    x, more = normal(2, 5, 8), {}
+    if hidden is None or hidden.dim() == 2:
+        hidden, more = ~mask.keep(5, 5)[0, 0], {} if hidden is None else {"key_padding_mask": hidden}
+    assert_same(ours(x, x, x, attn_mask=mask, **more), theirs(x, x, x, attn_mask=hidden, **more))
+
+
+def test_a_mask_over_appended_keys_is_refused():
+    module, x = MultiHeadAttention(8, 2, batch_first=True, add_bias_kv=True), torch.ones(2, 5, 8)
+    with pytest.raises(ValueError, match=re.escape("mask.real_keys must be [2, 5], got [2, 6]")):
+        module(x, x, x, attn_mask=Mask(real_keys=torch.ones(2, 6).bool()))
 
 
 def test_a_learned_mask_gets_its_gradient():

@@ -195,6 +195,9 @@ class Rotation(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, H, L, D], with columns i and i + D/2 of each vector rotated by an angle proportional to position."""
+        (N, _, L, D), (n, _, length, width) = x.shape, self.cos.shape
+        if (length, width) != (L, D) or (n != 1 and n != N):
+            raise ValueError(f"rotation must be [{N} or 1, 1, {L}, {D}], got {list(self.cos.shape)}")
         left, right = x.chunk(2, dim=-1)
         return x * self.cos.to(x.dtype) + torch.cat([-right, left], dim=-1) * self.sin.to(x.dtype)
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module
 
 from .. import blocks
-from ..spec import Mask
+from ..spec import Mask, is_jagged
 from .attention import MultiHeadAttention
 from .cache import AttentionCache, KVCache
-from .checks import check_bools, check_heads, check_ints, check_numbers, check_probability
+from .checks import check_bools, check_dense, check_heads, check_ints, check_numbers, check_probability
 from .masks import canonical_mask
 from .packing import Packing, worth_packing
 from .pages import PagedLayer, PagedStep
@@ -333,7 +333,8 @@ class _Stack(nn.Module):
             return None
         if positions is None:
             positions = blocks.positions(x.shape[-2], x.device)
-        *batch, length = positions.shape
+        check_dense("positions", positions)
+        *batch, length = positions.shape if positions.dim() in (1, 2) else (0, 0)
         if length != x.shape[-2] or (batch and batch[0] != 1 and batch != [*x.shape[:-2]]):
             raise ValueError(f"positions must be {list(x.shape[:-1])} or [{x.shape[-2]}], got {list(positions.shape)}")
         return self.rotary(positions if packing is None else packing.pack(positions.expand(x.shape[:2])))
@@ -419,7 +420,15 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         if (block := blocks.current()) is not None and block.source is not None:
             with blocks.of_source(block):
                 return self.forward(src, mask, src_key_padding_mask, is_causal, positions=positions, cache=cache)
-        if src.is_nested or not _are(TransformerEncoderLayer, self.layers):
+        own = _are(TransformerEncoderLayer, self.layers)
+        if src.is_nested or not own:
+            why = "where src is nested" if own else "with layers of other classes"
+            _check_absent(why, rotary=self.rotary, cache=cache)
+            if isinstance(mask, Mask) and own and is_jagged(src) and src_key_padding_mask is None and not is_causal:
+                for layer in self.layers:
+                    src = layer(src, mask)
+                return self._normed(src)
+            _check_absent(why, mask=mask if isinstance(mask, Mask) else None)
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         unmasked = mask is src_key_padding_mask is None and (is_causal is None or is_causal is False)
         if unmasked and cache is self.rotary is None:
@@ -445,6 +454,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             return _batch_first(packing.unpack(self._normed(x)), attention)
 
         if cache is not None:
+            _check_absent("with a cache, which knows them", positions=positions)
             seen, positions = cache.mask(seen), cache.positions
         real = real if self.enable_nested_tensor else None
         options = {"src_mask": seen.with_padding(real_queries=real)} | self._rotated(x, positions)
@@ -530,10 +540,13 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
         """
         if not _are(TransformerDecoderLayer, self.layers):
+            _check_absent("with layers of other classes", rotary=self.rotary, cache=cache)
             return super().forward(
                 tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal,
                 memory_is_causal,
             )  # fmt: skip
+        check_dense("tgt", tgt)
+        check_dense("memory", memory)
         if isinstance(cache, PagedStep):
             raise TypeError("cache must be a KVCache or None in a decoder, got a PagedStep")
         attention = self.layers[0].self_attn
@@ -562,6 +575,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             return _batch_first(packing.unpack(self._normed(x)), attention)
 
         if cache is not None:
+            _check_absent("with a cache, which knows them", positions=positions)
             seen, positions = cache.mask(seen), cache.positions
         options = {
             "tgt_mask": seen.with_padding(real_queries=real),
@@ -708,6 +722,13 @@ def _check_rotary(rotary: RotaryPositions | None, layer: nn.Module) -> None:
         raise TypeError(f"rotary must be a RotaryPositions or None, got {type(rotary).__name__}")
     if isinstance(layer, _Layer) and rotary.head_dim != layer.self_attn.head_dim:
         raise ValueError(f"rotary must be of head_dim {layer.self_attn.head_dim} like the layer, got {rotary.head_dim}")
+
+
+def _check_absent(why: str, **given: object) -> None:
+    """Raises where an argument is given that would be ignored."""
+    for name, x in given.items():
+        if x is not None:
+            raise ValueError(f"{name} must be None {why}, got a {type(x).__name__}")
 
 
 def _are(cls: type[nn.Module], layers: nn.ModuleList) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch_samples import TORCH_MODULES, assert_same, outputs_and_gradients, sam
 import fastattn
 from fastattn import Mask
 from fastattn.nn import (
+    KVCache,
     Packing,
     RotaryPositions,
     Transformer,
@@ -443,3 +446,54 @@ def test_an_override_that_would_not_be_called_is_refused(cls, block):
     assert issubclass(type("Changed", (ours,), {"forward": lambda self, x: x}), cls)
     with pytest.raises(TypeError, match=f"Changed must override forward, got {block}, which torch.nn's layers"):
         type("Changed", (ours,), {block: lambda self, x: x})
+
+
+def stack_of(name: str, package: ModuleType = fastattn.nn, **options: object) -> nn.Module:
+    layer = getattr(package, f"Transformer{name}Layer")(E, H, 32, 0.0, batch_first=True)
+    return getattr(fastattn.nn, f"Transformer{name}")(layer, 1, **options)
+
+
+@pytest.mark.parametrize("name", ["Encoder", "Decoder"])
+@pytest.mark.parametrize(
+    ("made", "given", "why"),
+    [
+        ({"package": nn, "rotary": RotaryPositions(4)}, {}, "rotary must be None with layers of other classes"),
+        ({"package": nn}, {"cache": KVCache(2, 5)}, "cache must be None with layers of other classes"),
+        ({}, {"cache": KVCache(2, 5), "positions": torch.arange(5)}, "positions must be None with a cache"),
+        ({"rotary": RotaryPositions(4)}, {"positions": [0, 1, 2, 3, 4]}, "positions must be a Tensor, got list"),
+        ({"rotary": RotaryPositions(4)}, {"positions": torch.ones(1, 1, 5)}, "positions must be [2, 5] or [5], got"),
+    ],
+)
+def test_nothing_that_is_given_to_a_stack_is_ignored(name, made, given, why):
+    x = torch.ones(2, 5, E)
+    with pytest.raises((ValueError, TypeError), match=re.escape(why)):
+        stack_of(name, **made)(x, *[x] * (name == "Decoder"), **given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_what_nested_tensors_cannot_have(layout):
+    x = torch.nested.nested_tensor([torch.ones(5, E), torch.ones(2, E)], layout=layout)
+    for made, given in (({"rotary": RotaryPositions(4)}, {}), ({}, {"cache": KVCache(2, 5)})):
+        with pytest.raises(ValueError, match="must be None where src is nested, got a"):
+            stack_of("Encoder", **made)(x, **given)
+    with pytest.raises(ValueError, match="tgt must be dense, got a nested Tensor"):
+        stack_of("Decoder")(x, x)
+    if layout == torch.strided:
+        with pytest.raises(ValueError, match="mask must be None where src is nested, got a Mask"):
+            stack_of("Encoder")(x, Mask(causal=True))
+
+
+def test_an_encoder_of_jagged_tensors_takes_a_mask():
+    encoder, mask = stack_of("Encoder", norm=nn.LayerNorm(E)), Mask(causal=True, window=(1, None))
+    x = [torch.randn(5, E), torch.randn(2, E)]
+    nested = encoder(torch.nested.nested_tensor(x, layout=torch.jagged), mask)
+    for actual, alone in zip(nested.unbind(), x, strict=True):
+        assert_same(actual, encoder(alone, mask))
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 1), (3, 5)], ids=str)
+def test_a_rotation_is_of_the_tokens(shape):
+    layer, rotation = layer_of(TransformerEncoderLayer), RotaryPositions(4)(torch.ones(shape).long())
+    with pytest.raises(ValueError, match=re.escape(f"rotation must be [2 or 1, 1, 5, 4], got [{shape[0]}, 1, ")):
+        layer(normal(2, 5, E), rotation=rotation)

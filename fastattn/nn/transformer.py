@@ -731,8 +731,18 @@ def _check_absent(why: str, **given: object) -> None:
             raise ValueError(f"{name} must be None {why}, got a {type(x).__name__}")
 
 
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Where modules of PyTorch that call another one with their own arguments keep it."""
+
+
 def _are(cls: type[nn.Module], layers: nn.ModuleList) -> bool:
-    return all(isinstance(layer, cls) for layer in layers)
+    """Whether the layers are of this class, also inside of what torch.compile, checkpointing and FSDP wrap them in."""
+    return all(isinstance(_unwrapped(layer), cls) for layer in layers)
+
+
+def _unwrapped(layer: nn.Module) -> nn.Module:
+    inner = next((part for name, part in layer.named_children() if name in _WRAPPED), None)
+    return layer if inner is None else _unwrapped(inner)
 
 
 def _batch_first(x: Tensor, attention: MultiHeadAttention) -> Tensor:

@@ -7,10 +7,12 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fastattn
 from fastattn import Mask, nn
@@ -695,6 +697,24 @@ def test_models_learn_and_compile(cls):
         loss().backward()
         optimizer.step()
     assert loss().item() < 0.5 * begin
+
+
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")], ids=["checkpoint", "compile"]
+)
+@pytest.mark.parametrize("cls", [LanguageModel, Seq2SeqModel])
+def test_models_of_wrapped_layers(cls, wrap, request):
+    request.addfinalizer(torch._dynamo.reset)
+    model = made(cls, CONFIGS["rotary, grouped heads, swiglu, rms"])
+    ids, options = torch.tensor([[3, 4, 5], [6, 7, 0]]), {"max_new_tokens": 3}
+    inputs = (ids,) if cls is LanguageModel else (ids, ids)
+    options |= {} if cls is LanguageModel else {"decoder_start_token_id": START}
+    expected, tokens = model(*inputs)[ids > 0], model.generate(ids, **options)
+    for layers in [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]:
+        for i, layer in enumerate(layers):
+            layers[i] = wrap(layer)
+    close(model(*inputs)[ids > 0], expected)
+    assert torch.equal(model.generate(ids, **options), tokens)
 
 
 def test_positions_count_real_tokens():

@@ -136,6 +136,11 @@ def _built(path: Path, description: str) -> Model:
 def _check_fit(path: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
     """Raises ValueError about the first weight in which a file does not fit the model."""
     expected = model.state_dict()
+    for name, tensor in expected.items():
+        if tensor.is_meta:
+            raise ValueError(
+                f"model must have memory for {name}, as to_empty gives it, got a weight on the meta device"
+            )
     for name in shapes.keys() - expected.keys():
         raise ValueError(f"model must have {name}, which {path} holds, got a {type(model).__name__} without it")
     tied: dict[int, str] = {}

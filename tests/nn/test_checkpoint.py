@@ -147,3 +147,15 @@ def test_both_names_of_a_tied_weight_are_refused(tmp_path):
     save(LanguageModel(replace(config, tie_embeddings=False)), tmp_path / "untied.safetensors")
     sentence = "must hold one of embedding.weight and head.weight, which are one weight of the model, got both"
     assert_refused(tmp_path / "untied.safetensors", sentence, LanguageModel(config))
+
+
+def test_a_model_on_the_meta_device_is_refused(tmp_path):
+    model = LanguageModel(replace(CONFIG, tie_embeddings=False))
+    save(model, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        other = LanguageModel(model.config)
+    with pytest.raises(
+        ValueError, match=r"model must have memory for .*, as to_empty gives it, got a weight on the meta"
+    ):
+        load(tmp_path / "model.safetensors", other)
+    assert same(load(tmp_path / "model.safetensors", other.to_empty(device="cpu")), model)

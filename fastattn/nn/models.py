@@ -359,7 +359,7 @@ class LanguageModel(Model):
             return generate_in_pages(self, list(prompts), cache, **options)
 
         def begin(max_new_tokens: int) -> Generation:
-            length = input_ids.shape[1] + max_new_tokens
+            length = max_new_tokens + (input_ids.shape[1] if real is None else max(real.sum(1).tolist(), default=0))
             self.check_length("input_ids and max_new_tokens together", length)
             cache = KVCache(len(input_ids), length)
             x = self.hidden(input_ids, real, cache)

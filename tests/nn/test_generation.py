@@ -552,6 +552,17 @@ def test_more_tokens_than_there_is_room_for_are_refused():
         model(torch.full((1, 33), 3))
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
+def test_padding_of_prompts_takes_no_positions(options):
+    model = made(LanguageModel, replace(CONFIG, max_length=8))
+    ids = torch.tensor([[3, 4, 5], [0, 6, 7]])
+    padded = torch.nn.functional.pad(ids, (9, 0))
+    options |= {"max_new_tokens": 5}
+    assert torch.equal(model.generate(padded, **options), model.generate(ids, **options))
+    with pytest.raises(ValueError, match="must be at most max_length = 8 tokens, got 9"):
+        model.generate(padded, **options | {"max_new_tokens": 6})
+
+
 def test_padding_takes_no_room():
     """A cache has room for max_length tokens of each sample, however much padding it was given with them."""
     model, cache = made(LanguageModel, CONFIG), KVCache(2, 4)

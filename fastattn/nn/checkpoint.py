@@ -52,7 +52,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if type(model) in MODELS.values():
         arguments = model.arguments()
         description = arguments | {"class": type(model).__name__, "config": asdict(arguments["config"])}
-        metadata[_KEY] = json.dumps(description)
+        metadata[_KEY] = json.dumps(description, default=lambda number: number.item())  # of numpy
     part = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
         _safetensors().torch.save_model(model, str(part), metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -159,3 +160,10 @@ def test_a_model_on_the_meta_device_is_refused(tmp_path):
     ):
         load(tmp_path / "model.safetensors", other)
     assert same(load(tmp_path / "model.safetensors", other.to_empty(device="cpu")), model)
+
+
+def test_sizes_may_be_numbers_of_numpy(tmp_path):
+    config = replace(CONFIG, vocab_size=np.int64(11), num_kv_heads=np.int32(2), dropout=np.float32(0.5))
+    save(SequenceClassifier(config, np.int64(3)), tmp_path / "model.safetensors")
+    loaded = load(tmp_path / "model.safetensors")
+    assert (loaded.config, loaded.num_classes) == (config, 3)

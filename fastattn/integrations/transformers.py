@@ -50,6 +50,9 @@ told from the call: a cross-attention whose queries happen to be as many as its 
 _DECODER_ALONE_ASKS = frozenset({"bigbird_pegasus", "longt5", "pegasus_x"})
 """Model types whose encoder has attention of its own, which would ignore the name of an implementation."""
 
+_TAKE_TENSORS_ALONE = frozenset({"deepseek_v4"})
+"""Model types whose attention writes into a mask that is a Tensor, and leaves every other one as it is."""
+
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -479,10 +482,11 @@ def attention_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **options: object,
-) -> Mask:
+) -> Mask | Tensor:
     """The `Mask` of one forward pass; it never allocates [q_length, kv_length] for the mask functions of transformers.
 
-    A function that is not known here, such as a user's own, is evaluated by transformers itself into `Mask.dense`.
+    A function that is not known here, such as a user's own, is evaluated by transformers itself into `Mask.dense`, and
+    every one for the models of `_TAKE_TENSORS_ALONE`, into the tensor of "eager".
 
     Args:
         batch_size: B.
@@ -494,7 +498,7 @@ def attention_mask(
         attention_mask: bool [B, n], False at padding; positions from n on are padding too.
         config: that of the model.
         use_vmap: `mask_function` works on single indices only, so it is the user's own.
-        options: arguments for other implementations, without effect here.
+        options: arguments for other implementations.
     """
     if isinstance(attention_mask, Mask):  # `generate` has made it ahead of the forward pass, for a static cache
         return attention_mask
@@ -505,6 +509,19 @@ def attention_mask(
     if (block := blocks.current()) is not None:
         lengths, fields = (batch_size, q_length, kv_length), None if use_vmap else _fields(mask_function)
         return _mask_in_block(block, lengths, q_offset, fields, attention_mask, config)
+    if getattr(config, "model_type", None) in _TAKE_TENSORS_ALONE:
+        return masking_utils.eager_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            use_vmap=use_vmap,
+            device=device,
+            **options,
+        )
     real_keys = None
     if attention_mask is not None:
         padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -719,6 +736,9 @@ def attention_forward(
         mask, bias = Mask(causal=causal), None
     elif isinstance(attention_mask, Mask):
         mask, bias = attention_mask, None
+        if isinstance(mask, PreparedMask) and mask.lengths[1:] != (n_q, n_k):  # of masks without tensors nothing tells
+            made = f"{mask.lengths[1]} queries and {mask.lengths[2]} keys"
+            raise _refusal(module, f"a mask that was made for {made} came with {n_q} and {n_k}")
         if mask.causal and is_causal is False and n_q > 1:
             raise _refusal(module, "is_causal=False came with a causal mask; set config.is_causal = False instead")
     else:

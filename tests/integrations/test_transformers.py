@@ -17,7 +17,7 @@ import fresh_python
 import pytest
 import torch
 import transformers
-from model_cases import PADDINGS, Compared, L, compared, differences, objections, outputs_and_gradients
+from model_cases import PADDINGS, Compared, L, at_real, compared, differences, objections, outputs_and_gradients
 from sentence_cases import save_bert
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
@@ -136,6 +136,33 @@ def test_generation_where_the_mask_is_taken_for_a_tensor(case, cache):
     actual = models.swapped.generate(**call, **options)
     assert actual.shape == (3, L + 8)
     assert torch.equal(actual, models.eager.generate(**call, **options))
+
+
+@may_fall_back
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_keys_that_a_layer_adds_are_seen_as_it_says(padding):
+    """DeepSeek-V4 appends compressed tokens to the keys, and to a mask that is a Tensor which of them may be seen."""
+    sizes = SIZES | {"head_dim": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "o_groups": 2, "o_lora_rank": 8}
+    sizes |= {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 2, "n_routed_experts": 2, "num_experts_per_tok": 2}
+    sizes |= {"moe_intermediate_size": 16, "experts_implementation": "eager", "sliding_window": 5, "pad_token_id": 0}
+    types = ["compressed_sparse_attention", "heavily_compressed_attention"]
+    config = transformers.DeepseekV4Config(**sizes, layer_types=types, compress_rates=dict.fromkeys(types, 3))
+    torch.manual_seed(0)
+    model = transformers.DeepseekV4ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    real = PADDINGS[padding]
+    model.set_attn_implementation("eager")
+    naive = at_real(model(**as_decoder(model, real)).logits, real)
+    fastattn.swap(model)
+    torch.testing.assert_close(at_real(model(**as_decoder(model, real)).logits, real), naive, rtol=1e-3, atol=1e-3)
+
+
+def test_a_mask_for_other_lengths_is_refused():
+    q, k = torch.randn(2, 3, 8), torch.randn(2, 7, 8)
+    mask = integration.attention_mask(1, 3, 5, q_offset=2)
+    with pytest.raises(NotImplementedError, match="made for 3 queries and 5 keys came with 3 and 7"):
+        integration.attention_forward(nn.Identity(), q[None], k[None], k[None], mask)
 
 
 @may_fall_back

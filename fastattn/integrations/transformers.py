@@ -545,6 +545,8 @@ def attention_mask(
         )
         return PreparedMask.for_lengths(lengths, dense=dense, real_keys=real_keys)
 
+    if "dense" in fields:
+        fields["dense"] = fields["dense"].to(device)
     q_offset = q_offset - kv_offset  # among the keys that are given
     if isinstance(q_offset, Tensor):  # a static cache, longer than the sequence so far
         q_offset = q_offset.to(device).expand(batch_size) if fields else 0
@@ -610,6 +612,8 @@ def _fields(function: Callable) -> dict[str, object] | None:
     if function is masking_utils.causal_mask_function:
         return {"causal": True}
     match getattr(function, _MADE_BY, None):
+        case "sliding_window_overlay", (0,):  # as Qwen2-MoE makes one that no layer reads
+            return {"dense": torch.tensor(False)}
         case "sliding_window_overlay", (width,):
             return {"window": (width - 1, None)}
         case "sliding_window_bidirectional_overlay", (width,):

@@ -21,7 +21,17 @@ from model_cases import PADDINGS, Compared, L, at_real, compared, differences, o
 from sentence_cases import save_bert
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
-from transformers_cases import BY_FAMILY, DEEPSEEK_V3_2, GEMMA_4, REFUSED, SIZES, as_decoder, as_encoder, ids
+from transformers_cases import (
+    BY_FAMILY,
+    DEEPSEEK_V3_2,
+    GEMMA_4,
+    QWEN_2_MOE,
+    REFUSED,
+    SIZES,
+    as_decoder,
+    as_encoder,
+    ids,
+)
 
 import fastattn
 from fastattn import Mask
@@ -250,6 +260,7 @@ def functions_of_transformers() -> list[tuple[str, Callable, bool]]:
         ("packed window", m.packed_sequence_compatibility_function(window, position_ids, packed), True),
         ("remapped, not packed", remapped, False),
         ("remapped and more, not packed", m.and_masks(m.bidirectional_mask_function, remapped), False),
+        ("window of no key", m.sliding_window_causal_mask_function(0), False),
         ("two windows", m.and_masks(window, local), False),
         ("chunked", m.chunked_causal_mask_function(4, left_padding), False),
         ("blocks", m.or_masks(causal, m.blockwise_overlay(blocks)), False),
@@ -315,6 +326,14 @@ def test_the_mask_is_that_of_transformers(function, known, lengths, padded):
         expected = expected & mask.real_queries[:, None, :, None]
     assert torch.equal(mask.keep(q_length, kv_length).expand(2, 1, q_length, kv_length), expected)
     assert (mask.dense is None) == known
+
+
+def test_a_mask_that_no_layer_reads_is_made(received):
+    """Qwen2-MoE without windows makes a mask of windows of no key, which its layers leave alone."""
+    models = compared(QWEN_2_MOE)
+    for padding in QWEN_2_MOE.paddings:
+        assert not objections(models, outputs_and_gradients, padding)
+    assert all(mask.dense is None for mask in received)
 
 
 @may_fall_back

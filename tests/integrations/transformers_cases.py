@@ -462,6 +462,9 @@ DEEPSEEK_V3_2 = decoder(  # which keys its indexer chooses turns on a rounding, 
     **LATENT,
     **EXPERTS,
 )
+QWEN_2_MOE = decoder(
+    "Qwen2-MoE", "Qwen2Moe", num_experts=2, moe_intermediate_size=16, shared_expert_intermediate_size=16, **EXPERTS
+)
 BY_FAMILY = {case.family: case for case in CASES}
 
 

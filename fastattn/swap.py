@@ -202,7 +202,8 @@ def unswap(model: nn.Module) -> None:
         integration.switch_back(model)
     for module in model.modules():
         if _MEMORY in vars(module):
-            module.__class__, attributes = vars(module).pop(_MEMORY)
+            before, attributes = vars(module).pop(_MEMORY)
+            module.__class__ = _taken_back(type(module), before)
             for name in _CHANGED:
                 vars(module).pop(name, None)
             vars(module).update(attributes)
@@ -216,6 +217,17 @@ def _remember(module: nn.Module) -> None:
     """Keeps the class and the attributes that `unswap` gives back."""
     attributes = {name: vars(module)[name] for name in _CHANGED if name in vars(module)}
     vars(module).setdefault(_MEMORY, (type(module), attributes))
+
+
+def _taken_back(cls: type, before: type) -> type:
+    """A class with `before` in place of the one of the swap, on which parametrizations and FSDP may have put theirs."""
+    ours = (MultiHeadAttention, *_LAYERS.values(), *_STACKS.values())
+    if cls in (before, *ours) or sdpa_callers.SDPACaller in cls.__bases__:
+        return before
+    bases = tuple(_taken_back(base, before) for base in cls.__bases__)
+    if bases == cls.__bases__:
+        return cls
+    return type(cls)(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})
 
 
 def _is_torch_attention(module: nn.Module) -> bool:

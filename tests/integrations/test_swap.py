@@ -238,6 +238,28 @@ def test_unswap_gives_the_original_back(name, calls):
     assert [type(part) for part in swapped.modules()] == [type(part) for part in model.modules()]
 
 
+class Caller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.in_proj_weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, query, key, value):
+        return nn.functional.scaled_dot_product_attention(query @ self.in_proj_weight, key, value), None
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.MultiheadAttention(8, 2), Caller], ids=["attention", "caller"])
+def test_unswap_leaves_what_others_put_on_top(kind):
+    model, x = kind(), torch.randn(2, 3, 8)
+    before = type(model)
+    fastattn.swap(model)
+    torch.nn.utils.parametrize.register_parametrization(model, "in_proj_weight", nn.Softplus())
+    expected = model(x, x, x)[0]
+    fastattn.unswap(model)
+    torch.testing.assert_close(model(x, x, x)[0], expected, rtol=1e-4, atol=1e-5)
+    torch.nn.utils.parametrize.remove_parametrizations(model, "in_proj_weight")
+    assert type(model) is before
+
+
 def test_unswap_leaves_what_was_built_as_ours():
     model = nn.ModuleList([MultiHeadAttention(8, 2), nn.MultiheadAttention(8, 2)])
     fastattn.swap(model)

@@ -613,7 +613,7 @@ def _fields(function: Callable) -> dict[str, object] | None:
         return {"causal": True}
     match getattr(function, _MADE_BY, None):
         case "sliding_window_overlay", (0,):  # as Qwen2-MoE makes one that no layer reads
-            return {"dense": torch.tensor(False)}
+            return {"dense": torch.tensor(False, device="cpu")}
         case "sliding_window_overlay", (width,):
             return {"window": (width - 1, None)}
         case "sliding_window_bidirectional_overlay", (width,):

@@ -249,7 +249,7 @@ def _objection(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "its forward was replaced on the module itself"
     if type(module.out_proj) not in (nn.Linear, NonDynamicallyQuantizableLinear):
-        return f"its out_proj is a {type(module.out_proj).__name__}, not a Linear"
+        return f"its out_proj is a {full_name(type(module.out_proj))}, not a torch.nn.Linear"
     return None
 
 

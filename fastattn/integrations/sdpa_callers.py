@@ -159,9 +159,17 @@ def names_in_code_of(cls: type[nn.Module]) -> frozenset[str]:
 
 @functools.cache
 def _functions_of(cls: type) -> tuple[FunctionType, ...]:
-    methods = [inspect.getattr_static(cls, name) for name in dir(cls)]
-    methods = [getattr(method, "__func__", method) for method in methods]  # of static and class methods
-    return tuple(inspect.unwrap(method) for method in methods if inspect.isfunction(method))
+    """The methods of a class, with those of its bases that they reach by super()."""
+    functions: list[FunctionType] = []
+    for name in dir(cls):
+        for method in (vars(base)[name] for base in cls.__mro__ if name in vars(base)):
+            method = getattr(method, "__func__", method)  # of static and class methods
+            if not inspect.isfunction(method):
+                break
+            functions.append(inspect.unwrap(method))
+            if name == "__init__" or "super" not in _names_in(functions[-1].__code__):
+                break
+    return tuple(functions)
 
 
 @functools.cache

@@ -74,6 +74,11 @@ class Inheriting(ByFunctional):
     pass
 
 
+class Overriding(Inheriting):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class ByMethodOfThatName(Heads):
     """As litgpt's."""
 
@@ -104,7 +109,7 @@ class Optional(ByHand):
         F.scaled_dot_product_attention()
 
 
-CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, ByDecorated, Inheriting, ByMethodOfThatName)
+CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, ByDecorated, Inheriting, Overriding, ByMethodOfThatName)
 
 
 def two_layers(make: Callable[[], nn.Module] = ByFunctional) -> nn.Sequential:

@@ -399,7 +399,7 @@ def parametrised() -> nn.Module:
         (lambda: torch.jit.script(nn.MultiheadAttention(8, 2)), "TorchScript"),
         (parametrised, "ParametrizedMultiheadAttention is a subclass"),
         (with_own_forward, "forward was replaced"),
-        (with_other_projection, "out_proj is a Sequential"),
+        (with_other_projection, "out_proj is a torch.nn.modules.container.Sequential, not a torch.nn.Linear"),
     ],
 )
 def test_refused_with_the_reason(make: Callable[[], nn.Module], why):

@@ -14,11 +14,13 @@ it was tried with the versions in constraints.txt.
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
 import itertools
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -336,6 +338,9 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
         ours = {
             _deciding_config(*entry)._attn_implementation in (IMPLEMENTATION, PACKED) for entry in attention.values()
         }
+        if options := sorted(set().union(*(_unknown_options(type(module)) for module, _ in attention.values()))):
+            refused[prefix] = f"its attention has the option {', '.join(options)}, which is not supported"
+            continue
         try:
             if False in ours:
                 outermost.set_attn_implementation(IMPLEMENTATION)
@@ -455,6 +460,15 @@ def _asks_for_implementation(cls: type[nn.Module]) -> bool:
         return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(cls.forward)
     except (OSError, TypeError):  # there is no source to read
         return False
+
+
+@functools.cache
+def _unknown_options(cls: type[nn.Module]) -> frozenset[str]:
+    """The options that the forward of this class hands to attention, and that `attention_forward` would refuse."""
+    nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls.forward))))
+    calls = [x for x in nodes if isinstance(x, ast.Call) and getattr(x.func, "id", "") == "attention_interface"]
+    options = frozenset(keyword.arg for call in calls for keyword in call.keywords)
+    return options - {None, *inspect.signature(attention_forward).parameters, *_WITHOUT_EFFECT}
 
 
 _WEIGHING = ("softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward")

@@ -610,6 +610,17 @@ def test_a_model_with_its_own_attention_is_refused_and_left_alone():
     assert len(report.swapped) == 2
 
 
+def test_a_model_whose_attention_has_an_option_of_its_own_is_left_alone():
+    sizes = SIZES | {"head_dim": 8, "num_key_value_heads": 2, "index_n_heads": 2, "index_head_dim": 8}
+    sizes |= {"num_local_experts": 2, "num_experts_per_tok": 1, "index_block_size": 2, "index_topk_blocks": 2}
+    config = transformers.MiniMaxM3VLTextConfig(**sizes, layer_types=["full_attention", "minimax_m3_sparse"])
+    model = transformers.MiniMaxM3VLForCausalLM(config).eval()
+    report = fastattn.swap(model)
+    why = "its attention has the option block_indices, which is not supported"
+    assert report == fastattn.SwapReport(refused={"": why})
+    assert model(ids()).logits.isfinite().all()
+
+
 def test_a_model_that_refuses_halfway_is_put_back(monkeypatch):
     model = BY_FAMILY["CLIP"].make()
 

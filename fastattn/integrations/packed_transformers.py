@@ -89,6 +89,8 @@ class PackedPass:
         if not worth_packing(*(packing.real for packing in packings)):
             forgotten = mask.real_keys is None and (states is None or cross_mask.real_keys is None)
             return "no attention_mask was given" if forgotten else "the batch has little padding, or none"
+        if not all(packing.index.numel() for packing in packings):  # layers of transformers take no sequence of none
+            return "all tokens are padding"
         masks = (PackedMask.of(of, packings[0], keys) for of, keys in zip((mask, cross_mask), packings, strict=False))
         return cls(next(masks), next(masks, None))
 

@@ -189,7 +189,7 @@ def test_calls_that_cannot_be_packed_run_as_they_were_and_are_counted():
             assert_same(actual.attentions, expected.attentions)
         model(**batch, use_cache=False, cache_position=torch.arange(L))
         model(input_ids=batch["input_ids"])
-        for mask in (torch.ones(3, L), torch.ones(3, 1, L, L, dtype=torch.bool).tril()):
+        for mask in (torch.ones(3, L), torch.zeros(3, L), torch.ones(3, 1, L, L, dtype=torch.bool).tril()):
             model(input_ids=batch["input_ids"], attention_mask=mask)
     assert report.calls.packed == 0
     assert report.calls.unpacked == {
@@ -198,6 +198,7 @@ def test_calls_that_cannot_be_packed_run_as_they_were_and_are_counted():
         "the call has cache_position": 1,
         "no attention_mask was given": 1,
         "the batch has little padding, or none": 1,
+        "all tokens are padding": 1,
         "the mask is none of fastattn's": 1,
     }
     assert f"\n{report.calls}" in str(report)

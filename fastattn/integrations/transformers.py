@@ -468,7 +468,7 @@ def _unknown_options(cls: type[nn.Module]) -> frozenset[str]:
     nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls.forward))))
     calls = [x for x in nodes if isinstance(x, ast.Call) and getattr(x.func, "id", "") == "attention_interface"]
     options = frozenset(keyword.arg for call in calls for keyword in call.keywords)
-    return options - {None, *inspect.signature(attention_forward).parameters, *_WITHOUT_EFFECT}
+    return options - _KNOWN
 
 
 _WEIGHING = ("softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
@@ -754,9 +754,9 @@ def attention_forward(
         mask, bias = Mask(causal=causal), None
     elif isinstance(attention_mask, Mask):
         mask, bias = attention_mask, None
-        if isinstance(mask, PreparedMask) and mask.lengths[1:] != (n_q, n_k):  # of masks without tensors nothing tells
-            made = f"{mask.lengths[1]} queries and {mask.lengths[2]} keys"
-            raise _refusal(module, f"a mask that was made for {made} came with {n_q} and {n_k}")
+        _, *made = getattr(mask, "lengths", (0, n_q, n_k))  # which copies of a mask forget
+        if made != [n_q, n_k]:  # a mask without tensors fits any
+            raise _refusal(module, f"a mask made for {made[0]} queries and {made[1]} keys came with {n_q} and {n_k}")
         if mask.causal and is_causal is False and n_q > 1:
             raise _refusal(module, "is_causal=False came with a causal mask; set config.is_causal = False instead")
     else:
@@ -780,6 +780,9 @@ def attention_forward(
     else:
         o, weights = attention(query, key, value, mask, **terms, plan=_plan_of(attention_mask, options)), None
     return o.transpose(1, 2).contiguous(), weights
+
+
+_KNOWN = _WITHOUT_EFFECT | {None, *inspect.signature(attention_forward).parameters}  # keywords of a call
 
 
 def _fitting(relative: RelativeBias, query: Tensor, bias: Tensor | None, packed: int | None) -> Tensor | RelativeBias:

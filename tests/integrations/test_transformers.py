@@ -171,7 +171,7 @@ def test_keys_that_a_layer_adds_are_seen_as_it_says(padding):
 def test_a_mask_for_other_lengths_is_refused():
     q, k = torch.randn(2, 3, 8), torch.randn(2, 7, 8)
     mask = integration.attention_mask(1, 3, 5, q_offset=2)
-    with pytest.raises(NotImplementedError, match="made for 3 queries and 5 keys came with 3 and 7"):
+    with pytest.raises(NotImplementedError, match="a mask made for 3 queries and 5 keys came with 3 and 7"):
         integration.attention_forward(nn.Identity(), q[None], k[None], k[None], mask)
 
 

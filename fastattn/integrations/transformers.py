@@ -120,6 +120,24 @@ class PreparedMask(Mask):
         """Itself: `generate` asks this of the masks that it makes ahead for a static cache."""
         return self
 
+    def to(self, *args: object, **kwargs: object) -> PreparedMask | Tensor:
+        """Itself on another device, as accelerate asks of each argument of a layer; else what the tensor gives."""
+        device = kwargs.get("device", args[0] if args else None)
+        others = args[1:] or kwargs.keys() - {"device", "non_blocking"}
+        if others or not isinstance(device, (int, str, torch.device)):
+            return self.tensor().to(*args, **kwargs)
+        if all(x.device == torch.device(device) for x in self.tensors().values()):
+            return self
+        return self._moved(torch.device(device))
+
+    def _moved(self, device: torch.device) -> PreparedMask:
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        moved = type(self)(**tree_map_only(Tensor, lambda x: x.to(device), given))
+        for name in ("lengths", "within"):
+            if hasattr(self, name):
+                object.__setattr__(moved, name, getattr(self, name))
+        return moved
+
     def __getitem__(self, index: object) -> Tensor:
         return self.tensor()[index]
 
@@ -164,6 +182,13 @@ class PackedMask(PreparedMask):
         for name, value in (("queries", queries), ("keys", keys), ("padded", of_batch)):
             object.__setattr__(packed, name, value)  # a Mask is frozen
         return packed
+
+    def _moved(self, device: torch.device) -> PackedMask:
+        moved = super()._moved(device)
+        for name in ("queries", "keys"):
+            object.__setattr__(moved, name, Packing(getattr(self, name).real.to(device)))
+        object.__setattr__(moved, "padded", self.padded._moved(device))
+        return moved
 
     def needs_places(self, position_bias: Tensor | RelativeBias | None) -> bool:
         """Whether the attention depends on places in the padded batch, so that it has to be computed unpacked."""

@@ -17,6 +17,7 @@ import fresh_python
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from model_cases import PADDINGS, Compared, L, at_real, compared, differences, objections, outputs_and_gradients
 from sentence_cases import save_bert
 from torch import Tensor, nn
@@ -95,6 +96,21 @@ def test_padded_queries_are_skipped_in_encoders(model_type, received):
     assert models.swapped.config.model_type == model_type
     assert received
     assert all(torch.equal(mask.real_queries, PADDINGS["holes"]) for mask in received)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_whose_arguments_accelerate_moves_get_the_mask(packed, received):
+    """It asks whatever has a method `to` to move to the layer's device."""
+    models = of("Mistral")
+    model = copy.deepcopy(models.swapped)
+    fastattn.swap(model, packed=packed)
+    for layer in model.model.layers:
+        add_hook_to_module(layer, AlignDevicesHook("cpu", io_same_device=True))
+    real = PADDINGS["right"]
+    assert not differences(*(models.case.run(m, real) for m in (model, models.eager, models.exact)))
+    assert received
+    assert all(isinstance(mask, Mask) and mask.dense is None for mask in received)
+    assert {x.device.type for mask in received for x in mask.to("meta").tensors().values()} == {"meta"}
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -20,7 +20,6 @@ import functools
 import inspect
 import itertools
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -490,7 +489,8 @@ def _asks_for_implementation(cls: type[nn.Module]) -> bool:
 @functools.cache
 def _unknown_options(cls: type[nn.Module]) -> frozenset[str]:
     """The options that the forward of this class hands to attention, and that `attention_forward` would refuse."""
-    nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls.forward))))
+    source = inspect.getsource(cls.forward)
+    nodes = ast.walk(ast.parse(f"if True:\n{source}" if source[0].isspace() else source))  # indented, as in a class
     calls = [x for x in nodes if isinstance(x, ast.Call) and getattr(x.func, "id", "") == "attention_interface"]
     options = frozenset(keyword.arg for call in calls for keyword in call.keywords)
     return options - _KNOWN

@@ -637,6 +637,20 @@ def test_a_model_whose_attention_has_an_option_of_its_own_is_left_alone():
     assert model(ids()).logits.isfinite().all()
 
 
+class Unindented(transformers.models.bert.modeling_bert.BertSelfAttention):
+    def forward(self, *args, **kwargs):
+        assert """
+ALL_ATTENTION_FUNCTIONS.get_interface(
+"""
+        return super().forward(*args, **kwargs)
+
+
+def test_source_with_lines_that_are_not_indented_is_read():
+    model = BY_FAMILY["BERT"].make()
+    model.encoder.layer[0].attention.self.__class__ = Unindented
+    assert sorted(fastattn.swap(model).swapped.values()) == ["BertSelfAttention", "Unindented"]
+
+
 def test_a_model_that_refuses_halfway_is_put_back(monkeypatch):
     model = BY_FAMILY["CLIP"].make()
 

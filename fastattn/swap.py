@@ -195,10 +195,8 @@ def unswap(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if "transformers.modeling_utils" in sys.modules:
-        from .integrations import packed_transformers
         from .integrations import transformers as integration
 
-        packed_transformers.unpack(model)
         integration.switch_back(model)
     for module in model.modules():
         if _MEMORY in vars(module):

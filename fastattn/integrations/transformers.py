@@ -396,10 +396,16 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
 
 
 def switch_back(model: nn.Module) -> None:
-    """Gives every model of transformers in `model` the implementation that it had before `switch`."""
+    """Gives every model of transformers in `model` the implementation that it had before `switch`, and unpacks it."""
+    from . import packed_transformers
+
     for module in model.modules():
         if _MEMORY in vars(module):
             module.config._attn_implementation = vars(module).pop(_MEMORY).implementation
+    packed_transformers.unpack(model)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == PACKED:  # by name, by no swap
+            packed_transformers.pack(module, packed_transformers.calls_of(module))
 
 
 def _joined(prefix: str, name: str) -> str:

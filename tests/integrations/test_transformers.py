@@ -534,6 +534,14 @@ def test_a_model_by_name_is_packed_until_it_has_another(received):
     assert [isinstance(mask, integration.PackedMask) for mask in received] == [True] * 2 + [False] * 2 + [True] * 2
 
 
+def test_a_model_that_was_packed_by_name_is_so_after_unswap(received):
+    model = by_constructor(Path(), "fastattn_packed").eval()
+    fastattn.unswap(model)
+    model(**as_encoder(model, PADDINGS["right"]))
+    assert received
+    assert all(isinstance(mask, integration.PackedMask) for mask in received)
+
+
 def test_all_stacks_of_a_model_by_name_count_together():
     model = BY_FAMILY["T5"].make()
     model = type(model)._from_config(model.config, attn_implementation="fastattn_packed").eval()

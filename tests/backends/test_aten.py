@@ -360,6 +360,25 @@ def test_a_table_is_made_once_for_all_layers_and_passes():
     assert_close(y, fastattn.attention(x, x, x, Mask(causal=True, real_keys=real), backend="reference"))
 
 
+@pytest.mark.parametrize("by", ["numpy", "data"])
+@pytest.mark.parametrize("name", ["real_keys", "dense", "slopes"])
+def test_what_changes_without_a_new_version_counts_as_it_is_now(name, by):
+    tensors = {
+        "real_keys": torch.ones(2, 40, dtype=torch.bool),
+        "dense": torch.ones(40, 40, dtype=torch.bool),
+        "slopes": torch.ones(3),
+    }
+    x, changed, slopes = torch.randn(2, 3, 40, 16), tensors[name], tensors.pop("slopes")
+
+    def o(backend: str) -> torch.Tensor:
+        mask = Mask(**{field: t for field, t in tensors.items() if field == name})
+        return fastattn.attention(x, x, x, mask, alibi_slopes=slopes if name == "slopes" else None, backend=backend)
+
+    o("torch")
+    (changed.numpy() if by == "numpy" else changed.data)[..., 1:] = 0
+    assert_close(o("torch"), o("reference"))
+
+
 @pytest.mark.parametrize("real", ["neighbours", "holes"])
 def test_rectangles_are_looked_for_once_for_all_layers_and_passes(real):
     real_keys = torch.arange(40) < torch.tensor([[40], [30]])

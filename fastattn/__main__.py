@@ -242,9 +242,16 @@ def _tune(args: argparse.Namespace) -> int:
         times = tune.times_of_all_tiles(device)
         print(*map(tune.tiles_as_text, times, times.values()), sep="\n", end="\n" if times else "")
         tune.keep_faster_tiles(device, times)
-    findings = tune.tune(tune.classes_of(device, args.quick))  # in processes that read the record
+    classes = tune.classes_of(device, args.quick)
+    findings = tune.tune(classes)  # in processes that read the record
     print(findings)
-    found = record.update(device, lambda old: replace(findings.record, tiles=old.tiles))
+
+    def with_findings(old: record.Record) -> record.Record:
+        others = {call_class: ms for call_class, ms in old.classes.items() if call_class not in classes}
+        new = findings.record
+        return replace(old, families=old.families | new.families, classes=others | new.classes)
+
+    found = record.update(device, with_findings)
     path = record.path(device)
     if path.is_file() and path.read_text() == record.as_json(device, found):
         print(f"kept in {path}; remove it to choose by the default table again")

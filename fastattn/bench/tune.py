@@ -95,7 +95,10 @@ class _Child:
             raise FaultError(f"hangs: no answer in {limit:.0f} s") from None
         if not line:
             raise FaultError(f"ends its process: {self._last_words()}")
-        return json.loads(line)
+        answer = json.loads(line)
+        if answer.get("fault"):  # as of an illegal access to a GPU's memory, after which nothing there is right
+            self.close()
+        return answer
 
     def close(self) -> None:
         """Ends the process."""

@@ -34,6 +34,7 @@ FAULTS = {  # what stands before `return o, lse` of a backend that is otherwise 
     "crashing": ("os.kill(os.getpid(), signal.SIGSEGV)", "ends its process: SIGSEGV"),
     "leaking": ("kept.append(b'x' * 2**22)", "calls left"),
     "raising": ("raise KeyError('no such kernel')", "ends its process: exit code 1, KeyError: 'no such kernel'"),
+    "spoiling": ("math.isfinite = None; raise RuntimeError('all memory is lost')", "RuntimeError: all memory is lost"),
     "wrong_in_long_calls": ("if q.shape[2] == 128: o += 1", "in float32, head dim up to 64, up to 128 keys, padding"),
     "lying": ("time.perf_counter = lambda: 0.0; time.sleep(0.05)", ""),
 }
@@ -296,6 +297,17 @@ def test_the_command_keeps_shares_and_shows_what_it_found(cache, tmp_path, monke
     text = capsys.readouterr().out
     assert "  cpu: checked on this machine: float32 forward; timed in 1 classes of calls\n" in text
     assert "  cpu: not used for float32 forward: is off; timed in 1 classes of calls\n" in text
+
+
+def test_a_quick_run_adds_to_what_a_longer_one_found(cache, monkeypatch):
+    other = CLASS._replace(dtype="float16")
+    longer = record.Record({"cpu float16 forward": "is off"}, {CLASS: {"torch": 2.0}, other: {"cpu": 2.0}}, {"a": "b"})
+    record.update(torch.device("cpu"), lambda _: longer)
+    found = record.Record({"cpu float32 forward": ""}, {})
+    monkeypatch.setattr(tune, "tune", lambda classes: tune.Findings(found))
+    assert main(["tune", "--quick", "--device", "cpu"]) == 0
+    kept = record.Record(longer.families | found.families, {other: {"cpu": 2.0}}, {"a": "b"})
+    assert record.read_again(torch.device("cpu")) == kept
 
 
 def test_classes_of_the_command_are_those_of_calls():

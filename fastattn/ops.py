@@ -704,8 +704,13 @@ def _over_samples(op, in_dims, arguments):
         return [a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True)]
 
     size = next(a.shape[d] for a, d in zip(arguments, in_dims, strict=True) if d is not None)
-    outputs = [op(*sample(i)) for i in range(size)]
-    stacked = tuple(torch.stack(column) for column in zip(*outputs, strict=True))
+    if size == 0:  # one of zeros tells the shapes of the results
+        arguments = [
+            a if d is None else a.new_zeros(*a.shape[:d], 1, *a.shape[d + 1 :])
+            for a, d in zip(arguments, in_dims, strict=True)
+        ]
+    outputs = [op(*sample(i)) for i in range(max(size, 1))]
+    stacked = tuple(torch.stack(column)[:size] for column in zip(*outputs, strict=True))
     return stacked, (0,) * len(stacked)
 
 

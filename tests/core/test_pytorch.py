@@ -260,6 +260,17 @@ def test_vmap_over_what_describes_the_call(name, backend):
     torch.testing.assert_close(mapped, torch.stack([grad(loss)(q, x) for x in values]))
 
 
+def test_vmap_over_no_samples():
+    def loss(q, k):
+        return fastattn.attention(q, k, k, Mask(causal=True), return_lse=True)[0].sum()
+
+    q, k = torch.randn(2, 4, 5, 0, 8), torch.randn(2, 2, 6, 8)
+    of_each = torch.vmap(torch.func.grad_and_value(loss), in_dims=(3, None), out_dims=(3, 0))
+    gradient, value = of_each(q, k)
+    assert gradient.shape == q.shape
+    assert value.shape == (0,)
+
+
 def test_vmap_with_one_dropout_for_all():
     def attend(q):
         return fastattn.attention(q, K, V, dropout_p=0.4, backend="reference")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import blocks, decoding, ops
-from .backends import objections, order_of
+from .backends import objections, order_of, selfcheck
 from .plan import after_autocast, derivatives_wanted, prepare
 from .spec import (
     DropoutSeed,
@@ -658,4 +658,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     trusted = order.backends if order.trusted else ()
     about = {"function": "forward" if training else "output", "training": training}
     refusals = {b.NAME: objections(b, q, k, v, spec, named=b.NAME in trusted, **about) for b in candidates}
+    for backend in candidates:  # what is trusted may have failed its check since it was measured
+        failed = selfcheck.objection(backend, q.device, q.dtype, training, may_check=False)
+        if failed and not refusals[backend.NAME]:
+            refusals[backend.NAME] = [failed]
     return Explanation(next((name for name, why in refusals.items() if not why), None), refusals, order.why)

@@ -84,7 +84,17 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     "plan": {"spec", "validation", "backends", "backends.choice", "backends.record", "backends.selfcheck"},
     "ops": {"spec", "validation", "backends", "backends.record", "derivatives", "plan"},
     "decoding": {"spec"},
-    "api": {"spec", "validation", "backends", "plan", "ops", "decoding", "blocks", "parallel"},  # the last late
+    "api": {
+        "spec",
+        "validation",
+        "backends",
+        "backends.selfcheck",
+        "plan",
+        "ops",
+        "decoding",
+        "blocks",
+        "parallel",  # late
+    },
     "parallel": {"spec", "validation", "backends", "plan", "ops", "blocks", "api", "nn"},
     "paged": {"spec", "validation", "backends", "plan", "ops", "blocks", "api"},
     "sdpa": {"spec", "api"},

@@ -164,8 +164,9 @@ class TestWhatWasMeasured:
         assert select(X, X, X, Spec(Mask(), 1.0)) is aten
         assert fastattn.explain(X, X, X).backend == "torch"
 
-    def test_refuses_what_was_wrong_here(self):
-        know({"cpu float32 forward": "o is off by 3"})
+    @pytest.mark.parametrize("ms", [{}, {"cpu": 1.0, "torch": 2.0}], ids=["untimed", "timed before it was wrong"])
+    def test_refuses_what_was_wrong_here(self, ms):
+        know({"cpu float32 forward": "o is off by 3"}, **ms)
         why = r"failed its check on this machine \(cpu float32 forward: o is"
         with pytest.warns(fastattn.FallbackWarning, match=why):
             fastattn.attention(X, X, X)

@@ -157,7 +157,7 @@ def _read(device: torch.device) -> Record:
         return _parsed(path(device).read_text())
     except FileNotFoundError:
         return Record()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         warnings.warn(
             f"{path(device)} is not a record that `fastattn tune` wrote, and is ignored ({type(error).__name__}: "
             f"{error}); it is replaced when that runs again",

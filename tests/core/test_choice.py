@@ -189,10 +189,11 @@ class TestRecord:
             lambda text: text.replace('"schema": 2', '"schema": 1'),
             lambda text: text.replace("2.0", '"fast"'),
             lambda text: text.replace("2.0", "NaN"),
+            lambda text: text.replace("2.0", "1" + 400 * "0"),
             lambda text: text.replace('"ms": {', '"ns": {'),
             lambda text: "[]",
         ],
-        ids=["truncated", "empty", "another schema", "a word", "NaN", "another name", "a list"],
+        ids=["truncated", "empty", "another schema", "a word", "NaN", "no float", "another name", "a list"],
     )
     def test_that_is_damaged_is_ignored_with_a_warning(self, damage):
         know(cpu=2.0, torch=1.0)

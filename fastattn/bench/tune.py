@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 
@@ -148,16 +148,16 @@ def time_tiles(
     """Milliseconds of a causal call in bf16 with each tile of a kernel, or what is wrong with it, in a sentence."""
     name, _, head_dim = kernel.partition(" ")
     problem = CallClass(device.type, "bfloat16", int(head_dim), 0, "causal", name != "forward")
-    child, wrong = _Child(limits), {}
-    while True:
-        runs = {tile: {"module": triton.__name__, "tile": (kernel, tile)} for tile in tiles if tile not in wrong}
-        try:
-            child.ask("problem", **problem._asdict(), shape=_SHAPES_OF_TILES[device.type])
-            ms = _times(child, runs)
-            break
-        except _CandidateError as error:
-            wrong[error.name] = str(error)
-    child.close()
+    wrong: dict[str, str] = {}
+    with closing(_Child(limits)) as child:
+        while True:
+            runs = {tile: {"module": triton.__name__, "tile": (kernel, tile)} for tile in tiles if tile not in wrong}
+            try:
+                child.ask("problem", **problem._asdict(), shape=_SHAPES_OF_TILES[device.type])
+                ms = _times(child, runs)
+                break
+            except _CandidateError as error:
+                wrong[error.name] = str(error)
     return {tile: wrong.get(tile) or ms[tile] for tile in tiles}
 
 
@@ -203,7 +203,14 @@ def tune(
 ) -> Findings:
     """Checks these backends, and times them in these classes of calls, which are of one device."""
     candidates = {backend.NAME: backend for backend in backends if backend is not reference}
-    child, missing, device = _Child(limits), {}, torch.device(classes[0].device)
+    with closing(_Child(limits)) as child:  # which may hang, deaf to Ctrl-C
+        return _findings(child, classes, candidates, limits)
+
+
+def _findings(
+    child: _Child, classes: Sequence[CallClass], candidates: dict[str, ModuleType], limits: Limits
+) -> Findings:
+    missing, device = {}, torch.device(classes[0].device)
     kinds = list(dict.fromkeys((getattr(torch, x.dtype), x.training) for x in classes))
     families: dict[str, str] = {}
     measured: dict[tuple, dict[str, float]] = {}
@@ -237,7 +244,6 @@ def tune(
                     break
                 except _CandidateError as error:
                     families[_family_in(error.name, call_class)] = f"in {call_class}: {error}"
-    child.close()
     for call_class, ms in measured.items():
         for name in [name for name in ms if families[_family_in(name, call_class)]]:
             del ms[name]

@@ -92,6 +92,23 @@ def test_each_fault_costs_its_backend_and_is_told(faulty, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    "measure", [lambda: tune.tune([CLASS], (aten,)), lambda: tune.time_tiles(DEVICE, "forward 64", ("a", "b"))]
+)
+def test_no_child_outlives_an_interruption(measure, monkeypatch):
+    children = []
+
+    def interrupted(child, *args, **kwargs):
+        child._start()
+        children.append(child.process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune._Child, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt) as interruption:  # which has the child in its frames
+        measure()
+    assert children[0].poll() is not None, interruption
+
+
 def test_what_is_not_there_is_told_and_not_timed(faulty):
     not_there = next(backend for backend in faulty if backend.NAME == "not_there")
     findings = tune.tune([CLASS], (not_there, aten))

@@ -320,7 +320,8 @@ def attention_varlen(
         dropout_p=dropout_p, generator=generator, deterministic=deterministic, return_lse=True, backend=backend,
     )  # fmt: skip
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    if cu_seqlens_k is not None and decoding.is_needed((q, k, v, alibi_slopes, sinks), cu_seqlens_q, dropout_p):
+    learned = (q, k, v, alibi_slopes, sinks)
+    if cu_seqlens_k is not None and decoding.is_needed(learned, cu_seqlens_q, cu_seqlens_k, dropout_p):
         start = more_keys if align == "end" else torch.zeros_like(more_keys)
         o, lse = decoding.attention(attend, q, k, v, mask, cu_seqlens_q, cu_seqlens_k, start)
     else:

@@ -11,16 +11,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .spec import Mask, accumulation_dtype, empty_output
+from .spec import Mask, accumulation_dtype, can_be_read, empty_output
 
 _AT_ONCE = 8  # documents, whose lists of keys are as long as the keys of all of them
 
 
-def is_needed(tensors: tuple[Tensor | None, ...], cu_seqlens_q: Tensor, dropout_p: float) -> bool:
+def is_needed(tensors: tuple[Tensor | None, ...], cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float) -> bool:
     """Whether there is a document of one query, in a call of which nobody asks for gradients."""
     return (
-        cu_seqlens_q.device.type == "cpu"
-        and not torch.compiler.is_compiling()
+        can_be_read(cu_seqlens_q)
+        and can_be_read(cu_seqlens_k)
         and dropout_p == 0  # which draws by the place of a query
         and not (torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors))
         and bool((cu_seqlens_q.diff() == 1).any())

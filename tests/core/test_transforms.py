@@ -164,10 +164,16 @@ def test_values_that_stand_for_others_are_not_looked_at():
     def attend(lengths):
         return fastattn.attention(q, q, q, fastattn.Mask.from_lengths(lengths, 5))
 
+    def in_documents(ends):
+        return fastattn.attention_varlen(*[q[0].transpose(0, 1)] * 3, ends, torch.tensor([0, 2, 5]))
+
     torch.testing.assert_close(vmap(attend)(lengths), torch.stack([attend(x) for x in lengths]))
+    ends = torch.tensor([[0, 1, 5], [0, 2, 5]])
+    torch.testing.assert_close(vmap(in_documents)(ends), torch.stack([in_documents(x) for x in ends]))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake, ends = mode.from_tensor(q[0].transpose(0, 1)), mode.from_tensor(torch.tensor([0, 2, 5]))
         assert fastattn.attention_varlen(fake, fake, fake, ends).shape == fake.shape
+        assert fastattn.attention_varlen(fake, fake, fake, ends, ends).shape == fake.shape
         bias = RelativeBias(mode.from_tensor(TABLE), lambda distance: distance.clamp(0, 3))
         assert (
             fastattn.attention(mode.from_tensor(q), mode.from_tensor(q), mode.from_tensor(q), bias=bias).shape

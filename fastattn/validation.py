@@ -103,7 +103,7 @@ def in_spec(bias: Tensor | RelativeBias | None, q: Tensor, k: Tensor, mask: Mask
         return table, True  # `validated` says what is wrong
     if table.device != q.device:
         raise ValueError(f"bias.table must be on {q.device} like q, got {table.device}")
-    if table.dim() == 2 and table.shape[0] not in (1, q.shape[1]):
+    if table.dim() == 2 and not (table.shape[0] == 1 or table.shape[0] == q.shape[1]):
         raise ValueError(f"bias.table must be [buckets] or [{q.shape[1]} or 1, buckets], got {list(table.shape)}")
     if bias.bucket is not None and not is_int(mask.q_offset):
         raise ValueError("mask.q_offset must be an int beside a RelativeBias with a bucket, got a Tensor")
@@ -383,7 +383,7 @@ def check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k: 
     for name, x in mask.tensors().items():
         if x.device != device:
             raise ValueError(f"mask.{name} must be on {device} like q, got {x.device}")
-        if name != "dense" and tuple(x.shape) not in shapes[name]:
+        if name != "dense" and not _is_among(x.shape, shapes[name]):
             raise ValueError(f"mask.{name} must be {_either(shapes[name])}, got {list(x.shape)}")
     if mask.dense is not None and not broadcasts(mask.dense.shape, (B, H, n_q, n_k)):
         raise ValueError(f"mask.dense must be broadcastable to {[B, H, n_q, n_k]}, got {list(mask.dense.shape)}")
@@ -410,7 +410,7 @@ def _check_learned(
         raise ValueError(f"{name} must be a floating Tensor, got {_kind(x)}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {x.device}")
-    if not (broadcasts(x.shape, shapes[0]) if broadcast else tuple(x.shape) in shapes):
+    if not (broadcasts(x.shape, shapes[0]) if broadcast else _is_among(x.shape, shapes)):
         how = "broadcastable to " if broadcast else ""
         raise ValueError(f"{name} must be {how}{_either(shapes)}, got {list(x.shape)}")
 
@@ -425,6 +425,11 @@ def broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
         n == 1 or n == wanted  # not `in`: torch.compile does not find a symbolic length in a tuple
         for n, wanted in zip(reversed(shape), reversed(target), strict=False)
     )
+
+
+def _is_among(shape: torch.Size, shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether `shape` is one of these."""
+    return any(len(shape) == len(other) and all(n == m for n, m in zip(shape, other, strict=True)) for other in shapes)
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import Mask, ops
+from fastattn import Mask, RelativeBias, ops
 from fastattn.backends import aten, backend_by_name, cpu, reference
 from fastattn.spec import accumulation_dtype
 from fastattn.testing import CASES, DTYPES, assert_right, compare, make_inputs
@@ -316,6 +316,32 @@ def test_compiles_whole_to_two_graphs_over_all_lengths(backend, compiler):
         for a, b in zip(*(torch.autograd.grad(o, (q, k, v), arriving) for o in (eager, fast)), strict=True):
             assert torch.equal(a, b)
     assert len(graphs) <= 2
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"real_keys": torch.ones(2, 5, dtype=torch.bool), "real_queries": torch.ones(2, 5, dtype=torch.bool)},
+        {"segment_ids": (torch.zeros(2, 5, dtype=torch.int64),) * 2},
+        {"causal": True, "q_offset": torch.tensor([0, 1])},
+        {"alibi_slopes": torch.ones(2, 4)},
+        {"bias": RelativeBias(torch.ones(4, 9))},
+    ],
+    ids=lambda terms: next(reversed(terms)),
+)
+def test_compiles_whole_where_a_tensor_comes_after_calls_of_all_sizes_without_it(terms):
+    torch._dynamo.reset()
+
+    def attend(x, given):
+        mask = {name: value for name, value in given.items() if name not in ("alibi_slopes", "bias")}
+        others = {name: value for name, value in given.items() if name not in mask}
+        return fastattn.attention(x, x, x, Mask(**mask), **others)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for B, H, n in ((2, 4, 5), (3, 6, 7), (5, 8, 11)):  # from the second on Dynamo has symbols for them
+        compiled(torch.randn(B, H, n, 8), {})
+    x = torch.randn(2, 4, 5, 8)
+    torch.testing.assert_close(compiled(x, terms), attend(x, terms))
 
 
 def test_compiles_where_one_tensor_is_several_arguments():

@@ -340,6 +340,8 @@ def check_jagged(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tenso
             raise ValueError(
                 f"{name} must be nested, [batch, heads, j, head_dim] of layout torch.jagged, where q is, got {got}"
             )
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have {q.shape[0]} documents like q, got {k.shape[0]}")
     if v.shape[2] != k.shape[2] and not torch.equal(v.offsets(), k.offsets()):  # each table of lengths has its own j
         raise ValueError(f"v must be nested with the lengths of k, {k.shape[2]}, got {v.shape[2]}")
     if mask is not None and (not isinstance(mask, Mask) or mask.features() - {"causal", "window"}):

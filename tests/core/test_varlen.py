@@ -297,7 +297,7 @@ NOT_NESTED = {
     "mask": ({"mask": Mask(real_keys=torch.ones(2, 5).bool())}, "of causal and window, or None, where q is nested"),
     "q_offset": ({"mask": Mask(q_offset=1)}, "of causal and window, or None, where q is nested, got ['q_offset']"),
     "bias": ({"bias": torch.zeros(1)}, "bias must be None where q is nested, got Tensor"),
-    "samples": ({"q": jagged(3, 5, 1)}, "cu_seqlens_k must be [4] like cu_seqlens_q, got [3]"),
+    "samples": ({"q": jagged(3, 5, 1)}, "k must have 3 documents like q, got 2"),
 }
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..spec import Mask, Spec
 from . import cpu, record, reference
@@ -54,7 +55,8 @@ def objection(
         if record.is_traced() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             _warn_unchecked(name)
             return None
-        with record.exclusively(device):
+        # No transform or mode around the call is to see the check, whose tensors are none of it.
+        with record.exclusively(device), _disable_current_modes(), torch._C._DisableFuncTorch():
             why = record.read_again(device).families.get(name)  # another process may have been first
             if why is None:
                 why = _found(backend, device, dtype, training) or ""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
 from fastattn import Mask
@@ -339,6 +340,22 @@ class TestSelfCheck:
     def test_is_not_made_for_a_backend_that_is_named(self, monkeypatch):
         monkeypatch.setattr(selfcheck, "find_fault", lambda *_: pytest.fail("checked"))
         fastattn.attention(X, X, X, backend="cpu")
+
+    @pytest.mark.parametrize(
+        "attend_in",
+        [
+            lambda attend: torch.vmap(attend)(X[None]),
+            lambda attend: torch.func.grad(lambda x: attend(x).sum())(X),
+            lambda attend: torch.func.jvp(attend, (X,), (X,)),
+            lambda attend: torch.func.functionalize(attend)(X),
+            lambda attend: make_fx(attend)(X),
+            lambda attend: make_fx(attend, tracing_mode="fake")(X),
+        ],
+        ids=["vmap", "grad", "jvp", "functionalize", "trace", "fake"],
+    )
+    def test_sees_no_transform_around_the_first_call(self, attend_in):
+        attend_in(lambda x: fastattn.attention(x, x, x))
+        assert set(record.read_again(CPU).families.values()) == {""}
 
     def test_is_not_made_inside_a_graph(self, monkeypatch):
         monkeypatch.setattr(selfcheck, "find_fault", lambda *_: pytest.fail("checked"))

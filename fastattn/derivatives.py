@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .backends.reference import Softmax, readable, softmax
+from .backends.reference import Softmax, exactly, readable, softmax
 from .spec import Spec, accumulation_dtype, as_output
 
 BLOCK_ELEMENTS = 2**24  # of one [B, H, rows, n_k] intermediate
@@ -29,6 +29,7 @@ Six = tuple[Tensor | None, ...]
 """One entry for each of q, k, v, bias, alibi_slopes, sinks."""
 
 
+@exactly
 def forward_tangents(primals: Six, tangents: Six, spec: Spec) -> tuple[Tensor, Tensor]:
     """The tangents of (o, lse), [B, H, n_q, d_v] and [B, H, n_q], in the direction `tangents` (None is zero)."""
     tangents = _accumulated(primals, tangents)
@@ -37,6 +38,7 @@ def forward_tangents(primals: Six, tangents: Six, spec: Spec) -> tuple[Tensor, T
     return as_output(o_t, primals[0]), torch.cat([lse for _, lse in blocks], 2)
 
 
+@exactly
 def second_order(
     do: Tensor | None, dlse: Tensor | None, primals: Six, tangents: Six, spec: Spec
 ) -> tuple[Tensor | None, Tensor | None, Six]:
@@ -69,6 +71,7 @@ def second_order(
     )
 
 
+@exactly
 def weights_tangents(keys: Tensor, primals: Six, tangents: Six, spec: Spec, form: str) -> Tensor:
     """The tangent of the weights in the direction `tangents` (None is zero).
 
@@ -86,6 +89,7 @@ def weights_tangents(keys: Tensor, primals: Six, tangents: Six, spec: Spec, form
     return sum(blocks) if form == "received" else torch.cat(blocks, -2)
 
 
+@exactly
 def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec, form: str) -> Six:
     """Gradients of <d_weights, weights> by each primal. Written out, so that they have derivatives in turn.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..spec import Mask, Spec, accumulation_dtype
 from .kept_results import kept
+from .reference import exactly
 
 _PAIRS = 2**17  # of a block: 512 KiB of fp32 scores
 _LARGEST_KEPT = 2**28
@@ -21,6 +22,7 @@ PyTorch's own function has that byte and the weight. Of longer calls it is drawn
 _Part = tuple[int, slice, slice]  # a sample, some of its heads, some of their queries
 
 
+@exactly
 def forward(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] and lse [B, H, n_q] without sinks; a query that sees nothing has NaN in o, and lse -inf.
 
@@ -41,6 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, spec: Spec) -
     return o, lse
 
 
+@exactly
 def backward(
     do: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, table: Tensor | None, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:

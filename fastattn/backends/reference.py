@@ -5,7 +5,9 @@ It allocates [B, H, n_q, n_k] and is written to be read. Everything else in this
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,6 +42,19 @@ def unavailable(device: torch.device) -> str | None:
 def by_name_only(device: torch.device) -> str | None:
     """Never: it serves whatever the fused backends refuse."""
     return None
+
+
+def exactly(function: Callable) -> Callable:
+    """`function` without autocast, in which products of fp32 would be of bf16: what it is to cast is cast by then."""
+
+    @functools.wraps(function)
+    def of_these_dtypes(*args):
+        if not torch._C._is_any_autocast_enabled() or torch.compiler.is_compiling():  # as for ONNX, op by op
+            return function(*args)
+        with torch._C._DisableAutocast():
+            return function(*args)
+
+    return of_these_dtypes
 
 
 class Softmax(NamedTuple):
@@ -123,6 +138,7 @@ def readable(x: Tensor, rows: Tensor | None, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
+@exactly
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, H, n_q, d_v] in the dtype of q, and lse [B, H, n_q]."""
     out = empty_output(q, v.shape[3])
@@ -131,6 +147,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
     return out.copy_(s.zero_where_nothing_is_seen(o)), s.lse
 
 
+@exactly
 def backward(
     do: Tensor | None,
     dlse: Tensor | None,
@@ -180,6 +197,7 @@ def backward(
     )
 
 
+@exactly
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads: bool) -> Tensor:
     """The weights after dropout in the dtype of q, [B, n_q, n_k] averaged over the heads or [B, H, n_q, n_k].
 
@@ -190,11 +208,13 @@ def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads:
     return (p.mean(1) if average_heads else p).to(q.dtype)
 
 
+@exactly
 def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
     """The sum over the queries of the weights before dropout, [B, H, n_k] in the accumulation dtype."""
     return _softmax(q, k, spec).p.sum(2)
 
 
+@exactly
 def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tensor]:
     """The largest weights before dropout of every query, and their keys: two tensors [B, H, n_q, top_k].
 

@@ -25,7 +25,7 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
         "backends.reference",
     },
     "backends.rectangles": set(),
-    "backends.blocked": {"spec", "backends.kept_results"},
+    "backends.blocked": {"spec", "backends.kept_results", "backends.reference"},
     "backends.kept_results": set(),
     "backends.diagonals": {"spec"},
     "backends.gradients": {"spec"},

@@ -498,6 +498,34 @@ def test_autocast_does_what_it_does_to_sdpa(dtype):
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(o.sum(), (q, k, v)))
 
 
+def _gradients_twice(attend, q):
+    (dq,) = torch.autograd.grad(attend(q).square().sum(), q, create_graph=True)
+    return torch.autograd.grad(dq.square().sum(), q)[0]
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda attend, q: attend(q),
+        lambda attend, q: torch.autograd.grad(attend(q).sum(), q)[0],
+        lambda attend, q: torch.func.jvp(attend, (q.detach(),), (q.detach(),))[1],
+        _gradients_twice,
+        lambda attend, q: torch.autograd.grad(fastattn.top_keys(q, q, top_k=2, backend="reference")[0].sum(), q)[0],
+    ],
+    ids=["forward", "backward", "jvp", "second order", "gradients of weights"],
+)
+def test_autocast_rounds_the_inputs_and_nothing_else(function, backend):
+    q = random(2, 2, 5, 8).bfloat16().requires_grad_()
+
+    def attend(q):
+        return fastattn.attention(q, q, q, Mask(causal=True), softcap=5.0, backend=backend, return_lse=True)[1]
+
+    expected = function(attend, q)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(function(attend, q), expected)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_recomputes_the_same_dropout(use_reentrant, dropout_p):

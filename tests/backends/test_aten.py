@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import Mask
-from fastattn.backends import aten, blocked, cpu, kept_results, objections, rectangles
+from fastattn.backends import aten, blocked, cpu, kept_results, objections, rectangles, selfcheck
 from fastattn.plan import forget_plans
 from fastattn.spec import Spec
 from fastattn.testing import CASES, assert_right, make_inputs, run
@@ -150,6 +150,15 @@ def test_what_its_kernels_for_gpus_do_not_mean_is_refused(change, why):
         q, k = (torch.empty(1, 2, n, D, dtype=dtype, device="cuda") for n in (50, n_k))
         spec = Spec(Mask(causal=change.get("causal", True)), change.get("scale", 1.0))
         assert any(why in sentence for sentence in aten.unsupported(q, k, k, spec))
+
+
+@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fake_tensors_of_a_gpu_need_none(dtype):
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 5, 8, device="cuda", dtype=dtype)
+        assert fastattn.attention(q, q, q).device.type == "cuda"
+    assert torch.cuda.is_available() or selfcheck.objection(aten, torch.device("cuda"), dtype, training=False) is None
 
 
 def test_deterministic_mode_is_what_it_was_before():

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from .. import ops
 from ..blocks import Within
@@ -56,22 +55,23 @@ def attention(
         0 if several else given.q_offset, *given.window, plan is within, within.objection, terms["scale"],
         terms["softcap"], terms["dropout_p"], terms["deterministic"], terms["backend"],
     )  # fmt: skip
-    return _OverRanks.apply(*ops._distinct(arguments))
+    return torch.ops.fastattn.over_ranks(*arguments)
 
 
-class _OverRanks(Function):
-    @staticmethod
-    def forward(ctx, *arguments):
-        tensors, ctx.constants = ops._split(arguments)
-        ctx.save_for_backward(*tensors)
-        return torch.ops.fastattn.over_ranks(*arguments)
+def _save(ctx, inputs, output) -> None:
+    tensors, ctx.constants = ops._split(inputs)
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def backward(ctx, do, dlse):
-        arguments, wanted = ops._join(ctx.saved_tensors, ctx.constants), list(ctx.needs_input_grad[:6])
-        found = torch.ops.fastattn.over_ranks_backward(do, dlse, wanted, *arguments)
-        found = [g if w else None for g, w in zip(found, wanted, strict=True)]
-        return *found, *(None for _ in arguments[6:])
+
+def _gradients(ctx, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    arguments, wanted = ops._join(ctx.saved_tensors, ctx.constants), list(ctx.needs_input_grad[:6])
+    found = torch.ops.fastattn.over_ranks_backward(do, dlse, wanted, *arguments)
+    found = [g if w else None for g, w in zip(found, wanted, strict=True)]
+    return *found, *(None for _ in arguments[6:])
+
+
+torch.library.register_autograd("fastattn::over_ranks", _gradients, setup_context=_save)
 
 
 def _call(q, k, v, bias, alibi_slopes, sinks, key, *rest) -> tuple[Tensor, Tensor]:

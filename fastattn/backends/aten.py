@@ -12,9 +12,10 @@ answer.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -138,7 +139,7 @@ class _Call(NamedTuple):
         tensors = (mask.real_queries, mask.real_keys, *documents, offsets)
         in_rectangles = masked <= _OF_REAL_TOKENS or masked <= _OF_DOCUMENTS
         if q.device.type == "cpu" and in_rectangles and hides_later:
-            (parts,) = kept(_rectangles, tensors, mask.causal, q_offset, B, n_q, n_k)
+            (parts,) = _kept(_rectangles, tensors, mask.causal, q_offset, B, n_q, n_k)
             if parts is not None and [x[:3] for x in parts] == [(slice(0, B), slice(0, n_q), slice(0, n_k))]:
                 return call._replace(causal=parts[0].causal)
             if parts is not None and _is_quicker(parts, q, n_k):
@@ -146,7 +147,7 @@ class _Call(NamedTuple):
         tensors = (*tensors, mask.dense, slopes, spec.bias_rows(n_k))
         constants = (mask.causal, q_offset, mask.window, n_q, n_k, q.dtype, q.device)
         is_kept = spec.bias is None and B * (1 if slopes is None else H) * n_q * n_k <= _LARGEST_KEPT
-        table, unseeing = kept(_table, tensors, *constants) if is_kept else _table(*tensors, *constants)
+        table, unseeing = _kept(_table, tensors, *constants) if is_kept else _table(*tensors, *constants)
         return call._replace(table=table, unseeing=unseeing)
 
     def is_blocked(self) -> bool:
@@ -357,6 +358,19 @@ def _gradients(
     if sinks_wanted:
         dsinks = -(torch.exp(spec.sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(spec.sinks.dtype)
     return dq, dk, dv, None, None, dsinks
+
+
+def _kept(function: Callable, tensors: tuple[Tensor | None, ...], *constants: object) -> tuple:
+    """`kept`, but for tensors that NumPy or `x.data` has changed since, which their versions do not tell."""
+    values, result = kept(_with_copies(function, len(tensors)), tensors, *constants)
+    same = all(x is None or (x.dtype == y.dtype and torch.equal(x, y)) for x, y in zip(tensors, values, strict=True))
+    return result if same else function(*tensors, *constants)
+
+
+@functools.cache
+def _with_copies(function: Callable, n: int) -> Callable:
+    """`function` with copies of its first n arguments."""
+    return lambda *arguments: ([x if x is None else x.clone() for x in arguments[:n]], function(*arguments))
 
 
 def _table(

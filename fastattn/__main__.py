@@ -37,11 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         code = args.run(args)
-        sys.stdout.flush()
+        print(end="", flush=True)  # sys.stdout is None where it is closed
         return code
-    except BrokenPipeError:  # nobody reads the output any more, as of `fastattn info | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
-        return 141  # 128 + SIGPIPE, as shells have it
+    except OSError as error:  # of the output; commands make sentences of the others
+        if sys.stdout:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+        if isinstance(error, BrokenPipeError):  # nobody reads it any more, as of `fastattn info | head -1`
+            return 141  # 128 + SIGPIPE, as shells have it
+        print(f"fastattn: {error}", file=sys.stderr)
+        return 1
     except CommandError as failure:
         print(f"fastattn: {failure}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ _STYLE = f"""<style>
 <path d="M0 0V6" stroke="#d9730d" stroke-width="3"/></pattern></defs>"""
 _LEGEND = {"seen": "may be seen", "edge": "some of them", "hidden": "hidden", "padding": "padding, never read"}
 _CHARACTERS = {"seen": "██", "edge": "▒▒", "hidden": " ·", "padding": "//"}
+_ASCII = _CHARACTERS | {"seen": "##", "edge": "++", "hidden": " ."}  # where stdout can print no others
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,6 +59,7 @@ class MaskPicture:
         return self.svg
 
     def __str__(self) -> str:
+        characters = _characters()
         lines = []
         for title, queries, keys, kinds in self.panels:
             lines += [f"{title}:"] if title else []
@@ -66,8 +69,8 @@ class MaskPicture:
                 shown = (name if j % every == 0 else "" for j, name in enumerate(keys))
                 lines.append(" " * (width + 1) + "".join(f"{name:>2}" for name in shown).rstrip())
             for name, row in zip(queries, kinds, strict=True):
-                lines.append(f"{name:>{width}} {''.join(_CHARACTERS[kind] for kind in row)}")
-        lines.append("  ".join(f"{_CHARACTERS[kind]} {words}" for kind, words in self._legend()))
+                lines.append(f"{name:>{width}} {''.join(characters[kind] for kind in row)}")
+        lines.append("  ".join(f"{characters[kind]} {words}" for kind, words in self._legend()))
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -78,6 +81,14 @@ class MaskPicture:
         if self.step > 1:
             legend[0] = ("seen", f"may be seen: all {self.step} x {self.step} pairs of a cell")
         return legend
+
+
+def _characters() -> dict[str, str]:
+    try:
+        "".join(_CHARACTERS.values()).encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return _ASCII
+    return _CHARACTERS
 
 
 def picture_of(

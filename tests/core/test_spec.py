@@ -1,9 +1,11 @@
 """The definitions: Mask.keep against a loop over its docstring, Philox against published answers, dropout."""
 
 import dataclasses
+import io
 import itertools
 import math
 import random
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -280,6 +282,14 @@ def test_show_of_many_tokens_lets_a_cell_stand_for_a_block():
     assert picture.panels[0][3][0] == ["edge"] + ["hidden"] * 10 + ["padding"] * 14
     assert picture.panels[0][3][17] == ["seen"] * 10 + ["edge"] + ["padding"] * 14
     assert "may be seen: all 4 x 4 pairs of a cell" in str(picture)
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("cp1252", "0 ## .//"), ("utf-8", "0 ██ ·//")])
+def test_show_draws_with_characters_that_stdout_can_print(monkeypatch, encoding, shown):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding))
+    print(Mask(True, real_keys=torch.tensor([[True, True, False]])).show(1), flush=True)
+    assert output.getvalue().decode(encoding).splitlines()[1] == shown
 
 
 PHILOX_ANSWERS = (  # (seed, counter, words): kat_vectors of Random123 1.14, philox4x32 10, its keys as signed seeds

@@ -270,6 +270,20 @@ def test_an_output_that_nobody_reads_is_no_traceback():
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+def test_an_output_that_is_full_is_a_sentence():
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "fastattn", "info"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (ended.returncode, ended.stderr) == (1, "fastattn: [Errno 28] No space left on device\n")
+
+
+def test_a_closed_output_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["info", "--markdown"]) == 0
+
+
 def test_a_wrong_variable_of_the_environment_is_a_sentence():
     done = subprocess.run(
         [sys.executable, "-m", "fastattn", "info"],

@@ -8,6 +8,7 @@ The same command resumes a run that was stopped, at its last checkpoint.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
@@ -457,9 +458,11 @@ def exit_code(program: Callable[[], None]) -> int:
     It is 0; 1 with a sentence on stderr about a wrong input, or a file that cannot be read or written; 130 if it was
     interrupted; or 141, without a word, if nobody reads its output any more.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not where it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # it may lack characters of the data
     try:
         program()
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
         return 141  # 128 + SIGPIPE, as shells have it

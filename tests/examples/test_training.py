@@ -306,6 +306,17 @@ def test_an_output_that_takes_nothing_is_no_traceback(output):
         assert ended.stderr.startswith("error: [Errno 28]")
 
 
+@pytest.mark.parametrize(("redirect", "printed"), [("", r"M\xe4nner"), (">&-", "")], ids=["ascii", "no output"])
+def test_an_output_without_the_characters_of_the_data_or_none_is_no_error(redirect, printed):
+    program = "import sys; from examples.training import exit_code; sys.exit(exit_code(lambda: print('M\\xe4nner')))"
+    command = f'exec "$0" -c "$1" {redirect}'
+    ended = subprocess.run(
+        ["sh", "-c", command, sys.executable, program], capture_output=True, text=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, printed, "")
+
+
 def test_inverse_sqrt_is_the_schedule_of_the_paper():
     d_model, warmup = 16, 10
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=(d_model * warmup) ** -0.5)

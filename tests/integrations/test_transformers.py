@@ -428,6 +428,8 @@ def test_malformed_masks_are_refused():
         integration.attention_mask(1, 3, 3, attention_mask=torch.ones(1, 3, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"attention_mask \[B, n\] must be bool, False at padding, got torch.float32"):
         integration.attention_mask(1, 3, 3, attention_mask=torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"attention_mask must be \[2 or 1, n\], got \[3, 5\]"):
+        integration.attention_mask(2, 5, 5, attention_mask=torch.ones(3, 5, dtype=torch.bool))
 
 
 NAMES = ("fastattn", "fastattn_packed")

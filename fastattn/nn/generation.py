@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..spec import accumulation_dtype
+from ..spec import accumulation_dtype, explaining
 from .checks import check_bools, check_ids, check_ints, check_numbers
 
 
@@ -110,6 +110,10 @@ class GenerationOptions:
     def ends(self, tokens: Tensor) -> Tensor:
         """bool, which of the tokens end a sequence."""
         return torch.isin(tokens, torch.tensor(self.eos_ids, dtype=torch.int64, device=tokens.device))
+
+
+_TOKENS = "max_new_tokens=..., which counts no token of the prompt"
+GenerationOptions.__init__ = explaining(GenerationOptions, {"max_length": _TOKENS, "max_tokens": _TOKENS})
 
 
 def generate(begin: Callable[[int], Generation], padding_idx: int | None, **options: object) -> Tensor:

@@ -631,8 +631,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
 
     Args:
         q, k, v, mask: see `attention`.
-        options: `scale`, `bias`, `softcap`, `alibi_slopes`, `sinks`, `dropout_p`, `generator` and `deterministic`; see
-            `attention`.
+        options: `scale`, `bias`, `softcap`, `alibi_slopes`, `sinks`, `dropout_p`, `generator`, `deterministic` and
+            `return_lse`; see `attention`.
 
     Returns:
         An `Explanation`: the name of the chosen backend, and the objections of each backend in sentences.
@@ -649,6 +649,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     """
     defaults = dict.fromkeys(("scale", "bias", "softcap", "alibi_slopes", "sinks", "generator"))
     defaults |= {"dropout_p": 0.0, "deterministic": True}
+    return_lse = options.pop("return_lse", False)
+    check_flags(return_lse=return_lse)
     refuse_unknown(explain, sorted(options.keys() - defaults.keys()))
     q, k, v = after_autocast(q, k, v)
     numbers = {name: as_number(options.get(name, defaults[name])) for name in ("scale", "softcap", "dropout_p")}
@@ -657,7 +659,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options
     training = derivatives_wanted(q, k, v, spec.bias, spec.alibi_slopes, spec.sinks)
     candidates, order = order_of(q, k, v, spec, training)
     trusted = order.backends if order.trusted else ()
-    about = {"function": "forward" if training else "output", "training": training}
+    about = {"function": "forward" if training or return_lse else "output", "training": training}
     refusals = {b.NAME: objections(b, q, k, v, spec, named=b.NAME in trusted, **about) for b in candidates}
     for backend in candidates:  # what is trusted may have failed its check since it was measured
         failed = selfcheck.objection(backend, q.device, q.dtype, training, may_check=False)

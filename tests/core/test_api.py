@@ -243,8 +243,14 @@ def test_explain_does_not_run_warn_or_draw(lacking):
 
 
 def test_explain_refuses_unknown_options():
-    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'return_lse'$"):
-        fastattn.explain(Q, K, K, return_lse=True)
+    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'backend'$"):
+        fastattn.explain(Q, K, K, backend="cpu")
+
+
+def test_explain_knows_who_computes_an_lse():
+    q, k = Q.to("meta"), K.to("meta")  # where PyTorch's function serves, which returns none
+    assert fastattn.explain(q, k, k).backend == "torch"
+    assert fastattn.explain(q, k, k, return_lse=True).backend == "reference"
 
 
 def test_reference_serves_with_a_warning_that_says_why(lacking):

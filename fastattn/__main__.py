@@ -274,7 +274,9 @@ def _serve(args: argparse.Namespace) -> int:
         from fastattn.integrations.serving import serve
 
         serve(args.arguments)
-    except (ImportError, OSError) as error:  # OSError: there is no such model
+    except ImportError as error:
+        raise CommandError(f"{error}; pip install 'fastattn[serve]' brings what the server needs") from error
+    except OSError as error:  # there is no such model
         raise CommandError(str(error)) from error
     return 0
 

@@ -250,6 +250,12 @@ def test_wrong_calls_are_refused_in_a_sentence(argv, sentence, capsys, monkeypat
     assert sentence in refused(capsys, *argv)
 
 
+def test_serve_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers.cli.transformers", None)
+    assert main(["serve"]) == 1
+    assert capsys.readouterr().err.endswith("pip install 'fastattn[serve]' brings what the server needs\n")
+
+
 def test_a_missing_gpu_is_a_wrong_call(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--device must be cpu here" in refused(capsys, "bench", "--device", "cuda")

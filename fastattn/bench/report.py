@@ -169,6 +169,7 @@ def _plain(table: Table) -> str:
 
 
 def _print_rich(head: list[str], tables: list[Table]) -> None:
+    from rich import box
     from rich import table as rich_table
     from rich.console import Console
     from rich.text import Text
@@ -177,9 +178,12 @@ def _print_rich(head: list[str], tables: list[Table]) -> None:
     for line in head:
         console.print(line, style="dim", highlight=False, markup=False)
     for table in tables:
-        drawn = rich_table.Table(title=table.title, title_justify="left", title_style="bold", header_style="bold")
+        drawn = rich_table.Table(
+            title=table.title, title_justify="left", title_style="bold", header_style="bold",
+            box=box.SIMPLE_HEAD, padding=0,  # for terminals of 80 columns
+        )  # fmt: skip
         for i, heading in enumerate(table.headings):
-            drawn.add_column(heading, justify="left" if i in table.words else "right", no_wrap=heading != "note")
+            drawn.add_column(heading, justify="left" if i in table.words else "right", overflow="fold")
         for line, style in zip(table.lines, table.styles, strict=True):
             drawn.add_row(*map(Text, line), style=style)
         console.print(drawn)

@@ -1,8 +1,10 @@
 """The benchmarks: nothing wrong is timed, nobody is left out without a reason, and the figures mean what they say."""
 
 import dataclasses
+import io
 import json
 import os
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -260,6 +262,19 @@ def test_plain_table_names_every_row(measured, capsys):
     median = f"{named(measured.rows, 'naive').timing.median * 1e3:.3g}"
     (line,) = (x for x in text.split("\n\n")[1].splitlines() if x.split()[0] == "naive")
     assert line.split()[1] == median
+
+
+def test_a_narrow_terminal_without_unicode_shows_all_of_a_table(measured, monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), "ascii", newline="\n")
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(output, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    report.print_table(measured)
+    output.flush()
+    printed = "".join(output.buffer.getvalue().decode().split())
+    for row in measured.rows:
+        for cell in report._cells(row)[1:-1]:
+            assert cell in printed
 
 
 def test_picture_has_bars_of_rivals_beside_ours_in_every_group(measured):

@@ -35,7 +35,8 @@ def by_name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", pages.GUIDES, ids=by_name)
-def test_code_prints_and_draws_what_the_page_shows(path):
+def test_code_prints_and_draws_what_the_page_shows(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a Trainer makes the folder of its output
     torch.manual_seed(0)
     for block, printed, namespace in pages.run(path):
         same = doctest.OutputChecker().check_output(block.printed, printed, doctest.ELLIPSIS)

@@ -33,15 +33,17 @@ def main(argv: list[str] | None = None) -> int:
     Args:
         argv: the arguments after the program's name; None takes them from sys.argv.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     parser = _parser()
     args = parser.parse_args(argv)
     try:
         code = args.run(args)
-        print(end="", flush=True)  # sys.stdout is None where it is closed
+        sys.stdout.flush()
         return code
     except OSError as error:  # of the output; commands make sentences of the others
-        if sys.stdout:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes at its end
         if isinstance(error, BrokenPipeError):  # nobody reads it any more, as of `fastattn info | head -1`
             return 141  # 128 + SIGPIPE, as shells have it
         print(f"fastattn: {error}", file=sys.stderr)

@@ -285,9 +285,10 @@ def test_an_output_that_is_full_is_a_sentence():
     assert (ended.returncode, ended.stderr) == (1, "fastattn: [Errno 28] No space left on device\n")
 
 
-def test_a_closed_output_is_no_error(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    assert main(["info", "--markdown"]) == 0
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_closed_output_is_no_error(name, tiny_jobs, monkeypatch):
+    monkeypatch.setattr(sys, name, None)
+    assert main(["bench", "--quick", "--device", "cpu", "--filter", "forward"]) == 0
 
 
 def test_a_wrong_variable_of_the_environment_is_a_sentence():

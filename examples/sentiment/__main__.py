@@ -94,6 +94,10 @@ def show(args: argparse.Namespace) -> None:
 def _chosen(args: argparse.Namespace, about: dict[str, Any]) -> list[Review]:
     """The reviews that the arguments name, or a few of the test part."""
     if args.text is not None:
+        try:
+            args.text.encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that Python could not decode
+            raise training.InputError(f"--text must be in the encoding of the terminal, got {error}") from error
         return [Review("text", args.text, None)]
     corpus = reviews.load(about["corpus"], args.data, about["seed"])
     if args.review:

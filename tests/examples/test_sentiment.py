@@ -638,6 +638,7 @@ def test_mistakes_get_one_sentence(trained, tmp_path, capsys):
     show = ("show", "--model", trained, "--output", tmp_path)
     assert "must be the name of one in the data" in error_of(capsys, *show, *data, "--review", "test/pos/9.txt")
     assert "must have a token to shade" in error_of(capsys, *show, "--text", " ")
+    assert "must be in the encoding of the terminal" in error_of(capsys, *show, "--text", "\udcfc")
     assert "must have fewer than 8192 tokens, got 9001" in error_of(capsys, *show, "--text", "good " * 9000)
     assert "must be a file that training wrote" in error_of(capsys, "test", "--model", damaged(trained, "[]"), *data)
     assert "must be a file that training wrote" in error_of(capsys, "test", "--model", damaged(trained, "{}"), *data)

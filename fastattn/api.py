@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from .parallel import Plan
 
 
-class _TermsOfAll(TypedDict, total=False):
-    """Keyword arguments of `attention` and `attention_varlen`, for type checkers."""
-
+class _TermsOfSpec(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     alibi_slopes: Tensor | None
@@ -43,7 +41,17 @@ class _TermsOfAll(TypedDict, total=False):
     dropout_p: float
     generator: torch.Generator | DropoutSeed | None
     deterministic: bool
+
+
+class _TermsOfAll(_TermsOfSpec, total=False):
+    """Keyword arguments of `attention` and `attention_varlen`, for type checkers."""
+
     backend: str | None
+
+
+class _TermsOfExplain(_TermsOfSpec, total=False):
+    bias: Tensor | RelativeBias | None
+    return_lse: bool
 
 
 class Terms(_TermsOfAll, total=False):
@@ -626,7 +634,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options: object) -> Explanation:
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options: Unpack[_TermsOfExplain]
+) -> Explanation:
     """Choice of a backend for a call of `attention`, with the objections of every other backend; computes nothing.
 
     Args:

@@ -171,6 +171,7 @@ def attention(
         refuse_unknown(attention, unknown)
     if type(return_lse) is not bool:
         check_flags(return_lse=return_lse)
+        return_lse = bool(return_lse)  # which `ops.short_way` takes alone
     result = None
     if plan is None and (blocks.ENTERED or blocks.LEFT):
         plan = blocks.of_call(q)

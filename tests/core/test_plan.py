@@ -528,3 +528,9 @@ def test_flags_are_checked_in_every_call(dropout_p):
         fastattn.attention(Q, Q, Q, dropout_p=dropout_p)
         with pytest.raises(ValueError, match="deterministic must be a bool, got 'x'"):
             fastattn.attention(Q, Q, Q, dropout_p=dropout_p, deterministic="x")
+
+
+def test_an_int_is_a_flag_in_every_call():
+    for flag in (True, 1, 1, False, 0, 0):
+        result = fastattn.attention(Q, Q, Q, return_lse=flag)
+        assert (isinstance(result, tuple) and result[1] is not None) == flag

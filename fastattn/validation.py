@@ -109,7 +109,7 @@ def in_spec(bias: Tensor | RelativeBias | None, q: Tensor, k: Tensor, mask: Mask
         raise ValueError("mask.q_offset must be an int beside a RelativeBias with a bucket, got a Tensor")
     if mask.segment_ids is not None and mask.segment_ids[0] is not mask.segment_ids[1]:
         raise ValueError("mask.segment_ids must be one Tensor for queries and keys beside a RelativeBias, got two")
-    return bias.by_distance(q.shape[2], k.shape[2], mask.q_offset if bias.bucket else 0), True
+    return bias.by_distance(q.shape[2], k.shape[2], mask.q_offset if bias.bucket is not None else 0), True
 
 
 def check_fit(

@@ -26,7 +26,7 @@ from .backends import backend_by_name
 from .backends.record import are_fake
 from .plan import Plan, drawn, is_plain, nothing_to_see, places_from, prepare, short_ways
 from .spec import DropoutSeed, Mask, RelativeBias, Spec, accumulation_dtype, empty_output
-from .validation import EVERYTHING, check_fit, in_spec
+from .validation import EVERYTHING, check_fit, check_numbers, in_spec
 
 _MASK = (
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
@@ -115,18 +115,16 @@ def attention_in_graph(
         and isinstance(k, Tensor)
         and isinstance(v, Tensor)
         and isinstance(mask, (Mask, NoneType))
-        and isinstance(scale, (float, int, NoneType))
         and isinstance(bias, (Tensor, RelativeBias, NoneType))
-        and isinstance(softcap, (float, int, NoneType))
         and isinstance(alibi_slopes, (Tensor, NoneType))
         and isinstance(sinks, (Tensor, NoneType))
-        and isinstance(dropout_p, (float, int))
         and isinstance(generator, (DropoutSeed, NoneType))
         and isinstance(deterministic, bool)
         and isinstance(backend, (str, NoneType))
     )
     if not well_formed or backend == "fused":
         return None
+    check_numbers(scale, softcap, dropout_p)  # here, where Dynamo ends its graph before numbers that it does not know
     bias, by_distance = in_spec(bias, q, k, mask)
     seed = places = None
     if dropout_p > 0:
@@ -141,7 +139,8 @@ def attention_in_graph(
 def _attention(q, k, v, bias, alibi_slopes, sinks, *rest):
     of_mask, (scale, softcap, dropout_p, deterministic, by_distance, backend, lse_wanted) = rest[:12], rest[12:]
     mask, seed, places = _mask_of(of_mask)
-    bias = RelativeBias(bias[:, 0]) if by_distance else bias
+    if by_distance:
+        bias = RelativeBias(bias[:, 0] if bias.dim() == 3 else bias)  # as it was given, in a malformed call
     drawn_by = None if seed is None else DropoutSeed(seed, places)
     terms = (scale, bias, softcap, alibi_slopes, sinks, dropout_p, drawn_by, deterministic, backend)
     try:

@@ -62,14 +62,9 @@ def validated(
         raise ValueError(f"the heads of k must divide the {H} heads of q, got {H_kv}")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v must be [{B}, {H_kv}, {n_k}, d_v] like k, got {list(v.shape)}")
+    check_numbers(scale, softcap, dropout_p)
     if scale is None:
         scale = D**-0.5 if D else 1.0
-    elif not _is_number(scale) or not (scale == 0 or _SMALLEST_FP32 <= abs(scale) <= _LARGEST_FP32):
-        raise ValueError(f"scale must be a finite number that fp32 can hold, got {scale!r}")
-    if softcap is not None and not (_is_number(softcap) and _SMALLEST_FP32 <= softcap <= _LARGEST_FP32):
-        raise ValueError(f"softcap must be a positive number that fp32 can hold, or None, got {softcap!r}")
-    if not _is_number(dropout_p) or not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p!r}")
     mask = EVERYTHING if mask is None else mask
     if not isinstance(mask, Mask):
         how = "; write Mask(dense=...) for [..., n_q, n_k], Mask(real_keys=...) for [B, n_k], bias=... for a float one"
@@ -87,6 +82,16 @@ def validated(
     softcap = None if softcap is None else float(softcap)
     terms = bias, softcap, alibi_slopes, sinks, float(dropout_p), None, bool(deterministic)
     return Spec(mask, float(scale), *terms, bias_by_distance=bias_by_distance)
+
+
+def check_numbers(scale: float | None, softcap: float | None, dropout_p: float) -> None:
+    """Raises ValueError where a number of a call is none that it takes."""
+    if scale is not None and not (_is_number(scale) and (scale == 0 or _SMALLEST_FP32 <= abs(scale) <= _LARGEST_FP32)):
+        raise ValueError(f"scale must be a finite number that fp32 can hold, got {scale!r}")
+    if softcap is not None and not (_is_number(softcap) and _SMALLEST_FP32 <= softcap <= _LARGEST_FP32):
+        raise ValueError(f"softcap must be a positive number that fp32 can hold, or None, got {softcap!r}")
+    if not _is_number(dropout_p) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p!r}")
 
 
 def in_spec(bias: Tensor | RelativeBias | None, q: Tensor, k: Tensor, mask: Mask | None) -> tuple[Tensor | None, bool]:

@@ -387,6 +387,9 @@ def test_dynamo_takes_a_call_for_one_op():
         lambda q, k, v: fastattn.attention(q, k, v, bias=torch.ones(3, 3)),
         lambda q, k, v: fastattn.attention(q, k, v, "causal"),
         lambda q, k, v: fastattn.attention(q, k, v, dropout_p=2.0),
+        lambda q, k, v: fastattn.attention(q, k, v, scale=True),
+        lambda q, k, v: fastattn.attention(q, k, v, softcap=True),
+        lambda q, k, v: fastattn.attention(q[0], k, v, bias=RelativeBias(torch.ones(9))),
         lambda q, k, v: fastattn.attention(q, k, None),
         lambda q, k, v: fastattn.attention(q, k, v, deterministic="yes"),
         lambda q, k, v: fastattn.attention(q.double(), k.double(), v.double(), backend="cpu"),
@@ -399,6 +402,19 @@ def test_compiled_calls_are_refused_in_the_same_words(call):
         call(*inputs)
     with pytest.raises(eager.type, match=re.escape(str(eager.value))):
         torch.compile(call, backend="aot_eager")(*inputs)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_graph_ends_before_a_number_that_is_read_of_a_tensor(name):
+    torch._dynamo.reset()
+
+    def attend(q, number):
+        return fastattn.attention(q, q, q, **{name: number.item()})
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, backend="aot_eager")
+        for number in (torch.tensor(0.5), torch.tensor(0.25)):
+            torch.testing.assert_close(compiled(Q, number), attend(Q, number))
 
 
 def test_compiled_second_order_is_refused():

@@ -680,13 +680,25 @@ def _fake_weights_backward(d_weights, keys, q, k, bias, alibi_slopes, sinks, *_)
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, bias, alibi_slopes, sinks))
 
 
+def _have_tangents(arguments: tuple) -> bool:
+    """Whether one of them has a tangent in forward mode, which is off inside of a Function."""
+    if not _in_forward_mode() or not torch._C._is_fwd_grad_enabled():
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)
+
+
 def _with_derivative(op, function, keys, *arguments):
     """An op outside of its Function, as graphs and exported programs call it: with derivatives too."""
-    if _grad_enabled() and torch._C._any_requires_grad(*arguments):
+    if _have_tangents(arguments) or (_grad_enabled() and torch._C._any_requires_grad(*arguments)):
         if function is None:
             raise NotImplementedError(
                 "the second derivative of attention weights is not available in graphs: compute it without "
                 "torch.compile"
+            )
+        if _innermost_transform() is not None:  # which would not see the Function
+            raise NotImplementedError(
+                f"torch.func.grad, vjp and jvp of {op} are not available: call attention itself in them, or an "
+                "exported program before its run_decompositions"
             )
         return function.apply(*arguments)
     with torch._C._AutoDispatchBelowAutograd():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.autograd.functional import hessian, jacobian
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
@@ -141,6 +142,27 @@ def test_transforms_of_exported_programs(name):
     ours, weights = (IN_GRAPHS[name](lambda *qkv, i=i: exported(*qkv)[i])(Q) for i in (0, 1))
     torch.testing.assert_close(ours, IN_GRAPHS[name](naive)(Q))
     torch.testing.assert_close(weights, IN_GRAPHS[name](lambda q, k, v: (q @ k.mT / 2).softmax(-1))(Q))
+
+
+@pytest.mark.parametrize("i", [0, 1], ids=["attention", "weights"])
+@pytest.mark.parametrize("through", ["compiled", "decomposed"])
+def test_tangents_pass_through_ops_in_graphs(through, i):
+    torch._dynamo.reset()
+    program = torch.compile(Attention(), backend="aot_eager")
+    if through == "decomposed":
+        program = torch.export.export(Attention(), (Q[0], K[0], V[0])).run_decompositions().module()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(Q[0], K[0])
+        results = (forward_ad.unpack_dual(f(dual, K[0], V[0])[i]).tangent for f in (program, Attention()))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["grad", "jvp"])
+def test_transforms_of_ops_alone_are_refused(name):
+    exported = torch.export.export(Attention(), (Q[0], K[0], V[0])).run_decompositions().module()
+    for i in (0, 1):
+        with pytest.raises(NotImplementedError, match="call attention itself in them, or an exported program before"):
+            IN_GRAPHS[name](lambda *qkv, i=i: exported(*qkv)[i])(Q)
 
 
 class Masked(torch.nn.Module):

@@ -737,7 +737,7 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 def _are(cls: type[nn.Module], layers: nn.ModuleList) -> bool:
     """Whether the layers are of this class, also inside of what torch.compile, checkpointing and FSDP wrap them in."""
-    return all(isinstance(_unwrapped(layer), cls) for layer in layers)
+    return all(isinstance(layer, cls) or isinstance(_unwrapped(layer), cls) for layer in layers)
 
 
 def _unwrapped(layer: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import backends
 from .backends.choice import default_is_best
-from .backends.record import is_traced
+from .backends.record import is_traced, while_tracing
 from .backends.selfcheck import serves_whole
 from .spec import DropoutSeed, Mask, RelativeBias, Spec, as_number
 from .validation import EVERYTHING, check_seed, in_spec, validated
@@ -218,12 +218,17 @@ def _keys_of_plain_tensors(device_type: str) -> int:
         return _keys_of(torch.empty(0, device=device_type)).raw_repr()
 
 
+@while_tracing
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
 def after_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to the arguments of scaled_dot_product_attention: all but fp64 in the autocast dtype."""
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors):
         return tensors
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -514,6 +514,13 @@ def test_autocast_does_what_it_does_to_sdpa(dtype):
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(o.sum(), (q, k, v)))
 
 
+def test_weights_compile_whole_under_autocast():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: fastattn.attention_weights(q, q), backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(Q.float()).dtype == torch.bfloat16
+
+
 def _gradients_twice(attend, q):
     (dq,) = torch.autograd.grad(attend(q).square().sum(), q, create_graph=True)
     return torch.autograd.grad(dq.square().sum(), q)[0]

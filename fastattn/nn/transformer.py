@@ -708,7 +708,7 @@ def _is_by_element(activation: Activation) -> bool:
 
 def _is_of_one_token(part: nn.Module) -> bool:
     """Whether a norm is over one dimension."""
-    return len(getattr(part, "normalized_shape", (1,))) == 1
+    return len(vars(part).get("normalized_shape", (1,))) == 1  # for which nn.Module would search long
 
 
 def _inherits_known_forward(cls: type[nn.Module]) -> bool:

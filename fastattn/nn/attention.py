@@ -279,7 +279,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """
         q, k, v = self._project(query, key, value)
         if rotation is not None:
-            q, k = rotation(q), rotation(k)
+            q, k = rotation.__call__(q), rotation.__call__(k)  # PyTorch 2.10 cannot compile a call of a tuple itself
         return q, k, v
 
     def _project_query(self, query: Tensor) -> Tensor:

@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from fastattn.nn import LearnedPositions, RotaryPositions, SinusoidalPositions, TokenEmbedding
+from fastattn.nn import (
+    LearnedPositions,
+    RotaryPositions,
+    SinusoidalPositions,
+    TokenEmbedding,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 
 @pytest.mark.parametrize("d_model", [6, 7])
@@ -39,6 +46,14 @@ def test_positions_beyond_the_table_are_refused(cls):
 def test_rotary_needs_an_even_head_dim():
     with pytest.raises(ValueError, match="head_dim must be even for rotary positions, got 7"):
         RotaryPositions(7)
+
+
+def test_layers_with_rotary_positions_compile():
+    encoder = TransformerEncoder(
+        TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), 1, rotary=RotaryPositions(8, 9)
+    )
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(torch.compile(encoder, backend="eager", fullgraph=True)(x), encoder(x))
 
 
 def test_embeddings_are_scaled_and_padding_stays_zero():

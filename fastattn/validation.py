@@ -257,8 +257,6 @@ def check_paged(
 
 def check_places(places: dict[str, Tensor], **read: Tensor) -> None:
     """Raises where new tokens cannot be written to `places`, by name, without a change of what else is read."""
-    if is_compiling():  # where tensors have no places in memory yet
-        return
     for name, place in places.items():
         if any(n > 1 and step == 0 for n, step in zip(place.shape, place.stride(), strict=True)):
             raise ValueError(f"{name} must not be expanded where new tokens are written to it, got {place.stride()}")
@@ -271,8 +269,8 @@ def check_places(places: dict[str, Tensor], **read: Tensor) -> None:
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether the bytes from the first to the last one of x are some of those of y."""
-    if not torch._C._is_alias_of(x, y) or not x.numel() or not y.numel():
+    """Whether the bytes from the first to the last one of x are some of those of y; in a graph they have no places."""
+    if is_compiling() or not torch._C._is_alias_of(x, y) or not x.numel() or not y.numel():
         return False
     (first, last), (first_of_y, last_of_y) = map(_bytes, (x, y))
     return first <= last_of_y and first_of_y <= last

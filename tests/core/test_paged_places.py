@@ -66,7 +66,7 @@ def test_nothing_is_written_where_values_lie_in_the_pages(call):
         fastattn.attention_paged(drawn(2, 4, D), k_pages, v_pages, TABLE, LENGTHS)
 
 
-@pytest.mark.parametrize("call", [by_paged, by_kvcache])
+@pytest.mark.parametrize("call", [by_paged, by_kvcache, torch.compile(by_paged, backend="eager")])
 def test_nothing_is_written_to_expanded_pages(call):
     k_pages, v_pages = pages()
     for _ in range(2):

@@ -81,14 +81,14 @@ class Mask:
             if not isinstance(self.q_offset, Tensor):
                 raise ValueError(f"mask.q_offset must be an int or an integer Tensor, got {_shown(self.q_offset)}")
             _check_table("q_offset", self.q_offset, _INTEGERS, (1, 2))
-        elif not -(2**63) <= self.q_offset < 2**63:
+        elif not _is_within_64_bits(self.q_offset, -(2**63)):
             raise ValueError(f"mask.q_offset must be an int of 64 bits, got {self.q_offset}")
         if self.window is not _NO_WINDOW:
             if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
                 raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")
             object.__setattr__(self, "window", tuple(as_int(width) for width in self.window))
             for side, width in zip(("left", "right"), self.window, strict=True):
-                if width is not None and not (is_int(width) and 0 <= width < 2**63):
+                if width is not None and not (is_int(width) and _is_within_64_bits(width, 0)):
                     raise ValueError(
                         f"mask.window's {side} must be None or an int from 0 to 2**63 - 1, got {_shown(width)}"
                         + "; None is no limit" * (is_int(width) and width == -1)
@@ -111,7 +111,7 @@ class Mask:
         """The names of the fields in use: what a backend must list to be given this mask."""
         in_use = {
             "causal": self.causal,
-            "q_offset": isinstance(self.q_offset, Tensor) or self.q_offset != 0,
+            "q_offset": isinstance(self.q_offset, (Tensor, torch.SymInt)) or self.q_offset != 0,
             "window": self.window[0] is not None or self.window[1] is not None,
             "real_keys": self.real_keys is not None,
             "real_queries": self.real_queries is not None,
@@ -506,6 +506,11 @@ def is_jagged(x: object) -> bool:
 def is_int(x: object) -> bool:
     """Whether `x` is an integer, of Python's or one that torch.compile traces, but not a bool."""
     return type(x) is int or (isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool))
+
+
+def _is_within_64_bits(x: int | torch.SymInt, least: int) -> bool:
+    """Whether an integer is from `least` to 2**63 - 1, which one that a graph reads of a tensor does not tell."""
+    return isinstance(x, torch.SymInt) or least <= x < 2**63
 
 
 def _is_length(x: object, least: int = 0) -> bool:

@@ -21,7 +21,7 @@ class _Known(NamedTuple):
 
 
 _MOST_RESULTS = 8  # of the same tensors: a tensor of starts that is never replaced meets ever more keys
-_known: dict[tuple, _Known] = {}
+_known: dict[tuple[int, ...], _Known] = {}
 
 
 def kept(function: Callable[..., _T], tensors: tuple[Tensor | None, ...], *constants: object) -> _T:
@@ -39,8 +39,7 @@ def kept(function: Callable[..., _T], tensors: tuple[Tensor | None, ...], *const
         if torch.cuda.is_current_stream_capturing():
             return function(*tensors, *constants)
         stream = torch.cuda.current_stream(given[0].device).cuda_stream
-    # The device: `model.cuda()` assigns to the data of a parameter, which stays the same tensor of the same version.
-    key, versions = (given[0].device, *map(id, tensors)), [x._version for x in given]
+    key, versions = tuple(map(id, tensors)), [x._version for x in given]
     known, of_call = _known.get(key), (function, stream, constants)
     if known is None or known.versions != versions or any([ref() is None for ref in known.tensors]):  # noqa: C419
         refs = [weakref.ref(x, lambda _: _known.pop(key, None)) for x in given]

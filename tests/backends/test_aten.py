@@ -388,21 +388,6 @@ def test_what_changes_without_a_new_version_counts_as_it_is_now(name, by):
     assert_close(o("torch"), o("reference"))
 
 
-def test_what_is_known_of_a_tensor_is_not_that_of_another_device():
-    """As where `module.cuda()` assigns to the data of a parameter."""
-
-    class Movable(torch.Tensor):
-        device = torch.device("cpu")
-
-    def get(x: Movable) -> str:
-        return x.device.type
-
-    x = torch.ones(3).as_subclass(Movable)
-    assert kept_results.kept(get, (x,)) == "cpu"
-    x.device = torch.device("cuda")
-    assert kept_results.kept(get, (x,)) == "cuda"
-
-
 @pytest.mark.parametrize("real", ["neighbours", "holes"])
 def test_rectangles_are_looked_for_once_for_all_layers_and_passes(real):
     real_keys = torch.arange(40) < torch.tensor([[40], [30]])

@@ -417,6 +417,21 @@ def test_a_graph_ends_before_a_number_that_is_read_of_a_tensor(name):
             torch.testing.assert_close(compiled(Q, number), attend(Q, number))
 
 
+@pytest.mark.parametrize("name", ["q_offset", "window"])
+def test_a_graph_reads_integers_of_tensors(name):
+    torch._dynamo.reset()
+
+    def attend(q, number):
+        mask = {"q_offset": number.item()} if name == "q_offset" else {"window": (number.item(), None)}
+        return fastattn.attention(q, K, V, Mask(causal=True, **mask))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        for number in (2, 0, 3):
+            number = torch.tensor(number)
+            torch.testing.assert_close(compiled(Q, number), attend(Q, number))
+
+
 def test_compiled_second_order_is_refused():
     q = Q.clone().requires_grad_()
     compiled = torch.compile(

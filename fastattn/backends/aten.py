@@ -363,8 +363,17 @@ def _gradients(
 def _kept(function: Callable, tensors: tuple[Tensor | None, ...], *constants: object) -> tuple:
     """`kept`, but for tensors that NumPy or `x.data` has changed since, which their versions do not tell."""
     values, result = kept(_with_copies(function, len(tensors)), tensors, *constants)
-    same = all(x is None or (x.dtype == y.dtype and torch.equal(x, y)) for x, y in zip(tensors, values, strict=True))
+    same = all(x is None or _are_equal(x, y) for x, y in zip(tensors, values, strict=True))
     return result if same else function(*tensors, *constants)
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    """Whether a tensor is like its copy."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    if x.dtype == torch.bool and x.is_contiguous() and x.numel() % 8 == 0 == x.storage_offset() % 8:
+        x, y = (z.flatten().view(torch.int64) for z in (x, y))  # which PyTorch compares ten times as fast
+    return torch.equal(x, y)
 
 
 @functools.cache

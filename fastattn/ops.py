@@ -105,7 +105,7 @@ def attention_in_graph(
     backend: str | None,
     lse_wanted: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """(o, lse) of a call that Dynamo traces, as one op: what Python does in a call takes 0.1 s to trace.
+    """(o, lse) of a call that Dynamo traces, as one op: to trace what Python does in it takes far longer.
 
     It stands for Python's checks and its choice too, which are made where the op is taken apart. None for a call whose
     checks are to be traced: a malformed one, and one of "fused", whose caller computes what is refused.

@@ -372,7 +372,7 @@ def _are_equal(x: Tensor, y: Tensor) -> bool:
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
     if x.dtype == torch.bool and x.is_contiguous() and x.numel() % 8 == 0 == x.storage_offset() % 8:
-        x, y = (z.flatten().view(torch.int64) for z in (x, y))  # which PyTorch compares ten times as fast
+        x, y = (z.flatten().view(torch.int64) for z in (x, y))  # which PyTorch compares faster than bools
     return torch.equal(x, y)
 
 

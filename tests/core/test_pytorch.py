@@ -357,7 +357,7 @@ def test_compiles_where_one_tensor_is_several_arguments():
 
 
 def test_dynamo_takes_a_call_for_one_op():
-    """What it traced of Python instead would cost 0.1 s a layer, and guards in each call."""
+    """What it traced of Python instead would cost time for each layer, and guards in each call."""
     torch._dynamo.reset()
     counted = []
 

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +50,10 @@ def cache_dir() -> Path:
     """The folder that keeps the modules built on first use."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen) / "fastattn"
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fastattn"
+    of_user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if of_user.startswith("~"):  # nobody knows the user's home: nothing is kept, instead of in a folder named "~"
+        of_user = os.devnull
+    return Path(of_user) / "fastattn"
 
 
 @dataclass(frozen=True, eq=False)
@@ -607,11 +610,9 @@ def _compile(module: CompiledModule, target: Path) -> str | None:
     stale = any(_PACKAGE_DIR.glob(module.any_file))
     unfit = "the installed one is for other sources, or another torch or machine"
     why = unfit if stale else "none was built ahead of time"
-    print(
-        f"fastattn: compiling {module} for torch {torch.__version__} ({why}); "
-        f"this takes about {module.about_seconds()} s, once, and is kept in {target.parent}",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"compiling {module} for torch {torch.__version__} ({why}); "
+        f"this takes about {module.about_seconds()} s, once, and is kept in {target.parent}"
     )
     for leftover in target.parent.glob(f"{target.name}.build-*"):  # its builder was killed: we hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
@@ -669,10 +670,18 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def say(sentence: str) -> None:
+    """Prints a sentence on stderr, where there is one: programs without a console have none, and others close it."""
+    with suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(f"fastattn: {sentence}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress_shown(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A function to call with how much of `total` has been done since: a bar, or else a line now and then."""
-    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+    has_terminal = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+    if has_terminal and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
 
@@ -688,7 +697,7 @@ def progress_shown(what: str, total: int) -> Iterator[Callable[[int], None]]:
         done += more
         if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
-            print(f"fastattn: {100 * done // total} % of {what} is done", file=sys.stderr, flush=True)
+            say(f"{100 * done // total} % of {what} is done")
 
     yield show_more
 

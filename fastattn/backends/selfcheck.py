@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..spec import Mask, Spec
 from . import cpu, record, reference
-from .build import progress_shown
+from .build import progress_shown, say
 from .compiling import compiled_at_once
 from .record import while_tracing
 
@@ -107,7 +106,7 @@ def _found(backend: ModuleType, device: torch.device, dtype: torch.dtype, traini
     if device.type != "cuda":
         return find_fault(backend, device, dtype, training)
     name = family(backend.NAME, dtype, training)
-    print(f"fastattn: checking {name} on this GPU, once; it may compile kernels", file=sys.stderr, flush=True)
+    say(f"checking {name} on this GPU, once; it may compile kernels")
     with progress_shown("the check", len(_calls(device, training))) as show_more:
         return find_fault(backend, device, dtype, training, after_each=lambda: show_more(1))
 

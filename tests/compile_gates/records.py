@@ -16,6 +16,8 @@ from pathlib import Path
 CHOSEN = "3.7.1"
 """The Triton of constraints.txt."""
 TRITONS = ("3.6.0", CHOSEN, "3.8.0", "3.9.0")
+_NO_KERNELS = {"build.py", "kept_results.py", "record.py"}
+"""Progress, what is computed once, and which of the tiles that stand in the files of a backend is the best here."""
 _BACKENDS = Path(__file__).parents[2] / "fastattn" / "backends"
 
 
@@ -30,12 +32,12 @@ def digest(backend: str) -> str:
 def sources(backend: str) -> list[Path]:
     """The files of a backend, and those of other backends that they import, whatever the depth.
 
-    Not the record of a machine and what that imports: it chooses among tiles that are all in the files of a backend.
+    Not those of _NO_KERNELS, and what they import: whatever they say, the same kernels are compiled.
     """
     result, waiting = set(), sorted((_BACKENDS / backend).glob("*.py"))
     while waiting:
         path = waiting.pop()
-        if path in result or path == _BACKENDS / "record.py":
+        if path in result or path.name in _NO_KERNELS:
             continue
         result.add(path)
         for node in ast.walk(ast.parse(path.read_text())):

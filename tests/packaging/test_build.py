@@ -429,6 +429,20 @@ def test_cache_is_where_the_environment_says(stand_in, environment, expected):
     assert run(stand_in, "print(build.cache_dir())", **environment)[0] == expected
 
 
+def test_a_user_without_a_home_keeps_nothing(stand_in):
+    code = """
+import pwd
+def unknown(uid):
+    raise KeyError
+pwd.getpwuid = unknown
+del os.environ["HOME"]
+print(build.CPU.unavailable())
+"""
+    reason = run(stand_in, "import os" + code, TORCH_EXTENSIONS_DIR="", XDG_CACHE_HOME="")[0]
+    assert reason.startswith("the cpu backend's module cannot be kept in /dev/null/fastattn (")
+    assert not (stand_in / "~").exists()
+
+
 def test_dataloader_worker_builds_nothing(stand_in):
     code = """
 import torch
@@ -728,3 +742,17 @@ def test_what_the_first_use_compiled_serves_until_all_is_built(stand_in):
     assert run(stand_in, code.format(whole=False), **no_compiler)[0] == f"{whole}|{whole_state}"
     Path(whole).unlink()
     assert run(stand_in, code.format(whole=False), **no_compiler)[0] == f"{first}|{first_state}"
+
+
+@pytest.mark.parametrize("without", ["sys.stderr = None", "sys.stderr.close()"])
+def test_progress_needs_no_stderr(stand_in, without):
+    code = f"""
+import sys
+{without}
+build._SECONDS_BETWEEN_LINES = 0
+with build.progress_shown("the work", 2) as show_more:
+    show_more(1)
+build.say("done")
+print("right")
+"""
+    assert run(stand_in, code) == ("right", "")

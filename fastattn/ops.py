@@ -410,39 +410,38 @@ def _flat_mask(mask: Mask, seed: Tensor | None, places: Tensor | None) -> tuple:
     )
 
 
-@functools.lru_cache(1024)
-def _mask_of_numbers(causal: bool, q_offset: int) -> Mask:
-    """Of calls of compiled graphs, for which to make a mask would take as long as a short call's kernel."""
-    return Mask(causal, q_offset=q_offset)
-
-
 def _mask_of(flat: tuple) -> tuple[Mask, Tensor | None, Tensor | None]:
     """What `_flat_mask` was given."""
-    *of_mask, seed, places = flat[:8]
-    q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense = of_mask
+    q_offsets, real_keys, real_queries, segment_ids_q, segment_ids_k, dense, seed, places = flat[:8]
     causal, q_offset, left, right = flat[8:]
-    if type(q_offset) is int and not is_compiling() and all([x is None for x in of_mask]) and left is right is None:  # noqa: C419
-        mask = _mask_of_numbers(causal, q_offset)
-    else:
-        mask = Mask(
-            causal=causal,
-            q_offset=q_offset if q_offsets is None else q_offsets,
-            window=(left, right),
-            real_keys=real_keys,
-            real_queries=real_queries,
-            segment_ids=None if segment_ids_q is None else (segment_ids_q, segment_ids_k),
-            dense=dense,
-        )
+    mask = Mask(
+        causal=causal,
+        q_offset=q_offset if q_offsets is None else q_offsets,
+        window=(left, right),
+        real_keys=real_keys,
+        real_queries=real_queries,
+        segment_ids=None if segment_ids_q is None else (segment_ids_q, segment_ids_k),
+        dense=dense,
+    )
     return mask, seed, places
 
 
 def _unflatten(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
     """The spec and the backend that `_flatten` was given."""
+    of_numbers = type(flat[9]) is int and all([x is None for x in (*learned, *flat[:8], *flat[10:12])])  # noqa: C419
+    return (_made_once if of_numbers and not is_compiling() else _made)(learned, flat)
+
+
+def _made(learned: tuple[Tensor | None, ...], flat: tuple) -> tuple[Spec, ModuleType]:
     mask, seed, places = _mask_of(flat[:12])
     scale, softcap, dropout_p, deterministic, by_distance, backend = flat[12:]
     bias, alibi_slopes, sinks = learned
     spec = Spec(mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, seed, deterministic, places, by_distance)
     return spec, backend_by_name(backend)
+
+
+_made_once = functools.lru_cache(1024)(_made)
+"""For calls of graphs that have numbers alone, for which to make a spec takes as long as a short call's kernel."""
 
 
 class _Attention(Function):
@@ -687,7 +686,7 @@ def _have_tangents(arguments: tuple) -> bool:
     return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)
 
 
-def _with_derivative(op, function, keys, *arguments):
+def _with_derivative(op, kernel, function, keys, *arguments):
     """An op outside of its Function, as graphs and exported programs call it: with derivatives too."""
     if _have_tangents(arguments) or (_grad_enabled() and torch._C._any_requires_grad(*arguments)):
         if function is None:
@@ -702,7 +701,19 @@ def _with_derivative(op, function, keys, *arguments):
             )
         return function.apply(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
+        if keys.raw_repr() in _OF_PLAIN_TENSORS:
+            return kernel(*arguments)  # which is all that is left to the dispatcher, and takes it longer
         return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+
+_OF_PLAIN_TENSORS = {
+    (torch._C.DispatchKeySet(on) | torch._C.DispatchKeySet(autograd)).raw_repr()
+    for on, autograd in (
+        (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
+        (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
+    )
+}
+"""Dispatch keys of a call that concerns no mode, transform or subclass."""
 
 
 def _over_samples(op, in_dims, arguments):
@@ -739,7 +750,7 @@ for _name, _kernel, _fake, _function in (
     torch.library.impl(_qualified, "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(_qualified, _fake)
     _op = getattr(torch.ops.fastattn, _name)
-    _LIBRARY.impl(_name, functools.partial(_with_derivative, _op.default, _function), "Autograd", with_keyset=True)
+    _LIBRARY.impl(_name, functools.partial(_with_derivative, _op.default, _kernel, _function), "Autograd", with_keyset=True)
     torch.library.register_vmap(
         _qualified, lambda info, in_dims, *arguments, op=_op: _over_samples(op, in_dims, arguments)
     )

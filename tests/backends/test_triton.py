@@ -22,12 +22,12 @@ import fastattn
 from fastattn.backends import kept_results
 from fastattn.backends import triton as backend
 from fastattn.backends.triton import configs, flash_backward, flash_decoding, preparation
-from fastattn.backends.triton.configs import Apart, Config, config_for, dot_precision
+from fastattn.backends.triton.configs import Apart, Config, config_for
 from fastattn.backends.triton.dropout import dropout, kept
 from fastattn.backends.triton.preparation import real_spans, visibility
 from fastattn.backends.triton.rules import rules_of
 from fastattn.backends.triton.scores import tanh
-from fastattn.backends.triton.tiles import heads
+from fastattn.backends.triton.tiles import dot_precision, heads
 from fastattn.backends.triton.visibility import (
     as_column,
     as_row,
@@ -609,8 +609,22 @@ def test_fp32_is_multiplied_exactly_unless_torch_is_told_otherwise(capability, d
     torch.set_float32_matmul_precision("high")
     try:
         assert dot_precision(q) == "tf32"
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert dot_precision(q) == expected
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("products", ["cuda", "mkldnn"])
+def test_precision_of_products_is_that_of_torch_backends(products):
+    """Once it was set there, torch.get_float32_matmul_precision raises."""
+    q, of_products = torch.ones(1, 1, 17, 16, device=DEVICE), getattr(torch.backends, products).matmul
+    before, of_products.fp32_precision = of_products.fp32_precision, "tf32"
+    try:
+        fastattn.attention(q, q, q, backend=backend.NAME)
+        assert (dot_precision(q) == "tf32") == (products == "cuda")
+    finally:
+        of_products.fp32_precision = before
 
 
 @pytest.mark.parametrize("seed", [1, 3])

@@ -176,7 +176,7 @@ class Compiled:
 
 
 _FP32_BY_MATRICES = (80, 90)
-"""Whose tensor cores multiply fp32, as configs.dot_precision says."""
+"""Whose tensor cores multiply fp32, as tiles.dot_precision says."""
 _OTHER_TRITONS = 1.5
 """How many times as much may be waited and spilled with another Triton than that of constraints.txt."""
 _WITHOUT_PRODUCTS = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...spec import Spec
 from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
 from .bias_gradient import by_distance, compute_gradient_of_table, config_by_distance, empty_table
-from .configs import Apart, config_for, dot_precision, padded_head_dim
+from .configs import Apart, config_for, padded_head_dim
 from .dropout import kept
 from .launches import Launches, kind_of, repeated
 from .recompute import Rows, load_rows, tile_gradients
@@ -28,6 +28,7 @@ from .tiles import (
     Heads,
     as_operand,
     dot,
+    dot_precision,
     head_of,
     heads,
     load_tile,

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec, empty_output
-from .configs import FEW_QUERIES, config_for, dot_precision, padded_head_dim
+from .configs import FEW_QUERIES, config_for, padded_head_dim
 from .flash_forward import attended, finished, keys_of
 from .launches import Launches, kind_of, repeated
 from .rules import Rules, rules_of
 from .scores import measure, rescale
-from .tiles import Heads, Pages, heads, program_share, readable, real_columns, rows_of_heads
+from .tiles import Heads, Pages, dot_precision, heads, program_share, readable, real_columns, rows_of_heads
 from .visibility import key_range, position_of_first_query, queries_at, real_tokens
 
 FEWEST_KEYS, MOST_KEYS = 128, 1024

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec, empty_output
-from .configs import config_for, dot_precision, padded_head_dim
+from .configs import config_for, padded_head_dim
 from .dropout import kept
 from .launches import Launches, kind_of, repeated
 from .rules import Rules, rules_of
@@ -19,6 +19,7 @@ from .tiles import (
     Pages,
     as_operand,
     dot,
+    dot_precision,
     head_of,
     heads,
     load_from_pages,

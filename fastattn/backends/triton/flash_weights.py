@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec
-from .configs import Apart, config_for, dot_precision, padded_head_dim
+from .configs import Apart, config_for, padded_head_dim
 from .dropout import kept
 from .flash_backward import compute_rows
 from .flash_forward import forward
@@ -23,7 +23,7 @@ from .recompute import Rows, load_rows
 from .recompute import weights as weights_of_tile
 from .rules import Rules, rules_of
 from .scores import scores
-from .tiles import Heads, dot, head_of, heads, load_tile, program_share, readable
+from .tiles import Heads, dot, dot_precision, head_of, heads, load_tile, program_share, readable
 from .visibility import (
     anything,
     as_column,

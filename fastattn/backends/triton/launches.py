@@ -18,7 +18,7 @@ from triton.runtime import driver
 from ...spec import Spec
 from ..compiling import launches_run
 from .rules import Rules, rules_of
-from .tiles import launch
+from .tiles import launch, tf32_will_do
 
 MOST_KINDS = 4096
 """How many kinds of calls are remembered; the next one forgets them all."""
@@ -75,7 +75,7 @@ _known: dict[tuple, _Call] = {}
 
 def kind_of(what: object, inputs: tuple[Tensor | None, ...], spec: Spec) -> tuple:
     """All that the launches of a call depend on, but for the memory of its tensors."""
-    of_inputs = what, torch.get_float32_matmul_precision(), *[None if x is None else _metadata(x) for x in inputs]
+    of_inputs = what, tf32_will_do(), *[None if x is None else _metadata(x) for x in inputs]
     if spec.kind is spec:
         return spec, *of_inputs
     if spec.kind is not None:

@@ -114,6 +114,28 @@ def launch(
         return kernel[(programs,)](x, *args, **options, enable_fp_fusion=True)
 
 
+def tf32_will_do() -> bool:
+    """Whether torch is told that less than fp32 will do for matrix products.
+
+    torch.get_float32_matmul_precision raises where that was said by `torch.backends` alone.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def dot_precision(q: Tensor) -> str:
+    """How `dot` multiplies fp32: exactly, unless torch is told that less will do for matrix products.
+
+    "bf16x6": by tensor cores, each number as the sum of three of bf16, of whose products the six largest count. That is
+    as exact as fp32; three products of two numbers of TF32 are not, since tensor cores cut off their sums, more often
+    then. On sm_86, sm_89 and sm_120 they would be no faster than the other units; on sm_100 nothing was tried.
+    """
+    if tf32_will_do():
+        return "tf32"
+    if triton.knobs.runtime.interpret or q.dtype != torch.float32:
+        return "ieee"
+    return "bf16x6" if torch.cuda.get_device_capability(q.device) in ((8, 0), (9, 0)) else "ieee"
+
+
 @triton.jit
 def program_share(n_tiles, H):
     """(tile, head, batch entry) of this program. All on one axis of the grid, since the others end at 65535."""

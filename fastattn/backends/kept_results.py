@@ -13,10 +13,10 @@ _T = TypeVar("_T")
 
 
 class _Known(NamedTuple):
-    """Results of functions by their constants, as long as the tensors are of these versions."""
+    """Results of functions by their constants, as long as the tensors are of these versions and lie where they did."""
 
     tensors: list[weakref.ref]
-    versions: list[int]
+    versions: list[tuple[int, int]]
     results: dict[tuple, object]
 
 
@@ -39,7 +39,7 @@ def kept(function: Callable[..., _T], tensors: tuple[Tensor | None, ...], *const
         if torch.cuda.is_current_stream_capturing():
             return function(*tensors, *constants)
         stream = torch.cuda.current_stream(given[0].device).cuda_stream
-    key, versions = tuple(map(id, tensors)), [x._version for x in given]
+    key, versions = tuple(map(id, tensors)), [(x._version, x.data_ptr()) for x in given]  # `x.data = y` counts as none
     known, of_call = _known.get(key), (function, stream, constants)
     if known is None or known.versions != versions or any([ref() is None for ref in known.tensors]):  # noqa: C419
         refs = [weakref.ref(x, lambda _: _known.pop(key, None)) for x in given]

@@ -340,6 +340,13 @@ def test_what_is_prepared_dies_with_the_mask(name):
     assert len(kept_results._known) == known
 
 
+def test_a_mask_whose_data_is_replaced_is_prepared_again():
+    mask = Mask(real_keys=padding("right", N_K))
+    visibility(mask, N_Q, N_K)
+    mask.real_keys.data = padding("left", N_K)
+    assert torch.equal(visibility(mask, N_Q, N_K).real_keys.bool(), mask.real_keys)
+
+
 class OnGPU(torch.Tensor):
     """A tensor that says so."""
 

@@ -271,6 +271,21 @@ def test_keys_whose_weight_is_too_small_for_a_float_are_still_there(backend):
     assert keys.tolist() == [[[[1, 0, 3, -1]]]]
 
 
+def test_more_keys_than_a_tile_of_triton_holds_are_refused():
+    q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 70_000, 1)
+    with pytest.raises(NotImplementedError, match=r"'triton' takes top_k up to \d+ of as many keys, got 70000"):
+        fastattn.top_keys(q, k, top_k=70_000, backend="triton")
+
+
+@pytest.mark.parametrize("backend", COMPUTING, ids=lambda b: b.NAME)
+def test_any_number_of_keys_beyond_those_there_are(backend):
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 3, 8)
+    of_three = fastattn.top_keys(q, k, top_k=3, backend=backend.NAME)
+    of_many = fastattn.top_keys(q, k, top_k=70_000, backend=backend.NAME)
+    for x, first, rest in zip(of_many, of_three, (0, -1), strict=True):
+        assert torch.equal(x, torch.nn.functional.pad(first, (0, 70_000 - 3), value=rest))
+
+
 @pytest.mark.parametrize("backend", [cpu, reference], ids=lambda b: b.NAME)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])

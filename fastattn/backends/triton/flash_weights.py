@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...spec import Spec
 from .configs import Apart, config_for, padded_head_dim
@@ -71,13 +72,16 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int) -> tuple[Tensor, Tens
     """The largest weights of each query in fp32, and their keys in int64: [B, H, n_q, top_k]."""
     (B, H, n_q, _), n_k = q.shape, k.shape[2]
     rules, shape = rules_of(spec, n_q, n_k, q.dtype), _shape(q, k)
-    rows = _rows(q, k, None, spec, rules)
     config = config_for("top_keys", q, shape["BLOCK_QK"], rules.heavy_terms)
-    result = q.new_empty(B, H, n_q, triton.next_power_of_2(max(top_k, 2)), dtype=torch.int64)
+    places, most = triton.next_power_of_2(max(min(top_k, n_k), 2)), tl.TRITON_MAX_TENSOR_NUMEL // config.BLOCK_M
+    if places > most:
+        raise NotImplementedError(f"backend 'triton' takes top_k up to {most} of as many keys, got {top_k}")
+    rows, result = _rows(q, k, None, spec, rules), q.new_empty(B, H, n_q, places, dtype=torch.int64)
     arguments = (heads(readable(q)), heads(readable(k)), rows, result, rules, H, n_q, n_k)
     programs = B * H * triton.cdiv(n_q, config.BLOCK_M)
-    Launches(rules).launch(top_keys_kernel, programs, *arguments, **shape, **config._asdict(), TOP_K=result.shape[3])
+    Launches(rules).launch(top_keys_kernel, programs, *arguments, **shape, **config._asdict(), TOP_K=places)
     packed = result.sort(dim=-1, descending=True).values[..., :top_k]
+    packed = pad(packed, (0, top_k - packed.shape[3]), value=-1)
     keys = (2**32 - 1 - (packed & (2**32 - 1))).masked_fill(packed < 0, -1)
     return (packed >> 32).clamp(min=0).int().view(torch.float32), keys
 

@@ -43,7 +43,14 @@ MAY_IMPORT = {  # layer -> what it imports besides itself: whole layers, or sing
     },
     "backends.cpu": {"spec", "backends.gradients", "backends.build"},
     "backends.cuda": {"spec", "backends.diagonals", "backends.gradients", "backends.build"},
-    "backends.triton": {"spec", "backends.compiling", "backends.gradients", "backends.kept_results", "backends.record"},
+    "backends.triton": {
+        "spec",
+        "backends.compiling",
+        "backends.diagonals",
+        "backends.gradients",
+        "backends.kept_results",
+        "backends.record",
+    },
     "backends.hopper": {
         "spec",
         *(

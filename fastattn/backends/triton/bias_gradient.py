@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ...spec import Spec, sums_by_distance
+from ...spec import Spec
+from ..diagonals import n_diagonals
 from .configs import Config, config_for, padded_head_dim
 from .dropout import kept
 from .launches import Launches
@@ -33,7 +33,7 @@ def empty_table(q: Tensor, v: Tensor, spec: Spec) -> Tensor:
     if not spec.bias_by_distance:
         return torch.empty_like(spec.bias)[(None,) * (4 - spec.bias.dim())]
     config = config_by_distance(q, v)
-    rows = n_diagonals(q.shape[2], v.shape[2], config) * config.BLOCK_M
+    rows = n_diagonals(q.shape[2], v.shape[2], config.BLOCK_M, config.BLOCK_N) * config.BLOCK_M
     return q.new_empty(1, len(spec.bias), rows, config.BLOCK_N, dtype=torch.float32)
 
 
@@ -41,22 +41,6 @@ def config_by_distance(q: Tensor, v: Tensor) -> Config:
     """Tiles of BLOCK_M queries, a multiple of BLOCK_N, whatever else makes a score: `empty_table` cannot ask."""
     config = config_for("dbias", q, max(padded_head_dim(q.shape[3], q), padded_head_dim(v.shape[3], q)), 2)
     return config._replace(BLOCK_N=min(config.BLOCK_M, config.BLOCK_N))
-
-
-def n_diagonals(n_q: int, n_k: int, config: Config) -> int:
-    """Diagonals of tiles: on each, the first key of a tile is as far from its first query as in the others."""
-    return triton.cdiv(n_k, config.BLOCK_N) + (triton.cdiv(n_q, config.BLOCK_M) - 1) * config.BLOCK_M // config.BLOCK_N
-
-
-def by_distance(table: Tensor, n_q: int, n_k: int, config: Config) -> Tensor:
-    """The gradient of a bias by distance, fp32 [H or 1, 1, n_q + n_k - 1], from what the kernel wrote to the table."""
-    block_m, block_n = config.BLOCK_M, config.BLOCK_N
-    of_tiles = pad(sums_by_distance(table[0].unflatten(1, (-1, block_m)))[:, :, 0], (0, 1))
-    # The sums of a diagonal of tiles begin BLOCK_N distances after those of the one before, and are longer than that.
-    parts = of_tiles.unflatten(2, (-1, block_n)).permute(0, 3, 2, 1)
-    sums = sums_by_distance(parts.flip(2))[:, :, 0].mT.flatten(1)
-    first = triton.cdiv(n_q, block_m) * block_m - n_q
-    return sums[:, None, first : first + n_q + n_k - 1]
 
 
 def compute_gradient_of_table(
@@ -84,7 +68,7 @@ def compute_gradient_of_table(
         )
         tiles = triton.cdiv(n_q, config.BLOCK_M) * triton.cdiv(n_k, config.BLOCK_N)
     else:
-        tiles = n_diagonals(n_q, n_k, config)
+        tiles = n_diagonals(n_q, n_k, config.BLOCK_M, config.BLOCK_N)
     shape = {**shape, "DIAGONALS": by_distance is not None, **config._asdict()}
     arguments = (*inputs, table(dbias), launches.rules, B // B_bias, H // H_bias, H, n_q, n_k)
     launches.launch(dbias_kernel, B_bias * H_bias * tiles, *arguments, **shape)

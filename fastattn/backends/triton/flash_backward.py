@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import Spec
+from ..diagonals import sums_of_diagonals
 from ..gradients import RowStats, Sums, learned_gradients, wanted_sums
-from .bias_gradient import by_distance, compute_gradient_of_table, config_by_distance, empty_table
+from .bias_gradient import compute_gradient_of_table, config_by_distance, empty_table
 from .configs import Apart, config_for, padded_head_dim
 from .dropout import kept
 from .launches import Launches, kind_of, repeated
@@ -77,7 +78,8 @@ def backward(
     if not any(output_mask[3:]):
         return dq, dk, dv, None, None, None
     if dbias is not None and spec.bias_by_distance:
-        dbias = by_distance(dbias, q.shape[2], k.shape[2], config_by_distance(q, v))
+        tiles = dbias[0].unflatten(1, (-1, config_by_distance(q, v).BLOCK_M))
+        dbias = sums_of_diagonals(tiles, q.shape[2], k.shape[2])
     elif dbias is not None:
         dbias = dbias.view(spec.bias.shape)
     sums = Sums(dbias, ds_of_keys, ds_of_queries, ds_by_distance)

@@ -634,6 +634,14 @@ def test_precision_of_products_is_that_of_torch_backends(products):
         of_products.fp32_precision = before
 
 
+@pytest.mark.parametrize("softcap", [1e-40, 3e38])
+def test_softcaps_at_the_ends_of_fp32_make_no_nan(softcap):
+    """In base 2 they would be below or beyond the normal numbers of fp32."""
+    case = Case("ends", "", n_q=20, softcap=softcap)
+    inputs = make_inputs(case, torch.float32, DEVICE)
+    assert_right(inputs, run(inputs, backend.NAME))
+
+
 @pytest.mark.parametrize("seed", [1, 3])
 @pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
 def test_scores_are_computed_again_bit_by_bit(backend, device, seed):

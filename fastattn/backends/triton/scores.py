@@ -54,11 +54,12 @@ def scoring(spec: Spec, n_q: int, dtype: torch.dtype) -> Scoring:
     """The terms of `spec` as the kernels take them, for n_q queries and values of `dtype`."""
     scale_log2 = spec.scale * LOG2E.value
     plain = all(term is None for term in (spec.softcap, spec.bias, spec.alibi_slopes, spec.sinks))
-    plain &= scale_log2 >= torch.finfo(torch.float32).tiny
+    fp32 = torch.finfo(torch.float32)
+    plain &= scale_log2 >= fp32.tiny
     headroom, in_exponent = headroom_log2(dtype), plain and dtype == torch.bfloat16
     return Scoring(
         scale_log2=scale_log2,
-        softcap_log2=None if spec.softcap is None else spec.softcap * LOG2E.value,
+        softcap_log2=None if spec.softcap is None else min(max(spec.softcap * LOG2E.value, fp32.tiny), fp32.max),
         bias=by_distance(spec.bias, n_q) if spec.bias_by_distance else table(spec.bias),
         slopes=table(None if spec.alibi_slopes is None else spec.alibi_slopes[..., None, None]),
         factor_log2=scale_log2 if plain else None,

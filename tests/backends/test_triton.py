@@ -642,6 +642,18 @@ def test_softcaps_at_the_ends_of_fp32_make_no_nan(softcap):
     assert_right(inputs, run(inputs, backend.NAME))
 
 
+@pytest.mark.parametrize("bias", [torch.finfo(torch.float32).min, torch.finfo(torch.float32).max, math.nan])
+@pytest.mark.parametrize("n_q", [4, 20])
+def test_a_bias_that_is_beyond_fp32_in_base_2(n_q, bias):
+    """Of one query, and of some keys of the others: -inf alone hides."""
+    inputs = make_inputs(Case("beyond", "", n_q=n_q, n_k=40, bias=(n_q, 40)), torch.float32, DEVICE)
+    inputs.options["bias"][1], inputs.options["bias"][2:, 35:], inputs.options["bias"][3, :9] = bias, bias, -math.inf
+    of_reference = run(inputs, "reference")
+    for name, result in run(inputs, backend.NAME).items():
+        if name != "lse":  # which is cut off
+            torch.testing.assert_close(result, of_reference[name], equal_nan=True)
+
+
 @pytest.mark.parametrize("seed", [1, 3])
 @pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
 def test_scores_are_computed_again_bit_by_bit(backend, device, seed):

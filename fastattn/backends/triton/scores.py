@@ -12,6 +12,8 @@ from torch import Tensor
 from ...spec import Spec
 from .tiles import LOG2E, Table, by_distance, entries, table
 
+LARGEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
+
 
 class Scoring(NamedTuple):
     """Terms that make scores of products; None where the call has no such term.
@@ -91,7 +93,10 @@ def scores(b_qk, pairs, scoring):
             b_tanh = tanh(b_s_log2 / scoring.softcap_log2)
             b_s_log2, b_slope = tl.fma(b_tanh, scoring.softcap_log2, 0.0), 1.0 - b_tanh * b_tanh
         if scoring.bias.data is not None:
-            b_s_log2 += entries(scoring.bias, pairs).to(tl.float32) * LOG2E
+            b_bias = entries(scoring.bias, pairs).to(tl.float32)
+            # torch.finfo.min is no mask: where all keys of a query have it, they share its weight.
+            b_finite = tl.clamp(b_bias * LOG2E, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+            b_s_log2 += tl.where(tl.abs(b_bias) == float("inf"), b_bias, b_finite)
         if scoring.slopes.data is not None:
             b_s_log2 -= distances(pairs) * (entries(scoring.slopes, pairs).to(tl.float32) * LOG2E)
         return b_s_log2, 1.0, b_slope

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .spec import DropoutSeed, Mask, RelativeBias, Spec, can_be_read, is_dense, is_int, is_jagged
+from .spec import DropoutSeed, Mask, RelativeBias, Spec, accumulation_dtype, can_be_read, is_dense, is_int, is_jagged
 
 EVERYTHING = Mask()
 """The mask of a call without one."""
@@ -126,20 +126,25 @@ def check_fit(
     do: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> None:
-    """Raises ValueError where the arguments of an op, which anyone may call, do not fit each other in size or device.
+    """Raises ValueError where the arguments of an op, which anyone may call, do not fit each other.
+
+    In size, dtype or device: kernels take them for what q says, and would read beyond their ends.
 
     Args:
-        o, do: [B, H, n_q, d_v]. lse, dlse: [B, H, n_q].
+        o, do: [B, H, n_q, d_v], of the dtype of q. lse, dlse: [B, H, n_q], of its `accumulation_dtype`.
     """
     (B, H, n_q, D), (_, H_kv, n_k, _), d_v = _sizes("q", q), _sizes("k", k), _sizes("v", v)[3]
     if H_kv == 0 or H % H_kv:
         raise ValueError(f"the heads of k must divide the {H} heads of q, got {H_kv}")
-    of_k, of_v, of_o, of_lse = (B, H_kv, n_k, D), (B, H_kv, n_k, d_v), (B, H, n_q, d_v), (B, H, n_q)
-    for name, x, size in (
-        ("k", k, of_k), ("v", v, of_v), ("o", o, of_o), ("lse", lse, of_lse), ("do", do, of_o), ("dlse", dlse, of_lse),
+    of_lse, of_o, of_lse_dtype = (B, H, n_q), (B, H, n_q, d_v), accumulation_dtype(q.dtype)
+    for name, x, size, dtype in (
+        ("k", k, (B, H_kv, n_k, D), q.dtype), ("v", v, (B, H_kv, n_k, d_v), q.dtype), ("o", o, of_o, q.dtype),
+        ("lse", lse, of_lse, of_lse_dtype), ("do", do, of_o, q.dtype), ("dlse", dlse, of_lse, of_lse_dtype),
     ):  # fmt: skip
-        if x is not None and (x.shape != size or x.device != q.device):
-            raise ValueError(f"{name} must be {list(size)} on {q.device}, got {list(x.shape)} on {x.device}")
+        if x is not None and (x.shape != size or x.dtype != dtype or x.device != q.device):
+            raise ValueError(
+                f"{name} must be {list(size)} of {dtype} on {q.device}, got {list(x.shape)} of {x.dtype} on {x.device}"
+            )
 
 
 def _sizes(name: str, x: Tensor) -> torch.Size:

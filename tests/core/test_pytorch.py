@@ -480,13 +480,15 @@ SPOILED = {  # an argument of an op -> a size of it that does not fit
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("dtypes", [False, True])
 @pytest.mark.parametrize("name", SPOILED)
 @pytest.mark.parametrize("backend", ["cpu", "triton", "torch", "reference"])
-def test_ops_refuse_sizes_that_do_not_fit(backend, name):
+def test_ops_refuse_sizes_and_dtypes_that_do_not_fit(backend, name, dtypes):
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
     flat = ops._flatten(fastattn.spec.Spec(fastattn.Mask(), 1.0), backend_by_name(backend))
     o, lse = torch.ops.fastattn.forward(q, k, v, None, None, None, *flat)
-    arguments = {"do": o, "dlse": lse, "q": q, "k": k, "v": v, "o": o, "lse": lse, name: torch.randn(SPOILED[name])}
+    arguments = {"do": o, "dlse": lse, "q": q, "k": k, "v": v, "o": o, "lse": lse}
+    arguments[name] = arguments[name].half() if dtypes else torch.randn(SPOILED[name])
     with pytest.raises(ValueError, match=rf"{name} must be \["):
         torch.ops.fastattn.backward(*arguments.values(), None, None, None, *(True,) * 3, *(False,) * 3, *flat)
     if name in ("k", "v"):

@@ -126,3 +126,14 @@ def test_a_call_of_the_same_kind_repeats_its_launches_and_is_right(fields, deter
         with mock.patch.object(Launches, "launch", autospec=True, side_effect=Launches.launch) as by_triton:
             assert_right(inputs, run(inputs, "hopper"))
         assert by_triton.called == (seed == 0)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_scale_of_0_gives_queries_no_gradient(deterministic):
+    """Not even where what it is multiplied by is beyond the floats."""
+    q, do = torch.full((2, 1, 1, 20, 16), 100.0, dtype=torch.float16)
+    k = v = 10 * torch.arange(-10.0, 10)[:, None].half().expand(1, 1, 20, 16)
+    spec = Spec(Mask(), scale=0.0, deterministic=deterministic)
+    o, lse = hopper.forward(q, k, v, spec)
+    dq, *_ = hopper.backward(do, None, q, k, v, o, lse, spec, (True, True, True, False, False, False))
+    assert dq.eq(0).all()

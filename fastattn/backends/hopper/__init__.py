@@ -92,7 +92,9 @@ def backward(
     if sign == 1:
         return which.backward(do, dlse, q, k, v, o, lse, spec, output_mask)
     dq, *others = which.backward(do, dlse, q * sign, k, v, o, lse, spec, output_mask)
-    return None if dq is None else dq * sign, *others
+    if dq is not None:  # of a scale of 0, what stands there may be beyond the floats
+        dq = dq * sign if sign else torch.zeros_like(dq)
+    return dq, *others
 
 
 def _sign_of_scale(spec: Spec) -> tuple[int, Spec]:

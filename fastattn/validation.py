@@ -86,10 +86,11 @@ def validated(
 
 def check_numbers(scale: float | None, softcap: float | None, dropout_p: float) -> None:
     """Raises ValueError where a number of a call is none that it takes."""
-    if scale is not None and not (_is_number(scale) and (scale == 0 or _SMALLEST_FP32 <= abs(scale) <= _LARGEST_FP32)):
-        raise ValueError(f"scale must be a finite number that fp32 can hold, got {scale!r}")
-    if softcap is not None and not (_is_number(softcap) and _SMALLEST_FP32 <= softcap <= _LARGEST_FP32):
-        raise ValueError(f"softcap must be a positive number that fp32 can hold, or None, got {softcap!r}")
+    if scale is not None and not (_is_number(scale) and (scale == 0 or _SMALLEST_FP32 <= abs(scale) <= _LARGEST)):
+        raise ValueError(f"scale must be a finite number that fp32 can hold, got {scale!r}; {_LARGEST} at most")
+    if softcap is not None and not (_is_number(softcap) and _SMALLEST_FP32 <= softcap <= _LARGEST):
+        must = "softcap must be a positive number that fp32 can hold, or None"
+        raise ValueError(f"{must}, got {softcap!r}; {_LARGEST} at most")
     if not _is_number(dropout_p) or not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p!r}")
 
@@ -445,7 +446,7 @@ def _is_among(shape: torch.Size, shapes: Iterable[tuple[int, ...]]) -> bool:
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDICES = (torch.int32, torch.int64)
 _SMALLEST_FP32 = math.nextafter(2.0**-150, 1)  # what is smaller is rounded to 0
-_LARGEST_FP32 = torch.finfo(torch.float32).max
+_LARGEST = 2.35e38  # which fp32 can hold times log2(e), too: kernels compute in base 2
 
 
 def _kind(x: object) -> object:

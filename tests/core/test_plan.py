@@ -97,6 +97,8 @@ def test_functions_have_plans_of_their_own(judged):
         ({"scale": float("inf")}, "scale must be a finite number"),
         ({"scale": 1e-46}, "scale must be a finite number that fp32 can hold"),
         ({"scale": 2**2000}, "scale must be a finite number that fp32 can hold"),
+        ({"scale": -3e38, "backend": "triton"}, "got -3e[+]38; 2.35e[+]38 at most"),
+        ({"softcap": 3e38, "backend": "triton"}, "got 3e[+]38; 2.35e[+]38 at most"),
         ({"softcap": True}, "softcap must be a positive number"),
         ({"softcap": []}, "softcap must be a positive number"),
         ({"q": Q[:1]}, r"k must be \[1, H_kv, n_k, 8\] like q"),

@@ -26,7 +26,7 @@ from .backends import backend_by_name
 from .backends.record import are_fake
 from .plan import Plan, drawn, is_plain, nothing_to_see, places_from, prepare, short_ways
 from .spec import DropoutSeed, Mask, RelativeBias, Spec, accumulation_dtype, empty_output
-from .validation import EVERYTHING, check_fit, check_numbers, in_spec
+from .validation import EVERYTHING, check_fit, check_numbers, check_tensors, in_spec
 
 _MASK = (
     "Tensor? q_offsets, Tensor? real_keys, Tensor? real_queries, Tensor? segment_ids_q, Tensor? segment_ids_k, "
@@ -596,7 +596,14 @@ def _forward(q, k, v, bias, alibi_slopes, sinks, *flat):
 def _computed(q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: ModuleType) -> tuple[Tensor, Tensor]:
     if nothing_to_see(q, k):
         return empty_output(q, v.shape[3]).zero_(), _empty_lse(q).fill_(-math.inf)
+    _check_spec(q, k, spec)
     return backend.forward(q, k, v, spec)
+
+
+def _check_spec(q: Tensor, k: Tensor, spec: Spec) -> None:
+    """Raises ValueError where a tensor of it has no number for a token or a head: kernels would read beyond it."""
+    if spec.tensors():
+        check_tensors(q, k, spec.mask, spec.bias, spec.alibi_slopes, spec.sinks, spec.bias_by_distance)
 
 
 def _backward(do, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest):
@@ -616,13 +623,16 @@ def _computed_gradients(do, dlse, q, k, v, o, lse, spec, backend, wanted) -> lis
     if nothing_to_see(q, k):
         inputs = (q, k, v, spec.bias, spec.alibi_slopes, spec.sinks)
         return [torch.zeros_like(x) if w else None for x, w in zip(inputs, wanted, strict=True)]
+    _check_spec(q, k, spec)
     gradients = backend.backward(do, dlse, q, k, v, o, lse, spec, wanted)
     return [g if w else None for g, w in zip(gradients, wanted, strict=True)]
 
 
 def _weights(q, k, lse, bias, alibi_slopes, sinks, form, top_k, *flat):
     check_fit(q, k, k, lse=lse)
-    return _weights_in_form(q, k, lse, *_unflatten((bias, alibi_slopes, sinks), flat), form, top_k)
+    spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
+    _check_spec(q, k, spec)
+    return _weights_in_form(q, k, lse, spec, backend, form, top_k)
 
 
 def _weights_in_form(

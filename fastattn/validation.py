@@ -52,7 +52,7 @@ def validated(
             raise ValueError(f"{name} must be float32, float64, float16 or bfloat16, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
-    B, H, n_q, D = q.shape
+    B, H, _, D = q.shape
     H_kv, n_k = k.shape[1:3]
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"k and v must be of dtype {q.dtype} like q, got {k.dtype} and {v.dtype}")
@@ -71,17 +71,31 @@ def validated(
         raise ValueError(
             f"mask must be a fastattn.Mask or None, got {type(mask).__name__}{how * isinstance(mask, Tensor)}"
         )
-    check_mask(mask, q.device, B, H, n_q, n_k)
-    shape = (1, H, 1, max(n_q + n_k - 1, 0)) if bias_by_distance else (B, H, n_q, n_k)
-    _check_learned("bias", bias, q.device, [shape], broadcast=True)
-    _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
-    _check_learned("sinks", sinks, q.device, [(H,)])
+    check_tensors(q, k, mask, bias, alibi_slopes, sinks, bias_by_distance)
     if generator is not None and not isinstance(generator, (torch.Generator, DropoutSeed)):
         raise ValueError(f"generator must be a torch.Generator, a DropoutSeed or None, got {type(generator).__name__}")
     check_flags(deterministic=deterministic)
     softcap = None if softcap is None else float(softcap)
     terms = bias, softcap, alibi_slopes, sinks, float(dropout_p), None, bool(deterministic)
     return Spec(mask, float(scale), *terms, bias_by_distance=bias_by_distance)
+
+
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    bias_by_distance: bool,
+) -> None:
+    """Raises ValueError where one of the tensors of a `Spec` does not fit q and k."""
+    (B, H, n_q, _), n_k = q.shape, k.shape[2]
+    check_mask(mask, q.device, B, H, n_q, n_k)
+    shape = (1, H, 1, max(n_q + n_k - 1, 0)) if bias_by_distance else (B, H, n_q, n_k)
+    _check_learned("bias", bias, q.device, [shape], broadcast=True)
+    _check_learned("alibi_slopes", alibi_slopes, q.device, [(H,), (B, H)])
+    _check_learned("sinks", sinks, q.device, [(H,)])
 
 
 def check_numbers(scale: float | None, softcap: float | None, dropout_p: float) -> None:

@@ -499,6 +499,33 @@ def test_ops_refuse_sizes_and_dtypes_that_do_not_fit(backend, name, dtypes):
             torch.ops.fastattn.weights(q, arguments["k"], arguments["lse"], None, None, None, "averaged", 0, *flat)
 
 
+OF_SPEC = {  # a tensor of a spec -> one that does not fit two samples of 4 heads, 3 queries and 7 keys
+    "q_offset": {"mask": Mask(q_offset=torch.zeros(1, dtype=torch.int64))},
+    "real_keys": {"mask": Mask(real_keys=torch.ones(2, 3, dtype=torch.bool))},
+    "segment_ids": {"mask": Mask(segment_ids=(torch.zeros(2, 3).long(), torch.zeros(1, 7).long()))},
+    "dense": {"mask": Mask(dense=torch.ones(3, 6, dtype=torch.bool))},
+    "bias": {"bias": torch.zeros(3, 1, 7)},
+    "alibi_slopes": {"alibi_slopes": torch.zeros(1)},
+    "sinks": {"sinks": torch.zeros(1)},
+}
+
+
+@pytest.mark.parametrize("name", OF_SPEC)
+@pytest.mark.parametrize("backend", ["cpu", "triton", "reference"])
+def test_ops_refuse_tensors_of_a_spec_that_do_not_fit(backend, name):
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8)
+    spec = fastattn.spec.Spec(**{"mask": Mask(), "scale": 1.0} | OF_SPEC[name])
+    terms = spec.bias, spec.alibi_slopes, spec.sinks
+    flat = ops._flatten(spec, backend_by_name(backend))
+    lse = q[..., 0].contiguous()
+    with pytest.raises(ValueError, match=rf"{name}.* must be "):
+        torch.ops.fastattn.forward(q, k, k, *terms, *flat)
+    with pytest.raises(ValueError, match=rf"{name}.* must be "):
+        torch.ops.fastattn.backward(q, lse, q, k, k, q, lse, *terms, *(True,) * 6, *flat)
+    with pytest.raises(ValueError, match=rf"{name}.* must be "):
+        torch.ops.fastattn.weights(q, k, lse, *terms, "averaged", 0, *flat)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "triton", "torch", "reference"])
 def test_data_that_became_smaller_before_backward_is_refused(backend):
     q, k, v = (torch.randn(2, 4, 3, 8, requires_grad=True) for _ in range(3))

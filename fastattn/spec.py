@@ -81,8 +81,8 @@ class Mask:
             if not isinstance(self.q_offset, Tensor):
                 raise ValueError(f"mask.q_offset must be an int or an integer Tensor, got {_shown(self.q_offset)}")
             _check_table("q_offset", self.q_offset, _INTEGERS, (1, 2))
-        elif not _is_within_64_bits(self.q_offset, -(2**63)):
-            raise ValueError(f"mask.q_offset must be an int of 64 bits, got {self.q_offset}")
+        elif not (isinstance(self.q_offset, torch.SymInt) or abs(self.q_offset) <= 2**62):  # positions have 64 bits
+            raise ValueError(f"mask.q_offset must be an int from -2**62 to 2**62, got {self.q_offset}")
         if self.window is not _NO_WINDOW:
             if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
                 raise ValueError(f"mask.window must be a pair (left, right), got {_shown(self.window)}")

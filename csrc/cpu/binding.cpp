@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -246,12 +245,12 @@ PyObject* top_keys(Arguments in) {
   Py_RETURN_NONE;
 }
 
-// Reads a number that fp32 can hold, or None. False where it is neither.
+// Reads a number that fp32 can hold, also in base 2, or None. False where it is neither.
 bool read_number(PyObject* from, std::optional<double>& to) {
   if (from == Py_None) return true;
   if (Py_TYPE(from) != &PyFloat_Type) return false;
   to = PyFloat_AsDouble(from);
-  return *to == 0 || (std::abs(*to) > 0x1p-150 && std::abs(*to) <= std::numeric_limits<float>::max());
+  return *to == 0 || (std::abs(*to) > 0x1p-150 && std::abs(*to) <= 2.35e38);
 }
 
 // Reads a plain tensor whose gradient is not wanted, or None. False where it is neither.

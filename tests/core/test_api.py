@@ -58,7 +58,10 @@ MALFORMED = {  # what is passed instead, and the sentence that answers
     "q_offset shape": ({"mask": made_of(q_offset=ONES.long())}, "mask.q_offset must be [2] or [2, 5], got [2, 7]"),
     "q_offset tensor": ({"mask": made_of(q_offset=Q[:, 0, 0, 0])}, "mask.q_offset must be int32 or int64, got torch"),
     "causal": ({"mask": made_of(causal=1)}, "mask.causal must be a bool, got 1"),
-    "far q_offset": ({"mask": made_of(q_offset=2**63)}, f"mask.q_offset must be an int of 64 bits, got {2**63}"),
+    "far q_offset": (
+        {"mask": made_of(q_offset=2**62 + 1)},
+        f"mask.q_offset must be an int from -2**62 to 2**62, got {2**62 + 1}",
+    ),
     "far window": (
         {"mask": made_of(window=(2**63, 0))},
         f"mask.window's left must be None or an int from 0 to 2**63 - 1, got {2**63}",

@@ -38,7 +38,7 @@ class Apart(NamedTuple):
 _HOPPER, _AMPERE, _ADA, _FP32 = "sm_90", "sm_80, and others with 16 bits", "sm_86, sm_89, sm_120", "fp32 on every GPU"
 """Those of _ADA have 99 KB of shared memory and half of the A100's matrix units: where it has no entry, _AMPERE's."""
 _FP32_HOPPER, _FP32_A100 = "fp32 on sm_90", "fp32 on sm_80"
-"""Where tensor cores multiply fp32: see dot_precision. Where they have no entry, _FP32's."""
+"""Where tensor cores multiply fp32: see tiles.dot_precision. Where they have no entry, _FP32's."""
 _INTERPRETER = "Triton's interpreter"
 
 _TABLE: dict[tuple[str, str, int], Config | Apart] = {
@@ -221,20 +221,6 @@ def tiles_to_try(q: Tensor) -> dict[str, tuple[str, ...]]:
         _name(kernel, dim): _entry(kernel, q, dim, 0) for kernel in ("forward", "dk_dv", "dq") for dim in (64, 128)
     }
     return {name: tuple(map(str, (default, *others))) for name, (default, others) in entries.items() if others}
-
-
-def dot_precision(q: Tensor) -> str:
-    """How `tiles.dot` multiplies fp32: exactly, unless torch is told that less will do for matrix products.
-
-    "bf16x6": by tensor cores, each number as the sum of three of bf16, of whose products the six largest count. That is
-    as exact as fp32; three products of two numbers of TF32 are not, since tensor cores cut off their sums, more often
-    then. On sm_86, sm_89 and sm_120 they would be no faster than the other units; on sm_100 nothing was tried.
-    """
-    if torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    if triton.knobs.runtime.interpret or q.dtype != torch.float32 or _families(q) == (_FP32,):
-        return "ieee"
-    return "bf16x6"
 
 
 def stored_as(dtype: torch.dtype, q: Tensor) -> str:

@@ -95,7 +95,8 @@ def scores(b_qk, pairs, scoring):
         if scoring.bias.data is not None:
             b_bias = entries(scoring.bias, pairs).to(tl.float32)
             # torch.finfo.min is no mask: where all keys of a query have it, they share its weight.
-            b_finite = tl.clamp(b_bias * LOG2E, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+            b_finite = tl.minimum(b_bias * LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+            b_finite = tl.maximum(b_finite, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
             b_s_log2 += tl.where(tl.abs(b_bias) == float("inf"), b_bias, b_finite)
         if scoring.slopes.data is not None:
             b_s_log2 -= distances(pairs) * (entries(scoring.slopes, pairs).to(tl.float32) * LOG2E)

@@ -241,6 +241,12 @@ inline void add_arithmetic(Rules& rules) {
       rules, "fma.rn.ftz.f32", [](float a, float b, float c) { return flush(std::fma(flush(a), flush(b), flush(c))); });
   add<float, float, float>(rules, "max.f32", [](float a, float b) { return larger(a, b); });
   add<float, float, float>(rules, "min.f32", [](float a, float b) { return smaller(a, b); });
+  add<float, float, float>(rules, "max.NaN.f32", [](float a, float b) {
+    return std::isunordered(a, b) ? std::numeric_limits<float>::quiet_NaN() : larger(a, b);
+  });
+  add<float, float, float>(rules, "min.NaN.f32", [](float a, float b) {
+    return std::isunordered(a, b) ? std::numeric_limits<float>::quiet_NaN() : smaller(a, b);
+  });
   add<float, float>(rules, "ex2.approx.f32", [](float a) { return std::exp2(a); });
   add<float, float>(rules, "ex2.approx.ftz.f32", [](float a) { return flush(std::exp2(flush(a))); });
   add<float, float>(rules, "lg2.approx.f32", [](float a) { return std::log2(a); });

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 from fastattn import Mask, RelativeBias, ops
 from fastattn.backends import aten, backend_by_name, cpu, reference
-from fastattn.spec import accumulation_dtype
+from fastattn.spec import Spec, accumulation_dtype
 from fastattn.testing import CASES, DTYPES, assert_right, compare, make_inputs
 
 FUSED_ON_CPU = ("cpu", "reference")  # Triton's interpreter is too slow for everything here; ops.py is the same
@@ -485,7 +485,7 @@ SPOILED = {  # an argument of an op -> a size of it that does not fit
 @pytest.mark.parametrize("backend", ["cpu", "triton", "torch", "reference"])
 def test_ops_refuse_sizes_and_dtypes_that_do_not_fit(backend, name, dtypes):
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
-    flat = ops._flatten(fastattn.spec.Spec(fastattn.Mask(), 1.0), backend_by_name(backend))
+    flat = ops._flatten(Spec(Mask(), 1.0), backend_by_name(backend))
     o, lse = torch.ops.fastattn.forward(q, k, v, None, None, None, *flat)
     arguments = {"do": o, "dlse": lse, "q": q, "k": k, "v": v, "o": o, "lse": lse}
     arguments[name] = arguments[name].half() if dtypes else torch.randn(SPOILED[name])
@@ -535,15 +535,21 @@ def test_data_that_became_smaller_before_backward_is_refused(backend):
         o.sum().backward()
 
 
-def test_opcheck_with_everything_learned():
-    spec = fastattn.spec.Spec(
-        MASKS["padding"], 0.5, LEARNED["bias"], 2.0, LEARNED["alibi_slopes"], LEARNED["sinks"], 0.3, torch.tensor(7)
-    )
-    flat = ops._flatten(spec, reference)
-    forward = (Q, K, V, *LEARNED.values(), *flat)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(MASKS["padding"], 0.5, **LEARNED, softcap=2.0, dropout_p=0.3, seed=torch.tensor(7)),
+        Spec(Mask(), 0.5, random(2, 1, 7, seed=7), bias_by_distance=True),
+    ],
+    ids=["everything", "a bias by distance"],
+)
+def test_opcheck_of_what_is_learned(spec):
+    flat, learned = ops._flatten(spec, reference), (spec.bias, spec.alibi_slopes, spec.sinks)
+    forward = (Q, K, V, *learned, *flat)
     o, lse = torch.ops.fastattn.forward(*forward)
     torch.library.opcheck(torch.ops.fastattn.forward.default, forward)
-    backward = (torch.ones_like(o), None, Q, K, V, o, lse, *LEARNED.values(), *(True,) * 6, *flat)
+    wanted = (True, True, True, *(x is not None for x in learned))
+    backward = (torch.ones_like(o), None, Q, K, V, o, lse, *learned, *wanted, *flat)
     torch.library.opcheck(torch.ops.fastattn.backward.default, backward)
 
 

@@ -1,5 +1,7 @@
 """Derivatives through torch.func's transforms, nested in any order, and inside and around graphs of torch.compile."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -69,14 +71,24 @@ def test_a_table_of_distances_around_vmap():
     torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), table) for o in (ours, expected)))
 
 
-def test_weights():
-    def of(weights):
-        return grad(lambda q: vmap(weights)(q, K).square().sum())(Q)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in a graph"])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (partial(fastattn.attention_weights, average_heads=False), lambda q, k: (q @ k.mT / 2).softmax(-1)),
+        (fastattn.attention_received, lambda q, k: (q @ k.mT / 2).softmax(-1).sum(-2)),
+    ],
+    ids=["of each head", "received"],
+)
+def test_weights(weights, expected, compiled):
+    torch._dynamo.reset()
 
-    ours = of(lambda q, k: fastattn.attention_weights(q, k, average_heads=False, backend="reference"))
-    torch.testing.assert_close(ours, of(lambda q, k: (q @ k.mT / 2).softmax(-1)))
-    ours = of(lambda q, k: fastattn.attention_received(q, k, backend="reference"))
-    torch.testing.assert_close(ours, of(lambda q, k: (q @ k.mT / 2).softmax(-1).sum(-2)))
+    def of(weights):
+        return lambda q: grad(lambda q: vmap(weights)(q, K).square().sum())(q)
+
+    ours = of(lambda q, k: weights(q, k, backend="reference"))
+    ours = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    torch.testing.assert_close(ours(Q), of(expected)(Q))
 
 
 IN_GRAPHS = {
@@ -105,17 +117,6 @@ def test_autograd_around_a_graph_of_vmap(backend):
     compiled = torch.compile(IN_GRAPHS["vmap"](fastattn.attention), backend=backend)
     ours, expected = compiled(q), IN_GRAPHS["vmap"](naive)(q)
     torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), q) for o in (ours, expected)))
-
-
-def test_weights_inside_of_graphs():
-    torch._dynamo.reset()
-
-    def of(weights):
-        return lambda q: grad(lambda q: vmap(weights)(q, K).square().sum())(q)
-
-    ours = of(lambda q, k: fastattn.attention_weights(q, k, average_heads=False, backend="reference"))
-    expected = of(lambda q, k: (q @ k.mT / 2).softmax(-1))(Q)
-    torch.testing.assert_close(torch.compile(ours, backend="aot_eager", fullgraph=True)(Q), expected)
 
 
 class Attention(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -192,11 +193,9 @@ def test_deterministic_mode_is_what_it_was_before_several_threads():
             assert may_go.is_set()
             modes.append(_mode())
 
-    modes, threads = [], [threading.Thread(target=function) for function in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    modes = []
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda function: function(), (first, second)))
     assert modes == [(True, False, False)]
     assert _mode() == (False, False, True)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -185,15 +186,9 @@ def test_draws_depend_on_the_seed_alone(served):
     drawing = {"do_sample": True, "temperature": 2.0, "top_k": 50, "max_new_tokens": 20}
     expected = [served.tokens(seed=seed, **drawing) for seed in (1, 2)]
     assert expected[0] != expected[1]
-    found = {}
-    threads = [
-        threading.Thread(target=lambda i=i: found.update({i: served.tokens(seed=i % 4, **drawing)})) for i in range(12)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, tokens in found.items():
+    with ThreadPoolExecutor(12) as threads:
+        found = threads.map(lambda i: served.tokens(seed=i % 4, **drawing), range(12))
+    for i, tokens in enumerate(found):
         assert i % 4 in (0, 3) or tokens == expected[i % 4 - 1]
 
 
@@ -306,16 +301,12 @@ def test_a_request_of_which_the_model_fails_ends_alone(slow, monkeypatch):
         return read(ids, *rest)
 
     monkeypatch.setattr(slow.batch, "_next", read_or_fail)
-    found = {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: slow.tokens(**asked[i])})) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: sum(len(request.tokens) > 5 for request in slow.batch._running) == 2)
-    assert events(slow.ask(input_ids=[3, 999])) == [{"token": None, "finish_reason": "cancelled"}]
-    assert len(slow.batch) == 2
-    for thread in threads:
-        thread.join()
-    assert [found[0], found[1]] == alone
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda fields: slow.tokens(**fields), asked)
+        wait_for(lambda: sum(len(request.tokens) > 5 for request in slow.batch._running) == 2)
+        assert events(slow.ask(input_ids=[3, 999])) == [{"token": None, "finish_reason": "cancelled"}]
+        assert len(slow.batch) == 2
+    assert [*found] == alone
 
 
 def test_the_load_test_starts_a_server_checks_and_prints(capsys):

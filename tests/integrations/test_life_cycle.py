@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fresh_python
@@ -406,18 +407,12 @@ def test_one_model_in_several_threads(name):
             return swapped(x, hidden)
 
     expected = [run(*batch) for batch in batches]
-    wrong: list[int] = []
     together = threading.Barrier(8)
 
-    def work(number: int) -> None:
+    def work(number: int) -> list[bool]:
         together.wait()
-        for turn in range(number, number + 20):
-            if not torch.equal(run(*batches[turn % 4]), expected[turn % 4]):
-                wrong.append(turn)
+        turns = [turn % 4 for turn in range(number, number + 20)]
+        return [torch.equal(run(*batches[turn]), expected[turn]) for turn in turns]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as threads:
+        assert all(map(all, threads.map(work, range(8))))

@@ -10,6 +10,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -19,6 +20,7 @@ from model_cases import calls_seen
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+from torch_samples import state_of
 
 import fastattn
 from fastattn.integrations import sdpa_callers
@@ -123,10 +125,6 @@ def inputs() -> Tensor:
 
 def gradients(model: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(output.square().sum(), tuple(model.parameters()))
-
-
-def state_of(model: nn.Module) -> list[tuple[type, dict]]:
-    return [(type(part), dict(vars(part))) for part in model.modules()]
 
 
 @pytest.mark.parametrize("make", CALLERS)
@@ -242,20 +240,8 @@ def test_threads_do_not_disturb_each_other():
     model = two_layers()
     expected = model(inputs())
     fastattn.swap(model)
-    by_thread = {}
-
-    def run(i: int) -> None:
-        with torch.no_grad():
-            by_thread[i] = [model(inputs()) for _ in range(20)]
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(by_thread) == 4
-    for outputs in by_thread.values():
-        for output in outputs:
+    with ThreadPoolExecutor(4) as threads:
+        for output in threads.map(lambda _: model(inputs()), range(80)):
             torch.testing.assert_close(output, expected)
 
 
@@ -269,11 +255,12 @@ def test_patch_sdpa_and_swap_together():
     assert patch.computed == 2
 
 
-def test_nested_tensors_stay_with_torch():
-    class OfNested(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x, x)
+class OfNested(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
 
+
+def test_nested_tensors_stay_with_torch():
     model = OfNested()
     x = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
     expected = model(x).to_padded_tensor(0.0)
@@ -284,10 +271,6 @@ def test_nested_tensors_stay_with_torch():
 
 
 def test_jagged_nested_tensors_are_computed_by_fastattn():
-    class OfNested(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x, x)
-
     model, parts = OfNested(), [torch.randn(3, 2, 4), torch.randn(5, 2, 4)]
     x = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
     expected = model(x)

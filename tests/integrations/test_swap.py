@@ -15,6 +15,7 @@ from torch_samples import (
     assert_same,
     outputs_and_gradients,
     samples,
+    state_of,
     without_fast_path,
     zero_at_padding,
 )
@@ -140,14 +141,6 @@ def test_a_layer_that_somebody_changed_stays(block, calls):
     torch.testing.assert_close(swapped(x), model(x))
 
 
-def test_a_layer_alone_calls_its_attention_in_eval(calls):
-    layer = nn.TransformerEncoderLayer(16, 4, batch_first=True).eval()
-    fastattn.swap(layer)
-    with torch.no_grad():
-        layer(torch.randn(2, 5, 16))
-    assert calls == [layer.self_attn]
-
-
 @may_fall_back
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_everything_but_the_class_stays():
@@ -206,10 +199,6 @@ def originals() -> dict[str, nn.Module]:
         "encoder of a subclass": nn.TransformerEncoder(OwnLayer(8, 2, 16, **options), 2),
         "transformer": nn.Transformer(8, 2, 1, 1, 16, **options),
     }
-
-
-def state_of(model: nn.Module) -> list[tuple[type, dict]]:
-    return [(type(part), dict(vars(part))) for part in model.modules()]
 
 
 @pytest.mark.parametrize("name", originals())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import product
 
@@ -443,11 +443,8 @@ def test_threads():
             with patch:
                 F.scaled_dot_product_attention(q, k, v)
 
-    threads = [threading.Thread(target=work, args=(patch,)) for patch in patches]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, patches))
     assert all(25 <= patch.computed <= 100 for patch in patches)
     assert not any(patch.left for patch in patches)
 

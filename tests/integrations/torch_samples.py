@@ -64,6 +64,11 @@ def outputs_and_gradients(module: nn.Module, args: tuple, kwargs: dict) -> dict[
     return {"output": output.detach()} | dict(zip(by, gradients, strict=True))
 
 
+def state_of(model: nn.Module) -> list[tuple[type, dict]]:
+    """What swapping may change of each module."""
+    return [(type(part), dict(vars(part))) for part in model.modules()]
+
+
 def assert_same(actual: object, expected: object) -> None:
     """Equal up to the rounding of float64."""
     torch.testing.assert_close(actual, expected)

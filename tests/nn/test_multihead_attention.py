@@ -18,8 +18,8 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import Mask, MultiHeadAttention, RelativeBias
-from fastattn.nn import TransformerEncoder, TransformerEncoderLayer, masks
 from fastattn.nn import attention as module_file
+from fastattn.nn import masks
 from fastattn.nn.masks import from_torch
 from fastattn.testing import compare
 
@@ -742,12 +742,6 @@ def test_what_jagged_tensors_cannot_have(construct, options, why):
     module, x = pair(8, 2, **({"batch_first": True} | construct))[1], jagged(3, 5)
     with pytest.raises((AssertionError, RuntimeError, ValueError), match=why):
         module(**({"query": x, "key": x, "value": x, "need_weights": False} | options))
-
-
-def test_an_encoder_takes_jagged_tensors():
-    layer = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, dtype=torch.float64)
-    encoder, x = TransformerEncoder(layer, 2), jagged(3, 5)
-    assert_same([*encoder(x).unbind()], [encoder(sample[None])[0] for sample in x.unbind()])
 
 
 def test_nested_tensors_of_two_kinds_are_refused():

@@ -124,6 +124,25 @@ def test_torchs_own_samples(name):
             assert_same(ours.eval()(*args, **kwargs), module.eval()(*args, **kwargs))
 
 
+def packed_and_padded(
+    packs: nn.Module, inputs: list[Tensor], kwargs: dict, padding: Tensor, options: dict
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What a stack gives of the real tokens alone, which is what it gives of the batch; and where the others are."""
+    pads = copy.deepcopy(randomised(packs))
+    for layer in pads.layers:
+        layer.register_forward_hook(lambda *_: None)  # who looks at a layer sees the batch as it came
+    hidden = padding
+    if not options.get("batch_first", True):
+        hidden, inputs = padding.T, [x.detach().transpose(0, 1).requires_grad_() for x in inputs]
+    rows = {model: Rows(model) for model in (packs, pads)}
+    actual, expected = (outputs_and_gradients(model, tuple(inputs), kwargs) for model in (packs, pads))
+    assert_same(actual, expected)
+    assert rows[packs].seen == {int((~padding).sum())}
+    assert rows[pads].seen == {B * L}
+    assert actual["output"][hidden].abs().max() == 0
+    return actual, hidden
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -132,20 +151,9 @@ def test_an_encoder_computes_the_real_tokens_only(options, padding, rotary, caus
     options, padding = OPTIONS[options], PADDINGS[padding]
     rotary = RotaryPositions(E // H) if rotary else None
     layer = layer_of(TransformerEncoderLayer, **options)
-    packs = randomised(TransformerEncoder(layer, 2, nn.LayerNorm(E, dtype=torch.float64), rotary=rotary))
-    pads = copy.deepcopy(packs)
-    for layer in pads.layers:
-        layer.register_forward_hook(lambda *_: None)  # who looks at a layer sees the batch as it came
-    x = normal(B, L, E)
-    x = x if options.get("batch_first", True) else x.detach().transpose(0, 1).requires_grad_()
+    encoder = TransformerEncoder(layer, 2, nn.LayerNorm(E, dtype=torch.float64), rotary=rotary)
     kwargs = {"mask": Mask(causal=True) if causal else None, "src_key_padding_mask": padding}
-    rows = {model: Rows(model) for model in (packs, pads)}
-    actual, expected = (outputs_and_gradients(model, (x,), kwargs) for model in (packs, pads))
-    assert_same(actual, expected)
-    assert rows[packs].seen == {int((~padding).sum())}
-    assert rows[pads].seen == {B * L}
-    hidden = padding if options.get("batch_first", True) else padding.T
-    assert actual["output"][hidden].abs().max() == 0
+    actual, hidden = packed_and_padded(encoder, [normal(B, L, E)], kwargs, padding, options)
     assert actual["input 0"][hidden].abs().max() == 0
 
 
@@ -156,25 +164,10 @@ def test_a_decoder_computes_the_real_tokens_only(options, padding, rotary):
     options, padding = OPTIONS[options], PADDINGS[padding]
     memory_padding = torch.arange(S) >= torch.tensor([[2], [5], [3]])
     rotary = RotaryPositions(E // H) if rotary else None
-    packs = randomised(TransformerDecoder(layer_of(TransformerDecoderLayer, **options), 2, rotary=rotary))
-    pads = copy.deepcopy(packs)
-    for layer in pads.layers:
-        layer.register_forward_hook(lambda *_: None)  # who looks at a layer sees the batch as it came
-    x, memory = normal(B, L, E), normal(B, S, E, seed=1)
-    if not options.get("batch_first", True):
-        x, memory = (t.detach().transpose(0, 1).requires_grad_() for t in (x, memory))
-    kwargs = {
-        "tgt_mask": Mask(causal=True),
-        "tgt_key_padding_mask": padding,
-        "memory_key_padding_mask": memory_padding,
-    }
-    rows = {model: Rows(model) for model in (packs, pads)}
-    actual, expected = (outputs_and_gradients(model, (x, memory), kwargs) for model in (packs, pads))
-    assert_same(actual, expected)
-    assert rows[packs].seen == {int((~padding).sum())}
-    assert rows[pads].seen == {B * L}
-    hidden = padding if options.get("batch_first", True) else padding.T
-    assert actual["output"][hidden].abs().max() == 0
+    decoder = TransformerDecoder(layer_of(TransformerDecoderLayer, **options), 2, rotary=rotary)
+    masks = {"tgt_key_padding_mask": padding, "memory_key_padding_mask": memory_padding}
+    inputs = [normal(B, L, E), normal(B, S, E, seed=1)]
+    packed_and_padded(decoder, inputs, {"tgt_mask": Mask(causal=True)} | masks, padding, options)
 
 
 def test_the_memory_alone_may_be_padded():
@@ -190,15 +183,11 @@ def test_the_memory_alone_may_be_padded():
 def test_padding_is_never_read(stack):
     layer = layer_of(TransformerEncoderLayer if stack is TransformerEncoder else TransformerDecoderLayer)
     model, padding = randomised(stack(layer, 2)), PADDINGS["right"]
-    inputs = [normal(B, L, E)] if stack is TransformerEncoder else [normal(B, L, E), normal(B, L, E, seed=1)]
+    masked = ["src"] if stack is TransformerEncoder else ["tgt", "memory"]
+    kwargs, inputs = {f"{of}_key_padding_mask": padding for of in masked}, normal(2, B, L, E)[: len(masked)]
     poisoned = [x.detach().masked_fill(padding[..., None], torch.nan).requires_grad_() for x in inputs]
-    if stack is TransformerEncoder:
-        kwargs = {"src_key_padding_mask": padding}
-    else:
-        kwargs = {"tgt_key_padding_mask": padding, "memory_key_padding_mask": padding}
-    assert_same(
-        outputs_and_gradients(model, tuple(poisoned), kwargs), outputs_and_gradients(model, tuple(inputs), kwargs)
-    )
+    actual, expected = (outputs_and_gradients(model, tuple(xs), kwargs) for xs in (poisoned, inputs))
+    assert_same(actual, expected)
 
 
 def test_what_is_more_than_padding_and_causality_is_not_packed():
@@ -484,8 +473,9 @@ def test_what_nested_tensors_cannot_have(layout):
             stack_of("Encoder")(x, Mask(causal=True))
 
 
-def test_an_encoder_of_jagged_tensors_takes_a_mask():
-    encoder, mask = stack_of("Encoder", norm=nn.LayerNorm(E)), Mask(causal=True, window=(1, None))
+@pytest.mark.parametrize("mask", [None, Mask(causal=True, window=(1, None))], ids=str)
+def test_an_encoder_takes_jagged_tensors(mask):
+    encoder = stack_of("Encoder", norm=nn.LayerNorm(E))
     x = [torch.randn(5, E), torch.randn(2, E)]
     nested = encoder(torch.nested.nested_tensor(x, layout=torch.jagged), mask)
     for actual, alone in zip(nested.unbind(), x, strict=True):

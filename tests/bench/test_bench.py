@@ -125,10 +125,7 @@ def test_a_wrong_backend_is_not_timed(monkeypatch, timed):
 
 
 def test_a_backend_that_fails_where_it_did_not_object_is_wrong(monkeypatch):
-    def broken(*args, **options):
-        raise RuntimeError("out of luck\nand a long story")
-
-    monkeypatch.setattr(fastattn, "attention", broken)
+    monkeypatch.setattr(fastattn, "attention", lambda *_, **__: refuse("out of luck"))
     row = named(run.measure(job(), "cpu", 0.0), "fastattn reference")
     assert (row.verdict, row.note, row.failed) == ("wrong", "out of luck", True)
 
@@ -179,14 +176,7 @@ def test_heads_are_independent_in_every_timed_case():
     """What lets the oracle take one head at a time; under dropout it takes all."""
     for case in CASES:
         if case.timed and case.timed != "gpu" and case.name != "L512-dropout":
-            assert (case.H_kv, case.dense, case.bias, case.alibi, case.sinks, case.dropout_p) == (
-                None,
-                False,
-                None,
-                False,
-                False,
-                0,
-            )
+            assert not any((case.H_kv, case.dense, case.bias, case.alibi, case.sinks, case.dropout_p)), case
 
 
 class Clock:

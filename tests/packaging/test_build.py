@@ -537,18 +537,11 @@ def toolkit(tmp_path: Path) -> Path:
     return home
 
 
-def of_cuda(tree: Path, what: str, cuda: str, **environment: str) -> str:
-    """What is printed for an expression, in which `cuda` is the CUDA module, where torch is as `fake_cuda` says."""
-    out, err = run(tree, f"{cuda}\ncuda = build.CUDA\nprint({what})", **environment)
-    assert err == ""
-    return out
-
-
-NO_ARCHS = {"TORCH_CUDA_ARCH_LIST": ""}
-
-
 def of_each_cuda(tree: Path, what: str, *machines: tuple[str, dict[str, str]]) -> list[str]:
-    """The same on each of these machines and in its environment, in one process: torch's import is what takes time."""
+    """What is printed for an expression, in which `cuda` is the CUDA module, on each of these machines.
+
+    Each is what `fake_cuda` makes, and its environment. In one process: torch's import is what takes time.
+    """
     code = ["import os", "cuda, own = build.CUDA, dict(os.environ)"]
     for cuda, environment in machines:
         code += ["os.environ.clear()", f"os.environ.update(own | {environment})", cuda, f"print({what})"]
@@ -590,7 +583,7 @@ def test_toolkit_is_where_nvcc_really_is(stand_in, toolkit, tmp_path):
     (elsewhere / "nvcc").symlink_to(toolkit / "bin" / "nvcc")
     environment = {"CUDA_HOME": "", "CUDA_PATH": "", "PATH": f"{elsewhere}{os.pathsep}{os.environ['PATH']}"}
     what = "next(build._toolkits()).home"
-    assert of_cuda(stand_in, what, fake_cuda([(7, 5)]), **environment) == str(toolkit)
+    assert of_each_cuda(stand_in, what, (fake_cuda([(7, 5)]), environment)) == [str(toolkit)]
 
 
 def test_cuda_is_compiled_for_the_gpus_of_the_machine_or_those_in_the_list(stand_in):
@@ -649,7 +642,7 @@ def test_a_build_for_more_gpus_serves(stand_in, tmp_path):
         ("7.5-9.0", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, False),  # asked for, to try PTX
         ("7.5+PTX", [(9, 0)], {"TORCH_CUDA_ARCH_LIST": "7.5+PTX"}, True),
     ]
-    name = of_cuda(stand_in, "cuda.file_name()", fake_cuda([(7, 5)]), **NO_ARCHS)
+    (name,) = of_each_cuda(stand_in, "cuda.file_name()", (fake_cuda([(7, 5)]), NO_ARCHS))
     machines, expected = [], []
     for i, (archs, gpus, environment, is_found) in enumerate(serves):
         built = tmp_path / str(i) / name.replace(".7.5.", f".{archs}.")

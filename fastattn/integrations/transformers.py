@@ -553,43 +553,20 @@ def attention_mask(
         raise ValueError(f"attention_mask [B, n] must be bool, False at padding, got {attention_mask.dtype}")
     if attention_mask is not None and attention_mask.shape[0] not in (batch_size, 1):
         raise ValueError(f"attention_mask must be [{batch_size} or 1, n], got {list(attention_mask.shape)}")
+    lengths, fields = (batch_size, q_length, kv_length), None if use_vmap else _fields(mask_function)
     if (block := blocks.current()) is not None:
-        lengths, fields = (batch_size, q_length, kv_length), None if use_vmap else _fields(mask_function)
         return _mask_in_block(block, lengths, q_offset, fields, attention_mask, config)
+    of_theirs = (*lengths, q_offset, kv_offset, mask_function, attention_mask)
     if getattr(config, "model_type", None) in _TAKE_TENSORS_ALONE:
-        return masking_utils.eager_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
-            use_vmap=use_vmap,
-            device=device,
-            **options,
-        )
+        return masking_utils.eager_mask(*of_theirs, use_vmap=use_vmap, device=device, **options)
     real_keys = None
     if attention_mask is not None:
         padded = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         real_keys = padded[:, kv_offset : kv_offset + kv_length].expand(batch_size, -1)
 
-    lengths = batch_size, q_length, kv_length
-    fields = None if use_vmap else _fields(mask_function)
     if fields is None:
-        dense = masking_utils.sdpa_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
+        whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        dense = masking_utils.sdpa_mask(*of_theirs, **whole, use_vmap=use_vmap, device=device)
         return PreparedMask.for_lengths(lengths, dense=dense, real_keys=real_keys)
 
     if "dense" in fields:

@@ -87,10 +87,7 @@ def test_quantized_pages_give_a_request_what_they_give_it_alone(config, dtype):
     run(batch)
     for request, prompt in zip(requests, prompts(), strict=True):
         cache = PagedCache(20, 16, dtype)
-        assert (
-            request.tokens
-            == model.generate(prompt[None], torch.ones_like(prompt)[None], max_new_tokens=9, cache=cache)[0].tolist()
-        )
+        assert request.tokens == alone(model, prompt, max_new_tokens=9, cache=cache)
         assert {x.dtype for x in cache._layers[0].values()} == {dtype, torch.float32}
 
 

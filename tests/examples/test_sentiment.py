@@ -39,11 +39,10 @@ def run(*arguments) -> None:
     assert main([str(argument) for argument in arguments]) == 0
 
 
-def error_of(capsys, *arguments) -> str:
-    """What a run that fails prints: one line."""
-    assert main([str(argument) for argument in arguments]) == 1
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    return line
+@pytest.fixture
+def refused(error_of):
+    """What a run with these arguments says that fails."""
+    return lambda *arguments: error_of(lambda: main([str(argument) for argument in arguments]))
 
 
 # --- what is read ---
@@ -618,37 +617,37 @@ def test_a_folder_begun_anew_forgets_the_best_model_of_the_run_before(tmp_path):
     assert model.load(tmp_path)[2]["held_out_accuracy"] <= 1
 
 
-def test_a_run_with_other_settings_leaves_the_folder_as_it_was(trained, capsys):
+def test_a_run_with_other_settings_leaves_the_folder_as_it_was(trained, refused):
     before = {file.name: file.read_bytes() for file in trained.iterdir()}
     options = ["--data", DATA / "aclImdb", "--output", trained, *SMALL]
-    assert "d_model must be 32" in error_of(capsys, "train", "imdb", *options, "--d-model=16")
-    assert "unit must be 'word'" in error_of(capsys, "train", "imdb", *options, "--unit=character")
+    assert "d_model must be 32" in refused("train", "imdb", *options, "--d-model=16")
+    assert "unit must be 'word'" in refused("train", "imdb", *options, "--unit=character")
     assert {file.name: file.read_bytes() for file in trained.iterdir()} == before
 
 
-def test_mistakes_get_one_sentence(trained, tmp_path, capsys):
+def test_mistakes_get_one_sentence(trained, tmp_path, capsys, refused):
     def damaged(folder: Path, about: str) -> Path:
         copy = shutil.copytree(folder, tmp_path / "damaged", dirs_exist_ok=True)
         (copy / "about.json").write_text(about)
         return copy
 
     data = ("--data", DATA / "aclImdb")
-    assert "does not exist" in error_of(capsys, "test", "--model", trained, "--data", tmp_path / "no")
-    assert "must be the folder of a trained model" in error_of(capsys, "test", "--model", tmp_path, *data)
+    assert "does not exist" in refused("test", "--model", trained, "--data", tmp_path / "no")
+    assert "must be the folder of a trained model" in refused("test", "--model", tmp_path, *data)
     show = ("show", "--model", trained, "--output", tmp_path)
-    assert "must be the name of one in the data" in error_of(capsys, *show, *data, "--review", "test/pos/9.txt")
-    assert "must have a token to shade" in error_of(capsys, *show, "--text", " ")
-    assert "must be in the encoding of the terminal" in error_of(capsys, *show, "--text", "\udcfc")
-    assert "must have fewer than 8192 tokens, got 9001" in error_of(capsys, *show, "--text", "good " * 9000)
-    assert "must be a file that training wrote" in error_of(capsys, "test", "--model", damaged(trained, "[]"), *data)
-    assert "must be a file that training wrote" in error_of(capsys, "test", "--model", damaged(trained, "{}"), *data)
-    assert "File exists" in error_of(capsys, "show", "--model", trained, "--text", "good", "--output", __file__)
+    assert "must be the name of one in the data" in refused(*show, *data, "--review", "test/pos/9.txt")
+    assert "must have a token to shade" in refused(*show, "--text", " ")
+    assert "must be in the encoding of the terminal" in refused(*show, "--text", "\udcfc")
+    assert "must have fewer than 8192 tokens, got 9001" in refused(*show, "--text", "good " * 9000)
+    assert "must be a file that training wrote" in refused("test", "--model", damaged(trained, "[]"), *data)
+    assert "must be a file that training wrote" in refused("test", "--model", damaged(trained, "{}"), *data)
+    assert "File exists" in refused("show", "--model", trained, "--text", "good", "--output", __file__)
     new = ("train", "imdb", *data, "--output", tmp_path)
-    assert "vocabulary must have room for" in error_of(capsys, *new, "--vocabulary=2")
-    assert "vocabulary must have room for" in error_of(capsys, *new, "--vocabulary=4", "--unit=subword")
-    assert "nhead must divide d_model = 300, got 7" in error_of(capsys, *new, "--nhead=7")
-    assert "max_tokens must be at most 8192, got 8193" in error_of(capsys, *new, "--max-tokens=8193")
-    assert "vectors must be a text file" in error_of(capsys, *new, "--vectors", tmp_path / "no")
+    assert "vocabulary must have room for" in refused(*new, "--vocabulary=2")
+    assert "vocabulary must have room for" in refused(*new, "--vocabulary=4", "--unit=subword")
+    assert "nhead must divide d_model = 300, got 7" in refused(*new, "--nhead=7")
+    assert "max_tokens must be at most 8192, got 8193" in refused(*new, "--max-tokens=8193")
+    assert "vectors must be a text file" in refused(*new, "--vectors", tmp_path / "no")
     for wrong in ("--dropout=1", "--word-dropout=-0.1", "--epochs=0", "--d-model=x", "--weight-decay=nan"):
         with pytest.raises(SystemExit):
             main([str(argument) for argument in (*new, wrong)])

@@ -325,7 +325,7 @@ def test_a_server_of_another_model_is_found_out(served, capsys):
     assert re.search(r"error: token \d+ of the answer to request \d+ must be \d+, which is", capsys.readouterr().err)
 
 
-def test_mistakes_on_the_command_line_are_one_sentence(capsys, monkeypatch):
+def test_mistakes_on_the_command_line_are_one_sentence(error_of, monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("true"))  # a server that ends at once
     for arguments, sentence in [
         (["serve", "--d-model", "65"], "--d-model must be a multiple of 64, got 65"),
@@ -335,10 +335,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(capsys, monkeypatch):
         (["load", "--url", "http://[::", "--d-model", "64"], "--url must be of a server that answers, got"),
         (["load", "--d-model", "64"], "the server must start, got an end"),
     ]:
-        assert main(arguments) == 1
-        said = capsys.readouterr().err.strip()
-        assert said.startswith(f"error: {sentence}")
-        assert "\n" not in said
+        assert error_of(lambda of=arguments: main(of)).startswith(sentence)
 
 
 def test_percentiles():

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -201,17 +202,14 @@ def flip_a_bit_of_a_weight(content, weight):
     "damage", [truncate, flip_a_bit_of_a_weight, lambda *_: b"", lambda *_: b"no checkpoint"],
     ids=["truncated", "flipped", "empty", "other"],
 )  # fmt: skip
-def test_a_damaged_checkpoint_is_refused_in_a_sentence_and_kept(tmp_path, damage, capsys):
+def test_a_damaged_checkpoint_is_refused_in_a_sentence_and_kept(tmp_path, damage, error_of):
     model, _, _ = train_small(tmp_path)
     path = tmp_path / "checkpoint.pt"
     damaged = damage(path.read_bytes(), model[0].weight.detach().numpy().tobytes())
     path.write_bytes(damaged)
-    capsys.readouterr()
-    assert exit_code(lambda: train_small(tmp_path)) == 1
+    said = error_of(lambda: exit_code(lambda: train_small(tmp_path)))
+    assert said.startswith(f"{path} must be a checkpoint of this program, got a file that is damaged")
     assert path.read_bytes() == damaged
-    said = capsys.readouterr().err.strip()
-    assert "\n" not in said
-    assert said.startswith(f"error: {path} must be a checkpoint of this program, got a file that is damaged")
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
@@ -325,6 +323,19 @@ def test_inverse_sqrt_is_the_schedule_of_the_paper():
         assert optimizer.param_groups[0]["lr"] == pytest.approx(d_model**-0.5 * min(step**-0.5, step * warmup**-1.5))
         optimizer.step()
         schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        ("attention_is_all_you_need", r"(?s)--d-model N +default: 64.*--n-layers N +default: 2"),
+        ("bert_classifier", "--checkpoint FOLDER"),
+        ("keras_multi_head", "--heads N"),
+    ],
+)
+def test_help(program, printed):
+    ended = fresh_python.run_module(f"examples.{program}", "--help", cwd=Path(__file__).parents[2])
+    assert re.search(printed, ended.stdout)
 
 
 def test_an_interrupt_is_no_traceback(capsys):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_bench import hurried  # noqa: F401
 
 import fastattn
 from fastattn.backends import build, cpu
@@ -38,17 +39,6 @@ PROMISED = {
     "pad bf16 backward": (2.6,),
     "both bf16 backward": (3.9,),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hurried():
-    """One thread and few short samples: these tests read no figures."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "SAMPLE_S", 1e-5)
-        yield
-    torch.set_num_threads(threads)
 
 
 def tiny(case=PAD, timed="forward", target=2.0, **options):

@@ -97,17 +97,6 @@ def test_a_backward_that_few_calls_take_may_spill(changes):
     assert list(dataclasses.replace(RIGHT, **changes).complaints()) == []
 
 
-def test_a_record_that_lacks_a_triton_is_not_current(monkeypatch, tmp_path):
-    monkeypatch.setattr(hopper_record, "FILE", tmp_path / "record.json")
-    assert not hopper_record.is_current()
-    for versions, current in ((TRITONS, True), (TRITONS[1:], False)):
-        hopper_record.record([dataclasses.replace(RIGHT, triton=version) for version in versions])
-        assert hopper_record.is_current() is current
-    hopper_record.record([dataclasses.replace(RIGHT, triton=version) for version in TRITONS])
-    monkeypatch.setattr(hopper_record, "digest", lambda: "of others")
-    assert not hopper_record.is_current()
-
-
 def test_the_record_is_of_code_and_not_of_comments():
     source = '"""Says."""\n\nX = 1  # one\n\n\ndef f():\n    """Does."""\n    return "# 2"\n'
     assert records.code_of(source) == 'X = 1\ndef f():\n    return "# 2"'

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hopper_record
 import pytest
 import rank_tiles
+import test_hopper_compile
 import triton_record
 from sass import Instruction
 from triton_compile import CALLS, COMPILED, FEW, HOT, Call, compiled_with, predicted, programs_at_once
@@ -180,15 +182,17 @@ def test_programs_share_registers_shared_memory_and_warps():
     assert programs_at_once(86, registers=32, shared=0, warps=8) == 6
 
 
-def test_a_record_that_lacks_a_triton_is_not_current(monkeypatch, tmp_path):
-    monkeypatch.setattr(triton_record, "FILE", tmp_path / "record.json")
-    assert not triton_record.is_current()
-    for versions, current in ((TRITONS, True), (TRITONS[1:], False)):
-        triton_record.record([dataclasses.replace(RIGHT, triton=version) for version in versions])
-        assert triton_record.is_current() is current
-    assert triton_record.recorded()[1] == [dataclasses.replace(RIGHT, triton=version) for version in TRITONS[1:]]
-    monkeypatch.setattr(triton_record, "digest", lambda: "of others")
-    assert not triton_record.is_current()
+@pytest.mark.parametrize(("gate", "right"), [(triton_record, RIGHT), (hopper_record, test_hopper_compile.RIGHT)])
+def test_a_record_that_lacks_a_triton_is_not_current(gate, right, monkeypatch, tmp_path):
+    monkeypatch.setattr(gate, "FILE", tmp_path / "record.json")
+    assert not gate.is_current()
+    for versions, current in ((TRITONS[1:], False), (TRITONS, True)):
+        kernels = [dataclasses.replace(right, triton=version) for version in versions]
+        gate.record(kernels)
+        assert gate.is_current() is current
+        assert gate.recorded()[1] == kernels
+    monkeypatch.setattr(gate, "digest", lambda: "of others")
+    assert not gate.is_current()
 
 
 def test_calls_are_read_as_they_are_written():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from sentence_cases import save_bert
 
 from fastattn import demo
 from fastattn.integrations import transformers as integration
@@ -36,12 +37,8 @@ def text(tmp_path) -> str:
 @pytest.fixture
 def tiny(tmp_path) -> str:
     """The folder of a small random BERT with a tokenizer."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
-    (tmp_path / "vocab.txt").write_text("\n".join([*words, *(f"##{letter}" for letter in words[5:])]))
-    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37}
     torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(vocab_size=57, **sizes)).save_pretrained(tmp_path)
+    save_bert(tmp_path)
     return str(tmp_path)
 
 

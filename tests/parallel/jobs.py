@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -188,6 +188,15 @@ def second_derivatives_of_dtensors(group: dist.ProcessGroup, shard: int | None, 
     return [x.full_tensor() for x in second_order(loss, list(leaves.values()))]
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """What a call is refused with, or "none"."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "none"
+
+
 def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tuple[str, str]) -> str:
     """The error of a call in which the last rank differs in something."""
     other = dist.get_rank(group) == dist.get_world_size(group) - 1
@@ -223,10 +232,7 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tup
     mine = plan.shard(q, 2)
     if what == "length" and other:
         mine = mine[:, :, 1:]
-    try:
-        fastattn.attention(mine, mine, mine, mask, plan=plan, **options)
-    except (ValueError, NotImplementedError) as error:
-        message = str(error)
+    message = error_of(lambda: fastattn.attention(mine, mine, mine, mask, plan=plan, **options))
     assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
     return message
 
@@ -234,7 +240,7 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tup
 def unshard_differently(group: dist.ProcessGroup, what: str) -> str:
     """The error of `unshard` of a tensor in which the last rank differs in something."""
     plan, other = make_plan(None, 24, group), dist.get_rank(group) == dist.get_world_size(group) - 1
-    y, message = torch.ones(2, len(plan.positions()), 6), "none"
+    y = torch.ones(2, len(plan.positions()), 6)
     if other:
         y = {
             "sizes": y.view(3, -1, 4),
@@ -242,10 +248,7 @@ def unshard_differently(group: dist.ProcessGroup, what: str) -> str:
             "length": y[:, 1:],
             "gradients": y.requires_grad_(),
         }[what]
-    try:
-        plan.unshard(y, 1)
-    except ValueError as error:
-        message = str(error)
+    message = error_of(lambda: plan.unshard(y, 1))
     assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
     return message
 
@@ -432,11 +435,7 @@ def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
         options["sinks"] = distribute_tensor(torch.ones(6), mesh_of((2, 2)), [Replicate(), Replicate()])
     if what == "mask":
         options["mask"] = fastattn.Mask(real_keys=torch.ones(1, 8, dtype=torch.bool))
-    try:
-        fastattn.attention(q, k, v, **options)
-    except ValueError as error:
-        return str(error)
-    return "none"
+    return error_of(lambda: fastattn.attention(q, k, v, **options))
 
 
 def order_of_dtensors(group: dist.ProcessGroup) -> bool:
@@ -523,12 +522,7 @@ def compiled(group: dist.ProcessGroup, algorithm: str) -> list[bool]:
         same.append(all(torch.equal(*pair) for pair in zip(*results, strict=True)))
     loss = compiled(leaves[0], mask, plan)
     del plan
-    gone = ""
-    try:
-        loss.backward()
-    except ValueError as error:
-        gone = str(error)
-    assert gone.startswith("plan must live until the backward of a compiled graph")
+    assert error_of(loss.backward).startswith("plan must live until the backward of a compiled graph")
     return same
 
 
@@ -539,11 +533,7 @@ def second_derivatives_of_a_graph(group: dist.ProcessGroup) -> str:
     x = torch.randn(2, 4, len(plan.positions()), 8, requires_grad=True)
     compiled = torch.compile(lambda x: fastattn.attention(x, x, x, plan=plan), backend="aot_eager", fullgraph=True)
     (first,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
-    try:
-        torch.autograd.grad(first.square().sum(), x)
-    except RuntimeError as error:
-        return str(error)
-    return "none"
+    return error_of(lambda: torch.autograd.grad(first.square().sum(), x))
 
 
 def compiled_block(group: dist.ProcessGroup) -> bool:

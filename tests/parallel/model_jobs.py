@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jobs import mesh_of
+from jobs import agreed, error_of, mesh_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -238,11 +238,8 @@ def checkpointed(group: dist.ProcessGroup, use_reentrant: bool) -> dict[str, Ten
                 loss.backward()
         return loss
 
-    within, message = False, "none"
-    try:
-        loss().backward()
-    except RuntimeError as error:
-        message = str(error)
+    within = False
+    message = error_of(lambda: loss().backward())
     assert message.startswith("the backward of a context_parallel block with activation checkpointing"), message
     alone = plan.shard(x, 1).detach().requires_grad_()  # which is of no block, though as long as what one had
     checkpoint(layer, alone, use_reentrant=use_reentrant).sum().backward()
@@ -265,8 +262,7 @@ def _said(group: dist.ProcessGroup, messages: list[str]) -> Iterator[None]:
         messages.append("none")
     except (ValueError, NotImplementedError) as error:
         messages.append(str(error))
-    ranks: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, 1, group=group)
+    agreed(group)
 
 
 def refused(group: dist.ProcessGroup, what: str) -> str:

@@ -7,7 +7,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from jobs import mesh_of
+from jobs import error_of, mesh_of
 from model_jobs import _hugging_face, _weighted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -157,14 +157,10 @@ def refused(group: dist.ProcessGroup, what: str) -> str:
     mesh, x = DeviceMesh.from_group(group, "cpu"), torch.randn(2, N, 16)
     options = {"zero": {"add_zero_attn": True}, "heads": {"num_kv_heads": 1}}.get(what, {})
     module = nn.Linear(2, 2) if what == "linear" else fastattn.MultiHeadAttention(16, 4, batch_first=True, **options)
-    try:
-        if what == "nothing":
-            tensor_parallel_plan(nn.Linear(2, 2))
-        module = parallelize_module(module, mesh, HeadwiseParallel())
-        module(x, x, x, need_weights=what == "weights")
-    except ValueError as error:
-        return str(error)
-    return "none"
+    if what == "nothing":
+        return error_of(lambda: tensor_parallel_plan(nn.Linear(2, 2)))
+    call = {"need_weights": what == "weights"}
+    return error_of(lambda: parallelize_module(module, mesh, HeadwiseParallel())(x, x, x, **call))
 
 
 def second_derivatives(group: dist.ProcessGroup) -> Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
 import statistics
 
 import torch
@@ -24,8 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 import fastattn
 from fastattn.bench.timing import Call, interleave
-from fastattn.bench.writing import file_to_write, write
-from fastattn.machine import machine, versions
+from fastattn.bench.writing import file_to_write, write_rows
 from fastattn.testing import compare
 
 LAYERS, WIDTH, HEADS, INNER, VOCABULARY = 4, 512, 8, 1408, 8192
@@ -72,9 +70,7 @@ def main() -> None:
             rows.append({"dtype": dtype, "batch": batch, "cached": cached, "real": real, "seconds_per_token": samples})
             progress.advance(task)
     Console(width=100).print(table)
-    if args.json:
-        results = {"machine": machine("cpu"), "versions": versions(), "rows": rows}
-        write(args.json, json.dumps(results, indent=1))
+    write_rows(args.json, rows)
 
 
 def attention_mask(batch: int, cached: int, padded: bool) -> Tensor:

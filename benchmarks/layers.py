@@ -9,7 +9,6 @@ off as that of torch, plus 4 eps. Under dropout the two drop different weights, 
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn.bench.timing import Call, interleave
-from fastattn.bench.writing import file_to_write, write
-from fastattn.machine import machine, versions
+from fastattn.bench.writing import file_to_write, write_rows
 from fastattn.testing import compare
 
 WIDTH, HEADS = 768, 12
@@ -44,8 +42,7 @@ def main() -> None:
                 print(f"{B:2} {L:4} {name:9} {mode:30} {theirs:9.2f} {ours:9.2f} {theirs / ours:5.2f}x", flush=True)
                 samples = {name: timing.seconds for name, timing in timings.items()}
                 rows.append({"B": B, "L": L, "dtype": name, "mode": mode, "ratio": theirs / ours, "seconds": samples})
-    if path:
-        write(path, json.dumps({"machine": machine("cpu"), "versions": versions(), "rows": rows}, indent=1))
+    write_rows(path, rows)
 
 
 def calls(B: int, L: int, dtype: torch.dtype, mode: str) -> dict[str, Call]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from functools import partial
 
 import torch
@@ -23,9 +22,8 @@ from transformers import AutoModel, AutoTokenizer
 
 import fastattn
 from fastattn.bench.timing import Call, interleave
-from fastattn.bench.writing import file_to_write, write
+from fastattn.bench.writing import file_to_write, write_rows
 from fastattn.demo import Batches, bundled_model, documentation, sentences_in
-from fastattn.machine import machine, versions
 from fastattn.testing import compare
 
 BATCH, SENTENCES, ENCODED = 32, 96, 256
@@ -85,8 +83,7 @@ def main() -> None:
         print(f"    packed is {before / after:.2f} times as fast (target {target:.2f}: {verdict})", flush=True)
         seconds = {name: timing.seconds for name, timing in timings.items()}
         rows.append({"what": what, "fill": fill, "target": target, "seconds": seconds})
-    if args.json:
-        write(args.json, json.dumps({"machine": machine("cpu"), "versions": versions(), "rows": rows}, indent=1))
+    write_rows(args.json, rows)
 
 
 def _check(ours: nn.Module, theirs: nn.Module, batches: Batches) -> None:

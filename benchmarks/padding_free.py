@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from functools import partial
 
 import torch
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn.bench.timing import Call, interleave
-from fastattn.bench.writing import file_to_write, write
-from fastattn.machine import machine, versions
+from fastattn.bench.writing import file_to_write, write_rows
 from fastattn.testing import compare
 
 LAYERS, WIDTH, HEADS, INNER = 6, 512, 8, 2048
@@ -52,9 +50,7 @@ def main() -> None:
                 met = "met" if ratio >= target else "not met"
                 print(f"    {ours} is {ratio:.2f} times as fast as {rival} (target {target:.1f}: {met})", flush=True)
         rows.append({"mode": mode, "seconds": samples})
-    if args.json:
-        results = {"machine": machine("cpu"), "versions": versions(), "rows": rows}
-        write(args.json, json.dumps(results, indent=1))
+    write_rows(args.json, rows)
 
 
 def calls(mode: str, dropout: float, padding: Tensor) -> dict[str, Call]:

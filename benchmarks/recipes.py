@@ -9,7 +9,6 @@ Each answer is first held to that of the naive function in fp64: at most twice a
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 
@@ -19,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from docs import pages
 from fastattn.bench.timing import Call, interleave, peak_bytes
-from fastattn.bench.writing import file_to_write, write
-from fastattn.machine import machine, versions
+from fastattn.bench.writing import file_to_write, write_rows
 from fastattn.testing import compare
 
 SECONDS = 6.0  # for each recipe
@@ -106,9 +104,7 @@ def main() -> None:
         memory = {who: f"{peak / 2**20:.1f} MiB" for who, peak in row["peak_bytes"].items()}
         times = ", ".join(f"{who} {1e3 * medians[who]:.2f} ms {memory[who]}" for who in medians)
         print(f"{name}: {times}, {medians['naive'] / medians['fastattn']:.2f}", flush=True)
-    if args.json:
-        document = {"machine": machine("cpu"), "versions": versions(), "rows": rows}
-        write(args.json, json.dumps(document, indent=1) + "\n")
+    write_rows(args.json, rows)
 
 
 def measured(name: str, page: dict[str, object], seconds: float) -> dict[str, object]:

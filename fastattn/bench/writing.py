@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ..machine import machine, versions
 
 
 def file_to_write(text: str) -> Path:
@@ -58,6 +61,12 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         print(text, flush=True)
         raise OSError(f"{path} could not be written, so the results are printed above ({_why(error)})") from error
+
+
+def write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
+    """Writes what was measured on the CPU of this machine, if there is a path."""
+    if path is not None:
+        write(path, json.dumps({"machine": machine("cpu"), "versions": versions(), "rows": rows}, indent=1) + "\n")
 
 
 def _part(path: Path) -> Path:

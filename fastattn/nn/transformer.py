@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -82,21 +82,54 @@ def _dropped(dropout: nn.Module, x: Tensor) -> Tensor:
 BLOCKS_OF_TORCH = frozenset({"_sa_block", "_mha_block", "_ff_block"})  # of its layers, which subclasses override
 
 
-class _Layer(nn.Module):
-    """Base class of the layers: the feed-forward network and the residual.
+class _TransformerLayer(nn.Module):
+    """Base class of the layers: their parts, the feed-forward network and the residual.
 
     The residual is x + block(norm(x)) with `norm_first` (pre-norm), and norm(x + block(x)) without (post-norm).
     """
+
+    _ATTENTIONS: ClassVar[tuple[str, ...]] = ("self_attn",)
+    """The names of the attentions: a norm and a dropout belong to each, and one more to the feed-forward network."""
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if blocks := BLOCKS_OF_TORCH & vars(cls).keys():
             raise TypeError(f"{cls.__name__} must override forward, got {min(blocks)}, which torch.nn's layers call")
 
-    def _check_sizes(self, d_model: int, nhead: int, dim_feedforward: int, dropout: float) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        norm: str = "layer",
+    ) -> None:
+        nn.Module.__init__(self)  # torch's own would make its parts first
         check_heads(d_model=d_model, nhead=nhead)
         check_ints(0, dim_feedforward=dim_feedforward)
         check_probability(dropout=dropout)
+        where = {"device": device, "dtype": dtype}
+        for name in self._ATTENTIONS:
+            attention = MultiHeadAttention(
+                d_model, nhead, dropout, bias, batch_first=batch_first, num_kv_heads=num_kv_heads, **where
+            )
+            self.add_module(name, attention)
+        self._make_feed_forward(d_model, dim_feedforward, dropout, activation, bias, **where)
+        self.norm_first = norm_first
+        places = range(1, len(self._ATTENTIONS) + 2)
+        for place in places:
+            self.add_module(f"norm{place}", make_norm(norm, d_model, layer_norm_eps, bias, **where))
+        for place in places:
+            self.add_module(f"dropout{place}", nn.Dropout(dropout))
 
     def _make_feed_forward(
         self, d_model: int, width: int, dropout: float, activation: Activation, bias: bool, **where: object
@@ -119,7 +152,7 @@ class _Layer(nn.Module):
         return x + block(norm(x)) if self.norm_first else norm(x + block(x))
 
 
-class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(_TransformerLayer, nn.TransformerEncoderLayer):
     """Self-attention and a feed-forward network, each with a residual and a norm; torch.nn's of the same name.
 
     Args:
@@ -154,34 +187,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         torch.Size([1, 3, 8])
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: Activation = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        num_kv_heads: int | None = None,
-        norm: str = "layer",
-    ) -> None:
-        nn.Module.__init__(self)  # torch's own would make its parts first
-        self._check_sizes(d_model, nhead, dim_feedforward, dropout)
-        where = {"device": device, "dtype": dtype}
-        self.self_attn = MultiHeadAttention(
-            d_model, nhead, dropout, bias, batch_first=batch_first, num_kv_heads=num_kv_heads, **where
-        )
-        self._make_feed_forward(d_model, dim_feedforward, dropout, activation, bias, **where)
-        self.norm_first = norm_first
-        self.norm1, self.norm2 = (make_norm(norm, d_model, layer_norm_eps, bias, **where) for _ in range(2))
-        self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
-        self.activation_relu_or_gelu = 0  # torch's encoder asks: this layer has no fast path that goes around it
+    activation_relu_or_gelu = 0  # torch's encoder asks: this layer has no fast path that goes around it
 
     def forward(
         self,
@@ -212,7 +218,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         def __call__(self) -> None: ...
 
 
-class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(_TransformerLayer, nn.TransformerDecoderLayer):
     """Self-attention, attention to the encoder's output and a feed-forward network; torch.nn's of the same name.
 
     Args:
@@ -226,36 +232,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         torch.Size([1, 3, 8])
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: Activation = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        num_kv_heads: int | None = None,
-        norm: str = "layer",
-    ) -> None:
-        nn.Module.__init__(self)  # torch's own would make its parts first
-        self._check_sizes(d_model, nhead, dim_feedforward, dropout)
-        where = {"device": device, "dtype": dtype}
-        self.self_attn, self.multihead_attn = (
-            MultiHeadAttention(
-                d_model, nhead, dropout, bias, batch_first=batch_first, num_kv_heads=num_kv_heads, **where
-            )
-            for _ in range(2)
-        )
-        self._make_feed_forward(d_model, dim_feedforward, dropout, activation, bias, **where)
-        self.norm_first = norm_first
-        self.norm1, self.norm2, self.norm3 = (make_norm(norm, d_model, layer_norm_eps, bias, **where) for _ in range(3))
-        self.dropout1, self.dropout2, self.dropout3 = (nn.Dropout(dropout) for _ in range(3))
+    _ATTENTIONS = ("self_attn", "multihead_attn")
 
     def forward(
         self,
@@ -720,7 +697,7 @@ def _check_rotary(rotary: RotaryPositions | None, layer: nn.Module) -> None:
         return
     if not isinstance(rotary, RotaryPositions):
         raise TypeError(f"rotary must be a RotaryPositions or None, got {type(rotary).__name__}")
-    if isinstance(layer, _Layer) and rotary.head_dim != layer.self_attn.head_dim:
+    if isinstance(layer, _TransformerLayer) and rotary.head_dim != layer.self_attn.head_dim:
         raise ValueError(f"rotary must be of head_dim {layer.self_attn.head_dim} like the layer, got {rotary.head_dim}")
 
 

@@ -333,6 +333,9 @@ OF_LAYERS = [
     ({"dropout": "a"}, "dropout must be a number, got 'a'"),
     ({"layer_norm_eps": -1.0}, "layer_norm_eps must be at least 0 and finite, got -1.0"),
     ({"activation": 3}, "activation must be 'relu', 'gelu', 'swiglu' or a function, got 3"),
+    ({"activation": "tanh"}, "activation must be 'relu', 'gelu', 'swiglu' or a function, got 'tanh'"),
+    ({"norm": "batch"}, "norm must be 'layer', 'rms', got 'batch'"),
+    ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads = 2, got 3"),
 ]
 HOSTILE = {  # what is called -> the change of one argument, and the sentence about it
     nn.MultiHeadAttention: [
@@ -342,6 +345,7 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"num_heads": 3}, "num_heads must divide embed_dim = 8, got 3"),
         ({"num_kv_heads": True}, "num_kv_heads must be an int, got True"),
         ({"kdim": -1}, "kdim must be at least 1, got -1"),
+        ({"kdim": 3, "num_kv_heads": 1}, "num_kv_heads must be 2 with kdim, vdim or add_bias_kv, got 1"),
         ({"dropout": 1.5}, "dropout must be between 0 and 1, got 1.5"),
         ({"dropout": math.nan}, "dropout must be between 0 and 1, got nan"),
     ],

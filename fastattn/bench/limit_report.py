@@ -56,21 +56,7 @@ def _cells(figure: Figure) -> tuple[str, ...]:
     name = str(figure.job).partition(" ")[2]  # all of them are attention
     target = f"{figure.target:.3g}x"
     if figure.verdict != "right":
-        return (
-            name,
-            figure.verdict,
-            figure.duel.rival_name,
-            "",
-            "",
-            target,
-            "not met",
-            "",
-            "",
-            "",
-            "",
-            "",
-            figure.note,
-        )
+        return name, figure.verdict, figure.duel.rival_name, "", "", target, "not met", *[""] * 5, figure.note
     promised = figure.duel.ceiling_share
     return (
         name,
@@ -128,14 +114,9 @@ def as_svg(report: Report[Figure]) -> str:
     }
     if shares := [f for f in figures if f.duel.ceiling_share]:
         groups["useful work as a share of the FMA ceiling"] = [
-            _bar(
-                str(f.job).removeprefix("attention "),
-                f.ceiling_share,
-                f"{f.ceiling_share:.0%}",
-                f.duel.ceiling_share,
-                f.share_met,
-            )
+            _bar(str(f.job).removeprefix("attention "), share, f"{share:.0%}", f.duel.ceiling_share, f.share_met)
             for f in shares
+            for share in (f.ceiling_share,)
         ]
     return chart.draw(
         "fastattn's CPU kernels: times as fast as the rival",

@@ -86,15 +86,8 @@ def as_json(report: Report[Row]) -> str:
 
 def document(report: Report, method: str, rows: list[dict[str, object]]) -> str:
     """A JSON document of these rows, with where and how they were measured."""
-    about = {
-        "schema": SCHEMA,
-        "date": report.date,
-        "device": report.device,
-        "machine": report.machine,
-        "versions": report.versions,
-        "method": method,
-    }
-    return json.dumps(about | {"rows": rows}, indent=1)
+    about = {name: getattr(report, name) for name in ("date", "device", "machine", "versions")}
+    return json.dumps({"schema": SCHEMA, **about, "method": method, "rows": rows}, indent=1)
 
 
 def as_svg(report: Report[Row]) -> str:
@@ -195,19 +188,10 @@ def _has_rich() -> bool:
 
 def row_as_dict(row: Row) -> dict[str, object]:
     """A row, for JSON."""
-    return job_as_dict(row.job) | {
-        "contender": row.contender,
-        "family": row.family,
-        "verdict": row.verdict,
-        "note": row.note,
-        "max_error": rounded(row.max_error),
-        "gflops": rounded(row.gflops),
-        "gbps": rounded(row.gbps),
-        "matmul_share": rounded(row.matmul_share),
-        "peak_mib": rounded(row.peak_mib),
-        "speedup": rounded(row.speedup),
-        "time_ms": timing_as_dict(row.timing),
-    }
+    said = {name: getattr(row, name) for name in ("contender", "family", "verdict", "note")}
+    names = ("max_error", "gflops", "gbps", "matmul_share", "peak_mib", "speedup")
+    figures = {name: rounded(getattr(row, name)) for name in names}
+    return {**job_as_dict(row.job), **said, **figures, "time_ms": timing_as_dict(row.timing)}
 
 
 def job_as_dict(job: Job) -> dict[str, object]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fastattn
+from benchmarks.parallel import masks
 from fastattn import Mask
 from fastattn.parallel import plan
 from fastattn.parallel.plans import ALGORITHMS
@@ -15,37 +16,20 @@ from fastattn.parallel.plans import ALGORITHMS
 N, RANKS = 65536, 8
 
 
-def documents(n: int) -> torch.Tensor:
-    """Ids [1, n] of 23 documents, of 64 tokens to a quarter of all."""
-    generator, lengths = torch.Generator().manual_seed(0), []
-    while sum(lengths) < n:
-        length = torch.randn((), generator=generator).mul(1.2).add(7.6).exp().item()
-        lengths.append(int(min(max(length, 64), n // 4)))
-    lengths[-1] -= sum(lengths) - n
-    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-
-
-IDS, FIRST = documents(N), int(0.3 * N)
-INDEX = torch.arange(N)
-MASKS = {  # and whether what is received is bounded by that of contiguous tokens
-    "causal": (Mask(True), False),
-    "causal, right-padded": (Mask(True) & Mask.from_lengths([int(0.6 * N)], N, of="both"), False),
-    "causal, left-padded": (Mask(True) & Mask.from_lengths([int(0.6 * N)], N, padding_side="left", of="both"), False),
-    "23 causal documents": (Mask(True, segment_ids=(IDS, IDS)), True),
-    "prefix-LM": (Mask(True, q_offset=torch.where(INDEX < FIRST, FIRST - 1 - INDEX, 0)[None]), False),
-    "window of 4096": (Mask(True, window=(4095, None)), True),
-}
+MASKS = dict(masks(N))
+BOUNDED = ("23 causal documents", "causal window of 4096")
+"""Where what is received is bounded by that of contiguous tokens."""
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_work_is_balanced_and_little_is_sent(name):
-    mask, bounded = MASKS[name]
+    mask = MASKS[name]
     start = time.process_time()
     actual = plan(mask, N, RANKS)
     assert time.process_time() - start < 5
     assert actual.work.max() / actual.work.mean() <= 1.05
     assert actual.received.max() <= N * (RANKS - 1) // RANKS
-    if bounded:
+    if name in BOUNDED:
         assert actual.received.max() <= 1.5 * plan(mask, N, RANKS, layout="contiguous").received.max()
 
 
@@ -68,7 +52,8 @@ def test_contiguous_as_torch_chunks_them():
 
 
 def test_dense_as_the_same_mask_in_fields():
-    for mask in (Mask(True, window=(20, 0)), Mask(True, segment_ids=(IDS[:, :300], IDS[:, :300]))):
+    ids = torch.arange(300)[None] // 64
+    for mask in (Mask(True, window=(20, 0)), Mask(True, segment_ids=(ids, ids))):
         for layout in ALGORITHMS["gather"]:
             fields, dense = (plan(m, 300, 3, layout=layout) for m in (mask, Mask(dense=mask.keep(300, 300))))
             assert torch.equal(fields.work, dense.work)

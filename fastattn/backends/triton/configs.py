@@ -141,6 +141,7 @@ _HEAVY: dict[tuple[str, str, int], Config | Apart] = {
     ("dq", _AMPERE, 64): Config(128, 16, 4, 2),
     ("dq", _AMPERE, 128): Config(128, 16, 8, 2),
     ("dq", _AMPERE, 256): Config(32, 32, 8, 1),  # 64 queries would not fit with a bias
+    ("top_keys", _AMPERE, 128): Config(16, 16, 4, 2),  # 32 keys spill with a bias of keys
 }
 # Instead of those, where a tile holds several such things.
 _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
@@ -152,7 +153,6 @@ _HEAVIEST: dict[tuple[str, str, int], Config | Apart] = {
     ("dk_dv", _AMPERE, 128): Config(32, 32, 8, 2),
     ("dq", _AMPERE, 128): Config(32, 32, 8, 2),
     ("dbias", _AMPERE, 128): Config(64, 16, 8, 1),
-    ("top_keys", _AMPERE, 128): Config(16, 16, 4, 2),
     ("forward", _FP32_HOPPER, 64): Config(64, 64, 4, 1),
     ("rows", _FP32_HOPPER, 64): Config(32, 32, 4, 1),
     ("dq", _FP32_HOPPER, 64): Config(128, 64, 8, 1),

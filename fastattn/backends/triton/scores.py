@@ -12,7 +12,8 @@ from torch import Tensor
 from ...spec import Spec
 from .tiles import LOG2E, Table, by_distance, entries, table
 
-LARGEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
+LARGEST: tl.constexpr = tl.constexpr(2.3e38)
+"""Which fp32 can hold in base 2, too, beside scores."""
 
 
 class Scoring(NamedTuple):
@@ -95,9 +96,9 @@ def scores(b_qk, pairs, scoring):
         if scoring.bias.data is not None:
             b_bias = entries(scoring.bias, pairs).to(tl.float32)
             # torch.finfo.min is no mask: where all keys of a query have it, they share its weight.
-            b_finite = tl.minimum(b_bias * LOG2E, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+            b_finite = tl.minimum(b_bias, LARGEST, propagate_nan=tl.PropagateNan.ALL)
             b_finite = tl.maximum(b_finite, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-            b_s_log2 += tl.where(tl.abs(b_bias) == float("inf"), b_bias, b_finite)
+            b_s_log2 = tl.where(tl.abs(b_bias) == float("inf"), b_bias, b_s_log2 + b_finite * LOG2E)
         if scoring.slopes.data is not None:
             b_s_log2 -= distances(pairs) * (entries(scoring.slopes, pairs).to(tl.float32) * LOG2E)
         return b_s_log2, 1.0, b_slope

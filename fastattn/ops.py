@@ -760,7 +760,9 @@ for _name, _kernel, _fake, _function in (
     torch.library.impl(_qualified, "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(_qualified, _fake)
     _op = getattr(torch.ops.fastattn, _name)
-    _LIBRARY.impl(_name, functools.partial(_with_derivative, _op.default, _kernel, _function), "Autograd", with_keyset=True)
+    _LIBRARY.impl(
+        _name, functools.partial(_with_derivative, _op.default, _kernel, _function), "Autograd", with_keyset=True
+    )
     torch.library.register_vmap(
         _qualified, lambda info, in_dims, *arguments, op=_op: _over_samples(op, in_dims, arguments)
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, islice
 
@@ -134,4 +133,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Not sys.exit: while Python ends, threads of gloo groups may abort the process (pytorch/pytorch#190489).
+    os._exit(main())

@@ -57,10 +57,15 @@ def attention(
             learned[name] = Local.apply(_Placed.apply(x, (Replicate(),) * mesh.ndim), partial)
     terms = terms | learned
     samples, heads = (_part(q, dim) for dim in (0, 1))
+    given, sizes = of_tokens.plan if isinstance(of_tokens, Within) else of_tokens, [x.shape for x in (q, k, v)]
     if alone:
         mask = _of_plain_tensors(EVERYTHING if mask is None else mask)
-        whole = (x.to_local().new_empty(1).expand(x.shape) for x in (q, k, v))
-        validated(*whole, mask, **{name: x for name, x in terms.items() if name != "backend"})
+    elif isinstance(given, Plan):
+        lengths = given.n_q, given.n_k, given.n_k
+        sizes = [(*size[:2], n, *size[3:]) for size, n in zip(sizes, lengths, strict=True)]
+    whole = (x.to_local().new_empty(1).expand(size) for x, size in zip((q, k, v), sizes, strict=True))
+    validated(*whole, mask if alone else EVERYTHING, **{name: x for name, x in terms.items() if name != "backend"})
+    if alone:
         mask = _some(mask, samples, heads)
         if shards := [i for i, placement in enumerate(placements) if placement.is_shard(2)]:
             group = mesh.get_group(shards[0])

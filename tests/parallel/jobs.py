@@ -435,6 +435,9 @@ def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
         options["sinks"] = distribute_tensor(torch.ones(6), mesh_of((2, 2)), [Replicate(), Replicate()])
     if what == "mask":
         options["mask"] = fastattn.Mask(real_keys=torch.ones(1, 8, dtype=torch.bool))
+    if what in ("sinks", "alibi_slopes", "bias"):  # of more heads or samples than there are, beside a plan
+        shape = {"sinks": (12,), "alibi_slopes": (3, 6), "bias": (7, 16, 16)}[what]
+        options |= {what: torch.zeros(shape), "plan": make_plan(None, 16, group)}
     return error_of(lambda: fastattn.attention(q, k, v, **options))
 
 

@@ -78,6 +78,9 @@ REFUSED = {
     "another mesh": "sinks must be a Tensor, or a DTensor on DeviceMesh(",
     "generator": "generator must be a torch.Generator, a DropoutSeed or None, got int",
     "mask": "mask.real_keys must be [2, 8], got [1, 8]",
+    "sinks": "sinks must be [6], got [12]",
+    "alibi_slopes": "alibi_slopes must be [6] or [2, 6], got [3, 6]",
+    "bias": "bias must be broadcastable to [2, 6, 16, 16], got [7, 16, 16]",
 }
 
 

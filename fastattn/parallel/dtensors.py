@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import api
-from ..blocks import Within, is_here
+from ..blocks import Within
 from ..plan import drawn, places_from
 from ..spec import DropoutSeed, Mask
 from ..validation import EVERYTHING, validated
+from .exchange import agree
 from .masks import with_tensors
 from .parts import refuse_by_distance
 from .plans import Plan, plan
@@ -44,9 +45,30 @@ def attention(
     of the tokens, which the DTensors then have some of, heads alone may be sharded. Dropout is that of one process with
     the generator of the first rank.
     """
+    given = of_tokens.plan if isinstance(of_tokens, Within) else of_tokens
+    mesh, placements = q.device_mesh, q.placements
+    shards = [i for i, placement in enumerate(placements) if given is None and placement.is_shard(2)]
+    try:
+        local, mask, terms = _of_rank(q, k, v, mask, given, terms)
+    except (ValueError, NotImplementedError) as refusal:  # of one rank perhaps, for which those with other tokens wait
+        groups = given._groups() if isinstance(given, Plan) else [mesh.get_group(i) for i in shards]
+        agree(0, refusal, None, q.device, groups)
+    if shards:
+        of_tokens = plan(mask, (q.shape[2], k.shape[2]), mesh.get_group(shards[0]), layout="contiguous")
+    if terms["dropout_p"]:
+        seed = _of_first_rank(terms["generator"].seed, mesh, shards)
+        terms["generator"] = terms["generator"]._replace(seed=seed)
+    results = api.attention(*local, mask, **terms, return_lse=True, plan=of_tokens)
+    shapes = torch.Size([*q.shape[:3], v.shape[3]]), q.shape[:3]
+    return tuple(Whole.apply(x, mesh, placements, shape) for x, shape in zip(results, shapes, strict=True))
+
+
+def _of_rank(
+    q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, given: Plan | None, terms: Terms
+) -> tuple[list[Tensor], Mask | None, Terms]:
+    """q, k and v, the mask and the terms as this rank has them, with a seed of its own for dropout."""
     refuse_by_distance(terms["bias"])
-    alone = of_tokens is None or is_here(of_tokens)
-    _check_placements(q, k, v, (0, 1, 2) if alone else (1,))
+    _check_placements(q, k, v, (0, 1, 2) if given is None else (1,))
     mesh, placements = q.device_mesh, q.placements
     learned = {name: terms[name] for name in ("bias", "alibi_slopes", "sinks")}
     partial = tuple(Replicate() if p.is_replicate() else Partial() for p in placements)
@@ -57,19 +79,17 @@ def attention(
             learned[name] = Local.apply(_Placed.apply(x, (Replicate(),) * mesh.ndim), partial)
     terms = terms | learned
     samples, heads = (_part(q, dim) for dim in (0, 1))
-    given, sizes = of_tokens.plan if isinstance(of_tokens, Within) else of_tokens, [x.shape for x in (q, k, v)]
-    if alone:
+    sizes = [x.shape for x in (q, k, v)]
+    if given is None:
         mask = _of_plain_tensors(EVERYTHING if mask is None else mask)
     elif isinstance(given, Plan):
         lengths = given.n_q, given.n_k, given.n_k
         sizes = [(*size[:2], n, *size[3:]) for size, n in zip(sizes, lengths, strict=True)]
     whole = (x.to_local().new_empty(1).expand(size) for x, size in zip((q, k, v), sizes, strict=True))
-    validated(*whole, mask if alone else EVERYTHING, **{name: x for name, x in terms.items() if name != "backend"})
-    if alone:
+    of_spec = {name: x for name, x in terms.items() if name != "backend"}
+    validated(*whole, mask if given is None else EVERYTHING, **of_spec)
+    if given is None:
         mask = _some(mask, samples, heads)
-        if shards := [i for i, placement in enumerate(placements) if placement.is_shard(2)]:
-            group = mesh.get_group(shards[0])
-            of_tokens = plan(mask, (q.shape[2], k.shape[2]), group, layout="contiguous")
     if terms["bias"] is not None:
         terms["bias"] = _cut(_cut(terms["bias"], -4, samples), -3, heads)
     if terms["alibi_slopes"] is not None:
@@ -82,10 +102,8 @@ def attention(
         seed, _, first = drawn(local[0].device, terms["generator"])
         first = first[0] + samples.start, first[1] + heads.start
         places = places_from(first, q.shape[2], k.shape[2], seed.device)
-        terms["generator"] = DropoutSeed(_of_first_rank(seed, mesh), places, first)
-    results = api.attention(*local, mask, **terms, return_lse=True, plan=of_tokens)
-    shapes = torch.Size([*q.shape[:3], v.shape[3]]), q.shape[:3]
-    return tuple(Whole.apply(x, mesh, placements, shape) for x, shape in zip(results, shapes, strict=True))
+        terms["generator"] = DropoutSeed(seed, places, first)
+    return local, mask, terms
 
 
 # PyTorch has all three, but loses second derivatives there: in 2.10 always, later where a gradient is placed otherwise
@@ -167,9 +185,12 @@ def _check_placements(q: DTensor, k: Tensor, v: Tensor, dims: tuple[int, ...]) -
             raise ValueError(f"q must have its {_SHARDED[dim]} on one dimension of the mesh, got {q.placements}")
 
 
-def _of_first_rank(seed: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The seed that the first rank of the mesh has drawn; every rank draws one, so that generators stay in step."""
-    for dim in range(mesh.ndim):
+def _of_first_rank(seed: Tensor, mesh: DeviceMesh, shards: list[int]) -> Tensor:
+    """The seed that the first rank of the mesh has drawn; every rank draws one, so that generators stay in step.
+
+    shards: the dimensions along which a call with a plan takes that of the first rank anyway.
+    """
+    for dim in [dim for dim in range(mesh.ndim) if dim not in shards]:
         seed = collectives.wait_tensor(collectives.broadcast(seed, 0, (mesh, dim)))
     return seed
 

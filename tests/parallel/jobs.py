@@ -441,6 +441,29 @@ def refused_dtensors(group: dist.ProcessGroup, what: str) -> str:
     return error_of(lambda: fastattn.attention(q, k, v, **options))
 
 
+def one_refuses_dtensors(group: dist.ProcessGroup, what: str, dropout_p: float) -> str:
+    """The error of a call of DTensors, whose tokens are sharded, that the last rank alone refuses."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, options = DeviceMesh.from_group(group, "cpu"), {"dropout_p": dropout_p}
+    q, k = (distribute_tensor(torch.ones(2, 6, 8, 4), mesh, [Shard(2)]) for _ in "qk")
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        if what == "no DTensor":
+            k = k.to_local()
+        if what == "a term":
+            options["sinks"] = torch.zeros(5)
+        if what == "mask":
+            options["mask"] = fastattn.Mask(real_keys=torch.ones(1, 8, dtype=torch.bool))
+        if what == "bias":
+            options["bias"] = fastattn.RelativeBias(torch.zeros(8), None)
+    try:
+        fastattn.attention(q, k, k, **options)
+    except (ValueError, NotImplementedError) as error:
+        message = str(error)
+    assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
+    return message
+
+
 def order_of_dtensors(group: dist.ProcessGroup) -> bool:
     """Whether an output lies in memory as q, so that merging its heads again needs no copy."""
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -1,5 +1,7 @@
 """Attention of DTensors: every way to place samples, heads and tokens, against one process."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,3 +90,11 @@ REFUSED = {
 def test_what_cannot_be_placed_is_refused_in_a_sentence(ranks, what):
     for message in ranks.run("refused_dtensors", 4 if what == "another mesh" else 2, what=what):
         assert message.startswith(REFUSED[what])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("what", ["no DTensor", "a term", "mask", "bias"])
+def test_a_call_that_one_rank_refuses_is_refused_by_those_with_other_tokens(ranks, what, dropout_p):
+    *others, mine = ranks.run("one_refuses_dtensors", 3, what=what, dropout_p=dropout_p)
+    assert re.match("k must be|sinks must be|mask.real_keys must be|bias must be", mine)
+    assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]

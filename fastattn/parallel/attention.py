@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import backends
 from ..blocks import Within
 from ..plan import after_autocast, derivatives_wanted, drawn
-from ..spec import Mask, Spec
+from ..spec import Mask, Spec, is_dense
 from ..validation import EVERYTHING, validated
 from . import gather, heads, ring
 from .context import combined
@@ -40,6 +40,8 @@ def attention(
     learned = Learned(terms["bias"], terms["alibi_slopes"], terms["sinks"])
     algorithm = _ALGORITHMS[plan.algorithm if plan.across is None else "heads"]
     try:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotImplementedError("plan must be None in a transform of torch.func, got one")
         if within is not None:
             mask = combined(within, mask)
         refuse_by_distance(terms["bias"])
@@ -68,7 +70,7 @@ def _validated(q: Tensor, k: Tensor, v: Tensor, mask: Mask, plan: Plan, terms: T
     lengths = {"q": len(plan._rows("queries")), "k": len(plan._rows("keys")), "v": len(plan._rows("keys"))}
     whole = []
     for (name, mine), x, n in zip(lengths.items(), (q, k, v), (plan.n_q, plan.n_k, plan.n_k), strict=True):
-        if isinstance(x, Tensor) and not x.is_nested and x.dim() == 4:
+        if isinstance(x, Tensor) and is_dense(x) and x.dim() == 4:
             if x.shape[2] != mine:
                 raise ValueError(f"{name} must have the {mine} tokens of rank {plan.rank}, got {list(x.shape)}")
             x = x.new_empty((*x.shape[:2], 1, x.shape[3])).expand(-1, -1, n, -1)

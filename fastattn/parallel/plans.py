@@ -197,9 +197,8 @@ class Plan:
         Raises:
             ValueError: an argument is not what is said here, or this process is none of the ranks.
         """
-        rows, n = self._rows(of), self._length(of)
-        if x.shape[dim] != n:
-            raise ValueError(f"x must have {n} entries along dim {dim}, got {list(x.shape)}")
+        rows = self._rows(of)
+        _check_tokens("x", x, dim, self._length(of))
         return x.index_select(dim, rows.to(x.device))
 
     def unshard(self, y: Tensor, dim: int, *, of: str = "queries") -> Tensor:
@@ -220,10 +219,7 @@ class Plan:
         group, error, number = self._known_group(), None, 0
         try:
             rows = self._rows(of)
-            if y.shape[dim] != len(rows):
-                raise ValueError(
-                    f"y must have {len(rows)} entries along dim {dim} on rank {self.rank}, got {list(y.shape)}"
-                )
+            _check_tokens("y", y, dim, len(rows), f" on rank {self.rank}")
             sizes = y.movedim(dim, 0).shape[1:]
             number = digest(self._digest, of, sizes, y.dtype, torch.is_grad_enabled() and y.requires_grad)
         except REFUSALS as refusal:
@@ -290,9 +286,12 @@ class Plan:
         Every rank has to call backward.
 
         Raises:
-            ValueError: this process is none of the ranks.
+            ValueError: `x` is no tensor, or this process is none of the ranks.
         """
-        for group in self._groups():
+        groups = self._groups()
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x must be a Tensor, got {type(x).__name__}")
+        for group in groups:
             x = replicated(x, group)
         return x
 
@@ -432,6 +431,16 @@ def _group_of(mesh: DeviceMesh | dist.ProcessGroup | int) -> tuple[dist.ProcessG
     if rank < 0:
         raise ValueError(f"mesh must have rank {dist.get_rank()}, which makes the plan, among its ranks")
     return mesh, rank, dist.get_world_size(mesh)
+
+
+def _check_tokens(name: str, x: Tensor, dim: int, n: int, where: str = "") -> None:
+    """Raises ValueError where `x` is no tensor with n entries along `dim`."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a Tensor, got {type(x).__name__}")
+    if not is_int(dim) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be one of the {x.dim()} dimensions of {name}, got {dim!r}")
+    if x.shape[dim] != n:
+        raise ValueError(f"{name} must have {n} entries along dim {dim}{where}, got {list(x.shape)}")
 
 
 def _check_fit(mask: Mask, n_q: int, n_k: int) -> None:

@@ -237,6 +237,26 @@ def attend_differently(group: dist.ProcessGroup, what: str, algorithm: str | tup
     return message
 
 
+def malformed(group: dist.ProcessGroup, what: str) -> str:
+    """The error of a call of a plan that is malformed on every rank."""
+    plan = make_plan(None, 4 * dist.get_world_size(group), group)
+    x = torch.ones(1, 2, 4, 8)
+    calls = {
+        "shard": lambda: plan.shard([1], 0),
+        "dim": lambda: plan.shard(x, 4),
+        "unshard": lambda: plan.unshard(5, 0),
+        "dim of a part": lambda: plan.unshard(x, "2"),
+        "replicated": lambda: plan.replicated(None),
+        "sparse": lambda: fastattn.attention(x.to_sparse(), x, x, plan=plan),
+        "transform": lambda: torch.func.grad(lambda q: fastattn.attention(q, x, x, plan=plan).sum())(x),
+    }
+    try:
+        calls[what]()
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "none"
+
+
 def unshard_differently(group: dist.ProcessGroup, what: str) -> str:
     """The error of `unshard` of a tensor in which the last rank differs in something."""
     plan, other = make_plan(None, 24, group), dist.get_rank(group) == dist.get_world_size(group) - 1

@@ -160,6 +160,23 @@ def test_a_call_that_one_rank_refuses_is_refused_by_all(ranks, what):
     assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]
 
 
+MALFORMED = {
+    "shard": "x must be a Tensor, got list",
+    "dim": "dim must be one of the 4 dimensions of x, got 4",
+    "unshard": "y must be a Tensor, got int",
+    "dim of a part": "dim must be one of the 4 dimensions of y, got '2'",
+    "replicated": "x must be a Tensor, got NoneType",
+    "sparse": "q must be a dense Tensor, got torch.sparse_coo",
+    "transform": "plan must be None in a transform of torch.func, got one",
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_call_of_a_plan_is_refused_in_a_sentence(ranks, what):
+    for message in ranks.run("malformed", 2, what=what):
+        assert message.startswith(MALFORMED[what])
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_backend_is_refused_also_by_ranks_that_have_no_use_for_it(ranks, algorithm):
     for message in ranks.run("attend_differently", 3, what="backend", algorithm=algorithm):

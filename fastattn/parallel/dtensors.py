@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +49,8 @@ def attention(
     given = of_tokens.plan if isinstance(of_tokens, Within) else of_tokens
     mesh, placements = q.device_mesh, q.placements
     shards = [i for i, placement in enumerate(placements) if given is None and placement.is_shard(2)]
+    if mask is None and isinstance(of_tokens, Plan):
+        mask = of_tokens.mask
     try:
         local, mask, terms = _of_rank(q, k, v, mask, given, terms)
     except (ValueError, NotImplementedError) as refusal:  # of one rank perhaps, for which those with other tokens wait
@@ -87,9 +90,14 @@ def _of_rank(
         sizes = [(*size[:2], n, *size[3:]) for size, n in zip(sizes, lengths, strict=True)]
     whole = (x.to_local().new_empty(1).expand(size) for x, size in zip((q, k, v), sizes, strict=True))
     of_spec = {name: x for name, x in terms.items() if name != "backend"}
-    validated(*whole, mask if given is None else EVERYTHING, **of_spec)
+    of_all = mask
+    if given is not None:  # padding and documents are those of the local tokens, in a block
+        of_all = Mask(dense=mask.dense) if isinstance(mask, Mask) else EVERYTHING
+    validated(*whole, of_all, **of_spec)
     if given is None:
         mask = _some(mask, samples, heads)
+    elif of_all.dense is not None:
+        mask = replace(mask, dense=_cut(mask.dense, -3, heads))
     if terms["bias"] is not None:
         terms["bias"] = _cut(_cut(terms["bias"], -4, samples), -3, heads)
     if terms["alibi_slopes"] is not None:

@@ -33,6 +33,9 @@ def _model(kind: str) -> tuple[nn.Module, dict]:
         return _Attention(2), {"x": x, "attn_mask": mask}
     if kind == "mask of each head":
         return _Attention(None), {"x": x, "attn_mask": torch.randn(8, N, N)}
+    if kind == "dense of each head":
+        dense = torch.rand(4, N, N) < 0.7
+        return _Attention(None), {"x": x, "attn_mask": mask & Mask(dense=dense | torch.eye(N, dtype=torch.bool))}
     if kind in ("torch", "dropout"):
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, **sizes), 1)
         fastattn.swap(model)
@@ -113,7 +116,7 @@ def heads(group: dist.ProcessGroup, kind: str, context: bool) -> dict[str, Tenso
         plan = make_plan(mask, N, mesh.get_group(0), **how)
         local = {name: plan.shard(x, 1) for name, x in batch.items() if isinstance(x, Tensor)}
         if "attn_mask" in batch:
-            local["attn_mask"] = Mask(True)
+            local["attn_mask"] = Mask(True, dense=batch["attn_mask"].dense)
         with context_parallel(plan):
             loss = _weighted(model(**local))
         summed = [mesh.get_group(0)]

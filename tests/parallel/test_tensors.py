@@ -10,7 +10,7 @@ from test_context import check
     [
         ("attention", False), ("grouped heads", False), ("mask of each head", False), ("torch", False),
         ("decoder", False), ("language", False), ("dropout", False), ("grouped heads", True), ("torch", True),
-        ("language", True), ("dropout", True),
+        ("language", True), ("dropout", True), ("dense of each head", True),
     ],
 )  # fmt: skip
 def test_modules(ranks, kind, context):

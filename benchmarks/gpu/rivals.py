@@ -131,13 +131,12 @@ def _installed(package: str) -> bool:
         return False
 
 
-def _packaged(
-    name: str, inputs: Inputs, attention: Callable[[Tensor, Tensor, Tensor], Tensor], knows: str
-) -> Contender:
+def _packaged(name: str, inputs: Inputs, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Contender:
     """A function of q, k and v laid out as [B, N, H, D], without a mask or causal."""
     leaves = leaves_of(q=inputs.q, k=inputs.k, v=inputs.v)
     unknown = inputs.mask.features() - {"causal"} | set(inputs.options) - {"scale"}
-    refusal = f"{knows}, not {', '.join(sorted(unknown - {'generator'}))}" if unknown else None
+    others = ", ".join(sorted(unknown - {"generator"}))
+    refusal = f"timed for causal and full attention, not {others}" if unknown else None
 
     def compute() -> Tensor:
         return attention(*(leaves[name].transpose(1, 2) for name in "qkv")).transpose(1, 2)
@@ -151,7 +150,7 @@ def _flash_attn(inputs: Inputs) -> Contender:
 
         return flash_attn_func(q, k, v, causal=inputs.mask.causal)
 
-    return _packaged("flash-attn", inputs, attention, "timed for causal and full attention")
+    return _packaged("flash-attn", inputs, attention)
 
 
 def _flash_attn_4(inputs: Inputs) -> Contender:
@@ -161,7 +160,7 @@ def _flash_attn_4(inputs: Inputs) -> Contender:
         o = flash_attn_func(q, k, v, causal=inputs.mask.causal)
         return o[0] if isinstance(o, tuple) else o
 
-    return _packaged("flash-attn-4", inputs, attention, "timed for causal and full attention")
+    return _packaged("flash-attn-4", inputs, attention)
 
 
 def _xformers(inputs: Inputs) -> Contender:
@@ -172,7 +171,7 @@ def _xformers(inputs: Inputs) -> Contender:
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
         return memory_efficient_attention(q, k, v, attn_bias=LowerTriangularMask() if inputs.mask.causal else None)
 
-    return _packaged("xformers", inputs, attention, "timed for causal and full attention")
+    return _packaged("xformers", inputs, attention)
 
 
 _PACKAGES = {"flash_attn": _flash_attn, "flash_attn.cute": _flash_attn_4, "xformers": _xformers}

@@ -75,9 +75,9 @@ def _decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def _warm_up_and_fall(step: int, steps: int, warm_up_share: float = 0.1) -> float:
+def _warm_up_and_fall(step: int, steps: int) -> float:
     """The share of the highest learning rate: in a line up from 0, and in a line down to 0 again."""
-    warm_up = max(1, round(warm_up_share * steps))
+    warm_up = max(1, round(0.1 * steps))
     return min((step + 1) / warm_up, max(0.0, (steps - step) / max(1, steps - warm_up)))
 
 

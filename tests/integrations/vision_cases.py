@@ -61,10 +61,8 @@ def classified(model: nn.Module, real: None) -> dict[str, Tensor]:
     return {"logits": model(images(model))}
 
 
-def timm_case(
-    family: str, make: Callable[[], nn.Module], needs: tuple[str, ...] = (), run: Callable = classified
-) -> ModelCase:
-    return ModelCase(TIMM, family, make, run, frozenset(needs))
+def timm_case(family: str, make: Callable[[], nn.Module], needs: tuple[str, ...] = ()) -> ModelCase:
+    return ModelCase(TIMM, family, make, classified, frozenset(needs))
 
 
 def created(name: str, **options: object) -> Callable[[], nn.Module]:

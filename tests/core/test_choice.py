@@ -210,14 +210,17 @@ class TestRecord:
         assert (found["gpu"], found["compute capability"]) == ("a GPU", "9.0")
         assert found["driver"].isdigit() or not torch.cuda.is_available()
 
-    @pytest.mark.parametrize("name", ["fastattn", "torch", "triton", "cpu", "capability"])
-    def test_of_anything_else_is_another_file(self, name, monkeypatch):
+    @pytest.mark.parametrize("name", ["fastattn", "torch", "triton", "cpu", "capability", None], ids=str)
+    def test_of_anything_else_is_another_file_and_can_be_ignored(self, name, monkeypatch):
         know(cpu=2.0, torch=1.0)
         here = record.key(CPU)
-        monkeypatch.setattr(record, "key", lambda device: here | {name: "another"})
-        assert record.read_again(CPU) == Record()
-        know(cpu=3.0, torch=2.0)
-        monkeypatch.setattr(record, "key", lambda device: here)
+        with monkeypatch.context() as patch:
+            if name is None:
+                patch.setenv("FASTATTN_RECORD", "0")
+            else:
+                patch.setattr(record, "key", lambda device: here | {name: "another"})
+            assert record.read_again(CPU) == Record()
+            know(cpu=3.0, torch=2.0)
         assert list(record.read_again(CPU).classes.values()) == [{"cpu": 2.0, "torch": 1.0}], "two machines, one home"
 
     def test_that_cannot_be_written_holds_for_this_process(self, tmp_path, monkeypatch):
@@ -238,14 +241,6 @@ class TestRecord:
             know(cpu=5.0, torch=1.0)
         assert list(record.read_again(CPU).classes.values()) == [{"cpu": 2.0, "torch": 1.0}]
         assert [path.suffix for path in record.path(CPU).parent.iterdir()] in ([".json", ".lock"], [".lock", ".json"])
-
-    def test_can_be_ignored(self, monkeypatch):
-        know(cpu=2.0, torch=1.0)
-        monkeypatch.setenv("FASTATTN_RECORD", "0")
-        assert record.read_again(CPU) == Record()
-        know(cpu=3.0, torch=1.0)
-        monkeypatch.delenv("FASTATTN_RECORD")
-        assert list(record.read_again(CPU).classes.values()) == [{"cpu": 2.0, "torch": 1.0}]
 
 
 FAULTS = {

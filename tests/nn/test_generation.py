@@ -398,10 +398,12 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
     nn.LearnedPositions: [({"d_model": 0}, "d_model must be at least 1, got 0")],
     RotaryPositions: [
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"base": 0.0}, "base must be above 0 and finite, got 0.0"),
     ],
     nn.SinusoidalPositions(4, 5): [
         ({"positions": torch.tensor([-1])}, "positions must be at least 0, got -1"),
+        ({"positions": torch.tensor([3, 5])}, "positions must be below max_length = 5, got 5"),
         ({"positions": torch.tensor([1.0])}, "positions must be int32 or int64, got torch.float32"),
     ],
     positions_of: [({"real": REAL.float()}, "real must be bool, got torch.float32")],
@@ -485,7 +487,10 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"path": "/"}, "path must be a file, got the folder /"),
         ({"path": "/nowhere/x"}, "path must be in an existing folder, got /nowhere/x"),
     ],
-    nn.load: [({"model": 3}, "model must be a torch.nn.Module, got int")],
+    nn.load: [
+        ({"model": 3}, "model must be a torch.nn.Module, got int"),
+        ({"path": "nowhere.safetensors"}, "path must be a file, got nowhere.safetensors"),
+    ],
     made(Seq2SeqModel, CONFIG): [
         ({"decoder_input_ids": [[3]]}, "decoder_input_ids must be a Tensor, got list"),
         ({"decoder_attention_mask": REAL.float()}, "decoder_attention_mask must be bool or integer, True or 1"),

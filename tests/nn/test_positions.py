@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fastattn.nn import (
-    LearnedPositions,
     RotaryPositions,
     SinusoidalPositions,
     TokenEmbedding,
@@ -35,17 +34,6 @@ def test_the_position_of_padding_is_zero():
     assert (encoded[1, 1] == 0).all()
     assert torch.equal(encoded[0, 1], SinusoidalPositions(8)(torch.tensor(1)))
     assert positions.state_dict() == {}
-
-
-@pytest.mark.parametrize("cls", [SinusoidalPositions, LearnedPositions])
-def test_positions_beyond_the_table_are_refused(cls):
-    with pytest.raises(ValueError, match="positions must be below max_length = 4, got 4"):
-        cls(8, max_length=4)(torch.tensor([[3, 4]]))
-
-
-def test_rotary_needs_an_even_head_dim():
-    with pytest.raises(ValueError, match="head_dim must be even for rotary positions, got 7"):
-        RotaryPositions(7)
 
 
 def test_layers_with_rotary_positions_compile():

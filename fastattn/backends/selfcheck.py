@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,7 +30,6 @@ from .record import while_tracing
 _ADDRESS = "https://github.com/fastattn/fastattn/issues"
 _KNOWN_INSTRUCTION_SETS = frozenset({"amx", "avx512_bf16", "avx512", "avx2"})  # on which the tests have run
 OF_TRITON = frozenset({"triton", "hopper"})  # whose kernels Triton compiles when they are launched
-_FAULTS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 _TOLERANCE = {torch.float64: 2**8, torch.float32: 2**7, torch.float16: 2**3, torch.bfloat16: 2**3}
 """How many eps of the dtype, times the largest number of the result, an error may have."""
 _SHAPES = ((2, 4, 2, 80, 80, 64), (1, 4, 2, 130, 33, 64), (2, 4, 2, 1, 200, 64), (1, 2, 2, 65, 65, 128))
@@ -173,6 +173,16 @@ def _problems(backend: ModuleType, device: torch.device, dtype: torch.dtype, tra
             yield _Problem(q, k, v, do, dlse.to(torch.promote_types(dtype, torch.float32)), spec, low)
 
 
+def failures() -> tuple[type[Exception], ...]:
+    """The exceptions of torch, its compiler, Triton and the C compiler that this calls, where they cannot compute."""
+    known = RuntimeError, ValueError, ImportError, OSError, subprocess.SubprocessError
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return known
+    return (*known, TritonError)
+
+
 def find_fault(
     backend: ModuleType,
     device: torch.device,
@@ -180,13 +190,19 @@ def find_fault(
     training: bool,
     after_each: Callable[[], None] = lambda: None,
 ) -> str | None:
-    """The first fault that a family shows in a few small calls, in one sentence; None where there is none."""
+    """The first fault that a family shows in a few small calls, in one sentence; None where there is none.
+
+    Raises:
+        torch.OutOfMemoryError: memory is full, which says nothing about the family.
+    """
     if device.type == "cuda" and backend.NAME in OF_TRITON:
         _compile(backend, device, dtype, training)
     for problem in _problems(backend, device, dtype, training):
         try:
             results, again = (problem.results(backend, training) for _ in range(2))
-        except _FAULTS as error:
+        except torch.OutOfMemoryError:
+            raise
+        except failures() as error:
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         right = problem.exactly().results(reference, training)
         for output, x, repeated, exact in zip(OUTPUTS, results, again, right, strict=False):
@@ -200,7 +216,7 @@ def find_fault(
 
 def _compile(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> None:
     """Compiles the kernels of a check side by side; what goes wrong is left to the check, which says so."""
-    with suppress(*_FAULTS), compiled_at_once():
+    with suppress(*failures()), compiled_at_once():
         for problem in _problems(backend, device, dtype, training):
             problem.results(backend, training)
 

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn.backends import BACKENDS
+from fastattn.backends.selfcheck import failures
 from fastattn.testing import Inputs
 
 from .cases import Problem, make_encoder, naive_attention, run_encoder
@@ -91,7 +92,7 @@ class Contender:
                 call = self.call(timed)
                 with call.context():
                     results = call.run()
-            except _failures() as error:
+            except failures() as error:
                 raise RefusalError(_in_short(error, [str(warning.message) for warning in caught])) from error
         if timed == "forward":
             return call, {"o": results}
@@ -232,15 +233,6 @@ def keep_for_rivals(inputs: Inputs) -> Tensor:
     """The mask as a table; a query that sees no key sees all of them, as in transformers: else its softmax is NaN."""
     keep = inputs.mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
     return keep | ~keep.any(-1, keepdim=True)
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """The exceptions of torch, its compiler and Triton where they cannot compute something."""
-    try:
-        from triton.errors import TritonError
-    except ImportError:
-        return (RuntimeError, ValueError)
-    return (RuntimeError, ValueError, TritonError)
 
 
 def _in_short(error: Exception, warned: list[str]) -> str:

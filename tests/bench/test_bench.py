@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree
 
 import fresh_python
@@ -148,6 +149,8 @@ def test_a_rivals_refusal_is_its_own_sentence():
     q = torch.zeros(1, 1, 2, 8)
     with pytest.raises(rivals.RefusalError, match="the sizes do not fit"):
         rivals.Contender("r", "torch", lambda: refuse("the sizes do not fit"), {}, q).trial("forward")
+    with pytest.raises(rivals.RefusalError, match="undefined symbol"):  # as of a package for another torch
+        rivals.Contender("r", "package", mock.Mock(side_effect=ImportError("undefined symbol")), {}, q).trial("forward")
 
 
 def refuse(why):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -315,6 +316,26 @@ class TestSelfCheck:
         assert "dq of" in selfcheck.find_fault(cpu, CPU, torch.float32, training=True)
         with pytest.warns(fastattn.FallbackWarning, match="dq of"):
             fastattn.attention(leaf, leaf, leaf)
+
+    @pytest.mark.parametrize(
+        ("make", "said"),
+        [
+            (lambda: pytest.importorskip("triton").OutOfResources(300, 200, "shared memory"), "OutOfResources: out of"),
+            (lambda: subprocess.CalledProcessError(1, "gcc"), "CalledProcessError: .*gcc"),
+            (lambda: FileNotFoundError("gcc"), "FileNotFoundError: gcc"),
+        ],
+        ids=["kernel", "compiler", "no compiler"],
+    )
+    def test_refuses_what_triton_and_its_compiler_raise(self, make, said, monkeypatch):
+        monkeypatch.setattr(cpu, "forward", mock.Mock(side_effect=make()))
+        assert re.match(said, selfcheck.find_fault(cpu, CPU, torch.float32, training=False))
+
+    def test_is_made_again_where_memory_was_full(self, monkeypatch):
+        with monkeypatch.context() as full:
+            full.setattr(cpu, "forward", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+            with pytest.raises(torch.OutOfMemoryError):
+                fastattn.attention(X, X, X)
+        assert fastattn.explain(X, X, X).backend == "cpu"
 
     def test_shows_on_a_gpu_what_it_does(self, monkeypatch, capsys):
         monkeypatch.setattr(selfcheck, "_calls", lambda *_: [None] * 2)

@@ -95,7 +95,7 @@ class _Share:
         rows = [value for name, value in properties if name == "row"]
         failed = [report for report in self.reports if report.failed]
         skipped = [report for report in self.reports if report.skipped]
-        if failed or not rows:
+        if failed or is_lost or not rows:
             notes = [f"{name}: {value}" for name, value in properties if name != "row"]
             notes += [_reason(report) for report in failed or skipped]
             notes += ["the GPU does not answer after it"] if is_lost else []

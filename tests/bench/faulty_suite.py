@@ -56,7 +56,10 @@ def test_hang():
         ctypes.PyDLL(None).sleep(600)
 
 
-def test_spoils():
+@pytest.mark.parametrize("rows", [0, 1])
+def test_spoils(rows, record_property):
+    for _ in range(rows):
+        record_property("row", {"verdict": "right", "family": "fastattn", "note": ""})
     lost.append("all memory")
 
 

@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Findings:
-    """The record of the machine, and the backends that it does not have, with the reason."""
+    """The record of the machine, and the backends and problems that it does not have, with the reason."""
 
     record: Record
     missing: dict[str, str] = field(default_factory=dict)
@@ -158,6 +158,8 @@ def time_tiles(
                 break
             except _CandidateError as error:
                 wrong[error.name] = str(error)
+            except FaultError as fault:  # of the problem, for which there may be no memory
+                return dict.fromkeys(tiles, str(fault))
     return {tile: wrong.get(tile) or ms[tile] for tile in tiles}
 
 
@@ -244,6 +246,9 @@ def _findings(
                     break
                 except _CandidateError as error:
                     families[_family_in(error.name, call_class)] = f"in {call_class}: {error}"
+                except FaultError as fault:  # of the problem, for which there may be no memory
+                    missing[str(call_class)] = str(fault)
+                    break
     for call_class, ms in measured.items():
         for name in [name for name in ms if families[_family_in(name, call_class)]]:
             del ms[name]

@@ -117,6 +117,20 @@ def test_what_is_not_there_is_told_and_not_timed(faulty):
     assert "not_there cannot be had here: needs a compiler" in str(findings)
 
 
+def test_a_problem_that_cannot_be_made_costs_itself_alone(monkeypatch):
+    def ask(child, request, limit=None, **arguments):
+        if request == "problem":
+            raise tune.FaultError("ends its process: exit code 1, torch.OutOfMemoryError")
+        return {"fault": None}
+
+    monkeypatch.setattr(tune._Child, "ask", ask)
+    findings = tune.tune([CLASS], (cpu, aten))
+    assert findings.record == record.Record({"cpu float32 forward": "", "torch float32 forward": ""})
+    assert f"{CLASS} cannot be had here: ends its process: exit code 1, torch.OutOfMemoryError" in str(findings)
+    times = tune.time_tiles(DEVICE, "forward 64", ("a", "b"))
+    assert times == dict.fromkeys("ab", "ends its process: exit code 1, torch.OutOfMemoryError")
+
+
 @pytest.mark.parametrize("backends", [("torch", "cpu"), ("cpu", "torch")], ids=str)
 def test_the_default_one_is_that_of_the_table(backends, monkeypatch):
     """The first of these times is what another one has to gain upon."""

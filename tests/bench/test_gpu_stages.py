@@ -185,6 +185,25 @@ def test_what_is_compiled_is_no_result(bench):
     assert "test_killed: died: exit code -9" in said
 
 
+def test_compiling_leaves_each_part_time_to_run(folder, monkeypatch):
+    """Also where it takes all that it may, and a part before has done so."""
+    clock, left = [0.0], {}
+
+    def until_deadline(suites, path, stage, sources, deadline):
+        left[suites[0]] = deadline - clock[0]
+        clock[0] = deadline
+        return False
+
+    tiles, times, kernels = (Suite((name,)) for name in ("tiles", "times", "kernels"))
+    parts = {"tiles": Part([tiles], share=0.4), "times": Part([times], to_compile=kernels)}
+    monkeypatch.setattr(stages, "parts", lambda stage, device: parts)
+    monkeypatch.setattr(stages, "run", until_deadline)
+    monkeypatch.setattr(stages, "time", SimpleNamespace(time=lambda: clock[0]))
+    with pytest.raises(stages.StageError, match="no time left for tiles, times"):
+        stages.run_stage("bench", "cpu", folder / "record.jsonl", {}, 500.0)
+    assert left == {tiles: 200.0, kernels: pytest.approx(210.0), times: pytest.approx(90.0)}
+
+
 def test_a_stage_that_is_killed_takes_its_processes_along_and_resumes(folder):
     code = f"""
 from benchmarks.gpu import __main__, stages, supervisor

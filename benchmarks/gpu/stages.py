@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fastattn.backends import backend_by_name
+from fastattn.bench import tune
 from fastattn.machine import gpu_state, machine, now
 from fastattn.testing import CASES, make_inputs
 
@@ -105,6 +106,9 @@ def run_stage(stage: str, device: str, path: Path, about: dict[str, str], second
     os.environ.pop("TORCH_CUDA_ARCH_LIST", None)  # containers come with one, for many GPUs
     begin = {"stage": stage, "date": now(), "sources": hashed, "device": device, "machine": machine(device)}
     append(path, {"begin": begin | {"versions": about, "state_before": gpu_state(device)}})
+    if timed := {row["kernel"]: row["times"] for row in _rows(path, stage, hashed) if "times" in row}:
+        # This machine may be another one than that which timed the tiles.
+        tune.keep_faster_tiles(torch.device(device), timed)
     for name, part in parts(stage, device).items():
         until, mark = deadline - (1 - part.share) * seconds, f"all {name}"
         if mark in finished(path, stage, hashed):

@@ -24,4 +24,5 @@ def test_tiles(
     times = tune.time_tiles(device, kernel, tiles)
     tune.keep_faster_tiles(device, {kernel: times})
     verdict = "wrong" if isinstance(times[tiles[0]], str) else "right"
-    record_property("row", {"verdict": verdict, "note": tune.tiles_as_text(kernel, times)})
+    note = tune.tiles_as_text(kernel, times)
+    record_property("row", {"verdict": verdict, "note": note, "kernel": kernel, "times": times})

@@ -21,6 +21,7 @@ from benchmarks.gpu.stages import Part
 from benchmarks.gpu.supervisor import StartError, Suite, run
 from fastattn import testing
 from fastattn.backends import BACKENDS, cuda, hopper
+from fastattn.bench import tune
 from fastattn.testing import make_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -202,6 +203,16 @@ def test_compiling_leaves_each_part_time_to_run(folder, monkeypatch):
     with pytest.raises(stages.StageError, match="no time left for tiles, times"):
         stages.run_stage("bench", "cpu", folder / "record.jsonl", {}, 500.0)
     assert left == {tiles: 200.0, kernels: pytest.approx(210.0), times: pytest.approx(90.0)}
+
+
+def test_tiles_that_another_machine_has_timed_serve(folder, monkeypatch):
+    path, kept, times = folder / "record.jsonl", [], {"default": 2.0, "a": 1.0}
+    row = {"verdict": "right", "note": "", "kernel": "forward 64", "times": times}
+    append(path, {"stage": "bench", "test": "tiles", "sources": stages.sources(), "rows": [row]})
+    monkeypatch.setattr(tune, "keep_faster_tiles", lambda device, times: kept.append((device.type, times)))
+    monkeypatch.setattr(stages, "parts", lambda stage, device: {})
+    stages.run_stage("bench", "cpu", path, {}, 10.0)
+    assert kept == [("cpu", {"forward 64": times})]
 
 
 def test_a_stage_that_is_killed_takes_its_processes_along_and_resumes(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from fastattn.bench.run import Row, measure_problem, try_out
 from fastattn.bench.timing import Call, interleave, matmul
 from fastattn.testing import CASES, Case
 
-from .record import Rows
+from .record import Rows, finished
 from .rivals import gpu_contenders
 
 DTYPE = "bf16"
@@ -38,6 +39,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Gives each job to `test_speed`, and the last one of each case to `test_compile`, for all passes."""
     if "job" in metafunc.fixturenames:
         selected = jobs(metafunc.config.option.device, metafunc.config.option.only)
+        if metafunc.function is test_compile and (share := metafunc.config.option.share):
+            timed = finished(Path(share["path"]), share["stage"], share["sources"])
+            selected = [job for job in selected if f"benchmarks/gpu/speed.py::test_speed[{job}]" not in timed]
         by_name = {str(job) if metafunc.function is test_speed else job.case.name: job for job in selected}
         metafunc.parametrize("job", by_name.values(), ids=by_name)
 

@@ -215,6 +215,24 @@ def test_tiles_that_another_machine_has_timed_serve(folder, monkeypatch):
     assert kept == [("cpu", {"forward 64": times})]
 
 
+def test_what_has_been_timed_is_not_compiled_again(folder):
+    path, about, every, generated = folder / "record.jsonl", {"stage": "bench", "sources": "s"}, speed.jobs("cpu"), {}
+    for job in every:
+        if job.case == every[0].case:
+            append(path, about | {"test": f"benchmarks/gpu/speed.py::test_speed[{job}]", "rows": []})
+    option = SimpleNamespace(device="cpu", only=None, share=about | {"path": str(path)})
+    for test in (speed.test_compile, speed.test_speed):
+
+        def keep(name, jobs, ids, test=test):
+            generated[test] = list(jobs)
+
+        config = SimpleNamespace(option=option)
+        metafunc = SimpleNamespace(function=test, fixturenames=["job"], config=config, parametrize=keep)
+        speed.pytest_generate_tests(metafunc)
+    assert generated[speed.test_speed] == every
+    assert {job.case for job in generated[speed.test_compile]} == {job.case for job in every} - {every[0].case}
+
+
 def test_a_stage_that_is_killed_takes_its_processes_along_and_resumes(folder):
     code = f"""
 from benchmarks.gpu import __main__, stages, supervisor

@@ -181,5 +181,7 @@ def _row_stats(
     seen, zero = lse != -math.inf, lse.new_zeros(())  # padding may have left NaN in do and dlse of the other queries
     dlse = torch.where(seen, zero if dlse is None else dlse, zero)
     delta = zero if do is None else torch.where(seen, (do.float() * o.float()).sum(-1), zero)
-    lse_log2 = torch.where(seen, lse.double() * LOG2E, math.inf)
+    most = torch.finfo(torch.float32).max  # for an infinite sink, whose difference to its lse would be NaN
+    lse_log2 = torch.where(seen, lse.double().clamp(max=most) * LOG2E, math.inf)
+    sinks = None if sinks is None else sinks.double().clamp(max=most)
     return RowStats(lse_log2, None, delta - dlse, dlse, sinks, ds_of_queries, rounded)

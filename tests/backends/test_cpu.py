@@ -593,6 +593,19 @@ def test_a_sink_of_minus_infinity_is_none(n_q, capability):
         assert torch.equal(value, outputs[name]), name
 
 
+@pytest.mark.parametrize("n_q", [1, 40])
+def test_a_sink_of_infinity_takes_all(n_q, capability):
+    """Of queries that see something, from whose lse it takes the whole gradient; the others do not see it either."""
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, sinks=True, causal=True, q_offset=3), torch.float32)
+    inputs.options["sinks"] = torch.full((2,), math.inf)
+    inputs.mask = replace(inputs.mask, real_keys=torch.tensor([[True], [False]]).expand(2, 70))
+    outputs = run(inputs, "cpu")
+    assert (outputs.pop("lse") == torch.tensor([math.inf, -math.inf])[:, None, None]).all()
+    torch.testing.assert_close(outputs.pop("dsinks"), inputs.dlse[0].sum(-1))
+    for name, value in outputs.items():
+        assert (value == 0).all(), name
+
+
 @pytest.mark.parametrize("case", [*CHUNKED, *ONE_HEAD, *DROPPED, *ADDED, *MASKED], ids=str)
 def test_bits_do_not_depend_on_the_number_of_threads(case, capability):
     """One thread takes all gradients of a head together; more threads may take dq apart from dk and dv."""

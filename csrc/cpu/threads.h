@@ -20,11 +20,12 @@ inline int64_t num_threads() {
   return threads;
 }
 
-// Calls run(begin, end) for ranges that make up 0, ..., n - 1, of `grain` or more each, in several threads.
+// Calls run(begin, end) for ranges that make up 0, ..., n - 1, of `grain` or more each, in several threads. Throws
+// std::bad_alloc where one of them threw, which only that does: PyTorch returns no exception, but that there was one.
 template <class Run>
 void parallel_for(int64_t n, int64_t grain, const Run& run) {
   const auto call = [](int64_t begin, int64_t end, void* run) { (*static_cast<const Run*>(run))(begin, end); };
-  torch_parallel_for(0, n, grain, call, const_cast<Run*>(&run));
+  if (torch_parallel_for(0, n, grain, call, const_cast<Run*>(&run))) throw std::bad_alloc();
 }
 
 // Uninitialised floats that begin at a cache line.

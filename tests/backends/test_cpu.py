@@ -837,6 +837,27 @@ def test_rows_with_gaps_are_copied():
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is limited as on Linux")
+def test_memory_that_a_thread_lacks_is_an_error():
+    """PyTorch says only that a thread threw: the mask would hide all."""
+    code = """
+import re, resource, torch, fastattn
+from pathlib import Path
+n_k = 1 << 25
+q, dense = torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, n_k, dtype=torch.bool)
+dense[..., 5] = False
+fastattn.attention(q, q, q, fastattn.Mask(dense=dense[..., :1]), backend="cpu")
+used = 1024 * int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+resource.setrlimit(resource.RLIMIT_AS, (used + n_k, -1))
+try:
+    fastattn.attention(q, q.expand(1, 1, n_k, 1), q.expand(1, 1, n_k, 1), fastattn.Mask(dense=dense), backend="cpu")
+except MemoryError:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"
+
+
 def test_what_is_not_taken_is_said():
     x = torch.zeros(1, 1, 2, 8, dtype=torch.float64)
     assert cpu.unsupported(x, x, x, Spec(Mask(), 1.0)) == ["q must be float32, bfloat16 or float16, got torch.float64"]

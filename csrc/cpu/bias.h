@@ -5,6 +5,7 @@
 // kLanes * kLanes.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -114,18 +115,18 @@ FASTATTN_ONCE void add_bias(int C, const Params& p, int64_t b, int64_t h, const 
   });
 }
 
-// The position of a query. Beyond kFarthest the distances to all keys change alike, and the weights do not.
-FASTATTN_INLINE int32_t query_position(const Params& p, int64_t b, int64_t query) {
-  constexpr int64_t kFarthest = 1 << 30;
-  return static_cast<int32_t>(clamp(p.position(b, query), -kFarthest, kFarthest));
-}
+// The position of a query up to kFarthest, so that it fits 32 bits, and how far it lies beyond: so much longer are its
+// distances to all keys.
+struct QueryPosition {
+  int32_t near;
+  float beyond;
 
-FASTATTN_INLINE void query_positions(int C, const Params& p, int64_t b, const QueryBlock& queries, Ints* positions) {
-  for (int lane = 0; lane < C * kLanes; ++lane) {
-    const int64_t query = queries.index[lane / kLanes][lane % kLanes];
-    positions[lane / kLanes][lane % kLanes] = query_position(p, b, query);
+  QueryPosition(const Params& p, int64_t b, int64_t query) {
+    constexpr int64_t kFarthest = 1 << 30;
+    const int64_t position = p.position(b, query), nearest = clamp(position, -kFarthest, kFarthest);
+    near = static_cast<int32_t>(nearest), beyond = std::fabs(static_cast<float>(position - nearest));
   }
-}
+};
 
 FASTATTN_INLINE int32_t key_position(const Params& p, int64_t b, int64_t key) {
   return p.documents.rank_of_key ? p.documents.rank_of_key[b * p.n_k + key] : static_cast<int32_t>(key);
@@ -133,20 +134,33 @@ FASTATTN_INLINE int32_t key_position(const Params& p, int64_t b, int64_t key) {
 
 FASTATTN_INLINE Floats absolute(Ints x) { return __builtin_convertvector(x < 0 ? -x : x, Floats); }
 
-FASTATTN_INLINE Floats distances(const Params& p, int64_t b, Ints query_position, int64_t key) {
-  return absolute(query_position - key_position(p, b, key));
-}
+// Those of a block of queries.
+struct QueryPositions {
+  Ints near[kColumns];
+  Floats beyond[kColumns];
+
+  QueryPositions(int C, const Params& p, int64_t b, const QueryBlock& queries) {
+    for (int lane = 0; lane < C * kLanes; ++lane) {
+      const QueryPosition position(p, b, queries.index[lane / kLanes][lane % kLanes]);
+      near[lane / kLanes][lane % kLanes] = position.near, beyond[lane / kLanes][lane % kLanes] = position.beyond;
+    }
+  }
+
+  FASTATTN_INLINE Floats distances(int c, int32_t key_position) const {
+    return absolute(near[c] - key_position) + beyond[c];
+  }
+};
 
 // S^T becomes scale * S^T - slope * distance, in nats.
 FASTATTN_ONCE void add_alibi(int C, const Params& p, int64_t b, int64_t h, const QueryBlock& queries,
                              const KeyBlock& keys, Part part, float scale, float* s_t) {
-  Ints positions[kColumns];
-  query_positions(C, p, b, queries, positions);
+  const QueryPositions positions(C, p, b, queries);
   const float slope = p.alibi_slopes[b * p.H + h];
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
+    const int32_t position = key_position(p, b, keys.key(part.begin + i));
     for (int c = 0; c < C; ++c) {
       float* x = s_t + (i * C + c) * kLanes;
-      store(x, load(x) * scale - slope * distances(p, b, positions[c], keys.key(part.begin + i)));
+      store(x, load(x) * scale - slope * positions.distances(c, position));
     }
   }
 }
@@ -248,11 +262,11 @@ FASTATTN_ONCE void add_d_column(int C, const QueryBlock& queries, const KeyBlock
 // Adds each query's share in the gradient of the slope to its lane.
 FASTATTN_ONCE void add_d_slope(int C, const Params& p, int64_t b, const QueryBlock& queries, const KeyBlock& keys,
                                Part part, const LeftElement* ds, Floats* d_slope) {
-  Ints positions[kColumns];
-  query_positions(C, p, b, queries, positions);
+  const QueryPositions positions(C, p, b, queries);
   for (int64_t i = 0; i < lesser(part.n, keys.n - part.begin); ++i) {
+    const int32_t position = key_position(p, b, keys.key(part.begin + i));
     for (int c = 0; c < C; ++c) {
-      d_slope[c] += widen(ds + (i * C + c) * kLanes) * distances(p, b, positions[c], keys.key(part.begin + i));
+      d_slope[c] += widen(ds + (i * C + c) * kLanes) * positions.distances(c, position);
     }
   }
 }

@@ -261,11 +261,12 @@ FASTATTN_ONCE void finish_scores_of_query(const Params& p, int64_t b, int64_t h,
   }
   if (p.alibi_slopes) {
     const float slope = p.alibi_slopes[b * p.H + h];
-    const int32_t position = query_position(p, b, query);
+    const QueryPosition position(p, b, query);
     for (int64_t i = 0; i < n; i += kLanes) {
       Ints behind{};
-      for (int64_t j = 0; j < lesser(kLanes, n - i); ++j) behind[j] = position - key_position(p, b, keys.key(i + j));
-      store(s + i, load(s + i) * scale - slope * absolute(behind));
+      for (int64_t j = 0; j < lesser(kLanes, n - i); ++j)
+        behind[j] = position.near - key_position(p, b, keys.key(i + j));
+      store(s + i, load(s + i) * scale - slope * (absolute(behind) + position.beyond));
     }
   }
 }

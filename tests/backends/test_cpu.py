@@ -715,6 +715,15 @@ def test_far_positions_do_not_overflow(q_offset, window, causal):
     assert torch.equal(_keep_in_cpp(x, x, mask, 4), mask.keep(5, 5))
 
 
+@pytest.mark.parametrize("n_q", [1, 40])
+@pytest.mark.parametrize("q_offset", [2**32, -(2**33)])
+def test_distances_to_far_positions(q_offset, n_q, capability):
+    """They decide beside a sink, though among the keys they are all about equal."""
+    inputs = make_inputs(Case("", "", n_q=n_q, n_k=70, alibi=True, sinks=True, q_offset=q_offset), torch.float32)
+    inputs.options["alibi_slopes"] *= 1e-10
+    assert_right(inputs, run(inputs, "cpu"))
+
+
 @pytest.mark.parametrize(("seed", "counter", "words"), PHILOX_ANSWERS)
 def test_philox_in_cpp_gives_the_published_answers(seed, counter, words):
     assert build.CPU.load().philox(seed, *counter) == tuple(words)

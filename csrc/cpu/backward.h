@@ -205,7 +205,7 @@ void begin_block(int C, const Params& p, const BackwardTensors& t, const Backwar
   block.stride = M;
 
   const Rows q = rows_of(p.q, b, h, queries, first, n, M, p.d_qk, true, block.q_copy);
-  transpose_queries(q, M, units(p.d_qk), split_scale(p.scale).on_query, block.q_t, M);
+  transpose_queries(q, n, units(p.d_qk), split_scale(p.scale).on_query, block.q_t, M);
   block.q = over_queries(q, M, p.d_qk, block.q_right);
   const int64_t n_d_o = t.d_o.data ? n : 0;  // else all zeros
   const Rows d_o = rows_of(t.d_o, b, h, queries, first, n_d_o, M, p.d_v, true, block.d_o_copy);

@@ -836,6 +836,17 @@ def test_infinite_scores_give_what_softmax_gives(value, capability):
     torch.testing.assert_close(o, torch.softmax(q @ k.mT * 0.5, -1) @ v, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_q", [1, 5])
+def test_a_key_whose_scores_are_minus_infinity_has_no_gradient(n_q, dtype, capability):
+    q, k, v = torch.ones(1, 1, n_q, 8), torch.randn(1, 1, 50, 8), torch.randn(1, 1, 50, 8)
+    k[0, 0, 20, 3] = -math.inf
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+    fastattn.attention(q, k, v, backend="cpu").sum().backward()
+    assert (k.grad[0, 0, 20] == 0).all()
+    assert (v.grad[0, 0, 20] == 0).all()
+
+
 def test_rows_with_gaps_are_copied():
     """Transposed inputs and gradients: elements of a row that do not lie side by side."""
     inputs = make_inputs(Case("plain", "", n_q=20, D=24), torch.float32)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fastattn.backends import backend_by_name
+from fastattn.backends import backend_by_name, cuda
 from fastattn.bench import tune
 from fastattn.machine import gpu_state, machine, now
 from fastattn.testing import CASES, make_inputs
@@ -149,5 +149,8 @@ def _line(row: Row) -> str:
 
 def _refusal(name: str, device: str) -> str:
     """What a backend has against the plainest call on a device; "" where it takes it."""
-    inputs = make_inputs(CASES[0], torch.float16, device)
-    return "; ".join(backend_by_name(name).unsupported(inputs.q, inputs.k, inputs.v, inputs.spec()))
+    inputs, backend = make_inputs(CASES[0], torch.float16, device), backend_by_name(name)
+    refusals = backend.unsupported(inputs.q, inputs.k, inputs.v, inputs.spec())
+    if not refusals and backend is not cuda:  # which is built first
+        return backend.unavailable(inputs.q.device) or ""
+    return "; ".join(refusals)

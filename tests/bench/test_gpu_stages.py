@@ -378,6 +378,10 @@ def test_a_stage_that_the_machine_cannot_run_says_so(tmp_path, monkeypatch, caps
     monkeypatch.setattr(stages, "make_inputs", lambda case, dtype, device: make_inputs(case, dtype, "cpu"))
     with pytest.raises(stages.StageError, match="hopper needs an NVIDIA GPU, got cpu"):
         stages.run_stage("hopper", "cuda", tmp_path / "record.jsonl", {}, 10.0)
+    monkeypatch.setattr(hopper, "unsupported", lambda *call: [])
+    monkeypatch.setattr(hopper, "unavailable", lambda device: "needs Gluon")
+    with pytest.raises(stages.StageError, match="hopper needs Gluon"):
+        stages.run_stage("hopper", "cuda", tmp_path / "record.jsonl", {}, 10.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["truth"]) == 1
     assert "torch sees no CUDA device here" in capsys.readouterr().err

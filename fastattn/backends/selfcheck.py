@@ -49,6 +49,8 @@ def objection(
     if device.type == "cuda" and not torch.cuda.is_available():  # of fake tensors
         return None
     name = family(backend.NAME, dtype, training)
+    if name in _lacking:
+        return _LACKS_COMPILER
     why = _verdict(device.type, name)
     if why is None:
         if not may_check or not _is_unknown(backend.NAME, device.type):
@@ -61,10 +63,17 @@ def objection(
             why = record.read_again(device).families.get(name)  # another process may have been first
             if why is None:
                 why = _found(backend, device, dtype, training) or ""
+                if _NO_COMPILER in why:  # which may be installed tomorrow
+                    _lacking.add(name)
+                    return _LACKS_COMPILER
                 record.update(device, lambda old: replace(old, families=old.families | {name: why}))
     return f"failed its check on this machine ({name}: {why}); please report it at {_ADDRESS}" if why else None
 
 
+_NO_COMPILER = "Failed to find C compiler"  # Triton says so
+_LACKS_COMPILER = "needs a C compiler (gcc or clang on the PATH, or CC), without which Triton launches nothing"
+_lacking: set[str] = set()
+"""Families that this process could not check for want of it."""
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 
 

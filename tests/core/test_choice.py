@@ -274,6 +274,15 @@ class TestSelfCheck:
         assert len(checked) == len(set(checked)) == 8, "each dtype and pass, since the short way takes all"
         assert set(record.read_again(CPU).families.values()) == {""}
 
+    def test_that_lacks_a_compiler_is_kept_by_this_process_alone(self, monkeypatch):
+        monkeypatch.setattr(selfcheck, "_lacking", set())
+        checks = iter(["RuntimeError: Failed to find C compiler. Please specify via CC environment variable"])
+        monkeypatch.setattr(selfcheck, "find_fault", lambda *family: next(checks))  # of one check
+        for _ in range(2):
+            why = selfcheck.objection(cpu, CPU, torch.float32, training=False)
+            assert why.startswith("needs a C compiler (")
+        assert record.read_again(CPU).families == {}
+
     @pytest.mark.parametrize("fault", FAULTS)
     def test_refuses_a_fault_with_a_sentence_and_an_address(self, fault, monkeypatch):
         def forward(q, k, v, spec, right=cpu.forward):

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -45,3 +45,17 @@ def _threads_of_other_tests() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def error_of(capsys) -> Callable[[Callable[[], int]], str]:
+    """Runs a command of an example that must end with 1, and gives back the one line that it says."""
+
+    def said(command: Callable[[], int]) -> str:
+        capsys.readouterr()
+        assert command() == 1
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+    return said

@@ -101,10 +101,10 @@ def check_tensors(
 def check_numbers(scale: float | None, softcap: float | None, dropout_p: float) -> None:
     """Raises ValueError where a number of a call is none that it takes."""
     if scale is not None and not (_is_number(scale) and (scale == 0 or _SMALLEST_FP32 <= abs(scale) <= _LARGEST)):
-        raise ValueError(f"scale must be a finite number that fp32 can hold, got {scale!r}; {_LARGEST} at most")
+        raise ValueError(f"scale must be a finite number that fp32 can hold, {_LARGEST} at most, got {scale!r}")
     if softcap is not None and not (_is_number(softcap) and _SMALLEST_FP32 <= softcap <= _LARGEST):
-        must = "softcap must be a positive number that fp32 can hold, or None"
-        raise ValueError(f"{must}, got {softcap!r}; {_LARGEST} at most")
+        must = f"softcap must be a positive number that fp32 can hold, {_LARGEST} at most, or None"
+        raise ValueError(f"{must}, got {softcap!r}")
     if not _is_number(dropout_p) or not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p!r}")
 

@@ -204,7 +204,7 @@ def padded_keys() -> Tensor:
 
 
 COMPUTED_BY_TORCH = {  # what fastattn refuses
-    "scale": ({"scale": float("nan")}, "scale must be a finite number that fp32 can hold, got nan"),
+    "scale": ({"scale": float("nan")}, "scale must be a finite number that fp32 can hold, 2.35e+38 at most, got nan"),
     "dropout": ({"dropout_p": -0.5, "attn_mask": padded_keys()[None]}, "dropout_p must be between 0 and 1, got -0.5"),
     "a mask of one dimension": ({"attn_mask": padded_keys()}, "attn_mask must have at least 2 dimensions, got 1"),
     "empty": ({"value": torch.zeros(2, 4, 7, 0)}, "a tensor is empty"),

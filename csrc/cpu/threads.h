@@ -21,11 +21,23 @@ inline int64_t num_threads() {
 }
 
 // Calls run(begin, end) for ranges that make up 0, ..., n - 1, of `grain` or more each, in several threads. Throws
-// std::bad_alloc where one of them threw, which only that does: PyTorch returns no exception, but that there was one.
+// std::bad_alloc where one of them did. It does not pass through PyTorch, whose C++ library may be another one than
+// that of this module, as it is in the wheels: there it ended the process.
 template <class Run>
 void parallel_for(int64_t n, int64_t grain, const Run& run) {
-  const auto call = [](int64_t begin, int64_t end, void* run) { (*static_cast<const Run*>(run))(begin, end); };
-  if (torch_parallel_for(0, n, grain, call, const_cast<Run*>(&run))) throw std::bad_alloc();
+  struct Call {
+    const Run& run;
+    std::atomic<bool> lacks_memory{false};
+  } shared{run};
+  const auto call = [](int64_t begin, int64_t end, void* shared) {
+    Call& of_all = *static_cast<Call*>(shared);
+    try {
+      of_all.run(begin, end);
+    } catch (const std::bad_alloc&) {
+      of_all.lacks_memory = true;
+    }
+  };
+  if (torch_parallel_for(0, n, grain, call, &shared) || shared.lacks_memory) throw std::bad_alloc();
 }
 
 // Uninitialised floats that begin at a cache line.

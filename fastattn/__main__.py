@@ -304,9 +304,13 @@ def _bench(args: argparse.Namespace) -> int:
     if not jobs:
         args.usage_error(f"--filter must leave something to time, got {args.filter!r}; names look like '{_A_NAME}'")
     torch.set_num_threads(args.threads or (limit.THREADS if is_limit else torch.get_num_threads()))
-    rows = limit.measure_all(jobs) if is_limit else run.measure_all(jobs, device, args.quick, args.rivals == "all")
-    measured, suite_report = report.Report.of(rows, device), limit_report if is_limit else report
-    suite_report.print_table(measured)
+    timed = limit.measure_all(jobs) if is_limit else run.measure_all(jobs, device, args.quick, args.rivals == "all")
+    rows = []
+    try:
+        rows.extend(timed)
+    finally:  # after an interruption that of what was measured; files keep what they had
+        measured, suite_report = report.Report.of(rows, device), limit_report if is_limit else report
+        suite_report.print_table(measured)
     try:
         if args.json:
             writing.write(args.json, suite_report.as_json(measured))

@@ -307,7 +307,7 @@ def _kernels(device: str) -> None:
 
     print("\nattention alone, as `fastattn bench --quick` has it:")
     kind = torch.device(device).type
-    rows = run.measure_all(cases.jobs(["fp32"], True, ""), kind, True)
+    rows = list(run.measure_all(cases.jobs(["fp32"], True, ""), kind, True))
     report.print_table(report.Report.of(rows, kind))
     if any(row.failed for row in rows):
         raise DemoError("a kernel gave a wrong answer, see the table; please report this")

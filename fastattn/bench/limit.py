@@ -155,14 +155,12 @@ def jobs(dtypes: list[str] | None = None, words: str = "") -> list[Duel]:
     return [duel for duel in every if (dtypes is None or duel.job.dtype in dtypes) and has_words(duel, words)]
 
 
-def measure_all(duels: list[Duel], budget_s: float = _BUDGET_S) -> list[Figure]:
+def measure_all(duels: list[Duel], budget_s: float = _BUDGET_S) -> Iterator[Figure]:
     """The figure of each duel in turn, with progress on stderr."""
-    figures = []
     with progress(len(duels)) as show:
         for done, duel in enumerate(duels):
             show(done, str(duel))
-            figures.append(measure(duel, budget_s))
-    return figures
+            yield measure(duel, budget_s)
 
 
 def measure(duel: Duel, budget_s: float) -> Figure:

@@ -50,15 +50,13 @@ class Row:
         return self.family == "fastattn" and self.verdict == "wrong"
 
 
-def measure_all(jobs: list[Job], device: str, quick: bool, third_party: bool = False) -> list[Row]:
+def measure_all(jobs: list[Job], device: str, quick: bool, third_party: bool = False) -> Iterator[Row]:
     """The rows of each job in turn; a progress bar on stderr, or a line for each where that is no terminal."""
     budget_s = 0.3 if quick else 5.0
-    rows: list[Row] = []
     with progress(len(jobs)) as show:
         for done, job in enumerate(jobs):
             show(done, str(job))
-            rows += measure(job, device, budget_s, quick, third_party)
-    return rows
+            yield from measure(job, device, budget_s, quick, third_party)
 
 
 def measure(job: Job, device: str, budget_s: float, quick: bool = False, third_party: bool = False) -> list[Row]:

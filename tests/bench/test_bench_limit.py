@@ -53,7 +53,7 @@ def against_padded_keys(timed="forward"):
 @pytest.fixture(scope="module")
 def figures():
     backward, dropout = tiny(timed="backward", ceiling_share=0.5), tiny(DROPOUT, "forward+backward")
-    return limit.measure_all([tiny(), backward, dropout, against_padded_keys()], budget_s=0.0)
+    return list(limit.measure_all([tiny(), backward, dropout, against_padded_keys()], budget_s=0.0))
 
 
 def visible_share(case):

@@ -163,6 +163,21 @@ def test_results_that_cannot_be_written_after_all_are_printed(
     assert list(tmp_path.iterdir()) == [document]
 
 
+def test_an_interrupted_bench_shows_what_it_measured(tiny_jobs, tmp_path, monkeypatch, capsys):
+    document, measure = tmp_path / "out.json", run.measure
+    document.write_text("before")
+
+    def interrupted(job, *args):
+        if job.timed == "backward":
+            raise KeyboardInterrupt
+        return measure(job, *args)
+
+    monkeypatch.setattr(run, "measure", interrupted)
+    assert main(["bench", "--quick", "--device", "cpu", "--json", str(document)]) == 130
+    assert "SDPA flash" in capsys.readouterr().out
+    assert document.read_text() == "before"
+
+
 def test_files_of_results_that_are_links_or_pipes_stay_what_they_are(tmp_path):
     target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
     link.symlink_to(target)

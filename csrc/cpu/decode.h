@@ -203,12 +203,32 @@ constexpr int kKeysAtOnce = R == 1                                          ? kL
                             : 4 * R <= FASTATTN_ACCUMULATORS                ? 4
                                                                             : 2;
 
-// s[row, i] = q[row] . k[i] for R rows and n keys, a multiple of kLanes. What is read of a key serves all rows.
+// s[row, first + i] = q[row] . k[first + i] for fewer than kLanes keys, and zeros in the other lanes: the same sums, in
+// the same order, as dot_products.
+template <class Element>
+FASTATTN_ONCE void dot_products_of_few(const float* q, int64_t rows, Stream<Element> k, int64_t first, int64_t n,
+                                       int64_t d, float* s) {
+  k.to_come->step(n * k.bytes_of_row);
+  for (int64_t row = 0; row < rows; ++row, q += units(d), s += kDecodeKeys) {
+    Floats products[kLanes] = {};
+    for (int64_t key = 0; key < n; ++key) {
+      Floats sum = {};
+      for (int64_t vector = 0; vector < units(d) / kLanes; ++vector) {
+        sum = multiply_add(load(q + vector * kLanes), k.row(first + key, vector), sum);
+      }
+      products[key] = sum;
+    }
+    store(s + first, sums_of_lanes(products));
+  }
+}
+
+// s[row, i] = q[row] . k[i] for R rows and n keys, and zeros up to a multiple of kLanes. What is read of a key serves
+// all rows.
 template <int R, class Element>
 FASTATTN_INLINE void dot_products(const float* q, Stream<Element> k, int64_t n, int64_t d, float* s) {
   constexpr int kKeys = kKeysAtOnce<R>, kRowsOfVector = kKeys < kLanes ? kLanes / kKeys : 1;
-  const int64_t bytes_of_vector = k.bytes_of_row * kLanes / greater(units(d), 1);
-  for (int64_t i = 0; i < n; i += kKeys) {
+  const int64_t bytes_of_vector = k.bytes_of_row * kLanes / greater(units(d), 1), rest = n % kLanes;
+  for (int64_t i = 0; i < n - rest; i += kKeys) {
     Floats products[R * kKeys / kLanes][kLanes] = {};  // those of a row side by side
     for (int64_t vector = 0; vector < units(d) / kLanes; ++vector) {
       k.to_come->step(kKeys * bytes_of_vector);
@@ -240,6 +260,7 @@ FASTATTN_INLINE void dot_products(const float* q, Stream<Element> k, int64_t n, 
       }
     }
   }
+  if (rest > 0) dot_products_of_few(q, R, k, n - rest, rest, d, s);
 }
 
 // Turns the products of one query with the n keys at the places first, ... of a list, in whole vectors, into scores.
@@ -292,43 +313,48 @@ void softmax_step(const Params& p, float headroom, int64_t n, float* s, float& m
   l += sum_of_lanes(sum);
 }
 
-// use(some rows by whole vectors, the first of them, their number, their scales), for all rows of n keys: in the dtype
-// they have in memory where they can be read there, chunk by chunk, else as copied units, with zeros up to a multiple
-// of kLanes rows. Scales are null where the rows are what they should be. Each chunk takes some passes.
+// use(some rows by whole vectors, the first of them, their number, their scales), for all rows of n keys, as many
+// `together` at least: in the dtype they have in memory where they can be read there, chunk by chunk, else as copied
+// units, with rows of zeros. Scales, up to a multiple of kLanes, are null where the rows are what they should be. Each
+// chunk takes some passes.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
-                                  int64_t d, float* copy, int64_t passes, LinesToCome& to_come, Use use) {
-  const bool by_vectors = n % kLanes == 0 && d % (kLanes * kPerUnit) == 0;
+                                  int64_t d, int64_t together, float* copy, int64_t passes, LinesToCome& to_come,
+                                  Use use) {
+  const bool by_vectors = d % (kLanes * kPerUnit) == 0;
   const bool pages_are_vectors = x.table && x.page_rows % kLanes == 0 && keys.at(first) % kLanes == 0;
+  const bool in_steps = x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n));
+  const int64_t in_place = by_vectors && in_steps ? n / together * together : 0;
   const int64_t bytes_of_row = (d * bytes_of(x.dtype) + passes - 1) / passes;
-  if (by_vectors && (x.in_steps(keys, first, n) || (pages_are_vectors && keys.consecutive(first, n)))) {
-    with_rows_of_units(x, [&](auto* data) {
-      using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
-      [[maybe_unused]] float scales[kDecodeKeys];
-      for (int64_t i = 0, end; i < n; i = end) {
-        const int64_t key = keys.at(first + i);
-        end = lesser(n, i + rows_of_chunk(x, d));
-        if (x.table) end = lesser(end, i + x.page_rows - key % x.page_rows);
-        const float* of_rows = nullptr;
-        if constexpr (kIsScaled<Element>) {
-          of_rows = x.scale(b, h, key);
-          if (x.row_stride_of_scales != 1) {
-            for (int64_t j = 0; j < end - i; ++j) scales[j] = of_rows[j * x.row_stride_of_scales];
-            of_rows = scales;
+  with_rows_of_units(x, [&](auto* data) {
+    using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+    [[maybe_unused]] float scales[kDecodeKeys];
+    for (int64_t i = 0, end; i < in_place; i = end) {
+      const int64_t key = keys.at(first + i);
+      end = lesser(in_place, i + rows_of_chunk(x, d));
+      if (x.table) end = lesser(end, i + x.page_rows - key % x.page_rows);
+      const float* of_rows = nullptr;
+      if constexpr (kIsScaled<Element>) {
+        of_rows = x.scale(b, h, key);
+        if (x.row_stride_of_scales != 1 || (end - i) % kLanes != 0) {
+          for (int64_t j = 0; j < padded(end - i); ++j) {
+            scales[j] = j < end - i ? of_rows[j * x.row_stride_of_scales] : 0.0f;
           }
+          of_rows = scales;
         }
-        const auto* rows = reinterpret_cast<const Element*>(x.row(b, h, key));
-        use(Stream<Element>{rows, x.row_stride, &to_come, bytes_of_row}, i, end - i, of_rows);
       }
-    });
-  } else {
-    const Rows rows = rows_of(x, b, h, keys, first, n, padded(n), d, true, copy);
-    const auto* data = reinterpret_cast<const LeftElement*>(rows.data);
-    use(Stream<LeftElement>{data, rows.stride * kPerUnit, &to_come, bytes_of_row}, 0, padded(n), nullptr);
-  }
+      const auto* rows = reinterpret_cast<const Element*>(x.row(b, h, key));
+      use(Stream<Element>{rows, x.row_stride, &to_come, bytes_of_row}, i, end - i, of_rows);
+    }
+  });
+  if (in_place == n) return;
+  const int64_t rest = n - in_place, n_padded = (rest + together - 1) / together * together;
+  const Rows rows = rows_of(x, b, h, keys, first + in_place, rest, n_padded, d, true, copy);
+  const auto* data = reinterpret_cast<const LeftElement*>(rows.data);
+  use(Stream<LeftElement>{data, rows.stride * kPerUnit, &to_come, bytes_of_row}, in_place, n_padded, nullptr);
 }
 
-// to += weights * v for some rows of weights and n keys, a multiple of kLanes, and C vectors of columns.
+// to += weights * v for some rows of weights and n keys, a multiple of kPerUnit, and C vectors of columns.
 template <int C, class Element>
 FASTATTN_ONCE void add_values(Target to, int64_t rows, int64_t n, Rows weights, Stream<Element> v) {
   each_tile<kTileRows<C>>(0, rows, [&](auto tile_rows, int64_t i) {
@@ -338,7 +364,7 @@ FASTATTN_ONCE void add_values(Target to, int64_t rows, int64_t n, Rows weights, 
   });
 }
 
-// s[row, i] *= scales[i] for n keys, a multiple of kLanes; nothing where there are no scales.
+// s[row, i] *= scales[i] for n keys, and up to a multiple of kLanes; nothing where there are no scales.
 void multiply_columns(float* s, int64_t rows, int64_t n, const float* scales) {
   for (int64_t row = 0; scales && row < rows; ++row, s += kDecodeKeys) {
     for (int64_t i = 0; i < n; i += kLanes) store(s + i, load(s + i) * load(scales + i));
@@ -390,7 +416,7 @@ void decode(const Params& p, const DecodeItem& item, DecodeItem* next, float* pa
     while (row_begin < row_end && !sees_some(row_begin, block, first, n)) ++row_begin;
     if (row_begin == row_end) return;
     const int64_t rows_seeing = row_end - row_begin, tiles = (rows_seeing + kRowsAtOnce - 1) / kRowsAtOnce;
-    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, w.k, tiles, to_come,
+    with_vectors(p.k, b, h_kv, key_list, first, n, p.d_qk, 1, w.k, tiles, to_come,
                  [&](auto k, int64_t i, int64_t n_rows, const float* scales) {
                    each_tile<kRowsAtOnce>(row_begin, row_end, [&](auto tile, int64_t row) {
                      dot_products<tile>(w.q + row * units(p.d_qk), k, n_rows, p.d_qk, w.s + row * kDecodeKeys + i);
@@ -418,7 +444,7 @@ void decode(const Params& p, const DecodeItem& item, DecodeItem* next, float* pa
     }
     const Target o{decode_part(p, parts, item, item.part, row_begin).o, row_of_part(p)};
     const int64_t tiles_of_values = (rows_seeing + kTileRows<kColumns> - 1) / kTileRows<kColumns>;
-    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, w.v, tiles_of_values, to_come,
+    with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, kPerUnit, w.v, tiles_of_values, to_come,
                  [&](auto v, int64_t i, int64_t n_rows, const float* scales) {
                    multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
                    each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
@@ -430,9 +456,7 @@ void decode(const Params& p, const DecodeItem& item, DecodeItem* next, float* pa
                  });
   };
   for (int64_t first = begin; first < end; first += kDecodeKeys) {
-    const int64_t n = lesser(kDecodeKeys, item.last_key - first), rest = n % kLanes;  // these few have to be copied
-    if (n > rest) attend(first, n - rest);
-    if (rest > 0) attend(first + n - rest, rest);
+    attend(first, lesser(kDecodeKeys, item.last_key - first));
   }
   if (next) next->is_begun = true;
 }

@@ -250,11 +250,7 @@ def malformed(group: dist.ProcessGroup, what: str) -> str:
         "sparse": lambda: fastattn.attention(x.to_sparse(), x, x, plan=plan),
         "transform": lambda: torch.func.grad(lambda q: fastattn.attention(q, x, x, plan=plan).sum())(x),
     }
-    try:
-        calls[what]()
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return "none"
+    return error_of(calls[what])
 
 
 def unshard_differently(group: dist.ProcessGroup, what: str) -> str:
@@ -321,6 +317,10 @@ def masks_of_layers(group: dist.ProcessGroup) -> list[float]:
     return errors
 
 
+def _drawn() -> Tensor:
+    return torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
 MASKS_OF_MODES = (
     fastattn.Mask(True, window=(7, None)) & fastattn.Mask.from_lengths([24, 15], 24, of="both"),
     fastattn.Mask(dense=torch.ones(24, 24, dtype=torch.bool).tril(3)),
@@ -329,7 +329,7 @@ MASKS_OF_MODES = (
 
 def error_under_another_default_device(group: dist.ProcessGroup, algorithm: str) -> float:
     """The largest error of a gradient where new tensors are by default on another device than those of the call."""
-    x, errors = torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    x, errors = _drawn(), []
     for mask in MASKS_OF_MODES:
         exact = _gradient(x, mask, None)
         with torch.device("meta"):
@@ -341,7 +341,7 @@ def error_under_another_default_device(group: dist.ProcessGroup, algorithm: str)
 
 def error_after_inference_mode(group: dist.ProcessGroup, algorithm: str) -> float:
     """The largest error of a gradient by a plan that has served in inference mode, as for a validation before."""
-    x, errors = torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    x, errors = _drawn(), []
     for mask in MASKS_OF_MODES:
         with torch.inference_mode():
             plan = make_plan(mask, 24, group, algorithm=algorithm)
@@ -357,7 +357,7 @@ def error_after_inference_mode(group: dist.ProcessGroup, algorithm: str) -> floa
 
 def error_of_a_mask_of_inference_mode(group: dist.ProcessGroup, algorithm: str) -> float:
     """The largest error with a mask whose tensor counts no changes, before and after one."""
-    x, errors = torch.randn(2, 4, 24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), []
+    x, errors = _drawn(), []
     with torch.inference_mode():
         mask = fastattn.Mask(dense=torch.ones(24, 24, dtype=torch.bool).tril_())
         plan = make_plan(mask, 24, group, algorithm=algorithm)
@@ -476,10 +476,7 @@ def one_refuses_dtensors(group: dist.ProcessGroup, what: str, dropout_p: float) 
             options["mask"] = fastattn.Mask(real_keys=torch.ones(1, 8, dtype=torch.bool))
         if what == "bias":
             options["bias"] = fastattn.RelativeBias(torch.zeros(8), None)
-    try:
-        fastattn.attention(q, k, k, **options)
-    except (ValueError, NotImplementedError) as error:
-        message = str(error)
+    message = error_of(lambda: fastattn.attention(q, k, k, **options))
     assert dist.get_world_size(group) == len(agreed(group))  # the group goes on
     return message
 

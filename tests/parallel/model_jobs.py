@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -254,71 +253,64 @@ def checkpointed(group: dist.ProcessGroup, use_reentrant: bool) -> dict[str, Ten
     return {name: torch.stack([actual[name], x.grad]) for name, x in layer.named_parameters()}
 
 
-@contextmanager
-def _said(group: dist.ProcessGroup, messages: list[str]) -> Iterator[None]:
-    """The error of what is inside, after which the ranks still meet."""
-    try:
-        yield
-        messages.append("none")
-    except (ValueError, NotImplementedError) as error:
-        messages.append(str(error))
-    agreed(group)
-
-
 def refused(group: dist.ProcessGroup, what: str) -> str:
     """The error of a call that a block does not say; "local" differs on the last rank alone."""
     last = dist.get_rank(group) == dist.get_world_size(group) - 1
-    messages: list[str] = []
     mask = Mask(True) & Mask.from_lengths(LENGTHS, N, of="both")
     plan = make_plan(mask, N, group, layout="zigzag")
     x = torch.randn(2, len(plan.positions()), 16)
     attention = fastattn.nn.MultiHeadAttention(16, 4, batch_first=True)
-    with _said(group, messages), context_parallel(plan):
-        if what.startswith("hf "):
-            _refused_hugging_face(plan, what[3:])
-        elif what == "weights":
-            attention(x, x, x)
-        elif what == "other tokens":
-            attention(x, x.clone(), x, need_weights=False)
-        elif what == "more keys":
-            q = torch.randn(2, 4, x.shape[1], 4)
-            fastattn.attention(q, *2 * [torch.cat([q, q], 2)])
-        elif what == "local dense":
-            table = torch.rand(x.shape[1], x.shape[1]) < 0.5
-            attention(x, x, x, need_weights=False, attn_mask=table)
-        elif what == "local padding":
-            padding = ~plan.shard(mask.real_keys, 1)
-            padding[0, 0] |= last
-            attention(x, x, x, need_weights=False, key_padding_mask=padding)
-        elif what == "local documents":
-            ids = plan.shard(torch.arange(N).expand(2, -1) // 9, 1)
-            attention(x, x, x, need_weights=False, attn_mask=Mask(segment_ids=(ids, ids)))
-        elif what == "offset":
-            attention(x, x, x, need_weights=False, attn_mask=Mask(True, q_offset=3))
-        elif what == "cache":
-            cache = fastattn.nn.KVCache(2, N)
-            cache.extend(x.shape[1])
-            attention(x, x, x, need_weights=False, attn_mask=Mask(True), cache=cache.layer(0))
-        elif what == "classifier":
-            config = fastattn.nn.TransformerConfig(30, 16, 4, 1)
-            fastattn.nn.SequenceClassifier(config, 2)(torch.ones(2, x.shape[1], dtype=torch.int64))
-        elif what == "sdpa":
-            q = torch.randn(2, 4, x.shape[1], 4)
-            with fastattn.patch_sdpa(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-                F.scaled_dot_product_attention(q, q, q)
+
+    def call() -> None:
+        with context_parallel(plan):
+            if what.startswith("hf "):
+                _refused_hugging_face(plan, what[3:])
+            elif what == "weights":
+                attention(x, x, x)
+            elif what == "other tokens":
+                attention(x, x.clone(), x, need_weights=False)
+            elif what == "more keys":
+                q = torch.randn(2, 4, x.shape[1], 4)
+                fastattn.attention(q, *2 * [torch.cat([q, q], 2)])
+            elif what == "local dense":
+                table = torch.rand(x.shape[1], x.shape[1]) < 0.5
+                attention(x, x, x, need_weights=False, attn_mask=table)
+            elif what == "local padding":
+                padding = ~plan.shard(mask.real_keys, 1)
+                padding[0, 0] |= last
+                attention(x, x, x, need_weights=False, key_padding_mask=padding)
+            elif what == "local documents":
+                ids = plan.shard(torch.arange(N).expand(2, -1) // 9, 1)
+                attention(x, x, x, need_weights=False, attn_mask=Mask(segment_ids=(ids, ids)))
+            elif what == "offset":
+                attention(x, x, x, need_weights=False, attn_mask=Mask(True, q_offset=3))
+            elif what == "cache":
+                cache = fastattn.nn.KVCache(2, N)
+                cache.extend(x.shape[1])
+                attention(x, x, x, need_weights=False, attn_mask=Mask(True), cache=cache.layer(0))
+            elif what == "classifier":
+                config = fastattn.nn.TransformerConfig(30, 16, 4, 1)
+                fastattn.nn.SequenceClassifier(config, 2)(torch.ones(2, x.shape[1], dtype=torch.int64))
+            elif what == "sdpa":
+                q = torch.randn(2, 4, x.shape[1], 4)
+                with fastattn.patch_sdpa(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                    F.scaled_dot_product_attention(q, q, q)
+
+    message = error_of(call)
     assert fastattn.blocks.ENTERED == []
-    return messages[0]
+    agreed(group)  # the group goes on
+    return message
 
 
 def in_torchs_block(group: dist.ProcessGroup) -> str:
     """The error of a model of transformers in PyTorch's own context_parallel, which accelerate enters for cp_size."""
     from torch.distributed.tensor.experimental import context_parallel as torchs_context_parallel
 
-    messages, model, ids = [], _hugging_face("llama"), torch.ones(2, 16, dtype=torch.int64)
-    block = torchs_context_parallel(DeviceMesh.from_group(group, "cpu"), buffers=[ids], buffer_seq_dims=[1])
-    with block, _said(group, messages):  # an error that leaves the block would leave PyTorch's function replaced
-        model(input_ids=ids)
-    return messages[0]
+    model, ids = _hugging_face("llama"), torch.ones(2, 16, dtype=torch.int64)
+    with torchs_context_parallel(DeviceMesh.from_group(group, "cpu"), buffers=[ids], buffer_seq_dims=[1]):
+        message = error_of(lambda: model(input_ids=ids))  # outside it would leave PyTorch's function replaced
+    agreed(group)
+    return message
 
 
 def dropped(group: dist.ProcessGroup, how: str) -> float:

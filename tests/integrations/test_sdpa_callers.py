@@ -156,36 +156,12 @@ def test_everything_but_the_class_stays():
     assert repr(model) == repr(two_layers())
 
 
-def test_unswap_gives_the_original_back():
-    model = two_layers()
-    before, expected = state_of(model), model(inputs())
-    for _ in range(2):
-        fastattn.swap(model)
-    assert state_of(model) != before
-    copied = copy.deepcopy(model)
-    for _ in range(2):
-        fastattn.unswap(model)
-    assert state_of(model) == before
-    with calls_seen() as calls:
-        assert torch.equal(model(inputs()), expected)
-    assert not calls.backends
-    fastattn.unswap(copied)
-    assert [type(part) for part in copied.modules()] == [type(part) for part in model.modules()]
-
-
 def test_twice_changes_nothing():
     model = two_layers()
     first = fastattn.swap(model)
     before = state_of(model)
     assert fastattn.swap(model) == fastattn.SwapReport(already=first.swapped)
     assert state_of(model) == before
-
-
-def test_shared_modules_stay_shared():
-    shared = ByFunctional()
-    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, shared)})
-    assert str(fastattn.swap(model)) == "swapped: 1 ByFunctional"
-    assert model["a"] is model["b"][0] is model["b"][1] is shared
 
 
 def through_pickle(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from model_cases import calls_seen
 from torch import nn
 from torch_samples import (
     TORCH_MODULES,
@@ -167,12 +168,27 @@ def test_everything_but_the_class_stays():
     assert not torch.equal(model.state_dict()[name], before[name])
 
 
-def test_shared_modules_stay_shared():
-    shared = nn.MultiheadAttention(8, 2)
-    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
-    assert str(fastattn.swap(model)) == "swapped: 1 MultiheadAttention"
+class Caller(nn.Module):
+    """It calls scaled_dot_product_attention itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_proj_weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, query, key, value):
+        return nn.functional.scaled_dot_product_attention(query @ self.in_proj_weight, key, value), None
+
+
+either_kind = pytest.mark.parametrize("make", [lambda: nn.MultiheadAttention(8, 2), Caller])
+
+
+@either_kind
+def test_shared_modules_stay_shared(make):
+    shared = make()
+    model, cls = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)}), type(shared)
+    assert str(fastattn.swap(model)) == f"swapped: 1 {cls.__name__}"
     assert model["a"] is model["b"][0] is shared
-    assert type(shared) is MultiHeadAttention
+    assert type(shared) is not cls
 
 
 def test_the_model_itself():
@@ -195,6 +211,7 @@ def originals() -> dict[str, nn.Module]:
     options = {"dropout": 0.0, "batch_first": True}
     return {
         "attention": nn.MultiheadAttention(8, 2),
+        "caller": Caller(),
         "encoder": nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, **options), 2),
         "encoder of a subclass": nn.TransformerEncoder(OwnLayer(8, 2, 16, **options), 2),
         "transformer": nn.Transformer(8, 2, 1, 1, 16, **options),
@@ -202,43 +219,33 @@ def originals() -> dict[str, nn.Module]:
 
 
 @pytest.mark.parametrize("name", originals())
-def test_unswap_gives_the_original_back(name, calls):
+def test_unswap_gives_the_original_back(name):
     model = originals()[name].eval()
     x = torch.randn(2, 3, 8)
-    args = (x,) if name.startswith("encoder") else (x, x, x) if name == "attention" else (x, x)
+    args = (x,) if name.startswith("encoder") else (x, x) if name == "transformer" else (x, x, x)
     with torch.no_grad():
         expected = model(*args)
     before = state_of(model)
     for _ in range(2):
         fastattn.swap(model)
     assert state_of(model) != before
-    with torch.no_grad():
+    with torch.no_grad(), calls_seen() as calls:
         model(*args)
+    assert calls.backends
     swapped = copy.deepcopy(model)
     for _ in range(2):
         fastattn.unswap(model)
     assert state_of(model) == before
-    assert calls
-    calls.clear()
-    with torch.no_grad():
+    with torch.no_grad(), calls_seen() as calls:
         assert_same(model(*args), expected)
-    assert not calls
+    assert not calls.backends
     fastattn.unswap(swapped)  # a copy remembers, too
     assert [type(part) for part in swapped.modules()] == [type(part) for part in model.modules()]
 
 
-class Caller(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.in_proj_weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, query, key, value):
-        return nn.functional.scaled_dot_product_attention(query @ self.in_proj_weight, key, value), None
-
-
-@pytest.mark.parametrize("kind", [lambda: nn.MultiheadAttention(8, 2), Caller], ids=["attention", "caller"])
-def test_unswap_leaves_what_others_put_on_top(kind):
-    model, x = kind(), torch.randn(2, 3, 8)
+@either_kind
+def test_unswap_leaves_what_others_put_on_top(make):
+    model, x = make(), torch.randn(2, 3, 8)
     before = type(model)
     fastattn.swap(model)
     torch.nn.utils.parametrize.register_parametrization(model, "in_proj_weight", nn.Softplus())
@@ -260,7 +267,8 @@ def test_unswap_leaves_what_was_built_as_ours():
 
 def test_twice_changes_nothing(calls):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True), 2)
-    first, second = fastattn.swap(model), fastattn.swap(model)
+    first, before, second = fastattn.swap(model), state_of(model), fastattn.swap(model)
+    assert state_of(model) == before
     assert second == fastattn.SwapReport(already=dict.fromkeys(first.swapped, "MultiHeadAttention"))
     assert str(second) == "swapped: nothing\nswapped before: 2 MultiHeadAttention"
     model(torch.randn(1, 3, 8))

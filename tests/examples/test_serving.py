@@ -205,12 +205,7 @@ def test_the_end_of_a_stream_says_why(served):
     ("fields", "sentence"),
     [
         ({"input_ids": [3] * MAX_LENGTH}, "input_ids and max_new_tokens together must be at most max_length = 2048"),
-        ({"max_new_tokens": 10**9}, "input_ids and max_new_tokens together must be at most max_length = 2048"),
         ({"input_ids": "hello"}, "input_ids must be a list of ints or a Tensor, got str"),
-        ({"input_ids": [3, 1.5]}, "each of input_ids must be an int, got 1.5"),
-        ({"input_ids": [1000]}, "each of input_ids must be below the vocabulary's size 1000, got 1000"),
-        ({"input_ids": []}, "input_ids must have at least 1 token, got none"),
-        ({"max_new_tokens": None}, "max_new_tokens must be an int, got None"),
         ({"num_beams": 4}, "num_beams must be 1 for requests that come and go, got 4"),
         ({"seed": "x"}, "seed must be an int from 0 to 2**63 - 1, got 'x'"),
         ({"seed": -1}, "seed must be an int from 0 to 2**63 - 1, got -1"),

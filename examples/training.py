@@ -151,6 +151,22 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def batches_of_alike(lengths: Sequence[int], size: int, generator: torch.Generator) -> list[list[int]]:
+    """Random batches of examples of about one length each, so that there is little padding.
+
+    Args:
+        lengths: of the examples; a batch has indices into them.
+        size: examples in a batch; the last one drawn may have fewer.
+    """
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    pool = 50 * size  # long enough to find alike lengths in, short enough for batches to differ between epochs
+    result = []
+    for start in range(0, len(order), pool):
+        alike = sorted(order[start : start + pool], key=lambda i: lengths[i])
+        result += [alike[i : i + size] for i in range(0, len(alike), size)]
+    return [result[i] for i in torch.randperm(len(result), generator=generator).tolist()]
+
+
 def inverse_sqrt(optimizer: Optimizer, warmup: int) -> LambdaLR:
     """The schedule that climbs in a line to the optimizer's learning rate and then falls with 1 / sqrt(step).
 

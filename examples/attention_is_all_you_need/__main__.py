@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from examples import training
-from examples.translation.batches import Batch, bucketed, collate, encode, pad
+from examples.translation.batches import Batch, bucketed, collate, encode
 from examples.translation.text import EOS, PAD, SOS, BytePairs, Vocabularies, Words, read_parallel
-from examples.translation.translator import bleu, most_tokens
+from examples.translation.translator import bleu, most_tokens, translated
 
 from .model import Transformer
 
@@ -122,23 +123,15 @@ def batch_loss(model: Transformer, batch: Batch, label_smoothing: float = 0.0) -
     return training.Loss(mean, targets, targets + int((batch.source != PAD).sum()))
 
 
-def translate(
-    model: Transformer, vocabularies: Vocabularies, sentences: Sequence[str], batch_size: int = 64
-) -> list[str]:
+def translate(model: Transformer, vocabularies: Vocabularies, sentences: Sequence[str]) -> list[str]:
     """The greedy translations, in the order of the sentences."""
-    encoded = [[*vocabularies.source.encode(sentence), EOS] for sentence in sentences]
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    translations = [""] * len(sentences)
-    device = model.tgt_embedding.words.weight.device
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        source = pad([encoded[i] for i in chosen]).to(device)
-        ids = model.generate(
-            source, decoder_start_token_id=SOS, eos_token_id=EOS, max_new_tokens=most_tokens(source.shape[1])
-        )
-        for i, row in zip(chosen, ids.tolist(), strict=True):
-            translations[i] = vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
-    return translations
+
+    def generate(source: Tensor) -> Tensor:
+        most = most_tokens(source.shape[1])
+        return model.generate(source, decoder_start_token_id=SOS, eos_token_id=EOS, max_new_tokens=most)
+
+    encoded = [vocabularies.source.encode(sentence) for sentence in sentences]
+    return translated(generate, encoded, vocabularies.target.decode, model.tgt_embedding.words.weight.device)
 
 
 if __name__ == "__main__":

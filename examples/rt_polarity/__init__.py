@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..training import InputError, Loss, positive_int
+from ..training import InputError, Loss, batches_of_alike, positive_int
 
 TINY = Path(__file__).parent / "data"
 """Sentences that we made up, in the layout and the encoding of the real ones."""
@@ -78,19 +78,9 @@ def _sentences(path: Path) -> list[str]:
 
 
 def batches(reviews: list[Review], size: int, generator: torch.Generator) -> list[list[Review]]:
-    """The reviews in random batches, each of about one length: so there is little padding.
-
-    Args:
-        size: reviews in a batch; the last one drawn may have fewer.
-        generator: the generator that shuffles them.
-    """
-    order = torch.randperm(len(reviews), generator=generator).tolist()
-    pool = 50 * size  # long enough to find alike lengths in, short enough for batches to differ between epochs
-    result = []
-    for start in range(0, len(order), pool):
-        alike = sorted((reviews[i] for i in order[start : start + pool]), key=lambda review: len(review.text))
-        result += [alike[i : i + size] for i in range(0, len(alike), size)]
-    return [result[i] for i in torch.randperm(len(result), generator=generator).tolist()]
+    """The reviews in the batches of `batches_of_alike`."""
+    chosen = batches_of_alike([len(review.text) for review in reviews], size, generator)
+    return [[reviews[i] for i in batch] for batch in chosen]
 
 
 def loss(logits: Logits, batch: list[Review]) -> Loss:

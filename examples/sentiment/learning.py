@@ -35,23 +35,9 @@ class Examples:
         ids = nn.utils.rnn.pad_sequence([self.ids[i] for i in which], batch_first=True, padding_value=PADDING)
         return ids, self.labels[which]
 
-    def batches(self, size: int, generator: torch.Generator | None = None) -> list[list[int]]:
-        """The examples of each batch, which have about the same length, so that there is little padding.
-
-        With a generator every example is shuffled, sorted among the next fifty batches' worth only, and the batches are
-        shuffled again.
-        """
-        total = pool = len(self.ids)
-        order = list(range(total))
-        if generator is not None:
-            order, pool = torch.randperm(total, generator=generator).tolist(), 50 * size
-        result = []
-        for start in range(0, total, pool):
-            by_length = sorted(order[start : start + pool], key=lambda i: len(self.ids[i]))
-            result += [by_length[first : first + size] for first in range(0, len(by_length), size)]
-        if generator is not None:
-            result = [result[i] for i in torch.randperm(len(result), generator=generator).tolist()]
-        return result
+    def batches(self, size: int, generator: torch.Generator) -> list[list[int]]:
+        """The examples of each batch, which have about the same length."""
+        return training.batches_of_alike([len(ids) for ids in self.ids], size, generator)
 
 
 @dataclass(frozen=True)
@@ -137,7 +123,7 @@ def judge(model: SequenceClassifier, examples: Examples) -> dict[str, float]:
     device = next(model.parameters()).device
     model.eval()
     right, loss = 0, 0.0
-    for which in examples.batches(64):
+    for which in examples.batches(64, torch.Generator()):
         ids, labels = (x.to(device) for x in examples.batch(which))
         logits = model(ids).float()
         right += int((logits.argmax(-1) == labels).sum())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from sacrebleu.metrics.bleu import BLEU, BLEUScore
+from torch import Tensor
 
 import fastattn.nn
 
@@ -76,24 +78,40 @@ class Translator:
         for number, ids in enumerate(encoded, 1):
             if len(ids) >= positions:
                 raise InputError(f"sentence {number} must have fewer than {positions} tokens, got {len(ids)}")
-        order = sorted((i for i, ids in enumerate(encoded) if ids), key=lambda i: len(encoded[i]))
-        translations = [""] * len(sentences)
+        generate = partial(
+            self.model.generate, decoder_start_token_id=SOS, eos_token_id=EOS, num_beams=num_beams,
+            length_penalty=length_penalty,
+        )  # fmt: skip
         device = next(self.model.parameters()).device
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            source = pad([[*encoded[i], EOS] for i in chosen]).to(device)
-            written = self.model.generate(
-                source,
-                decoder_start_token_id=SOS,
-                eos_token_id=EOS,
-                max_new_tokens=min(most_tokens(source.shape[1]), positions),
-                num_beams=num_beams,
-                length_penalty=length_penalty,
-            )
-            for i, row in zip(chosen, written.tolist(), strict=True):
-                translations[i] = self.vocabularies.target.decode(row[: row.index(EOS)] if EOS in row else row)
-            advance(start + len(chosen))
-        return translations
+        return translated(
+            lambda source: generate(source, max_new_tokens=min(most_tokens(source.shape[1]), positions)),
+            encoded, self.vocabularies.target.decode, device, batch_size, advance,
+        )  # fmt: skip
+
+
+def translated(
+    generate: Callable[[Tensor], Tensor],
+    sources: Sequence[list[int]],
+    decode: Callable[[list[int]], str],
+    device: torch.device,
+    batch_size: int = 64,
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[str]:
+    """The translations of token ids, in their order; that of an empty sentence is empty.
+
+    Args:
+        generate: from sources [B, n], each of which ends with EOS, to the tokens of their translations.
+        batch_size, advance: as in `Translator.translate`.
+    """
+    order = sorted((i for i, ids in enumerate(sources) if ids), key=lambda i: len(sources[i]))
+    translations = [""] * len(sources)
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        written = generate(pad([[*sources[i], EOS] for i in chosen]).to(device))
+        for i, row in zip(chosen, written.tolist(), strict=True):
+            translations[i] = decode(row[: row.index(EOS)] if EOS in row else row)
+        advance(start + len(chosen))
+    return translations
 
 
 def load_model(path: Path) -> fastattn.nn.Seq2SeqModel:

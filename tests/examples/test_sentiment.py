@@ -254,18 +254,6 @@ def test_a_model_is_saved_whole_and_a_damaged_one_is_refused(tmp_path):
         model.load(tmp_path / "none")
 
 
-def test_batches_hold_every_example_once_beside_those_of_its_length():
-    examples = Examples([torch.ones(1 + i * 7 % 60) for i in range(200)], torch.zeros(200))
-    first, again, other = (examples.batches(4, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
-    assert first == again != other
-    for batches in (first, other, examples.batches(4)):
-        assert sorted(i for batch in batches for i in batch) == list(range(200))
-        spread = [
-            max(len(examples.ids[i]) for i in batch) - min(len(examples.ids[i]) for i in batch) for batch in batches
-        ]
-        assert max(spread) <= 3
-
-
 # --- the evidence ---
 
 

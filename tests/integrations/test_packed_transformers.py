@@ -20,11 +20,9 @@ from fastattn.integrations.packed_transformers import MODEL_TYPES, _stacks
 from fastattn.integrations.transformers import PreparedMask
 
 GROUPED = SIZES | {"num_key_value_heads": 2, "use_cache": False}
-SEQ2SEQ = {"vocab_size": 99, "d_model": 32, "pad_token_id": 0, "decoder_start_token_id": 0, "use_cache": False}
-T5 = SEQ2SEQ | {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-for side in ("encoder", "decoder"):
-    SEQ2SEQ |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
-    SEQ2SEQ |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+T5 = transformers_cases.T5 | {"use_cache": False, "dropout_rate": 0.0}
+UNDROPPED = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+SEQ2SEQ = transformers_cases.BART | {"use_cache": False} | UNDROPPED
 MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
     "llama": lambda: transformers.LlamaModel(transformers.LlamaConfig(**GROUPED)),

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
+import transformers_cases
 from decoder_cases import text_of, tokenizer_of_letters
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
-from transformers_cases import exact
+from transformers_cases import TOKENS, exact
 
 import fastattn
 from fastattn import ops
@@ -29,29 +30,14 @@ from fastattn.testing import compare
 L = 12  # tokens in the prompt of each sample
 NEW = 64
 WINDOW = 5
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-SIZES = IDS | {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-}
-SEQ2SEQ = IDS | {"vocab_size": 99, "d_model": 32, "decoder_start_token_id": 1}
-SIDES = {
-    f"{side}_{size}": n
-    for side in ("encoder", "decoder")
-    for size, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 37))
-}
+SIZES = transformers_cases.GROUPED | {"max_position_embeddings": 256}
+T5, BART = ({**sizes, "decoder_start_token_id": 1} for sizes in (transformers_cases.T5, transformers_cases.BART))
 MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**IDS, vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+        transformers.GPT2Config(**TOKENS, vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=256)
     ),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=WINDOW)),
@@ -63,15 +49,13 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SIZES, **MIXED_LAYERS)),
     "gpt-oss": lambda: transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, **MIXED_LAYERS, **EXPERTS)),
-    "t5": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**SEQ2SEQ, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
-    ),
+    "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
     "bart": lambda: transformers.BartForConditionalGeneration(
-        transformers.BartConfig(**SEQ2SEQ, **SIDES, max_position_embeddings=256)
+        transformers.BartConfig(**BART, max_position_embeddings=256)
     ),
     "whisper": lambda: transformers.WhisperForConditionalGeneration(
         transformers.WhisperConfig(
-            **SEQ2SEQ, **SIDES, num_mel_bins=8, max_source_positions=L, max_target_positions=256,
+            **BART, num_mel_bins=8, max_source_positions=L, max_target_positions=256,
             suppress_tokens=None, begin_suppress_tokens=None,
         )
     ),

@@ -119,7 +119,8 @@ class Batches:
 def _demonstrate(args: argparse.Namespace) -> None:
     _check_device(args.device)
     for package in ("transformers", "rich"):
-        _need(package)
+        if importlib.util.find_spec(package) is None:
+            raise _missing(package)
     text, source = _text(args.text)
     sentences = sentences_in(text)
     if not sentences:
@@ -358,11 +359,6 @@ def _text(path: str | None) -> tuple[str, str]:
         return Path(path).read_text(encoding="utf-8"), path
     except (OSError, UnicodeDecodeError) as error:
         raise DemoError(f"--text must be a file that can be read as UTF-8, got {path}: {error}") from error
-
-
-def _need(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise _missing(package)
 
 
 def _missing(package: str) -> DemoError:

@@ -33,7 +33,7 @@ def machine(device: str) -> dict[str, str | int]:
             "gpu_memory_mib": properties.total_memory // 2**20,
             "gpu_multiprocessors": properties.multi_processor_count,
             "compute_capability": f"{properties.major}.{properties.minor}",
-            "driver": _gpu_driver(),
+            "driver": _told_by_nvidia_smi("driver_version") or "unknown",
         }
     return result
 
@@ -74,10 +74,6 @@ def cpu_model() -> str:
         return platform.machine()
     numbers = "/".join(fields.get(key, "?") for key in ("cpu family", "model", "stepping"))
     return f"{fields['model name']} (family/model/stepping {numbers})"
-
-
-def _gpu_driver() -> str:
-    return _told_by_nvidia_smi("driver_version") or "unknown"
 
 
 def _told_by_nvidia_smi(*names: str) -> str:

@@ -70,7 +70,8 @@ def backend_by_name(name: str) -> ModuleType:
     for backend in BACKENDS:
         if name == backend.NAME:
             return backend
-    raise ValueError(f"backend must be one of {_known_names()}, got {name!r}")
+    known = ", ".join(repr(name) for name in ("fused", *(backend.NAME for backend in BACKENDS)))
+    raise ValueError(f"backend must be one of {known}, got {name!r}")
 
 
 def objections(
@@ -272,7 +273,3 @@ def missing_kernels(device: torch.device) -> str | None:
 
 
 _ANY = Spec(Mask(), scale=1.0)
-
-
-def _known_names() -> str:
-    return ", ".join(repr(name) for name in ("fused", *(backend.NAME for backend in BACKENDS)))

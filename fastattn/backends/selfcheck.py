@@ -161,7 +161,8 @@ class _Problem(NamedTuple):
         return self._replace(**{name: getattr(self, name).double() for name in ("q", "k", "v", "do", "dlse")})
 
     def __str__(self) -> str:
-        return f"{list(self.q.shape)} with {self.k.shape[2]} keys and {_in_words(self.spec.mask)}"
+        mask = " and ".join(sorted(self.spec.mask.features())) or "no mask"
+        return f"{list(self.q.shape)} with {self.k.shape[2]} keys and {mask}"
 
 
 def _problems(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> Iterator[_Problem]:
@@ -239,10 +240,6 @@ def _masks(B: int, n_q: int, n_k: int, device: torch.device) -> list[Mask]:
         Mask(real_keys=real_keys),
         Mask(causal=True, q_offset=offset, real_keys=real_keys),
     ]
-
-
-def _in_words(mask: Mask) -> str:
-    return " and ".join(sorted(mask.features())) or "no mask"
 
 
 def difference(x: Tensor, exact: Tensor, dtype: torch.dtype, slack: int = 1) -> str | None:

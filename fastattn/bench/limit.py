@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fastattn.backends import cpu
-from fastattn.testing import CASES, ODD_HEAD_DIMS, ODD_LENGTHS, Case
+from fastattn.testing import CASES, ODD_HEAD_DIMS, ODD_LENGTHS
 
 from .cases import PASSES, Job, Problem, has_words, make_problem
 from .rivals import SDPA_BY_ITSELF, Contender, contenders, sdpa_by_itself
@@ -57,6 +57,7 @@ _NO_PADDED_ROWS = 0.9  # of the rate of useful pairs where no row is padding
 _WITHIN_A_QUARTER = 1 / 1.25  # of the time of the size padded up
 _CLEARLY_FASTER = 1.05  # to be worth a note
 
+_CASES = {case.name: case for case in CASES if case.timed}
 _CAPABILITY_VARIABLE = "FASTATTN_CPU_CAPABILITY"
 _ON_ARM = platform.machine() in ("aarch64", "arm64")
 _WITHOUT_NATIVE_16_BIT = ("neon",) if _ON_ARM else ("avx512", "avx2", "portable")  # instruction sets, best first
@@ -167,7 +168,10 @@ def measure(duel: Duel, budget_s: float) -> Figure:
     """The figure of a duel: both sides are checked against fp64 first, then timed in turns beside the FMA ceiling."""
     with _instruction_set(duel) as instruction_set:
         problem, rival_problem = _problem(duel.job), duel.rival and _problem(duel.rival)
-        target = duel.target / (_visible_share(problem) if duel.over_visible_share else 1.0)
+        target = duel.target
+        if duel.over_visible_share:
+            q, k, mask = problem.inputs.q, problem.inputs.k, problem.inputs.mask
+            target /= mask.keep(q.shape[2], k.shape[2], q.device).float().mean().item()
         figure = functools.partial(Figure, duel, instruction_set=instruction_set, target=target)
         ours = try_out(problem, _ours(problem))
         if rival_problem:
@@ -250,12 +254,7 @@ def _above(n: int, multiple: int) -> int:
 
 
 def _job(case: str, dtype: str, timed: str) -> Job:
-    return Job("attention", _cases()[case], dtype, timed)
-
-
-@functools.cache
-def _cases() -> dict[str, Case]:
-    return {case.name: case for case in CASES if case.timed}
+    return Job("attention", _CASES[case], dtype, timed)
 
 
 def _problem(job: Job) -> Problem:
@@ -269,11 +268,6 @@ def _ours(problem: Problem) -> list[Contender]:
 
 def _noise(timing: Timing) -> float:
     return timing.percentile(80) / timing.percentile(20) - 1
-
-
-def _visible_share(problem: Problem) -> float:
-    inputs = problem.inputs
-    return inputs.mask.keep(inputs.q.shape[2], inputs.k.shape[2], inputs.q.device).float().mean().item()
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def print_tables(report: Report, method: str, tables: list[Table]) -> None:
         ", ".join(f"{name} {value}" for name, value in report.versions.items()) + f", {report.date}",
         method,
     ]
-    if sys.stdout.isatty() and _has_rich():
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         _print_rich(head, tables)
     else:
         print("\n".join(head), end="\n\n")
@@ -180,10 +180,6 @@ def _print_rich(head: list[str], tables: list[Table]) -> None:
         for line, style in zip(table.lines, table.styles, strict=True):
             drawn.add_row(*map(Text, line), style=style)
         console.print(drawn)
-
-
-def _has_rich() -> bool:
-    return importlib.util.find_spec("rich") is not None
 
 
 def row_as_dict(row: Row) -> dict[str, object]:

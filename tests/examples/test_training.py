@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -229,18 +230,18 @@ def test_other_settings_or_another_model_do_not_resume(tmp_path):
         train_small(tmp_path, width=5, settings={"rate": 1})
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
-    with pytest.raises(FloatingPointError, match="got nan at step 0"):
+@pytest.mark.parametrize(
+    ("factor", "lr", "said"),
+    [
+        (math.nan, 0.0, "got nan at step 0"),
+        (1.0, math.inf, "the weights must be finite, got others at step 1"),  # after the only loss, which is finite
+    ],
+)
+def test_what_is_not_finite_ends_the_run_and_is_neither_judged_nor_kept(tmp_path, factor, lr, said):
+    with pytest.raises(FloatingPointError, match=said):
         train_one_weight(
-            tmp_path, batches=lambda generator: [0], loss=lambda weight, batch: Loss(weight * float("nan"), 1, 1)
+            tmp_path, batches=lambda generator: [0], loss=lambda weight, batch: Loss(weight * factor, 1, 1), lr=lr
         )
-
-
-def test_weights_that_are_not_finite_are_neither_judged_nor_kept(tmp_path):
-    with pytest.raises(FloatingPointError, match="the weights must be finite, got others at step 1"):
-        train_one_weight(
-            tmp_path, batches=lambda generator: [0], loss=lambda weight, batch: Loss(weight, 1, 1), lr=float("inf")
-        )  # whose only loss is finite
     assert not (tmp_path / "checkpoint.pt").exists()
 
 

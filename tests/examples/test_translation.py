@@ -390,27 +390,21 @@ def test_parallel_training_without_torchrun_is_refused(monkeypatch, capsys):
     assert "must be started by torchrun" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("penalty", ["nan", "inf", "33", "x"])
-def test_a_length_penalty_that_cannot_be_is_refused_at_once(penalty, capsys):
-    with pytest.raises(SystemExit):
-        main(["translate", "--length-penalty", penalty])
-    assert "argument --length-penalty: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    "option",
+    ("command", "option", "value"),
     [
-        ["--dropout", "1.5"],
-        ["--device", "nowhere"],
-        ["--epochs", "0"],
-        ["--learning-rate", "nan"],
-        ["--seed", "9" * 20],
+        ("train", "--dropout", "1.5"),
+        ("train", "--device", "nowhere"),
+        ("train", "--epochs", "0"),
+        ("train", "--learning-rate", "nan"),
+        ("train", "--seed", "9" * 20),
+        *(("translate", "--length-penalty", value) for value in ("nan", "inf", "33", "x")),
     ],
 )
-def test_values_out_of_range_are_refused_at_once(option, tmp_path, capsys):
+def test_values_out_of_range_are_refused_at_once(command, option, value, capsys):
     with pytest.raises(SystemExit):
-        main(train_command(tmp_path, 1, *option))
-    assert f"argument {option[0]}: must be" in capsys.readouterr().err
+        main([command, option, value])
+    assert f"argument {option}: " in capsys.readouterr().err
 
 
 def test_a_sentence_longer_than_the_positions_is_refused(trained):

@@ -117,20 +117,19 @@ def test_key_heads_of_two_algorithms(ranks, H_kv, algorithm):
         check(ranks, case, 4, torch.float32, algorithm=algorithm, mesh=mesh)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_mask_that_tells_heads_apart(ranks, algorithm):
-    check(ranks, Case("dense-by-head", "", H=4, n_q=40, dense=True, causal=True), 4, torch.float32, algorithm=algorithm)
+OTHER_CALLS = {
+    "heads apart": (Case("dense-by-head", "", H=4, n_q=40, dense=True, causal=True), 4, {}),
+    "reference": (BY_NAME["everything"], 3, {"backend": "reference"}),
+    "queries and keys apart": (BY_NAME["everything"], 3, {"together": False}),  # as many of both, of other tokens
+    "no samples": (Case("no-samples", "", B=0, H=4, n_q=13, causal=True, bias=(4, 13, 13), sinks=True), 3, {}),
+}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_reference(ranks, algorithm):
-    check(ranks, BY_NAME["everything"], 3, torch.float32, algorithm=algorithm, backend="reference")
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_queries_and_keys_apart(ranks, algorithm):
-    """As many of both, which need not be of the same tokens."""
-    check(ranks, BY_NAME["everything"], 3, torch.float32, algorithm=algorithm, together=False)
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_other_calls(ranks, name, algorithm):
+    case, size, how = OTHER_CALLS[name]
+    check(ranks, case, size, torch.float32, algorithm=algorithm, **how)
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, *PRODUCTS], ids=str)
@@ -145,22 +144,10 @@ def test_same_bits_on_every_run(ranks, name, algorithm):
         assert all(torch.equal(x, b["result"][output]) for output, x in a["result"].items())
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_no_samples(ranks, algorithm):
-    case = Case("no-samples", "", B=0, H=4, n_q=13, causal=True, bias=(4, 13, 13), sinks=True)
-    check(ranks, case, 3, torch.float32, algorithm=algorithm)
-
-
-COUNTED = [
-    "plain",
-    "causal",
-    "grouped-heads",
-    "wide-values",
-    "pad-left-causal",
-    "pad-queries-causal",
-    "segments-causal",
+COUNTED = (
+    "plain", "causal", "grouped-heads", "wide-values", "pad-left-causal", "pad-queries-causal", "segments-causal",
     "dense",
-]
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*COUNTED, "everything"])

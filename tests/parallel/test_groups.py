@@ -125,12 +125,6 @@ def test_unequal_calls_are_refused_on_every_rank_by_name(ranks, what, size, algo
         assert answer.endswith(f"must be the same on every rank, got others on rank {size - 1} than on rank 0")
 
 
-def test_a_refusal_on_two_dimensions_reaches_all(ranks):
-    *others, mine = ranks.run("attend_differently", 4, what="an error", algorithm=("heads", "ring"))
-    assert mine == "dropout_p must be between 0 and 1, got 1.5"
-    assert others == 3 * ["the call must be valid on every rank; rank 3 refused it and says why"]
-
-
 @pytest.mark.parametrize("what", ["sizes", "dtype", "gradients"])
 def test_unequal_parts_are_refused_on_every_rank_by_name(ranks, what):
     for message in ranks.run("unshard_differently", 3, what=what):
@@ -140,24 +134,20 @@ def test_unequal_parts_are_refused_on_every_rank_by_name(ranks, what):
         )
 
 
-def test_a_part_that_one_rank_refuses_is_refused_by_all(ranks):
-    *others, mine = ranks.run("unshard_differently", 3, what="length")
-    assert mine == "y must have 8 entries along dim 1 on rank 2, got [2, 7, 6]"
-    assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]
+REFUSED_BY_ONE = [  # job, size, algorithm, what the last rank does, and what it says
+    ("attend_differently", 3, "gather", "an error", "dropout_p must be between 0 and 1, got 1.5"),
+    ("attend_differently", 4, ("heads", "ring"), "an error", "dropout_p must be between 0 and 1, got 1.5"),
+    ("attend_differently", 3, "gather", "length", "q must have the 8 tokens of rank 2, got [1, 6, 7, 8]"),
+    ("attend_differently", 3, "gather", "a bias by distance", "bias must be a Tensor where tokens are on several"),
+    ("unshard_differently", 3, None, "length", "y must have 8 entries along dim 1 on rank 2, got [2, 7, 6]"),
+]
 
 
-REFUSED = {
-    "an error": "dropout_p must be between 0 and 1, got 1.5",
-    "length": "q must have the 8 tokens of rank 2, got [1, 6, 7, 8]",
-    "a bias by distance": "bias must be a Tensor where tokens are on several ranks, got a RelativeBias",
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_call_that_one_rank_refuses_is_refused_by_all(ranks, what):
-    *others, mine = ranks.run("attend_differently", 3, what=what, algorithm="gather")
-    assert mine == REFUSED[what]
-    assert others == 2 * ["the call must be valid on every rank; rank 2 refused it and says why"]
+@pytest.mark.parametrize(("job", "size", "algorithm", "what", "sentence"), REFUSED_BY_ONE)
+def test_what_one_rank_refuses_is_refused_by_all(ranks, job, size, algorithm, what, sentence):
+    *others, mine = ranks.run(job, size, what=what, **({"algorithm": algorithm} if algorithm else {}))
+    assert mine.startswith(sentence)
+    assert set(others) == {f"the call must be valid on every rank; rank {size - 1} refused it and says why"}
 
 
 MALFORMED = {

@@ -22,7 +22,7 @@ TINY = Path(__file__).parent / "data"
 MODEL = ("d_model", "d_inner", "n_layers", "n_head", "d_k", "d_v")  # options, and arguments of the model
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.attention_is_all_you_need", description=__doc__)
     text = parser.add_argument_group("text")
     text.add_argument(
@@ -44,7 +44,7 @@ def main() -> int:
     add_number(optimisation, "--warmup", 100)
     optimisation.add_argument("--label-smoothing", type=training.probability, default=0.1, help="default: 0.1")
     training.add_arguments(parser, output="runs/attention_is_all_you_need", epochs=200)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     return training.exit_code(lambda: train(args))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from examples import rt_polarity, training
 from . import checkpoint
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.bert_classifier", description=__doc__)
     rt_polarity.add_arguments(parser)
     parser.add_argument(
@@ -29,7 +30,7 @@ def main() -> int:
         "--lr", type=training.non_negative, default=5e-5, help="the highest learning rate; default: 5e-5"
     )
     training.add_arguments(parser, output="runs/bert_classifier", epochs=2)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     return training.exit_code(lambda: fine_tune(args))
 
 

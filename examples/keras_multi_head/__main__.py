@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .model import Classifier
 MAX_WORDS = 256
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.keras_multi_head", description=__doc__)
     rt_polarity.add_arguments(parser)
     for name, default in (("--min-frequency", 2), ("--width", 64), ("--heads", 4), ("--blocks", 1)):
@@ -25,7 +26,7 @@ def main() -> int:
     parser.add_argument("--dropout", type=training.probability, default=0.5, help="default: 0.5")
     parser.add_argument("--lr", type=training.non_negative, default=1e-3, help="learning rate; default: 0.001")
     training.add_arguments(parser, output="runs/keras_multi_head", epochs=10)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     return training.exit_code(lambda: train(args))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -301,15 +300,12 @@ def test_beam_search_finds_what_is_likelier(transformer):
 SMALL = "--d-model 32 --d-inner 64 --n-layers 2 --n-head 2 --d-k 16 --d-v 8 --dropout 0 --tokens 400 --warmup 60"
 
 
-def run(monkeypatch, *options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["attention_is_all_you_need", *SMALL.split(), "--min-frequency", "1", *options])
-    return program.main()
+def run(*options: str) -> int:
+    return program.main([*SMALL.split(), "--min-frequency", "1", *options])
 
 
-def test_the_made_up_pairs_are_learnt_by_heart_with_the_defaults(monkeypatch, capsys, tmp_path):
-    options = ["attention_is_all_you_need", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*options, "--epochs", "120"])  # of 200
-    assert program.main() == 0
+def test_the_made_up_pairs_are_learnt_by_heart_with_the_defaults(capsys, tmp_path):
+    assert program.main(["--output", str(tmp_path), "--epochs", "120"]) == 0  # of 200
     printed = capsys.readouterr().out
     assert "Eine Katze schläft im Park. -> a cat sleeps in the park." in printed
     by_heart = re.search(r"on 4 validation sentences \(greedy, lower-cased\), (\S+) on 32 that it learnt from", printed)
@@ -317,26 +313,25 @@ def test_the_made_up_pairs_are_learnt_by_heart_with_the_defaults(monkeypatch, ca
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["history"][0]["valid_bleu"] < 20 < 80 < metrics["history"][-1]["valid_bleu"]
     assert metrics["settings"]["d_v"] == 16
-    monkeypatch.setattr(sys, "argv", [*options, "--epochs", "121"])
-    assert program.main() == 0
+    assert program.main(["--output", str(tmp_path), "--epochs", "121"]) == 0
     assert "resumed at step 120 (epoch 121)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("vocabulary", ["words", "bpe"])
-def test_the_shipped_data_trains_with_either_vocabulary(monkeypatch, tmp_path, vocabulary):
-    assert run(monkeypatch, "--output", str(tmp_path), "--vocabulary", vocabulary, "--epochs", "6") == 0
+def test_the_shipped_data_trains_with_either_vocabulary(tmp_path, vocabulary):
+    assert run("--output", str(tmp_path), "--vocabulary", vocabulary, "--epochs", "6") == 0
     losses = [entry["valid_loss"] for entry in json.loads((tmp_path / "metrics.json").read_text())["history"]]
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_a_long_sentence_is_translated_though_none_like_it_was_learnt(monkeypatch, capsys, tmp_path):
+def test_a_long_sentence_is_translated_though_none_like_it_was_learnt(capsys, tmp_path):
     for part, text in (("train", "a b .\n" * 4), ("val", "a b .\n" + "a " * 60 + "\n")):
         for language in ("de", "en"):
             (tmp_path / f"{part}.{language}.txt").write_text(text)
     options = ("--data", str(tmp_path), "--output", str(tmp_path / "run"), "--epochs", "1")
-    assert run(monkeypatch, *options, "--max-length", "5") == 0
+    assert run(*options, "--max-length", "5") == 0
     assert "on 2 validation sentences" in capsys.readouterr().out
-    assert run(monkeypatch, *options, "--max-length", "2") == 1
+    assert run(*options, "--max-length", "2") == 1
     assert "--max-length must leave some pairs" in capsys.readouterr().err
 
 
@@ -347,7 +342,7 @@ def test_a_long_sentence_is_translated_though_none_like_it_was_learnt(monkeypatc
         ({"train.de": "a\nb\n", "train.en": "a\n"}, "train.en.txt must have 2 lines like"),
     ],
 )
-def test_bad_data_is_one_sentence(monkeypatch, error_of, tmp_path, files, why):
+def test_bad_data_is_one_sentence(error_of, tmp_path, files, why):
     for name, text in files.items():
         (tmp_path / f"{name}.txt").write_text(text)
-    assert why in error_of(lambda: run(monkeypatch, "--data", str(tmp_path), "--output", str(tmp_path / "run")))
+    assert why in error_of(lambda: run("--data", str(tmp_path), "--output", str(tmp_path / "run")))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -284,14 +283,9 @@ def tiny(tmp_path) -> Path:
     return tmp_path
 
 
-def run(monkeypatch, *options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["bert_classifier", *options])
-    return program.main()
-
-
-def test_tiny_data_is_learnt_by_heart(monkeypatch, capsys, tiny):
+def test_tiny_data_is_learnt_by_heart(capsys, tiny):
     options = ("--checkpoint", str(tiny), "--output", str(tiny / "run"), "--max-length", "20")
-    assert run(monkeypatch, *options, "--epochs", "30", "--batch-size", "12", "--lr", "0.003") == 0
+    assert program.main([*options, "--epochs", "30", "--batch-size", "12", "--lr", "0.003"]) == 0
     metrics = json.loads((tiny / "run" / "metrics.json").read_text())
     losses = [entry["train_loss"] for entry in metrics["history"]]
     assert losses[0] > 0.6
@@ -300,24 +294,24 @@ def test_tiny_data_is_learnt_by_heart(monkeypatch, capsys, tiny):
     assert float(said) == metrics["history"][-1]["accuracy"]
 
 
-def test_minilm_is_the_default_checkpoint(monkeypatch, tmp_path):
+def test_minilm_is_the_default_checkpoint(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     for ending in ("pos", "neg"):
         lines = (rt_polarity.TINY / f"rt-polarity.{ending}").read_text("iso-8859-1").splitlines(True)
         (data / f"rt-polarity.{ending}").write_text("".join(lines[:8]), "iso-8859-1")
     options = ("--data", str(data), "--output", str(tmp_path / "run"), "--epochs", "4", "--batch-size", "7")
-    assert run(monkeypatch, *options, "--lr", "3e-4") == 0
+    assert program.main([*options, "--lr", "3e-4"]) == 0
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["settings"]["checkpoint"] == str(checkpoint.minilm())
     losses = [entry["train_loss"] for entry in metrics["history"]]
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_bad_options_are_one_sentence(monkeypatch, error_of, tiny):
+def test_bad_options_are_one_sentence(error_of, tiny):
     for options, why in (
         (("--checkpoint", str(tiny), "--max-length", "21"), "--max-length must be at most 20 for this checkpoint"),
         (("--data", str(tiny)), "rt-polarity.neg must be a file with a sentence a line, got No such file"),
         (("--checkpoint", str(tiny / "x")), "config.json must be the configuration of a BERT"),
     ):
-        assert why in error_of(lambda of=options: run(monkeypatch, *of, "--output", str(tiny / "run")))
+        assert why in error_of(lambda of=options: program.main([*of, "--output", str(tiny / "run")]))

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import re
-import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import fresh_python
@@ -291,26 +290,21 @@ def test_every_word_and_its_place_matter(classifier):
     assert not torch.allclose(classifier(words[:, [1, 0, 2, 3]]), logits)
 
 
-def run(monkeypatch, *options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["keras_multi_head", "--width", "16", *options])
-    return program.main()
-
-
-def test_tiny_data_is_learnt_by_heart(monkeypatch, capsys, tmp_path):
-    options = ("--output", str(tmp_path), "--min-frequency", "1", "--dropout", "0.1", "--lr", "0.01")
-    assert run(monkeypatch, *options, "--epochs", "12", "--batch-size", "8") == 0
+def test_tiny_data_is_learnt_by_heart(capsys, tmp_path):
+    options = ["--width", "16", "--output", str(tmp_path), "--min-frequency", "1", "--dropout", "0.1", "--lr", "0.01"]
+    assert program.main([*options, "--epochs", "12", "--batch-size", "8"]) == 0
     losses = [entry["train_loss"] for entry in json.loads((tmp_path / "metrics.json").read_text())["history"]]
     assert losses[0] > 0.5
     assert losses[-1] < 0.05
     printed = capsys.readouterr()
     assert re.search(r"accuracy = \d\.\d+ on 4 test sentences after 12 epochs", printed.out)
-    assert run(monkeypatch, *options, "--epochs", "13", "--batch-size", "8") == 0
+    assert program.main([*options, "--epochs", "13", "--batch-size", "8"]) == 0
     assert "resumed at step 60 (epoch 13)" in capsys.readouterr().err
 
 
-def test_bad_options_are_one_sentence(monkeypatch, error_of, tmp_path):
+def test_bad_options_are_one_sentence(error_of, tmp_path):
     for options, why in (
-        (("--heads", "3"), "--heads must divide --width, which is 16, got 3"),
+        (("--heads", "3"), "--heads must divide --width, which is 64, got 3"),
         (("--data", str(tmp_path)), "rt-polarity.neg must be a file with a sentence a line, got No such file"),
     ):
-        assert why in error_of(lambda of=options: run(monkeypatch, *of, "--output", str(tmp_path / "run")))
+        assert why in error_of(lambda of=options: program.main([*of, "--output", str(tmp_path / "run")]))

@@ -10,7 +10,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import fastattn
 from fastattn import Mask, RelativeBias
-from fastattn.backends import cpu
 from fastattn.testing import Case, make_inputs
 
 INPUTS = make_inputs(Case("", "", H=4, n_q=7, n_k=9, D=8), torch.float64)
@@ -255,12 +254,3 @@ def test_lengths_of_zero(empty):
     assert torch.equal(gradient, torch.zeros_like(table))
     weights = fastattn.attention_weights(q, k, bias=RelativeBias(table, bucket), backend="reference")
     assert torch.equal(torch.autograd.grad(weights.sum(), table)[0], torch.zeros_like(table))
-
-
-def test_the_kernels_are_given_values_and_not_a_table_of_pairs(monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        cpu, "forward", lambda q, k, v, spec, forward=cpu.forward: given.append(spec) or forward(q, k, v, spec)
-    )
-    fastattn.attention(Q.float(), K.float(), V.float(), bias=RelativeBias(TABLE.float(), bucket), backend="cpu")
-    assert given[0].bias.shape == (4, 1, 15)

@@ -20,7 +20,7 @@ from model_cases import calls_seen
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from torch_samples import state_of
+from torch_samples import assert_refused, state_of
 
 import fastattn
 from fastattn.integrations import sdpa_callers
@@ -428,15 +428,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name):
     make, why = REFUSED[name]
-    model = nn.ModuleDict({"good": ByFunctional(), "block": nn.ModuleDict({"bad": make()})})
-    before = state_of(model["block"])
-    report = fastattn.swap(model)
-    assert report.swapped == {"good": "ByFunctional"}
-    assert list(report.refused) == ["block.bad"]
-    assert why in report.refused["block.bad"]
-    assert f"not swapped: block.bad: {report.refused['block.bad']}" in str(report)
-    assert state_of(model["block"]) == before
-    assert fastattn.swap(model).refused == report.refused
+    assert_refused(ByFunctional(), make(), why)
 
 
 def test_patch_sdpa_takes_the_calls_of_a_module_that_checkpoints_itself():

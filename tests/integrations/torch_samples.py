@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.common_modules import module_db
 
+import fastattn
+
 TORCH_MODULES = ("TransformerEncoderLayer", "TransformerDecoderLayer", "TransformerEncoder", "Transformer")
 
 
@@ -67,6 +69,19 @@ def outputs_and_gradients(module: nn.Module, args: tuple, kwargs: dict) -> dict[
 def state_of(model: nn.Module) -> list[tuple[type, dict]]:
     """What swapping may change of each module."""
     return [(type(part), dict(vars(part))) for part in model.modules()]
+
+
+def assert_refused(good: nn.Module, bad: nn.Module, why: str) -> None:
+    """Swapping takes the one, and leaves the other as it is, with that reason."""
+    model = nn.ModuleDict({"good": good, "block": nn.ModuleDict({"bad": bad})})
+    kind, before = type(good).__name__, state_of(model["block"])
+    report = fastattn.swap(model)
+    assert report.swapped == {"good": kind}
+    assert list(report.refused) == ["block.bad"]
+    assert why in report.refused["block.bad"]
+    assert f"not swapped: block.bad: {report.refused['block.bad']}" in str(report)
+    assert state_of(model["block"]) == before
+    assert fastattn.swap(model).refused == report.refused
 
 
 def assert_same(actual: object, expected: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -119,6 +120,11 @@ SEQ2SEQ_ATTENTIONS: dict[str, Rows] = {
 }
 
 
+def made(model: str, config: dict[str, object]) -> PreTrainedModel:
+    cls = getattr(transformers, model)
+    return cls(cls.config_class(**copy.deepcopy(config)))
+
+
 def transformers_case(
     family: str,
     model: str,
@@ -139,10 +145,6 @@ def transformers_case(
     attentions: the same for the weights that `output_attentions` asks for; empty if they are not offered.
     """
 
-    def make() -> PreTrainedModel:
-        cls = getattr(transformers, model)
-        return cls(cls.config_class(**copy.deepcopy(config)))
-
     def run(model: PreTrainedModel, real: Tensor | None) -> dict[str, Tensor]:
         output = model(**inputs(model, real))
         return {name: at_real(attrgetter(name)(output), rows(real)) for name, rows in outputs.items()}
@@ -156,7 +158,7 @@ def transformers_case(
         }
 
     weights = run_with_weights if attentions else None
-    return ModelCase(TRANSFORMERS, family, make, run, frozenset(needs), paddings, weights)
+    return ModelCase(TRANSFORMERS, family, partial(made, model, config), run, frozenset(needs), paddings, weights)
 
 
 SIZES = {
@@ -485,14 +487,10 @@ def with_own_attention(
     """
     real = None if inputs is as_vision else PADDINGS["right"]
 
-    def make() -> PreTrainedModel:
-        cls = getattr(transformers, model)
-        return cls(cls.config_class(**copy.deepcopy(config)))
-
     def run(model: PreTrainedModel) -> Tensor:
         return at_real(model(**inputs(model, real)).last_hidden_state, rows(real))
 
-    return RefusedCase(TRANSFORMERS, family, make, run, refused, frozenset(swapped))
+    return RefusedCase(TRANSFORMERS, family, partial(made, model, config), run, refused, frozenset(swapped))
 
 
 def whole(model: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-import fastattn
 from fastattn import Mask, nn
 from fastattn.nn import (
     GenerationOptions,
@@ -28,7 +28,7 @@ from fastattn.nn import (
     TransformerConfig,
     positions_of,
 )
-from fastattn.nn.generation import choose, filtered
+from fastattn.nn.generation import Generation, choose, filtered, generate
 
 CONFIG = TransformerConfig(vocab_size=11, d_model=16, nhead=4, num_layers=2, dim_feedforward=32, padding_idx=0)
 CONFIGS = {
@@ -41,6 +41,7 @@ CONFIGS = {
 LENGTHS = (6, 2, 4)
 N = max(LENGTHS)
 START, EOS = 1, 2
+GENERATING = {LanguageModel: {}, Seq2SeqModel: {"decoder_start_token_id": START}}  # with what their generate() begins
 
 
 @pytest.fixture(params=CONFIGS, ids=str)
@@ -94,39 +95,16 @@ def test_chunks_of_any_length_fill_the_cache(config):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_padding_of_prompts_changes_nothing(config, num_beams):
-    model = made(LanguageModel, config)
-    options = {"max_new_tokens": 7, "num_beams": num_beams, "eos_token_id": EOS, "pad_token_id": 0}
+@pytest.mark.parametrize("cls", GENERATING)
+def test_padding_of_prompts_changes_nothing(config, cls, num_beams):
+    model = made(cls, config)
+    options = {"max_new_tokens": 7, "num_beams": num_beams, "eos_token_id": EOS, "pad_token_id": 0} | GENERATING[cls]
     (left, real_left), (right, real_right) = prompts("left"), prompts("right")
     expected = model.generate(left, real_left, **options)
     assert torch.equal(model.generate(right, real_right, **options), expected)
     for b in range(len(left)):
         alone = model.generate(left[b : b + 1, real_left[b]], **options)[0]
         assert torch.equal(alone, expected[b, : len(alone)])
-
-
-@torch.no_grad()
-def test_greedy_takes_the_likeliest(config):
-    model = made(LanguageModel, config)
-    ids, _ = prompts("left")
-    expected = ids
-    for _ in range(6):
-        logits = model(expected, torch.ones_like(expected))
-        expected = torch.cat([expected, logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(model.generate(ids, max_new_tokens=6), expected[:, N:])
-
-
-@torch.no_grad()
-def test_translation_step_by_step_is_the_full_pass(config):
-    model = made(Seq2SeqModel, config)
-    (left, real_left), (right, real_right) = prompts("left"), prompts("right")
-    options = {"decoder_start_token_id": START, "max_new_tokens": 6}
-    new = model.generate(left, real_left, **options)
-    assert torch.equal(model.generate(right, real_right, **options), new)
-    for b in range(len(left)):
-        target = torch.cat([torch.tensor([START]), new[b]])[None]
-        logits = model(left[b : b + 1, real_left[b]], target, decoder_attention_mask=torch.ones_like(target))
-        assert torch.equal(logits.argmax(-1)[0, :-1], new[b])
 
 
 def score_of(model: Seq2SeqModel, source: Tensor, target: Tensor) -> Tensor:
@@ -159,39 +137,48 @@ def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all(length_penalty):
         assert torch.equal(generated[b, : len(best)], best)
 
 
-@torch.no_grad()
-def test_a_wide_beam_is_at_least_as_likely_as_greedy():
-    model = made(LanguageModel, CONFIG)
-    ids, real = prompts("left")
-    narrow, wide = (model.generate(ids, real, max_new_tokens=5, num_beams=k) for k in (1, 6))
-    log_p = [_log_p(model, ids, real, new) for new in (narrow, wide)]
-    assert (log_p[1] >= log_p[0] - 1e-4).all()
+class Beginnings:
+    """What `generate` asks for, by a function that gives the logits after whole sequences of ids [B, n]."""
 
+    def __init__(self, logits: Callable[[Tensor], Tensor], ids: Tensor) -> None:
+        self.logits, self.ids = logits, ids
 
-def _log_p(model: LanguageModel, ids: Tensor, real: Tensor, new: Tensor) -> Tensor:
-    whole, mask = torch.cat([ids, new], dim=1), torch.cat([real, torch.ones_like(new, dtype=torch.bool)], dim=1)
-    log_p = model(whole, mask).log_softmax(-1)[:, N - 1 : -1]
-    return log_p.gather(2, new[..., None]).sum((1, 2))
+    def begin(self, max_new_tokens: int) -> Generation:
+        return Generation(self.logits(self.ids), self.step, self.select)
 
-
-class Scripted:
-    """Logits that follow a script: of each sequence the probabilities after each beginning."""
-
-    def __init__(self, script: dict[tuple[int, ...], list[float]]) -> None:
-        self.script, self.beginnings = script, [()]
-
-    def begin(self, max_new_tokens: int) -> fastattn.nn.generation.Generation:
-        return fastattn.nn.generation.Generation(self.logits(), self.step, self.select)
-
-    def logits(self) -> Tensor:
-        return torch.tensor([self.script.get(b, [0.25] * 4) for b in self.beginnings]).log()
-
-    def step(self, ids: Tensor) -> Tensor:
-        self.beginnings = [(*b, i) for b, i in zip(self.beginnings, ids.tolist(), strict=True)]
-        return self.logits()
+    def step(self, new: Tensor) -> Tensor:
+        self.ids = torch.cat([self.ids, new[:, None]], dim=1)
+        return self.logits(self.ids)
 
     def select(self, samples: Tensor) -> None:
-        self.beginnings = [self.beginnings[i] for i in samples.tolist()]
+        self.ids = self.ids[samples]
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("cls", GENERATING)
+@torch.no_grad()
+def test_caches_follow_the_sequences(config, cls, num_beams):
+    model = made(cls, replace(config, tie_embeddings=False)).double()  # tied, it repeats the last token
+    ids = torch.randint(1, 11, (30, 4), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 6, "num_beams": num_beams, "eos_token_id": EOS}
+    if cls is LanguageModel:
+        without_cache = Beginnings(lambda ids: model(ids, torch.ones_like(ids))[:, -1], ids)
+    else:
+        ids[::2, 2:] = CONFIG.padding_idx
+        without_cache = Beginnings(
+            lambda ids: model(ids[:, :4], ids[:, 4:], decoder_attention_mask=torch.ones_like(ids[:, 4:]))[:, -1],
+            torch.nn.functional.pad(ids, (0, 1), value=START),
+        )
+    found = model.generate(ids, **options, **GENERATING[cls])
+    assert torch.equal(found, generate(without_cache.begin, 0, **options))
+
+
+def scripted(script: dict[tuple[int, ...], list[float]]) -> Beginnings:
+    """Logits that follow a script: of a sequence the probabilities after each beginning."""
+    return Beginnings(
+        lambda ids: torch.tensor([script.get(tuple(row), [0.25] * 4) for row in ids.tolist()]).log(),
+        torch.empty(1, 0, dtype=torch.int64),
+    )
 
 
 SECOND_BEST = {(): [0.05, 0.5, 0.45, 0.0], (1,): [0.4, 0.3, 0.3, 0.0], (2,): [0.9, 0.1, 0.0, 0.0]}  # token 0 ends
@@ -227,7 +214,7 @@ PLACES = {
 )
 def test_what_beams_find_and_when_they_stop(script, options, expected):
     options = {"max_new_tokens": 4, "num_beams": 2, "eos_token_id": 0} | options
-    assert fastattn.nn.generation.generate(Scripted(script).begin, None, **options).tolist() == [expected]
+    assert generate(scripted(script).begin, None, **options).tolist() == [expected]
 
 
 def test_sequences_that_ended_are_padded_and_generation_stops_early():
@@ -256,7 +243,7 @@ def test_any_of_several_tokens_ends_a_sequence(kind, num_beams):
         (3, 2): [1.0, 0.0, 0.0, 0.0],
     }
     options = {"max_new_tokens": 4, "eos_token_id": kind([0, 1]), "num_beams": num_beams, "length_penalty": 3.0}
-    found = fastattn.nn.generation.generate(Scripted(script).begin, None, **options)
+    found = generate(scripted(script).begin, None, **options)
     assert found.tolist() == ([[2, 0]] if num_beams == 1 else [[2, 2, 1]])
 
 
@@ -707,13 +694,12 @@ def test_models_learn_and_compile(cls):
 @pytest.mark.parametrize(
     "wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")], ids=["checkpoint", "compile"]
 )
-@pytest.mark.parametrize("cls", [LanguageModel, Seq2SeqModel])
+@pytest.mark.parametrize("cls", GENERATING)
 def test_models_of_wrapped_layers(cls, wrap, request):
     request.addfinalizer(torch._dynamo.reset)
     model = made(cls, CONFIGS["rotary, grouped heads, swiglu, rms"])
-    ids, options = torch.tensor([[3, 4, 5], [6, 7, 0]]), {"max_new_tokens": 3}
+    ids, options = torch.tensor([[3, 4, 5], [6, 7, 0]]), {"max_new_tokens": 3} | GENERATING[cls]
     inputs = (ids,) if cls is LanguageModel else (ids, ids)
-    options |= {} if cls is LanguageModel else {"decoder_start_token_id": START}
     expected, tokens = model(*inputs)[ids > 0], model.generate(ids, **options)
     for layers in [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]:
         for i, layer in enumerate(layers):

@@ -379,9 +379,7 @@ def test_a_bias_by_distance_is_a_float_mask(attn_mask, need_weights, batch_first
 
     distance = torch.arange(7) - torch.arange(5)[:, None] - offset
     dense = table[:, bucket(distance)].repeat(3, 1, 1)
-    hidden = None if attn_mask is None else attn_mask
-    if isinstance(attn_mask, Mask):
-        hidden = distance > 0
+    hidden = distance > 0 if isinstance(attn_mask, Mask) else attn_mask
     expected = module(
         query, memory, memory, attn_mask=dense if hidden is None else dense.masked_fill(hidden, -math.inf),
         need_weights=need_weights,

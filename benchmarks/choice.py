@@ -30,7 +30,7 @@ def measure(job: Job, compiled: bool, budget_s: float) -> tuple[str, float, floa
     problem = cases.make_problem(job, "cpu")
     problem = replace(problem, inputs=rivals.without_nan(problem.inputs))  # PyTorch's function would answer with NaN
     if job.dtype == "fp64":  # in which the right answer was computed as well
-        problem = replace(problem, naive={name: x.float() for name, x in problem.exact.items()})
+        problem = replace(problem, naive=cases.make_problem(replace(job, dtype="fp32"), "cpu").naive)
     named = [x for x in rivals.contenders(problem) if x.name in (f"fastattn {cpu.NAME}", f"fastattn {aten.NAME}")]
     sdpa, inputs = rivals.sdpa_by_itself(problem)[0], problem.inputs
     options = {} if "dropout_p" not in inputs.options else {"dropout_p": inputs.options["dropout_p"]}
@@ -42,7 +42,7 @@ def measure(job: Job, compiled: bool, budget_s: float) -> tuple[str, float, floa
     )  # fmt: skip
     tried = run.try_out(problem, [chosen, sdpa, *named])
     if "chosen" not in tried.right:
-        raise SystemExit(f"{job}: wrong: {tried.untimed}")
+        raise SystemExit(f"{job}: wrong: {'; '.join(f'{row.contender}: {row.note}' for row in tried.untimed)}")
     took = {name: t.median for name, t in timing.interleave(tried.calls, budget_s, "cpu").items()}
     fastest = min((took[x.name] for x in named if x.name in took), default=took["chosen"])
     explained = fastattn.explain(**leaves, mask=inputs.mask, **options).backend

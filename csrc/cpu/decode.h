@@ -92,6 +92,12 @@ class LinesToCome {
     const bool copied = (p.d_qk | p.d_v) % (kLanes * kPerUnit) != 0;  // which a whole block is, without a pause
     // Rows of 8 bits take longer for each byte.
     const int64_t ahead = copied ? 48 << 10 : p.k.dtype == DType::i8 ? 8 << 10 : 12 << 10;
+    // A few short rows are read before a prefetch of those that come next is worth its time.
+    constexpr int64_t kFewBytes = 1 << 10;
+    if ((item.last_key - item.first_key) * p.d_qk * bytes_of(p.k.dtype) <= kFewBytes) {
+      due_ = INT64_MIN / 2;
+      return;
+    }
     item.is_begun&& begin == item.first_key ? skip(ahead) : step(ahead);
   }
 
@@ -299,9 +305,11 @@ void softmax_step(const Params& p, float headroom, int64_t n, float* s, float& m
   for (int64_t i = 0; i < n; i += kLanes) largest = larger(load(s + i), largest);
   const float new_m = largest_lane(largest), reference = finite_max(new_m);
   if (new_m != m) {
-    const Floats decay = exp2(splat((m - reference) * on_score_log2));
-    for (int64_t d = 0; d < padded(p.d_v); d += kLanes) store(o + d, load(o + d) * decay);
-    l *= decay[0];
+    if (m != -kInfinity) {  // else O is 0 still
+      const Floats decay = exp2(splat((m - reference) * on_score_log2));
+      for (int64_t d = 0; d < padded(p.d_v); d += kLanes) store(o + d, load(o + d) * decay);
+      l *= decay[0];
+    }
     m = new_m;
   }
   Floats sum = {};

@@ -163,10 +163,17 @@ def _tangents_of_rows(primals: Six, tangents: Six, spec: Spec, rows: slice) -> t
     return s.dropped(p_t) @ v + s.dropped(s.p) @ v_t, lse_t
 
 
-def _rows(x: Tensor, rows: slice) -> Tensor:
+def _rows(x: Tensor, rows: slice, dim: int = 2) -> Tensor:
     """These rows of x [B, H, n_q, ...]; by an operator that torch's vectorized derivatives have a rule for."""
-    first, stop, _ = rows.indices(x.shape[2])
-    return x.narrow(2, first, stop - first)
+    first, stop, _ = rows.indices(x.shape[dim])
+    return x.narrow(dim, first, stop - first)
+
+
+def _bias_rows(spec: Spec, n_k: int, rows: slice) -> Tensor:
+    """`spec.bias_rows` of a bias that is there, by `_rows` where that would index all of it."""
+    bias = spec.bias
+    shared = spec.bias_by_distance or bias.dim() < 2 or bias.shape[-2] == 1
+    return spec.bias_rows(n_k, rows) if shared else _rows(bias, rows, -2)
 
 
 def _softmax_tangents(primals: Six, tangents: Six, spec: Spec, rows: slice) -> tuple[Softmax, Tensor, Tensor]:
@@ -180,7 +187,7 @@ def _softmax_tangents(primals: Six, tangents: Six, spec: Spec, rows: slice) -> t
     if s.d_score is not None:
         s_t = s_t * s.d_score
     if tangents[3] is not None:
-        s_t = s_t + direction.bias_rows(k.shape[2], rows)
+        s_t = s_t + _bias_rows(direction, k.shape[2], rows)
     if tangents[4] is not None:
         s_t = s_t - tangents[4][..., None, None] * s.distance
 

@@ -39,6 +39,12 @@ NESTED = {
     "vectorized jacobian": lambda f: jacobian(
         lambda q: f(q, K[0], V[0]), Q[0], vectorize=True, strategy="forward-mode"
     ),
+    "vectorized hessian by a bias": lambda f: hessian(
+        lambda bias: f(Q[0], K[0], V[0], bias=bias).square().sum(), TABLE[:, :5, None], vectorize=True
+    ),
+    "vectorized jacobian by a bias": lambda f: jacobian(
+        lambda bias: f(Q[0], K[0], V[0], bias=bias), TABLE[:, :5, None], vectorize=True, strategy="forward-mode"
+    ),
 }
 
 

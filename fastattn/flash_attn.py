@@ -19,8 +19,8 @@ from torch import Tensor
 from .api import attention, attention_varlen
 from .nn.checks import check_bools, check_dense, check_ints, check_numbers, check_range, check_tensor
 from .paged import attention_paged, prepared
-from .spec import Mask, accumulation_dtype, as_int, as_number, can_be_read
-from .validation import check_places, validated
+from .spec import Mask, accumulation_dtype, as_int, as_number, can_be_read, is_dense
+from .validation import LARGEST, check_boundaries, check_places, validated
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -108,7 +108,8 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> _Result:  # fmt: skip
     """`flash_attn_func` of kv [B, n_k, 2, H_kv, D], which holds k and v."""
-    k, v = _check("kv", kv, ("B", "n_k", 2, "H_kv", "D")).unbind(2)
+    _check("q", q, ("B", "n_q", "H", "D"))
+    k, v = _check("kv", kv, (len(q), "n_k", 2, "H_kv", q.shape[3])).unbind(2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -160,7 +161,7 @@ def flash_attn_varlen_func(
         return _varlen_of_pages(
             q, pages, cu_seqlens_q, cu_seqlens_k, causal, window, terms, alibi_slopes, return_attn_probs
         )
-    if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2:
+    if isinstance(alibi_slopes, Tensor) and is_dense(alibi_slopes) and alibi_slopes.dim() == 2:
         raise NotImplementedError(
             f"alibi_slopes must be [H], since slopes of each sequence are not computed, got {list(alibi_slopes.shape)}"
         )
@@ -212,7 +213,8 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> _Result:  # fmt: skip
     """`flash_attn_varlen_func` of kv [total_k, 2, H_kv, D], which holds k and v."""
-    k, v = _check("kv", kv, ("total_k", 2, "H_kv", "D")).unbind(1)
+    _check("q", q, ("total_q", "H", "D"))
+    k, v = _check("kv", kv, ("total_k", 2, "H_kv", q.shape[2])).unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -227,6 +229,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> _Result:  # fmt: skip
     """`flash_attn_varlen_func` of qkv [total, 3, H, D], which holds q, k and v."""
     q, k, v = _check("qkv", qkv, ("total", 3, "H", "D")).unbind(1)
+    check_boundaries("cu_seqlens", cu_seqlens, q, len(q))
     check_ints(0, max_seqlen=as_int(max_seqlen))
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
@@ -362,7 +365,10 @@ def flash_attn_with_kvcache(
 
 
 _NO_WINDOW = (None, None)
-_FP32 = torch.finfo(torch.float32)
+
+
+def _fp32_can_hold(x: object) -> bool:
+    return not isinstance(x, bool) and (x == 0 or torch.finfo(torch.float32).tiny <= abs(x) <= LARGEST)
 
 
 def _terms(
@@ -373,7 +379,7 @@ def _terms(
     check_bools(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     scale, cap, p = (cast(Any, as_number(x)) for x in (softmax_scale, softcap, dropout_p))
     numbers = {"softcap": cap, "dropout_p": p} | ({} if scale is None else {"softmax_scale": scale})
-    check_numbers("a number that fp32 can hold", lambda x: x == 0 or _FP32.tiny <= abs(x) <= _FP32.max, **numbers)
+    check_numbers(f"a number that fp32 can hold, {LARGEST} at most", _fp32_can_hold, **numbers)
     if return_attn_probs and p:
         raise NotImplementedError(
             f"return_attn_probs must be False with dropout, whose S_dmask is not computed, got dropout_p={p}"

@@ -100,10 +100,10 @@ def check_tensors(
 
 def check_numbers(scale: float | None, softcap: float | None, dropout_p: float) -> None:
     """Raises ValueError where a number of a call is none that it takes."""
-    if scale is not None and not (_is_number(scale) and (scale == 0 or _SMALLEST_FP32 <= abs(scale) <= _LARGEST)):
-        raise ValueError(f"scale must be a finite number that fp32 can hold, {_LARGEST} at most, got {scale!r}")
-    if softcap is not None and not (_is_number(softcap) and _SMALLEST_FP32 <= softcap <= _LARGEST):
-        must = f"softcap must be a positive number that fp32 can hold, {_LARGEST} at most, or None"
+    if scale is not None and not (_is_number(scale) and (scale == 0 or _SMALLEST_FP32 <= abs(scale) <= LARGEST)):
+        raise ValueError(f"scale must be a finite number that fp32 can hold, {LARGEST} at most, got {scale!r}")
+    if softcap is not None and not (_is_number(softcap) and _SMALLEST_FP32 <= softcap <= LARGEST):
+        must = f"softcap must be a positive number that fp32 can hold, {LARGEST} at most, or None"
         raise ValueError(f"{must}, got {softcap!r}")
     if not _is_number(dropout_p) or not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p!r}")
@@ -195,12 +195,12 @@ def check_varlen(
         raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, d_v] like k, got {list(v.shape)}")
     if not isinstance(align, str) or align not in ("start", "end"):
         raise ValueError(f"align must be 'start' or 'end', got {align!r}")
-    _check_boundaries("cu_seqlens_q", cu_seqlens_q, q, len(q))
+    check_boundaries("cu_seqlens_q", cu_seqlens_q, q, len(q))
     if cu_seqlens_k is None:
         if len(k) != len(q):
             raise ValueError(f"cu_seqlens_k must be given where k has another length than q, got {len(k)} and {len(q)}")
         return
-    _check_boundaries("cu_seqlens_k", cu_seqlens_k, k, len(k))
+    check_boundaries("cu_seqlens_k", cu_seqlens_k, k, len(k))
     if len(cu_seqlens_k) != len(cu_seqlens_q):
         raise ValueError(
             f"cu_seqlens_k must be [{len(cu_seqlens_q)}] like cu_seqlens_q, got {list(cu_seqlens_k.shape)}"
@@ -245,7 +245,7 @@ def check_paged(
         if len(q) != B:
             raise ValueError(f"cu_seqlens_q must be given where there are not {B} queries, got {list(q.shape)}")
     else:
-        _check_boundaries("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q, len(q))
+        check_boundaries("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q, len(q))
         if len(cu_seqlens_q) != B + 1:
             raise ValueError(f"cu_seqlens_q must be [{B + 1}] like lengths, got {list(cu_seqlens_q.shape)}")
         if cu_seqlens_q.device.type not in ("cpu", q.device.type) or cu_seqlens_q.is_meta:  # whose values are read
@@ -414,7 +414,7 @@ def check_mask(mask: Mask, device: torch.device, B: int, H: int, n_q: int, n_k: 
         raise ValueError(f"mask.dense must be broadcastable to {[B, H, n_q, n_k]}, got {list(mask.dense.shape)}")
 
 
-def _check_boundaries(name: str, x: Tensor, like: Tensor, total: int) -> None:
+def check_boundaries(name: str, x: Tensor, like: Tensor, total: int) -> None:
     """Checks that `x` can be the cu_seqlens of so many tokens; its values only where that needs no synchronisation."""
     if not isinstance(x, Tensor) or not is_dense(x) or x.dtype not in _INDICES:
         raise ValueError(f"{name} must be an int32 or int64 Tensor, got {_kind(x)}")
@@ -460,7 +460,7 @@ def _is_among(shape: torch.Size, shapes: Iterable[tuple[int, ...]]) -> bool:
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INDICES = (torch.int32, torch.int64)
 _SMALLEST_FP32 = math.nextafter(2.0**-150, 1)  # what is smaller is rounded to 0
-_LARGEST = 2.35e38  # which fp32 can hold times log2(e), too: kernels compute in base 2
+LARGEST = 2.35e38  # which fp32 can hold times log2(e), too: kernels compute in base 2
 
 
 def _kind(x: object) -> object:

@@ -303,6 +303,9 @@ def test_compiles_without_a_break():
 x, c, idx = torch.ones(2, 3, 2, 8), torch.ones(2, 6, 2, 8), torch.zeros(2, dtype=torch.int32)
 VARLEN = {"q": x[0], "k": x[0], "v": x[0], "cu_seqlens_q": torch.tensor([0, 3]), "cu_seqlens_k": torch.tensor([0, 3])}
 VARLEN |= {"max_seqlen_q": 3, "max_seqlen_k": 3}
+KV = {"q": x[0], "kv": torch.ones(3, 2, 2, 4)} | {name: VARLEN[name] for name in LENGTHS.split()}
+QKV = {"qkv": torch.ones(3, 3, 2, 8), "cu_seqlens": torch.tensor([0, 4]), "max_seqlen": 4}
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(2)], layout=torch.jagged)
 PAGED = {"k": c, "v": c, "block_table": idx[:1, None]}
 CACHE = {"q": x, "k_cache": c, "v_cache": c}
 NEW = CACHE | {"k": 2 * x, "v": 2 * x, "cache_seqlens": idx}
@@ -316,7 +319,9 @@ REFUSED = [  # function, what is changed of a right call, exception, its message
     ("func", {"window_size": (-2, 0)}, ValueError, r"window_size must be two ints, -1 for no limit, got \(-2, 0\)"),
     ("func", {"window_size": (None, None)}, ValueError, "window_size must be two ints"),
     ("func", {"window_size": 3}, ValueError, "window_size must be two ints, -1 for no limit, got 3"),
-    ("func", {"softmax_scale": math.nan}, ValueError, "softmax_scale must be a number that fp32 can hold, got nan"),
+    ("func", {"softmax_scale": math.nan}, ValueError, "softmax_scale must be a number that fp32 .*, got nan"),
+    ("func", {"softmax_scale": True}, ValueError, "softmax_scale must be a number that fp32 can hold, .*, got True"),
+    ("func", {"softmax_scale": 3e38}, ValueError, r"softmax_scale must be a .* 2.35e\+38 at most, got 3e\+38"),
     ("func", {"softcap": None}, TypeError, "softcap must be a number, got None"),
     ("func", {"dropout_p": 2}, ValueError, "dropout_p must be between 0 and 1, got 2"),
     ("func", {"causal": 1}, TypeError, "causal must be a bool, got 1"),
@@ -324,6 +329,10 @@ REFUSED = [  # function, what is changed of a right call, exception, its message
     ("func", {"dropout_p": 0.1, "return_attn_probs": True}, NotImplementedError, "attn_probs must be False .*=0.1"),
     ("qkvpacked_func", {"qkv": x}, ValueError, r"qkv must be \[B, n, 3, H, D\], got \[2, 3, 2, 8\]"),
     ("qkvpacked_func", {"qkv": torch.ones(1, 2, 3, 1, 8).int()}, ValueError, "qkv must be float32, .* torch.int32"),
+    ("kvpacked_func", {"q": x, "kv": c.view(2, 3, 2, 2, 8)[:1]}, ValueError, r"kv must be \[2, n_k, 2, H_kv, 8\], got"),
+    ("varlen_kvpacked_func", KV, ValueError, r"kv must be \[total_k, 2, H_kv, 8\], got \[3, 2, 2, 4\]"),
+    ("varlen_qkvpacked_func", QKV, ValueError, r"^cu_seqlens must begin at 0, never fall, and end at 3 .*\[0, 4\]"),
+    ("varlen_func", {"alibi_slopes": NESTED}, ValueError, "alibi_slopes must be a floating .* got a nested"),
     ("varlen_func", {"max_seqlen_q": 3.0}, TypeError, "max_seqlen_q must be an int, got 3.0"),
     ("varlen_func", {"block_table": idx[:1, None]}, ValueError, r"k must be \[pages, page_size, H_kv, 8\], got \[3, 2"),
     ("varlen_func", PAGED | {"block_table": (None, -1)}, TypeError, "block_table must be a Tensor, got tuple"),
@@ -360,9 +369,9 @@ REFUSED = [  # function, what is changed of a right call, exception, its message
 
 @pytest.mark.parametrize(("name", "changed", "error", "message"), REFUSED, ids=lambda x: str(x)[:30])
 def test_refused_by_name(name, changed, error, message):
-    calls = {"func": {"q": x, "k": x, "v": x}, "qkvpacked_func": {}, "varlen_func": VARLEN, "with_kvcache": CACHE}
+    calls = {"func": {"q": x, "k": x, "v": x}, "varlen_func": VARLEN, "with_kvcache": CACHE}
     with pytest.raises(error, match=message):
-        getattr(flash_attn, f"flash_attn_{name}")(**calls[name] | changed)
+        getattr(flash_attn, f"flash_attn_{name}")(**calls.get(name, {}) | changed)
     assert (c == 1).all()  # nothing was written
 
 

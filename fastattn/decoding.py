@@ -17,10 +17,14 @@ _AT_ONCE = 8  # documents, whose lists of keys are as long as the keys of all of
 
 
 def is_needed(tensors: tuple[Tensor | None, ...], cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float) -> bool:
-    """Whether there is a document of one query, in a call of which nobody asks for gradients."""
+    """Whether there is a document of one query, in a call of which nobody asks for gradients, inside no transform.
+
+    What `attention` writes to may have no place for what torch.vmap maps over, nor may autograd around it write there.
+    """
     return (
         can_be_read(cu_seqlens_q)
         and can_be_read(cu_seqlens_k)
+        and torch._C._functorch.peek_interpreter_stack() is None
         and dropout_p == 0  # which draws by the place of a query
         and not (torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors))
         and bool((cu_seqlens_q.diff() == 1).any())

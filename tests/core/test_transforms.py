@@ -77,6 +77,25 @@ def test_a_table_of_distances_around_vmap():
     torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), table) for o in (ours, expected)))
 
 
+@pytest.mark.parametrize("mapped", [(0, 0, 0), (None, 0, 0)], ids=["all", "keys"])
+def test_vmap_over_documents_of_one_query(mapped):
+    """Which are computed as samples: autograd is around it, or what it writes to is not mapped over."""
+    q, k, v = Q[:, 0, 0].clone().requires_grad_(), K[:, 0, 0], V[:, 0, 0]
+    of_k = torch.tensor([0, 2, 5])
+
+    def attention(q, k, v):
+        return fastattn.attention_varlen(q[:2, None], k[:, None], v[:, None], torch.tensor([0, 1, 2]), of_k)[:, 0]
+
+    def expected(q, k, v):
+        return torch.cat([naive(q[i : i + 1], *(x[of_k[i] : of_k[i + 1]] for x in (k, v))) for i in (0, 1)])
+
+    given = [q if mapped[0] == 0 else q[0].detach(), k, v]
+    outputs = [vmap(f, mapped)(*given) for f in (attention, expected)]
+    torch.testing.assert_close(*outputs)
+    if mapped[0] == 0:
+        torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), q) for o in outputs))
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in a graph"])
 @pytest.mark.parametrize(
     ("weights", "expected"),

@@ -112,7 +112,10 @@ def softmax(q: Tensor, k: Tensor, spec: Spec, rows: slice = slice(None)) -> Soft
         m = torch.maximum(m, sink.detach())
     m = m.masked_fill(nothing_seen, 0)  # else -inf - -inf
     p = torch.exp(scores - m)
-    p_sink = None if sink is None else torch.exp(sink - m).masked_fill(nothing_seen, 0)
+    p_sink = None
+    if sink is not None:
+        above = (sink - m).masked_fill(sink == math.inf, 0)  # else inf - inf
+        p_sink = torch.exp(above).masked_fill(nothing_seen, 0)
     total = p.sum(-1, keepdim=True) if p_sink is None else p.sum(-1, keepdim=True) + p_sink
     total = total.masked_fill(nothing_seen, 1)
     lse = (m + total.log()).masked_fill(nothing_seen, -math.inf).squeeze(-1)

@@ -506,3 +506,16 @@ class TestOtherDevices:
         assert objections(aten, q, k[:, :, :0], k[:, :, :0], Spec(Mask(), scale), function="output") == [
             "v must have elements, got [2, 2, 0, 8]"
         ]
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_sink_of_infinity_takes_all(backend):
+    """As on the CPU backend; and the weights, with their derivatives."""
+    q, k, v = (torch.randn(1, 2, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    sinks = torch.full((2,), torch.inf, dtype=torch.float64, requires_grad=True)
+    o, lse = fastattn.attention(q, k, v, sinks=sinks, return_lse=True, backend=backend)
+    assert (lse == torch.inf).all()
+    weights = fastattn.attention_weights(q, k, sinks=sinks, backend="reference")
+    gradients = torch.autograd.grad(o.sum() + lse.sum() + weights.sum(), [q, k, v, sinks])
+    for x in (o, weights, *gradients[:3], gradients[3] - 4):  # the gradient of an lse is the sink's, of 4 queries
+        assert_close(x, torch.zeros_like(x))

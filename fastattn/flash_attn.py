@@ -365,6 +365,7 @@ def flash_attn_with_kvcache(
 
 
 _NO_WINDOW = (None, None)
+_FP32 = f"a number that fp32 can hold, {LARGEST} at most"
 
 
 def _fp32_can_hold(x: object) -> bool:
@@ -379,7 +380,7 @@ def _terms(
     check_bools(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     scale, cap, p = (cast(Any, as_number(x)) for x in (softmax_scale, softcap, dropout_p))
     numbers = {"softcap": cap, "dropout_p": p} | ({} if scale is None else {"softmax_scale": scale})
-    check_numbers(f"a number that fp32 can hold, {LARGEST} at most", _fp32_can_hold, **numbers)
+    check_numbers(_FP32, _fp32_can_hold, **numbers)
     if return_attn_probs and p:
         raise NotImplementedError(
             f"return_attn_probs must be False with dropout, whose S_dmask is not computed, got dropout_p={p}"
@@ -431,4 +432,4 @@ def _check_index(name: str, x: Any, shape: tuple[int | str, ...], q: Tensor, siz
     if x.device != q.device:
         raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
     if size is not None:
-        check_range(name, x, size, str(size))
+        check_range(name, x, size, size)

@@ -92,11 +92,11 @@ def check_tensor(name: str, x: object, kind: str, shape: tuple[int | str, ...]) 
         raise ValueError(f"{name} must be [{', '.join(map(str, shape))}], got {list(x.shape)}")
 
 
-def check_range(name: str, x: Tensor, size: int, limit: str) -> None:
+def check_range(name: str, x: Tensor, size: int, limit: str | int) -> None:
     """Raises where a number in `x` is not from 0 to size - 1, as far as that needs no synchronisation with a device.
 
     Args:
-        limit: `size` in words.
+        limit: `size` in words, or itself, which a graph may not know.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
         return

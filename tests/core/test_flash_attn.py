@@ -286,13 +286,15 @@ def test_dropout_drops_and_the_cache_has_no_gradients():
     assert not flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=0).requires_grad
 
 
-def test_compiles_without_a_break():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_without_a_break(dynamic):
+    torch._dynamo.reset()
     q, cache, ends = torch.randn(2, 3, 2, 8), torch.zeros(2, 9, 2, 8), torch.tensor([2, 5])
     caches = [[cache.clone(), cache.clone()] for _ in range(2)]
     outs = [
         function(q, *own, q, q, cache_seqlens=ends, causal=True)
         for function, own in zip(
-            (torch.compile(flash_attn.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager"),
+            (torch.compile(flash_attn.flash_attn_with_kvcache, fullgraph=True, dynamic=dynamic, backend="aot_eager"),
              flash_attn.flash_attn_with_kvcache), caches, strict=True,
         )
     ]  # fmt: skip

@@ -517,7 +517,7 @@ class _AttentionBackward(Function):
         primals, spec = _primals((q, k, v, *learned, *flat))
         tangents = (q_t, k_t, v_t, bias_t, alibi_t, sinks_t)
         _, _, along_inputs = derivatives.second_order(do, dlse, primals, tangents, spec)
-        along_do = torch.ops.fastattn.backward(do_t, dlse_t, q, k, v, o, lse, *learned, *wanted, *flat)
+        along_do = gradients((do_t, dlse_t, q, k, v, o, lse, *learned, *wanted, *flat))
         return tuple(
             a + b if w else torch.zeros_like(b) for a, b, w in zip(along_inputs, along_do, wanted, strict=True)
         )

@@ -35,6 +35,9 @@ NESTED = {
     )(Q),
     "jvp of grad of vmap": lambda f: jvp(grad(lambda q: vmap(f)(q, K, V).square().sum()), (Q,), (K,))[1],
     "jacrev of jacfwd": lambda f: jacrev(jacfwd(lambda q: loss(f, q, K[0], V[0])))(Q[0]),
+    "grad of jvp of grad": lambda f: grad(
+        lambda q: jvp(grad(lambda q: loss(f, q, K[0], V[0])), (q,), (K[0],))[1].square().sum()
+    )(Q[0]),
     "vectorized hessian": lambda f: hessian(lambda q: loss(f, q, K[0], V[0]), Q[0], vectorize=True),
     "vectorized jacobian": lambda f: jacobian(
         lambda q: f(q, K[0], V[0]), Q[0], vectorize=True, strategy="forward-mode"

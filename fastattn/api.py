@@ -316,10 +316,10 @@ def attention_varlen(
     if bias is not None and (cu_seqlens_k is not None or not isinstance(bias, RelativeBias)):
         how = "None where cu_seqlens_k is given" if isinstance(bias, RelativeBias) else "a RelativeBias or None"
         raise ValueError(f"bias must be {how}, got a {type(bias).__name__}")
-    documents_q = documents_k = _document_of_tokens(cu_seqlens_q, len(q))[None]
+    documents_q = documents_k = _document_of_tokens(cu_seqlens_q, q.shape[0])[None]
     q_offset: int | Tensor = 0
     if cu_seqlens_k is not None:
-        documents_k = _document_of_tokens(cu_seqlens_k, len(k))[None]
+        documents_k = _document_of_tokens(cu_seqlens_k, k.shape[0])[None]
         more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
         if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
             q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q]  # padding, -1, takes the last one
@@ -342,7 +342,7 @@ def _document_of_tokens(cu_seqlens: Tensor, total: int) -> Tensor:
     """int64 [total]: the number of the document of each token, -1 after the last one."""
     token = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens.contiguous(), token, right=True) - 1
-    return document.masked_fill(document == len(cu_seqlens) - 1, -1)
+    return document.masked_fill(document == cu_seqlens.shape[0] - 1, -1)
 
 
 def attention_weights(

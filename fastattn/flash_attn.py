@@ -91,7 +91,7 @@ def flash_attn_func(
         tensor([[[4., 5.]]])
     """
     _check("q", q, ("B", "n_q", "H", "D"))
-    _check("k", k, (len(q), "n_k", "H_kv", q.shape[3]))
+    _check("k", k, (q.shape[0], "n_k", "H_kv", q.shape[3]))
     _check("v", v, (*k.shape[:3], "d_v"))
     window, terms = _terms(dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     mask = _mask(causal, window, alibi_slopes, k.shape[1] - q.shape[1])
@@ -109,7 +109,7 @@ def flash_attn_kvpacked_func(
 ) -> _Result:  # fmt: skip
     """`flash_attn_func` of kv [B, n_k, 2, H_kv, D], which holds k and v."""
     _check("q", q, ("B", "n_q", "H", "D"))
-    k, v = _check("kv", kv, (len(q), "n_k", 2, "H_kv", q.shape[3])).unbind(2)
+    k, v = _check("kv", kv, (q.shape[0], "n_k", 2, "H_kv", q.shape[3])).unbind(2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -183,7 +183,7 @@ def _varlen_of_pages(
     _check("k", k, ("pages", "page_size", "H_kv", q.shape[2]), q)
     _check("v", v, (*k.shape[:3], "d_v"), q)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_index(name, x, (len(block_table) + 1,), q)
+        _check_index(name, x, (block_table.shape[0] + 1,), q)
     if terms["dropout_p"]:
         raise NotImplementedError(f"dropout_p must be 0 with a block_table, got {terms['dropout_p']}")
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
@@ -197,7 +197,7 @@ def _varlen_of_pages(
                 f"most the {room} of its pages, got {lengths.tolist()}"
             )
         in_use = torch.arange(block_table.shape[1], device=q.device) * k.shape[1] < lengths[:, None]
-        check_range("block_table", block_table.masked_fill(~in_use, 0), len(k), f"the {len(k)} pages of k")
+        check_range("block_table", block_table.masked_fill(~in_use, 0), k.shape[0], "the {} pages of k")
     result = attention_paged(
         q, k, v, block_table, lengths, cu_seqlens_q, causal=causal, window=window, scale=terms["scale"],
         softcap=terms["softcap"], alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
@@ -229,7 +229,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> _Result:  # fmt: skip
     """`flash_attn_varlen_func` of qkv [total, 3, H, D], which holds q, k and v."""
     q, k, v = _check("qkv", qkv, ("total", 3, "H", "D")).unbind(1)
-    check_boundaries("cu_seqlens", cu_seqlens, q, len(q))
+    check_boundaries("cu_seqlens", cu_seqlens, q, q.shape[0])
     check_ints(0, max_seqlen=as_int(max_seqlen))
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
@@ -323,14 +323,14 @@ def flash_attn_with_kvcache(
         pages = block_table[:, : -(-n_k // max(page_size, 1))]
         in_use = torch.arange(pages.shape[1], device=device) * page_size < end
         rows = pages.long().masked_fill(~in_use, 0)
-        check_range("block_table", rows, n_rows, f"the {n_rows} pages of k_cache")
+        check_range("block_table", rows, n_rows, "the {} pages of k_cache")
     if rotary_cos is not None or rotary_sin is not None:
         if k is None:
             raise ValueError("k must be given where rotary_cos or rotary_sin is, got None")
         steps = n_q if causal or window != _NO_WINDOW else 1
         cos = _check("rotary_cos", rotary_cos, ("n", "D_rotary / 2"), q)
         sin = _check("rotary_sin", rotary_sin, tuple(cos.shape), q)
-        if len(cos) < last + max(n_new, steps) or 2 * cos.shape[1] > D:
+        if cos.shape[0] < last + max(n_new, steps) or 2 * cos.shape[1] > D:
             raise ValueError(
                 f"rotary_cos must be [n, D_rotary / 2] with n at least {last + max(n_new, steps)} and D_rotary at most "
                 f"{D}, got {list(cos.shape)}"
@@ -432,4 +432,4 @@ def _check_index(name: str, x: Any, shape: tuple[int | str, ...], q: Tensor, siz
     if x.device != q.device:
         raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
     if size is not None:
-        check_range(name, x, size, size)
+        check_range(name, x, size)

@@ -195,13 +195,13 @@ def check_varlen(
         raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, d_v] like k, got {list(v.shape)}")
     if not isinstance(align, str) or align not in ("start", "end"):
         raise ValueError(f"align must be 'start' or 'end', got {align!r}")
-    check_boundaries("cu_seqlens_q", cu_seqlens_q, q, len(q))
+    check_boundaries("cu_seqlens_q", cu_seqlens_q, q, q.shape[0])
     if cu_seqlens_k is None:
-        if len(k) != len(q):
+        if k.shape[0] != q.shape[0]:
             raise ValueError(f"cu_seqlens_k must be given where k has another length than q, got {len(k)} and {len(q)}")
         return
-    check_boundaries("cu_seqlens_k", cu_seqlens_k, k, len(k))
-    if len(cu_seqlens_k) != len(cu_seqlens_q):
+    check_boundaries("cu_seqlens_k", cu_seqlens_k, k, k.shape[0])
+    if cu_seqlens_k.shape[0] != cu_seqlens_q.shape[0]:
         raise ValueError(
             f"cu_seqlens_k must be [{len(cu_seqlens_q)}] like cu_seqlens_q, got {list(cu_seqlens_k.shape)}"
         )
@@ -237,24 +237,24 @@ def check_paged(
     if page_size == 0:
         raise ValueError(f"k_pages must have pages of at least one token, got {list(k_pages.shape)}")
     _check_shape("lengths", lengths, _INDICES, ("B",), q)
-    B = len(lengths)
+    B = lengths.shape[0]
     _check_shape("block_table", block_table, _INDICES, (B, "most pages"), q)
     if pages == 0 and block_table.numel() > 0:  # of which none could be read without leaving the pages
         raise ValueError(f"k_pages must have a page where block_table has entries, got {list(k_pages.shape)}")
     if cu_seqlens_q is None:
-        if len(q) != B:
+        if q.shape[0] != B:
             raise ValueError(f"cu_seqlens_q must be given where there are not {B} queries, got {list(q.shape)}")
     else:
-        check_boundaries("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q, len(q))
-        if len(cu_seqlens_q) != B + 1:
+        check_boundaries("cu_seqlens_q", cu_seqlens_q, cu_seqlens_q, q.shape[0])
+        if cu_seqlens_q.shape[0] != B + 1:
             raise ValueError(f"cu_seqlens_q must be [{B + 1}] like lengths, got {list(cu_seqlens_q.shape)}")
         if cu_seqlens_q.device.type not in ("cpu", q.device.type) or cu_seqlens_q.is_meta:  # whose values are read
             raise ValueError(f"cu_seqlens_q must be on the CPU or on the device of q, got {cu_seqlens_q.device}")
     if (k is None) != (v is None):
         raise ValueError(f"k and v must both be given or neither, got {type(k).__name__} and {type(v).__name__}")
     if k is not None:
-        _check_shape("k", k, (q.dtype,), (len(q), H_kv, D), q)
-        _check_shape("v", v, (q.dtype,), (len(q), H_kv, v_pages.shape[3]), q)
+        _check_shape("k", k, (q.dtype,), (q.shape[0], H_kv, D), q)
+        _check_shape("v", v, (q.dtype,), (q.shape[0], H_kv, v_pages.shape[3]), q)
         if k_pages.dtype in QUANTIZED and _overlap(k_pages[:1, :1, :1], v_pages[:1, :1, :1]):  # one row has two scales
             raise ValueError(
                 f"v_pages must have rows of its own to be quantized to {k_pages.dtype}, got those of k_pages"
@@ -420,7 +420,7 @@ def check_boundaries(name: str, x: Tensor, like: Tensor, total: int) -> None:
         raise ValueError(f"{name} must be an int32 or int64 Tensor, got {_kind(x)}")
     if x.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like q, got {x.device}")
-    if x.dim() != 1 or len(x) == 0:
+    if x.dim() != 1 or x.shape[0] == 0:
         raise ValueError(f"{name} must be [documents + 1], got {list(x.shape)}")
     if can_be_read(x) and (x[0] != 0 or (x[1:] < x[:-1]).any() or x[-1] > total):
         raise ValueError(f"{name} must begin at 0, never fall, and end at {total} at most, got {x.tolist()}")

@@ -92,11 +92,11 @@ def check_tensor(name: str, x: object, kind: str, shape: tuple[int | str, ...]) 
         raise ValueError(f"{name} must be [{', '.join(map(str, shape))}], got {list(x.shape)}")
 
 
-def check_range(name: str, x: Tensor, size: int, limit: str | int) -> None:
+def check_range(name: str, x: Tensor, size: int, limit: str = "{}") -> None:
     """Raises where a number in `x` is not from 0 to size - 1, as far as that needs no synchronisation with a device.
 
     Args:
-        limit: `size` in words, or itself, which a graph may not know.
+        limit: `size` in words, with {} where it stands: written only for an error, since a graph may not know it.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
         return
@@ -104,7 +104,7 @@ def check_range(name: str, x: Tensor, size: int, limit: str | int) -> None:
     if first < 0:
         raise ValueError(f"{name} must be at least 0, got {first}")
     if last >= size:
-        raise ValueError(f"{name} must be below {limit}, got {last}")
+        raise ValueError(f"{name} must be below {limit.format(size)}, got {last}")
 
 
 def checked_index(name: str, x: int | None, size: int) -> int | None:

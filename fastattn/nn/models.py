@@ -172,7 +172,7 @@ class Model(nn.Module):
         """
         check_tensor(f"{of}input_ids", ids, "integer", ("B", "L"))
         size = (of and self.config.tgt_vocab_size) or self.config.vocab_size
-        check_range(f"{of}input_ids", ids, size, f"the vocabulary's size {size}")
+        check_range(f"{of}input_ids", ids, size, "the vocabulary's size {}")
         if attention_mask is not None:
             if not isinstance(attention_mask, Tensor):
                 raise TypeError(f"{of}attention_mask must be a Tensor, got {type(attention_mask).__name__}")

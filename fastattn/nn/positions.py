@@ -254,4 +254,4 @@ def _check_positions(positions: Tensor, max_length: int) -> None:
     """Refuses what are no positions in the table, as far as that needs no synchronisation with a device."""
     if positions.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
-    check_range("positions", positions, max_length, f"max_length = {max_length}")
+    check_range("positions", positions, max_length, "max_length = {}")

@@ -302,6 +302,40 @@ def test_compiles_without_a_break(dynamic):
     torch.testing.assert_close(caches[0], caches[1])
 
 
+def tokens(*shape):
+    return torch.randn(*shape, 2, 8)
+
+
+EXPORTED = {  # a call, and its arguments for the export and after it
+    "func": (
+        lambda q, k: flash_attn.flash_attn_func(q, k, k, causal=True),
+        (tokens(2, 4), tokens(2, 6)), (tokens(3, 5), tokens(3, 9)),
+    ),
+    "varlen": (
+        lambda q, cu: flash_attn.flash_attn_varlen_func(q, q, q, cu, cu, 9, 9),
+        (tokens(6), torch.tensor([0, 2, 6])), (tokens(9), torch.tensor([0, 2, 3, 9])),
+    ),
+    "pages": (
+        lambda q, c, n, t: flash_attn.flash_attn_with_kvcache(q, c, c, cache_seqlens=n, block_table=t),
+        (tokens(2, 1), tokens(6, 4), torch.tensor([3, 7]), torch.tensor([[0, 1], [3, 5]])),
+        (tokens(3, 1), tokens(9, 4), torch.tensor([3, 7, 8]), torch.tensor([[0, 1], [3, 5], [8, 2]])),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exports_for_any_lengths(name, strict):
+    class Attend(torch.nn.Module):
+        def forward(self, *given):
+            return call(*given)
+
+    call, first, then = EXPORTED[name]
+    any_lengths = (tuple(dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO) for x in first),)
+    program = torch.export.export(Attend(), first, dynamic_shapes=any_lengths, strict=strict).module()
+    torch.testing.assert_close(program(*then), call(*then))
+
+
 x, c, idx = torch.ones(2, 3, 2, 8), torch.ones(2, 6, 2, 8), torch.zeros(2, dtype=torch.int32)
 VARLEN = {"q": x[0], "k": x[0], "v": x[0], "cu_seqlens_q": torch.tensor([0, 3]), "cu_seqlens_k": torch.tensor([0, 3])}
 VARLEN |= {"max_seqlen_q": 3, "max_seqlen_k": 3}

@@ -13,6 +13,7 @@ The weights as users get them, Z * P in one of the forms of `_formed`, have all 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -103,6 +104,7 @@ def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec,
     for rows in _blocks(primals):
         s = softmax(q, k, spec, rows)
         dp = s.dropped(_of_each_pair(d_weights, form, keys, rows, s.p))
+        dp = dp.masked_fill(s.dropped(s.p) == 0, 0)  # 0 times what arrives there, as inf from an entropy
         delta = (s.p * dp).sum(-1, keepdim=True)
         ds = s.p * (dp - delta)  # by the score after softcap and bias
         dqk = (ds if s.d_score is None else ds * s.d_score) * spec.scale
@@ -156,11 +158,15 @@ def _places(keys: Tensor, p: Tensor) -> Tensor:
 
 
 def _tangents_of_rows(primals: Six, tangents: Six, spec: Spec, rows: slice) -> tuple[Tensor, Tensor]:
-    """The tangents of (o, lse) for these query rows: the formula at the top of this file."""
+    """The tangents of (o, lse) for these query rows: the formula at the top of this file.
+
+    Those of a query that sees nothing are 0 and stop what arrives there, so that NaN is not read either.
+    """
     H, keys = primals[0].shape[1], spec.mask.readable_keys()
     v, v_t = (readable(x, keys, H) for x in (primals[2], tangents[2]))
     s, p_t, lse_t = _softmax_tangents(primals, tangents, spec, rows)
-    return s.dropped(p_t) @ v + s.dropped(s.p) @ v_t, lse_t
+    o_t = s.dropped(p_t) @ v + s.dropped(s.p) @ v_t
+    return s.zero_where_nothing_is_seen(o_t), lse_t.masked_fill(s.lse == -math.inf, 0)
 
 
 def _rows(x: Tensor, rows: slice, dim: int = 2) -> Tensor:

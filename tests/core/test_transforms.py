@@ -99,6 +99,17 @@ def test_vmap_over_documents_of_one_query(mapped):
         torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), q) for o in outputs))
 
 
+def test_second_derivatives_do_not_read_what_arrives_at_padding():
+    leaves = [x[0].clone().requires_grad_() for x in (Q, K, V)]
+    real = torch.tensor([[True, False, True, True, True]])
+    o, lse = fastattn.attention(*leaves, fastattn.Mask(real_queries=real), return_lse=True)
+    do, dlse = torch.ones_like(o), torch.ones_like(lse)
+    do[:, :, 1], dlse[:, :, 1] = torch.nan, torch.nan
+    first = torch.autograd.grad([o, lse], leaves, [do, dlse], create_graph=True)
+    for gradient in torch.autograd.grad(sum(x.square().sum() for x in first), leaves):
+        assert gradient.isfinite().all()
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "in a graph"])
 @pytest.mark.parametrize(
     ("weights", "expected"),

@@ -396,6 +396,27 @@ def test_derivatives_of_first_and_second_order(form):
     assert torch.autograd.gradgradcheck(function, learned(), fast_mode=True)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_what_arrives_at_a_weight_of_zero_is_not_read(backend, together, dropout_p):
+    """inf from the entropy of a row, whose value at 0 is 0: of keys that are hidden or dropped, and of padding."""
+    leaves = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(2)]
+    mask = Mask(causal=True, real_queries=torch.tensor([[True, True, True, False]]))
+    options = {"average_heads": False, "backend": backend}
+    if dropout_p:
+        options |= {"dropout_p": dropout_p, "generator": fastattn.DropoutSeed(0)}
+    q, k = leaves
+    weights = (
+        fastattn.attention_with_weights(q, k, k, mask, **options)[1]
+        if together
+        else fastattn.attention_weights(q, k, mask, **options)
+    )
+    for gradient in torch.autograd.grad(torch.special.entr(weights).sum(), leaves):
+        assert gradient.isfinite().all()
+        assert gradient[:, :, :3].count_nonzero() > 0
+
+
 @pytest.mark.parametrize("bias_rows", [1, 3])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_blocks_of_queries_change_no_derivative(form, bias_rows, monkeypatch):

@@ -325,13 +325,13 @@ def backward(
     call, lse = _Call.of(q, k, v, spec), lse.masked_fill(unseeing, math.inf)
     do = torch.zeros_like(o) if do is None else do
     dlse = None if dlse is None else dlse.masked_fill(unseeing, 0)
-    queries, keys = spec.mask.readable_queries(), spec.mask.readable_keys()
-    if call.table is not None and not (call.looks_readable() and (queries is None or _is_finite(do[:, 0]))):
-        call, do = call.readable(), _readable(do, queries)
+    all_see, keys = call.unseeing is None, spec.mask.readable_keys()
+    if call.table is not None and not (call.looks_readable() and (all_see or _is_finite(do[:, 0]))):
+        call, do = call.readable(), _zeroed_(do.clone(), ~unseeing)
     gradients = _gradients(call, do, dlse, o, lse, output_mask[5])
-    if call.table is not None and not ((queries is None and keys is None) or _is_finite(*gradients[:3])):
+    if call.table is not None and not ((all_see and keys is None) or _is_finite(*gradients[:3])):
         call = call.readable()
-        dq, dk, dv, *others = _gradients(call, _readable(do, queries), dlse, o, lse, output_mask[5])
+        dq, dk, dv, *others = _gradients(call, _zeroed_(do.clone(), ~unseeing), dlse, o, lse, output_mask[5])
         gradients = dq, _readable(dk, keys), _readable(dv, keys), *others  # 0 times a NaN that queries see
     return call.zero_where_nothing_is_seen(gradients[0]), *gradients[1:]
 

@@ -166,8 +166,8 @@ def backward(
     inputs, H = (q, k, v), q.shape[1]
     keys, queries = spec.mask.readable_keys(), spec.mask.readable_queries()
     q, k, v = readable(q, queries, H), readable(k, keys, H), readable(v, keys, H)
-    do = q.new_zeros(o.shape) if do is None else readable(do, queries, H)
     s = softmax(q, k, spec)
+    do = q.new_zeros(o.shape) if do is None else s.zero_where_nothing_is_seen(readable(do, None, H))
     weights = s.dropped(s.p)
 
     dv = weights.mT @ do

@@ -519,3 +519,14 @@ def test_a_sink_of_infinity_takes_all(backend):
     gradients = torch.autograd.grad(o.sum() + lse.sum() + weights.sum(), [q, k, v, sinks])
     for x in (o, weights, *gradients[:3], gradients[3] - 4):  # the gradient of an lse is the sink's, of 4 queries
         assert_close(x, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("fields", [{"causal": True, "q_offset": -2}, {"dense": torch.ones(4, 4).tril(-1).bool()}])
+def test_nan_that_arrives_at_a_query_that_sees_nothing_is_not_read(backend, fields):
+    leaves = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    sinks = torch.zeros(2, requires_grad=True)
+    o, lse = fastattn.attention(*leaves, Mask(**fields), sinks=sinks, return_lse=True, backend=backend)
+    do = torch.where((lse == -torch.inf)[..., None], torch.nan, torch.ones_like(o))
+    for gradient in torch.autograd.grad(o, [*leaves, sinks], do):
+        assert gradient.isfinite().all()

@@ -109,7 +109,8 @@ def weights_gradients(d_weights: Tensor, keys: Tensor, primals: Six, spec: Spec,
         ds = s.p * (dp - delta)  # by the score after softcap and bias
         dqk = (ds if s.d_score is None else ds * s.d_score) * spec.scale
         dq.append(dqk @ k)
-        dk = dk + (dqk.mT @ _rows(q, rows)).unflatten(1, (H_kv, H // H_kv)).sum(2)
+        of_heads = dqk.mT @ _rows(q, rows)
+        dk = dk + of_heads.reshape(k.shape[0], H_kv, H // H_kv, *k.shape[2:]).sum(2)
         if spec.bias is not None:
             dbias.append(spec.summed_like_bias(ds, rows))
         if spec.alibi_slopes is not None:
@@ -143,9 +144,9 @@ def _of_each_pair(d_weights: Tensor, form: str, keys: Tensor, rows: slice, p: Te
     """The gradient that arrives at the weights p of these query rows, given that at their form: `_formed` backwards."""
     d_weights = d_weights.to(p.dtype)
     if form == "averaged":
-        return (d_weights[:, rows] / max(p.shape[1], 1))[:, None].expand_as(p)
+        return (_rows(d_weights, rows, 1) / max(p.shape[1], 1)).unsqueeze(1).expand_as(p)
     if form == "received":
-        return d_weights[:, :, None].expand_as(p)
+        return d_weights.unsqueeze(2).expand_as(p)
     if form == "top_keys":
         places = _places(_rows(keys, rows), p)
         return torch.zeros_like(pad(p, (0, 1))).scatter_add(-1, places, _rows(d_weights, rows))[..., :-1]

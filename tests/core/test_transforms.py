@@ -99,6 +99,17 @@ def test_vmap_over_documents_of_one_query(mapped):
         torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), q) for o in outputs))
 
 
+def test_vectorized_derivatives_of_a_short_call_with_weights():
+    q, k = Q[0].float(), K[0, :, :1].float()
+    fastattn.attention(q, k, k)  # after which calls of this kind are short
+
+    def of_both(q, k):
+        return torch.stack([x.square().sum() for x in fastattn.attention_with_weights(q, k, k)])
+
+    for ours, expected in zip(*(jacobian(of_both, (q, k), vectorize=way) for way in (True, False)), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def test_second_derivatives_do_not_read_what_arrives_at_padding():
     leaves = [x[0].clone().requires_grad_() for x in (Q, K, V)]
     real = torch.tensor([[True, False, True, True, True]])

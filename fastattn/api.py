@@ -25,7 +25,16 @@ from .spec import (
     is_jagged,
     refuse_unknown,
 )
-from .validation import check_flags, check_jagged, check_merge, check_top_k, check_varlen, in_spec, validated
+from .validation import (
+    check_flags,
+    check_in_one_process,
+    check_jagged,
+    check_merge,
+    check_top_k,
+    check_varlen,
+    in_spec,
+    validated,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -385,6 +394,7 @@ def attention_weights(
         tensor([0.5000, 0.5000, 0.0000])
     """
     blocks.refuse("attention weights")
+    check_in_one_process(q=q, k=k)
     check_flags(average_heads=average_heads)
     q, k, _, spec, decided = prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend,
@@ -444,6 +454,7 @@ def attention_with_weights(
         result = ops.short_way(q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, False, average_heads)
         if result is not None:
             return result
+    check_in_one_process(q=q, k=k, v=v)
     q, k, v, spec, decided = prepare(
         q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend, "with weights"
     )
@@ -490,6 +501,7 @@ def attention_received(
         tensor([[[1.5000, 0.5000]]])
     """
     blocks.refuse("attention weights")
+    check_in_one_process(q=q, k=k)
     q, k, _, spec, decided = prepare(
         q, k, _no_values(k), mask, scale, bias, softcap, alibi_slopes, sinks, 0.0, None, True, backend, "received"
     )
@@ -539,6 +551,7 @@ def top_keys(
                 [ 0,  1]]))
     """
     blocks.refuse("attention weights")
+    check_in_one_process(q=q, k=k)
     top_k = as_int(top_k)
     check_top_k(top_k)
     q, k, _, spec, decided = prepare(

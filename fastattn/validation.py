@@ -175,6 +175,13 @@ def check_flags(**flags: bool) -> None:
             raise ValueError(f"{name} must be a bool, got {flag!r}")
 
 
+def check_in_one_process(**tensors: Tensor) -> None:
+    """Raises NotImplementedError where one of these is a DTensor, which not every function takes."""
+    for name, x in tensors.items():
+        if type(x).__name__ == "DTensor":
+            raise NotImplementedError(f"{name} must lie in one process, as its to_local() does, got a DTensor")
+
+
 def check_top_k(top_k: int) -> None:
     """Raises ValueError where `top_k` is not an int of at least 1."""
     if not is_int(top_k) or not 1 <= top_k < 2**63:

@@ -69,6 +69,29 @@ def test_eight_ranks_in_one_process(shards):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        fastattn.attention_weights,
+        fastattn.attention_received,
+        lambda q, k: fastattn.attention_with_weights(q, k, k),
+        lambda q, k: fastattn.top_keys(q, k, top_k=1),
+    ],
+)
+def test_weights_of_dtensors_are_refused_in_a_sentence(call):
+    from torch.distributed.tensor import distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    q = torch.randn(1, 2, 4, 8)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        k = distribute_tensor(q, init_device_mesh("cpu", (2,)))
+        with pytest.raises(NotImplementedError, match=r"^k must lie in one process, as its to_local\(\) does"):
+            call(q, k)
+    finally:
+        dist.destroy_process_group()
+
+
 REFUSED = {
     "no DTensor": "k must be a DTensor, (Shard(dim=1),) on ",
     "placed otherwise": "v must be a DTensor, (Shard(dim=1),) on ",

@@ -330,7 +330,8 @@ def attention_varlen(
     if cu_seqlens_k is not None:
         documents_k = _document_of_tokens(cu_seqlens_k, k.shape[0])[None]
         more_keys = cu_seqlens_k.diff() - cu_seqlens_q.diff()
-        if align == "end" and (causal or window != (None, None) or alibi_slopes is not None):
+        # What is no bool is for the mask to refuse.
+        if align == "end" and (causal is not False or window != (None, None) or alibi_slopes is not None):
             q_offset = torch.nn.functional.pad(more_keys, (0, 1))[documents_q]  # padding, -1, takes the last one
     mask = Mask(causal, q_offset=q_offset, window=window, segment_ids=(documents_q, documents_k))
     attend = functools.partial(

@@ -25,6 +25,7 @@ def is_needed(tensors: tuple[Tensor | None, ...], cu_seqlens_q: Tensor, cu_seqle
         can_be_read(cu_seqlens_q)
         and can_be_read(cu_seqlens_k)
         and torch._C._functorch.peek_interpreter_stack() is None
+        and isinstance(dropout_p, (int, float))  # else it is for others to judge
         and dropout_p == 0  # which draws by the place of a query
         and not (torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors))
         and bool((cu_seqlens_q.diff() == 1).any())

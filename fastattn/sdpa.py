@@ -162,6 +162,8 @@ def _parsed(
         _check_tensor(name, x, query)
         if not x.is_floating_point():
             raise RuntimeError(f"{name} must be of a floating dtype, got {x.dtype}")
+        if x.dtype != query.dtype and not torch._C._is_any_autocast_enabled():
+            raise RuntimeError(f"{name} must be of dtype {query.dtype} like query, got {x.dtype}")
         if x.dim() < 2:
             raise RuntimeError(f"{name} must have at least 2 dimensions, got {x.dim()}")
         if enable_gqa and x.dim() < 3:

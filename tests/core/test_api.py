@@ -394,6 +394,25 @@ def test_dropout_follows_the_seed():
 # --- the drop-in for torch.nn.functional.scaled_dot_product_attention
 
 
+def test_sdpa_refuses_by_torchs_names():
+    with pytest.raises(RuntimeError, match=r"^value must be of dtype torch\.float32 like query, got torch\.float64"):
+        fastattn.scaled_dot_product_attention(Q, Q, Q.double())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"causal": torch.ones(2)}, "mask.causal must be a bool, got Tensor"),
+        ({"dropout_p": torch.zeros(2)}, "dropout_p must be between 0 and 1, got tensor"),
+        ({"dropout_p": np.zeros(2)}, "dropout_p must be between 0 and 1, got array"),
+    ],
+)
+def test_documents_of_one_query_refuse_in_a_sentence(wrong, sentence):
+    q, ends = torch.ones(2, 2, 8), torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        fastattn.attention_varlen(q, q, q, ends, ends, align="end", **wrong)
+
+
 def test_sdpa_padding_mask_runs_fused():
     k = K.repeat_interleave(2, 1)
     with warnings.catch_warnings():

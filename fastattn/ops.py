@@ -333,15 +333,20 @@ def _in_forward_mode() -> bool:
 
 
 def _derivative_wanted(tensors: tuple[Tensor | None, ...]) -> bool:
-    forward_mode = _in_forward_mode()
-    if forward_mode and _nested_forward_mode():
+    forward_mode, transforms = _in_forward_mode(), _transforms()
+    if _KIND.Functionalize in transforms and not {_KIND.Grad, _KIND.Jvp}.isdisjoint(transforms):
+        raise NotImplementedError(
+            "torch.func.functionalize is not available around or inside of torch.func.grad, vjp and jvp: PyTorch has "
+            "no rule for an autograd.Function there"
+        )
+    if transforms.count(_KIND.Jvp) > 1:
         raise NotImplementedError(
             "forward mode inside forward mode is not available: PyTorch's autograd.Function would give zeros. Nest "
             "torch.func.grad or torch.func.vjp inside one torch.func.jvp instead (torch.func.hessian does)."
         )
     if forward_mode or not torch.is_grad_enabled():
         return forward_mode
-    if _innermost_transform() is not None and not _functionalizes():
+    if transforms and _KIND.Functionalize not in transforms:
         return True  # a tensor of torch.vmap does not say whether what it wraps requires grad
     return any([x is not None and x.requires_grad for x in tensors])  # noqa: C419  a generator takes longer
 
@@ -357,17 +362,12 @@ _keys_of_modes, _bits_of = torch._C._dispatch_tls_local_include_set, torch._C.Di
 _any_function_mode, _any_autocast = torch._C._is_torch_function_mode_enabled, torch._C._is_any_autocast_enabled
 _grad_enabled, _innermost_transform = torch.is_grad_enabled, torch._C._functorch.peek_interpreter_stack
 _MODES = ~_bits_of(_keys_of_modes())
+_KIND = torch._C._functorch.TransformType
 
 
-def _functionalizes() -> bool:
-    """Whether torch.func.functionalize is among the transforms, for which no Function has a rule."""
-    kind = torch._C._functorch.TransformType.Functionalize
-    return any(level.key() == kind for level in torch._C._functorch.get_interpreter_stack() or ())
-
-
-def _nested_forward_mode() -> bool:
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
+def _transforms() -> list[torch._C._functorch.TransformType]:
+    """The kinds of the transforms of torch.func that the call is in."""
+    return [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def _onnx_exports() -> bool:

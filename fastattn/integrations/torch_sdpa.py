@@ -221,6 +221,8 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
         return "the call is traced or exported, to run where fastattn may not be"
     if forward_ad._current_level >= 0 and _forward_mode_is_nested():
         return "its derivative is taken in forward mode inside forward mode"
+    if not torch.compiler.is_compiling() and _derivative_is_functionalized():
+        return "its derivative is taken inside or around torch.func.functionalize"
     on_cpu = all(x.is_cpu for x in arguments if isinstance(x, Tensor))
     return "sdpa_kernel() chooses among torch's kernels" if _kernel_is_chosen(on_cpu) else None
 
@@ -242,6 +244,12 @@ def _a_mode_may_want_it() -> bool:
 def _forward_mode_is_nested() -> bool:
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
+
+
+def _derivative_is_functionalized() -> bool:
+    kind = torch._C._functorch.TransformType
+    kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
+    return kind.Functionalize in kinds and not kinds.isdisjoint({kind.Grad, kind.Jvp})
 
 
 @while_tracing

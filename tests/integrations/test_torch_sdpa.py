@@ -559,6 +559,22 @@ def test_forward_mode_inside_forward_mode_is_torchs():
         assert list(patch.left) == ["its derivative is taken in forward mode inside forward mode"]
 
 
+@pytest.mark.parametrize("outer", [torch.func.functionalize, torch.func.grad])
+def test_functionalized_derivatives_are_torchs(outer):
+    inner = ({torch.func.functionalize, torch.func.grad} - {outer}).pop()
+    q, k, v = (x.detach() for x in qkv())
+
+    def derivative(attend: Callable) -> Tensor:
+        return outer(inner(lambda q: attend(q, k, v).square().sum()))(q)
+
+    expected = derivative(TORCHS_OWN)
+    with fastattn.patch_sdpa() as patch:
+        assert torch.equal(derivative(F.scaled_dot_product_attention), expected)
+        assert list(patch.left) == ["its derivative is taken inside or around torch.func.functionalize"]
+    with pytest.raises(NotImplementedError, match="functionalize is not available around or inside"):
+        derivative(fastattn.attention)
+
+
 (SDPA,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
 
 

@@ -342,7 +342,7 @@ def attention_varlen(
     learned = (q, k, v, alibi_slopes, sinks)
     if cu_seqlens_k is not None and decoding.is_needed(learned, cu_seqlens_q, cu_seqlens_k, dropout_p):
         start = more_keys if align == "end" else torch.zeros_like(more_keys)
-        o, lse = decoding.attention(attend, q, k, v, mask, cu_seqlens_q, cu_seqlens_k, start)
+        o, lse = decoding.attention(attend, *after_autocast(q, k, v), mask, cu_seqlens_q, cu_seqlens_k, start)
     else:
         o, lse = attend(q, k, v, mask)
     return (o[0].transpose(0, 1), lse[0]) if return_lse else o[0].transpose(0, 1)

@@ -413,6 +413,14 @@ def test_documents_of_one_query_refuse_in_a_sentence(wrong, sentence):
         fastattn.attention_varlen(q, q, q, ends, ends, align="end", **wrong)
 
 
+def test_documents_of_one_query_under_autocast():
+    q, ends = torch.randn(2, 2, 8), torch.tensor([0, 1, 2])
+    with torch.autocast("cpu", torch.bfloat16):
+        o, lse = fastattn.attention_varlen(q, q, q, ends, ends, return_lse=True)
+    assert torch.equal(o, q.bfloat16())
+    assert lse.dtype == torch.float32
+
+
 def test_sdpa_padding_mask_runs_fused():
     k = K.repeat_interleave(2, 1)
     with warnings.catch_warnings():

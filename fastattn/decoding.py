@@ -17,14 +17,13 @@ _AT_ONCE = 8  # documents, whose lists of keys are as long as the keys of all of
 
 
 def is_needed(tensors: tuple[Tensor | None, ...], cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, dropout_p: float) -> bool:
-    """Whether there is a document of one query, in a call of which nobody asks for gradients, inside no transform.
+    """Whether there is a document of one query, in a call of plain tensors of which nobody asks for gradients.
 
-    What `attention` writes to may have no place for what torch.vmap maps over, nor may autograd around it write there.
+    What `attention` writes to may have no place for what torch.vmap maps over, nor may autograd around it write there;
+    and DTensors are not written to by tables of places.
     """
     return (
-        can_be_read(cu_seqlens_q)
-        and can_be_read(cu_seqlens_k)
-        and torch._C._functorch.peek_interpreter_stack() is None
+        all(can_be_read(x) for x in (cu_seqlens_q, cu_seqlens_k, *tensors) if isinstance(x, Tensor))
         and isinstance(dropout_p, (int, float))  # else it is for others to judge
         and dropout_p == 0  # which draws by the place of a query
         and not (torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors))

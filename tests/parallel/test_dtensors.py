@@ -92,6 +92,20 @@ def test_weights_of_dtensors_are_refused_in_a_sentence(call):
         dist.destroy_process_group()
 
 
+def test_documents_of_one_query():
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    q, ends = torch.randn(2, 2, 8), torch.tensor([0, 1, 2])
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        x = distribute_tensor(q, init_device_mesh("cpu", (1,)), [Shard(1)])
+        o = fastattn.attention_varlen(x, x, x, ends, ends).to_local()
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(o, q)
+
+
 REFUSED = {
     "no DTensor": "k must be a DTensor, (Shard(dim=1),) on ",
     "placed otherwise": "v must be a DTensor, (Shard(dim=1),) on ",

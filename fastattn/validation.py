@@ -72,6 +72,9 @@ def validated(
             f"mask must be a fastattn.Mask or None, got {type(mask).__name__}{how * isinstance(mask, Tensor)}"
         )
     check_tensors(q, k, mask, bias, alibi_slopes, sinks, bias_by_distance)
+    if type(q).__name__ != "DTensor":
+        of_mask = {f"mask.{name}": x for name, x in mask.tensors().items()}
+        check_in_one_process(k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, **of_mask)
     if generator is not None and not isinstance(generator, (torch.Generator, DropoutSeed)):
         raise ValueError(f"generator must be a torch.Generator, a DropoutSeed or None, got {type(generator).__name__}")
     check_flags(deterministic=deterministic)

@@ -92,6 +92,23 @@ def test_weights_of_dtensors_are_refused_in_a_sentence(call):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("name", ["k", "sinks", "mask.real_keys"])
+def test_a_dtensor_beside_a_tensor_is_refused_in_a_sentence(name):
+    from torch.distributed.tensor import distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    q = torch.randn(1, 2, 4, 8)
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        of = {"k": q, "sinks": torch.zeros(2), "mask.real_keys": torch.ones(1, 4, dtype=torch.bool)}[name]
+        given = distribute_tensor(of, init_device_mesh("cpu", (1,)))
+        k, mask = given if name == "k" else q, fastattn.Mask(real_keys=given) if "mask" in name else None
+        with pytest.raises(NotImplementedError, match=f"^{name} must lie in one process"):
+            fastattn.attention(q, k, q, mask, sinks=given if name == "sinks" else None)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_documents_of_one_query():
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore

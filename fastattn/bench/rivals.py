@@ -26,7 +26,6 @@ _SDPA = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-_SDPA_ON_CPU = ("SDPA math", "SDPA flash")
 SDPA_BY_ITSELF = "SDPA"
 _LAYERS = {
     "fastattn.MultiHeadAttention": ("fastattn", fastattn.MultiHeadAttention),
@@ -166,8 +165,12 @@ def _sdpa(inputs: Inputs, forced: bool = True) -> list[Contender]:
 
     if not forced:
         return [contender(SDPA_BY_ITSELF, nullcontext)]
-    names = _SDPA_ON_CPU if inputs.q.device.type == "cpu" else _SDPA
-    return [contender(name, lambda name=name: sdpa_kernel(_SDPA[name])) for name in names]
+    return [contender(name, lambda name=name: sdpa_kernel(_SDPA[name])) for name in _sdpa_names(inputs.q.device.type)]
+
+
+def _sdpa_names(device: str) -> list[str]:
+    """The kernels torch has for the device."""
+    return ["SDPA math", "SDPA flash"] if device == "cpu" else list(_SDPA)
 
 
 def _naive(inputs: Inputs) -> Contender:

@@ -219,9 +219,10 @@ def _objection(arguments: tuple[object, ...]) -> str | None:
         return "a TorchFunctionMode sees the call first"
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return "the call is traced or exported, to run where fastattn may not be"
-    if forward_ad._current_level >= 0 and _forward_mode_is_nested():
+    if forward_ad._current_level >= 0 and _transforms().count(_KIND.Jvp) > 1:
         return "its derivative is taken in forward mode inside forward mode"
-    if not torch.compiler.is_compiling() and _derivative_is_functionalized():
+    kinds = set() if torch.compiler.is_compiling() else set(_transforms())
+    if _KIND.Functionalize in kinds and kinds & {_KIND.Grad, _KIND.Jvp}:
         return "its derivative is taken inside or around torch.func.functionalize"
     on_cpu = all(x.is_cpu for x in arguments if isinstance(x, Tensor))
     return "sdpa_kernel() chooses among torch's kernels" if _kernel_is_chosen(on_cpu) else None
@@ -241,15 +242,12 @@ def _a_mode_may_want_it() -> bool:
     return any(type(mode) not in (DeviceContext, ToFastattn) for mode in _get_current_function_mode_stack())
 
 
-def _forward_mode_is_nested() -> bool:
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1
+_KIND = torch._C._functorch.TransformType
 
 
-def _derivative_is_functionalized() -> bool:
-    kind = torch._C._functorch.TransformType
-    kinds = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
-    return kind.Functionalize in kinds and not kinds.isdisjoint({kind.Grad, kind.Jvp})
+def _transforms() -> list[torch._C._functorch.TransformType]:
+    """The kinds of the transforms of torch.func that the call is in."""
+    return [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 @while_tracing

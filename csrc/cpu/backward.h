@@ -6,8 +6,8 @@
 //
 // Dropout multiplies the weights by Z, which changes two of these: dP^T = Z^T * V dO^T, and dV += (Z^T * P^T) dO.
 //
-// An item owns the gradients it writes, and sums each over all of its queries or over all of its keys, in order: no
-// atomics, and the same bits however the work is split.
+// An item owns the gradients it writes, and sums each over all of its queries or over all of its keys, in order: sums
+// without atomics, and the same bits however the work is split.
 #pragma once
 
 #include <cmath>
@@ -129,17 +129,49 @@ IndexList contributing_queries(const Params& p, const BackwardTensors& t, int64_
   return {table, 0, count};
 }
 
+// Few queries do not fill the lanes: as in decode.h, those are the head dim for them. The plain formula is a product
+// with a few vectors then, whose sums are short, and rounds less than chains along the head dim.
+constexpr int64_t kFewQueries = 3;
+inline bool is_for_few(const Params& p) { return kOneForm && p.n_q <= kFewQueries; }
+
+// to[i, j] = a[i] . (factor * b[j]) for n rows of d and a few of b; zeros in the other lanes.
+FASTATTN_ONCE void assign_products_of_few(float* to, int64_t n, int64_t d, Rows a, Right b, int64_t n_few,
+                                          float factor) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Floats products[kLanes] = {};
+    for (int64_t j = 0; j < n_few; ++j) {
+      Floats of_rows[kLanes] = {};
+      for (int64_t vector = 0; vector < units(d) / kLanes; ++vector) {
+        const Floats y = b(j, vector) * factor;
+#pragma GCC unroll 16
+        for (int row = 0; row < kLanes; ++row) {
+          const Rows x = a.at_row(lesser(i + row, n - 1));
+          of_rows[row] = multiply_add(load(x.data + vector * kLanes), y, of_rows[row]);
+        }
+      }
+      products[j] = sums_of_lanes(of_rows);
+    }
+    transpose(products);
+    for (int64_t row = 0; row < lesser(kLanes, n - i); ++row) store(to + (i + row) * kLanes, products[row]);
+  }
+}
+
 // P of vector c of the queries from S. The difference first: see weight of forward.h. It is above 1 by rounding only.
 FASTATTN_INLINE Floats weight_from_lse(const BackwardBlock& block, int c, Floats s, float on_score_log2) {
   return exp2(at_most((s - block.reference[c]) * on_score_log2 - block.rest_log2[c], 0.0f));
 }
 
-// Writes S^T of a part of the keys, hidden ones -inf.
+// Writes S^T of a part of the keys and vectors first, ..., first + C - 1 of a block of queries, hidden ones -inf.
 FASTATTN_ONCE void scores(int C, const Params& p, int64_t b, int64_t h, const KeyBlock& keys, Part part,
-                          const QueryBlock& queries, Right q_t, float* s_t, float* d_score = nullptr) {
-  with_columns(C, [&](auto columns) {
-    assign_product<columns>(s_t, part.n, steps_over(p.d_qk), keys.k.at_row(part.begin), q_t);
-  });
+                          const QueryBlock& queries, const BackwardBlock& block, int first, float* s_t,
+                          float* d_score = nullptr) {
+  const Rows k = keys.k.at_row(part.begin);
+  if (is_for_few(p)) {
+    assign_products_of_few(s_t, part.n, p.d_qk, k, block.q, queries.n, split_scale(p.scale).on_query);
+  } else {
+    const Right q_t{block.q_t + first * kLanes, block.stride};
+    with_columns(C, [&](auto columns) { assign_product<columns>(s_t, part.n, steps_over(p.d_qk), k, q_t); });
+  }
   finish_scores(C, p, b, h, queries, keys, part, s_t, d_score);
 }
 
@@ -155,9 +187,9 @@ void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* 
   for (int c = 0; c < C; ++c) m[c] = splat(-kInfinity), l[c] = Floats{};
   each_key_block(list, queries.range.some, queries.origin, 0, list.count, kBlockKeys, [&](int64_t i, int64_t n) {
     KeyBlock keys{&list, i, n, {}, {}, {}, {}};
-    keys.k = rows_of(p.k, b, h / p.group(), list, i, n, up_to_grain(n), p.d_qk, false, w.k);
+    keys.k = rows_of(p.k, b, h / p.group(), list, i, n, up_to_grain(n), p.d_qk, is_for_few(p), w.k);
     const Part part = visible_part(queries.range.some, keys);
-    scores(C, p, b, h, keys, part, queries, {block.q_t + first * kLanes, block.stride}, w.s_t);
+    scores(C, p, b, h, keys, part, queries, block, first, w.s_t);
     if (follow_maximum<C>(part.n, w.s_t, on_score_log2, m, decay)) {
       for (int c = 0; c < C; ++c) l[c] *= decay[c];
     }
@@ -177,9 +209,16 @@ void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* 
 // Sums delta as dP is summed in fp32, in the same order: a query that sees a single key, where O = V, then has dS = 0
 // to the bit.
 void sum_delta(int C, const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
-               BackwardBlock& block) {
+               BackwardBlock& block, const BackwardScratch& w) {
+  for (int c = 0; c < C; ++c) block.delta[c] = Floats{};
+  if (is_for_few(p)) {
+    const int64_t n = t.d_o.data ? block.queries.n : 0;
+    const Rows o = rows_of(t.o, b, h, queries, block.queries.first, n, n, p.d_v, true, block.d_o_t);
+    assign_products_of_few(w.dp_t, n, p.d_v, o, block.d_o, n, 1.0f);
+    for (int64_t i = 0; i < n; ++i) block.delta[0][i] = w.dp_t[i * kLanes + i];
+    return;
+  }
   for (int c = 0; c < C; ++c) {
-    block.delta[c] = Floats{};
     const int64_t first = block.queries.first + c * kLanes, n = block.queries.n - c * kLanes;
     for (int64_t begin = 0; t.d_o.data && n > 0 && begin < p.d_v; begin += kPartOfHeadDim) {
       Floats part = {};
@@ -214,14 +253,19 @@ void begin_block(int C, const Params& p, const BackwardTensors& t, const Backwar
   if (item.wanted.dq) __builtin_memset(block.dq_t, 0, M * padded(p.d_qk) * sizeof(float));
   for (int c = 0; c < C; ++c) block.d_slope[c] = block.d_row[c] = Floats{};
 
-  sum_delta(C, p, t, b, h, queries, block);
+  sum_delta(C, p, t, b, h, queries, block, w);
 
   bool imprecise[kBlockQueries], any_imprecise[kColumns] = {};  // query by query: the others in a block must not matter
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
-    const Measure from = Measure::of(t.lse[query] * p.scores_per_nat(), 1, p.on_score_log2());
+    Measure from = Measure::of(t.lse[query] * p.scores_per_nat(), 1, p.on_score_log2());
     imprecise[i] = std::fabs(t.lse[query]) > precise_lse(p.q.dtype) ||
-                   (p.q.dtype == DType::f32 && block.queries.length[c][lane] <= kFewKeys);
+                   (p.q.dtype == DType::f32 && (is_for_few(p) || block.queries.length[c][lane] <= kFewKeys));
+    if (imprecise[i] && t.measures) {
+      SharedMeasure found;
+      __atomic_load(t.measures + query, &found, __ATOMIC_RELAXED);
+      if (found.value.reference != 0 || found.value.rest_log2 != 0) from = found.value, imprecise[i] = false;
+    }
     any_imprecise[c] |= imprecise[i];
     block.reference[c][lane] = from.reference, block.rest_log2[c][lane] = from.rest_log2;
     block.d_lse[c][lane] = t.d_lse ? t.d_lse[query] : 0.0f;
@@ -230,6 +274,11 @@ void begin_block(int C, const Params& p, const BackwardTensors& t, const Backwar
     if (any_imprecise[c] || any_imprecise[c + kFewestColumns - 1]) {
       measure_anew<kFewestColumns>(p, b, h, c, imprecise + c * kLanes, block, w);
     }
+  }
+  for (int64_t i = 0; t.measures && i < n; ++i) {
+    if (!imprecise[i]) continue;
+    const SharedMeasure found{{block.reference[i / kLanes][i % kLanes], block.rest_log2[i / kLanes][i % kLanes]}};
+    __atomic_store(t.measures + row_of_head + queries.at(first + i), &found, __ATOMIC_RELAXED);
   }
 }
 
@@ -286,12 +335,16 @@ void add_gradients(const Params& p, const BackwardTensors& t, const BackwardItem
                    Prefetch& prefetch, const BackwardScratch& w) {
   constexpr int64_t M = C * kLanes;
   const int64_t column = first * kLanes;
-  const Right q_t{block.q_t + column, block.stride}, d_o_t{block.d_o_t + column, block.stride};
   if (p.dropout.drops) dropout_factors(C, p.dropout, item.b, h, queries, keys, part, w.z_t);
   prefetch.step();
-  scores(C, p, item.b, h, keys, part, queries, q_t, w.s_t, p.softcap > 0 ? w.d_score : nullptr);
+  scores(C, p, item.b, h, keys, part, queries, block, first, w.s_t, p.softcap > 0 ? w.d_score : nullptr);
   prefetch.step();
-  assign_product<C>(w.dp_t, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
+  if (is_for_few(p)) {
+    assign_products_of_few(w.dp_t, part.n, p.d_v, keys.v.at_row(part.begin), block.d_o, queries.n, 1.0f);
+  } else {
+    const Right d_o_t{block.d_o_t + column, block.stride};
+    assign_product<C>(w.dp_t, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
+  }
   if (item.wanted.by_query && t.d_row) add_d_row(C, part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
   const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
@@ -375,8 +428,8 @@ void add_gradients_of_strip(const Params& p, const BackwardTensors& t, const Bac
   const int64_t last_key = lesser(chunk_end, list.lower_bound(isolated_run.keys.end));
   each_key_block(list, seen, origin, chunk_begin, last_key, block_keys(p), [&](int64_t i, int64_t n) {
     KeyBlock keys{&list, i, n, {}, {}, {}, {}};
-    keys.k = rows_of(p.k, b, item.h_kv, list, i, n, up_to_grain(n), p.d_qk, false, w.k);
-    keys.v = rows_of(p.v, b, item.h_kv, list, i, n, up_to_grain(n), p.d_v, false, w.v);
+    keys.k = rows_of(p.k, b, item.h_kv, list, i, n, up_to_grain(n), p.d_qk, is_for_few(p), w.k);
+    keys.v = rows_of(p.v, b, item.h_kv, list, i, n, up_to_grain(n), p.d_v, is_for_few(p), w.v);
     if (item.wanted.dq) keys.k_t = transposed(keys.k, up_to_grain(n), p.d_qk, w.k_t);
     float* dk = w.dk + (i - chunk_begin) * padded(p.d_qk);
     float* dv = w.dv + (i - chunk_begin) * padded(p.d_v);

@@ -234,11 +234,18 @@ struct BiasSums {
   bool is_by_distance() const { return query_stride < 0; }
 };
 
+// A Measure that threads read and write as one.
+struct alignas(8) SharedMeasure {
+  Measure value;
+};
+
 struct BackwardTensors {
   Input o, d_o;        // d_o.data may be null: zeros
   const float* lse;    // [B, H, n_q]
   const float* d_lse;  // [B, H, n_q], or null: zeros
-  Output dq, dk, dv;   // dq is fp32: it is summed in place over the chunks of keys
+  // [B, H, n_q], or null: zeros, and once an item has found one that lse is too rough for, that.
+  SharedMeasure* measures;
+  Output dq, dk, dv;  // dq is fp32: it is summed in place over the chunks of keys
   // Sums of dS, for what is added to the scores. The kernels add to them; they are null where they are not wanted.
   BiasSums d_bias;
   float* d_column;  // [B, H, n_k]: over the queries

@@ -48,9 +48,10 @@ void run_forward(const Capability& capability, const Params& p, const ForwardOut
 
 // Gradients that are null in `t` are not computed.
 template <class ForEach>
-void run_backward(const Capability& capability, const Params& p, const BackwardTensors& t, int64_t threads,
-                  ForEach for_each) {
+void run_backward(const Capability& capability, const Params& p, BackwardTensors t, int64_t threads, ForEach for_each) {
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
+  const std::unique_ptr<SharedMeasure[]> measures(new SharedMeasure[p.B * p.H * p.n_q]());
+  t.measures = measures.get();
   for (const Step& items : backward_steps(p, kernels, t, threads)) {
     for_each(int64_t(items.size()), kernels.backward_scratch(p), [&](int64_t i, int64_t next, float* scratch) {
       kernels.backward(p, t, items[i], item_or_null(items, next), scratch);

@@ -89,7 +89,7 @@ void begin_weights(int C, const Params& p, int64_t b, int64_t h, const Measure* 
                    const WeightsScratch& w) {
   const int64_t M = C * kLanes;
   const Rows q = rows_of(p.q, b, h, p.queries[b], block.queries.first, block.queries.n, M, p.d_qk, true, w.q);
-  block.q_t = w.q_t;
+  block.q = {q.data, q.stride}, block.q_t = w.q_t, block.stride = M;
   transpose_queries(q, M, units(p.d_qk), split_scale(p.scale).on_query, block.q_t, M);
   for (int64_t lane = 0; lane < M; ++lane) {
     const int64_t c = lane / kLanes, l = lane % kLanes;
@@ -107,10 +107,10 @@ FASTATTN_INLINE void each_block_of_scores(int C, const Params& p, int64_t b, int
   const IndexList& list = p.keys[b];
   each_key_block(list, block.queries.range.some, 0, first_key, last_key, kBlockKeys, [&](int64_t first, int64_t n) {
     KeyBlock keys{&list, first, n, {}, {}, {}, {}};
-    keys.k = rows_of(p.k, b, h / p.group(), list, first, n, up_to_grain(n), p.d_qk, false, w.k);
+    keys.k = rows_of(p.k, b, h / p.group(), list, first, n, up_to_grain(n), p.d_qk, is_for_few(p), w.k);
     const Part part = visible_part(block.queries.range.some, keys);
     if (part.n == 0) return;
-    scores(C, p, b, h, keys, part, block.queries, {block.q_t, C * kLanes}, w.s_t);
+    scores(C, p, b, h, keys, part, block.queries, block, 0, w.s_t);
     visit(keys, part);
   });
 }

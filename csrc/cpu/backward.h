@@ -211,8 +211,9 @@ void measure_anew(const Params& p, int64_t b, int64_t h, int first, const bool* 
 void sum_delta(int C, const Params& p, const BackwardTensors& t, int64_t b, int64_t h, const IndexList& queries,
                BackwardBlock& block, const BackwardScratch& w) {
   for (int c = 0; c < C; ++c) block.delta[c] = Floats{};
+  if (!t.d_o.data) return;
   if (is_for_few(p)) {
-    const int64_t n = t.d_o.data ? block.queries.n : 0;
+    const int64_t n = block.queries.n;
     const Rows o = rows_of(t.o, b, h, queries, block.queries.first, n, n, p.d_v, true, block.d_o_t);
     assign_products_of_few(w.dp_t, n, p.d_v, o, block.d_o, n, 1.0f);
     for (int64_t i = 0; i < n; ++i) block.delta[0][i] = w.dp_t[i * kLanes + i];
@@ -220,7 +221,7 @@ void sum_delta(int C, const Params& p, const BackwardTensors& t, int64_t b, int6
   }
   for (int c = 0; c < C; ++c) {
     const int64_t first = block.queries.first + c * kLanes, n = block.queries.n - c * kLanes;
-    for (int64_t begin = 0; t.d_o.data && n > 0 && begin < p.d_v; begin += kPartOfHeadDim) {
+    for (int64_t begin = 0; n > 0 && begin < p.d_v; begin += kPartOfHeadDim) {
       Floats part = {};
       for (int64_t d = begin; d < lesser(begin + kPartOfHeadDim, p.d_v); d += kLanes) {
         Floats o[kLanes], d_o[kLanes];

@@ -278,7 +278,7 @@ void begin_block(int C, const Params& p, const BackwardTensors& t, const Backwar
   }
   for (int64_t i = 0; t.measures && i < n; ++i) {
     if (!imprecise[i]) continue;
-    const SharedMeasure found{{block.reference[i / kLanes][i % kLanes], block.rest_log2[i / kLanes][i % kLanes]}};
+    SharedMeasure found{{block.reference[i / kLanes][i % kLanes], block.rest_log2[i / kLanes][i % kLanes]}};
     __atomic_store(t.measures + row_of_head + queries.at(first + i), &found, __ATOMIC_RELAXED);
   }
 }

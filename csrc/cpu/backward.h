@@ -214,6 +214,7 @@ void sum_delta(int C, const Params& p, const BackwardTensors& t, int64_t b, int6
   if (!t.d_o.data) return;
   if (is_for_few(p)) {
     const int64_t n = block.queries.n;
+    // d_o_t has room for rows of O: few queries take dO by rows, and never read its transpose.
     const Rows o = rows_of(t.o, b, h, queries, block.queries.first, n, n, p.d_v, true, block.d_o_t);
     assign_products_of_few(w.dp_t, n, p.d_v, o, block.d_o, n, 1.0f);
     for (int64_t i = 0; i < n; ++i) block.delta[0][i] = w.dp_t[i * kLanes + i];

@@ -204,6 +204,9 @@ class Mask:
             dense=_both_fitting("dense", self.dense, other.dense),
         )
 
+    def __bool__(self) -> bool:
+        raise TypeError("a Mask is neither true nor false: `one & other` shows what both show, and `mask is None` tells")
+
     @classmethod
     def from_lengths(
         cls, lengths: Tensor | Iterable[int], n: int, *, padding_side: str = "right", of: str = "keys"
@@ -481,7 +484,7 @@ def _check_table(name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: tu
         how = f"; .bool() makes it so where 1 is {'real' if name != 'dense' else 'seen'}"
         integers = dtypes is _BOOL and not x.is_floating_point()
         raise ValueError(f"mask.{name} must be {meaning}, got {x.dtype}{how * integers}")
-    if x.dim() not in dims:
+    if all(x.dim() != n for n in dims):  # `in` is false of it in a graph of dynamic shapes
         raise ValueError(f"mask.{name} must have {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
 
 

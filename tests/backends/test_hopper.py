@@ -14,7 +14,7 @@ from fastattn.spec import Mask, Spec
 
 def call(shape=(1, 1, 4, 64), d_v=64, dtype=torch.float16, mask=None, **terms):
     q = torch.empty(shape, dtype=dtype)
-    return q, q, q.new_empty(*shape[:3], d_v), Spec(mask or Mask(), 1.0, **terms)
+    return q, q, q.new_empty(*shape[:3], d_v), Spec(Mask() if mask is None else mask, 1.0, **terms)
 
 
 @pytest.fixture

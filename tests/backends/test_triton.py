@@ -680,7 +680,7 @@ def test_torch_may_be_told_that_tf32_will_do(machine, device):
 
 def objections(shape=(1, 1, 4, 16), d_v=16, dtype=torch.float32, mask=None, **terms) -> list[str]:
     q = torch.empty(shape, dtype=dtype)
-    return backend.unsupported(q, q, q.new_empty(*shape[:3], d_v), Spec(mask or Mask(), 1.0, **terms))
+    return backend.unsupported(q, q, q.new_empty(*shape[:3], d_v), Spec(Mask() if mask is None else mask, 1.0, **terms))
 
 
 def test_refusals_are_sentences(monkeypatch):

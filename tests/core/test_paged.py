@@ -484,6 +484,18 @@ def test_one_graph_of_a_call_with_a_query_of_each_request():
     torch.testing.assert_close(graph(q), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+def test_a_graph_of_any_number_of_requests_and_queries():
+    def attend(q, pages, table, lengths, cu_seqlens_q):
+        return fastattn.attention_paged(q, pages, pages, table, lengths, cu_seqlens_q, backend="reference")
+
+    graph = torch.compile(attend, dynamic=True, backend="eager")
+    for B, n in ((3, 2), (2, 3), (4, 5)):
+        table = torch.arange(4 * B).reshape(B, 4)
+        given = torch.randn(4 * B, 8, 2, 16), table, torch.full((B,), 20), torch.arange(B + 1) * n
+        q = torch.randn(B * n, 4, 16)
+        torch.testing.assert_close(graph(q, *given), attend(q, *given))
+
+
 def test_autograd_learns_of_new_tokens_in_pages_by_the_short_way():
     layers = [Layer(1, torch.float32, i) for i in range(2)]
     layers[0].attend()

@@ -183,6 +183,12 @@ def test_and_refuses_what_it_cannot_say(one, other, message):
         Mask(**one) & None
 
 
+@pytest.mark.parametrize("combined", [lambda one, other: one and other, lambda one, other: one or other])
+def test_a_mask_is_no_condition(combined):
+    with pytest.raises(TypeError, match="neither true nor false: `one & other`"):
+        combined(Mask(causal=True), Mask())
+
+
 def test_masks_of_all_lengths_are_made_and_combined_in_one_compiled_graph():
     def attend(q, lengths, ids):
         n = q.shape[2]

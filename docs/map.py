@@ -1,14 +1,12 @@
-"""Prints the map of the repository, every folder and file with its first sentence: python -m docs.map [--folders].
+"""Prints the map of the repository, its folders and the package's files with their first sentences: python -m docs.map.
 
 The first sentence of a Python file is that of its docstring, of a Markdown page or a notebook that of its text, of any
-other file that of the comment it begins with. A folder has the sentence of its `__init__.py` or else of its
-`README.md`; the files of a folder with neither are listed with the folder above. Files are those that git tracks, or
-that the source distribution was made of.
+other file that of the comment it begins with, and every file must have one. A folder has the sentence of its
+`__init__.py` or else of its `README.md`. Files are those that git tracks, or that the source distribution was made of.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import re
@@ -24,14 +22,8 @@ _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 _CODE = re.compile(r"(`[^`]*`)")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m docs.map", description=__doc__.partition("\n")[0])
-    parser.add_argument("--folders", action="store_true", help=f"only the folders, and the files of {PACKAGE}/ itself")
-    print(draw(ROOT, folders_only=parser.parse_args().folders))
-
-
-def draw(root: Path, *, folders_only: bool = False) -> str:
-    """The map of the repository at `root`, as Markdown.
+def draw(root: Path) -> str:
+    """The map of the repository at `root`, as Markdown: a list of folders in folders, and the package's own files.
 
     Raises:
         ValueError: a file does not begin with a sentence.
@@ -47,7 +39,13 @@ def draw(root: Path, *, folders_only: bool = False) -> str:
         for file in files:
             if file.name == name:
                 folders.setdefault(file.parent, sentences[file])
-    return _tree(sentences, folders) if folders_only else _sections(sentences, folders)
+    entries = {folder: f"{folder.name}/" for folder in folders if folder.parts}
+    entries |= {f: f.name for f in sentences if f.parent == PACKAGE and f.name not in _SPEAKS_FOR_FOLDER}
+    lines = []
+    for path in sorted(entries):
+        depth = sum(parent in folders and bool(parent.parts) for parent in path.parents)
+        lines.append(4 * depth * " " + f"- `{entries[path]}`: {folders.get(path) or sentences[path]}")
+    return "\n".join(lines)
 
 
 def first_sentence(path: Path) -> str:
@@ -105,41 +103,5 @@ def _is_data(file: PurePosixPath) -> bool:
     return file.suffix in _DATA or file.name == "LICENSE"
 
 
-def _sections(sentences: dict[PurePosixPath, str], folders: dict[PurePosixPath, str]) -> str:
-    """A section for each folder, with its files."""
-    files_of: dict[PurePosixPath, list[PurePosixPath]] = {folder: [] for folder in sorted(folders)}
-    for file in sentences:
-        if file.name not in _SPEAKS_FOR_FOLDER:
-            files_of[next(folder for folder in file.parents if folder in folders)].append(file)
-    parts = []
-    for folder, files in files_of.items():
-        if folder.parts:
-            parts.append(f"{'##' if len(folder.parts) == 1 else '###'} `{folder}/`\n\n{folders[folder]}")
-        lines = [_item(str(file.relative_to(folder)), sentences[file]) for file in files if sentences[file]]
-        data = dict.fromkeys(_place_of_data(file.relative_to(folder)) for file in files if not sentences[file])
-        lines += [f"- data: {', '.join(data)}"] if data else []
-        parts += ["\n".join(lines)] if lines else []
-    return "\n\n".join(parts)
-
-
-def _place_of_data(file: PurePosixPath) -> str:
-    return f"`{file.parts[0]}/`" if len(file.parts) > 1 else f"`*{file.suffix}`" if file.suffix else f"`{file}`"
-
-
-def _tree(sentences: dict[PurePosixPath, str], folders: dict[PurePosixPath, str]) -> str:
-    """A list of the folders, each below the one it is in, with the files of the package itself."""
-    entries = {folder: f"{folder.name}/" for folder in folders if folder.parts}
-    entries |= {f: f.name for f in sentences if f.parent == PACKAGE and f.name not in _SPEAKS_FOR_FOLDER}
-    lines = []
-    for path in sorted(entries):
-        depth = sum(parent in folders and bool(parent.parts) for parent in path.parents)
-        lines.append(4 * depth * " " + _item(entries[path], folders.get(path) or sentences[path]))
-    return "\n".join(lines)
-
-
-def _item(name: str, sentence: str) -> str:
-    return f"- `{name}`: {sentence}"
-
-
 if __name__ == "__main__":
-    main()
+    print(draw(ROOT))

@@ -139,31 +139,20 @@ def make_repository(folder: Path, texts: dict[str, str]) -> None:
         subprocess.run(["git", "-C", folder, *command], check=True)
 
 
-def test_the_map_has_each_file_with_its_first_sentence(tmp_path):
+def test_the_map_has_folders_and_modules_with_their_first_sentences(tmp_path):
     make_repository(tmp_path, {
         "LICENSE": "Some words.",
         "README.md": "# Title\n\nThe front door.\n",
-        ".gitignore": "# What is left alone. And more.\n*.so\n",
         "csrc/README.md": "# Title\n\n> The [kernels](x.md).\n",
-        "csrc/cpu/a.h": "#pragma once\n\n// a < b * c, as Dao et al. 2022\n// have it. And more.\n//\n// More.\n",
         "fastattn/__init__.py": '"""The package."""\n',
-        "fastattn/api.py": '"""What `x * y` is called\nby. More."""\n',
+        "fastattn/api.py": '"""What `x * y` is called\nby < 3 * 4 names. More."""\n',
         "fastattn/nn/__init__.py": '"""Layers."""\n',
         "fastattn/nn/layer.py": '"""One layer"""\n',
         "fastattn/nn/data/x.json": "{}",
-        "fastattn/nn/y.json": "{}",
-        "csrc/b.ipynb": '{"cells": [{"source": ["# Title\\n", "\\n", "A notebook. More."]}]}',
     })  # fmt: skip
     assert repository_map.draw(tmp_path) == (
-        "- `.gitignore`: What is left alone.\n- data: `LICENSE`\n\n"
-        "## `csrc/`\n\nThe kernels.\n\n- `b.ipynb`: A notebook.\n"
-        "- `cpu/a.h`: a &lt; b \\* c, as Dao et al. 2022 have it.\n\n"
-        "## `fastattn/`\n\nThe package.\n\n- `api.py`: What `x * y` is called by.\n\n"
-        "### `fastattn/nn/`\n\nLayers.\n\n- `layer.py`: One layer\n- data: `data/`, `*.json`"
-    )
-    assert repository_map.draw(tmp_path, folders_only=True) == (
-        "- `csrc/`: The kernels.\n- `fastattn/`: The package.\n    - `api.py`: What `x * y` is called by.\n"
-        "    - `nn/`: Layers."
+        "- `csrc/`: The kernels.\n- `fastattn/`: The package.\n"
+        "    - `api.py`: What `x * y` is called by &lt; 3 \\* 4 names.\n    - `nn/`: Layers."
     )
 
 
@@ -186,7 +175,7 @@ def test_a_file_that_does_not_say_what_it_is_fails_the_map_by_its_name(tmp_path,
 def test_every_folder_of_the_repository_is_on_the_map():
     files = repository_map.tracked_files(ROOT)
     folders = {file.parts[0] for file in files if len(file.parts) > 1 and not file.parts[0].startswith(".")}
-    drawn = re.findall(r"^- `(\w+)/`", render.output_of("python -m docs.map --folders"), re.MULTILINE)
+    drawn = re.findall(r"^- `(\w+)/`", render.output_of("python -m docs.map"), re.MULTILINE)
     assert set(drawn) == folders
 
 

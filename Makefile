@@ -5,7 +5,7 @@
 # make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
 # make aarch64-conformance | aarch64-instructions: the cpu backend on an Arm processor, by qemu; what its kernels execute
 # make ptx: tests of the kernels of the GPU backends as they are compiled, on a machine that executes PTX
-# make ptx-tritons: Triton's and Hopper's of them with other Tritons
+# make ptx-few | ptx-tritons: a few cases of them, and Triton's and Hopper's with other Tritons
 # make wheel | wheel-test: the compiled wheel for Linux; PYTHONS="python3.10 python3.12" are those that test it
 # make sdist | sdist-test | check-dist | sbom | workflows: what is published, and what publishes it
 PYTHON ?= python3
@@ -21,7 +21,7 @@ SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 QEMU := qemu-aarch64
 
-.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions scaling ptx ptx-tritons wheel wheel-test sdist sdist-test check-dist sbom workflows clean
+.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions scaling ptx ptx-few ptx-tritons wheel wheel-test sdist sdist-test check-dist sbom workflows clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -182,8 +182,13 @@ ptx: $(INSTALLED) $(NVCC)
 	    tests/backends/test_triton.py tests/core/test_pytorch.py tests/core/test_varlen.py -k "(ptx_ or test_hopper)$(if $(CASES), and ($(CASES)))"
 	@$(if $(CASES),,$(PYTHON) .ci/passed.py --record $@)
 
+# A few cases, where what calls the kernels has changed and they have not.
+FEW := plain or one-query or tail-above or pad-queries-causal or everything or head-dim-256
+ptx-few:
+	$(MAKE) ptx CASES="$(FEW)"
+	@$(PYTHON) .ci/passed.py --record $@
+
 # The suite for Triton's and Hopper's kernels as Triton 3.6 compiles them, whose reading of Python is another, and a few cases as newer ones do.
-ptx-tritons: FEW := plain or one-query or tail-above or pad-queries-causal or everything or head-dim-256
 ptx-tritons: $(INSTALLED) $(TRITONS)
 	set -e; for triton in $(TRITONS); do echo $$triton; case $$triton in */3.6.*) few=ptx;; *) few="$(FEW)";; esac; \
 	    FASTATTN_PTX_BY_TURNS=1 TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton OMP_NUM_THREADS=1 \

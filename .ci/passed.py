@@ -15,10 +15,14 @@ RECORD = Path(__file__).with_suffix(".json")
 
 _KERNELS = ("csrc/*.h", "csrc/cpu/*.[ch]*", "tests/cpu_kernels/*")
 _OF_TRITON = (
-    *("fastattn/backends/triton/*.py", "fastattn/backends/hopper/*.py", "fastattn/spec.py", "fastattn/testing.py"),
-    *("tests/gpu_models/ptx/*", "tests/gpu_models/modelled_gpu.py", "tests/backends/test_conformance.py"),
-    *("tests/backends/places.py", "benchmarks/gpu/compiling.py", "constraints.txt"),  # which says what compiles
+    *("fastattn/backends/triton/*.py", "fastattn/backends/hopper/*.py", "benchmarks/gpu/compiling.py"),
+    *(
+        "tests/gpu_models/ptx/*.[chp]*",
+        "tests/gpu_models/modelled_gpu.py",
+        "constraints.txt",
+    ),  # which says what compiles
 )
+_AROUND = tuple(f"fastattn/backends/{name}.py" for name in ("build", "compiling", "diagonals", "gradients"))
 _OF_CPU = tuple(f"tests/backends/test_{name}.py" for name in ("conformance", "properties", "cpu"))
 SOURCES = {
     "cpu-test": _KERNELS,
@@ -27,10 +31,12 @@ SOURCES = {
     "valgrind": _KERNELS,
     "aarch64": _KERNELS,
     "ptx": (
-        *_OF_TRITON,
-        *("fastattn/backends/cuda.py", "fastattn/backends/build.py", "csrc/*.h", "csrc/cuda/*.[ch]*"),
-        *("tests/gpu_models/ptx/c10/cuda/*", "tests/gpu_models/test_cuda_kernels.py", "tests/core/test_paged.py"),
-        *("tests/backends/test_hopper_*.py", "tests/backends/test_triton.py", "tests/backends/test_properties.py"),
+        *(*_OF_TRITON, "fastattn/backends/cuda.py", "csrc/*.h", "csrc/cuda/*.[ch]*", "tests/gpu_models/ptx/c10/cuda/*"),
+        *("tests/gpu_models/test_cuda_kernels.py", "tests/backends/test_hopper_*.py", "tests/backends/test_triton.py"),
+    ),
+    "ptx-few": (
+        *(*_AROUND, "fastattn/spec.py", "fastattn/testing.py", "tests/backends/places.py", "tests/core/test_paged.py"),
+        *("tests/backends/test_conformance.py", "tests/backends/test_properties.py"),
     ),
     "ptx-tritons": _OF_TRITON,
 }

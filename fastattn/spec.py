@@ -205,7 +205,9 @@ class Mask:
         )
 
     def __bool__(self) -> bool:
-        raise TypeError("a Mask is neither true nor false: `one & other` shows what both show, and `mask is None` tells")
+        raise TypeError(
+            "a Mask is neither true nor false: `one & other` shows what both show, and `mask is None` tells"
+        )
 
     @classmethod
     def from_lengths(

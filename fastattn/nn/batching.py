@@ -68,8 +68,8 @@ class ContinuousBatch:
 
     A request runs once there are pages for all tokens that it may have, in the order of `add`; so it always ends. A
     step reads one token of every request that generates, and then as much of the prompts as may be read in a step. The
-    tokens of a request are those of `LanguageModel.generate` with its prompt alone, as far as rounding does not decide
-    between two of them; also those that its own `generator` draws.
+    tokens of a request are those of `LanguageModel.generate` with its prompt alone and an `attention_mask` of ones, as
+    far as rounding does not decide between two of them; also those that its own `generator` draws.
 
     It is not safe for threads: call one method at a time.
 
@@ -116,7 +116,7 @@ class ContinuousBatch:
         """A request for the tokens that follow a prompt, which waits until a step admits it.
 
         Args:
-            input_ids: the prompt without padding, ints or an integer Tensor [n].
+            input_ids: the prompt, ints or an integer Tensor [n], where `padding_idx` is a token like others.
             options: the fields of `GenerationOptions`, but for beam search. Without a `generator` of its own, what a
                 request draws depends on the others.
 

@@ -84,8 +84,8 @@ class KVCache:
                 )
         length = self._length + (n if real is None else real.sum(-1, keepdim=True))
         end = self._end + n
-        if end > self.max_length and isinstance(length, Tensor) and length.numel():
-            end = int(length.max())  # without padding, for which a GPU is waited for
+        if end > self.max_length and isinstance(length, Tensor):
+            end = int(length.max()) if length.numel() else 0  # without padding, for which a GPU is waited for
         if end > self.max_length:
             raise ValueError(f"max_length of the cache must be at least {end}, got {self.max_length}")
         if real is None:

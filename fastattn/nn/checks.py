@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from ..spec import is_dense
+from ..spec import can_be_read, is_dense
 
 if TYPE_CHECKING:
     _Forward = TypeVar("_Forward", bound=Callable[..., object])
@@ -98,7 +98,7 @@ def check_range(name: str, x: Tensor, size: int, limit: str = "{}") -> None:
     Args:
         limit: `size` in words, with {} where it stands: written only for an error, since a graph may not know it.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
+    if not can_be_read(x) or not x.numel():
         return
     first, last = map(int, x.aminmax())
     if first < 0:

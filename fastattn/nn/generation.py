@@ -81,6 +81,7 @@ class GenerationOptions:
         for i in self.eos_ids:
             check_ints(0, eos_token_id=i)
         drawing = [name for name in ("temperature", "top_k", "top_p") if getattr(self, name) not in (None, 1.0)]
+        drawing += [] if self.generator is None else ["generator"]
         if drawing and not self.do_sample:
             raise ValueError(f"do_sample must be True with {drawing[0]}, got False")
         if self.do_sample and self.num_beams > 1:

@@ -190,6 +190,10 @@ class Model(nn.Module):
         if self.positions is not None and length > self.config.max_length:
             raise ValueError(f"{what} must be at most max_length = {self.config.max_length} tokens, got {length}")
 
+    def _to_rotate(self, positions: Tensor) -> Tensor | None:
+        """The positions for the layers; None where they are added to the embeddings."""
+        return positions if self.positions is None else None
+
     def _embed(self, ids: Tensor, positions: Tensor, embedding: TokenEmbedding) -> Tensor:
         x = embedding(ids)
         if self.positions is not None:
@@ -250,7 +254,7 @@ class SequenceClassifier(Model):
         _check_not_empty(input_ids)
         positions = _positions_in(input_ids, real)
         x = self._embed(input_ids, positions, self.embedding)
-        x = self.encoder(x, src_key_padding_mask=_hidden(real), positions=positions)
+        x = self.encoder(x, src_key_padding_mask=_hidden(real), positions=self._to_rotate(positions))
         if real is None:
             return self.head(x[:, 0])
         first = real.int().argmax(dim=1)
@@ -317,7 +321,7 @@ class LanguageModel(Model):
         if cache is None:
             positions = _positions_in(input_ids, real)
             x = self._embed(input_ids, positions, self.embedding)
-            return self.decoder(x, Mask(causal=True), _hidden(real), positions=positions)
+            return self.decoder(x, Mask(causal=True), _hidden(real), positions=self._to_rotate(positions))
         if isinstance(cache, KVCache) and len(input_ids) != cache.batch_size:
             raise ValueError(f"input_ids must be [{cache.batch_size}, L] with this cache, got {list(input_ids.shape)}")
         positions, done = cache.extend(input_ids.shape[1], real, input_ids.device), False
@@ -446,7 +450,7 @@ class Seq2SeqModel(Model):
             Mask(causal=True),
             tgt_key_padding_mask=_hidden(real_target),
             memory_key_padding_mask=_hidden(real),
-            positions=positions,
+            positions=self._to_rotate(positions),
         )
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -455,7 +459,7 @@ class Seq2SeqModel(Model):
         with blocks.of_source(blocks.current()):
             positions = _positions_in(input_ids, real)
             x = self._embed(input_ids, positions, self.embedding)
-            return self.encoder(x, src_key_padding_mask=_hidden(real), positions=positions)
+            return self.encoder(x, src_key_padding_mask=_hidden(real), positions=self._to_rotate(positions))
 
     @torch.no_grad()
     def generate(
@@ -476,6 +480,11 @@ class Seq2SeqModel(Model):
         """
         real = self._real(input_ids, attention_mask)
         check_ids(self.head.out_features, decoder_start_token_id=decoder_start_token_id)
+        if decoder_start_token_id == self.config.padding_idx:
+            raise ValueError(
+                f"decoder_start_token_id must not be padding_idx = {decoder_start_token_id}, which forward() leaves "
+                "out; with padding_idx=None, attention masks tell the two apart"
+            )
 
         def begin(max_new_tokens: int) -> Generation:
             self.check_length("max_new_tokens", max_new_tokens)

@@ -155,6 +155,7 @@ class PagedStep:
     """New tokens of sequences in a `PagedCache`, and so the cache of one pass over them, which lie in one row.
 
     Attributes:
+        sequences: those that have new tokens.
         positions: int64 [1, n], the positions of the tokens in their sequences.
         table: int32 [B, most pages of a sequence], the pages of each sequence, and then anything.
         lengths: int64 [B], the tokens of each sequence, the new ones included.
@@ -162,7 +163,7 @@ class PagedStep:
     """
 
     def __init__(self, cache: PagedCache, counts: Mapping[PagedSequence, int]) -> None:
-        self.cache, self._added = cache, dict(counts)
+        self.cache, self.sequences, self._added = cache, tuple(counts), dict(counts)
         before = torch.tensor([sequence.length for sequence in counts], dtype=torch.int64, device="cpu")
         n = torch.tensor([*counts.values()], dtype=torch.int64, device="cpu")
         self.cu_seqlens = torch.nn.functional.pad(n.cumsum(0), (1, 0))
@@ -219,9 +220,12 @@ class PagedLayer:
         """o [1, H, n, D] for queries of this shape and new keys and values [1, H_kv, n, D or d_v].
 
         Raises:
-            ValueError: these are not the tokens of the step, the mask is not causal, or gradients are wanted.
+            ValueError: these are not the tokens of the step, a sequence of it is closed, the mask is not causal, or
+                gradients are wanted.
         """
         check_causal(mask)
+        if not all(sequence.pages for sequence in self.step.sequences):  # others may have them now
+            raise ValueError("the step must be of open sequences, got one with a closed one")
         n = self.step.positions.shape[1]
         if (q.shape[0], q.shape[2]) != (1, n):
             raise ValueError(f"with this step there must be 1 row of {n} new tokens, got {q.shape[0]} of {q.shape[2]}")

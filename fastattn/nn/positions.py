@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .checks import check_ints, check_numbers, check_range, check_tensor, checked_index
+from .checks import check_dense, check_ints, check_numbers, check_range, check_tensor, checked_index
 
 if TYPE_CHECKING:
     from .checks import called_as
@@ -231,6 +231,9 @@ class RotaryPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotation of the tokens at these integer positions [N, L] or [L]."""
+        _check_positions(positions)
+        if positions.dim() not in (1, 2):
+            raise ValueError(f"positions must be [N, L] or [L], got {list(positions.shape)}")
         frequencies = _frequencies(self.head_dim, self.base).to(positions.device)
         angles = (positions[..., None] * frequencies).repeat((1,) * positions.dim() + (2,))
         angles = angles[None, None] if positions.dim() == 1 else angles[:, None]
@@ -250,8 +253,10 @@ def _frequencies(width: int, base: float) -> Tensor:
     return base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
-def _check_positions(positions: Tensor, max_length: int) -> None:
-    """Refuses what are no positions in the table, as far as that needs no synchronisation with a device."""
+def _check_positions(positions: Tensor, max_length: int | None = None) -> None:
+    """Refuses what are no positions, or none in a table, as far as that needs no synchronisation with a device."""
+    check_dense("positions", positions)
     if positions.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
-    check_range("positions", positions, max_length, "max_length = {}")
+    if max_length is not None:
+        check_range("positions", positions, max_length, "max_length = {}")

@@ -4,7 +4,8 @@ Each class extends the one of the same name in torch.nn, by keyword-only argumen
 takes a mask (True means visible there). Where there is much padding, a stack of layers computes real tokens only: it
 packs a batch before the first layer and unpacks it after the last, and `Mask.segment_ids` keeps the samples apart in
 attention. A stack returns 0 at padding, in every mode, as torch's stacks do in their fast path; an encoder that may not
-pack (`enable_nested_tensor=False`) returns there what torch's does.
+pack (`enable_nested_tensor=False`) returns there what torch's does, and so does a stack with a part or an activation
+that is not known to compute each token by itself.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def swiglu(x: Tensor) -> Tensor:
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swiglu": swiglu}
 Activation = str | Callable[[Tensor], Tensor]
-_IN_PLACE: dict[object, Callable[[Tensor], Tensor]] = {F.relu: torch.relu_, F.gelu: torch.ops.aten.gelu_}
+_IN_PLACE = ((F.relu, torch.relu_), (F.gelu, torch.ops.aten.gelu_))
 
 
 def make_norm(name: str, d_model: int, eps: float, bias: bool, **where: object) -> nn.Module:
@@ -145,7 +146,7 @@ class _TransformerLayer(nn.Module):
     def _feed_forward(self, x: Tensor) -> Tensor:
         x, activation = self.linear1(x), self.activation
         if _is_alone(self.linear1):
-            activation = _IN_PLACE.get(activation, activation)
+            activation = next((in_place for known, in_place in _IN_PLACE if activation is known), activation)
         return self.linear2(_dropped(self.dropout, activation(x)))
 
     def _residual(self, x: Tensor, norm: nn.Module, block: Callable[[Tensor], Tensor]) -> Tensor:
@@ -397,16 +398,21 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         if (block := blocks.current()) is not None and block.source is not None:
             with blocks.of_source(block):
                 return self.forward(src, mask, src_key_padding_mask, is_causal, positions=positions, cache=cache)
+        if not (isinstance(src, Tensor) and src.is_nested):
+            _check_tokens("src", src)
         own = _are(TransformerEncoderLayer, self.layers)
         if src.is_nested or not own:
             why = "where src is nested" if own else "with layers of other classes"
-            _check_absent(why, rotary=self.rotary, cache=cache)
-            if isinstance(mask, Mask) and own and is_jagged(src) and src_key_padding_mask is None and not is_causal:
+            _check_absent(why, rotary=self.rotary, positions=positions, cache=cache)
+            if isinstance(mask, Mask) and own and is_jagged(src):
+                _check_absent("beside a Mask", src_key_padding_mask=src_key_padding_mask, is_causal=is_causal or None)
                 for layer in self.layers:
                     src = layer(src, mask)
                 return self._normed(src)
             _check_absent(why, mask=mask if isinstance(mask, Mask) else None)
             return super().forward(src, mask, src_key_padding_mask, is_causal)
+        if self.rotary is None:
+            _check_absent("without rotary", positions=positions)
         unmasked = mask is src_key_padding_mask is None and (is_causal is None or is_causal is False)
         if unmasked and cache is self.rotary is None:
             for layer in self.layers:
@@ -420,7 +426,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         if real is not None and not self._is_by_token():  # what stands at padding may count for other tokens
             real = None
         if packs and worth_packing(real) and not self._is_hooked():
-            packing = Packing(real)
+            packing = _packing(x, real)
             options = {
                 "src_mask": Mask(causal=seen.causal, segment_ids=(packing.documents, packing.documents)),
                 "rotation": self._rotation(x, positions, packing),
@@ -517,13 +523,15 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             AssertionError, RuntimeError: whichever of them torch raises for the same call.
         """
         if not _are(TransformerDecoderLayer, self.layers):
-            _check_absent("with layers of other classes", rotary=self.rotary, cache=cache)
+            _check_absent("with layers of other classes", rotary=self.rotary, positions=positions, cache=cache)
             return super().forward(
                 tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal,
                 memory_is_causal,
             )  # fmt: skip
-        check_dense("tgt", tgt)
-        check_dense("memory", memory)
+        if self.rotary is None:
+            _check_absent("without rotary", positions=positions)
+        _check_tokens("tgt", tgt)
+        _check_tokens("memory", memory)
         if isinstance(cache, PagedStep):
             raise TypeError("cache must be a KVCache or None in a decoder, got a PagedStep")
         attention = self.layers[0].self_attn
@@ -701,6 +709,13 @@ def _check_rotary(rotary: RotaryPositions | None, layer: nn.Module) -> None:
         raise ValueError(f"rotary must be of head_dim {layer.self_attn.head_dim} like the layer, got {rotary.head_dim}")
 
 
+def _check_tokens(name: str, x: object) -> None:
+    """Raises where x is not what a stack takes: a dense Tensor of 2 or 3 dimensions."""
+    check_dense(name, x)
+    if x.dim() not in (2, 3):
+        raise AssertionError(f"{name} must have 3 dimensions, or 2 without a batch, got {list(x.shape)}")
+
+
 def _check_absent(why: str, **given: object) -> None:
     """Raises where an argument is given that would be ignored."""
     for name, x in given.items():
@@ -744,6 +759,8 @@ def _canonical_mask(
 
 
 def _packing(x: Tensor, real: Tensor | None) -> Packing:
+    if real is not None and real.shape != x.shape[:2]:
+        raise ValueError(f"mask.real_keys must be {list(x.shape[:2])}, got {list(real.shape)}")
     return Packing(torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if real is None else real)
 
 

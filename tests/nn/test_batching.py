@@ -481,6 +481,20 @@ def test_pages_that_could_not_be_allocated_are_allocated_by_the_next_pass():
         torch.testing.assert_close(model(ids, cache=cache.step({sequence: 3})), expected)
 
 
+def test_a_step_of_a_closed_sequence_writes_to_nobodys_pages():
+    model, cache, ids = made(LanguageModel, CONFIG), PagedCache(2, 8), torch.tensor([[3, 4, 5]])
+    closed = cache.open(8)
+    step = cache.step({closed: 3})
+    closed.close()
+    other = cache.open(8)
+    with torch.no_grad():
+        model(ids, cache=cache.step({other: 3}))
+        with pytest.raises(ValueError, match="the step must be of open sequences"):
+            model(torch.tensor([[6, 7, 8]]), cache=step)
+        next_one = model(torch.tensor([[9]]), cache=cache.step({other: 1}))
+        torch.testing.assert_close(next_one[:, -1], model(torch.tensor([[3, 4, 5, 9]]))[:, -1])
+
+
 def test_calls_that_pages_cannot_serve_are_refused():
     model, cache = made(LanguageModel, CONFIG), PagedCache(9, 4)
     sequence, ids = cache.open(30), torch.tensor([[3, 4, 5]])

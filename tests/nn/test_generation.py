@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.func import functional_call, grad, vmap
 
 from fastattn import Mask, nn
 from fastattn.nn import (
@@ -435,6 +436,7 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"temperature": 1e-40, "do_sample": True}, "temperature must be from 1e-37 to 1e37, got 1e-40"),
         ({"temperature": 10**400, "do_sample": True}, "temperature must be from 1e-37 to 1e37, got 1000"),
         ({"temperature": 0.5}, "do_sample must be True with temperature, got False"),
+        ({"generator": torch.Generator()}, "do_sample must be True with generator, got False"),
         ({"do_sample": "yes"}, "do_sample must be a bool, got 'yes'"),
         ({"length_penalty": math.nan}, "length_penalty must be from -32 to 32, got nan"),
         ({"length_penalty": 10**400}, "length_penalty must be from -32 to 32, got 1000"),
@@ -494,6 +496,9 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
     made(Seq2SeqModel, CONFIG).generate: [
         ({"decoder_start_token_id": -1}, "decoder_start_token_id must be at least 0, got -1"),
         ({"decoder_start_token_id": 11}, "decoder_start_token_id must be below the vocabulary's size 11, got 11"),
+    ],
+    made(Seq2SeqModel, replace(CONFIG, padding_idx=START)).generate: [
+        ({"decoder_start_token_id": START}, f"decoder_start_token_id must not be padding_idx = {START}"),
     ],
 }
 RIGHT = {  # a value for each argument that must be given, by name
@@ -664,6 +669,19 @@ def test_layers_of_a_model_differ_from_the_start():
             assert not torch.equal(first.get_parameter(name), second.get_parameter(name))
 
 
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary"])
+def test_gradients_of_each_sample_by_vmap(positions):
+    model = made(SequenceClassifier, replace(CONFIG, positions=positions, dropout=0.0), num_classes=3)
+    parameters, ids = dict(model.named_parameters()), torch.tensor([[3, 4, 5], [6, 7, 8]])
+
+    def total(parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
+        return functional_call(model, parameters, (ids,)).square().sum()
+
+    of_each = vmap(grad(lambda parameters, ids: total(parameters, ids[None])), (None, 0))(parameters, ids)
+    of_all = grad(total)(parameters, ids)
+    torch.testing.assert_close({name: x.sum(0) for name, x in of_each.items()}, of_all)
+
+
 @pytest.mark.parametrize("cls", [SequenceClassifier, LanguageModel, Seq2SeqModel])
 def test_models_learn_and_compile(cls):
     """Under torch.compile the loss and its gradients are those of eager, and a few steps bring the loss down."""
@@ -729,9 +747,11 @@ def test_the_beams_of_a_sample_depend_on_no_other(early_stopping):
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=str)
-def test_no_prompts(options):
-    ids = torch.zeros(0, 3, dtype=torch.int64)
-    assert len(made(LanguageModel, CONFIG).generate(ids, max_new_tokens=4, eos_token_id=2, **options)) == 0
+@pytest.mark.parametrize("padding_idx", [None, 0])
+def test_no_prompts(options, padding_idx):
+    ids = torch.zeros(0, 9, dtype=torch.int64)
+    model = made(LanguageModel, replace(CONFIG, padding_idx=padding_idx))
+    assert len(model.generate(ids, max_new_tokens=4, eos_token_id=2, **options)) == 0
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1e-37}, {"top_p": 1e-300}, {"top_p": 5e-324, "top_k": 3}], ids=str)

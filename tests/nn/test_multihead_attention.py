@@ -18,8 +18,8 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils.checkpoint import checkpoint
 
 from fastattn import Mask, MultiHeadAttention, RelativeBias
+from fastattn.nn import KVCache, RotaryPositions, masks
 from fastattn.nn import attention as module_file
-from fastattn.nn import masks
 from fastattn.nn.masks import from_torch
 from fastattn.testing import compare
 
@@ -281,7 +281,8 @@ def test_what_reaches_the_kernels(attended, options, features):
     x = normal(2, 4, 8)
     ours(x, x, x, need_weights=False, **options)
     (call,) = attended
-    assert (call["mask"] or Mask()).features() | ({"bias"} if call["bias"] is not None else set()) == features
+    mask = Mask() if call["mask"] is None else call["mask"]
+    assert mask.features() | ({"bias"} if call["bias"] is not None else set()) == features
 
 
 def inputs_of_out_proj(module: MultiHeadAttention) -> list[Tensor]:
@@ -722,6 +723,21 @@ def test_jagged_tensors_are_packed_documents(own_keys, mask):
     assert_same(*(gradient.values() for gradient in gradients))
 
 
+def test_queries_are_rotated_beside_keys_that_are_complete():
+    module, x = pair(8, 2, batch_first=True)[1], normal(1, 4, 8)
+    memory, rotation = KVCache(1, 8).memory(0), RotaryPositions(4)(torch.arange(4))
+    with torch.no_grad():
+        expected = module(x, x, x, need_weights=False, rotation=rotation)[0]
+        for _ in range(2):  # the first call fills the cache
+            options = {"attn_mask": Mask(), "rotation": rotation, "cache": memory}
+            assert_same(module(x, x, x, need_weights=False, **options)[0], expected)
+
+
+WITH_HOLES = torch.nested.nested_tensor_from_jagged(
+    normal(10, 8), offsets=torch.tensor([0, 5, 10]), lengths=torch.tensor([3, 5])
+)
+
+
 @pytest.mark.parametrize(
     ("construct", "options", "why"),
     [
@@ -733,6 +749,9 @@ def test_jagged_tensors_are_packed_documents(own_keys, mask):
         ({}, {"is_causal": True}, "attn_mask must be given with is_causal"),
         ({}, {"key": normal(2, 3, 8)}, "key must be nested"),
         ({}, {"value": jagged(4, 4)}, "v must be nested with the lengths of k"),
+        ({}, {"query": WITH_HOLES}, "query must be nested without holes"),
+        ({}, {"key": WITH_HOLES}, "key must be nested without holes"),
+        ({}, {"rotation": RotaryPositions(4)(torch.arange(5))}, "rotation must be None where query is nested"),
         ({}, {"attn_mask": Mask(q_offset=1)}, "mask must be a fastattn.Mask of causal and window"),
     ],
 )

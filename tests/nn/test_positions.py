@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastattn.nn import (
+    LearnedPositions,
     RotaryPositions,
     SinusoidalPositions,
     TokenEmbedding,
@@ -34,6 +35,19 @@ def test_the_position_of_padding_is_zero():
     assert (encoded[1, 1] == 0).all()
     assert torch.equal(encoded[0, 1], SinusoidalPositions(8)(torch.tensor(1)))
     assert positions.state_dict() == {}
+
+
+@pytest.mark.parametrize("module", [RotaryPositions(4), SinusoidalPositions(4), LearnedPositions(4)], ids=str)
+def test_what_is_no_position_is_refused(module):
+    with pytest.raises(TypeError, match="positions must be a Tensor, got list"):
+        module([0, 1])
+    with pytest.raises(ValueError, match=r"positions must be int32 or int64, got torch\.float32"):
+        module(torch.ones(2))
+
+
+def test_a_rotation_is_of_rows_of_tokens():
+    with pytest.raises(ValueError, match=r"positions must be \[N, L\] or \[L\], got \[\]"):
+        RotaryPositions(4)(torch.tensor(3))
 
 
 def test_layers_with_rotary_positions_compile():

@@ -437,7 +437,8 @@ def stack_of(name: str, package: ModuleType = fastattn.nn, **options: object) ->
     [
         ({"package": nn, "rotary": RotaryPositions(4)}, {}, "rotary must be None with layers of other classes"),
         ({"package": nn}, {"cache": KVCache(2, 5)}, "cache must be None with layers of other classes"),
-        ({}, {"cache": KVCache(2, 5), "positions": torch.arange(5)}, "positions must be None with a cache"),
+        ({"rotary": RotaryPositions(4)}, {"cache": KVCache(2, 5), "positions": torch.arange(5)}, "None with a cache"),
+        ({}, {"positions": torch.arange(5)}, "positions must be None without rotary"),
         ({"rotary": RotaryPositions(4)}, {"positions": [0, 1, 2, 3, 4]}, "positions must be a Tensor, got list"),
         ({"rotary": RotaryPositions(4)}, {"positions": torch.ones(1, 1, 5)}, "positions must be [2, 5] or [5], got"),
     ],
@@ -457,9 +458,40 @@ def test_what_nested_tensors_cannot_have(layout):
             stack_of("Encoder", **made)(x, **given)
     with pytest.raises(ValueError, match="tgt must be dense, got a nested Tensor"):
         stack_of("Decoder")(x, x)
+    rotation = RotaryPositions(4)(torch.arange(5))
+    with pytest.raises(AssertionError, match="rotation must be None where query is nested, got Rotation"):
+        layer_of(TransformerEncoderLayer, batch_first=True)(x.double(), rotation=rotation)
     if layout == torch.strided:
         with pytest.raises(ValueError, match="mask must be None where src is nested, got a Mask"):
             stack_of("Encoder")(x, Mask(causal=True))
+    else:
+        with pytest.raises(ValueError, match="is_causal must be None beside a Mask, got a bool"):
+            stack_of("Encoder")(x, Mask(causal=True), is_causal=True)
+
+
+@pytest.mark.parametrize("name", ["Encoder", "Decoder"])
+def test_what_is_no_batch_of_tokens_is_refused_by_name(name):
+    stack, x = stack_of(name), torch.ones(2, 5, E)
+    first, mask = ("src", "mask") if name == "Encoder" else ("tgt", "tgt_mask")
+    with pytest.raises(AssertionError, match=rf"{first} must have 3 dimensions, or 2 without a batch, got \[16\]"):
+        stack(x[0, 0], *[x] * (name == "Decoder"), **{mask: Mask(causal=True)})
+    with pytest.raises(TypeError, match=f"{first} must be a Tensor, got NoneType"):
+        stack(None, *[x] * (name == "Decoder"))
+    with pytest.raises(ValueError, match=r"mask.real_keys must be \[2, 5\], got \[1, 5\]"):
+        stack(x, *[x] * (name == "Decoder"), **{mask: Mask(real_keys=torch.arange(5)[None] < 2)})
+
+
+def test_activations_need_no_hash():
+    class Doubled:
+        __hash__ = None
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    layer, x = TransformerEncoderLayer(E, H, 32, 0.0, Doubled(), batch_first=True), torch.randn(2, 5, E)
+    with torch.no_grad():
+        without_gradients = layer(x)
+    assert_same(without_gradients, layer(x))
 
 
 @pytest.mark.parametrize("mask", [None, Mask(causal=True, window=(1, None))], ids=str)

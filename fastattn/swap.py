@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -124,15 +126,16 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
     if why := _no_gain(model):
         return SwapReport(refused={"": why})
     report = SwapReport()
-    if "transformers.modeling_utils" in sys.modules:  # else no module can be one of its models
-        from .integrations import transformers as integration
-
+    if (integration := _transformers()) is not None:
         report = SwapReport(*integration.switch(model))
         if packed:
             from .integrations import packed_transformers
 
             report = replace(report, calls=packed_transformers.calls_of(model))
             report.refused.update(packed_transformers.pack(model, report.calls))
+    elif (old := sys.modules.get("transformers.modeling_utils")) is not None:
+        models = (name for name, module in model.named_modules() if isinstance(module, old.PreTrainedModel))
+        report.refused.update(dict.fromkeys(models, "it is of a transformers before version 5"))
     for name, module in model.named_modules():
         if isinstance(module, MultiHeadAttention):
             report.already[name] = type(module).__name__
@@ -194,9 +197,7 @@ def unswap(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if "transformers.modeling_utils" in sys.modules:
-        from .integrations import transformers as integration
-
+    if (integration := _transformers()) is not None:
         integration.switch_back(model)
     for module in model.modules():
         if _MEMORY in vars(module):
@@ -205,6 +206,16 @@ def unswap(model: nn.Module) -> None:
             for name in _CHANGED:
                 vars(module).pop(name, None)
             vars(module).update(attributes)
+
+
+def _transformers() -> ModuleType | None:
+    """The integration into transformers; None where no module can be one of its models, or it is before version 5."""
+    if "transformers.modeling_utils" in sys.modules:
+        with suppress(ImportError):
+            from .integrations import transformers
+
+            return transformers
+    return None
 
 
 _MEMORY = "_before_fastattn"  # an attribute of what was swapped: its class, and those of `_CHANGED` that it had
@@ -252,8 +263,13 @@ def _objection(module: nn.Module) -> str | None:
 
 
 def _is_foreign(module: nn.Module) -> bool:
-    """Whether this is a module of neither torch nor transformers, which has its own way to choose attention."""
-    return type(module).__module__.partition(".")[0] not in ("torch", "transformers")
+    """Whether this is a module of neither torch nor transformers, which has its own way to choose attention.
+
+    Also where fully_shard or a parametrization has given it a class of torch's, whose forward is its own.
+    """
+    cls = type(module)
+    of_forward = next(base for base in cls.__mro__ if "forward" in vars(base))
+    return any(x.__module__.partition(".")[0] not in ("torch", "transformers") for x in (cls, of_forward))
 
 
 _NAMED_ATTENTION = re.compile("attn|attention", re.IGNORECASE).search

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,7 +43,7 @@ def _register(register: Callable[[], None]) -> None:
 
 
 class _AtImport(MetaPathFinder):
-    """Finds a module as others do, once, and registers when it has been executed."""
+    """Finds a module as others do, until it is executed, and registers when it has been."""
 
     def __init__(self, name: str, register: Callable[[], None]) -> None:
         self.name, self.register = name, register
@@ -52,12 +51,15 @@ class _AtImport(MetaPathFinder):
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _AtImport))
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
+                with suppress(ValueError):  # where it was imported once more
+                    sys.meta_path.remove(self)
                 execute(module)
                 _register(self.register)
 

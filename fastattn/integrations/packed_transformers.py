@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 from .. import blocks
 from ..nn.packing import Packing, worth_packing
 from ..spec import RelativeBias
-from .transformers import PackedMask, PreparedMask, attention_modules
+from .transformers import PackedMask, PreparedMask, attention_modules, has_other_forward
 
 MODEL_TYPES = frozenset(
     {"albert", "bert", "camembert", "clip_text_model", "distilbert", "electra", "ernie", "eurobert"}
@@ -253,9 +253,14 @@ def _stacks(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def _is_as_transformers_has_it(layer: nn.Module) -> bool:
-    """Whether its class, or that of PyTorch's wrapper, and its forward are known; accelerate has one of its own."""
-    is_known = type(layer).__module__.partition(".")[0] in ("transformers", "torch")
-    return is_known and ("forward" not in vars(layer) or hasattr(layer, "_hf_hook"))
+    """Whether all modules in it, and their forwards, are of libraries that compute each token by itself."""
+    return all(
+        type(part).__module__.partition(".")[0] in _LIBRARIES and not has_other_forward(part)
+        for part in layer.modules()
+    )
+
+
+_LIBRARIES = ("transformers", "torch", "fastattn", "peft", "bitsandbytes", "accelerate")
 
 
 def _packed(x: Tensor, packing: Packing) -> Tensor:

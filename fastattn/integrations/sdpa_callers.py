@@ -1,8 +1,8 @@
 """Modules that call torch.nn.functional.scaled_dot_product_attention themselves: timm's, open_clip's, or a user's own.
 
-The class of such a module is replaced by a subclass, whose forward runs the same code, but with calls of torch's
-function routed to fastattn's. What else the module computes does not matter. Nothing of these libraries is named; it
-was tried with their versions in constraints.txt.
+The class of such a module is replaced by a subclass, whose forward, and other methods that call torch's function, run
+the same code, but with these calls routed to fastattn's. What else the module computes does not matter. Nothing of
+these libraries is named; it was tried with their versions in constraints.txt.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -62,12 +63,11 @@ class ToFastattn(TorchFunctionMode):
     refuses.
     """
 
-    called = False
-
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
         if func is TORCHS_OWN:
-            self.called = True
+            if not torch.compiler.is_compiling():
+                _calls_seen.number += 1
             plain = (*_PLAIN, *causal_bias())
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             if all((type(x) in plain and not x.is_nested) or is_jagged(x) for x in tensors):
@@ -82,6 +82,13 @@ class ToFastattn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _CallsSeen(threading.local):
+    """How many calls of torch's function modes have seen in this thread."""
+
+    number = 0
+
+
+_calls_seen = _CallsSeen()
 _FUNCTION = "scaled_dot_product_attention"
 
 
@@ -105,9 +112,11 @@ def original_class(module: SDPACaller) -> type[nn.Module]:
 def objection(module: nn.Module) -> str | None:
     """Why fastattn would not compute the attention of this module, whose class calls the function; None if it would."""
     names = names_in_code_of(type(module))
+    if type(module).__module__.partition(".")[0] == "torch":
+        return "its class was replaced by PyTorch's, as by fully_shard or a parametrization; swap the model before"
     if "forward" in vars(module):
         return "its forward was replaced on the module itself"
-    if "checkpoint" in names:  # the second time a part of the forward runs without the forward around it
+    if _checkpoints(type(module)):  # the second time a part of the forward runs without the forward around it
         return f"it checkpoints parts of its own forward; fastattn.patch_sdpa() takes its calls of {_FUNCTION}"
     for attribute, around in _WAYS_AROUND.items():
         owner = module if hasattr(module, attribute) else getattr(module, "config", None)
@@ -136,14 +145,34 @@ def _switches_off(module: nn.Module) -> list[str]:
 def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
     @functools.wraps(cls.forward)  # so that it has the signature, which trainers ask for
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        with ToFastattn() as mode:
+        is_traced = torch.compiler.is_compiling()
+        before = 0 if is_traced else _calls_seen.number
+        with ToFastattn():
             output = cls.forward(self, *args, **kwargs)
-        if not (torch.compiler.is_compiling() or mode.called or F.scaled_dot_product_attention is not TORCHS_OWN):
+        if not (is_traced or _calls_seen.number > before or F.scaled_dot_product_attention is not TORCHS_OWN):
             warnings.warn(f"{full_name(cls)} was swapped, but ran without {_FUNCTION}", stacklevel=1)
         return output
 
+    # Methods that are called from outside, or once more by a checkpoint, without the forward around them.
+    calling = {}
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        function = getattr(method, "__func__", method)  # of static and class methods
+        if inspect.isfunction(function) and _calls(inspect.unwrap(function)):
+            calling[name] = _routed(function) if function is method else type(method)(_routed(function))
     likeness = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (SDPACaller, cls), likeness | {"forward": forward})
+    return type(cls.__name__, (SDPACaller, cls), likeness | calling | {"forward": forward})
+
+
+def _routed(method: FunctionType) -> Callable:
+    """The method, with its calls of torch's function routed to fastattn's."""
+
+    @functools.wraps(method)
+    def routed(*args: object, **kwargs: object) -> object:
+        with ToFastattn():
+            return method(*args, **kwargs)
+
+    return routed
 
 
 def _new(cls: type[nn.Module]) -> SDPACaller:
@@ -155,6 +184,14 @@ def _new(cls: type[nn.Module]) -> SDPACaller:
 def names_in_code_of(cls: type[nn.Module]) -> frozenset[str]:
     """Every attribute, global and keyword that the methods of this class name."""
     return frozenset().union(*(_names_in(function.__code__) for function in _functions_of(cls)))
+
+
+def _checkpoints(cls: type[nn.Module]) -> bool:
+    """Whether the methods of this class name PyTorch's checkpointing, by whatever name."""
+    named = (f.__globals__.get(name) for f in _functions_of(cls) for name in _names_in(f.__code__))
+    return "checkpoint" in names_in_code_of(cls) or any(
+        inspect.isfunction(x) and x.__module__ == "torch.utils.checkpoint" for x in named
+    )
 
 
 @functools.cache
@@ -174,15 +211,18 @@ def _functions_of(cls: type) -> tuple[FunctionType, ...]:
 
 @functools.cache
 def _calls(function: FunctionType) -> bool:
-    """Whether the code names torch's function, and not a method or a function of its own that has the same name."""
+    """Whether the code names torch's function, also by another name, and not one of its own that has the same name."""
     code, named = function.__code__, function.__globals__.get(_FUNCTION)
     own = inspect.isfunction(named) and named is not F.scaled_dot_product_attention
     own = own and (named is function or not _calls(named))
     itself = code.co_varnames[: min(1, code.co_argcount)]
     return any(
-        at.argval == _FUNCTION
-        and at.opname != "LOAD_CONST"
-        and not (own if at.opname == "LOAD_GLOBAL" else before.argval in itself)
+        (at.opname == "LOAD_GLOBAL" and function.__globals__.get(at.argval) is TORCHS_OWN)
+        or (
+            at.argval == _FUNCTION
+            and at.opname != "LOAD_CONST"
+            and not (own if at.opname == "LOAD_GLOBAL" else before.argval in itself)
+        )
         for part in _codes_in(code)
         for before, at in pairwise(dis.get_instructions(part))
     )

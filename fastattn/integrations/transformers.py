@@ -365,6 +365,9 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
         if options := sorted(set().union(*(_unknown_options(type(module)) for module, _ in attention.values()))):
             refused[prefix] = f"its attention has the option {', '.join(options)}, which is not supported"
             continue
+        if own := sorted(name for name, (module, _) in attention.items() if has_other_forward(module)):
+            refused[prefix] = f"the forward of {own[0]} was replaced on the module itself"
+            continue
         try:
             if False in ours:
                 outermost.set_attn_implementation(IMPLEMENTATION)
@@ -373,9 +376,9 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
                 module.config._attn_implementation = implementation
             refused[prefix] = str(error)
             continue
-        for module, implementation in before.items():
-            if implementation != module.config._attn_implementation:
-                vars(module)[_MEMORY] = _Before(implementation)
+        if any(implementation != module.config._attn_implementation for module, implementation in before.items()):
+            for module, implementation in before.items():  # of all: setting one sets those inside of it
+                vars(module).setdefault(_MEMORY, _Before(implementation))
         implementations = {id(module.config): implementation for module, implementation in before.items()}
         for name, (module, owner) in attention.items():
             config = _deciding_config(module, owner)
@@ -406,6 +409,11 @@ def switch_back(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation == PACKED:  # by name, by no swap
             packed_transformers.pack(module, packed_transformers.calls_of(module))
+
+
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether somebody replaced the forward on the module itself; accelerate calls that of the class."""
+    return "forward" in vars(module) and not hasattr(module, "_hf_hook")
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -484,7 +492,8 @@ def _holders_of_configs(model: PreTrainedModel) -> list[nn.Module]:
 @functools.cache
 def _asks_for_implementation(cls: type[nn.Module]) -> bool:
     """Whether the forward of this class looks its implementation up; transformers itself finds out in the same way."""
-    if cls.__module__.startswith("torch."):
+    of_forward = next(base for base in cls.__mro__ if "forward" in vars(base))  # of FSDP's subclasses too
+    if of_forward.__module__.startswith("torch."):
         return False
     try:
         return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(cls.forward)

@@ -115,7 +115,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if self.num_kv_heads != num_heads:
             self._share_heads(device, dtype)
-        self.out_proj.register_forward_pre_hook(_call_me)
+        self.out_proj.register_forward_pre_hook(call_me)
 
     @classmethod
     def adopt(cls, module: nn.MultiheadAttention) -> None:
@@ -484,7 +484,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
 MultiHeadAttention.__init__ = explaining(MultiHeadAttention, _IN_CONSTRUCTOR)
 
 
-def _call_me(module: nn.Module, arguments: tuple) -> None:
+def call_me(module: nn.Module, arguments: tuple) -> None:
     """A hook that never runs, but whose presence makes torch.nn.TransformerEncoderLayer call its `self_attn`.
 
     In eval mode a layer in which no module has a hook computes attention from the parameters of `self_attn` itself.

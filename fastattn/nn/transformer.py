@@ -22,7 +22,7 @@ from torch.nn.modules import module
 
 from .. import blocks
 from ..spec import Mask, is_jagged
-from .attention import MultiHeadAttention
+from .attention import MultiHeadAttention, call_me
 from .cache import AttentionCache, KVCache
 from .checks import check_bools, check_dense, check_heads, check_ints, check_numbers, check_probability
 from .masks import canonical_mask
@@ -296,8 +296,11 @@ class _Stack(nn.Module):
         )
 
     def _is_hooked(self) -> bool:
-        """Whether there is a hook on a layer, which might expect padding."""
-        return any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.layers)
+        """Whether there is a hook on a layer, the norm or a part of them, which might expect padding."""
+        return any(
+            part._forward_hooks or any(hook is not call_me for hook in part._forward_pre_hooks.values())
+            for part in self._parts()
+        )
 
     def _parts(self) -> Iterator[nn.Module]:
         for layer in self.layers:
@@ -334,7 +337,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         num_layers: number of layers.
         norm: applied after the last layer, or None.
         enable_nested_tensor: pack padded batches, where torch.nn makes nested tensors of them. A batch is packed if it
-            has enough padding, the layers are those of this module without hooks and with an activation that is known
+            has enough padding, the layers are those of this module, no part has hooks, the activation is known
             to be one of each element, the mask is padding or causal only, and there is neither a cache nor
             torch.compile. With False, padding is computed as torch does, not 0.
         mask_check: without effect.

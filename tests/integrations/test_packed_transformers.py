@@ -343,15 +343,17 @@ class Centring(nn.Module):
         return self.layer(hidden_states - hidden_states.mean(1, keepdim=True), *args, **kwargs)
 
 
-@pytest.mark.parametrize("how", ["a module around it", "a method in place of its own"])
+@pytest.mark.parametrize("how", ["a module around it", "a module in it", "a method in place of its own"])
 def test_layers_that_somebody_changed_are_not_packed(how):
     model, batch = model_of("llama").eval(), inputs("right")
     if how == "a module around it":
         model.layers[1] = Centring(model.layers[1])
+    elif how == "a module in it":
+        model.layers[1].mlp = Centring(model.layers[1].mlp)
     else:
         forward = model.layers[1].forward
         model.layers[1].forward = lambda x, *args, **kwargs: forward(x - x.mean(1, keepdim=True), *args, **kwargs)
-    plain = copy.deepcopy(model) if how == "a module around it" else None
+    plain = copy.deepcopy(model) if how.startswith("a module") else None
     with torch.no_grad():
         if plain is not None:
             fastattn.swap(plain)

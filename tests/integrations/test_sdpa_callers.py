@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from model_cases import calls_seen
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint as ckpt
 from torch_samples import assert_refused, state_of
 
 import fastattn
@@ -55,6 +59,11 @@ class ByWholeName(Heads):
 class ByImportedName(Heads):
     def forward(self, x: Tensor) -> Tensor:
         return scaled_dot_product_attention(*self.split(x), is_causal=True).transpose(1, 2).flatten(2)
+
+
+class ByOtherName(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        return sdpa(*self.split(x), is_causal=True).transpose(1, 2).flatten(2)
 
 
 class ByMethod(Heads):
@@ -111,7 +120,10 @@ class Optional(ByHand):
         F.scaled_dot_product_attention()
 
 
-CALLERS = (ByFunctional, ByWholeName, ByImportedName, ByMethod, ByDecorated, Inheriting, Overriding, ByMethodOfThatName)
+CALLERS = (
+    *(ByFunctional, ByWholeName, ByImportedName, ByOtherName, ByMethod, ByDecorated, Inheriting, Overriding),
+    ByMethodOfThatName,
+)
 
 
 def two_layers(make: Callable[[], nn.Module] = ByFunctional) -> nn.Sequential:
@@ -329,6 +341,38 @@ def test_checkpointing():
     torch.testing.assert_close(gradients(model, x), expected, rtol=1e-4, atol=1e-5)
 
 
+def once_more(function: Callable, *args: Tensor) -> Tensor:
+    """As helpers of libraries do that checkpoint or not."""
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+class CheckpointingByAnother(ByMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        return once_more(self.compute, *self.split(x)).transpose(1, 2).flatten(2)
+
+
+def test_a_method_that_is_called_without_the_forward_is_routed_too():
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = ByMethod()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner.compute(*self.inner.split(x)).transpose(1, 2).flatten(2)
+
+    for make in (Outer, CheckpointingByAnother):
+        torch.manual_seed(0)
+        model = make()
+        expected = gradients(model, model(inputs()))
+        assert len(fastattn.swap(model).swapped) == 1
+        computed = mock.patch.object(sdpa_callers, "computed", wraps=sdpa_callers.computed)
+        with computed as calls, warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            actual = gradients(model, model(inputs()))
+        assert calls.call_count == (1 if make is Outer else 2)  # a checkpoint calls it once more
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 def with_own_forward() -> nn.Module:
     module = ByFunctional()
     module.forward = ByHand().forward
@@ -339,6 +383,11 @@ class Checkpointing(ByMethod):
     def forward(self, x: Tensor) -> Tensor:
         o = torch.utils.checkpoint.checkpoint(self.compute, *self.split(x), use_reentrant=False)
         return o.transpose(1, 2).flatten(2)
+
+
+class CheckpointingByOtherName(ByMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        return ckpt(lambda *args: self.compute(*args), *self.split(x), use_reentrant=False).transpose(1, 2).flatten(2)
 
 
 class MemoryEfficientAttention(nn.Module):
@@ -397,6 +446,12 @@ class Switched(Heads):
         return compute(*self.split(x)).transpose(1, 2).flatten(2)
 
 
+class Weighted(ByFunctional):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(E, E))
+
+
 class Scripted(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v)
@@ -409,6 +464,8 @@ class ScriptedAttention(Scripted):
 REFUSED = {
     "own forward": (with_own_forward, "its forward was replaced on the module itself"),
     "checkpoint": (Checkpointing, "it checkpoints parts of its own forward; fastattn.patch_sdpa() takes its calls"),
+    "checkpoint by another name": (CheckpointingByOtherName, "it checkpoints parts of its own forward"),
+    "parametrised": (lambda: weight_norm(Weighted(), "weight"), "its class was replaced by PyTorch's"),
     "subclass by hand": (ByHand, "test_sdpa_callers.ByHand computes attention by code of its own"),
     "unknown kernel": (MemoryEfficientAttention, "MemoryEfficientAttention computes attention by code of its own"),
     "own method": (OwnMethodAttention, "OwnMethodAttention computes attention by code of its own"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_cases import calls_seen
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch_samples import (
     TORCH_MODULES,
     assert_refused,
@@ -109,10 +110,12 @@ def test_encoder_and_decoder_compute_no_padding(training, batch_first):
     assert report.zero_at_padding.keys() == {"encoder", "decoder"}
     assert not fastattn.swap(swapped).zero_at_padding
     rows = {"encoder": set(), "decoder": set()}
-    for name, seen in rows.items():
-        for part in getattr(swapped, name).modules():
-            if type(part) is nn.Linear:
-                part.register_forward_hook(lambda _, args, __, seen=seen: seen.add(args[0].shape[:-1].numel()))
+    rows_of = {part: seen for name, seen in rows.items() for part in getattr(swapped, name).modules()}
+
+    def look(part: nn.Module, args: tuple, _: object) -> None:
+        if type(part) is nn.Linear and part in rows_of:
+            rows_of[part].add(args[0].shape[:-1].numel())
+
     source_padding = torch.arange(7) >= torch.tensor([[7], [2]])
     target_padding = torch.arange(5) >= torch.tensor([[1], [4]])
     source, target = torch.randn(2, 7, 16, dtype=torch.float64), torch.randn(2, 5, 16, dtype=torch.float64)
@@ -124,7 +127,8 @@ def test_encoder_and_decoder_compute_no_padding(training, batch_first):
         "tgt_key_padding_mask": target_padding,
         "memory_key_padding_mask": source_padding,
     }
-    actual, expected = swapped(source, target, **masks), model(source, target, **masks)
+    with register_module_forward_hook(look):  # hooks on the parts would have the batch not packed
+        actual, expected = swapped(source, target, **masks), model(source, target, **masks)
     hidden = target_padding if batch_first else target_padding.T
     assert_same(actual, expected.masked_fill(hidden[..., None], 0))
     assert rows == {"encoder": {9}, "decoder": {5}}  # tokens that are real

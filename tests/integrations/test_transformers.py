@@ -439,6 +439,7 @@ def test_both_functions_are_registered_once():
         "import transformers; assert 'transformers.modeling_utils' not in sys.modules; import fastattn",
         "from transformers import BertModel; import fastattn",
         "import fastattn; from transformers import BertModel",
+        "import fastattn, importlib.util; importlib.util.find_spec('transformers.modeling_utils')",
     ],
 )
 def test_its_names_are_known_whichever_is_imported_first(imports):
@@ -451,7 +452,14 @@ def test_its_names_are_known_whichever_is_imported_first(imports):
 
 def test_a_transformers_that_it_does_not_know_goes_on_without(monkeypatch):
     monkeypatch.setitem(sys.modules, "fastattn.integrations.transformers", None)  # whose import fails then
+    monkeypatch.delattr(fastattn.integrations, "transformers")
     register_with_transformers()
+    model = nn.ModuleDict({"plain": nn.MultiheadAttention(8, 2), "bert": BY_FAMILY["BERT"].make()})
+    report = fastattn.swap(model)
+    assert report.swapped == {"plain": "MultiheadAttention"}
+    assert report.refused == {"bert": "it is of a transformers before version 5"}
+    fastattn.unswap(model)
+    assert type(model["plain"]) is nn.MultiheadAttention
 
 
 def by_constructor(folder: Path, name: str) -> PreTrainedModel:
@@ -584,6 +592,35 @@ def test_unswap_gives_the_implementation_back(implementation):
     fastattn.unswap(model)
     assert {module.config._attn_implementation for module in pretrained} == {implementation}
     assert not any("fastattn" in name for module in model.modules() for name in vars(module))
+
+
+def test_unswap_gives_each_tower_its_own_back():
+    model = BY_FAMILY["CLIP"].make()
+    model.text_model.set_attn_implementation("fastattn")
+    model.vision_model.set_attn_implementation("eager")
+    pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    before = [module.config._attn_implementation for module in pretrained]
+    assert set(before) == {"sdpa", "fastattn", "eager"}
+    fastattn.swap(model)
+    fastattn.unswap(model)
+    assert [module.config._attn_implementation for module in pretrained] == before
+
+
+def test_a_forward_of_its_own_is_refused_and_called_as_before():
+    model = BY_FAMILY["BERT"].make()
+    attention = model.encoder.layer[1].attention.self
+    attention.forward = attention.forward
+    report = fastattn.swap(model)
+    why = "the forward of encoder.layer.1.attention.self was replaced on the module itself"
+    assert report == fastattn.SwapReport(refused={"": why})
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_attention_of_a_class_that_pytorch_has_put_on_top_is_swapped():
+    model = BY_FAMILY["BERT"].make()
+    attention = model.encoder.layer[0].attention.self
+    attention.__class__ = type("FSDPBertSelfAttention", (type(attention),), {"__module__": "torch.distributed.fsdp"})
+    assert sorted(fastattn.swap(model).swapped.values()) == ["BertSelfAttention", "FSDPBertSelfAttention"]
 
 
 def test_a_configuration_that_transformers_does_not_reach():

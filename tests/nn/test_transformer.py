@@ -6,12 +6,14 @@ import copy
 import functools
 import inspect
 import re
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
 from torch.nn.modules.module import register_module_forward_hook
 from torch_samples import TORCH_MODULES, assert_same, outputs_and_gradients, samples, without_fast_path, zero_at_padding
 
@@ -67,13 +69,35 @@ def randomised(module: nn.Module) -> nn.Module:
 
 
 class Rows:
-    """How many rows each Linear of a module was given: what its layers computed."""
+    """How many rows each Linear of a module was given: what its layers computed. Hooks on them would see padding."""
 
     def __init__(self, module: nn.Module) -> None:
         self.seen: set[int] = set()
-        for part in module.modules():
-            if type(part) is nn.Linear:
-                part.register_forward_hook(lambda _, args, __: self.seen.add(args[0].shape[:-1].numel()))
+        self.parts = {part for part in module.modules() if type(part) is nn.Linear}
+        register_module_forward_hook(self.look)
+
+    def look(self, part: nn.Module, args: tuple, _: object) -> None:
+        if part in self.parts:
+            self.seen.add(args[0].shape[:-1].numel())
+
+
+@pytest.fixture(autouse=True)
+def _no_rows_are_looked_at_later() -> Iterator[None]:
+    yield
+    hooks_of_all._global_forward_hooks.clear()
+
+
+@pytest.mark.parametrize("hooked", [lambda layer: layer, lambda layer: layer.linear2, lambda layer: layer.norm1])
+def test_hooks_see_the_batch_as_it_came(hooked):
+    """What they change is changed where it is in torch's layers."""
+    ours = TransformerEncoder(layer_of(TransformerEncoderLayer), 2)
+    theirs = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 32, 0.0, batch_first=True, dtype=torch.float64), 2)
+    theirs.load_state_dict(randomised(ours).state_dict())
+    for encoder in (ours, theirs):
+        hooked(encoder.layers[0]).register_forward_hook(lambda _, __, out: out.index_fill(1, torch.tensor([0]), 0.0))
+    x, padding = normal(B, L, E), PADDINGS["right"]
+    actual, expected = (encoder(x, src_key_padding_mask=padding) for encoder in (ours, theirs))
+    assert_same(actual, expected.masked_fill(padding[..., None], 0))
 
 
 @pytest.mark.parametrize("name", [*TORCH_MODULES, "TransformerDecoder"])

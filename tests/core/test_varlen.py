@@ -242,7 +242,8 @@ MALFORMED = {
     ),
     "falls": ({"cu_seqlens_k": torch.tensor([0, 6, 5])}, "cu_seqlens_k must begin at 0, never fall, and end at 10 at"),
     "end": ({"cu_seqlens_q": torch.tensor([0, 4, 11])}, "cu_seqlens_q must begin at 0, never fall, and end at 10 at"),
-    "slopes": ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be [4] or [1, 4], got [3]"),
+    "slopes": ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be [4], got [3]"),
+    "slopes of samples": ({"alibi_slopes": torch.zeros(1, 4)}, "alibi_slopes must be [4], got [1, 4]"),
 }
 
 

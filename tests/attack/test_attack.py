@@ -10,7 +10,6 @@ import fresh_python
 import pytest
 import torch
 from formula import attend
-from targets import TARGETS
 
 import fastattn
 
@@ -79,8 +78,9 @@ def test_an_attack_goes_on_after_a_crash():
     assert [f"SEED={SEED + n} " in line for n, line in enumerate(found)] == [True, True]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ["attention", "hostile"])
 def test_nothing_is_found_where_nothing_is_wrong(target):
+    """Of other targets `make attack` says that, as .ci/run calls it."""
     assert attack.attack(SEED, 0, only=target, prepare=do_nothing) == []
 
 

@@ -14,11 +14,7 @@ import pytest
 from torch.utils import cpp_extension
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-HEADERS = sorted(
-    path
-    for folder in ("csrc", "csrc/cpu", "tests/cpu_kernels", "tests/gpu_models/ptx")
-    for path in (REPOSITORY / folder).glob("*.h")
-)
+HEADERS = sorted(path for folder in ("csrc", "csrc/cpu") for path in (REPOSITORY / folder).glob("*.h"))
 """Without those of csrc/cuda, for which `make cuda` does the same with nvcc."""
 OF_KERNELS = {path for path in HEADERS if re.search("FASTATTN_(ISA|BF16|TILES)", path.read_text())}
 """The headers that are compiled once for each instruction set, whose macros they need."""

@@ -36,7 +36,7 @@ SOURCES = {
     ),
     "ptx-few": (
         *(*_AROUND, "fastattn/spec.py", "fastattn/testing.py", "tests/backends/places.py", "tests/core/test_paged.py"),
-        *(f"tests/backends/test_{name}.py" for name in ("conformance", "properties", "triton")),
+        *(f"tests/backends/test_{name}.py" for name in ("conformance", "triton")),
     ),
     "ptx-tritons": _OF_TRITON,
 }

@@ -16,11 +16,8 @@ RECORD = Path(__file__).with_suffix(".json")
 _KERNELS = ("csrc/*.h", "csrc/cpu/*.[ch]*", "tests/cpu_kernels/*")
 _OF_TRITON = (
     *("fastattn/backends/triton/*.py", "fastattn/backends/hopper/*.py", "benchmarks/gpu/compiling.py"),
-    *(
-        "tests/gpu_models/ptx/*.[chp]*",
-        "tests/gpu_models/modelled_gpu.py",
-        "constraints.txt",
-    ),  # which says what compiles
+    # The last of these says what compiles.
+    *("tests/gpu_models/ptx/*.[chp]*", "tests/gpu_models/modelled_gpu.py", "constraints.txt"),
 )
 _AROUND = tuple(f"fastattn/backends/{name}.py" for name in ("build", "compiling", "diagonals", "gradients"))
 _OF_CPU = tuple(f"tests/backends/test_{name}.py" for name in ("conformance", "properties", "cpu"))
@@ -36,7 +33,7 @@ SOURCES = {
     ),
     "ptx-few": (
         *(*_AROUND, "fastattn/spec.py", "fastattn/testing.py", "tests/backends/places.py", "tests/core/test_paged.py"),
-        *(f"tests/backends/test_{name}.py" for name in ("conformance", "triton")),
+        *(f"tests/backends/test_{name}.py" for name in ("conformance", "properties", "triton")),
     ),
     "ptx-tritons": _OF_TRITON,
 }

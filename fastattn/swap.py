@@ -16,7 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .backends import missing_kernels
 from .integrations import sdpa_callers
-from .integrations.sdpa_callers import full_name, names_in_code_of
+from .integrations.sdpa_callers import class_of_forward, full_name, names_in_code_of
 from .nn import (
     MultiHeadAttention,
     TransformerDecoder,
@@ -267,9 +267,8 @@ def _is_foreign(module: nn.Module) -> bool:
 
     Also where fully_shard or a parametrization has given it a class of torch's, whose forward is its own.
     """
-    cls = type(module)
-    of_forward = next(base for base in cls.__mro__ if "forward" in vars(base))
-    return any(x.__module__.partition(".")[0] not in ("torch", "transformers") for x in (cls, of_forward))
+    classes = type(module), class_of_forward(type(module))
+    return any(cls.__module__.partition(".")[0] not in ("torch", "transformers") for cls in classes)
 
 
 _NAMED_ATTENTION = re.compile("attn|attention", re.IGNORECASE).search

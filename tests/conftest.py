@@ -20,13 +20,6 @@ from modelled_gpu import CUDA_MACHINES, PTX_MACHINES, backend, hopper_gpu  # noq
 from fastattn import plan
 from fastattn.backends import build
 
-if importlib.util.find_spec("hypothesis") is not None:
-    from hypothesis.internal.conjecture import providers
-
-    # Or draws would depend on the modules that other tests have imported, whose constants it takes.
-    constants = providers._get_local_constants()
-    providers._get_local_constants = lambda: constants
-
 if importlib.util.find_spec("triton") is not None:  # there is none for macOS and Windows
     import quick_interpreter
 

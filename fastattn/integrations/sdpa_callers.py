@@ -266,6 +266,11 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from _codes_in(constant)
 
 
+def class_of_forward(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class whose forward this one has: not that which fully_shard or a parametrization puts on top."""
+    return next(base for base in cls.__mro__ if "forward" in vars(base))
+
+
 def full_name(cls: type) -> str:
     """The name of a class, with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"

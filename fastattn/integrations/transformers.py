@@ -36,6 +36,7 @@ from ..api import attention, attention_with_weights
 from ..nn.packing import Packing
 from ..spec import Mask, RelativeBias, rows_by_distance
 from .continuous_batching import ContinuousBatchingManager, PagedAttentionCache, attention_paged, keeping
+from .sdpa_callers import class_of_forward
 
 IMPLEMENTATION = "fastattn"
 PACKED = "fastattn_packed"
@@ -492,8 +493,7 @@ def _holders_of_configs(model: PreTrainedModel) -> list[nn.Module]:
 @functools.cache
 def _asks_for_implementation(cls: type[nn.Module]) -> bool:
     """Whether the forward of this class looks its implementation up; transformers itself finds out in the same way."""
-    of_forward = next(base for base in cls.__mro__ if "forward" in vars(base))  # of FSDP's subclasses too
-    if of_forward.__module__.startswith("torch."):
+    if class_of_forward(cls).__module__.startswith("torch."):
         return False
     try:
         return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(cls.forward)

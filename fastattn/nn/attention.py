@@ -193,11 +193,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
             self._check_position_bias(query, position_bias, cache)
         alike = query is key and key is value
         if query.is_nested or (not alike and (key.is_nested or value.is_nested)):
-            for name, x in (("rotation", rotation), ("cache", cache)):
+            ignored = {"rotation": rotation, "cache": cache}
+            ignored |= {"key_padding_mask": key_padding_mask} if is_jagged(query) else {}
+            for name, x in ignored.items():
                 if x is not None:
                     raise AssertionError(f"{name} must be None where query is nested, got {type(x).__name__}")
             if is_jagged(query):
-                self._check_jagged(query, key, value, key_padding_mask, attn_mask, need_weights)
+                self._check_jagged(query, key, value, attn_mask, need_weights)
                 if is_causal and attn_mask is None:
                     raise RuntimeError("attn_mask must be given with is_causal, which is a hint about it, got None")
                 return self._forward_jagged(query, key, value, attn_mask), None
@@ -436,13 +438,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             raise ValueError(f"dropout must be 0 with pages in training mode, got {self.dropout}")
 
     def _check_jagged(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | Mask | None,
-        need_weights: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Mask | None, need_weights: bool
     ) -> None:
         """Refuses what jagged nested tensors cannot have."""
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -450,9 +446,6 @@ class MultiHeadAttention(nn.MultiheadAttention):
                 raise AssertionError(f"{name} must be nested, of layout torch.jagged, where query is, got {x.layout}")
             if x.lengths() is not None:
                 raise AssertionError(f"{name} must be nested without holes between its samples, got one with lengths")
-        if key_padding_mask is not None:
-            got = type(key_padding_mask).__name__
-            raise AssertionError(f"key_padding_mask must be None where query is nested, got {got}")
         if not self.batch_first or self._appended_keys():
             raise AssertionError("query must not be nested without batch_first or with appended keys, got a nested one")
         if need_weights:

@@ -1,7 +1,7 @@
 """Random combinations of everything that a call can have, each held to the budget of fastattn/testing.py.
 
-`make properties` draws 2000 cases anew; without it 100 are drawn, always the same. A failure prints the case, and the
-line that draws it again.
+`make properties` draws 2000 cases anew; without it 100 are drawn, which are the same where the same modules are
+imported, whose constants hypothesis draws too. A failure prints the case, and the line that draws it again.
 """
 
 import math
@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, seed, settings
+from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from places import CAPABILITIES, THREADS
 
@@ -27,7 +27,9 @@ OTHER_SEEDS = range(1, 64)
 
 def profile(fraction: float) -> settings:
     """The settings of a test that takes this part of the draws."""
+    # A case that is outside takes 64 times as long as others to judge: `make test` makes none smaller.
     return settings(
+        phases=set(Phase) - (set() if DRAWS else {Phase.shrink, Phase.explain}),
         max_examples=max(1, round((DRAWS or 100) * fraction)),
         derandomize=DRAWS == 0,
         print_blob=True,
@@ -38,8 +40,8 @@ def profile(fraction: float) -> settings:
 
 
 @st.composite
-def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) -> Case:
-    """A case of these features, with at most so many tokens and so wide a head."""
+def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int, most: int = 3) -> Case:
+    """A case of these features, with at most so many tokens, so wide a head, and `most` samples and heads of a kind."""
 
     def maybe(feature: str, values: st.SearchStrategy, otherwise: object) -> object:
         return draw(values) if feature in features and draw(st.booleans()) else otherwise
@@ -49,7 +51,7 @@ def cases(draw: st.DrawFn, features: frozenset[str], longest: int, widest: int) 
     )
     lengths = (st.integers(0, longest) | around_blocks).filter(lambda n: n <= longest)
     head_dims = st.integers(1, widest) | st.sampled_from([d for d in (8, 16, 32, 64, 128) if d <= widest])
-    B, H_kv, group = draw(st.integers(0, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    B, H_kv, group = draw(st.integers(0, most)), draw(st.integers(1, most)), draw(st.integers(1, most))
     H, n_q, n_k = H_kv * group, draw(lengths), draw(lengths)
     starts = st.integers(-longest, longest)
     limits = st.none() | st.integers(0, longest)
@@ -172,8 +174,7 @@ def test_cpu_over_many_blocks(case, dtype):
     check(case, dtype, "cpu", THREADS)
 
 
-@seed(1)  # of other draws some are outside the budget on processors without AVX-512: to be found out
 @profile(0.1)
-@given(case=cases(triton.features(torch.device("cpu")), longest=20, widest=20), dtype=st.sampled_from(DTYPES))
+@given(case=cases(triton.features(torch.device("cpu")), longest=20, widest=20, most=2), dtype=st.sampled_from(DTYPES))
 def test_triton_interpreted(case, dtype):
     check(case, dtype, "triton")

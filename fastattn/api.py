@@ -325,7 +325,7 @@ def attention_varlen(
     if bias is not None and (cu_seqlens_k is not None or not isinstance(bias, RelativeBias)):
         how = "None where cu_seqlens_k is given" if isinstance(bias, RelativeBias) else "a RelativeBias or None"
         raise ValueError(f"bias must be {how}, got a {type(bias).__name__}")
-    if isinstance(alibi_slopes, Tensor) and alibi_slopes.shape != q.shape[1:2]:
+    if isinstance(alibi_slopes, Tensor) and is_dense(alibi_slopes) and alibi_slopes.shape != q.shape[1:2]:
         raise ValueError(f"alibi_slopes must be [{q.shape[1]}], got {list(alibi_slopes.shape)}")
     documents_q = documents_k = _document_of_tokens(cu_seqlens_q, q.shape[0])[None]
     q_offset: int | Tensor = 0

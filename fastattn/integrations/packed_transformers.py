@@ -252,12 +252,17 @@ def _stacks(model: nn.Module) -> dict[str, PreTrainedModel]:
     return stacks
 
 
-def _is_as_transformers_has_it(layer: nn.Module) -> bool:
-    """Whether all modules in it, and their forwards, are of libraries that compute each token by itself."""
-    return all(
-        type(part).__module__.partition(".")[0] in _LIBRARIES and not has_other_forward(part)
-        for part in layer.modules()
-    )
+def _is_as_transformers_has_it(module: nn.Module) -> bool:
+    """Whether this and all modules in it, and their forwards, are of libraries that compute each token by itself."""
+    if not _is_of_libraries(type(module)) or has_other_forward(module):
+        return False
+    parts = module._modules.values()  # each pass asks, and nn.Module.modules() is slow
+    return all([_is_as_transformers_has_it(part) for part in parts if part is not None])  # noqa: C419
+
+
+@functools.cache
+def _is_of_libraries(cls: type[nn.Module]) -> bool:
+    return cls.__module__.partition(".")[0] in _LIBRARIES
 
 
 _LIBRARIES = ("transformers", "torch", "fastattn", "peft", "bitsandbytes", "accelerate")

@@ -171,14 +171,14 @@ $(CPU_KERNELS)/scaling: benchmarks/scaling.cpp $(KERNEL_SOURCES) $(CPU_HEADERS)
 	@mkdir -p $(@D)
 	$(CPU_CXX) -O2 $< $(KERNEL_SOURCES) -o $@
 
-# The conformance suite, Triton's kernels in fp16 and bf16 by turns, and what stands in test_hopper_*.py and test_cuda_kernels.py; what
+# The conformance suite, Triton's kernels in fp16 and bf16 by turns, and what stands in test_hopper_*.py and test_*_kernels.py; what
 # Triton and nvcc compile is kept for the next time. CASES as in -k of pytest: CASES="sm_90 and window"; they are drawn from every dtype,
 # and CASES=test is everything.
 CASES ?=
 ptx: $(INSTALLED) $(NVCC)
 	$(if $(CASES),,FASTATTN_PTX_BY_TURNS=1) NVCC=$(NVCC) TRITON_INTERPRET=0 TRITON_CACHE_DIR=$(CURDIR)/build/ptx_machine/triton \
 	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1800 --numprocesses=auto --dist=worksteal \
-	    tests/backends/test_conformance.py tests/backends/test_hopper_*.py tests/gpu_models/test_cuda_kernels.py \
+	    tests/backends/test_conformance.py tests/backends/test_hopper_*.py tests/gpu_models/test_*_kernels.py \
 	    tests/backends/test_triton.py tests/core/test_pytorch.py tests/core/test_varlen.py -k "(ptx_ or test_hopper)$(if $(CASES), and ($(CASES)))"
 	@$(if $(CASES),,$(PYTHON) .ci/passed.py --record $@)
 

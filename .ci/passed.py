@@ -29,7 +29,7 @@ SOURCES = {
     "aarch64": _KERNELS,
     "ptx": (
         *(*_OF_TRITON, "fastattn/backends/cuda.py", "csrc/*.h", "csrc/cuda/*.[ch]*", "tests/gpu_models/ptx/c10/cuda/*"),
-        *("tests/gpu_models/test_cuda_kernels.py", "tests/backends/test_hopper_*.py"),
+        *("tests/gpu_models/test_*_kernels.py", "tests/backends/test_hopper_*.py"),
     ),
     "ptx-few": (
         *(*_AROUND, "fastattn/spec.py", "fastattn/testing.py", "tests/backends/places.py", "tests/core/test_paged.py"),

@@ -26,9 +26,9 @@ if importlib.util.find_spec("triton") is not None:  # there is none for macOS an
     quick_interpreter.install()
 build.CPU.unavailable(whole=True)  # tests choose among the instruction sets, of which the first use compiles some only
 collect_ignore = ["bench/faulty_suite.py"]  # which test_gpu_stages.py runs
-if not PTX_MACHINES:  # these are for `make ptx`; test_ptx.py runs a part of them
+if not PTX_MACHINES:  # these are for `make ptx`
     of_compiled = ("test_hopper_forward.py", "test_hopper_backward.py", "test_hopper_fused.py", "test_hopper_faults.py")
-    collect_ignore += [f"backends/{name}" for name in of_compiled]
+    collect_ignore += ["gpu_models/test_ptx_kernels.py", *(f"backends/{name}" for name in of_compiled)]
 if not CUDA_MACHINES:
     collect_ignore.append("gpu_models/test_cuda_kernels.py")
 

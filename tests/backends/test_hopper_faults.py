@@ -1,7 +1,7 @@
 """Faults put into the source of the Hopper kernels: each is found, whatever the order in which warps and loads come.
 
 On the machine for PTX; `make ptx` runs it. Fences between the proxies are missed in none: where one is removed from the
-source, Triton puts it there. tests/gpu_models/test_ptx.py removes those of the compiled kernels.
+source, Triton puts it there. tests/gpu_models/test_ptx_kernels.py removes those of the compiled kernels.
 """
 
 from __future__ import annotations

@@ -23,13 +23,12 @@ struct Flag {
   uint8_t is_set;
 };
 
-// The bits 0 or 1, not a number. In two steps, each of which GCC 12 finds an instruction for.
+// The bits 0 or 1, not a number. In two steps, for the first of which GCC 12 finds an instruction.
 FASTATTN_INLINE Floats widen(const Flag* p) {
   typedef uint8_t Flags __attribute__((vector_size(kLanes)));
   typedef uint8_t FlagsInMemory __attribute__((vector_size(kLanes), aligned(1), may_alias));
-  typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
   const Flags flags = *reinterpret_cast<const FlagsInMemory*>(p);
-  return (Floats) __builtin_convertvector(__builtin_convertvector(flags, Halves), Bits);
+  return (Floats)widened_bits(__builtin_convertvector(flags, Halves));
 }
 
 FASTATTN_INLINE Floats splat_bits(Floats x, int64_t lane) { return (Floats)(Bits{} + ((Bits)x)[lane]); }

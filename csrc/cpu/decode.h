@@ -103,10 +103,14 @@ class LinesToCome {
 
   // Follows as so many bytes are read.
   FASTATTN_INLINE void step(int64_t bytes) {
-    for (due_ += bytes; due_ > 0; due_ -= kLine) {
+    for (due_ += bytes; due_ > 0;) {
       if (line_ >= end_) next_row();
-      __builtin_prefetch(line_, 0, kIntoL2);
-      line_ += kLine;
+      const char* line = line_;  // in registers: this runs for every line that is read
+      int64_t due = due_;
+      for (const char* const end = end_; due > 0 && line < end; due -= kLine, line += kLine) {
+        __builtin_prefetch(line, 0, kIntoL2);
+      }
+      line_ = line, due_ = due;
     }
   }
 
@@ -362,6 +366,18 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
   use(Stream<LeftElement>{data, rows.stride * kPerUnit, &to_come, bytes_of_row}, in_place, n_padded, nullptr);
 }
 
+// Vectors of columns that are added up at once: the fewer rows there are, the more columns have sums in registers,
+// which must be enough to hide how long an addition takes.
+template <class Run>
+FASTATTN_INLINE void each_column_tile_for(int64_t rows, int64_t columns, Run run) {
+  const auto tiles_of = [&](auto most) {
+    each_tile<decltype(most)::value>(0, columns / kLanes, [&](auto vectors, int64_t i) { run(vectors, i * kLanes); });
+  };
+  if (rows <= kTileRows<8>) return tiles_of(std::integral_constant<int, 8>{});
+  if (rows <= kTileRows<4>) return tiles_of(std::integral_constant<int, 4>{});
+  tiles_of(std::integral_constant<int, kColumns>{});
+}
+
 // to += weights * v for some rows of weights and n keys, a multiple of kPerUnit, and C vectors of columns.
 template <int C, class Element>
 FASTATTN_ONCE void add_values(Target to, int64_t rows, int64_t n, Rows weights, Stream<Element> v) {
@@ -455,7 +471,7 @@ void decode(const Params& p, const DecodeItem& item, DecodeItem* next, float* pa
     with_vectors(p.v, b, h_kv, key_list, first, n, p.d_v, kPerUnit, w.v, tiles_of_values, to_come,
                  [&](auto v, int64_t i, int64_t n_rows, const float* scales) {
                    multiply_columns(w.s + row_begin * kDecodeKeys + i, row_end - row_begin, n_rows, scales);
-                   each_column_tile(padded(p.d_v), [&](auto vectors, int64_t column) {
+                   each_column_tile_for(rows_seeing, padded(p.d_v), [&](auto vectors, int64_t column) {
                      const Target to{o.data + column, o.stride};
                      const Rows weights{w.s + row_begin * kDecodeKeys + i / kPerUnit, kDecodeKeys};
                      add_values<vectors>(to, row_end - row_begin, n_rows, weights,

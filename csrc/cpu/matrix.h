@@ -77,7 +77,7 @@ struct Target {
 template <int R, int Grain = 1, class Run>
 FASTATTN_INLINE void each_tile(int64_t begin, int64_t end, Run run) {
   for (; begin + R <= end; begin += R) run(std::integral_constant<int, R>{}, begin);
-  constexpr int kSmaller = R == 12 || R == 6 ? 4 : R / 2;
+  constexpr int kSmaller = R == 12 || R == 6 ? 4 : R == 3 ? 2 : R / 2;
   if constexpr (kSmaller >= Grain) {
     if (begin < end) each_tile<kSmaller, Grain>(begin, end, run);
   }

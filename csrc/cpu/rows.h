@@ -33,9 +33,18 @@ struct Float8 {  // e4m3fn: no Inf, and NaN where all bits but the sign are ones
   int8_t bits;
 };
 
-FASTATTN_INLINE Bits load_bits(const uint16_t* p) {
-  return __builtin_convertvector(*reinterpret_cast<const HalvesInMemory*>(p), Bits);
+// One instruction, where GCC 12 makes five of the plain conversion.
+FASTATTN_INLINE Bits widened_bits(Halves x) {
+#if FASTATTN_LANES == 16
+  return (Bits)_mm512_cvtepu16_epi32((__m256i)x);
+#elif FASTATTN_LANES == 8
+  return (Bits)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, Bits);
+#endif
 }
+
+FASTATTN_INLINE Bits load_bits(const uint16_t* p) { return widened_bits(*reinterpret_cast<const HalvesInMemory*>(p)); }
 FASTATTN_INLINE void store_bits(uint16_t* p, Bits x) {
   *reinterpret_cast<HalvesInMemory*>(p) = __builtin_convertvector(x, HalvesInMemory);
 }

@@ -396,10 +396,13 @@ def with_few_queries(case: Case) -> Case:
 SHORT = [with_few_queries(case) for case in CASES if case.timed is None and 0 < case.D <= 256]
 
 
-@pytest.mark.parametrize("most", [3, 128])
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [pytest.param(case, (torch.float32, torch.float16)[i % 2], id=str(case)) for i, case in enumerate(SHORT)],
+    ("case", "dtype", "most"),
+    [
+        pytest.param(case, (torch.float32, torch.float16)[i % 2], most, id=f"{case}-{most}")
+        for i, case in enumerate(SHORT)
+        for most in ((3, 128) if case.n_k > 96 else (128,))  # three tiles or fewer are a part each
+    ],
 )
 def test_keys_in_parts(case, dtype, most, launches, monkeypatch):
     """Of one tile each, of which there are more than parts that are added at once; or of several tiles."""

@@ -325,10 +325,10 @@ void softmax_step(const Params& p, float headroom, int64_t n, float* s, float& m
   l += sum_of_lanes(sum);
 }
 
-// use(some rows by whole vectors, the first of them, their number, their scales), for all rows of n keys, as many
-// `together` at least: in the dtype they have in memory where they can be read there, chunk by chunk, else as copied
-// units, with rows of zeros. Scales, up to a multiple of kLanes, are null where the rows are what they should be. Each
-// chunk takes some passes.
+// use(some rows by whole vectors, the first of them, their number, their scales), for all rows of n keys, in
+// multiples of `together`: in the dtype they have in memory where they can be read there, chunk by chunk, else as
+// copied units, with rows of zeros. Scales, up to a multiple of kLanes, are null where the rows are what they should
+// be. Each chunk takes some passes.
 template <class Use>
 FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const IndexList& keys, int64_t first, int64_t n,
                                   int64_t d, int64_t together, float* copy, int64_t passes, LinesToCome& to_come,
@@ -366,22 +366,26 @@ FASTATTN_INLINE void with_vectors(const Input& x, int64_t b, int64_t h, const In
   use(Stream<LeftElement>{data, rows.stride * kPerUnit, &to_come, bytes_of_row}, in_place, n_padded, nullptr);
 }
 
-// Vectors of columns that are added up at once: the fewer rows there are, the more columns have sums in registers,
-// which must be enough to hide how long an addition takes.
+// Rows of weights in a tile of C vectors of columns: those of eight leave registers for the values.
+template <int C>
+constexpr int kTileRowsOfWeights = C == 8 && kTileRows<C> > 2 ? 2 : kTileRows<C>;
+
+// The fewer rows there are, the more columns are added up at once, so that there are sums enough to hide how long an
+// addition takes.
 template <class Run>
 FASTATTN_INLINE void each_column_tile_for(int64_t rows, int64_t columns, Run run) {
   const auto tiles_of = [&](auto most) {
     each_tile<decltype(most)::value>(0, columns / kLanes, [&](auto vectors, int64_t i) { run(vectors, i * kLanes); });
   };
-  if (rows <= kTileRows<8>) return tiles_of(std::integral_constant<int, 8>{});
-  if (rows <= kTileRows<4>) return tiles_of(std::integral_constant<int, 4>{});
+  if (rows <= kTileRowsOfWeights<8>) return tiles_of(std::integral_constant<int, 8>{});
+  if (rows <= kTileRowsOfWeights<4>) return tiles_of(std::integral_constant<int, 4>{});
   tiles_of(std::integral_constant<int, kColumns>{});
 }
 
 // to += weights * v for some rows of weights and n keys, a multiple of kPerUnit, and C vectors of columns.
 template <int C, class Element>
 FASTATTN_ONCE void add_values(Target to, int64_t rows, int64_t n, Rows weights, Stream<Element> v) {
-  each_tile<kTileRows<C>>(0, rows, [&](auto tile_rows, int64_t i) {
+  each_tile<kTileRowsOfWeights<C>>(0, rows, [&](auto tile_rows, int64_t i) {
     Floats sums[decltype(tile_rows)::value][C];
     vector_product(n / kPerUnit, weights.at_row(i), v, sums);
     each_vector(sums, [&](Floats& x, int r, int c) { store(to.at(i + r, c), load(to.at(i + r, c)) + x); });

@@ -16,6 +16,12 @@ template <int R, int C, class Left, class RightSide>
 FASTATTN_INLINE void vector_product(int64_t steps, Left a, RightSide b, Floats (&acc)[R][C]) {
   each_vector(acc, [](Floats& x, int, int) { x = Floats{}; });
   for (int64_t k = 0; k < steps; ++k) {
+    if constexpr (R == 1) {  // a vector is needed once: none waits in a register
+      const Floats scalar = splat(a(0, k));
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) acc[0][c] = multiply_add(scalar, b(k, c), acc[0][c]);
+      continue;
+    }
     Floats row[C];
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) row[c] = b(k, c);

@@ -85,8 +85,9 @@ class _Child:
         """
         if self.process is None:
             self._start()
-        self.process.stdin.write(json.dumps([request, arguments]) + "\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended since its last answer, as the next line says
+            self.process.stdin.write(json.dumps([request, arguments]) + "\n")
+            self.process.stdin.flush()
         limit = limit or self.limits.other
         try:
             line = self.answers.get(timeout=limit)
@@ -119,6 +120,8 @@ class _Child:
 
     def _last_words(self) -> str:
         code = self.process.wait()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process = None
         self.stderr.seek(0)
         said = self.stderr.read().strip().rpartition("\n")[2]

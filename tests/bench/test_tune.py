@@ -4,7 +4,7 @@ import json
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -107,6 +107,16 @@ def test_no_child_outlives_an_interruption(measure, monkeypatch):
     with pytest.raises(KeyboardInterrupt) as interruption:  # which has the child in its frames
         measure()
     assert children[0].poll() is not None, interruption
+
+
+def test_a_child_that_ends_between_two_questions_is_a_fault_and_started_again():
+    with closing(tune._Child(Limits())) as child:
+        assert child.ask("problem", **CLASS._asdict()) == {}
+        child.process.kill()
+        child.process.wait()
+        with pytest.raises(tune.FaultError, match="ends its process: SIGKILL"):
+            child.ask("problem", **CLASS._asdict())
+        assert child.ask("problem", **CLASS._asdict()) == {}
 
 
 def test_what_is_not_there_is_told_and_not_timed(faulty):

@@ -249,7 +249,11 @@ def _tune(args: argparse.Namespace) -> int:
         print(*map(tune.tiles_as_text, times, times.values()), sep="\n", end="\n" if times else "")
         tune.keep_faster_tiles(device, times)
     classes = tune.classes_of(device, args.quick)
-    findings = tune.tune(classes)  # in processes that read the record
+    try:
+        findings, code = tune.tune(classes), 0  # in processes that read the record
+    except tune.Interrupted as interruption:
+        findings, code = interruption.findings, 130
+        classes = [*findings.record.classes]  # of the others stays what was kept before
     print(findings)
 
     def with_findings(old: record.Record) -> record.Record:
@@ -268,7 +272,7 @@ def _tune(args: argparse.Namespace) -> int:
             writing.write(args.share, record.as_json(device, found))
         except OSError as error:
             raise CommandError(str(error)) from error
-    return 0
+    return code
 
 
 def _serve(args: argparse.Namespace) -> int:

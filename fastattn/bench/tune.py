@@ -67,6 +67,13 @@ class Findings:
         return "\n".join(lines)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; `findings` has what was found until then."""
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
+
+
 class FaultError(Exception):
     """What the child was doing did not end well; the message is a sentence."""
 
@@ -206,19 +213,38 @@ def tiles_as_text(kernel: str, times: dict[str, float | str]) -> str:
 def tune(
     classes: Sequence[CallClass], backends: tuple[ModuleType, ...] = BACKENDS, limits: Limits = Limits()
 ) -> Findings:
-    """Checks these backends, and times them in these classes of calls, which are of one device."""
+    """Checks these backends, and times them in these classes of calls, which are of one device.
+
+    Raises:
+        Interrupted: by Ctrl-C.
+    """
     candidates = {backend.NAME: backend for backend in backends if backend is not reference}
-    with closing(_Child(limits)) as child:  # which may hang, deaf to Ctrl-C
-        return _findings(child, classes, candidates, limits)
+    found = Findings(Record())
+    try:
+        with closing(_Child(limits)) as child:  # which may hang, deaf to Ctrl-C
+            _find(child, classes, candidates, limits, found)
+    except KeyboardInterrupt:
+        raise Interrupted(_of_right_ones(found)) from None
+    return _of_right_ones(found)
 
 
-def _findings(
-    child: _Child, classes: Sequence[CallClass], candidates: dict[str, ModuleType], limits: Limits
-) -> Findings:
-    missing, device = {}, torch.device(classes[0].device)
+def _of_right_ones(found: Findings) -> Findings:
+    """The findings without the times of backends that a later call found to be wrong."""
+    families, classes = found.record.families, {}
+    for call_class, ms in found.record.classes.items():
+        right = {name: x for name, x in ms.items() if not families[_family_in(name, call_class)]}
+        if len(right) > 1:
+            classes[call_class] = right
+    return Findings(Record(families, classes), found.missing)
+
+
+def _find(
+    child: _Child, classes: Sequence[CallClass], candidates: dict[str, ModuleType], limits: Limits, found: Findings
+) -> None:
+    """Adds to what was found."""
+    device, missing = torch.device(classes[0].device), found.missing
     kinds = list(dict.fromkeys((getattr(torch, x.dtype), x.training) for x in classes))
-    families: dict[str, str] = {}
-    measured: dict[tuple, dict[str, float]] = {}
+    families, measured = found.record.families, found.record.classes
     with progress(len(kinds) + len(classes)) as show:
         for done, (dtype, training) in enumerate(kinds):
             for name, backend in candidates.items():
@@ -252,10 +278,6 @@ def _findings(
                 except FaultError as fault:  # of the problem, for which there may be no memory
                     missing[str(call_class)] = str(fault)
                     break
-    for call_class, ms in measured.items():
-        for name in [name for name in ms if families[_family_in(name, call_class)]]:
-            del ms[name]
-    return Findings(Record(families, {x: ms for x, ms in measured.items() if len(ms) > 1}), missing)
 
 
 class _CandidateError(FaultError):

@@ -310,6 +310,24 @@ def cache(tmp_path, monkeypatch):
     record.read_again(torch.device("cpu"))
 
 
+def test_the_command_keeps_what_was_found_before_an_interruption(cache, monkeypatch, capsys):
+    device, other, later = torch.device("cpu"), CLASS._replace(length=0), CLASS._replace(length=1)
+    record.update(device, lambda _: record.Record({}, {other: {"cpu": 4.0}, later: {"cpu": 5.0}}))
+
+    def times(child, call_class, names, backends):
+        if call_class == other:
+            raise KeyboardInterrupt
+        return {"torch": 1.0, "cpu": 2.0}
+
+    monkeypatch.setattr(tune._Child, "ask", lambda *_, **__: {"fault": None})
+    monkeypatch.setattr(tune, "_times_of_backends", times)
+    monkeypatch.setattr(tune, "classes_of", lambda device, quick: [CLASS, other, later])
+    assert main(["tune", "--quick", "--device", "cpu"]) == 130
+    assert "1 classes of calls were timed" in capsys.readouterr().out
+    kept = record.read_again(device).classes
+    assert kept == {CLASS: {"torch": 1.0, "cpu": 2.0}, other: {"cpu": 4.0}, later: {"cpu": 5.0}}
+
+
 def test_the_command_says_where_nothing_is_kept(cache, monkeypatch, capsys):
     monkeypatch.setattr(tune, "tune", lambda classes: tune.Findings(record.Record({}, {CLASS: {"cpu": 2.0}})))
     assert main(["tune", "--quick", "--device", "cpu"]) == 0

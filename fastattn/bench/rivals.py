@@ -37,6 +37,9 @@ _ENCODERS = {  # name -> family, and whether fastattn is put into it
 }
 
 
+_DEFECTS = (AssertionError, TypeError, AttributeError, LookupError)  # which others have, in what they do not expect
+
+
 class RefusalError(Exception):
     """A contender does not compute a problem; the message is a sentence that says why."""
 
@@ -86,13 +89,14 @@ class Contender:
         """
         if self.refusal:
             raise RefusalError(self.refusal)
+        refusals = failures() if self.family == "fastattn" else (*failures(), *_DEFECTS)
         with warnings.catch_warnings(record=True) as caught:  # torch says in warnings why it refuses
             warnings.simplefilter("always")
             try:
                 call = self.call(timed)
                 with call.context():
                     results = call.run()
-            except failures() as error:
+            except refusals as error:
                 raise RefusalError(_in_short(error, [str(warning.message) for warning in caught])) from error
         if timed == "forward":
             return call, {"o": results}

@@ -151,6 +151,12 @@ def test_a_rivals_refusal_is_its_own_sentence():
         rivals.Contender("r", "torch", lambda: refuse("the sizes do not fit"), {}, q).trial("forward")
     with pytest.raises(rivals.RefusalError, match="undefined symbol"):  # as of a package for another torch
         rivals.Contender("r", "package", mock.Mock(side_effect=ImportError("undefined symbol")), {}, q).trial("forward")
+    for fault in (AssertionError("no such layout"), TypeError("no such argument"), KeyError("no such kernel")):
+        raising = mock.Mock(side_effect=fault)
+        with pytest.raises(rivals.RefusalError, match="no such"):
+            rivals.Contender("r", "other", raising, {}, q).trial("forward")
+        with pytest.raises(type(fault)):  # a defect of ours ends the benchmark
+            rivals.Contender("ours", "fastattn", raising, {}, q).trial("forward")
 
 
 def refuse(why):

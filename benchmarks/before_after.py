@@ -19,7 +19,12 @@ import time
 from itertools import product
 from pathlib import Path
 
-SHAPES = {"L128": (8, 12, 128, 64), "L512": (4, 12, 512, 64), "L2048": (1, 16, 2048, 64)}  # B, H, L, D
+SHAPES = {  # B, H, n_q, n_k, D
+    "L128": (8, 12, 128, 128, 64),
+    "L512": (4, 12, 512, 512, 64),
+    "L2048": (1, 16, 2048, 2048, 64),
+    "decode": (4, 12, 1, 4096, 64),
+}
 MASKS = ("none", "causal", "pad", "both")
 DTYPES = ("fp32", "bf16")
 PASSES = ("forward", "backward")
@@ -109,14 +114,15 @@ def call_of(shape: str, mask: str, dtype: str, direction: str):
 
     import fastattn
 
-    B, H, L, D = SHAPES[shape]
+    B, H, n_q, n_k, D = SHAPES[shape]
     torch.manual_seed(0)
-    q, k, v, do = torch.randn(4, B, H, L, D).to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    of_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    (q, do), (k, v) = (torch.randn(2, B, H, n, D).to(of_dtype) for n in (n_q, n_k))
     real_keys = None
     if mask in ("pad", "both"):
-        lengths = torch.linspace(L / 4, L, B).long() if B > 1 else torch.tensor([L * 5 // 8])
-        real_keys = torch.arange(L) < lengths[:, None]
-    described = fastattn.Mask(causal=mask in ("causal", "both"), real_keys=real_keys)
+        lengths = torch.linspace(n_k / 4, n_k, B).long() if B > 1 else torch.tensor([n_k * 5 // 8])
+        real_keys = torch.arange(n_k) < lengths[:, None]
+    described = fastattn.Mask(causal=mask in ("causal", "both"), q_offset=n_k - n_q, real_keys=real_keys)
     if direction == "forward":
         return lambda: fastattn.attention(q, k, v, described, backend="fused")
     inputs = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]

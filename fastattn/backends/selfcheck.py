@@ -35,7 +35,7 @@ _TOLERANCE = {torch.float64: 2**8, torch.float32: 2**7, torch.float16: 2**3, tor
 _SHAPES = ((2, 4, 2, 80, 80, 64), (1, 4, 2, 130, 33, 64), (2, 4, 2, 1, 200, 64), (1, 2, 2, 65, 65, 128))
 """B, H, H_kv, n_q, n_k and D: edges of tiles, a query that decodes, a wide head. As few groups of heads and head dims
 as can be, for each of which GPU kernels are compiled."""
-_FAR_BELOW_ZERO = (1, 2, 1, 320, 320, 64)
+_FAR_BELOW_ZERO = (1, 4, 2, 320, 320, 64)
 """A call with all scores near -120, where exp(-lse) is above the largest float, as a key beyond the end would make it;
 in which the sums of several tiles of keys meet, in some order; and of enough queries for every kernel of PyTorch."""
 

@@ -37,7 +37,8 @@ _ENCODERS = {  # name -> family, and whether fastattn is put into it
 }
 
 
-_DEFECTS = (AssertionError, TypeError, AttributeError, LookupError)  # which others have, in what they do not expect
+_DEFECTS = (AssertionError, TypeError, AttributeError, LookupError)
+"""What other libraries raise, by defects of theirs, for tensors that they do not expect."""
 
 
 class RefusalError(Exception):

@@ -401,7 +401,8 @@ SHORT = [with_few_queries(case) for case in CASES if case.timed is None and 0 < 
     [
         pytest.param(case, (torch.float32, torch.float16)[i % 2], most, id=f"{case}-{most}")
         for i, case in enumerate(SHORT)
-        for most in ((3, 128) if case.n_k > 96 else (128,))  # three tiles or fewer are a part each
+        # Up to three tiles are a part each in both; the smallest have 16 keys.
+        for most in ((3, 128) if case.n_k > 3 * 16 else (128,))
     ],
 )
 def test_keys_in_parts(case, dtype, most, launches, monkeypatch):

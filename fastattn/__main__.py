@@ -253,6 +253,7 @@ def _tune(args: argparse.Namespace) -> int:
         findings, code = tune.tune(classes), 0  # in processes that read the record
     except tune.Interrupted as interruption:
         findings, code = interruption.findings, 130
+        print(f"interrupted: {len(findings.record.classes)} of {len(classes)} classes of calls have times")
         classes = [*findings.record.classes]  # of the others stays what was kept before
     print(findings)
 

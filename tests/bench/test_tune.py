@@ -323,7 +323,7 @@ def test_the_command_keeps_what_was_found_before_an_interruption(cache, monkeypa
     monkeypatch.setattr(tune, "_times_of_backends", times)
     monkeypatch.setattr(tune, "classes_of", lambda device, quick: [CLASS, other, later])
     assert main(["tune", "--quick", "--device", "cpu"]) == 130
-    assert "1 classes of calls were timed" in capsys.readouterr().out
+    assert "interrupted: 1 of 3 classes of calls have times" in capsys.readouterr().out
     kept = record.read_again(device).classes
     assert kept == {CLASS: {"torch": 1.0, "cpu": 2.0}, other: {"cpu": 4.0}, later: {"cpu": 5.0}}
 

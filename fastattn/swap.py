@@ -160,7 +160,7 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
         kind = type(module)
         if not _adopt(module):
             _leave_fast_path(module)
-        elif kind in _STACKS and getattr(module, "enable_nested_tensor", True):
+        elif kind in _STACKS and getattr(module, "enable_nested_tensor", True) and module._is_by_token():
             report.zero_at_padding[name] = kind.__name__
     return report
 

@@ -7,6 +7,7 @@ these libraries is named; it was tried with their versions in constraints.txt.
 
 from __future__ import annotations
 
+import copyreg
 import dis
 import functools
 import inspect
@@ -51,8 +52,13 @@ class SDPACaller(nn.Module):
         """Nothing: what the original class does of its subclasses, such as noting them, is not for this one."""
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """Copies and pickles by the original class, since the class of the module itself is in no file."""
-        _, _, *state = super().__reduce_ex__(max(protocol, 2))
+        """Copies and pickles by the original class, since the class of the module itself is in no file.
+
+        What a `__reduce__` of the original class makes is a module as that class makes it, which is not swapped.
+        """
+        make, arguments, *state = super().__reduce_ex__(max(protocol, 2))
+        if make not in (copyreg.__newobj__, copyreg.__newobj_ex__):
+            return (original_class(self) if make is type(self) else make, arguments, *state)
         return (_new, (original_class(self),), *state)
 
 

@@ -55,9 +55,10 @@ class KVCache:
         self.batch_size, self.max_length = batch_size, max_length
         self._length: int | Tensor = 0  # of each sample, int64 [B, 1]; an int as long as it is the same for all
         self._end = 0  # an upper bound of the lengths
-        self.positions = torch.empty(1, 0, dtype=torch.int64, device="cpu")  # of the tokens that this pass adds
+        self.positions = _NO_POSITIONS  # of the tokens that this pass adds
         self._real: Tensor | None = None  # which of them are not padding
-        self._before: tuple[int | Tensor, int, Tensor, Tensor | None] | None = None  # the last `extend`
+        self._before: tuple[int | Tensor, int] | None = None  # the lengths before the last `extend`
+        self.passes = 0  # for which room was made
         self._layers: dict[int, _Growing] = {}
         self._memories: dict[int, _Memory] = {}
 
@@ -93,16 +94,17 @@ class KVCache:
             positions = self._length + torch.arange(n, device=device)[None]
         else:
             positions = self._length + (real.cumsum(-1) - 1).clamp(min=0)
-        self._before = self._length, self._end, self.positions, self._real
-        self._length, self._end = length, end
+        self._before = self._length, self._end
+        self._length, self._end, self.passes = length, end, self.passes + 1
         self.positions, self._real = positions, real
         return positions
 
     def undo(self) -> None:
         """Takes the tokens of the last `extend` back, which no pass has added, or none to its end."""
         if self._before is not None:
-            self._length, self._end, self.positions, self._real = self._before
+            self._length, self._end = self._before
             self._before = None
+            self.positions, self._real = _NO_POSITIONS, None
 
     def mask(self, mask: Mask) -> Mask:
         """The mask of the new tokens over all keys in the cache: `mask`, which must be causal, at their positions.
@@ -157,6 +159,9 @@ class KVCache:
             part.select(samples)
 
 
+_NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64, device="cpu")
+
+
 def check_causal(mask: Mask) -> None:
     """Raises where a mask is not causal, or has fields other than `causal` and `window`."""
     if not mask.causal or mask.features() - {"causal", "window"}:
@@ -172,7 +177,8 @@ class _KeysAndValues:
 
     def select(self, samples: Tensor) -> None:
         if self.k is not None:
-            self.k, self.v = self.k[samples], self.v[samples]
+            with torch.inference_mode(False):  # or nothing could be written outside of it
+                self.k, self.v = self.k[samples], self.v[samples]
 
 
 class _Growing(_KeysAndValues):
@@ -181,15 +187,25 @@ class _Growing(_KeysAndValues):
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
         self.cache = cache
+        self.passes = 0  # those of the cache when these were written
+        self.may_be_saved = False  # by autograd, which wants them unchanged then
 
     def complete(self) -> None:
         return None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.passes == self.cache.passes:
+            raise ValueError("KVCache.extend must be called before each pass, got another pass since the last call")
         if self.k is None:
             with torch.inference_mode(False):  # or nothing could be written outside of it
                 self.k, self.v = (x.new_zeros(*x.shape[:2], self.cache.max_length, x.shape[3]) for x in (k, v))
-        return self.cache.write(self.k, k), self.cache.write(self.v, v)
+        elif self.may_be_saved:
+            with torch.inference_mode(False), torch.enable_grad():
+                self.k, self.v = self.k.clone(), self.v.clone()
+        self.may_be_saved = torch.is_grad_enabled()
+        written = self.cache.write(self.k, k), self.cache.write(self.v, v)
+        self.passes = self.cache.passes
+        return written
 
 
 class _Memory(_KeysAndValues):

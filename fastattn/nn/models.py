@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -62,8 +63,8 @@ class TransformerConfig:
         num_kv_heads: heads of keys and values, for grouped-query attention; None is `nhead`.
         positions: "sinusoidal" or "learned", added to the embeddings; or "rotary", in every self-attention.
         max_length: number of positions, if they are learned or sinusoidal.
-        padding_idx: id of padding, whose embedding is 0; where no mask is given, its tokens are the padding. A
-            negative one counts from the end.
+        padding_idx: id of padding, whose embedding begins as 0 and gets no gradient but that of a tied output layer;
+            where no mask is given, its tokens are the padding. A negative one counts from the end.
         scale_embeddings: multiply embeddings by sqrt(d_model) before positions are added.
         tie_embeddings: the output layer has the weight of the (target) embedding.
         tgt_vocab_size: number of target ids, with an embedding of their own; None is one vocabulary, and one embedding,
@@ -121,6 +122,19 @@ class Model(nn.Module):
         if not isinstance(config, TransformerConfig):
             raise TypeError(f"config must be a TransformerConfig, got {type(config).__name__}")
         self.config = config
+        self.register_load_state_dict_post_hook(_tie_what_was_assigned)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
+        """As in nn.Module; a tied head stays tied, also where `to_empty` makes a new weight for each name of one."""
+        embedding = self._embedding_of_head()
+        tied = self.head.weight is embedding.weight
+        super()._apply(fn, recurse)
+        if tied:
+            self.head.weight = embedding.weight
+        return self
+
+    def _embedding_of_head(self) -> TokenEmbedding:
+        return getattr(self, "tgt_embedding", self.embedding)
 
     def arguments(self) -> dict[str, object]:
         """The arguments of the constructor, by name."""
@@ -199,6 +213,13 @@ class Model(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         return self.dropout(x)
+
+
+def _tie_what_was_assigned(model: Model, _: object) -> None:
+    """Makes two weights in the same memory one, as `load_state_dict(assign=True)` leaves those of a tied head."""
+    head, weight = model.head.weight, model._embedding_of_head().weight
+    if type(head) is type(weight) is nn.Parameter and not head.is_meta and head.is_set_to(weight):
+        model.head.weight = weight
 
 
 def _hidden(real: Tensor | None) -> Tensor | None:

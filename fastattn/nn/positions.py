@@ -35,12 +35,13 @@ def positions_of(real: Tensor) -> Tensor:
 
 
 class TokenEmbedding(nn.Embedding):
-    """A vector for each token id: [..., d_model] from integer ids [...]; 0 for `padding_idx`.
+    """A vector for each token id: [..., d_model] from integer ids [...].
 
     Args:
         num_embeddings: size of the vocabulary.
         d_model: width of the vectors.
-        padding_idx: id of padding, whose vector is 0 and stays so; a negative one counts from the end.
+        padding_idx: id of padding, whose vector begins as 0 and gets no gradient here, as in nn.Embedding; a negative
+            one counts from the end.
         scaled: multiply by sqrt(d_model), so that positions of size 1 do not drown them (Vaswani et al. 2017, 3.4).
         device, dtype: device and dtype of the weight.
 
@@ -124,10 +125,10 @@ class SinusoidalPositions(nn.Module):
         return table.to(device, dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SinusoidalPositions:
-        """As in nn.Module; a table that was on the meta device is computed, since no state_dict has it."""
-        on_meta = self.table.is_meta
+        """As in nn.Module; a table that had another dtype, or no memory, is computed: no state_dict has it."""
+        before = self.table
         super()._apply(fn, recurse)
-        if on_meta and not self.table.is_meta:
+        if not self.table.is_meta and (before.is_meta or before.dtype != self.table.dtype):
             self.table = self._computed(self.table.device, self.table.dtype)
         return self
 

@@ -298,7 +298,10 @@ class _Stack(nn.Module):
     def _is_hooked(self) -> bool:
         """Whether there is a hook on a layer, the norm or a part of them, which might expect padding."""
         return any(
-            part._forward_hooks or any(hook is not call_me for hook in part._forward_pre_hooks.values())
+            part._forward_hooks
+            or part._backward_hooks
+            or part._backward_pre_hooks
+            or any(hook is not call_me for hook in part._forward_pre_hooks.values())
             for part in self._parts()
         )
 
@@ -444,7 +447,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
             seen, positions = cache.mask(seen), cache.positions
         real = real if self.enable_nested_tensor else None
         options = {"src_mask": seen.with_padding(real_queries=real)} | self._rotated(x, positions)
-        if bias is not None:
+        if bias is not None or (cache is None and any(map(_has_own_forward, self.layers))):
             options |= {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
         x = src
         for i, layer in enumerate(self.layers):
@@ -569,10 +572,11 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
             "tgt_mask": seen.with_padding(real_queries=real),
             "memory_mask": seen_of_memory.with_padding(real_queries=real),
         } | self._rotated(x, positions)
-        if bias is not None:
+        as_given = cache is None and any(map(_has_own_forward, self.layers))
+        if bias is not None or as_given:
             options |= {"tgt_mask": tgt_mask, "tgt_key_padding_mask": tgt_key_padding_mask}
             options |= {"tgt_is_causal": bool(tgt_is_causal)}
-        if memory_bias is not None:
+        if memory_bias is not None or as_given:
             options |= {"memory_mask": memory_mask, "memory_key_padding_mask": memory_key_padding_mask}
             options |= {"memory_is_causal": memory_is_causal}
         x = tgt
@@ -738,6 +742,12 @@ def _are(cls: type[nn.Module], layers: nn.ModuleList) -> bool:
 def _unwrapped(layer: nn.Module) -> nn.Module:
     inner = next((part for name, part in layer.named_children() if name in _WRAPPED), None)
     return layer if inner is None else _unwrapped(inner)
+
+
+def _has_own_forward(layer: nn.Module) -> bool:
+    """Whether a layer computes more than those of this module, and may read the masks as they were given."""
+    layer = layer if type(layer) in _OWN_LAYERS else _unwrapped(layer)
+    return "forward" in vars(layer) or not _inherits_known_forward(type(layer))
 
 
 def _batch_first(x: Tensor, attention: MultiHeadAttention) -> Tensor:

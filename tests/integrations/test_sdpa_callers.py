@@ -201,6 +201,33 @@ def test_copies_are_swapped_too(copied):
     assert isinstance(model, sdpa_callers.SDPACaller)
 
 
+class MadeByItsClass(ByFunctional):
+    def __reduce__(self):
+        return type(self), (), vars(self)
+
+
+class MadeByAFunction(ByFunctional):
+    def __reduce__(self):
+        return loaded, (self.state_dict(),)
+
+
+def loaded(state: dict) -> nn.Module:
+    module = MadeByAFunction()
+    module.load_state_dict(state)
+    return module
+
+
+@pytest.mark.parametrize("cls", [MadeByItsClass, MadeByAFunction])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, through_pickle, through_file])
+def test_a_class_that_says_how_it_is_copied_is_copied_so(copied, cls):
+    model = cls()
+    fastattn.swap(model)
+    assert isinstance(model, sdpa_callers.SDPACaller)
+    twin = copied(model)
+    assert type(twin) is cls
+    torch.testing.assert_close(twin(inputs()), model(inputs()))
+
+
 def test_other_calls_are_not_routed():
     model = two_layers()[0]
     fastattn.swap(model)

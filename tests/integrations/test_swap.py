@@ -98,6 +98,18 @@ def test_an_encoder_calls_its_attention_in_every_mode(training, grad, nested, no
 
 @may_fall_back
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("part", ["layers", "activation", "norm"])
+def test_a_report_names_no_stack_that_writes_no_zeros(part):
+    activation = (lambda x: nn.functional.relu(x)) if part == "activation" else "relu"
+    norm = nn.Sequential(nn.LayerNorm(16)) if part == "norm" else None
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, activation, batch_first=True), 2, norm)
+    report, padding = fastattn.swap(model), torch.arange(7) >= torch.tensor([[7], [2]])
+    has_zeros = bool((model(torch.randn(2, 7, 16), src_key_padding_mask=padding)[padding] == 0).all())
+    assert ("" in report.zero_at_padding) is has_zeros is (part == "layers")
+
+
+@may_fall_back
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_encoder_and_decoder_compute_no_padding(training, batch_first):

@@ -145,16 +145,32 @@ def test_both_names_of_a_tied_weight_are_refused(tmp_path):
     assert_refused(tmp_path / "untied.safetensors", sentence, LanguageModel(config))
 
 
-def test_a_model_on_the_meta_device_is_refused(tmp_path):
-    model = LanguageModel(replace(CONFIG, tie_embeddings=False))
+@pytest.mark.parametrize("cls", [LanguageModel, Seq2SeqModel])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_the_meta_device_is_refused(tmp_path, cls, tied):
+    model = cls(replace(CONFIG, tie_embeddings=tied))
     save(model, tmp_path / "model.safetensors")
     with torch.device("meta"):
-        other = LanguageModel(model.config)
+        other = cls(model.config)
     with pytest.raises(
         ValueError, match=r"model must have memory for .*, as to_empty gives it, got a weight on the meta"
     ):
         load(tmp_path / "model.safetensors", other)
     assert same(load(tmp_path / "model.safetensors", other.to_empty(device="cpu")), model)
+    assert len([*other.parameters()]) == len([*model.parameters()])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("cls", [LanguageModel, Seq2SeqModel])
+def test_tied_weights_that_are_assigned_are_one(tmp_path, cls, wrapped):
+    model, other = (nn.Sequential(x) if wrapped else x for x in (cls(CONFIG), cls(CONFIG)))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    other.load_state_dict(torch.load(tmp_path / "model.pt"), assign=True)
+    assert same(other, model)
+    assert len([*other.parameters()]) == len([*model.parameters()])
+    inner = other[0] if wrapped else other
+    inner.head.weight = nn.Parameter(inner.head.weight.detach().clone())  # somebody unties it
+    assert len([*other.double().parameters()]) == len([*model.parameters()]) + 1
 
 
 def test_sizes_may_be_numbers_of_numpy(tmp_path):

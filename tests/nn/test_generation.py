@@ -306,9 +306,9 @@ def test_sampling_follows_the_probabilities():
     assert torch.equal(again.bincount(minlength=11) / len(ids), drawn)
 
 
-def filled_cache() -> KVCache:
+def filled_cache(n: int = 2) -> KVCache:
     cache = KVCache(2, 8)
-    cache.extend(2, REAL)
+    cache.extend(n, torch.ones(2, n, dtype=torch.bool))
     return cache
 
 
@@ -464,7 +464,8 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"mask": 3}, "attn_mask must be a Tensor or None, got int"),
         ({"mask": REAL.to("meta")}, "attn_mask must be on cpu like the queries, got meta"),
         ({"is_causal": REAL}, "is_causal must be a bool, got tensor"),
-        ({"cache": KVCache(2, 8), "mask": Mask(causal=True)}, "there must be 2 samples of 0 new tokens"),
+        ({"cache": KVCache(2, 8), "mask": Mask(causal=True)}, "KVCache.extend must be called before each pass"),
+        ({"cache": filled_cache(3), "mask": Mask(causal=True)}, "there must be 2 samples of 3 new tokens"),
     ],
     made(LanguageModel, replace(CONFIG, positions="rotary")).decoder: [
         ({"positions": torch.arange(3)}, "positions must be [2, 2] or [2], got [3]"),
@@ -576,17 +577,56 @@ def test_after_an_error_a_cache_is_as_before(ids, padded):
     assert torch.equal(model(more, cache=cache), model(more, cache=expected))
 
 
-@pytest.mark.parametrize("paged", [False, True])
-def test_a_cache_that_was_first_used_in_inference_mode_is_used_outside_too(paged):
-    model, ids = made(LanguageModel, CONFIG), torch.tensor([[3, 4, 5, 6]])
+@pytest.mark.parametrize("use", ["filled", "selected", "paged"])
+def test_a_cache_that_was_first_used_in_inference_mode_is_used_outside_too(use):
+    model, ids, paged = made(LanguageModel, CONFIG), torch.tensor([[3, 4, 5, 6]]), use == "paged"
     cache = PagedCache(4, dtype=torch.int8) if paged else KVCache(1, 8)
     sequence = cache.open(8) if paged else None
     with torch.inference_mode():
         model(ids[:, :2], cache=cache.step({sequence: 2}) if paged else cache)
+        if use == "selected":
+            cache.select(torch.tensor([0]))
     with torch.no_grad():
         logits = model(ids[:, 2:], cache=cache.step({sequence: 2}) if paged else cache)
     tolerance = 0.1 if paged else 1e-5
     torch.testing.assert_close(logits, model(ids)[:, 2:], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("without_gradients", [None, 1])
+def test_gradients_go_through_all_passes_of_a_cache(config, side, without_gradients):
+    """Also where a pass between two others has none; of a part of the parameters, too."""
+    model, (ids, real) = made(LanguageModel, config).double(), prompts(side)
+    model.decoder.layers[0].self_attn.requires_grad_(False)  # whose queries, of the embedding, want its keys
+    leaves, factors = [x for x in model.parameters() if x.requires_grad], torch.randn(*ids.shape, 11).double()
+    factors[~real] = 0
+    cache, loss = KVCache(len(ids), N), 0
+    for i, chunk in enumerate(torch.arange(N).split([4, 1, N - 5])):
+        with torch.set_grad_enabled(i != without_gradients):
+            logits = model(ids[:, chunk], real[:, chunk], cache)
+        if i != without_gradients:
+            loss += (logits * factors[:, chunk]).sum()
+    if without_gradients is not None:  # the keys and values of that pass are constants
+        assert all(x.isfinite().all() for x in torch.autograd.grad(loss, leaves))
+        return
+    expected = torch.autograd.grad((model(ids, real) * factors).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), expected)
+
+
+def test_a_pass_for_which_no_room_was_made_is_refused():
+    """It would overwrite the tokens before it."""
+    model, cache, x = made(LanguageModel, CONFIG), KVCache(1, 8), torch.randn(1, 1, 16)
+    for undone in (False, True):
+        cache.extend(1)
+        model.decoder(x, Mask(causal=True), cache=cache)
+        with pytest.raises(ValueError, match=r"KVCache\.extend must be called before each pass"):
+            model.decoder(x, Mask(causal=True), cache=cache)
+        if undone:
+            cache.undo()
+    cache.extend(1)
+    cache.undo()
+    with pytest.raises(ValueError, match=r"must be called before each pass|new tokens"):
+        model.decoder(x, Mask(causal=True), cache=cache)
 
 
 def test_tokens_are_taken_back_once_and_not_after_samples_are_selected():

@@ -72,6 +72,15 @@ def test_embeddings_are_scaled_and_padding_stays_zero():
     assert (scaled.weight.grad[3] == 8).all()
 
 
+def test_the_table_has_the_digits_of_its_dtype():
+    """Whatever dtypes it had before, since no state_dict repairs it."""
+    module, positions = SinusoidalPositions(6, 4), torch.arange(4)
+    expected = {dtype: SinusoidalPositions(6, 4, dtype=dtype).table for dtype in (torch.float64, torch.float32)}
+    for dtype in (torch.float32, torch.float64):
+        module.bfloat16().to(dtype)
+        assert torch.equal(module(positions), expected[dtype])
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_the_table_of_a_module_from_the_meta_device_is_computed(assign):
     with torch.device("meta"):

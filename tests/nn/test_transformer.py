@@ -100,6 +100,41 @@ def test_hooks_see_the_batch_as_it_came(hooked):
     assert_same(actual, expected.masked_fill(padding[..., None], 0))
 
 
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_see_the_gradients_as_the_batch_came(register):
+    encoder, seen = TransformerEncoder(layer_of(TransformerEncoderLayer), 2), []
+    getattr(encoder.layers[0].linear1, register)(lambda _, *gradients: seen.append(gradients[-1][0].shape[:-1]))
+    encoder(normal(B, L, E), src_key_padding_mask=PADDINGS["right"]).sum().backward()
+    assert seen == [(B, L)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cls", [TransformerEncoderLayer, TransformerDecoderLayer])
+def test_a_layer_with_a_forward_of_its_own_is_given_the_masks_that_the_stack_was_given(cls, padded):
+    given = []
+
+    class Looking(cls):
+        def forward(self, *args, **kwargs):
+            given.append(kwargs)
+            return super().forward(*args, **kwargs)
+
+    causal, padding = torch.ones(L, L).triu(1).bool(), PADDINGS["right"] if padded else None
+    x, is_decoder = normal(B, L, E), cls is TransformerDecoderLayer
+    (own, looking), masks = (layer_of(cls), layer_of(Looking)), {"src_mask": causal, "src_key_padding_mask": padding}
+    if is_decoder:
+        names = "tgt_mask", "tgt_key_padding_mask", "memory_mask", "memory_key_padding_mask"
+        masks = dict(zip(names, (causal, padding) * 2, strict=True))
+    stacks = [(TransformerDecoder if is_decoder else TransformerEncoder)(layer, 2) for layer in (own, looking)]
+    stacks[1].load_state_dict(randomised(stacks[0]).state_dict())
+    call = masks if is_decoder else {"mask": causal, "src_key_padding_mask": padding}
+    expected, actual = (stack(*(x,) * (1 + is_decoder), **call) for stack in stacks)
+    real = torch.ones(B, L, dtype=torch.bool) if padding is None else ~padding
+    assert_same(actual[real], expected[real])
+    assert len(given) == 2
+    for options in given:
+        assert all(options[name] is mask for name, mask in masks.items())
+
+
 @pytest.mark.parametrize("name", [*TORCH_MODULES, "TransformerDecoder"])
 def test_constructors_begin_with_torchs_arguments(name):
     theirs = inspect.signature(getattr(nn, name)).parameters.values()

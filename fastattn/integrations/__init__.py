@@ -20,9 +20,7 @@ def register_with_transformers() -> None:
 
 
 def _implementations() -> None:
-    from .transformers import register
-
-    register()
+    from . import transformers  # noqa: F401  which registers them
 
 
 def _server() -> None:

@@ -52,8 +52,14 @@ told from the call: a cross-attention whose queries happen to be as many as its 
 _DECODER_ALONE_ASKS = frozenset({"bigbird_pegasus", "longt5", "pegasus_x"})
 """Model types whose encoder has attention of its own, which would ignore the name of an implementation."""
 
-_TAKE_TENSORS_ALONE = frozenset({"deepseek_v4"})
-"""Model types whose attention writes into a mask that is a Tensor, and leaves every other one as it is."""
+_TAKE_TENSORS_ALONE = frozenset({"deepseek_v4", "nllb-moe"})
+"""Model types that need the tensor of "eager": the attention of the first writes into a mask that is a Tensor, and
+leaves every other one as it is; the router of the second takes 0 for a real token."""
+
+_KEEPING_TO_ATTENTION = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", "sparse", "dense"}
+)
+"""Kinds of layers, in `layer_types` of a config, in which tokens meet in the attention function alone."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -61,6 +67,7 @@ _WITHOUT_EFFECT = frozenset(
         "deterministic",
         "encoder_attention_mask",
         "encoder_hidden_states",
+        "input_ids",
         "kernel_options",
         "labels",
         "logits_indices",
@@ -204,7 +211,7 @@ class PackedMask(PreparedMask):
 def register() -> None:
     """Makes `attn_implementation="fastattn"` and "fastattn_packed" known to transformers.
 
-    `import fastattn` does it. Doing it again changes nothing.
+    To import this module does it, and so does `import fastattn`. Doing it again changes nothing.
     """
     for implementation in (IMPLEMENTATION, PACKED):
         AttentionInterface.register(implementation, attention_forward)
@@ -336,13 +343,9 @@ def _without_zeros(forward: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class _Before:
-    """The implementation that `switch_back` restores; unpickling it, perhaps in a new process, registers fastattn's."""
+    """The implementation that `switch_back` restores; unpickling it imports this module, which registers fastattn's."""
 
     implementation: str
-
-    def __setstate__(self, state: dict[str, str]) -> None:
-        register()
-        vars(self).update(state)
 
 
 def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
@@ -353,7 +356,6 @@ def switch(model: nn.Module) -> tuple[dict[str, str], dict[str, str], dict[str, 
         already: the same for those that did before.
         refused: by qualified name of a module or a whole model, the sentence why not.
     """
-    register()
     swapped: dict[str, str] = {}
     already: dict[str, str] = {}
     refused: dict[str, str] = {}
@@ -614,6 +616,10 @@ def _mask_in_block(
         objection = "a mask function of one's own must be in the plan's mask, which has all tokens"
     elif "segment_ids" in fields:
         objection = block.objection_to_documents(fields["segment_ids"][0])
+    if kinds := {*(getattr(config, "layer_types", None) or ())} - _KEEPING_TO_ATTENTION:
+        objection = (
+            f"{config.model_type} has layers of {', '.join(sorted(kinds))}, which see the tokens of one rank alone"
+        )
     kept = {name: x for name, x in (fields or {}).items() if name != "segment_ids"}
     mask = PreparedMask.for_lengths(lengths, **kept, real_keys=real)
     object.__setattr__(mask, "within", block.within(objection=objection))
@@ -847,3 +853,6 @@ def _refusal(module: nn.Module, why: str) -> NotImplementedError:
     return NotImplementedError(
         f'fastattn in {type(module).__name__}: {why}. model.set_attn_implementation("eager") goes back to transformers.'
     )
+
+
+register()

@@ -23,6 +23,7 @@ from sentence_cases import save_bert
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers_cases import (
+    BART,
     BY_FAMILY,
     DEEPSEEK_V3_2,
     GEMMA_4,
@@ -31,7 +32,9 @@ from transformers_cases import (
     SIZES,
     as_decoder,
     as_encoder,
+    as_seq2seq,
     ids,
+    mirrored,
 )
 
 import fastattn
@@ -149,6 +152,22 @@ def test_generation_where_the_mask_is_taken_for_a_tensor(case, cache):
     actual = models.swapped.generate(**call, **options)
     assert actual.shape == (3, L + 8)
     assert torch.equal(actual, models.eager.generate(**call, **options))
+
+
+@may_fall_back
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_a_router_that_reads_the_mask_reads_it_as_with_eager_attention(padding):
+    """NLLB-MoE's, which gives no expert to tokens that are not 0 in the mask."""
+    experts = {"num_experts": 4, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
+    config = transformers.NllbMoeConfig(**BART, **experts, attn_implementation="eager")
+    torch.manual_seed(0)
+    eager, real = transformers.NllbMoeModel(config).eval(), PADDINGS[padding]
+    swapped, call = copy.deepcopy(eager), as_seq2seq(eager, real)
+    assert set(fastattn.swap(swapped).swapped.values()) == {"NllbMoeAttention"}
+    with torch.no_grad():
+        expected, actual = (model(**call) for model in (eager, swapped))
+    for name, rows in (("encoder_last_hidden_state", real), ("last_hidden_state", mirrored(real))):
+        torch.testing.assert_close(*(at_real(x[name], rows) for x in (actual, expected)), rtol=1e-4, atol=1e-5)
 
 
 @may_fall_back
@@ -374,6 +393,7 @@ def test_options_without_effect_are_ignored():
     options = {
         "use_cache": True,
         "shift_labels": torch.ones(1, 3),
+        "input_ids": torch.ones(1, 3, dtype=torch.int64),  # which GLM-5-Next hands to all layers
         "position_ids": torch.arange(3),
         "head_mask": None,
         "cu_seq_lens_q": torch.tensor([0, 3]),
@@ -439,6 +459,8 @@ def test_both_functions_are_registered_once():
         "import transformers; assert 'transformers.modeling_utils' not in sys.modules; import fastattn",
         "from transformers import BertModel; import fastattn",
         "import fastattn, importlib.util; importlib.util.find_spec('transformers.modeling_utils')",
+        "import fastattn.integrations.transformers",
+        "import fastattn.integrations.serving",
     ],
 )
 def test_its_names_are_known_whichever_is_imported_first(imports):

@@ -78,6 +78,8 @@ def _hugging_face(kind: str) -> nn.Module:
             if name.endswith("sinks"):
                 nn.init.normal_(x)
         return model
+    if kind == "lfm2":
+        return hf.Lfm2ForCausalLM(hf.Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
     dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     return hf.BertForMaskedLM(hf.BertConfig(**sizes, **dropouts))
 
@@ -353,7 +355,7 @@ def _refused_hugging_face(plan: Plan, what: str) -> None:
             input_ids=ids, decoder_input_ids=ids
         )
         return
-    model = _hugging_face(what.removesuffix(" without positions") if "without" in what else "llama")
+    model = _hugging_face(what.removesuffix(" without positions") if "without" in what or what == "lfm2" else "llama")
     if "without positions" in what:
         del batch["position_ids"]
     if what == "no padding":

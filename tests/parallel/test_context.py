@@ -79,6 +79,7 @@ REFUSED = {
     "hf no padding": f"mask.real_keys {PADDING}",
     "hf all tokens": f"mask.real_keys {PADDING}",
     "hf cache": "past_key_values must be None in a context_parallel block",
+    "hf lfm2": "lfm2 has layers of conv, which see the tokens of one rank alone",
     "hf positions again": "documents must be in the plan's mask as segment_ids, got position_ids that begin again",
 }
 

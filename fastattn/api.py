@@ -679,6 +679,12 @@ def explain(
     return_lse = options.pop("return_lse", False)
     check_flags(return_lse=return_lse)
     refuse_unknown(explain, sorted(options.keys() - defaults.keys()))
+    if is_jagged(q):  # which `attention` computes as packed documents
+        check_jagged(q, k, v, mask, options.get("bias"))
+        terms = {} if mask is None else {"causal": mask.causal, "window": mask.window}
+        q, k, v, of_q, of_k = (*(x.values()[None] for x in (q, k, v)), q.offsets(), k.offsets())
+        documents = (_document_of_tokens(ends, x.shape[2])[None] for ends, x in ((of_q, q), (of_k, k)))
+        mask = Mask(**terms, segment_ids=tuple(documents))
     q, k, v = after_autocast(q, k, v)
     numbers = {name: as_number(options.get(name, defaults[name])) for name in ("scale", "softcap", "dropout_p")}
     bias, by_distance = in_spec(options.get("bias"), q, k, mask)

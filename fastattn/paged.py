@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from . import blocks, ops, plan
 from .api import merge
 from .backends import NoBackendError, warn_of_copies
-from .spec import Mask, accumulation_dtype, refuse_unknown
+from .spec import Mask, accumulation_dtype, can_be_read, is_dense, refuse_unknown
 from .validation import QUANTIZED, check_flags, check_paged, check_pages, check_places
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _short_way(
 
 def _are_places(k_pages: object, v_pages: object, k_scales: object) -> bool:
     """Whether new tokens can be written to these pages, as far as the kernel does not look; see `check_places`."""
-    if not isinstance(k_pages, Tensor) or not isinstance(v_pages, Tensor):
+    if not all(isinstance(x, Tensor) and is_dense(x) for x in (k_pages, v_pages)):
         return False
     if k_scales is not None and torch._C._is_alias_of(k_pages, v_pages):
         return False
@@ -292,7 +292,7 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x if dtype.is_floating_point else x.round()).to(dtype), scales
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Group:
     """Requests with as many queries each.
 
@@ -310,12 +310,15 @@ class _Group:
     page_size: int
     places: Tensor
     mask: Mask
+    _at: tuple[Tensor, Tensor] | None = None
 
-    @cached_property
+    @property
     def at(self) -> tuple[Tensor, Tensor]:
         """int64 [b * n] each: the pages of the tokens, and their rows there."""
-        pages = self.table.gather(1, self.places // self.page_size)
-        return pages.flatten().long(), (self.places % self.page_size).flatten()
+        if self._at is None:  # no cached_property, which takes a lock before Python 3.12, and Dynamo takes none
+            pages = self.table.gather(1, self.places // self.page_size)
+            self._at = pages.flatten().long(), (self.places % self.page_size).flatten()
+        return self._at
 
     @cached_property
     def int_table(self) -> Tensor:
@@ -403,7 +406,7 @@ def _grouped(
         first = block_table[parts[0][1]][:1]
         check_pages(block_table[requests], lengths[requests], n, pages, page_size, prefix, first)
         table, after = block_table[requests, prefix // page_size :], lengths[requests] - prefix
-        if device.type == "cpu" and not is_compiling():
+        if can_be_read(after):
             table = table[:, : -(-int(after.max()) // page_size)]
         from_end = torch.arange(table.shape[1] * page_size, device=device) - after[:, None]
         dense = None if tree is None else _seen(tree.expand(len(lengths), n, n)[requests], from_end + n)

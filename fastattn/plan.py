@@ -102,8 +102,8 @@ def prepare(
                 _metadata(q), _metadata(k), _metadata(v), None if mask is None else _kind_of_mask(mask),
                 type(scale), scale, None if bias is None else _metadata(bias), by_distance, type(softcap), softcap,
                 None if alibi_slopes is None else _metadata(alibi_slopes), None if sinks is None else _metadata(sinks),
-                type(dropout_p), dropout_p, type(generator), deterministic, backend, function, training,
-                lse_wanted, backends.BACKENDS,
+                type(dropout_p), dropout_p, type(generator), type(deterministic), deterministic, backend, function,
+                training, lse_wanted, backends.BACKENDS,
             )  # fmt: skip
             plan = _plans.get(kind)
         except (AttributeError, TypeError, RuntimeError):

@@ -168,6 +168,14 @@ class _Call(NamedTuple):
         keys = self.spec.mask.readable_keys() if self.table is not None else None
         return keys is None or _is_finite(self.k[:, 0], self.v[:, 0])
 
+    def may_hide_nan(self) -> bool:
+        """Whether 0 is what PyTorch's kernel for CPUs gives, and its lse, where all scores of a query are NaN.
+
+        Its maximum of fewer keys than a vector has lanes passes over NaN.
+        """
+        keys = [part.keys for part in self.parts] if self.parts else [slice(0, self.k.shape[2])]
+        return self.q.device.type == "cpu" and min(x.stop - x.start for x in keys) < 16
+
     def readable(self) -> _Call:
         """This call with zeros in all that nobody may read."""
         queries, keys = self.spec.mask.readable_queries(), self.spec.mask.readable_keys()
@@ -215,7 +223,7 @@ class _Call(NamedTuple):
                 q, k, v, None, True, 0.0, causal, scale=scale
             )
             lse = lse[..., : q.shape[2]]
-        return o if o.shape[3] == d_v else o[..., :d_v], lse
+        return o if o.shape[3] == d_v else o[..., :d_v].clone(), lse  # a view would be an output with a base
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """o and lse as `forward` has them, but 0 where a query sees nothing."""
@@ -297,6 +305,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
         o, lse = call.readable().attend()
         if not _is_finite(o, lse):  # sums of values may have overflowed before they were divided
             return reference.forward(q, k, v, spec)
+    if call.may_hide_nan() and (lse == 0).any() and not _is_finite(call.q, call.k):
+        return reference.forward(q, k, v, spec)
     unseeing = call.unseeing if call.parts is None or spec.sinks is None else lse == -math.inf
     if spec.sinks is not None:
         with_sinks = torch.logaddexp(lse, spec.sinks.to(lse.dtype)[:, None])

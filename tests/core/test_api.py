@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import fastattn
 from fastattn import FallbackWarning, Mask, plan
@@ -278,6 +279,32 @@ def test_explain_does_not_run_warn_or_draw(lacking):
 def test_explain_refuses_unknown_options():
     with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'backend'$"):
         fastattn.explain(Q, K, K, backend="cpu")
+
+
+def test_explain_takes_nested_tensors_as_attention_does():
+    x = torch.nested.nested_tensor([torch.randn(3, 4, 8), torch.randn(2, 4, 8)], layout=torch.jagged).transpose(1, 2)
+    fastattn.attention(x, x, x, Mask(causal=True))
+    assert fastattn.explain(x, x, x, Mask(causal=True)).backend == "cpu"
+    with pytest.raises(ValueError, match=r"mask must be a fastattn\.Mask of causal and window"):
+        fastattn.explain(x, x, x, Mask(q_offset=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"causal": True}, {"real_keys": torch.arange(40) < 38}], ids=["none", "causal", "padding"]
+)
+def test_a_query_of_nan_gives_nan_beside_any_number_of_keys(backend, dtype, fields):
+    """Also where a kernel's vectors are longer than a row of scores."""
+    if (backend, dtype) == ("cpu", torch.float64):
+        return
+    for n_k in (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 40):
+        q, k = torch.randn(1, 2, 3, 8).to(dtype), torch.randn(1, 2, n_k, 8).to(dtype)
+        q[:, :, 1] = math.nan
+        mask = Mask(**{name: x[None, :n_k] if isinstance(x, Tensor) else x for name, x in fields.items()})
+        o, lse = fastattn.attention(q, k, k, mask, return_lse=True, backend=backend)
+        assert torch.equal(o.isnan().all(-1)[0, 0], torch.tensor([False, True, False])), n_k
+        assert torch.equal(lse.isnan()[0, 0], torch.tensor([False, True, False])), n_k
 
 
 def test_explain_knows_who_computes_an_lse():

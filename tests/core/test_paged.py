@@ -1,5 +1,6 @@
 """attention_paged: what it gives, reads and writes, against attention to the keys of each request alone."""
 
+import copy
 import dataclasses
 import math
 import re
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
@@ -473,15 +475,27 @@ def test_requests_without_queries_have_slopes_too():
         layer.attend(alibi_slopes=slopes[:5])
 
 
-def test_one_graph_of_a_call_with_a_query_of_each_request():
+def as_graph(attend: Callable, given: tuple, mode: str) -> Callable:
+    if mode == "compiled":
+        return torch.compile(attend, fullgraph=True, backend="eager")
+    return make_fx(attend, tracing_mode=mode)(*given)
+
+
+@pytest.mark.parametrize("mode", ["compiled", "fake", "symbolic"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_one_graph_of_a_call_with_a_query_of_each_request(writes, mode):
     requests = Requests()
-    given = requests.k_pages, requests.v_pages, requests.table % 63, requests.lengths
-    q = requests.q[:6]
-    graph = torch.compile(
-        lambda q: fastattn.attention_paged(q, *given, backend="reference"), fullgraph=True, backend="eager"
-    )
-    expected = fastattn.attention_paged(q, *given, backend="reference")
-    torch.testing.assert_close(graph(q), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    given = requests.q[:6], requests.k_pages, requests.v_pages, requests.table % 63, requests.lengths
+    given += tuple(torch.randn(6, *requests.k_pages.shape[2:]) for _ in range(2)) if writes else (None, None)
+
+    def attend(*given):
+        *paged, k, v = given
+        return fastattn.attention_paged(*paged, k=k, v=v, backend="reference")
+
+    graph, copies = as_graph(attend, copy.deepcopy(given), mode), copy.deepcopy(given)
+    torch.testing.assert_close(graph(*copies), attend(*given), rtol=1e-6, atol=1e-6, equal_nan=True)
+    for name, x, y in zip(("k_pages", "v_pages"), copies[1:3], given[1:3], strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True, msg=name)
 
 
 def test_a_graph_of_any_number_of_requests_and_queries():
@@ -532,6 +546,13 @@ def test_autograd_learns_of_new_tokens_in_pages_by_the_short_way():
             "v_pages must be a Tensor of float32, got torch.int8",
         ),
         ({"options": {"alibi_slopes": torch.ones(5, H)}}, "alibi_slopes must be [4] or [6, 4], got [5, 4]"),
+        *(
+            (
+                {name: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])},
+                f"{name} must be a Tensor of float32",
+            )
+            for name in ("k_pages", "v_pages")
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -225,11 +226,15 @@ def test_the_dispatcher_changes_no_bit():
             assert (direct.dtype, direct.stride()) == (dispatched.dtype, dispatched.stride()), case.name
 
 
-def test_a_dual_number_keeps_its_tangent():
-    fastattn.attention(Q, K, V)
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("d_v", [8, 5])
+def test_a_dual_number_keeps_its_tangent(d_v, one, backend):
+    q, k, v = (x[:1, :1] if one else x for x in (Q[:, :, :1] if one else Q, K, V[..., :d_v]))
+    fastattn.attention(q, k, v, backend=backend)
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(Q, torch.ones_like(Q))
-        o = fastattn.attention(dual, K, V)
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        o = fastattn.attention(dual, k, v, backend=backend)
         assert forward_ad.unpack_dual(o).tangent is not None
 
 
@@ -464,8 +469,10 @@ def test_plans_are_not_made_while_a_call_is_compiled(judged):
 def test_flags_are_checked_in_every_call(dropout_p):
     for _ in range(3):
         fastattn.attention(Q, Q, Q, dropout_p=dropout_p)
-        with pytest.raises(ValueError, match="deterministic must be a bool, got 'x'"):
-            fastattn.attention(Q, Q, Q, dropout_p=dropout_p, deterministic="x")
+        for flag in ("x", 1.0, np.True_):  # the last two are equal to True, and have its hash
+            with pytest.raises(ValueError, match=f"deterministic must be a bool, got {flag!r}"):
+                fastattn.attention(Q, Q, Q, dropout_p=dropout_p, deterministic=flag, backend="cpu")
+        fastattn.attention(Q, Q, Q, dropout_p=dropout_p, backend="cpu")
 
 
 def test_an_int_is_a_flag_in_every_call():

@@ -140,8 +140,10 @@ class CompiledModule:
             return f"there is no C++ compiler: {compiler!r} is not on the PATH (install g++, or set CXX)"
         if self.every_torch and sysconfig.get_config_var("Py_GIL_DISABLED"):
             return "a Python without the GIL has no limited C interface, which the module is written in"
+        if not sys.executable:
+            return "the Python of this program, which would compile it, is not known: sys.executable is empty"
         include_dir = sysconfig.get_path("include")
-        if not Path(include_dir, "Python.h").is_file():
+        if not os.path.isfile(os.path.join(include_dir, "Python.h")):  # Path raises where a folder is closed to us
             return f"Python's own headers are missing: no Python.h in {include_dir} (install python3-dev)"
         if importlib.util.find_spec("ninja") is None:
             return "the package ninja, which torch builds with, is not installed (pip install ninja)"
@@ -188,7 +190,7 @@ class CompiledModule:
         if why := self.obstacle():
             return f"cannot be built: {why}"
         log = _log(cache_dir() / first_use.file_name())
-        if log.is_file():
+        if os.path.isfile(log):
             return f"did not compile (messages in {log}): `fastattn build` or the next use tries again"
         here = "" if first_use is self else f", for this machine alone in about {first_use.about_seconds()} s"
         return f"not built yet: `fastattn build` (about {self.about_seconds()} s) or the first use{here} builds it"
@@ -637,10 +639,15 @@ def _child_environment(module: CompiledModule) -> dict[str, str]:
     import ninja
 
     environment = {**os.environ, **module.environment()}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the torch that this process found
+    environment["PYTHONPATH"] = path_of_children()
     # A virtual environment that was not activated has its ninja on no PATH.
     environment["PATH"] = os.pathsep.join((ninja.BIN_DIR, environment.get("PATH", os.defpath)))
     return environment
+
+
+def path_of_children() -> str:
+    """PYTHONPATH of processes that are to find the torch that this one found; Python ignores what is no str."""
+    return os.pathsep.join(path for path in sys.path if path and isinstance(path, str))
 
 
 def _run_showing_progress(
@@ -677,11 +684,17 @@ def say(sentence: str) -> None:
             print(f"fastattn: {sentence}", file=sys.stderr, flush=True)
 
 
+def has_terminal() -> bool:
+    """Whether stderr is a terminal; what a program puts in its place may know nothing but `write`."""
+    with suppress(AttributeError, OSError, ValueError):
+        return sys.stderr.isatty()
+    return False
+
+
 @contextmanager
 def progress_shown(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A function to call with how much of `total` has been done since: a bar, or else a line now and then."""
-    has_terminal = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
-    if has_terminal and importlib.util.find_spec("rich") is not None:
+    if has_terminal() and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,7 +151,7 @@ def as_json(device: torch.device, record: Record) -> str:
 
 
 def _read(device: torch.device) -> Record:
-    if _is_off() or not any(cache_dir().glob(f"record-{device.type}-*.json")):  # quicker to ask than the key
+    if _is_off() or not _has_any(device):  # quicker to ask than the key
         return Record()
     try:
         return _parsed(path(device).read_text())
@@ -164,6 +164,12 @@ def _read(device: torch.device) -> Record:
             stacklevel=2,
         )
         return Record()
+
+
+def _has_any(device: torch.device) -> bool:
+    with suppress(OSError):  # as where the folder of another user is closed
+        return any(cache_dir().glob(f"record-{device.type}-*.json"))
+    return False
 
 
 def _is_off() -> bool:
@@ -194,6 +200,7 @@ def _write(target: Path, text: str) -> None:
             part.write(text)
             part.flush()
             os.fsync(part.fileno())
+            os.chmod(part.name, 0o644)  # as the modules beside it: the folder may be that of several users
             os.replace(part.name, target)
         except OSError:
             os.unlink(part.name)

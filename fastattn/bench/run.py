@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fastattn.backends.build import has_terminal
 from fastattn.testing import Error, compare
 
 from .cases import DTYPES, Job, Problem, least_bytes, make_problem
@@ -159,7 +160,7 @@ def _row(job: Job, contender: Contender, verdict: str, note: str) -> Row:
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[int, str], None]]:
     """A function to call with how many jobs are done and the name of the one that begins."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+    if not has_terminal() or importlib.util.find_spec("rich") is None:
         yield lambda done, name: print(f"[{done + 1}/{total}] {name}", file=sys.stderr, flush=True)
         return
     from rich.console import Console

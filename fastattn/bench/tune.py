@@ -23,7 +23,7 @@ from types import ModuleType
 
 import torch
 
-from fastattn.backends import BACKENDS, choice, record, reference, triton
+from fastattn.backends import BACKENDS, build, choice, record, reference, triton
 from fastattn.backends.choice import HEAD_DIMS, MASKS, CallClass, ranked
 from fastattn.backends.record import Record
 from fastattn.backends.selfcheck import OF_TRITON, family
@@ -120,7 +120,7 @@ class _Child:
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.tune_child"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=os.environ | {"PYTHONPATH": build.path_of_children()},
         )  # fmt: skip
         self.answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=_forward, args=(self.process.stdout, self.answers), daemon=True).start()

@@ -19,9 +19,9 @@ def file_to_write(text: str) -> Path:
         argparse.ArgumentTypeError: it cannot.
     """
     path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be in an existing folder, got {text}")
     try:
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"must be in an existing folder, got {text}")
         if path.is_dir():
             raise argparse.ArgumentTypeError(f"must be a file, got the folder {text}")
         part = _part(path)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -231,6 +233,23 @@ class TestRecord:
         with pytest.warns(UserWarning, match="cannot be written, so this process alone knows it"):
             know(cpu=2.0, torch=1.0)
         assert fastattn.explain(X, X, X).backend == "torch"
+
+    @pytest.mark.skipif(os.name != "posix", reason="file modes of POSIX")
+    def test_of_another_user_can_be_read_and_one_in_a_closed_folder_is_none(self, monkeypatch):
+        before = os.umask(0o077)
+        try:
+            know(cpu=2.0, torch=1.0)
+        finally:
+            os.umask(before)
+        assert record.path(CPU).stat().st_mode & 0o777 == 0o644
+
+        def closed(*_):
+            raise PermissionError(13, "Permission denied")
+
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            patch.setattr(Path, "glob", closed)
+            assert record.read_again(CPU) == Record()
 
     def test_that_a_full_disk_cuts_off_leaves_the_old_one(self, monkeypatch):
         know(cpu=2.0, torch=1.0)

@@ -429,6 +429,30 @@ def test_cache_is_where_the_environment_says(stand_in, environment, expected):
     assert run(stand_in, "print(build.cache_dir())", **environment)[0] == expected
 
 
+def test_a_cache_in_a_closed_folder_is_a_sentence(stand_in):
+    """As in a container of another user, whose HOME is still that of root."""
+    code = """
+import pathlib, sys
+class Closed(pathlib.PosixPath):
+    def stat(self, **_):
+        raise PermissionError(13, "Permission denied", str(self))
+    def mkdir(self, *_, **__):
+        self.stat()
+build.cache_dir = lambda: Closed("/closed/fastattn")
+print(build.CPU.missing(), build.CPU.state(), build.CPU.unavailable(), sep="|")
+"""
+    missing, state, why = run(stand_in, code)[0].split("|")
+    assert (missing, state[:14]) == ("None", "not built yet:")
+    assert why.startswith("the cpu backend's module cannot be kept in /closed/fastattn (")
+
+
+def test_a_program_that_hides_its_python_is_a_sentence(stand_in):
+    assert run(stand_in, "import sys; sys.executable = ''; print(build.CPU.unavailable())") == (
+        "the Python of this program, which would compile it, is not known: sys.executable is empty",
+        "",
+    )
+
+
 def test_a_user_without_a_home_keeps_nothing(stand_in):
     code = """
 import pwd
@@ -737,11 +761,16 @@ def test_what_the_first_use_compiled_serves_until_all_is_built(stand_in):
     assert run(stand_in, code.format(whole=False), **no_compiler)[0] == f"{first}|{first_state}"
 
 
-@pytest.mark.parametrize("without", ["sys.stderr = None", "sys.stderr.close()"])
+TEE = "sys.stderr = type('Tee', (), {'write': lambda *_: None, 'flush': lambda _: None})()"
+
+
+@pytest.mark.parametrize("without", ["sys.stderr = None", "sys.stderr.close()", TEE])
 def test_progress_needs_no_stderr(stand_in, without):
     code = f"""
-import sys
+import pathlib, sys
 {without}
+sys.path.append(pathlib.Path("/of/no/effect"))  # Python ignores what is no str
+assert "/of/no/effect" not in build._child_environment(build.CPU)["PYTHONPATH"]
 build._SECONDS_BETWEEN_LINES = 0
 with build.progress_shown("the work", 2) as show_more:
     show_more(1)

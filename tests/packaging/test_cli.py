@@ -255,6 +255,7 @@ def test_bench_takes_a_real_case():
         (["bench", "--json", "/nowhere/out.json"], "must be in an existing folder, got /nowhere/out.json"),
         (["bench", "--json", "/"], "must be a file, got the folder /"),
         (["bench", "--json", "x" * 300], "xxx (File name too long)"),
+        (["bench", "--json", f"{'x' * 300}/out.json"], "out.json (File name too long)"),
         (["bench", "--plot", f"{'x' * 300}.svg"], "xxx.svg (File name too long)"),
         (["bench", "--plot", "out.gif"], "must end in .svg, got out.gif"),
     ],

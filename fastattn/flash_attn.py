@@ -143,8 +143,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 or int64 [B + 1]: 0, and where each sequence ends; see `attention_varlen`.
         max_seqlen_q, max_seqlen_k: ints, which nothing here needs.
         alibi_slopes: [H]; [B, H] with a block_table only.
-        block_table: integer [B, pages of a sequence], the pages of each sequence in their order, which has at least as
-            many keys as queries; see `attention_paged`. Without gradients and dropout, as in flash-attn.
+        block_table: int32 or int64 [B, pages of a sequence], the pages of each sequence in their order, which has at
+            least as many keys as queries; see `attention_paged`. Without gradients and dropout, as in flash-attn.
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: see `flash_attn_func`;
             n_q and n_k are those of the sequence.
 
@@ -260,10 +260,10 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: [n, D_rotary / 2] in the dtype of q, for all positions that are used. They rotate the
             first D_rotary dimensions of k, at cache_seqlens and the positions after it, and of q: at the same ones
             where `causal` or window_size is given, and otherwise all of it at cache_seqlens.
-        cache_seqlens: tokens in the cache before this call, an int or an integer [B]; None is all of n_cache.
-        cache_batch_idx: integer [B], the row of the cache of each sample; None is 0, ..., B - 1.
-        cache_leftpad: integer [B], where the keys of each sample begin; None is 0.
-        block_table: integer [B, pages of a sample], the pages of each sample in their order.
+        cache_seqlens: tokens in the cache before this call, an int, or int32 or int64 [B]; None is n_cache.
+        cache_batch_idx: int32 or int64 [B], the row of the cache of each sample; None is 0, ..., B - 1.
+        cache_leftpad: int32 or int64 [B], where the keys of each sample begin; None is 0.
+        block_table: int32 or int64 [B, pages of a sample], the pages of each sample in their order.
         rotary_interleaved: dimensions 0 and 1, 2 and 3, ... are rotated together; else those D_rotary / 2 apart.
         num_splits: an int, which nothing here needs.
         return_softmax_lse: also return the lse.

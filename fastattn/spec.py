@@ -37,13 +37,13 @@ class Mask:
     Args:
         causal: a query sees only keys at its own position or before it.
         q_offset: position of query 0 among the keys: 0 is PyTorch's `is_causal` (aligned top left), `n_k - n_q` is
-            FlashAttention's (aligned bottom right), the cache length when decoding. An int; or an integer tensor on the
+            FlashAttention's (aligned bottom right), the cache length when decoding. An int; or int32 or int64 on the
             device of q, [B] for samples that differ, or [B, n_q] for queries that do: query i of sample b then stands
             at `q_offset[b, i] + i` (with `segment_ids`, + its rank in its document).
         window: how far to the (left, right) of its own position a query may look; None is no limit.
         real_keys: bool [B, n_k]; False marks padding, in any pattern.
         real_queries: bool [B, n_q]; a False row is never read: its output is 0, its lse -inf, its gradient 0.
-        segment_ids: integer document ids ([B, n_q], [B, n_k]); a query sees only keys of its own document, a
+        segment_ids: int32 or int64 document ids ([B, n_q], [B, n_k]); a query sees only keys of its own document, a
             negative id is padding.
         dense: bool, broadcastable to [B, H, n_q, n_k]: the general case.
 
@@ -216,7 +216,7 @@ class Mask:
         """A mask of the padding of samples with these lengths, that are padded to `n` tokens.
 
         Args:
-            lengths: integer [B], or that many ints, each from 0 to n; on a GPU their range is not checked.
+            lengths: int32 or int64 [B], or that many ints, each from 0 to n; on a GPU their range is not checked.
             n: tokens of each sample, real and padding.
             padding_side: "right" or "left", as in `torch.nn.utils.rnn.pad_sequence`.
             of: what these tokens are: "keys", "queries", or "both" in self-attention, where the output at padding is
@@ -415,7 +415,8 @@ class RelativeBias:
         table: floating [H, buckets], or [1, buckets] or [buckets], the same for all heads.
         bucket: a function of int64 distances [n] that returns the index in the table of each, int64 [n]: T5's
             `_relative_position_bucket`, for instance. None where the table has an entry for each distance in turn,
-            n_q + n_k - 1 of them: that of the last query and the first key stands first.
+            n_q + n_k - 1 of them: that of the last query and the first key stands first. With a function,
+            `mask.q_offset` must be an int.
 
     Raises:
         ValueError: an argument is not what is said here.

@@ -81,10 +81,10 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
 
     Every `nn.MultiheadAttention` becomes a `fastattn.MultiHeadAttention`: the same object with another class, so that
     parameters, optimizers, hooks, modes, and modules used in two places (or that are the model itself) need no care.
-    So do `nn.TransformerEncoder`, `nn.TransformerDecoder` and their layers, which then compute no padding: what they
-    return there is 0, as in torch's fast path, and the report names them. Not so an encoder that was made with
-    `enable_nested_tensor=False`, which computes padding as before. Subclasses of them stay what they are, and leave
-    their fast path, which would go around the attention module.
+    So do `nn.TransformerEncoder` and `nn.TransformerDecoder` with their layers, which then compute no padding: what the
+    stacks return there is 0, as in torch's fast path, and the report names them. Not so an encoder that was made with
+    `enable_nested_tensor=False`, and a layer without a stack, which compute padding as before. Subclasses of them stay
+    what they are, and leave their fast path, which would go around the attention module.
     Models of Hugging Face transformers are set to the attention implementation "fastattn", which
     `model.set_attn_implementation("sdpa")` takes back.
     Every other module whose class calls `torch.nn.functional.scaled_dot_product_attention` itself (those of timm and

@@ -70,7 +70,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
             of queries; `in_proj_weight` is [(H + 2 H_kv) D, E] then. torch.nn has no such argument.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: a size, a number of heads or `dropout` is of another type.
         ValueError: a size is not positive, or `dropout` not between 0 and 1; `num_kv_heads` does not divide
             `num_heads`, or comes with another option that leaves no room for it.
         AssertionError: `num_heads` does not divide `embed_dim`.

@@ -116,7 +116,7 @@ class ContinuousBatch:
         """A request for the tokens that follow a prompt, which waits until a step admits it.
 
         Args:
-            input_ids: the prompt, ints or an integer Tensor [n], where `padding_idx` is a token like others.
+            input_ids: the prompt, ints or an int32 or int64 Tensor [n], where `padding_idx` is a token like others.
             options: the fields of `GenerationOptions`, but for beam search. Without a `generator` of its own, what a
                 request draws depends on the others.
 

@@ -34,7 +34,7 @@ class KVCache:
         max_length: the largest number of tokens of a sample.
 
     Raises:
-        TypeError, ValueError: an argument of the constructor or of a method is not what is said there.
+        TypeError, ValueError: an argument of the constructor, `extend`, `mask` or `select` is not what is said there.
 
     Attributes:
         positions: int64 [B or 1, n], the positions of the tokens that the current pass adds.
@@ -163,7 +163,9 @@ _NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64, device="cpu")
 
 
 def check_causal(mask: Mask) -> None:
-    """Raises where a mask is not causal, or has fields other than `causal` and `window`."""
+    """Raises where a mask is none, is not causal, or has fields other than `causal` and `window`."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a fastattn.Mask, got {type(mask).__name__}")
     if not mask.causal or mask.features() - {"causal", "window"}:
         raise ValueError(f"mask must be causal, with a window at most, with a cache, got {sorted(mask.features())}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +20,7 @@ from .checks import (
     check_heads,
     check_ids,
     check_ints,
+    check_numbers,
     check_probability,
     check_range,
     check_tensor,
@@ -102,6 +104,9 @@ class TransformerConfig:
         check_heads(ValueError, d_model=self.d_model, nhead=self.nhead)
         check_ints(0, dim_feedforward=self.dim_feedforward)
         check_probability(dropout=self.dropout)
+        check_numbers("at least 0 and finite", lambda x: 0 <= x < math.inf, layer_norm_eps=self.layer_norm_eps)
+        if self.num_kv_heads is not None and self.nhead % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide nhead = {self.nhead}, got {self.num_kv_heads}")
         names = ("norm_first", "bias", "scale_embeddings", "tie_embeddings")
         check_bools(**{name: getattr(self, name) for name in names})
         object.__setattr__(self, "padding_idx", checked_index("padding_idx", self.padding_idx, self.vocab_size))
@@ -267,7 +272,7 @@ class SequenceClassifier(Model):
         """Logits [B, num_classes].
 
         Args:
-            input_ids: integer [B, L].
+            input_ids: int32 or int64 [B, L].
             attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
         """
         blocks.refuse("the first token of each sample, which SequenceClassifier reads,")
@@ -318,7 +323,7 @@ class LanguageModel(Model):
         """Logits [B, L, vocab_size].
 
         Args:
-            input_ids: integer [B, L]; with a cache, the tokens after those in it.
+            input_ids: int32 or int64 [B, L]; with a cache, the tokens after those in it.
             attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
             cache: the cache of the tokens before, to which this call adds its own. With a step of a `PagedCache`, B is
                 1, and the tokens are those of its sequences one after the other.
@@ -368,7 +373,7 @@ class LanguageModel(Model):
         In eval mode the same prompts give the same tokens, however they are padded.
 
         Args:
-            input_ids: prompts, integer [B, L], padded left or right.
+            input_ids: prompts, int32 or int64 [B, L], padded left or right.
             attention_mask: [B, L], True or 1 for real tokens; None: all but `padding_idx`.
             cache: pages for the keys and values, which sequences that have ended leave to those that have yet to begin;
                 not for beam search. None is room for all of them at once.
@@ -442,8 +447,8 @@ class Seq2SeqModel(Model):
         """Logits [B, T, vocab_size].
 
         Args:
-            input_ids: source, integer [B, S].
-            decoder_input_ids: target, integer [B, T].
+            input_ids: source, int32 or int64 [B, S].
+            decoder_input_ids: target, int32 or int64 [B, T].
             attention_mask: [B, S], True or 1 for real tokens; None: all but `padding_idx`.
             decoder_attention_mask: [B, T], the same.
         """
@@ -494,7 +499,7 @@ class Seq2SeqModel(Model):
         """The target of each source, int64 [B, at most max_new_tokens], without its start token.
 
         Args:
-            input_ids: source, integer [B, S].
+            input_ids: source, int32 or int64 [B, S].
             attention_mask: [B, S], True or 1 for real tokens; None: all but `padding_idx`.
             decoder_start_token_id: the token that every target begins with.
             options: the fields of `GenerationOptions`.

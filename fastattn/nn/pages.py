@@ -61,6 +61,7 @@ class PagedCache:
 
     def pages_of(self, length: int) -> int:
         """Number of pages that hold this number of tokens."""
+        check_ints(0, length=length)
         return -(-length // self.page_size)
 
     def open(self, max_length: int) -> PagedSequence:

@@ -35,7 +35,7 @@ def positions_of(real: Tensor) -> Tensor:
 
 
 class TokenEmbedding(nn.Embedding):
-    """A vector for each token id: [..., d_model] from integer ids [...].
+    """A vector for each token id: [..., d_model] from int32 or int64 ids [...].
 
     Args:
         num_embeddings: size of the vocabulary.
@@ -90,7 +90,7 @@ class SinusoidalPositions(nn.Module):
         device, dtype: device and dtype of the table, which is not part of the state_dict.
 
     Raises:
-        ValueError: from `forward`, positions are no integers, or on the CPU one is not below `max_length`.
+        ValueError: from `forward`, positions are neither int32 nor int64, or on the CPU one is not below `max_length`.
 
     Sources:
         Vaswani et al., Attention Is All You Need (2017), section 3.5.
@@ -133,7 +133,7 @@ class SinusoidalPositions(nn.Module):
         return self
 
     def forward(self, positions: Tensor) -> Tensor:
-        """[..., d_model] for integer positions [...]."""
+        """[..., d_model] for int32 or int64 positions [...]."""
         _check_positions(positions, self.max_length)
         if self.table.is_meta and not positions.is_meta:  # the weights may have been assigned
             self.table = self._computed(positions.device, self.table.dtype)
@@ -146,7 +146,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class LearnedPositions(nn.Embedding):
-    """A learned vector for each position: [..., d_model] for integer positions [...].
+    """A learned vector for each position: [..., d_model] for int32 or int64 positions [...].
 
     Args:
         d_model: width of the vectors.
@@ -154,7 +154,7 @@ class LearnedPositions(nn.Embedding):
         device, dtype: device and dtype of the weight.
 
     Raises:
-        ValueError: from `forward`, positions are no integers, or on the CPU one is not below `max_length`.
+        ValueError: from `forward`, positions are neither int32 nor int64, or on the CPU one is not below `max_length`.
 
     Example:
         >>> LearnedPositions(8, max_length=512)(torch.arange(3)).shape
@@ -231,7 +231,7 @@ class RotaryPositions(nn.Module):
         self.head_dim, self.base = head_dim, base
 
     def forward(self, positions: Tensor) -> Rotation:
-        """The rotation of the tokens at these integer positions [N, L] or [L]."""
+        """The rotation of the tokens at these positions, int32 or int64 [N, L] or [L]."""
         _check_positions(positions)
         if positions.dim() not in (1, 2):
             raise ValueError(f"positions must be [N, L] or [L], got {list(positions.shape)}")

@@ -173,7 +173,7 @@ class TransformerEncoderLayer(_TransformerLayer, nn.TransformerEncoderLayer):
 
     Raises:
         RuntimeError: `activation` is not known.
-        TypeError: an argument is of another type.
+        TypeError: a size, a number of heads or `dropout` is of another type.
         ValueError: `norm` is not known, or a number is out of range.
         AssertionError: `nhead` does not divide `d_model`.
 

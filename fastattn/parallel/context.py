@@ -23,7 +23,7 @@ def context_parallel(plan: Plan, *, source: Plan | None = None) -> Iterator[None
     that `fastattn.swap` has changed, and of Hugging Face models with `attn_implementation="fastattn"`. A query sees
     what both the plan's mask and the call's show: the causal mask and the window of a layer stay, and count positions
     as the plan's mask does; padding and documents are the plan's, and a call that says something else about the local
-    tokens is refused. So is what a plan does not say: a cache, attention weights.
+    tokens is refused. So is what a plan does not say: a cache, pages, attention weights.
 
     The inputs of the model are those of this rank: `plan.shard` of ids, labels and padding, and `plan.positions()` for
     rotary and learned positions, which the models of `fastattn.nn` know by themselves. All ranks enter the block, and
@@ -37,7 +37,7 @@ def context_parallel(plan: Plan, *, source: Plan | None = None) -> Iterator[None
     Raises:
         ValueError: a plan is none, is not carried out by a group, or is not of self-attention. In the block, on every
             rank: a call is one that the plan does not say.
-        NotImplementedError: in the block, a call asks for attention weights.
+        NotImplementedError: in the block, a call asks for attention weights, reads pages, or is a SequenceClassifier's.
         RuntimeError: after it, a backward computes attention of the block again.
 
     Example:

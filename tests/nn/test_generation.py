@@ -359,6 +359,8 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"num_layers": -1}, "num_layers must be at least 1, got -1"),
         ({"num_decoder_layers": 0}, "num_decoder_layers must be at least 1, got 0"),
         ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
+        ({"num_kv_heads": 3, "nhead": 2}, "num_kv_heads must divide nhead = 2, got 3"),
+        ({"layer_norm_eps": "a"}, "layer_norm_eps must be a number, got 'a'"),
         ({"dim_feedforward": 2.0}, "dim_feedforward must be an int, got 2.0"),
         ({"dropout": -0.1}, "dropout must be between 0 and 1, got -0.1"),
         ({"max_length": 0}, "max_length must be at least 1, got 0"),
@@ -420,6 +422,11 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
     ],
     filled_cache().extend: [
         ({"real": REAL.to("meta")}, "real must be on cpu like that of the tokens before, got meta")
+    ],
+    KVCache(2, 8).mask: [({"mask": None}, "mask must be a fastattn.Mask, got NoneType")],
+    PagedCache(4).pages_of: [
+        ({"length": "a"}, "length must be an int, got 'a'"),
+        ({"length": -1}, "length must be at least 0, got -1"),
     ],
     KVCache(2, 8).select: [
         ({"samples": torch.tensor([2])}, "samples must be from 0 to 1, got [2]"),

@@ -113,7 +113,7 @@ def rt_polarity(path: Path, rng: random.Random) -> Corpus:
         file = path / f"rt-polarity.{suffix}"
         if not file.is_file():
             raise InputError(f"data must be a folder with rt-polarity.neg and rt-polarity.pos, got {path}")
-        lines = file.read_text(encoding="iso-8859-1").splitlines()
+        lines = file.read_text(encoding="iso-8859-1").split("\n")  # byte 85, an ellipsis to some, ends no line
         reviews += [
             Review(f"{file.name}:{number}", line.strip(), label) for number, line in enumerate(lines, 1) if line.strip()
         ]

@@ -22,6 +22,7 @@ import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -90,6 +91,8 @@ class Engine:
             logging.getLogger("uvicorn.error").exception("a step failed; each of its requests is tried alone")
         advanced: list[Request] = []
         requests = [request for request in [*self._events] if request.finish_reason is None]
+        if self._left:  # their pages are free before the next step
+            return []
         if not any(request.running for request in requests):  # nor can any: a step would fail for ever
             for request in requests:
                 self.batch.cancel(request)
@@ -110,6 +113,8 @@ def application(batch: ContinuousBatch) -> Starlette:
     async def generate(http: HttpRequest) -> Response:
         try:
             request = await engine.add(**await _fields(http))
+        except ClientDisconnect:
+            return Response(status_code=499)  # which nobody reads
         except (TypeError, ValueError) as error:
             sentence = str(error).encode(errors="backslashreplace").decode()  # JSON may have halves of characters
             return JSONResponse({"error": sentence}, status_code=400)

@@ -16,17 +16,19 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from .. import blocks
 from ..nn.packing import Packing, worth_packing
+from ..nn.transformer import BY_TOKEN, is_of_one_token
 from ..spec import RelativeBias
+from .sdpa_callers import class_of_forward
 from .transformers import PackedMask, PreparedMask, attention_modules, has_other_forward
 
 MODEL_TYPES = frozenset(
     {"albert", "bert", "camembert", "clip_text_model", "distilbert", "electra", "ernie", "eurobert"}
-    | {"hubert", "modernbert", "roberta", "siglip_text_model", "wav2vec2", "xlm-roberta"}
+    | {"hubert", "modernbert", "roberta", "wav2vec2", "xlm-roberta"}
     | {"cohere", "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox"}
     | {"gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3"}
     | {"qwen3_moe", "smollm3", "starcoder2"}
@@ -137,6 +139,8 @@ class PackedStack:
         self.why = None
         if not layers or layers[0] is not self.first or layers[-1] is not self.last:
             self.why = "the stack of layers was changed after the swap"
+        elif not _is_of_libraries(class_of_forward(type(parent))) or has_other_forward(parent):
+            self.why = "the stack is not as transformers has it"
         elif not all(map(_is_as_transformers_has_it, layers)):
             self.why = "a layer is not as transformers has it"
         elif parent.training and any(getattr(of, "layerdrop", 0.0) for of in (parent, getattr(parent, "config", None))):
@@ -208,15 +212,25 @@ def pack(model: nn.Module, calls: PackedCalls) -> dict[str, str]:
     refused = {}
     for name, owner in _stacks(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        if _MEMORY in vars(parent):
+        if why := _objection_to_zeros(model, owner.config):
+            unpack(parent)  # a part of the model, which did not know of the whole
+        elif (model_type := owner.config.model_type) not in MODEL_TYPES:
+            why = f"{model_type} is not among the models whose layers are known to take it"
+        elif _MEMORY in vars(parent):
             vars(parent)[_MEMORY].calls = calls
-            continue
-        if (model_type := owner.config.model_type) in MODEL_TYPES:
-            stack = PackedStack(parent, name.rpartition(".")[2], model_type in _COUNT_TOKENS, calls)
-            vars(parent)[_MEMORY] = stack
         else:
-            refused[name] = f"not packed: {model_type} is not among the models whose layers are known to take it"
+            vars(parent)[_MEMORY] = PackedStack(parent, name.rpartition(".")[2], model_type in _COUNT_TOKENS, calls)
+        if why:
+            refused[name] = f"not packed: {why}"
     return refused
+
+
+def _objection_to_zeros(model: nn.Module, config: PreTrainedConfig) -> str | None:
+    """What of this model reads the output of its layers at padding, which means nothing but is not 0."""
+    classes = (type(part).__name__ for part in model.modules())
+    if answering := next((name for name in classes if "ForQuestionAnswering" in name), None):
+        return f"{answering} weighs the tokens of a sample with its padding"
+    return "its adapter reads the frames at padding" if getattr(config, "add_adapter", False) else None
 
 
 def calls_of(model: nn.Module) -> PackedCalls:
@@ -254,7 +268,10 @@ def _stacks(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 def _is_as_transformers_has_it(module: nn.Module) -> bool:
     """Whether this and all modules in it, and their forwards, are of libraries that compute each token by itself."""
-    if not _is_of_libraries(type(module)) or has_other_forward(module):
+    if not _is_of_libraries(type(module)) or has_other_forward(module) or not is_of_one_token(module):
+        return False
+    hooks = module._forward_pre_hooks.values()
+    if hooks and any(getattr(hook, "keywords", {}).keys() & _OF_SAMPLES for hook in hooks):
         return False
     parts = module._modules.values()  # each pass asks, and nn.Module.modules() is slow
     return all([_is_as_transformers_has_it(part) for part in parts if part is not None])  # noqa: C419
@@ -262,10 +279,15 @@ def _is_as_transformers_has_it(module: nn.Module) -> bool:
 
 @functools.cache
 def _is_of_libraries(cls: type[nn.Module]) -> bool:
+    if cls.__module__.startswith("torch.nn.modules."):
+        return cls in BY_TOKEN or issubclass(cls, _HOLDING)
     return cls.__module__.partition(".")[0] in _LIBRARIES
 
 
-_LIBRARIES = ("transformers", "torch", "fastattn", "peft", "bitsandbytes", "accelerate")
+_HOLDING = (nn.Linear, nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+_OF_SAMPLES = frozenset({"adapter_names", "alora_offsets"})
+"""What the hooks of peft say of each sample."""
+_LIBRARIES = ("transformers", "torch", "peft", "bitsandbytes", "accelerate")
 
 
 def _packed(x: Tensor, packing: Packing) -> Tensor:

@@ -156,7 +156,9 @@ def choose(logits: Tensor, options: GenerationOptions) -> Tensor:
     if not options.do_sample:
         return logits.argmax(dim=-1)
     logits = logits.to(accumulation_dtype(logits.dtype))  # or many ids would be equal, and sums of probabilities off
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / options.temperature  # which no temperature makes infinite
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / float(
+        options.temperature
+    )  # which no temperature makes infinite
     probabilities = filtered(scaled, options.top_k, options.top_p).softmax(dim=-1)
     return torch.multinomial(probabilities, 1, generator=options.generator).squeeze(1)
 
@@ -176,7 +178,7 @@ def filtered(logits: Tensor, top_k: int | None = None, top_p: float | None = Non
     if top_p is not None:
         probabilities = descending.masked_fill(drop, -torch.inf).softmax(dim=-1)
         likelier = probabilities.cumsum(dim=-1) - probabilities  # the sum over the likelier tokens
-        drop = drop | ((likelier >= top_p) & (rank > 0))  # a top_p may be 0 in fp32
+        drop = drop | ((likelier >= float(top_p)) & (rank > 0))  # a top_p may be 0 in fp32
     drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, drop.expand_as(logits))
     return logits.masked_fill(drop, -torch.inf)
 

@@ -291,7 +291,7 @@ class _Stack(nn.Module):
     def _is_by_token(self) -> bool:
         """Whether the layers and the norm are made of modules that are known to compute each token by itself."""
         return all(_is_by_element(layer.activation) for layer in self.layers) and all(
-            "forward" not in vars(part) and _inherits_known_forward(type(part)) and _is_of_one_token(part)
+            "forward" not in vars(part) and _inherits_known_forward(type(part)) and is_of_one_token(part)
             for part in self._parts()
         )
 
@@ -677,7 +677,7 @@ class Transformer(nn.Transformer):
 _PACKABLE = {"causal", "real_keys"}
 """The fields of a mask that have the same meaning in a packed batch."""
 _OWN_LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
-_BY_TOKEN = (
+BY_TOKEN = (
     *(MultiHeadAttention, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU),
     *(nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.ReLU6, nn.Hardswish, nn.Softplus, nn.Sigmoid, nn.Tanh),
 )
@@ -698,13 +698,13 @@ def _is_by_element(activation: Activation) -> bool:
     return isinstance(activation, nn.Module) or any(function is known for known in _BY_ELEMENT)
 
 
-def _is_of_one_token(part: nn.Module) -> bool:
+def is_of_one_token(part: nn.Module) -> bool:
     """Whether a norm is over one dimension."""
     return len(vars(part).get("normalized_shape", (1,))) == 1  # for which nn.Module would search long
 
 
 def _inherits_known_forward(cls: type[nn.Module]) -> bool:
-    return next(base for base in cls.__mro__ if "forward" in vars(base)) in (*_BY_TOKEN, *_OWN_LAYERS)
+    return next(base for base in cls.__mro__ if "forward" in vars(base)) in (*BY_TOKEN, *_OWN_LAYERS)
 
 
 def _check_rotary(rotary: RotaryPositions | None, layer: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import shutil
 import socket
@@ -22,7 +23,7 @@ import uvicorn
 from examples.serving.__main__ import main
 from examples.serving.load import Answer, Question, ask_all, check, percentiles, questions
 from examples.serving.model import ATTENTIONS, MAX_LENGTH, PAGE_SIZE, make_cache, make_model
-from examples.serving.server import MOST_BYTES, application
+from examples.serving.server import MOST_BYTES, Engine, application
 from examples.training import InputError
 from fastattn.nn import ContinuousBatch
 
@@ -276,6 +277,45 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(monkeypatch):
     assert len(served.tokens()) == 6
     assert served.batch.cache.free == PAGES
     served.close()
+
+
+def test_a_client_that_leaves_during_a_step_that_fails_leaves_the_others_alone(monkeypatch):
+    """Those that wait for its pages, since none else runs."""
+    batch, inside, left = ContinuousBatch(MODEL, make_cache("fastattn", 1)), threading.Event(), threading.Event()
+    read = batch._next
+
+    def fail_once(ids: list[int], *rest: object) -> list[int]:
+        if 999 in ids:
+            inside.set()
+            left.wait(60)
+            raise MemoryError
+        return read(ids, *rest)
+
+    monkeypatch.setattr(batch, "_next", fail_once)
+
+    async def answers() -> list[dict[str, object]]:
+        engine = Engine(batch)
+        failing = await engine.add(input_ids=[3, 999], max_new_tokens=5)
+        waiting = await engine.add(input_ids=[3, 4], max_new_tokens=3)
+        running = asyncio.create_task(engine.run())
+        await asyncio.to_thread(inside.wait, 60)
+        await engine.leave(failing)
+        left.set()
+        result = [event async for event in engine.events(waiting)]
+        running.cancel()
+        return result
+
+    assert [event["finish_reason"] for event in asyncio.run(answers())] == [None, None, "length"]
+    assert batch.cache.free == 1
+
+
+def test_a_client_that_leaves_before_its_body_has_come_is_no_error(served, monkeypatch):
+    errors = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda *said, **_: errors.append(said))
+    with socket.create_connection(served.socket.getsockname()) as client:
+        client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    assert len(served.tokens()) == 6
+    assert errors == []
 
 
 def test_requests_that_no_step_can_admit_end(served):

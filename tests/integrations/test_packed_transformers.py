@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import transformers_cases
 from model_cases import PADDINGS, ModelCase
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers_cases import SIZES
+from transformers_cases import SIZES, TOKENS
 
 import fastattn
 from fastattn.integrations.packed_transformers import MODEL_TYPES, _stacks
@@ -85,6 +86,7 @@ NOT_PACKED = {  # family: the types of its layers
     "Llama 4": {"llama4_text"},  # which count their tokens
     "Qwen2.5-VL": {"qwen2_5_vl_text", "qwen2_5_vl_vision"},  # whose tokens have several positions
     "Qwen3-Next": {"qwen3_next"},  # which mix tokens without attention
+    "SigLIP": {"siglip_text_model", "siglip_vision_model"},  # whose pooled output is the last place
     "Whisper": {"whisper"},  # whose encoder has no padding
 }
 OF_IMAGES = {"clip_vision_model", "siglip_vision_model"}  # without padding
@@ -343,17 +345,36 @@ class Centring(nn.Module):
         return self.layer(hidden_states - hidden_states.mean(1, keepdim=True), *args, **kwargs)
 
 
-@pytest.mark.parametrize("how", ["a module around it", "a module in it", "a method in place of its own"])
+class Summing(transformers.models.llama.modeling_llama.LlamaModel):
+    """A stack of somebody else's, which reads the first token of each sample between its layers."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return super().forward(*args, **kwargs)
+
+
+IN_PLACE = {  # what stands for the feed-forward network of a layer, where that is changed
+    "attention of torch": lambda mlp: nn.Sequential(mlp, nn.TransformerEncoderLayer(32, 4, 8, 0.0, batch_first=True)),
+    "a pool of tokens": lambda mlp: nn.Sequential(mlp, nn.AvgPool2d((3, 1), 1, (1, 0))),
+    "a softmax over the tokens": lambda mlp: nn.Sequential(mlp, nn.Softmax(1)),
+    "a norm over the tokens": lambda mlp: nn.Sequential(mlp, nn.LayerNorm((L, 32))),
+    "a module in it": Centring,
+}
+
+
+@pytest.mark.parametrize("how", [*IN_PLACE, "a module around it", "a method in place of its own", "its stack"])
 def test_layers_that_somebody_changed_are_not_packed(how):
+    torch.manual_seed(0)
     model, batch = model_of("llama").eval(), inputs("right")
-    if how == "a module around it":
+    if how == "its stack":
+        model.__class__ = Summing
+    elif how in IN_PLACE:
+        model.layers[1].mlp = IN_PLACE[how](model.layers[1].mlp).eval()
+    elif how == "a module around it":
         model.layers[1] = Centring(model.layers[1])
-    elif how == "a module in it":
-        model.layers[1].mlp = Centring(model.layers[1].mlp)
     else:
         forward = model.layers[1].forward
         model.layers[1].forward = lambda x, *args, **kwargs: forward(x - x.mean(1, keepdim=True), *args, **kwargs)
-    plain = copy.deepcopy(model) if how.startswith("a module") else None
+    plain = None if how == "a method in place of its own" else copy.deepcopy(model)
     with torch.no_grad():
         if plain is not None:
             fastattn.swap(plain)
@@ -363,7 +384,65 @@ def test_layers_that_somebody_changed_are_not_packed(how):
     if plain is not None:
         assert_same(actual, expected)
     assert report.calls.packed == 0
-    assert report.calls.unpacked == {"a layer is not as transformers has it": 1}
+    part = "the stack" if how == "its stack" else "a layer"
+    assert report.calls.unpacked == {f"{part} is not as transformers has it": 1}
+
+
+WAV2VEC2 = transformers_cases.SPEECH | {"add_adapter": True, "num_adapter_layers": 1, "output_hidden_size": 32}
+READ_PADDING = {  # why they are not packed: a model, and its inputs
+    "weighs the tokens of a sample with its padding": (
+        lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES)), lambda real: inputs("right"),
+    ),
+    "siglip_text_model is not among": (
+        lambda: transformers.SiglipTextModel(transformers.SiglipTextConfig(**SIZES, **TOKENS)),
+        lambda real: inputs("right"),
+    ),
+    "its adapter reads the frames at padding": (
+        lambda: transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**SIZES, **WAV2VEC2)),
+        lambda real: {"input_values": torch.randn(3, 4 * L), "attention_mask": real.repeat_interleave(4, 1).long()},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("why", READ_PADDING)
+def test_models_that_read_the_output_at_padding_are_not_packed(why, by_name):
+    make, call = READ_PADDING[why]
+    torch.manual_seed(0)
+    model, batch = make().eval(), call(REAL["right"])
+    plain, seen = copy.deepcopy(model), rows_in(model)
+    fastattn.swap(plain)
+    if by_name:
+        with pytest.warns(UserWarning, match=why):
+            model.set_attn_implementation("fastattn_packed")
+    else:
+        report = fastattn.swap(model, packed=True)
+        assert all(why in sentence for sentence in report.refused.values())
+    with torch.no_grad():
+        for actual, expected in zip(model(**batch).values(), plain(**batch).values(), strict=True):
+            assert_same(actual, expected)
+    assert int(REAL["right"].sum()) not in seen
+
+
+def test_a_part_that_was_packed_before_its_whole_was_known_is_packed_no_more():
+    config = transformers.BertConfig(**SIZES, attn_implementation="fastattn_packed")
+    with pytest.warns(UserWarning, match="BertForQuestionAnswering weighs the tokens"):
+        model = transformers.BertForQuestionAnswering(config)
+    seen = rows_in(model.eval())
+    model(**inputs("right"))
+    assert seen == {3 * L}
+
+
+@pytest.mark.parametrize("option", ["adapter_names", "alora_offsets"])
+def test_hooks_that_are_told_the_samples_see_the_batch(option):
+    """As those of peft, for adapters of each sample."""
+    model, batch = model_of("bert").eval(), inputs("right")
+    report = fastattn.swap(model, packed=True)
+    hook = partial(lambda module, args, **given: None, **{option: ["a", "b", "c"]})
+    with model.encoder.layer[0].output.dense.register_forward_pre_hook(hook):
+        model(**batch)
+    model(**batch)
+    assert (report.calls.packed, report.calls.unpacked.total()) == (1, 1)
 
 
 def test_no_pass_waits_for_the_collector_of_cycles():

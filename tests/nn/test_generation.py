@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -304,6 +305,18 @@ def test_sampling_follows_the_probabilities():
     assert (drawn[expected == 0] == 0).all()
     again = model.generate(ids, generator=torch.Generator().manual_seed(0), **options)[:, 0]
     assert torch.equal(again.bincount(minlength=11) / len(ids), drawn)
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"temperature": 10**20}, {"temperature": Fraction(1, 2), "top_p": Fraction(1, 2)}], ids=str
+)
+def test_sampling_takes_numbers_of_any_type(numbers):
+    model, ids = made(LanguageModel, CONFIG), torch.tensor([[3, 4, 5]])
+    drawn = []
+    for given in (numbers, {name: float(x) for name, x in numbers.items()}):
+        options = given | {"do_sample": True, "generator": torch.Generator().manual_seed(0)}
+        drawn.append(model.generate(ids, max_new_tokens=5, **options))
+    assert torch.equal(*drawn)
 
 
 def filled_cache(n: int = 2) -> KVCache:

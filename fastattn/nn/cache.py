@@ -58,7 +58,6 @@ class KVCache:
         self.positions = _NO_POSITIONS  # of the tokens that this pass adds
         self._real: Tensor | None = None  # which of them are not padding
         self._before: tuple[int | Tensor, int] | None = None  # the lengths before the last `extend`
-        self.passes = 0  # for which room was made
         self._layers: dict[int, _Growing] = {}
         self._memories: dict[int, _Memory] = {}
 
@@ -95,8 +94,10 @@ class KVCache:
         else:
             positions = self._length + (real.cumsum(-1) - 1).clamp(min=0)
         self._before = self._length, self._end
-        self._length, self._end, self.passes = length, end, self.passes + 1
+        self._length, self._end = length, end
         self.positions, self._real = positions, real
+        for layer in self._layers.values():
+            layer.has_room = True
         return positions
 
     def undo(self) -> None:
@@ -189,14 +190,14 @@ class _Growing(_KeysAndValues):
     def __init__(self, cache: KVCache) -> None:
         super().__init__()
         self.cache = cache
-        self.passes = 0  # those of the cache when these were written
+        self.has_room = True  # for the next pass: once the last one has been written, only `extend` makes it
         self.may_be_saved = False  # by autograd, which wants them unchanged then
 
     def complete(self) -> None:
         return None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.passes == self.cache.passes:
+        if not self.has_room:
             raise ValueError("KVCache.extend must be called before each pass, got another pass since the last call")
         if self.k is None:
             with torch.inference_mode(False):  # or nothing could be written outside of it
@@ -206,7 +207,7 @@ class _Growing(_KeysAndValues):
                 self.k, self.v = self.k.clone(), self.v.clone()
         self.may_be_saved = torch.is_grad_enabled()
         written = self.cache.write(self.k, k), self.cache.write(self.v, v)
-        self.passes = self.cache.passes
+        self.has_room = False
         return written
 
 

@@ -484,7 +484,7 @@ HOSTILE = {  # what is called -> the change of one argument, and the sentence ab
         ({"mask": 3}, "attn_mask must be a Tensor or None, got int"),
         ({"mask": REAL.to("meta")}, "attn_mask must be on cpu like the queries, got meta"),
         ({"is_causal": REAL}, "is_causal must be a bool, got tensor"),
-        ({"cache": KVCache(2, 8), "mask": Mask(causal=True)}, "KVCache.extend must be called before each pass"),
+        ({"cache": KVCache(2, 8), "mask": Mask(causal=True)}, "there must be 2 samples of 0 new tokens"),
         ({"cache": filled_cache(3), "mask": Mask(causal=True)}, "there must be 2 samples of 3 new tokens"),
     ],
     made(LanguageModel, replace(CONFIG, positions="rotary")).decoder: [

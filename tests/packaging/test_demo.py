@@ -72,6 +72,7 @@ def test_a_wrong_answer_is_not_timed(capsys, monkeypatch, text, tiny, factor):
         return o * factor, weights
 
     monkeypatch.setattr(integration, "attention_forward", wrong)
+    integration.register()
     try:
         assert run("--model", tiny, "--text", text) == 1
     finally:

@@ -182,7 +182,7 @@ def attention(
         check_flags(return_lse=return_lse)
         return_lse = bool(return_lse)  # which `ops.short_way` takes alone
     result = None
-    if plan is None and (blocks.ENTERED or blocks.LEFT):
+    if plan is None and (blocks.ENTERED or (not is_compiling() and blocks.LEFT)):
         plan = blocks.of_call(q)
     of_dtensors = type(q) is not Tensor and type(q).__name__ == "DTensor"
     if of_dtensors or not (plan is None or blocks.is_here(plan)):

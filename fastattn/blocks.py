@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,12 +39,21 @@ class Block:
     own: that of its tokens. source: that of the tokens of the encoder, if there is one. cross: that of the attention
     of the former to the latter.
     objection: why the next call cannot be right, as far as is known before it.
+    begin, end: what autograd numbers the nodes by that it makes in the block; None as long as it lasts.
+    inner: those of its source, which are over.
     """
 
     own: Plan
     source: Plan | None = None
     cross: Plan | None = None
     objection: str | None = None
+    begin: int = 0
+    end: int | None = None
+    inner: list[Block] = field(default_factory=list)
+
+    def has(self, number: int) -> bool:
+        """Whether autograd made the node of this number in the block."""
+        return self.begin <= number and (self.end is None or number < self.end)
 
     def within(self, *, cross: bool = False, objection: str | None = None) -> Within:
         """What a call of this block is given in place of a plan."""
@@ -59,7 +68,7 @@ class Block:
             return None
         here = self.own.positions(device=positions.device)
         default = torch.arange(len(here), device=positions.device)
-        if positions.shape != (1, len(here)) or not torch.equal(positions[0].long(), default):
+        if positions.dim() != 2 or positions.shape[1] != len(here) or not (positions == default).all():
             return None
         mask, n = self.own.mask, self.own.n_k
         real = mask.readable_keys()
@@ -113,22 +122,34 @@ def of_call(q: Tensor) -> Within | None:
     Raises:
         RuntimeError: it is one of a block, which activation checkpointing computes again in a backward after the block.
     """
-    if ENTERED:
-        return ENTERED[-1].within()
-    node = None if is_compiling() else torch._C._current_autograd_node()
-    if node is not None and isinstance(q, Tensor) and q.dim() == 4:
-        number = node._sequence_nr()
-        if any(q.shape[2] in left.tokens and left.begin <= number < left.end for left in LEFT):
+    block, number = current(), _number()
+    if number is not None and isinstance(q, Tensor) and q.dim() == 4:
+        since = -1 if block is None else block.begin
+        if any(q.shape[2] in left.tokens and since < left.begin <= number < left.end for left in LEFT):
             raise RuntimeError(
                 "the backward of a context_parallel block with activation checkpointing must be called in the block, "
                 "got one after it"
             )
-    return None
+    return None if block is None else block.within()
+
+
+def beginning() -> int:
+    """The `begin` of a block that is entered now, perhaps where a backward computes its forward again."""
+    return _number() or torch.autograd._get_sequence_nr()
+
+
+def _number() -> int | None:
+    """Autograd's number of the node whose backward runs, perhaps of a checkpoint that computes its forward again."""
+    node = None if is_compiling() else torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def current() -> Block | None:
-    """The innermost block, or None."""
-    return ENTERED[-1] if ENTERED else None
+    """The innermost block, or None; in a backward that computes a forward again, that which the forward was in."""
+    if not ENTERED or (number := _number()) is None:
+        return ENTERED[-1] if ENTERED else None
+    known = [block for entered in ENTERED for block in (entered, *entered.inner) if block.has(number)]
+    return max(known, key=lambda block: block.begin, default=None)
 
 
 @contextmanager
@@ -137,20 +158,24 @@ def of_source(block: Block | None) -> Iterator[None]:
     if block is None or block.source is None:
         yield
         return
-    inner = Block(block.source)
+    inner = Block(block.source, begin=0 if is_compiling() else beginning())
     ENTERED.append(inner)
     try:
         yield
     finally:
         ENTERED.remove(inner)
+        if not is_compiling() and _number() is None:  # else it was in the forward before
+            inner.end = torch.autograd._get_sequence_nr()
+            block.inner.append(inner)
 
 
 def positions(n: int, device: torch.device) -> Tensor:
     """int64 [n], positions of tokens: 0, 1, 2, ... or, in a block, those of this rank."""
-    return torch.arange(n, device=device) if not ENTERED else ENTERED[-1].own.positions(device=device)
+    block = current()
+    return torch.arange(n, device=device) if block is None else block.own.positions(device=device)
 
 
 def refuse(what: str) -> None:
     """Raises NotImplementedError in a block."""
-    if ENTERED:
+    if current() is not None:
         raise NotImplementedError(f"{what} cannot be computed in a context_parallel block")

@@ -59,15 +59,14 @@ def context_parallel(plan: Plan, *, source: Plan | None = None) -> Iterator[None
         given._known_group()
         if not given.together:
             raise ValueError(f"{name} must be of self-attention, made for n tokens, got one for other queries and keys")
-    block = blocks.Block(plan, source, None if source is None else plan.attending(source))
+    block = blocks.Block(plan, source, None if source is None else plan.attending(source), begin=blocks.beginning())
     blocks.ENTERED.append(block)
-    begin = torch.autograd._get_sequence_nr()
     try:
         yield
     finally:
         blocks.ENTERED.remove(block)
         tokens = {len(given.positions()) for given in (plan, source) if given is not None}
-        blocks.LEFT.append(blocks.Left(tokens, begin, torch.autograd._get_sequence_nr()))
+        blocks.LEFT.append(blocks.Left(tokens, block.begin, torch.autograd._get_sequence_nr()))
 
 
 def combined(within: Within, mask: Mask | None) -> Mask:

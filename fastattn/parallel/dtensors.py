@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import api
 from ..blocks import Within
-from ..plan import drawn, places_from
+from ..plan import after_autocast, drawn, places_from
 from ..spec import DropoutSeed, Mask
 from ..validation import EVERYTHING, validated
 from .exchange import agree
@@ -93,7 +93,7 @@ def _of_rank(
     of_all = mask
     if given is not None:  # padding and documents are those of the local tokens, in a block
         of_all = Mask(dense=mask.dense) if isinstance(mask, Mask) else EVERYTHING
-    validated(*whole, of_all, **of_spec)
+    validated(*after_autocast(*whole), of_all, **of_spec)
     if given is None:
         mask = _some(mask, samples, heads)
     elif of_all.dense is not None:

@@ -152,7 +152,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         number = next(_NUMBERS)
-        object.__setattr__(self, "_key", torch.tensor(number, device="cpu"))
+        with torch.inference_mode(False):  # a compiled training step may be the next to use it
+            object.__setattr__(self, "_key", torch.tensor(number, device="cpu"))
         _PLANS[number] = self
 
     @property
@@ -276,7 +277,7 @@ class Plan:
         Raises:
             ValueError: as in `shard`.
         """
-        return self._rows(of).to("cpu" if device is None else device)
+        return self._rows(of).to("cpu" if device is None else device, copy=True)
 
     def replicated(self, x: Tensor) -> Tensor:
         """`x`, a tensor that every rank has; its gradient is the sum of those of all ranks, in their order and fp32.

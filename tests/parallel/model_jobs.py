@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from jobs import agreed, error_of, mesh_of
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -338,6 +340,54 @@ def dropped(group: dist.ProcessGroup, how: str) -> float:
         mine = results(plan.shard(x, 1), ~plan.shard(mask.real_keys, 1), 5 + dist.get_rank(group))
         both = [plan.unshard(part, 1) for part in mine]
     return max((a - b).abs().max().item() for a, b in zip(both, whole, strict=True))
+
+
+def computed_again(group: dist.ProcessGroup, what: str) -> float:
+    """The largest error of gradients where forwards that a backward in a block computes again were in other blocks."""
+    torch.manual_seed(0)
+    x, masks = (
+        torch.randn(2, N, 16),
+        [Mask(real_keys=torch.arange(N) < torch.tensor([[N - i], [N - 7]])) for i in (1, 9)],
+    )
+    plans = [make_plan(mask, N, group) for mask in masks]
+    layer = fastattn.nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    transformer = fastattn.Transformer(16, 4, 1, 1, 32, 0.0, batch_first=True)
+
+    def gradients(call: Callable) -> Tensor:
+        y = x.clone().requires_grad_()
+        if what == "no block":
+            local = call(layer, y[:, :5])
+            with context_parallel(plans[0]):
+                local.square().sum().backward()
+        elif what == "two blocks":
+            with context_parallel(plans[0]):
+                first = call(layer, plans[0].shard(y, 1))
+                with context_parallel(plans[1]):
+                    (first.square().sum() + call(layer, plans[1].shard(y, 1)).square().sum()).backward()
+        else:
+            with context_parallel(plans[0], source=plans[1]):
+                encoder, decoder = transformer.encoder, transformer.decoder
+                memory = plans[1].shard(y, 1)
+                with fastattn.blocks.of_source(fastattn.blocks.current()):
+                    for part in encoder.layers:
+                        memory = call(part, memory)
+                decoder(plans[0].shard(y, 1), encoder.norm(memory)).square().sum().backward()
+        return y.grad
+
+    checkpointed = functools.partial(checkpoint, use_reentrant=False)
+    return (gradients(checkpointed) - gradients(lambda module, *inputs: module(*inputs))).abs().max().item()
+
+
+def compiled_outside(group: dist.ProcessGroup) -> int:
+    """How often a function is compiled that is called between blocks."""
+    count, plan = CompileCounter(), make_plan(Mask(), N, group)
+    attend = torch.compile(lambda q: fastattn.attention(q * 2, q, q), backend=count)
+    for _ in range(5):
+        attend(torch.randn(1, 2, 8, 4))
+        with context_parallel(plan):
+            pass
+    agreed(group)
+    return count.frame_count
 
 
 def _refused_hugging_face(plan: Plan, what: str) -> None:

@@ -90,6 +90,16 @@ def test_a_module_drops_the_weights_that_one_process_drops(ranks, how):
         assert error < 1e-5
 
 
+@pytest.mark.parametrize("what", ["no block", "two blocks", "source"])
+def test_what_a_backward_computes_again_is_in_the_block_of_its_forward(ranks, what):
+    for error in ranks.run("model_jobs.computed_again", 2, what=what):
+        assert error < 1e-5
+
+
+def test_blocks_leave_what_is_compiled_outside_of_them(ranks):
+    assert ranks.run("model_jobs.compiled_outside", 2) == [1, 1]
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_a_block_does_not_say_is_refused_on_every_rank(ranks, what):
     for message in ranks.run("model_jobs.refused", 2, what=what):

@@ -310,19 +310,19 @@ def _bench(args: argparse.Namespace) -> int:
         args.usage_error(f"--filter must leave something to time, got {args.filter!r}; names look like '{_A_NAME}'")
     torch.set_num_threads(args.threads or (limit.THREADS if is_limit else torch.get_num_threads()))
     timed = limit.measure_all(jobs) if is_limit else run.measure_all(jobs, device, args.quick, args.rivals == "all")
-    rows = []
+    rows, suite_report = [], limit_report if is_limit else report
     try:
         rows.extend(timed)
+        measured = report.Report.of(rows, device)
+        try:  # before the table, for which there may be nobody
+            if args.json:
+                writing.write(args.json, suite_report.as_json(measured))
+            if args.plot:
+                writing.write(args.plot, suite_report.as_svg(measured))
+        except (OSError, ValueError) as error:
+            raise CommandError(str(error)) from error
     finally:  # after an interruption that of what was measured; files keep what they had
-        measured, suite_report = report.Report.of(rows, device), limit_report if is_limit else report
-        suite_report.print_table(measured)
-    try:
-        if args.json:
-            writing.write(args.json, suite_report.as_json(measured))
-        if args.plot:
-            writing.write(args.plot, suite_report.as_svg(measured))
-    except (OSError, ValueError) as error:
-        raise CommandError(str(error)) from error
+        suite_report.print_table(report.Report.of(rows, device))
     if wrong := [f"{row.contender} in {row.job} ({row.note})" for row in rows if row.failed]:
         raise CommandError(f"wrong answers, which were not timed: {'; '.join(wrong)}")
     return 0
@@ -338,6 +338,8 @@ def _check_limit(args: argparse.Namespace, device: str) -> None:
         args.usage_error(f"--device must be cpu for --suite limit, got {device}")
     if args.quick:
         args.usage_error("--quick is for --suite standard; --filter shortens --suite limit")
+    if args.rivals == "all":
+        args.usage_error("--rivals all is for --suite standard")
     if why := cpu.unavailable(torch.device(device)):
         raise CommandError(f"--suite limit times the cpu backend, which cannot be had: {why}")
 

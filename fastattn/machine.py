@@ -46,9 +46,17 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
         "cudnn": str(torch.backends.cudnn.version() or "none"),
-        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "not installed",
+        "triton": version_of("triton") if importlib.util.find_spec("triton") else "not installed",
         "python": platform.python_version(),
     }
+
+
+def version_of(module: str) -> str:
+    """The version of the distribution of a module that can be imported, as far as it has the name of the module."""
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:  # as of onnxruntime-gpu and of nightly builds
+        return "unknown"
 
 
 def gpu_state(device: str) -> dict[str, str]:

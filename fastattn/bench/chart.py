@@ -9,6 +9,7 @@ from html import escape
 GREY, BLUE, ORANGE = "#808080", "#2f7fd0", "#d9730d"  # about 4 : 1 on white, and on the dark grounds of sites
 _WIDTH, _BAR, _STEP, _LETTER = 500, 15, 20, 8.1  # px: a column at least, the height of a bar, bar to bar, a letter
 _TALLEST = 1500  # px: groups beyond it begin another column
+_LEAST_ROOM = 200  # px: the longest bar
 _STYLE = f"""<style>
 text {{ font: 600 13px system-ui, sans-serif; fill: {GREY}; dominant-baseline: central }}
 .right {{ text-anchor: end }}
@@ -50,8 +51,9 @@ def draw(title: str, groups: dict[str, list[Bar]], caption: str) -> str:
         raise ValueError("there is nothing to draw: every group of a chart must have bars")
     every = [bar for group in groups.values() for bar in group]
     left = 14 + _LETTER * max(len(bar.label) for bar in every)
-    column = max(_WIDTH, 16 + _LETTER * max(map(len, groups)), 16 + 10 * len(title))
-    room = column - left - 16 - _LETTER * max(len(bar.text) for bar in every)
+    texts = 16 + _LETTER * max(len(bar.text) for bar in every)
+    column = max(_WIDTH, left + texts + _LEAST_ROOM, 16 + _LETTER * max(map(len, groups)), 16 + 10 * len(title))
+    room = column - left - texts
     scale = room / max(max(bar.value, *(bar.spread or ()), bar.mark or 0) for bar in every)
 
     parts, x, y, lowest = [], 0, 44, 0

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattn.machine import version_of
 from fastattn.testing import Inputs
 
 from .rivals import Contender, RefusalError, keep_for_rivals, without_nan
@@ -30,7 +30,7 @@ def third_party_contenders(inputs: Inputs) -> list[Contender]:
 def versions() -> dict[str, str]:
     """The versions of the libraries that are installed, by name."""
     return {
-        library: metadata.version(module)
+        library: version_of(module)
         for library, module in _MODULES.items()
         if module != "torch" and find_spec(module) is not None
     }
@@ -102,6 +102,7 @@ def _session(node: Any, inputs: list[Any], outputs: list[Any], opset: int) -> An
     )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # or its threads slow whoever is timed next
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
@@ -258,11 +259,11 @@ def _flex(inputs: Inputs) -> Compute:
     return functools.partial(_compiled_flex(), inputs.q, inputs.k, inputs.v, block_mask=blocks)
 
 
-@functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    torch.compiler.reset()  # after eight kinds of calls it would compile no more, and compute the plain formula
+    return torch.compile(flex_attention, dynamic=False)
 
 
 LIBRARIES: dict[str, Callable[[Inputs], Compute]] = {

@@ -1,6 +1,7 @@
 """The benchmarks: nothing wrong is timed, nobody is left out without a reason, and the figures mean what they say."""
 
 import dataclasses
+import importlib.metadata
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 import fastattn
+from fastattn import machine
 from fastattn.backends import BACKENDS
 from fastattn.bench import cases, chart, report, rivals, run, third_party, timing
 from fastattn.testing import CASES, Case
@@ -289,6 +291,33 @@ def test_picture_has_bars_of_rivals_beside_ours_in_every_group(measured):
     ours = named(measured.rows, "fastattn torch")
     assert f"{ours.speedup:.2f}x, {ours.timing.median * 1e3:.3g} ms" in words
     assert "fastattn reference" not in words
+
+
+@pytest.mark.parametrize("length", [1, 57, 200])
+def test_bars_have_room_beside_labels_of_any_length(length):
+    drawn = chart.draw("title", {"a": [chart.Bar("x" * length, 1, "1 < 2"), chart.Bar("y", 2, "z" * length)]}, "")
+    widths = [float(bar.get("width")) for bar in ElementTree.fromstring(drawn).iter() if bar.tag.endswith("rect")]
+    assert max(widths) >= 2 * min(widths) > 90
+
+
+def test_flex_attention_is_compiled_anew_for_each_job(monkeypatch):
+    """Or Dynamo's limit would leave the plain formula from the ninth on."""
+    counts = []
+    monkeypatch.setattr(torch, "compile", lambda f, **_: counts.append(len(counts)) or f)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: counts.append("reset"))
+    for _ in range(2):
+        third_party._compiled_flex()
+    assert counts == ["reset", 1, "reset", 3]
+
+
+def test_versions_of_distributions_that_have_other_names_are_unknown(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(third_party, "find_spec", lambda name: name)
+    assert set(third_party.versions().values()) == {"unknown"}
+    assert machine.versions()["triton"] in ("unknown", "not installed")
 
 
 def test_long_charts_have_columns_and_none_is_empty():

@@ -270,6 +270,7 @@ def test_explain_does_not_run_warn_or_draw(lacking):
     before = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        fastattn.explain(Q, K, K, softcap=1.0, dropout_p=0.5)
         explanation = fastattn.explain(Q, K, K, softcap=1.0)
     assert explanation.backend == "reference"
     assert explanation.objections["cpu"] == ["does not support softcap on cpu"]

@@ -135,7 +135,9 @@ def compared(case: ModelCase, dtype: torch.dtype = torch.float32) -> Compared:
     eager, swapped, exact = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model).double()
     case.library.use_eager(eager)
     case.library.use_exact(exact)
-    return Compared(case, model, eager, swapped, exact, fastattn.swap(swapped))
+    report = fastattn.swap(swapped)
+    assert report.swapped  # or the model would be compared with itself
+    return Compared(case, model, eager, swapped, exact, report)
 
 
 def outputs_and_gradients(case: ModelCase, model: nn.Module, real: Tensor | None) -> dict[str, Tensor]:

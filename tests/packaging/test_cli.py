@@ -14,7 +14,7 @@ import torch
 import fastattn
 from fastattn.__main__ import main
 from fastattn.backends import BACKENDS, build, cpu, hopper
-from fastattn.bench import cases, limit, run, timing, writing
+from fastattn.bench import cases, limit, report, run, timing, writing
 from fastattn.testing import Case
 
 TINY = Case("tiny-pad", "small enough for a test", B=2, H=1, n_q=12, D=8, keys="right", timed="standard")
@@ -157,7 +157,7 @@ def test_results_that_cannot_be_written_after_all_are_printed(
     monkeypatch.setattr(os, "replace", replace)
     assert main(["bench", "--suite", suite, "--json", str(document)]) == 1
     out, err = capsys.readouterr()
-    assert json.loads(out[out.index("\n{\n") :])["rows"]
+    assert json.JSONDecoder().raw_decode(out)[0]["rows"]
     assert f"{document} could not be written, so the results are printed above (No space left on device)" in err
     assert document.read_text() == "before"
     assert list(tmp_path.iterdir()) == [document]
@@ -176,6 +176,17 @@ def test_an_interrupted_bench_shows_what_it_measured(tiny_jobs, tmp_path, monkey
     assert main(["bench", "--quick", "--device", "cpu", "--json", str(document)]) == 130
     assert "SDPA flash" in capsys.readouterr().out
     assert document.read_text() == "before"
+
+
+def test_results_are_written_although_nobody_reads_the_table(tiny_jobs, tmp_path, monkeypatch):
+    def broken(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "print_table", broken)
+    document = tmp_path / "out.json"
+    with pytest.raises((BrokenPipeError, SystemExit)):
+        raise SystemExit(main(["bench", "--quick", "--device", "cpu", "--json", str(document)]))
+    assert json.loads(document.read_text())["rows"]
 
 
 def test_files_of_results_that_are_links_or_pipes_stay_what_they_are(tmp_path):
@@ -248,6 +259,7 @@ def test_bench_takes_a_real_case():
         (["bench", "--filter", "L127"], "--filter must leave something to time, got 'L127'"),
         (["bench", "--suite", "limit", "--filter", "L127"], "--filter must leave something to time, got 'L127'"),
         (["bench", "--suite", "limit", "--quick"], "--quick is for --suite standard"),
+        (["bench", "--suite", "limit", "--rivals", "all"], "--rivals all is for --suite standard"),
         (["bench", "--suite", "fastest"], "invalid choice: 'fastest'"),
         (["bench", "--threads", "0"], "must be at least 1, got 0"),
         (["bench", "--threads", "9" * 20], "must be at most 4096, got 99999999999999999999"),

@@ -378,6 +378,16 @@ def computed_again(group: dist.ProcessGroup, what: str) -> float:
     return (gradients(checkpointed) - gradients(lambda module, *inputs: module(*inputs))).abs().max().item()
 
 
+def without_tokens(group: dist.ProcessGroup) -> int:
+    """How many outputs a rank has of PyTorch's function, patched, where there is a token for the first one alone."""
+    plan = make_plan(Mask(True), 1, group)
+    q = torch.randn(1, 2, len(plan.positions()), 4)
+    with context_parallel(plan), fastattn.patch_sdpa():
+        o = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(o, q)
+    return o.shape[2]
+
+
 def compiled_outside(group: dist.ProcessGroup) -> int:
     """How often a function is compiled that is called between blocks."""
     count, plan = CompileCounter(), make_plan(Mask(), N, group)

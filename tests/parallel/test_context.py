@@ -96,6 +96,10 @@ def test_what_a_backward_computes_again_is_in_the_block_of_its_forward(ranks, wh
         assert error < 1e-5
 
 
+def test_a_rank_without_tokens_calls_pytorchs_function_too(ranks):
+    assert ranks.run("model_jobs.without_tokens", 2) == [1, 0]
+
+
 def test_blocks_leave_what_is_compiled_outside_of_them(ranks):
     assert ranks.run("model_jobs.compiled_outside", 2) == [1, 1]
 

@@ -122,7 +122,7 @@ def of_call(q: Tensor) -> Within | None:
     Raises:
         RuntimeError: it is one of a block, which activation checkpointing computes again in a backward after the block.
     """
-    block, number = current(), _number()
+    block, number = current(), number_of_node()
     if number is not None and isinstance(q, Tensor) and q.dim() == 4:
         since = -1 if block is None else block.begin
         if any(q.shape[2] in left.tokens and since < left.begin <= number < left.end for left in LEFT):
@@ -135,10 +135,11 @@ def of_call(q: Tensor) -> Within | None:
 
 def beginning() -> int:
     """The `begin` of a block that is entered now, perhaps where a backward computes its forward again."""
-    return _number() or torch.autograd._get_sequence_nr()
+    number = number_of_node()
+    return torch.autograd._get_sequence_nr() if number is None else number
 
 
-def _number() -> int | None:
+def number_of_node() -> int | None:
     """Autograd's number of the node whose backward runs, perhaps of a checkpoint that computes its forward again."""
     node = None if is_compiling() else torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
@@ -146,7 +147,7 @@ def _number() -> int | None:
 
 def current() -> Block | None:
     """The innermost block, or None; in a backward that computes a forward again, that which the forward was in."""
-    if not ENTERED or (number := _number()) is None:
+    if not ENTERED or (number := number_of_node()) is None:
         return ENTERED[-1] if ENTERED else None
     known = [block for entered in ENTERED for block in (entered, *entered.inner) if block.has(number)]
     return max(known, key=lambda block: block.begin, default=None)
@@ -164,7 +165,7 @@ def of_source(block: Block | None) -> Iterator[None]:
         yield
     finally:
         ENTERED.remove(inner)
-        if not is_compiling() and _number() is None:  # else it was in the forward before
+        if not is_compiling() and number_of_node() is None:  # else it was in the forward before
             inner.end = torch.autograd._get_sequence_nr()
             block.inner.append(inner)
 

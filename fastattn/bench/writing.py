@@ -70,8 +70,7 @@ def write_rows(path: Path | None, rows: list[dict[str, object]]) -> None:
 
 
 def _part(path: Path) -> Path:
-    """A file beside `path`, with its suffix; `path` itself where it is no regular file, or is /dev/stdout, which is one
-    where the output goes to a file."""
+    """A file beside `path`, with its suffix; `path` itself where it is no regular file, or a name of one in /dev."""
     if (path.exists() and not path.is_file()) or path.absolute().parts[1:2] in (("dev",), ("proc",)):
         return path
     path = path.resolve()

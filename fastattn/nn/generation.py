@@ -156,9 +156,8 @@ def choose(logits: Tensor, options: GenerationOptions) -> Tensor:
     if not options.do_sample:
         return logits.argmax(dim=-1)
     logits = logits.to(accumulation_dtype(logits.dtype))  # or many ids would be equal, and sums of probabilities off
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / float(
-        options.temperature
-    )  # which no temperature makes infinite
+    temperature = float(options.temperature)  # as an int or a fraction it may be too large for PyTorch
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # which no temperature makes infinite
     probabilities = filtered(scaled, options.top_k, options.top_p).softmax(dim=-1)
     return torch.multinomial(probabilities, 1, generator=options.generator).squeeze(1)
 

@@ -65,8 +65,9 @@ def context_parallel(plan: Plan, *, source: Plan | None = None) -> Iterator[None
         yield
     finally:
         blocks.ENTERED.remove(block)
-        tokens = {len(given.positions()) for given in (plan, source) if given is not None}
-        blocks.LEFT.append(blocks.Left(tokens, block.begin, torch.autograd._get_sequence_nr()))
+        if blocks.number_of_node() is None:  # else it was in the forward before
+            tokens = {len(given.positions()) for given in (plan, source) if given is not None}
+            blocks.LEFT.append(blocks.Left(tokens, block.begin, torch.autograd._get_sequence_nr()))
 
 
 def combined(within: Within, mask: Mask | None) -> Mask:

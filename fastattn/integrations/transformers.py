@@ -633,6 +633,11 @@ def _checking_positions(prepare: Callable) -> Callable:
         block = blocks.current()
         if block is not None and isinstance(position_ids, Tensor):
             block.objection = block.objection_to_positions(position_ids)
+        elif block is not None and "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+            block.objection = (  # what the model turns its queries and keys by is seen by no layer
+                "position_ids must be [4, B, n] in a context_parallel block, the first those of text, as "
+                f"plan.positions().expand(4, B, -1), for {config.model_type}, got positions without those of text"
+            )
         return prepare(config, inputs_embeds, attention_mask, past_key_values, position_ids, *others, **more)
 
     return check

@@ -32,7 +32,8 @@ def context_parallel(plan: Plan, *, source: Plan | None = None) -> Iterator[None
     Args:
         plan: that of the tokens of the model; of self-attention, so for as many queries as keys.
         source: that of the tokens that an encoder reads, for `Transformer`, `Seq2SeqModel` and a `TransformerDecoder`,
-            whose attention to them is that of `plan.attending(source)`.
+            whose attention to them is that of `plan.attending(source)`. It is that of every `MultiHeadAttention` whose
+            key is another tensor than its query.
 
     Raises:
         ValueError: a plan is none, is not carried out by a group, or is not of self-attention. In the block, on every

@@ -18,7 +18,7 @@ from ..blocks import Within
 from ..plan import after_autocast, drawn, places_from
 from ..spec import DropoutSeed, Mask
 from ..validation import EVERYTHING, validated
-from .exchange import agree
+from .exchange import REFUSALS, agree
 from .masks import with_tensors
 from .parts import refuse_by_distance
 from .plans import Plan, plan
@@ -53,7 +53,7 @@ def attention(
         mask = of_tokens.mask
     try:
         local, mask, terms = _of_rank(q, k, v, mask, given, terms)
-    except (ValueError, NotImplementedError) as refusal:  # of one rank perhaps, for which those with other tokens wait
+    except REFUSALS as refusal:  # of one rank perhaps, for which those with other tokens wait
         groups = given._groups() if isinstance(given, Plan) else [mesh.get_group(i) for i in shards]
         agree(0, refusal, None, q.device, groups)
     if shards:

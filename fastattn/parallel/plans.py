@@ -222,7 +222,8 @@ class Plan:
             rows = self._rows(of)
             _check_tokens("y", y, dim, len(rows), f" on rank {self.rank}")
             sizes = y.movedim(dim, 0).shape[1:]
-            number = digest(self._digest, of, sizes, y.dtype, torch.is_grad_enabled() and y.requires_grad)
+            differentiable = torch.is_grad_enabled() and y.requires_grad
+            number = digest(self._digest, of, sizes, y.dtype, differentiable)
         except REFUSALS as refusal:
             error = refusal
         device = y.device if isinstance(y, Tensor) else torch.device("cpu")
@@ -230,9 +231,12 @@ class Plan:
         part, places = self._part(of)
         mine = [torch.arange(len(rows), device="cpu")] * len(places)
         route = Route.of(mine, places, len(rows), len(part), y.device)
-        moved = y.movedim(dim, 0)
-        whole = exchange(moved.reshape(len(rows), moved.shape[1:].numel()), route, group)
-        whole = whole.view(len(part), *moved.shape[1:]).movedim(0, dim)
+        sent = y.movedim(dim, 0).reshape(len(rows), sizes.numel())
+        if differentiable:
+            whole = exchange(sent, route, group)
+        else:  # as bytes, since it may be of a dtype that the group cannot send
+            whole = exchange(sent.contiguous().view(torch.uint8), route, group).view(y.dtype)
+        whole = whole.view(len(part), *sizes).movedim(0, dim)
         return whole if self.across is None else self.across.unshard(whole, dim, of=of)
 
     def attending(self, source: Plan, mask: Mask | None = None) -> Plan:

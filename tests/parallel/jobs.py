@@ -128,6 +128,14 @@ def shard_and_unshard(group: dist.ProcessGroup, n: int, product: bool = False) -
     return {"whole": whole.detach(), "rows": plan.positions(), "of_leaf": of_leaf.detach(), "of_x": of_x}
 
 
+def unshard_each_dtype(group: dist.ProcessGroup) -> list[str]:
+    """The dtypes that do not come whole again, some of which gloo cannot send."""
+    dtypes = [torch.bool, torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.bfloat16, torch.complex64]
+    plan, x = make_plan(fastattn.Mask(True), 8, group, layout="zigzag"), torch.arange(16).view(2, 8)
+    wholes = [(x.to(dtype), plan.unshard(plan.shard(x, 1).to(dtype), 1)) for dtype in dtypes]
+    return [str(y.dtype) for expected, y in wholes if y.dtype != expected.dtype or (y != expected).any()]
+
+
 def small_beside_large(group: dist.ProcessGroup) -> list[Tensor]:
     """Sums over the ranks of bf16 numbers that one after the other would add nothing to the first."""
     number = 256.0 if dist.get_rank(group) == 0 else 1.0

@@ -80,6 +80,9 @@ def _hugging_face(kind: str) -> nn.Module:
             if name.endswith("sinks"):
                 nn.init.normal_(x)
         return model
+    if kind == "qwen2_vl":
+        turned = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1]}
+        return hf.Qwen2VLTextModel(hf.Qwen2VLTextConfig(**sizes, rope_parameters=turned))
     if kind == "lfm2":
         return hf.Lfm2ForCausalLM(hf.Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
     dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
@@ -429,6 +432,17 @@ def _refused_hugging_face(plan: Plan, what: str) -> None:
     if what == "positions again":
         batch = {"input_ids": ids, "position_ids": batch["position_ids"] % 3, "use_cache": False}
     model(**batch)
+
+
+def positions_of_text(group: dist.ProcessGroup) -> float:
+    """How far a model with M-RoPE is from one process, where it is given the positions of text too."""
+    model, plan = _hugging_face("qwen2_vl").eval(), make_plan(Mask(True), N, group)
+    ids = torch.randint(1, 40, (1, N), generator=torch.Generator().manual_seed(1))
+    expected = model(ids, position_ids=torch.arange(N).expand(4, 1, -1)).last_hidden_state
+    with context_parallel(plan):
+        positions = plan.positions().expand(4, 1, -1)
+        actual = model(plan.shard(ids, 1), position_ids=positions, use_cache=False).last_hidden_state
+    return (actual - plan.shard(expected, 1)).abs().max().item()
 
 
 def translation(group: dist.ProcessGroup, shape: tuple[int, int], options: list[str]) -> list[list[float]]:

@@ -122,7 +122,12 @@ def test_a_refusal_of_one_rank_reaches_all(ranks):
     assert first == "the call must be valid on every rank; rank 1 refused it and says why"
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "qwen2_vl"])
 def test_positions_that_a_model_would_make_itself_are_refused(ranks, kind):
     for message in ranks.run("model_jobs.refused", 2, what=f"hf {kind} without positions"):
-        assert message.startswith("position_ids must be given in a context_parallel block")
+        assert message.startswith(("position_ids must be given in a context_parallel block", "position_ids must be [4,"))
+
+
+def test_positions_of_text_beside_those_of_images(ranks):
+    for error in ranks.run("model_jobs.positions_of_text", 2):
+        assert error < 1e-5

@@ -27,6 +27,10 @@ def test_shards_make_the_whole_again(ranks, size, n, product):
         assert torch.equal(answer["of_x"], torch.zeros_like(x).index_fill(1, rows, 1))
 
 
+def test_every_dtype_comes_whole_again(ranks):
+    assert ranks.run("unshard_each_dtype", 2) == [[], []]
+
+
 def test_sums_are_made_in_fp32(ranks):
     for gradients in ranks.run("small_beside_large", 4):
         assert all(torch.equal(x, torch.full_like(x, 260)) for x in gradients)  # 259, rounded once

@@ -19,6 +19,7 @@ from torch import Tensor
 import fastattn
 from benchmarks.short_calls import in_turns, positive
 from fastattn import Mask
+from fastattn.bench.cases import has_words
 
 B, H, D, BLOCK = 1, 8, 64, 64
 LENGTHS = (512, 1024, 2048)
@@ -53,7 +54,7 @@ def main() -> None:
     print(f"{'call':24} {'masked':>9} {'unmasked':>9} {'visible':>8} {'ratio':>6} {'limit':>6}")
     for n, backward in product(LENGTHS, (False, True)):
         name = f"n {n}, {'backward' if backward else 'forward'}"
-        if options.filter not in name:
+        if not has_words(name, options.filter):
             continue
         torch.manual_seed(0)
         inputs = [torch.randn(B, H, n, D, requires_grad=i < 3) for i in range(4)]

@@ -35,6 +35,7 @@ from benchmarks.gpu.compiling import NoGPU
 from benchmarks.short_calls import in_turns, positive
 from fastattn import Mask
 from fastattn.backends import backend_by_name
+from fastattn.bench.cases import has_words
 from fastattn.spec import Spec
 
 B, H, N, D = 2, 8, 128, 64
@@ -138,7 +139,7 @@ def main() -> None:
         bare = lambda: nothing_kernel[(1,)](x, 7, num_warps=4)  # noqa: E731
         print(f"{'call':28} {'launches':>8} {'time':>8} {'ratio':>6}")
         for name, call in calls(module).items():
-            if options.filter not in name:
+            if not has_words(name, options.filter):
                 continue
             with torch.set_grad_enabled(name.startswith("training")):
                 call()

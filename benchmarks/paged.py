@@ -153,6 +153,8 @@ def main() -> None:
             shared = batch == "shared"
             calls = sharing(dtype) if shared else decoding(batch, dtype, options.longest, options.rivals)
             chosen = {way: call for way, call in calls.items() if options.filter in way}
+            if not chosen:
+                parser.error(f"--filter must be in the name of a way: {', '.join(calls)}; got {options.filter!r}")
             timings = interleave(chosen, options.seconds, "cpu")
             first = next(iter(timings.values()))
             title = f"{SHARING} requests, prompt of {PREFIX}" if shared else f"{batch} requests"

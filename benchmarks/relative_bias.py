@@ -68,7 +68,7 @@ def main() -> None:
         return
     for way, name in WAYS.items():
         command = [sys.executable, __file__, "--way", way, "--n", str(options.n), "--steps", str(options.steps)]
-        seconds, mib = map(float, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+        seconds, mib = map(float, subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split())
         print(f"{name:22} {seconds:6.2f} s {mib:7.0f} MiB", flush=True)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn import Mask
+from fastattn.bench.cases import has_words
 
 B, H, D = 1, 8, 64
 TERMS = ("plain", "padding", "bias", "ALiBi")
@@ -170,7 +171,7 @@ def main() -> None:
     torch.manual_seed(0)
     print(f"{'call':58} {'fastattn':>9} {'PyTorch':>9} {'ratio':>6} {'limit':>6}")
     for pair in pairs():
-        if options.filter not in pair.name:
+        if not has_words(pair.name, options.filter):
             continue
         with torch.set_grad_enabled("backward" in pair.name):
             check(pair)

@@ -62,7 +62,9 @@ def version_of(module: str) -> str:
 def gpu_state(device: str) -> dict[str, str]:
     """Clocks, temperature, power and why clocks are held down, by nvidia-smi's names; {} where there is none."""
     names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
-    told = _told_by_nvidia_smi(*names) if device == "cuda" else ""
+    told = ""
+    if device == "cuda" and torch.cuda.is_available():
+        told = _told_by_nvidia_smi(*names, gpu=f"GPU-{torch.cuda.get_device_properties(0).uuid}")
     return dict(zip(names, told.split(", "), strict=True)) if told else {}
 
 
@@ -84,9 +86,10 @@ def cpu_model() -> str:
     return f"{fields['model name']} (family/model/stepping {numbers})"
 
 
-def _told_by_nvidia_smi(*names: str) -> str:
-    """Properties of the first GPU, comma-separated."""
-    return _output_of("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader").partition("\n")[0]
+def _told_by_nvidia_smi(*names: str, gpu: str | None = None) -> str:
+    """Properties of a GPU of this machine, None for the first one, comma-separated."""
+    query = [f"--query-gpu={','.join(names)}", "--format=csv,noheader", *([] if gpu is None else [f"--id={gpu}"])]
+    return _output_of("nvidia-smi", *query).partition("\n")[0]
 
 
 def _commit() -> str:

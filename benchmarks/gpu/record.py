@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,15 +22,25 @@ Rows = list[Row]
 
 def append(path: Path, line: dict) -> None:
     """Writes a line at once, so that it is whole, whatever becomes of this process and whoever else appends."""
-    with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(line).encode() + b"\n")
+    with path.open("ab+", buffering=0) as file:
+        if end := file.tell():
+            file.seek(end - 1)
+        after = b"" if not end or file.read(1) == b"\n" else b"\n"  # which the disk had no room for
+        file.write(after + json.dumps(line).encode() + b"\n")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict]]:
+    """The lines that are whole, as they are and as what they say."""
+    for text in path.read_text().splitlines(keepends=True):
+        with suppress(json.JSONDecodeError):
+            yield text, json.loads(text)
 
 
 def load(path: Path) -> dict:
     """The `runs`, the `device`, `machine` and `versions` of the last one, and the `rows` with their stage and test."""
     runs: list[dict] = []
     tests: dict[tuple[str, str], Rows] = {}
-    for line in map(json.loads, path.read_text().splitlines()):
+    for _, line in _lines(path):
         if "begin" in line:
             runs.append(line["begin"])
         elif "end" in line:
@@ -43,16 +54,14 @@ def load(path: Path) -> dict:
 
 def finished(path: Path, stage: str, sources: str) -> set[str]:
     """The names of the tests of a stage that have run with these sources."""
-    lines = map(json.loads, path.read_text().splitlines())
-    return {line["test"] for line in lines if (line.get("stage"), line.get("sources")) == (stage, sources)}
+    return {line["test"] for _, line in _lines(path) if (line.get("stage"), line.get("sources")) == (stage, sources)}
 
 
 def forget(path: Path, stage: str, is_forgotten: Callable[[str, Rows], bool]) -> None:
     """Takes tests of a stage out of a record, by their names and rows."""
     from fastattn.bench.writing import replacing  # which imports torch, as the processes of a suite need not
 
-    lines = [(text, json.loads(text)) for text in path.read_text().splitlines(keepends=True)]
-    kept = [text for text, x in lines if x.get("stage") != stage or not is_forgotten(x["test"], x["rows"])]
+    kept = [text for text, x in _lines(path) if x.get("stage") != stage or not is_forgotten(x["test"], x["rows"])]
     with replacing(path) as part:
         part.write_text("".join(kept))
 

@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import cycle
 from pathlib import Path
 
-from .record import Rows, is_failure, load
+from .record import Row, Rows, is_failure, load
 from .targets import median_ms, of_contender, ours, outcomes
 
 NOT_MEASURED = """\
@@ -186,11 +186,18 @@ def _table(headings: tuple[str, ...], lines: list[tuple[object, ...]]) -> str:
 
 
 def _timed_rows(document: dict) -> Rows:
-    """Right times of cases, of which those of the latest sources stand for what several stages have timed."""
+    """Right times of cases, of each job those of the latest sources that timed it: times of one run are compared."""
     age = {run["sources"]: i for i, run in enumerate(document["runs"])}
     rows = [r for r in document["rows"] if r["stage"] in _COMPARED and r["verdict"] == "right" and r.get("case")]
-    rows.sort(key=lambda row: age[row["sources"]])
-    return list({tuple(map(row.get, ("level", "case", "dtype", "pass", "contender"))): row for row in rows}.values())
+    latest: dict[tuple, int] = {}
+    for row in rows:
+        latest[_key(row)] = max(latest.get(_key(row), 0), age[row["sources"]])
+    rows = [row for row in rows if age[row["sources"]] == latest[_key(row)]]
+    return list({(*_key(row), row["contender"]): row for row in rows}.values())
+
+
+def _key(row: Row) -> tuple:
+    return tuple(map(row.get, ("level", "case", "dtype", "pass")))
 
 
 def _readme_table(path: Path, document: dict) -> str:

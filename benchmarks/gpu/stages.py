@@ -22,7 +22,6 @@ from .supervisor import Suite, run
 STAGES = ("truth", "bench", "hopper", "cuda")
 OLDER = "7.5+PTX"  # the code for GPUs without bf16, which newer ones compile for themselves
 _TESTS = tuple(f"tests/backends/test_{name}.py" for name in ("conformance", "truth", "streams_and_graphs", "triton"))
-_FOR_OTHER_GPUS = "test_kernels_compile_and_fit"  # for those that are not there
 _DRY_TESTS = "(plain-torch.bfloat16 or one-query-torch.float16 or test_case_of_pytorch_196678)"
 _DRY_LIMIT_S = 400.0  # a CPU has other work too
 _COMPILING_SHARE = 0.7  # of the time that is left to its part, at most
@@ -69,9 +68,10 @@ def parts(stage: str, device: str) -> dict[str, Part]:
         result["first calls"] = Part([suite(*calls, limit_s=30.0)], to_compile("--compile-only", *calls), share=0.4)
     if stage != "bench":
         # The CUDA backend is too much to compile and to run for a stage that is about all.
-        every = "not cuda-cuda" if is_dry else "cuda and not cuda-cuda and not reference"
-        about = f"{only}-{device}" if only else every
-        chosen = f"{about} and {_DRY_TESTS if is_dry else f'not {_FOR_OTHER_GPUS}'}"
+        every = "not cuda-cuda" if is_dry else "(cuda or test_triton) and not cuda-cuda and not reference"
+        chosen = f"{only}-{device}" if only else every
+        if is_dry:
+            chosen += f" and {_DRY_TESTS}"
         # Each test compiles what it runs, for which there are cores: one goes on while others launch.
         workers, of_older = (1, 1) if is_dry else (max(cores - 6, 2), 2)
         tests = [suite(*_TESTS, "-k", chosen, limit_s=150.0, workers=workers)]
@@ -103,7 +103,8 @@ def run_stage(stage: str, device: str, path: Path, about: dict[str, str], second
     deadline, hashed, unfinished = time.time() + seconds, sources(), []
     if device == "cuda" and (only := only_of(stage, device)) and (why := _refusal(only, device)):
         raise StageError(f"{only} {why}")
-    os.environ.pop("TORCH_CUDA_ARCH_LIST", None)  # containers come with one, for many GPUs
+    for name in ("TORCH_CUDA_ARCH_LIST", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):  # containers come with them
+        os.environ.pop(name, None)
     begin = {"stage": stage, "date": now(), "sources": hashed, "device": device, "machine": machine(device)}
     append(path, {"begin": begin | {"versions": about, "state_before": gpu_state(device)}})
     if timed := {row["kernel"]: row["times"] for row in _rows(path, stage, hashed) if "times" in row}:

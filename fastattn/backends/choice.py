@@ -151,10 +151,11 @@ def order(q: Tensor, k: Tensor, v: Tensor, spec: Spec, training: bool) -> Order:
     if record.is_tuned(device) or any(entry.calls is not None for entry in DEFAULT if entry.device == device.type):
         call_class = CallClass.of(q, k, v, spec, training)  # only here: lengths are guards of torch.compile
     if record.is_tuned(device):
-        measured = _measured_order(*call_class)
+        measured = _measured_order(device, *call_class)
         if measured is not None:
-            return Order(measured, f"measured here by `fastattn tune` for {call_class}: {_shown(call_class)}", True)
-    return default_order(device.type, call_class, capability_of(device.type))
+            shown = _shown(device, call_class)
+            return Order(measured, f"measured here by `fastattn tune` for {call_class}: {shown}", True)
+    return default_order(device.type, call_class, capability_of(device))
 
 
 def default_order(device: str, call_class: CallClass | None, capability: tuple[int, int] | None) -> Order:
@@ -166,8 +167,8 @@ def default_order(device: str, call_class: CallClass | None, capability: tuple[i
 
 
 @record.while_tracing
-def capability_of(device: str) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else None
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def default_is_best(device: torch.device) -> bool:
@@ -190,8 +191,8 @@ def _first_above(n: int, limits: tuple[int, ...]) -> int:
 
 
 @record.while_tracing
-def _measured_order(device: str, *others: object) -> tuple[str, ...] | None:
-    ms = record.of(torch.device(device)).classes.get(CallClass(device, *others))
+def _measured_order(device: torch.device, *call_class: object) -> tuple[str, ...] | None:
+    ms = record.of(device).classes.get(CallClass(*call_class))
     return ranked(ms) if ms else None
 
 
@@ -201,6 +202,6 @@ def ranked(ms: dict[str, float]) -> tuple[str, ...]:
     return tuple(sorted(ms, key=lambda name: ms[name] * (1 - GAIN if name == default else 1)))
 
 
-def _shown(call_class: CallClass) -> str:
-    ms = record.of(torch.device(call_class.device)).classes[call_class]
+def _shown(device: torch.device, call_class: CallClass) -> str:
+    ms = record.of(device).classes[call_class]
     return ", ".join(f"{name} {ms[name]:.3g} ms" for name in ranked(ms))

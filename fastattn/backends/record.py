@@ -100,19 +100,27 @@ def is_tuned(device: torch.device) -> bool:
     return bool(of(device).classes)
 
 
-_records: dict[str, Record] = {}  # of this process, by type of device
+_records: dict[torch.device, Record] = {}  # of this process
 
 
 def of(device: torch.device) -> Record:
     """The record of this device: empty where there is none, or none that can be read."""
-    if device.type not in _records:
-        _records[device.type] = _read(device)
-    return _records[device.type]
+    place = _place(device)
+    if place not in _records:
+        _records[place] = _read(device)
+    return _records[place]
+
+
+def _place(device: torch.device) -> torch.device:
+    """The device with its index: a process may have two kinds of GPU."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def read_again(device: torch.device) -> Record:
     """The record as another process may have written it meanwhile."""
-    _records.pop(device.type, None)
+    _records.pop(_place(device), None)
     return of(device)
 
 
@@ -122,7 +130,7 @@ def update(device: torch.device, change: Callable[[Record], Record]) -> Record:
     Where it cannot be written, it holds for this process alone.
     """
     with exclusively(device):
-        record = _records[device.type] = change(of(device) if _is_off() else read_again(device))
+        record = _records[_place(device)] = change(of(device) if _is_off() else read_again(device))
         try:
             if not _is_off():
                 _write(path(device), as_json(device, record))

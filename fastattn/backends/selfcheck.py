@@ -12,7 +12,7 @@ import os
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import NamedTuple
@@ -51,7 +51,7 @@ def objection(
     name = family(backend.NAME, dtype, training)
     if name in _lacking:
         return _LACKS_COMPILER
-    why = _verdict(device.type, name)
+    why = _verdict(device, name)
     if why is None:
         if not may_check or not _is_unknown(backend.NAME, device.type):
             return None
@@ -89,8 +89,8 @@ def family(backend: str, dtype: torch.dtype, training: bool) -> str:
 
 
 @while_tracing
-def _verdict(device_type: str, name: str) -> str | None:
-    return record.of(torch.device(device_type)).families.get(name)
+def _verdict(device: torch.device, name: str) -> str | None:
+    return record.of(device).families.get(name)
 
 
 @while_tracing
@@ -205,11 +205,20 @@ def find_fault(
     Raises:
         torch.OutOfMemoryError: memory is full, which says nothing about the family.
     """
+    with _no_tf32(device):
+        return _first_fault(backend, device, dtype, training, after_each)
+
+
+def _first_fault(
+    backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool, after_each: Callable[[], None]
+) -> str | None:
     if device.type == "cuda" and backend.NAME in OF_TRITON:
         _compile(backend, device, dtype, training)
     for problem in _problems(backend, device, dtype, training):
         try:
             results, again = (problem.results(backend, training) for _ in range(2))
+            if device.type == "cuda":  # which tells of some faults later
+                torch.cuda.synchronize(device)
         except torch.OutOfMemoryError:
             raise
         except failures() as error:
@@ -222,6 +231,20 @@ def find_fault(
                 return f"{output} of {problem} has other bits in the second call"
         after_each()
     return None
+
+
+@contextmanager
+def _no_tf32(device: torch.device) -> Iterator[None]:
+    """Computes fp32 in fp32 on a GPU, whatever the user has allowed, as the tolerance expects."""
+    if device.type != "cuda":
+        yield
+        return
+    of_products = torch.backends.cuda.matmul
+    before, of_products.fp32_precision = of_products.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        of_products.fp32_precision = before
 
 
 def _compile(backend: ModuleType, device: torch.device, dtype: torch.dtype, training: bool) -> None:

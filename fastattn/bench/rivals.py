@@ -120,15 +120,16 @@ def contenders(problem: Problem, quick: bool = False) -> list[Contender]:
     """Contenders of a problem, those that refuse it included; the quick form has one backend, and torch's."""
     if problem.job.level == "attention":
         of_torch = _sdpa(problem.inputs)
-        return [*_fastattn(problem.inputs, quick), *of_torch, *([] if quick else [_naive(problem.inputs)])]
+        return [*_fastattn(problem, quick), *of_torch, *([] if quick else [_naive(problem.inputs)])]
     if problem.job.level == "encoder":
         return [_encoder(problem, name) for name in _ENCODERS]
     return [_layer(problem, name, *_LAYERS[name]) for name in _LAYERS]
 
 
-def _fastattn(inputs: Inputs, quick: bool) -> list[Contender]:
-    options = _dropout(inputs) | {name: x for name, x in inputs.learned().items() if name not in "qkv"}
-    explained = fastattn.explain(inputs.q, inputs.k, inputs.v, inputs.mask, **options)
+def _fastattn(problem: Problem, quick: bool) -> list[Contender]:
+    inputs = problem.inputs
+    tensors = inputs.learned() if problem.job.timed == "forward" else leaves_of(**inputs.learned())
+    explained = fastattn.explain(**tensors, mask=inputs.mask, **_dropout(inputs))
     chosen = explained.backend if quick else None
     objections = {chosen: []} if chosen else explained.objections
 

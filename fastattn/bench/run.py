@@ -12,12 +12,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fastattn.backends.build import has_terminal
+from fastattn.backends.selfcheck import failures
 from fastattn.testing import Error, compare
 
 from .cases import DTYPES, Job, Problem, least_bytes, make_problem
 from .rivals import Contender, RefusalError, contenders
 from .third_party import third_party_contenders
-from .timing import Call, Timing, interleave, matmul, peak_bytes
+from .timing import Call, CallError, Timing, interleave, matmul, peak_bytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,16 @@ def measure_problem(problem: Problem, candidates: list[Contender], device: str, 
     job = problem.job
     calls, right, max_errors, untimed = try_out(problem, candidates)
     yardstick, yardstick_call, yardstick_flops = matmul(DTYPES[job.dtype], device)
-    timings = interleave(calls | {yardstick: yardstick_call}, budget_s, device)
+    while True:
+        try:
+            timings = interleave(calls | {yardstick: yardstick_call}, budget_s, device)
+            break
+        except CallError as error:  # of one, which costs the others no row
+            if error.name not in right:
+                raise
+            del calls[error.name]
+            contender = right.pop(error.name)
+            untimed.append(_row(job, contender, "wrong" if contender.family == "fastattn" else "n/a", str(error)))
     matmul_rate = yardstick_flops / timings[yardstick].median
     moved = least_bytes(problem.inputs, job.timed) if job.level == "attention" else None
     to_beat = min((timings[name].median for name, c in right.items() if c.family == "torch"), default=None)
@@ -96,12 +106,19 @@ def measure_problem(problem: Problem, candidates: list[Contender], device: str, 
             gflops=problem.flops / timings[name].median / 1e9,
             gbps=None if moved is None else moved / timings[name].median / 1e9,
             matmul_share=problem.flops / timings[name].median / matmul_rate,
-            peak_mib=peak_bytes(contender.whole(job.timed), device) / 2**20,
+            peak_mib=_peak_mib(contender.whole(job.timed), device),
             speedup=None if to_beat is None else to_beat / timings[name].median,
         )
         for name, contender in right.items()
     ]
     return sorted(timed, key=lambda row: row.timing.median) + untimed
+
+
+def _peak_mib(call: Call, device: str) -> float | None:
+    try:
+        return peak_bytes(call, device) / 2**20
+    except failures():  # as where the memory of the device is full
+        return None
 
 
 class Tried(NamedTuple):

@@ -7,13 +7,14 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from fastattn.backends import build
+from fastattn.backends.selfcheck import failures
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
 CEILING_STEPS = 3_000_000  # about 10 ms, beside which starting the threads is nothing
@@ -28,6 +29,14 @@ class Call:
 
     run: Callable[[], object]
     context: Callable[[], AbstractContextManager] = nullcontext
+
+
+class CallError(RuntimeError):
+    """A call failed, by its name, that may have run before: memory may be full by now."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        self.name = name
 
 
 @dataclass(frozen=True)
@@ -57,11 +66,15 @@ def interleave(calls: dict[str, Call], budget_s: float, device: str, by_host: bo
         device: "cpu", by the clock of the host; or "cuda", by the GPU's own, from a cold L2 cache to the end of the
             last kernel, without the time that the host takes to launch.
         by_host: use the clock of the host for "cuda" too: the time of a call when calls follow each other.
+
+    Raises:
+        CallError: one of the calls failed.
     """
     watch = _GPUWatch() if device == "cuda" and not by_host else _HostWatch(device)
     settings, round_s = {}, 0.0
     for name, call in calls.items():
-        settings[name], sample_s = watch.settle(call)
+        with _named(name):
+            settings[name], sample_s = watch.settle(call)
         round_s += sample_s
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(budget_s / max(round_s, 1e-6))))
 
@@ -69,9 +82,18 @@ def interleave(calls: dict[str, Call], budget_s: float, device: str, by_host: bo
     order = list(calls)
     for _ in range(rounds):
         for name in order:
-            seconds[name].append(watch.sample(calls[name], settings[name]))
+            with _named(name):
+                seconds[name].append(watch.sample(calls[name], settings[name]))
         order.reverse()
     return {name: Timing(tuple(taken), watch.repetitions(settings[name])) for name, taken in seconds.items()}
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except failures() as error:
+        raise CallError(name, error) from error
 
 
 class _HostWatch:

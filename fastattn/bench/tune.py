@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import statistics
 import subprocess
@@ -37,6 +38,8 @@ _SHAPES_OF_TILES = {"cuda": (4, 16, 4096, 4096), "cpu": (1, 2, 64, 64)}
 """B, H, n_q and n_k of the calls that tiles are timed in: many programs for a GPU, few for Triton's interpreter."""
 _SAMPLE_S, _CLASS_S = 0.02, 2.0
 _MOST_ROUNDS = 5
+_END_S = 10.0  # until a child that gives no more answers has ended
+_EXCEPTION = re.compile(r"[\w.]+(Error|Exception)\b")
 _HOPELESS = 1.5
 """A candidate whose first call takes so many times as long as that of the fastest is not called again."""
 
@@ -78,6 +81,10 @@ class FaultError(Exception):
     """What the child was doing did not end well; the message is a sentence."""
 
 
+class _FullError(FaultError):
+    """The memory of the device is full, which says nothing about the candidate that wanted more."""
+
+
 class _Child:
     """A child process, which is started again after each fault."""
 
@@ -88,7 +95,7 @@ class _Child:
         """The answer to a request.
 
         Raises:
-            FaultError: it did not come in time, or the process ended.
+            FaultError: it did not come in time, or the process ended, or its memory is full.
         """
         if self.process is None:
             self._start()
@@ -104,6 +111,9 @@ class _Child:
         if not line:
             raise FaultError(f"ends its process: {self._last_words()}")
         answer = json.loads(line)
+        if "full" in answer:
+            self.close()
+            raise _FullError(answer["full"])
         if answer.get("fault"):  # as of an illegal access to a GPU's memory, after which nothing there is right
             self.close()
         return answer
@@ -126,13 +136,22 @@ class _Child:
         threading.Thread(target=_forward, args=(self.process.stdout, self.answers), daemon=True).start()
 
     def _last_words(self) -> str:
+        lingers = False
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # a thread holds it, or a driver
+            lingers = True
+            self.process.kill()
         code = self.process.wait()
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process = None
         self.stderr.seek(0)
-        said = self.stderr.read().strip().rpartition("\n")[2]
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}" + (f", {said}" if said else "")
+        lines = self.stderr.read().strip().splitlines() or [""]
+        said = next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])  # torch adds advice
+        if code < 0 and not lingers:
+            return signal.Signals(-code).name
+        return ("it lingers" if lingers else f"exit code {code}") + (f", {said}" if said else "")
 
 
 def _forward(lines: Iterator[str], answers: queue.Queue[str]) -> None:
@@ -255,6 +274,8 @@ def _find(
                 about = {"device": str(device), "dtype": _name(dtype), "training": training}
                 try:
                     answer = child.ask("check", limits.check, module=backend.__name__, **about)
+                except _FullError as full:
+                    answer = {"missing": str(full)}
                 except FaultError as fault:
                     answer = {"fault": str(fault)}
                 if "missing" in answer:
@@ -296,7 +317,8 @@ def _times_of_backends(
     Raises:
         _CandidateError: one of them failed.
     """
-    first = choice.default_order(call_class.device, call_class, choice.capability_of(call_class.device)).backends
+    capability = choice.capability_of(torch.device(call_class.device))
+    first = choice.default_order(call_class.device, call_class, capability).backends
     names = sorted(names, key=lambda name: first.index(name) if name in first else len(first))  # which is stable
     if len(names) < 2:
         return {}
@@ -311,9 +333,12 @@ def _ask(child: _Child, name: str, request: str, **arguments: object) -> dict:
 
     Raises:
         _CandidateError: there is none.
+        FaultError: for want of memory.
     """
     try:
         return child.ask(request, **arguments)
+    except _FullError:
+        raise
     except FaultError as fault:
         raise _CandidateError(name, str(fault)) from None
 

@@ -153,11 +153,16 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     child = Child()
     for line in requests:
         name, arguments = json.loads(line)
-        print(json.dumps(getattr(child, name)(**arguments)), file=answers, flush=True)
+        try:
+            answer = getattr(child, name)(**arguments)
+        except torch.OutOfMemoryError as error:
+            answer = {"full": str(error).partition("\n")[0]}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as only_answers:
         os.dup2(2, 1)  # what a backend prints is no answer
         torch.set_grad_enabled(False)
+        torch.backends.cuda.matmul.fp32_precision = "ieee"  # which `compare` expects, whatever the environment says
         serve(sys.stdin, only_answers)

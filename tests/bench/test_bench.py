@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from itertools import count
 from pathlib import Path
 from unittest import mock
 from xml.etree import ElementTree
@@ -224,6 +225,35 @@ def test_short_calls_are_repeated_and_the_budget_is_kept(clock, monkeypatch):
     assert {len(t.seconds) for t in timings.values()} == {10}  # of 0.1 s each
 
 
+def test_what_fails_after_its_first_call_costs_itself_alone(monkeypatch):
+    """As where the memory of the device is full by then."""
+    problem = cases.make_problem(job(), "cpu")
+    contenders = {x.name: x for x in rivals.contenders(problem)}
+    calls = count()
+
+    def compute(of=contenders["naive"].compute):
+        if next(calls):
+            raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation")
+        return of()
+
+    contenders["naive"] = dataclasses.replace(contenders["naive"], compute=compute)
+    rows = run.measure_problem(problem, [*contenders.values()], "cpu", 0.0)
+    assert named(rows, "naive").verdict == "n/a"
+    assert named(rows, "naive").note == "OutOfMemoryError: CUDA out of memory."
+    assert named(rows, "fastattn cpu").timing
+
+
+def test_the_quick_form_times_what_serves_the_pass(monkeypatch):
+    training = []
+    explain = rivals.fastattn.explain
+    monkeypatch.setattr(
+        rivals.fastattn, "explain", lambda **call: (training.append(call["q"].requires_grad), explain(**call))[1]
+    )
+    for timed in cases.PASSES:
+        rivals.contenders(cases.make_problem(job(timed=timed), "cpu"), quick=True)
+    assert training == [timed != "forward" for timed in cases.PASSES]
+
+
 def test_statistics():
     taken = timing.Timing((5.0, 1.0, 2.0, 4.0, 3.0), 1)
     assert (taken.median, taken.percentile(25), taken.percentile(75)) == (3.0, 2.0, 4.0)
@@ -308,6 +338,15 @@ def test_flex_attention_is_compiled_anew_for_each_job(monkeypatch):
     for _ in range(2):
         third_party._compiled_flex()
     assert counts == ["reset", 1, "reset", 3]
+
+
+def test_the_state_is_that_of_the_gpu_that_torch_uses(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid="4c3a"))
+    monkeypatch.setattr(machine, "_output_of", lambda *command: (asked.append(command), "1, 2, 3, 4, 5")[1])
+    assert machine.gpu_state("cuda")["clocks.mem"] == "2"
+    assert "--id=GPU-4c3a" in asked[0]
 
 
 def test_versions_of_distributions_that_have_other_names_are_unknown(monkeypatch):

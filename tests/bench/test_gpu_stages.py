@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 
 import fastattn
 from benchmarks.gpu import __main__ as command
@@ -313,6 +314,14 @@ def test_a_dry_run_of_hopper_calls_and_measures_that_alone(dry_run):
     assert {row["contender"] for row in own if row["pass"] == "backward"} == expected
     assert {(row["verdict"], row["note"]) for row in own} == {("n/a", "needs an NVIDIA GPU, got cpu")}
     assert {row["verdict"] for row in timed if row["contender"] == "SDPA flash"} == {"right"}
+
+
+@pytest.mark.parametrize("name", ["truth.py::test_x[triton-cuda-fp32]", "triton.py::test_keys_in_parts[bf16]"])
+def test_truth_runs_what_has_no_device_in_its_name_too(name):
+    (suite,) = (suite for suite in stages.parts("truth", "cuda")["tests"].suites if "-k" in suite.arguments)
+    chosen = Expression.compile(suite.arguments[suite.arguments.index("-k") + 1])
+    assert chosen.evaluate(lambda word, **_: word in f"tests/backends/test_{name}")
+    assert not chosen.evaluate(lambda word, **_: word in "tests/backends/test_truth.py::test_x[reference-cuda-fp32]")
 
 
 def test_first_calls_are_held_to_the_error_budget(monkeypatch):

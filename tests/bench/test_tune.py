@@ -34,10 +34,16 @@ FAULTS = {  # what stands before `return o, lse` of a backend that is otherwise 
     "crashing": ("os.kill(os.getpid(), signal.SIGSEGV)", "ends its process: SIGSEGV"),
     "leaking": ("kept.append(b'x' * 2**22)", "calls left"),
     "raising": ("raise KeyError('no such kernel')", "ends its process: exit code 1, KeyError: 'no such kernel'"),
+    "lingering": (
+        "threading.Thread(target=time.sleep, args=(1000,)).start(); raise KeyError('to the end')",
+        "ends its process: it lingers, KeyError: 'to the end'",
+    ),
+    "advising": ("raise LookupError('no kernel\\nPass -v for more')", "exit code 1, LookupError: no kernel"),
     "spoiling": ("math.isfinite = None; raise RuntimeError('all memory is lost')", "RuntimeError: all memory is lost"),
     "wrong_in_long_calls": ("if q.shape[2] == 128: o += 1", "in float32, head dim up to 64, up to 128 keys, padding"),
     "lying": ("time.perf_counter = lambda: 0.0; time.sleep(0.05)", ""),
 }
+FULL = "raise torch.OutOfMemoryError('CUDA out of memory')"
 NOT_THERE = "def unavailable(device): return 'needs a compiler'"  # which is asked first
 
 
@@ -46,10 +52,11 @@ def faulty(tmp_path, monkeypatch):
     """Backends with these faults, as modules that a child process imports too."""
     monkeypatch.syspath_prepend(tmp_path)
     modules = []
-    faults = {name: fault for name, (fault, _) in FAULTS.items()} | {"not_there": ""}
+    faults = {name: fault for name, (fault, _) in FAULTS.items()} | {"not_there": "", "full": FULL}
+    faults |= {"full_in_long_calls": f"if q.shape[2] == 128 and spec.mask.features(): {FULL}"}
     for name, fault in faults.items():
         text = f"""\
-            import math, os, signal, time
+            import math, os, signal, threading, time
             import torch
             from fastattn.backends import aten
             from fastattn.backends.aten import *
@@ -78,6 +85,7 @@ def test_each_fault_costs_its_backend_and_is_told(faulty, monkeypatch):
         return ask(child, request, limit / 20 if arguments.get("module") == "hanging" else limit, **arguments)
 
     monkeypatch.setattr(tune._Child, "ask", impatient)
+    monkeypatch.setattr(tune, "_END_S", 5.0)
     right_at_hand = (backend for backend in faulty if backend.NAME in FAULTS)
     findings = tune.tune([CLASS], (*right_at_hand, aten), Limits(check=100, other=60))
     for name, (_, sentence) in FAULTS.items():
@@ -125,6 +133,14 @@ def test_what_is_not_there_is_told_and_not_timed(faulty):
     assert findings.missing == {"not_there": "needs a compiler"}
     assert findings.record.classes == {}
     assert "not_there cannot be had here: needs a compiler" in str(findings)
+
+
+def test_full_memory_is_nobodys_fault(faulty):
+    """It costs the check, or the class of calls, of the candidate that wanted it."""
+    full = (backend for backend in faulty if backend.NAME.startswith("full"))
+    findings = tune.tune([CLASS], (*full, aten))
+    assert findings.missing == {"full": "CUDA out of memory", str(CLASS): "CUDA out of memory"}
+    assert findings.record.families == {"full_in_long_calls float32 forward": "", "torch float32 forward": ""}
 
 
 def test_a_problem_that_cannot_be_made_costs_itself_alone(monkeypatch):

@@ -51,6 +51,18 @@ def know(families: dict[str, str] | None = None, **ms: float) -> None:
     forget_plans()
 
 
+def test_each_gpu_of_a_process_has_the_record_of_its_kind(monkeypatch):
+    names = ["H100", "RTX 3060"]
+    kind = lambda device: SimpleNamespace(name=names[torch.device(device).index], major=9, minor=device.index)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", kind)
+    monkeypatch.setattr(record, "_records", {})
+    first, second = (torch.device("cuda", i) for i in range(2))
+    record.update(first, lambda _: Record({"triton float16 forward": ""}))
+    assert record.of(second) == Record()
+    record.update(second, lambda _: Record({"triton float16 forward": "is off by nan"}))
+    assert record.of(first).families == {"triton float16 forward": ""}
+
+
 class TestDefaultTable:
     @pytest.mark.parametrize(
         ("call", "capability", "first"),
@@ -81,7 +93,7 @@ class TestDefaultTable:
 
     def test_is_asked_about_the_call(self, monkeypatch):
         """Tensors of a GPU without memory: what stands in the call and in the device."""
-        monkeypatch.setattr(choice, "capability_of", lambda device: (9, 0) if device == "cuda" else None)
+        monkeypatch.setattr(choice, "capability_of", lambda device: (9, 0) if device.type == "cuda" else None)
         with FakeTensorMode():
             x = torch.empty(1, 2, 2048, 64, dtype=torch.bfloat16, device="cuda")
             for training, first in ((True, "hopper"), (False, "torch")):
@@ -356,6 +368,14 @@ class TestSelfCheck:
     def test_refuses_what_triton_and_its_compiler_raise(self, make, said, monkeypatch):
         monkeypatch.setattr(cpu, "forward", mock.Mock(side_effect=make()))
         assert re.match(said, selfcheck.find_fault(cpu, CPU, torch.float32, training=False))
+
+    def test_waits_for_faults_that_a_gpu_tells_later(self, monkeypatch):
+        problem = next(selfcheck._problems(cpu, CPU, torch.float32, training=False))
+        monkeypatch.setattr(selfcheck, "_problems", lambda *_: [problem])
+        lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        monkeypatch.setattr(torch.cuda, "synchronize", mock.Mock(side_effect=lost))
+        why = selfcheck.find_fault(cpu, torch.device("cuda"), torch.float32, training=False)
+        assert why == "AcceleratorError: CUDA error: an illegal memory access was encountered"
 
     def test_is_made_again_where_memory_was_full(self, monkeypatch):
         with monkeypatch.context() as full:

@@ -98,8 +98,16 @@ def test_check_on_a_gpu_compiles_before_it_launches(name, ahead, monkeypatch):
         done.append("call")
         return []
 
+    of_products = torch.backends.cuda.matmul
     problem = SimpleNamespace(results=results, exactly=lambda: problem)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(of_products.fp32_precision))
+    torch.set_float32_matmul_precision("high")
     monkeypatch.setattr(selfcheck, "compiled_at_once", compiled_at_once)
     monkeypatch.setattr(selfcheck, "_problems", lambda *_: [problem])
-    assert selfcheck.find_fault(SimpleNamespace(NAME=name), torch.device("cuda"), torch.float16, training=True) is None
-    assert done == ["compiles", "call", "has compiled"] * ahead + ["call"] * 3
+    try:
+        family = SimpleNamespace(NAME=name), torch.device("cuda"), torch.float16
+        assert selfcheck.find_fault(*family, training=True) is None
+        assert of_products.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert done == ["compiles", "call", "has compiled"] * ahead + ["call", "call", "ieee", "call"]

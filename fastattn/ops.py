@@ -47,6 +47,11 @@ torch.library.define(
     "fastattn::forward", f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_SPEC}) -> (Tensor o, Tensor lse)"
 )
 torch.library.define(
+    "fastattn::forward_paged",
+    "(Tensor q, Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales, Tensor table, Tensor? alibi_slopes, "
+    f"Tensor? sinks, {_SPEC}) -> (Tensor o, Tensor lse)",
+)
+torch.library.define(
     "fastattn::backward",
     "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     f"{_LEARNED}, {_WANTED}, {_SPEC}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)",
@@ -87,6 +92,21 @@ def _of_plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[T
     if _derivative_wanted(arguments[:6]):
         return _Attention.apply(*arguments)
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
+
+
+def attention_to_pages(
+    q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, ...], table: Tensor, spec: Spec, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of a prepared call as one op of a graph, for pages that are read where they lie; without gradients."""
+    of_spec = (spec.alibi_slopes, spec.sinks, *_flatten(spec, plan.backend))
+    return torch.ops.fastattn.forward_paged(q, k, v, *(scales or (None, None)), table, *of_spec)
+
+
+def _forward_paged(q, k, v, k_scales, v_scales, table, alibi_slopes, sinks, *flat):
+    spec, backend = _unflatten((None, alibi_slopes, sinks), flat)
+    if k_scales is None:
+        return backend.forward_paged(q, k, v, table, spec)
+    return backend.forward_quantized(q, k, v, k_scales, v_scales, table, spec)
 
 
 def attention_in_graph(
@@ -746,6 +766,8 @@ def _over_samples(op, in_dims, arguments):
     return stacked, (0,) * len(stacked)
 
 
+torch.library.impl("fastattn::forward_paged", "CompositeExplicitAutograd", _forward_paged)
+torch.library.register_fake("fastattn::forward_paged", _fake_forward)
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")  # which takes its kernels back where it is forgotten
 for _name, _kernel in (("attention", _attention), ("attention_weights", _attention_weights)):
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):  # transforms see what is inside

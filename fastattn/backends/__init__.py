@@ -233,11 +233,10 @@ def _warn_of_torch(reasons: str) -> None:
 
 
 @while_tracing
-def warn_of_copies(name: str) -> None:
-    """Warns that no backend with a kernel that reads keys in pages takes a call, which that one computes of copies."""
+def warn_of_copies(name: str, why: str) -> None:
+    """Warns that no backend reads the pages of a call where they lie, and why; the backend `name` computes of copies."""
     warnings.warn(
-        f"keys and values in pages are copied for this attention, which the backend {name} computes: none that reads "
-        "pages where they lie takes it",
+        f"keys and values in pages are copied for this attention, which the backend {name} computes: {why}",
         FallbackWarning,
         stacklevel=1,
     )

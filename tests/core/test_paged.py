@@ -476,6 +476,28 @@ def test_requests_without_queries_have_slopes_too():
         layer.attend(alibi_slopes=slopes[:5])
 
 
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+@pytest.mark.parametrize("mode", ["inductor", "eager", "fake", "symbolic"])
+@pytest.mark.filterwarnings("error::fastattn.FallbackWarning")
+def test_a_graph_reads_pages_where_they_lie(mode, dtype):
+    requests = Requests()
+    given = [requests.q[:6], requests.k_pages, requests.v_pages, requests.table % 63, requests.lengths]
+    scales, slopes = (None, None), torch.rand(H)
+    if dtype is not None:
+        (given[1], k_scales), (given[2], v_scales) = (quantized(x.nan_to_num(), dtype) for x in given[1:3])
+        scales = (k_scales, v_scales)
+
+    def attend(*given):
+        *paged, k_scales, v_scales, slopes = given
+        scales = {"k_scales": k_scales, "v_scales": v_scales}
+        return fastattn.attention_paged(*paged, **scales, alibi_slopes=slopes, return_lse=True)
+
+    given = (*given, *scales, slopes)
+    graph = as_graph(attend, given, mode) if mode in ("fake", "symbolic") else torch.compile(attend, backend=mode)
+    for x, expected in zip(graph(*given), attend(*given), strict=True):
+        assert torch.equal(x, expected)
+
+
 def as_graph(attend: Callable, given: tuple, mode: str) -> Callable:
     if mode == "compiled":
         return torch.compile(attend, fullgraph=True, backend="eager")

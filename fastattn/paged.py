@@ -17,7 +17,6 @@ from torch.compiler import is_compiling
 from . import blocks, ops, plan
 from .api import merge
 from .backends import NoBackendError, warn_of_copies
-from .backends.record import is_traced
 from .spec import Mask, accumulation_dtype, can_be_read, is_dense, refuse_unknown
 from .validation import QUANTIZED, check_flags, check_paged, check_pages, check_places
 
@@ -462,7 +461,7 @@ def prepared(
             q, _, _, spec, decided = plan.prepare(q, k, v, *arguments, function)
             if decided.plain and all(map(plan.is_plain, (k_pages, v_pages, *of_rows))):
                 return lambda: getattr(decided.backend, function)(q, k_pages, v_pages, *of_rows, table, spec)
-            if is_traced():
+            if plan.is_traced():
                 return lambda: ops.attention_to_pages(q, k_pages, v_pages, of_rows, table, spec, decided)
             why = "these tensors are of a subclass or a transform, for which none reads pages where they lie"
         except NoBackendError:

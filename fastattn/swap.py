@@ -96,7 +96,8 @@ def swap(model: nn.Module, *, packed: bool = False) -> SwapReport:
 
     What is saved as a `state_dict` or by `save_pretrained` says nothing of fastattn, and loads without it; a model that
     is pickled whole (`torch.save(model)`) asks for it. torch.compile, torch.export and torch.onnx.export take the
-    swapped model; the ONNX file computes attention by plain operators. torch.jit.script needs `unswap` first.
+    swapped model; the ONNX file computes attention by plain operators. torch.jit.script needs `unswap` first,
+    and torch.fx traces before the swap.
 
     Args:
         model: any module.
@@ -202,6 +203,8 @@ def unswap(model: nn.Module) -> None:
     for module in model.modules():
         if _MEMORY in vars(module):
             before, attributes = vars(module).pop(_MEMORY)
+            if isinstance(module, MultiHeadAttention):
+                module.give_back()
             module.__class__ = _taken_back(type(module), before)
             for name in _CHANGED:
                 vars(module).pop(name, None)

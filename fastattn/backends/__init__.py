@@ -234,7 +234,7 @@ def _warn_of_torch(reasons: str) -> None:
 
 @while_tracing
 def warn_of_copies(name: str, why: str) -> None:
-    """Warns that no backend reads the pages of a call where they lie, and why; the backend `name` computes of copies."""
+    """Warns that no backend reads the pages of a call where they lie, and why; the one named computes of copies."""
     warnings.warn(
         f"keys and values in pages are copied for this attention, which the backend {name} computes: {why}",
         FallbackWarning,

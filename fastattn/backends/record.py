@@ -66,7 +66,8 @@ _mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 
 def key(device: torch.device) -> dict[str, str]:
     """Everything that a record depends on, by name."""
-    found = {name: machine.versions()[name] for name in ("fastattn", "torch", "triton", "python")}
+    known = machine.versions()
+    found = {name: known[name] for name in ("fastattn", "torch", "triton", "python")}
     if device.type == "cpu":  # a smaller set of instructions is another processor
         return found | {"cpu": machine.cpu_model(), "capability": os.environ.get("FASTATTN_CPU_CAPABILITY", "")}
     properties = torch.cuda.get_device_properties(device)

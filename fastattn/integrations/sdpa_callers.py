@@ -155,10 +155,12 @@ def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
         before = 0 if is_traced else _calls_seen.number
         with ToFastattn():
             output = cls.forward(self, *args, **kwargs)
-        if not (is_traced or _calls_seen.number > before or F.scaled_dot_product_attention is not TORCHS_OWN):
+        known = _calls_seen.number > before or F.scaled_dot_product_attention is not TORCHS_OWN
+        if not (is_traced or known or any(map(_is_compiled, (*methods, *vars(self).values())))):
             warnings.warn(f"{full_name(cls)} was swapped, but ran without {_FUNCTION}", stacklevel=1)
         return output
 
+    methods = [inspect.getattr_static(cls, name) for name in dir(cls)]
     # Methods that are called from outside, or once more by a checkpoint, without the forward around them.
     calling = {}
     for name in dir(cls):
@@ -168,6 +170,11 @@ def _subclass(cls: type[nn.Module]) -> type[SDPACaller]:
             calling[name] = _routed(function) if function is method else type(method)(_routed(function))
     likeness = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (SDPACaller, cls), likeness | calling | {"forward": forward})
+
+
+def _is_compiled(x: object) -> bool:
+    """Whether it is what torch.compile made of a function, whose calls of torch's function are in a graph."""
+    return hasattr(x, "_torchdynamo_orig_callable")
 
 
 def _routed(method: FunctionType) -> Callable:

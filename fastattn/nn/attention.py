@@ -13,7 +13,7 @@ from .. import blocks
 from ..api import attention, attention_with_weights
 from ..spec import Mask, RelativeBias, explaining, is_jagged, refuse_unknown
 from .cache import AttentionCache
-from .checks import check_heads, check_ints, check_probability
+from .checks import check_heads, check_ints, check_probability, refuse_proxy
 from .masks import canonical_mask
 from .pages import PagedLayer
 from .positions import Rotation
@@ -122,6 +122,13 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """Turns a torch.nn.MultiheadAttention into this class, in place: the same object with the same parameters."""
         module.__class__ = cls
         module.num_kv_heads = module.num_heads
+        module.out_proj.register_forward_pre_hook(call_me)
+
+    def give_back(self) -> None:
+        """Undoes `adopt`, but for the class."""
+        hooks = self.out_proj._forward_pre_hooks
+        for number in [number for number, hook in hooks.items() if hook is call_me]:
+            del hooks[number]
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuses torch.jit.script, which calls this method of each module before it compiles it."""
@@ -189,6 +196,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
         """
         if unknown:
             refuse_unknown(MultiHeadAttention.forward, unknown, _IN_CALLS)
+        refuse_proxy(query)
         if position_bias is not None:
             self._check_position_bias(query, position_bias, cache)
         alike = query is key and key is value

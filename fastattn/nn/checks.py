@@ -78,6 +78,14 @@ def check_dense(name: str, x: object) -> None:
         raise ValueError(f"{name} must be dense, got {'a nested Tensor' if x.is_nested else x.layout}")
 
 
+def refuse_proxy(x: object) -> None:
+    """Raises where torch.fx traces, which takes torch.nn's classes of the same names whole, and no others."""
+    if isinstance(x, torch.fx.Proxy):
+        raise NotImplementedError(
+            "torch.fx cannot trace modules of fastattn: trace the model of torch.nn, and fastattn.swap what comes of it"
+        )
+
+
 def check_tensor(name: str, x: object, kind: str, shape: tuple[int | str, ...]) -> None:
     """Raises where `x` is not a Tensor of this kind and shape.
 

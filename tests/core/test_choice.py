@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
-from fastattn import Mask
+from fastattn import Mask, machine
 from fastattn.backends import BACKENDS, aten, backend_by_name, build, choice, cpu, record, select, selfcheck
 from fastattn.backends.choice import CallClass
 from fastattn.backends.record import Record
@@ -49,6 +49,15 @@ def know(families: dict[str, str] | None = None, **ms: float) -> None:
     call_class = CallClass("cpu", "float32", 64, 128, "none", training=False)
     record.update(CPU, lambda _: Record(families or {}, {call_class: ms} if ms else {}))
     forget_plans()
+
+
+def test_the_key_of_a_record_asks_git_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(machine, "_output_of", lambda *command: (asked.append(command), "abc")[1])
+    machine._commit.cache_clear()
+    assert record.key(CPU) == record.key(CPU)
+    machine._commit.cache_clear()
+    assert len(asked) == 1
 
 
 def test_each_gpu_of_a_process_has_the_record_of_its_kind(monkeypatch):

@@ -342,6 +342,20 @@ def test_a_switch_that_is_not_known_cannot_lie():
         model(inputs())
 
 
+class Compiled(nn.Module):
+    @torch.compile(backend="eager")
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.filterwarnings("error:.*was swapped, but ran without")
+def test_a_module_that_compiles_its_own_code_is_not_called_a_liar():
+    model, x = Compiled(), torch.randn(1, 2, 8, 4)
+    expected = model(x)
+    assert fastattn.swap(model).swapped == {"": "Compiled"}
+    torch.testing.assert_close(model(x), expected)
+
+
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 def test_it_compiles_and_exports():
     model = two_layers()

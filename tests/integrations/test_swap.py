@@ -217,7 +217,38 @@ def test_the_model_itself():
 def test_a_swapped_module_has_what_a_new_one_has():
     swapped = nn.MultiheadAttention(8, 2)
     fastattn.swap(swapped)
-    assert vars(swapped).keys() == vars(MultiHeadAttention(8, 2)).keys() | {"_before_fastattn"}
+    new = MultiHeadAttention(8, 2)
+    assert vars(swapped).keys() == vars(new).keys() | {"_before_fastattn"}
+    assert [*swapped.out_proj._forward_pre_hooks.values()] == [*new.out_proj._forward_pre_hooks.values()]
+    fastattn.unswap(swapped)
+    assert not swapped.out_proj._forward_pre_hooks
+
+
+def test_a_layer_of_torch_calls_what_was_swapped_in_it_in_eval_too():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True).eval()
+    fastattn.swap(layer.self_attn)
+    padding = torch.tensor([[False, False, True], [True, True, True]])
+    with torch.no_grad():
+        assert layer(torch.randn(2, 3, 16), src_key_padding_mask=padding).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["attention", "encoder"])
+def test_fx_traces_before_the_swap(name):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = originals()[name].eval()
+
+        def forward(self, x):
+            return self.part(x, x, x)[0] if name == "attention" else self.part(x)
+
+    model, x = Model(), torch.randn(2, 3, 8)
+    traced, expected = torch.fx.symbolic_trace(model), model(x)
+    assert fastattn.swap(traced).swapped
+    torch.testing.assert_close(traced(x), expected, rtol=1e-5, atol=1e-5)
+    fastattn.swap(model)
+    with pytest.raises(NotImplementedError, match=r"torch\.fx cannot trace modules of fastattn: trace the model of"):
+        torch.fx.symbolic_trace(model)
 
 
 class OwnLayer(nn.TransformerEncoderLayer):

@@ -96,10 +96,12 @@ def test_a_short_call_that_fails_in_cpp_raises_as_any_other(monkeypatch):
 
 @pytest.mark.parametrize("number", [{"softcap": 2}, {"dropout_p": 1}, {"scale": 1}, {"deterministic": 0}], ids=str)
 def test_numbers_are_converted_on_either_road(number):
+    as_documented = {name: bool(x) if name == "deterministic" else float(x) for name, x in number.items()}
+    expected = fastattn.attention(Q, K, V, **as_documented)
     for _ in range(2):
-        fastattn.attention(Q, K, V, **number)
+        assert torch.equal(fastattn.attention(Q, K, V, **number), expected)
         with Ops():
-            fastattn.attention(Q, K, V, **number)
+            assert torch.equal(fastattn.attention(Q, K, V, **number), expected)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -37,7 +37,7 @@ _ENCODERS = {  # name -> family, and whether fastattn is put into it
 }
 
 
-_DEFECTS = (AssertionError, TypeError, AttributeError, LookupError)
+DEFECTS = (AssertionError, TypeError, AttributeError, LookupError)
 """What other libraries raise, by defects of theirs, for tensors that they do not expect."""
 
 
@@ -90,7 +90,7 @@ class Contender:
         """
         if self.refusal:
             raise RefusalError(self.refusal)
-        refusals = failures() if self.family == "fastattn" else (*failures(), *_DEFECTS)
+        refusals = failures() if self.family == "fastattn" else (*failures(), *DEFECTS)
         with warnings.catch_warnings(record=True) as caught:  # torch says in warnings why it refuses
             warnings.simplefilter("always")
             try:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.backends.selfcheck import failures
 from fastattn.machine import version_of
 from fastattn.testing import Inputs
 
-from .rivals import Contender, RefusalError, keep_for_rivals, without_nan
+from .rivals import DEFECTS, Contender, RefusalError, keep_for_rivals, without_nan
 
 Compute = Callable[[], Tensor]
 
@@ -46,8 +47,9 @@ def _contender(name: str, make: Callable[[Inputs], Compute], inputs: Inputs) -> 
         return Contender(name, "other", refusal="is timed without other terms and grouped heads")
     try:
         compute = make(inputs)
-    except (RefusalError, ImportError) as error:
-        return Contender(name, "other", refusal=str(error))
+    except (RefusalError, *failures(), *DEFECTS) as error:  # as of a version that lacks something
+        said = str(error) if isinstance(error, RefusalError) else f"{type(error).__name__}: {error}"
+        return Contender(name, "other", refusal=said)
     return Contender(name, "other", compute, {"q": inputs.q, "k": inputs.k, "v": inputs.v}, inputs.do)
 
 

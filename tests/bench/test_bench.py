@@ -87,6 +87,9 @@ def test_other_libraries_refuse_in_a_sentence(monkeypatch):
     assert note("onnxruntime Attention", "bf16") == "is timed in fp32, got torch.bfloat16"
     assert note("FlexAttention", window=(3, 0)) == "is timed on the CPU, causal and with padding"
     assert note("FlexAttention", bias=(1, 2, 20, 20)) == "is timed without other terms and grouped heads"
+    lacking = {"FlexAttention": mock.Mock(side_effect=AttributeError("no such function"))}  # as in an older version
+    monkeypatch.setattr(third_party, "LIBRARIES", third_party.LIBRARIES | lacking)
+    assert note("FlexAttention") == "AttributeError: no such function"
     monkeypatch.setattr(third_party, "find_spec", lambda module: None)
     assert note("zentorch") == "zentorch is not installed"
 

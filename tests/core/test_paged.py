@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastattn
 from fastattn import Mask, paged
 from fastattn.backends import cpu
+from fastattn.ops import _flatten
 from fastattn.paged import quantized
 from fastattn.spec import Spec
 from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs, run
@@ -497,6 +498,17 @@ def test_a_graph_reads_pages_where_they_lie(mode, dtype):
     graph = as_graph(attend, given, mode) if mode in ("fake", "symbolic") else torch.compile(attend, backend=mode)
     for x, expected in zip(graph(*given), attend(*given), strict=True):
         assert torch.equal(x, expected)
+
+
+def test_the_op_of_graphs_keeps_pytorchs_rules_and_refuses_what_does_not_fit():
+    pages, table = torch.randn(2, 9, H_KV, 16, D), torch.arange(8).view(2, 4)
+    mask = Mask(real_keys=torch.arange(64) < torch.tensor([[40], [64]]))
+    flat = (None, None, *_flatten(Spec(mask, 0.5), cpu))
+    given = (torch.randn(2, H, 3, D), *pages, None, None)
+    torch.library.opcheck(torch.ops.fastattn.forward_paged.default, (*given, table, *flat))
+    for wrong in (table[:1], table[:, :3], table + 2):
+        with pytest.raises(ValueError, match=r"block_table|real_keys"):
+            torch.ops.fastattn.forward_paged(*given, wrong, *flat)
 
 
 def as_graph(attend: Callable, given: tuple, mode: str) -> Callable:

@@ -343,6 +343,9 @@ def backward(
         call = call.readable()
         dq, dk, dv, *others = _gradients(call, _zeroed_(do.clone(), ~unseeing), dlse, o, lse, output_mask[5])
         gradients = dq, _readable(dk, keys), _readable(dv, keys), *others  # 0 times a NaN that queries see
+    if q.dtype == torch.float16 and q.device.type == "cpu" and not _is_finite(*gradients[:3]):
+        # PyTorch's kernel rounds the gradients of the scores to fp16, in which they overflow.
+        return reference.backward(do, dlse, q, k, v, o, lse.masked_fill(unseeing, -math.inf), spec, output_mask)
     return call.zero_where_nothing_is_seen(gradients[0]), *gradients[1:]
 
 
@@ -454,7 +457,8 @@ def _size(parts: list[Rectangle], name: str) -> int:
 
 def _is_finite(*tensors: Tensor) -> bool:
     """Whether all are numbers; False as well where a sum of them overflows, which those of fp16 would soon."""
-    return all(math.isfinite(x.amax() if x.dtype == torch.float16 and x.numel() else x.sum()) for x in tensors)
+    of_each = (x.aminmax() if x.dtype == torch.float16 and x.numel() else (x.sum(),) for x in tensors)
+    return all(math.isfinite(number) for numbers in of_each for number in numbers)
 
 
 def _readable(x: Tensor, rows: Tensor | None) -> Tensor:

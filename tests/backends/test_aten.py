@@ -1,5 +1,6 @@
 """PyTorch's kernels as a backend: what it asks of them where no test can run them, and what it does for them."""
 
+import itertools
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -292,6 +293,18 @@ _IN_RECTANGLES = [
     and not (case.timed or case.window != (None, None) or case.dense or case.bias or case.relative_bias or case.alibi)
     and not (case.softcap or case.dropout_p)
 ]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_products_that_overflow_in_pytorchs_kernel_are_right(sign):
+    """In fp16, where what arrives is as large as with a scale of the loss."""
+    q, k, v = ((torch.randn(1, 2, 40, 128) * size).half().requires_grad_() for size in (1e-3, 1e-3, 1))
+    do = sign * torch.full_like(q, 1e4)
+    for backend, mask in itertools.product(("torch", "cpu"), (Mask(), Mask(causal=True))):
+        gradients = torch.autograd.grad(fastattn.attention(q, k, v, mask, backend=backend), (q, k, v), do)
+        o = fastattn.attention(*(x.double() for x in (q, k, v)), mask, backend="reference")
+        for x, exact in zip(gradients, torch.autograd.grad(o, (q, k, v), do.double()), strict=True):
+            torch.testing.assert_close(x.double(), exact.double(), rtol=0.02, atol=0.02 * exact.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

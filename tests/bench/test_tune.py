@@ -33,12 +33,11 @@ FAULTS = {  # what stands before `return o, lse` of a backend that is otherwise 
     "hanging": ("time.sleep(3600)", "hangs: no answer in 5 s"),
     "crashing": ("os.kill(os.getpid(), signal.SIGSEGV)", "ends its process: SIGSEGV"),
     "leaking": ("kept.append(b'x' * 2**22)", "calls left"),
-    "raising": ("raise KeyError('no such kernel')", "ends its process: exit code 1, KeyError: 'no such kernel'"),
     "lingering": (
         "threading.Thread(target=time.sleep, args=(1000,)).start(); raise KeyError('to the end')",
         "ends its process: it lingers, KeyError: 'to the end'",
     ),
-    "advising": ("raise LookupError('no kernel\\nPass -v for more')", "exit code 1, LookupError: no kernel"),
+    "raising": ("raise LookupError('no kernel\\nPass -v')", "ends its process: exit code 1, LookupError: no kernel"),
     "spoiling": ("math.isfinite = None; raise RuntimeError('all memory is lost')", "RuntimeError: all memory is lost"),
     "wrong_in_long_calls": ("if q.shape[2] == 128: o += 1", "in float32, head dim up to 64, up to 128 keys, padding"),
     "lying": ("time.perf_counter = lambda: 0.0; time.sleep(0.05)", ""),

@@ -246,23 +246,23 @@ def _tune(args: argparse.Namespace) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not args.quick:
         times = tune.times_of_all_tiles(device)
-        print(*map(tune.tiles_as_text, times, times.values()), sep="\n", end="\n" if times else "")
         tune.keep_faster_tiles(device, times)
-    classes = tune.classes_of(device, args.quick)
+        print(*map(tune.tiles_as_text, times, times.values()), sep="\n", end="\n" if times else "")
+    classes, said = tune.classes_of(device, args.quick), []
     try:
         findings, code = tune.tune(classes), 0  # in processes that read the record
     except tune.Interrupted as interruption:
         findings, code = interruption.findings, 130
-        print(f"interrupted: {len(findings.record.classes)} of {len(classes)} classes of calls have times")
-        classes = [*findings.record.classes]  # of the others stays what was kept before
-    print(findings)
+        timed = findings.record.classes
+        said, classes = [f"interrupted: {len(timed)} of {len(classes)} classes of calls have times"], [*timed]
 
     def with_findings(old: record.Record) -> record.Record:
         others = {call_class: ms for call_class, ms in old.classes.items() if call_class not in classes}
         new = findings.record
         return replace(old, families=old.families | new.families, classes=others | new.classes)
 
-    found = record.update(device, with_findings)
+    found = record.update(device, with_findings)  # of classes that were not timed stays what was kept before
+    print(*said, findings, sep="\n")  # now that nothing can be lost where nobody reads it
     path = record.path(device)
     if path.is_file() and path.read_text() == record.as_json(device, found):
         print(f"kept in {path}; remove it to choose by the default table again")

@@ -7,6 +7,7 @@ import time
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -339,6 +340,11 @@ def test_the_command_keeps_what_was_found_before_an_interruption(cache, monkeypa
     monkeypatch.setattr(tune, "classes_of", lambda device, quick: [CLASS, other, later])
     assert main(["tune", "--quick", "--device", "cpu"]) == 130
     assert "interrupted: 1 of 3 classes of calls have times" in capsys.readouterr().out
+    record.update(device, lambda old: replace(old, classes={x: ms for x, ms in old.classes.items() if x != CLASS}))
+    nobody_reads = mock.Mock(side_effect=EOFError)  # as with `| head -0`
+    monkeypatch.setattr("fastattn.__main__.print", nobody_reads, raising=False)
+    with pytest.raises(EOFError):
+        main(["tune", "--quick", "--device", "cpu"])
     kept = record.read_again(device).classes
     assert kept == {CLASS: {"torch": 1.0, "cpu": 2.0}, other: {"cpu": 4.0}, later: {"cpu": 5.0}}
 

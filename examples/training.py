@@ -8,6 +8,7 @@ The same command resumes a run that was stopped, at its last checkpoint.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
 import math
@@ -143,6 +144,11 @@ def device(text: str) -> str:
         why = _first_line(error)  # others are a list of all that torch has
         raise argparse.ArgumentTypeError(f"must be one that torch can use here, got {text}: {why}") from error
     return text
+
+
+def fingerprint(data: object) -> str:
+    """The sha256 of plain Python data, for the settings of a run: other data may come to lie at the same path."""
+    return hashlib.sha256(repr(data).encode()).hexdigest()
 
 
 def seed_everything(seed: int) -> None:
@@ -339,10 +345,8 @@ def _save(path: Path, parts: _Parts, settings: dict[str, Any], place: _Place) ->
 def _restore(path: Path, parts: _Parts, settings: dict[str, Any]) -> _Place:
     """Loads the parts from a checkpoint, and returns the progress of its run."""
     state = _read(path)
-    different = sorted(
-        name for name in settings.keys() | state["settings"].keys()
-        if settings.get(name) != state["settings"].get(name)
-    )  # fmt: skip
+    # In this order: an option that changes how the data are read is named, not the fingerprint of these.
+    different = [name for name in settings | state["settings"] if settings.get(name) != state["settings"].get(name)]
     if different:
         name = different[0]
         raise InputError(

@@ -90,6 +90,7 @@ def train(args: argparse.Namespace) -> None:
         }
 
     settings = {name: value for name, value in vars(args).items() if name not in _OF_THE_RUN}
+    settings["training_data_sha256"] = training.fingerprint(data)
     metrics = training.train(
         model,
         optimizer,
@@ -111,7 +112,8 @@ def train(args: argparse.Namespace) -> None:
     )
 
 
-_OF_THE_RUN = ("output", "epochs", "seed", "checkpoint_every", "device")  # these may change between stop and resume
+# These may change between stop and resume, as long as they give the same data.
+_OF_THE_RUN = ("data", "output", "epochs", "seed", "checkpoint_every", "device")
 
 
 def batch_loss(model: Transformer, batch: Batch, label_smoothing: float = 0.0) -> training.Loss:

@@ -55,11 +55,12 @@ def fine_tune(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(_decayed(model, 0.01), lr=args.lr)
     steps = args.epochs * -(-len(train) // args.batch_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_up_and_fall(step, steps))
-    settings = {name: getattr(args, name) for name in ("data", "batch_size", "max_length", "lr", "epochs")}
+    settings = {name: getattr(args, name) for name in ("batch_size", "max_length", "lr", "epochs")}
+    settings |= {"checkpoint": str(folder), "training_data_sha256": training.fingerprint(train)}
     metrics = training.train(
         model,
         optimizer,
-        run=training.Run.from_arguments(args, settings | {"checkpoint": str(folder)}),
+        run=training.Run.from_arguments(args, settings),
         batches=lambda generator: rt_polarity.batches(train, args.batch_size, generator),
         loss=lambda batch: rt_polarity.loss(logits, batch),
         evaluate=lambda epoch: {"accuracy": rt_polarity.accuracy(logits, test)},

@@ -47,14 +47,13 @@ def train(args: argparse.Namespace) -> None:
         ids = [words.encode(text)[:MAX_WORDS] for text in texts]
         return model(pad(ids).to(args.device)), sum(map(len, ids))
 
+    names = ("batch_size", "min_frequency", "width", "heads", "blocks", "dropout", "lr")
+    settings = {name: getattr(args, name) for name in names}
+    settings["training_data_sha256"] = training.fingerprint(train_reviews)
     metrics = training.train(
         model,
         torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01),
-        run=training.Run.from_arguments(
-            args,
-            {name: getattr(args, name) for name in ("data", "batch_size", "min_frequency", "width", "heads", "blocks")}
-            | {"dropout": args.dropout, "lr": args.lr},
-        ),
+        run=training.Run.from_arguments(args, settings),
         batches=lambda generator: rt_polarity.batches(train_reviews, args.batch_size, generator),
         loss=lambda batch: rt_polarity.loss(logits, batch),
         evaluate=lambda epoch: {"accuracy": rt_polarity.accuracy(logits, test)},

@@ -40,8 +40,6 @@ def train(args: argparse.Namespace) -> None:
     recipe = Recipe(**{field.name: getattr(args, field.name) for field in fields(Recipe)})
     about = {"corpus": args.corpus, "seed": args.seed}
     tokenizing = {name: getattr(args, name) for name in ("unit", "vocabulary", "min_frequency", "max_tokens")}
-    vectors = args.vectors and str(args.vectors)
-    run = Run.from_arguments(args, {**about, **tokenizing, **sizes, **asdict(recipe), "vectors": vectors})
 
     if args.max_tokens > model.MAX_TOKENS:
         raise InputError(f"max_tokens must be at most {model.MAX_TOKENS}, got {args.max_tokens}")
@@ -55,6 +53,9 @@ def train(args: argparse.Namespace) -> None:
         print(f"{known} of {tokenizer.get_vocab_size()} tokens have a vector in {args.vectors}")
     examples = Examples.of(corpus.train, tokenizer, args.max_tokens)
     held_out = Examples.of(corpus.held_out, tokenizer)
+    settings = {**about, **tokenizing, **sizes, **asdict(recipe), "vectors": args.vectors and str(args.vectors)}
+    settings["data_sha256"] = training.fingerprint((examples.to_lists(), held_out.to_lists()))
+    run = Run.from_arguments(args, settings)
     fit(classifier.to(args.device), tokenizer, examples, held_out, recipe, run, about)
     args.model = run.folder
     test(args)

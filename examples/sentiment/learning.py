@@ -30,6 +30,10 @@ class Examples:
         tokenized = tokenize(tokenizer, [review.text for review in reviews], max_tokens)
         return cls([torch.tensor(each.ids) for each in tokenized], torch.tensor([review.label for review in reviews]))
 
+    def to_lists(self) -> tuple[list[list[int]], list[int]]:
+        """The ids, and the labels."""
+        return [ids.tolist() for ids in self.ids], self.labels.tolist()
+
     def batch(self, which: list[int]) -> tuple[Tensor, Tensor]:
         """ids [B, n], padded at their ends, and labels [B]."""
         ids = nn.utils.rnn.pad_sequence([self.ids[i] for i in which], batch_first=True, padding_value=PADDING)

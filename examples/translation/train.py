@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from ..training import (
     Loss,
     Run,
     add_arguments,
+    fingerprint,
     inverse_sqrt,
     non_negative,
     positive_int,
@@ -184,7 +184,7 @@ def _settings(args: argparse.Namespace, data: list[Pair]) -> dict[str, Any]:
     """The settings that decide the outcome: the options without those of the run, and the training data itself."""
     elsewhere = ("program", "data", "output", "epochs", "seed", "checkpoint_every", "device")
     settings = {name: value for name, value in vars(args).items() if name not in elsewhere}
-    return settings | {"training_data_sha256": hashlib.sha256(repr(data).encode()).hexdigest()}
+    return settings | {"training_data_sha256": fingerprint(data)}
 
 
 class Model(Protocol):

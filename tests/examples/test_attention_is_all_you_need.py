@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -333,6 +334,16 @@ def test_a_long_sentence_is_translated_though_none_like_it_was_learnt(capsys, tm
     assert "on 2 validation sentences" in capsys.readouterr().out
     assert run(*options, "--max-length", "2") == 1
     assert "--max-length must leave some pairs" in capsys.readouterr().err
+
+
+def test_a_run_resumes_over_the_same_data_wherever_they_lie_and_over_no_other(error_of, tmp_path):
+    options = ["--output", str(tmp_path / "run"), "--max-size", "20", "--epochs"]
+    assert run(*options, "1") == 0
+    moved = shutil.copytree(program.TINY, tmp_path / "moved")
+    assert run(*options, "2", "--data", str(moved)) == 0
+    for path in moved.iterdir():
+        path.write_text(" ".join(word[::-1] for word in path.read_text().split(" ")))
+    assert "training_data_sha256 must be" in error_of(lambda: run(*options, "3", "--data", str(moved)))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -306,6 +307,15 @@ def test_minilm_is_the_default_checkpoint(tmp_path):
     assert metrics["settings"]["checkpoint"] == str(checkpoint.minilm())
     losses = [entry["train_loss"] for entry in metrics["history"]]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_other_reviews_do_not_resume(error_of, tiny):
+    data = shutil.copytree(rt_polarity.TINY, tiny / "data")
+    options = ["--data", str(data), "--checkpoint", str(tiny), "--output", str(tiny / "run"), "--max-length", "20"]
+    assert program.main([*options, "--epochs", "1"]) == 0
+    for path in data.iterdir():
+        path.write_bytes(path.read_bytes().replace(b"comedy", b"tragedy"))
+    assert "training_data_sha256 must be" in error_of(lambda: program.main([*options, "--epochs", "1"]))
 
 
 def test_bad_options_are_one_sentence(error_of, tiny):

@@ -601,6 +601,19 @@ def test_a_run_with_other_settings_leaves_the_folder_as_it_was(trained, refused)
     assert {file.name: file.read_bytes() for file in trained.iterdir()} == before
 
 
+def test_a_run_with_other_reviews_or_labels_does_not_resume(tmp_path, refused):
+    other = shutil.copytree(DATA / "aclImdb", tmp_path / "aclImdb")
+    options = ["--output", tmp_path / "run", "--epochs=1", "--vocabulary=30", *SMALL]
+    run("train", "imdb", "--data", other, *options)
+    for review in other.glob("train/*/*.txt"):
+        review.write_text(" ".join(word[::-1] for word in review.read_text().split()))
+    assert "sha256 must be" in refused("train", "imdb", "--data", other, *options)
+    shutil.copytree(DATA / "aclImdb/train/neg", other / "train/neg", dirs_exist_ok=True)
+    shutil.copytree(DATA / "aclImdb/train/neg", other / "train/pos", dirs_exist_ok=True)
+    assert "sha256 must be" in refused("train", "imdb", "--data", other, *options)
+    run("train", "imdb", "--data", shutil.copytree(DATA / "aclImdb", tmp_path / "moved"), *options)
+
+
 def test_mistakes_get_one_sentence(trained, tmp_path, capsys, refused):
     def damaged(folder: Path, about: str) -> Path:
         copy = shutil.copytree(folder, tmp_path / "damaged", dirs_exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -102,7 +103,8 @@ def train(args: argparse.Namespace) -> None:
     )
     for source, translation in zip(sources[:3], translate(model, vocabularies, sources[:3]), strict=True):
         print(f"{source} -> {translation}")
-    learnt, references = zip(*pairs[:100], strict=True)
+    kept = (pair for pair in pairs if encode([pair], vocabularies, args.max_length))
+    learnt, references = zip(*islice(kept, 100), strict=True)
     by_heart = bleu(translate(model, vocabularies, learnt), references, lowercase=True)[0].score
     score, size = metrics["history"][-1]["valid_bleu"], metrics["parameters"] / 1e6
     print(

@@ -326,12 +326,14 @@ def test_the_shipped_data_trains_with_either_vocabulary(tmp_path, vocabulary):
 
 
 def test_a_long_sentence_is_translated_though_none_like_it_was_learnt(capsys, tmp_path):
-    for part, text in (("train", "a b .\n" * 4), ("val", "a b .\n" + "a " * 60 + "\n")):
+    for part, text in (("train", "a " * 200 + "\n" + "a b .\n" * 4), ("val", "a b .\n" + "a " * 60 + "\n")):
         for language in ("de", "en"):
             (tmp_path / f"{part}.{language}.txt").write_text(text)
     options = ("--data", str(tmp_path), "--output", str(tmp_path / "run"), "--epochs", "1")
     assert run(*options, "--max-length", "5") == 0
-    assert "on 2 validation sentences" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "on 2 validation sentences" in printed
+    assert "on 4 that it learnt from" in printed  # not the one that --max-length left out
     assert run(*options, "--max-length", "2") == 1
     assert "--max-length must leave some pairs" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, 
                 word, *numbers = line.rstrip().split(" ")
                 if (number == 1 and len(numbers) == 1) or word not in vocabulary:
                     continue
+                if len(numbers) > weight.shape[1] and not _is_number(numbers[-weight.shape[1] - 1]):
+                    continue  # a word with spaces in it, as GloVe has some, and no vocabulary
                 if len(numbers) != weight.shape[1]:
                     raise InputError(
                         f"vectors must have {weight.shape[1]} numbers each, the model's width, got {len(numbers)} in "
@@ -74,6 +77,13 @@ def use_vectors(model: nn.SequenceClassifier, path: Path, vocabulary: dict[str, 
         weight[list(vectors_by_id)] = vectors / vectors.square().mean().sqrt() * weight.shape[1] ** -0.5
     weight.requires_grad_(False)
     return len(vectors_by_id)
+
+
+def _is_number(text: str) -> bool:
+    with suppress(ValueError):
+        float(text)
+        return True
+    return False
 
 
 def save(model: nn.SequenceClassifier, tokenizer: Tokenizer, folder: Path, about: dict[str, Any]) -> None:

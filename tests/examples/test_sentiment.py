@@ -203,7 +203,8 @@ def test_word_vectors_are_read_scaled_and_frozen(tmp_path):
     classifier = small_model(vocabulary=6, d_model=4, nhead=1)
     before = classifier.embedding.weight.clone()
     path = tmp_path / "vectors.txt"
-    path.write_text("3 4\ngood 1 2 3 4\nelsewhere 9 9 9 9\nbad -1 0 0 1\n", encoding="utf-8")
+    with_spaces = "never . . 8 8 8 8\nnever name@domain.com 7 7 7 7\n"  # words, as GloVe has some
+    path.write_text(f"5 4\n{with_spaces}good 1 2 3 4\nelsewhere 9 9 9 9\nbad -1 0 0 1\n", encoding="utf-8")
     assert model.use_vectors(classifier, path, {"good": 3, "bad": 4, "never": 5}) == 2
     weight = classifier.embedding.weight
     assert not weight.requires_grad
@@ -217,6 +218,7 @@ def test_word_vectors_are_read_scaled_and_frozen(tmp_path):
     ("content", "said"),
     [
         ("good 1 2 3\n", "must have 4 numbers each, the model's width, got 3 in line 1"),
+        ("good 1 2 3 4 5\n", "must have 4 numbers each, the model's width, got 5 in line 1"),
         ("good 1 2 3 x\n", "a text file of words and their numbers"),
         ("other 1 2 3 4\n", "none of those"),
     ],

@@ -71,9 +71,13 @@ def run_translate(args: argparse.Namespace) -> None:
     translator = Translator.load(args.model, args.device)
     decoding = {"num_beams": args.num_beams, "length_penalty": args.length_penalty}
     if args.file is None and sys.stdin.isatty():
-        while (line := _typed("> ")) is not None:
-            print(*translator.translate([line], **decoding))
-        return
+        while True:
+            try:
+                if (line := _typed("> ")) is None:
+                    return
+                print(*translator.translate([line], **decoding))
+            except InputError as error:  # of this line
+                print(f"error: {error}", file=sys.stderr)
     lines = read_lines(args.file) if args.file else lines_of(sys.stdin.buffer.read(), "standard input")
     with _progress("translating", len(lines)) as advance:
         translations = translator.translate(lines, **decoding, advance=advance)
@@ -88,12 +92,20 @@ def run_translate(args: argparse.Namespace) -> None:
 
 
 def _typed(prompt: str) -> str | None:
-    """A line from the terminal, None at its end."""
+    """A line from the terminal, None at its end.
+
+    Raises:
+        InputError: it is in another encoding.
+    """
     try:
-        return input(prompt)
+        line = input(prompt)
+        line.encode()  # Python lets bytes that are no text pass in the locale C
     except EOFError:
         print()
         return None
+    except UnicodeError as error:
+        raise InputError(f"a line must be in the encoding of the terminal, got {error}") from error
+    return line
 
 
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:

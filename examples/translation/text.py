@@ -154,8 +154,9 @@ class BytePairs:
         )
         tokenizer.decoder = decoders.Metaspace()
         trainer = trainers.BpeTrainer(
-            vocab_size=max_size, min_frequency=min_frequency, special_tokens=list(SPECIAL), show_progress=False
-        )
+            vocab_size=max_size, min_frequency=min_frequency, special_tokens=list(SPECIAL), show_progress=False,
+            limit_alphabet=max(0, max_size - len(SPECIAL)),
+        )  # fmt: skip
         tokenizer.train_from_iterator(lines, trainer)
         return cls(tokenizer)
 

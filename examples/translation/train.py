@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,12 +108,13 @@ def run_train(args: argparse.Namespace) -> None:
     optimizer = make_optimizer(model, args.learning_rate)
     run = Run.from_arguments(args, _settings(args, data))
     translator = Translator(model, vocabularies)
+    positions = model.config.max_length
+    short = (pair for pair in valid_pairs if len(vocabularies.source.encode(pair[0])) < positions)
+    sources, references = zip(*islice(short, args.valid_sentences), strict=True)
 
     def evaluate(epoch: int) -> dict[str, float]:
         save_average(translator, run.folder, epoch, args.average)
-        some = valid_pairs[: args.valid_sentences]
-        translations = translator.translate([source for source, _ in some])
-        score, _ = bleu(translations, [target for _, target in some], lowercase=not args.keep_case)
+        score, _ = bleu(translator.translate(sources), references, lowercase=not args.keep_case)
         return {
             "valid_loss": mean_loss(model, valid, args.tokens, args.device),
             "valid_bleu_greedy": score.score,

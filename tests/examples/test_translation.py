@@ -95,6 +95,8 @@ def test_byte_pairs_obey_their_limits(pairs):
     lines = [line for pair in pairs for line in pair]
     characters = len(BytePairs.of(lines, min_frequency=1000, max_size=300, lowercase=True))
     assert characters < len(BytePairs.of(lines, min_frequency=10, max_size=300, lowercase=True)) < 300
+    for max_size in (4, 10):  # fewer than there are characters
+        assert len(BytePairs.of(lines, min_frequency=1, max_size=max_size, lowercase=True)) == max_size
     cased = BytePairs.of(lines, min_frequency=2, max_size=300, lowercase=False)
     assert cased.decode(cased.encode("Ein Hund")) == "Ein Hund"
     assert not cased.lowercase
@@ -329,6 +331,27 @@ def test_what_is_typed_is_translated_until_the_end_of_the_input(trained, pairs, 
     assert capsys.readouterr().out.replace("> ", "").split("\n")[:2] == [target.lower() for _, target in pairs[:2]]
 
 
+def test_a_bad_line_is_an_error_and_what_is_typed_next_is_translated(trained, pairs, monkeypatch, capsys):
+    long = "Hund " * 1024
+    typed = iter([UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "\udcff", long, pairs[0][0], EOFError()])
+
+    def type_line(prompt):
+        if isinstance(line := next(typed), Exception):
+            raise line
+        return line
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", type_line)
+    assert main(["translate", "--model", str(trained)]) == 0
+    said = capsys.readouterr()
+    assert said.out.strip() == pairs[0][1].lower()
+    *undecoded, too_long = said.err.splitlines()
+    assert len(undecoded) == 2
+    assert all(line.startswith("error: a line must be in the encoding of the terminal, got") for line in undecoded)
+    assert too_long.startswith("error: sentence 1 must have fewer than 1024 tokens")
+
+
 def test_batches_do_not_change_translations(trained, pairs):
     translator = Translator.load(trained)
     sentences = [source for source, _ in pairs[:10]]
@@ -343,6 +366,15 @@ def test_a_run_that_was_stopped_goes_on(trained, tmp_path):
     resumed = json.loads((tmp_path / "metrics.json").read_text())["history"]
     whole = json.loads((trained / "metrics.json").read_text())["history"]
     assert resumed == whole[:4]
+
+
+def test_a_validation_sentence_longer_than_the_positions_is_left_out(tmp_path):
+    files = []
+    for name in ("val.de.txt", "val.en.txt"):
+        files.append(str(tmp_path / name))
+        (tmp_path / name).write_text("a " * 1024 + "\n" + (DATA / name.replace("val", "train")).read_text())
+    assert main(train_command(tmp_path / "run", 1, "--valid", *files)) == 0
+    assert json.loads((tmp_path / "run/metrics.json").read_text())["history"][0]["valid_bleu_greedy"] >= 0
 
 
 def test_another_run_does_not_resume(trained, tmp_path, error_of):

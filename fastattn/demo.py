@@ -100,15 +100,15 @@ class Batches:
     padded: int
 
     @classmethod
-    def of(cls, sentences: list[str], tokenizer: Callable, batch_size: int, device: str) -> Batches:
-        """Batches of the sentences in their order, each as long as its longest sentence."""
+    def of(cls, sentences: list[str], tokenizer: Callable, batch_size: int, longest: int, device: str) -> Batches:
+        """Batches of the sentences in their order, each as long as its longest sentence, cut to `longest` tokens."""
         inputs = []
         for start in range(0, len(sentences), batch_size):
             batch = tokenizer(
                 sentences[start : start + batch_size],
                 padding=True,
                 truncation=True,
-                max_length=512,
+                max_length=longest,
                 return_tensors="pt",
             )
             inputs.append({name: x.to(device) for name, x in batch.items()})
@@ -132,8 +132,10 @@ def _demonstrate(args: argparse.Namespace) -> None:
         advance("loading the model", 0, 1)
         model, tokenizer, name = _load(args.model)
         model = model.to(args.device)
+    # Either may not know the length; the positions of RoBERTa are two more.
+    longest = min(512, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
     try:
-        batches = Batches.of(sentences, tokenizer, args.batch_size, args.device)
+        batches = Batches.of(sentences, tokenizer, args.batch_size, longest, args.device)
     except ValueError as error:
         raise DemoError(f"the tokenizer of {name} must be able to pad: {error}") from error
     swapped, packed = copy.deepcopy(model), copy.deepcopy(model)
@@ -141,6 +143,10 @@ def _demonstrate(args: argparse.Namespace) -> None:
     packing = fastattn.swap(packed, packed=True)
     if not report.swapped:
         raise DemoError(f"{name} has no attention that can be swapped ({report})")
+    try:
+        _embed(model, batches.inputs[0])
+    except (ValueError, TypeError, AttributeError) as error:  # of a model with a decoder, or one that sees
+        raise DemoError(f"--model must be an encoder, which embeds texts, got {name}: {error}") from error
     print(f"{name}, fp32 on {args.device}, {torch.get_num_threads()} threads")
     print(report)
     print(
@@ -323,6 +329,7 @@ def _load(model: str | None) -> tuple[PreTrainedModel, Callable, str]:
     local = os.path.isdir(location)
     if local:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: a folder needs no network
+    from safetensors import SafetensorError
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
 
@@ -331,7 +338,7 @@ def _load(model: str | None) -> tuple[PreTrainedModel, Callable, str]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, local_files_only=local)
         loaded = AutoModel.from_pretrained(location, local_files_only=local, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DemoError(
             f"--model must be a folder or a name that transformers can load, got {location}: {error}"
         ) from error

@@ -88,7 +88,7 @@ def test_the_fill_is_that_of_the_batches(text):
         lengths = torch.tensor([len(sentence) for sentence in batch])
         return {"attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long()}
 
-    batches = demo.Batches.of(["aaaa", "b", "cc"], tokenizer, 2, "cpu")
+    batches = demo.Batches.of(["aaaa", "b", "cc"], tokenizer, 2, 512, "cpu")
     assert (batches.real, batches.padded) == (7, 10)
     assert [tuple(batch["attention_mask"].shape) for batch in batches.inputs] == [(2, 4), (1, 2)]
 
@@ -133,6 +133,30 @@ def test_the_model_package_is_not_imported(text):
 def test_a_folder_without_a_model(capsys, tmp_path, text):
     assert run("--text", text, "--model", str(tmp_path)) == 1
     assert "--model must be a folder or a name that transformers can load" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said_by", ["model", "tokenizer"])
+def test_texts_are_cut_to_what_the_model_takes(capsys, tmp_path, tiny, said_by):
+    if said_by == "tokenizer":
+        transformers.BertTokenizer(f"{tiny}/vocab.txt", model_max_length=20).save_pretrained(tiny)
+    (tmp_path / "text.txt").write_text("a " * 600 + ".\n\nShort.")
+    assert run("--model", tiny, "--text", str(tmp_path / "text.txt")) == 0
+    longest = transformers.AutoConfig.from_pretrained(tiny).max_position_embeddings if said_by == "model" else 20
+    assert f" tokens in {2 * longest} places" in capsys.readouterr().out
+
+
+def test_a_damaged_model_is_one_sentence(capsys, text, tiny):
+    weights = Path(tiny, "model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:2000])
+    assert run("--text", text, "--model", tiny) == 1
+    assert "--model must be a folder or a name that transformers can load" in capsys.readouterr().err
+
+
+def test_a_model_that_needs_more_than_a_text(capsys, text, tiny):
+    t5 = transformers.T5Config(vocab_size=57, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
+    transformers.T5Model(t5).save_pretrained(tiny)
+    assert run("--text", text, "--model", tiny) == 1
+    assert f"--model must be an encoder, which embeds texts, got {tiny}: You must" in capsys.readouterr().err
 
 
 def test_a_model_whose_attention_stays(capsys, monkeypatch, text, tiny):

@@ -220,7 +220,7 @@ def train(
     Raises:
         InputError: the checkpoint is damaged, or was made by other settings or for another model; or the folder cannot
             be made, or another process trains in it.
-        FloatingPointError: the loss or a weight is no longer finite; the last checkpoint is from before that.
+        FloatingPointError: the loss, a weight or a figure is no longer finite; the last checkpoint is from before that.
     """
     parts: _Parts = {"model": model, "optimizer": optimizer}
     if schedule is not None:
@@ -267,6 +267,8 @@ def train(
             model.eval()
             with torch.no_grad():
                 figures = evaluate(place.epoch)
+            if wrong := [f"{name} = {value}" for name, value in figures.items() if not math.isfinite(value)]:
+                raise FloatingPointError(f"the figures must be finite, got {', '.join(wrong)} in epoch {place.epoch}")
             display.say(place.end_epoch(figures))
             keep()
             _write_metrics(run, about, place)
@@ -425,9 +427,17 @@ def _write_metrics(run: Run, about: dict[str, Any], place: _Place) -> dict[str, 
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file atomically, like a checkpoint."""
+    """Writes a JSON file atomically, like a checkpoint.
+
+    Raises:
+        FloatingPointError: a number is not finite, which JSON has none of.
+    """
     temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise FloatingPointError(f"{path} must have finite numbers, got others") from error
+    temporary.write_text(f"{text}\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -457,6 +467,8 @@ class _Display:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         (self.bar or nullcontext()).__exit__(kind, error, traceback)
+        if isinstance(error, KeyboardInterrupt):
+            self.say("the same command resumes this run at its last checkpoint")
 
     def show(self, place: _Place, batches: int, seconds: float) -> None:
         line = (
@@ -490,6 +502,6 @@ def exit_code(program: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped; a training run resumes with the same command", file=sys.stderr)
+        print("stopped", file=sys.stderr)
         return 130
     return 0

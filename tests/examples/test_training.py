@@ -22,7 +22,7 @@ from examples.training import InputError, Loss, Run, exit_code, inverse_sqrt, se
 EXAMPLES = 12
 
 
-def train_small(folder, *, width=4, epochs=3, seed=0, settings=None, kill_at=None, before_kill=None):
+def train_small(folder, *, width=4, epochs=3, seed=0, settings=None, kill_at=None, before_kill=None, figures=None):
     """(model, metrics, what was evaluated) of a run with dropout, shuffled batches and every kind of state.
 
     kill_at: the number of the batch, over the whole run, at which `before_kill` is called instead of the loss.
@@ -47,7 +47,7 @@ def train_small(folder, *, width=4, epochs=3, seed=0, settings=None, kill_at=Non
         assert not model.training
         assert not torch.is_grad_enabled()
         evaluated.append(epoch)
-        return {"valid": nn.functional.mse_loss(model(inputs), targets).item()}
+        return figures or {"valid": nn.functional.mse_loss(model(inputs), targets).item()}
 
     metrics = train(
         model,
@@ -245,6 +245,15 @@ def test_what_is_not_finite_ends_the_run_and_is_neither_judged_nor_kept(tmp_path
     assert not (tmp_path / "checkpoint.pt").exists()
 
 
+def test_figures_that_are_not_finite_end_the_run_in_a_sentence(tmp_path, error_of):
+    figures = {"valid": math.nan, "right": 1.0, "most": math.inf}
+    said = error_of(lambda: exit_code(lambda: train_small(tmp_path, figures=figures)))
+    assert said == "the figures must be finite, got valid = nan, most = inf in epoch 1"
+    assert not (tmp_path / "metrics.json").exists()
+    said = error_of(lambda: exit_code(lambda: training.write_json(tmp_path / "x.json", figures)))
+    assert said.startswith(f"{tmp_path}/x.json must have finite numbers, got others")
+
+
 def test_a_second_run_in_the_folder_at_once_is_refused(tmp_path, whole):
     def second():
         with pytest.raises(InputError, match=f"{tmp_path} must be of one run at a time, got a second one"):
@@ -339,9 +348,11 @@ def test_help(program, printed):
     assert re.search(printed, ended.stdout)
 
 
-def test_an_interrupt_is_no_traceback(capsys):
+def test_an_interrupt_is_no_traceback_and_only_training_is_said_to_resume(tmp_path, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
     assert exit_code(interrupted) == 130
-    assert "resumes with the same command" in capsys.readouterr().err
+    assert capsys.readouterr().err == "stopped\n"
+    assert exit_code(lambda: train_small(tmp_path, kill_at=4, before_kill=interrupted)) == 130
+    assert capsys.readouterr().err == "the same command resumes this run at its last checkpoint\nstopped\n"

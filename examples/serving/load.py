@@ -100,23 +100,29 @@ async def _ask(client: httpx.AsyncClient, question: Question) -> Answer:
 
 
 @torch.no_grad()
-def check(model: LanguageModel, asked: Sequence[Question], answers: Sequence[Answer]) -> None:
+def check(model: LanguageModel, asked: Sequence[Question], *rounds: Sequence[Answer]) -> None:
     """Compares every answer with what the model finds likeliest after each token of the prompt and the answer.
+
+    Equal answers to a question are compared once.
 
     Raises:
         InputError: an answer is lost, cut off, or another one.
     """
-    for number, (question, answer) in enumerate(zip(asked, answers, strict=True), start=1):
-        n = len(answer.tokens)
+    numbers: dict[tuple[Question, tuple[int, ...]], int] = {}
+    for answers in rounds:
+        for number, (question, answer) in enumerate(zip(asked, answers, strict=True), start=1):
+            numbers.setdefault((question, answer.tokens), number)
+    for (question, tokens), number in numbers.items():
+        n = len(tokens)
         if n != question.max_new_tokens:
             raise InputError(f"the answer to request {number} must have {question.max_new_tokens} tokens, got {n}")
-        logits = model(torch.tensor([question.input_ids + answer.tokens]))[0, -n - 1 : -1]
-        given = logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        logits = model(torch.tensor([question.input_ids + tokens]))[0, -n - 1 : -1]
+        given = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         if (wrong := (logits.amax(1) - given > ROUNDING).nonzero()).numel():
             i = int(wrong[0])
             raise InputError(
                 f"token {i + 1} of the answer to request {number} must be {int(logits[i].argmax())}, "
-                f"which is the likeliest, got {answer.tokens[i]}"
+                f"which is the likeliest, got {tokens[i]}"
             )
 
 
@@ -163,9 +169,7 @@ def run_load(args: argparse.Namespace) -> None:
         for _ in range(args.rounds):
             for name, url in urls.items():
                 runs[name].append(_run(url, asked))
-    of_all = [pair for rounds in runs.values() for x in rounds for pair in zip(asked, x.answers, strict=True)]
-    distinct = {(question, answer.tokens): answer for question, answer in of_all}
-    check(model, [question for question, _ in distinct], [*distinct.values()])
+    check(model, asked, *(x.answers for rounds in runs.values() for x in rounds))
     print(f"{args.requests} requests at once, {args.rounds} rounds, every answer is the model's own")
     print("tokens/s by the clock and by the processor; of requests 50, 95 and 99 % had, seconds and milliseconds:")
     print(f"{'':10}{'clock':>8}{'processor':>11}{'first token':>21}{'each further one':>25}")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import httpx
@@ -20,6 +21,7 @@ import pytest
 import torch
 import uvicorn
 
+from examples.serving import load
 from examples.serving.__main__ import main
 from examples.serving.load import Answer, Question, ask_all, check, percentiles, questions
 from examples.serving.model import ATTENTIONS, MAX_LENGTH, PAGE_SIZE, make_cache, make_model
@@ -141,6 +143,25 @@ def test_the_check_finds_answers_that_are_lost_or_mixed_up(spoil):
     sentence = {"swapped": "token 1 of the answer to request 1 must be", "other token": "token 6 of the answer to"}
     with pytest.raises(InputError, match=sentence.get(spoil, "the answer to request 3 must have 8 tokens, got")):
         check(MODEL, asked, answers)
+
+
+@torch.no_grad()
+def test_the_request_with_a_wrong_answer_of_the_second_server_is_named(error_of, monkeypatch):
+    answers = []
+    for question in questions(3):
+        ids = torch.tensor([question.input_ids])
+        tokens = MODEL.generate(ids, max_new_tokens=question.max_new_tokens)[0].tolist()
+        answers.append(Answer(tuple(tokens), tuple(range(len(tokens)))))
+
+    def ask(url: str, asked: list[Question]) -> load.Round:
+        right = answers[: len(asked)]
+        wrong = replace(right[1], tokens=(right[1].tokens[0] ^ 1, *right[1].tokens[1:]))
+        return load.Round(right if url == "fastattn" else [right[0], wrong, *right[2:]], 1.0, 1.0)
+
+    monkeypatch.setattr(load, "server", lambda args, name: nullcontext(name))
+    monkeypatch.setattr(load, "_run", ask)
+    said = error_of(lambda: main(["load", "--d-model", "64", "--layers", "2", "--requests", "3", "--rounds", "1"]))
+    assert said.startswith("token 1 of the answer to request 2 must be")
 
 
 def test_tokens_stream_as_they_come(slow):

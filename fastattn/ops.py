@@ -1,4 +1,5 @@
 """The only place PyTorch is told about attention and its weights: op pairs, their fakes and vmap rule, the Functions.
+(Attention to pages, which has no gradients, is an op in paged.py.)
 
 Eager calls go through `_Attention`, whose backward applies `_AttentionBackward` where it is to be differentiated, so
 that every derivative of every order exists (the second from `derivatives.py`). Graphs of Dynamo and of torch.export,
@@ -47,11 +48,6 @@ torch.library.define(
     "fastattn::forward", f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_SPEC}) -> (Tensor o, Tensor lse)"
 )
 torch.library.define(
-    "fastattn::forward_paged",
-    "(Tensor q, Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales, Tensor table, Tensor? alibi_slopes, "
-    f"Tensor? sinks, {_SPEC}) -> (Tensor o, Tensor lse)",
-)
-torch.library.define(
     "fastattn::backward",
     "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     f"{_LEARNED}, {_WANTED}, {_SPEC}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi, Tensor dsinks)",
@@ -92,21 +88,6 @@ def _of_plan(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[T
     if _derivative_wanted(arguments[:6]):
         return _Attention.apply(*arguments)
     return _forward(*arguments) if _onnx_exports() else torch.ops.fastattn.forward(*arguments)
-
-
-def attention_to_pages(
-    q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, ...], table: Tensor, spec: Spec, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """(o, lse) of a prepared call as one op of a graph, for pages that are read where they lie; without gradients."""
-    of_spec = (spec.alibi_slopes, spec.sinks, *_flatten(spec, plan.backend))
-    return torch.ops.fastattn.forward_paged(q, k, v, *(scales or (None, None)), table, *of_spec)
-
-
-def _forward_paged(q, k, v, k_scales, v_scales, table, alibi_slopes, sinks, *flat):
-    spec, backend = _unflatten((None, alibi_slopes, sinks), flat)
-    if k_scales is None:
-        return backend.forward_paged(q, k, v, table, spec)
-    return backend.forward_quantized(q, k, v, k_scales, v_scales, table, spec)
 
 
 def attention_in_graph(
@@ -766,8 +747,6 @@ def _over_samples(op, in_dims, arguments):
     return stacked, (0,) * len(stacked)
 
 
-torch.library.impl("fastattn::forward_paged", "CompositeExplicitAutograd", _forward_paged)
-torch.library.register_fake("fastattn::forward_paged", _fake_forward)
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")  # which takes its kernels back where it is forgotten
 for _name, _kernel in (("attention", _attention), ("attention_weights", _attention_weights)):
     for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode"):  # transforms see what is inside

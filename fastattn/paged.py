@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ from . import blocks, ops, plan
 from .api import merge
 from .backends import NoBackendError, warn_of_copies
 from .spec import Mask, accumulation_dtype, can_be_read, is_dense, refuse_unknown
-from .validation import QUANTIZED, check_flags, check_paged, check_pages, check_places
+from .validation import QUANTIZED, check_flags, check_numbers, check_paged, check_pages, check_places
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -150,6 +151,11 @@ def attention_paged(
         refuse_unknown(attention_paged, unknown)
     blocks.refuse("attention to pages")
     terms = (scale, softcap, alibi_slopes, sinks)
+    if plan.is_traced():
+        of_step = (block_table, lengths, cu_seqlens_q, tree, causal, window, prefix)
+        result = _in_graph(q, k_pages, v_pages, k_scales, v_scales, k, v, of_step, terms, backend, return_lse)
+        if result is not None:
+            return result
     if return_lse is False and tree is None and backend is None and type(prefix) is int and prefix == 0:
         of_step = block_table, lengths, cu_seqlens_q
         o = _short_way(q, k_pages, v_pages, of_step, k, v, causal, window, terms, (k_scales, v_scales))
@@ -160,6 +166,102 @@ def attention_paged(
             q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, causal, window, tree, prefix, terms,
             return_lse, backend, k_scales, v_scales,
         )  # fmt: skip
+
+
+_OF_STEP = (
+    "Tensor block_table, Tensor lengths, Tensor? cu_seqlens_q, Tensor? tree, bool causal, SymInt? window_left, "
+    "SymInt? window_right, SymInt prefix, float? scale, float? softcap, Tensor? alibi_slopes, Tensor? sinks, "
+    "str? backend, bool return_lse) -> (Tensor o, Tensor lse)"
+)
+torch.library.define(
+    "fastattn::attention_paged",
+    f"(Tensor q, Tensor k_pages, Tensor v_pages, Tensor? k_scales, Tensor? v_scales, {_OF_STEP}",
+)
+torch.library.define(
+    "fastattn::attention_paged_",
+    "(Tensor q, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!)? k_scales, Tensor(d!)? v_scales, Tensor k, "
+    f"Tensor v, {_OF_STEP}",
+)
+
+
+def _in_graph(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    of_step: tuple,
+    terms: tuple,
+    backend: str | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The result of a call that is traced, as one op, which is checked and computed where it runs.
+
+    None for a malformed call, whose checks are traced.
+    """
+    block_table, lengths, cu_seqlens_q, tree, causal, window, prefix = of_step
+    scale, softcap, alibi_slopes, sinks = terms
+    well_formed = (
+        all(isinstance(x, Tensor) for x in (q, k_pages, v_pages, block_table, lengths))
+        and all(x is None or isinstance(x, Tensor) for x in (k_scales, v_scales, k, v, cu_seqlens_q, tree))
+        and all(x is None or isinstance(x, Tensor) for x in (alibi_slopes, sinks))
+        and q.dim() == 3
+        and v_pages.dim() == 4
+        and (k is None) is (v is None)
+        and isinstance(causal, bool)
+        and isinstance(window, tuple)
+        and len(window) == 2
+        and isinstance(return_lse, bool)
+        and (backend is None or isinstance(backend, str))
+    )
+    if not well_formed:
+        return None
+    check_numbers(scale, softcap, 0.0)  # here, where Dynamo ends its graph before numbers that it does not know
+    others = (block_table, lengths, cu_seqlens_q, tree, causal, *window, prefix, *terms, backend, return_lse)
+    pages = (q, k_pages, v_pages, k_scales, v_scales)
+    if k is None:
+        o, lse = torch.ops.fastattn.attention_paged(*pages, *others)
+    else:
+        o, lse = torch.ops.fastattn.attention_paged_(*pages, k, v, *others)
+    return (o, lse) if return_lse else o
+
+
+def _op(*arguments):
+    return _op_with_new(*arguments[:5], None, None, *arguments[5:])
+
+
+def _op_with_new(
+    q, k_pages, v_pages, k_scales, v_scales, k, v, block_table, lengths, cu_seqlens_q, tree, causal, left, right,
+    prefix, scale, softcap, alibi_slopes, sinks, backend, return_lse,
+):  # fmt: skip
+    result = attention_paged(
+        q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k=k, v=v, causal=causal, window=(left, right),
+        tree=tree, prefix=prefix, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        return_lse=return_lse, backend=backend, k_scales=k_scales, v_scales=v_scales,
+    )  # fmt: skip
+    o, lse = result if return_lse else (result, q.new_empty(0))
+    return o.contiguous(), lse.contiguous()
+
+
+def _fake_op(q, k_pages, v_pages, *others):
+    (total, H, _), return_lse = q.shape, others[-1]
+    lse = q.new_empty((H, total), dtype=accumulation_dtype(q.dtype)) if return_lse else q.new_empty(0)
+    return q.new_empty(total, H, v_pages.shape[3]), lse
+
+
+def _without_gradients(op, keys, *arguments):
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+
+_LIBRARY = torch.library.Library("fastattn", "FRAGMENT")  # which takes its kernels back where it is forgotten
+for _name, _kernel in (("attention_paged", _op), ("attention_paged_", _op_with_new)):
+    torch.library.impl(f"fastattn::{_name}", "CompositeExplicitAutograd", _kernel)
+    torch.library.register_fake(f"fastattn::{_name}", _fake_op)
+    _default = getattr(torch.ops.fastattn, _name).default
+    _LIBRARY.impl(_name, functools.partial(_without_gradients, _default), "Autograd", with_keyset=True)
 
 
 def _short_way(
@@ -461,8 +563,6 @@ def prepared(
             q, _, _, spec, decided = plan.prepare(q, k, v, *arguments, function)
             if decided.plain and all(map(plan.is_plain, (k_pages, v_pages, *of_rows))):
                 return lambda: getattr(decided.backend, function)(q, k_pages, v_pages, *of_rows, table, spec)
-            if plan.is_traced():
-                return lambda: ops.attention_to_pages(q, k_pages, v_pages, of_rows, table, spec, decided)
             why = "these tensors are of a subclass or a transform, for which none reads pages where they lie"
         except NoBackendError:
             _, _, _, _, decided = plan.prepare(q, k, v, *arguments)

@@ -10,13 +10,13 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import Mask, paged
 from fastattn.backends import cpu
-from fastattn.ops import _flatten
 from fastattn.paged import quantized
 from fastattn.spec import Spec
 from fastattn.testing import DTYPES, Case, Inputs, assert_right, make_inputs, run
@@ -500,15 +500,50 @@ def test_a_graph_reads_pages_where_they_lie(mode, dtype):
         assert torch.equal(x, expected)
 
 
-def test_the_op_of_graphs_keeps_pytorchs_rules_and_refuses_what_does_not_fit():
-    pages, table = torch.randn(2, 9, H_KV, 16, D), torch.arange(8).view(2, 4)
-    mask = Mask(real_keys=torch.arange(64) < torch.tensor([[40], [64]]))
-    flat = (None, None, *_flatten(Spec(mask, 0.5), cpu))
-    given = (torch.randn(2, H, 3, D), *pages, None, None)
-    torch.library.opcheck(torch.ops.fastattn.forward_paged.default, (*given, table, *flat))
-    for wrong in (table[:1], table[:, :3], table + 2):
-        with pytest.raises(ValueError, match=r"block_table|real_keys"):
-            torch.ops.fastattn.forward_paged(*given, wrong, *flat)
+@pytest.mark.parametrize("writes", [False, True])
+def test_the_ops_of_graphs_keep_pytorchs_rules(writes):
+    (k_pages, v_pages), table = torch.randn(2, 9, 16, H_KV, D), torch.arange(8).view(2, 4)
+    new = torch.randn(2, 5, H_KV, D) if writes else ()
+    of_step = table, torch.tensor([40, 64]), torch.tensor([0, 2, 5]), None, True, 20, None, 0
+    op = torch.ops.fastattn.attention_paged_ if writes else torch.ops.fastattn.attention_paged
+    pages = torch.randn(5, H, D), k_pages, v_pages, None, None
+    torch.library.opcheck(op.default, (*pages, *new, *of_step, 0.5, 3.0, torch.rand(H), None, None, True))
+
+
+def paged_of(q: Tensor, requests: Requests, **options: object) -> Tensor:
+    given = requests.k_pages, requests.v_pages, requests.table % 63, requests.lengths
+    return fastattn.attention_paged(q, *given, **options)
+
+
+def test_a_decomposed_program_has_no_gradients_either():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.product, self.requests = torch.nn.Linear(D, D), Requests()
+
+        def forward(self, q):
+            return paged_of(self.product(q), self.requests)
+
+    model, q = Model(), torch.randn(6, H, D)
+    program = torch.export.export(model, (q,)).run_decompositions()
+    assert torch.equal(program.module()(q), model(q))
+    assert not program.module()(q).requires_grad
+
+
+def test_a_graph_refuses_a_page_that_there_is_not():
+    requests = Requests()
+    given = requests.k_pages, requests.v_pages, requests.table % 63 + 2**32, requests.lengths
+    with pytest.raises(ValueError, match="block_table"):
+        torch.compile(fastattn.attention_paged, backend="eager")(requests.q[:6], *given)
+
+
+def test_eager_calls_between_those_of_a_graph_compile_nothing():
+    requests, counter = Requests(), CompileCounter()
+    attend = torch.compile(lambda q, ends: paged_of(q, requests, cu_seqlens_q=ends), backend=counter, fullgraph=True)
+    for q, ends in ((requests.q[:6], None), (requests.q, requests.cu_seqlens_q)):
+        for _ in range(2):
+            assert torch.equal(attend(q, ends), paged_of(q, requests, cu_seqlens_q=ends))
+    assert counter.frame_count == 2
 
 
 def as_graph(attend: Callable, given: tuple, mode: str) -> Callable:

@@ -155,6 +155,8 @@ def drawn(device: torch.device, generator: torch.Generator | DropoutSeed | None)
     if isinstance(generator, DropoutSeed):
         check_seed(generator, device)
         seed = generator.seed
+        if not isinstance(seed, Tensor):  # of which Dynamo would compile a graph for each number
+            return generator._replace(seed=torch.full((), seed, dtype=torch.int64, device=device))
         return generator._replace(seed=torch.as_tensor(seed, dtype=torch.int64, device=device))
     return DropoutSeed(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device, generator=generator))
 

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from modelled_gpu import CUDA_MACHINES
+from torch._dynamo.testing import CompileCounter
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_map
@@ -316,6 +317,19 @@ def test_compiles_whole_to_two_graphs_over_all_lengths(backend, compiler):
         for a, b in zip(*(torch.autograd.grad(o, (q, k, v), arriving) for o in (eager, fast)), strict=True):
             assert torch.equal(a, b)
     assert len(graphs) <= 2
+
+
+def test_compiles_to_two_graphs_over_all_seeds():
+    torch._dynamo.reset()
+    counter, x = CompileCounter(), torch.randn(1, 2, 5, 8)
+
+    def attend(x, seed):
+        return fastattn.attention(x, x, x, dropout_p=0.5, generator=fastattn.DropoutSeed(seed))
+
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    for seed in (3, 4, 5, -5, 2**62, -(2**63)):
+        assert torch.equal(compiled(x, seed), attend(x, seed))
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize(

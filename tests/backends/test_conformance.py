@@ -173,8 +173,10 @@ def test_backend_keeps_its_promises(backend, device):
 
 
 @on_each
-def test_backend_passes_the_check_of_unknown_machines(backend, device):
+def test_backend_passes_the_check_of_unknown_machines(backend, device, monkeypatch):
     """No GPU has run it: here it must not be stricter than the kernels are exact."""
+    if backend is triton and device == "cpu":
+        monkeypatch.setattr(selfcheck, "_FAR_BELOW_ZERO", (1, 4, 2, 160, 160, 64))  # several tiles, as ever
     slow = backend in (triton, hopper) and device == "cpu"  # interpreted or on a machine: half a minute for each dtype
     for dtype in {most_precise_dtype(backend)} if slow else PROMISES[backend.NAME]["dtypes"]:
         assert selfcheck.find_fault(backend, torch.device(device), dtype, training=True) is None

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +41,7 @@ from fastattn.backends.triton.visibility import (
     shown,
 )
 from fastattn.spec import Mask, Spec
-from fastattn.testing import CASES, Case, assert_right, errors, make_inputs, run
+from fastattn.testing import CASES, DTYPES, Case, assert_right, errors, make_inputs, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, N_Q, N_K, BLOCK_M, BLOCK_N = 2, 20, 30, 8, 8
@@ -406,20 +407,42 @@ SHORT = [with_few_queries(case) for case in CASES if case.timed is None and 0 < 
     ],
 )
 def test_keys_in_parts(case, dtype, most, launches, monkeypatch):
-    """Of one tile each, of which there are more than parts that are added at once; or of several tiles."""
+    """Of one tile each, of which there are more than parts that are added at once; or of several tiles.
+
+    The forward alone: no kernel of the backward asks whether there were parts.
+    """
     monkeypatch.setattr(flash_decoding, "keys_of_part", lambda programs: 1)
     monkeypatch.setattr(flash_decoding, "MOST_PARTS", tl.constexpr(most))
     inputs = make_inputs(case, dtype, DEVICE)
-    assert_right(inputs, run(inputs, backend.NAME))
-    computed = launches[: launches.index("rows_kernel")]
+    o, lse = backend.forward(inputs.q, inputs.k, inputs.v, inputs.spec())
+    assert_right(inputs, {"o": o, "lse": lse})
     padded_head_dim = configs.padded_head_dim(max(inputs.q.shape[3], inputs.v.shape[3]), inputs.q)
     tile = config_for("decoding", inputs.q, padded_head_dim, heavy_terms=0).BLOCK_N
-    assert "decoding_kernel" in computed
-    assert ("combine_kernel" in computed) == (inputs.k.shape[2] > tile)
-    assert "forward_kernel" not in computed
+    assert "decoding_kernel" in launches
+    assert ("combine_kernel" in launches) == (inputs.k.shape[2] > tile)
+    assert "forward_kernel" not in launches
 
 
 ON_MACHINES = [(machine, "cpu") for machine in PTX_MACHINES if machine.backend is backend]
+
+
+def of_every_dtype(things: Iterable, dtypes: tuple[torch.dtype, ...]) -> list[tuple]:
+    """Each with every backend, device and dtype; where Triton is interpreted, 16 bits are bf16 and fp16 by turns.
+
+    As in `every_call` of test_conformance.py: they differ in the headroom of weights alone.
+    """
+    turns = (torch.float16, torch.bfloat16)
+    return [
+        (thing, place, device, dtype)
+        for place, device in [(backend, DEVICE), *ON_MACHINES]
+        for i, thing in enumerate(things)
+        for dtype in dtypes
+        if (place, device) != (backend, "cpu") or dtype is not turns[i % 2]
+    ]
+
+
+def option_id(x: object) -> str:
+    return "".join(x) if isinstance(x, dict) else place_id(x)
 
 
 @pytest.mark.parametrize(("page_size", "dtype"), [(7, torch.float32), (16, torch.bfloat16)], ids=str)
@@ -432,9 +455,12 @@ def test_keys_in_pages(case, backend, device, page_size, dtype):
 
 
 @test_paged.each_stored_dtype
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
-@pytest.mark.parametrize("case", test_paged.OF_QUANTIZED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "backend", "device", "dtype"),
+    of_every_dtype(test_paged.OF_QUANTIZED, DTYPES),
+    ids=place_id,
+    indirect=["backend"],
+)
 def test_quantized_keys_in_pages(case, backend, device, dtype, stored):
     inputs = make_inputs(case, dtype, device)
     assert_right(inputs, test_paged.forward_quantized(inputs, 16, stored, backend))
@@ -469,27 +495,28 @@ def test_no_table_makes_a_kernel_read_outside_the_pages(n_q):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "dtype"), [(7, torch.float32), (16, torch.float16), (16, torch.bfloat16)], ids=str
+    ("options", "backend", "device", "dtype"),
+    of_every_dtype([test_paged.WORDS["sinks"][1], {}, {"window": (150, None)}], DTYPES),
+    ids=option_id,
+    indirect=["backend"],
 )
-@pytest.mark.parametrize(("backend", "device"), [(backend, DEVICE), *ON_MACHINES], ids=place_id, indirect=["backend"])
-@pytest.mark.parametrize(
-    "options", [{}, test_paged.WORDS["sinks"][1], {"window": (150, None)}], ids=lambda x: "".join(x)
-)
-def test_the_bits_of_a_request_in_pages_depend_on_no_other(options, backend, device, page_size, dtype):
+def test_the_bits_of_a_request_in_pages_depend_on_no_other(options, backend, device, dtype):
+    page_size = 7 if dtype is torch.float32 else 16
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     test_paged.check_bits(page_size, dtype, device, backend=backend.NAME, **options)
 
 
 @pytest.mark.parametrize("words", sorted(test_paged.OF_CHUNKS.keys() - {"window"}))  # whose partial tiles come last
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("backend", "device", "ends"),
-    [(backend, DEVICE, [64, 160, 200]), *((machine, "cpu", [17, 100, 137, 170]) for machine, _ in ON_MACHINES)],
+    ("D", "backend", "device", "dtype", "ends"),
+    [
+        (*call, [64, 160, 200] if call[1] is backend else [17, 100, 137, 170])
+        for call in of_every_dtype([64, 128], (torch.bfloat16, torch.float16))
+    ],
     ids=place_id,
     indirect=["backend"],
 )
-def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks(backend, device, ends, dtype, D, words):
+def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks(D, backend, device, dtype, ends, words):
     """Of 17 tokens or more, in the interpreter of whole tiles: its products do not round each row by itself."""
     test_paged.check_chunks(ends, dtype, D, device, backend=backend.NAME, **test_paged.OF_CHUNKS[words])
 

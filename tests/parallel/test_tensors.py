@@ -37,8 +37,7 @@ def test_what_has_no_heads_to_share_is_refused(ranks, what):
         assert message.startswith(REFUSED[what])
 
 
-@pytest.mark.parametrize("kind", ["torch", "dropout"])
-@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize(("context", "kind"), [(True, "torch"), (False, "dropout")])
 def test_compiled(ranks, kind, context):
     for actual, expected in ranks.run("tensor_jobs.compiled", 4 if context else 2, kind=kind, context=context):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -34,7 +34,7 @@ from .run import progress
 from .tune_child import SHAPES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SHAPES_OF_TILES = {"cuda": (4, 16, 4096, 4096), "cpu": (1, 2, 64, 64)}
+_SHAPES_OF_TILES = {"cuda": (4, 16, 4096, 4096), "cpu": (1, 1, 20, 20)}
 """B, H, n_q and n_k of the calls that tiles are timed in: many programs for a GPU, few for Triton's interpreter."""
 _SAMPLE_S, _CLASS_S = 0.02, 2.0
 _MOST_ROUNDS = 5

@@ -249,7 +249,6 @@ def some_tiles_wrong(tmp_path, monkeypatch):
 
 @pytest.fixture
 def quick_calls(monkeypatch):
-    monkeypatch.setattr(tune, "_SHAPES_OF_TILES", {DEVICE.type: (1, 1, 20, 20)})
     monkeypatch.setattr(tune, "_MOST_ROUNDS", 1)
 
 

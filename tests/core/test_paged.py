@@ -530,6 +530,23 @@ def test_a_decomposed_program_has_no_gradients_either():
     assert not program.module()(q).requires_grad
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_for_any_number_of_requests(strict):
+    class Model(torch.nn.Module):
+        def forward(self, q, k_pages, v_pages, table, lengths):
+            return fastattn.attention_paged(q, k_pages, v_pages, table, lengths)
+
+    requests = Requests()
+    given = requests.q[:6], requests.k_pages, requests.v_pages, requests.table % 63, requests.lengths
+    B = torch.export.Dim("B", max=64)
+    of_all = ({0: B}, None, None, {0: B}, {0: B})
+    program = torch.export.export(Model(), given, dynamic_shapes=of_all, strict=strict).module()
+    for some in (slice(6), slice(1), slice(2, 5)):
+        q, k_pages, v_pages, table, lengths = given
+        given_now = q[some], k_pages, v_pages, table[some], lengths[some]
+        assert torch.equal(program(*given_now), fastattn.attention_paged(*given_now))
+
+
 def test_a_graph_refuses_a_page_that_there_is_not():
     requests = Requests()
     given = requests.k_pages, requests.v_pages, requests.table % 63 + 2**32, requests.lengths

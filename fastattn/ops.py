@@ -1,10 +1,10 @@
 """The only place PyTorch is told about attention and its weights: op pairs, their fakes and vmap rule, the Functions.
-(Attention to pages, which has no gradients, is an op in paged.py.)
 
 Eager calls go through `_Attention`, whose backward applies `_AttentionBackward` where it is to be differentiated, so
 that every derivative of every order exists (the second from `derivatives.py`). Graphs of Dynamo and of torch.export,
 which cannot hold such a pair, hold `fastattn::attention` and `fastattn::attention_weights`: ops that later stages, and
 transforms, take apart as they do eager calls. In what they make of it the name of the backend is a constant string.
+Attention to pages, which has no gradients, is an op of `paged.py`.
 
 The dispatcher, which takes as long as a short call itself, is left out of eager calls that nobody watches: where no
 mode, transform, trace or profiler looks on, it would do nothing but call the backend.

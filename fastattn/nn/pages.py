@@ -48,7 +48,7 @@ class PagedCache:
 
     def __init__(self, pages: int, page_size: int = 64, dtype: torch.dtype | None = None) -> None:
         check_ints(1, pages=pages, page_size=page_size)
-        if dtype not in (None, *QUANTIZED):
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype in QUANTIZED)):
             raise ValueError(f"dtype must be torch.int8, torch.float8_e4m3fn or None, got {dtype!r}")
         self.pages, self.page_size, self.dtype = pages, page_size, dtype
         self._free = list(range(pages))

@@ -329,7 +329,7 @@ class Plan:
         return self._rows_of_all(of)[self.rank]
 
     def _rows_of_all(self, of: str) -> list[Tensor]:
-        if of not in ("queries", "keys"):
+        if not isinstance(of, str) or of not in ("queries", "keys"):
             raise ValueError(f"of must be 'queries' or 'keys', got {of!r}")
         return self._queries if of == "queries" else self._keys
 

@@ -101,10 +101,10 @@ def test_quantized_pages_change_the_logits_a_little(stored):
     error = ((rounded - exact).norm() / exact.norm()).item()
     torch.testing.assert_close(same, exact, rtol=1e-4, atol=1e-4)
     assert 1e-4 < error < 0.03
-    with pytest.raises(
-        ValueError, match=re.escape("dtype must be torch.int8, torch.float8_e4m3fn or None, got torch.float16")
-    ):
-        PagedCache(4, dtype=torch.float16)
+    for wrong in (torch.float16, torch.ones(2).numpy()):  # what compares to an array is no bool
+        must = f"dtype must be torch.int8, torch.float8_e4m3fn or None, got {wrong!r}"
+        with pytest.raises(ValueError, match=re.escape(must)):
+            PagedCache(4, dtype=wrong)
 
 
 @pytest.mark.parametrize("max_tokens_per_step", [4, 7, 64])

@@ -251,6 +251,7 @@ def malformed(group: dist.ProcessGroup, what: str) -> str:
     x = torch.ones(1, 2, 4, 8)
     calls = {
         "shard": lambda: plan.shard([1], 0),
+        "of": lambda: plan.positions(of=torch.ones(2).numpy()),
         "dim": lambda: plan.shard(x, 4),
         "unshard": lambda: plan.unshard(5, 0),
         "dim of a part": lambda: plan.unshard(x, "2"),

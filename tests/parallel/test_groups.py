@@ -156,6 +156,7 @@ def test_what_one_rank_refuses_is_refused_by_all(ranks, job, size, algorithm, wh
 
 MALFORMED = {
     "shard": "x must be a Tensor, got list",
+    "of": "of must be 'queries' or 'keys', got array(",
     "dim": "dim must be one of the 4 dimensions of x, got 4",
     "unshard": "y must be a Tensor, got int",
     "dim of a part": "dim must be one of the 4 dimensions of y, got '2'",

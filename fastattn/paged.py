@@ -156,6 +156,16 @@ def attention_paged(
         result = _in_graph(q, k_pages, v_pages, k_scales, v_scales, k, v, of_step, terms, backend, return_lse)
         if result is not None:
             return result
+    return _computed(
+        q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, causal, window, tree, prefix, terms, return_lse,
+        backend, k_scales, v_scales,
+    )  # fmt: skip
+
+
+def _computed(
+    q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, causal, window, tree, prefix, terms, return_lse,
+    backend, k_scales, v_scales,
+):  # fmt: skip
     if return_lse is False and tree is None and backend is None and type(prefix) is int and prefix == 0:
         of_step = block_table, lengths, cu_seqlens_q
         o = _short_way(q, k_pages, v_pages, of_step, k, v, causal, window, terms, (k_scales, v_scales))
@@ -236,10 +246,10 @@ def _op_with_new(
     q, k_pages, v_pages, k_scales, v_scales, k, v, block_table, lengths, cu_seqlens_q, tree, causal, left, right,
     prefix, scale, softcap, alibi_slopes, sinks, backend, return_lse,
 ):  # fmt: skip
-    result = attention_paged(
-        q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k=k, v=v, causal=causal, window=(left, right),
-        tree=tree, prefix=prefix, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        return_lse=return_lse, backend=backend, k_scales=k_scales, v_scales=v_scales,
+    terms = (scale, softcap, alibi_slopes, sinks)
+    result = _computed(
+        q, k_pages, v_pages, block_table, lengths, cu_seqlens_q, k, v, causal, (left, right), tree, prefix, terms,
+        return_lse, backend, k_scales, v_scales,
     )  # fmt: skip
     o, lse = result if return_lse else (result, q.new_empty(0))
     return o.contiguous(), lse.contiguous()

@@ -711,6 +711,11 @@ def _with_derivative(op, kernel, function, keys, *arguments):
                 "exported program before its run_decompositions"
             )
         return function.apply(*arguments)
+    return without_derivative(op, kernel, keys, *arguments)
+
+
+def without_derivative(op, kernel, keys, *arguments):
+    """An op outside of its Function, of whose arguments none is to be differentiated."""
     with torch._C._AutoDispatchBelowAutograd():
         if keys.raw_repr() in _OF_PLAIN_TENSORS:
             return kernel(*arguments)  # which is all that is left to the dispatcher, and takes it longer

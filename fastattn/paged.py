@@ -261,17 +261,13 @@ def _fake_op(q, k_pages, v_pages, *others):
     return q.new_empty(total, H, v_pages.shape[3]), lse
 
 
-def _without_gradients(op, keys, *arguments):
-    with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
-
-
 _LIBRARY = torch.library.Library("fastattn", "FRAGMENT")  # which takes its kernels back where it is forgotten
 for _name, _kernel in (("attention_paged", _op), ("attention_paged_", _op_with_new)):
     torch.library.impl(f"fastattn::{_name}", "CompositeExplicitAutograd", _kernel)
     torch.library.register_fake(f"fastattn::{_name}", _fake_op)
     _default = getattr(torch.ops.fastattn, _name).default
-    _LIBRARY.impl(_name, functools.partial(_without_gradients, _default), "Autograd", with_keyset=True)
+    _of_autograd = functools.partial(ops.without_derivative, _default, _kernel)
+    _LIBRARY.impl(_name, _of_autograd, "Autograd", with_keyset=True)
 
 
 def _short_way(

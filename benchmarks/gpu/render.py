@@ -186,7 +186,7 @@ def _table(headings: tuple[str, ...], lines: list[tuple[object, ...]]) -> str:
 
 
 def _timed_rows(document: dict) -> Rows:
-    """Right times of cases, of each job those of the latest sources that timed it: times of one run are compared."""
+    """Right times of cases, of each job those of the latest sources that timed it: others are not compared to them."""
     age = {run["sources"]: i for i, run in enumerate(document["runs"])}
     rows = [r for r in document["rows"] if r["stage"] in _COMPARED and r["verdict"] == "right" and r.get("case")]
     latest: dict[tuple, int] = {}

@@ -142,7 +142,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{low:.3g}-{high:.3g}",
         f"{row.gflops:.0f}",
         f"{row.matmul_share:.0%}",
-        f"{row.peak_mib:.1f}",
+        "" if row.peak_mib is None else f"{row.peak_mib:.1f}",
         "" if row.speedup is None else f"{row.speedup:.2f}x",
         row.note,
     )

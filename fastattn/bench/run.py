@@ -30,6 +30,7 @@ class Row:
     max_error: the largest error against fp64 in any result of the pass; None where the answer cannot be compared.
     timing, gflops, matmul_share, peak_mib, speedup: None unless right. gflops counts useful work only; matmul_share is
         of torch.matmul's rate in the same rounds; speedup is over torch's fastest right rival (None without one).
+    peak_mib: None too where the call failed as it was measured, after it had been timed.
     gbps: the fewest bytes that the pass of attention must move, per ns; None for layers.
     """
 

@@ -240,7 +240,10 @@ def test_what_fails_after_its_first_call_costs_itself_alone(monkeypatch):
         return of()
 
     contenders["naive"] = dataclasses.replace(contenders["naive"], compute=compute)
+    monkeypatch.setattr(run, "peak_bytes", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
     rows = run.measure_problem(problem, [*contenders.values()], "cpu", 0.0)
+    report.print_table(report.Report.of(rows, "cpu"))
+    assert named(rows, "fastattn cpu").peak_mib is None
     assert named(rows, "naive").verdict == "n/a"
     assert named(rows, "naive").note == "OutOfMemoryError: CUDA out of memory."
     assert named(rows, "fastattn cpu").timing

@@ -93,7 +93,7 @@ def _told_by_nvidia_smi(*names: str, gpu: str | None = None) -> str:
     return _output_of("nvidia-smi", *query).partition("\n")[0]
 
 
-@functools.cache  # it takes some 30 ms, and what is imported does not change
+@functools.cache  # it is a process of git, and what is imported does not change
 def _commit() -> str:
     """The commit of the checkout that this package is imported from, marked when files differ; "" outside one."""
     if not (_REPOSITORY / ".git").exists():

@@ -61,7 +61,7 @@ for _name in ("attention_weights", "weights"):
     )
 torch.library.define(
     "fastattn::weights_backward",
-    f"(Tensor d_weights, Tensor keys, Tensor q, Tensor k, {_LEARNED}, str form, {_SPEC}) "
+    f"(Tensor d_weights, Tensor keys, Tensor q, Tensor k, Tensor? lse, {_LEARNED}, str form, {_SPEC}) "
     "-> (Tensor dq, Tensor dk, Tensor dbias, Tensor dalibi, Tensor dsinks)",
 )
 
@@ -274,14 +274,18 @@ class _ShortAttention(Function):
     def backward(ctx, do, d_other=None):
         q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
         wanted, (average_heads, terms, backward, backend) = ctx.needs_input_grad[:3], ctx.constants
+        of_six = *wanted, False, False, False
         dlse, d_weights = (d_other, None) if average_heads is None else (None, d_other)
         result, of_weights = None, (None, None, None)
+        unwatched = not (_grad_enabled() or is_watched())
+        if unwatched and d_weights is not None and is_plain(d_weights) and (do is None or is_plain(do)):
+            of_pairs = _of_pairs(d_weights, _form(average_heads), q.shape[1])
+            return *backend.backward(do, None, q, k, v, o, lse, _spec(q, *terms), of_six, of_pairs)[:3], None
         if do is dlse is None:
             result = of_weights
-        elif not (_grad_enabled() or is_watched()):
+        elif unwatched:
             result = backward(do, dlse, q, k, v, o, lse, *terms, wanted)
         if result is None:
-            of_six = *wanted, False, False, False
             result = _gradients_of_call(do, dlse, q, k, v, o, lse, _spec(q, *terms), backend, of_six)[:3]
         if d_weights is not None:
             spec = _spec(q, *terms)
@@ -297,6 +301,13 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan, *, average_heads: bool) -> Tensor:
     """The weights after dropout, [B, n_q, n_k] or [B, H, n_q, n_k]; `lse` is that of the same call, or None."""
     return _in_form(_form(average_heads), 0, q, k, lse, spec, plan)[0]
+
+
+def _of_pairs(d_weights: Tensor, form: str, H: int) -> Tensor:
+    """What arrives at the weights of each pair, given that at one of these forms; broadcastable to [B, H, n_q, n_k]."""
+    if form == "averaged":
+        return (d_weights.to(accumulation_dtype(d_weights.dtype)) / H).unsqueeze(1)
+    return d_weights.unsqueeze(2) if form == "received" else d_weights
 
 
 def _form(average_heads: bool) -> str:
@@ -543,13 +554,13 @@ class _Weights(Function):
     @staticmethod
     def backward(ctx, d_weights, _):
         *tensors, keys = ctx.saved_tensors
-        q, k, _, bias, alibi_slopes, sinks, form, _, *flat = _join(tensors, ctx.constants)
+        q, k, lse, bias, alibi_slopes, sinks, form, _, *flat = _join(tensors, ctx.constants)
         inputs = (q, k, bias, alibi_slopes, sinks)
         if _derivative_wanted((d_weights, *inputs)):
             primals, spec = _primals((q, k, None, bias, alibi_slopes, sinks, *flat))
             dq, dk, _, *learned = derivatives.weights_gradients(d_weights, keys, primals, spec, form)
         else:
-            gradients = torch.ops.fastattn.weights_backward(d_weights, keys, *inputs, form, *flat)
+            gradients = torch.ops.fastattn.weights_backward(d_weights, keys, q, k, lse, *inputs[2:], form, *flat)
             dq, dk, *learned = (None if x is None else g for x, g in zip(inputs, gradients, strict=True))
         return dq, dk, None, *learned, None, None, *(None for _ in flat)
 
@@ -650,14 +661,21 @@ def _weights_in_form(
     return backend.weights(q, k, lse, spec, form == "averaged"), no_keys
 
 
-def _weights_backward(d_weights, keys, q, k, bias, alibi_slopes, sinks, form, *flat):
-    primals, spec = _primals((q, k, None, bias, alibi_slopes, sinks, *flat))
-    dq, dk, _, *learned = derivatives.weights_gradients(d_weights, keys, primals, spec, form)
+def _weights_backward(d_weights, keys, q, k, lse, bias, alibi_slopes, sinks, form, *flat):
+    check_fit(q, k, k, lse=lse)
+    spec, backend = _unflatten((bias, alibi_slopes, sinks), flat)
+    _check_spec(q, k, spec)
+    if form == "top_keys" or not hasattr(backend, "weights_backward") or nothing_to_see(q, k):
+        primals = (q, k, None, bias, alibi_slopes, sinks)
+        dq, dk, _, *learned = derivatives.weights_gradients(d_weights, keys, primals, spec, form)
+    elif d_weights.any():
+        of_pairs = _of_pairs(d_weights, form, q.shape[1])
+        dq, dk, _, *learned = backend.weights_backward(of_pairs, q, k, lse, spec)
+    else:  # as where a graph gives back the weights, and nobody uses them
+        return tuple(q.new_empty(0) if x is None else torch.zeros_like(x) for x in (q, k, bias, alibi_slopes, sinks))
     inputs = (q, k, bias, alibi_slopes, sinks)
-    return tuple(  # in the memory order that the fake promises
-        q.new_empty(0) if g is None else torch.empty_like(x).copy_(g)
-        for g, x in zip((dq, dk, *learned), inputs, strict=True)
-    )
+    gradients = zip((dq, dk, *learned), inputs, strict=True)
+    return tuple(q.new_empty(0) if g is None else _as_promised(g, x) for g, x in gradients)
 
 
 def _weights_dtype(q: Tensor, form: str) -> torch.dtype:
@@ -686,7 +704,7 @@ def _fake_weights(q, k, _lse, _bias, _alibi_slopes, _sinks, form, top_k, *_):
     return q.new_empty(shape, dtype=_weights_dtype(q, form)), q.new_empty(keys, dtype=torch.int64)
 
 
-def _fake_weights_backward(d_weights, keys, q, k, bias, alibi_slopes, sinks, *_):
+def _fake_weights_backward(d_weights, keys, q, k, lse, bias, alibi_slopes, sinks, *_):
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in (q, k, bias, alibi_slopes, sinks))
 
 

@@ -4,7 +4,8 @@
 //   S^T = K Q^T    P^T = 2^(S^T - lse)    dP^T = V dO^T    dS^T = P^T * (dP^T - delta + dlse)
 //   dV += P^T dO   dK += dS^T Q           dQ^T += K^T dS^T
 //
-// Dropout multiplies the weights by Z, which changes two of these: dP^T = Z^T * V dO^T, and dV += (Z^T * P^T) dO.
+// Dropout multiplies the weights by Z, which changes two of these: dP^T = Z^T * V dO^T, and dV += (Z^T * P^T) dO. What
+// arrives at the weights Z * P themselves is added to V dO^T, and what a pass of its own sums of it is added to delta.
 //
 // An item owns the gradients it writes, and sums each over all of its queries or over all of its keys, in order: sums
 // without atomics, and the same bits however the work is split.
@@ -12,6 +13,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "arith.h"
 #include "bias.h"
@@ -261,8 +263,9 @@ void begin_block(int C, const Params& p, const BackwardTensors& t, const Backwar
   for (int64_t i = 0; i < M; ++i) {
     const int64_t query = row_of_head + queries.at(first + lesser(i, n - 1)), c = i / kLanes, lane = i % kLanes;
     Measure from = Measure::of(t.lse[query] * p.scores_per_nat(), 1, p.on_score_log2());
+    const bool in_fp32 = p.q.dtype == DType::f32, few = is_for_few(p) || block.queries.length[c][lane] <= kFewKeys;
     imprecise[i] = std::fabs(t.lse[query]) > precise_lse(p.q.dtype) ||
-                   (p.q.dtype == DType::f32 && (is_for_few(p) || block.queries.length[c][lane] <= kFewKeys));
+                   (in_fp32 ? few || t.d_weights.data : few && t.d_weights.data);
     if (imprecise[i] && t.measures) {
       SharedMeasure found;
       __atomic_load(t.measures + query, &found, __ATOMIC_RELAXED);
@@ -270,7 +273,7 @@ void begin_block(int C, const Params& p, const BackwardTensors& t, const Backwar
     }
     any_imprecise[c] |= imprecise[i];
     block.reference[c][lane] = from.reference, block.rest_log2[c][lane] = from.rest_log2;
-    block.d_lse[c][lane] = t.d_lse ? t.d_lse[query] : 0.0f;
+    block.d_lse[c][lane] = (t.d_lse ? t.d_lse[query] : 0.0f) - (t.delta_of_weights ? t.delta_of_weights[query] : 0.0f);
   }
   for (int c = 0; c < C; c += kFewestColumns) {
     if (any_imprecise[c] || any_imprecise[c + kFewestColumns - 1]) {
@@ -287,14 +290,31 @@ void begin_block(int C, const Params& p, const BackwardTensors& t, const Backwar
 // Adds dS of n keys, not yet rounded, to the sum in each query's lane; its input is that of gradients_of_scores.
 FASTATTN_ONCE void add_d_row(int C, int64_t n, int first, float on_score_log2, bool drops, BackwardBlock& block,
                              const BackwardScratch& w) {
-  for (int64_t i = 0; i < n; ++i) {
-    for (int c = 0; c < C; ++c) {
+  for (int c = 0; c < C; ++c) {
+    Floats sum = {};  // of its own: sums of sums round less
+    for (int64_t i = 0; i < n; ++i) {
       const int64_t at = (i * C + c) * kLanes;
       const Floats dp = load(w.dp_t + at) * (drops ? load(w.z_t + at) : splat(1.0f));
       const Floats p = weight_from_lse(block, first + c, load(w.s_t + at), on_score_log2);
-      block.d_row[first + c] += p * (dp + (block.d_lse[first + c] - block.delta[first + c]));
+      sum += p * (dp + (block.d_lse[first + c] - block.delta[first + c]));
     }
+    block.d_row[first + c] += sum;
   }
+}
+
+// V dO^T += d_weights^T.
+FASTATTN_ONCE void add_d_weights(int C, const Params& p, const BackwardTensors& t, int64_t b, int64_t h,
+                                 const QueryBlock& queries, const KeyBlock& keys, Part part, int first,
+                                 const BackwardBlock& block, const BackwardScratch& w) {
+  with_elements(t.d_weights.data, t.d_weights_dtype, [&](auto* data) {
+    using Element = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
+    with_entries<Element>(C, t.d_weights, b, h, queries, keys, part, w.dp_t, [&](float* dp, Floats d_weights) {
+      const int64_t at = dp - w.dp_t, c = first + at / kLanes % C;
+      Floats weights = weight_from_lse(block, c, load(w.s_t + at), p.on_score_log2());
+      if (p.dropout.drops) weights *= load(w.z_t + at);
+      store(dp, load(dp) + (weights == 0 ? Floats{} : d_weights));  // 0 times what arrives there, inf of a logarithm
+    });
+  });
 }
 
 // Turns S^T and dP^T [n, M] into Z^T * P^T and dS^T, in the forms that the sums take.
@@ -347,6 +367,7 @@ void add_gradients(const Params& p, const BackwardTensors& t, const BackwardItem
     const Right d_o_t{block.d_o_t + column, block.stride};
     assign_product<C>(w.dp_t, part.n, steps_over(p.d_v), keys.v.at_row(part.begin), d_o_t);
   }
+  if (t.d_weights.data) add_d_weights(C, p, t, item.b, h, queries, keys, part, first, block, w);
   if (item.wanted.by_query && t.d_row) add_d_row(C, part.n, first, p.on_score_log2(), p.dropout.drops, block, w);
   gradients_of_scores<C>(part.n, block, first, p.on_score_log2(), p.dropout.drops, w);
   const auto* ds = reinterpret_cast<const LeftElement*>(w.ds);
@@ -528,7 +549,7 @@ void backward(const Params& p, const BackwardTensors& t, const BackwardItem& ite
       each_isolated_run(p, item.b, queries, item.first_query, item.last_query,
                         [&](const IsolatedRun& isolated_run, int64_t first, int64_t last) {
 #if !FASTATTN_BF16
-                          if (fits_single_block(p, item.b, isolated_run)) {
+                          if (!t.d_weights.data && fits_single_block(p, item.b, isolated_run)) {
                             return add_gradients_single_block(p, t, item, h, queries, isolated_run, first, last, begin,
                                                               end, prefetch, w);
                           }

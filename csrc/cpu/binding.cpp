@@ -140,12 +140,15 @@ PyObject* forward_paged(Arguments in) {
 // The gradients (dq, dk, dv), or None in the place of those that are not wanted, from do, dlse, q, k, v, o, lse; a
 // tuple that begins with whether those three are wanted; and sums of dS to add to, fp32 or None: over what shares an
 // entry of the bias, in tables that are to be added, [B or 1, tables, n_q, n_k]; over the queries, [B, H, n_k]; over
-// the keys, [B, H, n_q]; and over the keys times their distances, [B, H, n_q].
-PyObject* gradients_of(const Call& call, Arguments in, PyObject* of_inputs, Arguments of_sums) {
+// the keys, [B, H, n_q]; and over the keys times their distances, [B, H, n_q]. of_weights: what arrives at the weights,
+// broadcast to [B, H, n_q, n_k], and the sum of that times the weights over the keys, which is added to, fp32
+// [B, H, n_q]; or null.
+PyObject* gradients_of(const Call& call, Arguments in, PyObject* of_inputs, Arguments of_sums,
+                       Arguments of_weights = nullptr) {
   const Params& p = call.params();
   const Sizes of_output{p.B, p.H, p.n_q, p.d_v}, of_queries{p.B, p.H, p.n_q};
   std::vector<Tensor> held;
-  held.reserve(4);
+  held.reserve(5);
   const auto output_like = [&](PyObject* x, const char* name) {
     const Tensor tensor(Object::borrowed(x), name);
     tensor.check_sizes(of_output);
@@ -169,6 +172,13 @@ PyObject* gradients_of(const Call& call, Arguments in, PyObject* of_inputs, Argu
   t.lse = statistic(in[6], "lse");
   if (in[1] != Py_None) t.d_lse = statistic(in[1], "dlse");
   const auto wanted = [&](int i) { return truth(item(of_inputs, i).get()); };
+  if (of_weights && of_weights[0] != Py_None) {
+    const Tensor table = held.emplace_back(Tensor(Object::borrowed(of_weights[0]), "d_weights").in_table());
+    FASTATTN_CHECK(table.dtype(), "d_weights must be float32, bfloat16 or float16, got ", table.dtype_name());
+    t.d_weights = table_of(table, {p.B, p.H, p.n_q, p.n_k});
+    t.d_weights_dtype = *table.dtype();
+    t.delta_of_weights = Tensor(Object::borrowed(of_weights[1]), "the sums of d_weights").output(of_queries);
+  }
   const bool wants_dq = wanted(0), wants_dk = wanted(1), wants_dv = wanted(2);
   std::optional<Gradient> dq, dk, dv;
   if (wants_dq) t.dq = dq.emplace(Tensor(Object::borrowed(in[2]), "q"), true).rows();  // it is summed in place
@@ -201,8 +211,8 @@ PyObject* gradients_of(const Call& call, Arguments in, PyObject* of_inputs, Argu
   return PyTuple_Pack(3, result(dq, wants_dq).get(), result(dk, wants_dk).get(), result(dv, wants_dv).get());
 }
 
-// As gradients_of. Arguments: do, dlse, q, k, v, o, lse, spec, which are wanted, the sums.
-PyObject* backward(Arguments in) { return gradients_of({in[2], in[3], in[4], in[7]}, in, in[8], in + 9); }
+// As gradients_of. Arguments: do, dlse, q, k, v, o, lse, spec, which are wanted, the sums, of_weights.
+PyObject* backward(Arguments in) { return gradients_of({in[2], in[3], in[4], in[7]}, in, in[8], in + 9, in + 13); }
 
 // Writes the weights in the dtype of q, [B, 1 or H, n_q, n_k]. Arguments: q, k, lse or None, spec, the weights.
 PyObject* weights(Arguments in) {
@@ -528,7 +538,7 @@ PyMethodDef method(const char* name) {
 PyMethodDef methods[] = {
     method<forward, 4>("forward"),
     method<forward_paged, 7>("forward_paged"),
-    method<backward, 13>("backward"),
+    method<backward, 15>("backward"),
     method<weights, 5>("weights"),
     method<received, 4>("received"),
     method<top_keys, 5>("top_keys"),

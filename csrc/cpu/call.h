@@ -233,10 +233,7 @@ class Call {
     return result;
   }
 
-  Table table(const Tensor& x, const Sizes& sizes) {
-    const bool one_for_all_keys = x.dim() == 0 || x.stride(-1) == 0;
-    return table_of(hold(one_for_all_keys ? x : x.in_rows()), sizes);
-  }
+  Table table(const Tensor& x, const Sizes& sizes) { return table_of(hold(x.in_table()), sizes); }
 
   void add_terms(const Spec& spec) {
     Params& p = params_;

@@ -243,6 +243,11 @@ struct BackwardTensors {
   Input o, d_o;        // d_o.data may be null: zeros
   const float* lse;    // [B, H, n_q]
   const float* d_lse;  // [B, H, n_q], or null: zeros
+  // What arrives at the weights after dropout, or none: a part of dP. Its part of delta, which is no sum over O, is
+  // found first: rowsum(P * dP) [B, H, n_q].
+  Table d_weights;
+  DType d_weights_dtype;
+  float* delta_of_weights;
   // [B, H, n_q], or null: zeros, and once an item has found one that lse is too rough for, that.
   SharedMeasure* measures;
   Output dq, dk, dv;  // dq is fp32: it is summed in place over the chunks of keys

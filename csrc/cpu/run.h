@@ -50,13 +50,25 @@ void run_forward(const Capability& capability, const Params& p, const ForwardOut
 template <class ForEach>
 void run_backward(const Capability& capability, const Params& p, BackwardTensors t, int64_t threads, ForEach for_each) {
   const Kernels& kernels = capability.kernels_for(p.q.dtype);
+  const auto run = [&](const Params& p, const BackwardTensors& t) {
+    for (const Step& items : backward_steps(p, kernels, t, threads)) {
+      for_each(int64_t(items.size()), kernels.backward_scratch(p), [&](int64_t i, int64_t next, float* scratch) {
+        kernels.backward(p, t, items[i], item_or_null(items, next), scratch);
+      });
+    }
+  };
   const std::unique_ptr<SharedMeasure[]> measures(new SharedMeasure[p.B * p.H * p.n_q]());
   t.measures = measures.get();
-  for (const Step& items : backward_steps(p, kernels, t, threads)) {
-    for_each(int64_t(items.size()), kernels.backward_scratch(p), [&](int64_t i, int64_t next, float* scratch) {
-      kernels.backward(p, t, items[i], item_or_null(items, next), scratch);
-    });
+  if (t.d_weights.data) {
+    Params without_values = p;
+    without_values.d_v = 0;
+    BackwardTensors of_weights{};
+    of_weights.lse = t.lse, of_weights.measures = t.measures;
+    of_weights.d_weights = t.d_weights, of_weights.d_weights_dtype = t.d_weights_dtype;
+    of_weights.d_row = t.delta_of_weights;
+    run(without_values, of_weights);
   }
+  run(p, t);
 }
 
 // The Measure of every query, [B, H, n_q]: from its lse, or by a forward pass where `lse` is null. p.d_v is 0, as in

@@ -205,6 +205,7 @@ class Tensor {
   }
   Tensor contiguous() const { return is_contiguous() ? *this : after("contiguous"); }
   Tensor in_rows() const { return has_rows() ? *this : after("contiguous"); }
+  Tensor in_table() const { return dim() == 0 || stride(-1) == 0 ? *this : in_rows(); }  // for `table_of`
   Tensor as_float() const { return is(kDLFloat, 32) ? *this : after("float"); }
   Tensor as_long() const { return is(kDLInt, 64) ? *this : after("long"); }
 

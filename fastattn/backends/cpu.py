@@ -101,8 +101,14 @@ def backward(
     lse: Tensor,
     spec: Spec,
     output_mask: tuple[bool, ...],
+    d_weights: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes."""
+    """Gradients of q, k, v, bias, alibi_slopes and sinks, in their dtypes.
+
+    Args:
+        d_weights: what arrives at the weights of the same call after dropout, broadcastable to [B, H, n_q, n_k].
+    """
+    of_weights = None if d_weights is None else _zeros_of_queries(q, k, spec)
     _, _, _, wants_dbias, wants_dslopes, wants_dsinks = output_mask
     sums, rounded = _NO_SUMS, o.dtype != torch.float32
     if wants_dbias or wants_dslopes or wants_dsinks:
@@ -110,14 +116,14 @@ def backward(
         # the gradient of slopes.
         wanted = wanted_sums(spec, output_mask, rounded and wants_dsinks)
         sums = Sums(*(zeros(q, k, spec) if each else None for each, zeros in zip(wanted, _ZERO_SUMS, strict=True)))
-    gradients = build.CPU.load().backward(do, dlse, q, k, v, o, lse, spec, output_mask, *sums)
+    gradients = build.CPU.load().backward(do, dlse, q, k, v, o, lse, spec, output_mask, *sums, d_weights, of_weights)
     if sums is _NO_SUMS:
         return *gradients, None, None, None
     if sums.of_pairs is not None and spec.bias_by_distance:
         sums = sums._replace(of_pairs=sums.of_pairs.double())  # what rounding has taken is added to the sums
     stats = None
     if wants_dsinks or (wants_dbias and spec.bias_shared_along() == "keys"):
-        stats = _row_stats(do, dlse, o, lse, spec.sinks, sums.of_queries, rounded)
+        stats = _row_stats(do, dlse, o, lse, spec.sinks, sums.of_queries, rounded, of_weights)
     return *gradients, *learned_gradients(spec, output_mask, sums, stats, p_by_distance=None)
 
 
@@ -127,6 +133,16 @@ def weights(q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, average_heads:
     result = q.new_empty(B, 1 if average_heads else H, n_q, k.shape[2])
     build.CPU.load().weights(q, k, lse, spec, result)
     return result[:, 0] if average_heads else result
+
+
+def weights_backward(
+    d_weights: Tensor, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, None for v, bias, alibi_slopes and sinks, from what arrives at the weights after dropout."""
+    no_values = k[..., :0]
+    o, of_forward = forward(q, k, no_values, spec) if lse is None else (q[..., :0], lse)
+    wanted = (True, True, False, *(x is not None for x in (spec.bias, spec.alibi_slopes, spec.sinks)))
+    return backward(None, None, q, k, no_values, o, of_forward, spec, wanted, d_weights)
 
 
 def received(q: Tensor, k: Tensor, spec: Spec) -> Tensor:
@@ -177,10 +193,12 @@ def _row_stats(
     sinks: Tensor | None,
     ds_of_queries: Tensor | None,
     rounded: bool,
+    of_weights: Tensor | None,
 ) -> RowStats:
     seen, zero = lse != -math.inf, lse.new_zeros(())  # padding may have left NaN in do and dlse of the other queries
     dlse = torch.where(seen, zero if dlse is None else dlse, zero)
     delta = zero if do is None else torch.where(seen, (do.float() * o.float()).sum(-1), zero)
+    delta = delta if of_weights is None else delta + of_weights
     most = torch.finfo(torch.float32).max  # for an infinite sink, whose difference to its lse would be NaN
     lse_log2 = torch.where(seen, lse.double().clamp(max=most) * LOG2E, math.inf)
     sinks = None if sinks is None else sinks.double().clamp(max=most)

@@ -230,7 +230,7 @@ def test_the_binding_keeps_no_reference_to_what_it_reads_and_returns():
     for _ in range(100):
         results = (
             *module.forward(q, k, v, spec),
-            *module.backward(do, None, q, k, v, o, lse, spec, (True, False, True), None, None, None, None),
+            *module.backward(do, None, q, k, v, o, lse, spec, (True, False, True), *(None,) * 4, spec.bias, torch.zeros_like(lse)),
             *module.attend(q, k, v, *terms, False, None)[:3],
             *module.attend(q, k, v, *terms, False, True)[:3],
             *module.attend(with_gradient, k, v, *terms, False, True)[:3],

@@ -33,7 +33,9 @@ SOURCES = {
     ),
     "ptx-few": (
         *(*_AROUND, "fastattn/spec.py", "fastattn/testing.py", "tests/backends/places.py", "tests/core/test_paged.py"),
+        *("tests/conftest.py", "tests/quick_interpreter.py"),
         *(f"tests/backends/test_{name}.py" for name in ("conformance", "properties", "triton")),
+        *("tests/conftest.py", "tests/quick_interpreter.py"),
     ),
     "ptx-tritons": _OF_TRITON,
 }

@@ -458,6 +458,13 @@ def attention_with_weights(
         if result is not None:
             return result
     check_in_one_process(q=q, k=k, v=v)
+    if is_compiling():
+        result = ops.attention_in_graph(
+            q, k, v, mask, as_number(scale), bias, as_number(softcap), alibi_slopes, sinks, as_number(dropout_p),
+            generator, True, backend, False, average_heads,
+        )  # fmt: skip
+        if result is not None:
+            return result
     q, k, v, spec, decided = prepare(
         q, k, v, mask, scale, bias, softcap, alibi_slopes, sinks, dropout_p, generator, True, backend, "with weights"
     )

@@ -41,8 +41,8 @@ _WANTED = ", ".join(f"bool {name}_wanted" for name in ("dq", "dk", "dv", "dbias"
 
 torch.library.define(
     "fastattn::attention",
-    f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_MASK}, float? scale, {_NUMBERS}, str? backend, bool lse_wanted) "
-    "-> (Tensor o, Tensor lse)",
+    f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_MASK}, float? scale, {_NUMBERS}, str? backend, bool lse_wanted, "
+    "bool? average_heads) -> (Tensor o, Tensor lse, Tensor weights)",
 )
 torch.library.define(
     "fastattn::forward", f"(Tensor q, Tensor k, Tensor v, {_LEARNED}, {_SPEC}) -> (Tensor o, Tensor lse)"
@@ -72,7 +72,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: Spec, plan: Plan) -> tuple[
     """o [B, H, n_q, d_v] and lse [B, H, n_q] of a prepared call; None where that was prepared for its "output"."""
     if is_compiling():
         arguments = (spec.bias, spec.alibi_slopes, spec.sinks, *_flatten(spec, plan.backend), plan.lse_wanted)
-        return torch.ops.fastattn.attention(q, k, v, *arguments)
+        return torch.ops.fastattn.attention(q, k, v, *arguments, None)[:2]
     return _of_plan(q, k, v, spec, plan)
 
 
@@ -105,8 +105,11 @@ def attention_in_graph(
     deterministic: bool,
     backend: str | None,
     lse_wanted: bool,
+    average_heads: bool | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """(o, lse) of a call that Dynamo traces, as one op: to trace what Python does in it takes far longer.
+
+    Or (o, weights), where `average_heads` is not None.
 
     It stands for Python's checks and its choice too, which are made where the op is taken apart. None for a call whose
     checks are to be traced: a malformed one, and one of "fused", whose caller computes what is refused.
@@ -134,24 +137,32 @@ def attention_in_graph(
             places = places_from(first, q.shape[2], k.shape[2], q.device)
     of_mask = _flat_mask(EVERYTHING if mask is None else mask, seed, places)
     numbers = (scale, softcap, dropout_p, deterministic, by_distance)
-    return torch.ops.fastattn.attention(q, k, v, bias, alibi_slopes, sinks, *of_mask, *numbers, backend, lse_wanted)
+    wanted = (lse_wanted, average_heads)
+    arguments = (bias, alibi_slopes, sinks, *of_mask, *numbers, backend, *wanted)
+    o, lse, of_weights = torch.ops.fastattn.attention(q, k, v, *arguments)
+    return o, lse if average_heads is None else of_weights
 
 
 def _attention(q, k, v, bias, alibi_slopes, sinks, *rest):
-    of_mask, (scale, softcap, dropout_p, deterministic, by_distance, backend, lse_wanted) = rest[:12], rest[12:]
+    of_mask, (scale, softcap, dropout_p, deterministic, by_distance, backend, *wanted) = rest[:12], rest[12:]
+    lse_wanted, average_heads = wanted
     mask, seed, places = _mask_of(of_mask)
     if by_distance:
         bias = RelativeBias(bias[:, 0] if bias.dim() == 3 else bias)  # as it was given, in a malformed call
     drawn_by = None if seed is None else DropoutSeed(seed, places)
     terms = (scale, bias, softcap, alibi_slopes, sinks, dropout_p, drawn_by, deterministic, backend)
+    function = "with weights" if average_heads is not None else "forward" if lse_wanted else "output"
     try:
-        prepared = prepare(q, k, v, mask, *terms, "forward" if lse_wanted else "output")
+        prepared = prepare(q, k, v, mask, *terms, function)
     except ValueError as error:
         if are_fake():  # Dynamo then ends its graph before the call, which is refused where it runs
             raise NotImplementedError(*error.args) from error
         raise
     o, lse = _of_plan(*prepared)
-    return o, q.new_empty(0) if lse is None else lse
+    if average_heads is None:
+        return o, q.new_empty(0) if lse is None else lse, q.new_empty(0)
+    q, k, _, spec, plan = prepared
+    return o, lse, _weights_of_plan(_form(average_heads), 0, q, k, lse.detach(), spec, plan)[0]
 
 
 def short_way(
@@ -327,11 +338,19 @@ def top_keys(q: Tensor, k: Tensor, spec: Spec, top_k: int, plan: Plan) -> tuple[
 def _in_form(
     form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan
 ) -> tuple[Tensor, Tensor]:
+    if is_compiling():
+        learned = (spec.bias, spec.alibi_slopes, spec.sinks)
+        return torch.ops.fastattn.attention_weights(q, k, lse, *learned, form, top_k, *_flatten(spec, plan.by_weights))
+    return _weights_of_plan(form, top_k, q, k, lse, spec, plan)
+
+
+def _weights_of_plan(
+    form: str, top_k: int, q: Tensor, k: Tensor, lse: Tensor | None, spec: Spec, plan: Plan
+) -> tuple[Tensor, Tensor]:
     learned = (spec.bias, spec.alibi_slopes, spec.sinks)
-    if plan.plain and not (_derivative_wanted((q, k, *learned)) or is_watched()):  # none is, while a call is compiled
+    if plan.plain and not (_derivative_wanted((q, k, *learned)) or is_watched()):
         return _weights_in_form(q, k, lse, spec, plan.by_weights, form, top_k)
-    arguments = (q, k, lse, *learned, form, top_k, *_flatten(spec, plan.by_weights))
-    return torch.ops.fastattn.attention_weights(*arguments) if is_compiling() else _attention_weights(*arguments)
+    return _attention_weights(q, k, lse, *learned, form, top_k, *_flatten(spec, plan.by_weights))
 
 
 def _attention_weights(*arguments):

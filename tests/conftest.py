@@ -20,7 +20,7 @@ from modelled_gpu import CUDA_MACHINES, PTX_MACHINES, backend, hopper_gpu  # noq
 from fastattn import plan
 from fastattn.backends import build
 
-if importlib.util.find_spec("triton") is not None:  # there is none for macOS and Windows
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:  # not on macOS
     import quick_interpreter
 
     quick_interpreter.install()

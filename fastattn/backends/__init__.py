@@ -23,10 +23,10 @@ A backend is a module with these names, and nothing else is asked of it:
 
 as reference.py defines the first three. `lse` is that of `forward` for the same call, or None. The spec of `received`
 and `top_keys` has no dropout. Their derivatives are those of derivatives.py where nothing else is said. The last two
-are `forward` for keys and values [pages, H_kv, page_size, D or d_v], of which sample b has those in the pages table[b]: in
-any strides, and reading none but real ones; of int8 or float8_e4m3fn each row is to be multiplied by its scale, fp32
-[pages, H_kv, page_size]. Where a backend lacks "forward", since it has no lse there, it has this in its place, for
-calls of which neither an lse nor a derivative is wanted:
+are `forward` for keys and values [pages, H_kv, page_size, D or d_v], of which sample b has those in the pages
+table[b]: in any strides, and reading none but real ones; of int8 or float8_e4m3fn each row is to be multiplied by its
+scale, fp32 [pages, H_kv, page_size]. Where a backend lacks "forward", since it has no lse there, it has this in its
+place, for calls of which neither an lse nor a derivative is wanted:
 
     output(q, k, v, spec) -> o
 

@@ -371,7 +371,8 @@ def test_compiles_where_one_tensor_is_several_arguments():
     torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), x)[0] for o in (eager, fast)))
 
 
-def test_dynamo_takes_a_call_for_one_op():
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_dynamo_takes_a_call_for_one_op(with_weights):
     """What it traced of Python instead would cost time for each layer, and guards in each call."""
     torch._dynamo.reset()
     counted = []
@@ -383,7 +384,10 @@ def test_dynamo_takes_a_call_for_one_op():
     def attend(q, k, v, slopes, sinks, table, real_keys):
         mask = Mask(causal=True, q_offset=3, window=(4, None), real_keys=real_keys)
         terms = {"scale": 0.3, "softcap": 2, "alibi_slopes": slopes, "sinks": sinks}
-        return fastattn.attention(q, k, v, mask, bias=fastattn.RelativeBias(table), return_lse=True, **terms)
+        terms |= {"bias": fastattn.RelativeBias(table)}
+        if with_weights:
+            return fastattn.attention_with_weights(q, k, v, mask, **terms)
+        return fastattn.attention(q, k, v, mask, return_lse=True, **terms)
 
     learned = torch.rand(2), torch.rand(2), torch.rand(2, Q.shape[2] + K.shape[2] - 1)
     inputs = leaves(*(x.float() for x in (Q, K, V, *learned)))
@@ -391,7 +395,7 @@ def test_dynamo_takes_a_call_for_one_op():
     assert [name for name in counted[0] if "getitem" not in name] == ["fastattn.attention"]
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
-    found = (torch.autograd.grad(o.sum() + lse.sum(), inputs) for o, lse in results)
+    found = (torch.autograd.grad(o.sum() + other.square().sum(), inputs) for o, other in results)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

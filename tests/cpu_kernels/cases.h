@@ -36,6 +36,7 @@ struct Case {
   bool alibi = false;
   Layout layout = {};
   bool with_d_o = true, with_d_lse = true;
+  std::vector<int64_t> d_weights = {};  // the shape of what arrives at the weights, as that of the bias
 
   bool finishes_scores() const { return softcap > 0 || !bias.empty() || alibi; }  // as Params has it
 
@@ -160,6 +161,15 @@ inline const std::vector<Case> kCases = {
     {.name = "only-o", .why = "no gradient arrives at lse, but the sink takes some", .causal = true, .sink = 0.5,
      .with_d_lse = false},
     {.name = "only-lse", .why = "no gradient arrives at o", .causal = true, .with_d_o = false},
+    {.name = "weights", .why = "a gradient arrives at the weights of each pair",
+     .n_q = 75, .n_k = 101, .q_offset = {9, -20}, .right = 30, .keys = Padding::holes, .queries = Padding::holes,
+     .dropout_p = 0.3, .sink = 0.5, .d_weights = {2, 2, 75, 101}},
+    {.name = "weights-averaged", .why = "the same for all heads, in isolated runs of few keys",
+     .n_q = 90, .n_k = 90, .documents_q = {40, 50}, .documents_k = {40, 50}, .alibi = true, .with_d_o = false,
+     .d_weights = {2, 1, 90, 90}},
+    {.name = "weights-received", .why = "the same for all of a few queries",
+     .H = 4, .n_q = 2, .n_k = 300, .q_offset = {299, 120}, .softcap = 2, .with_d_lse = false,
+     .d_weights = {2, 4, 1, 300}},
 };
 // clang-format on
 
@@ -170,14 +180,14 @@ inline bool is_wished(const Case& c, const std::string& wish, const std::set<std
 
 constexpr int64_t kSeed = 0x1234567890abcdef;  // of dropout
 
-// NaN stands in every row that nobody may read, and in what arrives at an lse of -inf.
+// NaN stands in every row that nobody may read, and in what arrives at an lse of -inf or at the weight of a hidden key.
 class Inputs {
   std::mt19937_64 random_{1};
 
  public:
   const Case& about;
   std::vector<std::vector<char>> real_queries, real_keys;  // [B][N], 0 or 1
-  Array q, k, v, d_o, d_lse, bias;
+  Array q, k, v, d_o, d_lse, bias, d_weights;
   std::vector<int32_t> places;  // as Spec.places
 
   Inputs(const Case& c, DType dtype)
@@ -190,8 +200,14 @@ class Inputs {
         d_o(normal(c.H, c.d_v, dtype, real_queries)),
         d_lse(normal(c.H, 1, DType::f32, seeing_queries())),
         bias(normal(c.bias, dtype)),
+        d_weights(normal(c.d_weights, dtype)),
         places(2 + c.n_q + (c.n_k + 3) / 4) {
     for (int32_t& place : places) place = random_() % 100;
+    each_row(d_weights, [&](int64_t b, int64_t h, int64_t i) {
+      for (int64_t j = 0; j < c.n_k && d_weights.N == c.n_q; ++j) {
+        if (!sees(b, i, j)) d_weights.row(b, h, i)[j] = NAN;
+      }
+    });
   }
 
   double sink(int64_t h) const { return about.sink + h; }

@@ -146,11 +146,16 @@ Results formula(const Inputs& in, DType dtype) {
     std::sort(sorted.rbegin(), sorted.rend());
     std::copy_n(sorted.begin(), std::min<size_t>(kTopK, sorted.size()), r.largest.row(b, h, i));
 
+    const auto d_weight = [&](int64_t j) -> Real {
+      const auto& shape = c.d_weights;
+      return shape.empty() ? 0 : Real(in.d_weights.row(b, h % shape[1], i % shape[2])[j]);
+    };
     Real delta = c.with_d_o ? round(dot(in.d_o.row(b, h, i), o, c.d_v)) : 0;
+    for (size_t n = 0; n < keys.size(); ++n) delta += round(p[n] * factors[n]) * d_weight(keys[n]);
     if (c.with_d_lse) delta -= Real(*in.d_lse.row(b, h, i));
     for (size_t n = 0; n < keys.size(); ++n) {
       const Real dp = c.with_d_o ? round(dot(in.d_o.row(b, h, i), in.v.row(b, h_kv, keys[n]), c.d_v)) : 0;
-      Real ds = round(p[n] * round(dp * factors[n] - delta));
+      Real ds = round(p[n] * round((dp + d_weight(keys[n])) * factors[n] - delta));
       add(*r.d_row.row(b, h, i), ds);
       if (c.finishes_scores()) {
         double* const d_bias = r.d_bias.row(b % r.d_bias.B, h % r.d_bias.H, c.by_distance ? 0 : i);

@@ -173,7 +173,8 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   const RowLists queries(placement, in.real_queries), keys(placement, in.real_keys);
   const Buffer sinks(placement, c.H * int64_t(sizeof(float)), alignof(float));
   for (int64_t h = 0; h < c.H; ++h) sinks.data<float>()[h] = static_cast<float>(in.sink(h));
-  const Tensor bias(placement, dtype, in.bias);
+  const Tensor bias(placement, dtype, in.bias), d_weights(placement, dtype, in.d_weights);
+  const Tensor delta_of_weights(placement, DType::f32, Array(c.B, c.H, c.n_q, 1));  // 0, to be added to
   const Buffer slopes(placement, c.B * c.H * int64_t(sizeof(float)), alignof(float));
   for (int64_t i = 0; i < c.B * c.H; ++i) slopes.data<float>()[i] = static_cast<float>(in.slope(i / c.H, i % c.H));
   const Buffer q_offset(placement, c.B * int64_t(sizeof(int64_t)), alignof(int64_t));
@@ -211,6 +212,9 @@ Results run(const Inputs& in, DType dtype, Placement placement, const Request& r
   t.o = o.input(), t.lse = lse.floats();
   if (c.with_d_o) t.d_o = d_o.input();
   if (c.with_d_lse) t.d_lse = d_lse.floats();
+  if (!c.d_weights.empty()) {
+    t.d_weights = d_weights.table(), t.d_weights_dtype = dtype, t.delta_of_weights = delta_of_weights.floats();
+  }
   if (request.dq) t.dq = dq.output();
   if (request.dkv) t.dk = dk.output(), t.dv = dv.output();
   if (request.sums_of_ds) t.d_row = d_row.floats();

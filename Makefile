@@ -2,7 +2,7 @@
 # make gpu STAGE=truth | bench | hopper | cuda: on a machine with a GPU, in a Python that has torch; cuda needs nvcc too
 # make hopper | triton: compiles the kernels in fastattn/backends/ that and records what they take, for GPUs that need not be there
 # make cuda: the same for those in csrc/cuda
-# make cpu-test | sanitize | thread-sanitize | valgrind | aarch64 | scaling: the kernels in csrc/cpu, without torch
+# make cpu-test | sanitize | thread-sanitize | valgrind | aarch64: the kernels in csrc/cpu, without torch
 # make aarch64-conformance | aarch64-instructions: the cpu backend on an Arm processor, by qemu; what its kernels execute
 # make ptx: tests of the kernels of the GPU backends as they are compiled, on a machine that executes PTX
 # make ptx-few | ptx-tritons: a few cases of them, and Triton's and Hopper's with other Tritons
@@ -21,7 +21,7 @@ SANITIZING_CXX := tests/cpu_kernels/sanitizing-c++
 AARCH64_CXX := aarch64-linux-gnu-g++
 QEMU := qemu-aarch64
 
-.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions scaling ptx ptx-few ptx-tritons wheel wheel-test sdist sdist-test check-dist sbom workflows clean
+.PHONY: demo test properties attack lint docs bench gpu cuda triton hopper cpu-test sanitize thread-sanitize valgrind aarch64 aarch64-conformance aarch64-instructions ptx ptx-few ptx-tritons wheel wheel-test sdist sdist-test check-dist sbom workflows clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastattn demo
@@ -134,9 +134,6 @@ thread-sanitize: $(CPU_KERNELS)/thread-sanitized/kernels_test
 	$(shell setarch -R true 2>/dev/null && echo setarch -R) $< heap few
 	@$(PYTHON) .ci/passed.py --record $@
 
-scaling: $(CPU_KERNELS)/scaling
-	$<
-
 # $(1): a build of the executable, $(2): its compiler, $(3): more flags for the linker
 define cpu_build
 $(CPU_KERNELS)/$(1)/%.o: csrc/cpu/%.cpp $(CPU_HEADERS)
@@ -166,10 +163,6 @@ $(CPU_KERNELS)/count_instructions.so: benchmarks/count_instructions.cpp
 
 $(CPU_KERNELS)/aarch64/instructions: benchmarks/instructions.cpp $(addprefix $(CPU_KERNELS)/aarch64/,neon.o neon_bf16.o) $(CPU_HEADERS)
 	$(AARCH64_CXX) -std=c++20 -O2 -static $(filter-out %.h,$^) -o $@
-
-$(CPU_KERNELS)/scaling: benchmarks/scaling.cpp $(KERNEL_SOURCES) $(CPU_HEADERS)
-	@mkdir -p $(@D)
-	$(CPU_CXX) -O2 $< $(KERNEL_SOURCES) -o $@
 
 # The conformance suite, Triton's kernels in fp16 and bf16 by turns, and what stands in test_hopper_*.py and test_*_kernels.py; what
 # Triton and nvcc compile is kept for the next time. CASES as in -k of pytest: CASES="sm_90 and window"; they are drawn from every dtype,

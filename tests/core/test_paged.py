@@ -140,16 +140,6 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("words", WORDS)
-@pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
-def test_each_request_has_what_it_has_alone(words, dtype):
-    mask, options = WORDS[words]
-    requests = Requests(dtype)
-    as_given = {"causal": False} | mask | options
-    requests.check(requests.attend(**as_given, return_lse=True), mask, **options)
-
-
 def test_slopes_of_each_request():
     requests, slopes = Requests(), torch.rand(len(LENGTHS), H)
     o = requests.attend(alibi_slopes=slopes)
@@ -891,13 +881,13 @@ def test_all_codes_are_numbers_or_none(n_q, D, stored):
     check_codes(cpu, torch.ones(256, 1, n_q, D), stored)
 
 
-@each_stored_dtype
+@pytest.mark.parametrize("stored", [None, *QUANTIZED], ids=str)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.filterwarnings("ignore::fastattn.FallbackWarning")
-def test_each_request_has_what_its_quantized_keys_give(words, dtype, stored):
+def test_each_request_has_what_it_has_alone(words, dtype, stored):
     mask, options = WORDS[words]
-    requests = OfQuantized(dtype, stored)
+    requests = Requests(dtype) if stored is None else OfQuantized(dtype, stored)
     requests.check(requests.attend(**{"causal": False} | mask | options, return_lse=True), mask, **options)
 
 

@@ -199,34 +199,6 @@ def test_a_pair_beyond_the_budget_is_a_batch_of_its_own():
 # The model and its masks
 
 
-@pytest.mark.parametrize("others", [[-1], range(1, 30)], ids=["packed", "hardly padded"])
-def test_padding_changes_nothing(model, data, others):
-    """Padded keys are not seen, and padded queries are not computed: they give 0."""
-    by_length = sorted(data, key=lambda pair: (len(pair[1]), len(pair[0])))
-    pairs = [by_length[0], *(by_length[i] for i in others)]
-    batch = collate(pairs)
-    padding = batch.target_in == PAD
-    assert padding.any()
-    assert (batch.source == PAD).any()
-    with torch.no_grad():
-        assert not model.hidden(batch.source, batch.target_in)[padding].any()
-        assert not model.encode(batch.source)[batch.source == PAD].any()
-        together = model(batch.source, batch.target_in)
-        for row, pair in zip(together, pairs, strict=True):
-            alone = collate([pair])
-            torch.testing.assert_close(row[: alone.target_in.shape[1]], model(alone.source, alone.target_in)[0])
-
-
-def test_a_target_token_changes_nothing_before_it(model, data):
-    batch = collate(data[:4])
-    changed = batch.target_in.clone()
-    changed[:, 3] = torch.where(changed[:, 3] == 40, 41, 40)
-    with torch.no_grad():
-        before, after = model(batch.source, batch.target_in), model(batch.source, changed)
-    assert torch.equal(before[:, :3], after[:, :3])
-    assert (before[:, 3] != after[:, 3]).any(-1).all()
-
-
 def test_the_loss_is_the_mean_over_real_target_tokens(model, data):
     batch = collate(data[:5])
     loss = batch_loss(model, batch)

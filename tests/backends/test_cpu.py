@@ -145,7 +145,7 @@ def test_the_module_takes_of_torch_what_every_torch_has():
 
 X, SPEC = torch.zeros(2, 4, 5, 8), Spec(Mask(), 1.0)
 LSE = torch.zeros(2, 4, 5)
-WITHOUT_SUMS = (None, None, None, None)
+WITHOUT_SUMS = (None,) * 6
 DROPPING, PLACES = replace(SPEC, dropout_p=0.5, seed=torch.tensor(0)), torch.zeros(9, dtype=torch.int32)
 
 
@@ -203,6 +203,18 @@ DROPPING, PLACES = replace(SPEC, dropout_p=0.5, seed=torch.tensor(0)), torch.zer
             "dlse must be float32",
         ),
         ("backward", (X, None, X, X, X, X, LSE, SPEC, [True], *WITHOUT_SUMS), SystemError, "bad argument"),
+        (
+            "backward",
+            (X, None, X, X, X, X, LSE, SPEC, (True,) * 3, *WITHOUT_SUMS[:4], X, LSE),
+            ValueError,
+            "d_weights must broadcast to [2, 4, 5, 5], got [2, 4, 5, 8]",
+        ),
+        (
+            "backward",
+            (X, None, X, X, X, X, LSE, SPEC, (True,) * 3, *WITHOUT_SUMS[:4], X[..., :5], LSE[0]),
+            ValueError,
+            "the sums of d_weights must be [2, 4, 5]",
+        ),
         ("weights", (X, X, None, SPEC, X), ValueError, "weights must be [2, 4, 5, 5], got [2, 4, 5, 8]"),
         ("weights", (X, X, None, SPEC, X[..., :5].half()), ValueError, "weights must be float32, got float16"),
         ("received", (X, X, SPEC, LSE.int()), ValueError, "the sums must be contiguous and float32, got int32"),

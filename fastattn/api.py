@@ -375,7 +375,8 @@ def attention_weights(
     """Attention weights after dropout: [B, n_q, n_k] averaged over the heads, or [B, H, n_q, n_k].
 
     A weight is exp(score - lse), and 0 for a hidden key. A fused backend averages as it computes: [B, H, n_q, n_k] is
-    never in memory unless asked for. Differentiable to any order, at the cost of plain PyTorch over blocks of queries.
+    never in memory unless asked for. Differentiable to any order: the first by the kernels on a CPU, all others at the
+    cost of plain PyTorch over blocks of queries.
 
     Args:
         q: queries [B, H, n_q, D].

@@ -353,7 +353,7 @@ const std::set<std::string> kFewCases = {
     "token-by-token-strided", "documents-causal", "documents-of-other-lengths", "documents-holes", "documents-long",
     "dropout-window", "dropout-grouped", "dropout-part", "negative-scale", "softcap", "softcap-scale", "softcap-narrow",
     "softcap-decode", "sinks-decode", "sinks-far-above", "sinks-large-scores", "only-lse", "bias", "bias-shared",
-    "bias-of-keys", "bias-by-distance", "alibi", "alibi-documents",
+    "bias-of-keys", "bias-by-distance", "alibi", "alibi-documents", "weights", "weights-averaged", "weights-received",
 };
 // clang-format on
 

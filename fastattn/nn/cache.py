@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from ..spec import Mask
 from .checks import check_ints, check_tensor
+
+if TYPE_CHECKING:
+    from .pages import PagedCache
 
 
 class AttentionCache(Protocol):
@@ -60,6 +63,7 @@ class KVCache:
         self._before: tuple[int | Tensor, int] | None = None  # the lengths before the last `extend`
         self._layers: dict[int, _Growing] = {}
         self._memories: dict[int, _Memory] = {}
+        self._is_of_export = torch.compiler.is_exporting()
 
     def extend(self, n: int, real: Tensor | None = None, device: torch.device | str | None = None) -> Tensor:
         """Makes room for n tokens of each sample, which the next pass through the layers adds.
@@ -74,8 +78,10 @@ class KVCache:
 
         Raises:
             TypeError, ValueError: there is no room for them, or an argument is not what is said above.
+            NotImplementedError: torch.export traces this call, and not the constructor.
         """
         check_ints(0, n=n)
+        check_export(self)
         if real is not None:
             check_tensor("real", real, "bool", (self.batch_size, n))
             if isinstance(self._length, Tensor) and real.device != self._length.device:
@@ -169,6 +175,15 @@ def check_causal(mask: Mask) -> None:
         raise TypeError(f"mask must be a fastattn.Mask, got {type(mask).__name__}")
     if not mask.causal or mask.features() - {"causal", "window"}:
         raise ValueError(f"mask must be causal, with a window at most, with a cache, got {sorted(mask.features())}")
+
+
+def check_export(cache: KVCache | PagedCache) -> None:
+    """Raises where an exported program would begin every call with the tokens that a cache had during the export."""
+    if torch.compiler.is_exporting() and not cache._is_of_export:
+        name = type(cache).__name__
+        raise NotImplementedError(
+            f"cache must be None or made in the model's forward for torch.export, whose programs cannot keep a {name}"
+        )
 
 
 class _KeysAndValues:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..paged import QUANTIZED, attention_paged
 from ..spec import Mask
-from .cache import KVCache, check_causal
+from .cache import KVCache, check_causal, check_export
 from .checks import check_ints
 
 
@@ -53,6 +53,7 @@ class PagedCache:
         self.pages, self.page_size, self.dtype = pages, page_size, dtype
         self._free = list(range(pages))
         self._layers: dict[int, dict[str, Tensor]] = {}
+        self._is_of_export = torch.compiler.is_exporting()
 
     @property
     def free(self) -> int:
@@ -86,7 +87,9 @@ class PagedCache:
         Raises:
             TypeError, ValueError: a number is no int of at least 1, or a sequence has no room for it or is not open in
                 this cache.
+            NotImplementedError: torch.export traces this call, and not the constructor.
         """
+        check_export(self)
         if not isinstance(counts, Mapping):
             raise TypeError(f"counts must be a mapping from sequences to numbers, got {type(counts).__name__}")
         for sequence, n in counts.items():
@@ -194,7 +197,9 @@ class PagedStep:
 
         Raises:
             ValueError: there are other numbers of tokens, or there is padding among them.
+            NotImplementedError: torch.export traces this call, and did not make the cache.
         """
+        check_export(self.cache)
         if n != self.positions.shape[1]:
             raise ValueError(f"with this step there must be 1 row of {self.positions.shape[1]} new tokens, got {n}")
         if real is not None and not real.all():

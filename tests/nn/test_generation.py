@@ -670,6 +670,32 @@ def test_samples_are_selected_before_the_first_pass():
     assert layer.update(*torch.ones(2, 2, 1, 1, 8))[0].shape == (2, 1, 1, 8)
 
 
+@pytest.mark.parametrize("make", [lambda: KVCache(1, 8), lambda: PagedCache(4, 4)], ids=["dense", "paged"])
+@torch.no_grad()
+def test_only_caches_that_a_call_makes_are_exported(make):
+    model, ids = made(LanguageModel, replace(CONFIG, padding_idx=None)), torch.tensor([[3, 4, 5]])
+
+    class Twice(torch.nn.Module):
+        def __init__(self, kept: KVCache | PagedCache | None = None) -> None:
+            super().__init__()
+            self.model, self.kept = model, kept
+
+        def forward(self, ids: Tensor) -> Tensor:
+            cache = self.kept or make()
+            sequence = cache.open(8) if isinstance(cache, PagedCache) else None
+            for _ in range(2):
+                logits = self.model(ids, cache=cache.step({sequence: 3}) if sequence else cache)
+            return logits
+
+    kept = Twice(make())
+    with pytest.raises(NotImplementedError, match=f"for torch.export, .* keep a {type(kept.kept).__name__}"):
+        torch.export.export(kept, (ids,))
+    expected = kept(ids)
+    program = torch.export.export(Twice(), (ids,)).module()
+    assert torch.equal(program(ids), expected)
+    assert torch.equal(program(ids), expected)
+
+
 def test_a_cache_takes_causal_masks_only():
     model = made(LanguageModel, CONFIG)
     cache = KVCache(1, 3)

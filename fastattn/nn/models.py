@@ -284,7 +284,7 @@ class SequenceClassifier(Model):
         if real is None:
             return self.head(x[:, 0])
         first = real.int().argmax(dim=1)
-        return self.head(x[torch.arange(len(x), device=x.device), first])
+        return self.head(x[torch.arange(x.shape[0], device=x.device), first])  # torch.export takes len(x) for fixed
 
     if TYPE_CHECKING:
 
@@ -549,7 +549,7 @@ class _Source:
 def _last_real(x: Tensor, real: Tensor) -> Tensor:
     """The rows [B, E] of x for the last token of each sample that is not padding."""
     last = real.shape[1] - 1 - real.flip(1).int().argmax(dim=1)
-    return x[torch.arange(len(x), device=x.device), last]
+    return x[torch.arange(x.shape[0], device=x.device), last]
 
 
 def _check_not_empty(ids: Tensor) -> None:

@@ -795,6 +795,17 @@ def test_models_learn_and_compile(cls):
     assert loss().item() < 0.5 * begin
 
 
+@pytest.mark.parametrize("cls", [SequenceClassifier, LanguageModel, Seq2SeqModel])
+def test_models_export_for_every_size(cls):
+    model = made(cls, CONFIG, **({"num_classes": 3} if cls is SequenceClassifier else {}))
+    count = 2 if cls is Seq2SeqModel else 1
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    ids = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0], [9, 0, 0, 0]])
+    program = torch.export.export(model, (ids,) * count, dynamic_shapes=(sizes,) * count).module()
+    for other in (ids, ids[1:, :3], ids[:1]):
+        close(program(*(other,) * count), model(*(other,) * count))
+
+
 @pytest.mark.parametrize(
     "wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")], ids=["checkpoint", "compile"]
 )

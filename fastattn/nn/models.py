@@ -127,7 +127,7 @@ class Model(nn.Module):
         if not isinstance(config, TransformerConfig):
             raise TypeError(f"config must be a TransformerConfig, got {type(config).__name__}")
         self.config = config
-        self.register_load_state_dict_post_hook(_tie_what_was_assigned)
+        self.register_load_state_dict_post_hook(_follow_what_was_assigned)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
         """As in nn.Module; a tied head stays tied, also where `to_empty` makes a new weight for each name of one."""
@@ -220,11 +220,16 @@ class Model(nn.Module):
         return self.dropout(x)
 
 
-def _tie_what_was_assigned(model: Model, _: object) -> None:
-    """Makes two weights in the same memory one, as `load_state_dict(assign=True)` leaves those of a tied head."""
+def _follow_what_was_assigned(model: Model, _: object) -> None:
+    """Completes `load_state_dict(assign=True)`: a tied head is one weight again, and a table of positions like all."""
     head, weight = model.head.weight, model._embedding_of_head().weight
     if type(head) is type(weight) is nn.Parameter and not head.is_meta and head.is_set_to(weight):
         model.head.weight = weight
+    positions, kinds = model.positions, {(x.device, x.dtype) for x in model.parameters()}
+    if isinstance(positions, SinusoidalPositions) and len(kinds) == 1:
+        device, dtype = kinds.pop()
+        if (positions.table.device, positions.table.dtype) != (device, dtype):
+            positions.table = positions._computed(device, dtype)
 
 
 def _hidden(real: Tensor | None) -> Tensor | None:

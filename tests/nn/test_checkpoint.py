@@ -173,6 +173,18 @@ def test_tied_weights_that_are_assigned_are_one(tmp_path, cls, wrapped):
     assert len([*other.double().parameters()]) == len([*model.parameters()]) + 1
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned", "rotary"])
+def test_weights_of_another_dtype_may_be_assigned(positions, dtype, device):
+    config = replace(CONFIG, positions=positions)
+    model = LanguageModel(config).to(dtype).eval()
+    with torch.device(device):
+        other = LanguageModel(config).eval()
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(other(*inputs(model)), model(*inputs(model)))
+
+
 def test_sizes_may_be_numbers_of_numpy(tmp_path):
     config = replace(CONFIG, vocab_size=np.int64(11), num_kv_heads=np.int32(2), dropout=np.float32(0.5))
     save(SequenceClassifier(config, np.int64(3)), tmp_path / "model.safetensors")

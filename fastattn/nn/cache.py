@@ -140,9 +140,11 @@ class KVCache:
             )
         if isinstance(self._length, int):
             buffer[:, :, self._end - x.shape[2] : self._end] = x
+        elif self._real is None:
+            sample = torch.arange(self.batch_size, device=x.device)[:, None]
+            buffer[sample, :, self.positions] = x.transpose(1, 2)
         else:
-            real = torch.ones_like(self.positions, dtype=torch.bool) if self._real is None else self._real
-            sample, token = real.nonzero(as_tuple=True)
+            sample, token = self._real.nonzero(as_tuple=True)  # for which a GPU is waited for
             buffer[sample, :, self.positions[sample, token]] = x[sample, :, token]
         return buffer[:, :, : self._end]
 

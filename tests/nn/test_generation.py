@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.func import functional_call, grad, vmap
 
@@ -821,6 +822,19 @@ def test_models_of_wrapped_layers(cls, wrap, request):
             layers[i] = wrap(layer)
     close(model(*inputs)[ids > 0], expected)
     assert torch.equal(model.generate(ids, **options), tokens)
+
+
+@torch.no_grad()
+def test_steps_after_padded_prompts_are_a_whole_graph(request):
+    request.addfinalizer(torch._dynamo.reset)
+    model, (ids, real) = made(LanguageModel, replace(CONFIG, padding_idx=None)), prompts("left")
+    cache, expected, counter = KVCache(len(ids), 2 * N), KVCache(len(ids), 2 * N), CompileCounter()
+    model(ids, real, cache)
+    model(ids, real, expected)
+    step = torch.compile(model, backend=counter)
+    for i in range(N):
+        close(step(ids[:, i : i + 1], cache=cache), model(ids[:, i : i + 1], cache=expected))
+    assert counter.frame_count <= 2  # one for these lengths, one for all
 
 
 def test_positions_count_real_tokens():

@@ -291,7 +291,8 @@ class _Stack(nn.Module):
     def _is_by_token(self) -> bool:
         """Whether the layers and the norm are made of modules that are known to compute each token by itself."""
         return all(_is_by_element(layer.activation) for layer in self.layers) and all(
-            "forward" not in vars(part) and _inherits_known_forward(type(part)) and is_of_one_token(part)
+            ("forward" not in vars(part) and _inherits_known_forward(type(part)) and is_of_one_token(part))
+            or _unwrapped(part) is not part
             for part in self._parts()
         )
 

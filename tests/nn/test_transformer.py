@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.modules import module as hooks_of_all
 from torch.nn.modules.module import register_module_forward_hook
 from torch_samples import TORCH_MODULES, assert_same, outputs_and_gradients, samples, without_fast_path, zero_at_padding
@@ -300,6 +301,25 @@ def test_activations_of_elements_are_packed(activation):
     rows = Rows(encoder)
     encoder(normal(B, L, E), src_key_padding_mask=PADDINGS["right"])
     assert rows.seen == {int((~PADDINGS["right"]).sum())}
+
+
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, functools.partial(torch.compile, backend="eager")], ids=["checkpoint", "compile"]
+)
+@pytest.mark.parametrize("name", ["Encoder", "Decoder"])
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_wrapped_layers_are_packed(name, wrap, request):
+    request.addfinalizer(torch._dynamo.reset)
+    stack = getattr(fastattn.nn, f"Transformer{name}")(layer_of(getattr(fastattn.nn, f"Transformer{name}Layer")), 2)
+    x, padding = normal(B, L, E), PADDINGS["right"]
+    masks = {f"{of}_key_padding_mask": padding for of in (["src"] if name == "Encoder" else ["tgt", "memory"])}
+    inputs = [x] * len(masks)
+    expected = stack(*inputs, **masks)
+    for i, layer in enumerate(stack.layers):
+        stack.layers[i] = wrap(layer)
+    rows = Rows(stack)
+    assert_same(stack(*inputs, **masks), expected)
+    assert rows.seen == {int((~padding).sum())}
 
 
 def test_little_padding_is_not_packed():

@@ -107,6 +107,15 @@ def from_torch(
     return Mask(causal=causal, real_keys=real_keys, dense=dense), bias
 
 
+def real_tokens(mask: Mask, key_padding_mask: Tensor | None) -> Tensor | None:
+    """bool [B, S], False at padding, or None: `mask.real_keys`, and those of a float mask that stayed a bias unread."""
+    if key_padding_mask is None or key_padding_mask.dtype == torch.bool or can_look_at(key_padding_mask):
+        return mask.real_keys
+    hidden = _hidden_by(torch.atleast_2d(key_padding_mask))
+    real = ~(hidden & (hidden | (key_padding_mask == 0)).all())
+    return real if mask.real_keys is None else real & mask.real_keys
+
+
 class _Contents(NamedTuple):
     """Properties of the values of a mask in torch's polarity; False where they cannot be read."""
 

@@ -25,7 +25,7 @@ from ..spec import Mask, is_jagged
 from .attention import MultiHeadAttention, call_me
 from .cache import AttentionCache, KVCache
 from .checks import check_bools, check_dense, check_heads, check_ints, check_numbers, check_probability, refuse_proxy
-from .masks import canonical_mask
+from .masks import canonical_mask, real_tokens
 from .packing import Packing, worth_packing
 from .pages import PagedLayer, PagedStep
 from .positions import RotaryPositions, Rotation
@@ -428,7 +428,7 @@ class TransformerEncoder(_Stack, nn.TransformerEncoder):
         attention = self.layers[0].self_attn
         x = _batch_first(src, attention)
         seen, bias = _canonical_mask(attention, x, x, mask, src_key_padding_mask, is_causal)
-        real = seen.real_keys
+        real = real_tokens(seen, src_key_padding_mask)
         packs = self.enable_nested_tensor and self._may_pack(x, cache) and bias is None and seen.features() <= _PACKABLE
         if real is not None and not self._is_by_token():  # what stands at padding may count for other tokens
             real = None
@@ -549,7 +549,7 @@ class TransformerDecoder(_Stack, nn.TransformerDecoder):
         seen_of_memory, memory_bias = _canonical_mask(
             attention, x, keys, memory_mask, memory_key_padding_mask, memory_is_causal
         )
-        real, real_memory = seen.real_keys, seen_of_memory.real_keys
+        real, real_memory = real_tokens(seen, tgt_key_padding_mask), seen_of_memory.real_keys
         packs = self._may_pack(x, cache) and bias is None and memory_bias is None
         packs = packs and seen.features() <= _PACKABLE and seen_of_memory.features() <= {"real_keys"}
         if (real is not None or real_memory is not None) and not self._is_by_token():

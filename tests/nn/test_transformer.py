@@ -482,6 +482,20 @@ def test_torch_compile():
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("name", ["Encoder", "Decoder"])
+def test_compiled_stacks_take_float_padding_as_eager_ones(name, batched, request):
+    """They are 0 at -inf where a mask has no other values than 0 and -inf, of which a graph cannot know."""
+    request.addfinalizer(torch._dynamo.reset)
+    stack = getattr(fastattn.nn, f"Transformer{name}")(layer_of(getattr(fastattn.nn, f"Transformer{name}Layer")), 1)
+    compiled = torch.compile(stack, fullgraph=True, backend="eager")
+    x, padding = normal(B, L, E), torch.zeros(B, L, dtype=torch.float64).masked_fill(PADDINGS["right"], -torch.inf)
+    x, padding = (x, padding) if batched else (x[1], padding[1])
+    inputs, argument = ([x], "src_key_padding_mask") if name == "Encoder" else ([x, x], "tgt_key_padding_mask")
+    for mask in (padding, padding + 0.5):
+        assert_same(compiled(*inputs, **{argument: mask}), stack(*inputs, **{argument: mask}))
+
+
 def test_autocast_and_bf16():
     torch.manual_seed(0)
     encoder = TransformerEncoder(TransformerEncoderLayer(E, H, 32, 0.0, batch_first=True), 2)

@@ -52,7 +52,7 @@ class MultiHeadAttention(nn.MultiheadAttention):
     * It has no separate fast path in eval mode, and torch.nn.TransformerEncoderLayer calls it in eval mode too.
     * A float32 mask can be combined with inputs of every dtype, also with `need_weights`.
 
-    torch.jit.script and quantisation do not support it.
+    torch.jit.script and static quantisation do not support it; `quantize_dynamic` leaves its weights as they are.
 
     Args:
         embed_dim: width E of query and of the output.

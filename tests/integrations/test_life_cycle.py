@@ -272,6 +272,17 @@ def test_exports_for_every_size(name, strict):
     assert_same(torch.export.load(file).module(), original, SHORT, LONG)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_dynamic_quantisation_leaves_attention_as_it_is():
+    original, swapped = pair("encoder")
+    quantised = torch.ao.quantization.quantize_dynamic(swapped, {nn.Linear}, dtype=torch.qint8)
+    layer, (x, hidden) = quantised.encoder.layers[0], inputs(original, *SHORT)
+    assert type(layer.linear1) is torch.ao.nn.quantized.dynamic.Linear
+    assert {weight.dtype for weight in layer.self_attn.parameters()} == {torch.float32}
+    actual, expected = (model(x, hidden)[~hidden] for model in (quantised, original))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0.05)
+
+
 @pytest.mark.parametrize("name", ["attention", "bert, packed", "llama"])
 def test_onnx_for_every_size(name):
     original, swapped = pair(name)

@@ -375,7 +375,8 @@ class LanguageModel(Model):
     ) -> Tensor:
         """The tokens that follow each prompt, int64 [B, at most max_new_tokens]; the prompt is not among them.
 
-        In eval mode the same prompts give the same tokens, however they are padded.
+        In eval mode the same prompts give the same tokens, however they are padded. The model itself is not called, so
+        neither `model.compile()` nor its hooks take part: compile `model.decoder`, which is.
 
         Args:
             input_ids: prompts, int32 or int64 [B, L], padded left or right.
@@ -502,6 +503,9 @@ class Seq2SeqModel(Model):
         **options: object,
     ) -> Tensor:
         """The target of each source, int64 [B, at most max_new_tokens], without its start token.
+
+        The model itself is not called, so neither `model.compile()` nor its hooks take part: compile `model.encoder`
+        and `model.decoder`, which are.
 
         Args:
             input_ids: source, int32 or int64 [B, S].

@@ -824,6 +824,19 @@ def test_models_of_wrapped_layers(cls, wrap, request):
     assert torch.equal(model.generate(ids, **options), tokens)
 
 
+@pytest.mark.parametrize("cls", GENERATING)
+def test_compiled_stacks_generate(cls, request):
+    request.addfinalizer(torch._dynamo.reset)
+    model, counter = made(cls, replace(CONFIG, padding_idx=None)), CompileCounter()
+    ids, options = torch.tensor([[3, 4, 5], [6, 7, 8]]), {"max_new_tokens": 6} | GENERATING[cls]
+    expected = model.generate(ids, **options)
+    for part in model.children():
+        if isinstance(part, (nn.TransformerEncoder, nn.TransformerDecoder)):
+            part.compile(backend=counter)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert 0 < counter.frame_count <= 4  # the prompt, the first token, the second, and all others
+
+
 @torch.no_grad()
 def test_steps_after_padded_prompts_are_a_whole_graph(request):
     request.addfinalizer(torch._dynamo.reset)

@@ -285,23 +285,24 @@ class _ShortAttention(Function):
     def backward(ctx, do, d_other=None):
         q, k, v, o, lse, *_ = ctx.saved_tensors  # which refuses those that were changed since
         wanted, (average_heads, terms, backward, backend) = ctx.needs_input_grad[:3], ctx.constants
-        of_six = *wanted, False, False, False
         dlse, d_weights = (d_other, None) if average_heads is None else (None, d_other)
         result, of_weights = None, (None, None, None)
         unwatched = not (_grad_enabled() or is_watched())
-        if unwatched and d_weights is not None and is_plain(d_weights) and (do is None or is_plain(do)):
-            of_pairs = _of_pairs(d_weights, _form(average_heads), q.shape[1])
-            return *backend.backward(do, None, q, k, v, o, lse, _spec(q, *terms), of_six, of_pairs)[:3], None
         if do is dlse is None:
             result = of_weights
         elif unwatched:
             result = backward(do, dlse, q, k, v, o, lse, *terms, wanted)
         if result is None:
+            of_six = *wanted, False, False, False
             result = _gradients_of_call(do, dlse, q, k, v, o, lse, _spec(q, *terms), backend, of_six)[:3]
         if d_weights is not None:
             spec = _spec(q, *terms)
-            primals = (q, k, None, spec.bias, spec.alibi_slopes, spec.sinks)
-            of_weights = derivatives.weights_gradients(d_weights, None, primals, spec, _form(average_heads))[:3]
+            if unwatched and is_plain(d_weights):
+                of_pairs = _of_pairs(d_weights, _form(average_heads), q.shape[1])
+                of_weights = backend.weights_backward(of_pairs, q, k, lse, spec)[:3]
+            else:
+                primals = (q, k, None, spec.bias, spec.alibi_slopes, spec.sinks)
+                of_weights = derivatives.weights_gradients(d_weights, None, primals, spec, _form(average_heads))[:3]
         return *map(_sum, result, of_weights), None
 
 
